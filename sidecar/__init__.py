@@ -1,0 +1,3 @@
+"""The door in front of an LLM engine: priority tiers, reserved tokens, lending, aging, and proof that nobody starves."""
+
+__version__ = "0.1.0"

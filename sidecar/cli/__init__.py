@@ -1,0 +1,68 @@
+"""The `sidecar` command. Each subcommand is a module of this package, imported only when it is the one that runs.
+
+A command module has `configure(parser)`, which adds its arguments, `run(args)`, which returns the exit code, and
+`EXAMPLE`, a line or more shown at the end of its `--help`. Its first docstring line is its summary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+from sidecar import __version__
+
+COMMANDS = {
+    "serve": "run the door as a reverse proxy in front of an engine",
+    "emulate": "run an OpenAI-compatible engine emulator, no GPU needed",
+    "demo": "show what admission does: three runs on the same arrivals",
+    "check": "check a policy: every mistake at once, with file and line",
+    "explain": "say which tier a request gets, and why",
+    "keys": "make an API key, or hash one for a tenant's file",
+}
+
+
+class Command(Protocol):
+    """What a command module offers."""
+
+    EXAMPLE: str
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Adds the command's own arguments."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Does the work and returns the exit code."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns its exit code; a wrong command line exits with 2, as argparse does."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    overview = _overview()
+    chosen = overview.parse_args(arguments[:1]).command
+    command: Command = importlib.import_module(f"sidecar.cli.{chosen}")  # type: ignore[assignment]  # a module is a Command
+    parser = argparse.ArgumentParser(
+        prog=f"sidecar {chosen}",
+        description=(command.__doc__ or "").strip(),
+        epilog=f"example:\n{command.EXAMPLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.configure(parser)
+    try:
+        return command.run(parser.parse_args(arguments[1:]))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _overview() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sidecar",
+        description="Admission control in front of an LLM engine.",
+        epilog="commands:\n" + "\n".join(f"  {name:<8} {summary}" for name, summary in COMMANDS.items())
+        + "\n\n`sidecar COMMAND --help` shows a command's arguments and an example.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"admission-sidecar {__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
+    return parser

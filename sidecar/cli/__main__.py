@@ -1,0 +1,7 @@
+"""`python -m sidecar.cli`, where the command is not on the PATH."""
+
+import sys
+
+from sidecar.cli import main
+
+sys.exit(main())

@@ -1,0 +1,124 @@
+"""Everything the door can answer instead of the engine's response: one shallow tree.
+
+Each error knows its HTTP status, its stable `code` (what clients and dashboards match on) and, where waiting helps, the
+seconds after which a retry is worth trying. `asgi/responses.py` writes them in OpenAI's shape; nothing else maps errors.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class AdmissionError(Exception):
+    """A request that ends at the door. Raised with a sentence that says what was wrong and what would be right.
+
+    `retry_after_s` is None where a retry of the same request cannot help.
+    """
+
+    status: ClassVar[int]
+    code: ClassVar[str]
+    kind: ClassVar[str]
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.status}, {self.code!r}, {self.message!r})"
+
+
+class BadRequest(AdmissionError):
+    """The client's doing: the same request fails again."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+class InvalidBody(BadRequest):
+    """Not JSON, not an object, or a field of the wrong type."""
+
+    code = "invalid_body"
+
+
+class InvalidHeader(BadRequest):
+    """A header that contradicts itself or cannot be read."""
+
+    code = "invalid_header"
+
+
+class RequestTooLarge(BadRequest):
+    """More tokens, or more sequences, than the tier could ever be given: refused at once, never a wait."""
+
+    code = "request_too_large"
+
+
+class UnknownTier(BadRequest):
+    """A tier name that is not in the policy, or a number outside [0, 1]."""
+
+    code = "unknown_tier"
+
+
+class InvalidApiKey(AdmissionError):
+    """The key is unknown, or there is none and the policy says `anonymous: deny`."""
+
+    status = 401
+    code = "invalid_api_key"
+    kind = "authentication_error"
+
+
+class BodyTimeout(AdmissionError):
+    """The body did not arrive within the policy's `body_timeout`."""
+
+    status = 408
+    code = "body_timeout"
+    kind = "invalid_request_error"
+
+
+class BodyTooLarge(AdmissionError):
+    """The body is over the policy's `max_body`."""
+
+    status = 413
+    code = "body_too_large"
+    kind = "invalid_request_error"
+
+
+class EngineUnreachable(AdmissionError):
+    """The reverse proxy could not connect to the engine, or the engine broke off before it answered."""
+
+    status = 502
+    code = "engine_unreachable"
+    kind = "server_error"
+
+
+class EngineTimeout(AdmissionError):
+    """The engine did not answer within the reverse proxy's limit."""
+
+    status = 504
+    code = "engine_timeout"
+    kind = "server_error"
+
+
+class Unavailable(AdmissionError):
+    """The pool's doing: the same request may well succeed later."""
+
+    status = 503
+    kind = "server_error"
+
+
+class QueueFull(Unavailable):
+    """The tier's queue holds as many requests as the policy allows."""
+
+    code = "queue_full"
+
+
+class QueueTimeout(Unavailable):
+    """The request waited as long as its tier, or its client, allows."""
+
+    code = "queue_timeout"
+
+
+class Draining(Unavailable):
+    """This process is shutting down and takes no new request."""
+
+    code = "draining"

@@ -1,0 +1,131 @@
+"""Frozen records of what happened to a request, and the seam that telemetry subscribes to.
+
+The door tells one `Observation` per request, in the order of the classes below; at most one of each, `Received` first,
+`Refused` or `Settled` last. Times are whole microseconds of the process's monotonic clock (`*_us`); `Received` also has
+the wall clock, so that an observer can place the others in calendar time. Records are msgspec Structs because they are
+made on every request: ten times cheaper than a frozen dataclass, and as immutable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Protocol, Union
+
+import msgspec
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+class Outcome(str, Enum):
+    """How an admitted request ended."""
+
+    COMPLETED = "completed"
+    CLIENT_LEFT = "client_left"
+    FAILED = "failed"
+
+
+class Received(msgspec.Struct, frozen=True, gc=False):
+    """A guarded request reached the door. `headers` are the client's, for trace context."""
+
+    at_us: int
+    wall_ns: int
+    method: str
+    path: str
+    headers: Headers
+
+
+class Classified(msgspec.Struct, frozen=True, gc=False):
+    """Who asks, for which tier, and what it will hold. `tier` is the one granted; `clamped_from` the one asked for."""
+
+    at_us: int
+    tier: str
+    tenant: str
+    source: str
+    clamped_from: str | None
+    api: str
+    model: str | None
+    max_output_tokens: int | None
+    stream: bool
+    tokens: int
+    requests: int
+
+
+class Queued(msgspec.Struct, frozen=True, gc=False):
+    """The request did not fit at once and waits."""
+
+    at_us: int
+
+
+class Admitted(msgspec.Struct, frozen=True, gc=False):
+    """The request holds its lease. `overtaken_at_us` is None where nothing that came later went first.
+
+    `served_ahead` counts, by tier, the tokens admitted while it waited; `level` is its aged level in whole levels;
+    `engine_priority` is what the engine was told, None where nothing was forwarded.
+    """
+
+    at_us: int
+    queue_wait_us: int
+    starvation_us: int
+    overtaken_at_us: int | None
+    served_ahead: Mapping[str, int]
+    level: int
+    engine_priority: int | float | None
+
+
+class Refused(msgspec.Struct, frozen=True, gc=False):
+    """The request ended at the door: an error was answered, or (`client_left`) the client hung up while it waited.
+
+    `status` is None where nobody was there to answer to. The waiting figures are zero where it never waited.
+    """
+
+    at_us: int
+    code: str
+    message: str
+    status: int | None
+    queue_wait_us: int = 0
+    starvation_us: int = 0
+    overtaken_at_us: int | None = None
+    served_ahead: Mapping[str, int] = {}
+
+
+class FirstByte(msgspec.Struct, frozen=True, gc=False):
+    """The first byte of the response's body went out."""
+
+    at_us: int
+    status: int
+
+
+class Settled(msgspec.Struct, frozen=True, gc=False):
+    """The lease was given back. `input_tokens` and `output_tokens` are the engine's own count, None where it sent none.
+
+    `tokens_used` is the best known: the engine's count, or else the estimate of the prompt and the chunks that went out.
+    """
+
+    at_us: int
+    outcome: Outcome
+    status: int | None
+    tokens_used: int
+    input_tokens: int | None
+    output_tokens: int | None
+    error: str | None
+
+
+Event = Union[Classified, Queued, Admitted, Refused, FirstByte, Settled]
+
+
+class Observation(Protocol):
+    """What is told about one request. Must not raise and must not block: it is called on the request's path."""
+
+    def headers(self) -> Headers:
+        """Headers that carry the trace context on to the engine; they replace the client's own of the same names."""
+
+    def on_event(self, event: Event) -> None:
+        """One thing that happened."""
+
+
+class Observer(Protocol):
+    """Makes an `Observation` for a request, or None where nobody looks at this one."""
+
+    def received(self, event: Received) -> Observation | None:
+        """Called once per guarded request, before anything else happens to it."""

@@ -1,0 +1,131 @@
+"""The policy as the running process uses it: frozen, resolved, ready to be looked up.
+
+Nothing here reads a file. `loading.load` turns the YAML into this; the names of tiers have become levels (0 is the most
+important), shares have become whole numbers (`rules`), durations have become seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from sidecar.policy.rules import PoolRules
+
+
+class Api(str, Enum):
+    """The request shapes that are understood: where the prompt and the maximum output live differs."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    EMBEDDINGS = "embeddings"
+
+
+class EngineName(str, Enum):
+    """The engines whose priority dialect is spoken; `none` forwards no priority."""
+
+    TENSORRT_LLM = "tensorrt-llm"
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    DYNAMO = "dynamo"
+    NONE = "none"
+
+
+class Source(str, Enum):
+    """Where a request's tier may come from. `engine` is the engine's own priority field or header, sent by a client."""
+
+    BODY = "body"
+    HEADER = "header"
+    ENDPOINT = "endpoint"
+    KEY = "key"
+    ENGINE = "engine"
+
+
+class Carrier(str, Enum):
+    """How the granted priority travels to the engine."""
+
+    HEADER = "header"
+    BODY = "body"
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """One tier as the door sees it; its shares of the pool are in `PoolRules.tiers[level]`.
+
+    `max_waiting` is the most requests that may queue (None: unbounded), `max_wait_s` the longest a request may queue
+    (None: unbounded), `default_output_tokens` what a request without a maximum of its own is taken to produce,
+    `max_request_tokens` the most one request may hold (None: whatever fits), `slo_ttft_s` the promise that telemetry
+    compares with (None: none made).
+    """
+
+    name: str
+    level: int
+    default_output_tokens: int
+    max_waiting: int | None = None
+    max_wait_s: float | None = None
+    max_request_tokens: int | None = None
+    slo_ttft_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A guarded path. `level` is the tier it maps to (None: it does not say), `forward_to` the path the engine knows."""
+
+    path: str
+    api: Api
+    level: int | None = None
+    forward_to: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """A tenant's own limits; None: unlimited."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+    max_output_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who asks. `level` is its tier, `max_level` the most important tier it may ask for (a smaller number is better)."""
+
+    name: str
+    level: int
+    max_level: int
+    weight: int = 1
+    limits: Limits = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Everything the operator decided, as one immutable value.
+
+    `tenants` maps the lower-case hex SHA-256 digest of an API key to its tenant. `anonymous` is None where a request
+    without a key is refused. `engine_levels` lists (threshold, level), most important level first, for the source
+    `engine`. `carrier` is None for the engine's own default. `generation` is a short digest of the files' contents.
+    """
+
+    rules: PoolRules
+    tiers: tuple[Tier, ...]
+    endpoints: Mapping[str, Endpoint]
+    tenants: Mapping[str, Tenant]
+    anonymous: Tenant | None
+    default_level: int
+    sources: tuple[Source, ...]
+    engine: EngineName
+    carrier: Carrier | None
+    engine_levels: tuple[tuple[float, int], ...]
+    tier_header: bytes
+    max_body_bytes: int
+    body_timeout_s: float
+    disconnect_grace_s: float
+    tokenizer: str | None
+    generation: str
+
+    def level_of(self, name: str) -> int | None:
+        """The level of the tier called `name`, None where the policy has no such tier."""
+        return next((tier.level for tier in self.tiers if tier.name == name), None)

@@ -1,0 +1,107 @@
+"""The admission rules as whole numbers: what the scheduler runs on, computed once when a policy is loaded.
+
+Whole numbers (`R = ceil(reserve * C)`, `H = floor((1 - lend) * reserve * C)`, `L = floor(limit * C)`) and not fractions,
+so that every implementation of the rules compares exactly the same figures.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+UNLIMITED = 2**53 - 1
+"""Stands for a dimension the policy does not bound. The largest whole number that a double (so Lua) holds exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierRules:
+    """One tier's floor, headroom and limit, in tokens and in requests.
+
+    `limited` is False for a tier that may hold the whole pool: it is then always a candidate, even while re-registered
+    leases hold more than the pool.
+    """
+
+    name: str
+    level: int
+    reserve_tokens: int
+    reserve_requests: int
+    headroom_tokens: int
+    headroom_requests: int
+    limit_tokens: int
+    limit_requests: int
+    limited: bool = False
+    always_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRules:
+    """The whole pool: its capacity in both dimensions and its tiers, most important first (`tiers[i].level == i`).
+
+    `promote_after_us` is the time in microseconds after which a waiting ticket rises one level, None for no aging;
+    `ceiling` is the level past which none rises.
+    """
+
+    tokens: int
+    requests: int
+    tiers: tuple[TierRules, ...]
+    promote_after_us: int | None = None
+    ceiling: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """One tier as an operator states it: exact fractions of the pool."""
+
+    name: str
+    reserve: Fraction = Fraction(0)
+    lend: Fraction = Fraction(1)
+    limit: Fraction = Fraction(1)
+    always_first: bool = False
+
+
+def pool_rules(
+    *,
+    tokens: int | None,
+    requests: int | None,
+    tiers: tuple[Shares, ...],
+    promote_after_us: int | None = None,
+    ceiling: int = 0,
+) -> PoolRules:
+    """Turns fractions of a pool into whole numbers. `tokens` and `requests` are None where that dimension is unbounded."""
+    return PoolRules(
+        tokens=UNLIMITED if tokens is None else tokens,
+        requests=UNLIMITED if requests is None else requests,
+        tiers=tuple(_tier_rules(shares, level, tokens, requests) for level, shares in enumerate(tiers)),
+        promote_after_us=promote_after_us,
+        ceiling=ceiling,
+    )
+
+
+def _tier_rules(shares: Shares, level: int, tokens: int | None, requests: int | None) -> TierRules:
+    return TierRules(
+        name=shares.name,
+        level=level,
+        reserve_tokens=_floor_of(shares, tokens),
+        reserve_requests=_floor_of(shares, requests),
+        headroom_tokens=_headroom_of(shares, tokens),
+        headroom_requests=_headroom_of(shares, requests),
+        limit_tokens=_limit_of(shares, tokens),
+        limit_requests=_limit_of(shares, requests),
+        limited=shares.limit < 1,
+        always_first=shares.always_first,
+    )
+
+
+def _floor_of(shares: Shares, capacity: int | None) -> int:
+    if capacity is None:  # an unbounded dimension never decides who is below its reserve
+        return UNLIMITED
+    return math.ceil(shares.reserve * capacity)
+
+
+def _headroom_of(shares: Shares, capacity: int | None) -> int:
+    return 0 if capacity is None else math.floor((1 - shares.lend) * shares.reserve * capacity)
+
+
+def _limit_of(shares: Shares, capacity: int | None) -> int:
+    return UNLIMITED if capacity is None else math.floor(shares.limit * capacity)
