@@ -1,7 +1,7 @@
 """Everything the door can answer instead of the engine's response: one shallow tree.
 
-Each error knows its HTTP status, its stable `code` (what clients and dashboards match on) and, where waiting helps, the
-seconds after which a retry is worth trying. `asgi/responses.py` writes them in OpenAI's shape; nothing else maps errors.
+Each error knows its HTTP status, its stable `code` (what clients and dashboards match on) and, where waiting helps,
+the seconds after which a retry is worth trying. `asgi/responses.py` writes them in OpenAI's shape.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Protocol, Union
+from typing import Protocol
 
 import msgspec
 
@@ -97,9 +97,10 @@ class FirstByte(msgspec.Struct, frozen=True, gc=False):
 
 
 class Settled(msgspec.Struct, frozen=True, gc=False):
-    """The lease was given back. `input_tokens` and `output_tokens` are the engine's own count, None where it sent none.
+    """The lease was given back.
 
-    `tokens_used` is the best known: the engine's count, or else the estimate of the prompt and the chunks that went out.
+    `input_tokens` and `output_tokens` are the engine's own count, None where it sent none. `tokens_used` is the best
+    known: the engine's count, or else the estimate of the prompt and the chunks that went out.
     """
 
     at_us: int
@@ -111,7 +112,7 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
     error: str | None
 
 
-Event = Union[Classified, Queued, Admitted, Refused, FirstByte, Settled]
+Event = Classified | Queued | Admitted | Refused | FirstByte | Settled
 
 
 class Observation(Protocol):

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     overview = _overview()
     chosen = overview.parse_args(arguments[:1]).command
-    command: Command = importlib.import_module(f"sidecar.cli.{chosen}")  # type: ignore[assignment]  # a module is a Command
+    command: Command = importlib.import_module(f"sidecar.cli.{chosen}")
     parser = argparse.ArgumentParser(
         prog=f"sidecar {chosen}",
         description=(command.__doc__ or "").strip(),
@@ -59,7 +59,8 @@ def _overview() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sidecar",
         description="Admission control in front of an LLM engine.",
-        epilog="commands:\n" + "\n".join(f"  {name:<8} {summary}" for name, summary in COMMANDS.items())
+        epilog="commands:\n"
+        + "\n".join(f"  {name:<8} {summary}" for name, summary in COMMANDS.items())
         + "\n\n`sidecar COMMAND --help` shows a command's arguments and an example.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -71,7 +71,7 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A guarded path. `level` is the tier it maps to (None: it does not say), `forward_to` the path the engine knows."""
+    """A guarded path. `level` is the tier it maps to (None: none), `forward_to` the path the engine knows."""
 
     path: str
     api: Api
@@ -91,7 +91,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who asks. `level` is its tier, `max_level` the most important tier it may ask for (a smaller number is better)."""
+    """Who asks. `level` is its tier, `max_level` the most important one it may ask for (0 is the best)."""
 
     name: str
     level: int

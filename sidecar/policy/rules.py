@@ -1,7 +1,7 @@
 """The admission rules as whole numbers: what the scheduler runs on, computed once when a policy is loaded.
 
-Whole numbers (`R = ceil(reserve * C)`, `H = floor((1 - lend) * reserve * C)`, `L = floor(limit * C)`) and not fractions,
-so that every implementation of the rules compares exactly the same figures.
+Whole numbers (`R = ceil(reserve * C)`, `H = floor((1 - lend) * reserve * C)`, `L = floor(limit * C)`) and not
+fractions, so that every implementation of the rules compares exactly the same figures.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def pool_rules(
     promote_after_us: int | None = None,
     ceiling: int = 0,
 ) -> PoolRules:
-    """Turns fractions of a pool into whole numbers. `tokens` and `requests` are None where that dimension is unbounded."""
+    """Turns fractions of a pool into whole numbers. `tokens` or `requests` is None where it is unbounded."""
     return PoolRules(
         tokens=UNLIMITED if tokens is None else tokens,
         requests=UNLIMITED if requests is None else requests,
