@@ -1,0 +1,233 @@
+"""The four admission rules, without I/O and without a clock: time is an argument, in whole microseconds.
+
+For every tier q: U its leases, C the pool; R = ceil(reserve * C) its floor, H = floor((1 - lend) * reserve * C) its
+headroom, L = floor(limit * C), each in tokens and in requests.
+
+1. Order. Tiers holding less than their reserve (U < R in both dimensions, or `always_first`) come first; inside each of
+   the two classes by aged level, then by arrival.
+2. Room. A ticket t at aged level e fits when, in each dimension,
+   t <= C - sum(U) - sum over tiers q more important than e, other than its own, of max(0, H_q - U_q).
+   A tier with a limit is a candidate only while U + t <= L.
+3. No overtaking. The first ticket in that order that does not fit holds its place: nothing behind it is admitted.
+4. Aging. A waiting ticket rises one level per `promote_after`, never past the ceiling; usage stays with its own tier.
+
+Inside a tier the head is chosen by fair queueing over tenants (`fair_queue`). A decision looks at one head per tier:
+O(tiers + log n), whatever waits.
+
+Bounded wait. Let D be the longest time a lease is held, t_max the largest request, R > t_max the tier's reserve, no tier
+`always_first` or limited. A ticket of t tokens that finds B tokens of its own tier ahead of it is admitted within
+(ceil((B + t) / (R - t_max)) + 1) * D, whatever the other tiers send.
+"""
+
+from __future__ import annotations
+
+from sidecar.policy.rules import PoolRules, TierRules
+from sidecar.scheduling.fair_queue import FairQueue
+from sidecar.scheduling.overtaking import Overtaking
+from sidecar.scheduling.ticket import Admission, Ticket, Wait
+
+
+class Scheduler:
+    """Decides who is admitted. Not thread-safe; every method returns at once.
+
+    `submit`, `settle`, `cancel` and `resize` change what waits and what is held; none of them admits anybody. Call
+    `dispatch` afterwards, and again at `next_change_us`: it returns what became a lease, in order.
+    """
+
+    def __init__(self, rules: PoolRules) -> None:
+        self.rules = rules
+        self._promote_after_us = rules.promote_after_us or 1  # without aging, a level's score is the level itself
+        self._queues = tuple(FairQueue() for _ in rules.tiers)
+        self._held_tokens = [0] * len(rules.tiers)
+        self._held_requests = [0] * len(rules.tiers)
+        self._all_tokens = 0
+        self._all_requests = 0
+        self._served = (0,) * len(rules.tiers)
+        self._waiting: dict[str, Ticket] = {}
+        self._leases: dict[str, Ticket] = {}
+        self._overtaking = Overtaking()
+        self._sequence = 0
+
+    def submit(
+        self,
+        ticket_id: str,
+        *,
+        tier: int,
+        tokens: int,
+        now_us: int,
+        requests: int = 1,
+        tenant: str = "",
+        weight: int = 1,
+    ) -> Ticket:
+        """Puts a request in its tier's queue. Raises ValueError where the id is taken or a size is not positive."""
+        if ticket_id in self._waiting or ticket_id in self._leases:
+            raise ValueError(f"a ticket called {ticket_id!r} is already here")
+        if tokens < 1 or requests < 1 or weight < 1:
+            raise ValueError(f"tokens, requests and weight are at least 1, not {tokens}, {requests}, {weight}")
+        self._sequence += 1
+        ticket = Ticket(ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence, self._served)
+        self._waiting[ticket_id] = ticket
+        self._queues[tier].push(ticket)
+        return ticket
+
+    def dispatch(self, now_us: int) -> list[Admission]:
+        """Admits everybody whom the rules let in now, in order."""
+        admissions: list[Admission] = []
+        while self._waiting:
+            first = self._first(now_us)
+            if first is None or not self._fits(*first):
+                break
+            admissions.append(self._admit(*first, now_us))
+        return admissions
+
+    def settle(self, ticket_id: str) -> bool:
+        """Gives a lease back. False, and nothing changes, where there is no such lease: settling twice is harmless."""
+        lease = self._leases.pop(ticket_id, None)
+        if lease is None:
+            return False
+        self._hold(lease.tier, -lease.tokens, -lease.requests)
+        return True
+
+    def cancel(self, ticket_id: str, now_us: int) -> Wait | None:
+        """Takes a waiting ticket out and says how it had waited. None, and nothing changes, where none waits."""
+        ticket = self._waiting.pop(ticket_id, None)
+        if ticket is None:
+            return None
+        self._queues[ticket.tier].remove(ticket)
+        return self._wait(ticket, now_us)
+
+    def resize(self, ticket_id: str, tokens: int) -> bool:
+        """Sets what a lease holds. It may outgrow the pool, which stops admission until it drains.
+
+        False, and nothing changes, where there is no such lease. Raises ValueError for a size below 1.
+        """
+        if tokens < 1:
+            raise ValueError(f"a lease holds at least 1 token, not {tokens}")
+        lease = self._leases.get(ticket_id)
+        if lease is None:
+            return False
+        self._hold(lease.tier, tokens - lease.tokens, 0)
+        lease.tokens = tokens
+        return True
+
+    def next_change_us(self, now_us: int) -> int | None:
+        """When `dispatch` could next admit somebody though nothing else happens, None where time changes nothing.
+
+        Time matters only through aging, and only when a head reaches a whole level: it then stops owing a tier its
+        headroom, or, at the ceiling, joins the tickets that rank by arrival.
+        """
+        promote_after_us = self.rules.promote_after_us
+        if promote_after_us is None:
+            return None
+        changes = (
+            head.arrived_us + rise * promote_after_us
+            for level, queue in enumerate(self._queues)
+            if level > self.rules.ceiling and (head := queue.head()) is not None
+            if (rise := (now_us - head.arrived_us) // promote_after_us + 1) <= level - self.rules.ceiling
+        )
+        return min(changes, default=None)
+
+    def largest(self, tier: int) -> tuple[int, int]:
+        """The most tokens and the most requests that one ticket of a tier could ever be admitted with."""
+        rules = self.rules
+        best = tier if rules.promote_after_us is None else min(tier, rules.ceiling)
+        owed = [q for q in rules.tiers if q.level < best and q.level != tier]
+        mine = rules.tiers[tier]
+        return (
+            min(mine.limit_tokens, rules.tokens - sum(q.headroom_tokens for q in owed)),
+            min(mine.limit_requests, rules.requests - sum(q.headroom_requests for q in owed)),
+        )
+
+    def held(self, tier: int) -> tuple[int, int]:
+        """Tokens and requests that a tier's leases hold."""
+        return self._held_tokens[tier], self._held_requests[tier]
+
+    def queued(self, tier: int) -> tuple[int, int]:
+        """Tokens and requests that wait in a tier."""
+        return self._queues[tier].tokens, len(self._queues[tier])
+
+    def waiting(self) -> int:
+        """How many tickets wait, in all tiers."""
+        return len(self._waiting)
+
+    def leases(self) -> int:
+        """How many leases are held, in all tiers."""
+        return len(self._leases)
+
+    def _first(self, now_us: int) -> tuple[Ticket, int] | None:
+        """Rules 1 and 4: the first candidate in order, with its score (aged level times `promote_after`)."""
+        best: tuple[bool, int, int, int] | None = None
+        found: tuple[Ticket, int] | None = None
+        for rules, queue in zip(self.rules.tiers, self._queues, strict=True):
+            head = queue.head()
+            if head is None or (rules.limited and self._at_limit(rules, head)):
+                continue
+            score = self._score(head, now_us)
+            order = (not self._below_reserve(rules), score, head.arrived_us, head.sequence)
+            if best is None or order < best:
+                best, found = order, (head, score)
+        return found
+
+    def _score(self, ticket: Ticket, now_us: int) -> int:
+        level = ticket.tier
+        score = level * self._promote_after_us
+        if self.rules.promote_after_us is None or level <= self.rules.ceiling:
+            return score
+        return max(self.rules.ceiling * self._promote_after_us, score - (now_us - ticket.arrived_us))
+
+    def _below_reserve(self, rules: TierRules) -> bool:
+        return rules.always_first or (
+            self._held_tokens[rules.level] < rules.reserve_tokens
+            and self._held_requests[rules.level] < rules.reserve_requests
+        )
+
+    def _at_limit(self, rules: TierRules, ticket: Ticket) -> bool:
+        return (
+            self._held_tokens[rules.level] + ticket.tokens > rules.limit_tokens
+            or self._held_requests[rules.level] + ticket.requests > rules.limit_requests
+        )
+
+    def _fits(self, ticket: Ticket, score: int) -> bool:
+        """Rule 2: room for the ticket beside the leases and the headroom of every more important tier."""
+        tokens = self.rules.tokens - self._all_tokens - ticket.tokens
+        requests = self.rules.requests - self._all_requests - ticket.requests
+        for q in self.rules.tiers:
+            if q.level * self._promote_after_us >= score:
+                break
+            if q.level != ticket.tier:
+                tokens -= max(0, q.headroom_tokens - self._held_tokens[q.level])
+                requests -= max(0, q.headroom_requests - self._held_requests[q.level])
+        return tokens >= 0 and requests >= 0
+
+    def _admit(self, ticket: Ticket, score: int, now_us: int) -> Admission:
+        wait = self._wait(ticket, now_us)
+        self._queues[ticket.tier].admit(ticket)
+        del self._waiting[ticket.id]
+        self._leases[ticket.id] = ticket
+        self._hold(ticket.tier, ticket.tokens, ticket.requests)
+        served = list(self._served)
+        served[ticket.tier] += ticket.tokens
+        self._served = tuple(served)
+        self._note_overtaking(ticket, now_us)
+        return Admission(ticket, wait, -(-score // self._promote_after_us))
+
+    def _wait(self, ticket: Ticket, now_us: int) -> Wait:
+        overtaken_at_us = self._overtaking.first_after(ticket.sequence)
+        return Wait(
+            queue_wait_us=now_us - ticket.arrived_us,
+            starvation_us=0 if overtaken_at_us is None else now_us - overtaken_at_us,
+            overtaken_at_us=overtaken_at_us,
+            served_ahead=tuple(now - before for now, before in zip(self._served, ticket.served_before, strict=True)),
+        )
+
+    def _note_overtaking(self, ticket: Ticket, now_us: int) -> None:
+        overtaking = self._overtaking
+        overtaking.admitted(ticket.sequence, now_us)
+        if overtaking.is_long(len(self._waiting)):
+            overtaking.forget_all_but(waiting.sequence for waiting in self._waiting.values())
+
+    def _hold(self, tier: int, tokens: int, requests: int) -> None:
+        self._held_tokens[tier] += tokens
+        self._held_requests[tier] += requests
+        self._all_tokens += tokens
+        self._all_requests += requests

@@ -1,0 +1,49 @@
+"""One request's place: a ticket while it waits, a lease once it is admitted, and what its wait is reported as."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request in the scheduler. `tokens` and `requests` are what it holds, or will hold.
+
+    `sequence` is its place in the order of arrival, `served_before` the served-token counters as they stood then;
+    `start` is its fair-queueing tag, and `queued` whether it still is in its tier's queue.
+    """
+
+    id: str
+    tier: int
+    tenant: str
+    weight: int
+    tokens: int
+    requests: int
+    arrived_us: int
+    sequence: int
+    served_before: tuple[int, ...]
+    start: float = 0.0
+    queued: bool = False
+
+
+class Wait(NamedTuple):
+    """How a ticket's wait went, up to its admission or its departure.
+
+    `overtaken_at_us` is the first admission of a ticket that arrived later, None where there was none; starvation is
+    what the wait lasted from then on. `served_ahead[level]` counts the tokens admitted while it waited.
+    """
+
+    queue_wait_us: int
+    starvation_us: int
+    overtaken_at_us: int | None
+    served_ahead: Sequence[int]
+
+
+class Admission(NamedTuple):
+    """A ticket that became a lease. `level` is its aged level in whole levels: what an engine may be told."""
+
+    ticket: Ticket
+    wait: Wait
+    level: int
