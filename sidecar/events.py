@@ -100,7 +100,8 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
     """The lease was given back.
 
     `input_tokens` and `output_tokens` are the engine's own count, None where it sent none. `tokens_used` is the best
-    known: the engine's count, or else the estimate of the prompt and the chunks that went out.
+    known: the engine's count, or else the estimate of the prompt and the chunks that went out. `error` is a word from
+    a small set (an error code, an exception's class), None where the request did not fail.
     """
 
     at_us: int

@@ -1,0 +1,36 @@
+"""One small module per engine: which field or header carries a priority, in which direction and range."""
+
+from __future__ import annotations
+
+from sidecar.engines.dialect import CLIENT_MEMBERS, Dialect, Forward, Priority, client_members, is_client_priority
+from sidecar.engines.dynamo import Dynamo
+from sidecar.engines.sglang import Sglang
+from sidecar.engines.silent import Silent
+from sidecar.engines.tensorrt_llm import TensorRtLlm
+from sidecar.engines.vllm import Vllm
+from sidecar.policy.policy import Carrier, EngineName
+
+__all__ = [
+    "CLIENT_MEMBERS",
+    "Dialect",
+    "Forward",
+    "Priority",
+    "client_members",
+    "dialect_of",
+    "is_client_priority",
+]
+
+
+def dialect_of(engine: EngineName, carrier: Carrier | None) -> Dialect:
+    """The adapter for an engine. `carrier` is None for its own default."""
+    match engine:
+        case EngineName.TENSORRT_LLM:
+            return TensorRtLlm()
+        case EngineName.VLLM:
+            return Vllm(carrier)
+        case EngineName.SGLANG:
+            return Sglang(carrier)
+        case EngineName.DYNAMO:
+            return Dynamo()
+        case EngineName.NONE:
+            return Silent()

@@ -91,13 +91,17 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who asks. `level` is its tier, `max_level` the most important one it may ask for (0 is the best)."""
+    """Who asks. `level` is its tier, `max_level` the most important one it may ask for (0 is the best).
+
+    `downgrade_level` is the tier that what is over the limits falls to, None where it is refused.
+    """
 
     name: str
     level: int
     max_level: int
     weight: int = 1
     limits: Limits = Limits()
+    downgrade_level: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,3 +105,22 @@ def _headroom_of(shares: Shares, capacity: int | None) -> int:
 
 def _limit_of(shares: Shares, capacity: int | None) -> int:
     return UNLIMITED if capacity is None else math.floor(shares.limit * capacity)
+
+
+def best_level(rules: PoolRules, level: int) -> int:
+    """The most important level that a ticket of a tier at `level` can age to."""
+    return level if rules.promote_after_us is None else min(level, rules.ceiling)
+
+
+def largest_request(rules: PoolRules, level: int) -> tuple[int, int]:
+    """The most (tokens, requests) that one ticket of a tier could ever be given: the pool empty but for this ticket.
+
+    That is the tier's limit, or the pool less the headroom of the tiers more important than the level it can age to
+    (rule 2), whichever is less.
+    """
+    tier = rules.tiers[level]
+    above = rules.tiers[: best_level(rules, level)]  # never the tier itself: it ages up, not down
+    return (
+        min(tier.limit_tokens, rules.tokens - sum(other.headroom_tokens for other in above)),
+        min(tier.limit_requests, rules.requests - sum(other.headroom_requests for other in above)),
+    )

@@ -1,0 +1,6 @@
+"""Where leases live: in one process, or in a store that many share."""
+
+from sidecar.pools.local import LocalPool
+from sidecar.pools.pool import Ask, Grant, Lease, Pool
+
+__all__ = ["Ask", "Grant", "Lease", "LocalPool", "Pool"]

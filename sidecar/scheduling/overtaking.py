@@ -40,6 +40,11 @@ class Overtaking:
         """Whether there are many more steps than the `waiting` tickets can ask for."""
         return len(self._arrivals) > 2 * waiting + SPARE_STEPS
 
+    def forget(self) -> None:
+        """Drops every step: nobody waits, so nobody can ask."""
+        self._arrivals.clear()
+        self._moments.clear()
+
     def forget_all_but(self, arrivals: Iterable[int]) -> None:
         """Drops the steps that no ticket of the given arrivals, nor any later one, can ask for."""
         last = len(self._arrivals) - 1

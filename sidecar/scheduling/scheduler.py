@@ -14,17 +14,19 @@ headroom, L = floor(limit * C), each in tokens and in requests.
 Inside a tier the head is chosen by fair queueing over tenants (`fair_queue`). A decision looks at one head per tier:
 O(tiers + log n), whatever waits.
 
-Bounded wait. Let D be the longest time a lease is held, t_max the largest request, R > t_max the tier's reserve, no tier
-`always_first` or limited. A ticket of t tokens that finds B tokens of its own tier ahead of it is admitted within
+Bounded wait. Let D be the longest time a lease is held, t_max the largest request, R > t_max the tier's reserve, no
+tier `always_first` or limited. A ticket of t tokens that finds B tokens of its own tier ahead of it is admitted within
 (ceil((B + t) / (R - t_max)) + 1) * D, whatever the other tiers send.
 """
 
 from __future__ import annotations
 
-from sidecar.policy.rules import PoolRules, TierRules
-from sidecar.scheduling.fair_queue import FairQueue
+from operator import sub
+
+from sidecar.policy.rules import PoolRules
 from sidecar.scheduling.overtaking import Overtaking
 from sidecar.scheduling.ticket import Admission, Ticket, Wait
+from sidecar.scheduling.tier import Tier
 
 
 class Scheduler:
@@ -37,9 +39,7 @@ class Scheduler:
     def __init__(self, rules: PoolRules) -> None:
         self.rules = rules
         self._promote_after_us = rules.promote_after_us or 1  # without aging, a level's score is the level itself
-        self._queues = tuple(FairQueue() for _ in rules.tiers)
-        self._held_tokens = [0] * len(rules.tiers)
-        self._held_requests = [0] * len(rules.tiers)
+        self._tiers = tuple(Tier(tier, rules) for tier in rules.tiers)
         self._all_tokens = 0
         self._all_requests = 0
         self._served = (0,) * len(rules.tiers)
@@ -67,13 +67,13 @@ class Scheduler:
         self._sequence += 1
         ticket = Ticket(ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence, self._served)
         self._waiting[ticket_id] = ticket
-        self._queues[tier].push(ticket)
+        self._tiers[tier].queue.push(ticket)
         return ticket
 
     def dispatch(self, now_us: int) -> list[Admission]:
         """Admits everybody whom the rules let in now, in order."""
         admissions: list[Admission] = []
-        while self._waiting:
+        while self._waiting and self._has_any_room():
             first = self._first(now_us)
             if first is None or not self._fits(*first):
                 break
@@ -93,8 +93,10 @@ class Scheduler:
         ticket = self._waiting.pop(ticket_id, None)
         if ticket is None:
             return None
-        self._queues[ticket.tier].remove(ticket)
-        return self._wait(ticket, now_us)
+        self._tiers[ticket.tier].queue.remove(ticket)
+        wait = self._wait(ticket, now_us)
+        self._forget_overtaking()
+        return wait
 
     def resize(self, ticket_id: str, tokens: int) -> bool:
         """Sets what a lease holds. It may outgrow the pool, which stops admission until it drains.
@@ -121,8 +123,8 @@ class Scheduler:
             return None
         changes = (
             head.arrived_us + rise * promote_after_us
-            for level, queue in enumerate(self._queues)
-            if level > self.rules.ceiling and (head := queue.head()) is not None
+            for level, tier in enumerate(self._tiers)
+            if level > self.rules.ceiling and (head := tier.queue.head()) is not None
             if (rise := (now_us - head.arrived_us) // promote_after_us + 1) <= level - self.rules.ceiling
         )
         return min(changes, default=None)
@@ -140,11 +142,11 @@ class Scheduler:
 
     def held(self, tier: int) -> tuple[int, int]:
         """Tokens and requests that a tier's leases hold."""
-        return self._held_tokens[tier], self._held_requests[tier]
+        return self._tiers[tier].held_tokens, self._tiers[tier].held_requests
 
     def queued(self, tier: int) -> tuple[int, int]:
         """Tokens and requests that wait in a tier."""
-        return self._queues[tier].tokens, len(self._queues[tier])
+        return self._tiers[tier].queue.tokens, self._tiers[tier].queue.count
 
     def waiting(self) -> int:
         """How many tickets wait, in all tiers."""
@@ -154,61 +156,46 @@ class Scheduler:
         """How many leases are held, in all tiers."""
         return len(self._leases)
 
+    def _has_any_room(self) -> bool:
+        return self._all_tokens < self.rules.tokens and self._all_requests < self.rules.requests
+
     def _first(self, now_us: int) -> tuple[Ticket, int] | None:
         """Rules 1 and 4: the first candidate in order, with its score (aged level times `promote_after`)."""
         best: tuple[bool, int, int, int] | None = None
         found: tuple[Ticket, int] | None = None
-        for rules, queue in zip(self.rules.tiers, self._queues, strict=True):
-            head = queue.head()
-            if head is None or (rules.limited and self._at_limit(rules, head)):
+        for tier in self._tiers:
+            head = tier.queue.head()
+            if head is None or tier.is_at_limit(head):
                 continue
-            score = self._score(head, now_us)
-            order = (not self._below_reserve(rules), score, head.arrived_us, head.sequence)
+            score = tier.aged_score(head, now_us)
+            order = (not tier.is_below_reserve(), score, head.arrived_us, head.sequence)
             if best is None or order < best:
                 best, found = order, (head, score)
         return found
-
-    def _score(self, ticket: Ticket, now_us: int) -> int:
-        level = ticket.tier
-        score = level * self._promote_after_us
-        if self.rules.promote_after_us is None or level <= self.rules.ceiling:
-            return score
-        return max(self.rules.ceiling * self._promote_after_us, score - (now_us - ticket.arrived_us))
-
-    def _below_reserve(self, rules: TierRules) -> bool:
-        return rules.always_first or (
-            self._held_tokens[rules.level] < rules.reserve_tokens
-            and self._held_requests[rules.level] < rules.reserve_requests
-        )
-
-    def _at_limit(self, rules: TierRules, ticket: Ticket) -> bool:
-        return (
-            self._held_tokens[rules.level] + ticket.tokens > rules.limit_tokens
-            or self._held_requests[rules.level] + ticket.requests > rules.limit_requests
-        )
 
     def _fits(self, ticket: Ticket, score: int) -> bool:
         """Rule 2: room for the ticket beside the leases and the headroom of every more important tier."""
         tokens = self.rules.tokens - self._all_tokens - ticket.tokens
         requests = self.rules.requests - self._all_requests - ticket.requests
-        for q in self.rules.tiers:
-            if q.level * self._promote_after_us >= score:
+        for tier in self._tiers:
+            if tier.score >= score:
                 break
-            if q.level != ticket.tier:
-                tokens -= max(0, q.headroom_tokens - self._held_tokens[q.level])
-                requests -= max(0, q.headroom_requests - self._held_requests[q.level])
+            if tier.rules.level != ticket.tier:
+                tokens -= max(0, tier.rules.headroom_tokens - tier.held_tokens)
+                requests -= max(0, tier.rules.headroom_requests - tier.held_requests)
         return tokens >= 0 and requests >= 0
 
     def _admit(self, ticket: Ticket, score: int, now_us: int) -> Admission:
         wait = self._wait(ticket, now_us)
-        self._queues[ticket.tier].admit(ticket)
+        self._tiers[ticket.tier].queue.admit(ticket)
         del self._waiting[ticket.id]
         self._leases[ticket.id] = ticket
         self._hold(ticket.tier, ticket.tokens, ticket.requests)
         served = list(self._served)
         served[ticket.tier] += ticket.tokens
         self._served = tuple(served)
-        self._note_overtaking(ticket, now_us)
+        self._overtaking.admitted(ticket.sequence, now_us)
+        self._forget_overtaking()
         return Admission(ticket, wait, -(-score // self._promote_after_us))
 
     def _wait(self, ticket: Ticket, now_us: int) -> Wait:
@@ -217,17 +204,19 @@ class Scheduler:
             queue_wait_us=now_us - ticket.arrived_us,
             starvation_us=0 if overtaken_at_us is None else now_us - overtaken_at_us,
             overtaken_at_us=overtaken_at_us,
-            served_ahead=tuple(now - before for now, before in zip(self._served, ticket.served_before, strict=True)),
+            served_ahead=tuple(map(sub, self._served, ticket.served_before)),
         )
 
-    def _note_overtaking(self, ticket: Ticket, now_us: int) -> None:
-        overtaking = self._overtaking
-        overtaking.admitted(ticket.sequence, now_us)
-        if overtaking.is_long(len(self._waiting)):
-            overtaking.forget_all_but(waiting.sequence for waiting in self._waiting.values())
+    def _forget_overtaking(self) -> None:
+        """Keeps the record of overtaking in proportion to the tickets that can still ask for it."""
+        if not self._waiting:
+            self._overtaking.forget()
+        elif self._overtaking.is_long(len(self._waiting)):
+            self._overtaking.forget_all_but(waiting.sequence for waiting in self._waiting.values())
 
-    def _hold(self, tier: int, tokens: int, requests: int) -> None:
-        self._held_tokens[tier] += tokens
-        self._held_requests[tier] += requests
+    def _hold(self, level: int, tokens: int, requests: int) -> None:
+        tier = self._tiers[level]
+        tier.held_tokens += tokens
+        tier.held_requests += requests
         self._all_tokens += tokens
         self._all_requests += requests

@@ -1,0 +1,49 @@
+"""Reads a request's body: once, whole, and never more of it than the policy allows."""
+
+from __future__ import annotations
+
+from sidecar.asgi.types import Receive
+from sidecar.errors import BodyTooLarge
+from sidecar.pools import Grant
+
+
+class ClientLeft(Exception):
+    """The client hung up before it was admitted. `wait` is how its wait had gone, None where it had not waited."""
+
+    def __init__(self, wait: Grant | None = None) -> None:
+        self.wait = wait
+
+
+async def read_body(receive: Receive, most_bytes: int, declared_bytes: int | None) -> bytes:
+    """The whole body. Raises BodyTooLarge as soon as it must be, and ClientLeft where the client hangs up.
+
+    `declared_bytes` is the Content-Length, None for a body of unknown length.
+    """
+    if declared_bytes is not None and declared_bytes > most_bytes:
+        raise _too_large(most_bytes)
+    message = await receive()
+    body: bytes = message.get("body", b"")
+    if message["type"] == "http.request" and not message.get("more_body", False) and len(body) <= most_bytes:
+        return body  # the usual case: all of it came at once, and is not copied
+    return await _read_on(receive, message, most_bytes)
+
+
+async def _read_on(receive: Receive, message: object, most_bytes: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        assert isinstance(message, dict)
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        chunk: bytes = message.get("body", b"")
+        size += len(chunk)
+        if size > most_bytes:
+            raise _too_large(most_bytes)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+        message = await receive()
+
+
+def _too_large(most_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than the {most_bytes} bytes allowed here; send less")

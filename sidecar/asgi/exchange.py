@@ -1,0 +1,341 @@
+"""One request at the door: read, classified, admitted, forwarded, settled.
+
+    READING -> WAITING -> RUNNING -> OVER        (WAITING is skipped where there is room)
+       |          |
+       +----------+-> OVER                       (refused, or the client left)
+
+Whatever raises, hangs up or is cancelled, `run` ends in OVER with the lease given back exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from sidecar.asgi.body import ClientLeft, read_body
+from sidecar.asgi.forwarding import forwarded_body, forwarded_headers, forwarded_scope
+from sidecar.asgi.report import Report
+from sidecar.asgi.responses import send_error
+from sidecar.asgi.types import Message, Receive, Scope, Send
+from sidecar.asgi.understanding import Understood, declared_length, longest_wait_s
+from sidecar.asgi.usage import UsageReader
+from sidecar.engines import Forward, is_client_priority
+from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, QueueTimeout
+from sidecar.events import Outcome
+from sidecar.granted import SCOPE_KEY, Granted, current
+from sidecar.policy.policy import Api, Endpoint
+from sidecar.pools import Grant, Lease
+
+if TYPE_CHECKING:
+    from sidecar.asgi.middleware import Admission
+
+
+class Stage(Enum):
+    """Where a request is."""
+
+    READING = "reading"
+    WAITING = "waiting"
+    RUNNING = "running"
+    OVER = "over"
+
+
+class _WaitedTooLong(Exception):
+    """Carries how the wait had gone when its time was over."""
+
+    def __init__(self, wait: Grant | None) -> None:
+        self.wait = wait
+
+
+class Exchange:
+    """One request. Made by `Admission` for every request to a guarded endpoint; `run` is called once."""
+
+    __slots__ = (
+        "_body",
+        "_client_left_us",
+        "_departure",
+        "_door",
+        "_endpoint",
+        "_lease",
+        "_listening",
+        "_receive",
+        "_received_us",
+        "_report",
+        "_scope",
+        "_send",
+        "_stage",
+        "_status",
+        "_task",
+        "_timed_out",
+        "_understood",
+        "_usage",
+    )
+
+    _understood: Understood
+    _lease: Lease
+
+    def __init__(self, door: Admission, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+        self._door = door
+        self._endpoint = endpoint
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._stage = Stage.READING
+        self._task = asyncio.current_task()
+        self._received_us = door.pool.now_us()
+        self._report = Report(door.observer, scope, self._received_us)
+        self._usage = UsageReader()
+        self._body: bytes | None = None
+        self._status: int | None = None
+        self._departure: asyncio.Task[Message] | None = None
+        self._listening = 0
+        self._client_left_us: int | None = None
+        self._timed_out = False
+
+    async def run(self) -> None:
+        """Takes the request all the way. Raises only what the app raises."""
+        self._door.rounds.add(self)
+        try:
+            grant = await self._admission()
+            if grant is not None:
+                await self._forward(grant)
+        finally:
+            self._end()
+
+    def on_round(self) -> None:
+        """Looks after a body that does not come, and a client that leaves while the app does not listen."""
+        now_us, policy = self._now_us(), self._door.policy
+        if self._stage is Stage.READING and now_us - self._received_us > policy.body_timeout_s * 1e6:
+            if self._task is not None and not self._timed_out:
+                self._timed_out = True
+                self._task.cancel()
+        elif self._stage is Stage.RUNNING:
+            if self._client_left_us is None:
+                self._watch_for_departure()
+            elif now_us - self._client_left_us > policy.disconnect_grace_s * 1e6:
+                self._settle(Outcome.CLIENT_LEFT)
+
+    # -- up to admission
+
+    async def _admission(self) -> Grant | None:
+        """Reads, classifies and waits. None where the request ended at the door."""
+        wait: Grant | None = None
+        try:
+            await self._understand()
+            return await self._acquire()
+        except ClientLeft as left:
+            self._leave(left.wait)
+            return None
+        except _WaitedTooLong as over:
+            wait = over.wait
+            error: AdmissionError = self._queue_timeout()
+        except AdmissionError as refusal:
+            error = refusal
+        self._stage = Stage.OVER
+        self._report.refused(error, wait, self._now_us())
+        await self._refuse(error)
+        return None
+
+    async def _understand(self) -> None:
+        door = self._door
+        if door.is_draining:
+            raise Draining("this server is shutting down and takes no new request; try another", retry_after_s=1)
+        headers = dict(self._scope["headers"])
+        tenant = door.intake.tenant(headers)
+        length = declared_length(self._scope, headers)
+        try:
+            body = await read_body(self._receive, door.policy.max_body_bytes, length)
+        except asyncio.CancelledError:
+            if not self._timed_out or self._is_cancelled_by_others():
+                raise
+            seconds = door.policy.body_timeout_s
+            raise BodyTimeout(f"the body did not arrive within {seconds:g} s; send it faster") from None
+        self._understood = await door.intake.understand(self._endpoint, headers, tenant, body)
+        self._report.classified(self._understood, self._endpoint, door.policy, self._now_us())
+
+    def _is_cancelled_by_others(self) -> bool:
+        # 3.10 does not count cancellations: one by the server in the same instant is taken for ours
+        return sys.version_info >= (3, 11) and self._task is not None and self._task.uncancel() > 0
+
+    async def _acquire(self) -> Grant:
+        most_s = self._longest_wait_s()
+        self._lease = lease = self._door.pool.enter(self._understood.ask())
+        self._stage = Stage.WAITING
+        return await self._wait(lease, most_s) if lease.grant is None else lease.grant
+
+    async def _wait(self, lease: Lease, most_s: float | None) -> Grant:
+        """Waits for the first of three: the grant, the client's hanging up, the end of its time."""
+        self._report.queued(self._now_us())
+        departure = self._watch_for_departure()
+        await asyncio.wait((lease.wait(), departure), timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
+        if lease.grant is not None:
+            return lease.grant
+        if departure.done():
+            raise ClientLeft(lease.leave())
+        raise _WaitedTooLong(lease.leave())
+
+    def _longest_wait_s(self) -> float | None:
+        understood = self._understood
+        return longest_wait_s(understood.headers, self._door.policy.tiers[understood.made.level].max_wait_s)
+
+    def _queue_timeout(self) -> QueueTimeout:
+        level = self._understood.made.level
+        tier = self._door.policy.tiers[level].name
+        return QueueTimeout(
+            f"no room came free for tier {tier} within {self._longest_wait_s():g} s; try again later",
+            retry_after_s=self._door.pool.retry_after_s(level),
+        )
+
+    async def _refuse(self, error: AdmissionError) -> None:
+        # What is left of an unread body is of no use: the connection ends with the answer.
+        closes = isinstance(error, BodyTimeout | BodyTooLarge)
+        headers = [(b"connection", b"close")] if closes else []
+        await send_error(self._send, error, anthropic=self._endpoint.api is Api.MESSAGES, headers=headers)
+
+    # -- from admission on
+
+    async def _forward(self, grant: Grant) -> None:
+        """Runs the app with the request as the engine should see it, and settles when the answer has gone out."""
+        self._stage = Stage.RUNNING
+        door = self._door
+        priority = door.priorities[grant.level]
+        forward = door.dialect.forward(self._endpoint.api, priority)
+        self._report.admitted(grant, priority if forward.is_sent else None, self._now_us())
+        granted = self._granted(grant, priority)
+        token = current.set(granted)
+        try:
+            await door.app(self._scope_for_app(forward, granted), self._receive_for_app, self._send_for_app)
+        except BaseException as error:
+            self._settle(Outcome.FAILED, type(error).__name__)
+            raise
+        finally:
+            current.reset(token)
+
+    def _granted(self, grant: Grant, priority: int | float) -> Granted:
+        made = self._understood.made
+        return Granted(
+            tier=self._door.policy.tiers[made.level].name,
+            tenant=made.tenant.name,
+            level=grant.level,
+            engine_priority=priority,
+            queue_wait_s=grant.queue_wait_us / 1e6,
+            starvation_s=grant.starvation_us / 1e6,
+            tokens=self._understood.tokens,
+        )
+
+    def _scope_for_app(self, forward: Forward, granted: Granted) -> Scope:
+        understood = self._understood
+        scope = forwarded_scope(self._scope, self._endpoint)
+        scope[SCOPE_KEY] = granted
+        self._body = forwarded_body(understood.body, understood.payload, forward)
+        added = [*forward.headers, *self._report.headers()]
+        if self._body is not understood.body and b"content-length" in understood.headers:
+            added.append((b"content-length", b"%d" % len(self._body)))
+        if added or any(map(is_client_priority, understood.headers)):
+            scope["headers"] = forwarded_headers(scope["headers"], added)
+        return scope
+
+    async def _receive_for_app(self) -> Message:
+        """The body in one piece, then whatever the client does: a disconnect reaches the app as it would without us."""
+        body = self._body
+        if body is not None:
+            self._body = None
+            return {"type": "http.request", "body": body, "more_body": False}
+        if self._departure is not None:
+            return await asyncio.shield(self._departure)
+        self._listening += 1
+        try:
+            return await self._next_message()
+        finally:
+            self._listening -= 1
+
+    async def _send_for_app(self, message: Message) -> None:
+        """Passes the response on as it comes, chunk by chunk, and settles behind its last byte."""
+        if message["type"] == "http.response.body":
+            await self._send_body(message)
+            return
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            message = {**message, "headers": [*message.get("headers", ()), *self._response_headers()]}
+        await self._send(message)
+
+    async def _send_body(self, message: Message) -> None:
+        body = message.get("body", b"")
+        if body:
+            if not self._usage.has_begun:
+                self._report.first_byte(self._status, self._now_us())
+            self._usage.feed(body)
+        await self._send(message)
+        if not message.get("more_body", False):
+            self._settle(Outcome.COMPLETED)
+
+    def _response_headers(self) -> list[tuple[bytes, bytes]]:
+        made, names = self._understood.made, self._door.tier_names
+        assert self._lease.grant is not None
+        wait_ms = self._lease.grant.queue_wait_us / 1000
+        headers = [
+            (b"x-admission-tier", names[made.level]),
+            (b"x-admission-wait-ms", b"%d" % wait_ms),
+            (b"server-timing", b"admission;dur=%.1f" % wait_ms),
+        ]
+        if made.clamped_from is not None:
+            headers.append((b"x-admission-clamped-from", names[made.clamped_from]))
+        if made.ignored:
+            headers.append((b"x-admission-ignored", ", ".join(made.ignored).encode("latin-1", "replace")))
+        return headers
+
+    # -- the client's departure
+
+    def _watch_for_departure(self) -> asyncio.Task[Message]:
+        """Listens on behalf of whoever does not: behind the body nothing but a disconnect can come."""
+        if self._departure is None and not self._listening:
+            self._departure = asyncio.ensure_future(self._next_message())
+        assert self._departure is not None
+        return self._departure
+
+    async def _next_message(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect" and self._client_left_us is None:
+            self._client_left_us = self._now_us()
+        return message
+
+    # -- the end
+
+    def _settle(self, outcome: Outcome, error: str | None = None) -> None:
+        """Gives the lease back and says what it cost, the first time it is called."""
+        if not self._lease.settle():
+            return
+        understood, usage = self._understood, self._usage
+        if usage.input_tokens is not None:
+            self._door.estimator.learn(understood.payload, usage.input_tokens)
+        # The engine's own count; else the prompt's estimate and, for a stream, a token per chunk.
+        used = understood.prompt_tokens if usage.input_tokens is None else usage.input_tokens
+        used += usage.chunks if usage.output_tokens is None else usage.output_tokens
+        self._report.settled(
+            outcome if self._client_left_us is None else Outcome.CLIENT_LEFT,
+            status=self._status,
+            used=(used, usage.input_tokens, usage.output_tokens),
+            error=error if self._client_left_us is None else None,
+            now_us=self._now_us(),
+        )
+
+    def _leave(self, wait: Grant | None) -> None:
+        self._stage = Stage.OVER
+        self._report.left(wait, self._now_us())
+
+    def _end(self) -> None:
+        """Leaves nothing behind, whatever stage it broke off in: no lease, no ticket, no task."""
+        if self._stage is Stage.READING:
+            self._leave(None)
+        elif self._stage is Stage.WAITING:
+            self._leave(self._lease.grant if self._lease.settle() else self._lease.leave())
+        elif self._stage is Stage.RUNNING:
+            self._settle(Outcome.FAILED, "incomplete_response")
+        self._stage = Stage.OVER
+        if self._departure is not None and not self._departure.done():
+            self._departure.cancel()
+        self._door.rounds.discard(self)
+
+    def _now_us(self) -> int:
+        return self._door.pool.now_us()

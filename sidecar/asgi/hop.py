@@ -1,0 +1,77 @@
+"""What a message loses and gains on its way through a proxy: one hop's headers, the target, the declared length."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from multidict import CIMultiDict
+
+from sidecar.asgi.types import Scope
+from sidecar.errors import InvalidHeader
+from sidecar.events import Headers
+
+_HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
+    b"upgrade".split()
+)
+# Written anew for the engine. `expect` is answered by our server, as soon as the body is asked for.
+_REPLACED = frozenset([b"host", b"content-length", b"expect"])
+_NOT_FORWARDED = _HOP_BY_HOP | _REPLACED
+
+
+def target(scope: Scope) -> str:
+    """The request's target as the client wrote it. Raises InvalidHeader for one that is no path."""
+    raw_path: bytes = scope.get("raw_path") or quote(scope["path"]).encode("ascii")
+    if not raw_path.startswith(b"/") or scope["method"] == "CONNECT":
+        raise InvalidHeader("the request's target must be a path")
+    query: bytes = scope.get("query_string", b"")
+    return (raw_path + b"?" + query if query else raw_path).decode("ascii")
+
+
+def forwarded_headers(scope: Scope) -> CIMultiDict[str]:
+    """The client's headers for the engine: without this hop's, without a length, with who asked as `x-forwarded-*`."""
+    received: list[tuple[bytes, bytes]] = scope["headers"]
+    dropped = _NOT_FORWARDED | _named_by_connection(received)
+    headers = CIMultiDict([(name.decode("ascii"), _text(value)) for name, value in received if name not in dropped])
+    if client := scope.get("client"):
+        already = headers.getall("x-forwarded-for", ())
+        headers["x-forwarded-for"] = ", ".join([*already, client[0]])
+    headers.setdefault("x-forwarded-proto", scope.get("scheme", "http"))
+    host = next((value for name, value in received if name == b"host"), None)
+    if host is not None:
+        headers.setdefault("x-forwarded-host", _text(host))
+    return headers
+
+
+def returned_headers(status: int, raw_headers: Headers) -> list[tuple[bytes, bytes]]:
+    """The engine's headers for the client, in ASGI's lower case: without this hop's, duplicates and order kept."""
+    received = [(name.lower(), value) for name, value in raw_headers]
+    dropped = _HOP_BY_HOP | _named_by_connection(received)
+    # With chunks a length means nothing and is how responses are smuggled; on 204 and 304 no body will bear it out.
+    if status in {204, 304} or any(name == b"transfer-encoding" for name, _ in received):
+        dropped |= {b"content-length"}
+    return [header for header in received if header[0] not in dropped]
+
+
+def declared_length(headers: Headers) -> str | None:
+    """The length of a body that is streamed, or None where it comes in chunks. Raises InvalidHeader for two of them."""
+    lengths = {value for name, value in headers if name == b"content-length"}
+    if any(name == b"transfer-encoding" for name, _ in headers) or not lengths:
+        return None
+    length = lengths.pop()
+    if lengths or not length.isdigit():
+        raise InvalidHeader("content-length must be one whole number")
+    return length.decode("ascii")
+
+
+def _named_by_connection(headers: Headers) -> frozenset[bytes]:
+    values = [value for name, value in headers if name == b"connection"]
+    return frozenset(token.strip().lower() for value in values for token in value.split(b","))
+
+
+def _text(value: bytes) -> str:
+    """A value for aiohttp, which writes UTF-8: what is UTF-8 stays as it is, what is Latin-1 is at least not lost."""
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        return value.decode("latin-1")

@@ -1,0 +1,128 @@
+"""Tells the observer of one request what happened to it. Without an observer every call is one comparison."""
+
+from __future__ import annotations
+
+import time
+
+from sidecar.asgi.types import Scope
+from sidecar.asgi.understanding import Understood
+from sidecar.errors import AdmissionError
+from sidecar.events import (
+    Admitted,
+    Classified,
+    FirstByte,
+    Headers,
+    Observation,
+    Observer,
+    Outcome,
+    Queued,
+    Received,
+    Refused,
+    Settled,
+)
+from sidecar.policy.policy import Endpoint, Policy
+from sidecar.pools import Grant
+
+LEFT_CODE = "client_left"
+
+
+class Report:
+    """One request's. Times are the pool's, in microseconds."""
+
+    __slots__ = ("_observation",)
+
+    def __init__(self, observer: Observer | None, scope: Scope, now_us: int) -> None:
+        self._observation: Observation | None = None
+        if observer is not None:
+            arrival = Received(now_us, time.time_ns(), scope["method"], scope["path"], scope["headers"])
+            self._observation = observer.received(arrival)
+
+    def headers(self) -> Headers:
+        """The trace context that goes on to the engine."""
+        return () if self._observation is None else self._observation.headers()
+
+    def classified(self, understood: Understood, endpoint: Endpoint, policy: Policy, now_us: int) -> None:
+        """It is known who asks, and for what."""
+        if self._observation is None:
+            return
+        made, payload = understood.made, understood.payload
+        self._observation.on_event(
+            Classified(
+                at_us=now_us,
+                tier=policy.tiers[made.level].name,
+                tenant=made.tenant.name,
+                source=made.source.value,
+                clamped_from=None if made.clamped_from is None else policy.tiers[made.clamped_from].name,
+                api=endpoint.api.value,
+                model=payload.model,
+                max_output_tokens=payload.max_output_tokens,
+                stream=payload.stream,
+                tokens=understood.tokens,
+                requests=payload.prompts * payload.choices,
+            )
+        )
+
+    def queued(self, now_us: int) -> None:
+        """It has to wait."""
+        if self._observation is not None:
+            self._observation.on_event(Queued(now_us))
+
+    def admitted(self, grant: Grant, engine_priority: int | float | None, now_us: int) -> None:
+        """It holds its lease."""
+        if self._observation is not None:
+            self._observation.on_event(
+                Admitted(
+                    at_us=now_us,
+                    queue_wait_us=grant.queue_wait_us,
+                    starvation_us=grant.starvation_us,
+                    overtaken_at_us=grant.overtaken_at_us,
+                    served_ahead=grant.served_ahead,
+                    level=grant.level,
+                    engine_priority=engine_priority,
+                )
+            )
+
+    def refused(self, error: AdmissionError, wait: Grant | None, now_us: int) -> None:
+        """It was answered with an error, perhaps after a wait."""
+        self._ended(error.code, error.message, error.status, wait, now_us)
+
+    def left(self, wait: Grant | None, now_us: int) -> None:
+        """The client hung up before it was admitted."""
+        self._ended(LEFT_CODE, "the client hung up before it was admitted", None, wait, now_us)
+
+    def first_byte(self, status: int | None, now_us: int) -> None:
+        """The body's first byte goes out."""
+        if self._observation is not None:
+            self._observation.on_event(FirstByte(now_us, status or 0))
+
+    def settled(
+        self,
+        outcome: Outcome,
+        *,
+        status: int | None,
+        used: tuple[int, int | None, int | None],
+        error: str | None,
+        now_us: int,
+    ) -> None:
+        """The lease is given back. `used` is tokens in all, and the engine's own input and output."""
+        if self._observation is not None:
+            self._observation.on_event(Settled(now_us, outcome, status, *used, error))
+
+    def _ended(self, code: str, message: str, status: int | None, wait: Grant | None, now_us: int) -> None:
+        if self._observation is None:
+            return
+        if wait is None:
+            self._observation.on_event(Refused(now_us, code, message, status))
+            return
+        self._observation.on_event(
+            Refused(
+                at_us=now_us,
+                code=code,
+                message=message,
+                status=status,
+                queue_wait_us=wait.queue_wait_us,
+                starvation_us=wait.starvation_us,
+                overtaken_at_us=wait.overtaken_at_us,
+                served_ahead=wait.served_ahead,
+            )
+        )

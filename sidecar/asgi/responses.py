@@ -1,0 +1,71 @@
+"""Error responses in the shape that the client's library understands: OpenAI's, or Anthropic's."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from sidecar.asgi.types import Send
+from sidecar.errors import AdmissionError
+from sidecar.events import Headers
+
+# Anthropic's own names, by status; whatever is not here is `api_error`.
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+async def send_error(
+    send: Send,
+    error: AdmissionError,
+    *,
+    anthropic: bool = False,
+    request_id: str | None = None,
+    headers: Headers = (),
+) -> None:
+    """Answers a request with `error`. Nothing may have been sent for it yet.
+
+    `anthropic` picks the body's shape (`speaks_anthropic` knows which paths want it), `request_id` is echoed as
+    `x-request-id`, `headers` are added as they are: lower-case names that are none of those written here.
+    """
+    body = msgspec.json.encode(_anthropic_body(error, request_id) if anthropic else _openai_body(error))
+    start_headers = [*_headers(error, len(body), request_id), *headers]
+    await send({"type": "http.response.start", "status": error.status, "headers": start_headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Whether the clients of `path` expect errors in Anthropic's shape."""
+    return path.endswith("/v1/messages") or "/v1/messages/" in path
+
+
+def _openai_body(error: AdmissionError) -> dict[str, object]:
+    return {"error": {"message": error.message, "type": error.kind, "param": None, "code": error.code}}
+
+
+def _anthropic_body(error: AdmissionError, request_id: str | None) -> dict[str, object]:
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error")
+    body: dict[str, object] = {
+        "type": "error",
+        "error": {"type": kind, "message": error.message, "code": error.code},
+    }
+    return body if request_id is None else {**body, "request_id": request_id}
+
+
+def _headers(error: AdmissionError, length: int, request_id: str | None) -> list[tuple[bytes, bytes]]:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
+    if error.retry_after_s is not None:
+        # Whole seconds, and never 0: clients take that as "at once" and come back in a tight loop.
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if request_id is not None:
+        headers.append((b"x-request-id", request_id.encode("latin-1")))
+    return headers

@@ -1,0 +1,59 @@
+"""One timer for all requests of a process: it looks after those that need it, and costs a request nothing.
+
+A timer of its own per request would be two or three microseconds each, for something (a client that trickles its body,
+or hangs up on an app that does not listen) that hardly any request needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+
+class Visited(Protocol):
+    """Something that is looked after."""
+
+    def on_round(self) -> None:
+        """Called every interval, on the event loop. Must not block."""
+
+
+class Rounds:
+    """Everything that is under way. The timer runs only while there is something to visit."""
+
+    def __init__(self, interval_s: float) -> None:
+        self.interval_s = interval_s
+        self._visited: set[Visited] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._emptied: asyncio.Event | None = None
+
+    def __len__(self) -> int:
+        return len(self._visited)
+
+    def add(self, visited: Visited) -> None:
+        """Starts looking after it."""
+        self._visited.add(visited)
+        if self._timer is None:
+            self._arm()
+
+    def discard(self, visited: Visited) -> None:
+        """Stops looking after it."""
+        self._visited.discard(visited)
+        if self._emptied is not None and not self._visited:
+            self._emptied.set()
+
+    async def emptied(self) -> None:
+        """Returns when nothing is under way."""
+        while self._visited:
+            self._emptied = asyncio.Event()
+            await self._emptied.wait()
+
+    def _arm(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self.interval_s, self._visit)
+
+    def _visit(self) -> None:
+        self._timer = None
+        if not self._visited:
+            return
+        self._arm()
+        for visited in tuple(self._visited):
+            visited.on_round()

@@ -1,0 +1,84 @@
+"""What a request asks for, in one value: whose it is, its tier, its size, and the body it came with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sidecar.asgi.types import Scope
+from sidecar.classify import Asked, Classification, Classifier
+from sidecar.errors import InvalidHeader
+from sidecar.payload import Payload, read
+from sidecar.policy.policy import Endpoint, Policy, Tenant
+from sidecar.policy.units import duration_s
+from sidecar.pools import Ask
+from sidecar.tokens import Estimator, tokens_to_hold
+
+MAX_WAIT_HEADER = b"x-admission-max-wait"
+
+
+@dataclass(slots=True)
+class Understood:
+    """A request that is in order. `tokens` is what it will hold, `prompt_tokens` the estimate of its prompts."""
+
+    body: bytes
+    headers: Mapping[bytes, bytes]
+    payload: Payload
+    made: Classification
+    prompt_tokens: int
+    tokens: int
+
+    def ask(self) -> Ask:
+        """What it asks of the pool: a sequence for every choice of every prompt."""
+        tenant, payload = self.made.tenant, self.payload
+        return Ask(self.made.level, tenant.name, tenant.weight, self.tokens, payload.prompts * payload.choices)
+
+
+class Intake:
+    """Understands requests by one policy. One per door."""
+
+    def __init__(self, policy: Policy, classifier: Classifier, estimator: Estimator) -> None:
+        self._policy = policy
+        self._classifier = classifier
+        self._estimator = estimator
+
+    def tenant(self, headers: Mapping[bytes, bytes]) -> Tenant:
+        """Whose request it is. Raises InvalidApiKey, before a byte of the body is read."""
+        return self._classifier.tenant(headers)
+
+    async def understand(
+        self, endpoint: Endpoint, headers: Mapping[bytes, bytes], tenant: Tenant, body: bytes
+    ) -> Understood:
+        """Reads a body. Raises InvalidBody or UnknownTier. Waits only where a tokenizer counts the prompt."""
+        payload = read(endpoint.api, body)
+        made = self._classifier.classify(Asked(endpoint, payload, headers), tenant)
+        estimator = self._estimator
+        if estimator.counter is None:
+            prompt_tokens = estimator.prompt_tokens(payload)
+        else:
+            prompt_tokens = await estimator.counted_prompt_tokens(payload, estimator.counter)
+        tokens = tokens_to_hold(payload, prompt_tokens, self._policy.tiers[made.level].default_output_tokens)
+        return Understood(body, headers, payload, made, prompt_tokens, tokens)
+
+
+def declared_length(scope: Scope, headers: Mapping[bytes, bytes]) -> int | None:
+    """The Content-Length in bytes, None without one. Raises InvalidHeader where it contradicts itself."""
+    given = headers.get(b"content-length")
+    if given is None:
+        return None
+    values = {value for name, value in scope["headers"] if name == b"content-length"}
+    if len(values) > 1 or not given.isdigit():
+        raise InvalidHeader("content-length is given twice, or is no number; send it once")
+    return int(given)
+
+
+def longest_wait_s(headers: Mapping[bytes, bytes], of_tier_s: float | None) -> float | None:
+    """The tier's longest wait in seconds; a client may shorten it. Raises InvalidHeader for what is no duration."""
+    raw = headers.get(MAX_WAIT_HEADER)
+    if raw is None:
+        return of_tier_s
+    try:
+        asked_s = float(duration_s(raw.decode("latin-1").strip()))
+    except ValueError as error:
+        raise InvalidHeader(f"{MAX_WAIT_HEADER.decode()}: {error}") from None
+    return asked_s if of_tier_s is None else min(asked_s, of_tier_s)

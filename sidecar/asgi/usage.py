@@ -1,0 +1,64 @@
+"""Reads what a response cost as it passes: the engine's `usage`, and the chunks of a stream, without keeping the body.
+
+OpenAI's engines put `usage` last (and null before, in a stream that was asked for it); Anthropic's put the input's in
+the first event and the output's in the last. Both are found by looking for the member's name in the bytes that go by.
+Inside generated text the name's quotes are escaped, so it cannot be mistaken.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+_NAME = b'"usage"'
+_OBJECT = re.compile(rb'"usage"\s*:\s*(\{(?:[^{}]|\{[^{}]*\})*\})')
+_BEGUN = re.compile(rb'"usage"\s*(?::\s*(?:\{(?:[^{}]|\{[^{}]*\})*(?:\{[^{}]*)?)?)?\Z')
+LONGEST = 4096
+"""Bytes of a `usage` object that is still awaited; the real ones have a few hundred."""
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+_decode = msgspec.json.Decoder(_Usage).decode
+
+
+class UsageReader:
+    """One response's cost so far. `chunks` counts the events of a stream: about one generated token each."""
+
+    __slots__ = ("_carried", "chunks", "has_begun", "input_tokens", "output_tokens")
+
+    def __init__(self) -> None:
+        self.input_tokens: int | None = None
+        self.output_tokens: int | None = None
+        self.chunks = 0
+        self.has_begun = False
+        self._carried = b""
+
+    def feed(self, body: bytes) -> None:
+        """Takes the next bytes of the response, as they were sent."""
+        self.has_begun = True
+        self.chunks += body.count(b"data:")
+        window = self._carried + body
+        if _NAME not in window:
+            self._carried = window[1 - len(_NAME) :]  # the name itself may be cut in two
+            return
+        for found in _OBJECT.finditer(window):
+            self._take(found.group(1))
+        begun = _BEGUN.search(window, max(0, len(window) - LONGEST))
+        self._carried = window[begun.start() :] if begun else window[1 - len(_NAME) :]
+
+    def _take(self, raw: bytes) -> None:
+        try:
+            usage = _decode(raw)
+        except msgspec.MsgspecError:
+            return  # an engine's own idea of usage: the estimate stands
+        seen_input = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+        seen_output = usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
+        self.input_tokens = self.input_tokens if seen_input is None else seen_input
+        self.output_tokens = self.output_tokens if seen_output is None else seen_output

@@ -1,0 +1,178 @@
+"""Who asks, and for which tier: the API key names the tenant, the policy's sources name the tier, the tenant bounds it.
+
+The sources are asked in the policy's order and the first that answers wins; the answer is then clamped to the best tier
+that the tenant may ask for. Nothing a client says about priority is dropped in silence: what did not count is returned
+as `ignored`, and a value that means nothing is an error that lists the tiers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import floor
+from typing import NamedTuple
+
+import msgspec
+
+from sidecar.engines import Dialect, client_members, is_client_priority
+from sidecar.errors import InvalidApiKey, UnknownTier
+from sidecar.payload import Payload
+from sidecar.policy.policy import Endpoint, Policy, Source, Tenant
+
+BEARER = b"bearer "
+
+
+class Asked(NamedTuple):
+    """What a request says of its priority. `headers` holds the last value of every header, by lower-case name."""
+
+    endpoint: Endpoint
+    payload: Payload
+    headers: Mapping[bytes, bytes]
+
+
+class Answer(NamedTuple):
+    """What one source said. `level` is None where it said nothing; `statement` is the field or header it read."""
+
+    source: Source
+    level: int | None
+    statement: str | None = None
+    value: str = ""
+
+
+@dataclass(slots=True)
+class Classification:
+    """Whose request it is and which level it gets.
+
+    `clamped_from` is the level asked for where the tenant may not have it. `ignored` lists the priority fields and
+    headers that the client sent and that did not count, as a client would write them.
+    """
+
+    tenant: Tenant
+    level: int
+    source: Source
+    clamped_from: int | None
+    ignored: tuple[str, ...]
+
+
+class Classifier:
+    """Classifies requests by one policy. Immutable, and shared by all requests."""
+
+    def __init__(self, policy: Policy, dialect: Dialect) -> None:
+        self._policy = policy
+        self._dialect = dialect
+        self._last = len(policy.tiers) - 1
+        consults: Mapping[Source, Callable[[Asked, Tenant], Answer]] = {
+            Source.BODY: self._body,
+            Source.HEADER: self._header,
+            Source.ENDPOINT: lambda asked, _: Answer(Source.ENDPOINT, asked.endpoint.level),
+            Source.KEY: lambda _, tenant: Answer(Source.KEY, tenant.level),
+            Source.ENGINE: self._engine,
+        }
+        self._consults = tuple(consults[source] for source in policy.sources)
+
+    def tenant(self, headers: Mapping[bytes, bytes]) -> Tenant:
+        """The tenant whose key the request carries. Raises InvalidApiKey, which says nothing of the key itself."""
+        key = api_key(headers)
+        if key is None:
+            if self._policy.anonymous is None:
+                raise InvalidApiKey("no API key; send `Authorization: Bearer KEY` or `x-api-key: KEY`")
+            return self._policy.anonymous
+        # The digest is looked up, not the key: what timing could tell is about a hash that nobody can invert.
+        tenant = self._policy.tenants.get(hashlib.sha256(key).hexdigest())
+        if tenant is None:
+            raise InvalidApiKey("this API key is not known here; ask the operator for one")
+        return tenant
+
+    def classify(self, asked: Asked, tenant: Tenant) -> Classification:
+        """The level a request gets. Raises UnknownTier for a name that is no tier or a number out of range."""
+        won = Answer(Source.KEY, tenant.level)
+        for consult in self._consults:
+            answer = consult(asked, tenant)
+            if answer.level is not None:
+                won = answer
+                break
+        level = won.level if won.level is not None else tenant.level
+        granted = max(level, tenant.max_level)
+        return Classification(
+            tenant=tenant,
+            level=granted,
+            source=won.source,
+            clamped_from=None if granted == level else level,
+            ignored=tuple(name for name in self.statements(asked) if name != won.statement),
+        )
+
+    def answers(self, asked: Asked, tenant: Tenant) -> list[Answer]:
+        """What every source of the policy says, in order, also behind the one that wins: for `sidecar explain`."""
+        return [consult(asked, tenant) for consult in self._consults]
+
+    def statements(self, asked: Asked) -> list[str]:
+        """Every field and header of a request that states a priority, ours or an engine's, as a client writes it."""
+        payload = asked.payload
+        found = [] if payload.priority is None and payload.nvext is None else client_members(payload)
+        found += [name.decode("latin-1") for name in asked.headers if is_client_priority(name)]
+        if self._policy.tier_header in asked.headers:
+            found.append(self._policy.tier_header.decode("latin-1"))
+        return found
+
+    def _body(self, asked: Asked, tenant: Tenant) -> Answer:  # noqa: ARG002  # every source is asked alike
+        raw = asked.payload.priority
+        # Where engines' own priorities count, a number in `priority` is one of them; a name is always ours.
+        if raw is None or (Source.ENGINE in self._policy.sources and raw[:1] != b'"'):
+            return Answer(Source.BODY, None)
+        try:
+            value = msgspec.json.decode(raw)
+        except msgspec.MsgspecError:  # a number beyond a double
+            value = None
+        return Answer(Source.BODY, self._level("priority", value, raw), "priority", _shown(raw))
+
+    def _header(self, asked: Asked, tenant: Tenant) -> Answer:  # noqa: ARG002
+        raw = asked.headers.get(self._policy.tier_header)
+        if raw is None:
+            return Answer(Source.HEADER, None)
+        name = self._policy.tier_header.decode("latin-1")
+        text = raw.decode("latin-1").strip()
+        try:
+            value: object = float(text)
+        except ValueError:
+            value = text
+        return Answer(Source.HEADER, self._level(name, value, raw), name, _shown(raw))
+
+    def _engine(self, asked: Asked, tenant: Tenant) -> Answer:  # noqa: ARG002
+        stated = self._dialect.asked(asked.payload, asked.headers)
+        if stated is None:
+            return Answer(Source.ENGINE, None)
+        direction = 1 if self._dialect.more_important_is_higher else -1
+        level = next(
+            (
+                level
+                for threshold, level in self._policy.engine_levels
+                if direction * stated.value >= direction * threshold
+            ),
+            self._last,
+        )
+        return Answer(Source.ENGINE, level, stated.statement, f"{stated.value:g}")
+
+    def _level(self, where: str, value: object, raw: bytes) -> int:
+        """A tier's name, or a number in [0, 1] with 1 the most important, mapped to the nearest rung of the ladder."""
+        if isinstance(value, str) and (level := self._policy.level_of(value)) is not None:
+            return level
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
+            return self._last - floor(value * self._last + 0.5)
+        tiers = ", ".join(tier.name for tier in self._policy.tiers)
+        raise UnknownTier(
+            f"{where}: {_shown(raw)} is no tier; send one of {tiers}, or a number from 0 to 1 (1 is the most important)"
+        )
+
+
+def api_key(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """The key of `Authorization: Bearer` or, without one, of `x-api-key`; None where there is neither."""
+    authorization = headers.get(b"authorization", b"")
+    if authorization[: len(BEARER)].lower() == BEARER:
+        return authorization[len(BEARER) :].strip()
+    return headers.get(b"x-api-key")
+
+
+def _shown(raw: bytes) -> str:
+    text = raw.decode("utf-8", "replace")
+    return text if len(text) <= 40 else text[:40] + "…"

@@ -1,0 +1,163 @@
+"""Check a policy: every mistake at once, with file and line, and warnings about what would surprise.
+
+Mistakes go to standard error and the exit code is 1. Otherwise a summary of what the policy gives each tier is
+printed, with the warnings below it, and the exit code is 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from sidecar.policy.loading import Loaded, load_files
+from sidecar.policy.policy import Policy
+from sidecar.policy.problems import PolicyError, Problem
+from sidecar.policy.rules import UNLIMITED, TierRules, largest_request
+from sidecar.policy.warnings import warnings
+
+EXAMPLE = """  sidecar check policies/
+  sidecar check policies/ --json -"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the policy's path and `--json`."""
+    parser.add_argument("policy", metavar="POLICY", help="a policy file, or a folder with policy.yaml in it")
+    parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - writes it to standard output")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0 for a policy that can be used, 1 for one that cannot, or where the JSON file cannot be written."""
+    try:
+        loaded = load_files(args.policy)
+    except PolicyError as refused:
+        print(refused, file=sys.stderr)
+        count = len(refused.problems)
+        print(f"\n{count} mistake{'s' * (count != 1)}; the policy cannot be used", file=sys.stderr)
+        _write(args.json, {"ok": False, "errors": _listed(refused.problems)})
+        return 1
+    found = warnings(loaded.policy, loaded.place)
+    if args.json != "-":
+        print(_summary(loaded, found))
+    return 0 if _write(args.json, _figures(loaded, found)) else 1
+
+
+def _write(target: str | None, result: dict[str, Any]) -> bool:
+    text = json.dumps(result, indent=2) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+    elif target:
+        try:
+            Path(target).write_text(text, encoding="utf-8")
+        except OSError as error:
+            print(f"{target}: cannot be written ({error.strerror})", file=sys.stderr)
+            return False
+    return True
+
+
+def _listed(problems: tuple[Problem, ...]) -> list[dict[str, Any]]:
+    return [
+        {
+            "file": problem.place.file if problem.place else None,
+            "line": problem.place.line if problem.place else None,
+            "path": problem.path,
+            "message": problem.message,
+        }
+        for problem in problems
+    ]
+
+
+def _figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
+    policy = loaded.policy
+    return {
+        "ok": True,
+        "files": list(loaded.files),
+        "generation": policy.generation,
+        "engine": policy.engine.value,
+        "capacity": _both(policy.rules.tokens, policy.rules.requests),
+        "tiers": [_tier_figures(policy, tier) for tier in policy.rules.tiers],
+        "tenants": sorted({tenant.name for tenant in policy.tenants.values()}),
+        "warnings": _listed(found),
+    }
+
+
+def _tier_figures(policy: Policy, tier: TierRules) -> dict[str, Any]:
+    return {
+        "tier": tier.name,
+        "reserve": _both(tier.reserve_tokens, tier.reserve_requests),
+        "headroom": _both(tier.headroom_tokens, tier.headroom_requests),
+        "limit": _both(tier.limit_tokens, tier.limit_requests),
+        "largest_request": _both(*_largest(policy, tier.level)),
+    }
+
+
+def _both(tokens: int, requests: int) -> dict[str, int | None]:
+    return {
+        "tokens": None if tokens >= UNLIMITED else tokens,
+        "requests": None if requests >= UNLIMITED else requests,
+    }
+
+
+def _largest(policy: Policy, level: int) -> tuple[int, int]:
+    tokens, requests = largest_request(policy.rules, level)
+    return min(tokens, policy.tiers[level].max_request_tokens or tokens), requests
+
+
+def _summary(loaded: Loaded, found: tuple[Problem, ...]) -> str:
+    policy = loaded.policy
+    capacity = _amounts(policy.rules.tokens, policy.rules.requests)
+    parts = [
+        f"{loaded.pool.file}: engine {policy.engine.value}, capacity {capacity}",
+        _tier_table(policy),
+        _people(policy),
+    ]
+    if found:
+        parts.append("\n".join([f"{len(found)} warning{'s' * (len(found) != 1)}:", *(f"  {one}" for one in found)]))
+    else:
+        parts.append("no warnings")
+    return "\n\n".join(parts)
+
+
+def _tier_table(policy: Policy) -> str:
+    """One line per tier, most important first; every amount as tokens / requests."""
+    head = ("tier", "reserve", "kept idle", "limit", "largest request")
+    rows = [
+        (
+            tier.name,
+            _short(tier.reserve_tokens, tier.reserve_requests),
+            _short(tier.headroom_tokens, tier.headroom_requests),
+            _short(tier.limit_tokens, tier.limit_requests),
+            _short(_largest(policy, tier.level)[0]),
+        )
+        for tier in policy.rules.tiers
+    ]
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    lines = [
+        row[0].ljust(widths[0]) + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
+        for row in [head, *rows]
+    ]
+    return "\n".join([*lines, "(tokens / requests; a tier may always get its reserve back)"])
+
+
+def _people(policy: Policy) -> str:
+    tenants = {tenant.name: tenant for tenant in policy.tenants.values()}
+    lines = []
+    for name, tenant in sorted(tenants.items()):
+        own, best = policy.tiers[tenant.level].name, policy.tiers[tenant.max_level].name
+        keys = sum(other is tenant for other in policy.tenants.values())
+        upto = "" if own == best else f", may ask for {best}"
+        lines.append(f"  {name}: {own}{upto}; {keys} key{'s' * (keys != 1)}, weight {tenant.weight}")
+    shown = [*lines[:20], f"  ... and {len(lines) - 20} more"] if len(lines) > 20 else lines
+    nobody = policy.tiers[policy.anonymous.level].name if policy.anonymous else "refused"
+    return "\n".join([f"{len(tenants)} tenants", *shown, f"  without a key: {nobody}"])
+
+
+def _short(*amounts: int) -> str:
+    return " / ".join("any" if amount >= UNLIMITED else f"{amount:,}" for amount in amounts)
+
+
+def _amounts(tokens: int, requests: int) -> str:
+    named = [(tokens, "tokens"), (requests, "requests")]
+    return " and ".join(f"{amount:,} {name}" for amount, name in named if amount < UNLIMITED)

@@ -1,0 +1,112 @@
+"""Run an OpenAI-compatible engine emulator, which keeps the engine's contract and its errors. No GPU needed."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sidecar.emulator import EmulatorConfig
+
+EXAMPLE = "  sidecar emulate --engine vllm --port 8000 --scheduling priority --max-num-seqs 8 --step-ms 20"
+
+_ENGINES = ("tensorrt-llm", "vllm", "sglang", "dynamo")
+_MS = 1_000.0
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    add = parser.add_argument
+    add("--engine", choices=_ENGINES, required=True, help="whose contract to keep")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8000, help="0 takes a free one and prints it (default: %(default)s)")
+    add("--scheduling", choices=("priority", "fcfs"), default="priority", help="waiting queue (default: %(default)s)")
+    add("--max-num-seqs", type=int, default=8, help="sequences that run at once (default: %(default)s)")
+    add("--step-ms", type=float, default=20.0, help="time of an empty step (default: %(default)s)")
+    add("--step-ms-per-seq", type=float, default=0.0, help="added per running sequence (default: %(default)s)")
+    add("--step-ms-per-prefill-token", type=float, default=0.0, help="added per prompt token (default: %(default)s)")
+    add("--prefill-tokens-per-step", type=int, default=512, help="prompt tokens a step takes (default: %(default)s)")
+    add("--kv-tokens", type=int, help="KV cache, prompt and output reserved at once (default: unbounded)")
+    add("--max-queued", type=int, help="refuse beyond, as the engine does (default: unbounded)")
+    add("--output-tokens", type=int, default=64, help="for requests without a maximum (default: %(default)s)")
+    add("--tokens-per-chunk", type=int, default=1, help="coalesce streams (default: %(default)s)")
+    add("--context-tokens", type=int, default=131_072, help="longest prompt and output (default: %(default)s)")
+    add("--model", default="emulated", help="name of the served model (default: %(default)s)")
+    add("--no-priority-field", action="store_true", help="a TensorRT-LLM from before the field: answers it with 400")
+    add("--header-overrides", action="store_true", help="SGLang: honor x-override-priority")
+    add("--default-priority", type=int, help="SGLang: the priority of untagged requests (default: below all others)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves until told to stop. Returns 2 for arguments that contradict each other, 1 where it cannot listen."""
+    import uvicorn
+
+    from sidecar.emulator import Emulator
+
+    try:
+        emulator = Emulator(_config(args))
+    except ValueError as error:
+        print(f"sidecar emulate: {error}")
+        return 2
+    try:
+        listener = _listen(args.host, args.port)
+    except OSError as error:
+        print(f"sidecar emulate: cannot listen on {args.host}:{args.port}: {error.strerror or error}")
+        return 1
+    with listener:
+        print(_summary(args, listener.getsockname()[1]), flush=True)
+        config = uvicorn.Config(emulator.app, access_log=False, log_level="warning", server_header=False, lifespan="on")
+        uvicorn.Server(config).run(sockets=[listener])
+    return 0
+
+
+def _config(args: argparse.Namespace) -> EmulatorConfig:
+    """The arguments as a configuration. Raises ValueError."""
+    from sidecar.emulator import EmulatorConfig, Scheduling, StepModel
+    from sidecar.policy.policy import EngineName
+
+    return EmulatorConfig(
+        engine=EngineName(args.engine),
+        scheduling=Scheduling(args.scheduling),
+        steps=StepModel(
+            max_num_seqs=args.max_num_seqs,
+            prefill_tokens_per_step=args.prefill_tokens_per_step,
+            kv_tokens=args.kv_tokens,
+            step_s=args.step_ms / _MS,
+            step_s_per_seq=args.step_ms_per_seq / _MS,
+            step_s_per_prefill_token=args.step_ms_per_prefill_token / _MS,
+        ),
+        max_queued=args.max_queued,
+        output_tokens=args.output_tokens,
+        context_tokens=args.context_tokens,
+        tokens_per_chunk=args.tokens_per_chunk,
+        model=args.model,
+        priority_field=not args.no_priority_field,
+        header_overrides=args.header_overrides,
+        default_priority=args.default_priority,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket, so that a free port is known before anything is printed. Raises OSError.
+
+    It names its protocol: asyncio turns Nagle's algorithm off for no other.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _summary(args: argparse.Namespace, port: int) -> str:
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    return (
+        f"emulated {args.engine} on http://{host}:{port}, model {args.model}, {args.scheduling} scheduling, "
+        f"{args.max_num_seqs} sequences at once, {args.step_ms:g} ms per step"
+    )

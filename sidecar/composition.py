@@ -1,0 +1,44 @@
+"""Puts the parts together: the only place that knows them all, telemetry included."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from sidecar.asgi.middleware import Admission
+from sidecar.asgi.types import ASGIApp
+from sidecar.engines import dialect_of
+from sidecar.policy import Policy, load
+from sidecar.pools import LocalPool
+from sidecar.telemetry import SpanObserver
+from sidecar.tokens import Estimator, TokenizerCounter
+
+POLICY_VARIABLE = "SIDECAR_POLICY"
+
+
+class AdmissionMiddleware(Admission):
+    """Admission control around an ASGI app, in one line: `app.add_middleware(AdmissionMiddleware, policy="policies/")`.
+
+    `policy` is a file, a folder with `policy.yaml` in it, or a loaded `Policy`; without one the environment variable
+    `SIDECAR_POLICY` says where it is, so that a server which constructs its middleware with `app` alone can use this
+    class too. Raises `sidecar.policy.PolicyError` with every mistake of the files, and ValueError where there is none.
+    """
+
+    def __init__(self, app: ASGIApp, policy: str | Path | Policy | None = None) -> None:
+        loaded = policy if isinstance(policy, Policy) else load(policy or _policy_path(os.environ))
+        super().__init__(
+            app,
+            policy=loaded,
+            pool=LocalPool(loaded),
+            dialect=dialect_of(loaded.engine, loaded.carrier),
+            estimator=Estimator(None if loaded.tokenizer is None else TokenizerCounter(loaded.tokenizer)),
+            observer=SpanObserver(),
+        )
+
+
+def _policy_path(environment: Mapping[str, str]) -> str:
+    path = environment.get(POLICY_VARIABLE)
+    if not path:
+        raise ValueError(f"no policy: pass `policy=` or set {POLICY_VARIABLE} to a policy file or its folder")
+    return path

@@ -1,0 +1,110 @@
+"""The emulator as an ASGI app: every endpoint of one engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from sidecar.emulator import about
+from sidecar.emulator.config import EmulatorConfig
+from sidecar.emulator.dialect import Dialect
+from sidecar.emulator.dialect_dynamo import DynamoDialect
+from sidecar.emulator.dialect_sglang import SglangDialect
+from sidecar.emulator.dialect_trtllm import TrtllmDialect
+from sidecar.emulator.dialect_vllm import VllmDialect
+from sidecar.emulator.endpoint import Endpoint
+from sidecar.emulator.engine import Engine
+from sidecar.emulator.metrics import METRICS_TEXT, Exposition, trtllm_iterations
+from sidecar.policy.policy import Api, EngineName
+
+DIALECTS: Mapping[EngineName, type[Dialect]] = {
+    EngineName.TENSORRT_LLM: TrtllmDialect,
+    EngineName.VLLM: VllmDialect,
+    EngineName.SGLANG: SglangDialect,
+    EngineName.DYNAMO: DynamoDialect,
+}
+
+PATHS = {
+    "/v1/chat/completions": Api.CHAT,
+    "/v1/completions": Api.COMPLETIONS,
+    "/v1/responses": Api.RESPONSES,
+    "/v1/messages": Api.MESSAGES,
+    "/v1/embeddings": Api.EMBEDDINGS,
+}
+
+
+class Emulator:
+    """One emulated engine: `app` for an ASGI server, `engine` to look inside.
+
+    Nothing runs until the first request. The lifespan's end, or `engine.stop()`, aborts what is left.
+    """
+
+    def __init__(self, config: EmulatorConfig) -> None:
+        self.config = config
+        self.dialect = DIALECTS[config.engine](config)
+        self.engine = Engine(config, self.dialect)
+        self._started = int(time.time())
+        self.app = Starlette(routes=self._routes(), lifespan=self._lifespan)
+
+    def __repr__(self) -> str:
+        return f"<Emulator {self.engine!r}>"
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        del app
+        yield
+        await self.engine.stop()
+
+    def _routes(self) -> list[BaseRoute]:
+        metrics_path, _ = METRICS_TEXT[self.config.engine]
+        routes: list[BaseRoute] = [
+            Route(path, Endpoint(api, self.engine), methods=["POST"]) for path, api in PATHS.items()
+        ]
+        routes += [
+            Route("/v1/models", self._models),
+            Route("/health", self._health),
+            Route(metrics_path, self._metrics_text),
+        ]
+        if self.config.engine is EngineName.TENSORRT_LLM:
+            routes.append(Route("/metrics", self._iterations))
+        if self.config.engine in (EngineName.TENSORRT_LLM, EngineName.VLLM):
+            routes.append(_constant("/version", {"version": about.VERSIONS[self.config.engine]}))
+        if info := about.server_info(self.config):
+            routes.append(_constant("/server_info", info))
+        if schema := about.openapi(self.config):
+            routes.append(_constant("/openapi.json", schema))
+        return routes
+
+    async def _models(self, request: Request) -> Response:
+        del request
+        return JSONResponse(about.models(self.config, self.dialect, self._started))
+
+    async def _health(self, request: Request) -> Response:
+        del request
+        if self.config.engine is EngineName.DYNAMO:
+            return JSONResponse({"status": "healthy", "endpoints": [], "instances": []})
+        return Response(status_code=200)
+
+    async def _metrics_text(self, request: Request) -> Response:
+        del request
+        _, write = METRICS_TEXT[self.config.engine]
+        return Response(write(self.engine), headers={"content-type": Exposition.content_type})
+
+    async def _iterations(self, request: Request) -> Response:
+        del request
+        return JSONResponse(trtllm_iterations(self.engine))
+
+
+def _constant(path: str, answer: Mapping[str, Any]) -> Route:
+    async def respond(request: Request) -> Response:
+        del request
+        return JSONResponse(answer)
+
+    return Route(path, respond)

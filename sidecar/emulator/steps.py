@@ -1,0 +1,170 @@
+"""The step model: continuous batching as one loop, without I/O, clock or asyncio.
+
+An engine runs one forward pass at a time over everything it has admitted. In a step
+(1) free slots are filled from the waiting queue, in the queue's order and strictly from its head: a head that does not
+fit the KV cache blocks those behind it, as in vLLM and TensorRT-LLM;
+(2) sequences that are still in prefill share a budget of prompt tokens, oldest first (chunked prefill); a prompt's last
+token yields the sequence's first output token at the end of that same step;
+(3) every sequence past its prefill yields one token at the end of the step.
+
+A step takes `step_s + step_s_per_seq * running + step_s_per_prefill_token * prompt tokens` seconds. KV is reserved for
+prompt and output together when a sequence is admitted (TensorRT-LLM's GUARANTEED_NO_EVICT), so nothing that runs is
+ever evicted. A step has two halves, `begin` and `end`, `duration_s` apart: a sequence may be removed in between.
+A simulator calls both and adds `duration_s` to its own time; the emulator sleeps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepModel:
+    """How fast and how wide the engine is. The defaults are a small model on one GPU: 20 ms a step, 8 sequences.
+
+    `kv_tokens` None: KV is never the limit. Raises ValueError for figures no engine could run with.
+    """
+
+    max_num_seqs: int = 8
+    prefill_tokens_per_step: int = 512
+    kv_tokens: int | None = None
+    step_s: float = 0.020
+    step_s_per_seq: float = 0.0
+    step_s_per_prefill_token: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1 or self.prefill_tokens_per_step < 1:
+            raise ValueError("max_num_seqs and prefill_tokens_per_step must be at least 1")
+        if self.kv_tokens is not None and self.kv_tokens < 1:
+            raise ValueError("kv_tokens must be at least 1, or None for no limit")
+        if min(self.step_s, self.step_s_per_seq, self.step_s_per_prefill_token) < 0:
+            raise ValueError("step times must not be negative")
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a sequence that holds `tokens` could ever run."""
+        return self.kv_tokens is None or tokens <= self.kv_tokens
+
+
+class Sequence:
+    """One prompt and its output. `output_tokens` 0 is a pooling request: done when its prefill is, without a token."""
+
+    __slots__ = ("emitted", "output_tokens", "prefilled", "prompt_tokens")
+
+    def __init__(self, prompt_tokens: int, output_tokens: int) -> None:
+        if prompt_tokens < 1 or output_tokens < 0:
+            raise ValueError("a sequence has at least one prompt token and no negative output")
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.prefilled = 0
+        self.emitted = 0
+
+    @property
+    def tokens(self) -> int:
+        """What the sequence holds of the KV cache while it runs."""
+        return self.prompt_tokens + self.output_tokens
+
+
+S = TypeVar("S", bound=Sequence)
+S_co = TypeVar("S_co", bound=Sequence, covariant=True)
+
+
+class Queue(Protocol[S_co]):
+    """Where a batch takes its next sequence from; `waiting.WaitingQueue` is one."""
+
+    def peek(self) -> S_co | None:
+        """The next sequence, left in the queue; None when it is empty."""
+
+    def pop(self) -> S_co:
+        """Takes out the sequence that `peek` shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Generic[S]):
+    """What a step began with. `admitted` left the queue now; `end` is due after `duration_s` seconds."""
+
+    admitted: list[S]
+    prefill_tokens: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Output(Generic[S]):
+    """What a step produced: one token for each of `emitted`; `finished` have left the batch."""
+
+    emitted: list[S]
+    finished: list[S]
+
+
+class Batch(Generic[S]):
+    """The running sequences: the state that steps advance. Not thread-safe, never awaits."""
+
+    def __init__(self, model: StepModel) -> None:
+        self.model = model
+        self.kv_tokens_held = 0
+        self._prefilling: deque[S] = deque()
+        # A dictionary is an ordered set here: a disconnect removes one sequence of many in constant time.
+        self._decoding: dict[S, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._prefilling) + len(self._decoding)
+
+    def begin(self, queue: Queue[S]) -> Step[S]:
+        """Admits what fits and spends the prefill budget. Call `end` once before the next `begin`."""
+        admitted = self._admit(queue)
+        running = len(self)
+        prefill_tokens = self._prefill()
+        model = self.model
+        duration_s = model.step_s + model.step_s_per_seq * running + model.step_s_per_prefill_token * prefill_tokens
+        return Step(admitted, prefill_tokens, duration_s)
+
+    def end(self) -> Output[S]:
+        """Hands out the step's tokens and drops what is finished."""
+        while self._prefilling and self._prefilling[0].prefilled == self._prefilling[0].prompt_tokens:
+            self._decoding[self._prefilling.popleft()] = None
+        emitted: list[S] = []
+        finished: list[S] = []
+        for sequence in self._decoding:
+            if sequence.emitted < sequence.output_tokens:
+                sequence.emitted += 1
+                emitted.append(sequence)
+            if sequence.emitted == sequence.output_tokens:
+                finished.append(sequence)
+        for sequence in finished:
+            del self._decoding[sequence]
+            self.kv_tokens_held -= sequence.tokens
+        return Output(emitted, finished)
+
+    def remove(self, sequence: S) -> bool:
+        """Frees an aborted sequence's slot and KV at once. False where it does not run."""
+        if sequence in self._decoding:
+            del self._decoding[sequence]
+        elif sequence in self._prefilling:
+            self._prefilling.remove(sequence)
+        else:
+            return False
+        self.kv_tokens_held -= sequence.tokens
+        return True
+
+    def _admit(self, queue: Queue[S]) -> list[S]:
+        admitted: list[S] = []
+        while len(self) < self.model.max_num_seqs:
+            head = queue.peek()
+            if head is None or not self.model.fits(self.kv_tokens_held + head.tokens):
+                break
+            queue.pop()
+            self._prefilling.append(head)
+            self.kv_tokens_held += head.tokens
+            admitted.append(head)
+        return admitted
+
+    def _prefill(self) -> int:
+        budget = self.model.prefill_tokens_per_step
+        for sequence in self._prefilling:
+            if budget == 0:
+                break
+            tokens = min(budget, sequence.prompt_tokens - sequence.prefilled)
+            sequence.prefilled += tokens
+            budget -= tokens
+        return self.model.prefill_tokens_per_step - budget

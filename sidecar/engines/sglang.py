@@ -1,0 +1,55 @@
+"""SGLang: a 64-bit integer, higher is more important. It acts only with `--enable-priority-scheduling`.
+
+Its header is off unless `SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES=1`, and then covers chat and messages alone; responses
+accept the member and drop it (up to 0.5.23, `serving_responses.py` builds its request without it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from sidecar.engines.dialect import (
+    Forward,
+    Priority,
+    Stated,
+    default_carrier,
+    header,
+    member,
+    spread,
+    stated_in_body,
+    stated_in_header,
+)
+from sidecar.payload import Payload
+from sidecar.policy.policy import Api, Carrier
+
+HEADER = b"x-override-priority"
+STEP, WIDEST = 2, 10
+"""The whole ladder spans at most the engine's preemption threshold (10): a wider one would evict running requests. Few
+values, because each becomes a metric label that the engine never drops."""
+
+_WITH_MEMBER = frozenset((Api.CHAT, Api.COMPLETIONS, Api.EMBEDDINGS))
+_WITH_HEADER = frozenset((Api.CHAT, Api.MESSAGES))
+
+
+class Sglang:
+    """0 for the last tier, 2 more for each above it."""
+
+    more_important_is_higher: ClassVar[bool] = True
+
+    def __init__(self, carrier: Carrier | None = None) -> None:
+        self._by_header = default_carrier(carrier, Carrier.BODY) is Carrier.HEADER
+
+    def priority(self, level: int, levels: int) -> Priority:
+        """See `Dialect.priority`."""
+        return spread(level, levels, STEP, WIDEST)
+
+    def forward(self, api: Api, priority: Priority) -> Forward:
+        """See `Dialect.forward`."""
+        if self._by_header and api in _WITH_HEADER:
+            return header(HEADER, priority)
+        return member(priority) if api in _WITH_MEMBER else Forward()
+
+    def asked(self, payload: Payload, headers: Mapping[bytes, bytes]) -> Stated | None:
+        """See `Dialect.asked`."""
+        return stated_in_header(HEADER, headers) or stated_in_body(payload)

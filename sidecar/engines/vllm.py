@@ -1,0 +1,48 @@
+"""vLLM: a 64-bit integer, LOWER is more important. It acts only with `--scheduling-policy priority`.
+
+The header (from 0.28 on) beats the body, needs no rewriting and covers messages; embeddings read the body only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from sidecar.engines.dialect import (
+    Forward,
+    Priority,
+    Stated,
+    default_carrier,
+    header,
+    member,
+    stated_in_body,
+    stated_in_header,
+)
+from sidecar.payload import Payload
+from sidecar.policy.policy import Api, Carrier
+
+HEADER = b"x-vllm-priority"
+STEP = 10
+"""Between tiers. At least 2, because the engine serves a tool's follow-up turn at its priority minus 1."""
+
+
+class Vllm:
+    """Level times ten: the most important tier is 0, the engine's own default."""
+
+    more_important_is_higher: ClassVar[bool] = False
+
+    def __init__(self, carrier: Carrier | None = None) -> None:
+        self._by_header = default_carrier(carrier, Carrier.HEADER) is Carrier.HEADER
+
+    def priority(self, level: int, levels: int) -> Priority:  # noqa: ARG002  # the ladder's length does not matter here
+        """See `Dialect.priority`."""
+        return level * STEP
+
+    def forward(self, api: Api, priority: Priority) -> Forward:
+        """See `Dialect.forward`."""
+        by_header = self._by_header or api is Api.MESSAGES
+        return header(HEADER, priority) if by_header and api is not Api.EMBEDDINGS else member(priority)
+
+    def asked(self, payload: Payload, headers: Mapping[bytes, bytes]) -> Stated | None:
+        """See `Dialect.asked`."""
+        return stated_in_header(HEADER, headers) or stated_in_body(payload)

@@ -1,0 +1,93 @@
+"""What must hold between values that stand apart: in one file, and between the files of the tenants.
+
+These look at the raw data and skip what cannot be read, so that they are made, and reported, even when another part of
+the same file is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+from sidecar.policy import fields as of
+from sidecar.policy.keys import read_hash
+from sidecar.policy.problems import Path, Problem, quoted
+from sidecar.policy.source import Document
+from sidecar.policy.units import share
+
+Found = Iterator[tuple[Path, str]]
+
+
+def entries(data: object, *names: str) -> dict[str, object]:
+    """The mapping at `names` inside `data`; empty where there is none."""
+    for name in names:
+        data = data.get(name) if isinstance(data, dict) else None
+    return data if isinstance(data, dict) else {}
+
+
+def pool_problems(document: Document) -> list[Problem]:
+    """The mistakes of a pool's file that only show when several of its values are seen together."""
+    found = [*_ladder(entries(document.data, "tiers")), *_endpoints(entries(document.data, "endpoints"))]
+    return [document.problem(path, message) for path, message in found]
+
+
+def _ladder(tiers: dict[str, object]) -> Found:
+    promised = sum((_reserve(body) for body in tiers.values()), start=Fraction(0))
+    if promised > 1:
+        yield ("tiers",), f"the reserves add up to {of.percent(promised)} of the pool; promise 100% at most"
+    for place, name in enumerate(tiers):
+        if place and entries(tiers, name).get("always_first") is True:
+            first = next(iter(tiers))
+            yield (
+                ("tiers", name, "always_first"),
+                f"only the first tier, {first}, may be always first; remove this line",
+            )
+
+
+def _reserve(body: object) -> Fraction:
+    try:
+        return share(entries({"body": body}, "body").get("reserve"))
+    except ValueError:  # absent, or reported where it stands
+        return Fraction(0)
+
+
+def _endpoints(endpoints: dict[str, object]) -> Found:
+    for path in endpoints:
+        body = entries(endpoints, path)
+        forward_to = body.get("forward_to")
+        if "api" not in body and of.infer_api(forward_to if isinstance(forward_to, str) else path) is None:
+            known = ", ".join(api.value for api in of.STANDARD_APIS.values())
+            yield (
+                ("endpoints", path),
+                f"the path does not tell the shape of its requests; write api: with one of {known}",
+            )
+
+
+def tenant_problems(documents: Sequence[Document]) -> list[Problem]:
+    """Tenants of one name, and keys that two tenants, or two lines, share."""
+    problems: list[Problem] = []
+    names: dict[str, str] = {}
+    keys: dict[str, Problem] = {}
+    for document in documents:
+        name = (document.data or {}).get("tenant")
+        if isinstance(name, str) and names.setdefault(name, document.file) != document.file:
+            other = document.problem(("tenant",), "").place
+            problems.append(
+                Problem("tenant", f"{quoted(name)} is also the tenant of {names[name]}; write another name", other)
+            )
+        problems += _repeated_keys(document, keys)
+    return problems
+
+
+def _repeated_keys(document: Document, seen: dict[str, Problem]) -> Iterator[Problem]:
+    listed = (document.data or {}).get("keys")
+    for place, entry in enumerate(listed if isinstance(listed, list) else []):
+        try:
+            digest = read_hash(entry)
+        except ValueError:
+            continue
+        here = document.problem(("keys", place), "")
+        first = seen.setdefault(digest, here)
+        if first is not here:
+            message = f"this key is also at {first.place}; give every tenant keys of its own"
+            yield document.problem(("keys", place), message)

@@ -1,0 +1,277 @@
+"""The kinds of value that the policy's files hold: each one reader for a value, and its JSON Schema for editors.
+
+Readers raise ValueError with the operator's sentence. They are plain validators, so that pydantic never converts, and
+never words a message, itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+from pathlib import Path as FilePath
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, PlainValidator, ValidationInfo, WithJsonSchema
+
+from sidecar.policy import units
+from sidecar.policy.keys import read_hash
+from sidecar.policy.policy import Api, Carrier, EngineName, Source
+from sidecar.policy.problems import printable, quoted, unknown
+
+DENY = "deny"
+REJECT = "reject"
+ANONYMOUS = "anonymous"
+
+STANDARD_APIS = {
+    "/chat/completions": Api.CHAT,
+    "/completions": Api.COMPLETIONS,
+    "/responses": Api.RESPONSES,
+    "/messages": Api.MESSAGES,
+    "/embeddings": Api.EMBEDDINGS,
+}
+"""The end of a path and the shape of its requests. The first that fits counts."""
+
+STANDARD_PATHS = tuple(f"/v1{suffix}" for suffix in STANDARD_APIS)
+
+_CARRIERS = {
+    EngineName.TENSORRT_LLM: (Carrier.BODY,),
+    EngineName.VLLM: (Carrier.HEADER, Carrier.BODY),
+    EngineName.SGLANG: (Carrier.BODY, Carrier.HEADER),
+    EngineName.DYNAMO: (Carrier.HEADER, Carrier.BODY),
+    EngineName.NONE: (),
+}
+_LOWER_FIRST = frozenset({EngineName.VLLM})  # everywhere else a higher number is the more important one
+
+_TIER_NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")  # no digit first: a client may ask by number too; fits a metric label
+_TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
+_TAKEN_HEADERS = frozenset({"authorization", "x-api-key", "host", "content-length", "transfer-encoding", "connection"})
+_URL_PATH = re.compile(r"/[!-~]*")
+
+E = TypeVar("E", bound=Enum)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a value's reader must know beyond the value: the pool's tiers (empty if unreadable), the file's folder."""
+
+    tiers: tuple[str, ...]
+    folder: FilePath
+
+
+def context(info: ValidationInfo) -> Context:
+    """The context that `loading` passed to the validation."""
+    assert isinstance(info.context, Context)
+    return info.context
+
+
+def percent(part: Fraction) -> str:
+    """A share as it is written in the file."""
+    return f"{float(part * 100):g}%"
+
+
+def infer_api(path: str) -> Api | None:
+    """The shape of the requests on a path, told from how it ends."""
+    return next((api for suffix, api in STANDARD_APIS.items() if path.endswith(suffix)), None)
+
+
+def carried_by(engine: object, carrier: Carrier | None) -> Carrier | None:
+    """Refuses a way of forwarding that the engine does not have."""
+    if carrier is None or not isinstance(engine, EngineName) or carrier in _CARRIERS[engine]:
+        return carrier
+    if engine is EngineName.NONE:
+        raise ValueError("the engine none is sent no priority; remove this line")
+    raise ValueError(f"{engine.value} reads no priority from a {carrier.value}; write {_CARRIERS[engine][0].value}")
+
+
+def thresholds_of(
+    engine: EngineName, listed: bool, thresholds: dict[str, float] | None, pool: Context
+) -> dict[str, float] | None:
+    """Checks the thresholds for the source `engine`: there exactly when it is listed, and in the engine's direction."""
+    if not listed and thresholds is None:
+        return None
+    if not listed:
+        raise ValueError("only read for the source engine; add engine to sources, or remove this")
+    if engine is EngineName.NONE:
+        raise ValueError("the engine none has no priority of its own; remove engine from sources")
+    if not thresholds:
+        raise ValueError("missing; the source engine needs it, such as engine_levels: {high: 10, normal: 5, batch: 0}")
+    if engine is EngineName.TENSORRT_LLM and any(not 0 <= value <= 1 for value in thresholds.values()):
+        raise ValueError("tensorrt-llm's priorities go from 0 to 1; write thresholds from 0.0 to 1.0")
+    named = [thresholds[name] for name in pool.tiers if name in thresholds]
+    best_first = sorted(set(named), reverse=engine not in _LOWER_FIRST)
+    if named != best_first:
+        word = "lower" if engine in _LOWER_FIRST else "higher"
+        raise ValueError(f"{engine.value} serves {word} numbers first; give each more important tier a {word} number")
+    return thresholds
+
+
+def _tier(value: object, info: ValidationInfo) -> str:
+    name = units.text(value, "a tier", "normal")
+    tiers = context(info).tiers
+    if tiers and name not in tiers:
+        raise ValueError(unknown("tier", name, tiers))
+    return name
+
+
+def _anonymous(value: object, info: ValidationInfo) -> str | None:
+    return None if value == DENY else _tier(value, info)
+
+
+def _new_tier(value: object) -> str:
+    name = units.text(value, "a tier's name", "batch")
+    if name in {DENY, REJECT}:
+        raise ValueError(f"{quoted(name)} has a meaning of its own in this file; write another name")
+    if not _TIER_NAME.fullmatch(name):
+        raise ValueError(f"{quoted(name)} is not a tier's name; write up to 40 of a-z, 0-9, - and _, a letter first")
+    return name
+
+
+def _tenant(value: object) -> str:
+    name = units.text(value, "a tenant's name", "acme")
+    if name == ANONYMOUS:
+        raise ValueError('"anonymous" stands for requests without a key; write another name')
+    if not _TENANT_NAME.fullmatch(name):
+        raise ValueError(f"{quoted(name)} is not a tenant's name; write up to 100 of A-Z, a-z, 0-9 and . _ @ -")
+    return name
+
+
+def _over_limit(value: object, info: ValidationInfo) -> str | None:
+    """None for `reject`, else the tier that what is over the limit falls to."""
+    if isinstance(value, dict) and list(value) == ["downgrade"]:
+        return _tier(value["downgrade"], info)
+    word = units.scalar(value, "what to do", "reject or {downgrade: batch}")
+    if word.startswith("downgrade:"):
+        return _tier(word.removeprefix("downgrade:").strip(), info)
+    if word != REJECT:
+        raise ValueError(f"{quoted(word)} is not what can be done; write reject or {{downgrade: batch}}")
+    return None
+
+
+def _choice(kind: type[E], noun: str) -> Callable[[object], E]:
+    names = [str(member.value) for member in kind]
+
+    def read(value: object) -> E:
+        name = units.text(value, noun, names[0])
+        if name not in names:
+            raise ValueError(unknown(noun, name, names))
+        return kind(name)
+
+    return read
+
+
+def _listed(example: str) -> BeforeValidator:
+    def read(value: object) -> object:
+        if not isinstance(value, list) or not value:
+            raise ValueError(f"not a list with something in it; write {example}")
+        return value
+
+    return BeforeValidator(read)
+
+
+def _mapped(example: str) -> BeforeValidator:
+    def read(value: object) -> object:
+        if not isinstance(value, dict) or not value:
+            raise ValueError(f"not a mapping with something in it; write {example}")
+        return value
+
+    return BeforeValidator(read)
+
+
+def _once_each(sources: list[Source]) -> list[Source]:
+    twice = next((source.value for source in sources if sources.count(source) > 1), None)
+    if twice:
+        raise ValueError(f"{twice} is listed twice; keep its first place")
+    return sources
+
+
+def _header(value: object) -> str:
+    name = units.text(value, "a header's name", "x-priority")
+    if not _HEADER_NAME.fullmatch(name):
+        raise ValueError(f"{quoted(name)} is not a header's name; write letters, digits and dashes, such as x-priority")
+    if name.lower() in _TAKEN_HEADERS:
+        raise ValueError(f"{quoted(name)} has a meaning of its own; write another name, such as x-priority")
+    return name.lower()
+
+
+def _url_path(value: object) -> str:
+    path = units.text(value, "a path", "/v1/completions")
+    if not _URL_PATH.fullmatch(path) or "?" in path or "#" in path:
+        raise ValueError(f"{quoted(path)} is not a path; begin it with / and leave out spaces, ? and #")
+    return path
+
+
+def _existing_file(value: object, info: ValidationInfo) -> str:
+    written = units.text(value, "a file", "tokenizer.json")
+    found = context(info).folder / written
+    if not found.is_file():
+        raise ValueError(f"there is no file {printable(str(found), 200)}; write where it is, relative to this file")
+    return str(found)
+
+
+def _text(value: object) -> str:
+    return units.text(value, "a pattern", "tenants/*.yaml")
+
+
+def _schema(description: str, *, numbers: bool = False, **keywords: Any) -> WithJsonSchema:
+    kind: str | Sequence[str] = ["string", "integer"] if numbers else "string"
+    return WithJsonSchema({"type": kind, "description": description, **keywords})
+
+
+def _enum(kind: type[Enum]) -> WithJsonSchema:
+    return WithJsonSchema({"type": "string", "enum": [member.value for member in kind]})
+
+
+Share = Annotated[Fraction, PlainValidator(units.share), _schema('A share: "20%".', pattern=r"^[0-9.]+ ?%$")]
+_DURATION = _schema('A duration: "500ms", "2s", "5m", "1h".', pattern=r"^[0-9.]+ ?(us|ms|s|m|h)$")
+Duration = Annotated[Fraction, PlainValidator(units.duration_s), _DURATION]
+PositiveDuration = Annotated[Fraction, PlainValidator(units.positive_duration_s), _DURATION]
+_COUNT = _schema("A count: 160, 10k, 2M.", numbers=True, pattern=r"^[0-9.]+ ?[kKMG]?$", minimum=0)
+Count = Annotated[int, PlainValidator(units.count), _COUNT]
+PositiveCount = Annotated[int, PlainValidator(units.positive_count), _COUNT]
+Size = Annotated[
+    int,
+    PlainValidator(units.size_bytes),
+    _schema('A size: "8MiB".', numbers=True, pattern=r"^[0-9.]+ ?(B|KiB|MiB|GiB)?$"),
+]
+Flag = Annotated[bool, PlainValidator(units.flag), WithJsonSchema({"type": "boolean"})]
+Text = Annotated[str, PlainValidator(_text), WithJsonSchema({"type": "string"})]
+TierName = Annotated[str, PlainValidator(_tier), _schema("The name of a tier.")]
+AnonymousTier = Annotated[str | None, PlainValidator(_anonymous), _schema("The name of a tier, or `deny`.")]
+NewTierName = Annotated[str, PlainValidator(_new_tier), _schema("A tier's name.", pattern=f"^{_TIER_NAME.pattern}$")]
+TenantName = Annotated[str, PlainValidator(_tenant), _schema("A name.", pattern=f"^{_TENANT_NAME.pattern}$")]
+UrlPath = Annotated[str, PlainValidator(_url_path), _schema("A path on the server.", pattern="^/")]
+HeaderName = Annotated[str, PlainValidator(_header), _schema("A header's name.")]
+ExistingFile = Annotated[str, PlainValidator(_existing_file), _schema("A file, relative to this one.")]
+EngineChoice = Annotated[EngineName, PlainValidator(_choice(EngineName, "engine")), _enum(EngineName)]
+CarrierChoice = Annotated[Carrier, PlainValidator(_choice(Carrier, "way to forward")), _enum(Carrier)]
+ApiName = Annotated[Api, PlainValidator(_choice(Api, "API")), _enum(Api)]
+SourceList = Annotated[
+    list[Annotated[Source, PlainValidator(_choice(Source, "source")), _enum(Source)]],
+    _listed("[body, header, endpoint, key]"),
+    AfterValidator(_once_each),
+]
+KeyHashes = Annotated[
+    list[Annotated[str, PlainValidator(read_hash), _schema("A key's hash.", pattern="^sha256:[0-9a-fA-F]{64}$")]],
+    _listed('keys: ["sha256:..."] as `sidecar keys new` prints it'),
+]
+Thresholds = Annotated[
+    dict[TierName, Annotated[float, PlainValidator(units.number), WithJsonSchema({"type": "number"})]],
+    _mapped("{high: 10, normal: 5, batch: 0}"),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
+]
+OverLimit = Annotated[
+    str | None,
+    PlainValidator(_over_limit),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"const": REJECT},
+                {"type": "object", "required": ["downgrade"], "properties": {"downgrade": {"type": "string"}}},
+            ]
+        }
+    ),
+]

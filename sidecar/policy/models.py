@@ -1,0 +1,242 @@
+"""The two files as an operator writes them: every key, its unit, its default and what it is for.
+
+Defaults stand here in the operator's own notation ("100%", "30s"), so that the JSON Schema shows them as they are
+written. What a value must be is decided by `fields`; what only holds between several values, by `crosschecks`.
+Validation needs a `fields.Context`: the names of the tiers, and the folder that paths are relative to.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+
+from sidecar.policy import fields as of
+from sidecar.policy.policy import Carrier, EngineName, Source
+
+
+def _default(as_written: object, *, description: str, examples: list[Any] | None = None) -> Any:
+    """A field whose default stands in the operator's notation: the type checker need not compare it with the type."""
+    return Field(as_written, description=description, examples=examples)
+
+
+class FileModel(BaseModel):
+    """Unknown keys are mistakes; defaults go through the same readers as what is written."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True)
+
+
+class Capacity(FileModel):
+    """What the engine holds at once. One of the two is enough; a request must fit in both."""
+
+    tokens: of.PositiveCount | None = Field(None, description="Tokens that the KV cache holds.", examples=["400k"])
+    requests: of.PositiveCount | None = Field(None, description="Requests in the running batch.", examples=[160])
+
+
+class Aging(FileModel):
+    """How a waiting request rises, so that old work is not overtaken forever."""
+
+    promote_after: of.PositiveDuration = Field(
+        description="A waiting request rises one tier each time this long has passed.", examples=["5m"]
+    )
+    ceiling: of.TierName = Field(description="No request rises past this tier.", examples=["normal"])
+
+
+class Slo(FileModel):
+    """What a tier promises; telemetry compares, admission does not depend on it."""
+
+    ttft: of.PositiveDuration = Field(description="Time to the first token.", examples=["500ms"])
+
+
+class Queue(FileModel):
+    """How much may wait."""
+
+    max_requests: of.Count | None = Field(
+        None, description="Requests that may wait; one more is refused. Default: no bound.", examples=["10k"]
+    )
+    max_wait: of.Duration | None = Field(
+        None, description="The longest a request waits before it is refused. Default: no bound.", examples=["30m"]
+    )
+
+
+class TierBody(FileModel):
+    """One tier's part of the pool."""
+
+    reserve: of.Share = _default(
+        "0%", description="The part of the pool this tier can always get back.", examples=["20%"]
+    )
+    lend: of.Share = _default(
+        "100%",  # keeps nothing idle: holding capacity back is a price that an operator should choose to pay
+        description="How much of the unused reserve less important tiers may use meanwhile.",
+        examples=["50%"],
+    )
+    limit: of.Share = _default("100%", description="The most of the pool this tier may ever hold.", examples=["60%"])
+    always_first: of.Flag = _default(
+        False, description="Goes before all others, whatever it holds. First tier only, with a limit below 100%."
+    )
+    slo: Slo | None = Field(None, description="What this tier promises.")
+    queue: Queue | None = Field(None, description="How much may wait in this tier. Default: no bounds.")
+    default_output_tokens: of.PositiveCount = _default(
+        512,  # a long chat answer: rather too much than an overfull KV cache; real usage gives back the difference
+        description="What a request without a maximum of its own is taken to produce, until usage says better.",
+    )
+    max_request_tokens: of.PositiveCount | None = Field(
+        None, description="The most tokens one request may hold. Default: whatever fits.", examples=["32k"]
+    )
+
+    @field_validator("limit")
+    @classmethod
+    def _limit_covers_reserve(cls, limit: Fraction, info: ValidationInfo) -> Fraction:
+        reserve = info.data.get("reserve")
+        if limit == 0:
+            raise ValueError('"0%" admits nothing, ever; write a larger share, or remove the tier')
+        if reserve is not None and limit < reserve:
+            raise ValueError(f'below the reserve of {of.percent(reserve)}; write "{of.percent(reserve)}" or more')
+        return limit
+
+    @field_validator("always_first")
+    @classmethod
+    def _always_first_is_limited(cls, always_first: bool, info: ValidationInfo) -> bool:
+        if always_first and info.data.get("limit") == 1:
+            raise ValueError('would let this tier take the whole pool; write a limit below 100%, such as limit: "50%"')
+        return always_first
+
+
+class EndpointBody(FileModel):
+    """What happens to requests on one path."""
+
+    tier: of.TierName | None = Field(None, description="The tier of requests on this path.", examples=["batch"])
+    forward_to: of.UrlPath | None = Field(
+        None, description="The path the engine knows. Default: the same path.", examples=["/v1/completions"]
+    )
+    api: of.ApiName | None = Field(None, description="The shape of its requests. Default: told from the path.")
+
+
+class LimitsBody(FileModel):
+    """A tenant's own limits; what is left out is unlimited."""
+
+    requests_per_minute: of.PositiveCount | None = Field(None, description="Requests per minute.", examples=[600])
+    tokens_per_minute: of.PositiveCount | None = Field(None, description="Tokens per minute.", examples=["200k"])
+    concurrent_requests: of.PositiveCount | None = Field(None, description="Requests at once.", examples=[32])
+    max_output_tokens: of.PositiveCount | None = Field(None, description="Tokens of one answer.", examples=[8192])
+
+
+def _nothing_means_defaults(value: object) -> object:
+    """`batch:` with nothing behind it is a tier, or an endpoint, with every default."""
+    return {} if value is None else value
+
+
+class PoolFile(FileModel):
+    """One pool: an engine deployment, the tiers that share it, and how a request's tier is told."""
+
+    engine: of.EngineChoice = Field(description="The engine behind the door.", examples=["tensorrt-llm"])
+    forward_priority: of.CarrierChoice | None = Field(
+        None, description="How the priority travels to the engine. Default: the engine's own way.", examples=["body"]
+    )
+    capacity: Capacity = Field(
+        description="What the engine holds at once.", examples=[{"tokens": "400k", "requests": 160}]
+    )
+    aging: Aging | None = Field(None, description="How a waiting request rises. Default: it does not.")
+    tiers: dict[of.NewTierName, Annotated[TierBody, BeforeValidator(_nothing_means_defaults)]] = Field(
+        description="The tiers, most important first.", examples=[{"high": {"reserve": "20%"}, "normal": {}}]
+    )
+    default_tier: of.TierName | None = Field(
+        None, description='The tier of a request that names none. Default: "normal" where there is such a tier.'
+    )
+    anonymous: of.AnonymousTier | None = _default(
+        "deny",
+        description="The tier, also the best one, of a request without a key; `deny` refuses it.",
+        examples=["low"],
+    )
+    sources: of.SourceList = _default(
+        ["body", "header", "endpoint", "key"],
+        description="Where a request's tier comes from: the first that answers wins.",
+    )
+    engine_levels: of.Thresholds | None = Field(
+        None,
+        description="From which number on a client's own engine priority counts as a tier. For the source `engine`.",
+        examples=[{"high": 10, "normal": 5, "batch": 0}],
+    )
+    endpoints: dict[of.UrlPath, Annotated[EndpointBody, BeforeValidator(_nothing_means_defaults)]] = _default(
+        {path: {} for path in of.STANDARD_PATHS},
+        description="The guarded paths; everything else passes untouched. Default: the five standard /v1 paths.",
+    )
+    tenants: of.Text | None = Field(
+        None, description="The tenants' files, relative to this one. Default: no tenants.", examples=["tenants/*.yaml"]
+    )
+    tier_header: of.HeaderName = _default("x-priority", description="The header in which a client names a tier.")
+    max_body: of.Size = _default("8MiB", description="The largest request body.")
+    body_timeout: of.PositiveDuration = _default("30s", description="The longest a request's body may take to arrive.")
+    disconnect_grace: of.Duration = _default(
+        "2s", description="How long the engine may take to notice that a client left, before its tokens are given back."
+    )
+    tokenizer: of.ExistingFile | None = Field(
+        None, description="A tokenizer.json, relative to this file, to count prompts exactly. Default: bytes / 4."
+    )
+
+    @field_validator("capacity")
+    @classmethod
+    def _capacity_has_a_bound(cls, capacity: Capacity) -> Capacity:
+        if capacity.tokens is None and capacity.requests is None:
+            raise ValueError("bounds nothing; write tokens, requests or both, such as {tokens: 400k, requests: 160}")
+        return capacity
+
+    @field_validator("forward_priority")
+    @classmethod
+    def _engine_can_carry(cls, carrier: Carrier | None, info: ValidationInfo) -> Carrier | None:
+        return of.carried_by(info.data.get("engine"), carrier)
+
+    @field_validator("default_tier")
+    @classmethod
+    def _default_tier_is_known(cls, name: str | None, info: ValidationInfo) -> str | None:
+        tiers = of.context(info).tiers
+        if name is not None or "normal" in tiers:
+            return name or "normal"
+        if tiers:
+            raise ValueError(f"missing, and no tier is called normal; write one such as default_tier: {tiers[0]}")
+        return None
+
+    @field_validator("engine_levels")
+    @classmethod
+    def _thresholds_fit(cls, thresholds: dict[str, float] | None, info: ValidationInfo) -> dict[str, float] | None:
+        sources = info.data.get("sources")
+        engine = info.data.get("engine")
+        if sources is None or not isinstance(engine, EngineName):
+            return thresholds
+        return of.thresholds_of(engine, Source.ENGINE in sources, thresholds, of.context(info))
+
+
+class TenantFile(FileModel):
+    """One tenant: who it is, and what it may ask for."""
+
+    tenant: of.TenantName = Field(description="The tenant's name, unique in the pool.", examples=["acme"])
+    keys: of.KeyHashes = Field(
+        description="Hashes of its API keys, from `sidecar keys new`. Never the keys themselves.",
+        examples=[["sha256:..."]],
+    )
+    tier: of.TierName = Field(description="The tier of its requests that name none.", examples=["normal"])
+    max_tier: of.TierName | None = Field(
+        None, description="The best tier it may ask for; more is clamped. Default: its tier.", examples=["high"]
+    )
+    weight: of.PositiveCount = _default(1, description="Its share against the other tenants of its tier.", examples=[2])
+    limits: LimitsBody | None = Field(None, description="Its own limits. Read and checked, not yet enforced.")
+    over_limit: of.OverLimit | None = Field(
+        None, description="What happens over a limit: `reject`, or {downgrade: TIER}. Default: reject."
+    )
+
+    @field_validator("max_tier")
+    @classmethod
+    def _max_tier_covers_tier(cls, name: str | None, info: ValidationInfo) -> str | None:
+        tier, tiers = info.data.get("tier"), of.context(info).tiers
+        if name in tiers and tier in tiers and tiers.index(str(name)) > tiers.index(str(tier)):
+            raise ValueError(f"less important than its tier {tier}; write {tier} or a more important one")
+        return name
+
+    @field_validator("over_limit")
+    @classmethod
+    def _downgrade_goes_down(cls, name: str | None, info: ValidationInfo) -> str | None:
+        tier, tiers = info.data.get("tier"), of.context(info).tiers
+        if name in tiers and tier in tiers and tiers.index(str(name)) <= tiers.index(str(tier)):
+            raise ValueError(f"not less important than its tier {tier}; write a tier below it, or reject")
+        return name

@@ -1,0 +1,76 @@
+"""What is wrong with a policy, where, and what would be right: one line each, all of them at once."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+Path = tuple[str | int, ...]
+"""Where a value stands in a file: ("tiers", "high", "reserve")."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of a file, counted from 1."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{printable(self.file, 300)}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One mistake or one warning. `message` reads *what is wrong; what would be right*; `place` is None if unknown."""
+
+    path: str
+    message: str
+    place: Place | None = None
+
+    def __str__(self) -> str:
+        return ": ".join(str(part) for part in (self.place, self.path, self.message) if part)
+
+
+class PolicyError(ValueError):
+    """A policy that cannot be used. `problems` holds every mistake found; as text it is one line for each."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(map(str, self.problems)))
+
+
+def dotted(path: Path) -> str:
+    """`("tiers", "high", "reserve")` as an operator reads it: `tiers.high.reserve`; a list counts from 0: `keys[0]`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{printable(part)}"
+    return text.removeprefix(".")
+
+
+def printable(text: str, longest: int = 60) -> str:
+    """The text on one line and not longer than a line, whatever it holds."""
+    short = text if len(text) <= longest else text[: longest - 3] + "..."
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in short)
+
+
+def quoted(text: str) -> str:
+    """The text in double quotes, safe to show on one line."""
+    return f'"{printable(text)}"'
+
+
+def unknown(what: str, name: str, known: Sequence[str]) -> str:
+    """The message for a name that does not exist, with the nearest one that does."""
+    return f"{quoted(name)} is no {what}; {suggestion(name, known, f'the {plural(what)} are')}"
+
+
+def suggestion(name: str, known: Sequence[str], otherwise: str) -> str:
+    """`did you mean "high"?`, or where nothing is near: `otherwise` and all that there is."""
+    near = difflib.get_close_matches(name.lower()[:60], known, n=1, cutoff=0.6)
+    return f"did you mean {quoted(near[0])}?" if near else f"{otherwise} {', '.join(map(printable, known))}"
+
+
+def plural(what: str) -> str:
+    """`key` -> `keys`. Enough for the nouns of a policy."""
+    return f"{what}s"

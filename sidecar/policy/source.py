@@ -1,0 +1,231 @@
+"""One YAML file as plain data, with the line of every value.
+
+YAML is read event by event and not with `safe_load`, because `safe_load` forgets the lines, accepts a key that is
+written twice, and turns `no` into false, `010` into 8 and `12:30` into 750. Aliases and tags are refused: a policy
+needs neither, and both are how a small file becomes a large one. Whatever the bytes are, a `Document` is the answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path as FilePath
+
+import yaml
+from yaml.events import (
+    AliasEvent,
+    DocumentStartEvent,
+    Event,
+    MappingEndEvent,
+    MappingStartEvent,
+    NodeEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    StreamEndEvent,
+)
+from yaml.nodes import ScalarNode
+from yaml.reader import Reader
+from yaml.resolver import Resolver
+
+from sidecar.policy.problems import Path, Place, Problem, dotted, printable, quoted
+from sidecar.policy.units import Ambiguous
+
+LARGEST_FILE_BYTES = 2**20
+"""A tenant with ten thousand keys fits; a log file given by mistake does not."""
+
+DEEPEST = 12
+"""A policy is four levels deep. What is far deeper is not a policy, and must not exhaust the stack."""
+
+_LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser is ten times faster
+_RESOLVER = Resolver()
+_DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,17})")
+_FRACTION = re.compile(r"-?(0|[1-9][0-9]{0,17})\.[0-9]{1,17}")
+_TAG = "tag:yaml.org,2002:"
+_MEANINGS = {"int": "another number", "float": "another number", "timestamp": "a date", "merge": "a merge"}
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A file's mapping, the line of every path in it, and what was wrong with it as YAML.
+
+    `data` is None where the file holds no mapping that could be checked any further; `problems` then says why.
+    """
+
+    file: str
+    content: bytes
+    data: dict[str, object] | None
+    lines: dict[Path, int] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+
+    def place(self, path: Path) -> Place:
+        """The line of the value at `path`, or of the nearest thing around it that is there."""
+        while path and path not in self.lines:
+            path = path[:-1]
+        return Place(self.file, self.lines.get(path, 1))
+
+    def problem(self, path: Path, message: str) -> Problem:
+        """A mistake at `path`."""
+        return Problem(dotted(path), message, self.place(path))
+
+
+class _Unreadable(Exception):
+    """Reading this file stops here."""
+
+    def __init__(self, message: str, line: int = 1) -> None:
+        super().__init__(message)
+        self.problem_at = (message, line)
+
+
+def read(path: FilePath) -> Document:
+    """Reads a file. Never raises: a file that is missing, is not text or is not YAML has `problems` and no `data`."""
+    file, content = str(path), b""
+    try:
+        content = _content(path)
+        builder = _Builder(file, _text(content))
+        return Document(file, content, builder.mapping(), builder.lines, tuple(builder.problems))
+    except _Unreadable as stop:
+        message, line = stop.problem_at
+        return Document(file, content, None, problems=(Problem("", message, Place(file, line)),))
+
+
+def _content(path: FilePath) -> bytes:
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(LARGEST_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise _Unreadable("there is no such file; a policy is a file, or a folder with policy.yaml in it") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "its name is not valid"
+        raise _Unreadable(f"cannot be read ({reason}); give a file that this user may read") from None
+    if len(content) > LARGEST_FILE_BYTES:
+        raise _Unreadable("larger than 1 MiB; a policy is a small file of YAML")
+    return content
+
+
+def _text(content: bytes) -> str:
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise _Unreadable("not UTF-8 text; save the file as UTF-8", line) from None
+    if control := Reader.NON_PRINTABLE.search(text):
+        line = text.count("\n", 0, control.start()) + 1
+        raise _Unreadable("a character that cannot be printed; remove it, or save the file as plain text", line)
+    return text
+
+
+class _Builder:
+    """Builds one document's data out of YAML's events, noting lines and everything that is wrong on the way."""
+
+    def __init__(self, file: str, text: str) -> None:
+        self.file = file
+        self.lines: dict[Path, int] = {(): 1}
+        self.problems: list[Problem] = []
+        self.events = _events(text)
+
+    def mapping(self) -> dict[str, object]:
+        """The file's top level, which must be a mapping, and all there is in the file."""
+        next(self.events)  # the stream's start
+        if isinstance(next(self.events), StreamEndEvent):
+            raise _Unreadable("the file is empty; copy one from policies/ to begin with")
+        data = self._node(next(self.events), ())
+        next(self.events)  # the document's end
+        following = next(self.events)
+        if isinstance(following, DocumentStartEvent):
+            raise _Unreadable("a second document begins here; write one document per file", _line(following))
+        if not isinstance(data, dict):
+            raise _Unreadable('not a mapping; write "key: value" lines')
+        return data
+
+    def _node(self, event: Event, path: Path) -> object:
+        line = _line(event)
+        if len(path) > DEEPEST:
+            raise _Unreadable("nested too deeply; a policy is at most four levels deep", line)
+        if isinstance(event, AliasEvent) or (isinstance(event, NodeEvent) and event.anchor):
+            raise _Unreadable("YAML anchors and aliases are not supported; write the value out", line)
+        if getattr(event, "tag", None):
+            raise _Unreadable("YAML tags (!...) are not supported; write the plain value", line)
+        if isinstance(event, ScalarEvent):
+            return event.value if event.style else _plain(event.value)
+        return self._entries(path) if isinstance(event, MappingStartEvent) else self._items(path)
+
+    def _entries(self, path: Path) -> dict[str, object]:
+        entries: dict[str, object] = {}
+        while not isinstance(event := next(self.events), MappingEndEvent):
+            name = self._name(event, path)
+            here = (*path, name)
+            if name in entries:
+                self._report(here, _line(event), f"written twice, first on line {self.lines[here]}; keep one of them")
+            self.lines[here] = _line(event)
+            entries[name] = self._node(next(self.events), here)
+        return entries
+
+    def _name(self, event: Event, path: Path) -> str:
+        if not isinstance(event, ScalarEvent):
+            raise _Unreadable("a key that is not a name; write a plain name before the colon", _line(event))
+        self._node(event, path)  # refuses an anchor or a tag
+        found = None if event.style else _plain(event.value)
+        if isinstance(found, (Ambiguous, bool)) or (found is None and not event.style):
+            meaning = getattr(found, "meaning", None) or ("nothing" if found is None else str(found).lower())
+            message = f"a name that means {meaning} in YAML; put it in quotes: {quoted(event.value)}"
+            self._report((*path, event.value), _line(event), message)
+        return str(event.value)
+
+    def _items(self, path: Path) -> list[object]:
+        items: list[object] = []
+        while not isinstance(event := next(self.events), SequenceEndEvent):
+            here = (*path, len(items))
+            self.lines[here] = _line(event)
+            items.append(self._node(event, here))
+        return items
+
+    def _report(self, path: Path, line: int, message: str) -> None:
+        self.problems.append(Problem(dotted(path), message, Place(self.file, line)))
+
+
+def _events(text: str) -> Iterator[Event]:
+    """YAML's events; whatever its parser objects to ends the file with a sentence."""
+    try:
+        yield from yaml.parse(text, Loader=_LOADER)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        problem = printable(str(error.problem or error.context or "cannot be understood"), 100)
+        hint = "check the indentation, the quotes and the brackets"
+        if "mapping values" in problem:
+            hint = 'put quotes around a value that contains ": "'
+        raise _Unreadable(f"not YAML: {problem}; {hint}", mark.line + 1 if mark else 1) from None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise _Unreadable("not YAML; check the indentation, the quotes and the brackets") from None
+
+
+def _line(event: Event) -> int:
+    mark = event.start_mark
+    return mark.line + 1 if mark else 1
+
+
+@lru_cache(maxsize=1024)  # the same few words stand in every tenant's file
+def _plain(text: str) -> object:
+    """An unquoted scalar: true, false, null, a decimal number or text, and `Ambiguous` where readers may disagree."""
+    kind = str(_RESOLVER.resolve(ScalarNode, text, (True, False))).removeprefix(_TAG)  # type: ignore[no-untyped-call]  # stub
+    if kind == "str":
+        return text
+    if kind == "null":
+        return None
+    if kind == "bool" and text.lower() in {"true", "false"}:
+        return text.lower() == "true"
+    if kind == "int" and _DECIMAL.fullmatch(text):
+        return int(text)
+    if kind == "float" and _FRACTION.fullmatch(text):
+        return float(text)
+    return Ambiguous(text, _meaning(kind, text))
+
+
+def _meaning(kind: str, text: str) -> str:
+    """What YAML makes of an ambiguous scalar, as far as it is worth saying."""
+    if kind == "bool":
+        return "true" if text.lower() in {"yes", "on"} else "false"
+    if kind == "int" and len(text) <= 20:
+        return str(yaml.safe_load(text))
+    return _MEANINGS.get(kind, "something else")

@@ -1,0 +1,113 @@
+"""Policies that load and will surprise: each warning one sentence with the numbers, and what would be better."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from sidecar.policy.policy import Limits, Policy, Tenant, Tier
+from sidecar.policy.problems import Path, Place, Problem, dotted
+from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, best_level, largest_request
+
+MOSTLY_RESERVED = 0.8
+"""Above this, the prototype of the rules showed that priorities hardly matter under overload (scheduling.md)."""
+
+Found = Iterator[tuple[Path, str]]
+
+
+def warnings(policy: Policy, place: Callable[[Path], Place | None] = lambda _path: None) -> tuple[Problem, ...]:
+    """What `sidecar check` says about a policy without mistakes. `place` knows the files' lines: `Loaded.place`."""
+    found = [*_pool(policy), *_tiers(policy), *_tenants(policy)]
+    return tuple(Problem(dotted(path), message, place(path)) for path, message in found)
+
+
+def _pool(policy: Policy) -> Found:
+    rules = policy.rules
+    reserved = _part(sum(_reserve(tier, rules) for tier in rules.tiers), rules)
+    if reserved > MOSTLY_RESERVED:
+        yield (
+            ("tiers",),
+            f"{reserved:.0%} of the pool is reserved, so priorities hardly matter under overload; reserve 80% at most",
+        )
+    if not policy.tenants and policy.anonymous is None:
+        yield ("tenants",), "no tenant, and anonymous is deny: every request is refused; add a tenant, or a tier there"
+
+
+def _tiers(policy: Policy) -> Found:
+    for tier, rules in zip(policy.tiers, policy.rules.tiers, strict=True):
+        yield from _starving(rules, policy.rules)
+        yield from _idle(rules, policy.rules)
+        yield from _too_large(tier, policy.rules)
+
+
+def _starving(tier: TierRules, rules: PoolRules) -> Found:
+    """A tier with no floor, under tiers that it never reaches by aging and that can hold the whole pool."""
+    above = rules.tiers[: best_level(rules, tier.level)]
+    if min(tier.reserve_tokens, tier.reserve_requests) or not _can_fill(above, rules):
+        return
+    ceiling = (
+        "does not age"
+        if best_level(rules, tier.level) == tier.level
+        else "ages no further than " + (rules.tiers[best_level(rules, tier.level)].name)
+    )
+    names = ", ".join(other.name for other in above)
+    yield (
+        ("tiers", tier.name),
+        f"can starve: it has no reserve, {ceiling}, and {names} can hold the whole pool; give it a reserve, even 5%",
+    )
+
+
+def _can_fill(tiers: tuple[TierRules, ...], rules: PoolRules) -> bool:
+    """Whether the tiers' limits together reach the pool, in either of the dimensions that it bounds."""
+    tokens = sum(tier.limit_tokens for tier in tiers) >= rules.tokens != UNLIMITED
+    return tokens or sum(tier.limit_requests for tier in tiers) >= rules.requests != UNLIMITED
+
+
+def _idle(tier: TierRules, rules: PoolRules) -> Found:
+    headroom, reserve = _headroom(tier, rules), _reserve(tier, rules)
+    if headroom and headroom >= reserve - 1:  # lend is 0%: one is rounded up, the other down
+        yield (
+            ("tiers", tier.name, "lend"),
+            f"lends nothing: while it is idle, {_amount(headroom, rules)} ({_part(headroom, rules):.0%} of the pool) "
+            "stay unused; lend more, unless it must start at once",
+        )
+
+
+def _too_large(tier: Tier, rules: PoolRules) -> Found:
+    largest, _ = largest_request(rules, tier.level)
+    if tier.max_request_tokens is not None and tier.max_request_tokens > largest:
+        yield (
+            ("tiers", tier.name, "max_request_tokens"),
+            f"{tier.max_request_tokens:,} is more than the {largest:,} tokens it could ever be given; a larger request "
+            f"is refused at the door, so write {largest} or less",
+        )
+
+
+def _tenants(policy: Policy) -> Found:
+    for tenant in {tenant.name: tenant for tenant in policy.tenants.values()}.values():
+        if used := _unenforced(tenant):
+            yield (
+                ("tenants", tenant.name, used),
+                "read and checked, but not enforced by this version; do not rely on it yet",
+            )
+
+
+def _unenforced(tenant: Tenant) -> str | None:
+    if tenant.limits != Limits():
+        return "limits"
+    return "over_limit" if tenant.downgrade_level is not None else None
+
+
+def _reserve(tier: TierRules, rules: PoolRules) -> int:
+    return tier.reserve_requests if rules.tokens == UNLIMITED else tier.reserve_tokens
+
+
+def _headroom(tier: TierRules, rules: PoolRules) -> int:
+    return tier.headroom_requests if rules.tokens == UNLIMITED else tier.headroom_tokens
+
+
+def _part(amount: int, rules: PoolRules) -> float:
+    return amount / (rules.requests if rules.tokens == UNLIMITED else rules.tokens)
+
+
+def _amount(amount: int, rules: PoolRules) -> str:
+    return f"{amount:,} {'requests' if rules.tokens == UNLIMITED else 'tokens'}"

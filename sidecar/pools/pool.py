@@ -1,0 +1,67 @@
+"""What every pool is: where requests ask for a lease, wait for it if they must, and give it back exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+
+
+class Ask(msgspec.Struct, frozen=True, gc=False):
+    """What a request wants to hold until it is settled. `tier` is a level."""
+
+    tier: int
+    tenant: str
+    weight: int
+    tokens: int
+    requests: int
+
+
+class Grant(msgspec.Struct, frozen=True, gc=False):
+    """How a wait ended in a lease. Times in microseconds; `level` is the aged level in whole levels.
+
+    `overtaken_at_us` is on the clock of `Pool.now_us`, None where nothing that came later went first. `served_ahead`
+    counts the tokens admitted meanwhile, by the tier's name; tiers with none are left out.
+    """
+
+    queue_wait_us: int
+    starvation_us: int
+    overtaken_at_us: int | None
+    served_ahead: Mapping[str, int]
+    level: int
+
+
+class Lease(Protocol):
+    """One request in a pool: waiting, then held, then over. It ends once, by `settle` or by `leave`."""
+
+    grant: Grant | None
+
+    def wait(self) -> asyncio.Future[Grant]:
+        """The grant, as soon as there is one. Cancel-safe: whoever stops waiting calls `leave`."""
+
+    def settle(self) -> bool:
+        """Gives the lease back. False, and nothing changes, where it is not held."""
+
+    def leave(self) -> Grant | None:
+        """Stops waiting and says how the wait had gone. None, and nothing changes, where it does not wait."""
+
+
+class Pool(Protocol):
+    """Where leases live."""
+
+    def now_us(self) -> int:
+        """The clock that grants refer to, in whole microseconds; monotonic."""
+
+    def enter(self, ask: Ask) -> Lease:
+        """Takes a request in: its lease is held already, or waits.
+
+        Raises RequestTooLarge where it could never be admitted, and QueueFull where its tier's queue is full.
+        """
+
+    def retry_after_s(self, tier: int) -> float:
+        """Seconds after which a request of this tier may expect to get in, by how fast what waits is being admitted."""
+
+    def state(self) -> Mapping[str, object]:
+        """The pool as it stands, for people and dashboards: JSON types only."""

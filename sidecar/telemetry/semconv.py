@@ -1,0 +1,60 @@
+"""Every name that our spans use, in one place: ours, and those copied from OpenTelemetry's conventions.
+
+The GenAI names are copied from https://github.com/open-telemetry/semantic-conventions-genai (status Development, as
+published with opentelemetry-semantic-conventions 0.66b2, schema 1.44.0); they moved there in May 2026 and are marked
+deprecated where Python's `_incubating` module still has them, so that module is never imported. The HTTP, URL and error
+names are stable since semantic conventions 1.23.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Spans, and the one span event.
+ADMISSION: Final = "admission"
+QUEUED: Final = "admission.queued"
+STARVED: Final = "admission.starved"
+ENGINE: Final = "engine"
+FIRST_BYTE: Final = "first_byte"
+
+# Ours. Names end in their unit; token figures count tokens.
+ADMISSION_TIER: Final = "admission.tier"
+ADMISSION_TENANT: Final = "admission.tenant"
+ADMISSION_SOURCE: Final = "admission.source"
+ADMISSION_CLAMPED_FROM: Final = "admission.clamped_from"
+ADMISSION_DECISION: Final = "admission.decision"
+ADMISSION_OUTCOME: Final = "admission.outcome"
+ADMISSION_QUEUE_WAIT_S: Final = "admission.queue_wait_s"
+ADMISSION_STARVATION_S: Final = "admission.starvation_s"
+ADMISSION_SERVED_AHEAD_PREFIX: Final = "admission.served_ahead."
+ADMISSION_TOKENS_RESERVED: Final = "admission.tokens.reserved"
+ADMISSION_TOKENS_USED: Final = "admission.tokens.used"
+ADMISSION_LEVEL: Final = "admission.level"
+ADMISSION_ENGINE_PRIORITY: Final = "admission.engine_priority"
+
+# OpenTelemetry's, GenAI.
+GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"
+GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
+GEN_AI_REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+GEN_AI_REQUEST_STREAM: Final = "gen_ai.request.stream"
+GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"
+GEN_AI_USAGE_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+GEN_AI_USAGE_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+# Not in the conventions; vLLM and SGLang emit it, in seconds, and dashboards built for them look for it.
+GEN_AI_LATENCY_TIME_IN_QUEUE: Final = "gen_ai.latency.time_in_queue"
+
+# OpenTelemetry's, HTTP and errors.
+HTTP_REQUEST_METHOD: Final = "http.request.method"
+HTTP_RESPONSE_STATUS_CODE: Final = "http.response.status_code"
+URL_PATH: Final = "url.path"
+ERROR_TYPE: Final = "error.type"
+
+# The conventions' operation for each of our request shapes; they say `chat` for OpenAI's responses and Anthropic's
+# messages alike.
+OPERATIONS: Final = {
+    "chat": "chat",
+    "completions": "text_completion",
+    "responses": "chat",
+    "messages": "chat",
+    "embeddings": "embeddings",
+}

@@ -1,0 +1,60 @@
+"""`sidecar emulate` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from sidecar.cli import main
+
+
+def test_it_says_what_runs_where_and_serves_there_until_it_is_told_to_stop() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "sidecar.cli",
+        "emulate",
+        "--engine",
+        "dynamo",
+        "--port",
+        "0",
+        "--max-num-seqs",
+        "3",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        summary = process.stdout.readline()
+        found = re.fullmatch(
+            r"emulated dynamo on (http://127\.0\.0\.1:\d+), model emulated, priority scheduling, "
+            r"3 sequences at once, 20 ms per step\n",
+            summary,
+        )
+        assert found
+        with urllib.request.urlopen(f"{found[1]}/v1/models", timeout=10) as response:
+            assert json.load(response)["data"][0]["owned_by"] == "nvidia"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) in (0, -signal.SIGTERM)
+
+
+def test_a_port_that_is_taken_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["emulate", "--engine", "vllm", "--port", str(taken.getsockname()[1])]) == 1
+    assert "cannot listen on 127.0.0.1" in capsys.readouterr().out
+
+
+def test_figures_that_no_engine_could_run_with_are_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["emulate", "--engine", "vllm", "--max-num-seqs", "0"]) == 2
+    assert "max_num_seqs" in capsys.readouterr().out
+
+
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["emulate", "--help"])
+    assert "sidecar emulate --engine vllm" in capsys.readouterr().out

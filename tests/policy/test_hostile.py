@@ -1,0 +1,98 @@
+"""Whatever the bytes are, the answer is a policy or sentences; never a traceback, never the validator's own words."""
+
+from __future__ import annotations
+
+import random
+import re
+import tempfile
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sidecar.policy import Policy, PolicyError, load
+
+SHIPPED = Path(__file__).parents[2] / "policies"
+POOL = (SHIPPED / "policy.yaml").read_bytes()
+TENANT = (SHIPPED / "tenants" / "standard.yaml").read_bytes()
+JARGON = re.compile(r"Input should|_forbidden|pydantic|https?://|validation error|Traceback|<class|object at 0x")
+SPLICES = [b": ", b"{", b"}", b"[", b"]", b"- ", b"\n", b"  ", b"\t", b"&a ", b"*a", b"!!x ", b"'", b'"', b"%", b"\x00"]
+SPLICES += [
+    b"\xff",
+    b"no",
+    b"010",
+    b"12:30",
+    b"null",
+    b"-1",
+    b"1e309",
+    b".nan",
+    b"---\n",
+    b"? ",
+    b"| ",
+    b"<<: ",
+    b"#",
+    b"\\",
+]
+
+
+def _outcome(pool: bytes, tenant: bytes) -> Policy | str:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "tenants").mkdir()
+        (folder / "policy.yaml").write_bytes(pool)
+        (folder / "tenants" / "a.yaml").write_bytes(tenant)
+        try:
+            return load(folder)
+        except PolicyError as refused:
+            assert all(re.match(rf"{re.escape(name)}/\S+:\d+: ", line) for line in str(refused).splitlines())
+            assert len(refused.problems) == len(str(refused).splitlines())
+            return str(refused)
+
+
+def _mutated(text: bytes, seed: int, times: int) -> bytes:
+    """The text with some bytes removed, some lines moved, and some of YAML's special words thrown in."""
+    chance = random.Random(seed)
+    for _ in range(times):
+        at = chance.randrange(len(text) + 1)
+        text = chance.choice(
+            [
+                text[:at] + chance.choice(SPLICES) + text[at:],
+                text[:at] + text[at + chance.randrange(1, 30) :],
+                text[at:] + text[:at],
+            ]
+        )
+    return text
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(), st.integers(0, 6), st.integers(0, 6))
+def test_a_mutated_policy_loads_or_says_what_is_wrong(seed: int, pool_times: int, tenant_times: int) -> None:
+    outcome = _outcome(_mutated(POOL, seed, pool_times), _mutated(TENANT, seed + 1, tenant_times))
+    assert isinstance(outcome, Policy) or not JARGON.search(outcome)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200), st.binary(max_size=200))
+def test_random_bytes_say_what_is_wrong(pool: bytes, tenant: bytes) -> None:
+    assert isinstance(_outcome(pool, tenant), str)
+
+
+_SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8))
+_VALUES = st.recursive(
+    _SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+)
+_KEYS = "engine forward_priority capacity aging tiers default_tier anonymous sources engine_levels endpoints tenants".split()
+_KEYS += "tier_header max_body body_timeout disconnect_grace tokenizer tenant keys tier max_tier weight limits".split()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from(_KEYS), _VALUES, min_size=1), st.dictionaries(st.sampled_from(_KEYS), _VALUES))
+def test_values_of_any_shape_say_what_is_wrong(pool: dict[str, object], tenant: dict[str, object]) -> None:
+    import yaml
+
+    pool = {"tiers": {"normal": pool}, **pool, "tenants": "tenants/*.yaml"}
+    outcome = _outcome(
+        yaml.safe_dump(pool).encode("utf-8", "replace"), yaml.safe_dump(tenant).encode("utf-8", "replace")
+    )
+    assert isinstance(outcome, str)
+    assert not JARGON.search(outcome)

@@ -1,0 +1,236 @@
+"""A slow, literal reading of the admission rules: lists and exact fractions, no queue, no counter that is kept.
+
+Nothing of `sidecar.scheduling` is used here. Whatever the page says is computed anew from the list of all requests ever
+submitted, so that a mistake in one of the scheduler's running figures cannot be repeated here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+from sidecar.policy.rules import PoolRules, Shares, pool_rules
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A pool as an operator states it. None is an unbounded dimension, or no aging."""
+
+    capacity: tuple[int | None, int | None]
+    tiers: tuple[Shares, ...]
+    promote_after_us: int | None = None
+    ceiling: int = 0
+
+    def rules(self) -> PoolRules:
+        tokens, requests = self.capacity
+        return pool_rules(
+            tokens=tokens,
+            requests=requests,
+            tiers=self.tiers,
+            promote_after_us=self.promote_after_us,
+            ceiling=self.ceiling,
+        )
+
+
+@dataclass
+class Request:
+    """One request, from its submission to the end of time. `state` is waiting, held, settled or canceled."""
+
+    id: str
+    tier: int
+    tenant: str
+    weight: int
+    tokens: int
+    requests: int
+    arrived_us: int
+    number: int
+    admissions_before: int
+    start: Fraction | float
+    finish: Fraction | float
+    state: str = "waiting"
+    held_tokens: int = 0
+
+
+class Answer(NamedTuple):
+    """What an admission must be reported as."""
+
+    id: str
+    queue_wait_us: int
+    starvation_us: int
+    served_ahead: tuple[int, ...]
+    level: int
+
+
+class Oracle:
+    """The rules by the page. `divide` is Fraction for exact tags, or division of doubles as the pools do it."""
+
+    def __init__(self, policy: Policy, divide: Callable[[int, int], Fraction | float] = Fraction) -> None:
+        self.policy = policy
+        self.divide = divide
+        self.submitted: list[Request] = []
+        self.admitted: list[tuple[Request, int]] = []
+        self.virtual: dict[int, Fraction | float] = {}
+        self.finish: dict[tuple[int, str], Fraction | float] = {}
+
+    # What happens to a pool.
+
+    def submit(
+        self,
+        id: str,
+        *,
+        tier: int,
+        tokens: int,
+        now_us: int,
+        requests: int = 1,
+        tenant: str = "",
+        weight: int = 1,
+    ) -> Request:
+        start = max(self.virtual.get(tier, 0), self.finish.get((tier, tenant), 0))
+        finish = start + self.divide(tokens, weight)
+        self.finish[tier, tenant] = finish
+        number, before = len(self.submitted), len(self.admitted)
+        request = Request(id, tier, tenant, weight, tokens, requests, now_us, number, before, start, finish)
+        self.submitted.append(request)
+        return request
+
+    def settle(self, id: str) -> bool:
+        return self._move(id, "held", "settled") is not None
+
+    def cancel(self, id: str) -> bool:
+        request = self._move(id, "waiting", "canceled")
+        if request is not None:
+            self._start_afresh_where_nobody_waits(request.tier)
+        return request is not None
+
+    def resize(self, id: str, tokens: int) -> bool:
+        for request in self.held():
+            if request.id == id:
+                request.held_tokens = tokens
+                return True
+        return False
+
+    def dispatch(self, now_us: int) -> list[Answer]:
+        answers = []
+        while (first := self.first(now_us)) is not None and self.fits(first, now_us):
+            answers.append(self.admit(first.id, now_us))
+        return answers
+
+    def admit(self, id: str, now_us: int) -> Answer:
+        """Makes a waiting request a lease, whether the rules would or not."""
+        request = next(request for request in self.waiting() if request.id == id)
+        answer = self.answer(request, now_us)
+        request.state, request.held_tokens = "held", request.tokens
+        self.virtual[request.tier] = request.start
+        self.admitted.append((request, now_us))
+        self._start_afresh_where_nobody_waits(request.tier)
+        return answer
+
+    # The words of the page.
+
+    def waiting(self, tier: int | None = None) -> list[Request]:
+        return [r for r in self.submitted if r.state == "waiting" and tier in (None, r.tier)]
+
+    def held(self) -> list[Request]:
+        return [request for request in self.submitted if request.state == "held"]
+
+    def used(self, tier: int | None = None) -> tuple[int, int]:
+        """U of a tier, or the sum over all of them, in tokens and in requests."""
+        mine = [request for request in self.held() if tier in (None, request.tier)]
+        return sum(request.held_tokens for request in mine), sum(request.requests for request in mine)
+
+    def reserve(self, tier: int) -> tuple[int | None, int | None]:
+        return self._of_capacity(lambda c: math.ceil(self.policy.tiers[tier].reserve * c))
+
+    def headroom(self, tier: int) -> tuple[int | None, int | None]:
+        shares = self.policy.tiers[tier]
+        return self._of_capacity(lambda c: math.floor((1 - shares.lend) * shares.reserve * c))
+
+    def limit(self, tier: int) -> tuple[int | None, int | None]:
+        return self._of_capacity(lambda c: math.floor(self.policy.tiers[tier].limit * c))
+
+    def is_below_its_reserve(self, tier: int) -> bool:
+        if self.policy.tiers[tier].always_first:
+            return True
+        return all(r is None or u < r for u, r in zip(self.used(tier), self.reserve(tier), strict=True))
+
+    def aged_level(self, request: Request, now_us: int) -> Fraction:
+        level = Fraction(request.tier)
+        if self.policy.promote_after_us is None or level <= self.policy.ceiling:
+            return level
+        risen = Fraction(now_us - request.arrived_us, self.policy.promote_after_us)
+        return max(level - risen, Fraction(self.policy.ceiling))
+
+    # The four rules.
+
+    def heads(self) -> list[Request]:
+        """The next ticket of every tier where one waits: smallest start tag, then arrival, then submission."""
+        tiers = [self.waiting(tier) for tier in range(len(self.policy.tiers))]
+        return [min(tier, key=lambda r: (r.start, r.arrived_us, r.number)) for tier in tiers if tier]
+
+    def is_candidate(self, request: Request) -> bool:
+        if self.policy.tiers[request.tier].limit >= 1:
+            return True
+        wanted = zip(self.used(request.tier), (request.tokens, request.requests), self.limit(request.tier), strict=True)
+        return all(most is None or used + size <= most for used, size, most in wanted)
+
+    def first(self, now_us: int) -> Request | None:
+        candidates = [head for head in self.heads() if self.is_candidate(head)]
+        return min(candidates, default=None, key=lambda head: self._place(head, now_us))
+
+    def room(self, request: Request, now_us: int) -> tuple[int | None, int | None]:
+        """What rule 2 leaves for a ticket, in each dimension. None where the pool is unbounded."""
+        level = self.aged_level(request, now_us)
+        owed_to = [q for q in range(len(self.policy.tiers)) if q < level and q != request.tier]
+        return tuple(
+            capacity
+            if capacity is None
+            else capacity
+            - self.used()[dimension]
+            - sum(max(0, self.headroom(q)[dimension] - self.used(q)[dimension]) for q in owed_to)
+            for dimension, capacity in enumerate(self.policy.capacity)
+        )
+
+    def fits(self, request: Request, now_us: int) -> bool:
+        sizes = (request.tokens, request.requests)
+        return all(room is None or size <= room for size, room in zip(sizes, self.room(request, now_us), strict=True))
+
+    # What a wait is reported as.
+
+    def overtaken_at_us(self, request: Request) -> int | None:
+        """The first admission of a ticket that arrived later, out of all admissions there ever were."""
+        return next((at_us for other, at_us in self.admitted if other.number > request.number), None)
+
+    def answer(self, request: Request, now_us: int) -> Answer:
+        overtaken_at_us = self.overtaken_at_us(request)
+        meanwhile = [other for other, _ in self.admitted[request.admissions_before :]]
+        return Answer(
+            id=request.id,
+            queue_wait_us=now_us - request.arrived_us,
+            starvation_us=0 if overtaken_at_us is None else now_us - overtaken_at_us,
+            served_ahead=tuple(
+                sum(other.tokens for other in meanwhile if other.tier == tier) for tier in range(len(self.policy.tiers))
+            ),
+            level=math.ceil(self.aged_level(request, now_us)),
+        )
+
+    def _place(self, head: Request, now_us: int) -> tuple:
+        below = self.is_below_its_reserve(head.tier)
+        return (0 if below else 1, self.aged_level(head, now_us), head.arrived_us, head.number)
+
+    def _of_capacity(self, share: Callable[[int], int]) -> tuple[int | None, int | None]:
+        return tuple(None if capacity is None else share(capacity) for capacity in self.policy.capacity)
+
+    def _move(self, id: str, before: str, after: str) -> Request | None:
+        for request in self.submitted:
+            if request.id == id and request.state == before:
+                request.state = after
+                return request
+        return None
+
+    def _start_afresh_where_nobody_waits(self, tier: int) -> None:
+        if not self.waiting(tier):
+            self.virtual.pop(tier, None)
+            self.finish = {key: tag for key, tag in self.finish.items() if key[0] != tier}

@@ -1,0 +1,98 @@
+"""Negative controls: every check must fail a scheduler that breaks what it checks, and pass the real one."""
+
+from __future__ import annotations
+
+import random
+
+import broken
+import invariants
+import pytest
+from strategies import WEIGHTS, random_policy
+from test_scenarios import SCENARIOS, as_recorded, play, rules_of
+from witness import Witness
+
+from sidecar.scheduling import Scheduler
+
+SEEDS = range(60)
+
+CONTROLS = [
+    (broken.DoNothing, invariants.whoever_is_first_in_order_after_a_dispatch_does_not_fit),
+    (broken.FirstComeFirstServed, invariants.whoever_is_admitted_was_first_in_order_and_fitted),
+    (broken.FirstComeFirstServed, invariants.a_floor_is_a_floor),
+    (broken.SmallOnesSlipPast, invariants.whoever_is_admitted_was_first_in_order_and_fitted),
+    (broken.IgnoresHeadroom, invariants.whoever_is_admitted_was_first_in_order_and_fitted),
+    (broken.HasNoFloors, invariants.a_floor_is_a_floor),
+    (broken.AgesPastTheCeiling, invariants.whoever_is_admitted_was_first_in_order_and_fitted),
+    (broken.LastInFirstOut, invariants.no_tenant_overtakes_itself_inside_a_tier),
+    (broken.KnowsNoWeights, invariants.service_of_backlogged_tenants_differs_by_one_largest_ticket_each),
+    (broken.ForgetsTheSecondDimension, invariants.leases_never_exceed_the_pool_but_for_resizes_that_outgrow_it),
+    (broken.SettlesTwice, invariants.every_ticket_ends_once_and_ending_it_twice_changes_nothing),
+    (broken.LeaksCanceledLeases, invariants.the_figures_of_every_tier_are_those_of_the_record),
+    (broken.CallsEveryWaitStarvation, invariants.starvation_is_what_the_record_of_all_admissions_says),
+]
+
+NAMES = [f"{kind.__name__} fails {check.__name__}" for kind, check in CONTROLS]
+KINDS = sorted({kind for kind, _ in CONTROLS}, key=lambda kind: kind.__name__)
+
+
+def verdict(kind: type[Scheduler], check, seed: int) -> bool:
+    """Whether a check holds through sixty random operations."""
+    luck = random.Random(seed)
+    policy = random_policy(luck)
+    witness = Witness(kind(policy.rules()), policy)
+    try:
+        for number in range(60):
+            operate(witness, luck, number)
+            check(witness)
+            witness.dispatch()
+            check(witness)
+    except AssertionError:
+        return False
+    return True
+
+
+def operate(witness: Witness, luck: random.Random, number: int) -> None:
+    """One random operation; submissions come first, so that there is a backlog to judge."""
+    what = luck.choices(["submit", "settle", "again", "resize", "wait"], [4 if number < 40 else 1, 3, 1, 0.3, 1])[0]
+    held = [lease.id for lease in witness.record.held()]
+    if what == "submit":
+        tenant = luck.choice("abc")
+        tier = luck.randrange(len(witness.record.policy.tiers))
+        witness.submit(str(number), tier=tier, tokens=luck.randint(1, 20), tenant=tenant, weight=WEIGHTS[tenant])
+    elif what == "wait":
+        witness.pass_time(luck.choice([1, 5, 20]))
+    elif what == "again":
+        witness.settle(str(luck.randrange(60)))
+    elif held and what == "settle":
+        witness.settle(luck.choice(held))
+    elif held:
+        witness.resize(luck.choice(held), luck.randint(1, 20))
+
+
+@pytest.mark.parametrize("check", invariants.INVARIANTS, ids=lambda check: check.__name__)
+def test_the_real_scheduler_passes_the_very_runs_that_the_broken_ones_fail(check):
+    assert all(verdict(Scheduler, check, seed) for seed in SEEDS)
+
+
+@pytest.mark.parametrize(("kind", "check"), CONTROLS, ids=NAMES)
+def test_a_broken_scheduler_fails_the_check_of_what_it_breaks(kind, check):
+    assert not all(verdict(kind, check, seed) for seed in SEEDS)
+
+
+def test_every_invariant_has_a_broken_scheduler_that_fails_it():
+    assert {check for _, check in CONTROLS} == set(invariants.INVARIANTS)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not broken.SettlesTwice])
+def test_a_broken_scheduler_gives_some_scenario_a_wrong_answer(kind):
+    """But for the one that differs in what `settle` returns, which no scenario records."""
+    assert any(answers(kind, scenario) != recorded(scenario) for scenario in SCENARIOS)
+
+
+def answers(kind: type[Scheduler], scenario: dict) -> list:
+    scheduler = kind(rules_of(scenario))
+    return [[as_recorded(admission, scheduler) for admission in play(scheduler, step)] for step in scenario["steps"]]
+
+
+def recorded(scenario: dict) -> list:
+    return [step["admitted"] for step in scenario["steps"]]

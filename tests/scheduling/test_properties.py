@@ -1,0 +1,276 @@
+"""All invariants of the admission rules, held by random operations in any order, and the differential to the oracle."""
+
+from __future__ import annotations
+
+import invariants
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from oracle import Oracle, Policy
+from strategies import WEIGHTS, policies
+from witness import Witness
+
+from sidecar.policy.rules import Shares
+from sidecar.scheduling import Scheduler, Ticket
+
+QUICK = settings(
+    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), database=None
+)
+LONG = settings(QUICK, max_examples=5000, stateful_step_count=80)
+
+FEW_TOKENS = st.integers(1, 30)
+FEW_REQUESTS = st.sampled_from([1, 1, 1, 2, 3])
+
+
+class Pool(RuleBasedStateMachine):
+    """Everything that can happen to a scheduler, in any order, watched by a witness and played again by the oracle."""
+
+    @initialize(policy=policies())
+    def open(self, policy: Policy) -> None:
+        self.witness = Witness(Scheduler(policy.rules()), policy)
+        self.oracle = Oracle(policy, divide=lambda tokens, weight: tokens / weight)
+        self.count = 0
+
+    @rule(tier=st.integers(0, 4), tokens=FEW_TOKENS, requests=FEW_REQUESTS, tenant=st.sampled_from("abcd"))
+    def submit(self, tier: int, tokens: int, requests: int, tenant: str) -> None:
+        ticket = {
+            "tier": tier % len(self.witness.record.policy.tiers),
+            "tokens": tokens,
+            "requests": requests,
+            "tenant": tenant,
+            "weight": WEIGHTS[tenant],
+        }
+        self.witness.submit(str(self.count), **ticket)
+        self.oracle.submit(str(self.count), now_us=self.witness.now_us, **ticket)
+        self.count += 1
+
+    @rule()
+    def dispatch(self) -> None:
+        self.witness.dispatch()
+        answers = self.oracle.dispatch(self.witness.now_us)
+        assert answers == [decision.reported for decision in self.witness.latest]
+
+    @precondition(lambda self: self.count)
+    @rule(data=st.data())
+    def settle(self, data: st.DataObject) -> None:
+        name = self._any(data)
+        self.witness.settle(name)
+        self.oracle.settle(name)
+
+    @precondition(lambda self: self.count)
+    @rule(data=st.data())
+    def settle_the_oldest_lease_and_dispatch(self, data: st.DataObject) -> None:
+        for lease in self.witness.record.held()[:1]:
+            self.witness.settle(lease.id)
+            self.oracle.settle(lease.id)
+        self.dispatch()
+
+    @precondition(lambda self: self.count)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        name = self._any(data)
+        self.witness.cancel(name)
+        self.oracle.cancel(name)
+
+    @precondition(lambda self: self.count)
+    @rule(data=st.data(), tokens=FEW_TOKENS)
+    def resize(self, data: st.DataObject, tokens: int) -> None:
+        name = self._any(data)
+        self.witness.resize(name, tokens)
+        self.oracle.resize(name, tokens)
+
+    @rule(by_us=st.sampled_from([1, 3, 7, 20, 60]))
+    def time_passes(self, by_us: int) -> None:
+        self.witness.pass_time(by_us)
+
+    @invariant()
+    def leases_never_exceed_the_pool_but_for_resizes_that_outgrow_it(self) -> None:
+        invariants.leases_never_exceed_the_pool_but_for_resizes_that_outgrow_it(self.witness)
+
+    @invariant()
+    def whoever_is_first_in_order_after_a_dispatch_does_not_fit(self) -> None:
+        invariants.whoever_is_first_in_order_after_a_dispatch_does_not_fit(self.witness)
+
+    @invariant()
+    def whoever_is_admitted_was_first_in_order_and_fitted(self) -> None:
+        invariants.whoever_is_admitted_was_first_in_order_and_fitted(self.witness)
+
+    @invariant()
+    def a_floor_is_a_floor(self) -> None:
+        invariants.a_floor_is_a_floor(self.witness)
+
+    @invariant()
+    def no_tenant_overtakes_itself_inside_a_tier(self) -> None:
+        invariants.no_tenant_overtakes_itself_inside_a_tier(self.witness)
+
+    @invariant()
+    def service_of_backlogged_tenants_differs_by_one_largest_ticket_each(self) -> None:
+        invariants.service_of_backlogged_tenants_differs_by_one_largest_ticket_each(self.witness)
+
+    @invariant()
+    def every_ticket_ends_once_and_ending_it_twice_changes_nothing(self) -> None:
+        invariants.every_ticket_ends_once_and_ending_it_twice_changes_nothing(self.witness)
+
+    @invariant()
+    def the_figures_of_every_tier_are_those_of_the_record(self) -> None:
+        invariants.the_figures_of_every_tier_are_those_of_the_record(self.witness)
+
+    @invariant()
+    def starvation_is_what_the_record_of_all_admissions_says(self) -> None:
+        invariants.starvation_is_what_the_record_of_all_admissions_says(self.witness)
+
+    @invariant()
+    def time_alone_admits_nobody_before_the_next_change(self) -> None:
+        if not self.witness.dispatched:
+            return
+        record, now_us = self.witness.record, self.witness.now_us
+        next_us = self.witness.scheduler.next_change_us(now_us)
+        assert next_us is None or next_us > now_us
+        last_us = now_us + 1_000 if next_us is None else next_us - 1
+        for at_us in {now_us + 1, (now_us + last_us) // 2, last_us} if last_us > now_us else ():
+            first = record.first(at_us)
+            assert first is None or not record.fits(first, at_us)
+
+    def teardown(self) -> None:
+        """However it went, once every ticket has left nothing is held and nothing is remembered."""
+        if not hasattr(self, "witness"):
+            return
+        for number in range(self.count):
+            self.witness.cancel(str(number))
+            self.witness.settle(str(number))
+            self.witness.settle(str(number))
+        invariants.every_ticket_ends_once_and_ending_it_twice_changes_nothing(self.witness)
+        assert self.witness.ends.total() == self.count
+        assert footprint(self.witness.scheduler) == 0
+
+    def _any(self, data: st.DataObject) -> str:
+        """Any ticket there ever was, so that most of them are settled, canceled or resized when that is too late."""
+        return str(data.draw(st.integers(0, self.count - 1)))
+
+
+def footprint(scheduler: Scheduler) -> int:
+    """How many things a scheduler remembers, wherever it keeps them."""
+    queues = sum(len(tier.queue._heap) + len(tier.queue._finish) for tier in scheduler._tiers)
+    return queues + len(scheduler._waiting) + len(scheduler._leases) + len(scheduler._overtaking)
+
+
+def test_the_invariants_hold_whatever_happens_in_any_order():
+    run_state_machine_as_test(Pool, settings=QUICK)
+
+
+@pytest.mark.soak
+def test_the_invariants_hold_whatever_happens_in_any_order_for_long():
+    run_state_machine_as_test(Pool, settings=LONG)
+
+
+def decisions_of(policy: Policy, operations: list, every_us: int | None) -> list[tuple[str, int]]:
+    """Who is admitted when, by dispatching at every moment, or (None) only at events and at `next_change_us`."""
+    scheduler, admitted = Scheduler(policy.rules()), []
+    events = {at_us: [operation for operation in operations if operation[0] == at_us] for at_us, *_ in operations}
+    change_us = None
+    for now_us in range(200):
+        for number, (_, what, tier, tokens) in enumerate(events.get(now_us, [])):
+            if what == "submit":
+                scheduler.submit(f"{now_us}-{number}", tier=tier % len(policy.tiers), tokens=tokens, now_us=now_us)
+            elif scheduler._leases:
+                scheduler.settle(next(iter(scheduler._leases)))
+        if every_us or now_us in events or now_us == change_us:
+            admitted += [(admission.ticket.id, now_us) for admission in scheduler.dispatch(now_us)]
+            change_us = scheduler.next_change_us(now_us)
+    return admitted
+
+
+OPERATIONS = st.lists(
+    st.tuples(st.integers(0, 120), st.sampled_from(["submit", "submit", "settle"]), st.integers(0, 4), FEW_TOKENS),
+    min_size=1,
+    max_size=40,
+)
+
+
+@settings(QUICK)
+@given(policy=policies(), operations=OPERATIONS)
+def test_dispatching_at_events_and_at_the_next_change_misses_nobody(policy, operations):
+    assert decisions_of(policy, operations, every_us=1) == decisions_of(policy, operations, every_us=None)
+
+
+def alone(policy: Policy, tier: int, tokens: int, requests: int) -> list:
+    """Who an idle pool admits once its only ticket has aged as far as it can."""
+    scheduler = Scheduler(policy.rules())
+    scheduler.submit("only", tier=tier, tokens=tokens, requests=requests, now_us=0)
+    return scheduler.dispatch(1_000_000)
+
+
+@settings(QUICK)
+@given(policy=policies())
+def test_largest_is_what_an_idle_pool_admits_after_aging_and_one_more_never_is(policy):
+    for tier in range(len(policy.tiers)):
+        tokens, requests = Scheduler(policy.rules()).largest(tier)
+        if tokens > 0 and requests > 0:
+            assert len(alone(policy, tier, tokens, requests)) == 1
+        assert not alone(policy, tier, max(tokens, 0) + 1, 1)
+        assert not alone(policy, tier, 1, max(requests, 0) + 1)
+
+
+@settings(QUICK)
+@given(operations=st.lists(st.tuples(st.booleans(), st.integers(1, 30), st.sampled_from("abc")), max_size=60))
+def test_exact_fractions_and_doubles_admit_alike_where_weights_are_powers_of_two(operations):
+    policy = Policy((40, None), STRICT.tiers)
+    exact, scheduler = Oracle(policy), Scheduler(policy.rules())
+    for number, (submits, tokens, tenant) in enumerate(operations):
+        ticket = {"tier": number % 2, "tokens": tokens, "tenant": tenant, "weight": WEIGHTS[tenant]}
+        if submits:
+            exact.submit(str(number), now_us=number, **ticket)
+            scheduler.submit(str(number), now_us=number, **ticket)
+        elif exact.held():
+            oldest = exact.held()[0].id
+            exact.settle(oldest)
+            scheduler.settle(oldest)
+        assert exact.dispatch(number) == [as_answer(admission) for admission in scheduler.dispatch(number)]
+
+
+STRICT = Policy(
+    capacity=(100, None),
+    tiers=(Shares("first", limit=Fraction(1, 10)), Shares("second")),
+)
+
+
+def stuck(scheduler: Scheduler) -> Ticket:
+    """A ticket above its tier's limit: it waits for ever and holds nobody but its own tier."""
+    return scheduler.submit("stuck", tier=0, tokens=50, now_us=0)
+
+
+def test_a_stuck_ticket_does_not_make_the_scheduler_remember_two_hundred_thousand_operations():
+    scheduler, luck, most = Scheduler(STRICT.rules()), random.Random(1), 0
+    stuck(scheduler)
+    for number in range(50_000):  # a submission, a dispatch and an end in both tiers: four operations and more
+        tenant = f"tenant-{luck.randrange(50)}"
+        scheduler.submit(f"a{number}", tier=0, tokens=1, now_us=number, tenant=tenant)
+        scheduler.submit(f"b{number}", tier=1, tokens=luck.randint(1, 50), now_us=number, tenant=tenant)
+        admitted = scheduler.dispatch(number)
+        scheduler.cancel(f"a{number}", number)
+        for admission in admitted:
+            scheduler.settle(admission.ticket.id)
+        most = max(most, footprint(scheduler))
+    assert most < 1_500
+    scheduler.cancel("stuck", 50_000)
+    assert footprint(scheduler) == 0
+
+
+def test_a_tier_that_is_never_empty_forgets_tenants_whose_turn_has_passed():
+    scheduler, most = Scheduler(STRICT.rules()), 0
+    for number in range(5_000):
+        scheduler.submit(str(number), tier=1, tokens=100, now_us=number, tenant=f"tenant-{number}")
+        if number > 10:
+            scheduler.settle(str(number - 11))
+        scheduler.dispatch(number)
+        assert number == 0 or scheduler.waiting()
+        most = max(most, footprint(scheduler))
+    assert most < 500

@@ -1,0 +1,108 @@
+"""Event sequences as the door tells them, and the spans they leave, for the tests in this folder."""
+
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Sampler
+
+from sidecar.events import Admitted, Classified, Event, FirstByte, Headers, Outcome, Queued, Received, Refused, Settled
+from sidecar.telemetry import SpanObserver
+
+ARRIVAL_US = 5_000_000
+ARRIVAL_NS = 1_790_000_000_123_456_789
+TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
+CLIENT_SPAN_ID = 0xB7AD6B7169203331
+TRACEPARENT = (b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
+
+
+def ns(after_arrival_us: int) -> int:
+    """The wall clock's nanoseconds, so long after the arrival."""
+    return ARRIVAL_NS + after_arrival_us * 1000
+
+
+def received(headers: Headers = ()) -> Received:
+    return Received(ARRIVAL_US, ARRIVAL_NS, "POST", "/v1/chat/completions", headers)
+
+
+def classified(clamped_from: str | None = None, stream: bool = True, api: str = "chat") -> Classified:
+    return Classified(
+        at_us=ARRIVAL_US + 40,
+        tier="batch",
+        tenant="acme",
+        source="header",
+        clamped_from=clamped_from,
+        api=api,
+        model="llama-3.1-8b",
+        max_output_tokens=256,
+        stream=stream,
+        tokens=800,
+        requests=1,
+    )
+
+
+def queued() -> Queued:
+    return Queued(ARRIVAL_US + 50)
+
+
+def admitted(
+    after_us: int = 60,
+    wait_us: int = 0,
+    starvation_us: int = 0,
+    served_ahead: dict[str, int] | None = None,
+    engine_priority: float | None = 10,
+) -> Admitted:
+    at_us = ARRIVAL_US + after_us
+    overtaken_at_us = at_us - starvation_us if served_ahead else None
+    return Admitted(at_us, wait_us, starvation_us, overtaken_at_us, served_ahead or {}, 3, engine_priority)
+
+
+def refused(code: str, status: int | None, after_us: int = 70, **waiting: object) -> Refused:
+    return Refused(ARRIVAL_US + after_us, code, f"because of {code}", status, **waiting)
+
+
+def first_byte(after_us: int) -> FirstByte:
+    return FirstByte(ARRIVAL_US + after_us, 200)
+
+
+def settled(
+    after_us: int, outcome: Outcome = Outcome.COMPLETED, status: int | None = 200, error: str | None = None
+) -> Settled:
+    return Settled(ARRIVAL_US + after_us, outcome, status, 712, 512, 200, error)
+
+
+class Tracing:
+    """An observer with an SDK of its own, and what it exported."""
+
+    def __init__(self, sampler: Sampler = ALWAYS_ON) -> None:
+        self.exporter = InMemorySpanExporter()
+        self.provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
+        self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.observer = SpanObserver(self.provider)
+
+    def play(self, *events: Event, headers: Headers = ()) -> dict[str, ReadableSpan]:
+        """The spans by name, after one request to which all of this happened."""
+        observation = self.observer.received(received(headers))
+        assert observation is not None
+        for event in events:
+            observation.on_event(event)
+        spans = self.exporter.get_finished_spans()
+        assert len({span.name for span in spans}) == len(spans)
+        return {span.name: span for span in spans}
+
+
+def interval(span: ReadableSpan) -> tuple[int | None, int | None]:
+    return span.start_time, span.end_time
+
+
+def span_id(span: ReadableSpan) -> int:
+    return span.get_span_context().span_id
+
+
+def parent_id(span: ReadableSpan) -> int | None:
+    return None if span.parent is None else span.parent.span_id
+
+
+def value_of(headers: Headers, name: bytes) -> bytes | None:
+    values = [value for header, value in headers if header == name]
+    assert len(values) <= 1
+    return values[0] if values else None

@@ -1,0 +1,220 @@
+import pytest
+from opentelemetry.trace import SpanKind, StatusCode
+from span_stories import (
+    Tracing,
+    admitted,
+    classified,
+    first_byte,
+    interval,
+    ns,
+    parent_id,
+    queued,
+    refused,
+    settled,
+    span_id,
+)
+
+from sidecar.events import Outcome
+
+
+@pytest.fixture
+def tracing():
+    return Tracing()
+
+
+def test_a_request_admitted_at_once_is_two_spans(tracing):
+    spans = tracing.play(classified(), admitted(60), first_byte(20_060), settled(90_000))
+
+    assert set(spans) == {"admission", "engine"}
+    admission, engine = spans["admission"], spans["engine"]
+    assert (admission.kind, engine.kind) == (SpanKind.SERVER, SpanKind.CLIENT)
+    assert parent_id(admission) is None
+    assert parent_id(engine) == span_id(admission)
+    assert interval(admission) == (ns(0), ns(90_000))
+    assert interval(engine) == (ns(60), ns(90_000))
+    assert [(event.name, event.timestamp, dict(event.attributes)) for event in engine.events] == [
+        ("first_byte", ns(20_060), {})
+    ]
+    assert not admission.events
+    assert admission.status.status_code is engine.status.status_code is StatusCode.UNSET
+
+
+def test_the_attributes_of_a_request_admitted_at_once(tracing):
+    spans = tracing.play(classified(), admitted(60), first_byte(20_060), settled(90_000))
+
+    assert dict(spans["admission"].attributes) == {
+        "http.request.method": "POST",
+        "url.path": "/v1/chat/completions",
+        "http.response.status_code": 200,
+        "admission.tier": "batch",
+        "admission.tenant": "acme",
+        "admission.source": "header",
+        "admission.decision": "admitted",
+        "admission.outcome": "completed",
+        "admission.queue_wait_s": 0.0,
+        "admission.starvation_s": 0.0,
+        "admission.tokens.reserved": 800,
+        "admission.tokens.used": 712,
+        "admission.level": 3,
+        "admission.engine_priority": 10,
+        "gen_ai.request.model": "llama-3.1-8b",
+        "gen_ai.latency.time_in_queue": 0.0,
+    }
+    assert dict(spans["engine"].attributes) == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.request.model": "llama-3.1-8b",
+        "gen_ai.request.max_tokens": 256,
+        "gen_ai.request.stream": True,
+        "gen_ai.response.time_to_first_chunk": 0.02,
+        "gen_ai.usage.input_tokens": 512,
+        "gen_ai.usage.output_tokens": 200,
+    }
+
+
+def test_the_operation_is_named_as_the_conventions_name_it(tracing):
+    spans = tracing.play(classified(api="completions", stream=False), admitted(), first_byte(900), settled(1000))
+
+    assert spans["engine"].attributes["gen_ai.operation.name"] == "text_completion"
+    assert "gen_ai.response.time_to_first_chunk" not in spans["engine"].attributes
+
+
+def test_a_request_that_waited_has_a_queued_span(tracing):
+    spans = tracing.play(classified(), queued(), admitted(2_100_000, wait_us=2_099_950), settled(3_000_000))
+
+    assert set(spans) == {"admission", "admission.queued", "engine"}
+    waited = spans["admission.queued"]
+    assert waited.kind is SpanKind.INTERNAL
+    assert parent_id(waited) == span_id(spans["admission"])
+    assert interval(waited) == (ns(0), ns(2_100_000))
+    assert dict(waited.attributes) == {"admission.tier": "batch"}
+    assert spans["admission"].attributes["admission.queue_wait_s"] == 2.09995
+    assert spans["admission"].attributes["gen_ai.latency.time_in_queue"] == 2.09995
+    assert spans["admission"].attributes["admission.starvation_s"] == 0.0
+
+
+def test_starvation_is_a_bar_of_its_own_from_the_first_overtaking_to_admission(tracing):
+    starved = admitted(2_100_000, 2_099_950, starvation_us=1_400_000, served_ahead={"high": 900, "normal": 50})
+    spans = tracing.play(classified(), queued(), starved, settled(3_000_000))
+
+    assert set(spans) == {"admission", "admission.queued", "admission.starved", "engine"}
+    bar = spans["admission.starved"]
+    assert bar.kind is SpanKind.INTERNAL
+    assert parent_id(bar) == span_id(spans["admission"])
+    assert interval(bar) == (ns(700_000), ns(2_100_000))
+    served_ahead = {"admission.served_ahead.high": 900, "admission.served_ahead.normal": 50}
+    assert dict(bar.attributes) == {"admission.tier": "batch", **served_ahead}
+    assert spans["admission"].attributes["admission.starvation_s"] == 1.4
+    assert served_ahead.items() <= spans["admission"].attributes.items()
+
+
+def test_overtaken_in_the_microsecond_of_its_admission_is_not_starved(tracing):
+    spans = tracing.play(classified(), queued(), admitted(100, 50, served_ahead={"high": 900}), settled(1000))
+
+    assert "admission.starved" not in spans
+    assert spans["admission"].attributes["admission.served_ahead.high"] == 900
+
+
+def test_a_full_queue_is_an_error_of_the_admission_span_alone(tracing):
+    spans = tracing.play(classified(), refused("queue_full", 503))
+
+    assert set(spans) == {"admission"}
+    admission = spans["admission"]
+    assert interval(admission) == (ns(0), ns(70))
+    assert admission.attributes["admission.decision"] == "refused"
+    assert admission.attributes["error.type"] == "queue_full"
+    assert admission.attributes["http.response.status_code"] == 503
+    assert admission.status.status_code is StatusCode.ERROR
+    assert admission.status.description == "because of queue_full"
+    assert "admission.outcome" not in admission.attributes
+    assert "admission.level" not in admission.attributes
+
+
+def test_an_answer_that_is_the_clients_doing_has_its_type_but_no_error_status(tracing):
+    admission = tracing.play(refused("invalid_api_key", 401))["admission"]
+
+    assert admission.status.status_code is StatusCode.UNSET
+    assert dict(admission.attributes) == {
+        "http.request.method": "POST",
+        "url.path": "/v1/chat/completions",
+        "http.response.status_code": 401,
+        "admission.decision": "refused",
+        "admission.queue_wait_s": 0.0,
+        "admission.starvation_s": 0.0,
+        "gen_ai.latency.time_in_queue": 0.0,
+        "error.type": "invalid_api_key",
+    }
+
+
+def test_a_request_that_starved_until_its_time_was_over_shows_both_bars(tracing):
+    timeout = refused(
+        "queue_timeout",
+        503,
+        after_us=1_000_000,
+        queue_wait_us=999_950,
+        starvation_us=400_000,
+        overtaken_at_us=5_600_000,
+        served_ahead={"high": 7},
+    )
+    spans = tracing.play(classified(), queued(), timeout)
+
+    assert set(spans) == {"admission", "admission.queued", "admission.starved"}
+    assert interval(spans["admission"]) == (ns(0), ns(1_000_000))
+    assert interval(spans["admission.queued"]) == (ns(0), ns(1_000_000))
+    assert interval(spans["admission.starved"]) == (ns(600_000), ns(1_000_000))
+    assert spans["admission"].status.status_code is StatusCode.ERROR
+    assert spans["admission"].attributes["error.type"] == "queue_timeout"
+    assert spans["admission"].attributes["admission.queue_wait_s"] == 0.99995
+    assert spans["admission"].attributes["admission.starvation_s"] == 0.4
+    assert spans["admission"].attributes["admission.served_ahead.high"] == 7
+
+
+def test_a_client_that_left_while_it_waited_is_no_error(tracing):
+    spans = tracing.play(classified(), queued(), refused("client_left", None, after_us=500, queue_wait_us=450))
+
+    assert set(spans) == {"admission", "admission.queued"}
+    admission = spans["admission"]
+    assert interval(spans["admission.queued"]) == interval(admission) == (ns(0), ns(500))
+    assert admission.status.status_code is StatusCode.UNSET
+    assert admission.attributes["admission.decision"] == "client_left"
+    assert admission.attributes.keys().isdisjoint({"error.type", "http.response.status_code"})
+
+
+def test_a_client_that_left_while_it_was_served_is_no_error(tracing):
+    spans = tracing.play(classified(), admitted(), first_byte(900), settled(1000, Outcome.CLIENT_LEFT))
+
+    for span in spans.values():
+        assert span.status.status_code is StatusCode.UNSET
+        assert "error.type" not in span.attributes
+    assert spans["admission"].attributes["admission.decision"] == "admitted"
+    assert spans["admission"].attributes["admission.outcome"] == "client_left"
+
+
+def test_an_engine_that_failed_marks_both_spans(tracing):
+    spans = tracing.play(classified(), admitted(), settled(1000, Outcome.FAILED, 502, "engine_unreachable"))
+
+    for span in (spans["admission"], spans["engine"]):
+        assert span.status.status_code is StatusCode.ERROR
+        assert span.status.description == "the engine failed: engine_unreachable"
+        assert span.attributes["error.type"] == "engine_unreachable"
+        assert span.end_time == ns(1000)
+    assert spans["admission"].attributes["http.response.status_code"] == 502
+
+
+@pytest.mark.parametrize(("status", "expected"), [(500, StatusCode.ERROR), (400, StatusCode.UNSET)])
+def test_what_the_engine_answered_is_an_error_from_500_on(tracing, status, expected):
+    spans = tracing.play(classified(), admitted(), settled(1000, status=status))
+
+    for span in (spans["admission"], spans["engine"]):
+        assert span.status.status_code is expected
+        assert span.attributes.get("error.type") == ("500" if status == 500 else None)
+
+
+def test_a_clamped_ask_is_told_and_an_untold_engine_priority_is_not(tracing):
+    spans = tracing.play(classified(clamped_from="critical"), admitted(engine_priority=None), settled(1000))
+
+    assert spans["admission"].attributes["admission.clamped_from"] == "critical"
+    assert "admission.engine_priority" not in spans["admission"].attributes
+
+
+def test_only_the_admission_span_is_open_while_a_request_waits(tracing):
+    assert tracing.play(classified(), queued()) == {}
