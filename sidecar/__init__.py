@@ -1,3 +1,22 @@
 """The door in front of an LLM engine: priority tiers, reserved tokens, lending, aging, proof that nobody starves."""
 
-__version__ = "0.1.0"
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sidecar.granted import Granted, granted
+from sidecar.version import __version__
+
+if TYPE_CHECKING:
+    from sidecar.composition import AdmissionMiddleware as AdmissionMiddleware
+
+__all__ = ["AdmissionMiddleware", "Granted", "__version__", "granted"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the middleware when it is asked for: a command that does not serve need not load it."""
+    if name == "AdmissionMiddleware":
+        from sidecar.composition import AdmissionMiddleware
+
+        return AdmissionMiddleware
+    raise AttributeError(f"module 'sidecar' has no attribute {name!r}")

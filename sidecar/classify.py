@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from sidecar.engines import Dialect, client_members, is_client_priority
+from sidecar.engines import Dialect, client_headers, client_members
 from sidecar.errors import InvalidApiKey, UnknownTier
 from sidecar.payload import Payload
 from sidecar.policy.policy import Endpoint, Policy, Source, Tenant
@@ -110,7 +110,7 @@ class Classifier:
         """Every field and header of a request that states a priority, ours or an engine's, as a client writes it."""
         payload = asked.payload
         found = [] if payload.priority is None and payload.nvext is None else client_members(payload)
-        found += [name.decode("latin-1") for name in asked.headers if is_client_priority(name)]
+        found += [name.decode("latin-1") for name in client_headers(asked.headers)]
         if self._policy.tier_header in asked.headers:
             found.append(self._policy.tier_header.decode("latin-1"))
         return found

@@ -9,7 +9,8 @@ from pathlib import Path
 from sidecar.asgi.middleware import Admission
 from sidecar.asgi.types import ASGIApp
 from sidecar.engines import dialect_of
-from sidecar.policy import Policy, load
+from sidecar.policy.loading import load
+from sidecar.policy.policy import Policy
 from sidecar.pools import LocalPool
 from sidecar.telemetry import SpanObserver
 from sidecar.tokens import Estimator, TokenizerCounter

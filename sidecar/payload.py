@@ -22,7 +22,6 @@ bytes say nothing, and counting them as text would turn a small photo into hundr
 _MEDIA_TYPES = frozenset(
     ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file", "input_file", "document")
 )
-_MEDIA_MARKS = (b'"image', b'"input_', b'"audio', b'"video', b'"file', b'"document')
 _Raw = msgspec.Raw | msgspec.UnsetType
 _Count = int | None
 
@@ -151,7 +150,7 @@ def _embedding(fields: _Embedding) -> Payload:
 def _payload(fields: _Fields, parts: list[bytes], maximum: int | None, n: int | None) -> Payload:
     prompt_bytes = media = 0
     for part in parts:
-        if b"\\u" in part or any(mark in part for mark in _MEDIA_MARKS):
+        if b"\\u" in part or b'"type"' in part:  # escapes, or content parts: the size alone would mislead
             size, found = _measure(msgspec.json.decode(part))
             prompt_bytes, media = prompt_bytes + size, media + found
         else:

@@ -21,7 +21,7 @@ from sidecar.asgi.responses import send_error
 from sidecar.asgi.types import Message, Receive, Scope, Send
 from sidecar.asgi.understanding import Understood, declared_length, longest_wait_s
 from sidecar.asgi.usage import UsageReader
-from sidecar.engines import Forward, is_client_priority
+from sidecar.engines import Forward, client_headers
 from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, QueueTimeout
 from sidecar.events import Outcome
 from sidecar.granted import SCOPE_KEY, Granted, current
@@ -84,7 +84,7 @@ class Exchange:
         self._stage = Stage.READING
         self._task = asyncio.current_task()
         self._received_us = door.pool.now_us()
-        self._report = Report(door.observer, scope, self._received_us)
+        self._report = Report(door.observer, scope, self._received_us, door.pool.now_us)
         self._usage = UsageReader()
         self._body: bytes | None = None
         self._status: int | None = None
@@ -107,12 +107,13 @@ class Exchange:
         """Looks after a body that does not come, and a client that leaves while the app does not listen."""
         now_us, policy = self._now_us(), self._door.policy
         if self._stage is Stage.READING and now_us - self._received_us > policy.body_timeout_s * 1e6:
-            if self._task is not None and not self._timed_out:
+            if self._task is not None and self._body is None and not self._timed_out:
                 self._timed_out = True
                 self._task.cancel()
         elif self._stage is Stage.RUNNING:
             if self._client_left_us is None:
-                self._watch_for_departure()
+                if not self._listening:
+                    self._watch_for_departure()
             elif now_us - self._client_left_us > policy.disconnect_grace_s * 1e6:
                 self._settle(Outcome.CLIENT_LEFT)
 
@@ -133,7 +134,7 @@ class Exchange:
         except AdmissionError as refusal:
             error = refusal
         self._stage = Stage.OVER
-        self._report.refused(error, wait, self._now_us())
+        self._report.refused(error, wait)
         await self._refuse(error)
         return None
 
@@ -145,14 +146,14 @@ class Exchange:
         tenant = door.intake.tenant(headers)
         length = declared_length(self._scope, headers)
         try:
-            body = await read_body(self._receive, door.policy.max_body_bytes, length)
+            body = self._body = await read_body(self._receive, door.policy.max_body_bytes, length)
         except asyncio.CancelledError:
             if not self._timed_out or self._is_cancelled_by_others():
                 raise
             seconds = door.policy.body_timeout_s
             raise BodyTimeout(f"the body did not arrive within {seconds:g} s; send it faster") from None
         self._understood = await door.intake.understand(self._endpoint, headers, tenant, body)
-        self._report.classified(self._understood, self._endpoint, door.policy, self._now_us())
+        self._report.classified(self._understood, self._endpoint, door.policy)
 
     def _is_cancelled_by_others(self) -> bool:
         # 3.10 does not count cancellations: one by the server in the same instant is taken for ours
@@ -166,13 +167,13 @@ class Exchange:
 
     async def _wait(self, lease: Lease, most_s: float | None) -> Grant:
         """Waits for the first of three: the grant, the client's hanging up, the end of its time."""
-        self._report.queued(self._now_us())
+        self._report.queued()
         departure = self._watch_for_departure()
         await asyncio.wait((lease.wait(), departure), timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
+        if departure.done():  # also in the very moment of the grant: nobody is there to run for
+            raise ClientLeft(lease.grant if lease.settle() else lease.leave())
         if lease.grant is not None:
             return lease.grant
-        if departure.done():
-            raise ClientLeft(lease.leave())
         raise _WaitedTooLong(lease.leave())
 
     def _longest_wait_s(self) -> float | None:
@@ -201,7 +202,7 @@ class Exchange:
         door = self._door
         priority = door.priorities[grant.level]
         forward = door.dialect.forward(self._endpoint.api, priority)
-        self._report.admitted(grant, priority if forward.is_sent else None, self._now_us())
+        self._report.admitted(grant, priority if forward.is_sent else None)
         granted = self._granted(grant, priority)
         token = current.set(granted)
         try:
@@ -232,8 +233,9 @@ class Exchange:
         added = [*forward.headers, *self._report.headers()]
         if self._body is not understood.body and b"content-length" in understood.headers:
             added.append((b"content-length", b"%d" % len(self._body)))
-        if added or any(map(is_client_priority, understood.headers)):
-            scope["headers"] = forwarded_headers(scope["headers"], added)
+        taken = client_headers(understood.headers)
+        if added or taken:
+            scope["headers"] = forwarded_headers(scope["headers"], taken, added)
         return scope
 
     async def _receive_for_app(self) -> Message:
@@ -264,11 +266,13 @@ class Exchange:
         body = message.get("body", b"")
         if body:
             if not self._usage.has_begun:
-                self._report.first_byte(self._status, self._now_us())
+                self._report.first_byte(self._status)
             self._usage.feed(body)
+        # Servers say `http.disconnect` behind a complete response, too: only one from before is the client's leaving.
+        outcome = Outcome.COMPLETED if self._client_left_us is None else Outcome.CLIENT_LEFT
         await self._send(message)
         if not message.get("more_body", False):
-            self._settle(Outcome.COMPLETED)
+            self._settle(outcome)
 
     def _response_headers(self) -> list[tuple[bytes, bytes]]:
         made, names = self._understood.made, self._door.tier_names
@@ -289,9 +293,8 @@ class Exchange:
 
     def _watch_for_departure(self) -> asyncio.Task[Message]:
         """Listens on behalf of whoever does not: behind the body nothing but a disconnect can come."""
-        if self._departure is None and not self._listening:
+        if self._departure is None:
             self._departure = asyncio.ensure_future(self._next_message())
-        assert self._departure is not None
         return self._departure
 
     async def _next_message(self) -> Message:
@@ -306,6 +309,8 @@ class Exchange:
         """Gives the lease back and says what it cost, the first time it is called."""
         if not self._lease.settle():
             return
+        if outcome is Outcome.FAILED and self._client_left_us is not None:
+            outcome, error = Outcome.CLIENT_LEFT, None  # whatever the app makes of it, that was why
         understood, usage = self._understood, self._usage
         if usage.input_tokens is not None:
             self._door.estimator.learn(understood.payload, usage.input_tokens)
@@ -313,16 +318,15 @@ class Exchange:
         used = understood.prompt_tokens if usage.input_tokens is None else usage.input_tokens
         used += usage.chunks if usage.output_tokens is None else usage.output_tokens
         self._report.settled(
-            outcome if self._client_left_us is None else Outcome.CLIENT_LEFT,
+            outcome,
             status=self._status,
             used=(used, usage.input_tokens, usage.output_tokens),
-            error=error if self._client_left_us is None else None,
-            now_us=self._now_us(),
+            error=error,
         )
 
     def _leave(self, wait: Grant | None) -> None:
         self._stage = Stage.OVER
-        self._report.left(wait, self._now_us())
+        self._report.left(wait)
 
     def _end(self) -> None:
         """Leaves nothing behind, whatever stage it broke off in: no lease, no ticket, no task."""

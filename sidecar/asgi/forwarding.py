@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sidecar.asgi.types import Scope
-from sidecar.engines import CLIENT_MEMBERS, Forward, is_client_priority
+from sidecar.engines import CLIENT_MEMBERS, Forward
 from sidecar.events import Headers
 from sidecar.payload import Payload
 from sidecar.policy.policy import Endpoint
@@ -22,17 +22,17 @@ def forwarded_body(body: bytes, payload: Payload, forward: Forward) -> bytes:
     return body if forward.member is None else insert(body, "priority", forward.member)
 
 
-def forwarded_headers(headers: Headers, added: Sequence[tuple[bytes, bytes]]) -> Headers:
-    """Without the client's engine priorities, and with `added` in place of headers of the same names."""
-    replaced = {name for name, _ in added}
-    kept = [pair for pair in headers if pair[0] not in replaced and not is_client_priority(pair[0])]
-    return [*kept, *added]
+def forwarded_headers(headers: Headers, taken: Sequence[bytes], added: Sequence[tuple[bytes, bytes]]) -> Headers:
+    """Without those `taken` from the client, and with `added` in place of headers of the same names."""
+    gone = {*taken, *(name for name, _ in added)}
+    return [*(pair for pair in headers if pair[0] not in gone), *added]
 
 
 def forwarded_scope(scope: Scope, endpoint: Endpoint) -> Scope:
     """A copy of the scope, on the path that the engine knows."""
     copy = dict(scope)
     if endpoint.forward_to is not None:
-        copy["path"] = scope.get("root_path", "") + endpoint.forward_to
+        # What stands before the endpoint's own path is where the app is mounted; some servers leave it out.
+        copy["path"] = scope["path"].removesuffix(endpoint.path) + endpoint.forward_to
         copy["raw_path"] = copy["path"].encode()
     return copy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from sidecar.asgi.types import Scope
 from sidecar.asgi.understanding import Understood
@@ -27,28 +28,29 @@ LEFT_CODE = "client_left"
 
 
 class Report:
-    """One request's. Times are the pool's, in microseconds."""
+    """One request's. `now_us` is the pool's clock, in microseconds; it is read only where somebody listens."""
 
-    __slots__ = ("_observation",)
+    __slots__ = ("_now_us", "_observation")
 
-    def __init__(self, observer: Observer | None, scope: Scope, now_us: int) -> None:
+    def __init__(self, observer: Observer | None, scope: Scope, received_us: int, now_us: Callable[[], int]) -> None:
+        self._now_us = now_us
         self._observation: Observation | None = None
         if observer is not None:
-            arrival = Received(now_us, time.time_ns(), scope["method"], scope["path"], scope["headers"])
+            arrival = Received(received_us, time.time_ns(), scope["method"], scope["path"], scope["headers"])
             self._observation = observer.received(arrival)
 
     def headers(self) -> Headers:
         """The trace context that goes on to the engine."""
         return () if self._observation is None else self._observation.headers()
 
-    def classified(self, understood: Understood, endpoint: Endpoint, policy: Policy, now_us: int) -> None:
+    def classified(self, understood: Understood, endpoint: Endpoint, policy: Policy) -> None:
         """It is known who asks, and for what."""
         if self._observation is None:
             return
         made, payload = understood.made, understood.payload
         self._observation.on_event(
             Classified(
-                at_us=now_us,
+                at_us=self._now_us(),
                 tier=policy.tiers[made.level].name,
                 tenant=made.tenant.name,
                 source=made.source.value,
@@ -62,17 +64,17 @@ class Report:
             )
         )
 
-    def queued(self, now_us: int) -> None:
+    def queued(self) -> None:
         """It has to wait."""
         if self._observation is not None:
-            self._observation.on_event(Queued(now_us))
+            self._observation.on_event(Queued(self._now_us()))
 
-    def admitted(self, grant: Grant, engine_priority: int | float | None, now_us: int) -> None:
+    def admitted(self, grant: Grant, engine_priority: int | float | None) -> None:
         """It holds its lease."""
         if self._observation is not None:
             self._observation.on_event(
                 Admitted(
-                    at_us=now_us,
+                    at_us=self._now_us(),
                     queue_wait_us=grant.queue_wait_us,
                     starvation_us=grant.starvation_us,
                     overtaken_at_us=grant.overtaken_at_us,
@@ -82,18 +84,18 @@ class Report:
                 )
             )
 
-    def refused(self, error: AdmissionError, wait: Grant | None, now_us: int) -> None:
+    def refused(self, error: AdmissionError, wait: Grant | None) -> None:
         """It was answered with an error, perhaps after a wait."""
-        self._ended(error.code, error.message, error.status, wait, now_us)
+        self._ended(error.code, error.message, error.status, wait)
 
-    def left(self, wait: Grant | None, now_us: int) -> None:
+    def left(self, wait: Grant | None) -> None:
         """The client hung up before it was admitted."""
-        self._ended(LEFT_CODE, "the client hung up before it was admitted", None, wait, now_us)
+        self._ended(LEFT_CODE, "the client hung up before it was admitted", None, wait)
 
-    def first_byte(self, status: int | None, now_us: int) -> None:
+    def first_byte(self, status: int | None) -> None:
         """The body's first byte goes out."""
         if self._observation is not None:
-            self._observation.on_event(FirstByte(now_us, status or 0))
+            self._observation.on_event(FirstByte(self._now_us(), status or 0))
 
     def settled(
         self,
@@ -102,21 +104,20 @@ class Report:
         status: int | None,
         used: tuple[int, int | None, int | None],
         error: str | None,
-        now_us: int,
     ) -> None:
         """The lease is given back. `used` is tokens in all, and the engine's own input and output."""
         if self._observation is not None:
-            self._observation.on_event(Settled(now_us, outcome, status, *used, error))
+            self._observation.on_event(Settled(self._now_us(), outcome, status, *used, error))
 
-    def _ended(self, code: str, message: str, status: int | None, wait: Grant | None, now_us: int) -> None:
+    def _ended(self, code: str, message: str, status: int | None, wait: Grant | None) -> None:
         if self._observation is None:
             return
         if wait is None:
-            self._observation.on_event(Refused(now_us, code, message, status))
+            self._observation.on_event(Refused(self._now_us(), code, message, status))
             return
         self._observation.on_event(
             Refused(
-                at_us=now_us,
+                at_us=self._now_us(),
                 code=code,
                 message=message,
                 status=status,

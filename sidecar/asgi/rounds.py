@@ -44,7 +44,8 @@ class Rounds:
     async def emptied(self) -> None:
         """Returns when nothing is under way."""
         while self._visited:
-            self._emptied = asyncio.Event()
+            if self._emptied is None or self._emptied.is_set():
+                self._emptied = asyncio.Event()
             await self._emptied.wait()
 
     def _arm(self) -> None:

@@ -13,7 +13,6 @@ import msgspec
 
 _NAME = b'"usage"'
 _OBJECT = re.compile(rb'"usage"\s*:\s*(\{(?:[^{}]|\{[^{}]*\})*\})')
-_BEGUN = re.compile(rb'"usage"\s*(?::\s*(?:\{(?:[^{}]|\{[^{}]*\})*(?:\{[^{}]*)?)?)?\Z')
 LONGEST = 4096
 """Bytes of a `usage` object that is still awaited; the real ones have a few hundred."""
 
@@ -50,8 +49,9 @@ class UsageReader:
             return
         for found in _OBJECT.finditer(window):
             self._take(found.group(1))
-        begun = _BEGUN.search(window, max(0, len(window) - LONGEST))
-        self._carried = window[begun.start() :] if begun else window[1 - len(_NAME) :]
+        last = window.rfind(_NAME)
+        is_cut = _OBJECT.match(window, last) is None and len(window) - last < LONGEST
+        self._carried = window[last:] if is_cut else b""
 
     def _take(self, raw: bytes) -> None:
         try:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
-from sidecar import __version__
+from sidecar.version import __version__
 
 COMMANDS = {
     "serve": "run the door as a reverse proxy in front of an engine",

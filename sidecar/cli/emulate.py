@@ -13,6 +13,7 @@ EXAMPLE = "  sidecar emulate --engine vllm --port 8000 --scheduling priority --m
 
 _ENGINES = ("tensorrt-llm", "vllm", "sglang", "dynamo")
 _MS = 1_000.0
+_BACKLOG = 2048  # uvicorn's own default
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +90,7 @@ def _config(args: argparse.Namespace) -> EmulatorConfig:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket, so that a free port is known before anything is printed. Raises OSError.
+    """A listening socket, so that what is printed is true: the port is known, and a client may connect. Raises OSError.
 
     It names its protocol: asyncio turns Nagle's algorithm off for no other.
     """
@@ -98,6 +99,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        listener.listen(_BACKLOG)
     except OSError:
         listener.close()
         raise

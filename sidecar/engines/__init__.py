@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidecar.engines.dialect import CLIENT_MEMBERS, Dialect, Forward, Priority, client_members, is_client_priority
+from sidecar.engines.dialect import CLIENT_MEMBERS, Dialect, Forward, Priority, client_headers, client_members
 from sidecar.engines.dynamo import Dynamo
 from sidecar.engines.sglang import Sglang
 from sidecar.engines.silent import Silent
@@ -15,9 +15,9 @@ __all__ = [
     "Dialect",
     "Forward",
     "Priority",
+    "client_headers",
     "client_members",
     "dialect_of",
-    "is_client_priority",
 ]
 
 

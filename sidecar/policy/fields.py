@@ -36,15 +36,6 @@ STANDARD_APIS = {
 
 STANDARD_PATHS = tuple(f"/v1{suffix}" for suffix in STANDARD_APIS)
 
-_CARRIERS = {
-    EngineName.TENSORRT_LLM: (Carrier.BODY,),
-    EngineName.VLLM: (Carrier.HEADER, Carrier.BODY),
-    EngineName.SGLANG: (Carrier.BODY, Carrier.HEADER),
-    EngineName.DYNAMO: (Carrier.HEADER, Carrier.BODY),
-    EngineName.NONE: (),
-}
-_LOWER_FIRST = frozenset({EngineName.VLLM})  # everywhere else a higher number is the more important one
-
 _TIER_NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")  # no digit first: a client may ask by number too; fits a metric label
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
@@ -76,37 +67,6 @@ def percent(part: Fraction) -> str:
 def infer_api(path: str) -> Api | None:
     """The shape of the requests on a path, told from how it ends."""
     return next((api for suffix, api in STANDARD_APIS.items() if path.endswith(suffix)), None)
-
-
-def carried_by(engine: object, carrier: Carrier | None) -> Carrier | None:
-    """Refuses a way of forwarding that the engine does not have."""
-    if carrier is None or not isinstance(engine, EngineName) or carrier in _CARRIERS[engine]:
-        return carrier
-    if engine is EngineName.NONE:
-        raise ValueError("the engine none is sent no priority; remove this line")
-    raise ValueError(f"{engine.value} reads no priority from a {carrier.value}; write {_CARRIERS[engine][0].value}")
-
-
-def thresholds_of(
-    engine: EngineName, listed: bool, thresholds: dict[str, float] | None, pool: Context
-) -> dict[str, float] | None:
-    """Checks the thresholds for the source `engine`: there exactly when it is listed, and in the engine's direction."""
-    if not listed and thresholds is None:
-        return None
-    if not listed:
-        raise ValueError("only read for the source engine; add engine to sources, or remove this")
-    if engine is EngineName.NONE:
-        raise ValueError("the engine none has no priority of its own; remove engine from sources")
-    if not thresholds:
-        raise ValueError("missing; the source engine needs it, such as engine_levels: {high: 10, normal: 5, batch: 0}")
-    if engine is EngineName.TENSORRT_LLM and any(not 0 <= value <= 1 for value in thresholds.values()):
-        raise ValueError("tensorrt-llm's priorities go from 0 to 1; write thresholds from 0.0 to 1.0")
-    named = [thresholds[name] for name in pool.tiers if name in thresholds]
-    best_first = sorted(set(named), reverse=engine not in _LOWER_FIRST)
-    if named != best_first:
-        word = "lower" if engine in _LOWER_FIRST else "higher"
-        raise ValueError(f"{engine.value} serves {word} numbers first; give each more important tier a {word} number")
-    return thresholds
 
 
 def _tier(value: object, info: ValidationInfo) -> str:
@@ -163,7 +123,9 @@ def _choice(kind: type[E], noun: str) -> Callable[[object], E]:
     return read
 
 
-def _listed(example: str) -> BeforeValidator:
+def listed(example: str) -> BeforeValidator:
+    """Refuses what is no list, or an empty one, without repeating what stands there."""
+
     def read(value: object) -> object:
         if not isinstance(value, list) or not value:
             raise ValueError(f"not a list with something in it; write {example}")
@@ -172,7 +134,9 @@ def _listed(example: str) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-def _mapped(example: str) -> BeforeValidator:
+def mapped(example: str) -> BeforeValidator:
+    """Refuses what is no mapping, or an empty one."""
+
     def read(value: object) -> object:
         if not isinstance(value, dict) or not value:
             raise ValueError(f"not a mapping with something in it; write {example}")
@@ -247,20 +211,20 @@ UrlPath = Annotated[str, PlainValidator(_url_path), _schema("A path on the serve
 HeaderName = Annotated[str, PlainValidator(_header), _schema("A header's name.")]
 ExistingFile = Annotated[str, PlainValidator(_existing_file), _schema("A file, relative to this one.")]
 EngineChoice = Annotated[EngineName, PlainValidator(_choice(EngineName, "engine")), _enum(EngineName)]
-CarrierChoice = Annotated[Carrier, PlainValidator(_choice(Carrier, "way to forward")), _enum(Carrier)]
+CarrierChoice = Annotated[Carrier, PlainValidator(_choice(Carrier, "carrier")), _enum(Carrier)]
 ApiName = Annotated[Api, PlainValidator(_choice(Api, "API")), _enum(Api)]
 SourceList = Annotated[
     list[Annotated[Source, PlainValidator(_choice(Source, "source")), _enum(Source)]],
-    _listed("[body, header, endpoint, key]"),
+    listed("[body, header, endpoint, key]"),
     AfterValidator(_once_each),
 ]
 KeyHashes = Annotated[
     list[Annotated[str, PlainValidator(read_hash), _schema("A key's hash.", pattern="^sha256:[0-9a-fA-F]{64}$")]],
-    _listed('keys: ["sha256:..."] as `sidecar keys new` prints it'),
+    listed('keys: ["sha256:..."] as `sidecar keys new` prints it'),
 ]
 Thresholds = Annotated[
     dict[TierName, Annotated[float, PlainValidator(units.number), WithJsonSchema({"type": "number"})]],
-    _mapped("{high: 10, normal: 5, batch: 0}"),
+    mapped("{high: 10, normal: 5, batch: 0}"),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
 ]
 OverLimit = Annotated[

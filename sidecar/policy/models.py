@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
+from sidecar.policy import engines
 from sidecar.policy import fields as of
 from sidecar.policy.policy import Carrier, EngineName, Source
 
@@ -127,6 +128,10 @@ def _nothing_means_defaults(value: object) -> object:
     return {} if value is None else value
 
 
+_TierBody = Annotated[TierBody, BeforeValidator(_nothing_means_defaults)]
+_EndpointBody = Annotated[EndpointBody, BeforeValidator(_nothing_means_defaults)]
+
+
 class PoolFile(FileModel):
     """One pool: an engine deployment, the tiers that share it, and how a request's tier is told."""
 
@@ -138,7 +143,7 @@ class PoolFile(FileModel):
         description="What the engine holds at once.", examples=[{"tokens": "400k", "requests": 160}]
     )
     aging: Aging | None = Field(None, description="How a waiting request rises. Default: it does not.")
-    tiers: dict[of.NewTierName, Annotated[TierBody, BeforeValidator(_nothing_means_defaults)]] = Field(
+    tiers: Annotated[dict[of.NewTierName, _TierBody], of.mapped("{high: {reserve: 20%}, normal: {}}")] = Field(
         description="The tiers, most important first.", examples=[{"high": {"reserve": "20%"}, "normal": {}}]
     )
     default_tier: of.TierName | None = Field(
@@ -158,7 +163,7 @@ class PoolFile(FileModel):
         description="From which number on a client's own engine priority counts as a tier. For the source `engine`.",
         examples=[{"high": 10, "normal": 5, "batch": 0}],
     )
-    endpoints: dict[of.UrlPath, Annotated[EndpointBody, BeforeValidator(_nothing_means_defaults)]] = _default(
+    endpoints: Annotated[dict[of.UrlPath, _EndpointBody], of.mapped("{/v1/chat/completions: {}}")] = _default(
         {path: {} for path in of.STANDARD_PATHS},
         description="The guarded paths; everything else passes untouched. Default: the five standard /v1 paths.",
     )
@@ -185,7 +190,7 @@ class PoolFile(FileModel):
     @field_validator("forward_priority")
     @classmethod
     def _engine_can_carry(cls, carrier: Carrier | None, info: ValidationInfo) -> Carrier | None:
-        return of.carried_by(info.data.get("engine"), carrier)
+        return engines.carried_by(info.data.get("engine"), carrier)
 
     @field_validator("default_tier")
     @classmethod
@@ -204,7 +209,7 @@ class PoolFile(FileModel):
         engine = info.data.get("engine")
         if sources is None or not isinstance(engine, EngineName):
             return thresholds
-        return of.thresholds_of(engine, Source.ENGINE in sources, thresholds, of.context(info))
+        return engines.thresholds_of(engine, Source.ENGINE in sources, thresholds, of.context(info).tiers)
 
 
 class TenantFile(FileModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -12,7 +12,8 @@ class Ticket:
     """A request in the scheduler. `tokens` and `requests` are what it holds, or will hold.
 
     `sequence` is its place in the order of arrival, `served_before` the served-token counters as they stood then;
-    `start` is its fair-queueing tag, and `queued` whether it still is in its tier's queue.
+    `start` is its fair-queueing tag, and `queued` whether it still is in its tier's queue, `ahead` and `behind` its
+    neighbors there among the tickets of its tenant.
     """
 
     id: str
@@ -26,6 +27,8 @@ class Ticket:
     served_before: tuple[int, ...]
     start: float = 0.0
     queued: bool = False
+    ahead: Ticket | None = field(default=None, repr=False)
+    behind: Ticket | None = field(default=None, repr=False)
 
 
 class Wait(NamedTuple):

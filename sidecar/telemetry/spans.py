@@ -21,7 +21,7 @@ from opentelemetry.context import Context
 from opentelemetry.propagators.textmap import Getter, Setter, TextMapPropagator
 from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvider, Span, SpanKind, StatusCode
 
-from sidecar import __version__
+from sidecar.version import __version__
 from sidecar.events import (
     Admitted,
     Classified,

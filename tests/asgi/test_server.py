@@ -44,6 +44,11 @@ def held_open(finish: asyncio.Event) -> Script:
     return script
 
 
+async def until_draining(admin_port: int) -> None:
+    while b"draining" not in (answer := await exchange(admin_port, get("/readyz"))):
+        assert answer.startswith(b"HTTP/1.1 200")
+
+
 async def test_sigterm_refuses_new_requests_finishes_the_running_ones_and_exits_with_0() -> None:
     finish = asyncio.Event()
     async with door(held_open(finish)) as (process, engine, port, admin_port):
@@ -52,12 +57,11 @@ async def test_sigterm_refuses_new_requests_finishes_the_running_ones_and_exits_
             writer.write(post())
             await asyncio.wait_for(reader.readuntil(b"first"), 5)
             process.signal(signal.SIGTERM)
-            refused = b""
-            while b"503" not in refused and len(engine.requests) == 1:
-                refused = await exchange(port, get("/v1/models"))
+            await until_draining(admin_port)
+            refused = await exchange(port, post())
             assert b'"code":"draining"' in refused
             assert b"retry-after: 1" in refused
-            assert b"draining" in await exchange(admin_port, get("/readyz"))
+            assert len(engine.requests) == 1
             assert (await exchange(admin_port, get("/healthz"))).startswith(b"HTTP/1.1 200")
             finish.set()
             assert (await asyncio.wait_for(reader.read(), 5)).endswith(b"last\r\n0\r\n\r\n")
@@ -98,8 +102,7 @@ async def test_a_second_signal_ends_it_at_once() -> None:
             writer.write(post())
             await asyncio.wait_for(reader.readuntil(b"first"), 5)
             process.signal(signal.SIGTERM)
-            while (await exchange(admin_port, get("/readyz"))).startswith(b"HTTP/1.1 200"):
-                pass
+            await until_draining(admin_port)
             process.signal(signal.SIGTERM)
             await asyncio.wait_for(reader.read(), 5)
         assert await process.exit_code() == 0

@@ -14,6 +14,11 @@ import pytest
 
 from sidecar.cli import main
 
+SUMMARY = re.compile(
+    r"emulated dynamo on (http://127\.0\.0\.1:\d+), model emulated, priority scheduling, "
+    r"3 sequences at once, 20 ms per step\n"
+)
+
 
 def test_it_says_what_runs_where_and_serves_there_until_it_is_told_to_stop() -> None:
     command = [
@@ -29,18 +34,16 @@ def test_it_says_what_runs_where_and_serves_there_until_it_is_told_to_stop() -> 
         "3",
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        summary = process.stdout.readline()
-        found = re.fullmatch(
-            r"emulated dynamo on (http://127\.0\.0\.1:\d+), model emulated, priority scheduling, "
-            r"3 sequences at once, 20 ms per step\n",
-            summary,
-        )
-        assert found
-        with urllib.request.urlopen(f"{found[1]}/v1/models", timeout=10) as response:
-            assert json.load(response)["data"][0]["owned_by"] == "nvidia"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) in (0, -signal.SIGTERM)
+        try:
+            assert process.stdout is not None
+            found = SUMMARY.fullmatch(process.stdout.readline())
+            assert found
+            with urllib.request.urlopen(f"{found[1]}/v1/models", timeout=10) as response:
+                assert json.load(response)["data"][0]["owned_by"] == "nvidia"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) in (0, -signal.SIGTERM)
+        finally:
+            process.kill()
 
 
 def test_a_port_that_is_taken_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:

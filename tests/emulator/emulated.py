@@ -80,11 +80,16 @@ class Client:
             await asyncio.sleep(0.001)
         raise AssertionError(f"never happened: {self.engine!r}")
 
-    async def occupied(self, output_tokens: int = 25, **fields: Any) -> asyncio.Task[Any]:
-        """Fills the only slot, so that what comes next has to wait."""
-        task = asyncio.create_task(self.post(max_tokens=output_tokens, **fields))
-        await self.until(lambda engine: engine.running == 1)
+    async def occupied(self, **fields: Any) -> asyncio.Task[Any]:
+        """Fills the only slot until the task is canceled, so that what comes next has to wait."""
+        task = asyncio.create_task(self.post(max_tokens=100_000, **fields))
+        await self.until(lambda engine: engine.running == 1 and engine.generated_tokens > 0)
         return task
+
+    async def released(self, busy: asyncio.Task[Any], *waiting: asyncio.Task[Any]) -> list[tuple[int, Any]]:
+        """Empties the slot and returns what those that waited for it got."""
+        busy.cancel()
+        return list(await asyncio.gather(*waiting))
 
     async def queued(self, *args: Any, **kwargs: Any) -> asyncio.Task[Any]:
         """Sends one request and returns when it waits in the engine's queue."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -76,9 +75,9 @@ async def test_the_metrics_have_the_engines_own_names(engine: EngineName) -> Non
 
 async def test_vllms_gauges_show_what_runs_and_what_waits() -> None:
     async with emulated(VLLM) as client:
-        busy = [await client.occupied(200), await client.queued()]
+        busy, waiting = await client.occupied(), await client.queued()
         _, text = await client.get("/metrics")
-        await asyncio.gather(*busy)
+        await client.released(busy, waiting)
         _, later = await client.get("/metrics")
     labels = '{engine="0",model_name="emulated"}'
     assert samples(text)[f"vllm:num_requests_running{labels}"] == 1
@@ -88,9 +87,9 @@ async def test_vllms_gauges_show_what_runs_and_what_waits() -> None:
 
 async def test_sglangs_queue_has_a_label_per_priority() -> None:
     async with emulated(SGLANG) as client:
-        busy = [await client.occupied(200), await client.queued(priority=7)]
+        busy, waiting = await client.occupied(), await client.queued(priority=7)
         _, text = await client.get("/metrics")
-        await asyncio.gather(*busy)
+        await client.released(busy, waiting)
     queue = {name: value for name, value in samples(text).items() if name.startswith("sglang:num_queue_reqs")}
     assert sorted(name.rsplit("priority=", 1)[1] for name in queue) == ['""}', '"7"}']
     assert set(queue.values()) == {1.0}
@@ -108,7 +107,7 @@ async def test_trtllms_json_statistics_are_read_destructively() -> None:
 
 async def test_trtllms_gauges_freeze_between_finished_requests() -> None:
     async with emulated(TRTLLM) as client:
-        busy = await client.occupied(200)
+        busy = await client.occupied()
         _, text = await client.get("/prometheus/metrics")
         busy.cancel()
     assert samples(text)['trtllm_num_requests_running{model_name="emulated",engine_type="pytorch"}'] == 0

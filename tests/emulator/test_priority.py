@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Any
 
@@ -23,9 +22,9 @@ def tagged(engine: EngineName, value: float) -> dict[str, Any]:
 async def order(engine: EngineName, requests: list[dict[str, Any]], **settings: Any) -> list[float | None]:
     """Queues the requests one after the other behind a full slot and returns the order of their first tokens."""
     async with emulated(engine, **settings) as client:
-        tasks = [await client.occupied()]
-        tasks += [await client.queued(**request) for request in requests]
-        assert [status for status, _ in await asyncio.gather(*tasks)] == [200] * len(tasks)
+        busy = await client.occupied()
+        tasks = [await client.queued(**request) for request in requests]
+        assert [status for status, _ in await client.released(busy, *tasks)] == [200] * len(tasks)
         return served_order(client.engine)
 
 
@@ -54,10 +53,10 @@ async def test_under_fcfs_a_priority_is_accepted_and_ignored(engine: EngineName)
 @pytest.mark.parametrize("engine", ENGINES)
 async def test_equal_priorities_are_first_come_first_served(engine: EngineName) -> None:
     async with emulated(engine) as client:
-        tasks = [await client.occupied()]
-        tasks += [await client.queued(**tagged(engine, 1)) for _ in range(5)]
-        ids = [answer["id"] for _, answer in await asyncio.gather(*tasks)]
-        assert [f"chatcmpl-{line.request_id}" for line in client.engine.log] == ids
+        busy = await client.occupied()
+        tasks = [await client.queued(**tagged(engine, 1)) for _ in range(5)]
+        ids = [answer["id"] for _, answer in await client.released(busy, *tasks)]
+        assert [f"chatcmpl-{line.request_id}" for line in client.engine.log][1:] == ids
 
 
 async def test_untagged_is_last_of_all_in_sglang_unless_there_is_a_default() -> None:
@@ -123,5 +122,5 @@ async def test_all_prompts_of_a_completion_queue_at_its_priority() -> None:
         high = await client.queued("completions", prompt=["a", "b"], n=2, priority=0.9)
         assert client.engine.waiting == 6
         assert client.engine.waiting_by_priority() == {0.1: 1, 0.9: 1}
-        await asyncio.gather(busy, low, high)
+        await client.released(busy, low, high)
         assert served_order(client.engine) == [0.9, 0.1]

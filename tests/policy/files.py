@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sidecar.policy import PolicyError, load
+from sidecar.policy.loading import load
+from sidecar.policy.problems import PolicyError
 
 SMALL = """\
 engine: vllm

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.policy import Api, Carrier, EngineName, Limits, PolicyError, Source, Tenant, load, load_files
+from sidecar.policy.loading import load, load_files
+from sidecar.policy.policy import Api, Carrier, EngineName, Limits, Source, Tenant
+from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import Shares, pool_rules
 from tests.policy.files import SMALL, mistakes, pool, tenant
 
@@ -31,7 +33,7 @@ def test_the_shipped_policy_is_the_ladder_of_the_design() -> None:
     )
     policy = load(SHIPPED)
     assert expected == policy.rules
-    assert (10_000, 1800.0) == (policy.tiers[4].max_waiting, policy.tiers[4].max_wait_s)
+    assert (policy.tiers[4].max_waiting, policy.tiers[4].max_wait_s) == (10_000, 1800.0)
     assert Tenant("anonymous", 3, 3) == policy.anonymous
 
 
@@ -49,18 +51,22 @@ def test_a_folder_and_its_file_are_the_same_policy() -> None:
 
 def test_what_is_left_out_has_its_documented_default(tmp_path: Path) -> None:
     policy = load(pool(tmp_path))
-    assert (Source.BODY, Source.HEADER, Source.ENDPOINT, Source.KEY) == policy.sources
-    assert [Api.CHAT, Api.COMPLETIONS, Api.RESPONSES, Api.MESSAGES, Api.EMBEDDINGS] == [
-        endpoint.api for endpoint in policy.endpoints.values()
+    assert policy.sources == (Source.BODY, Source.HEADER, Source.ENDPOINT, Source.KEY)
+    assert [endpoint.api for endpoint in policy.endpoints.values()] == [
+        Api.CHAT,
+        Api.COMPLETIONS,
+        Api.RESPONSES,
+        Api.MESSAGES,
+        Api.EMBEDDINGS,
     ]
-    assert (None, None, 1, b"x-priority") == (
+    assert (
         policy.anonymous,
         policy.carrier,
         policy.default_level,
         policy.tier_header,
-    )
-    assert (8 * 2**20, 30.0, 2.0) == (policy.max_body_bytes, policy.body_timeout_s, policy.disconnect_grace_s)
-    assert (None, 1000) == (policy.rules.promote_after_us, policy.rules.tiers[2].limit_tokens)
+    ) == (None, None, 1, b"x-priority")
+    assert (policy.max_body_bytes, policy.body_timeout_s, policy.disconnect_grace_s) == (8 * 2**20, 30.0, 2.0)
+    assert (policy.rules.promote_after_us, policy.rules.tiers[2].limit_tokens) == (None, 1000)
 
 
 def test_a_tier_may_be_written_with_nothing_behind_it(tmp_path: Path) -> None:
@@ -81,19 +87,19 @@ def test_a_tenant_becomes_levels(tmp_path: Path) -> None:
 
 def test_engine_levels_are_pairs_most_important_first(tmp_path: Path) -> None:
     text = f"{SMALL}sources: [engine, key]\nengine_levels: {{batch: 10, high: -5, normal: 0}}\n"
-    assert ((-5.0, 0), (0.0, 1), (10.0, 2)) == load(pool(tmp_path, text)).engine_levels
+    assert load(pool(tmp_path, text)).engine_levels == ((-5.0, 0), (0.0, 1), (10.0, 2))
 
 
 def test_an_endpoint_is_understood_by_the_path_it_is_forwarded_to(tmp_path: Path) -> None:
     text = f"{SMALL}endpoints: {{/night: {{tier: batch, forward_to: /v1/chat/completions}}, /x: {{api: messages}}}}\n"
     endpoints = load(pool(tmp_path, text)).endpoints
-    assert (Api.CHAT, 2) == (endpoints["/night"].api, endpoints["/night"].level)
+    assert (endpoints["/night"].api, endpoints["/night"].level) == (Api.CHAT, 2)
     assert Api.MESSAGES is endpoints["/x"].api
 
 
 def test_an_engine_may_be_told_its_other_carrier(tmp_path: Path) -> None:
     policy = load(pool(tmp_path, f"{SMALL}forward_priority: body\n"))
-    assert (EngineName.VLLM, Carrier.BODY) == (policy.engine, policy.carrier)
+    assert (policy.engine, policy.carrier) == (EngineName.VLLM, Carrier.BODY)
 
 
 def test_a_tokenizer_is_found_beside_the_policy(tmp_path: Path) -> None:
@@ -115,14 +121,14 @@ def test_every_mistake_of_every_file_is_reported_at_once_in_order(tmp_path: Path
     )
     tenant(tmp_path, "a", f"tenant: a\nkeys: [{HASH}]\ntier: hihg\n")
     tenant(tmp_path, "b", "tenant: b\nkeys: [\n")
-    assert [
+    assert mistakes(tmp_path)[:-1] == [
         'policy.yaml:1: engine: "vlm" is no engine; did you mean "vllm"?',
         'policy.yaml:4: tiers.high.reserve: "20" is not a share; write "20%"',
         'policy.yaml:5: tiers.low.reserve: "101%" is more than the whole pool; write "100%" or less',
         'policy.yaml:5: tiers.low.resreve: no such key; did you mean "reserve"?',
         'policy.yaml:6: default_tier: "lo" is no tier; did you mean "low"?',
         'tenants/a.yaml:3: tier: "hihg" is no tier; did you mean "high"?',
-    ] == mistakes(tmp_path)[:-1]
+    ]
     assert mistakes(tmp_path)[-1].startswith("tenants/b.yaml:3: not YAML: ")
 
 
@@ -148,12 +154,15 @@ def test_the_generation_changes_with_a_tenant_and_not_with_the_folder(tmp_path: 
 
 def test_what_was_read_knows_where_everything_stands() -> None:
     loaded = load_files(SHIPPED)
-    assert ["policy.yaml", "interactive.yaml", "research-batch.yaml", "standard.yaml"] == [
-        Path(file).name for file in loaded.files
+    assert [Path(file).name for file in loaded.files] == [
+        "policy.yaml",
+        "interactive.yaml",
+        "research-batch.yaml",
+        "standard.yaml",
     ]
     place = loaded.place(("tenants", "standard", "max_tier"))
     assert place is not None
-    assert "standard.yaml:13" == f"{Path(place.file).name}:{place.line}"
+    assert f"{Path(place.file).name}:{place.line}" == "standard.yaml:13"
 
 
 def test_two_thousand_tenants_load_in_about_a_second(tmp_path: Path) -> None:
@@ -162,5 +171,5 @@ def test_two_thousand_tenants_load_in_about_a_second(tmp_path: Path) -> None:
         digest = hashlib.sha256(str(number).encode()).hexdigest()
         tenant(tmp_path, f"t{number}", f'tenant: t{number}\nkeys: ["sha256:{digest}"]\ntier: normal\nweight: 2\n')
     began = time.process_time()
-    assert 2000 == len(load(tmp_path).tenants)
+    assert len(load(tmp_path).tenants) == 2000
     assert time.process_time() - began < 3  # measured 0.5; a loaded machine is no failure, a slow parser is

@@ -27,7 +27,7 @@ HASH = "sha256:" + "0" * 64
         ("sources: []", "sources: not a list with something in it; write [body, header, endpoint, key]"),
         (
             "sources: [engine]",
-            "engine_levels: missing; the source engine needs it, such as engine_levels: {high: 10, normal: 5, batch: 0}",
+            "engine_levels: missing; the source engine needs it, such as engine_levels: {high: 10, normal: 5, ",
         ),
         (
             "engine_levels: {high: 1}",
@@ -49,6 +49,7 @@ HASH = "sha256:" + "0" * 64
         ("body_timeout: 9999h", 'body_timeout: "9999h" is more than a year; write a shorter time such as "24h"'),
         ("tier_header: x priority", 'tier_header: "x priority" is not a header\'s name; '),
         ("tier_header: Authorization", 'tier_header: "Authorization" has a meaning of its own; '),
+        ("endpoints: {}", "endpoints: not a mapping with something in it; write {/v1/chat/completions: {}}"),
         ("endpoints: {v1/completions: {}}", 'endpoints.v1/completions: "v1/completions" is not a path; '),
         (
             "endpoints: {/v1/x: {}}",
@@ -57,7 +58,7 @@ HASH = "sha256:" + "0" * 64
         ("endpoints: {/v1/x: {api: chats}}", 'endpoints./v1/x.api: "chats" is no API; did you mean "chat"?'),
         ("tenants: nobody/*.yaml", "tenants: no file matches nobody/*.yaml; write a pattern such as tenants/*.yaml, "),
         ("tenants: 5", "tenants: 5 is not a pattern; put it in quotes, or write tenants/*.yaml"),
-        ("forward_priority: heder", 'forward_priority: "heder" is no way to forward; did you mean "header"?'),
+        ("forward_priority: query", 'forward_priority: "query" is no carrier; the carriers are header, body'),
         ('tenants: "a\\0b"', 'tenants: "a\\x00b" is not a pattern; write tenants/*.yaml'),
     ],
 )
@@ -183,7 +184,7 @@ def test_no_tenant_may_be_called_anonymous(tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
     found = mistakes(pool(tmp_path, f"{SMALL}tokenizer: tok.json\n"))
-    assert ["policy.yaml:7: tokenizer: there is no file tok.json; write where it is, relative to this file"] == found
+    assert found == ["policy.yaml:7: tokenizer: there is no file tok.json; write where it is, relative to this file"]
 
 
 def test_a_list_is_no_tier(tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ def test_a_colon_inside_a_value_is_told_to_need_quotes(tmp_path: Path) -> None:
 
 def test_a_key_written_twice_is_refused_and_the_rest_is_still_read(tmp_path: Path) -> None:
     data, problems = _read(tmp_path, b"a: 1\nb: 2\na: 3\n")
-    assert ["p.yaml:3: a: written twice, first on line 1; keep one of them"] == problems
-    assert {"a": 3, "b": 2} == data
+    assert problems == ["p.yaml:3: a: written twice, first on line 1; keep one of them"]
+    assert data == {"a": 3, "b": 2}
 
 
 @pytest.mark.parametrize(
@@ -64,23 +64,23 @@ def test_words_that_yaml_reads_as_something_else_are_kept_apart(tmp_path: Path, 
 @pytest.mark.parametrize("written", ["2024-01-01", "2024-99-99", ".inf", ".nan", "1.5e+3", "0b", "="])
 def test_dates_and_strange_numbers_are_ambiguous_or_text_but_never_numbers(tmp_path: Path, written: str) -> None:
     data, problems = _read(tmp_path, f"a: {written}\n".encode())
-    assert [] == problems
+    assert problems == []
     assert isinstance(data, dict)
     assert isinstance(data["a"], (Ambiguous, str))
 
 
 def test_plain_values_are_what_they_look_like(tmp_path: Path) -> None:
     data, _ = _read(tmp_path, b'{a: 1, b: 1.5, c: true, d: null, e: 1e3, f: "no", g: }\n')
-    assert {"a": 1, "b": 1.5, "c": True, "d": None, "e": "1e3", "f": "no", "g": None} == data
+    assert data == {"a": 1, "b": 1.5, "c": True, "d": None, "e": "1e3", "f": "no", "g": None}
 
 
 def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
-    assert ({"a": 1}, []) == _read(tmp_path, b"\xef\xbb\xbfa: 1\n")
+    assert _read(tmp_path, b"\xef\xbb\xbfa: 1\n") == ({"a": 1}, [])
 
 
 def test_a_name_that_yaml_reads_as_false_must_be_quoted(tmp_path: Path) -> None:
     _, problems = _read(tmp_path, b"a:\n  no: 1\n")
-    assert ['p.yaml:2: a.no: a name that means false in YAML; put it in quotes: "no"'] == problems
+    assert problems == ['p.yaml:2: a.no: a name that means false in YAML; put it in quotes: "no"']
 
 
 def test_a_missing_file_is_a_problem_and_not_an_exception(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_a_decimal_megabyte_is_refused_rather_than_guessed() -> None:
 
 
 def test_an_ambiguous_word_says_what_yaml_makes_of_it() -> None:
-    with pytest.raises(ValueError, match="^010 without quotes means 8 in YAML; write a count such as 400k"):
+    with pytest.raises(ValueError, match=r"^010 without quotes means 8 in YAML; write a count such as 400k"):
         units.count(Ambiguous("010", "8"))
 
 

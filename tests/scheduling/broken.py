@@ -65,13 +65,14 @@ class AgesPastTheCeiling(Scheduler):
 
 
 class LastInFirstOut(Scheduler):
-    """Tags a tenant's newest ticket as the smallest: a tenant overtakes itself."""
+    """Takes a tier's newest ticket instead of its head: a tenant overtakes itself."""
 
-    def submit(self, ticket_id: str, **ticket) -> Ticket:
-        submitted = super().submit(ticket_id, **ticket)
-        queue = self._tiers[submitted.tier].queue
-        queue._heap = sorted((-number, number, waiting) for _, number, waiting in queue._heap if waiting.queued)
-        return submitted
+    def _first(self, now_us: int) -> tuple[Ticket, int] | None:
+        first = super()._first(now_us)
+        if first is None:
+            return None
+        mine = [ticket for ticket in self._waiting.values() if ticket.tier == first[0].tier]
+        return max(mine, key=lambda ticket: ticket.sequence), first[1]
 
 
 class KnowsNoWeights(Scheduler):
@@ -102,7 +103,7 @@ class SettlesTwice(Scheduler):
         return True
 
 
-class LeaksCanceledLeases(Scheduler):
+class LeaksTokens(Scheduler):
     """Gives a settled lease's requests back, and not its tokens."""
 
     def settle(self, ticket_id: str) -> bool:

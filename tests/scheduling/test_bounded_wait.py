@@ -31,7 +31,7 @@ def policy_of(split: tuple[int, ...], luck: random.Random) -> Policy:
 
 
 def flood(luck: random.Random, largest: int, tiers: int) -> list[Arrival]:
-    """Bursts and streams from every tier, some tiers sending ten times as much as others, leases mostly at their longest."""
+    """Bursts and streams from every tier, some tiers sending far more than others, leases mostly at their longest."""
     arrivals = []
     for tier in range(tiers):
         rate_per_s = luck.choice([0.1, 1, 10])
@@ -90,7 +90,7 @@ def test_the_siege_that_breaks_others_stays_within_the_bound():
 
 
 def siege(kind: type[Scheduler]) -> list[Fraction]:
-    """Large tickets of the last tier, besieged by small ones of the first for a thousand seconds, always more than fit."""
+    """Large tickets of the last tier, besieged by more small ones of the first than ever fit."""
     policy = Policy((CAPACITY, None), (Shares("small"), Shares("large", reserve=Fraction(3, 10))))
     small = [Arrival(n * 50_000, f"s{n}", 0, 10, LONGEST_LEASE_US - n % 97 * 1_000) for n in range(20_000)]
     large = [Arrival(20_000_000 + n * 60_000_000, f"l{n}", 1, 200, LONGEST_LEASE_US) for n in range(10)]

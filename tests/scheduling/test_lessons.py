@@ -86,8 +86,9 @@ def besieged_large_requests(kind: type[Scheduler]) -> Outcome:
 
 def test_a_request_bigger_than_its_tiers_reserve_still_gets_in():
     outcome = besieged_large_requests(Scheduler)
-    assert len(outcome.admitted[BATCH]) >= 25
-    assert max(outcome.waits_s(BATCH)) < 60
+    assert len(outcome.admitted[BATCH]) >= 20
+    stuck = [arrival for arrival in outcome.left if arrival.tier == BATCH and arrival.at_us < 200_000_000]
+    assert stuck == []
 
 
 def test_a_request_bigger_than_its_tiers_share_starves_where_overtaking_is_free():

@@ -27,7 +27,7 @@ CONTROLS = [
     (broken.KnowsNoWeights, invariants.service_of_backlogged_tenants_differs_by_one_largest_ticket_each),
     (broken.ForgetsTheSecondDimension, invariants.leases_never_exceed_the_pool_but_for_resizes_that_outgrow_it),
     (broken.SettlesTwice, invariants.every_ticket_ends_once_and_ending_it_twice_changes_nothing),
-    (broken.LeaksCanceledLeases, invariants.the_figures_of_every_tier_are_those_of_the_record),
+    (broken.LeaksTokens, invariants.the_figures_of_every_tier_are_those_of_the_record),
     (broken.CallsEveryWaitStarvation, invariants.starvation_is_what_the_record_of_all_admissions_says),
 ]
 

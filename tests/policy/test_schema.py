@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sidecar.policy.schema import SCHEMAS, schema_text
+
+POLICIES = Path(__file__).parents[2] / "policies"
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_schema_in_policies_is_current(name: str) -> None:
+    written = (POLICIES / name).read_text(encoding="utf-8")
+    assert schema_text(SCHEMAS[name]) == written, "run: python -m sidecar.policy.schema"
+
+
+@pytest.mark.parametrize("model", SCHEMAS.values())
+def test_every_key_says_what_it_is_for(model: type) -> None:
+    for part in [model, *_inner(model)]:
+        assert [name for name, field in part.model_fields.items() if not field.description] == []
+
+
+def _inner(model: type) -> list[type]:
+    from sidecar.policy import models
+
+    return [found for name in model.model_json_schema().get("$defs", {}) for found in [getattr(models, name)]]
+
+
+@pytest.mark.parametrize("path", [POLICIES / "policy.yaml", *sorted((POLICIES / "tenants").glob("*.yaml"))], ids=str)
+def test_a_shipped_file_names_its_schema_for_editors(path: Path) -> None:
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    named = first.removeprefix("# yaml-language-server: $schema=")
+    assert (path.parent / named).resolve().is_file()
