@@ -1,5 +1,23 @@
-"""The policy: from YAML files to one immutable value, with every mistake at once, by file and line.
+"""The policy: from YAML files to one immutable value, with every mistake at once, by file and line."""
 
-`loading.load(path)` gives a `policy.Policy` or raises `problems.PolicyError`; `warnings.warnings(policy)` says what will
-surprise. Nothing is imported here, so that the scheduler gets the policy's types without pydantic and YAML.
-"""
+from sidecar.policy.loading import Loaded, load, load_files
+from sidecar.policy.policy import Api, Carrier, Endpoint, EngineName, Limits, Policy, Source, Tenant, Tier
+from sidecar.policy.problems import Place, PolicyError, Problem
+
+__all__ = [
+    "Api",
+    "Carrier",
+    "Endpoint",
+    "EngineName",
+    "Limits",
+    "Loaded",
+    "Place",
+    "Policy",
+    "PolicyError",
+    "Problem",
+    "Source",
+    "Tenant",
+    "Tier",
+    "load",
+    "load_files",
+]

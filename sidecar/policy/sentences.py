@@ -66,6 +66,6 @@ def _model_at(model: type[BaseModel], path: Path) -> type[BaseModel]:
 
 def _nested(annotation: Any) -> type[BaseModel] | None:
     """The model inside an annotation such as `Aging | None` or `dict[str, Annotated[TierBody, ...]]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for inner in get_args(annotation) if (found := _nested(inner))), None)
+    if inner := get_args(annotation):  # asked first: on Python 3.10 `dict[...]` passes for a class
+        return next((found for part in inner if (found := _nested(part))), None)
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None

@@ -33,8 +33,9 @@ class Overtaking:
 
     def first_after(self, arrival: int) -> int | None:
         """When the ticket that arrived as number `arrival` was first overtaken, None where it was not."""
-        index = bisect_right(self._arrivals, arrival)
-        return self._moments[index] if index < len(self._moments) else None
+        if not self._arrivals or arrival >= self._arrivals[-1]:  # most often: a newcomer that went straight in
+            return None
+        return self._moments[bisect_right(self._arrivals, arrival)]
 
     def is_long(self, waiting: int) -> bool:
         """Whether there are many more steps than the `waiting` tickets can ask for."""

@@ -181,8 +181,10 @@ class Scheduler:
             if tier.score >= score:
                 break
             if tier.rules.level != ticket.tier:
-                tokens -= max(0, tier.rules.headroom_tokens - tier.held_tokens)
-                requests -= max(0, tier.rules.headroom_requests - tier.held_requests)
+                if tier.held_tokens < tier.rules.headroom_tokens:
+                    tokens -= tier.rules.headroom_tokens - tier.held_tokens
+                if tier.held_requests < tier.rules.headroom_requests:
+                    requests -= tier.rules.headroom_requests - tier.held_requests
         return tokens >= 0 and requests >= 0
 
     def _admit(self, ticket: Ticket, score: int, now_us: int) -> Admission:

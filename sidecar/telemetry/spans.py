@@ -13,15 +13,11 @@ is called on the request's path, so nothing raises; the first failure is logged,
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
 
-from opentelemetry import context as otel_context
-from opentelemetry import propagate, trace
+from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.propagators.textmap import Getter, Setter, TextMapPropagator
 from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvider, Span, SpanKind, StatusCode
 
-from sidecar.version import __version__
 from sidecar.events import (
     Admitted,
     Classified,
@@ -36,6 +32,8 @@ from sidecar.events import (
     Settled,
 )
 from sidecar.telemetry import semconv
+from sidecar.telemetry.propagation import injected, parent_of
+from sidecar.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +67,14 @@ class SpanObserver:
             self._reported = True
             logger.exception("tracing failed; requests go on without, and further failures are not logged")
 
+    def injected(self, span: Span, received: Received) -> Headers:
+        """The headers that carry a span's context on; none where that failed."""
+        try:
+            return injected(span, received.headers)
+        except Exception:
+            self.report()
+            return ()
+
     def _current_tracer(self) -> trace.Tracer | None:
         provider = self._given_provider or trace.get_tracer_provider()
         if provider is not self._provider:
@@ -77,7 +83,7 @@ class SpanObserver:
         return self._tracer
 
     def _observe(self, tracer: trace.Tracer, event: Received) -> Observation | None:
-        parent, kind = _parent_of(event.headers)
+        parent, kind = parent_of(event.headers)
         span = tracer.start_span(
             semconv.ADMISSION,
             parent,
@@ -104,7 +110,7 @@ class SampledOut:
 
     def headers(self) -> Headers:
         """The unrecorded span's context."""
-        return _injected(self._observer, self._span, self._received.headers)
+        return self._observer.injected(self._span, self._received)
 
     def on_event(self, event: Event) -> None:
         """Nothing is recorded."""
@@ -148,7 +154,7 @@ class RequestSpans:
     def headers(self) -> Headers:
         """The `engine` span's context once admitted, so that the engine's own spans hang below it."""
         span = self._admission if self._engine is None else self._engine
-        return _injected(self._observer, span, self._received.headers)
+        return self._observer.injected(span, self._received)
 
     def on_event(self, event: Event) -> None:
         """Record it; `Refused` and `Settled` end the spans."""
@@ -279,73 +285,12 @@ class RequestSpans:
         return self._received.wall_ns + (at_us - self._received.at_us) * 1000
 
 
-class _HeaderGetter(Getter[Headers]):
-    """Reads ASGI headers; names are matched in any case, as some propagators spell theirs with capitals."""
-
-    def get(self, carrier: Headers, key: str) -> list[str] | None:
-        wanted = key.lower().encode("latin-1")
-        return [value.decode("latin-1") for name, value in carrier if name == wanted] or None
-
-    def keys(self, carrier: Headers) -> list[str]:
-        return [name.decode("latin-1") for name, _ in carrier]
-
-
-class _HeaderSetter(Setter[list[tuple[bytes, bytes]]]):
-    """Writes ASGI headers."""
-
-    def set(self, carrier: list[tuple[bytes, bytes]], key: str, value: str) -> None:
-        carrier.append((key.lower().encode("latin-1"), value.encode("latin-1")))
-
-
-@lru_cache(maxsize=4)
-def _fields_of(propagator: TextMapPropagator) -> frozenset[bytes]:
-    return frozenset(field.lower().encode("latin-1") for field in propagator.fields)
-
-
-_GETTER = _HeaderGetter()
-_SETTER = _HeaderSetter()
-_TRACEPARENT = b"traceparent"
-_TRACESTATE = b"tracestate"
-
-
 def _tracer_of(provider: trace.TracerProvider) -> trace.Tracer | None:
     """The provider's tracer, or None where it records nothing (no SDK, or an SDK switched off by OTEL_SDK_DISABLED)."""
     if isinstance(provider, ProxyTracerProvider | NoOpTracerProvider):
         return None
     tracer = provider.get_tracer("sidecar", __version__)
     return None if isinstance(tracer, NoOpTracer) else tracer
-
-
-def _parent_of(headers: Headers) -> tuple[Context, SpanKind]:
-    """The context to start `admission` in, and its kind.
-
-    Mounted into a server that is instrumented itself, the request's SERVER span is there already and has read the
-    headers: then we are a part of it (INTERNAL). Otherwise the parent is what the client sent, if anything.
-    """
-    if trace.get_current_span().get_span_context().is_valid:
-        return otel_context.get_current(), SpanKind.INTERNAL
-    if _fields_of(propagate.get_global_textmap()).isdisjoint([name for name, _ in headers]):
-        return Context(), SpanKind.SERVER
-    return propagate.extract(headers, Context(), _GETTER), SpanKind.SERVER
-
-
-def _injected(observer: SpanObserver, span: Span, client_headers: Headers) -> Headers:
-    """The headers that carry the span's context; none where that failed.
-
-    The context has nothing but the span, so that baggage is not written anew: the client's own passes as it came.
-    """
-    headers: list[tuple[bytes, bytes]] = []
-    try:
-        propagate.inject(headers, trace.set_span_in_context(span, Context()), _SETTER)
-    except Exception:
-        observer.report()
-        return ()
-    # A tracestate that was not taken over belongs to another trace, and must not travel beside our traceparent. W3C
-    # lets an empty one replace it.
-    names = [name for name, _ in headers]
-    if _TRACEPARENT in names and _TRACESTATE not in names and _TRACESTATE in [name for name, _ in client_headers]:
-        headers.append((_TRACESTATE, b""))
-    return headers
 
 
 def _engine_request(classified: Classified | None) -> Attributes:

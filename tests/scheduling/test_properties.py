@@ -25,9 +25,9 @@ from sidecar.policy.rules import Shares
 from sidecar.scheduling import Scheduler, Ticket
 
 QUICK = settings(
-    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), database=None
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), database=None
 )
-LONG = settings(QUICK, max_examples=5000, stateful_step_count=80)
+LONG = settings(QUICK, max_examples=2000, stateful_step_count=80)
 
 FEW_TOKENS = st.integers(1, 30)
 FEW_REQUESTS = st.sampled_from([1, 1, 1, 2, 3])
