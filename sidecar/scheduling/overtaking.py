@@ -26,8 +26,14 @@ class Overtaking:
         return len(self._arrivals)
 
     def admitted(self, arrival: int, now_us: int) -> None:
-        """Notes that the ticket which arrived as number `arrival` was admitted at `now_us`."""
-        if not self._arrivals or arrival > self._arrivals[-1]:
+        """Notes that the ticket which arrived as number `arrival` was admitted at `now_us`.
+
+        Nobody stands between a step and the very next arrival, so newcomers that go straight in one after the other
+        stay one step: whoever they overtook was overtaken by the first of them.
+        """
+        if self._arrivals and arrival == self._arrivals[-1] + 1:
+            self._arrivals[-1] = arrival
+        elif not self._arrivals or arrival > self._arrivals[-1]:
             self._arrivals.append(arrival)
             self._moments.append(now_us)
 
