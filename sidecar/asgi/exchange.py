@@ -264,7 +264,7 @@ class Exchange:
 
     async def _send_body(self, message: Message) -> None:
         body = message.get("body", b"")
-        if body:
+        if body and self._stage is Stage.RUNNING:  # what comes behind the grace of a client that left is told nobody
             if not self._usage.has_begun:
                 self._report.first_byte(self._status)
             self._usage.feed(body)
@@ -309,6 +309,7 @@ class Exchange:
         """Gives the lease back and says what it cost, the first time it is called."""
         if not self._lease.settle():
             return
+        self._stage = Stage.OVER
         if outcome is Outcome.FAILED and self._client_left_us is not None:
             outcome, error = Outcome.CLIENT_LEFT, None  # whatever the app makes of it, that was why
         understood, usage = self._understood, self._usage

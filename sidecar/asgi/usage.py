@@ -39,9 +39,11 @@ class UsageReader:
         self.has_begun = False
         self._carried = b""
 
-    def feed(self, body: bytes) -> None:
+    def feed(self, body: bytes | memoryview) -> None:
         """Takes the next bytes of the response, as they were sent."""
         self.has_begun = True
+        if isinstance(body, memoryview):  # Starlette lets apps send these
+            body = bytes(body)
         self.chunks += body.count(b"data:")
         window = self._carried + body
         if _NAME not in window:

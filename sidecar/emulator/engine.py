@@ -78,11 +78,11 @@ class Engine:
 
     def waiting_by_priority(self) -> Counter[float | None]:
         """Requests that have no slot yet, by the priority that the engine read."""
-        return Counter(generation.rank.value for generation in self._open if not generation.admitted)
+        return Counter(generation.rank.value for generation in self._open if generation.admitted_s is None)
 
     def running_by_priority(self) -> Counter[float | None]:
         """Requests that have a slot, by the priority that the engine read."""
-        return Counter(generation.rank.value for generation in self._open if generation.admitted)
+        return Counter(generation.rank.value for generation in self._open if generation.admitted_s is not None)
 
     def submit(self, ask: Ask, rank: Rank) -> Generation:
         """Queues a request. Raises Refusal where it can never fit or the queue is full."""
@@ -163,10 +163,17 @@ class Engine:
     def _close(self, generation: Generation, *, aborted: bool) -> None:
         del self._open[generation]
         now_s = asyncio.get_running_loop().time()
-        record = Served(
-            generation.request_id, generation.rank.value, generation.arrival_s, generation.first_token_s, now_s, aborted
+        self.log.append(
+            Served(
+                request_id=generation.request_id,
+                priority=generation.rank.value,
+                arrival_s=generation.arrival_s,
+                admitted_s=generation.admitted_s,
+                first_token_s=generation.first_token_s,
+                end_s=now_s,
+                aborted=aborted,
+            )
         )
-        self.log.append(record)
 
     async def _run(self) -> None:
         """Steps while there is work. A step's end is due when it is due: time lost to a busy loop is not lost twice."""
@@ -182,7 +189,8 @@ class Engine:
 
     def _admitted(self, step: Step[Choice], now_s: float) -> None:
         for choice in step.admitted:
-            choice.generation.admitted = True
+            if choice.generation.admitted_s is None:
+                choice.generation.admitted_s = now_s
             self.queue_time_s.observe(now_s - choice.generation.arrival_s)
         self.iterations.append((next(self._steps), self.load))
 

@@ -15,12 +15,14 @@ from sidecar.emulator.waiting import Rank
 class Served:
     """A line of the engine's log, for tests and experiments. Times are the event loop's, in seconds.
 
-    `first_token_s` is None for a request that ended before its first token.
+    `admitted_s` is when its first sequence got a slot, `first_token_s` when its first token was ready; None for a
+    request that ended before.
     """
 
     request_id: str
     priority: float | None
     arrival_s: float
+    admitted_s: float | None
     first_token_s: float | None
     end_s: float
     aborted: bool
@@ -57,7 +59,7 @@ class Generation:
     """
 
     __slots__ = (
-        "_waiter", "admitted", "arrival_s", "ask", "choices", "first_token_s", "fresh", "over", "rank", "refusal",
+        "_waiter", "admitted_s", "arrival_s", "ask", "choices", "first_token_s", "fresh", "over", "rank", "refusal",
         "remaining", "request_id", "tokens_per_chunk",
     )  # fmt: skip
 
@@ -74,7 +76,7 @@ class Generation:
         self.remaining = len(self.choices)
         self.fresh: list[Choice] = []
         self.first_token_s: float | None = None
-        self.admitted = False
+        self.admitted_s: float | None = None
         self.over = False
         self.refusal: Refusal | None = None
         self._waiter: asyncio.Future[None] | None = None

@@ -8,7 +8,7 @@ order of submission.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable
 
 SPARE_STEPS = 1024
@@ -53,12 +53,16 @@ class Overtaking:
         self._moments.clear()
 
     def forget_all_but(self, arrivals: Iterable[int]) -> None:
-        """Drops the steps that no ticket of the given arrivals, nor any later one, can ask for."""
+        """Drops the steps that no ticket of the given arrivals, which ascend, nor any later one, can ask for."""
         last = len(self._arrivals) - 1
-        if last < 0:
-            return
-        asked = {bisect_right(self._arrivals, arrival) for arrival in arrivals}
-        kept = sorted(asked | {last})
-        del kept[bisect_left(kept, len(self._arrivals)) :]
+        kept: list[int] = []
+        index = 0
+        for arrival in arrivals:
+            index = bisect_right(self._arrivals, arrival, index)
+            if index >= last:
+                break
+            if not kept or kept[-1] != index:
+                kept.append(index)
+        kept += [last] if last >= 0 else []
         self._arrivals = [self._arrivals[index] for index in kept]
         self._moments = [self._moments[index] for index in kept]

@@ -43,7 +43,7 @@ class Scheduler:
         self._all_tokens = 0
         self._all_requests = 0
         self._served = (0,) * len(rules.tiers)
-        self._waiting: dict[str, Ticket] = {}
+        self._waiting: dict[str, Ticket] = {}  # in order of arrival
         self._leases: dict[str, Ticket] = {}
         self._overtaking = Overtaking()
         self._sequence = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ async def test_every_event_arrives_when_it_is_sent() -> None:
             await reader.readuntil(EVENT + b"\r\n")
             arrivals.append(time.monotonic())
         assert (await reader.read()).endswith(b"0\r\n\r\n")
-    gaps = [later - earlier for earlier, later in zip(arrivals, arrivals[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(arrivals)]
     assert min(gaps) > 0.01  # not in one lump
     assert arrivals[-1] - arrivals[0] > 0.15
 

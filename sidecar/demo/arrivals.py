@@ -1,0 +1,57 @@
+"""Who sends what, when: one fixed, seeded sequence of requests that every run replays.
+
+An open loop: nobody waits for an answer before sending. Interactive and internal traffic comes as a Poisson process and
+fills most of the engine; half a second in, a research job drops hundreds of requests at once. Together they ask for about
+a third more than the engine can do.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One kind of traffic. `header` is the tier that its client asks for, None where the key says it."""
+
+    tier: str
+    key: str
+    per_second: float
+    header: str | None = None
+    burst: int = 0
+    burst_at_s: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request. `at_s` counts from the start of the run, sizes are in tokens."""
+
+    at_s: float
+    stream: Stream
+    prompt_tokens: int
+    output_tokens: int
+
+
+STREAMS = (
+    Stream("high", "sk-demo-interactive", per_second=30),
+    Stream("normal", "sk-demo-standard", per_second=40),
+    Stream("low", "sk-demo-standard", per_second=14, header="low"),
+    Stream("batch", "sk-demo-research", per_second=20, burst=260),
+)
+PROMPT_TOKENS = (40, 320)
+OUTPUT_TOKENS = (16, 48)
+
+
+def arrivals(duration_s: float, seed: int = 1) -> list[Arrival]:
+    """All requests of one run, in order of their times."""
+    rng = random.Random(seed)
+    found: list[Arrival] = []
+    for stream in STREAMS:
+        times = [stream.burst_at_s] * stream.burst
+        at_s = rng.expovariate(stream.per_second)
+        while at_s < duration_s:
+            times.append(at_s)
+            at_s += rng.expovariate(stream.per_second)
+        found += [Arrival(at_s, stream, rng.randint(*PROMPT_TOKENS), rng.randint(*OUTPUT_TOKENS)) for at_s in times]
+    return sorted(found, key=lambda arrival: arrival.at_s)

@@ -1,0 +1,117 @@
+"""The clients of a run: they send each request when its time has come, whatever became of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+
+from sidecar.demo.arrivals import Arrival, Stream
+
+ANSWER_WITHIN_S = 60.0
+_ID = re.compile(rb'"id": ?"[a-z]+-(\w+)"')
+_WORDS = "the queue serves a token under load while every tenant waits for some work before lunch and home ".split()
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one client saw. `ttft_s` is None where no token came; `request_id` is the engine's own."""
+
+    arrival: Arrival
+    status: int
+    ttft_s: float | None
+    door_wait_s: float
+    request_id: str | None
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run is."""
+
+    sent: int = 0
+    answered: int = 0
+    failed: int = 0
+
+
+Asking = Callable[[Stream], tuple[Mapping[str, str], Mapping[str, object]]]
+"""A request's headers and additional body members: what the three runs differ in."""
+
+
+async def play(
+    port: int, arrivals: Sequence[Arrival], asking: Asking, report: Callable[[float, Progress], None]
+) -> list[Seen]:
+    """Sends all arrivals to a server on loopback and returns what came back, in the same order.
+
+    `report` is called about four times a second with the seconds since the start.
+    """
+    progress = Progress()
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=ANSWER_WITHIN_S)
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector, timeout=timeout) as session:
+        began = time.monotonic()
+        reporter = asyncio.ensure_future(_report(began, progress, report))
+        tasks: list[asyncio.Task[Seen]] = []
+        for arrival in arrivals:
+            await asyncio.sleep(began + arrival.at_s - time.monotonic())
+            tasks.append(asyncio.ensure_future(_send(session, arrival, asking, progress)))
+            progress.sent += 1
+        seen = await asyncio.gather(*tasks)
+        reporter.cancel()
+    return list(seen)
+
+
+async def _report(began: float, progress: Progress, report: Callable[[float, Progress], None]) -> None:
+    while True:
+        report(time.monotonic() - began, progress)
+        await asyncio.sleep(0.25)
+
+
+async def _send(session: aiohttp.ClientSession, arrival: Arrival, asking: Asking, progress: Progress) -> Seen:
+    headers, members = asking(arrival.stream)
+    body = msgspec.json.encode(
+        {
+            "model": "emulated",
+            "messages": [{"role": "user", "content": _prompt(arrival.prompt_tokens)}],
+            "max_tokens": arrival.output_tokens,
+            "stream": True,
+            **members,
+        }
+    )
+    sent = time.monotonic()
+    try:
+        async with session.post(
+            "/v1/chat/completions", data=body, headers={"content-type": "application/json", **headers}
+        ) as response:
+            first, ttft_s = await _first_chunk(response, sent)
+            async for _ in response.content.iter_any():
+                pass
+    except (aiohttp.ClientError, TimeoutError):
+        progress.failed += 1
+        return Seen(arrival, 0, None, 0.0, None)
+    progress.answered += response.status == 200
+    progress.failed += response.status != 200
+    found = _ID.search(first)
+    return Seen(
+        arrival=arrival,
+        status=response.status,
+        ttft_s=ttft_s if response.status == 200 else None,
+        door_wait_s=float(response.headers.get("x-admission-wait-ms", 0)) / 1000,
+        request_id=found.group(1).decode() if found else None,
+    )
+
+
+async def _first_chunk(response: aiohttp.ClientResponse, sent: float) -> tuple[bytes, float]:
+    """The first bytes of the answer, which come with the first token, and how long they took."""
+    chunk = await response.content.readany()
+    return chunk, time.monotonic() - sent
+
+
+def _prompt(tokens: int) -> str:
+    """Text of about that many tokens, at the usual four bytes each."""
+    text = " ".join(_WORDS)
+    return (text * (tokens * 4 // len(text) + 1))[: tokens * 4]

@@ -1,0 +1,101 @@
+"""What a run's clients saw, joined with the engine's record: waits, starvation, shares and utilization by tier.
+
+The waiting of all three runs is measured the same way, at the door and in the engine together: from the arrival of a
+request to the moment the engine gave it a slot. Starvation is the part of it after a request that arrived later got one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sidecar.demo.client import Seen
+from sidecar.emulator.generation import Served
+from sidecar.scheduling.overtaking import Overtaking
+
+QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
+Distribution = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TierFigures:
+    """One tier in one run. `share` is its part of the tokens that got a slot while requests still arrived."""
+
+    requests: int
+    share: float
+    ttft_s: Distribution
+    queue_wait_s: Distribution
+    starvation_s: Distribution
+
+
+@dataclass(frozen=True, slots=True)
+class RunFigures:
+    """One run. `utilization` is the part of the engine's slots in use while requests arrived; `failed` counts errors."""
+
+    name: str
+    utilization: float
+    failed: int
+    tiers: Mapping[str, TierFigures]
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    seen: Seen
+    arrived_s: float
+    admitted_s: float
+    end_s: float
+
+    @property
+    def tokens(self) -> int:
+        return self.seen.arrival.prompt_tokens + self.seen.arrival.output_tokens
+
+
+def measure(name: str, tiers: Sequence[str], seen: Sequence[Seen], log: Sequence[Served], slots: int) -> RunFigures:
+    """The figures of a run. `tiers` gives the order of the table, most important first."""
+    requests = _join(seen, log)
+    arrivals = sorted(request.arrived_s for request in requests)
+    began_s, ended_s = arrivals[0], arrivals[-1]
+    busy_s = sum(max(0.0, min(r.end_s, ended_s) - max(r.admitted_s, began_s)) for r in requests)
+    starvation = _starvation(requests)
+    in_time = [request for request in requests if request.admitted_s <= ended_s]
+    all_tokens = sum(request.tokens for request in in_time) or 1
+    found: dict[str, TierFigures] = {}
+    for tier in tiers:
+        mine = [request for request in requests if request.seen.arrival.stream.tier == tier]
+        if mine:
+            found[tier] = TierFigures(
+                requests=len(mine),
+                share=sum(r.tokens for r in in_time if r.seen.arrival.stream.tier == tier) / all_tokens,
+                ttft_s=_distribution([r.seen.ttft_s or 0.0 for r in mine]),
+                queue_wait_s=_distribution([r.admitted_s - r.arrived_s for r in mine]),
+                starvation_s=_distribution([starvation[id(r)] for r in mine]),
+            )
+    return RunFigures(name, busy_s / (slots * (ended_s - began_s)), len(seen) - len(requests), found)
+
+
+def _join(seen: Sequence[Seen], log: Sequence[Served]) -> list[_Request]:
+    served = {record.request_id: record for record in log}
+    joined: list[_Request] = []
+    for one in seen:
+        record = served.get(one.request_id or "")
+        if record is not None and record.admitted_s is not None and one.ttft_s is not None:
+            joined.append(_Request(one, record.arrival_s - one.door_wait_s, record.admitted_s, record.end_s))
+    return joined
+
+
+def _starvation(requests: Sequence[_Request]) -> dict[int, float]:
+    """Seconds from a request's first overtaking to its slot, by the request's identity."""
+    order = {id(request): rank for rank, request in enumerate(sorted(requests, key=lambda r: r.arrived_s))}
+    overtaking = Overtaking()
+    found: dict[int, float] = {}
+    for request in sorted(requests, key=lambda r: (r.admitted_s, r.arrived_s)):
+        admitted_us = int(request.admitted_s * 1e6)
+        overtaken_us = overtaking.first_after(order[id(request)])
+        found[id(request)] = 0.0 if overtaken_us is None else (admitted_us - overtaken_us) / 1e6
+        overtaking.admitted(order[id(request)], admitted_us)
+    return found
+
+
+def _distribution(values: Sequence[float]) -> Distribution:
+    ordered = sorted(values)
+    return {name: ordered[min(len(ordered) - 1, int(part * len(ordered)))] for name, part in QUANTILES.items()}
