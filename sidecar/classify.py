@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from math import floor
 from typing import NamedTuple
 
@@ -23,6 +25,12 @@ from sidecar.policy.policy import Endpoint, Policy, Source, Tenant
 BEARER = b"bearer "
 
 
+class Fallback(str, Enum):
+    """Stands in for a source where none answers: the policy's `default_tier`."""
+
+    DEFAULT = "default"
+
+
 class Asked(NamedTuple):
     """What a request says of its priority. `headers` holds the last value of every header, by lower-case name."""
 
@@ -32,12 +40,16 @@ class Asked(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What one source said. `level` is None where it said nothing; `statement` is the field or header it read."""
+    """What one source said. `level` is None where it said nothing; `statement` is the field or header it read.
 
-    source: Source
+    `refusal` is what the request is answered with, where the value means nothing and no source before this one answers.
+    """
+
+    source: Source | Fallback
     level: int | None
     statement: str | None = None
     value: str = ""
+    refusal: UnknownTier | None = None
 
 
 @dataclass(slots=True)
@@ -50,7 +62,7 @@ class Classification:
 
     tenant: Tenant
     level: int
-    source: Source
+    source: Source | Fallback
     clamped_from: int | None
     ignored: tuple[str, ...]
 
@@ -86,13 +98,14 @@ class Classifier:
 
     def classify(self, asked: Asked, tenant: Tenant) -> Classification:
         """The level a request gets. Raises UnknownTier for a name that is no tier or a number out of range."""
-        won = Answer(Source.KEY, tenant.level)
+        won, level = Answer(Fallback.DEFAULT, None), self._policy.default_level
         for consult in self._consults:
             answer = consult(asked, tenant)
+            if answer.refusal is not None:
+                raise answer.refusal
             if answer.level is not None:
-                won = answer
+                won, level = answer, answer.level
                 break
-        level = won.level if won.level is not None else tenant.level
         granted = max(level, tenant.max_level)
         return Classification(
             tenant=tenant,
@@ -117,14 +130,19 @@ class Classifier:
 
     def _body(self, asked: Asked, tenant: Tenant) -> Answer:  # noqa: ARG002  # every source is asked alike
         raw = asked.payload.priority
-        # Where engines' own priorities count, a number in `priority` is one of them; a name is always ours.
-        if raw is None or (Source.ENGINE in self._policy.sources and raw[:1] != b'"'):
+        # Where the engine's own priorities count, what it reads in `priority` is one of them; a name is always ours.
+        if raw in (None, b"null") or (Source.ENGINE in self._policy.sources and self._is_engines(asked.payload)):
             return Answer(Source.BODY, None)
+        assert raw is not None
         try:
             value = msgspec.json.decode(raw)
         except msgspec.MsgspecError:  # a number beyond a double
             value = None
-        return Answer(Source.BODY, self._level("priority", value, raw), "priority", _shown(raw))
+        return self._answer(Source.BODY, "priority", value, raw)
+
+    def _is_engines(self, payload: Payload) -> bool:
+        stated = self._dialect.asked(payload, {})
+        return stated is not None and stated.statement == "priority"
 
     def _header(self, asked: Asked, tenant: Tenant) -> Answer:  # noqa: ARG002
         raw = asked.headers.get(self._policy.tier_header)
@@ -132,11 +150,11 @@ class Classifier:
             return Answer(Source.HEADER, None)
         name = self._policy.tier_header.decode("latin-1")
         text = raw.decode("latin-1").strip()
-        try:
-            value: object = float(text)
-        except ValueError:
-            value = text
-        return Answer(Source.HEADER, self._level(name, value, raw), name, _shown(raw))
+        value: object = text
+        if self._policy.level_of(text) is None:
+            with suppress(ValueError):
+                value = float(text)
+        return self._answer(Source.HEADER, name, value, raw)
 
     def _engine(self, asked: Asked, tenant: Tenant) -> Answer:  # noqa: ARG002
         stated = self._dialect.asked(asked.payload, asked.headers)
@@ -153,16 +171,17 @@ class Classifier:
         )
         return Answer(Source.ENGINE, level, stated.statement, f"{stated.value:g}")
 
-    def _level(self, where: str, value: object, raw: bytes) -> int:
+    def _answer(self, source: Source, where: str, value: object, raw: bytes) -> Answer:
         """A tier's name, or a number in [0, 1] with 1 the most important, mapped to the nearest rung of the ladder."""
         if isinstance(value, str) and (level := self._policy.level_of(value)) is not None:
-            return level
+            return Answer(source, level, where, _shown(raw))
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
-            return self._last - floor(value * self._last + 0.5)
+            return Answer(source, self._last - floor(value * self._last + 0.5), where, _shown(raw))
         tiers = ", ".join(tier.name for tier in self._policy.tiers)
-        raise UnknownTier(
+        refusal = UnknownTier(
             f"{where}: {_shown(raw)} is no tier; send one of {tiers}, or a number from 0 to 1 (1 is the most important)"
         )
+        return Answer(source, None, where, _shown(raw), refusal)
 
 
 def api_key(headers: Mapping[bytes, bytes]) -> bytes | None:

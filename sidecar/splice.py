@@ -1,29 +1,28 @@
 r"""Changes single members of a JSON object and leaves every other byte as the client wrote it.
 
 The body has been validated before (`payload.read`), so the scan may trust its syntax: it only has to tell strings from
-structure. Keys are compared decoded, because `"pr\u0069ority"` is `priority` to the engine.
+structure. It looks for the keys first and counts brackets up to each, in C all the way: a body of 8 MB takes
+milliseconds, and one made of millions of brackets or strings does not hold the event loop up.
+
+Keys match decoded, because `"pr\u0069ority"` is `priority` to the engine.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from itertools import accumulate
 
-import msgspec
-
-_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\],:]', re.DOTALL)
+_SPACES = b" \t\r\n"
+_SPACE = re.compile(rb"[ \t\r\n]*")
 _OPENS = re.compile(rb"[ \t\r\n]*\{")
 _CLOSES = re.compile(rb"[ \t\r\n]*\}")
-
-
-class Member(NamedTuple):
-    """One `"key": value` of an object, as offsets into the body; `end` is behind the value."""
-
-    key: str
-    start: int
-    value: int
-    end: int
+_SCALAR = re.compile(rb'"[^"]*"|[^\s,}\]]+')
+_STRUCTURE = re.compile(rb'"[^"]*"|[{}\[\]]')
+_ALL_BUT_BRACKETS = bytes(set(range(256)) - set(b"{}[]"))
+_STEP = {ord("{"): 1, ord("["): 1, ord("}"): -1, ord("]"): -1}
+_FIRST_CHUNK = 256
 
 
 def insert(body: bytes, key: str, value: bytes) -> bytes:
@@ -34,65 +33,113 @@ def insert(body: bytes, key: str, value: bytes) -> bytes:
 
 
 def remove(body: bytes, path: Sequence[str]) -> bytes:
-    """Takes out every member that a path of keys leads to, duplicates included."""
-    opens = _OPENS.match(body)
-    if opens is None:
+    """Takes out every member that a path of keys leads to, duplicates included. Keys are ASCII identifiers."""
+    if _OPENS.match(body) is None:
         return body
-    found = list(_find(body, opens.end() - 1, tuple(path)))
-    for start, end in reversed(found):
-        body = body[:start] + body[end:]
-    return body
+    plain = _without_escaped_quotes(body)
+    kept, since = [], 0
+    for start, end in _cuts(plain, _members(plain, tuple(path))):
+        kept.append(body[since:start])
+        since = end
+    return b"".join([*kept, body[since:]]) if kept else body
 
 
-def _find(body: bytes, opening: int, path: tuple[str, ...]) -> Iterator[tuple[int, int]]:
-    """The spans to cut, commas included, in order."""
-    members = list(_members(body, opening))
-    cut_before = True  # nothing that stays stands before this member: its comma is the one behind it
-    for index, member in enumerate(members):
-        if member.key != path[0]:
-            cut_before = False
-        elif len(path) > 1:
-            cut_before = False
-            if body[member.value : member.value + 1] == b"{":
-                yield from _find(body, member.value, path[1:])
-        elif not cut_before:
-            yield members[index - 1].end, member.end
+def _without_escaped_quotes(body: bytes) -> bytes:
+    """The same length, and every quote left in it begins or ends a string: outside of those is no backslash."""
+    return body.replace(b"\\\\", b"??").replace(b'\\"', b"??") if b"\\" in body else body
+
+
+@lru_cache(maxsize=64)
+def _keys(path: tuple[str, ...], escapes: bool) -> re.Pattern[bytes]:
+    """Finds the keys of a path, each character as itself or, with `escapes`, as its escape."""
+    if not all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key) for key in path):
+        raise ValueError(f"keys are ASCII identifiers, not {path}")
+    spelled = [
+        "".join(rf"(?:{letter}|\\u00(?i:{ord(letter):02x}))" if escapes else letter for letter in key)
+        for key in dict.fromkeys(path)
+    ]
+    return re.compile(rf'"(?:{"|".join(f"({key})" for key in spelled)})"[ \t\r\n]*:[ \t\r\n]*'.encode())
+
+
+def _members(plain: bytes, path: tuple[str, ...]) -> Iterator[tuple[int, int]]:
+    """Where the members at the end of a path begin, and their values.
+
+    `known` counts the keys of the path whose objects are open: the object behind the key number n is `n + 1` deep, and
+    closes when the depth falls below that.
+    """
+    names = list(dict.fromkeys(path))
+    depth = known = since = 0
+    for found in _keys(path, b"\\u" in plain).finditer(plain):
+        brackets = _brackets(plain, since, found.start())
+        if known:
+            lowest = min(accumulate(map(_STEP.__getitem__, brackets), initial=depth))
+            known = min(known, lowest - 1)
+        depth += brackets.count(b"{") + brackets.count(b"[") - brackets.count(b"}") - brackets.count(b"]")
+        since = found.end()
+        if depth != known + 1 or names[(found.lastindex or 1) - 1] != path[known]:
+            continue
+        if known == len(path) - 1:
+            yield found.start(), found.end()
+        elif plain[since : since + 1] == b"{":
+            known, depth, since = known + 1, depth + 1, since + 1
+
+
+def _brackets(plain: bytes, start: int, end: int) -> bytes:
+    """The brackets between two places outside of strings, those in strings left out."""
+    return b"".join(plain[start:end].split(b'"')[::2]).translate(None, _ALL_BUT_BRACKETS)
+
+
+def _cuts(plain: bytes, members: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The spans to take out, one comma each, in order."""
+    first = -1  # where the object's first member begins, once those before it are cut
+    for start, value in members:
+        end = _end(plain, value)
+        before = _without_space(plain, start)
+        if plain[before - 1] != ord("{") and start != first:
+            yield _without_space(plain, before - 1), end
+            continue
+        following = _space(plain, end)
+        if plain[following] == ord(","):
+            first = _space(plain, following + 1)
+            yield start, first
         else:
-            following = members[index + 1].start if index + 1 < len(members) else member.end
-            yield member.start, following
+            yield start, end
 
 
-def _members(body: bytes, opening: int) -> Iterator[Member]:
-    """The members of the object that opens at `opening`."""
-    depth = 0
-    key: re.Match[bytes] | None = None
-    value = -1
-    end = opening
-    for token in _TOKEN.finditer(body, opening):
-        mark = token.group()[:1]
-        if mark in b"}]":
-            depth -= 1
-        if depth == 1 and key is None and mark == b'"':
-            key = token
-        elif depth == 1 and mark == b":" and value < 0:
-            value = _next_byte(body, token.end())
-        elif key is not None and ((depth == 1 and mark == b",") or depth == 0):
-            end = _last_byte(body, token.start())
-            yield Member(msgspec.json.decode(key.group(), type=str), key.start(), value, end)
-            key, value = None, -1
-        if depth == 0 and mark == b"}":
-            return
-        if mark in b"{[":
-            depth += 1
+def _end(plain: bytes, value: int) -> int:
+    """Where a value ends. Reads little more than the value itself."""
+    scalar = _SCALAR.match(plain, value) if plain[value] not in b"{[" else None
+    if scalar is not None:
+        return scalar.end()
+    depth, since, chunk = 0, value, _FIRST_CHUNK
+    while True:
+        until = min(since + chunk, len(plain))
+        if plain.count(b'"', since, until) % 2:
+            until = plain.index(b'"', until) + 1
+        steps = [_STEP[bracket] for bracket in _brackets(plain, since, until)]
+        if depth + min(accumulate(steps), default=1) <= 0:
+            return _closing(plain, since, depth)
+        depth, since, chunk = depth + sum(steps), until, chunk * 2
 
 
-def _next_byte(body: bytes, offset: int) -> int:
-    while body[offset] in b" \t\r\n":
-        offset += 1
-    return offset
+def _closing(plain: bytes, since: int, depth: int) -> int:
+    """Where the depth first comes back to zero."""
+    for token in _STRUCTURE.finditer(plain, since):
+        depth += _STEP.get(plain[token.start()], 0)
+        if depth == 0:
+            return token.end()
+    raise ValueError("a bracket is not closed")
 
 
-def _last_byte(body: bytes, offset: int) -> int:
-    while body[offset - 1] in b" \t\r\n":
-        offset -= 1
-    return offset
+def _space(plain: bytes, offset: int) -> int:
+    """Behind the white space that begins at `offset`."""
+    found = _SPACE.match(plain, offset)
+    return offset if found is None else found.end()
+
+
+def _without_space(plain: bytes, end: int) -> int:
+    """Before the white space that ends at `end`."""
+    width = _FIRST_CHUNK
+    while not (text := plain[max(0, end - width) : end].rstrip(_SPACES)) and width < end:
+        width *= 2
+    return max(0, end - width) + len(text)

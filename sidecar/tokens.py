@@ -19,6 +19,8 @@ LEARNING_RATE = 0.1
 PLAUSIBLE_BYTES_PER_TOKEN = (1.0, 16.0)
 MODELS_REMEMBERED = 64
 """Model names come from clients; only answered requests teach, and the least recently used model is forgotten."""
+LONGEST_MODEL_NAME = 256
+"""Characters. A longer name teaches nothing: no model has one, and what is remembered must stay small."""
 SAMPLED_ABOVE = 32_768
 """Characters up to which a tokenizer reads the whole text: about 30 ms. Longer text is sampled, and extrapolated."""
 
@@ -52,6 +54,8 @@ class Estimator:
         """Takes in the engine's own count of a prompt that was pure text."""
         if payload.prompt_tokens or not payload.prompt_bytes or prompt_tokens < 1:
             return
+        if payload.model is not None and len(payload.model) > LONGEST_MODEL_NAME:
+            return
         least, most = PLAUSIBLE_BYTES_PER_TOKEN
         seen = min(most, max(least, payload.prompt_bytes / prompt_tokens))
         ratio = self._bytes_per_token.pop(payload.model, BYTES_PER_TOKEN)
@@ -66,17 +70,27 @@ def tokens_to_hold(payload: Payload, prompt_tokens: int, default_output_tokens: 
     return max(1, (prompt_tokens + payload.prompts * output) * payload.choices)
 
 
+class NoTokenizer(ValueError):
+    """The policy's tokenizer cannot be used; the text says why, and what to do."""
+
+
 class TokenizerCounter:
-    """Counts with a `tokenizer.json`. Needs the extra `tokenizers`."""
+    """Counts with a `tokenizer.json`. Needs the extra `tokenizers`. Raises NoTokenizer."""
 
     def __init__(self, path: str) -> None:
         try:
             from tokenizers import Tokenizer
         except ImportError:
-            raise RuntimeError(
+            raise NoTokenizer(
                 "the policy names a tokenizer, which needs an extra: pip install 'admission-sidecar[tokenizers]'"
             ) from None
-        self._tokenizer = Tokenizer.from_file(path)
+        try:
+            self._tokenizer = Tokenizer.from_file(path)
+        except Exception as error:  # the library raises nothing narrower
+            raise NoTokenizer(f"{path}: not a tokenizer.json ({error})") from None
+        # A file may carry both, for training: they would cap every count, or round it up.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
 
     async def count(self, text: str) -> int:
         """Tokens in `text`, in a thread; long text is counted on evenly spaced samples."""

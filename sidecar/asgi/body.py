@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
+
 from sidecar.asgi.types import Receive
 from sidecar.errors import BodyTooLarge
 from sidecar.pools import Grant
@@ -42,6 +45,18 @@ async def _read_on(receive: Receive, message: object, most_bytes: int) -> bytes:
         chunks.append(chunk)
         if not message.get("more_body", False):
             return b"".join(chunks)
+        message = await receive()
+
+
+async def discard_body(receive: Receive, most_s: float) -> None:
+    """Reads on for at most `most_s` and keeps nothing: most clients read no answer before they have sent everything."""
+    with suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(_to_the_end(receive), most_s)
+
+
+async def _to_the_end(receive: Receive) -> None:
+    message = await receive()
+    while message["type"] == "http.request" and message.get("more_body", False):
         message = await receive()
 
 

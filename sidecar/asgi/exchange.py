@@ -14,7 +14,7 @@ import sys
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from sidecar.asgi.body import ClientLeft, read_body
+from sidecar.asgi.body import ClientLeft, discard_body, read_body
 from sidecar.asgi.forwarding import forwarded_body, forwarded_headers, forwarded_scope
 from sidecar.asgi.report import Report
 from sidecar.asgi.responses import send_error
@@ -22,7 +22,7 @@ from sidecar.asgi.types import Message, Receive, Scope, Send
 from sidecar.asgi.understanding import Understood, declared_length, longest_wait_s
 from sidecar.asgi.usage import UsageReader
 from sidecar.engines import Forward, client_headers
-from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, QueueTimeout
+from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, InvalidHeader, QueueTimeout
 from sidecar.events import Outcome
 from sidecar.granted import SCOPE_KEY, Granted, current
 from sidecar.policy.policy import Api, Endpoint
@@ -190,9 +190,17 @@ class Exchange:
 
     async def _refuse(self, error: AdmissionError) -> None:
         # What is left of an unread body is of no use: the connection ends with the answer.
-        closes = isinstance(error, BodyTimeout | BodyTooLarge)
+        closes = isinstance(error, BodyTimeout | BodyTooLarge | InvalidHeader)
         headers = [(b"connection", b"close")] if closes else []
-        await send_error(self._send, error, anthropic=self._endpoint.api is Api.MESSAGES, headers=headers)
+        send = self._send_first if isinstance(error, BodyTooLarge) else self._send
+        await send_error(send, error, anthropic=self._endpoint.api is Api.MESSAGES, headers=headers)
+        if isinstance(error, BodyTooLarge):
+            await discard_body(self._receive, self._door.policy.body_timeout_s)
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_first(self, message: Message) -> None:
+        # The end comes later: the server closes then, which takes the answer from a client that is still sending.
+        await self._send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
 
     # -- from admission on
 

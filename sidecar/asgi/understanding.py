@@ -92,6 +92,8 @@ def declared_length(scope: Scope, headers: Mapping[bytes, bytes]) -> int | None:
     values = {value for name, value in scope["headers"] if name == b"content-length"}
     if len(values) > 1 or not given.isdigit() or len(given) > _LONGEST_LENGTH:
         raise InvalidHeader("content-length is given twice, or is no number of bytes; send it once")
+    if b"transfer-encoding" in headers:  # whoever sits behind us might believe the other one
+        raise InvalidHeader("content-length and transfer-encoding exclude each other; send one of them")
     return int(given)
 
 

@@ -1,4 +1,4 @@
-"""Shows what admission does: an emulated TensorRT-LLM that holds 160 requests gets a third more than it can do.
+"""Shows what admission does: an emulated TensorRT-LLM that runs 160 requests at once gets a third more than it can do.
 
 The same arrivals are played three times, over real HTTP on loopback: at equal priority (the control), with the engine's
 own priority, and behind admission. Tiers, tenants and keys are those of the example policies. Takes under a minute.
@@ -7,26 +7,20 @@ own priority, and behind admission. Tiers, tenants and keys are those of the exa
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import subprocess
 import sys
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from sidecar.policy.loading import load
-from sidecar.policy.policy import Policy
-from sidecar.policy.shipped import shipped_policies
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from sidecar.demo.arrivals import Arrival, Stream
-    from sidecar.demo.client import Asking, Progress
+    from sidecar.demo.client import Progress
     from sidecar.demo.measuring import RunFigures
+    from sidecar.demo.running import Run
 
 EXAMPLE = "  sidecar demo --json demo.json"
-RUNS = {"control": "alone", "engine": "alone", "admission": "door"}
+LOG_EVERY_S = 2.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,112 +32,49 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plays the three runs, prints the table. Returns 1 where requests failed."""
+    """Plays the three runs and prints the table. Returns 1 where requests failed."""
     from sidecar.demo.arrivals import arrivals
+    from sidecar.demo.running import RUNS, play_run, servers
     from sidecar.demo.table import sentence, table
+    from sidecar.policy.loading import load
+    from sidecar.policy.shipped import shipped_policies
 
+    out = sys.stderr if args.json == "-" else sys.stdout
     policy_path = shipped_policies()
     policy = load(policy_path)
     requests = arrivals(args.seconds, args.seed)
-    text = sys.stderr if args.json == "-" else sys.stdout
     print(
-        f"an emulated TensorRT-LLM with {policy.rules.requests} slots; {len(requests)} requests in {args.seconds:g} s, "
-        f"the same in each of three runs; policy {policy_path}",
-        file=text,
+        f"An emulated TensorRT-LLM runs {policy.rules.requests} requests at once. {len(requests)} arrive within "
+        f"{args.seconds:g} s, the same in each of three runs.\nTiers and tenants: {policy_path}",
+        file=out,
         flush=True,
     )
-    with _servers(policy_path) as ports:
-        figures = [_play(name, ports[name], requests, policy) for name in RUNS]
-        print(f"\n{table(figures)}\n\n{sentence(figures)}", file=text)
+    with servers(policy_path) as ports:
+        figures = [play_run(run, ports[run.name], requests, policy, _reporter(run)) for run in RUNS]
+        print(f"\n{table(figures)}\n\n{sentence(figures)}", file=out, flush=True)
         if args.json is not None:
             _write(args.json, figures)
         if args.keep:
-            _keep(ports["admission"])
+            _keep(ports["admission"], out)
     return 1 if any(one.failed for one in figures) else 0
 
 
-def _play(name: str, port: int, requests: Sequence[Arrival], policy: Policy) -> RunFigures:
-    import msgspec
-
-    from sidecar.demo.client import play
-    from sidecar.demo.measuring import measure
-    from sidecar.demo.server import LOG_PATH
-    from sidecar.emulator.generation import Served
-
-    seen = asyncio.run(play(port, requests, _asking(name, policy), _reporter(name, len(requests))))
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{LOG_PATH}") as response:
-        log = msgspec.json.decode(response.read(), type=list[Served])
-    print(file=sys.stderr)
-    return measure(name, [tier.name for tier in policy.tiers], seen, log, policy.rules.requests)
-
-
-def _asking(name: str, policy: Policy) -> Asking:
-    """What a client sends besides its prompt: nothing, the engine's own field, or its key and perhaps a tier."""
-    from sidecar.engines import dialect_of
-
-    dialect = dialect_of(policy.engine, None)
-
-    def control(_: Stream) -> tuple[Mapping[str, str], Mapping[str, object]]:
-        return {}, {}
-
-    def engine(stream: Stream) -> tuple[Mapping[str, str], Mapping[str, object]]:
-        level = policy.level_of(stream.tier)
-        assert level is not None
-        return {}, {"priority": dialect.priority(level, len(policy.tiers))}
-
-    def admission(stream: Stream) -> tuple[Mapping[str, str], Mapping[str, object]]:
-        asked = {} if stream.header is None else {"x-priority": stream.header}
-        return {"authorization": f"Bearer {stream.key}", **asked}, {}
-
-    return {"control": control, "engine": engine, "admission": admission}[name]
-
-
-def _reporter(name: str, total: int) -> Callable[[float, Progress], None]:
-    from sidecar.demo.table import TITLES
-
-    number = list(RUNS).index(name) + 1
-    # A terminal gets one line that moves, a log a line now and then.
+def _reporter(run: Run) -> Callable[[float, Progress], None]:
+    """Says how far a run is: on a terminal in one line that changes, in a log with a line now and then."""
     is_terminal = sys.stderr.isatty()
-    last_s = -2.0
+    last_s = -LOG_EVERY_S
 
     def report(elapsed_s: float, progress: Progress) -> None:
         nonlocal last_s
-        if not is_terminal and elapsed_s - last_s < 2.0:
+        if not is_terminal and not progress.is_over and elapsed_s - last_s < LOG_EVERY_S:
             return
         last_s = elapsed_s
-        waiting = progress.sent - progress.answered - progress.failed
-        line = f"[{number}/{len(RUNS)}] {TITLES[name]:24} {elapsed_s:5.1f} s  sent {progress.sent:5}/{total}  under way {waiting:4}"
-        print(f"\r{line}" if is_terminal else line, end="" if is_terminal else "\n", file=sys.stderr, flush=True)
+        counts = f"sent {progress.sent:5}  answered {progress.answered:5}  under way {progress.under_way:5}"
+        line = f"{run.title:24} {elapsed_s:5.1f} s  {counts}"
+        ends = "\n" if progress.is_over or not is_terminal else ""
+        print(f"\r{line}" if is_terminal else line, end=ends, file=sys.stderr, flush=True)
 
     return report
-
-
-@contextlib.contextmanager
-def _servers(policy_path: Path) -> Iterator[Mapping[str, int]]:
-    """Starts one server for each run, all at once, and ends them. Gives their ports."""
-    processes = {
-        name: subprocess.Popen(
-            [sys.executable, "-m", "sidecar.demo.server", kind, str(policy_path)], stdout=subprocess.PIPE, text=True
-        )
-        for name, kind in RUNS.items()
-    }
-    try:
-        yield {name: _port_of(process) for name, process in processes.items()}
-    finally:
-        for process in processes.values():
-            process.terminate()
-        for process in processes.values():
-            process.wait(timeout=10)
-            if process.stdout is not None:
-                process.stdout.close()
-
-
-def _port_of(process: subprocess.Popen[str]) -> int:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line.strip().isdigit():
-        raise RuntimeError("a demo server did not start; its error is above")
-    return int(line)
 
 
 def _write(path: str, figures: Sequence[RunFigures]) -> None:
@@ -156,14 +87,15 @@ def _write(path: str, figures: Sequence[RunFigures]) -> None:
         Path(path).write_bytes(text)
 
 
-def _keep(port: int) -> None:
+def _keep(port: int, out: TextIO) -> None:
     print(
-        f"\nstill running, until you press Ctrl-C:\n  curl -i http://127.0.0.1:{port}/v1/chat/completions "
-        "-H 'authorization: Bearer sk-demo-interactive' -H 'content-type: application/json' \\\n"
-        '    -d \'{"model": "emulated", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}\'',
+        f"""
+Still running, until you press Ctrl-C. Try:
+  curl -i http://127.0.0.1:{port}/v1/chat/completions -H 'content-type: application/json' \\
+    -H 'authorization: Bearer sk-demo-interactive' \\
+    -d '{{"model": "emulated", "max_tokens": 5, "messages": [{{"role": "user", "content": "hello"}}]}}'""",
+        file=out,
         flush=True,
     )
     with contextlib.suppress(KeyboardInterrupt):
-        import threading
-
         threading.Event().wait()

@@ -1,8 +1,8 @@
 """Who sends what, when: one fixed, seeded sequence of requests that every run replays.
 
 An open loop: nobody waits for an answer before sending. Interactive and internal traffic comes as a Poisson process and
-fills most of the engine; half a second in, a research job drops hundreds of requests at once. Together they ask for about
-a third more than the engine can do.
+alone keeps the engine full; a second and a half in, a research job adds its batch. Together they ask for about a third
+more than the engine can do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Stream:
     per_second: float
     header: str | None = None
     burst: int = 0
-    burst_at_s: float = 0.5
+    burst_at_s: float = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,11 @@ class Arrival:
 
 
 STREAMS = (
-    Stream("high", "sk-demo-interactive", per_second=30),
-    Stream("normal", "sk-demo-standard", per_second=40),
-    Stream("low", "sk-demo-standard", per_second=14, header="low"),
-    Stream("batch", "sk-demo-research", per_second=20, burst=260),
+    Stream("critical", "sk-demo-interactive", per_second=5, header="critical"),
+    Stream("high", "sk-demo-interactive", per_second=36),
+    Stream("normal", "sk-demo-standard", per_second=74),
+    Stream("low", "sk-demo-standard", per_second=10, header="low"),
+    Stream("batch", "sk-demo-research", per_second=6, burst=150),
 )
 PROMPT_TOKENS = (40, 320)
 OUTPUT_TOKENS = (16, 48)

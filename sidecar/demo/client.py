@@ -15,15 +15,14 @@ from sidecar.demo.arrivals import Arrival, Stream
 
 ANSWER_WITHIN_S = 60.0
 _ID = re.compile(rb'"id": ?"[a-z]+-(\w+)"')
-_WORDS = "the queue serves a token under load while every tenant waits for some work before lunch and home ".split()
+_TEXT = "the queue serves a token under load while every tenant waits for some work before lunch and then goes home "
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one client saw. `ttft_s` is None where no token came; `request_id` is the engine's own."""
+    """What one client saw. `ttft_s` is None where no answer came; `request_id` is the engine's own."""
 
     arrival: Arrival
-    status: int
     ttft_s: float | None
     door_wait_s: float
     request_id: str | None
@@ -36,6 +35,12 @@ class Progress:
     sent: int = 0
     answered: int = 0
     failed: int = 0
+    is_over: bool = False
+
+    @property
+    def under_way(self) -> int:
+        """Requests that have no complete answer yet."""
+        return self.sent - self.answered - self.failed
 
 
 Asking = Callable[[Stream], tuple[Mapping[str, str], Mapping[str, object]]]
@@ -62,6 +67,8 @@ async def play(
             progress.sent += 1
         seen = await asyncio.gather(*tasks)
         reporter.cancel()
+        progress.is_over = True
+        report(time.monotonic() - began, progress)
     return list(seen)
 
 
@@ -92,14 +99,14 @@ async def _send(session: aiohttp.ClientSession, arrival: Arrival, asking: Asking
                 pass
     except (aiohttp.ClientError, TimeoutError):
         progress.failed += 1
-        return Seen(arrival, 0, None, 0.0, None)
-    progress.answered += response.status == 200
-    progress.failed += response.status != 200
+        return Seen(arrival, None, 0.0, None)
+    succeeded = response.status == 200
+    progress.answered += succeeded
+    progress.failed += not succeeded
     found = _ID.search(first)
     return Seen(
         arrival=arrival,
-        status=response.status,
-        ttft_s=ttft_s if response.status == 200 else None,
+        ttft_s=ttft_s if succeeded else None,
         door_wait_s=float(response.headers.get("x-admission-wait-ms", 0)) / 1000,
         request_id=found.group(1).decode() if found else None,
     )
@@ -113,5 +120,5 @@ async def _first_chunk(response: aiohttp.ClientResponse, sent: float) -> tuple[b
 
 def _prompt(tokens: int) -> str:
     """Text of about that many tokens, at the usual four bytes each."""
-    text = " ".join(_WORDS)
-    return (text * (tokens * 4 // len(text) + 1))[: tokens * 4]
+    size = tokens * 4
+    return (_TEXT * (size // len(_TEXT) + 1))[:size]

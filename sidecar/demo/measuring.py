@@ -1,7 +1,8 @@
 """What a run's clients saw, joined with the engine's record: waits, starvation, shares and utilization by tier.
 
 The waiting of all three runs is measured the same way, at the door and in the engine together: from the arrival of a
-request to the moment the engine gave it a slot. Starvation is the part of it after a request that arrived later got one.
+request to the moment the engine gave it a slot. Starvation is the part of it after a request that arrived later got
+one.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from sidecar.emulator.generation import Served
 from sidecar.scheduling.overtaking import Overtaking
 
 QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
+FILLED_AFTER_S = 2.0
+"""Shares and utilization are those of the overload: from here on, when the engine has filled up, to the last arrival."""
 Distribution = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class TierFigures:
-    """One tier in one run. `share` is its part of the tokens that got a slot while requests still arrived."""
+    """One tier in one run. `share` is its part of the tokens that got a slot during the overload."""
 
     requests: int
     share: float
@@ -30,7 +33,7 @@ class TierFigures:
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """One run. `utilization` is the part of the engine's slots in use while requests arrived; `failed` counts errors."""
+    """One run. `utilization` is the part of the engine's slots that was in use during the overload."""
 
     name: str
     utilization: float
@@ -54,10 +57,10 @@ def measure(name: str, tiers: Sequence[str], seen: Sequence[Seen], log: Sequence
     """The figures of a run. `tiers` gives the order of the table, most important first."""
     requests = _join(seen, log)
     arrivals = sorted(request.arrived_s for request in requests)
-    began_s, ended_s = arrivals[0], arrivals[-1]
+    began_s, ended_s = min(arrivals[0] + FILLED_AFTER_S, arrivals[-1]), arrivals[-1]
     busy_s = sum(max(0.0, min(r.end_s, ended_s) - max(r.admitted_s, began_s)) for r in requests)
     starvation = _starvation(requests)
-    in_time = [request for request in requests if request.admitted_s <= ended_s]
+    in_time = [request for request in requests if began_s <= request.admitted_s <= ended_s]
     all_tokens = sum(request.tokens for request in in_time) or 1
     found: dict[str, TierFigures] = {}
     for tier in tiers:
@@ -70,7 +73,8 @@ def measure(name: str, tiers: Sequence[str], seen: Sequence[Seen], log: Sequence
                 queue_wait_s=_distribution([r.admitted_s - r.arrived_s for r in mine]),
                 starvation_s=_distribution([starvation[id(r)] for r in mine]),
             )
-    return RunFigures(name, busy_s / (slots * (ended_s - began_s)), len(seen) - len(requests), found)
+    utilization = busy_s / (slots * max(ended_s - began_s, 1e-9))
+    return RunFigures(name, utilization, len(seen) - len(requests), found)
 
 
 def _join(seen: Sequence[Seen], log: Sequence[Served]) -> list[_Request]:

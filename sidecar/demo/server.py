@@ -1,7 +1,7 @@
 """One run's server, a process of its own: an emulated TensorRT-LLM, alone or behind the middleware.
 
-`python -m sidecar.demo.server door|alone POLICY` listens on a free port of loopback and prints it. `GET /demo/log` gives
-the engine's own record of every request, which the demo joins with what its clients saw.
+`python -m sidecar.demo.server door|alone POLICY` listens on a free port of loopback and prints it. `GET /demo/log`
+gives the engine's own record of every request, which the demo joins with what its clients saw.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def main(kind: str, policy_path: str) -> None:
     emulator = emulated_engine(policy)
     app: ASGIApp = AdmissionMiddleware(emulator.app, policy) if kind == "door" else emulator.app
     listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-    print(listener.getsockname()[1], flush=True)
+    sys.stdout.write(f"{listener.getsockname()[1]}\n")
+    sys.stdout.flush()
     config = uvicorn.Config(with_log(emulator, app), access_log=False, log_level="warning", server_header=False)
     uvicorn.Server(config).run(sockets=[listener])
 

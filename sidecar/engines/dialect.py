@@ -86,7 +86,7 @@ def stated_in_body(payload: Payload) -> Stated | None:
     """A number in the top-level `priority`, None for anything else."""
     if payload.priority is None:
         return None
-    try:
+    try:  # null says nothing
         return Stated(msgspec.json.decode(payload.priority, type=float), "priority")
     except msgspec.MsgspecError:
         return None
@@ -124,7 +124,7 @@ def agent_hints(payload: Payload) -> AgentHints | None:
 
 def client_members(payload: Payload) -> list[str]:
     """The body members of a request that some engine would take a priority from, as a client writes them."""
-    found = [] if payload.priority is None else ["priority"]
+    found = [] if payload.priority in (None, b"null") else ["priority"]
     if payload.nvext is not None:
         text = payload.nvext
         found += [".".join(path) for path in CLIENT_MEMBERS if path[0] == "nvext" and remove(text, path[1:]) != text]

@@ -34,7 +34,9 @@ class DrainRate:
         """Seconds until `ahead` requests will have been admitted, jittered and capped."""
         rate = self.per_second(now_us)
         expected = (ahead + 1) / rate if rate > 0 else MOST_S
-        return min(MOST_S, max(LEAST_S, expected * random.uniform(1 - JITTER, 1 + JITTER)))
+        # Capped before it is jittered: clients that are told the cap must not come back together either.
+        within = min(MOST_S / (1 + JITTER), max(LEAST_S / (1 - JITTER), expected))
+        return within * random.uniform(1 - JITTER, 1 + JITTER)
 
     def _decayed(self, now_us: int) -> float:
         return self._weight * math.exp((self._updated_us - now_us) / 1e6 / WINDOW_S)

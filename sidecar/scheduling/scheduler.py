@@ -15,7 +15,8 @@ Inside a tier the head is chosen by fair queueing over tenants (`fair_queue`). A
 O(tiers + log n), whatever waits.
 
 Bounded wait. Let D be the longest time a lease is held, t_max the largest request, R > t_max the tier's reserve, no
-tier `always_first` or limited. A ticket of t tokens that finds B tokens of its own tier ahead of it is admitted within
+tier `always_first` or limited, and let the floors have room to overshoot: the sum of all reserves plus t_max - 1 for
+each is at most C. A ticket of t tokens that finds B tokens of its own tier ahead of it is admitted within
 (ceil((B + t) / (R - t_max)) + 1) * D, whatever the other tiers send.
 """
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from random import Random
 from typing import Any
 
 import pytest
@@ -447,3 +451,118 @@ async def test_a_server_that_is_stopped_leaves_nothing() -> None:
         writer.close()
         with suppress(ConnectionError):
             await writer.wait_closed()
+
+
+# Ten thousand
+
+
+REQUESTS, AT_ONCE = 10_000, 200
+BUSY = policy(requests="24", max_wait="150ms", max_requests="40", grace="100ms", body_timeout="1s")
+MOMENTS = ["never"] * 8 + ["in the body", "at once", "while it waits", "behind the head", "in the stream"]
+ENDS_OF_STATUS = {
+    200: {"completed"},
+    400: {"unknown_tier", "invalid_body", "request_too_large"},
+    401: {"invalid_api_key"},
+    500: {"failed"},
+    503: {"queue_full", "queue_timeout"},
+}
+
+
+class Crowd:
+    """Clients that come with everything at random, and leave at random. `statuses` are the answers read to the end."""
+
+    def __init__(self, port: int, seed: int) -> None:
+        self.port = port
+        self.random = Random(seed)
+        self.numbers = iter(range(REQUESTS))
+        self.statuses: dict[int, int] = {}
+
+    async def come(self) -> None:
+        await asyncio.gather(*(self._keep_coming() for _ in range(AT_ONCE)))
+
+    async def _keep_coming(self) -> None:
+        for number in self.numbers:
+            with suppress(ConnectionError, asyncio.IncompleteReadError):
+                await asyncio.wait_for(self._once(number), 30)
+
+    async def _once(self, number: int) -> None:
+        moment, request = self.random.choice(MOMENTS), self._request(number)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            writer.write(request[: self.random.randrange(1, len(request))] if moment == "in the body" else request)
+            if moment == "while it waits":
+                await asyncio.sleep(self.random.random() * 0.1)
+            elif moment == "behind the head":
+                await reader.readuntil(b"\r\n\r\n")
+            elif moment == "in the stream":
+                await reader.readuntil(b"data:")
+            elif moment == "never" and (answer := await reader.read()).endswith((b"}", b"0\r\n\r\n")):
+                self.statuses[number] = int(answer[9:12])
+            elif moment == "in the body":
+                await asyncio.sleep(self.random.random() * 0.005)
+        finally:
+            if self.random.random() < 0.5:
+                writer.transport.abort()
+            writer.close()
+
+    def _request(self, number: int) -> bytes:
+        pick = self.random.choice
+        headers = [f"x-number: {number}", *pick([[], [key("acme")], [key("nightly")], ["x-api-key: sk-wrong"]])]
+        priority = pick(["high", "normal", "batch", "batch", 0.2, "gold"])
+        body = json.dumps(chat(priority=priority, stream=pick([True, False]), n=pick([1, 1, 1, 2, 40])))
+        return post(CHAT, pick([body, body, body, body[:-1]]).encode(), *headers)
+
+
+class Whims:
+    """An app that takes its time, listens or not, streams or not, and sometimes fails. Counts its calls."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.calls = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await App()(scope, receive, send)
+            return
+        self.calls += 1
+        await receive()
+        whim = self.random.random()
+        if whim < 0.03:
+            raise RuntimeError("before the start")
+        if whim < 0.2:  # as engines do: whoever leaves is noticed at once
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(receive(), self.random.random() * 0.06)
+                return
+        await asyncio.sleep(self.random.random() * 0.06)
+        await start(send)
+        for _ in range(self.random.randrange(4)):
+            await chunk(send, b"data: x\n\n")
+            await asyncio.sleep(self.random.random() * 0.01)
+        if whim > 0.97:
+            raise RuntimeError("in the middle")
+        await chunk(send, b"{}", more=False)
+
+
+async def test_ten_thousand_requests_that_leave_whenever_they_like_leave_nothing() -> None:
+    seed = Random().randrange(10**6) if "SIDECAR_TEST_SEED" not in os.environ else int(os.environ["SIDECAR_TEST_SEED"])
+    print(f"seed {seed}: set SIDECAR_TEST_SEED to it")  # noqa: T201  # shown where the test fails
+    app = Whims(seed)
+    async with guarding(app, BUSY) as guarded:
+        crowd = Crowd(guarded.port, seed)
+        await crowd.come()
+        await guarded.nothing_left()
+        stories = guarded.recorder.stories
+        seen = {int(dict(story.received.headers)[b"x-number"]): story for story in stories}
+
+    assert len(seen) == len(stories) > REQUESTS * 0.85  # the rest was gone before its head was read
+    ends = dict(zip(seen, guarded.recorder.ends, strict=True))
+    counts = Counter(ends.values())
+    abandoned = sum("Admitted" not in story.kinds and ends[number] == "client_left" for number, story in seen.items())
+    admitted = sum("Admitted" in story.kinds for story in stories)
+    refused = sum(isinstance(story.end, Refused) for story in stories) - abandoned
+    assert admitted + refused + abandoned == len(seen)
+    assert admitted == app.calls == counts["completed"] + counts["failed"] + counts["client_left"] - abandoned
+    assert [number for number, status in crowd.statuses.items() if ends[number] not in ENDS_OF_STATUS[status]] == []
+    # Everything that can happen has happened.
+    assert set.union(*ENDS_OF_STATUS.values()) <= set(counts)
+    assert min(abandoned, counts["client_left"] - abandoned, sum("Queued" in story.kinds for story in stories)) > 50

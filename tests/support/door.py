@@ -334,6 +334,14 @@ class Answer:
             body = b"".join(_unchunked(body))
         return cls(int(status.split()[1]), headers, body)
 
+    @classmethod
+    async def read(cls, reader: asyncio.StreamReader) -> Answer:
+        """Reads one response with a Content-Length, and leaves the connection open."""
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        answer = cls.parsed(head)
+        answer.body = await asyncio.wait_for(reader.readexactly(int(answer.headers["content-length"])), 5)
+        return answer
+
     @property
     def json(self) -> Any:
         return json.loads(self.body)
