@@ -31,13 +31,15 @@ def run(args: argparse.Namespace) -> int:
     from sidecar.asgi import server
     from sidecar.asgi.admin import admin_app
     from sidecar.asgi.proxy import ReverseProxy
-    from sidecar.composition import build
+    from sidecar.composition import AdmissionMiddleware
+    from sidecar.telemetry.setup import TelemetryError, configure_from_environment
 
     try:
-        door = build(args.policy, ReverseProxy(args.upstream))
+        end_telemetry = configure_from_environment()
+        door = AdmissionMiddleware(ReverseProxy(args.upstream), args.policy)
         server.run(
             server.serve(
-                door.app,
+                door,
                 host=args.host,
                 port=args.port,
                 admin=admin_app(state=door.state, readiness=door.readiness),
@@ -49,9 +51,10 @@ def run(args: argparse.Namespace) -> int:
                 announce=_announce,
             )
         )
-    except (server.CannotServe, ValueError) as error:
+    except (server.CannotServe, TelemetryError, ValueError) as error:
         print(f"sidecar: {error}", file=sys.stderr)
         return 1
+    end_telemetry()
     return 0
 
 

@@ -16,7 +16,7 @@ from sidecar.scheduling.overtaking import Overtaking
 
 QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 FILLED_AFTER_S = 2.0
-"""Shares and utilization are those of the overload: from here on, when the engine has filled up, to the last arrival."""
+"""Shares and utilization are those of the overload: from here on, when the engine is full, to the last arrival."""
 Distribution = Mapping[str, float]
 
 

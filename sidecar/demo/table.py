@@ -37,9 +37,9 @@ def sentence(runs: Sequence[RunFigures]) -> str:
         return f"{run.tiers[last].share:.0%}"
 
     return (
-        f"With more requests than the engine can run, {first} has its first token after {ttft(admission)} at the median "
-        f"(at equal priority {ttft(control)}, with engine priority {ttft(engine)}), and {last}, which engine priority "
-        f"leaves {share(engine)} of the engine, keeps {share(admission)}: nobody starves for it."
+        f"With more requests than the engine can run, {first} has its first token after {ttft(admission)} at the "
+        f"median (at equal priority {ttft(control)}, with engine priority {ttft(engine)}), and {last}, which engine "
+        f"priority leaves {share(engine)} of the engine, keeps {share(admission)}: its floor holds."
     )
 
 

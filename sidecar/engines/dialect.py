@@ -86,7 +86,7 @@ def stated_in_body(payload: Payload) -> Stated | None:
     """A number in the top-level `priority`, None for anything else."""
     if payload.priority is None:
         return None
-    try:  # null says nothing
+    try:
         return Stated(msgspec.json.decode(payload.priority, type=float), "priority")
     except msgspec.MsgspecError:
         return None

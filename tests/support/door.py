@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -243,6 +244,8 @@ async def answer(send: Any, body: bytes, status: int = 200) -> None:
 class Guarded:
     """A door around an app, with its observer."""
 
+    patience_s = 5.0
+
     def __init__(self, app: Any, policy: Policy) -> None:
         self.recorder = Recorder()
         self.pool = LocalPool(policy)
@@ -266,14 +269,16 @@ class Guarded:
         return int(str(self.pool.state()["waiting"]))
 
     async def until(self, *, leases: int | None = None, waiting: int | None = None, stories: int | None = None) -> None:
-        """Waits until the pool, or the observer, stands so; fails after 5 s."""
+        """Waits until the pool, or the observer, stands so; fails after `patience_s`."""
         wanted = (leases, waiting, stories)
-        for _ in range(5000):
+        end_s = time.monotonic() + self.patience_s
+        while True:
             now = (self.leases, self.waiting, len(self.recorder.stories))
             if all(want is None or want == is_now for want, is_now in zip(wanted, now, strict=True)):
                 return
+            if time.monotonic() > end_s:
+                raise AssertionError(f"leases, waiting, stories: wanted {wanted}, got {now}")
             await asyncio.sleep(0.001)
-        raise AssertionError(f"leases, waiting, stories: wanted {wanted}, got {now}")
 
     async def ask(self, body: Any = None, *headers: str, path: str = CHAT) -> Answer:
         """One request on a connection of its own. `body` is bytes, or JSON to be; by default the smallest there is."""
@@ -283,9 +288,8 @@ class Guarded:
     async def nothing_left(self) -> None:
         """Fails unless no lease, ticket, task or story is open, at once or very soon."""
         await self.until(leases=0, waiting=0)
-        for _ in range(2000):
-            if not len(self.door.rounds) and not tasks_of_ours():
-                break
+        end_s = time.monotonic() + self.patience_s
+        while (len(self.door.rounds) or tasks_of_ours()) and time.monotonic() < end_s:  # noqa: ASYNC110  # no event says so
             await asyncio.sleep(0.001)
         assert len(self.door.rounds) == 0
         assert tasks_of_ours() == []
