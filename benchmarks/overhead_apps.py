@@ -1,21 +1,23 @@
-"""The servers that `overhead.py` compares, each the same small app with one thing around it."""
+"""The servers that `overhead.py` compares: the same small app, each with one thing around it."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from opentelemetry import trace
 from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
 from sidecar import AdmissionMiddleware
+from sidecar.asgi.proxy import ReverseProxy
 from sidecar.asgi.types import ASGIApp, Receive, Scope, Send
 
 ANSWER = json.dumps(
@@ -26,25 +28,20 @@ ANSWER = json.dumps(
         "usage": {"prompt_tokens": 480, "completion_tokens": 40, "total_tokens": 520},
     }
 ).encode()
+CHUNKS, CHUNK_EVERY_S = 64, 0.010
+CHUNK = b'data: {"id":"chatcmpl-1","choices":[{"index":0,"delta":{"content":" word"}}]}\n\n'
 
 
 async def bare(scope: Scope, receive: Receive, send: Send) -> None:
-    """An app that parses its JSON and answers; `GET /cpu` says how much CPU its process has used, in seconds."""
+    """An app that parses its JSON and answers, or streams. `GET /cpu` gives its process's CPU seconds so far."""
     if scope["type"] == "lifespan":
         await _lifespan(receive, send)
-        return
-    body = b""
-    while True:
-        message = await receive()
-        body += message.get("body", b"")
-        if not message.get("more_body", False):
-            break
-    answer = repr(time.process_time()).encode() if scope["path"] == "/cpu" else ANSWER
-    if scope["method"] == "POST":
-        json.loads(body)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(answer)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": answer, "more_body": False})
+    elif scope["path"] == "/cpu":
+        await _answer(send, repr(time.process_time()).encode())
+    elif json.loads(await _body(receive)).get("stream"):
+        await _stream(send)
+    else:
+        await _answer(send, ANSWER)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
@@ -53,6 +50,32 @@ async def _lifespan(receive: Receive, send: Send) -> None:
         await send({"type": f"{message['type']}.complete"})
         if message["type"] == "lifespan.shutdown":
             return
+
+
+async def _body(receive: Receive) -> bytes:
+    body = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            return body
+
+
+async def _answer(send: Send, answer: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": answer, "more_body": False})
+
+
+async def _stream(send: Send) -> None:
+    headers = [(b"content-type", b"text/event-stream")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    due_s = asyncio.get_running_loop().time()
+    for _ in range(CHUNKS):
+        due_s += CHUNK_EVERY_S
+        await asyncio.sleep(due_s - asyncio.get_running_loop().time())
+        await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class DoNothing(BaseHTTPMiddleware):
@@ -66,7 +89,7 @@ class DoNothing(BaseHTTPMiddleware):
 class Nowhere(SpanExporter):
     """Takes spans and forgets them: what recording costs, without a backend."""
 
-    def export(self, spans: object) -> SpanExportResult:
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:  # noqa: ARG002  # the SDK's signature
         """Succeeds."""
         return SpanExportResult.SUCCESS
 
@@ -77,23 +100,54 @@ def _record_spans() -> None:
     trace.set_tracer_provider(provider)
 
 
+def _with_cpu(app: ASGIApp) -> ASGIApp:
+    """A server whose app is elsewhere answers `/cpu` itself."""
+
+    async def answering(scope: Scope, receive: Receive, send: Send) -> None:
+        is_own = scope["type"] == "http" and scope["path"] == "/cpu"
+        await (bare if is_own else app)(scope, receive, send)
+
+    return answering
+
+
+def plain() -> ASGIApp:
+    """(a) The app alone."""
+    return bare
+
+
 def base_http() -> ASGIApp:
-    """With one do-nothing `BaseHTTPMiddleware`."""
+    """(b) With one do-nothing `BaseHTTPMiddleware`."""
     return DoNothing(bare)
 
 
 def admission() -> ASGIApp:
-    """With our middleware, no SDK."""
-    return AdmissionMiddleware(bare, policy=os.environ["SIDECAR_POLICY"])
+    """(c) With our middleware, local pool, no SDK."""
+    return AdmissionMiddleware(bare, os.environ["SIDECAR_POLICY"])
 
 
 def admission_traced() -> ASGIApp:
-    """With our middleware and an SDK that records every span."""
+    """(d) With our middleware and an SDK that records every span."""
     _record_spans()
-    return AdmissionMiddleware(bare, policy=os.environ["SIDECAR_POLICY"])
+    return admission()
 
 
 def contributed() -> ASGIApp:
-    """With the contributed OpenTelemetry ASGI instrumentation alone, its spans per message left out."""
+    """(e) With the contributed OpenTelemetry ASGI instrumentation alone, as it comes."""
+    _record_spans()
+    return OpenTelemetryMiddleware(bare)
+
+
+def contributed_lean() -> ASGIApp:
+    """(f) The same with its spans per message left out."""
     _record_spans()
     return OpenTelemetryMiddleware(bare, exclude_spans=["receive", "send"])
+
+
+def proxy() -> ASGIApp:
+    """Our reverse proxy in front of `UPSTREAM`, without admission."""
+    return _with_cpu(ReverseProxy(os.environ["UPSTREAM"]))
+
+
+def proxy_admission() -> ASGIApp:
+    """Our reverse proxy in front of `UPSTREAM`, with admission: what `sidecar serve` runs."""
+    return _with_cpu(AdmissionMiddleware(ReverseProxy(os.environ["UPSTREAM"]), os.environ["SIDECAR_POLICY"]))

@@ -35,7 +35,7 @@ def read_from(api: Api, **fields: Any) -> Payload:
 def complaint(api: Api, body: bytes) -> str:
     with pytest.raises(InvalidBody) as refused:
         read(api, body)
-    assert 400 == refused.value.status
+    assert refused.value.status == 400
     assert JARGON.search(refused.value.message) is None
     return refused.value.message
 
@@ -51,46 +51,46 @@ def complaint(api: Api, body: bytes) -> str:
     ],
 )
 def test_the_maximum_output_is_where_the_api_keeps_it(api: Api, field: str) -> None:
-    assert 7 == read_from(api, **SMALLEST[api], **{field: 7}).max_output_tokens
-    assert 7 == read_from(api, **SMALLEST[api], **{field: 7.0}).max_output_tokens
-    assert 0 == read_from(api, **SMALLEST[api], **{field: 0}).max_output_tokens
+    assert read_from(api, **SMALLEST[api], **{field: 7}).max_output_tokens == 7
+    assert read_from(api, **SMALLEST[api], **{field: 7.0}).max_output_tokens == 7
+    assert read_from(api, **SMALLEST[api], **{field: 0}).max_output_tokens == 0
     assert read_from(api, **SMALLEST[api], **{field: None}).max_output_tokens is None
     assert read_from(api, **SMALLEST[api]).max_output_tokens is None
 
 
 def test_max_completion_tokens_counts_before_max_tokens() -> None:
-    assert 3 == read_from(CHAT, messages=HELLO, max_tokens=9, max_completion_tokens=3).max_output_tokens
+    assert read_from(CHAT, messages=HELLO, max_tokens=9, max_completion_tokens=3).max_output_tokens == 3
 
 
 def test_embeddings_have_no_output() -> None:
-    assert 0 == read_from(EMBEDDINGS, input="Hello", max_tokens=9).max_output_tokens
+    assert read_from(EMBEDDINGS, input="Hello", max_tokens=9).max_output_tokens == 0
 
 
 @pytest.mark.parametrize("api", [COMPLETIONS, EMBEDDINGS])
 def test_token_ids_are_counted_exactly(api: Api) -> None:
     field = next(iter(SMALLEST[api]))
     one = read_from(api, **{field: [1, 2, 3]})
-    assert (0, 3, 1) == (one.prompt_bytes, one.prompt_tokens, one.prompts)
+    assert (one.prompt_bytes, one.prompt_tokens, one.prompts) == (0, 3, 1)
     several = read_from(api, **{field: [[1, 2, 3], [4], [5, 6]]})
-    assert (0, 6, 3) == (several.prompt_bytes, several.prompt_tokens, several.prompts)
+    assert (several.prompt_bytes, several.prompt_tokens, several.prompts) == (0, 6, 3)
 
 
 def test_the_worth_of_a_token_id_is_the_engines_business() -> None:
-    assert 2 == read_from(COMPLETIONS, prompt=[-1, 10**12]).prompt_tokens
+    assert read_from(COMPLETIONS, prompt=[-1, 10**12]).prompt_tokens == 2
 
 
 @pytest.mark.parametrize("api", [COMPLETIONS, EMBEDDINGS])
 def test_a_list_of_strings_is_as_many_prompts(api: Api) -> None:
     payload = read_from(api, **{next(iter(SMALLEST[api])): ["ab", "1", "äß"]})
-    assert (2 + 1 + 4, 0, 3) == (payload.prompt_bytes, payload.prompt_tokens, payload.prompts)
-    assert "ab\n1\näß" == payload.text()
+    assert (payload.prompt_bytes, payload.prompt_tokens, payload.prompts) == (2 + 1 + 4, 0, 3)
+    assert payload.text() == "ab\n1\näß"
 
 
 def test_choices_are_n_or_best_of_whichever_is_more() -> None:
-    assert 1 == read_from(CHAT, messages=HELLO).choices
-    assert 4 == read_from(CHAT, messages=HELLO, n=4).choices
-    assert 5 == read_from(COMPLETIONS, prompt="a", n=2, best_of=5).choices
-    assert 5 == read_from(COMPLETIONS, prompt="a", n=5, best_of=2).choices
+    assert read_from(CHAT, messages=HELLO).choices == 1
+    assert read_from(CHAT, messages=HELLO, n=4).choices == 4
+    assert read_from(COMPLETIONS, prompt="a", n=2, best_of=5).choices == 5
+    assert read_from(COMPLETIONS, prompt="a", n=5, best_of=2).choices == 5
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ MEDIA = [
 def test_a_media_part_counts_a_fixed_figure_and_not_its_base64(api: Api, part: dict[str, Any]) -> None:
     said = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
     payload = read_from(api, **{next(iter(SMALLEST[api])): said})
-    assert MEDIA_TOKENS == payload.prompt_tokens
+    assert payload.prompt_tokens == MEDIA_TOKENS
     assert 13 <= payload.prompt_bytes < 100
     assert "What is this?" in payload.text()
     assert "AAAA" not in payload.text()
@@ -160,19 +160,19 @@ def test_escapes_count_as_the_text_they_stand_for() -> None:
     plain, escaped = json.dumps("日本" * 100, ensure_ascii=False), json.dumps("日本" * 100)
     for template, api in (('{"messages":[{"content":%s}]}', CHAT), ('{"prompt":%s}', COMPLETIONS)):
         sizes = [read(api, (template % text).encode()).prompt_bytes for text in (plain, escaped)]
-        assert 600 <= min(sizes)
+        assert min(sizes) >= 600
         assert max(sizes) <= 620
 
 
 def test_model_stream_and_the_undecoded_priorities_are_kept() -> None:
     payload = read(CHAT, b'{"model":"m","stream":true,"messages":[1],"priority": 1e0 ,"nvext":{ "a":1}}')
-    assert ("m", True, b"1e0", b'{ "a":1}') == (payload.model, payload.stream, payload.priority, payload.nvext)
+    assert (payload.model, payload.stream, payload.priority, payload.nvext) == ("m", True, b"1e0", b'{ "a":1}')
     bare = read(CHAT, b'{"messages":[1]}')
-    assert (None, False, None, None) == (bare.model, bare.stream, bare.priority, bare.nvext)
+    assert (bare.model, bare.stream, bare.priority, bare.nvext) == (None, False, None, None)
 
 
 def test_a_null_priority_is_present_because_it_would_overrule_ours() -> None:
-    assert b"null" == read(CHAT, b'{"messages":[1],"priority":null}').priority
+    assert read(CHAT, b'{"messages":[1],"priority":null}').priority == b"null"
 
 
 def test_numbers_elsewhere_may_be_anything() -> None:
@@ -288,9 +288,9 @@ def test_any_json_object_is_read_or_refused(api: Api, fields: dict[str, Any], es
     except InvalidBody:
         return
     payload.text().encode("utf-8")
-        assert payload.prompt_bytes >= 0
-        assert payload.prompts >= 1
-        assert 1 <= payload.choices <= LARGEST_COUNT
+    assert payload.prompt_bytes >= 0
+    assert payload.prompts >= 1
+    assert 1 <= payload.choices <= LARGEST_COUNT
 
 
 @given(api=st.sampled_from(Api), body=st.binary() | JSON.map(lambda value: json.dumps(value).encode()))

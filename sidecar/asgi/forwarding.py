@@ -14,9 +14,7 @@ from sidecar.splice import insert, remove
 
 def forwarded_body(body: bytes, payload: Payload, forward: Forward) -> bytes:
     """Takes every priority of the client's out and puts the engine's in. The same object where nothing changes."""
-    # A null is no priority to us, but behind ours it would be the one that the engine takes.
-    may_hide_ours = forward.member is not None and b"null" in body
-    if payload.priority is not None or may_hide_ours:
+    if payload.priority is not None:
         body = remove(body, ("priority",))
     if payload.nvext is not None:
         for path in CLIENT_MEMBERS:

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import msgspec
-
 from sidecar.asgi.types import Scope
 from sidecar.classify import Asked, Classification, Classifier
 from sidecar.errors import InvalidBody, InvalidHeader
 from sidecar.payload import Payload, read
-from sidecar.policy.policy import Api, Endpoint, Policy, Tenant
+from sidecar.policy.policy import Endpoint, Policy, Tenant
 from sidecar.policy.units import duration_s
 from sidecar.pools import Ask
 from sidecar.tokens import Estimator, tokens_to_hold
 
 MAX_WAIT_HEADER = b"x-admission-max-wait"
-MOST_COUNT = 2**31 - 1
-"""Engines keep counts in 32 bits. A larger one would also fill a dimension of the pool that has no bound."""
 _LONGEST_LENGTH = 18
 """Digits of a Content-Length: an exabyte."""
 
@@ -56,7 +52,8 @@ class Intake:
         self, endpoint: Endpoint, headers: Mapping[bytes, bytes], tenant: Tenant, body: bytes
     ) -> Understood:
         """Reads a body. Raises InvalidBody or UnknownTier. Waits only where a tokenizer counts the prompt."""
-        payload = _payload(endpoint.api, body)
+        _refuse_other_encodings(body)
+        payload = read(endpoint.api, body)
         made = self._classifier.classify(Asked(endpoint, payload, headers), tenant)
         estimator = self._estimator
         if estimator.counter is None:
@@ -67,21 +64,14 @@ class Intake:
         return Understood(body, headers, payload, made, prompt_tokens, tokens)
 
 
-def _payload(api: Api, body: bytes) -> Payload:
-    """Reads the fields that matter, and refuses what only came to light while they were looked into."""
+def _refuse_other_encodings(body: bytes) -> None:
+    """What `payload.read` skips over it does not decode: it would fail behind the admission, or at the engine."""
+    if body.isascii():
+        return
     try:
-        if not body.isascii():
-            body.decode()  # what is skipped over is not decoded, and must not fail behind the admission
-        payload = read(api, body)
+        body.decode()
     except UnicodeDecodeError as error:
         raise InvalidBody(f"the body is not UTF-8 (byte {error.start}); send JSON in UTF-8") from None
-    except msgspec.MsgspecError as error:
-        raise InvalidBody(f"the body is not valid JSON: {error}") from None
-    except RecursionError:
-        raise InvalidBody("the body is nested too deeply to be read; flatten it") from None
-    if max(payload.max_output_tokens or 0, payload.choices) > MOST_COUNT:
-        raise InvalidBody(f"the maximum of output tokens, or n, is too large; send at most {MOST_COUNT}")
-    return payload
 
 
 def declared_length(scope: Scope, headers: Mapping[bytes, bytes]) -> int | None:

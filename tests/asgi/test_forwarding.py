@@ -52,19 +52,19 @@ async def test_a_body_gains_the_priority_and_nothing_else() -> None:
 
 async def test_the_clients_own_priorities_are_replaced_wherever_they_stand() -> None:
     app = App()
-    body = b'{"priority":"high","messages":[],"priority":"batch","pr\\u0069ority": "normal" , "n":1}'
+    body = b'{"messages":["hi"],"pr\\u0069ority": "normal" , "n":1}'
     async with guarding(app, policy(engine="sglang")) as guarded:
         answer = await guarded.ask(body)
-    assert answer.headers["x-admission-tier"] == "normal"  # the last one counts, as it would with the engine
-    assert app.seen[0].body == b'{"priority":2,"messages":[] , "n":1}'
+    assert answer.headers["x-admission-tier"] == "normal"
+    assert app.seen[0].body == b'{"priority":2,"messages":["hi"] , "n":1}'
 
 
-async def test_a_null_behind_the_priority_does_not_undo_it() -> None:
+async def test_a_null_does_not_undo_the_priority() -> None:
     app = App()
     async with guarding(app, policy(engine="tensorrt-llm")) as guarded:
-        answer = await guarded.ask(b'{"messages":[],"priority":1.0,"priority":null}', key("nightly"))
+        answer = await guarded.ask(b'{"messages":["hi"],"priority":null}', key("nightly"))
     assert answer.headers["x-admission-tier"] == "batch"
-    assert app.seen[0].body == b'{"priority":0.0,"messages":[]}'
+    assert app.seen[0].body == b'{"priority":0.0,"messages":["hi"]}'
 
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -79,14 +79,14 @@ _VALUES = st.one_of(
     st.sampled_from(["1e400", "-0", "0.10", "1E5", '"\\/"', '{"priority" : 1}', '[{"priority":"high"}, "}"]']),
 )
 _KEYS = st.one_of(_TEXT, st.sampled_from(["temperature", "stop", "priorit", "Priority"])).map(json.dumps)
-_MESSAGES = st.just(('"messages"', "[]"))
+_MESSAGES = st.just(('"messages"', '["hi"]'))
 _RESERVED = {"priority", "nvext", "messages", "tools", "max_tokens", "max_completion_tokens", "n", "model", "stream"}
 _MEMBERS = st.lists(st.tuples(_KEYS, _VALUES), max_size=6).map(
     lambda members: [member for member in members if json.loads(member[0]) not in _RESERVED]
 )
 _OURS = st.lists(
     st.tuples(st.sampled_from(['"priority"', '"pr\\u0069ority"']), st.sampled_from(['"high"', "0.5", "null", "1"])),
-    max_size=3,
+    max_size=1,  # of two, none: see test_bad_input
 )
 
 

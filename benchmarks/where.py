@@ -1,0 +1,64 @@
+"""Where admission's microseconds go: each part of the door's work on its own, on the benchmark's own request."""
+
+from __future__ import annotations
+
+import timeit
+from collections.abc import Callable
+
+from benchmarks.overhead_apps import ANSWER
+from sidecar.asgi.forwarding import forwarded_body, forwarded_headers
+from sidecar.asgi.usage import UsageReader
+from sidecar.classify import Asked, Classifier
+from sidecar.engines import client_headers, dialect_of
+from sidecar.payload import read
+from sidecar.policy.loading import load
+from sidecar.policy.policy import Api
+from sidecar.policy.shipped import shipped_policies
+from sidecar.pools import Ask, LocalPool
+from sidecar.tokens import Estimator, tokens_to_hold
+
+REPEATS, CALLS = 7, 2000
+
+
+def where_it_goes(body: bytes, headers: tuple[tuple[str, str], ...]) -> dict[str, float]:
+    """Microseconds of each part, the least of several repeats."""
+    policy = load(shipped_policies())
+    dialect = dialect_of(policy.engine, policy.carrier)
+    classifier, estimator, pool = Classifier(policy, dialect), Estimator(), LocalPool(policy)
+    pairs = [(name.lower().encode(), value.encode()) for name, value in headers]
+    pairs += [(b"content-length", b"%d" % len(body)), (b"host", b"127.0.0.1")]
+    endpoint = policy.endpoints["/v1/chat/completions"]
+    payload = read(Api.CHAT, body)
+    asked = Asked(endpoint, payload, dict(pairs))
+    tenant = classifier.tenant(asked.headers)
+    forward = dialect.forward(Api.CHAT, dialect.priority(2, len(policy.tiers)))
+    added = [(b"content-length", b"2000")]
+
+    def understand() -> None:
+        tokens_to_hold(read(Api.CHAT, body), estimator.prompt_tokens(payload), 512)
+
+    def classify() -> None:
+        classifier.tenant(dict(pairs))
+        classifier.classify(asked, tenant)
+
+    def lease() -> None:
+        pool.enter(Ask(2, "standard", 1, 700, 1)).settle()
+
+    def forwarding() -> None:
+        forwarded_body(body, payload, forward)
+        forwarded_headers(pairs, client_headers(asked.headers), added)
+
+    def usage() -> None:
+        UsageReader().feed(ANSWER)
+
+    return {
+        "decode what decides, size the request": _least_us(understand),
+        "find the tenant and the tier": _least_us(classify),
+        "enter the pool, be admitted, settle": _least_us(lease),
+        "write the priority, the headers": _least_us(forwarding),
+        "read the answer's usage": _least_us(usage),
+    }
+
+
+def _least_us(part: Callable[[], None]) -> float:
+    return min(timeit.repeat(part, number=CALLS, repeat=REPEATS)) / CALLS * 1e6

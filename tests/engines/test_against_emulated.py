@@ -1,0 +1,73 @@
+"""What we forward is accepted by each emulated engine, and means the order that was granted."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+
+from sidecar.asgi.forwarding import forwarded_body
+from sidecar.emulator.ask import read_ask
+from sidecar.emulator.config import EmulatorConfig
+from sidecar.emulator.dialect import Dialect as Emulated
+from sidecar.emulator.dialect_dynamo import DynamoDialect
+from sidecar.emulator.dialect_sglang import SglangDialect
+from sidecar.emulator.dialect_trtllm import TrtllmDialect
+from sidecar.emulator.dialect_vllm import VllmDialect
+from sidecar.emulator.waiting import ORDERS, Key, Rank
+from sidecar.engines import Forward, dialect_of
+from sidecar.payload import read
+from sidecar.policy.policy import Api, Carrier, EngineName
+
+ENGINES = {
+    EngineName.TENSORRT_LLM: TrtllmDialect,
+    EngineName.VLLM: VllmDialect,
+    EngineName.SGLANG: SglangDialect,
+    EngineName.DYNAMO: DynamoDialect,
+}
+WAYS = [
+    (EngineName.TENSORRT_LLM, None),
+    *((engine, carrier) for engine in (EngineName.VLLM, EngineName.SGLANG) for carrier in Carrier),
+    (EngineName.DYNAMO, None),
+]
+# What the client sent: its own priorities, which must not reach the engine.
+HINTS = b'"nvext":{"agent_hints":{"priority":99,"osl":3}},"priority":99'
+BODIES = {
+    Api.CHAT: b'{%b,"messages":[{"role":"user","content":"hi"}],"max_tokens":3}',
+    Api.COMPLETIONS: b'{"prompt":"hi","max_tokens":3,%b}',
+    Api.RESPONSES: b'{"input":"hi",%b}',
+    Api.MESSAGES: b'{"messages":[{"role":"user","content":"hi"}],%b,"max_tokens":3}',
+    Api.EMBEDDINGS: b'{"input":"hi",%b}',
+}
+
+
+def heard(engine: EngineName, api: Api, body: bytes, forward: Forward) -> Rank:
+    """The priority as the emulated engine reads it. Raises Refusal or InvalidField where it does not accept it."""
+    emulated: Emulated = ENGINES[engine](EmulatorConfig(engine=engine, header_overrides=True))
+    decoded = json.loads(forwarded_body(body, read(api, body), forward))
+    if engine is EngineName.TENSORRT_LLM:
+        decoded.pop("nvext", None)  # it knows no such field, whoever sends it
+    emulated.check(api, decoded)
+    read_ask(api, decoded, "m")
+    return emulated.rank(api, decoded, {name.decode(): value.decode() for name, value in forward.headers})
+
+
+@pytest.mark.parametrize("api", list(Api))
+@pytest.mark.parametrize(("engine", "carrier"), WAYS, ids=[f"{e.value}-{c and c.value}" for e, c in WAYS])
+@pytest.mark.parametrize("levels", [1, 2, 5, 11])
+def test_each_level_is_accepted_and_served_in_order(
+    engine: EngineName, carrier: Carrier | None, api: Api, levels: int
+) -> None:
+    spoken = dialect_of(engine, carrier)
+    body = BODIES[api] % HINTS
+    keys: list[Key] = []
+    for level in range(levels):
+        forward = spoken.forward(api, spoken.priority(level, levels))
+        rank = heard(engine, api, body, forward)
+        assert (rank.value is not None) == forward.is_sent
+        keys.append(ORDERS[engine](rank, 100.0))
+    if spoken.forward(api, 0).is_sent:
+        assert all(better < worse for better, worse in pairwise(keys))
+    else:
+        assert len(set(keys)) == 1  # the engine hears nothing, and treats all alike
