@@ -52,6 +52,13 @@ class Answer(NamedTuple):
     refusal: UnknownTier | None = None
 
 
+# What a request that says nothing of its priority gets to hear from most sources: made once.
+_NO_BODY = Answer(Source.BODY, None)
+_NO_HEADER = Answer(Source.HEADER, None)
+_NO_ENGINE = Answer(Source.ENGINE, None)
+_DEFAULT = Answer(Fallback.DEFAULT, None)
+
+
 @dataclass(slots=True)
 class Classification:
     """Whose request it is and which level it gets.
@@ -77,10 +84,13 @@ class Classifier:
         consults: Mapping[Source, Callable[[Asked, Tenant], Answer]] = {
             Source.BODY: self._body,
             Source.HEADER: self._header,
-            Source.ENDPOINT: lambda asked, _: Answer(Source.ENDPOINT, asked.endpoint.level),
-            Source.KEY: lambda _, tenant: Answer(Source.KEY, tenant.level),
+            Source.ENDPOINT: lambda asked, _: self._of_endpoint[asked.endpoint.level],
+            Source.KEY: lambda _, tenant: self._of_key[tenant.level],
             Source.ENGINE: self._engine,
         }
+        levels = [None, *range(len(policy.tiers))]
+        self._of_endpoint = {level: Answer(Source.ENDPOINT, level) for level in levels}
+        self._of_key = {level: Answer(Source.KEY, level) for level in levels}
         self._consults = tuple(consults[source] for source in policy.sources)
 
     def tenant(self, headers: Mapping[bytes, bytes]) -> Tenant:
@@ -98,7 +108,7 @@ class Classifier:
 
     def classify(self, asked: Asked, tenant: Tenant) -> Classification:
         """The level a request gets. Raises UnknownTier for a name that is no tier or a number out of range."""
-        won, level = Answer(Fallback.DEFAULT, None), self._policy.default_level
+        won, level = _DEFAULT, self._policy.default_level
         for consult in self._consults:
             answer = consult(asked, tenant)
             if answer.refusal is not None:
@@ -112,7 +122,7 @@ class Classifier:
             level=granted,
             source=won.source,
             clamped_from=None if granted == level else level,
-            ignored=tuple(name for name in self.statements(asked) if name != won.statement),
+            ignored=tuple([name for name in self.statements(asked) if name != won.statement]),
         )
 
     def answers(self, asked: Asked, tenant: Tenant) -> list[Answer]:
@@ -132,7 +142,7 @@ class Classifier:
         raw = asked.payload.priority
         # Where the engine's own priorities count, what it reads in `priority` is one of them; a name is always ours.
         if raw in (None, b"null") or (Source.ENGINE in self._policy.sources and self._is_engines(asked.payload)):
-            return Answer(Source.BODY, None)
+            return _NO_BODY
         assert raw is not None
         try:
             value = msgspec.json.decode(raw)
@@ -147,7 +157,7 @@ class Classifier:
     def _header(self, asked: Asked, tenant: Tenant) -> Answer:  # noqa: ARG002
         raw = asked.headers.get(self._policy.tier_header)
         if raw is None:
-            return Answer(Source.HEADER, None)
+            return _NO_HEADER
         name = self._policy.tier_header.decode("latin-1")
         text = raw.decode("latin-1").strip()
         value: object = text
@@ -159,7 +169,7 @@ class Classifier:
     def _engine(self, asked: Asked, tenant: Tenant) -> Answer:  # noqa: ARG002
         stated = self._dialect.asked(asked.payload, asked.headers)
         if stated is None:
-            return Answer(Source.ENGINE, None)
+            return _NO_ENGINE
         direction = 1 if self._dialect.more_important_is_higher else -1
         level = next(
             (

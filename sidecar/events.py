@@ -129,5 +129,8 @@ class Observation(Protocol):
 class Observer(Protocol):
     """Makes an `Observation` for a request, or None where nobody looks at this one."""
 
+    def listens(self) -> bool:
+        """Whether anybody looks at requests now. Asked for every one of them, so that the rest costs nothing."""
+
     def received(self, event: Received) -> Observation | None:
         """Called once per guarded request, before anything else happens to it."""

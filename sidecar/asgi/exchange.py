@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from sidecar.asgi.middleware import Admission
 
 
+_NO_WAIT = ((b"x-admission-wait-ms", b"0"), (b"server-timing", b"admission;dur=0.0"))
+
+
 class Stage(Enum):
     """Where a request is."""
 
@@ -286,11 +289,11 @@ class Exchange:
         made, names = self._understood.made, self._door.tier_names
         assert self._lease.grant is not None
         wait_ms = self._lease.grant.queue_wait_us / 1000
-        headers = [
-            (b"x-admission-tier", names[made.level]),
-            (b"x-admission-wait-ms", b"%d" % wait_ms),
-            (b"server-timing", b"admission;dur=%.1f" % wait_ms),
-        ]
+        headers = [(b"x-admission-tier", names[made.level])]
+        if wait_ms:
+            headers += [(b"x-admission-wait-ms", b"%d" % wait_ms), (b"server-timing", b"admission;dur=%.1f" % wait_ms)]
+        else:
+            headers += _NO_WAIT
         if made.clamped_from is not None:
             headers.append((b"x-admission-clamped-from", names[made.clamped_from]))
         if made.ignored:

@@ -35,7 +35,7 @@ class Report:
     def __init__(self, observer: Observer | None, scope: Scope, received_us: int, now_us: Callable[[], int]) -> None:
         self._now_us = now_us
         self._observation: Observation | None = None
-        if observer is not None:
+        if observer is not None and observer.listens():
             arrival = Received(received_us, time.time_ns(), scope["method"], scope["path"], scope["headers"])
             self._observation = observer.received(arrival)
 

@@ -46,14 +46,19 @@ class UsageReader:
             body = bytes(body)
         self.chunks += body.count(b"data:")
         window = self._carried + body
-        if _NAME not in window:
+        at = window.find(_NAME)
+        if at < 0:
             self._carried = window[1 - len(_NAME) :]  # the name itself may be cut in two
             return
-        for found in _OBJECT.finditer(window):
-            self._take(found.group(1))
-        last = window.rfind(_NAME)
-        is_cut = _OBJECT.match(window, last) is None and len(window) - last < LONGEST
-        self._carried = window[last:] if is_cut else b""
+        self._carried = b""
+        while at >= 0:
+            found = _OBJECT.match(window, at)
+            if found is not None:
+                self._take(found.group(1))
+            following = window.find(_NAME, at + len(_NAME))
+            if following < 0 and found is None and len(window) - at < LONGEST:
+                self._carried = window[at:]  # the object may be cut in two
+            at = following
 
     def _take(self, raw: bytes) -> None:
         try:

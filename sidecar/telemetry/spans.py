@@ -52,6 +52,14 @@ class SpanObserver:
         self._tracer: trace.Tracer | None = None
         self._reported = False
 
+    def listens(self) -> bool:
+        """Whether there is an SDK that may record."""
+        try:
+            return self._current_tracer() is not None
+        except Exception:
+            self.report()
+            return False
+
     def received(self, event: Received) -> Observation | None:
         """Start `admission`. None without an SDK, or where tracing failed: the client's headers then pass untouched."""
         try:

@@ -214,7 +214,8 @@ async def test_a_server_that_lets_such_a_length_through_gets_its_400_from_us(val
 
 
 @pytest.mark.parametrize(
-    "header", ["authorization: Bearer sk-wrong", "x-api-key: sk-wrong", "authorization: Bearer ", "x-api-key: \xe9\xff"]
+    "header",
+    ["authorization: Bearer sk-wrong", "authorization: bearer  x y", "x-api-key: sk-wrong", "x-api-key: \xe9\xff"],
 )
 async def test_an_unknown_key_is_a_401_before_the_body_is_read(header: str) -> None:
     async with guarding(App()) as guarded:

@@ -523,6 +523,8 @@ class Crowd:
         pick = self.random.choice
         headers = [f"x-number: {number}", *pick([[], [key("acme")], [key("acme")], [key("nightly")]])]
         members = {"priority": pick(["high", "normal", "batch", "batch", 0.2]), "n": pick([1, 1, 1, 2])}
+        if self.random.random() < 0.1:
+            headers.append("x-admission-max-wait: 5ms")
         match self.random.randrange(30):
             case 0:
                 headers.append("authorization: Bearer sk-wrong")

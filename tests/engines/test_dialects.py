@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.asgi.forwarding import forwarded_body
-from sidecar.engines import CLIENT_MEMBERS, Dialect, Forward, client_members, dialect_of, is_client_priority
+from sidecar.engines import CLIENT_MEMBERS, Dialect, Forward, client_headers, client_members, dialect_of
 from sidecar.payload import read
 from sidecar.policy.policy import Api, Carrier, EngineName
 from sidecar.splice import remove
@@ -123,12 +123,16 @@ def test_engine_none_lets_the_app_read_the_level() -> None:
 
 
 def test_every_header_that_an_engine_trusts_is_taken_from_clients() -> None:
-    for name in (*HEADERS.values(), b"x-dynamo-request-strict-priority", b"x-tenant-id", b"x-override-rid"):
-        assert is_client_priority(name)
-    for name in (b"x-dynamo-meta-policy-class", b"x-override-routed-dp-rank"):
-        assert is_client_priority(name)
-    for name in (b"x-priority", b"authorization", b"x-request-id", b"x-vllm"):
-        assert not is_client_priority(name)
+    trusted = [
+        *HEADERS.values(),
+        b"x-dynamo-request-strict-priority",
+        b"x-dynamo-meta-policy-class",
+        b"x-override-rid",
+        b"x-override-routed-dp-rank",
+        b"x-tenant-id",
+    ]
+    harmless = [b"x-priority", b"authorization", b"x-request-id", b"x-vllm"]
+    assert sorted(client_headers(dict.fromkeys([*harmless, *trusted], b"1"))) == sorted(trusted)
 
 
 def test_every_member_that_an_engine_trusts_is_found_and_the_rest_of_nvext_left() -> None:

@@ -139,6 +139,9 @@ class Recorder:
     def __init__(self) -> None:
         self.stories: list[Story] = []
 
+    def listens(self) -> bool:
+        return True
+
     def received(self, event: Received) -> Story:
         self.stories.append(Story(event))
         return self.stories[-1]
