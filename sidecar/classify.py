@@ -22,8 +22,6 @@ from sidecar.errors import InvalidApiKey, UnknownTier
 from sidecar.payload import Payload
 from sidecar.policy.policy import Endpoint, Policy, Source, Tenant
 
-BEARER = b"bearer "
-
 
 class Fallback(str, Enum):
     """Stands in for a source where none answers: the policy's `default_tier`."""
@@ -196,10 +194,8 @@ class Classifier:
 
 def api_key(headers: Mapping[bytes, bytes]) -> bytes | None:
     """The key of `Authorization: Bearer` or, without one, of `x-api-key`; None where there is neither."""
-    authorization = headers.get(b"authorization", b"")
-    if authorization[: len(BEARER)].lower() == BEARER:
-        return authorization[len(BEARER) :].strip()
-    return headers.get(b"x-api-key")
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key")
 
 
 def _shown(raw: bytes) -> str:

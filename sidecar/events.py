@@ -74,9 +74,10 @@ class Admitted(msgspec.Struct, frozen=True, gc=False):
 
 
 class Refused(msgspec.Struct, frozen=True, gc=False):
-    """The request ended at the door: an error was answered, or (`client_left`) the client hung up while it waited.
+    """The request ended at the door: an error was answered, or nobody was there to answer to (`status` is None).
 
-    `status` is None where nobody was there to answer to. The waiting figures are zero where it never waited.
+    The latter is `client_left` (it hung up) or `canceled` (the server stopped). The waiting figures are zero where it
+    never waited.
     """
 
     at_us: int

@@ -129,7 +129,8 @@ class Exchange:
             await self._understand()
             return await self._acquire()
         except ClientLeft as left:
-            self._leave(left.wait)
+            self._stage = Stage.OVER
+            self._report.left(left.wait)
             return None
         except _WaitedTooLong as over:
             wait = over.wait
@@ -336,16 +337,12 @@ class Exchange:
             error=error,
         )
 
-    def _leave(self, wait: Grant | None) -> None:
-        self._stage = Stage.OVER
-        self._report.left(wait)
-
     def _end(self) -> None:
         """Leaves nothing behind, whatever stage it broke off in: no lease, no ticket, no task."""
         if self._stage is Stage.READING:
-            self._leave(None)
+            self._report.canceled(None)
         elif self._stage is Stage.WAITING:
-            self._leave(self._lease.grant if self._lease.settle() else self._lease.leave())
+            self._report.canceled(self._lease.grant if self._lease.settle() else self._lease.leave())
         elif self._stage is Stage.RUNNING:
             self._settle(Outcome.FAILED, "incomplete_response")
         self._stage = Stage.OVER

@@ -25,6 +25,7 @@ from sidecar.policy.policy import Endpoint, Policy
 from sidecar.pools import Grant
 
 LEFT_CODE = "client_left"
+CANCELED_CODE = "canceled"
 
 
 class Report:
@@ -91,6 +92,10 @@ class Report:
     def left(self, wait: Grant | None) -> None:
         """The client hung up before it was admitted."""
         self._ended(LEFT_CODE, "the client hung up before it was admitted", None, wait)
+
+    def canceled(self, wait: Grant | None) -> None:
+        """The server gave it up before it was admitted: it stops, or the app around us failed."""
+        self._ended(CANCELED_CODE, "the server gave the request up before it was admitted", None, wait)
 
     def first_byte(self, status: int | None) -> None:
         """The body's first byte goes out."""

@@ -24,6 +24,7 @@ class Rounds:
         self.interval_s = interval_s
         self._visited: set[Visited] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._emptied: asyncio.Event | None = None
 
     def __len__(self) -> int:
@@ -32,7 +33,8 @@ class Rounds:
     def add(self, visited: Visited) -> None:
         """Starts looking after it."""
         self._visited.add(visited)
-        if self._timer is None:
+        # A timer of another loop is a dead one: test clients run each request in a loop of its own.
+        if self._timer is None or self._loop is not asyncio.get_running_loop():
             self._arm()
 
     def discard(self, visited: Visited) -> None:
@@ -49,7 +51,8 @@ class Rounds:
             await self._emptied.wait()
 
     def _arm(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self.interval_s, self._visit)
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(self.interval_s, self._visit)
 
     def _visit(self) -> None:
         self._timer = None

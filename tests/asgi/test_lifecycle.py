@@ -365,7 +365,7 @@ async def test_canceled_while_reading() -> None:
     running = Caller(guarded.door).begin()
     await guarded.until(stories=1)
     await canceled(running)
-    assert guarded.recorder.ends == ["client_left"]
+    assert guarded.recorder.ends == ["canceled"]
     await guarded.nothing_left()
 
 
@@ -379,7 +379,7 @@ async def test_canceled_while_waiting() -> None:
     assert guarded.waiting == 0
     app.release()
     await first
-    assert guarded.recorder.ends == ["completed", "client_left"]
+    assert guarded.recorder.ends == ["completed", "canceled"]
     await guarded.nothing_left()
 
 
@@ -453,7 +453,7 @@ async def test_a_server_that_is_stopped_leaves_nothing() -> None:
             await writer.wait_closed()
 
 
-@pytest.mark.parametrize("forgotten", ["_end", "_settle", "_leave"])
+@pytest.mark.parametrize("forgotten", ["_end", "_settle"])
 async def test_a_door_that_forgets_would_be_caught(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Exchange, forgotten, lambda *_: None)
     app = App(is_held=True)

@@ -1,0 +1,215 @@
+"""`sidecar explain`: what it prints is what the door does."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sidecar.cli import main
+
+KEY = "sk-very-secret"
+POOL = """\
+engine: tensorrt-llm
+capacity: {tokens: 1000, requests: 10}
+tiers:
+  high: {reserve: 20%, lend: 0%}
+  normal: {}
+  batch: {limit: 50%, queue: {max_requests: 5, max_wait: 30m}}
+anonymous: batch
+endpoints:
+  /v1/chat/completions: {}
+  /v1/messages: {}
+  /v1/batch/completions: {tier: batch, forward_to: /v1/completions}
+  /v1/completions: {}
+tenants: tenants/*.yaml
+"""
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    (tmp_path / "policy.yaml").write_text(POOL)
+    (tmp_path / "tenants").mkdir()
+    digest = hashlib.sha256(KEY.encode()).hexdigest()
+    text = f'tenant: acme\nkeys: ["sha256:{digest}"]\ntier: batch\nmax_tier: normal\n'
+    (tmp_path / "tenants" / "acme.yaml").write_text(text)
+    return tmp_path
+
+
+def explained(policy: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    target = policy / "result.json"
+    code = main(["explain", str(policy), "--json", str(target), *arguments])
+    return code, json.loads(target.read_text())
+
+
+def test_every_step_is_explained_to_a_stranger(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--path", "/v1/chat/completions", "--key", KEY, "--header", "X-Priority: high"]
+    assert main(["explain", str(policy), *arguments, "--header", "x-vllm-priority: -5"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert KEY not in printed.out
+    assert (
+        printed.out
+        == f"""\
+POST /v1/chat/completions, read as chat, with a small body
+
+1. Who asks
+   acme, by its API key: tier batch, may ask for up to normal
+
+2. Which tier: the sources in the policy's order; the first that answers wins
+   body      says nothing
+   header    x-priority: high, which means high   <- wins
+   endpoint  says nothing   (not asked: decided already)
+   key       says batch   (not asked: decided already)
+   high is more than this tenant may have: clamped to normal
+   by {policy}/tenants/acme.yaml:4: max_tier: normal   (response: x-admission-clamped-from: high)
+   ignored: x-vllm-priority   (response: x-admission-ignored)
+
+3. How much it holds until it is answered
+   26 tokens: 10 prompt + 16 output (the request)
+   the prompt is counted by its size, 4 bytes a token, until the engine's usage says better
+   1 of the pool's requests: one for each sequence
+   tier normal could hold 800 tokens and 8 requests at most, in one request
+
+4. What the engine is told (tensorrt-llm)
+   body member "priority": 0.5
+
+It gets tier normal and holds 26 tokens.
+"""
+    )
+
+
+def test_a_source_behind_the_one_that_wins_cannot_refuse(policy: Path, tmp_path: Path) -> None:
+    body = tmp_path / "body.json"
+    body.write_text('{"prompt": [1, 2, 3], "n": 2, "max_tokens": 5, "priority": 0}')
+    code, found = explained(
+        policy, "--path", "/v1/completions", "--key", KEY, "--body", str(body), "--header", "x-priority: nonsense"
+    )
+    assert code == 0
+    assert (found["tier"], found["source"], found["ignored"]) == ("batch", "body", ["x-priority"])
+    assert [source["wins"] for source in found["sources"]] == [True, False, False, False]
+    assert [source["refused"] for source in found["sources"]] == [False, True, False, False]
+    assert (found["holds"]["tokens"], found["holds"]["requests"], found["holds"]["prompt_tokens"]) == (16, 2, 3)
+    assert found["largest"] == {"tokens": 500, "requests": 5}
+    assert found["longest_wait_s"] == 1800
+    assert found["engine"] == {"name": "tensorrt-llm", "priority": 0.0, "headers": {}, "member": {"priority": 0.0}}
+
+
+def test_an_endpoint_that_names_a_tier_and_a_path(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = explained(policy, "--path", "/v1/batch/completions")
+    assert code == 0
+    assert (found["tier"], found["source"], found["forward_to"]) == ("batch", "endpoint", "/v1/completions")
+    assert "on the path /v1/completions" in capsys.readouterr().out
+
+
+def test_a_request_without_a_key_is_clamped_by_anonymous(policy: Path) -> None:
+    code, found = explained(policy, "--path", "/v1/chat/completions", "--header", "x-priority: normal")
+    assert code == 0
+    assert (found["tenant"]["name"], found["tenant"]["by"]) == ("anonymous", "no API key")
+    assert (found["tier"], found["clamped_from"]) == ("batch", "normal")
+    assert found["clamped_by"] == f"{policy}/policy.yaml:7: anonymous: batch"
+
+
+def test_where_the_engine_hears_nothing_it_says_so(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = explained(policy, "--path", "/v1/messages")
+    assert code == 0
+    assert found["engine"]["priority"] is None
+    assert "no priority: it has no place for one here" in capsys.readouterr().out
+
+
+def test_a_client_may_shorten_its_wait(policy: Path) -> None:
+    _, found = explained(policy, "--path", "/v1/messages", "--header", "x-admission-max-wait: 3s")
+    assert found["longest_wait_s"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "body", "status", "code", "words"),
+    [
+        (["--key", "wrong-key"], None, 401, "invalid_api_key", "not known here"),
+        (["--header", "x-priority: urgent"], None, 400, "unknown_tier", "send one of high, normal, batch"),
+        ([], "{", 400, "invalid_body", "not valid JSON"),
+        ([], '{"messages": "hi"}', 400, "invalid_body", "messages: expected a list"),
+        ([], '{"messages": [1], "max_tokens": 5000}', 400, "request_too_large", "tier batch allows 500"),
+        (["--header", "x-admission-max-wait: soon"], None, 400, "invalid_header", "x-admission-max-wait"),
+    ],
+)
+def test_a_refusal_is_the_one_that_the_client_would_get(
+    policy: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    body: str | None,
+    status: int,
+    code: str,
+    words: str,
+) -> None:
+    if body is not None:
+        (policy / "body.json").write_text(body)
+        arguments = [*arguments, "--body", str(policy / "body.json")]
+    returned, found = explained(policy, "--path", "/v1/chat/completions", *arguments)
+    printed = capsys.readouterr().out
+    assert returned == 1
+    assert (found["error"]["status"], found["error"]["code"]) == (status, code)
+    assert words in found["error"]["message"]
+    assert f"Refused: {status} {code}\n" in printed
+    assert words in printed
+    assert "wrong-key" not in printed
+
+
+def test_a_body_over_the_limit_is_refused_as_at_the_door(policy: Path) -> None:
+    (policy / "policy.yaml").write_text("max_body: 10B\n" + POOL)
+    code, found = explained(policy, "--path", "/v1/chat/completions")
+    assert (code, found["error"]["status"]) == (1, 413)
+
+
+def test_a_path_that_is_not_guarded_passes(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = explained(policy, "--path", "/v1/models?limit=5")
+    assert (code, found["guarded"]) == (0, False)
+    assert capsys.readouterr().out.startswith("/v1/models is not guarded: it passes untouched, for everybody.\n")
+
+
+def test_json_on_standard_output_is_nothing_but_json(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(policy), "--path", "/v1/chat/completions", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["tier"] == "batch"
+
+
+def test_a_body_may_come_from_standard_input(
+    policy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"messages": [1], "max_tokens": 1, "priority": "batch"}'))
+    )
+    assert main(["explain", str(policy), "--path", "/v1/chat/completions", "--body", "-"]) == 0
+    assert 'priority: "batch", which means batch   <- wins' in capsys.readouterr().out
+
+
+def test_what_cannot_be_read_is_named(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(policy / "none.yaml"), "--path", "/x"]) == 1
+    assert "there is no such file" in capsys.readouterr().err
+    assert main(["explain", str(policy), "--path", "/x", "--body", str(policy / "none.json")]) == 1
+    assert "none.json: cannot be read" in capsys.readouterr().err
+    assert main(["explain", str(policy), "--path", "/x", "--json", str(policy / "no" / "where.json")]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_header_without_a_colon_is_a_wrong_command_line(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", str(policy), "--path", "/x", "--header", "x-priority"])
+    assert ended.value.code == 2
+    assert "write 'name: value'" in capsys.readouterr().err
+
+
+def test_with_a_tokenizer_the_prompt_is_counted_by_it(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(policy / "tokenizer.json"))
+    (policy / "policy.yaml").write_text("tokenizer: tokenizer.json\n" + POOL)
+    (policy / "body.json").write_text('{"prompt": "one two three", "max_tokens": 5}')
+    code, found = explained(policy, "--path", "/v1/completions", "--body", str(policy / "body.json"))
+    assert (code, found["holds"]["tokens"], found["holds"]["counted_by"]) == (0, 8, "tokenizer")
+    assert "counted by the policy's tokenizer" in capsys.readouterr().out

@@ -1,0 +1,100 @@
+"""What the contract suite needs of a pool under test: how one is made, and how its clock and its rules are reached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Protocol
+
+from sidecar.policy.policy import EngineName, Policy, Source, Tier
+from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, pool_rules
+from sidecar.pools import Ask, Lease, LocalPool, Pool
+
+
+class Clock:
+    """Time that only the test moves, in whole microseconds."""
+
+    def __init__(self) -> None:
+        self.us = 1_000_000_000
+
+    def __call__(self) -> int:
+        return self.us
+
+    def advance(self, seconds: float) -> None:
+        self.us += round(seconds * 1e6)
+
+
+class Harness(Protocol):
+    """One kind of pool. A second one is plugged in by writing this for it and naming it in `conftest.HARNESSES`."""
+
+    def pool(self, policy: Policy, clock: Clock | None = None, *, any_size: bool = False) -> Pool:
+        """A pool on a test's clock, or on its own. `any_size`: what never fits waits, as in some scenarios."""
+
+    def resize(self, pool: Pool, lease: Lease, tokens: int) -> None:
+        """Sets what a lease holds, as the scenarios do."""
+
+    def poke(self, pool: Pool) -> None:
+        """Lets the pool look again at what the clock says, as its own timer would."""
+
+
+class LocalHarness:
+    """The pool of one process."""
+
+    def pool(self, policy: Policy, clock: Clock | None = None, *, any_size: bool = False) -> Pool:
+        pool = LocalPool(policy) if clock is None else LocalPool(policy, clock)
+        if any_size:
+            pool._largest = ((UNLIMITED, UNLIMITED),) * len(policy.tiers)
+        return pool
+
+    def resize(self, pool: Pool, lease: Lease, tokens: int) -> None:
+        pool._scheduler.resize(lease._id, tokens)  # type: ignore[attr-defined]
+
+    def poke(self, pool: Pool) -> None:
+        pool._dispatch(pool.now_us())  # type: ignore[attr-defined]
+
+
+def policy_of(rules: PoolRules, *, max_waiting: int | None = None, max_request_tokens: int | None = None) -> Policy:
+    """A policy around rules; what a pool does not look at is left empty."""
+    return Policy(
+        rules=rules,
+        tiers=tuple(
+            Tier(tier.name, tier.level, 512, max_waiting=max_waiting, max_request_tokens=max_request_tokens)
+            for tier in rules.tiers
+        ),
+        endpoints={},
+        tenants={},
+        anonymous=None,
+        default_level=0,
+        sources=(Source.KEY,),
+        engine=EngineName.NONE,
+        carrier=None,
+        engine_levels=(),
+        tier_header=b"x-priority",
+        max_body_bytes=2**23,
+        body_timeout_s=30,
+        disconnect_grace_s=2,
+        tokenizer=None,
+        generation="test",
+    )
+
+
+def simple(
+    names: Sequence[str] = ("high", "low"),
+    *,
+    tokens: int | None = 100,
+    requests: int | None = None,
+    promote_after_s: float | None = None,
+    **more: int | None,
+) -> Policy:
+    """Tiers without reserves in one pool."""
+    rules = pool_rules(
+        tokens=tokens,
+        requests=requests,
+        tiers=tuple(Shares(name, Fraction(0)) for name in names),
+        promote_after_us=None if promote_after_s is None else round(promote_after_s * 1e6),
+    )
+    return policy_of(rules, **more)
+
+
+def ask(tier: int = 0, tokens: int = 10, *, requests: int = 1, tenant: str = "t", weight: int = 1) -> Ask:
+    return Ask(tier, tenant, weight, tokens, requests)
