@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import sys
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from sidecar.asgi.body import ClientLeft, discard_body, read_body
+from sidecar.asgi.door import Door
 from sidecar.asgi.forwarding import forwarded_body, forwarded_headers, forwarded_scope
 from sidecar.asgi.report import Report
 from sidecar.asgi.responses import send_error
@@ -27,10 +27,6 @@ from sidecar.events import Outcome
 from sidecar.granted import SCOPE_KEY, Granted, current
 from sidecar.policy.policy import Api, Endpoint
 from sidecar.pools import Grant, Lease
-
-if TYPE_CHECKING:
-    from sidecar.asgi.middleware import Admission
-
 
 _NO_WAIT = ((b"x-admission-wait-ms", b"0"), (b"server-timing", b"admission;dur=0.0"))
 
@@ -52,7 +48,7 @@ class _WaitedTooLong(Exception):
 
 
 class Exchange:
-    """One request. Made by `Admission` for every request to a guarded endpoint; `run` is called once."""
+    """One request. Made by the middleware for every request to a guarded endpoint; `run` is called once."""
 
     __slots__ = (
         "_body",
@@ -78,7 +74,7 @@ class Exchange:
     _understood: Understood
     _lease: Lease
 
-    def __init__(self, door: Admission, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, door: Door, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         self._door = door
         self._endpoint = endpoint
         self._scope = scope

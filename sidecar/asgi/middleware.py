@@ -1,48 +1,15 @@
-"""The door as ASGI middleware: configuration that all requests share. Each request is an `Exchange` of its own."""
+"""The door as ASGI middleware: it lets everything pass but the policy's endpoints, whose requests are exchanges."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
+from sidecar.asgi.door import Door
 from sidecar.asgi.exchange import Exchange
-from sidecar.asgi.rounds import Rounds
-from sidecar.asgi.types import ASGIApp, Receive, Scope, Send
-from sidecar.asgi.understanding import Intake
-from sidecar.classify import Classifier
-from sidecar.engines import Dialect
-from sidecar.events import Observer
-from sidecar.policy.policy import Endpoint, Policy
-from sidecar.pools import Pool
-from sidecar.tokens import Estimator
-
-LONGEST_ROUND_S = 1.0
-"""How often requests under way are looked after: how late a body's timeout or a departure may be noticed."""
+from sidecar.asgi.types import Receive, Scope, Send
+from sidecar.policy.policy import Endpoint
 
 
-class Admission:
+class Admission(Door):
     """Guards the policy's endpoints of an ASGI app; everything else passes untouched."""
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        policy: Policy,
-        pool: Pool,
-        dialect: Dialect,
-        estimator: Estimator,
-        observer: Observer | None,
-    ) -> None:
-        self.app = app
-        self.policy = policy
-        self.pool = pool
-        self.dialect = dialect
-        self.estimator = estimator
-        self.observer = observer
-        self.intake = Intake(policy, Classifier(policy, dialect), estimator)
-        self.priorities = tuple(dialect.priority(tier.level, len(policy.tiers)) for tier in policy.tiers)
-        self.tier_names = tuple(tier.name.encode() for tier in policy.tiers)
-        self.rounds = Rounds(min(LONGEST_ROUND_S, policy.body_timeout_s, max(policy.disconnect_grace_s, 0.05)))
-        self.is_draining = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one connection, as ASGI has it."""
@@ -51,27 +18,6 @@ class Admission:
             await self.app(scope, receive, send)
         else:
             await Exchange(self, endpoint, scope, receive, send).run()
-
-    def drain(self) -> None:
-        """Refuses every new request from now on; those that wait or run are served to their end."""
-        self.is_draining = True
-
-    async def drained(self) -> None:
-        """Returns when no request is under way."""
-        await self.rounds.emptied()
-
-    def readiness(self) -> Sequence[str]:
-        """Why this process should get no traffic; empty when it should."""
-        return ["draining"] if self.is_draining else []
-
-    def state(self) -> Mapping[str, object]:
-        """What the door is doing, for people and dashboards: JSON types only."""
-        return {
-            "policy": {"generation": self.policy.generation, "engine": self.policy.engine.value},
-            "draining": self.is_draining,
-            "under_way": len(self.rounds),
-            "pool": self.pool.state(),
-        }
 
     def _guarded(self, scope: Scope) -> Endpoint | None:
         if scope["type"] != "http" or scope["method"] != "POST":

@@ -13,7 +13,7 @@ _CARRIERS = {
     EngineName.TENSORRT_LLM: (Carrier.BODY,),
     EngineName.VLLM: (Carrier.HEADER, Carrier.BODY),
     EngineName.SGLANG: (Carrier.BODY, Carrier.HEADER),
-    EngineName.DYNAMO: (Carrier.HEADER, Carrier.BODY),
+    EngineName.DYNAMO: (Carrier.HEADER,),
     EngineName.NONE: (),
 }
 _LOWER_FIRST = frozenset({EngineName.VLLM})  # everywhere else a higher number is the more important one

@@ -126,36 +126,30 @@ def test_a_client_may_shorten_its_wait(policy: Path) -> None:
     assert found["longest_wait_s"] == 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "body", "status", "code", "words"),
-    [
-        (["--key", "wrong-key"], None, 401, "invalid_api_key", "not known here"),
-        (["--header", "x-priority: urgent"], None, 400, "unknown_tier", "send one of high, normal, batch"),
-        ([], "{", 400, "invalid_body", "not valid JSON"),
-        ([], '{"messages": "hi"}', 400, "invalid_body", "messages: expected a list"),
-        ([], '{"messages": [1], "max_tokens": 5000}', 400, "request_too_large", "tier batch allows 500"),
-        (["--header", "x-admission-max-wait: soon"], None, 400, "invalid_header", "x-admission-max-wait"),
-    ],
-)
+REFUSALS = [
+    (["--key", "wrong-key"], None, "401 invalid_api_key", "not known here"),
+    (["--header", "x-priority: urgent"], None, "400 unknown_tier", "send one of high, normal, batch"),
+    ([], "{", "400 invalid_body", "not valid JSON"),
+    ([], '{"messages": "hi"}', "400 invalid_body", "messages: expected a list"),
+    ([], '{"messages": [1], "max_tokens": 5000}', "400 request_too_large", "tier batch allows 500"),
+    (["--header", "x-admission-max-wait: soon"], None, "400 invalid_header", "x-admission-max-wait"),
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=[f"{answer}: {words}" for _, _, answer, words in REFUSALS])
 def test_a_refusal_is_the_one_that_the_client_would_get(
-    policy: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    body: str | None,
-    status: int,
-    code: str,
-    words: str,
+    policy: Path, capsys: pytest.CaptureFixture[str], refusal: tuple[list[str], str | None, str, str]
 ) -> None:
+    arguments, body, answer, words = refusal
     if body is not None:
         (policy / "body.json").write_text(body)
         arguments = [*arguments, "--body", str(policy / "body.json")]
     returned, found = explained(policy, "--path", "/v1/chat/completions", *arguments)
     printed = capsys.readouterr().out
-    assert returned == 1
-    assert (found["error"]["status"], found["error"]["code"]) == (status, code)
-    assert words in found["error"]["message"]
-    assert f"Refused: {status} {code}\n" in printed
-    assert words in printed
+    error = found["error"]
+    assert (returned, f"{error['status']} {error['code']}") == (1, answer)
+    assert words in error["message"]
+    assert f"Refused: {answer}\n   {error['message']}\n" in printed
     assert "wrong-key" not in printed
 
 

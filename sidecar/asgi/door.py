@@ -1,0 +1,67 @@
+"""The door: everything that all requests of one process share. Nothing in it belongs to a single request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sidecar.asgi.rounds import Rounds
+from sidecar.asgi.types import ASGIApp
+from sidecar.asgi.understanding import Intake
+from sidecar.classify import Classifier
+from sidecar.engines import Dialect
+from sidecar.events import Observer
+from sidecar.policy.policy import Policy
+from sidecar.pools import Pool
+from sidecar.tokens import Estimator
+
+LONGEST_ROUND_S = 1.0
+"""How often requests under way are looked after: how late a body's timeout or a departure may be noticed."""
+SHORTEST_ROUND_S = 0.05
+
+
+class Door:
+    """What a request needs to be admitted to an app and served by it."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        policy: Policy,
+        pool: Pool,
+        dialect: Dialect,
+        estimator: Estimator,
+        observer: Observer | None,
+    ) -> None:
+        self.app = app
+        self.policy = policy
+        self.pool = pool
+        self.dialect = dialect
+        self.estimator = estimator
+        self.observer = observer
+        self.intake = Intake(policy, Classifier(policy, dialect), estimator)
+        self.priorities = tuple(dialect.priority(tier.level, len(policy.tiers)) for tier in policy.tiers)
+        self.tier_names = tuple(tier.name.encode() for tier in policy.tiers)
+        soonest_s = min(LONGEST_ROUND_S, policy.body_timeout_s, policy.disconnect_grace_s)
+        self.rounds = Rounds(max(SHORTEST_ROUND_S, soonest_s))
+        self.is_draining = False
+
+    def drain(self) -> None:
+        """Refuses every new request from now on; those that wait or run are served to their end."""
+        self.is_draining = True
+
+    async def drained(self) -> None:
+        """Returns when no request is under way."""
+        await self.rounds.emptied()
+
+    def readiness(self) -> Sequence[str]:
+        """Why this process should get no traffic; empty when it should."""
+        return ["draining"] if self.is_draining else []
+
+    def state(self) -> Mapping[str, object]:
+        """What the door is doing, for people and dashboards: JSON types only."""
+        return {
+            "policy": {"generation": self.policy.generation, "engine": self.policy.engine.value},
+            "draining": self.is_draining,
+            "under_way": len(self.rounds),
+            "pool": self.pool.state(),
+        }
