@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ async def streams(port: int, count: int, headers: tuple[tuple[str, str], ...]) -
     await asyncio.gather(*(_stream(port, headers) for _ in range(count)))
     times = await asyncio.gather(*(_stream(port, headers) for _ in range(count)))
     first = sorted(arrivals[0] for arrivals in times)
-    gaps = sorted(later - earlier for arrivals in times for earlier, later in zip(arrivals, arrivals[1:], strict=False))
+    gaps = sorted(later - earlier for arrivals in times for earlier, later in itertools.pairwise(arrivals))
     return StreamTimes(
         ttft_p50_ms=_at(first, 0.5) * 1000,
         ttft_p99_ms=_at(first, 0.99) * 1000,

@@ -29,7 +29,8 @@ def where_it_goes(body: bytes, headers: tuple[tuple[str, str], ...]) -> dict[str
     pairs += [(b"content-length", b"%d" % len(body)), (b"host", b"127.0.0.1")]
     endpoint = policy.endpoints["/v1/chat/completions"]
     payload = read(Api.CHAT, body)
-    asked = Asked(endpoint, payload, dict(pairs))
+    taken = client_headers(dict(pairs))
+    asked = Asked(endpoint, payload, dict(pairs), taken)
     tenant = classifier.tenant(asked.headers)
     forward = dialect.forward(Api.CHAT, dialect.priority(2, len(policy.tiers)))
     added = [(b"content-length", b"2000")]
@@ -46,7 +47,7 @@ def where_it_goes(body: bytes, headers: tuple[tuple[str, str], ...]) -> dict[str
 
     def forwarding() -> None:
         forwarded_body(body, payload, forward)
-        forwarded_headers(pairs, client_headers(asked.headers), added)
+        forwarded_headers(pairs, taken, added)
 
     def usage() -> None:
         UsageReader().feed(ANSWER)

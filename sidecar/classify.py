@@ -8,16 +8,15 @@ as `ignored`, and a value that means nothing is an error that lists the tiers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum
 from math import floor
 from typing import NamedTuple
 
 import msgspec
 
-from sidecar.engines import Dialect, client_headers, client_members
+from sidecar.engines import Dialect, client_members
 from sidecar.errors import InvalidApiKey, UnknownTier
 from sidecar.payload import Payload
 from sidecar.policy.policy import Endpoint, Policy, Source, Tenant
@@ -30,11 +29,16 @@ class Fallback(str, Enum):
 
 
 class Asked(NamedTuple):
-    """What a request says of its priority. `headers` holds the last value of every header, by lower-case name."""
+    """What a request says of its priority.
+
+    `headers` holds the last value of every header, by lower-case name; `taken` are those of them that some engine would
+    take a priority or a tenant from (`engines.client_headers`).
+    """
 
     endpoint: Endpoint
     payload: Payload
     headers: Mapping[bytes, bytes]
+    taken: Sequence[bytes]
 
 
 class Answer(NamedTuple):
@@ -57,8 +61,7 @@ _NO_ENGINE = Answer(Source.ENGINE, None)
 _DEFAULT = Answer(Fallback.DEFAULT, None)
 
 
-@dataclass(slots=True)
-class Classification:
+class Classification(msgspec.Struct):
     """Whose request it is and which level it gets.
 
     `clamped_from` is the level asked for where the tenant may not have it. `ignored` lists the priority fields and
@@ -131,7 +134,7 @@ class Classifier:
         """Every field and header of a request that states a priority, ours or an engine's, as a client writes it."""
         payload = asked.payload
         found = [] if payload.priority is None and payload.nvext is None else client_members(payload)
-        found += [name.decode("latin-1") for name in client_headers(asked.headers)]
+        found += [name.decode("latin-1") for name in asked.taken]
         if self._policy.tier_header in asked.headers:
             found.append(self._policy.tier_header.decode("latin-1"))
         return found

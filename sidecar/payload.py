@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -37,8 +36,7 @@ _Count = int | float | None
 _Prompt = str | list[str | int | list[int]]
 
 
-@dataclass(slots=True)
-class Payload:
+class Payload(msgspec.Struct):
     """A request, as far as admission is concerned.
 
     `prompt_bytes` is the UTF-8 size of the text to be tokenized, `prompt_tokens` what is known exactly (token ids) or
@@ -60,7 +58,7 @@ class Payload:
 
 
 class _Fields(msgspec.Struct, gc=False):
-    """What every API has. `rename` is not needed: the wire's names are ours."""
+    """What every API has."""
 
     model: str | None = None
     stream: bool | None = None

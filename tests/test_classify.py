@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.classify import Asked, Classification, Classifier, Fallback, api_key
-from sidecar.engines import dialect_of
+from sidecar.engines import client_headers, dialect_of
 from sidecar.errors import InvalidApiKey, UnknownTier
 from sidecar.payload import read
 from sidecar.policy.policy import Api, Endpoint, EngineName, Policy, Source, Tenant, Tier
@@ -66,7 +66,9 @@ def asked_with(
     body = json.dumps({"messages": [1], **fields}).encode()
     if raw is not None:
         body = b'{"messages":[1],"priority":%b}' % raw
-    return Asked(Endpoint(CHAT.path, Api.CHAT, level), read(Api.CHAT, body), headers or {})
+    return Asked(
+        Endpoint(CHAT.path, Api.CHAT, level), read(Api.CHAT, body), headers or {}, client_headers(headers or {})
+    )
 
 
 def classified(policy: Policy, asked: Asked, tenant: Tenant = ROOT) -> Classification:

@@ -21,7 +21,7 @@ from sidecar.asgi.responses import send_error
 from sidecar.asgi.types import Message, Receive, Scope, Send
 from sidecar.asgi.understanding import Understood, declared_length, longest_wait_s
 from sidecar.asgi.usage import UsageReader
-from sidecar.engines import Forward, client_headers
+from sidecar.engines import Forward
 from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, InvalidHeader, QueueTimeout
 from sidecar.events import Outcome
 from sidecar.granted import SCOPE_KEY, Granted, current
@@ -123,7 +123,10 @@ class Exchange:
         wait: Grant | None = None
         try:
             await self._understand()
-            return await self._acquire()
+            most_s = self._longest_wait_s()
+            self._lease = lease = self._door.pool.enter(self._understood.ask())
+            self._stage = Stage.WAITING
+            return lease.grant or await self._wait(lease, most_s)
         except ClientLeft as left:
             self._stage = Stage.OVER
             self._report.left(left.wait)
@@ -152,18 +155,14 @@ class Exchange:
                 raise
             seconds = door.policy.body_timeout_s
             raise BodyTimeout(f"the body did not arrive within {seconds:g} s; send it faster") from None
-        self._understood = await door.intake.understand(self._endpoint, headers, tenant, body)
+        self._understood = door.intake.understand(self._endpoint, headers, tenant, body)
+        if door.intake.has_tokenizer:
+            await door.intake.count(self._understood)
         self._report.classified(self._understood, self._endpoint, door.policy)
 
     def _is_cancelled_by_others(self) -> bool:
         # 3.10 does not count cancellations: one by the server in the same instant is taken for ours
         return sys.version_info >= (3, 11) and self._task is not None and self._task.uncancel() > 0
-
-    async def _acquire(self) -> Grant:
-        most_s = self._longest_wait_s()
-        self._lease = lease = self._door.pool.enter(self._understood.ask())
-        self._stage = Stage.WAITING
-        return await self._wait(lease, most_s) if lease.grant is None else lease.grant
 
     async def _wait(self, lease: Lease, most_s: float | None) -> Grant:
         """Waits for the first of three: the grant, the client's hanging up, the end of its time."""
@@ -241,9 +240,8 @@ class Exchange:
         added = [*forward.headers, *self._report.headers()]
         if self._body is not understood.body and b"content-length" in understood.headers:
             added.append((b"content-length", b"%d" % len(self._body)))
-        taken = client_headers(understood.headers)
-        if added or taken:
-            scope["headers"] = forwarded_headers(scope["headers"], taken, added)
+        if added or understood.taken:
+            scope["headers"] = forwarded_headers(scope["headers"], understood.taken, added)
         return scope
 
     async def _receive_for_app(self) -> Message:
@@ -262,25 +260,25 @@ class Exchange:
 
     async def _send_for_app(self, message: Message) -> None:
         """Passes the response on as it comes, chunk by chunk, and settles behind its last byte."""
-        if message["type"] == "http.response.body":
-            await self._send_body(message)
+        kind = message["type"]
+        if kind == "http.response.body":
+            self._read_response(message.get("body", b""))
+            # Servers say `http.disconnect` behind a complete response, too: only one from before is a departure.
+            outcome = Outcome.COMPLETED if self._client_left_us is None else Outcome.CLIENT_LEFT
+            await self._send(message)
+            if not message.get("more_body", False):
+                self._settle(outcome)
             return
-        if message["type"] == "http.response.start":
+        if kind == "http.response.start":
             self._status = message["status"]
             message = {**message, "headers": [*message.get("headers", ()), *self._response_headers()]}
         await self._send(message)
 
-    async def _send_body(self, message: Message) -> None:
-        body = message.get("body", b"")
+    def _read_response(self, body: bytes) -> None:
         if body and self._stage is Stage.RUNNING:  # what comes behind the grace of a client that left is told nobody
             if not self._usage.has_begun:
                 self._report.first_byte(self._status)
             self._usage.feed(body)
-        # Servers say `http.disconnect` behind a complete response, too: only one from before is the client's leaving.
-        outcome = Outcome.COMPLETED if self._client_left_us is None else Outcome.CLIENT_LEFT
-        await self._send(message)
-        if not message.get("more_body", False):
-            self._settle(outcome)
 
     def _response_headers(self) -> list[tuple[bytes, bytes]]:
         made, names = self._understood.made, self._door.tier_names

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from sidecar.asgi.types import Scope
 from sidecar.classify import Asked, Classification, Classifier
+from sidecar.engines import client_headers
 from sidecar.errors import InvalidBody, InvalidHeader
 from sidecar.payload import Payload, read
 from sidecar.policy.policy import Endpoint, Policy, Tenant
@@ -19,14 +21,17 @@ _LONGEST_LENGTH = 18
 """Digits of a Content-Length: an exabyte."""
 
 
-@dataclass(slots=True)
-class Understood:
-    """A request that is in order. `tokens` is what it will hold, `prompt_tokens` the estimate of its prompts."""
+class Understood(msgspec.Struct):
+    """A request that is in order. `tokens` is what it will hold, `prompt_tokens` the estimate of its prompts.
+
+    `taken` are the names of the client's headers that must not pass on.
+    """
 
     body: bytes
     headers: Mapping[bytes, bytes]
     payload: Payload
     made: Classification
+    taken: Sequence[bytes]
     prompt_tokens: int
     tokens: int
 
@@ -43,25 +48,30 @@ class Intake:
         self._policy = policy
         self._classifier = classifier
         self._estimator = estimator
+        self.has_tokenizer = estimator.counter is not None
 
     def tenant(self, headers: Mapping[bytes, bytes]) -> Tenant:
         """Whose request it is. Raises InvalidApiKey, before a byte of the body is read."""
         return self._classifier.tenant(headers)
 
-    async def understand(
-        self, endpoint: Endpoint, headers: Mapping[bytes, bytes], tenant: Tenant, body: bytes
-    ) -> Understood:
-        """Reads a body. Raises InvalidBody or UnknownTier. Waits only where a tokenizer counts the prompt."""
+    def understand(self, endpoint: Endpoint, headers: Mapping[bytes, bytes], tenant: Tenant, body: bytes) -> Understood:
+        """Reads a body, and sizes its prompts by their bytes. Raises InvalidBody or UnknownTier."""
         _refuse_other_encodings(body)
         payload = read(endpoint.api, body)
-        made = self._classifier.classify(Asked(endpoint, payload, headers), tenant)
-        estimator = self._estimator
-        if estimator.counter is None:
-            prompt_tokens = estimator.prompt_tokens(payload)
-        else:
-            prompt_tokens = await estimator.counted_prompt_tokens(payload, estimator.counter)
+        taken = client_headers(headers)
+        made = self._classifier.classify(Asked(endpoint, payload, headers, taken), tenant)
+        prompt_tokens = self._estimator.prompt_tokens(payload)
         tokens = tokens_to_hold(payload, prompt_tokens, self._policy.tiers[made.level].default_output_tokens)
-        return Understood(body, headers, payload, made, prompt_tokens, tokens)
+        return Understood(body, headers, payload, made, taken, prompt_tokens, tokens)
+
+    async def count(self, understood: Understood) -> None:
+        """Sizes the prompts by the tokenizer instead, where there is one."""
+        if self._estimator.counter is None:
+            return
+        payload, level = understood.payload, understood.made.level
+        understood.prompt_tokens = await self._estimator.counted_prompt_tokens(payload, self._estimator.counter)
+        output_tokens = self._policy.tiers[level].default_output_tokens
+        understood.tokens = tokens_to_hold(payload, understood.prompt_tokens, output_tokens)
 
 
 def _refuse_other_encodings(body: bytes) -> None:
@@ -79,12 +89,16 @@ def declared_length(scope: Scope, headers: Mapping[bytes, bytes]) -> int | None:
     given = headers.get(b"content-length")
     if given is None:
         return None
-    values = {value for name, value in scope["headers"] if name == b"content-length"}
-    if len(values) > 1 or not given.isdigit() or len(given) > _LONGEST_LENGTH:
+    has_repeats = len(headers) != len(scope["headers"])
+    if (has_repeats and _is_ambiguous(scope)) or not given.isdigit() or len(given) > _LONGEST_LENGTH:
         raise InvalidHeader("content-length is given twice, or is no number of bytes; send it once")
     if b"transfer-encoding" in headers:  # whoever sits behind us might believe the other one
         raise InvalidHeader("content-length and transfer-encoding exclude each other; send one of them")
     return int(given)
+
+
+def _is_ambiguous(scope: Scope) -> bool:
+    return len({value for name, value in scope["headers"] if name == b"content-length"}) > 1
 
 
 def longest_wait_s(headers: Mapping[bytes, bytes], of_tier_s: float | None) -> float | None:

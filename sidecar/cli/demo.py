@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 EXAMPLE = "  sidecar demo --json demo.json"
 LOG_EVERY_S = 2.0
+LONGEST_S = 600.0  # the clients give up on an answer after a minute, and a longer run only builds a longer queue
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
     parser.add_argument("--json", metavar="FILE", help="also write the figures as JSON, - for standard output")
     parser.add_argument("--keep", action="store_true", help="leave the last server running, to try requests on it")
-    parser.add_argument("--seconds", type=float, default=8.0, help="how long requests arrive (default %(default)s)")
+    parser.add_argument("--seconds", type=_seconds, default=8.0, help="how long requests arrive (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the arrivals (default %(default)s)")
 
 
@@ -40,6 +41,9 @@ def run(args: argparse.Namespace) -> int:
     from sidecar.policy.shipped import shipped_policies
 
     out = sys.stderr if args.json == "-" else sys.stdout
+    if unwritable := _unwritable(args.json):
+        print(f"sidecar: {unwritable}", file=sys.stderr)
+        return 1
     policy_path = shipped_policies()
     policy = load(policy_path)
     requests = arrivals(args.seconds, args.seed)
@@ -75,6 +79,27 @@ def _reporter(run: Run) -> Callable[[float, Progress], None]:
         print(f"\r{line}" if is_terminal else line, end=ends, file=sys.stderr, flush=True)
 
     return report
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time to play; write seconds, more than 0, up to {LONGEST_S:g}")
+    return seconds
+
+
+def _unwritable(path: str | None) -> str | None:
+    """Why the figures could not be written, found out before a minute was spent on them."""
+    if path in (None, "-"):
+        return None
+    try:
+        Path(str(path)).open("ab").close()
+    except OSError as error:
+        return f"cannot write {path}: {error.strerror or error}"
+    return None
 
 
 def _write(path: str, figures: Sequence[RunFigures]) -> None:

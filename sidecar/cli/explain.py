@@ -15,7 +15,7 @@ from typing import Any
 
 from sidecar.asgi.understanding import longest_wait_s
 from sidecar.classify import Answer, Asked, Classification, Classifier
-from sidecar.engines import Dialect, dialect_of
+from sidecar.engines import Dialect, client_headers, dialect_of
 from sidecar.errors import AdmissionError, BodyTooLarge
 from sidecar.payload import Payload, read
 from sidecar.policy.loading import Loaded, load_files
@@ -101,7 +101,7 @@ class _Explanation:
         self._found["tenant"] = self._tenant(tenant)
         if len(body) > self._policy.max_body_bytes:
             raise BodyTooLarge(f"the body has {len(body)} bytes; {self._policy.max_body_bytes} are allowed")
-        asked = Asked(endpoint, read(endpoint.api, body), headers)
+        asked = Asked(endpoint, read(endpoint.api, body), headers, client_headers(headers))
         answers = self._classifier.answers(asked, tenant)
         self._found["sources"] = [self._source(answer) for answer in answers]
         made = self._classifier.classify(asked, tenant)

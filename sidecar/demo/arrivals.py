@@ -1,8 +1,8 @@
 """Who sends what, when: one fixed, seeded sequence of requests that every run replays.
 
 An open loop: nobody waits for an answer before sending. Interactive and internal traffic comes as a Poisson process and
-alone keeps the engine full; a second and a half in, a research job adds its batch. Together they ask for about a third
-more than the engine can do.
+alone keeps the engine full; a second and a half in (sooner in a short run), a research job adds its batch. Together
+they ask for about a third more than the engine can do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ class Stream:
     per_second: float
     header: str | None = None
     burst: int = 0
-    burst_at_s: float = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,7 @@ STREAMS = (
     Stream("low", "sk-demo-standard", per_second=10, header="low"),
     Stream("batch", "sk-demo-research", per_second=6, burst=150),
 )
+BURST_AT_S = 1.5
 PROMPT_TOKENS = (40, 320)
 OUTPUT_TOKENS = (16, 48)
 
@@ -47,9 +47,10 @@ OUTPUT_TOKENS = (16, 48)
 def arrivals(duration_s: float, seed: int = 1) -> list[Arrival]:
     """All requests of one run, in order of their times."""
     rng = random.Random(seed)
+    burst_at_s = min(BURST_AT_S, duration_s / 4)  # also a short run spends most of its time in the overload
     found: list[Arrival] = []
     for stream in STREAMS:
-        times = [stream.burst_at_s] * stream.burst
+        times = [burst_at_s] * stream.burst
         at_s = rng.expovariate(stream.per_second)
         while at_s < duration_s:
             times.append(at_s)

@@ -16,7 +16,8 @@ from sidecar.scheduling.overtaking import Overtaking
 
 QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 FILLED_AFTER_S = 2.0
-"""Shares and utilization are those of the overload: from here on, when the engine is full, to the last arrival."""
+"""Shares and utilization are those of the overload: from here on, when the engine is full, to the last arrival. A run
+of less than twice as long counts from its middle."""
 Distribution = Mapping[str, float]
 
 
@@ -56,8 +57,10 @@ class _Request:
 def measure(name: str, tiers: Sequence[str], seen: Sequence[Seen], log: Sequence[Served], slots: int) -> RunFigures:
     """The figures of a run. `tiers` gives the order of the table, most important first."""
     requests = _join(seen, log)
+    if not requests:
+        return RunFigures(name, 0.0, len(seen), {})
     arrivals = sorted(request.arrived_s for request in requests)
-    began_s, ended_s = min(arrivals[0] + FILLED_AFTER_S, arrivals[-1]), arrivals[-1]
+    began_s, ended_s = min(arrivals[0] + FILLED_AFTER_S, (arrivals[0] + arrivals[-1]) / 2), arrivals[-1]
     busy_s = sum(max(0.0, min(r.end_s, ended_s) - max(r.admitted_s, began_s)) for r in requests)
     starvation = _starvation(requests)
     in_time = [request for request in requests if began_s <= request.admitted_s <= ended_s]

@@ -29,6 +29,8 @@ def sentence(runs: Sequence[RunFigures]) -> str:
     """What it shows, with the figures of this very run."""
     control, engine, admission = runs
     first, last = "high", "batch"
+    if any(tier not in run.tiers for run in runs for tier in (first, last)):
+        return f"Too many requests failed: a run without {first} or {last} shows nothing."
 
     def ttft(run: RunFigures) -> str:
         return f"{run.tiers[first].ttft_s['p50']:.2f} s"
@@ -36,10 +38,12 @@ def sentence(runs: Sequence[RunFigures]) -> str:
     def share(run: RunFigures) -> str:
         return f"{run.tiers[last].share:.0%}"
 
+    gains = admission.tiers[last].share > engine.tiers[last].share
     return (
         f"With more requests than the engine can run, {first} has its first token after {ttft(admission)} at the "
         f"median (at equal priority {ttft(control)}, with engine priority {ttft(engine)}), and {last}, which engine "
-        f"priority leaves {share(engine)} of the engine, keeps {share(admission)}: its floor holds."
+        f"priority leaves {share(engine)} of the engine, "
+        f"{'keeps' if gains else 'gets'} {share(admission)}{': its floor holds' if gains else ' in so short a run'}."
     )
 
 

@@ -20,15 +20,21 @@ class DrainRate:
     def __init__(self) -> None:
         self._weight = 0.0
         self._updated_us = 0
+        self._began_us: int | None = None
 
     def admitted(self, now_us: int) -> None:
         """Counts one admission."""
+        if self._began_us is None:
+            self._began_us = now_us
         self._weight = self._decayed(now_us) + 1.0
         self._updated_us = now_us
 
     def per_second(self, now_us: int) -> float:
-        """Requests admitted per second, lately."""
-        return self._decayed(now_us) / WINDOW_S
+        """Requests admitted per second, lately. In the first seconds, over what of the window has passed."""
+        if self._began_us is None:
+            return 0.0
+        passed_s = max(1.0, (now_us - self._began_us) / 1e6)
+        return self._decayed(now_us) / (WINDOW_S * (1 - math.exp(-passed_s / WINDOW_S)))
 
     def retry_after_s(self, ahead: int, now_us: int) -> float:
         """Seconds until `ahead` requests will have been admitted, jittered and capped."""

@@ -78,6 +78,9 @@ class LocalPool:
     def enter(self, ask: Ask) -> LocalLease:
         """See `Pool.enter`."""
         self._refuse_what_never_fits(ask)
+        most = self._policy.tiers[ask.tier].max_waiting
+        if most and self._scheduler.queued(ask.tier)[1] >= most:
+            raise self._queue_full(ask.tier, most)
         now_us = self.now_us()
         lease = LocalLease(self, str(next(self._ids)), ask)
         self._scheduler.submit(
@@ -91,8 +94,9 @@ class LocalPool:
         )
         self._waiting[lease._id] = lease
         self._dispatch(now_us)
-        if lease.grant is None:
-            self._refuse_over_queue_limit(lease, now_us)
+        if most == 0 and lease.grant is None:  # a tier that never queues: at once, or not at all
+            self.leave(lease._id)
+            raise self._queue_full(ask.tier, most)
         return lease
 
     def settle(self, lease_id: str) -> bool:
@@ -154,14 +158,8 @@ class LocalPool:
                 f"tier {self._names[ask.tier]} allows {requests}; ask for fewer"
             )
 
-    def _refuse_over_queue_limit(self, lease: LocalLease, now_us: int) -> None:
-        tier = lease.ask.tier
-        most = self._policy.tiers[tier].max_waiting
-        if most is None or self._scheduler.queued(tier)[1] <= most:
-            return
-        self._scheduler.cancel(lease._id, now_us)
-        del self._waiting[lease._id]
-        raise QueueFull(
+    def _queue_full(self, tier: int, most: int) -> QueueFull:
+        return QueueFull(
             f"tier {self._names[tier]} has {most} requests waiting, which is all it may have; try again later",
             retry_after_s=self.retry_after_s(tier),
         )
