@@ -66,9 +66,8 @@ def asked_with(
     body = json.dumps({"messages": [1], **fields}).encode()
     if raw is not None:
         body = b'{"messages":[1],"priority":%b}' % raw
-    return Asked(
-        Endpoint(CHAT.path, Api.CHAT, level), read(Api.CHAT, body), headers or {}, client_headers(headers or {})
-    )
+    headers = headers or {}
+    return Asked(Endpoint(CHAT.path, Api.CHAT, level), read(Api.CHAT, body), headers, client_headers(headers))
 
 
 def classified(policy: Policy, asked: Asked, tenant: Tenant = ROOT) -> Classification:

@@ -87,7 +87,9 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds <= LONGEST_S:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time to play; write seconds, more than 0, up to {LONGEST_S:g}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no time to play; write seconds, more than 0, up to {LONGEST_S:g}"
+        )
     return seconds
 
 

