@@ -112,7 +112,7 @@ def _break_with_its_connection(response: aiohttp.ClientResponse) -> None:
     """Wakes the reader of a response whose connection is gone.
 
     aiohttp does so itself but for one case: its compiled parser, on finding that the chunks' framing is broken, closes
-    the connection and tells nobody (3.14.5). The client would wait for ever, and hold what it holds.
+    the connection and tells nobody (3.14.5; tests/asgi/test_workarounds.py). The client would wait for ever.
     """
     content, connection = response.content, response.connection
     if connection is None or connection.protocol is None:

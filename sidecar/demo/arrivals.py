@@ -1,8 +1,8 @@
 """Who sends what, when: one fixed, seeded sequence of requests that every run replays.
 
-An open loop: nobody waits for an answer before sending. Interactive and internal traffic comes as a Poisson process and
-alone keeps the engine full; a second and a half in (sooner in a short run), a research job adds its batch. Together
-they ask for about a third more than the engine can do.
+An open loop: nobody waits for an answer before sending. Every tier's requests come as a Poisson process of their own;
+critical, high and normal together fill the engine, and with low and batch it is asked for about a third more than it
+can do. All tiers arrive alike, so that at equal priority they wait alike.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ class Stream:
     key: str
     per_second: float
     header: str | None = None
-    burst: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +36,8 @@ STREAMS = (
     Stream("high", "sk-demo-interactive", per_second=36),
     Stream("normal", "sk-demo-standard", per_second=74),
     Stream("low", "sk-demo-standard", per_second=10, header="low"),
-    Stream("batch", "sk-demo-research", per_second=6, burst=150),
+    Stream("batch", "sk-demo-research", per_second=24),
 )
-BURST_AT_S = 1.5
 PROMPT_TOKENS = (40, 320)
 OUTPUT_TOKENS = (16, 48)
 
@@ -47,10 +45,9 @@ OUTPUT_TOKENS = (16, 48)
 def arrivals(duration_s: float, seed: int = 1) -> list[Arrival]:
     """All requests of one run, in order of their times."""
     rng = random.Random(seed)
-    burst_at_s = min(BURST_AT_S, duration_s / 4)  # also a short run spends most of its time in the overload
     found: list[Arrival] = []
     for stream in STREAMS:
-        times = [burst_at_s] * stream.burst
+        times: list[float] = []
         at_s = rng.expovariate(stream.per_second)
         while at_s < duration_s:
             times.append(at_s)

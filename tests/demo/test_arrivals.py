@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from sidecar.demo.arrivals import BURST_AT_S, OUTPUT_TOKENS, PROMPT_TOKENS, STREAMS, arrivals
+from sidecar.demo.arrivals import OUTPUT_TOKENS, PROMPT_TOKENS, STREAMS, arrivals
 from sidecar.policy.loading import load
 from sidecar.policy.shipped import shipped_policies
 
@@ -29,15 +29,8 @@ def test_every_stream_comes_as_often_as_it_says() -> None:
     counts = Counter(arrival.stream.tier for arrival in arrivals(seconds))
     assert set(counts) == {stream.tier for stream in STREAMS}
     for stream in STREAMS:
-        expected = stream.per_second * seconds + stream.burst
+        expected = stream.per_second * seconds
         assert counts[stream.tier] == pytest.approx(expected, abs=5 * expected**0.5)
-
-
-@pytest.mark.parametrize(("seconds", "at_s"), [(8.0, BURST_AT_S), (2.0, 0.5)])
-def test_the_research_job_comes_at_once_also_in_a_short_run(seconds: float, at_s: float) -> None:
-    (batch,) = (stream for stream in STREAMS if stream.burst)
-    burst = [arrival for arrival in arrivals(seconds) if arrival.stream is batch and arrival.at_s == at_s]
-    assert len(burst) == batch.burst
 
 
 def test_sizes_stay_within_their_bounds() -> None:

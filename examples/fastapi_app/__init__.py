@@ -1,0 +1,1 @@
+"""Admission mounted into a FastAPI app."""

@@ -1,0 +1,1 @@
+"""Admission in a server that constructs its middleware itself, from a name."""

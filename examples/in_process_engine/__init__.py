@@ -1,0 +1,1 @@
+"""Admission around an app that calls its engine in the same process."""

@@ -1,0 +1,49 @@
+#!/bin/sh
+# An emulated TensorRT-LLM, the door before it as a process of its own, and three requests. Stops both at the end.
+set -eu
+cd "$(dirname "$0")/../.."
+
+logs=$(mktemp -d)
+pids=
+stop() {
+    # The door first: it finishes what runs, and would answer 502 without the engine.
+    for pid in $pids; do
+        kill "$pid" 2>/dev/null || true
+        wait "$pid" || true
+    done
+    rm -rf "$logs"
+}
+trap stop EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# Prints the first address in a log, once it is there: who prints it already listens.
+address() {
+    tries=0
+    until grep -om1 'http://127\.0\.0\.1:[0-9]*' "$1"; do
+        tries=$((tries + 1))
+        [ "$tries" -le 150 ] || { cat "$1" >&2; exit 1; }
+        sleep 0.2
+    done
+}
+
+ask() {
+    echo
+    echo "$1"
+    shift
+    curl --silent --show-error --include "$door/v1/chat/completions" -H 'content-type: application/json' "$@" \
+        -d '{"model": "emulated", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}' |
+        grep -iE '^(HTTP|x-admission)|"content"|"error"'
+}
+
+sidecar emulate --engine tensorrt-llm --port 0 >"$logs/engine" 2>&1 &
+pids=$!
+engine=$(address "$logs/engine")
+sidecar serve --upstream "$engine" --policy policies/ --port 0 --admin-port 0 >"$logs/door" 2>&1 &
+pids="$! $pids"
+door=$(address "$logs/door")
+echo "clients -> $door (sidecar serve) -> $engine (emulated TensorRT-LLM)"
+
+ask 'The interactive tenant, by its key:' -H 'authorization: Bearer sk-demo-interactive'
+ask 'The research tenant asks for more than it may:' -H 'authorization: Bearer sk-demo-research' -H 'x-priority: high'
+ask 'A key that nobody has:' -H 'authorization: Bearer sk-nobody'

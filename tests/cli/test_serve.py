@@ -1,0 +1,113 @@
+"""`sidecar serve` as a user runs it: what it prints, and what it says where it cannot begin."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from sidecar.cli import main
+from sidecar.policy.shipped import shipped_policies
+
+POLICIES = str(shipped_policies())
+NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
+
+
+@contextmanager
+def serving(*more: str) -> Iterator[subprocess.Popen[str]]:
+    ours = ("serve", "--upstream", NOBODY, "--policy", POLICIES, "--port", "0", "--admin-port", "0", *more)
+    command = [sys.executable, "-m", "sidecar.cli", *ours]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def line(process: subprocess.Popen[str], pattern: str) -> str:
+    assert process.stdout is not None
+    read = process.stdout.readline()
+    found = re.fullmatch(pattern, read.strip())
+    assert found, read or (process.stderr and process.stderr.read())
+    return found[1]
+
+
+def test_it_says_where_it_serves_answers_there_and_ends_with_0() -> None:
+    with serving() as process:
+        door = line(process, r"sidecar: door on (http://127\.0\.0\.1:\d+)")
+        admin = line(process, r"sidecar: admin on (http://127\.0\.0\.1:\d+)")
+        with urllib.request.urlopen(f"{admin}/readyz", timeout=10) as response:
+            assert json.load(response) == {"status": "ready", "reasons": []}
+        with urllib.request.urlopen(f"{admin}/state", timeout=10) as response:
+            state = json.load(response)
+        assert state["pool"]["capacity"] == {"tokens": 400_000, "requests": 160}
+        assert [tier["tier"] for tier in state["pool"]["tiers"]] == ["critical", "high", "normal", "low", "batch"]
+
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"{door}/v1/models", timeout=10)
+        with refused.value as answer:
+            assert answer.code == 502
+            assert json.load(answer)["error"]["code"] == "engine_unreachable"
+
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+def test_a_policy_with_mistakes_is_said_with_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("engine: vlm\ncapacity: {tokens: 400k, requests: 160}\ntiers:\n  high: {reserve: 20}\n")
+    assert main(["serve", "--upstream", NOBODY, "--policy", str(path), "--port", "0", "--admin-port", "0"]) == 1
+    said = capsys.readouterr()
+    assert f"{path}:1: engine:" in said.err
+    assert f"{path}:4: tiers.high.reserve:" in said.err
+    assert "Traceback" not in said.err
+    assert said.out == ""
+
+
+def test_a_policy_that_is_not_there_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--upstream", NOBODY, "--policy", str(tmp_path), "--port", "0", "--admin-port", "0"]) == 1
+    assert "policy.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--port", "--admin-port"])
+def test_a_port_that_is_taken_is_said_so(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        other = "--admin-port" if option == "--port" else "--port"
+        ours = ["serve", "--upstream", NOBODY, "--policy", POLICIES]
+        assert main([*ours, option, port, other, "0"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("sidecar: ")
+    assert port in said
+
+
+@pytest.mark.parametrize("upstream", ["127.0.0.1:8000", "ftp://engine", "http://", ""])
+def test_an_upstream_that_is_no_address_is_said_so(upstream: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = ["serve", "--policy", POLICIES, "--port", "0", "--admin-port", "0"]
+    assert main([*ours, "--upstream", upstream]) == 1
+    assert capsys.readouterr().err.startswith("sidecar: ")
+
+
+@pytest.mark.parametrize("arguments", [["--port", "70000"], ["--port", "http"], ["--grace", "25"], ["--grace", "soon"]])
+def test_a_wrong_argument_is_said_so(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "--upstream", NOBODY, "--policy", POLICIES, *arguments])
+    assert f"argument {arguments[0]}" in capsys.readouterr().err
+
+
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["serve", "--help"])
+    assert "sidecar serve --upstream http://127.0.0.1:8000 --policy policies/" in capsys.readouterr().out
