@@ -598,10 +598,6 @@ async def test_the_trace_of_an_overload_says_what_the_scheduler_did(tmp_path: Pa
         assert ("admission.starved" in spans) == (expected.starvation_us > 0)
 
 
-@pytest.mark.xfail(
-    reason="the bars run to when the woken request says so, and `queued` begins before the body was read: too long by "
-    "a millisecond or two. They should end at the grant and be as long as the waits (sidecar/telemetry/spans.py)"
-)
 @pytest.mark.anyio
 async def test_the_bars_of_a_trace_are_exactly_as_long_as_the_waits(tmp_path: Path) -> None:
     traces = await traced_overload(tmp_path, 60)

@@ -23,9 +23,11 @@ from typing import Any
 import pytest
 
 import sidecar
+from sidecar import errors
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
+HOW_IT_WORKS = ROOT / "docs" / "how-it-works.md"
 SHELL_BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -150,7 +152,8 @@ def test_without_a_policy_in_the_environment_it_does_not_start_and_says_why() ->
 
 
 def test_the_middleware_is_found_by_name_as_vllm_finds_it() -> None:
-    module, name = "sidecar.AdmissionMiddleware".rsplit(".", 1)
+    given = "sidecar.AdmissionMiddleware"
+    module, name = given.rsplit(".", 1)
     found = getattr(importlib.import_module(module), name)
     assert inspect.isclass(found)
     assert found is sidecar.AdmissionMiddleware
@@ -189,3 +192,20 @@ def test_every_example_is_in_the_list_and_has_a_readme() -> None:
     listed = set(re.findall(r"\]\((\w+)/\)", (EXAMPLES / "README.md").read_text()))
     assert listed == folders
     assert all((EXAMPLES / folder / "README.md").is_file() for folder in folders)
+
+
+def test_the_worked_example_is_what_the_page_says() -> None:
+    command = blocks("worked_example")[0].split()
+    ended = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
+    assert f"```\n{ended.stdout}```" in HOW_IT_WORKS.read_text()
+
+
+def test_the_page_lists_every_error_there_is() -> None:
+    def leaves(kind: type[errors.AdmissionError]) -> Iterator[tuple[int, str]]:
+        for below in kind.__subclasses__():
+            yield from leaves(below)
+        if "code" in vars(kind):
+            yield kind.status, kind.code
+
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", HOW_IT_WORKS.read_text(), re.MULTILINE)
+    assert sorted((int(status), code) for status, code in rows) == sorted(leaves(errors.AdmissionError))

@@ -34,7 +34,8 @@ def main() -> None:
     app = Emulator(EmulatorConfig(engine=EngineName.VLLM)).app
     for name in arguments.middleware:
         app.add_middleware(imported(name))
-    uvicorn.run(app, port=arguments.port)
+    # Starlette constructs middleware when the app starts; "on" makes a mistake in the policy end the server at once.
+    uvicorn.run(app, port=arguments.port, lifespan="on")
 
 
 if __name__ == "__main__":

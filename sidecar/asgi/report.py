@@ -75,7 +75,7 @@ class Report:
         if self._observation is not None:
             self._observation.on_event(
                 Admitted(
-                    at_us=self._now_us(),
+                    at_us=grant.at_us,
                     queue_wait_us=grant.queue_wait_us,
                     starvation_us=grant.starvation_us,
                     overtaken_at_us=grant.overtaken_at_us,
@@ -122,7 +122,7 @@ class Report:
             return
         self._observation.on_event(
             Refused(
-                at_us=self._now_us(),
+                at_us=wait.at_us,
                 code=code,
                 message=message,
                 status=status,

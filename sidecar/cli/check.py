@@ -15,7 +15,7 @@ from typing import Any
 from sidecar.policy.loading import Loaded, load_files
 from sidecar.policy.policy import Policy
 from sidecar.policy.problems import PolicyError, Problem
-from sidecar.policy.rules import UNLIMITED, TierRules, largest_request
+from sidecar.policy.rules import UNLIMITED, TierRules, largest_certain_request, largest_request
 from sidecar.policy.warnings import warnings
 
 EXAMPLE = """  sidecar check policies/
@@ -138,7 +138,11 @@ def _tier_table(policy: Policy) -> str:
         row[0].ljust(widths[0]) + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
         for row in [head, *rows]
     ]
-    return "\n".join([*lines, "(tokens / requests; a tier may always get its reserve back)"])
+    notes = ["(tokens / requests)"]
+    certain = largest_certain_request(policy.rules)
+    if certain is not None:
+        notes.append(f"every tier's reserve is certain while no request holds more than {certain:,} tokens")
+    return "\n".join([*lines, *notes])
 
 
 def _people(policy: Policy) -> str:

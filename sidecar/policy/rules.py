@@ -124,3 +124,16 @@ def largest_request(rules: PoolRules, level: int) -> tuple[int, int]:
         min(tier.limit_tokens, rules.tokens - sum(other.headroom_tokens for other in above)),
         min(tier.limit_requests, rules.requests - sum(other.headroom_requests for other in above)),
     )
+
+
+def largest_certain_request(rules: PoolRules) -> int | None:
+    """The most tokens a request may have so that every floor is certain: a less important one included.
+
+    A tier just below its reserve may be given one more ticket, so that each of n floors may be exceeded by almost the
+    largest one. Where sum(R) + n * (t - 1) <= C, all floors fit beside each other even so. Beyond, a flood of larger
+    requests in the more important floors can keep a less important one waiting. None where there is nothing to say.
+    """
+    floors = [tier.reserve_tokens for tier in rules.tiers if tier.reserve_tokens]
+    if rules.tokens == UNLIMITED or not floors:
+        return None
+    return max(0, (rules.tokens - sum(floors)) // len(floors) + 1)

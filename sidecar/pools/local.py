@@ -9,7 +9,7 @@ from itertools import count
 
 from sidecar.errors import QueueFull, RequestTooLarge
 from sidecar.policy.policy import Policy
-from sidecar.policy.rules import UNLIMITED
+from sidecar.policy.rules import UNLIMITED, largest_request
 from sidecar.pools.drain_rate import DrainRate
 from sidecar.pools.pool import Ask, Grant
 from sidecar.scheduling import Admission, Scheduler, Wait
@@ -67,7 +67,7 @@ class LocalPool:
         self._policy = policy
         self._names = tuple(tier.name for tier in policy.tiers)
         self._scheduler = Scheduler(policy.rules)
-        self._largest = tuple(self._scheduler.largest(tier.level) for tier in policy.tiers)
+        self._largest = tuple(largest_request(policy.rules, tier.level) for tier in policy.tiers)
         self._drain_rates = tuple(DrainRate() for _ in policy.tiers)
         self._waiting: dict[str, LocalLease] = {}
         self._ids = count(1)
@@ -114,7 +114,7 @@ class LocalPool:
             return None
         lease = self._waiting.pop(lease_id)
         self._dispatch(now_us)  # whoever stood behind it may be first now
-        return self._grant(wait, lease.ask.tier)
+        return self._grant(wait, lease.ask.tier, now_us)
 
     def retry_after_s(self, tier: int) -> float:
         """See `Pool.retry_after_s`."""
@@ -168,15 +168,15 @@ class LocalPool:
         for admission in self._scheduler.dispatch(now_us):
             tier = admission.ticket.tier
             self._drain_rates[tier].admitted(now_us)
-            self._waiting.pop(admission.ticket.id).granted(self._grant(admission.wait, tier, admission))
+            self._waiting.pop(admission.ticket.id).granted(self._grant(admission.wait, tier, now_us, admission))
         if self._waiting:
             self._wake_in_time(now_us)
 
-    def _grant(self, wait: Wait, tier: int, admission: Admission | None = None) -> Grant:
+    def _grant(self, wait: Wait, tier: int, now_us: int, admission: Admission | None = None) -> Grant:
         waited = wait.queue_wait_us > 0
         ahead = {n: c for n, c in zip(self._names, wait.served_ahead, strict=True) if c} if waited else {}
         level = tier if admission is None else admission.level
-        return Grant(wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, ahead, level)
+        return Grant(now_us, wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, ahead, level)
 
     def _wake_in_time(self, now_us: int) -> None:
         """Sees to it that `dispatch` runs when aging alone can change who is next."""

@@ -20,12 +20,14 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
 
 
 class Grant(msgspec.Struct, frozen=True, gc=False):
-    """How a wait ended in a lease. Times in microseconds; `level` is the aged level in whole levels.
+    """How a wait ended, in a lease or not. Times in microseconds; `level` is the aged level in whole levels.
 
-    `overtaken_at_us` is on the clock of `Pool.now_us`, None where nothing that came later went first. `served_ahead`
-    counts the tokens admitted meanwhile, by the tier's name; tiers with none are left out.
+    `at_us` is the moment of the decision and `overtaken_at_us` that of the first overtaking, None where nothing that
+    came later went first; both are on the clock of `Pool.now_us`. `served_ahead` counts the tokens admitted meanwhile,
+    by the tier's name; tiers with none are left out.
     """
 
+    at_us: int
     queue_wait_us: int
     starvation_us: int
     overtaken_at_us: int | None

@@ -130,17 +130,6 @@ class Scheduler:
         )
         return min(changes, default=None)
 
-    def largest(self, tier: int) -> tuple[int, int]:
-        """The most tokens and the most requests that one ticket of a tier could ever be admitted with."""
-        rules = self.rules
-        best = tier if rules.promote_after_us is None else min(tier, rules.ceiling)
-        owed = [q for q in rules.tiers if q.level < best and q.level != tier]
-        mine = rules.tiers[tier]
-        return (
-            min(mine.limit_tokens, rules.tokens - sum(q.headroom_tokens for q in owed)),
-            min(mine.limit_requests, rules.requests - sum(q.headroom_requests for q in owed)),
-        )
-
     def held(self, tier: int) -> tuple[int, int]:
         """Tokens and requests that a tier's leases hold."""
         return self._tiers[tier].held_tokens, self._tiers[tier].held_requests

@@ -272,7 +272,7 @@ class RequestSpans:
         attributes[semconv.ADMISSION_STARVATION_S] = event.starvation_us / 1e6
         attributes.update(served_ahead)
         if self._queued:
-            self._add_child(semconv.QUEUED, self._received.at_us, event.at_us, {})
+            self._add_child(semconv.QUEUED, event.at_us - event.queue_wait_us, event.at_us, {})
         if event.starvation_us > 0 and event.overtaken_at_us is not None:
             self._add_child(semconv.STARVED, event.overtaken_at_us, event.at_us, served_ahead)
 

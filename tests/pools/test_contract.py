@@ -19,7 +19,7 @@ from tests.pools.pools import Clock, Harness, ask, policy_of, simple
 from tests.scheduling.test_scenarios import SCENARIOS, rules_of
 
 pytestmark = pytest.mark.anyio
-NOTHING = Grant(0, 0, None, {}, 0)
+AT_ONCE = Grant(1_000_000_000, 0, 0, None, {}, 0)
 
 
 def held(pool: Pool, tier: int = 0) -> Any:
@@ -29,8 +29,8 @@ def held(pool: Pool, tier: int = 0) -> Any:
 async def test_a_request_that_fits_holds_its_lease_at_once(harness: Harness) -> None:
     pool = harness.pool(simple(), Clock())
     lease = pool.enter(ask(tokens=100))
-    assert lease.grant == NOTHING
-    assert await lease.wait() == NOTHING
+    assert lease.grant == AT_ONCE
+    assert await lease.wait() == AT_ONCE
     assert held(pool) == {"tokens": 100, "requests": 1}
 
 

@@ -21,7 +21,7 @@ from oracle import Oracle, Policy
 from strategies import WEIGHTS, policies
 from witness import Witness, as_answer
 
-from sidecar.policy.rules import Shares
+from sidecar.policy.rules import Shares, largest_request
 from sidecar.scheduling import Scheduler, Ticket
 
 QUICK = settings(
@@ -215,7 +215,7 @@ def alone(policy: Policy, tier: int, tokens: int, requests: int) -> list:
 @given(policy=policies())
 def test_largest_is_what_an_idle_pool_admits_after_aging_and_one_more_never_is(policy):
     for tier in range(len(policy.tiers)):
-        tokens, requests = Scheduler(policy.rules()).largest(tier)
+        tokens, requests = largest_request(policy.rules(), tier)
         if tokens > 0 and requests > 0:
             assert len(alone(policy, tier, tokens, requests)) == 1
         assert not alone(policy, tier, max(tokens, 0) + 1, 1)
