@@ -7,11 +7,10 @@ printed, with the warnings below it, and the exit code is 0.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
+from sidecar.cli.output import write_json
 from sidecar.policy.loading import Loaded, load_files
 from sidecar.policy.policy import Policy
 from sidecar.policy.problems import PolicyError, Problem
@@ -36,25 +35,12 @@ def run(args: argparse.Namespace) -> int:
         print(refused, file=sys.stderr)
         count = len(refused.problems)
         print(f"\n{count} mistake{'s' * (count != 1)}; the policy cannot be used", file=sys.stderr)
-        _write(args.json, {"ok": False, "errors": _listed(refused.problems)})
+        write_json(args.json, {"ok": False, "errors": _listed(refused.problems)})
         return 1
     found = warnings(loaded.policy, loaded.place)
     if args.json != "-":
         print(_summary(loaded, found))
-    return 0 if _write(args.json, _figures(loaded, found)) else 1
-
-
-def _write(target: str | None, result: dict[str, Any]) -> bool:
-    text = json.dumps(result, indent=2) + "\n"
-    if target == "-":
-        sys.stdout.write(text)
-    elif target:
-        try:
-            Path(target).write_text(text, encoding="utf-8")
-        except OSError as error:
-            print(f"{target}: cannot be written ({error.strerror})", file=sys.stderr)
-            return False
-    return True
+    return 0 if write_json(args.json, _figures(loaded, found)) else 1
 
 
 def _listed(problems: tuple[Problem, ...]) -> list[dict[str, Any]]:

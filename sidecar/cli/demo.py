@@ -10,13 +10,14 @@ import argparse
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from sidecar.cli.output import write_json
+
 if TYPE_CHECKING:
     from sidecar.demo.client import Progress
-    from sidecar.demo.measuring import RunFigures
     from sidecar.demo.running import Run
 
 EXAMPLE = "  sidecar demo --json demo.json"
@@ -56,11 +57,10 @@ def run(args: argparse.Namespace) -> int:
     with servers(policy_path) as ports:
         figures = [play_run(run, ports[run.name], requests, policy, _reporter(run)) for run in RUNS]
         print(f"\n{table(figures)}\n\n{sentence(figures)}", file=out, flush=True)
-        if args.json is not None:
-            _write(args.json, figures)
+        written = write_json(args.json, {"runs": figures})
         if args.keep:
             _keep(ports["admission"], out)
-    return 1 if any(one.failed for one in figures) else 0
+    return 0 if written and not any(one.failed for one in figures) else 1
 
 
 def _reporter(run: Run) -> Callable[[float, Progress], None]:
@@ -102,16 +102,6 @@ def _unwritable(path: str | None) -> str | None:
     except OSError as error:
         return f"cannot write {path}: {error.strerror or error}"
     return None
-
-
-def _write(path: str, figures: Sequence[RunFigures]) -> None:
-    import msgspec
-
-    text = msgspec.json.format(msgspec.json.encode({"runs": figures}), indent=2) + b"\n"
-    if path == "-":
-        sys.stdout.buffer.write(text)
-    else:
-        Path(path).write_bytes(text)
 
 
 def _keep(port: int, out: TextIO) -> None:

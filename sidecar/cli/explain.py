@@ -15,6 +15,7 @@ from typing import Any
 
 from sidecar.asgi.understanding import longest_wait_s
 from sidecar.classify import Answer, Asked, Classification, Classifier
+from sidecar.cli.output import write_json
 from sidecar.engines import Dialect, client_headers, dialect_of
 from sidecar.errors import AdmissionError, BodyTooLarge
 from sidecar.payload import Payload, read
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     found = _Explanation(loaded, Estimator(counter)).of(args.path.partition("?")[0], dict([*keys, *args.header]), body)
     if args.json != "-":
         print(_text(found))
-    return 0 if _write(args.json, found) and "error" not in found else 1
+    return 0 if write_json(args.json, found) and "error" not in found else 1
 
 
 class _Explanation:
@@ -302,16 +303,3 @@ def _body(source: str | None) -> bytes | None:
     if source is None:
         return None
     return sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
-
-
-def _write(target: str | None, found: Found) -> bool:
-    text = json.dumps(found, indent=2) + "\n"
-    if target == "-":
-        sys.stdout.write(text)
-    elif target:
-        try:
-            Path(target).write_text(text, encoding="utf-8")
-        except OSError as error:
-            print(f"{target}: cannot be written ({error.strerror})", file=sys.stderr)
-            return False
-    return True

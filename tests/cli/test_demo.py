@@ -1,4 +1,4 @@
-"""`sidecar demo` as a user runs it: once for real, two seconds of traffic; the rest with the runs taken out."""
+"""`sidecar demo` as a user runs it: once for real, three seconds of traffic; the rest with the runs taken out."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ LADDER = ["critical", "high", "normal", "low", "batch"]
 Play = Callable[..., RunFigures]
 
 
-def test_two_seconds_of_it_show_what_admission_does(tmp_path: Path) -> None:
+def test_three_seconds_of_it_show_what_admission_does(tmp_path: Path) -> None:
     file = tmp_path / "demo.json"
-    command = [sys.executable, "-m", "sidecar.cli", "demo", "--seconds", "2", "--json", str(file)]
+    command = [sys.executable, "-m", "sidecar.cli", "demo", "--seconds", "3", "--json", str(file)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "With more requests than the engine can run, high has its first token after" in ended.stdout
@@ -46,14 +46,15 @@ def test_two_seconds_of_it_show_what_admission_does(tmp_path: Path) -> None:
     counts = [{name: tier["requests"] for name, tier in run["tiers"].items()} for run in runs.values()]
     assert counts[0] == counts[1] == counts[2], "the runs had different arrivals"
 
-    def median_s(run: str, tier: str, figure: str = "ttft_s") -> float:
-        return float(runs[run]["tiers"][tier][figure]["p50"])
+    def late_s(run: str, tier: str, figure: str = "ttft_s") -> float:
+        # Not the median: the queue takes half of these three seconds to form.
+        return float(runs[run]["tiers"][tier][figure]["p95"])
 
-    # On an idle machine 0.13 s against 1.2 s; a busy one adds to both.
-    assert median_s("admission", "high") < median_s("control", "high") / 1.5
-    assert median_s("admission", "high", "queue_wait_s") < median_s("control", "high", "queue_wait_s") / 2
+    # On an idle machine 0.2 s against 0.9 s; a busy one adds to both.
+    assert late_s("admission", "high") < late_s("control", "high") / 1.5
+    assert late_s("admission", "high", "queue_wait_s") < late_s("control", "high", "queue_wait_s") / 2
     # At equal priority a request waits only its turn.
-    assert median_s("control", "batch", "starvation_s") < 0.1
+    assert late_s("control", "batch", "starvation_s") < 0.1
 
 
 @pytest.fixture
