@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from sidecar.asgi.failed_start import FailedStart
 from sidecar.asgi.middleware import Admission
 from sidecar.asgi.types import ASGIApp
 from sidecar.engines import dialect_of
@@ -23,19 +25,35 @@ class AdmissionMiddleware(Admission):
 
     `policy` is a file, a folder with `policy.yaml` in it, or a loaded `Policy`; without one the environment variable
     `SIDECAR_POLICY` says where it is, so that a server which constructs its middleware with `app` alone can use this
-    class too. Raises `sidecar.policy.PolicyError` with every mistake of the files, and ValueError where there is none.
+    class too. Raises `PolicyError` with every mistake of the files, and ValueError where there are none; a server that
+    makes its middleware only when it starts is told that the start failed instead.
     """
 
     def __init__(self, app: ASGIApp, policy: str | Path | Policy | None = None) -> None:
-        loaded = policy if isinstance(policy, Policy) else load(policy or _policy_path(os.environ))
+        try:
+            loaded = policy if isinstance(policy, Policy) else load(policy or _policy_path(os.environ))
+            estimator = Estimator(None if loaded.tokenizer is None else TokenizerCounter(loaded.tokenizer))
+        except ValueError as mistake:
+            if not _is_in_event_loop():
+                raise
+            self.app, self.endpoints = FailedStart(mistake), {}
+            return
         super().__init__(
             app,
             policy=loaded,
             pool=LocalPool(loaded),
             dialect=dialect_of(loaded.engine, loaded.carrier),
-            estimator=Estimator(None if loaded.tokenizer is None else TokenizerCounter(loaded.tokenizer)),
+            estimator=estimator,
             observer=SpanObserver(),
         )
+
+
+def _is_in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _policy_path(environment: Mapping[str, str]) -> str:

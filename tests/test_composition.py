@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,21 @@ def test_the_packages_own_name_for_it_is_the_same_class() -> None:
     assert sidecar.AdmissionMiddleware is AdmissionMiddleware
     with pytest.raises(AttributeError, match="no attribute 'Admision'"):
         _ = sidecar.Admision
+
+
+@pytest.mark.parametrize("lifespan", ["auto", "on"])
+def test_a_server_with_a_bad_policy_does_not_start(tmp_path: Path, lifespan: str) -> None:
+    """Starlette makes its middleware when it starts, and uvicorn takes an exception there for no lifespan at all."""
+    write_policy(tmp_path, engine="vlm")
+    (tmp_path / "served.py").write_text(
+        "from fastapi import FastAPI\n"
+        "from sidecar import AdmissionMiddleware\n"
+        "app = FastAPI()\n"
+        f"app.add_middleware(AdmissionMiddleware, policy={str(tmp_path)!r})\n"
+    )
+    command = [sys.executable, "-m", "uvicorn", "served:app", "--port", "0", "--lifespan", lifespan]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode != 0
+    assert "policy.yaml:1: engine:" in ended.stderr
+    assert "Application startup failed" in ended.stderr
+    assert "Traceback" not in ended.stderr

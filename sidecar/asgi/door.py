@@ -34,6 +34,7 @@ class Door:
     ) -> None:
         self.app = app
         self.policy = policy
+        self.endpoints = policy.endpoints
         self.pool = pool
         self.dialect = dialect
         self.estimator = estimator

@@ -24,4 +24,4 @@ class Admission(Door):
             return None
         path: str = scope["path"]
         root: str = scope.get("root_path", "")
-        return self.policy.endpoints.get(path.removeprefix(root) if root else path)
+        return self.endpoints.get(path.removeprefix(root) if root else path)
