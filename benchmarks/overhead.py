@@ -1,9 +1,10 @@
 """What admission costs a request: CPU time, throughput and latency, mounted and as a reverse proxy.
 
-    python -m benchmarks.overhead [--json FILE] [--rounds 9] [--requests 1500]
+    python -m benchmarks.overhead [--json FILE] [--rounds 25] [--requests 500]
 
 One run; the servers take turns, each its own uvicorn process, with 2 KB chat bodies and 8 connections. CPU is each
-process's own accounting. Every figure is to be read as a ratio to another of the same run.
+process's own accounting. A machine's speed drifts, so every figure is to be read as a ratio to another of the same run;
+the ratios themselves are medians over the rounds, each of what stood beside it in its round.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -60,12 +61,13 @@ REQUEST = post("/v1/chat/completions", BODY, HEADERS)
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One server. CPU in microseconds a request (the least of the rounds), the rest medians of the rounds."""
+    """One server, medians of its rounds; `rounds_us` is each round's CPU microseconds a request."""
 
     cpu_us: float
     per_second: float
     p50_ms: float
     p99_ms: float
+    rounds_us: tuple[float, ...]
 
 
 async def cpu_s(port: int) -> float:
@@ -79,7 +81,7 @@ async def cpu_s(port: int) -> float:
 async def costs(servers: Mapping[str, Server], rounds: int, requests: int) -> dict[str, Cost]:
     """Measures all servers, in turns."""
     for server in servers.values():  # connections, caches and the adaptive interpreter warm up unmeasured
-        await burst(server.port, REQUEST, requests=requests // 2, connections=CONNECTIONS)
+        await burst(server.port, REQUEST, requests=1000, connections=CONNECTIONS)
     seen: dict[str, list[tuple[float, Burst]]] = {name: [] for name in servers}
     for _ in range(rounds):
         for name, server in servers.items():
@@ -91,10 +93,11 @@ async def costs(servers: Mapping[str, Server], rounds: int, requests: int) -> di
 
 def _cost(measurements: Sequence[tuple[float, Burst]]) -> Cost:
     return Cost(
-        cpu_us=min(cpu_us for cpu_us, _ in measurements),
+        cpu_us=statistics.median(cpu_us for cpu_us, _ in measurements),
         per_second=statistics.median(measured.per_second for _, measured in measurements),
         p50_ms=statistics.median(measured.percentile_s(0.5) for _, measured in measurements) * 1000,
         p99_ms=statistics.median(measured.percentile_s(0.99) for _, measured in measurements) * 1000,
+        rounds_us=tuple(cpu_us for cpu_us, _ in measurements),
     )
 
 
@@ -121,17 +124,26 @@ def print_streams(measured: Mapping[str, StreamTimes]) -> None:
 
 def verdicts(mounted: Mapping[str, Cost]) -> dict[str, float]:
     """The ratios that were asked for."""
-    added = {name: cost.cpu_us - mounted["plain"].cpu_us for name, cost in mounted.items()}
+    rounds = range(len(mounted["plain"].rounds_us))
+
+    def added(name: str, turn: int) -> float:
+        return mounted[name].rounds_us[turn] - mounted["plain"].rounds_us[turn]
+
+    def ratio(part: Callable[[int], float], whole: str) -> float:
+        return statistics.median(part(turn) / added(whole, turn) for turn in rounds)
+
     return {
-        "admission / BaseHTTPMiddleware (at most 0.5)": added["admission"] / added["base_http"],
-        "admission with spans / contributed instrumentation (below 1)": (
-            added["admission_traced"] / added["contributed"]
+        "(c) / (b): admission against a do-nothing BaseHTTPMiddleware; at most 0.5": ratio(
+            lambda turn: added("admission", turn), "base_http"
         ),
-        "admission with spans / the same without spans per message": (
-            added["admission_traced"] / added["contributed_lean"]
+        "(d) / (e): admission and its spans against the contributed instrumentation; below 1": ratio(
+            lambda turn: added("admission_traced", turn), "contributed"
         ),
-        "our spans alone / the same without spans per message": (
-            (added["admission_traced"] - added["admission"]) / added["contributed_lean"]
+        "(d) / (f): the same against the contributed one without spans per message": ratio(
+            lambda turn: added("admission_traced", turn), "contributed_lean"
+        ),
+        "(d - c) / (f): our spans alone against that": ratio(
+            lambda turn: added("admission_traced", turn) - added("admission", turn), "contributed_lean"
         ),
     }
 
@@ -168,8 +180,8 @@ def main() -> int:
     """Parses the command line and runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="also write the figures as JSON")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--requests", type=int, default=1500, help="in each server's turn")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--requests", type=int, default=500, help="in each server's turn")
     args = parser.parse_args()
     figures = asyncio.run(run(args.rounds, args.requests))
     if args.json:

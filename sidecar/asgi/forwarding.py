@@ -24,8 +24,8 @@ def forwarded_body(body: bytes, payload: Payload, forward: Forward) -> bytes:
 
 def forwarded_headers(headers: Headers, taken: Sequence[bytes], added: Sequence[tuple[bytes, bytes]]) -> Headers:
     """Without those `taken` from the client, and with `added` in place of headers of the same names."""
-    gone = {*taken, *(name for name, _ in added)}
-    return [*(pair for pair in headers if pair[0] not in gone), *added]
+    gone = {name for name, _ in added}.union(taken)
+    return [pair for pair in headers if pair[0] not in gone] + list(added)
 
 
 def forwarded_scope(scope: Scope, endpoint: Endpoint) -> Scope:

@@ -12,7 +12,7 @@ import re
 import msgspec
 
 _NAME = b'"usage"'
-_OBJECT = re.compile(rb'"usage"\s*:\s*(\{(?:[^{}]|\{[^{}]*\})*\})')
+_OBJECT = re.compile(rb'"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 LONGEST = 4096
 """Bytes of a `usage` object that is still awaited; the real ones have a few hundred."""
 
