@@ -195,8 +195,6 @@ class RequestSpans:
         attributes[semconv.ADMISSION_TOKENS_RESERVED] = event.tokens
         if event.clamped_from is not None:
             attributes[semconv.ADMISSION_CLAMPED_FROM] = event.clamped_from
-        if event.model is not None:
-            attributes[semconv.GEN_AI_REQUEST_MODEL] = event.model
 
     def _admit(self, event: Admitted) -> None:
         self._end_waiting(event)
@@ -227,6 +225,8 @@ class RequestSpans:
         attributes = self._attributes
         if event.status is not None:
             attributes[semconv.HTTP_RESPONSE_STATUS_CODE] = event.status
+        if self._classified is not None and self._classified.model is not None:
+            attributes[semconv.GEN_AI_REQUEST_MODEL] = self._classified.model  # else `engine` has it
         left = event.code == Outcome.CLIENT_LEFT.value
         attributes[semconv.ADMISSION_DECISION] = event.code if left else "refused"
         if not left:
@@ -268,10 +268,10 @@ class RequestSpans:
         served_ahead = {semconv.ADMISSION_SERVED_AHEAD_PREFIX + tier: n for tier, n in event.served_ahead.items()}
         attributes = self._attributes
         attributes[semconv.ADMISSION_QUEUE_WAIT_S] = event.queue_wait_us / 1e6
-        attributes[semconv.GEN_AI_LATENCY_TIME_IN_QUEUE] = event.queue_wait_us / 1e6
         attributes[semconv.ADMISSION_STARVATION_S] = event.starvation_us / 1e6
         attributes.update(served_ahead)
         if self._queued:
+            attributes[semconv.GEN_AI_LATENCY_TIME_IN_QUEUE] = event.queue_wait_us / 1e6
             self._add_child(semconv.QUEUED, event.at_us - event.queue_wait_us, event.at_us, {})
         if event.starvation_us > 0 and event.overtaken_at_us is not None:
             self._add_child(semconv.STARVED, event.overtaken_at_us, event.at_us, served_ahead)
