@@ -46,19 +46,17 @@ class UsageReader:
             body = bytes(body)
         self.chunks += body.count(b"data:")
         window = self._carried + body
-        at = window.find(_NAME)
-        if at < 0:
-            self._carried = window[1 - len(_NAME) :]  # the name itself may be cut in two
-            return
-        self._carried = b""
+        at, rest = window.find(_NAME), 0
         while at >= 0:
             found = _OBJECT.match(window, at)
             if found is not None:
                 self._take(found.group(1))
-            following = window.find(_NAME, at + len(_NAME))
-            if following < 0 and found is None and len(window) - at < LONGEST:
+            elif len(window) - at < LONGEST and window.find(_NAME, at + 1) < 0:
                 self._carried = window[at:]  # the object may be cut in two
-            at = following
+                return
+            rest = at + len(_NAME) if found is None else found.end()
+            at = window.find(_NAME, rest)
+        self._carried = window[max(rest, len(window) - len(_NAME) + 1) :]  # the name itself may be
 
     def _take(self, raw: bytes) -> None:
         try:

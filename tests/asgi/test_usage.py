@@ -58,6 +58,16 @@ def test_it_is_found_byte_by_byte(name: str) -> None:
     assert (reader.input_tokens, reader.output_tokens) == (12, 34)
 
 
+@pytest.mark.parametrize("name", RESPONSES)
+def test_it_is_found_wherever_the_response_is_cut_in_two(name: str) -> None:
+    body = RESPONSES[name]
+    for cut in range(len(body)):
+        reader = UsageReader()
+        reader.feed(body[:cut])
+        reader.feed(body[cut:])
+        assert (reader.input_tokens, reader.output_tokens) == (12, 34), cut
+
+
 @given(st.sampled_from(sorted(RESPONSES)), st.lists(st.integers(0, 3000), max_size=6))
 @hypothesis_settings(max_examples=200, deadline=None)
 def test_it_is_found_however_the_response_is_cut(name: str, cuts: list[int]) -> None:
