@@ -32,11 +32,16 @@ def run(args: argparse.Namespace) -> int:
     from sidecar.asgi.admin import admin_app
     from sidecar.asgi.proxy import ReverseProxy
     from sidecar.composition import AdmissionMiddleware
+    from sidecar.policy.loading import load_files
+    from sidecar.policy.warnings import warnings
     from sidecar.telemetry.setup import TelemetryError, configure_from_environment
 
     try:
         end_telemetry = configure_from_environment()
-        door = AdmissionMiddleware(ReverseProxy(args.upstream), args.policy)
+        loaded = load_files(args.policy)
+        for warning in warnings(loaded.policy, loaded.place):
+            print(f"sidecar: warning: {warning}", file=sys.stderr, flush=True)
+        door = AdmissionMiddleware(ReverseProxy(args.upstream), loaded.policy)
         server.run(
             server.serve(
                 door,

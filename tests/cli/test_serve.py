@@ -62,7 +62,9 @@ def test_it_says_where_it_serves_answers_there_and_ends_with_0() -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
         assert process.stderr is not None
-        (said,) = process.stderr.read().splitlines()
+        warned, said = process.stderr.read().splitlines()
+        assert "warning: " in warned
+        assert "policy.yaml:25: tiers.critical.lend: lends nothing" in warned
         assert said.startswith(f"engine {NOBODY}: no connection to it")
 
 
