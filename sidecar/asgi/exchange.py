@@ -177,10 +177,10 @@ class Exchange:
 
     def _longest_wait_s(self) -> float | None:
         understood = self._understood
-        return longest_wait_s(understood.headers, self._door.policy.tiers[understood.made.level].max_wait_s)
+        return longest_wait_s(understood.headers, self._door.policy.tiers[understood.classification.level].max_wait_s)
 
     def _queue_timeout(self) -> QueueTimeout:
-        level = self._understood.made.level
+        level = self._understood.classification.level
         tier = self._door.policy.tiers[level].name
         return QueueTimeout(
             f"no room came free for tier {tier} within {self._longest_wait_s():g} s; try again later",
@@ -221,10 +221,10 @@ class Exchange:
             current.reset(token)
 
     def _granted(self, grant: Grant, priority: int | float) -> Granted:
-        made = self._understood.made
+        classification = self._understood.classification
         return Granted(
-            tier=self._door.policy.tiers[made.level].name,
-            tenant=made.tenant.name,
+            tier=self._door.policy.tiers[classification.level].name,
+            tenant=classification.tenant.name,
             level=grant.level,
             engine_priority=priority,
             queue_wait_s=grant.queue_wait_us / 1e6,
@@ -281,18 +281,18 @@ class Exchange:
             self._usage.feed(body)
 
     def _response_headers(self) -> list[tuple[bytes, bytes]]:
-        made, names = self._understood.made, self._door.tier_names
+        classification, names = self._understood.classification, self._door.tier_names
         assert self._lease.grant is not None
         wait_ms = self._lease.grant.queue_wait_us / 1000
-        headers = [(b"x-admission-tier", names[made.level])]
+        headers = [(b"x-admission-tier", names[classification.level])]
         if wait_ms:
             headers += [(b"x-admission-wait-ms", b"%d" % wait_ms), (b"server-timing", b"admission;dur=%.1f" % wait_ms)]
         else:
             headers += _NO_WAIT
-        if made.clamped_from is not None:
-            headers.append((b"x-admission-clamped-from", names[made.clamped_from]))
-        if made.ignored:
-            headers.append((b"x-admission-ignored", ", ".join(made.ignored).encode("latin-1", "replace")))
+        if classification.clamped_from is not None:
+            headers.append((b"x-admission-clamped-from", names[classification.clamped_from]))
+        if classification.ignored:
+            headers.append((b"x-admission-ignored", ", ".join(classification.ignored).encode("latin-1", "replace")))
         return headers
 
     # -- the client's departure

@@ -14,10 +14,9 @@ from sidecar.splice import insert, remove
 
 def forwarded_body(body: bytes, payload: Payload, forward: Forward) -> bytes:
     """Takes every priority of the client's out and puts the engine's in. The same object where nothing changes."""
-    if payload.priority is not None:
-        body = remove(body, ("priority",))
-    if payload.nvext is not None:
-        for path in CLIENT_MEMBERS:
+    is_there = {"priority": payload.priority is not None, "nvext": payload.nvext is not None}
+    for path in CLIENT_MEMBERS:
+        if is_there[path[0]]:
             body = remove(body, path)
     return body if forward.member is None else insert(body, "priority", forward.member)
 

@@ -48,14 +48,16 @@ class Report:
         """It is known who asks, and for what."""
         if self._observation is None:
             return
-        made, payload = understood.made, understood.payload
+        classification, payload = understood.classification, understood.payload
         self._observation.on_event(
             Classified(
                 at_us=self._now_us(),
-                tier=policy.tiers[made.level].name,
-                tenant=made.tenant.name,
-                source=made.source.value,
-                clamped_from=None if made.clamped_from is None else policy.tiers[made.clamped_from].name,
+                tier=policy.tiers[classification.level].name,
+                tenant=classification.tenant.name,
+                source=classification.source.value,
+                clamped_from=None
+                if classification.clamped_from is None
+                else policy.tiers[classification.clamped_from].name,
                 api=endpoint.api.value,
                 model=payload.model,
                 max_output_tokens=payload.max_output_tokens,

@@ -30,15 +30,17 @@ class Understood(msgspec.Struct):
     body: bytes
     headers: Mapping[bytes, bytes]
     payload: Payload
-    made: Classification
+    classification: Classification
     taken: Sequence[bytes]
     prompt_tokens: int
     tokens: int
 
     def ask(self) -> Ask:
         """What it asks of the pool: a sequence for every choice of every prompt."""
-        tenant, payload = self.made.tenant, self.payload
-        return Ask(self.made.level, tenant.name, tenant.weight, self.tokens, payload.prompts * payload.choices)
+        tenant, payload = self.classification.tenant, self.payload
+        return Ask(
+            self.classification.level, tenant.name, tenant.weight, self.tokens, payload.prompts * payload.choices
+        )
 
 
 class Intake:
@@ -59,16 +61,16 @@ class Intake:
         _refuse_other_encodings(body)
         payload = read(endpoint.api, body)
         taken = client_headers(headers)
-        made = self._classifier.classify(Asked(endpoint, payload, headers, taken), tenant)
+        classification = self._classifier.classify(Asked(endpoint, payload, headers, taken), tenant)
         prompt_tokens = self._estimator.prompt_tokens(payload)
-        tokens = tokens_to_hold(payload, prompt_tokens, self._policy.tiers[made.level].default_output_tokens)
-        return Understood(body, headers, payload, made, taken, prompt_tokens, tokens)
+        tokens = tokens_to_hold(payload, prompt_tokens, self._policy.tiers[classification.level].default_output_tokens)
+        return Understood(body, headers, payload, classification, taken, prompt_tokens, tokens)
 
     async def count(self, understood: Understood) -> None:
         """Sizes the prompts by the tokenizer instead, where there is one."""
         if self._estimator.counter is None:
             return
-        payload, level = understood.payload, understood.made.level
+        payload, level = understood.payload, understood.classification.level
         understood.prompt_tokens = await self._estimator.counted_prompt_tokens(payload, self._estimator.counter)
         output_tokens = self._policy.tiers[level].default_output_tokens
         understood.tokens = tokens_to_hold(payload, understood.prompt_tokens, output_tokens)

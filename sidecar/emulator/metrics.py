@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 from sidecar.emulator.config import Scheduling
 from sidecar.emulator.engine import Engine, Load
 from sidecar.emulator.histogram import Histogram
 from sidecar.policy.policy import EngineName
-
-Labels: TypeAlias = Mapping[str, str]
 
 
 class Exposition:

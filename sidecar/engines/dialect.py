@@ -18,18 +18,9 @@ from sidecar.splice import remove
 
 Priority = int | float
 
-CLIENT_HEADERS = frozenset(
-    (
-        b"x-vllm-priority",
-        b"x-override-priority",
-        b"x-dynamo-request-priority",
-        b"x-dynamo-request-strict-priority",
-        b"x-tenant-id",
-    )
-)
-"""Headers that some engine takes a priority or a trusted tenant from. None of them passes from a client."""
-
+CLIENT_HEADERS = frozenset((b"x-vllm-priority", b"x-tenant-id"))
 CLIENT_HEADER_PREFIXES = (b"x-override-", b"x-dynamo-request-", b"x-dynamo-meta-")
+"""Headers that some engine takes a priority or a trusted tenant from. None of them passes from a client."""
 
 CLIENT_MEMBERS: tuple[tuple[str, ...], ...] = (
     ("priority",),
