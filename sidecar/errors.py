@@ -118,6 +118,12 @@ class QueueTimeout(Unavailable):
     code = "queue_timeout"
 
 
+class StoreUnavailable(Unavailable):
+    """The leases live in a store that cannot be reached, and this process may not, or cannot, admit without it."""
+
+    code = "store_unavailable"
+
+
 class Draining(Unavailable):
     """This process is shutting down and takes no new request."""
 

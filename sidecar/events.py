@@ -8,7 +8,7 @@ made on every request: ten times cheaper than a frozen dataclass, and as immutab
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -135,3 +135,24 @@ class Observer(Protocol):
 
     def received(self, event: Received) -> Observation | None:
         """Called once per guarded request, before anything else happens to it."""
+
+
+class StoreState(str, Enum):
+    """Where a pool's leases are decided on."""
+
+    CONNECTING = "connecting"
+    SHARED = "shared"
+    DIVIDED = "divided"
+    CLOSED = "closed"
+
+
+class StoreChanged(msgspec.Struct, frozen=True, gc=False):
+    """A replica lost its store, or has it again. `reason` is one line for people, without secrets."""
+
+    at_us: int
+    state: StoreState
+    reason: str
+
+
+StoreObserver = Callable[[StoreChanged], None]
+"""Told of every change of a store's state. Must not raise and must not block."""

@@ -124,7 +124,7 @@ class Exchange:
         try:
             await self._understand()
             most_s = self._longest_wait_s()
-            self._lease = lease = self._door.pool.enter(self._understood.ask())
+            self._lease = lease = await self._door.pool.enter(self._understood.ask())
             self._stage = Stage.WAITING
             return lease.grant or await self._wait(lease, most_s)
         except ClientLeft as left:
@@ -168,12 +168,13 @@ class Exchange:
         """Waits for the first of three: the grant, the client's hanging up, the end of its time."""
         self._report.queued()
         departure = self._watch_for_departure()
-        await asyncio.wait((lease.wait(), departure), timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
+        granted = lease.wait()
+        await asyncio.wait((granted, departure), timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
         if departure.done():  # also in the very moment of the grant: nobody is there to run for
-            raise ClientLeft(lease.grant if lease.settle() else lease.leave())
-        if lease.grant is not None:
-            return lease.grant
-        raise _WaitedTooLong(lease.leave())
+            raise ClientLeft(lease.grant if lease.settle() else await lease.leave())
+        if granted.done():
+            return granted.result()
+        raise _WaitedTooLong(await lease.leave())
 
     def _longest_wait_s(self) -> float | None:
         understood = self._understood
@@ -336,13 +337,24 @@ class Exchange:
         if self._stage is Stage.READING:
             self._report.canceled(None)
         elif self._stage is Stage.WAITING:
-            self._report.canceled(self._lease.grant if self._lease.settle() else self._lease.leave())
+            self._withdraw()
         elif self._stage is Stage.RUNNING:
             self._settle(Outcome.FAILED, "incomplete_response")
         self._stage = Stage.OVER
         if self._departure is not None and not self._departure.done():
             self._departure.cancel()
         self._door.rounds.discard(self)
+
+    def _withdraw(self) -> None:
+        """Gives up a wait whose task was canceled: how it had gone is reported when the pool has told."""
+        if self._lease.settle():
+            self._report.canceled(self._lease.grant)
+            return
+        left = self._lease.leave()
+        if left.done():
+            self._report.canceled(left.result())
+        else:
+            left.add_done_callback(lambda told: self._report.canceled(told.result()))
 
     def _now_us(self) -> int:
         return self._door.pool.now_us()

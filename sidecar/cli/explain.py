@@ -23,7 +23,8 @@ from sidecar.policy.loading import Loaded, load_files
 from sidecar.policy.policy import Api, Endpoint, Policy, Tenant
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED, largest_request
-from sidecar.pools import Ask, LocalPool
+from sidecar.pools import Ask
+from sidecar.pools.sizes import Sizes
 from sidecar.tokens import Estimator, NoTokenizer, TokenizerCounter, tokens_to_hold
 
 EXAMPLE = """  sidecar explain policies/ --path /v1/chat/completions --key sk-demo-standard --header 'x-priority: high'
@@ -178,7 +179,7 @@ class _Explanation:
             "requests": _bounded(requests),
         }
         ask = Ask(made.level, made.tenant.name, made.tenant.weight, self._found["holds"]["tokens"], sequences)
-        LocalPool(self._policy).enter(ask)
+        Sizes(self._policy).refuse_what_never_fits(ask)
         self._found["longest_wait_s"] = longest_wait_s(headers, tier.max_wait_s)
 
     def _engine(self, api: Api, level: int) -> Found:

@@ -18,8 +18,9 @@ from pydantic import AfterValidator, BeforeValidator, PlainValidator, Validation
 
 from sidecar.policy import units
 from sidecar.policy.keys import read_hash
-from sidecar.policy.policy import Api, Carrier, EngineName, Source
+from sidecar.policy.policy import Api, Carrier, EngineName, Source, StoreLoss
 from sidecar.policy.problems import printable, quoted, unknown
+from sidecar.policy.store import EXAMPLE, SCHEMES, StoreAddress, store_address
 
 DENY = "deny"
 REJECT = "reject"
@@ -38,6 +39,7 @@ STANDARD_PATHS = tuple(f"/v1{suffix}" for suffix in STANDARD_APIS)
 
 _TIER_NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")  # no digit first: a client may ask by number too; fits a metric label
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
+_POOL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # no braces: it goes into a Redis hash tag
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
 _TAKEN_HEADERS = frozenset({"authorization", "x-api-key", "host", "content-length", "transfer-encoding", "connection"})
 _URL_PATH = re.compile(r"/[!-~]*")
@@ -176,6 +178,23 @@ def _existing_file(value: object, info: ValidationInfo) -> str:
     return str(found)
 
 
+def _store(value: object) -> StoreAddress:
+    """A refusal never repeats what is no text: it may hold a password."""
+    if not isinstance(value, str):
+        raise ValueError(f"not a store's address; write {EXAMPLE}")
+    return store_address(value)
+
+
+def _pool(value: object) -> str:
+    name = units.text(value, "a pool's name", "chat-70b")
+    if not _POOL_NAME.fullmatch(name):
+        raise ValueError(
+            f"{quoted(name)} is not a pool's name; "
+            "write up to 100 of A-Z, a-z, 0-9 and . _ -, a letter or a digit first"
+        )
+    return name
+
+
 def _text(value: object) -> str:
     return units.text(value, "a pattern", "tenants/*.yaml")
 
@@ -213,6 +232,13 @@ ExistingFile = Annotated[str, PlainValidator(_existing_file), _schema("A file, r
 EngineChoice = Annotated[EngineName, PlainValidator(_choice(EngineName, "engine")), _enum(EngineName)]
 CarrierChoice = Annotated[Carrier, PlainValidator(_choice(Carrier, "carrier")), _enum(Carrier)]
 ApiName = Annotated[Api, PlainValidator(_choice(Api, "API")), _enum(Api)]
+StoreAt = Annotated[
+    StoreAddress,
+    PlainValidator(_store),
+    _schema("A store's address.", pattern=f"^({'|'.join(map(re.escape, SCHEMES))})://"),
+]
+PoolName = Annotated[str, PlainValidator(_pool), _schema("A name.", pattern=f"^{_POOL_NAME.pattern}$")]
+StoreLossChoice = Annotated[StoreLoss, PlainValidator(_choice(StoreLoss, "choice")), _enum(StoreLoss)]
 SourceList = Annotated[
     list[Annotated[Source, PlainValidator(_choice(Source, "source")), _enum(Source)]],
     listed("[body, header, endpoint, key]"),

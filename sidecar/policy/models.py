@@ -179,6 +179,25 @@ class PoolFile(FileModel):
     tokenizer: of.ExistingFile | None = Field(
         None, description="A tokenizer.json, relative to this file, to count prompts exactly. Default: bytes / 4."
     )
+    store: of.StoreAt | None = Field(
+        None,
+        description="Where many replicas keep one pool: redis://, rediss://, unix://, redis+sentinel:// or "
+        "redis+cluster://. SIDECAR_STORE in the environment goes before it, and is the better place for a password. "
+        "Default: leases live in this process.",
+        examples=["redis://127.0.0.1:6379/0"],
+    )
+    pool: of.PoolName = _default(
+        "default",
+        description="The pool's name in the store, where several pools share one. Without a store, here or in "
+        "SIDECAR_STORE, it does nothing.",
+        examples=["chat-70b"],
+    )
+    on_store_loss: of.StoreLossChoice = _default(
+        "divide",  # the engine still works: a part of the pool for each replica is safe, and better than refusing all
+        description="What a replica does while the store cannot be reached: `divide` goes on with its part of the "
+        "pool, `closed` refuses with 503. Without a store, here or in SIDECAR_STORE, it does nothing.",
+        examples=["closed"],
+    )
 
     @field_validator("capacity")
     @classmethod

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from sidecar.policy.rules import PoolRules
+from sidecar.policy.store import StoreAddress
 
 
 class Api(str, Enum):
@@ -48,6 +49,13 @@ class Carrier(str, Enum):
 
     HEADER = "header"
     BODY = "body"
+
+
+class StoreLoss(str, Enum):
+    """What happens while the store cannot be reached: every replica goes on with its part, or refuses with 503."""
+
+    DIVIDE = "divide"
+    CLOSED = "closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +119,7 @@ class Policy:
     `tenants` maps the lower-case hex SHA-256 digest of an API key to its tenant. `anonymous` is None where a request
     without a key is refused. `engine_levels` lists (threshold, level), most important level first, for the source
     `engine`. `carrier` is None for the engine's own default. `generation` is a short digest of the files' contents.
+    `store` is where many replicas keep one pool, called `pool` there, None where leases live in this process.
     """
 
     rules: PoolRules
@@ -129,6 +138,9 @@ class Policy:
     disconnect_grace_s: float
     tokenizer: str | None
     generation: str
+    store: StoreAddress | None = None
+    pool: str = "default"
+    on_store_loss: StoreLoss = StoreLoss.DIVIDE
 
     def level_of(self, name: str) -> int | None:
         """The level of the tier called `name`, None where the policy has no such tier."""

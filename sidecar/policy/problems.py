@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Path = tuple[str | int, ...]
 """Where a value stands in a file: ("tiers", "high", "reserve")."""
+
+_ADDRESS = re.compile(r":/+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,16 @@ def dotted(path: Path) -> str:
     return text.removeprefix(".")
 
 
+def masked(text: str) -> str:
+    """The text with `***` for the user and password of an address in it, wherever an operator wrote it by mistake."""
+    before, at, after = text.rpartition("@")
+    begin = _ADDRESS.search(before)
+    return f"{before[: begin.end()]}***@{after}" if at and begin else text
+
+
 def printable(text: str, longest: int = 60) -> str:
-    """The text on one line and not longer than a line, whatever it holds."""
+    """The text on one line, not longer than a line and without an address's password, whatever it holds."""
+    text = masked(text)
     short = text if len(text) <= longest else text[: longest - 3] + "..."
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in short)
 

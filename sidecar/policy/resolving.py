@@ -34,6 +34,9 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
         disconnect_grace_s=float(pool.disconnect_grace),
         tokenizer=pool.tokenizer,
         generation=generation,
+        store=pool.store,
+        pool=pool.pool,
+        on_store_loss=pool.on_store_loss,
     )
 
 

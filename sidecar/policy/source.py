@@ -54,8 +54,8 @@ class Document:
     """
 
     file: str
-    content: bytes
-    data: dict[str, object] | None
+    content: bytes = field(repr=False)  # neither is shown: a store's address may hold a password
+    data: dict[str, object] | None = field(repr=False)
     lines: dict[Path, int] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
 

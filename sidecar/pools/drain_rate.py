@@ -22,11 +22,11 @@ class DrainRate:
         self._updated_us = 0
         self._began_us: int | None = None
 
-    def admitted(self, now_us: int) -> None:
-        """Counts one admission."""
+    def admitted(self, now_us: int, count: int = 1) -> None:
+        """Counts admissions."""
         if self._began_us is None:
             self._began_us = now_us
-        self._weight = self._decayed(now_us) + 1.0
+        self._weight = self._decayed(now_us) + count
         self._updated_us = now_us
 
     def per_second(self, now_us: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -41,13 +41,22 @@ class Lease(Protocol):
     grant: Grant | None
 
     def wait(self) -> asyncio.Future[Grant]:
-        """The grant, as soon as there is one. Cancel-safe: whoever stops waiting calls `leave`."""
+        """The grant, as soon as there is one. Cancel-safe: whoever stops waiting calls `leave`.
+
+        Raises StoreUnavailable where the store was lost and nothing else can admit this request.
+        """
 
     def settle(self) -> bool:
         """Gives the lease back. False, and nothing changes, where it is not held."""
 
-    def leave(self) -> Grant | None:
-        """Stops waiting and says how the wait had gone. None, and nothing changes, where it does not wait."""
+    def leave(self) -> asyncio.Future[Grant | None]:
+        """Stops waiting, at once; the result says how the wait had gone, as soon as the pool has told.
+
+        None, and nothing changes, where it does not wait.
+        """
+
+    def resize(self, tokens: int) -> bool:
+        """Sets what the lease holds, at least 1 token. False, and nothing changes, where it is not held."""
 
 
 class Pool(Protocol):
@@ -56,10 +65,17 @@ class Pool(Protocol):
     def now_us(self) -> int:
         """The clock that grants refer to, in whole microseconds; monotonic."""
 
-    def enter(self, ask: Ask) -> Lease:
-        """Takes a request in: its lease is held already, or waits.
+    async def open(self) -> None:
+        """Gets ready. The server's start calls it; `enter` does where no start was seen."""
 
-        Raises RequestTooLarge where it could never be admitted, and QueueFull where its tier's queue is full.
+    async def close(self) -> None:
+        """Gives back whatever is still held, and lets go of everything. The server's end calls it."""
+
+    async def enter(self, ask: Ask) -> Lease:
+        """Takes a request in, and returns when the pool has looked at it: its lease is held, or waits.
+
+        Raises RequestTooLarge where it could never be admitted, QueueFull where its tier's queue is full, and
+        StoreUnavailable where the leases cannot be reached. Canceled, it leaves nothing behind.
         """
 
     def retry_after_s(self, tier: int) -> float:
@@ -67,3 +83,9 @@ class Pool(Protocol):
 
     def state(self) -> Mapping[str, object]:
         """The pool as it stands, for people and dashboards: JSON types only."""
+
+    def readiness(self) -> Sequence[str]:
+        """Why this pool admits nobody at present; empty while it does."""
+
+    def notices(self) -> Sequence[str]:
+        """What whoever is on call should know although requests are being admitted."""

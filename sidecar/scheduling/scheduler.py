@@ -33,7 +33,7 @@ from sidecar.scheduling.tier import Tier
 class Scheduler:
     """Decides who is admitted. Not thread-safe; every method returns at once.
 
-    `submit`, `settle`, `cancel` and `resize` change what waits and what is held; none of them admits anybody. Call
+    `submit`, `register`, `settle`, `cancel` and `resize` change what waits and what is held; none admits anybody. Call
     `dispatch` afterwards, and again at `next_change_us`: it returns what became a lease, in order.
     """
 
@@ -70,6 +70,16 @@ class Scheduler:
         self._waiting[ticket_id] = ticket
         self._tiers[tier].queue.push(ticket)
         return ticket
+
+    def register(self, ticket_id: str, *, tier: int, tokens: int, requests: int) -> None:
+        """Takes over a lease that was granted elsewhere. It may outgrow the pool: admission then stops until it drains.
+
+        Raises ValueError where the id is taken.
+        """
+        if ticket_id in self._waiting or ticket_id in self._leases:
+            raise ValueError(f"a ticket called {ticket_id!r} is already here")
+        self._leases[ticket_id] = Ticket(ticket_id, tier, "", 1, tokens, requests, 0, 0, self._served)
+        self._hold(tier, tokens, requests)
 
     def dispatch(self, now_us: int) -> list[Admission]:
         """Admits everybody whom the rules let in now, in order."""

@@ -1,16 +1,60 @@
-"""The pools that are held to the contract."""
+"""The pools that are held to the contract: one process, and every Redis that there is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.pools.pools import Harness, LocalHarness
+from tests.pools.shared import FakeHarness, RedisHarness
+from tests.support.redis_servers import RedisServer, binaries, first_binary
 
-HARNESSES: dict[str, Callable[[], Harness]] = {"local": LocalHarness}
+BINARIES = {binary.name: binary for binary in binaries()}
+SERVERS = [*BINARIES] or ["none"]  # where there is none, the tests fail: an empty list would skip them
 
 
-@pytest.fixture(params=HARNESSES)
-def harness(request: pytest.FixtureRequest) -> Harness:
-    return HARNESSES[request.param]()
+@pytest.fixture(scope="session", params=SERVERS)
+def redis_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A real server, of every kind that is installed."""
+    binary = BINARIES.get(request.param) or first_binary()
+    with RedisServer(binary, tmp_path_factory.mktemp(binary.name)) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RedisServer]]:
+    """One real server of every kind, started when it is first asked for."""
+    started = Servers(tmp_path_factory.mktemp("servers"))
+    yield started
+    for server in started.values():
+        server.stop()
+
+
+class Servers(dict[str, RedisServer]):
+    """Servers by the name of their kind."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __missing__(self, name: str) -> RedisServer:
+        binary = BINARIES.get(name) or first_binary()
+        folder = self._folder / binary.name
+        folder.mkdir()
+        self[name] = RedisServer(binary, folder)
+        self[name].start()
+        return self[name]
+
+
+@pytest.fixture(params=["local", "fakeredis", *SERVERS])
+async def harness(request: pytest.FixtureRequest, servers: dict[str, RedisServer]) -> AsyncIterator[Harness]:
+    made: Harness
+    if request.param == "local":
+        made = LocalHarness()
+    elif request.param == "fakeredis":
+        made = FakeHarness()
+    else:
+        made = RedisHarness(servers[request.param])
+    yield made
+    await made.close()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Protocol
 
 from sidecar.policy.policy import EngineName, Policy, Source, Tier
 from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, pool_rules
-from sidecar.pools import Ask, Lease, LocalPool, Pool
+from sidecar.pools import Ask, LocalPool, Pool
+from sidecar.pools.sizes import Sizes
 
 
 class Clock:
@@ -25,32 +27,44 @@ class Clock:
 
 
 class Harness(Protocol):
-    """One kind of pool. A second one is plugged in by writing this for it and naming it in `conftest.HARNESSES`."""
+    """One kind of pool. Another is plugged in by writing this for it and naming it in `conftest.HARNESSES`."""
 
-    def pool(self, policy: Policy, clock: Clock | None = None, *, any_size: bool = False) -> Pool:
+    async def pool(self, policy: Policy, clock: Clock | None = None, *, any_size: bool = False) -> Pool:
         """A pool on a test's clock, or on its own. `any_size`: what never fits waits, as in some scenarios."""
 
-    def resize(self, pool: Pool, lease: Lease, tokens: int) -> None:
-        """Sets what a lease holds, as the scenarios do."""
+    async def quiet(self, pool: Pool) -> None:
+        """Returns when the pool has done whatever was asked of it so far, and told everybody."""
 
-    def poke(self, pool: Pool) -> None:
+    async def poke(self, pool: Pool) -> None:
         """Lets the pool look again at what the clock says, as its own timer would."""
+
+    async def close(self) -> None:
+        """Lets go of every pool that was made."""
 
 
 class LocalHarness:
     """The pool of one process."""
 
-    def pool(self, policy: Policy, clock: Clock | None = None, *, any_size: bool = False) -> Pool:
+    async def pool(self, policy: Policy, clock: Clock | None = None, *, any_size: bool = False) -> Pool:
         pool = LocalPool(policy) if clock is None else LocalPool(policy, clock)
         if any_size:
-            pool._largest = ((UNLIMITED, UNLIMITED),) * len(policy.tiers)
+            allow_any_size(pool._sizes)
         return pool
 
-    def resize(self, pool: Pool, lease: Lease, tokens: int) -> None:
-        pool._scheduler.resize(lease._id, tokens)  # type: ignore[attr-defined]
+    async def quiet(self, pool: Pool) -> None:
+        await asyncio.sleep(0)
 
-    def poke(self, pool: Pool) -> None:
-        pool._dispatch(pool.now_us())  # type: ignore[attr-defined]
+    async def poke(self, pool: Pool) -> None:
+        pool._dispatcher.dispatch(pool.now_us())  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        pass
+
+
+def allow_any_size(sizes: Sizes) -> None:
+    """Some scenarios ask for what never fits, and want to see it wait."""
+    sizes.largest = ((UNLIMITED, UNLIMITED),) * len(sizes.largest)
 
 
 def policy_of(rules: PoolRules, *, max_waiting: int | None = None, max_request_tokens: int | None = None) -> Policy:

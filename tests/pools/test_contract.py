@@ -27,17 +27,18 @@ def held(pool: Pool, tier: int = 0) -> Any:
 
 
 async def test_a_request_that_fits_holds_its_lease_at_once(harness: Harness) -> None:
-    pool = harness.pool(simple(), Clock())
-    lease = pool.enter(ask(tokens=100))
+    pool = await harness.pool(simple(), Clock())
+    lease = await pool.enter(ask(tokens=100))
     assert lease.grant == AT_ONCE
     assert await lease.wait() == AT_ONCE
+    await harness.quiet(pool)
     assert held(pool) == {"tokens": 100, "requests": 1}
 
 
 async def test_a_request_that_does_not_fit_waits_for_a_lease_to_end(harness: Harness) -> None:
     clock = Clock()
-    pool = harness.pool(simple(), clock)
-    first, second = pool.enter(ask(tokens=60)), pool.enter(ask(tokens=60))
+    pool = await harness.pool(simple(), clock)
+    first, second = await pool.enter(ask(tokens=60)), await pool.enter(ask(tokens=60))
     granted = second.wait()
     await asyncio.sleep(0)
     assert not granted.done()
@@ -49,60 +50,65 @@ async def test_a_request_that_does_not_fit_waits_for_a_lease_to_end(harness: Har
 
 
 async def test_a_lease_ends_once(harness: Harness) -> None:
-    pool = harness.pool(simple(), Clock())
-    lease = pool.enter(ask())
-    assert [lease.settle(), lease.settle(), lease.leave()] == [True, False, None]
+    pool = await harness.pool(simple(), Clock())
+    lease = await pool.enter(ask())
+    assert [lease.settle(), lease.settle(), await lease.leave()] == [True, False, None]
+    await harness.quiet(pool)
     assert held(pool) == {"tokens": 0, "requests": 0}
 
 
 async def test_a_wait_ends_once_and_says_how_it_had_gone(harness: Harness) -> None:
     clock = Clock()
-    pool = harness.pool(simple(), clock)
-    pool.enter(ask(tokens=60))
-    waiting = pool.enter(ask(tier=1, tokens=60))
+    pool = await harness.pool(simple(), clock)
+    await pool.enter(ask(tokens=60))
+    waiting = await pool.enter(ask(tier=1, tokens=60))
     clock.advance(1)
-    pool.enter(ask(tier=0, tokens=40))  # came later, and goes first
+    await pool.enter(ask(tier=0, tokens=40))  # came later, and goes first
     overtaken_at_us = pool.now_us()
     clock.advance(2)
     assert not waiting.settle()
-    left = waiting.leave()
+    left = await waiting.leave()
     assert left is not None
     assert (left.queue_wait_us, left.starvation_us, left.overtaken_at_us) == (3_000_000, 2_000_000, overtaken_at_us)
     assert left.served_ahead == {"high": 40}
-    assert [waiting.leave(), waiting.settle()] == [None, False]
+    assert [await waiting.leave(), waiting.settle()] == [None, False]
+    await harness.quiet(pool)
     assert pool.state()["waiting"] == 0
 
 
 async def test_whoever_stood_behind_one_that_leaves_may_be_first_now(harness: Harness) -> None:
-    pool = harness.pool(simple(), Clock())
-    pool.enter(ask(tokens=60))
-    large, small = pool.enter(ask(tokens=90)), pool.enter(ask(tokens=40))
+    pool = await harness.pool(simple(), Clock())
+    await pool.enter(ask(tokens=60))
+    large, small = await pool.enter(ask(tokens=90)), await pool.enter(ask(tokens=40))
     assert small.grant is None  # nothing behind the first that does not fit is admitted
-    large.leave()
+    await large.leave()
+    await harness.quiet(pool)
     assert small.grant is not None
 
 
 async def test_one_that_stopped_waiting_as_it_was_granted_settles(harness: Harness) -> None:
-    pool = harness.pool(simple(), Clock())
-    first, second = pool.enter(ask(tokens=60)), pool.enter(ask(tokens=60))
+    pool = await harness.pool(simple(), Clock())
+    first, second = await pool.enter(ask(tokens=60)), await pool.enter(ask(tokens=60))
     second.wait().cancel()
     first.settle()  # grants it all the same: it had not left
+    await harness.quiet(pool)
     assert second.grant is not None
-    assert second.leave() is None
+    assert await second.leave() is None
     assert second.settle()
+    await harness.quiet(pool)
     assert held(pool) == {"tokens": 0, "requests": 0}
 
 
 async def test_a_canceled_task_leaves_nothing_behind(harness: Harness) -> None:
-    pool = harness.pool(simple(), Clock())
-    first = pool.enter(ask(tokens=100))
+    pool = await harness.pool(simple(), Clock())
+    first = await pool.enter(ask(tokens=100))
 
     async def stay() -> None:
-        lease = pool.enter(ask(tokens=100))
+        lease = await pool.enter(ask(tokens=100))
         try:
             await lease.wait()
         finally:
-            assert lease.settle() or lease.leave() is not None
+            assert lease.settle() or await lease.leave() is not None
 
     tasks = [asyncio.ensure_future(stay()) for _ in range(10)]
     await asyncio.sleep(0)
@@ -110,32 +116,36 @@ async def test_a_canceled_task_leaves_nothing_behind(harness: Harness) -> None:
         task.cancel()
     first.settle()
     await asyncio.gather(*tasks, return_exceptions=True)
+    await harness.quiet(pool)
     assert (pool.state()["waiting"], pool.state()["leases"]) == (0, 0)
 
 
 async def test_leases_are_granted_in_the_order_of_the_rules(harness: Harness) -> None:
     clock = Clock()
-    pool = harness.pool(simple(("high", "normal", "low")), clock)
-    first = pool.enter(ask(tokens=100))
+    pool = await harness.pool(simple(("high", "normal", "low")), clock)
+    first = await pool.enter(ask(tokens=100))
     order: list[str] = []
     for number, tier in enumerate([2, 1, 0, 2, 1, 0]):
         clock.advance(0.1)
-        waiting = pool.enter(ask(tier=tier, tokens=10, tenant=f"tenant-{number}"))
+        waiting = await pool.enter(ask(tier=tier, tokens=10, tenant=f"tenant-{number}"))
         waiting.wait().add_done_callback(lambda _, name=f"{tier}-{number}": order.append(name))
     first.settle()
-    await asyncio.sleep(0)
+    await harness.quiet(pool)
     assert order == ["0-2", "0-5", "1-1", "1-4", "2-0", "2-3"]
 
 
 async def test_a_tenant_with_twice_the_weight_gets_twice_the_share(harness: Harness) -> None:
-    pool = harness.pool(simple(("only",), tokens=10), Clock())
-    lease = pool.enter(ask())
+    pool = await harness.pool(simple(("only",), tokens=10), Clock())
+    lease = await pool.enter(ask())
     waiting = [
-        (name, pool.enter(ask(tenant=name, weight=weight))) for name, weight in (("a", 1), ("b", 2)) for _ in range(30)
+        (name, await pool.enter(ask(tenant=name, weight=weight)))
+        for name, weight in (("a", 1), ("b", 2))
+        for _ in range(30)
     ]
     served: list[str] = []
     for _ in range(30):
         lease.settle()
+        await harness.quiet(pool)
         name, lease = next(
             (name, other) for name, other in waiting if other.grant and name + str(id(other)) not in served
         )
@@ -147,26 +157,27 @@ async def test_a_tenant_with_twice_the_weight_gets_twice_the_share(harness: Harn
 
 
 async def test_a_full_queue_refuses_with_when_to_come_back(harness: Harness) -> None:
-    pool = harness.pool(simple(max_waiting=2), Clock())
-    first = pool.enter(ask(tokens=100))
-    waiting = [pool.enter(ask(tokens=100)) for _ in range(2)]
+    pool = await harness.pool(simple(max_waiting=2), Clock())
+    first = await pool.enter(ask(tokens=100))
+    waiting = [await pool.enter(ask(tokens=100)) for _ in range(2)]
     with pytest.raises(QueueFull, match="tier high has 2 requests waiting, which is all it may have") as refused:
-        pool.enter(ask(tokens=100))
+        await pool.enter(ask(tokens=100))
     assert refused.value.status == 503
     assert refused.value.retry_after_s is not None
     assert LEAST_S <= refused.value.retry_after_s <= MOST_S
     assert pool.state()["waiting"] == 2
-    assert pool.enter(ask(tier=1, tokens=100)).grant is None  # another tier's queue has room
+    assert (await pool.enter(ask(tier=1, tokens=100))).grant is None  # another tier's queue has room
     first.settle()
+    await harness.quiet(pool)
     assert waiting[0].grant is not None
-    pool.enter(ask(tokens=100))  # there is room in the queue again
+    await pool.enter(ask(tokens=100))  # there is room in the queue again
 
 
 async def test_a_queue_without_places_still_admits_what_fits(harness: Harness) -> None:
-    pool = harness.pool(simple(max_waiting=0), Clock())
-    assert pool.enter(ask(tokens=100)).grant is not None
+    pool = await harness.pool(simple(max_waiting=0), Clock())
+    assert (await pool.enter(ask(tokens=100))).grant is not None
     with pytest.raises(QueueFull):
-        pool.enter(ask(tokens=1))
+        await pool.enter(ask(tokens=1))
     assert (pool.state()["waiting"], pool.state()["leases"]) == (0, 1)
 
 
@@ -176,19 +187,19 @@ async def test_more_than_a_tier_could_ever_hold_is_refused_with_the_figures(harn
         requests=10,
         tiers=(Shares("high", reserve=Fraction(1, 5), lend=Fraction(0)), Shares("low", limit=Fraction(1, 2))),
     )
-    pool = harness.pool(policy_of(rules), Clock())
+    pool = await harness.pool(policy_of(rules), Clock())
     with pytest.raises(RequestTooLarge, match=r"would hold 51 tokens.*tier low allows 50"):
-        pool.enter(ask(tier=1, tokens=51))
+        await pool.enter(ask(tier=1, tokens=51))
     with pytest.raises(RequestTooLarge, match=r"would start 6 sequences.*tier low allows 5"):
-        pool.enter(ask(tier=1, requests=6))
-    assert pool.enter(ask(tier=1, tokens=50, requests=5)).grant is not None
+        await pool.enter(ask(tier=1, requests=6))
+    assert (await pool.enter(ask(tier=1, tokens=50, requests=5))).grant is not None
 
 
 async def test_the_policy_may_bound_one_request_further(harness: Harness) -> None:
-    pool = harness.pool(simple(max_request_tokens=30), Clock())
+    pool = await harness.pool(simple(max_request_tokens=30), Clock())
     with pytest.raises(RequestTooLarge, match=r"would hold 31 tokens.*tier high allows 30"):
-        pool.enter(ask(tokens=31))
-    pool.enter(ask(tokens=30))
+        await pool.enter(ask(tokens=31))
+    await pool.enter(ask(tokens=30))
 
 
 # -- time
@@ -202,9 +213,9 @@ async def test_a_timer_wakes_what_aging_lets_in(harness: Harness) -> None:
         tiers=(Shares("high", reserve=Fraction(1, 2), lend=Fraction(0)), Shares("low")),
         promote_after_us=60_000,
     )
-    pool = harness.pool(policy_of(rules))
-    pool.enter(ask(tier=1, tokens=40))
-    waiting = pool.enter(ask(tier=1, tokens=40))
+    pool = await harness.pool(policy_of(rules))
+    await pool.enter(ask(tier=1, tokens=40))
+    waiting = await pool.enter(ask(tier=1, tokens=40))
     assert waiting.grant is None
     grant = await asyncio.wait_for(waiting.wait(), 5)
     assert 60_000 <= grant.queue_wait_us < 2_000_000
@@ -213,21 +224,23 @@ async def test_a_timer_wakes_what_aging_lets_in(harness: Harness) -> None:
 
 async def test_the_level_of_a_grant_is_the_aged_one(harness: Harness) -> None:
     clock = Clock()
-    pool = harness.pool(simple(("high", "normal", "low"), promote_after_s=10), clock)
-    first, low = pool.enter(ask(tokens=100)), pool.enter(ask(tier=2, tokens=100))
+    pool = await harness.pool(simple(("high", "normal", "low"), promote_after_s=10), clock)
+    first, low = await pool.enter(ask(tokens=100)), await pool.enter(ask(tier=2, tokens=100))
     clock.advance(15)
     first.settle()
+    await harness.quiet(pool)
     assert low.grant is not None
     assert low.grant.level == 1
 
 
 async def test_aging_moves_old_work_ahead_of_new(harness: Harness) -> None:
     clock = Clock()
-    pool = harness.pool(simple(promote_after_s=10), clock)
-    first, low = pool.enter(ask(tokens=100)), pool.enter(ask(tier=1, tokens=100))
+    pool = await harness.pool(simple(promote_after_s=10), clock)
+    first, low = await pool.enter(ask(tokens=100)), await pool.enter(ask(tier=1, tokens=100))
     clock.advance(11)
-    high = pool.enter(ask(tier=0, tokens=100))
+    high = await pool.enter(ask(tier=0, tokens=100))
     first.settle()
+    await harness.quiet(pool)
     assert low.grant is not None
     assert high.grant is None
 
@@ -238,14 +251,14 @@ async def test_aging_moves_old_work_ahead_of_new(harness: Harness) -> None:
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario["name"])
 async def test_a_pool_gives_exactly_the_recorded_answers(harness: Harness, scenario: dict[str, Any]) -> None:
     rules, clock = rules_of(scenario), Clock()
-    pool = harness.pool(policy_of(rules), clock, any_size=True)
+    pool = await harness.pool(policy_of(rules), clock, any_size=True)
     begun_us, names = clock.us, [tier.name for tier in rules.tiers]
     leases: dict[str, Lease] = {}
     answered: set[str] = set()
     for number, step in enumerate(scenario["steps"]):
         clock.us = begun_us + int(step["at"] * 1_000_000)
-        _play(harness, pool, leases, names, step)
-        harness.poke(pool)
+        await _play(pool, leases, names, step)
+        await harness.poke(pool)
         answers = {name: lease.grant for name, lease in leases.items() if lease.grant and name not in answered}
         answered |= set(answers)
         expected = {
@@ -258,9 +271,9 @@ async def test_a_pool_gives_exactly_the_recorded_answers(harness: Harness, scena
         assert shown == expected, f"step {number}: {step}; {scenario['lesson']}"
 
 
-def _play(harness: Harness, pool: Pool, leases: dict[str, Lease], names: list[str], step: dict[str, Any]) -> None:
+async def _play(pool: Pool, leases: dict[str, Lease], names: list[str], step: dict[str, Any]) -> None:
     if step["do"] == "submit":
-        leases[step["id"]] = pool.enter(
+        leases[step["id"]] = await pool.enter(
             ask(
                 names.index(step["tier"]),
                 step["tokens"],
@@ -276,16 +289,17 @@ def _play(harness: Harness, pool: Pool, leases: dict[str, Lease], names: list[st
         elif step["do"] == "cancel":
             lease.leave()
         else:
-            harness.resize(pool, lease, step["tokens"])
+            lease.resize(step["tokens"])
 
 
 # -- what it says of itself
 
 
 async def test_the_state_is_json_and_unbounded_is_null(harness: Harness) -> None:
-    pool = harness.pool(simple(tokens=100, requests=None), Clock())
-    pool.enter(ask(tokens=60))
-    pool.enter(ask(tier=1, tokens=60))
+    pool = await harness.pool(simple(tokens=100, requests=None), Clock())
+    await pool.enter(ask(tokens=60))
+    await pool.enter(ask(tier=1, tokens=60))
+    await harness.quiet(pool)
     state = json.loads(json.dumps(pool.state()))
     assert state["capacity"] == {"tokens": 100, "requests": None}
     assert (state["leases"], state["waiting"]) == (1, 1)
@@ -301,11 +315,11 @@ async def test_the_state_is_json_and_unbounded_is_null(harness: Harness) -> None
 
 async def test_retry_after_is_within_its_caps_whatever_happened(harness: Harness) -> None:
     clock = Clock()
-    pool = harness.pool(simple(), clock)
+    pool = await harness.pool(simple(), clock)
     for elapsed in (0.0, 0.001, 5, 3600, 10**6):
         clock.advance(elapsed)
         assert all(LEAST_S <= pool.retry_after_s(0) <= MOST_S for _ in range(50))
-        pool.enter(ask()).settle()
+        (await pool.enter(ask())).settle()
 
 
 @pytest.mark.parametrize(("per_second", "backlog"), [(2, 20), (10, 100), (50, 400)])
@@ -313,18 +327,19 @@ async def test_retry_after_is_roughly_how_long_a_steady_queue_takes(
     harness: Harness, per_second: int, backlog: int
 ) -> None:
     clock = Clock()
-    pool = harness.pool(simple(("only",), tokens=10), clock)
-    leases = [pool.enter(ask()) for _ in range(backlog + 40 * per_second)]
+    pool = await harness.pool(simple(("only",), tokens=10), clock)
+    leases = [await pool.enter(ask()) for _ in range(backlog + 40 * per_second)]
     served = iter(leases)
     for _ in range(40 * per_second):
         clock.advance(1 / per_second)
         next(served).settle()
+        await harness.quiet(pool)
     told = sum(pool.retry_after_s(0) for _ in range(200)) / 200
     assert told == pytest.approx(backlog / per_second, rel=0.15)
 
 
 async def test_clients_refused_together_are_not_told_to_come_back_together(harness: Harness) -> None:
-    pool = harness.pool(simple(), Clock())  # nothing was ever admitted: everybody is told the most
+    pool = await harness.pool(simple(), Clock())  # nothing was ever admitted: everybody is told the most
     told = [pool.retry_after_s(0) for _ in range(200)]
     assert max(told) - min(told) > 0.3 * max(told)
 
@@ -335,23 +350,24 @@ async def test_clients_refused_together_are_not_told_to_come_back_together(harne
 @pytest.mark.parametrize("seed", range(3))
 async def test_nothing_is_left_after_any_mix_of_ends(harness: Harness, seed: int) -> None:
     rng, clock = random.Random(seed), Clock()
-    pool = harness.pool(simple(("a", "b", "c"), requests=5, promote_after_s=1, max_waiting=20), clock)
+    pool = await harness.pool(simple(("a", "b", "c"), requests=5, promote_after_s=1, max_waiting=20), clock)
     open_leases: list[Lease] = []
     ended = itertools.count()
     for _ in range(2000):
         clock.advance(rng.random() / 10)
         if open_leases and rng.random() < 0.5:
             lease = open_leases.pop(rng.randrange(len(open_leases)))
-            assert lease.settle() != (lease.leave() is not None)
+            assert lease.settle() != (await lease.leave() is not None)
             next(ended)
             continue
         try:
-            open_leases.append(pool.enter(ask(rng.randrange(3), rng.randint(1, 60), tenant=rng.choice("xyz"))))
+            open_leases.append(await pool.enter(ask(rng.randrange(3), rng.randint(1, 60), tenant=rng.choice("xyz"))))
         except QueueFull:
             continue
         if rng.random() < 0.3:
             open_leases[-1].wait().cancel()
     for lease in open_leases:
-        assert lease.settle() != (lease.leave() is not None)
+        assert lease.settle() != (await lease.leave() is not None)
+    await harness.quiet(pool)
     assert (pool.state()["waiting"], pool.state()["leases"]) == (0, 0)
     assert next(ended) > 100

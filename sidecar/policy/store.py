@@ -1,0 +1,225 @@
+"""Where many replicas keep one pool: the address of a Redis server, of its socket, of sentinels or of a cluster.
+
+    redis://[[user]:password@]host[:6379][/db]          rediss:// with TLS
+    unix://[[user]:password@]/path/to.sock[?db=N]
+    redis+sentinel://[[user]:password@]host[:26379],.../master-name[/db]     rediss+sentinel:// with TLS
+    redis+cluster://[[user]:password@]host[:6379],...                        rediss+cluster:// with TLS
+
+An address may hold a password. No text of an address, and no refusal of one, ever shows it: a refusal quotes nothing of
+what may be one, so that it holds for the addresses, too, in which the password cannot be told from the rest.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from ipaddress import AddressValueError, IPv6Address
+from urllib.parse import quote
+
+from sidecar.policy.options import (
+    SENTINEL,
+    SOCKET,
+    TLS,
+    OptionValue,
+    Readers,
+    database,
+    decoded,
+    file_path,
+    read_options,
+)
+from sidecar.policy.problems import quoted, unknown
+
+EXAMPLE = "redis://127.0.0.1:6379/0"
+
+
+class StoreKind(str, Enum):
+    """How the server is reached: at its host, at its socket, as sentinels say, or as a cluster's nodes say."""
+
+    SERVER = "server"
+    SOCKET = "socket"
+    SENTINEL = "sentinel"
+    CLUSTER = "cluster"
+
+
+SCHEMES: dict[str, tuple[StoreKind, bool]] = {
+    "redis": (StoreKind.SERVER, False),
+    "rediss": (StoreKind.SERVER, True),
+    "unix": (StoreKind.SOCKET, False),
+    "redis+sentinel": (StoreKind.SENTINEL, False),
+    "rediss+sentinel": (StoreKind.SENTINEL, True),
+    "redis+cluster": (StoreKind.CLUSTER, False),
+    "rediss+cluster": (StoreKind.CLUSTER, True),
+}
+"""How an address may begin: the kind of store, and whether with TLS."""
+
+_PORTS = {StoreKind.SERVER: 6379, StoreKind.SENTINEL: 26379, StoreKind.CLUSTER: 6379}
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*", re.ASCII)
+_NODE = re.compile(r"(?:\[([^\[\]]+)\]|([A-Za-z0-9._-]{1,253}))(?::([0-9]{1,5}))?", re.ASCII)
+_MASTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}", re.ASCII)  # what Redis Sentinel itself allows
+_HIDDEN = "***"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StoreAddress:
+    """A store's address, read. As text, it is the address with `***` for every password.
+
+    `nodes` are hosts and ports: one for SERVER, the sentinels for SENTINEL, the first nodes to ask for CLUSTER, none
+    for SOCKET. `path` is the socket's, `master_name` what the sentinels call the server; both None elsewhere.
+    `username` and `password` are the server's own, decoded, None where there is none; a username never comes without a
+    password. `options` are those that were written, the sentinels' user and password among them, as Redis clients take
+    them: `ssl_check_hostname` a bool, all others text.
+    """
+
+    kind: StoreKind
+    nodes: tuple[tuple[str, int], ...] = ()
+    path: str | None = None
+    db: int = 0
+    username: str | None = None
+    password: str | None = None
+    tls: bool = False
+    master_name: str | None = None
+    options: tuple[tuple[str, str | bool], ...] = ()
+
+    def __str__(self) -> str:
+        scheme = next(name for name, what in SCHEMES.items() if what == (self.kind, self.tls))
+        user = "" if self.password is None else f"{quote(self.username or '', safe='')}:{_HIDDEN}@"
+        return f"{scheme}://{user}{','.join(map(_node_text, self.nodes))}{self._behind_the_hosts()}{self._query()}"
+
+    def __repr__(self) -> str:
+        return f"StoreAddress({str(self)!r})"
+
+    def _behind_the_hosts(self) -> str:
+        if self.path is not None:
+            return quote(self.path)
+        name = "" if self.master_name is None else f"/{self.master_name}"
+        return name if self.kind is StoreKind.CLUSTER else f"{name}/{self.db}"
+
+    def _query(self) -> str:
+        parts = [f"db={self.db}"] if self.kind is StoreKind.SOCKET and self.db else []
+        parts += [f"{name}={_option_text(name, value)}" for name, value in self.options]
+        return "?" + "&".join(parts) if parts else ""
+
+
+def _node_text(node: tuple[str, int]) -> str:
+    host, port = node
+    return f"[{quote(host, safe=':')}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _option_text(name: str, value: str | bool) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return _HIDDEN if name == "sentinel_password" else quote(value)
+
+
+def store_address(text: str) -> StoreAddress:
+    """Reads an address. Raises ValueError, and nothing else, with what is wrong and what would be right."""
+    kind, tls, rest = _scheme(text)
+    rest, asks, query = rest.partition("?")
+    authority, _, path = rest.partition("/")
+    _one_at_sign(authority, path + query)
+    userinfo, at, hosts = authority.rpartition("@")
+    username, password = _credentials(userinfo) if at else (None, None)
+    if asks and not query:
+        raise ValueError("a ? with no option behind it; remove it")
+    options = read_options(query, _known(kind, tls))
+    master_name, db = _place(kind, path, options)
+    return StoreAddress(
+        kind=kind,
+        nodes=_nodes(kind, hosts),
+        path=file_path(f"/{path}", "the socket", "unix:///run/redis.sock") if kind is StoreKind.SOCKET else None,
+        db=db,
+        username=username,
+        password=password,
+        tls=tls,
+        master_name=master_name,
+        options=tuple(options.items()),
+    )
+
+
+def _scheme(text: str) -> tuple[StoreKind, bool, str]:
+    """The kind of store, whether with TLS, and what follows `://`."""
+    if not text.isprintable() or " " in text or "#" in text:
+        raise ValueError(
+            "a space, a # or a character that cannot be printed does not belong in a store's address; "
+            "write it as %20, %23 or the like"
+        )
+    scheme, separator, rest = text.partition("://")
+    if not separator or not _SCHEME.fullmatch(scheme):
+        said = "this" if "@" in text or "%40" in text else quoted(text.partition("?")[0])
+        raise ValueError(f"{said} is not a store's address; write {EXAMPLE}")
+    if scheme.lower() not in SCHEMES:
+        raise ValueError(unknown("scheme", scheme, list(SCHEMES)))
+    return *SCHEMES[scheme.lower()], rest
+
+
+def _one_at_sign(authority: str, behind: str) -> None:
+    """Refuses an @ that may be a part of a password, as then nobody can tell where the password ends."""
+    if authority.count("@") > 1 or "@" in behind:
+        raise ValueError(
+            "an @ that is not the one before the host or the path; name user and password once, there, "
+            "write every other @ as %40, and / ? inside a password as %2F %3F"
+        )
+
+
+def _credentials(userinfo: str) -> tuple[str | None, str]:
+    username, colon, password = userinfo.partition(":")
+    if not colon or not password:
+        raise ValueError("an @ without a password before it; write user:password@, or :password@ for a password alone")
+    return decoded(username, "the user") or None, decoded(password, "the password")
+
+
+def _known(kind: StoreKind, tls: bool) -> Readers:
+    """The options that have a meaning for such an address."""
+    of_kind = {StoreKind.SENTINEL: SENTINEL, StoreKind.SOCKET: SOCKET}.get(kind, {})
+    return {**(TLS if tls else {}), **of_kind}
+
+
+def _place(kind: StoreKind, path: str, options: dict[str, OptionValue]) -> tuple[str | None, int]:
+    """The master's name, None where there is none, and the database's number."""
+    if kind is StoreKind.SOCKET:
+        return None, database(str(options.pop("db", "0")))
+    if kind is StoreKind.SENTINEL:
+        name, _, path = path.partition("/")
+        if not _MASTER_NAME.fullmatch(name):
+            raise ValueError(
+                "the master's name is missing, or is none that sentinels know (A-Z, a-z, 0-9 and . _ -); "
+                "write it behind the hosts, such as redis+sentinel://127.0.0.1:26379/mymaster/0"
+            )
+        return name, database(path or "0")
+    db = database(path or "0")
+    if kind is StoreKind.CLUSTER and db:
+        raise ValueError("a cluster has no database but 0; remove what follows the hosts")
+    return None, db
+
+
+def _nodes(kind: StoreKind, hosts: str) -> tuple[tuple[str, int], ...]:
+    if kind is StoreKind.SOCKET:
+        if hosts:
+            raise ValueError("a host where a socket's path belongs; write three slashes: unix:///run/redis.sock")
+        return ()
+    written = hosts.split(",")
+    if kind is StoreKind.SERVER and len(written) > 1:
+        raise ValueError("several hosts are not one server; write redis+sentinel:// or redis+cluster:// before them")
+    several = len(written) > 1
+    return tuple(
+        _node(node, f"host {place}" if several else "the host", _PORTS[kind]) for place, node in enumerate(written, 1)
+    )
+
+
+def _node(text: str, what: str, port: int) -> tuple[str, int]:
+    match = _NODE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{what} cannot be read; write it as host:{port}, an IPv6 address as [::1]:{port}")
+    if match[3] and not 0 < int(match[3]) < 65536:
+        raise ValueError(f"the port of {what} is not from 1 to 65535; write one such as {port}")
+    host = match[2] or _ipv6(decoded(match[1], what), what, port)
+    return host, int(match[3] or port)
+
+
+def _ipv6(text: str, what: str, port: int) -> str:
+    try:
+        IPv6Address(text)
+    except AddressValueError:
+        raise ValueError(f"{what} is not an IPv6 address, as its brackets say; write it as [::1]:{port}") from None
+    return text

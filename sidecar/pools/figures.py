@@ -1,0 +1,57 @@
+"""How a pool tells what it did: a wait as a grant, and its tiers as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from sidecar.policy.policy import Policy
+from sidecar.policy.rules import UNLIMITED, TierRules
+from sidecar.pools.pool import Grant
+from sidecar.scheduling import Wait
+
+
+class TierFigures(NamedTuple):
+    """One tier at work, in tokens and requests."""
+
+    held_tokens: int
+    held_requests: int
+    queued_tokens: int
+    queued_requests: int
+
+
+def grant_of(names: Sequence[str], wait: Wait, at_us: int, level: int) -> Grant:
+    """A wait that ended at `at_us` at an aged `level`. `names` are the tiers', most important first."""
+    # who did not wait had nobody ahead
+    ahead = served_by_name(names, wait.served_ahead) if wait.queue_wait_us > 0 else {}
+    return Grant(at_us, wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, ahead, level)
+
+
+def served_by_name(names: Sequence[str], served: Sequence[int]) -> Mapping[str, int]:
+    """Tokens by the tier's name; tiers with none are left out."""
+    return {name: tokens for name, tokens in zip(names, served, strict=True) if tokens}
+
+
+def pool_state(policy: Policy, tiers: Sequence[TierFigures], *, leases: int, waiting: int) -> dict[str, object]:
+    """The pool as it stands, in JSON types; what is unbounded is null."""
+    rules = policy.rules
+    return {
+        "capacity": {"tokens": _bounded(rules.tokens), "requests": _bounded(rules.requests)},
+        "leases": leases,
+        "waiting": waiting,
+        "tiers": [_tier_state(rule, figures) for rule, figures in zip(rules.tiers, tiers, strict=True)],
+    }
+
+
+def _tier_state(rules: TierRules, figures: TierFigures) -> Mapping[str, object]:
+    return {
+        "tier": rules.name,
+        "held": {"tokens": figures.held_tokens, "requests": figures.held_requests},
+        "queued": {"tokens": figures.queued_tokens, "requests": figures.queued_requests},
+        "reserve": {"tokens": _bounded(rules.reserve_tokens), "requests": _bounded(rules.reserve_requests)},
+        "limit": {"tokens": _bounded(rules.limit_tokens), "requests": _bounded(rules.limit_requests)},
+    }
+
+
+def _bounded(figure: int) -> int | None:
+    return None if figure == UNLIMITED else figure

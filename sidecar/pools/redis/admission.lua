@@ -1,0 +1,684 @@
+-- The admission rules for many replicas: the twin of `sidecar/scheduling`, which says what the rules are and why.
+--
+-- KEYS[1]  the pool's root, `admission:<layout>:{<pool>}`: a hash, the only key that must survive. Without it the pool
+--          is lost, and every replica is asked to state what it has (a sync). All other keys begin with it, so one hash
+--          tag keeps them on one node; they carry the root's birth, so that none outlives it unnoticed:
+--   <root>:<birth>:beats       zset  replica -> when it last called
+--   <root>:<birth>:r:<replica> hash  '#' -> its fence; id -> its ticket or lease, as `ticket_record`, `lease_record`
+--   <root>:<birth>:o:<replica> list  grants that it has not been told in a reply
+--   <root>:<birth>:q:<level>   zset  a tier's tickets, by start tag, then by sequence
+--   <root>:<birth>:f:<level>   hash  tenant -> finish tag
+--   <root>:<birth>:w           zset  the sequence numbers of all tickets that wait
+--   <root>:<birth>:s           zset  'MOMENT SEQUENCE' of the admissions by which somebody was first overtaken
+--          Grants for other replicas are published on the channel <root>:grants:<replica>, a line each; an empty message is
+--          the replica's own beat, by which it knows that its subscription lives.
+--
+-- ARGV[1]  call | beat | sync | bye
+-- ARGV[2]  the replica
+-- ARGV[3]  its fence: a call with another one than its last sync's is a late one, and does nothing
+-- ARGV[4]  call, beat: how many grants of its list the replica has read
+--          sync: how many replicas it knew last
+-- ARGV[5]  sync: the rules (`script.rules_text`)    ARGV[6]  sync: 1 where these rules replace others
+-- ARGV[7]  sync: how many leases it ended that it could not say before
+-- then     call, beat: operations, each idempotent by its id
+--            e ID LEVEL TENANT WEIGHT TOKENS REQUESTS   asks for a lease
+--            x ID                                       ends it, waiting or held
+--            z ID TOKENS                                sets what it holds
+--          sync: everything the replica has; what it does not name is ended
+--            l ID LEVEL TOKENS REQUESTS                 a lease that it runs
+--            t ID LEVEL TENANT WEIGHT TOKENS REQUESTS WAITED_US
+--
+-- RETURN   {'ok', {replicas, us until time alone may change something or -1, grants listed, waiting, leases,
+--                  late ends, tokens held, requests held},
+--           tiers, grants, ended, refused}
+--            tiers    'LEVEL [held tokens, held requests, queued tokens, queued requests, start tag, served, admitted]'
+--                     for every tier that changed, or for all in a beat or a sync
+--            grants   'ID' of what was admitted as it came, or
+--                     'ID WAIT_US STARVED_US AGED_LEVEL SERVED_AHEAD...', where -1 says that it was not overtaken
+--            ended    of the tickets that were ended, as they had waited: 'ID WAIT_US STARVED_US LEVEL SERVED_AHEAD...'
+--            refused  the ids that their tier's queue had no place for
+--          or {'unknown'} (this replica must sync), {'stale'} (a late call), {'foreign', the pool's tiers}.
+--
+-- Numbers are whole and below 2^53, but for tags, which are doubles: so Lua and Python compute the very same ones. Time
+-- is Redis's own. Lua writes numbers with 14 digits: every larger one goes through `int` or `tag`.
+
+local call, fmt, concat, match = redis.call, string.format, table.concat, string.match
+
+local BEAT_US = 2000000     -- a replica calls at least this often
+local SILENCE_US = 10000000 -- without a call for so long it is dead: what it has is freed by whoever calls next
+local KEPT_MS = 3600000     -- a pool that nobody calls any more vanishes
+
+-- rules: {names, capacity tokens, capacity requests, promote_after or 0, ceiling, tier, tier, ...}; a tier is
+local R_TOKENS, R_REQUESTS, H_TOKENS, H_REQUESTS, L_TOKENS, L_REQUESTS, LIMITED, ALWAYS_FIRST, PLACES =
+  1, 2, 3, 4, 5, 6, 7, 8, 9
+local NAMES, CAPACITY_TOKENS, CAPACITY_REQUESTS, PROMOTE_AFTER, CEILING, FIRST_RULE = 1, 2, 3, 4, 5, 6
+-- meta
+local BIRTH, NOW, OFFSET, GRACE, HOLD_SINCE, HOLD_UNTIL, HOLD_FOR, SEQUENCE, LATEST, WAITING, LEASES, LATE =
+  1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12
+-- a tier's figures
+local HELD_TOKENS, HELD_REQUESTS, QUEUED_TOKENS, QUEUED, VIRTUAL, SERVED, ADMITTED = 1, 2, 3, 4, 5, 6, 7
+
+local function int(number) return fmt('%.0f', number) end
+local function tag(number) return fmt('%.17g', number) end
+
+local function clock_us() local time = redis.call('TIME') return time[1] * 1000000 + time[2] end
+
+local root, kind, me, fence = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
+local meta, rules, rules_text, now, prefix, mine, beats, waiting_key, steps_key
+local tiers, is_changed, levels = {}, {}, 0
+local all_tokens, all_requests = 0, 0
+local heads, outbox = {}, {}
+local grants, ended, refused = {}, {}, {}
+
+local function queue_key(level) return prefix .. 'q:' .. level end
+local function finish_key(level) return prefix .. 'f:' .. level end
+local function replica_key(replica) return prefix .. 'r:' .. replica end
+local function outbox_key(replica) return prefix .. 'o:' .. replica end
+
+-- What is inconsistent was lost in part (evicted, deleted by hand): the root goes, and the replicas state it all anew.
+local is_damaged = false
+local function damaged()
+  is_damaged = true
+  error('damaged')
+end
+
+-- -- the pool's figures, read once and written once a call
+
+local function name_keys()
+  prefix = root .. ':' .. int(meta[BIRTH]) .. ':'
+  mine, beats, waiting_key, steps_key = replica_key(me), prefix .. 'beats', prefix .. 'w', prefix .. 's'
+end
+
+local function load()
+  local fields = call('HGETALL', root)
+  for index = 1, #fields, 2 do
+    local field, value = fields[index], fields[index + 1]
+    if field == 'meta' then
+      meta = cjson.decode(value)
+    elseif field == 'rules' then
+      rules_text, rules = value, cjson.decode(value)
+    else
+      local tier = cjson.decode(value)
+      tiers[tonumber(field)] = tier
+      all_tokens, all_requests = all_tokens + tier[HELD_TOKENS], all_requests + tier[HELD_REQUESTS]
+    end
+  end
+  if not meta then return false end
+  levels = #rules - FIRST_RULE + 1
+  name_keys()
+  return true
+end
+
+local function tier_text(tier)
+  return fmt('[%.0f,%.0f,%.0f,%.0f,%.17g,%.0f,%.0f]', tier[HELD_TOKENS], tier[HELD_REQUESTS], tier[QUEUED_TOKENS],
+    tier[QUEUED], tier[VIRTUAL], tier[SERVED], tier[ADMITTED])
+end
+
+local function save(tells_all)
+  local figures = {}
+  for index = 1, #meta do figures[index] = int(meta[index]) end
+  local fields, texts = {'meta', '[' .. concat(figures, ',') .. ']'}, {}
+  for level = 0, levels - 1 do
+    if tells_all or is_changed[level] then
+      local text = tier_text(tiers[level])
+      fields[#fields + 1], fields[#fields + 2] = level, text
+      texts[#texts + 1] = level .. ' ' .. text
+    end
+  end
+  call('HSET', root, unpack(fields))
+  return texts
+end
+
+-- Time never runs backwards, whatever server answers; where nobody called for long, nobody could.
+local function tell_time()
+  now = clock_us() + meta[OFFSET]
+  if now < meta[NOW] then
+    meta[OFFSET], now = meta[OFFSET] + meta[NOW] - now, meta[NOW]
+  elseif now - meta[NOW] > 2 * BEAT_US then
+    -- The store's silence is not the replicas': they get time to call, and what they ran meanwhile is stated first.
+    meta[GRACE] = now + 2 * BEAT_US
+    meta[HOLD_SINCE], meta[HOLD_UNTIL], meta[HOLD_FOR] = now, now + BEAT_US, call('ZCARD', beats)
+  end
+  meta[NOW] = now
+end
+
+-- -- tickets and leases
+
+local function member_of(ticket)
+  return fmt('%016.0f %s %s %s %s %s', ticket.sequence, ticket.owner, ticket.id, ticket.tokens, ticket.requests,
+    int(ticket.arrived))
+end
+
+local function ticket_record(ticket)
+  local served = {}
+  for level = 0, levels - 1 do served[level + 1] = int(tiers[level][SERVED]) end
+  return fmt('W %s %s %s %.0f %.0f ', ticket.level, ticket.tokens, ticket.requests, ticket.sequence, ticket.arrived)
+    .. concat(served, ' ')
+end
+
+local function lease_record(level, tokens, requests, grant)
+  return 'L ' .. level .. ' ' .. tokens .. ' ' .. requests .. ' ' .. (grant or '')
+end
+
+local function read_lease(record)
+  local level, tokens, requests, grant = match(record, '^L (%d+) (%d+) (%d+) (.*)$')
+  return tonumber(level), tonumber(tokens), tonumber(requests), grant
+end
+
+local function read_ticket(owner, id, record)
+  local level, tokens, requests, sequence, arrived, served = match(record, '^W (%d+) (%d+) (%d+) (%d+) (%d+) (.*)$')
+  return {
+    id = id, owner = owner, level = tonumber(level), tokens = tonumber(tokens), requests = tonumber(requests),
+    sequence = tonumber(sequence), arrived = tonumber(arrived), served = served, is_stored = true,
+  }
+end
+
+local function hold(level, tokens, requests)
+  local tier = tiers[level]
+  tier[HELD_TOKENS], tier[HELD_REQUESTS] = tier[HELD_TOKENS] + tokens, tier[HELD_REQUESTS] + requests
+  all_tokens, all_requests = all_tokens + tokens, all_requests + requests
+  is_changed[level] = true
+end
+
+local function store(ticket)
+  call('ZADD', queue_key(ticket.level), tag(ticket.start), member_of(ticket))
+  call('ZADD', waiting_key, int(ticket.sequence), int(ticket.sequence))
+  call('HSET', replica_key(ticket.owner), ticket.id, ticket_record(ticket))
+  if ticket.finish then call('HSET', finish_key(ticket.level), ticket.tenant, tag(ticket.finish)) end
+  ticket.is_stored = true
+end
+
+local function head_of(level)
+  local head = heads[level]
+  if not head then
+    local found = call('ZRANGE', queue_key(level), 0, 0, 'WITHSCORES')
+    if not found[1] then return damaged() end
+    local sequence, owner, id, tokens, requests, arrived = match(found[1], '^(%d+) (%S+) (%S+) (%d+) (%d+) (%d+)$')
+    head = {
+      id = id, owner = owner, level = level, tokens = tonumber(tokens), requests = tonumber(requests),
+      sequence = tonumber(sequence), arrived = tonumber(arrived), start = tonumber(found[2]), is_stored = true,
+    }
+    heads[level] = head
+  end
+  return head
+end
+
+-- The ticket is tagged (start-time fair queueing) and waits. One that is first in an empty queue need not be stored yet.
+local function push(ticket, tenant, weight)
+  local tier, head = tiers[ticket.level], nil
+  local start = 0
+  if tier[QUEUED] > 0 then
+    head = head_of(ticket.level)
+    start = math.max(tier[VIRTUAL], tonumber(call('HGET', finish_key(ticket.level), tenant) or 0))
+  end
+  ticket.start, ticket.finish, ticket.tenant = start, start + ticket.tokens / weight, tenant
+  tier[QUEUED], tier[QUEUED_TOKENS] = tier[QUEUED] + 1, tier[QUEUED_TOKENS] + ticket.tokens
+  meta[WAITING] = meta[WAITING] + 1
+  is_changed[ticket.level] = true
+  if not head or start < head.start then heads[ticket.level] = ticket end
+  if head then
+    if not head.is_stored then store(head) end
+    store(ticket)
+  end
+end
+
+-- When the ticket was first overtaken, nil where it was not. A step is kept for as long as somebody waits whom it
+-- overtook first, so there are never more steps than tickets that wait.
+local function overtaken_at(sequence)
+  if sequence >= meta[LATEST] then return nil end
+  local found = call('ZRANGEBYSCORE', steps_key, '(' .. int(sequence), '+inf', 'LIMIT', 0, 1)
+  return found[1] and tonumber(match(found[1], '^(%d+)'))
+end
+
+local function note_overtaking(sequence)
+  if sequence <= meta[LATEST] then return end
+  if meta[WAITING] > 0 then
+    local between = call('ZRANGEBYSCORE', waiting_key, '(' .. int(meta[LATEST]), '(' .. int(sequence), 'LIMIT', 0, 1)
+    if between[1] then call('ZADD', steps_key, int(sequence), int(now) .. ' ' .. int(sequence)) end
+  end
+  meta[LATEST] = sequence
+end
+
+local function forget_step(sequence)
+  local step = call('ZRANGEBYSCORE', steps_key, '(' .. int(sequence), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
+  if not step[1] then return end
+  local before = call('ZREVRANGEBYSCORE', steps_key, int(sequence), '-inf', 'WITHSCORES', 'LIMIT', 0, 1)
+  local from = before[1] and '(' .. before[2] or '-inf'
+  if not call('ZRANGEBYSCORE', waiting_key, from, '(' .. step[2], 'LIMIT', 0, 1)[1] then
+    call('ZREM', steps_key, step[1])
+  end
+end
+
+-- Takes a ticket out of its queue. Its replica's record is the caller's to change.
+local function remove(ticket)
+  local level = ticket.level
+  local tier = tiers[level]
+  tier[QUEUED], tier[QUEUED_TOKENS] = tier[QUEUED] - 1, tier[QUEUED_TOKENS] - ticket.tokens
+  meta[WAITING] = meta[WAITING] - 1
+  is_changed[level] = true
+  if heads[level] and heads[level].sequence == ticket.sequence then heads[level] = nil end
+  if ticket.is_stored then
+    if call('ZREM', queue_key(level), member_of(ticket)) == 0 then return damaged() end
+    call('ZREM', waiting_key, int(ticket.sequence))
+    if tier[QUEUED] == 0 then
+      call('DEL', finish_key(level))
+      tier[VIRTUAL] = 0
+    end
+  end
+end
+
+-- How the ticket has waited so far, as text behind its id, and whether it was overtaken.
+local function wait_text(ticket, aged_level)
+  local overtaken = overtaken_at(ticket.sequence)
+  local parts = {int(now - ticket.arrived), overtaken and int(now - overtaken) or '-1', int(aged_level)}
+  local level = 0
+  for served in string.gmatch(ticket.served, '%d+') do
+    parts[#parts + 1] = int(tiers[level][SERVED] - tonumber(served))
+    level = level + 1
+  end
+  return concat(parts, ' '), overtaken
+end
+
+local function settle_steps(sequence, was_overtaken)
+  if meta[WAITING] == 0 then
+    call('DEL', steps_key)
+  elseif was_overtaken then
+    forget_step(sequence)
+  end
+end
+
+local function grant(owner, text)
+  local texts = grants
+  if owner ~= me then
+    outbox[owner] = outbox[owner] or {}
+    texts = outbox[owner]
+  end
+  texts[#texts + 1] = text
+end
+
+-- -- the rules
+
+local function aged_score(rule_level, ticket)
+  local promote_after = rules[PROMOTE_AFTER]
+  if promote_after == 0 then return rule_level end
+  local score = rule_level * promote_after
+  if rule_level <= rules[CEILING] then return score end
+  return math.max(rules[CEILING] * promote_after, score - (now - ticket.arrived))
+end
+
+local function is_below_reserve(level)
+  local rule, tier = rules[FIRST_RULE + level], tiers[level]
+  return rule[ALWAYS_FIRST] == 1 or (tier[HELD_TOKENS] < rule[R_TOKENS] and tier[HELD_REQUESTS] < rule[R_REQUESTS])
+end
+
+local function is_at_limit(level, ticket)
+  local rule, tier = rules[FIRST_RULE + level], tiers[level]
+  return rule[LIMITED] == 1 and (tier[HELD_TOKENS] + ticket.tokens > rule[L_TOKENS]
+    or tier[HELD_REQUESTS] + ticket.requests > rule[L_REQUESTS])
+end
+
+local function is_before(below, score, ticket, best)
+  if below ~= best.below then return below end
+  if score ~= best.score then return score < best.score end
+  if ticket.arrived ~= best.ticket.arrived then return ticket.arrived < best.ticket.arrived end
+  return ticket.sequence < best.ticket.sequence
+end
+
+local function first()
+  local best
+  for level = 0, levels - 1 do
+    if tiers[level][QUEUED] > 0 then
+      local head = head_of(level)
+      if not is_at_limit(level, head) then
+        local below, score = is_below_reserve(level), aged_score(level, head)
+        if not best or is_before(below, score, head, best) then
+          best = {below = below, score = score, ticket = head}
+        end
+      end
+    end
+  end
+  return best
+end
+
+local function fits(ticket, score)
+  local unit = rules[PROMOTE_AFTER] == 0 and 1 or rules[PROMOTE_AFTER]
+  local tokens = rules[CAPACITY_TOKENS] - all_tokens - ticket.tokens
+  local requests = rules[CAPACITY_REQUESTS] - all_requests - ticket.requests
+  for level = 0, levels - 1 do
+    if level * unit >= score then break end
+    if level ~= ticket.level then
+      local rule, tier = rules[FIRST_RULE + level], tiers[level]
+      tokens = tokens - math.max(0, rule[H_TOKENS] - tier[HELD_TOKENS])
+      requests = requests - math.max(0, rule[H_REQUESTS] - tier[HELD_REQUESTS])
+    end
+  end
+  return tokens >= 0 and requests >= 0
+end
+
+local function admit(ticket, score)
+  local level, text, overtaken = ticket.level, ticket.id, nil
+  if ticket.is_stored then
+    if not ticket.served then
+      local record = call('HGET', replica_key(ticket.owner), ticket.id)
+      if not record then return damaged() end
+      ticket.served = read_ticket(ticket.owner, ticket.id, record).served
+    end
+    local unit = rules[PROMOTE_AFTER] == 0 and 1 or rules[PROMOTE_AFTER]
+    local figures
+    figures, overtaken = wait_text(ticket, math.ceil(score / unit))
+    text = ticket.id .. ' ' .. figures
+    tiers[level][VIRTUAL] = ticket.start
+  end
+  remove(ticket)
+  hold(level, ticket.tokens, ticket.requests)
+  tiers[level][SERVED], tiers[level][ADMITTED] = tiers[level][SERVED] + ticket.tokens, tiers[level][ADMITTED] + 1
+  meta[LEASES] = meta[LEASES] + 1
+  note_overtaking(ticket.sequence)
+  if ticket.is_stored then settle_steps(ticket.sequence, overtaken) end
+  call('HSET', replica_key(ticket.owner), ticket.id,
+    lease_record(level, ticket.tokens, ticket.requests, ticket.is_stored and text))
+  ticket.is_admitted = true
+  grant(ticket.owner, text)
+end
+
+-- Whether replicas are still to say what they hold, after the store was lost or silent.
+local function is_on_hold()
+  if meta[HOLD_UNTIL] == 0 then return false end
+  if now >= meta[HOLD_UNTIL] or call('ZCOUNT', beats, int(meta[HOLD_SINCE]), '+inf') >= meta[HOLD_FOR] then
+    meta[HOLD_UNTIL] = 0
+    return false
+  end
+  return true
+end
+
+local function dispatch()
+  if meta[WAITING] == 0 or is_on_hold() then return end
+  while meta[WAITING] > 0 and all_tokens < rules[CAPACITY_TOKENS] and all_requests < rules[CAPACITY_REQUESTS] do
+    local best = first()
+    if not best or not fits(best.ticket, best.score) then return end
+    admit(best.ticket, best.score)
+  end
+end
+
+-- Time matters through aging alone, when a head reaches a whole level, and while the pool is on hold.
+local function next_change()
+  if meta[WAITING] == 0 then return -1 end
+  local soonest = meta[HOLD_UNTIL] > now and meta[HOLD_UNTIL] - now or -1
+  local promote_after = rules[PROMOTE_AFTER]
+  if promote_after == 0 then return soonest end
+  for level = rules[CEILING] + 1, levels - 1 do
+    if tiers[level][QUEUED] > 0 then
+      local arrived = head_of(level).arrived
+      local rise = math.floor((now - arrived) / promote_after) + 1
+      local change = arrived + rise * promote_after - now
+      if rise <= level - rules[CEILING] and (soonest < 0 or change < soonest) then soonest = change end
+    end
+  end
+  return soonest
+end
+
+-- -- operations
+
+local function next_sequence()
+  meta[SEQUENCE] = meta[SEQUENCE] + 1
+  return meta[SEQUENCE]
+end
+
+local function enter(id, level, tenant, weight, tokens, requests)
+  local places, tier = rules[FIRST_RULE + level][PLACES], tiers[level]
+  if call('HEXISTS', mine, id) == 1 then return end
+  if places > 0 and tier[QUEUED] >= places then
+    refused[#refused + 1] = id
+    return
+  end
+  local ticket = {
+    id = id, owner = me, level = level, tokens = tokens, requests = requests, sequence = next_sequence(), arrived = now,
+  }
+  push(ticket, tenant, weight)
+  dispatch()
+  if ticket.is_admitted then return end
+  if places == 0 then -- a tier that never queues: at once, or not at all
+    if ticket.is_stored then call('HDEL', mine, id) end
+    local overtaken = overtaken_at(ticket.sequence)
+    remove(ticket)
+    settle_steps(ticket.sequence, overtaken)
+    refused[#refused + 1] = id
+    dispatch()
+  elseif not ticket.is_stored then
+    store(ticket)
+  end
+end
+
+local function free(level, tokens, requests)
+  hold(level, -tokens, -requests)
+  meta[LEASES] = meta[LEASES] - 1
+end
+
+local function withdraw(ticket)
+  local figures, overtaken = wait_text(ticket, ticket.level)
+  remove(ticket)
+  settle_steps(ticket.sequence, overtaken)
+  return figures
+end
+
+-- Ends what a record of some replica says. Returns how it had waited, where it did.
+local function end_record(owner, id, record)
+  if string.sub(record, 1, 1) == 'L' then
+    free(read_lease(record))
+    return nil
+  end
+  return withdraw(read_ticket(owner, id, record))
+end
+
+local function finish(id)
+  local record = call('HGET', mine, id)
+  if not record then
+    meta[LATE] = meta[LATE] + 1
+    return
+  end
+  call('HDEL', mine, id)
+  local figures = end_record(me, id, record)
+  if figures then ended[#ended + 1] = id .. ' ' .. figures end
+  dispatch()
+end
+
+local function resize(id, tokens)
+  local record = call('HGET', mine, id)
+  local level, held, requests, text = read_lease(record or '')
+  if not level then return end
+  hold(level, tokens - held, 0)
+  call('HSET', mine, id, lease_record(level, int(tokens), requests, text))
+  dispatch()
+end
+
+local function operate(index)
+  while ARGV[index] do
+    local operation, id = ARGV[index], ARGV[index + 1]
+    if operation == 'e' then
+      enter(id, tonumber(ARGV[index + 2]), ARGV[index + 3], tonumber(ARGV[index + 4]), tonumber(ARGV[index + 5]),
+        tonumber(ARGV[index + 6]))
+      index = index + 7
+    elseif operation == 'x' then
+      finish(id)
+      index = index + 2
+    else
+      resize(id, tonumber(ARGV[index + 2]))
+      index = index + 3
+    end
+  end
+end
+
+-- -- replicas
+
+local function drop(replica)
+  local key = replica_key(replica)
+  local records = call('HGETALL', key)
+  call('DEL', key, outbox_key(replica))
+  call('ZREM', beats, replica)
+  for index = 1, #records, 2 do
+    if records[index] ~= '#' then end_record(replica, records[index], records[index + 1]) end
+  end
+end
+
+local function drop_silent()
+  while now >= meta[GRACE] do
+    local oldest = call('ZRANGE', beats, 0, 0, 'WITHSCORES')
+    if now - tonumber(oldest[2]) < SILENCE_US then return end
+    drop(oldest[1])
+  end
+end
+
+local function publish()
+  for owner, texts in pairs(outbox) do
+    for index = 1, #texts, 1000 do -- `unpack` has a limit
+      call('RPUSH', outbox_key(owner), unpack(texts, index, math.min(#texts, index + 999)))
+    end
+    call('PUBLISH', root .. ':grants:' .. owner, concat(texts, '\n'))
+  end
+end
+
+local function keep()
+  call('PEXPIRE', root, KEPT_MS)
+  for _, name in ipairs({'beats', 'w', 's', 'r:' .. me, 'o:' .. me}) do call('PEXPIRE', prefix .. name, KEPT_MS) end
+  for level = 0, levels - 1 do
+    call('PEXPIRE', queue_key(level), KEPT_MS)
+    call('PEXPIRE', finish_key(level), KEPT_MS)
+  end
+end
+
+-- -- a replica states what it has
+
+local function create(expected)
+  meta = {clock_us(), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+  meta[NOW] = meta[BIRTH]
+  rules_text, rules, tiers, heads = ARGV[5], cjson.decode(ARGV[5]), {}, {}
+  all_tokens, all_requests = 0, 0
+  levels = #rules - FIRST_RULE + 1
+  for level = 0, levels - 1 do tiers[level] = {0, 0, 0, 0, 0, 0, 0} end
+  if expected > 1 then -- others ran beside this one: nothing is admitted before they had time to say what they hold
+    meta[HOLD_SINCE], meta[HOLD_UNTIL], meta[HOLD_FOR] = meta[BIRTH], meta[BIRTH] + BEAT_US, expected
+  end
+  call('DEL', root)
+  call('HSET', root, 'rules', rules_text)
+  name_keys()
+end
+
+-- nil, or why this replica cannot share the pool
+local function agree_on_rules()
+  if not load() then return create(tonumber(ARGV[4])) end
+  if rules_text == ARGV[5] then return nil end
+  local theirs = cjson.decode(ARGV[5])
+  local is_same_ladder = concat(theirs[NAMES], ' ') == concat(rules[NAMES], ' ')
+  if ARGV[6] == '1' then
+    if not is_same_ladder then return create(call('ZCARD', beats)) end
+    rules_text, rules = ARGV[5], theirs
+    call('HSET', root, 'rules', rules_text)
+  elseif not is_same_ladder then
+    return concat(rules[NAMES], ' ')
+  end
+end
+
+local function state_lease(index, old)
+  local id, level = ARGV[index + 1], tonumber(ARGV[index + 2])
+  local tokens, requests = tonumber(ARGV[index + 3]), tonumber(ARGV[index + 4])
+  if old then end_record(me, id, old) end
+  hold(level, tokens, requests)
+  meta[LEASES] = meta[LEASES] + 1
+  call('HSET', mine, id, lease_record(level, ARGV[index + 3], ARGV[index + 4]))
+end
+
+local function state_ticket(index, old)
+  local id, level = ARGV[index + 1], tonumber(ARGV[index + 2])
+  if old then -- it keeps its place, or the lease that it has not heard of
+    local _, _, _, text = read_lease(old)
+    if text then grants[#grants + 1] = text ~= '' and text or id end
+    return
+  end
+  push({
+    id = id, owner = me, level = level, tokens = tonumber(ARGV[index + 5]), requests = tonumber(ARGV[index + 6]),
+    sequence = next_sequence(), arrived = now - tonumber(ARGV[index + 7]),
+  }, ARGV[index + 3], tonumber(ARGV[index + 4]))
+  local head = heads[level]
+  if head and not head.is_stored then store(head) end
+end
+
+local function statements(visit)
+  local index = 8
+  while ARGV[index] do
+    visit(index, ARGV[index + 1])
+    index = index + (ARGV[index] == 'l' and 5 or 8)
+  end
+end
+
+local function sync()
+  local old, stated = {}, {}
+  local records = call('HGETALL', mine)
+  for index = 1, #records, 2 do old[records[index]] = records[index + 1] end
+  if old['#'] and tonumber(old['#']) >= fence then return false end
+  if not old['#'] then meta[LATE] = meta[LATE] + tonumber(ARGV[7]) end
+  old['#'] = nil
+  statements(function(_, id) stated[id] = true end)
+  call('HSET', mine, '#', fence)
+  call('DEL', outbox_key(me))
+  call('ZADD', beats, int(now), me)
+  for id, record in pairs(old) do
+    if not stated[id] then
+      call('HDEL', mine, id)
+      end_record(me, id, record)
+    end
+  end
+  statements(function(index, id)
+    if ARGV[index] == 'l' then state_lease(index, old[id]) else state_ticket(index, old[id]) end
+  end)
+  return true
+end
+
+-- -- one call
+
+local function reply(tells_all)
+  local after = next_change()
+  local listed = call('LRANGE', outbox_key(me), 0, -1)
+  for _, text in ipairs(listed) do grants[#grants + 1] = text end
+  local replicas = call('ZCARD', beats)
+  local figures = {replicas, after, #listed, meta[WAITING], meta[LEASES], meta[LATE], all_tokens, all_requests}
+  return {'ok', figures, save(tells_all), grants, ended, refused}
+end
+
+local function main()
+  if kind == 'sync' then
+    local foreign = agree_on_rules()
+    if foreign then return {'foreign', foreign} end
+    tell_time()
+    if not sync() then return {'stale'} end
+  else
+    if not load() then return {'unknown'} end
+    local known = call('HGET', mine, '#')
+    if not known then
+      if call('ZSCORE', beats, me) then return damaged() end
+      return {'unknown'}
+    end
+    if tonumber(known) ~= fence then return {'stale'} end
+    tell_time()
+    call('ZADD', beats, int(now), me)
+    if ARGV[4] ~= '0' then call('LTRIM', outbox_key(me), ARGV[4], -1) end
+  end
+  drop_silent()
+  if kind == 'bye' then
+    drop(me)
+  elseif kind ~= 'sync' then
+    operate(5)
+  end
+  dispatch()
+  publish()
+  if kind ~= 'call' then keep() end
+  if kind == 'beat' then
+    call('PUBLISH', root .. ':grants:' .. me, '')
+  end
+  return reply(kind ~= 'call')
+end
+
+local is_done, result = pcall(main)
+if is_done then return result end
+if not is_damaged then return error(result) end
+call('DEL', root)
+return {'unknown'}

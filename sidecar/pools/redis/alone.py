@@ -1,0 +1,155 @@
+"""One replica's part of the pool while the store cannot be reached (`on_store_loss: divide`).
+
+The part is the replica's n-th of the pool, for the n replicas that were last known. At first it is less: what others
+held beyond their part when the store was lost they still run, and it ends in its own time. So until a lease without a
+heartbeat would have been swept (`SILENCE_S`), a replica goes on with what it held itself and its n-th of what was free:
+
+    part = min(C // n, own + free // n)        free = C - everything held; 0 where somebody waited
+
+Bound: with every replica's figures of the same moment, sum(part) <= sum(own) + free = C. Whoever holds more than its
+part admits nobody until it is below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_request
+from sidecar.pools.dispatcher import Clock, Dispatcher
+from sidecar.pools.figures import TierFigures, grant_of
+from sidecar.pools.pool import Ask, Grant
+from sidecar.pools.redis.lease import RedisLease
+from sidecar.scheduling import Admission, Scheduler
+
+
+class LastKnown(NamedTuple):
+    """The pool as the store last told it: replicas alive, tokens and requests held in all, tickets waiting."""
+
+    replicas: int
+    held_tokens: int
+    held_requests: int
+    waiting: int
+
+
+def nth(rules: PoolRules, replicas: int) -> PoolRules:
+    """One of `replicas` equal parts of a pool; every figure is rounded down, so that the parts never exceed it."""
+    return replace(
+        rules,
+        tokens=_nth(rules.tokens, replicas),
+        requests=_nth(rules.requests, replicas),
+        tiers=tuple(_nth_tier(tier, replicas) for tier in rules.tiers),
+    )
+
+
+def first_part(rules: PoolRules, known: LastKnown, own_tokens: int, own_requests: int) -> PoolRules:
+    """The part right after the loss, for a replica whose own leases hold so much. See above."""
+    part = nth(rules, known.replicas)
+    free_tokens = 0 if known.waiting else max(0, rules.tokens - known.held_tokens)
+    free_requests = 0 if known.waiting else max(0, rules.requests - known.held_requests)
+    return replace(
+        part,
+        tokens=min(part.tokens, own_tokens + _nth(free_tokens, known.replicas)),
+        requests=min(part.requests, own_requests + _nth(free_requests, known.replicas)),
+    )
+
+
+def _nth(figure: int, replicas: int) -> int:
+    return UNLIMITED if figure == UNLIMITED else figure // replicas
+
+
+def _nth_tier(tier: TierRules, replicas: int) -> TierRules:
+    return replace(
+        tier,
+        reserve_tokens=_nth(tier.reserve_tokens, replicas),
+        reserve_requests=_nth(tier.reserve_requests, replicas),
+        headroom_tokens=_nth(tier.headroom_tokens, replicas),
+        headroom_requests=_nth(tier.headroom_requests, replicas),
+        limit_tokens=_nth(tier.limit_tokens, replicas),
+        limit_requests=_nth(tier.limit_requests, replicas),
+    )
+
+
+class Alone:
+    """A part at work. It takes over the leases of the replica, and whoever of those that wait fits into it at all."""
+
+    def __init__(
+        self, part: PoolRules, leases: Iterable[RedisLease], clock: Clock, granted: Callable[[RedisLease, Grant], None]
+    ) -> None:
+        self.part = part
+        self._clock = clock
+        self._granted = granted
+        self._names = tuple(tier.name for tier in part.tiers)
+        self._scheduler = Scheduler(part)
+        self._dispatcher = Dispatcher(self._scheduler, clock, self._admitted)
+        self._waiting: dict[int, RedisLease] = {}
+        self._largest = tuple(largest_request(part, tier.level) for tier in part.tiers)
+        self._take_over(leases)
+
+    def fits(self, ask: Ask) -> bool:
+        """Whether it could be admitted here at all."""
+        tokens, requests = self._largest[ask.tier]
+        return ask.tokens <= tokens and ask.requests <= requests
+
+    def enter(self, lease: RedisLease) -> None:
+        """Takes a new request in: it is granted, or waits; one that does not fit now, for the part to grow."""
+        if self.fits(lease.ask):
+            self._submit(lease)
+        self._dispatcher.dispatch(self._clock())
+
+    def end(self, lease: RedisLease) -> Grant | None:
+        """Gives a lease back, or ends a wait and says how it had gone."""
+        now_us = self._clock()
+        wait = None if self._scheduler.settle(str(lease.id)) else self._scheduler.cancel(str(lease.id), now_us)
+        self._waiting.pop(lease.id, None)
+        self._dispatcher.dispatch(now_us)
+        return None if wait is None else grant_of(self._names, wait, now_us, lease.ask.tier)
+
+    def resize(self, lease: RedisLease) -> None:
+        """Follows what a lease holds."""
+        self._scheduler.resize(str(lease.id), lease.ask.tokens)
+        self._dispatcher.dispatch(self._clock())
+
+    def queued(self, level: int) -> int:
+        """How many requests of a tier wait here."""
+        return self._scheduler.queued(level)[1]
+
+    def figures(self) -> Sequence[TierFigures]:
+        """What the replica's own tiers hold and queue."""
+        levels = range(len(self._names))
+        return [TierFigures(*self._scheduler.held(level), *self._scheduler.queued(level)) for level in levels]
+
+    def leases(self) -> int:
+        """How many leases the replica runs."""
+        return self._scheduler.leases()
+
+    def stop(self) -> None:
+        """The store is back, or the process ends: nobody is admitted here any more."""
+        self._dispatcher.stop()
+
+    def _take_over(self, leases: Iterable[RedisLease]) -> None:
+        for lease in leases:
+            ask = lease.ask
+            if lease.grant is not None:
+                self._scheduler.register(str(lease.id), tier=ask.tier, tokens=ask.tokens, requests=ask.requests)
+            elif self.fits(ask):
+                self._submit(lease)
+        self._dispatcher.dispatch(self._clock())
+
+    def _submit(self, lease: RedisLease) -> None:
+        ask = lease.ask
+        self._waiting[lease.id] = lease
+        self._scheduler.submit(
+            str(lease.id),
+            tier=ask.tier,
+            tokens=ask.tokens,
+            requests=ask.requests,
+            tenant=ask.tenant,
+            weight=ask.weight,
+            now_us=lease.entered_us,
+        )
+
+    def _admitted(self, admission: Admission, now_us: int) -> None:
+        lease = self._waiting.pop(int(admission.ticket.id))
+        self._granted(lease, grant_of(self._names, admission.wait, now_us, admission.level))

@@ -1,0 +1,176 @@
+"""The way to the server that keeps the pool, and the only module that knows the Redis client.
+
+Its defaults are wrong for a door: ten retries take four seconds to say that the server is down, and a script that timed
+out is sent again although it may have run. So nothing is retried here, every call has a short limit, and whatever goes
+wrong becomes one `StoreError`, after which the connection is of no use: the pool makes another, and states what it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from hashlib import sha1
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError
+
+from sidecar.policy.store import StoreAddress, StoreKind
+from sidecar.pools.redis.script import SOURCE, Argument, root_key
+
+if sys.version_info >= (3, 11):
+    from asyncio import timeout
+else:
+    from async_timeout import timeout
+
+CONNECT_WITHIN_S = 0.5
+"""A server in reach accepts within a millisecond; TLS and a look-up of its name take some more."""
+ANSWER_WITHIN_S = 0.25
+"""The script takes microseconds. Who waits longer waits for a server that hangs."""
+
+_FOREIGN_ERRORS = (RedisError, OSError, EOFError, asyncio.TimeoutError, ValueError)
+
+
+class StoreError(Exception):
+    """The store cannot be reached, or answered something else. The message is one line, without secrets."""
+
+
+class Connection:
+    """One connection to one server."""
+
+    def __init__(self, client: Redis, pool: str, script: str = SOURCE) -> None:
+        self._client: Any = client  # redis-py's commands are half typed
+        self._root = root_key(pool)
+        self._script = script
+        self._sha = sha1(script.encode(), usedforsecurity=False).hexdigest()
+
+    async def call(self, arguments: Sequence[Argument], within_s: float = ANSWER_WITHIN_S) -> list[Any]:
+        """Runs the script, and returns its answer. Raises StoreError; then it may have run, or may run later."""
+        with _as_store_errors():
+            async with timeout(within_s):
+                try:
+                    answer = await self._client.execute_command("EVALSHA", self._sha, 1, self._root, *arguments)
+                except NoScriptError:  # a new server, or SCRIPT FLUSH: it did not run
+                    await self._client.execute_command("SCRIPT LOAD", self._script)
+                    answer = await self._client.execute_command("EVALSHA", self._sha, 1, self._root, *arguments)
+        if not isinstance(answer, list):
+            raise StoreError(f"an answer that is none of the script's: {answer!r}")
+        return answer
+
+    async def listen(self, channel: str, heard: Callable[[bytes], None], silence_s: float) -> None:
+        """Passes on what is published, on a connection of its own. Raises StoreError when that ends or is silent."""
+        with _as_store_errors():
+            async with self._client.pubsub() as subscription:
+                async with timeout(CONNECT_WITHIN_S + ANSWER_WITHIN_S):
+                    await subscription.subscribe(channel)
+                while message := await subscription.get_message(timeout=silence_s):
+                    if message["type"] == "message":
+                        heard(message["data"])
+        raise StoreError(f"nothing was heard for {silence_s:g} s")
+
+    async def close(self) -> None:
+        """Lets go of the server, whatever state the connection is in."""
+        with contextlib.suppress(*_FOREIGN_ERRORS):
+            async with timeout(ANSWER_WITHIN_S):
+                await self._client.aclose()
+
+
+Connect = Callable[[], Awaitable[Connection]]
+"""Makes a connection to whichever server keeps the pool now. Raises StoreError."""
+
+
+def connector(address: StoreAddress, pool: str) -> Connect:
+    """How to get to the server at `address` that keeps the pool called `pool`."""
+    locate = {
+        StoreKind.SERVER: _stated,
+        StoreKind.SOCKET: _stated,
+        StoreKind.SENTINEL: _known_to_sentinels,
+        StoreKind.CLUSTER: _owner_in_cluster,
+    }[address.kind]
+
+    async def connect() -> Connection:
+        with _as_store_errors():
+            place = await locate(address, pool)
+            client = Redis(
+                **place,
+                **_settings(address),
+                db=address.db,
+                socket_timeout=None,  # `Connection.call` has its own limit for each call
+                single_connection_client=True,
+            )
+            connection = Connection(client, pool)
+            try:
+                async with timeout(CONNECT_WITHIN_S + ANSWER_WITHIN_S):
+                    await client.initialize()
+            except BaseException:
+                await connection.close()
+                raise
+        return connection
+
+    return connect
+
+
+def _settings(address: StoreAddress) -> dict[str, Any]:
+    """What every client of the address is told."""
+    tls = {"ssl": True} if address.tls else {}
+    options = {name: value for name, value in address.options if not name.startswith("sentinel_")}
+    return {
+        "username": address.username,
+        "password": address.password,
+        "retry": Retry(NoBackoff(), 0),
+        "socket_connect_timeout": CONNECT_WITHIN_S,
+        "health_check_interval": 0,
+        "protocol": 2,
+        **tls,
+        **options,
+    }
+
+
+async def _stated(address: StoreAddress, _: str) -> dict[str, Any]:
+    if address.path is not None:
+        return {"unix_socket_path": address.path}
+    host, port = address.nodes[0]
+    return {"host": host, "port": port}
+
+
+async def _known_to_sentinels(address: StoreAddress, _: str) -> dict[str, Any]:
+    """Asks the sentinels in turn for the server that is the master now."""
+    own = {name.removeprefix("sentinel_"): value for name, value in address.options if name.startswith("sentinel_")}
+    settings = {**_settings(address), "username": None, "password": None, **own, "socket_timeout": ANSWER_WITHIN_S}
+    sentinels: Any = Sentinel(list(address.nodes), sentinel_kwargs=settings)  # type: ignore[no-untyped-call]
+    try:
+        host, port = await sentinels.discover_master(str(address.master_name))
+    finally:
+        for client in sentinels.sentinels:
+            await client.aclose()
+    return {"host": host, "port": port}
+
+
+async def _owner_in_cluster(address: StoreAddress, pool: str) -> dict[str, Any]:
+    """Asks the cluster for the node that owns the pool's slot: all its keys have one hash tag."""
+    nodes = [ClusterNode(host, port) for host, port in address.nodes]
+    cluster = RedisCluster(startup_nodes=nodes, **_settings(address), socket_timeout=ANSWER_WITHIN_S)
+    try:
+        await cluster.initialize()
+        owner = cluster.get_node_from_key(root_key(pool))
+    finally:
+        await cluster.aclose()
+    if owner is None:
+        raise StoreError("no node of the cluster owns the pool's slot")
+    return {"host": owner.host, "port": owner.port}
+
+
+class _as_store_errors(contextlib.AbstractContextManager[None]):  # noqa: N801 - reads like the function it stands for
+    """Maps whatever the client raises, once."""
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, _FOREIGN_ERRORS):
+            words = str(error).splitlines() or [""]
+            said = f": {words[0]}" if words[0] else ""
+            raise StoreError(f"{type(error).__name__}{said}") from error

@@ -1,0 +1,119 @@
+"""One request in a `RedisPool`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from sidecar.errors import AdmissionError
+from sidecar.pools.pool import Ask, Grant
+
+Left = asyncio.Future["Grant | None"]
+
+
+class Holder(Protocol):
+    """What a lease needs of its pool."""
+
+    def end(self, lease: RedisLease, left: Left | None) -> None:
+        """The lease, or its wait, is over. `left` is to be told how the wait had gone."""
+
+    def change_size(self, lease: RedisLease) -> None:
+        """`lease.ask.tokens` is what it holds from now on."""
+
+
+class RedisLease:
+    """See `pool.Lease`. It is entering until the pool has looked at it, then waits or is held, then it is over.
+
+    `entered_us` is the pool's clock in this process when it came.
+    """
+
+    __slots__ = ("_answered", "_error", "_granted", "_pool", "ask", "entered_us", "grant", "id", "is_over")
+
+    def __init__(self, pool: Holder, lease_id: int, ask: Ask, entered_us: int, answered: asyncio.Future[None]) -> None:
+        self.id = lease_id
+        self.ask = ask
+        self.entered_us = entered_us
+        self.grant: Grant | None = None
+        self.is_over = False
+        self._pool = pool
+        self._answered = answered
+        self._granted: asyncio.Future[Grant] | None = None
+        self._error: AdmissionError | None = None
+
+    @property
+    def is_entering(self) -> bool:
+        """Whether the pool has not looked at it yet."""
+        return not self._answered.done()
+
+    def wait(self) -> asyncio.Future[Grant]:
+        """See `Lease.wait`."""
+        if self._granted is None:
+            self._granted = asyncio.get_running_loop().create_future()
+            if self.grant is not None:
+                self._granted.set_result(self.grant)
+            elif self._error is not None:
+                self._granted.set_exception(self._error)
+        return self._granted
+
+    def settle(self) -> bool:
+        """See `Lease.settle`."""
+        if self.grant is None or self.is_over:
+            return False
+        self.is_over = True
+        self._pool.end(self, None)
+        return True
+
+    def leave(self) -> Left:
+        """See `Lease.leave`."""
+        left: Left = asyncio.get_running_loop().create_future()
+        if self.grant is not None or self.is_over:
+            left.set_result(None)
+            return left
+        self.is_over = True
+        self._pool.end(self, left)
+        return left
+
+    def resize(self, tokens: int) -> bool:
+        """See `Lease.resize`."""
+        if tokens < 1:
+            raise ValueError(f"a lease holds at least 1 token, not {tokens}")
+        if self.grant is None or self.is_over:
+            return False
+        ask = self.ask
+        self.ask = Ask(ask.tier, ask.tenant, ask.weight, tokens, ask.requests)
+        self._pool.change_size(self)
+        return True
+
+    # -- called by the pool
+
+    def abandon(self) -> None:
+        """Nobody is there any more who could settle it."""
+        if not self.is_over:
+            self.is_over = True
+            self._pool.end(self, None)
+
+    def waits(self) -> None:
+        """The pool has looked at it, and it waits."""
+        if not self._answered.done():
+            self._answered.set_result(None)
+
+    def granted(self, grant: Grant) -> None:
+        """It is held."""
+        self.grant = grant
+        self.waits()
+        self._tell(lambda granted: granted.set_result(grant))
+
+    def refused(self, error: AdmissionError) -> None:
+        """It is over: there is nobody who could admit it."""
+        self.is_over = True
+        if not self._answered.done():
+            self._answered.set_exception(error)
+            return
+        self._error = error
+        self._tell(lambda granted: granted.set_exception(error))
+
+    def _tell(self, tell: Callable[[asyncio.Future[Grant]], None]) -> None:
+        if self._granted is not None and not self._granted.done():
+            tell(self._granted)
+            self._granted.exception()  # whoever asked for it may have gone: then nobody would look at it

@@ -1,0 +1,203 @@
+"""Keeps one replica connected to its store: it calls, beats, listens, and connects anew. What is said, the pool knows.
+
+One call is on its way at a time. What happens meanwhile, or in one tick of the event loop, travels in the next. After
+any failure the connection is given up, a new one made, and the replica states everything it has before it says anything
+else: a lost answer needs no other remedy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Sequence
+from typing import Protocol
+
+from sidecar.pools.redis import script
+from sidecar.pools.redis.connection import ANSWER_WITHIN_S, Connect, Connection, StoreError
+from sidecar.pools.redis.outbox import Batch, Outbox
+
+RETRY_S = 0.5
+"""How often a lost store is tried: four times a heartbeat, so that its return is noticed within one."""
+SYNC_S_PER_LEASE = 100e-6
+"""The script needs about a third of it for one lease or ticket that is stated anew."""
+SILENT_SUBSCRIPTION_S = 2.5 * script.BEAT_S
+"""The store repeats every beat to its replica; two that are not heard mean that the subscription is dead."""
+CLOSE_WITHIN_S = 1.0
+
+_log = logging.getLogger("sidecar.store")
+
+
+class Replica(Protocol):
+    """What the link connects. Everything here returns at once."""
+
+    name: str
+
+    def statement(self) -> tuple[Sequence[script.Argument], Batch]:
+        """What a sync says behind its fence, and who is told of its answer. From now on the store decides."""
+
+    def synced(self, reply: script.Reply, batch: Batch) -> None:
+        """The store knows everything that the statement said."""
+
+    def answered(self, reply: script.Reply, batch: Batch) -> None:
+        """A call was answered."""
+
+    def unanswered(self, batch: Batch) -> None:
+        """A call was not: it may have been done or not. A sync follows."""
+
+    def heard(self, message: bytes) -> None:
+        """Grants that other replicas' calls gave, a line each."""
+
+    def lost(self, error: StoreError) -> None:
+        """The store cannot be reached. Told again after every attempt."""
+
+
+class _SyncNeeded(Exception):
+    """The store does not know this replica: it was swept, or the store lost everything."""
+
+
+class Link:
+    """Belongs to the event loop in which it is made."""
+
+    def __init__(self, replica: Replica, connect: Connect, channel: str, outbox: Outbox, first_fence: int) -> None:
+        self.fence = first_fence
+        self.round_trips = 0
+        self.loop = asyncio.get_running_loop()
+        self._replica = replica
+        self._connect = connect
+        self._channel = channel
+        self._outbox = outbox
+        self._listed = 0
+        self._beat_timer: asyncio.TimerHandle | None = None
+        self.decided = asyncio.Event()
+        self._is_closing = False
+        self._is_connected = False
+        self._was_lost = False
+        self._task = self.loop.create_task(self._run(), name="sidecar store link")
+
+    async def close(self) -> None:
+        """Says good-bye, where the store is there to hear it: what the replica held is free at once."""
+        self._is_closing = True
+        self._outbox.wake()
+        if not self._is_connected:
+            self._task.cancel()
+        done, _ = await asyncio.wait((self._task,), timeout=CLOSE_WITHIN_S)
+        if not done:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+        if self._beat_timer is not None:
+            self._beat_timer.cancel()
+
+    async def _run(self) -> None:
+        while not self._is_closing:
+            error = await self._failure()
+            if error is not None and self._gives_up(error):
+                await asyncio.sleep(RETRY_S * random.uniform(0.8, 1.2))
+
+    async def _failure(self) -> StoreError | None:
+        """Connects, and returns why that ended. None where the link was closed."""
+        try:
+            await self._stay_connected()
+        except StoreError as error:
+            return error
+        except Exception as defect:
+            _log.exception("a defect in the sidecar; going on as if the store were lost")
+            self._is_connected = False
+            return StoreError(f"{type(defect).__name__}: {defect}")
+        return None
+
+    def _gives_up(self, error: StoreError) -> bool:
+        """Whether the store is lost. A connection that worked is first made anew, at once."""
+        if self._is_connected:
+            self._is_connected = False
+            return False
+        self._was_lost = True
+        self._replica.lost(error)
+        self.decided.set()
+        return True
+
+    async def _stay_connected(self) -> None:
+        """Returns when the link is closed, and raises StoreError when the connection is of no use any more."""
+        connection = await self._connect()
+        listening: asyncio.Task[None] | None = None
+        try:
+            if self._was_lost:
+                await self._probe(connection)
+            await self._sync(connection)
+            listening = asyncio.ensure_future(self._listen(connection))
+            while not self._is_closing:
+                await self._outbox.filled()
+                await self._serve(connection)
+        finally:
+            if listening is not None:
+                listening.cancel()
+                await asyncio.wait((listening,))
+            await connection.close()
+
+    async def _serve(self, connection: Connection) -> None:
+        """One call."""
+        batch = self._outbox.take()
+        kind = script.BYE if self._is_closing else script.BEAT if batch.is_beat else script.CALL
+        try:
+            reply = await self._call(connection, [kind, self._replica.name, self.fence, self._listed, *batch.arguments])
+        except _SyncNeeded:
+            self._replica.unanswered(batch)
+            await self._sync(connection)
+            return
+        except BaseException:
+            self._replica.unanswered(batch)
+            raise
+        self._replica.answered(reply, batch)
+        if batch.is_beat:
+            self._beat_later()
+
+    async def _call(
+        self, connection: Connection, arguments: Sequence[script.Argument], within_s: float = ANSWER_WITHIN_S
+    ) -> script.Reply:
+        self.round_trips += 1
+        answer = await connection.call(arguments, within_s)
+        if answer[0] == script.OK:
+            reply = script.read_reply(answer)
+            self._listed = reply.listed
+            return reply
+        if answer[0] == script.UNKNOWN:
+            raise _SyncNeeded
+        if answer[0] == script.FOREIGN:
+            raise StoreError(
+                f"the pool has other tiers ({answer[1].decode()}) than this replica's policy; "
+                "restart it with the pool's policy, or name another pool"
+            )
+        raise StoreError("the store took a call for a late one")
+
+    async def _probe(self, connection: Connection) -> None:
+        """Finds out whether the script runs, before the replica gives up deciding by itself."""
+        await connection.call([script.CALL, self._replica.name, -1, 0])
+
+    async def _sync(self, connection: Connection) -> None:
+        """States everything that the replica has, under a new fence: late calls of older ones do nothing."""
+        self.fence += 1
+        self._listed = 0
+        statement, batch = self._replica.statement()
+        within_s = ANSWER_WITHIN_S + SYNC_S_PER_LEASE * len(statement) / 6
+        try:
+            reply = await self._call(connection, [script.SYNC, self._replica.name, self.fence, *statement], within_s)
+        except _SyncNeeded:
+            raise StoreError("the pool was damaged; it is being made anew") from None
+        self._is_connected = True
+        self._was_lost = False
+        self._replica.synced(reply, batch)
+        self.decided.set()
+        self._beat_later()
+
+    def _beat_later(self) -> None:
+        if self._beat_timer is not None:
+            self._beat_timer.cancel()
+        self._beat_timer = self.loop.call_later(script.BEAT_S, self._outbox.beat)
+
+    async def _listen(self, connection: Connection) -> None:
+        """What is not heard here comes with the next beat."""
+        while True:
+            with contextlib.suppress(StoreError):
+                await connection.listen(self._channel, self._replica.heard, SILENT_SUBSCRIPTION_S)
+            await asyncio.sleep(RETRY_S)

@@ -1,0 +1,147 @@
+"""What becomes of requests from the loss of the store until it is back.
+
+`divide`: whoever fits into this replica's part is admitted by it (`alone`). `closed`, and a store that was never
+reached, admit nobody: a new request is refused. Who was waiting when the store was lost waits for it as long as a lease
+without heartbeat lives, and is refused then: nobody waits for a store that stays away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping
+
+from sidecar.errors import AdmissionError, StoreUnavailable
+from sidecar.policy.policy import Policy, StoreLoss
+from sidecar.policy.rules import PoolRules, largest_request
+from sidecar.pools.dispatcher import Clock
+from sidecar.pools.pool import Ask, Grant
+from sidecar.pools.redis.alone import Alone, LastKnown, first_part, nth
+from sidecar.pools.redis.lease import RedisLease
+from sidecar.pools.redis.script import BEAT_S, SILENCE_S, Reply
+from sidecar.pools.sizes import Sizes
+
+
+class Loss:
+    """One loss. `leases` are the replica's own, waiting or held: the pool's own table, which changes under it."""
+
+    def __init__(self, policy: Policy, sizes: Sizes, leases: dict[int, RedisLease], last: Reply | None, clock: Clock):
+        self.alone: Alone | None = None
+        self.is_paused = True
+        self._policy = policy
+        self._sizes = sizes
+        self._leases = leases
+        self._last = last
+        self._clock = clock
+        self._divides = last is not None and policy.on_store_loss is StoreLoss.DIVIDE
+        self._part = nth(policy.rules, max(1, last.replicas if last else 1))
+        self._is_patient = last is not None
+        self._timer = asyncio.get_running_loop().call_later(SILENCE_S if last else 0, self._lose_patience)
+
+    def begin(self) -> None:
+        """Decides from now on, also for those that the store had not looked at yet."""
+        entering = [lease for lease in self._leases.values() if lease.is_entering]
+        for lease in entering:
+            if not self._fits_part(lease.ask):
+                self._refuse(lease, self._unavailable(lease.ask))
+        self.is_paused = False
+        self._go_alone()
+        for lease in entering:
+            self._look_at(lease)
+        if not self._is_patient:
+            self._refuse_who_waits_in_vain()
+
+    def pause(self) -> None:
+        """Decides nothing more: the store is being told everything. `begin` follows where that failed."""
+        self.is_paused = True
+        self._leave_alone()
+
+    def _leave_alone(self) -> None:
+        if self.alone is not None:
+            self.alone.stop()
+            self.alone = None
+
+    def end(self) -> None:
+        """The store is back, or the process ends."""
+        self.pause()
+        self._timer.cancel()
+
+    def enter(self, lease: RedisLease) -> None:
+        """A new request: granted, waiting or refused, at once."""
+        alone, tier = self.alone, self._policy.tiers[lease.ask.tier]
+        if alone is None or not self._fits_part(lease.ask):
+            lease.refused(self._unavailable(lease.ask))
+            return
+        if tier.max_waiting and alone.queued(tier.level) >= tier.max_waiting:
+            lease.refused(self._sizes.queue_full(tier.level, BEAT_S))
+            return
+        self._leases[lease.id] = lease
+        alone.enter(lease)
+        self._look_at(lease)
+
+    def left(self, lease: RedisLease) -> Grant | None:
+        """A lease or a wait is over. How it had waited, where it did here."""
+        return self.alone.end(lease) if self.alone is not None else None
+
+    def resized(self, lease: RedisLease) -> None:
+        """A lease holds something else."""
+        if self.alone is not None:
+            self.alone.resize(lease)
+
+    def part(self) -> Mapping[str, int]:
+        """The part that is admitted to, for people."""
+        return {} if self.alone is None else {"tokens": self.alone.part.tokens, "requests": self.alone.part.requests}
+
+    def _go_alone(self) -> None:
+        self._leave_alone()
+        if not self._divides:
+            return
+        part = self._part if not self._is_patient else self._first_part()
+        self.alone = Alone(part, self._leases.values(), self._clock, lambda lease, grant: lease.granted(grant))
+
+    def _first_part(self) -> PoolRules:
+        assert self._last is not None
+        known = LastKnown(
+            max(1, self._last.replicas), self._last.held_tokens, self._last.held_requests, self._last.waiting
+        )
+        own = [lease.ask for lease in self._leases.values() if lease.grant is not None]
+        return first_part(self._policy.rules, known, sum(ask.tokens for ask in own), sum(ask.requests for ask in own))
+
+    def _look_at(self, lease: RedisLease) -> None:
+        if lease.is_over or not lease.is_entering:
+            return
+        if self._policy.tiers[lease.ask.tier].max_waiting == 0 and lease.grant is None:
+            self._refuse(lease, self._sizes.queue_full(lease.ask.tier, BEAT_S))
+        else:
+            lease.waits()
+
+    def _refuse(self, lease: RedisLease, error: AdmissionError) -> None:
+        self._leases.pop(lease.id, None)
+        self.left(lease)
+        lease.refused(error)
+
+    def _lose_patience(self) -> None:
+        """What others ran at the loss is over by now: the whole part is this replica's."""
+        self._is_patient = False
+        if not self.is_paused:
+            self._go_alone()
+            self._refuse_who_waits_in_vain()
+
+    def _refuse_who_waits_in_vain(self) -> None:
+        for lease in [lease for lease in self._leases.values() if lease.grant is None]:
+            if not self._fits_part(lease.ask):
+                self._refuse(lease, self._unavailable(lease.ask))
+
+    def _fits_part(self, ask: Ask) -> bool:
+        tokens, requests = largest_request(self._part, ask.tier)
+        return self._divides and ask.tokens <= tokens and ask.requests <= requests
+
+    def _unavailable(self, ask: Ask) -> StoreUnavailable:
+        retry_after_s = BEAT_S * random.uniform(1, 2)
+        if not self._divides:
+            return StoreUnavailable("the store of this pool cannot be reached; try again", retry_after_s=retry_after_s)
+        return StoreUnavailable(
+            f"the store of this pool cannot be reached, and this request ({ask.tokens} tokens, {ask.requests} "
+            "sequences) does not fit into this replica's part of it; try again, or ask for less output",
+            retry_after_s=retry_after_s,
+        )

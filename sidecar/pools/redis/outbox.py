@@ -1,0 +1,80 @@
+"""What the next call will say: everything that happened since the last one was sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from sidecar.pools.pool import Grant
+from sidecar.pools.redis.lease import Left, RedisLease
+from sidecar.pools.redis.script import END, ENTER, RESIZE, Argument
+
+
+def tell(left: Left | None, wait: Grant | None) -> None:
+    """Says how a wait had gone to whoever left, where somebody still wants to know."""
+    if left is not None and not left.done():
+        left.set_result(wait)
+
+
+@dataclass(slots=True)
+class Batch:
+    """One call's operations, and who is to be told of its answer. `ends` counts the leases and waits that it ends."""
+
+    arguments: list[Argument] = field(default_factory=list)
+    entering: list[RedisLease] = field(default_factory=list)
+    leaving: dict[int, tuple[RedisLease, Left]] = field(default_factory=dict)
+    ends: int = 0
+    is_beat: bool = False
+
+    def tell_who_left(self, own_figures: Callable[[RedisLease], Grant]) -> None:
+        """Whoever left, and was not told what the store says, is told what this process knows."""
+        for lease, left in self.leaving.values():
+            tell(left, own_figures(lease))
+
+
+class Outbox:
+    """Collects operations, and wakes the one task that sends them."""
+
+    def __init__(self) -> None:
+        self._batch = Batch()
+        self._reason = asyncio.Event()
+
+    def enter(self, lease: RedisLease) -> None:
+        """A lease asks to be admitted."""
+        ask = lease.ask
+        self._batch.arguments += (ENTER, lease.id, ask.tier, ask.tenant, ask.weight, ask.tokens, ask.requests)
+        self._batch.entering.append(lease)
+        self._reason.set()
+
+    def end(self, lease: RedisLease, left: Left | None) -> None:
+        """A lease, or its wait, is over; `left` is to be told how it had waited."""
+        self._batch.arguments += (END, lease.id)
+        self._batch.ends += 1
+        if left is not None:
+            self._batch.leaving[lease.id] = (lease, left)
+        self._reason.set()
+
+    def resize(self, lease: RedisLease) -> None:
+        """A lease holds something else."""
+        self._batch.arguments += (RESIZE, lease.id, lease.ask.tokens)
+        self._reason.set()
+
+    def beat(self) -> None:
+        """It is time for a heartbeat."""
+        self._batch.is_beat = True
+        self._reason.set()
+
+    def wake(self) -> None:
+        """There is a reason for a call, though nothing to say."""
+        self._reason.set()
+
+    async def filled(self) -> None:
+        """Returns when there is a reason for a call."""
+        await self._reason.wait()
+
+    def take(self) -> Batch:
+        """What is to be said now. The next batch is empty."""
+        batch, self._batch = self._batch, Batch()
+        self._reason.clear()
+        return batch

@@ -1,0 +1,267 @@
+"""The pool that many replicas share.
+
+The store decides who is admitted; this replica's own memory says what it runs. So whatever goes wrong between the two
+(a lost answer, a new server, an empty one, a sweep) has one remedy, the sync: the replica states everything that it
+has, under a new fence, and whatever else the store had from it is gone. While the store is away, `loss` decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping, Sequence
+from itertools import count
+
+from sidecar.events import StoreObserver, StoreState
+from sidecar.policy.policy import Policy, StoreLoss
+from sidecar.pools.dispatcher import Clock, monotonic_us
+from sidecar.pools.drain_rate import DrainRate
+from sidecar.pools.figures import TierFigures, pool_state, served_by_name
+from sidecar.pools.pool import Ask, Grant
+from sidecar.pools.redis import script
+from sidecar.pools.redis.connection import Connect, StoreError
+from sidecar.pools.redis.lease import Left, RedisLease
+from sidecar.pools.redis.link import Link
+from sidecar.pools.redis.loss import Loss
+from sidecar.pools.redis.outbox import Batch, Outbox, tell
+from sidecar.pools.redis.standing import Standing
+from sidecar.pools.sizes import Sizes
+
+
+class RedisPool:
+    """Leases that are shared with other processes. Use it from one event loop. `clock` is for tests.
+
+    `observer` is told when the store is lost and when it is back.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        connect: Connect,
+        clock: Clock = monotonic_us,
+        observer: StoreObserver | None = None,
+    ) -> None:
+        self.name = uuid.uuid4().hex[:16]
+        self.standing = Standing(policy.pool, clock, observer)
+        self.now_us = clock
+        self._policy = policy
+        self._connect = connect
+        self._rules_text = script.rules_text(policy)
+        self._tier_names = tuple(tier.name for tier in policy.tiers)
+        self._sizes = Sizes(policy)
+        self._drain_rates = tuple(DrainRate() for _ in policy.tiers)
+        self._ids = count(1)
+        self._leases: dict[int, RedisLease] = {}
+        self._outbox = Outbox()
+        self._unsaid_ends = 0
+        self._link: Link | None = None
+        self._loss: Loss | None = None
+        self._last: script.Reply | None = None
+        self._tiers = [script.TierReply(0, 0, 0, 0, 0, 0, 0)] * len(policy.tiers)
+        self._change_timer: asyncio.TimerHandle | None = None
+
+    # -- the pool's contract
+
+    async def open(self) -> None:
+        """See `Pool.open`. Returns when the store has answered, or could not be reached."""
+        await self._linked().decided.wait()
+
+    async def close(self) -> None:
+        """See `Pool.close`."""
+        link, self._link = self._link, None
+        if link is not None and link.loop is asyncio.get_running_loop():
+            await link.close()
+        self._forget_the_time()
+
+    async def enter(self, ask: Ask) -> RedisLease:
+        """See `Pool.enter`."""
+        self._sizes.refuse_what_never_fits(ask)
+        answered: asyncio.Future[None] = self._linked().loop.create_future()
+        lease = RedisLease(self, next(self._ids), ask, self.now_us(), answered)
+        if loss := self._deciding_loss():
+            loss.enter(lease)
+        else:
+            self._leases[lease.id] = lease
+            self._outbox.enter(lease)
+        try:
+            await answered
+        except asyncio.CancelledError:
+            lease.abandon()
+            raise
+        return lease
+
+    def retry_after_s(self, tier: int) -> float:
+        """See `Pool.retry_after_s`. By the whole pool's queue and drain, as the store last told them."""
+        return self._drain_rates[tier].retry_after_s(self._tiers[tier].queued, self.now_us())
+
+    def state(self) -> Mapping[str, object]:
+        """See `Pool.state`. The whole pool as this replica last heard of it: at most one heartbeat ago."""
+        last = self._last
+        tiers = [TierFigures(*tier[:4]) for tier in self._tiers]
+        whole = pool_state(self._policy, tiers, leases=last.leases if last else 0, waiting=last.waiting if last else 0)
+        waiting = sum(lease.grant is None for lease in self._leases.values())
+        own = {"leases": len(self._leases) - waiting, "waiting": waiting}
+        store = {
+            "state": self.standing.state.value,
+            "since_s": round(self.standing.since_s, 3),
+            "reason": self.standing.reason,
+            "pool": self._policy.pool,
+            "replica": self.name,
+            "replicas": last.replicas if last else None,
+            "own": own,
+            "part": self._loss.part() if self._loss else None,
+            "late_ends": last.late if last else 0,
+            "round_trips": self.round_trips,
+        }
+        return {**whole, "store": store}
+
+    def readiness(self) -> Sequence[str]:
+        """See `Pool.readiness`."""
+        if self.standing.state is StoreState.CLOSED:
+            return (f"store lost, requests are refused: {self.standing.reason}",)
+        return ("store not reached yet",) if self.standing.state is StoreState.CONNECTING else ()
+
+    def notices(self) -> Sequence[str]:
+        """See `Pool.notices`."""
+        if self.standing.state is not StoreState.DIVIDED:
+            return ()
+        return (f"store lost, this replica admits to its part of the pool: {self.standing.reason}",)
+
+    @property
+    def round_trips(self) -> int:
+        """Calls made to the store so far."""
+        return self._link.round_trips if self._link else 0
+
+    # -- what a lease asks for (`lease.Holder`)
+
+    def end(self, lease: RedisLease, left: Left | None) -> None:
+        """A lease, or its wait, is over."""
+        if self._leases.pop(lease.id, None) is None:
+            tell(left, None)
+        elif loss := self._deciding_loss():
+            self._unsaid_ends += 1
+            tell(left, loss.left(lease) or self._own_figures(lease))
+        else:
+            self._outbox.end(lease, left)
+
+    def change_size(self, lease: RedisLease) -> None:
+        """A lease holds something else."""
+        if loss := self._deciding_loss():
+            loss.resized(lease)
+        else:
+            self._outbox.resize(lease)
+
+    # -- what the link tells (`link.Replica`)
+
+    def statement(self) -> tuple[Sequence[script.Argument], Batch]:
+        """Everything that this replica has. Operations that were not sent are part of it."""
+        self.unanswered(self._outbox.take())
+        if self._loss is not None:
+            self._loss.pause()
+        now_us, leases = self.now_us(), list(self._leases.values())
+        arguments: list[script.Argument] = [self._last.replicas if self._last else 0, self._rules_text]
+        # The first statement brings this process's policy; later ones bring it to an empty store alone.
+        arguments += [int(self._last is None), self._unsaid_ends]
+        for lease in leases:
+            arguments += script.statement(lease.id, lease.ask, None if lease.grant else now_us - lease.entered_us)
+        self._unsaid_ends = 0
+        return arguments, Batch(entering=[lease for lease in leases if lease.is_entering])
+
+    def synced(self, reply: script.Reply, batch: Batch) -> None:
+        """The store decides again."""
+        if self._loss is not None:
+            self._loss.end()
+            self._loss = None
+        self.standing.change(StoreState.SHARED, f"{len(self._leases)} leases and tickets of this replica")
+        self.answered(reply, batch)
+
+    def answered(self, reply: script.Reply, batch: Batch) -> None:
+        """Does what the store says."""
+        now_us = self.now_us()
+        self._last = reply
+        for level, figures in reply.tiers:
+            admitted, self._tiers[level] = figures.admitted - self._tiers[level].admitted, figures
+            if admitted > 0:
+                self._drain_rates[level].admitted(now_us, admitted)
+        for lease_id, wait in reply.grants:
+            self._granted(lease_id, wait, now_us)
+        for lease_id in reply.refused:
+            refused = self._leases.pop(lease_id, None)
+            if refused is not None:
+                refused.refused(self._sizes.queue_full(refused.ask.tier, self.retry_after_s(refused.ask.tier)))
+        for lease_id, wait in reply.ended:
+            if lease_id in batch.leaving:
+                lease, left = batch.leaving[lease_id]
+                tell(left, self._grant(lease, wait, now_us))
+        for lease in batch.entering:
+            lease.waits()
+        batch.tell_who_left(self._own_figures)
+        self._call_in_time(reply.change_after_us)
+
+    def unanswered(self, batch: Batch) -> None:
+        """What was said may not have been heard: whoever left is told what is known here."""
+        self._unsaid_ends += batch.ends
+        batch.tell_who_left(self._own_figures)
+
+    def heard(self, message: bytes) -> None:
+        """Grants that other replicas' calls gave."""
+        now_us = self.now_us()
+        for line in message.splitlines():
+            self._granted(*script.read_wait(line), now_us)
+
+    def lost(self, error: StoreError) -> None:
+        """From now on, and after every sync that failed, this process decides."""
+        is_divided = self._last is not None and self._policy.on_store_loss is StoreLoss.DIVIDE
+        self.standing.change(StoreState.DIVIDED if is_divided else StoreState.CLOSED, str(error))
+        self.unanswered(self._outbox.take())
+        self._forget_the_time()
+        if self._loss is None:
+            self._loss = Loss(self._policy, self._sizes, self._leases, self._last, self.now_us)
+        if self._loss.is_paused:
+            self._loss.begin()
+
+    def _deciding_loss(self) -> Loss | None:
+        """The loss, where it decides. While a sync is on its way what happens is collected for the store."""
+        return None if self._loss is None or self._loss.is_paused else self._loss
+
+    # -- grants, time, the link
+
+    def _granted(self, lease_id: int, wait: script.WaitReply | None, now_us: int) -> None:
+        lease = self._leases.get(lease_id)
+        if lease is not None and lease.grant is None:
+            lease.granted(self._grant(lease, wait, now_us))
+
+    def _grant(self, lease: RedisLease, wait: script.WaitReply | None, now_us: int) -> Grant:
+        """The store's figures on this process's clock: the wait ends when it is heard of."""
+        if wait is None:
+            return Grant(now_us, 0, 0, None, {}, lease.ask.tier)
+        ahead = served_by_name(self._tier_names, wait.served_ahead) if wait.wait_us > 0 else {}
+        overtaken_at_us = None if wait.starved_us is None else now_us - wait.starved_us
+        return Grant(now_us, wait.wait_us, wait.starved_us or 0, overtaken_at_us, ahead, wait.level)
+
+    def _own_figures(self, lease: RedisLease) -> Grant:
+        """How a wait went as far as this process knows."""
+        now_us = self.now_us()
+        return Grant(now_us, now_us - lease.entered_us, 0, None, {}, lease.ask.tier)
+
+    def _call_in_time(self, change_after_us: int | None) -> None:
+        """Sees to it that the store decides again when time alone may have changed who is next."""
+        self._forget_the_time()
+        if change_after_us is not None:
+            loop = asyncio.get_running_loop()
+            self._change_timer = loop.call_later(change_after_us / 1e6, self._outbox.wake)
+
+    def _forget_the_time(self) -> None:
+        if self._change_timer is not None:
+            self._change_timer.cancel()
+            self._change_timer = None
+
+    def _linked(self) -> Link:
+        """The link; it is made at the first request where no start was seen, and again where the loop is another."""
+        loop = asyncio.get_running_loop()
+        if self._link is None or self._link.loop is not loop:
+            fence = self._link.fence if self._link else 0
+            channel = script.grants_channel(self._policy.pool, self.name)
+            self._outbox = Outbox()
+            self._link = Link(self, self._connect, channel, self._outbox, fence)
+        return self._link

@@ -1,0 +1,143 @@
+"""What goes into `admission.lua` and what comes out of it: text on the wire, values here. No I/O.
+
+The script's own header is the contract.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import msgspec
+
+from sidecar.policy.policy import Policy
+from sidecar.policy.rules import TierRules
+from sidecar.pools.pool import Ask
+
+SOURCE = files(__package__).joinpath("admission.lua").read_text(encoding="utf-8")
+LAYOUT = 1
+"""Goes up when what the keys hold changes: replicas of two versions then keep two pools, rather than one broken one."""
+
+BEAT_S = 2.0
+"""A replica calls at least this often. The script knows the same figure."""
+SILENCE_S = 10.0
+"""A replica that did not call for so long is dead to the others. The script knows the same figure."""
+
+CALL, BEAT, SYNC, BYE = b"call", b"beat", b"sync", b"bye"
+ENTER, END, RESIZE, LEASE, TICKET = b"e", b"x", b"z", b"l", b"t"
+OK, UNKNOWN, STALE, FOREIGN = b"ok", b"unknown", b"stale", b"foreign"
+
+Argument = str | bytes | int
+
+
+def root_key(pool: str) -> str:
+    """The key that everything of a pool begins with; the braces keep it on one node of a cluster."""
+    return f"admission:{LAYOUT}:{{{pool}}}"
+
+
+def grants_channel(pool: str, replica: str) -> str:
+    """Where other replicas' calls publish the grants of `replica`."""
+    return f"{root_key(pool)}:grants:{replica}"
+
+
+def rules_text(policy: Policy) -> str:
+    """The rules as the script reads them, the same text for the same rules."""
+    rules = policy.rules
+    tiers = [_tier(rule, tier.max_waiting) for rule, tier in zip(rules.tiers, policy.tiers, strict=True)]
+    pool = [rules.tokens, rules.requests, rules.promote_after_us or 0, rules.ceiling]
+    return json.dumps([[tier.name for tier in rules.tiers], *pool, *tiers], separators=(",", ":"))
+
+
+def _tier(rules: TierRules, places: int | None) -> list[int]:
+    return [
+        rules.reserve_tokens,
+        rules.reserve_requests,
+        rules.headroom_tokens,
+        rules.headroom_requests,
+        rules.limit_tokens,
+        rules.limit_requests,
+        int(rules.limited),
+        int(rules.always_first),
+        -1 if places is None else places,
+    ]
+
+
+def statement(lease_id: int, ask: Ask, waited_us: int | None) -> Sequence[Argument]:
+    """What a sync says of one lease, or of a ticket that has waited for so long."""
+    if waited_us is None:
+        return (LEASE, lease_id, ask.tier, ask.tokens, ask.requests)
+    size = (ask.tokens, ask.requests)
+    return (TICKET, lease_id, ask.tier, ask.tenant, ask.weight, *size, max(0, waited_us))
+
+
+class TierReply(NamedTuple):
+    """One tier in the store; `served` and `admitted` count tokens and requests since the pool was made."""
+
+    held_tokens: int
+    held_requests: int
+    queued_tokens: int
+    queued: int
+    virtual: float
+    served: int
+    admitted: int
+
+
+class WaitReply(NamedTuple):
+    """How a ticket waited, in microseconds; `starved_us` is None where it was not overtaken."""
+
+    wait_us: int
+    starved_us: int | None
+    level: int
+    served_ahead: Sequence[int]
+
+
+class Reply(NamedTuple):
+    """What a call brought. A grant whose wait is None was given as the ticket came."""
+
+    replicas: int
+    change_after_us: int | None
+    listed: int
+    waiting: int
+    leases: int
+    late: int
+    held_tokens: int
+    held_requests: int
+    tiers: Sequence[tuple[int, TierReply]]
+    grants: Sequence[tuple[int, WaitReply | None]]
+    ended: Sequence[tuple[int, WaitReply | None]]
+    refused: Sequence[int]
+
+
+def read_reply(answer: Sequence[Any]) -> Reply:
+    """The answer of a call that was `ok`."""
+    _, figures, tiers, grants, ended, refused = answer
+    replicas, change_after_us, listed, waiting, leases, late, held_tokens, held_requests = figures
+    return Reply(
+        replicas,
+        None if change_after_us < 0 else change_after_us,
+        listed,
+        waiting,
+        leases,
+        late,
+        held_tokens,
+        held_requests,
+        tiers=[_read_tier(text) for text in tiers],
+        grants=[read_wait(text) for text in grants],
+        ended=[read_wait(text) for text in ended],
+        refused=[int(text) for text in refused],
+    )
+
+
+def read_wait(text: bytes) -> tuple[int, WaitReply | None]:
+    """A line `ID` or `ID WAIT_US STARVED_US LEVEL SERVED...`: the id, and how it waited."""
+    if b" " not in text:
+        return int(text), None
+    ticket, wait_us, starved_us, level, *served = map(int, text.split())
+    return ticket, WaitReply(wait_us, None if starved_us < 0 else starved_us, level, served)
+
+
+def _read_tier(text: bytes) -> tuple[int, TierReply]:
+    level, figures = text.split(b" ", 1)
+    return int(level), TierReply(*msgspec.json.decode(figures))

@@ -1,0 +1,41 @@
+"""How a replica stands with its store: known to the readiness page, and every change told to the log and to metrics."""
+
+from __future__ import annotations
+
+import logging
+
+from sidecar.events import StoreChanged, StoreObserver, StoreState
+from sidecar.pools.dispatcher import Clock
+
+_log = logging.getLogger("sidecar.store")
+
+
+class Standing:
+    """The state, why, and since when. CONNECTING stands only until the first answer, or the first failure."""
+
+    def __init__(self, pool: str, clock: Clock, observer: StoreObserver | None) -> None:
+        self.state = StoreState.CONNECTING
+        self.reason = "not reached yet"
+        self._pool = pool
+        self._clock = clock
+        self._observer = observer
+        self._since_us = clock()
+
+    @property
+    def since_s(self) -> float:
+        """How long it has been so, in seconds."""
+        return (self._clock() - self._since_us) / 1e6
+
+    def change(self, state: StoreState, reason: str) -> None:
+        """Notes a state, and tells of it where it is a new one."""
+        self.reason = reason
+        if state is self.state:
+            return
+        before_s, is_first = self.since_s, self.state is StoreState.CONNECTING
+        self.state, self._since_us = state, self._clock()
+        if state is not StoreState.SHARED:
+            _log.warning("store lost, pool %s is %s: %s", self._pool, state.value, reason)
+        elif not is_first:
+            _log.warning("store is back after %.1f s, pool %s is %s: %s", before_s, self._pool, state.value, reason)
+        if self._observer is not None:
+            self._observer(StoreChanged(self._since_us, state, reason))

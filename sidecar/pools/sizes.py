@@ -1,0 +1,40 @@
+"""What a tier could ever be given: more than that is refused at the door, and never waits."""
+
+from __future__ import annotations
+
+from sidecar.errors import QueueFull, RequestTooLarge
+from sidecar.policy.policy import Policy
+from sidecar.policy.rules import largest_request
+from sidecar.pools.pool import Ask
+
+
+class Sizes:
+    """The largest request of every tier of a policy."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.largest = tuple(largest_request(policy.rules, tier.level) for tier in policy.tiers)
+
+    def refuse_what_never_fits(self, ask: Ask) -> None:
+        """Raises RequestTooLarge, with the figures, for what could never be admitted."""
+        tier = self._policy.tiers[ask.tier]
+        tokens, requests = self.largest[ask.tier]
+        tokens = tokens if tier.max_request_tokens is None else min(tokens, tier.max_request_tokens)
+        if ask.tokens > tokens:
+            raise RequestTooLarge(
+                f"this request would hold {ask.tokens} tokens (prompt and maximum output); "
+                f"tier {tier.name} allows {tokens}; shorten the prompt or ask for less output"
+            )
+        if ask.requests > requests:
+            raise RequestTooLarge(
+                f"this request would start {ask.requests} sequences (prompts times choices); "
+                f"tier {tier.name} allows {requests}; ask for fewer"
+            )
+
+    def queue_full(self, level: int, retry_after_s: float) -> QueueFull:
+        """The refusal of one request more than a tier's queue may hold."""
+        tier = self._policy.tiers[level]
+        return QueueFull(
+            f"tier {tier.name} has {tier.max_waiting} requests waiting, which is all it may have; try again later",
+            retry_after_s=retry_after_s,
+        )

@@ -1,0 +1,132 @@
+"""What the contract suite needs of a pool in Redis: real servers, the fake one, and time that only the test moves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import fakeredis
+
+from sidecar.policy.policy import Policy
+from sidecar.pools import Pool
+from sidecar.pools.redis import RedisPool
+from sidecar.pools.redis.connection import ANSWER_WITHIN_S, Connection
+from sidecar.pools.redis.script import SOURCE, Argument
+from tests.pools.pools import Clock, allow_any_size
+from tests.support.redis_servers import RedisServer
+
+CLOCK_LINE = "local function clock_us() local time = redis.call('TIME') return time[1] * 1000000 + time[2] end"
+CLOCK_KEY = "the-tests-clock"
+CLOCKED_SOURCE = SOURCE.replace(
+    CLOCK_LINE, f"local function clock_us() return tonumber(redis.call('GET', '{CLOCK_KEY}')) end"
+)
+assert CLOCKED_SOURCE != SOURCE
+
+_pools = count(1)
+
+
+class Observed(Connection):
+    """A connection of which a test knows whether a call is on its way. With a clock, it sets the script's time."""
+
+    def __init__(self, client: Any, pool: str, clock: Clock | None) -> None:
+        super().__init__(client, pool, SOURCE if clock is None else CLOCKED_SOURCE)
+        self._clock = clock
+        self.begun = 0
+        self.answered = 0
+
+    async def call(self, arguments: Sequence[Argument], within_s: float = ANSWER_WITHIN_S) -> list[Any]:
+        self.begun += 1
+        if self._clock is not None:
+            await self._client.execute_command("SET", CLOCK_KEY, self._clock.us)
+        answer = await super().call(arguments, within_s)
+        self.answered += 1
+        return answer
+
+
+@dataclass
+class Opened:
+    """A pool, and its latest connection."""
+
+    pool: RedisPool
+    connection: Observed | None = None
+
+
+class SharedHarness:
+    """Pools in some Redis. Pools of one harness and one policy name share what they hold."""
+
+    def __init__(self) -> None:
+        self.name = f"test-{next(_pools)}"
+        self._opened: dict[int, Opened] = {}
+
+    def client(self) -> Any:
+        raise NotImplementedError
+
+    async def pool(self, policy: Policy, clock: Clock | None = None, *, any_size: bool = False) -> RedisPool:
+        policy = replace(policy, pool=self.name)
+        opened: list[Opened] = []
+
+        async def connect() -> Connection:
+            connection = Observed(self.client(), policy.pool, clock)
+            await connection._client.initialize()
+            opened[0].connection = connection
+            return connection
+
+        pool = RedisPool(policy, connect) if clock is None else RedisPool(policy, connect, clock)
+        opened.append(Opened(pool))
+        self._opened[id(pool)] = opened[0]
+        if any_size:
+            allow_any_size(pool._sizes)
+        await pool.open()
+        return pool
+
+    async def quiet(self, pool: Pool) -> None:
+        await self.poke(pool)
+
+    async def poke(self, pool: Pool) -> None:
+        """Waits for the answer of a call that begins after all that was asked so far."""
+        opened = self._opened[id(pool)]
+        assert opened.connection is not None
+        begun = opened.connection.begun
+        opened.pool._outbox.wake()
+        end_s = time.monotonic() + 10
+        while opened.connection.answered <= begun or opened.connection.answered != opened.connection.begun:
+            assert time.monotonic() < end_s
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.001)  # whoever was told, and what was published meanwhile
+
+    async def close(self) -> None:
+        for opened in self._opened.values():
+            await opened.pool.close()
+
+
+class FakeHarness(SharedHarness):
+    """The Redis that lives in this process: quick, and everywhere, but never the only proof."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.server = fakeredis.FakeServer(version=(7,))
+
+    def client(self) -> Any:
+        return fakeredis.FakeAsyncRedis(server=self.server)
+
+
+class RedisHarness(SharedHarness):
+    """A real server."""
+
+    def __init__(self, server: RedisServer) -> None:
+        super().__init__()
+        self.server = server
+
+    def client(self) -> Any:
+        return client_of(self.server)
+
+
+def client_of(server: RedisServer) -> Any:
+    """A client of a real server, as the product makes it."""
+    import redis.asyncio
+
+    return redis.asyncio.Redis(host=server.host, port=server.port, protocol=2, single_connection_client=True)
