@@ -16,12 +16,14 @@ def admin_app(
     *,
     state: Callable[[], Mapping[str, object]],
     readiness: Callable[[], Sequence[str]],
+    notices: Callable[[], Sequence[str]] = tuple,
     routes: Sequence[BaseRoute] = (),
 ) -> ASGIApp:
     """An app with `/healthz` (200 while the process lives), `/readyz` and `/state`, and the `routes` given.
 
-    `readiness` returns the reasons not to send requests here, none when ready; `state` anything that JSON can hold.
-    Both are called on the event loop for every request, so they must be quick.
+    `readiness` returns the reasons not to send requests here, none when ready; `notices` what is out of order though
+    they may come; `state` anything that JSON can hold. All are called on the event loop for every request, so they must
+    be quick.
     """
 
     async def healthz(_: Request) -> Response:
@@ -30,7 +32,8 @@ def admin_app(
     async def readyz(_: Request) -> Response:
         reasons = list(readiness())
         status = "not ready" if reasons else "ready"
-        return JSONResponse({"status": status, "reasons": reasons}, status_code=503 if reasons else 200)
+        answer = {"status": status, "reasons": reasons, "notices": list(notices())}
+        return JSONResponse(answer, status_code=503 if reasons else 200)
 
     async def show_state(_: Request) -> Response:
         return JSONResponse(dict(state()))

@@ -56,7 +56,11 @@ class Door:
 
     def readiness(self) -> Sequence[str]:
         """Why this process should get no traffic; empty when it should."""
-        return ["draining"] if self.is_draining else []
+        return [*(["draining"] if self.is_draining else []), *self.pool.readiness()]
+
+    def notices(self) -> Sequence[str]:
+        """What is out of order though this process may get traffic."""
+        return self.pool.notices()
 
     def state(self) -> Mapping[str, object]:
         """What the door is doing, for people and dashboards: JSON types only."""

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
                 door,
                 host=args.host,
                 port=args.port,
-                admin=admin_app(state=door.state, readiness=door.readiness),
+                admin=admin_app(state=door.state, readiness=door.readiness, notices=door.notices),
                 admin_host=args.admin_host,
                 admin_port=args.admin_port,
                 drain=door.drain,

@@ -32,6 +32,11 @@ ADMISSION_TOKENS_USED: Final = "admission.tokens.used"
 ADMISSION_LEVEL: Final = "admission.level"
 ADMISSION_ENGINE_PRIORITY: Final = "admission.engine_priority"
 
+# Metrics of a shared pool's store, and their one label.
+STORE_AVAILABLE: Final = "admission.store.available"
+STORE_CHANGES: Final = "admission.store.changes"
+STORE_STATE: Final = "admission.store.state"
+
 # OpenTelemetry's, GenAI.
 GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"
 GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"

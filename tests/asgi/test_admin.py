@@ -20,7 +20,7 @@ async def test_a_living_process_is_healthy_even_when_it_is_not_ready() -> None:
             assert response.status == 200
         async with client.get("/readyz") as response:
             assert response.status == 503
-            assert await response.json() == {"status": "not ready", "reasons": ["draining"]}
+            assert await response.json() == {"status": "not ready", "reasons": ["draining"], "notices": []}
 
 
 async def test_readiness_is_asked_every_time() -> None:
@@ -32,7 +32,7 @@ async def test_readiness_is_asked_every_time() -> None:
         reasons.clear()
         async with client.get("/readyz") as response:
             assert response.status == 200
-            assert await response.json() == {"status": "ready", "reasons": []}
+            assert await response.json() == {"status": "ready", "reasons": [], "notices": []}
 
 
 async def test_the_state_is_what_it_is_now() -> None:

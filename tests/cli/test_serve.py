@@ -47,7 +47,7 @@ def test_it_says_where_it_serves_answers_there_and_ends_with_0() -> None:
         door = line(process, r"sidecar: door on (http://127\.0\.0\.1:\d+)")
         admin = line(process, r"sidecar: admin on (http://127\.0\.0\.1:\d+)")
         with urllib.request.urlopen(f"{admin}/readyz", timeout=10) as response:
-            assert json.load(response) == {"status": "ready", "reasons": []}
+            assert json.load(response) == {"status": "ready", "reasons": [], "notices": []}
         with urllib.request.urlopen(f"{admin}/state", timeout=10) as response:
             state = json.load(response)
         assert state["pool"]["capacity"] == {"tokens": 400_000, "requests": 160}
