@@ -69,6 +69,7 @@ local tiers, is_changed, levels = {}, {}, 0
 local all_tokens, all_requests = 0, 0
 local heads, outbox = {}, {}
 local grants, ended, refused = {}, {}, {}
+local served_since = {} -- level -> tokens admitted since the newest ticket came
 
 local function queue_key(level) return prefix .. 'q:' .. level end
 local function finish_key(level) return prefix .. 'f:' .. level end
@@ -151,7 +152,7 @@ end
 
 local function ticket_record(ticket)
   local served = {}
-  for level = 0, levels - 1 do served[level + 1] = int(tiers[level][SERVED]) end
+  for level = 0, levels - 1 do served[level + 1] = int(tiers[level][SERVED] - (served_since[level] or 0)) end
   return fmt('W %s %s %s %.0f %.0f ', ticket.level, ticket.tokens, ticket.requests, ticket.sequence, ticket.arrived)
     .. concat(served, ' ')
 end
@@ -372,6 +373,7 @@ local function admit(ticket, score)
   remove(ticket)
   hold(level, ticket.tokens, ticket.requests)
   tiers[level][SERVED], tiers[level][ADMITTED] = tiers[level][SERVED] + ticket.tokens, tiers[level][ADMITTED] + 1
+  served_since[level] = (served_since[level] or 0) + ticket.tokens
   meta[LEASES] = meta[LEASES] + 1
   note_overtaking(ticket.sequence)
   if ticket.is_stored then settle_steps(ticket.sequence, overtaken) end
@@ -431,6 +433,7 @@ local function enter(id, level, tenant, weight, tokens, requests)
     refused[#refused + 1] = id
     return
   end
+  if next(served_since) then served_since = {} end
   local ticket = {
     id = id, owner = me, level = level, tokens = tokens, requests = requests, sequence = next_sequence(), arrived = now,
   }

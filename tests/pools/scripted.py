@@ -1,0 +1,62 @@
+"""The Lua script, called directly: one replica's side of the wire, with the test's own time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sidecar.policy.policy import Policy
+from sidecar.pools.pool import Ask
+from sidecar.pools.redis import script
+from sidecar.pools.redis.script import Argument, Reply
+from tests.pools.pools import Clock
+from tests.pools.shared import CLOCK_KEY, CLOCKED_SOURCE
+
+
+class Scripted:
+    """One replica that says exactly what it is told to. `client` is a synchronous one."""
+
+    def __init__(self, client: Any, clock: Clock, policy: Policy, name: str = "replica-a") -> None:
+        self.client = client
+        self.clock = clock
+        self.policy = policy
+        self.name = name
+        self.root = script.root_key(policy.pool)
+        self.fence = 0
+        self.listed = 0
+
+    def answer(self, *arguments: Argument) -> list[Any]:
+        """The script's raw answer."""
+        self.client.set(CLOCK_KEY, self.clock.us)
+        answer: list[Any] = self.client.eval(CLOCKED_SOURCE, 1, self.root, *arguments)
+        return answer
+
+    def call(self, *operations: Argument, kind: bytes = script.CALL) -> Reply:
+        """Operations, and what came of them."""
+        answer = self.answer(kind, self.name, self.fence, self.listed, *operations)
+        assert answer[0] == script.OK, answer
+        reply = script.read_reply(answer)
+        self.listed = reply.listed
+        return reply
+
+    def sync(self, *statements: Argument, known: int = 0, installs: bool = True, unsaid: int = 0) -> Reply:
+        """States what the replica has, under a new fence."""
+        self.fence += 1
+        text = script.rules_text(self.policy)
+        answer = self.answer(script.SYNC, self.name, self.fence, known, text, int(installs), unsaid, *statements)
+        assert answer[0] == script.OK, answer
+        self.listed = 0
+        return script.read_reply(answer)
+
+    def enter(self, ticket: int, ask: Ask) -> Reply:
+        """Asks for a lease."""
+        return self.call(*entering(ticket, ask))
+
+    def keys(self) -> dict[str, list[str]]:
+        """The pool's keys behind its root, by what they are for."""
+        found = sorted(key.decode() for key in self.client.keys(f"{self.root}*"))
+        return {kind: [key for key in found if f":{kind}" in key[len(self.root) :]] for kind in "rowsqf"}
+
+
+def entering(ticket: int, ask: Ask) -> tuple[Argument, ...]:
+    """The operation by which a ticket enters."""
+    return (script.ENTER, ticket, ask.tier, ask.tenant, ask.weight, ask.tokens, ask.requests)

@@ -1,0 +1,269 @@
+"""The same random operations against the pool of one process and against the Lua script: the same answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import fakeredis
+import pytest
+import redis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from sidecar.errors import QueueFull
+from sidecar.policy.policy import Policy
+from sidecar.policy.rules import Shares, pool_rules
+from sidecar.pools import LocalPool
+from sidecar.pools.local import LocalLease
+from sidecar.pools.redis import script
+from sidecar.pools.redis.script import Argument, WaitReply
+from tests.pools.pools import Clock, allow_any_size, ask, policy_of
+from tests.pools.scripted import Scripted, entering
+from tests.support.redis_servers import RedisServer
+
+WEIGHTS = {"a": 1, "b": 2, "c": 3, "d": 7}
+SHARES = [Fraction(0), Fraction(1, 4), Fraction(1, 3), Fraction(1, 2), Fraction(1)]
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> Policy:
+    """Pools small enough that everything collides: few tokens, short promotions, short queues."""
+    cuts = draw(st.lists(st.integers(0, 100), min_size=1, max_size=5))
+    whole = max(100, sum(cuts))
+    first = draw(st.booleans())
+    tiers = tuple(
+        Shares(
+            f"t{level}",
+            reserve=Fraction(cut, whole),
+            lend=draw(st.sampled_from(SHARES)),
+            limit=Fraction(1, 2) if first and level == 0 else draw(st.sampled_from([Fraction(1), Fraction(4, 5)])),
+            always_first=first and level == 0,
+        )
+        for level, cut in enumerate(cuts)
+    )
+    tokens, requests = draw(st.sampled_from([(40, None), (40, 4), (100, 7), (13, 3), (None, 4)]))
+    rules = pool_rules(
+        tokens=tokens,
+        requests=requests,
+        tiers=tiers,
+        promote_after_us=draw(st.sampled_from([None, 1, 7, 20])),
+        ceiling=draw(st.integers(0, len(cuts) - 1)),
+    )
+    return policy_of(rules, max_waiting=draw(st.sampled_from([None, None, None, 0, 5])))
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("enter"), st.integers(0, 4), st.sampled_from(sorted(WEIGHTS)), st.integers(1, 30), st.integers(1, 3)
+        ),
+        st.tuples(
+            st.just("enter"), st.integers(0, 4), st.sampled_from(sorted(WEIGHTS)), st.integers(1, 30), st.integers(1, 3)
+        ),
+        st.tuples(st.just("end"), st.integers(0, 30)),
+        st.tuples(st.sampled_from(["end", "resize"]), st.integers(0, 30), st.integers(1, 60)),
+        st.tuples(st.just("pass"), st.integers(0, 30)),
+    ),
+    min_size=60,  # hypothesis makes lists little longer than it must, and short ones queue hardly anybody
+    max_size=240,
+)
+
+
+@dataclass
+class Answers:
+    """What a step brought: who was admitted and how it had waited, in order; who left and how; who was refused."""
+
+    admitted: list[tuple[int, tuple[Any, ...]]] = field(default_factory=list)
+    left: list[tuple[int, tuple[Any, ...]]] = field(default_factory=list)
+    refused: list[int] = field(default_factory=list)
+
+
+class Local:
+    """The pool of one process. Whoever waits tells the order in which they are admitted."""
+
+    def __init__(self, policy: Policy, clock: Clock) -> None:
+        self.pool = LocalPool(policy, clock)
+        allow_any_size(self.pool._sizes)
+        self.names = [tier.name for tier in policy.tiers]
+        self.leases: dict[int, LocalLease] = {}
+        self.order: list[LocalLease] = []
+        admitted = self.pool._dispatcher._on_admission
+
+        def noted(admission: Any, now_us: int) -> None:
+            self.order.append(self.pool._waiting[admission.ticket.id])
+            admitted(admission, now_us)
+
+        self.pool._dispatcher._on_admission = noted
+
+    async def play(self, operations: list[tuple[Any, ...]]) -> Answers:
+        answers = Answers()
+        for operation in operations:
+            await self._play(operation, answers)
+        self.pool._dispatcher.dispatch(self.pool.now_us())
+        ids = {id(lease): ticket for ticket, lease in self.leases.items()}
+        answers.admitted = [(ids[id(lease)], self._figures(lease.grant)) for lease in self.order]
+        self.order.clear()
+        return answers
+
+    async def _play(self, operation: tuple[Any, ...], answers: Answers) -> None:
+        match operation:
+            case ("enter", ticket, wanted):
+                try:
+                    self.leases[ticket] = await self.pool.enter(wanted)
+                except QueueFull:
+                    answers.refused.append(ticket)
+            case ("end", ticket):
+                lease = self.leases[ticket]
+                if not lease.settle() and (wait := await lease.leave()) is not None:
+                    answers.left.append((ticket, self._figures(wait)))
+            case ("resize", ticket, tokens):
+                self.leases[ticket].resize(tokens)
+
+    def _figures(self, grant: Any) -> tuple[Any, ...]:
+        overtaken = None if grant.overtaken_at_us is None else grant.at_us - grant.overtaken_at_us
+        return (grant.queue_wait_us, overtaken, grant.level, tuple(grant.served_ahead.get(n, 0) for n in self.names))
+
+    def stands(self) -> tuple[Any, ...]:
+        levels = range(len(self.names))
+        scheduler = self.pool._scheduler
+        tiers = [(*scheduler.held(level), *scheduler.queued(level)) for level in levels]
+        return (tiers, scheduler.waiting(), scheduler.leases(), scheduler.next_change_us(self.pool.now_us()))
+
+
+class Lua:
+    """The script, asked by one replica."""
+
+    def __init__(self, client: Any, policy: Policy, clock: Clock) -> None:
+        self.policy = policy
+        self.replica = Scripted(client, clock, policy)
+        self.replica.sync()
+        self.tiers: dict[int, tuple[int, ...]] = dict.fromkeys(range(len(policy.tiers)), (0, 0, 0, 0))
+        self.levels: dict[int, int] = {}
+
+    def play(self, operations: list[tuple[Any, ...]]) -> Answers:
+        arguments: list[Argument] = []
+        for operation in operations:
+            match operation:
+                case ("enter", ticket, wanted):
+                    self.levels[ticket] = wanted.tier
+                    arguments += entering(ticket, wanted)
+                case ("end", ticket):
+                    arguments += (script.END, ticket)
+                case ("resize", ticket, tokens):
+                    arguments += (script.RESIZE, ticket, tokens)
+        self.reply = reply = self.replica.call(*arguments)
+        self.tiers |= {level: tuple(tier[:4]) for level, tier in reply.tiers}
+        return Answers(
+            [(ticket, self._figures(ticket, wait)) for ticket, wait in reply.grants],
+            [(ticket, self._figures(ticket, wait)) for ticket, wait in reply.ended],
+            list(reply.refused),
+        )
+
+    def _figures(self, ticket: int, wait: WaitReply | None) -> tuple[Any, ...]:
+        nothing = (0,) * len(self.policy.tiers)
+        if wait is None:
+            return (0, None, self.levels[ticket], nothing)
+        ahead = tuple(wait.served_ahead) if wait.wait_us else nothing
+        return (wait.wait_us, wait.starved_us, wait.level, ahead)
+
+    def stands(self) -> tuple[Any, ...]:
+        after_us = self.reply.change_after_us
+        change = None if after_us is None else self.replica.clock.us + after_us
+        return ([self.tiers[level] for level in sorted(self.tiers)], self.reply.waiting, self.reply.leases, change)
+
+
+def steps_of(program: list[tuple[Any, ...]], batch: int, tiers: int) -> Iterator[tuple[int, list[tuple[Any, ...]]]]:
+    """Turns a program into steps of some operations each, at a moment. What is over is not ended or resized again."""
+    open_tickets: list[int] = []
+    at_us, tickets, step = 0, 0, []
+    for operation in program:
+        match operation:
+            case ("enter", level, tenant, tokens, requests):
+                tickets += 1
+                open_tickets.append(tickets)
+                wanted = ask(level % tiers, tokens, requests=requests, tenant=tenant, weight=WEIGHTS[tenant])
+                step.append(("enter", tickets, wanted))
+            case ("end", index, *_) if open_tickets:
+                step.append(("end", open_tickets.pop(index % len(open_tickets))))
+            case ("resize", index, tokens) if open_tickets:
+                step.append(("resize", open_tickets[index % len(open_tickets)], tokens))
+            case ("pass", us):
+                at_us += us
+        if len(step) >= batch:
+            yield at_us, step
+            step = []
+    yield at_us + 1, step
+
+
+async def compare(client: Any, policy: Policy, program: list[tuple[Any, ...]], batch: int) -> None:
+    clock = Clock()
+    begun_us = clock.us
+    local, lua = Local(policy, clock), Lua(client, policy, clock)
+    refused: set[int] = set()
+    for at_us, step in steps_of(program, batch, len(policy.tiers)):
+        clock.us = begun_us + at_us
+        operations = [operation for operation in step if operation[1] not in refused]
+        if batch == 1:
+            expected, got = await local.play(operations), lua.play(operations)
+        else:  # a refused ticket may be ended in the same step
+            operations = [o for o in operations if o[0] == "enter" or o[1] in local.leases]
+            expected, got = await local.play(operations), lua.play(operations)
+        refused |= set(expected.refused)
+        assert expected == got, (at_us, operations)
+        assert local.stands() == lua.stands(), (at_us, operations)
+    await local.pool.close()
+
+
+FEW = settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a shorter example would take minutes to find
+)
+
+
+@given(policy=pools(), program=OPERATIONS, batch=st.sampled_from([1, 1, 4, 16]))
+@FEW
+def test_the_fake_redis_decides_as_one_process_does(policy: Policy, program: Any, batch: int) -> None:
+    client = fakeredis.FakeRedis(server=fakeredis.FakeServer(version=(7,)))
+    asyncio.run(compare(client, policy, program, batch))
+
+
+@given(policy=pools(), program=OPERATIONS, batch=st.sampled_from([1, 1, 4, 16]))
+@settings(FEW, max_examples=150)
+def test_a_real_server_decides_as_one_process_does(
+    redis_server: RedisServer, policy: Policy, program: Any, batch: int
+) -> None:
+    with redis.Redis(host=redis_server.host, port=redis_server.port) as client:
+        client.flushall()
+        asyncio.run(compare(client, policy, program, batch))
+
+
+@pytest.mark.soak
+@given(policy=pools(), program=OPERATIONS, batch=st.sampled_from([1, 4, 16]))
+@settings(FEW, max_examples=5000)
+def test_a_real_server_decides_as_one_process_does_for_long(
+    redis_server: RedisServer, policy: Policy, program: Any, batch: int
+) -> None:
+    with redis.Redis(host=redis_server.host, port=redis_server.port) as client:
+        client.flushall()
+        asyncio.run(compare(client, policy, program, batch))
+
+
+def test_another_rule_is_noticed(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: a script that lets everybody overtake must not pass."""
+    from tests.pools import scripted
+
+    wrong = scripted.CLOCKED_SOURCE.replace("return tokens >= 0 and requests >= 0", "return true")
+    assert wrong != scripted.CLOCKED_SOURCE
+    monkeypatch.setattr(scripted, "CLOCKED_SOURCE", wrong)
+    policy = policy_of(pool_rules(tokens=40, requests=None, tiers=(Shares("t0"),)))
+    program = [("enter", 0, "a", 30, 1), ("enter", 0, "a", 30, 1)]
+    with redis.Redis(host=redis_server.host, port=redis_server.port) as client:
+        client.flushall()
+        with pytest.raises(AssertionError):
+            asyncio.run(compare(client, policy, program, 1))
