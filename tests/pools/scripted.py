@@ -54,7 +54,8 @@ class Scripted:
     def keys(self) -> dict[str, list[str]]:
         """The pool's keys behind its root, by what they are for."""
         found = sorted(key.decode() for key in self.client.keys(f"{self.root}*"))
-        return {kind: [key for key in found if f":{kind}" in key[len(self.root) :]] for kind in "rowsqf"}
+        kinds = {key: key[len(self.root) :].split(":")[2] for key in found if key != self.root}
+        return {kind: [key for key, of in kinds.items() if of == kind] for kind in ("beats", *"rowsqf")}
 
 
 def entering(ticket: int, ask: Ask) -> tuple[Argument, ...]:

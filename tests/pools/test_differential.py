@@ -130,7 +130,8 @@ class Local:
     def stands(self) -> tuple[Any, ...]:
         levels = range(len(self.names))
         scheduler = self.pool._scheduler
-        tiers = [(*scheduler.held(level), *scheduler.queued(level)) for level in levels]
+        tags = [tier.queue._virtual for tier in scheduler._tiers]
+        tiers = [(*scheduler.held(level), *scheduler.queued(level), tags[level]) for level in levels]
         return (tiers, scheduler.waiting(), scheduler.leases(), scheduler.next_change_us(self.pool.now_us()))
 
 
@@ -140,8 +141,8 @@ class Lua:
     def __init__(self, client: Any, policy: Policy, clock: Clock) -> None:
         self.policy = policy
         self.replica = Scripted(client, clock, policy)
-        self.replica.sync()
-        self.tiers: dict[int, tuple[int, ...]] = dict.fromkeys(range(len(policy.tiers)), (0, 0, 0, 0))
+        self.tiers: dict[int, tuple[float, ...]] = {}
+        self._note(self.replica.sync())
         self.levels: dict[int, int] = {}
 
     def play(self, operations: list[tuple[Any, ...]]) -> Answers:
@@ -156,12 +157,20 @@ class Lua:
                 case ("resize", ticket, tokens):
                     arguments += (script.RESIZE, ticket, tokens)
         self.reply = reply = self.replica.call(*arguments)
-        self.tiers |= {level: tuple(tier[:4]) for level, tier in reply.tiers}
+        self._note(reply)
+        assert self._steps() <= reply.waiting
         return Answers(
             [(ticket, self._figures(ticket, wait)) for ticket, wait in reply.grants],
             [(ticket, self._figures(ticket, wait)) for ticket, wait in reply.ended],
             list(reply.refused),
         )
+
+    def _note(self, reply: script.Reply) -> None:
+        self.tiers |= {level: tuple(tier[:5]) for level, tier in reply.tiers}
+
+    def _steps(self) -> int:
+        """The record of overtaking, which must not outgrow the queue."""
+        return sum(self.replica.client.zcard(key) for key in self.replica.keys()["s"])
 
     def _figures(self, ticket: int, wait: WaitReply | None) -> tuple[Any, ...]:
         nothing = (0,) * len(self.policy.tiers)
