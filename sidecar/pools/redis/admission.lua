@@ -146,19 +146,19 @@ end
 -- -- tickets and leases
 
 local function member_of(ticket)
-  return fmt('%016.0f %s %s %s %s %s', ticket.sequence, ticket.owner, ticket.id, ticket.tokens, ticket.requests,
-    int(ticket.arrived))
+  return fmt('%016.0f %s %s %.0f %.0f %.0f', ticket.sequence, ticket.owner, ticket.id, ticket.tokens, ticket.requests,
+    ticket.arrived)
 end
 
 local function ticket_record(ticket)
   local served = {}
   for level = 0, levels - 1 do served[level + 1] = int(tiers[level][SERVED] - (served_since[level] or 0)) end
-  return fmt('W %s %s %s %.0f %.0f ', ticket.level, ticket.tokens, ticket.requests, ticket.sequence, ticket.arrived)
+  return fmt('W %d %.0f %.0f %.0f %.0f ', ticket.level, ticket.tokens, ticket.requests, ticket.sequence, ticket.arrived)
     .. concat(served, ' ')
 end
 
 local function lease_record(level, tokens, requests, grant)
-  return 'L ' .. level .. ' ' .. tokens .. ' ' .. requests .. ' ' .. (grant or '')
+  return fmt('L %d %.0f %.0f ', level, tokens, requests) .. (grant or '')
 end
 
 local function read_lease(record)
@@ -490,7 +490,7 @@ local function resize(id, tokens)
   local level, held, requests, text = read_lease(record or '')
   if not level then return end
   hold(level, tokens - held, 0)
-  call('HSET', mine, id, lease_record(level, int(tokens), requests, text))
+  call('HSET', mine, id, lease_record(level, tokens, requests, text))
   dispatch()
 end
 
@@ -587,7 +587,7 @@ local function state_lease(index, old)
   if old then end_record(me, id, old) end
   hold(level, tokens, requests)
   meta[LEASES] = meta[LEASES] + 1
-  call('HSET', mine, id, lease_record(level, ARGV[index + 3], ARGV[index + 4]))
+  call('HSET', mine, id, lease_record(level, tokens, requests))
 end
 
 local function state_ticket(index, old)
