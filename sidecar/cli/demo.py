@@ -2,6 +2,8 @@
 
 The same arrivals are played three times, over real HTTP on loopback: at equal priority (the control), with the engine's
 own priority, and behind admission. Tiers, tenants and keys are those of the example policies. Takes under a minute.
+
+With --replicas the third run is served by several sidecars, processes of their own, which share one pool in Redis.
 """
 
 from __future__ import annotations
@@ -12,17 +14,19 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from sidecar.cli.output import write_json
 
 if TYPE_CHECKING:
     from sidecar.demo.client import Progress
-    from sidecar.demo.running import Run
+    from sidecar.demo.running import Place, Run
+    from sidecar.demo.sharing import Sharing
 
-EXAMPLE = "  sidecar demo --json demo.json"
+EXAMPLE = "  sidecar demo --json demo.json\n  sidecar demo --replicas 3 --store redis://127.0.0.1:6379/0"
 LOG_EVERY_S = 2.0
 LONGEST_S = 600.0  # the clients give up on an answer after a minute, and a longer run only builds a longer queue
+MOST_REPLICAS = 32  # each is a Python process; more of them need more cores, and show nothing that fewer do not
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,16 +35,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", action="store_true", help="leave the last server running, to try requests on it")
     parser.add_argument("--seconds", type=_seconds, default=8.0, help="how long requests arrive (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the arrivals (default %(default)s)")
+    parser.add_argument("--replicas", type=_replicas, metavar="N", help="admission by N sidecars that share one pool")
+    parser.add_argument("--store", type=_store, metavar="URL", help="their store, such as redis://127.0.0.1:6379/0")
+    parser.set_defaults(refuse=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plays the three runs and prints the table. Returns 1 where requests failed."""
+    """Plays the three runs and prints the table. Returns 1 where requests failed, or a server could not start."""
     from sidecar.demo.arrivals import arrivals
-    from sidecar.demo.running import RUNS, play_run, servers
+    from sidecar.demo.running import play_run, shared
+    from sidecar.demo.servers import CannotStart, servers
     from sidecar.demo.table import sentence, table
     from sidecar.policy.loading import load
     from sidecar.policy.shipped import shipped_policies
 
+    runs = shared(_sharing(args.replicas, args.store, args.refuse))
     out = sys.stderr if args.json == "-" else sys.stdout
     if unwritable := _unwritable(args.json):
         print(f"sidecar: {unwritable}", file=sys.stderr)
@@ -54,13 +63,28 @@ def run(args: argparse.Namespace) -> int:
         file=out,
         flush=True,
     )
-    with servers(policy_path) as ports:
-        figures = [play_run(run, ports[run.name], requests, policy, _reporter(run)) for run in RUNS]
-        print(f"\n{table(figures)}\n\n{sentence(figures)}", file=out, flush=True)
-        written = write_json(args.json, {"runs": figures})
-        if args.keep:
-            _keep(ports["admission"], out)
+    try:
+        with servers(runs, policy_path) as places:
+            figures = [play_run(run, places[run.name], requests, policy, _reporter(run)) for run in runs]
+            print(f"\n{table(figures, runs)}\n\n{sentence(figures)}", file=out, flush=True)
+            written = write_json(args.json, {"runs": figures})
+            if args.keep:
+                _keep(places["admission"], out)
+    except CannotStart as error:
+        print(f"sidecar: {error}", file=sys.stderr)
+        return 1
     return 0 if written and not any(one.failed for one in figures) else 1
+
+
+def _sharing(replicas: int | None, store: str | None, refuse: Callable[[str], NoReturn]) -> Sharing | None:
+    """What --replicas and --store ask for together. Calls `refuse` for replicas that would share nothing."""
+    from sidecar.demo.sharing import Sharing
+
+    if store is None:
+        if replicas is not None:
+            refuse("argument --replicas: replicas share a pool in a store; add --store redis://127.0.0.1:6379/0")
+        return None
+    return Sharing(replicas or 1, store)
 
 
 def _reporter(run: Run) -> Callable[[float, Progress], None]:
@@ -93,6 +117,23 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _replicas(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= MOST_REPLICAS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of replicas; write one from 1 to {MOST_REPLICAS}")
+    return int(text)
+
+
+def _store(text: str) -> str:
+    """The address as it was written, which can be read."""
+    from sidecar.policy.store import store_address
+
+    try:
+        store_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def _unwritable(path: str | None) -> str | None:
     """Why the figures could not be written, found out before a minute was spent on them."""
     if path in (None, "-"):
@@ -104,10 +145,12 @@ def _unwritable(path: str | None) -> str | None:
     return None
 
 
-def _keep(port: int, out: TextIO) -> None:
+def _keep(place: Place, out: TextIO) -> None:
+    port, *others = place.doors
+    beside = f" The other replicas are on the ports {', '.join(map(str, others))}." if others else ""
     print(
         f"""
-Still running, until you press Ctrl-C. Try:
+Still running, until you press Ctrl-C.{beside} Try:
   curl -i http://127.0.0.1:{port}/v1/chat/completions -H 'content-type: application/json' \\
     -H 'authorization: Bearer sk-demo-interactive' \\
     -d '{{"model": "emulated", "max_tokens": 5, "messages": [{{"role": "user", "content": "hello"}}]}}'""",

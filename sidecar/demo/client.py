@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,22 +11,29 @@ from dataclasses import dataclass
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from sidecar.demo.arrivals import Arrival, Stream
 
 ANSWER_WITHIN_S = 60.0
+DOOR_SEED = 1
+"""Of the choice among several doors, so that every demo of the same arrivals spreads them alike."""
 _ID = re.compile(rb'"id": ?"[a-z]+-(\w+)"')
 _TEXT = "the queue serves a token under load while every tenant waits for some work before lunch and then goes home "
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one client saw. `ttft_s` is None where no answer came; `request_id` is the engine's own."""
+    """What one client saw. `ttft_s` is None where no answer came; `request_id` is the engine's own.
+
+    `door` is the position of the server that was asked among the run's.
+    """
 
     arrival: Arrival
     ttft_s: float | None
     door_wait_s: float
     request_id: str | None
+    door: int = 0
 
 
 @dataclass(slots=True)
@@ -48,22 +56,25 @@ Asking = Callable[[Stream], tuple[Mapping[str, str], Mapping[str, object]]]
 
 
 async def play(
-    port: int, arrivals: Sequence[Arrival], asking: Asking, report: Callable[[float, Progress], None]
+    ports: Sequence[int], arrivals: Sequence[Arrival], asking: Asking, report: Callable[[float, Progress], None]
 ) -> list[Seen]:
-    """Sends all arrivals to a server on loopback and returns what came back, in the same order.
+    """Sends all arrivals to servers on loopback and returns what came back, in the same order.
 
-    `report` is called about four times a second with the seconds since the start.
+    Among several servers each request goes to one by chance, so that they get uneven parts, as behind a load balancer
+    that knows nothing of them. `report` is called about four times a second with the seconds since the start.
     """
     progress = Progress()
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=ANSWER_WITHIN_S)
-    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=connector, timeout=timeout) as session:
+    doors = list(enumerate(URL(f"http://127.0.0.1:{port}/v1/chat/completions") for port in ports))
+    rng = random.Random(DOOR_SEED)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         began = time.monotonic()
         reporter = asyncio.ensure_future(_report(began, progress, report))
         tasks: list[asyncio.Task[Seen]] = []
         for arrival in arrivals:
             await asyncio.sleep(began + arrival.at_s - time.monotonic())
-            tasks.append(asyncio.ensure_future(_send(session, arrival, asking, progress)))
+            tasks.append(asyncio.ensure_future(_send(session, rng.choice(doors), arrival, asking, progress)))
             progress.sent += 1
         seen = await asyncio.gather(*tasks)
         reporter.cancel()
@@ -78,7 +89,10 @@ async def _report(began: float, progress: Progress, report: Callable[[float, Pro
         await asyncio.sleep(0.25)
 
 
-async def _send(session: aiohttp.ClientSession, arrival: Arrival, asking: Asking, progress: Progress) -> Seen:
+async def _send(
+    session: aiohttp.ClientSession, to: tuple[int, URL], arrival: Arrival, asking: Asking, progress: Progress
+) -> Seen:
+    door, url = to
     headers, members = asking(arrival.stream)
     body = msgspec.json.encode(
         {
@@ -91,15 +105,13 @@ async def _send(session: aiohttp.ClientSession, arrival: Arrival, asking: Asking
     )
     sent = time.monotonic()
     try:
-        async with session.post(
-            "/v1/chat/completions", data=body, headers={"content-type": "application/json", **headers}
-        ) as response:
+        async with session.post(url, data=body, headers={"content-type": "application/json", **headers}) as response:
             first, ttft_s = await _first_chunk(response, sent)
             async for _ in response.content.iter_any():
                 pass
-    except (aiohttp.ClientError, TimeoutError):
+    except (aiohttp.ClientError, asyncio.TimeoutError):  # in Python 3.10 not yet the builtin TimeoutError
         progress.failed += 1
-        return Seen(arrival, None, 0.0, None)
+        return Seen(arrival, None, 0.0, None, door)
     succeeded = response.status == 200
     progress.answered += succeeded
     progress.failed += not succeeded
@@ -109,6 +121,7 @@ async def _send(session: aiohttp.ClientSession, arrival: Arrival, asking: Asking
         ttft_s=ttft_s if succeeded else None,
         door_wait_s=float(response.headers.get("x-admission-wait-ms", 0)) / 1000,
         request_id=found.group(1).decode() if found else None,
+        door=door,
     )
 
 

@@ -1,8 +1,9 @@
 """What a run's clients saw, joined with the engine's record: waits, starvation, shares and utilization by tier.
 
 The waiting of all three runs is measured the same way, at the door and in the engine together: from the arrival of a
-request to the moment the engine gave it a slot. Starvation is the part of it after a request that arrived later got
-one.
+request to the moment the engine gave it a slot. The arrival is that at the engine, less the wait at the door; the way
+from a replica to the engine, milliseconds, is in the TTFT but in no wait. Starvation is the part of the waiting after
+a request that arrived later got a slot.
 """
 
 from __future__ import annotations
@@ -34,12 +35,17 @@ class TierFigures:
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """One run. `utilization` is the part of the engine's slots that was in use during the overload."""
+    """One run. `utilization` is the part of the engine's slots that was in use during the overload.
+
+    `replicas` is how many sidecars stood before the engine, and `answered_by_replica` what each of them answered.
+    """
 
     name: str
     utilization: float
     failed: int
     tiers: Mapping[str, TierFigures]
+    replicas: int = 0
+    answered_by_replica: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

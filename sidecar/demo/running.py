@@ -1,38 +1,49 @@
-"""The three runs: their servers, what their clients send, and how one of them is played."""
+"""The three runs: what their clients send, and how one of them is played."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import subprocess
-import sys
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from sidecar.demo.arrivals import Arrival, Stream
-from sidecar.demo.client import Asking, Progress, play
+from sidecar.demo.client import Asking, Progress, Seen, play
 from sidecar.demo.measuring import RunFigures, measure
 from sidecar.demo.server import LOG_PATH
+from sidecar.demo.sharing import Sharing
 from sidecar.emulator.generation import Served
 from sidecar.engines import dialect_of
 from sidecar.policy.policy import Policy
 
-START_WITHIN_S = 60.0
-"""A server needs about a second; a machine that is busy with other things, many."""
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One way to serve the arrivals. `behind_door` is whether the middleware stands before the engine."""
+    """One way to serve the arrivals. `behind_door` is whether the middleware stands before the engine.
+
+    It stands in the engine's own process, or, where the pool is shared, in replicas of their own.
+    """
 
     name: str
     title: str
     behind_door: bool
     asking: Callable[[Policy], Asking]
+    sharing: Sharing | None = None
+
+    @property
+    def heading(self) -> str:
+        """What runs, for the table."""
+        return self.title if self.sharing is None else f"{self.title}, {self.sharing}"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run is played, in ports of loopback: the servers that its clients ask, and the engine behind them."""
+
+    doors: Sequence[int]
+    engine: int
 
 
 def _says_nothing(_: Policy) -> Asking:
@@ -68,38 +79,25 @@ RUNS = (
 )
 
 
+def shared(sharing: Sharing | None) -> Sequence[Run]:
+    """The runs, with admission by replicas where a pool is shared."""
+    *others, admission = RUNS
+    return (*others, replace(admission, sharing=sharing))
+
+
 def play_run(
-    run: Run, port: int, arrivals: Sequence[Arrival], policy: Policy, report: Callable[[float, Progress], None]
+    run: Run, place: Place, arrivals: Sequence[Arrival], policy: Policy, report: Callable[[float, Progress], None]
 ) -> RunFigures:
-    """Plays the arrivals against one server and measures what happened."""
-    seen = asyncio.run(play(port, arrivals, run.asking(policy), report))
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{LOG_PATH}") as response:
+    """Plays the arrivals at one place and measures what happened."""
+    seen = asyncio.run(play(place.doors, arrivals, run.asking(policy), report))
+    with urllib.request.urlopen(f"http://127.0.0.1:{place.engine}{LOG_PATH}") as response:
         log = msgspec.json.decode(response.read(), type=list[Served])
-    return measure(run.name, [tier.name for tier in policy.tiers], seen, log, policy.rules.requests)
+    figures = measure(run.name, [tier.name for tier in policy.tiers], seen, log, policy.rules.requests)
+    if not run.behind_door:
+        return figures
+    answered = [_answered(seen, door) for door in range(len(place.doors))]
+    return replace(figures, replicas=len(place.doors), answered_by_replica=answered)
 
 
-@contextlib.contextmanager
-def servers(policy_path: Path) -> Iterator[Mapping[str, int]]:
-    """Starts a server for each run, all at once, and ends them. Gives their ports by the runs' names."""
-    processes = {run.name: _start(run, policy_path) for run in RUNS}
-    try:
-        yield {name: _port_of(process) for name, process in processes.items()}
-    finally:
-        for process in processes.values():
-            process.terminate()
-        for process in processes.values():
-            process.communicate(timeout=START_WITHIN_S)
-
-
-def _start(run: Run, policy_path: Path) -> subprocess.Popen[str]:
-    kind = "door" if run.behind_door else "alone"
-    command = [sys.executable, "-m", "sidecar.demo.server", kind, str(policy_path)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-def _port_of(process: subprocess.Popen[str]) -> int:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line.strip().isdigit():
-        raise RuntimeError("a server of the demo did not start; its error is above")
-    return int(line)
+def _answered(seen: Sequence[Seen], door: int) -> int:
+    return sum(one.door == door and one.ttft_s is not None for one in seen)

@@ -1,14 +1,18 @@
 """One run's server, a process of its own: an emulated TensorRT-LLM, alone or behind the middleware.
 
 `python -m sidecar.demo.server door|alone POLICY` listens on a free port of loopback and prints it. `GET /demo/log`
-gives the engine's own record of every request, which the demo joins with what its clients saw.
+gives the engine's own record of every request, which the demo joins with what its clients saw. It ends when its
+standard input does.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import sys
-from dataclasses import asdict
+import threading
+from dataclasses import asdict, replace
 
 import msgspec
 import uvicorn
@@ -59,11 +63,23 @@ def with_log(emulator: Emulator, app: ASGIApp) -> ASGIApp:
     return logged
 
 
+def end_with_parent() -> None:
+    """Ends this process with the demo that started it, also where the demo had no time to: its pipe is our input."""
+
+    def wait() -> None:
+        while os.read(0, 1024):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def main(kind: str, policy_path: str) -> None:
     """Serves until it is terminated."""
     from sidecar.policy.loading import load
 
-    policy = load(policy_path)
+    end_with_parent()
+    policy = replace(load(policy_path), store=None)  # a pool in a store is none for a demo to play with
     emulator = emulated_engine(policy)
     app: ASGIApp = AdmissionMiddleware(emulator.app, policy) if kind == "door" else emulator.app
     listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sidecar.demo.measuring import Distribution, RunFigures
-from sidecar.demo.running import RUNS
+from sidecar.demo.running import RUNS, Run
 
 _HEAD = f"{'':24} {'requests':>8} {'share':>6}  {'TTFT p50/p95/p99 s':>20}  {'queue wait s':>20}  {'starvation s':>20}"
 
 
-def table(runs: Sequence[RunFigures]) -> str:
-    """Every run and tier, a line each."""
-    titles = {run.name: run.title for run in RUNS}
+def table(runs: Sequence[RunFigures], played: Sequence[Run] = RUNS) -> str:
+    """Every run and tier, a line each. `played` says what the runs were."""
+    headings = {run.name: run.heading for run in played}
     lines = [_HEAD]
     for run in runs:
         failed = f", {run.failed} failed" if run.failed else ""
-        lines.append(f"{titles[run.name]}  (utilization {run.utilization:.0%}{failed})")
+        lines.append(f"{headings[run.name]}  (utilization {run.utilization:.0%}{failed})")
         for tier, figures in run.tiers.items():
             waits = "  ".join(
                 f"{_cell(values):>20}" for values in (figures.ttft_s, figures.queue_wait_s, figures.starvation_s)

@@ -1,11 +1,13 @@
-"""`sidecar demo` as a user runs it: once for real, three seconds of traffic; the rest with the runs taken out."""
+"""`sidecar demo` as a user runs it: for real, alone and as replicas; the rest with the runs taken out."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,19 +15,27 @@ from typing import Any
 import pytest
 
 from sidecar.cli import main
-from sidecar.demo import running
+from sidecar.demo import running, servers
 from sidecar.demo.measuring import RunFigures
+from sidecar.policy.store import store_address
 from tests.demo.figures import run_figures, three
+from tests.support.redis_servers import RedisServer, first_binary, free_port
 
 DISTRIBUTIONS = ("ttft_s", "queue_wait_s", "starvation_s")
 LADDER = ["critical", "high", "normal", "low", "batch"]
 Play = Callable[..., RunFigures]
 
 
+def demo(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sidecar.cli", "demo", *arguments]
+    variables = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=variables)
+
+
 def test_three_seconds_of_it_show_what_admission_does(tmp_path: Path) -> None:
     file = tmp_path / "demo.json"
-    command = [sys.executable, "-m", "sidecar.cli", "demo", "--seconds", "3", "--json", str(file)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    # A store that is meant for servers is none of the demo's: it would play in, or wait for, somebody's real pool.
+    ended = demo("--seconds", "3", "--json", str(file), SIDECAR_STORE="redis://127.0.0.1:9/0")
     assert ended.returncode == 0, ended.stderr
     assert "With more requests than the engine can run, high has its first token after" in ended.stdout
     assert "admission" in ended.stderr, "no progress was shown"
@@ -45,6 +55,8 @@ def test_three_seconds_of_it_show_what_admission_does(tmp_path: Path) -> None:
             assert tier["starvation_s"]["p99"] <= tier["queue_wait_s"]["p99"]
     counts = [{name: tier["requests"] for name, tier in run["tiers"].items()} for run in runs.values()]
     assert counts[0] == counts[1] == counts[2], "the runs had different arrivals"
+    assert [run["replicas"] for run in runs.values()] == [0, 0, 1]
+    assert runs["admission"]["answered_by_replica"] == [sum(counts[2].values())]
 
     def late_s(run: str, tier: str, figure: str = "ttft_s") -> float:
         # Not the median: the queue takes half of these three seconds to form.
@@ -57,16 +69,62 @@ def test_three_seconds_of_it_show_what_admission_does(tmp_path: Path) -> None:
     assert late_s("control", "batch", "starvation_s") < 0.1
 
 
+def test_replicas_share_one_pool_and_leave_nothing_in_the_store_that_stays(tmp_path: Path) -> None:
+    file = tmp_path / "demo.json"
+    with RedisServer(first_binary(), tmp_path, password="opensesame") as server:
+        ended = demo("--replicas", "3", "--store", server.url, "--seconds", "2", "--json", str(file))
+        assert ended.returncode == 0, ended.stderr
+        left = server.command("KEYS", "*")
+        assert [bool(re.fullmatch(r"admission:\d+:\{demo-[0-9a-f]{16}\}", key)) for key in left] == [True], left
+        assert server.command("PTTL", left[0]) > 0
+        fields = server.command("HGETALL", left[0])
+    assert f"admission, 3 replicas through redis://:***@127.0.0.1:{server.port}/0  (util" in ended.stdout
+    assert "opensesame" not in ended.stdout + ended.stderr
+    assert "store" not in ended.stderr, "it was lost on the way"
+
+    runs = {run.pop("name"): run for run in json.loads(file.read_bytes())["runs"]}
+    assert [run["failed"] for run in runs.values()] == [0, 0, 0]
+    admission, control = (runs[name]["tiers"] for name in ("admission", "control"))
+    counts = [admission[tier]["requests"] for tier in LADDER]
+    assert counts == [control[tier]["requests"] for tier in LADDER]
+    assert runs["admission"]["replicas"] == 3
+    assert min(runs["admission"]["answered_by_replica"]) > sum(counts) / 6
+    assert sum(runs["admission"]["answered_by_replica"]) == sum(counts)
+
+    # Every one of them was admitted by the one pool, and has ended there. See the head of admission.lua.
+    stored = dict(zip(fields[::2], fields[1::2], strict=True))
+    held_requests, admitted = zip(*((tier[1], tier[6]) for tier in _tiers(stored)), strict=True)
+    assert held_requests == (0, 0, 0, 0, 0)
+    assert list(admitted) == counts
+
+    # On an idle machine 0.1 s against 0.3 s.
+    assert admission["high"]["queue_wait_s"]["p95"] < control["high"]["queue_wait_s"]["p95"] / 1.5
+    assert admission["high"]["ttft_s"]["p95"] < control["high"]["ttft_s"]["p95"]
+
+
+def _tiers(stored: dict[str, str]) -> list[Sequence[int]]:
+    return [json.loads(stored[str(level)]) for level in range(len(LADDER))]
+
+
+def test_a_store_that_does_not_answer_is_said_in_one_line_before_anything_runs() -> None:
+    port = free_port()
+    ended = demo("--replicas", "2", "--store", f"redis://:opensesame@127.0.0.1:{port}/0")
+    assert ended.returncode == 1
+    [line] = ended.stderr.splitlines()
+    assert line.startswith(f"sidecar: the store redis://:***@127.0.0.1:{port}/0 cannot be used: ConnectionError: ")
+    assert "opensesame" not in ended.stdout + ended.stderr
+
+
 @pytest.fixture
 def no_servers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Play], None]:
     """Replaces the servers, and the playing of a run by what the test gives."""
 
     @contextmanager
-    def servers(_: Path) -> Iterator[dict[str, int]]:
-        yield dict.fromkeys(("control", "engine", "admission"), 1)
+    def nowhere(runs: Sequence[running.Run], _: Path) -> Iterator[dict[str, running.Place]]:
+        yield {run.name: running.Place([1], 1) for run in runs}
 
     def replace(play: Play) -> None:
-        monkeypatch.setattr(running, "servers", servers)
+        monkeypatch.setattr(servers, "servers", nowhere)
         monkeypatch.setattr(running, "play_run", play)
 
     return replace
@@ -97,7 +155,7 @@ def test_a_failed_request_is_a_failed_demo(
 def test_every_run_gets_the_same_arrivals(no_servers: Callable[[Play], None]) -> None:
     played = []
 
-    def play(run: running.Run, _: int, arrivals: Any, *__: Any) -> RunFigures:
+    def play(run: running.Run, _: running.Place, arrivals: Any, *__: Any) -> RunFigures:
         played.append((run.name, arrivals))
         return figures_of(run)
 
@@ -123,6 +181,40 @@ def test_a_time_that_nobody_can_play_is_said_so(seconds: str, capsys: pytest.Cap
     with pytest.raises(SystemExit, match="2"):
         main(["demo", f"--seconds={seconds}"])
     assert "write seconds" in capsys.readouterr().err
+
+
+def test_a_store_alone_means_one_replica(
+    no_servers: Callable[[Play], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    no_servers(figures_of)
+    assert main(["demo", "--store", "redis://:opensesame@127.0.0.1"]) == 0
+    said = capsys.readouterr().out
+    assert "admission, 1 replica through redis://:***@127.0.0.1:6379/0  (util" in said
+    assert "opensesame" not in said
+
+
+def test_replicas_without_a_store_are_told_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", "--replicas", "3"])
+    assert "add --store redis://127.0.0.1:6379/0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("store", ["127.0.0.1:6379", "http://127.0.0.1", "redis://:open@sesame@127.0.0.1", ""])
+def test_a_store_address_that_cannot_be_read_is_said_so(store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"\w") as mistake:
+        store_address(store)
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", "--replicas", "3", f"--store={store}"])
+    said = capsys.readouterr().err
+    assert said.splitlines()[-1] == f"sidecar demo: error: argument --store: {mistake.value}"
+    assert "sesame" not in said
+
+
+@pytest.mark.parametrize("replicas", ["0", "-1", "1.5", "33", "many"])
+def test_a_number_of_replicas_that_is_none_is_said_so(replicas: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["demo", "--store", "redis://127.0.0.1", f"--replicas={replicas}"])
+    assert "write one from 1 to 32" in capsys.readouterr().err
 
 
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:

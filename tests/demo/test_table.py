@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from sidecar.demo.measuring import RunFigures
+from sidecar.demo.running import shared
+from sidecar.demo.sharing import Sharing
 from sidecar.demo.table import sentence, table
 from tests.demo.figures import three
 
@@ -13,6 +15,12 @@ def test_the_table_has_a_line_for_every_run_and_tier() -> None:
     assert lines[1] == "control: equal priority  (utilization 93%)"
     assert " ".join(lines[-2].split()) == "high 10 94% 0.20 / 0.40 / 0.60 0.20 / 0.40 / 0.60 0.00 / 0.00 / 0.00"
     assert len({len(line) for line in lines if not line.endswith(")")}) == 1
+
+
+def test_replicas_are_named_with_their_store_but_not_with_its_password() -> None:
+    text = table(three(), shared(Sharing(3, "redis://me:opensesame@cache")))
+    assert "admission, 3 replicas through redis://me:***@cache:6379/0  (utilization 93%)" in text
+    assert "opensesame" not in text + repr(Sharing(3, "redis://me:opensesame@cache"))
 
 
 def test_what_failed_is_said_beside_its_run() -> None:

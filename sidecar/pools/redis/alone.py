@@ -4,10 +4,13 @@ The part is the replica's n-th of the pool, for the n replicas that were last kn
 held beyond their part when the store was lost they still run, and it ends in its own time. So until a lease without a
 heartbeat would have been swept (`SILENCE_S`), a replica goes on with what it held itself and its n-th of what was free:
 
-    part = min(C // n, own + free // n)        free = C - everything held; 0 where somebody waited
+    part = min(C // n, own + free // n)        free = C - everything held
+
+in tokens and in requests, each. Every tier's floor, headroom and limit are the same share of the part as of the pool.
 
 Bound: with every replica's figures of the same moment, sum(part) <= sum(own) + free = C. Whoever holds more than its
-part admits nobody until it is below.
+part admits nobody until it is below. A replica's figures are as old as its last call; by what others took of the free
+room since then the parts together may exceed the pool.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_request
+from sidecar.policy.rules import UNLIMITED, PoolRules, largest_request
 from sidecar.pools.dispatcher import Clock, Dispatcher
 from sidecar.pools.figures import TierFigures, grant_of
 from sidecar.pools.pool import Ask, Grant
@@ -25,33 +28,26 @@ from sidecar.scheduling import Admission, Scheduler
 
 
 class LastKnown(NamedTuple):
-    """The pool as the store last told it: replicas alive, tokens and requests held in all, tickets waiting."""
+    """The pool as the store last told it: replicas alive, tokens and requests held in all."""
 
     replicas: int
     held_tokens: int
     held_requests: int
-    waiting: int
 
 
 def nth(rules: PoolRules, replicas: int) -> PoolRules:
     """One of `replicas` equal parts of a pool; every figure is rounded down, so that the parts never exceed it."""
-    return replace(
-        rules,
-        tokens=_nth(rules.tokens, replicas),
-        requests=_nth(rules.requests, replicas),
-        tiers=tuple(_nth_tier(tier, replicas) for tier in rules.tiers),
-    )
+    return _part(rules, _nth(rules.tokens, replicas), _nth(rules.requests, replicas))
 
 
 def first_part(rules: PoolRules, known: LastKnown, own_tokens: int, own_requests: int) -> PoolRules:
     """The part right after the loss, for a replica whose own leases hold so much. See above."""
-    part = nth(rules, known.replicas)
-    free_tokens = 0 if known.waiting else max(0, rules.tokens - known.held_tokens)
-    free_requests = 0 if known.waiting else max(0, rules.requests - known.held_requests)
-    return replace(
-        part,
-        tokens=min(part.tokens, own_tokens + _nth(free_tokens, known.replicas)),
-        requests=min(part.requests, own_requests + _nth(free_requests, known.replicas)),
+    free_tokens = max(0, rules.tokens - known.held_tokens)
+    free_requests = max(0, rules.requests - known.held_requests)
+    return _part(
+        rules,
+        min(_nth(rules.tokens, known.replicas), own_tokens + _nth(free_tokens, known.replicas)),
+        min(_nth(rules.requests, known.replicas), own_requests + _nth(free_requests, known.replicas)),
     )
 
 
@@ -59,16 +55,26 @@ def _nth(figure: int, replicas: int) -> int:
     return UNLIMITED if figure == UNLIMITED else figure // replicas
 
 
-def _nth_tier(tier: TierRules, replicas: int) -> TierRules:
-    return replace(
-        tier,
-        reserve_tokens=_nth(tier.reserve_tokens, replicas),
-        reserve_requests=_nth(tier.reserve_requests, replicas),
-        headroom_tokens=_nth(tier.headroom_tokens, replicas),
-        headroom_requests=_nth(tier.headroom_requests, replicas),
-        limit_tokens=_nth(tier.limit_tokens, replicas),
-        limit_requests=_nth(tier.limit_requests, replicas),
+def _part(rules: PoolRules, tokens: int, requests: int) -> PoolRules:
+    def of_tokens(figure: int) -> int:
+        return figure if rules.tokens == UNLIMITED else figure * tokens // rules.tokens
+
+    def of_requests(figure: int) -> int:
+        return figure if rules.requests == UNLIMITED else figure * requests // rules.requests
+
+    tiers = tuple(
+        replace(
+            tier,
+            reserve_tokens=of_tokens(tier.reserve_tokens),
+            reserve_requests=of_requests(tier.reserve_requests),
+            headroom_tokens=of_tokens(tier.headroom_tokens),
+            headroom_requests=of_requests(tier.headroom_requests),
+            limit_tokens=of_tokens(tier.limit_tokens),
+            limit_requests=of_requests(tier.limit_requests),
+        )
+        for tier in rules.tiers
     )
+    return replace(rules, tokens=tokens, requests=requests, tiers=tiers)
 
 
 class Alone:

@@ -101,9 +101,7 @@ class Loss:
 
     def _first_part(self) -> PoolRules:
         assert self._last is not None
-        known = LastKnown(
-            max(1, self._last.replicas), self._last.held_tokens, self._last.held_requests, self._last.waiting
-        )
+        known = LastKnown(max(1, self._last.replicas), self._last.held_tokens, self._last.held_requests)
         own = [lease.ask for lease in self._leases.values() if lease.grant is not None]
         return first_part(self._policy.rules, known, sum(ask.tokens for ask in own), sum(ask.requests for ask in own))
 

@@ -1,0 +1,39 @@
+"""A replica in a process of its own, to be killed or stopped: it takes leases and holds them for as long as it lives.
+
+`python -m tests.pools.replica URL POOL LEASES TOKENS` prints `holding`; a line on its input settles one lease and
+answers with what its pool's store is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import replace
+
+from sidecar.policy.store import store_address
+from sidecar.pools.redis import RedisPool, connector
+from tests.pools.pools import ask, simple
+
+
+async def main(url: str, name: str, leases: int, tokens: int) -> None:
+    policy = replace(simple(tokens=100), pool=name)
+    pool = RedisPool(policy, connector(store_address(url), name))
+    await pool.open()
+    held = [await pool.enter(ask(tokens=tokens)) for _ in range(leases)]
+    say("holding" if all(lease.grant for lease in held) else "waiting")
+    reader = asyncio.get_running_loop().run_in_executor
+    while held:
+        await reader(None, sys.stdin.readline)
+        held.pop().settle()
+        await asyncio.sleep(0.1)
+        say(f"settled, {pool.standing.state.value}, own {len(held)}")
+    await pool.close()
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))

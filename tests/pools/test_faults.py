@@ -1,0 +1,396 @@
+"""Faults on purpose, on real servers. In every one: nothing leaks, nobody waits forever, and the pool's limit holds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from sidecar.errors import StoreUnavailable
+from sidecar.policy.policy import Policy, StoreLoss
+from sidecar.pools.dispatcher import monotonic_us
+from sidecar.pools.redis import RedisPool
+from tests.pools.load import Load, nothing_left, recovered, replicas, store_of, until
+from tests.pools.pools import ask, simple
+from tests.support.fault_proxy import FaultProxy
+from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.redis_topologies import cluster, sentinel
+
+pytestmark = pytest.mark.anyio
+CAPACITY = 120
+
+
+def policy() -> Policy:
+    return simple(tokens=CAPACITY)
+
+
+@pytest.fixture
+def server(redis_server: RedisServer) -> RedisServer:
+    """A real server, of every kind, whatever a test before did to it."""
+    if not redis_server.is_running:
+        redis_server.start()
+    redis_server.command("FLUSHALL")
+    return redis_server
+
+
+async def do(server: RedisServer, *words: str | int) -> None:
+    """A command on the server itself, off the event loop."""
+    await asyncio.get_running_loop().run_in_executor(None, lambda: server.command(*map(str, words)))
+
+
+def check(load: Load, pools: list[RedisPool], *, at_least: int = 100, limit: int = CAPACITY) -> None:
+    assert load.admitted > at_least
+    assert load.peak <= limit
+    assert set(load.refused) <= {"store_unavailable"}
+    assert all(load.by_pool[index] for index in range(len(pools)))
+
+
+# -- replicas that die or hang
+
+
+async def test_what_a_killed_replica_held_is_back_within_twelve_seconds(server: RedisServer) -> None:
+    command = ["-m", "tests.pools.replica", server.url, "faults", "6", "10"]
+    async with child(*command) as process, replicas(simple(tokens=100), [server.url]) as (pool,):
+        assert await line(process) == "holding"  # 60 of 100
+        waiting = await pool.enter(ask(tokens=60))
+        assert waiting.grant is None
+        process.kill()
+        killed_s = time.monotonic()
+        await asyncio.wait_for(waiting.wait(), 12)
+        assert 8 < time.monotonic() - killed_s < 12
+        waiting.settle()
+        await nothing_left([pool])
+
+
+@pytest.mark.parametrize("stopped_s", [12.5, pytest.param(30, marks=pytest.mark.soak)])
+async def test_a_stopped_replica_loses_its_leases_and_registers_them_again(
+    server: RedisServer, stopped_s: float
+) -> None:
+    command = ["-m", "tests.pools.replica", server.url, "faults", "2", "30"]
+    async with child(*command) as process, replicas(simple(tokens=100), [server.url]) as (pool,):
+        assert await line(process) == "holding"
+        process.send_signal(signal.SIGSTOP)
+        waiting = await pool.enter(ask(tokens=100))
+        await asyncio.sleep(stopped_s)
+        assert waiting.grant is not None
+        process.send_signal(signal.SIGCONT)
+        await until(lambda: held(pool) == 160, 4, "the two leases are registered again")
+        behind = await pool.enter(ask(tokens=50))
+        waiting.settle()
+        await until(lambda: held(pool) == 60, 4)
+        assert behind.grant is None  # 60 are held, and 50 do not fit beside them
+        for left in (1, 0):
+            await settle_one(process)
+            assert await line(process) == f"settled, shared, own {left}"
+        await asyncio.wait_for(behind.wait(), 4)
+        behind.settle()
+        await nothing_left([pool])
+
+
+# -- a store that loses what it had
+
+
+async def test_a_flushed_store_is_right_again_within_a_heartbeat(server: RedisServer) -> None:
+    async with replicas(policy(), [server.url] * 3) as pools:
+        idle = await pools[2].enter(ask(tokens=40))
+        load = Load(pools[:2])
+        async with load.going_on(30):
+            await asyncio.sleep(0.5)
+            await do(server, "FLUSHALL")
+            flushed_s = time.monotonic()
+            await until(lambda: store_of(pools[0])["replicas"] == 3, 4, "three replicas")
+            assert time.monotonic() - flushed_s < 3  # the idle one came with its heartbeat
+            await asyncio.sleep(0.5)
+        check(load, pools[:2], limit=CAPACITY - 40)
+        assert idle.settle()
+        await nothing_left(pools)
+
+
+async def test_forgotten_scripts_are_loaded_again(server: RedisServer) -> None:
+    async with replicas(policy(), [server.url] * 2) as pools:
+        load = Load(pools)
+        async with load.going_on(30):
+            for _ in range(5):
+                await asyncio.sleep(0.1)
+                await do(server, "SCRIPT", "FLUSH")
+        check(load, pools)
+        assert load.refused == {}
+        await nothing_left(pools)
+
+
+async def test_a_restarted_server_that_is_empty(server: RedisServer) -> None:
+    async with replicas(policy(), [server.url] * 3) as pools:
+        load = Load(pools)
+        async with load.going_on(30):
+            await asyncio.sleep(0.5)
+            await asyncio.get_running_loop().run_in_executor(None, server.restart)
+            await recovered(pools)
+            await asyncio.sleep(1)
+        check(load, pools)
+        await nothing_left(pools)
+
+
+# -- a store that is away
+
+
+async def test_a_paused_store_divides_the_pool_and_never_exceeds_it(server: RedisServer) -> None:
+    """Three busy replicas, of which one asks for most: it holds more than its part when the store falls silent."""
+    async with replicas(policy(), [server.url] * 3) as pools:
+        load = Load([pools[0], pools[1], pools[2], pools[0], pools[0]])
+        async with load.going_on(50):
+            await asyncio.sleep(0.5)
+            await do(server, "CLIENT", "PAUSE", 10_000, "ALL")
+            await until(lambda: all(pool.standing.state.value == "divided" for pool in pools), 4, "divided")
+            before = load.admitted
+            await asyncio.sleep(3)
+            assert load.admitted - before > 200  # goes on without the store
+            assert all(pool.readiness() == () and "part of the pool" in pool.notices()[0] for pool in pools)
+            await recovered(pools, 12)
+            await asyncio.sleep(0.5)
+        check(load, pools)
+        assert load.refused == {}
+        await nothing_left(pools)
+
+
+async def test_an_idle_replica_gets_its_part_at_once_when_the_pool_was_idle(server: RedisServer) -> None:
+    async with replicas(policy(), [server.url] * 3) as pools:
+        server.kill()
+        await until(lambda: all(pool.standing.state.value == "divided" for pool in pools), 4, "divided")
+        leases = [await pools[0].enter(ask(tokens=10)) for _ in range(5)]
+        assert [lease.grant is not None for lease in leases] == [True] * 4 + [False]  # 40 of 120
+        with pytest.raises(StoreUnavailable, match="does not fit into this replica's part"):
+            await pools[0].enter(ask(tokens=41))
+        server.restart()
+        await recovered(pools)
+        await asyncio.wait_for(leases[4].wait(), 4)
+        assert held(pools[0]) == 50
+        for lease in leases:
+            assert lease.settle()
+        await nothing_left(pools)
+
+
+async def test_closed_refuses_new_requests_and_lets_the_running_ones_end(server: RedisServer) -> None:
+    async with replicas(policy(), [server.url] * 2, on_loss=StoreLoss.CLOSED) as pools:
+        running, waiting = await pools[0].enter(ask(tokens=100)), await pools[0].enter(ask(tokens=100))
+        server.kill()
+        await until(lambda: pools[0].standing.state.value == "closed", 4, "closed")
+        with pytest.raises(StoreUnavailable) as refused:
+            await pools[0].enter(ask())
+        assert refused.value.status == 503
+        assert refused.value.retry_after_s is not None
+        assert "requests are refused" in pools[0].readiness()[0]
+        assert running.settle()
+        server.restart()
+        await recovered(pools)
+        await asyncio.wait_for(waiting.wait(), 4)
+        waiting.settle()
+        await nothing_left(pools)
+
+
+async def test_nobody_waits_for_a_store_that_stays_away(server: RedisServer) -> None:
+    async with replicas(policy(), [server.url] * 2, on_loss=StoreLoss.CLOSED) as pools:
+        running, waiting = await pools[0].enter(ask(tokens=100)), await pools[0].enter(ask(tokens=100))
+        server.kill()
+        with pytest.raises(StoreUnavailable):
+            await asyncio.wait_for(waiting.wait(), 13)
+        assert not waiting.settle()
+        assert await waiting.leave() is None
+        assert running.settle()
+
+
+async def test_a_store_that_was_never_there_refuses_and_says_so(server: RedisServer) -> None:
+    server.kill()
+    async with replicas(policy(), [server.url]) as (pool,):
+        with pytest.raises(StoreUnavailable):
+            await asyncio.wait_for(pool.enter(ask()), 2)
+        assert pool.readiness() != ()
+        server.restart()
+        await recovered([pool])
+        lease = await pool.enter(ask())
+        assert lease.grant is not None
+        lease.settle()
+
+
+async def test_the_log_says_once_that_the_store_is_lost_and_once_that_it_is_back(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with replicas(policy(), [server.url]) as (pool,):
+        with caplog.at_level(logging.INFO, "sidecar.store"):
+            server.kill()
+            await until(lambda: pool.standing.state.value == "divided", 4)
+            await asyncio.sleep(1.5)  # several attempts
+            server.restart()
+            await recovered([pool])
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert "store lost, pool faults is divided" in lines[0]
+    assert "store is back after" in lines[1]
+
+
+# -- a network that plays tricks
+
+
+@pytest.mark.parametrize("fault", ["drop", "cut", "delay", "swallow"])
+async def test_a_bad_network(server: RedisServer, fault: str) -> None:
+    async with FaultProxy(server.host, server.port) as proxy, replicas(policy(), [proxy.url(), server.url]) as pools:
+        load = Load(pools)
+        async with load.going_on(30):
+            for turn in range(6):
+                await asyncio.sleep(0.15)
+                spoil(proxy, fault, turn)
+            await asyncio.sleep(1)
+            proxy.delay_s, proxy.swallow_replies = 0, False
+            await recovered(pools)
+            await asyncio.sleep(0.3)
+        check(load, pools)
+        await nothing_left(pools)
+
+
+def spoil(proxy: FaultProxy, fault: str, turn: int) -> None:
+    if fault == "drop":
+        proxy.drop_connections()
+    elif fault == "cut":
+        proxy.cut_reply_after(3 + 7 * turn)
+    elif fault == "delay":
+        proxy.delay_s = 0.1 * turn  # up to half a second: longer than a call may take
+    else:
+        proxy.swallow_replies = turn % 2 == 0
+
+
+async def test_a_subscription_that_died_silently_costs_at_most_a_heartbeat(server: RedisServer) -> None:
+    async with FaultProxy(server.host, server.port) as proxy, replicas(policy(), [proxy.url(), server.url]) as pools:
+        await asyncio.sleep(0.1)
+        proxy.only_subscribers, proxy.swallow_replies = True, True
+        running = await pools[1].enter(ask(tokens=CAPACITY))
+        waiting = await pools[0].enter(ask(tokens=CAPACITY))
+        running.settle()
+        settled_s = time.monotonic()
+        await asyncio.wait_for(waiting.wait(), 2.5)
+        assert time.monotonic() - settled_s > 0.2  # it was not heard at once
+        # And it is noticed: the pool subscribes anew.
+        proxy.swallow_replies = False
+        proxy.drop_connections()
+        waiting.settle()
+        await nothing_left(pools)
+
+
+async def test_grants_for_another_replica_are_heard_at_once(server: RedisServer) -> None:
+    async with replicas(policy(), [server.url] * 2) as pools:
+        for _ in range(5):
+            running = await pools[1].enter(ask(tokens=CAPACITY))
+            waiting = await pools[0].enter(ask(tokens=CAPACITY))
+            running.settle()
+            began_s = time.monotonic()
+            await asyncio.wait_for(waiting.wait(), 1)
+            assert time.monotonic() - began_s < 0.5
+            waiting.settle()
+        await nothing_left(pools)
+
+
+async def test_a_replica_whose_clock_is_ahead_sees_no_difference(server: RedisServer) -> None:
+    ahead = lambda: monotonic_us() + 5_000_000  # noqa: E731
+    async with replicas(policy(), [server.url] * 2, clocks=[monotonic_us, ahead]) as pools:
+        load = Load(pools, held_s=(0.01, 0.01))
+        async with load.going_on(40):
+            await asyncio.sleep(1.5)
+            running = [await pool.enter(ask(tokens=10)) for pool in pools]
+            for lease in running:
+                grant = await asyncio.wait_for(lease.wait(), 5)
+                assert grant.queue_wait_us < 2_000_000
+                lease.settle()
+        check(load, pools)
+        assert 0.8 < load.by_pool[0] / load.by_pool[1] < 1.25
+        await nothing_left(pools)
+
+
+# -- other ways to run a store
+
+
+async def test_a_replica_that_is_promoted_under_load(tmp_path: Path) -> None:
+    with sentinel(first_binary(), tmp_path) as group:
+        async with replicas(policy(), [group.url] * 2) as pools:
+            load = Load(pools)
+            async with load.going_on(30):
+                await asyncio.sleep(0.5)
+                group.master.kill()
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(None, group.wait_master_is_not, group.master.port)
+                await recovered(pools, 10)
+                before = load.admitted
+                await asyncio.sleep(1)
+            assert load.admitted - before > 50
+            check(load, pools)
+            await nothing_left(pools)
+
+
+async def test_a_cluster_of_three_masters(tmp_path: Path) -> None:
+    with cluster(first_binary(), tmp_path) as nodes:
+        async with replicas(policy(), [nodes.url] * 2) as pools:
+            load = Load(pools)
+            async with load.going_on(30):
+                await asyncio.sleep(1)
+            check(load, pools)
+            assert load.refused == {}
+            await nothing_left(pools)
+
+
+async def test_a_socket_and_a_password(tmp_path: Path) -> None:
+    with RedisServer(first_binary(), tmp_path, password="s3cr3t/:@", unix=True) as server:
+        urls = [f"redis://:s3cr3t%2F%3A%40@127.0.0.1:{server.port}/0", f"unix://:s3cr3t%2F%3A%40@{server.socket_path}"]
+        async with replicas(policy(), urls) as pools:
+            load = Load(pools)
+            async with load.going_on(20):
+                await asyncio.sleep(0.3)
+            check(load, pools, at_least=20)
+            await nothing_left(pools)
+
+
+async def test_a_wrong_password_is_said_without_showing_it(tmp_path: Path) -> None:
+    with RedisServer(first_binary(), tmp_path, password="right") as server:
+        async with replicas(policy(), [f"redis://:wrongpassword@127.0.0.1:{server.port}/0"]) as (pool,):
+            (reason,) = pool.readiness()
+            assert "wrongpassword" not in reason
+            assert "WRONGPASS" in reason or "Authentication" in reason
+
+
+# -- helpers
+
+
+class child:  # noqa: N801 - reads like the function it stands for
+    """A replica in a process of its own, killed at the end."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.arguments = arguments
+
+    async def __aenter__(self) -> asyncio.subprocess.Process:
+        import sys
+
+        pipe = asyncio.subprocess.PIPE
+        self.process = await asyncio.create_subprocess_exec(sys.executable, *self.arguments, stdin=pipe, stdout=pipe)
+        return self.process
+
+    async def __aexit__(self, *_: object) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+        await self.process.communicate()
+
+
+async def line(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    return (await asyncio.wait_for(process.stdout.readline(), 10)).decode().strip()
+
+
+async def settle_one(process: asyncio.subprocess.Process) -> None:
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    await process.stdin.drain()
+
+
+def held(pool: RedisPool) -> int:
+    """What the whole pool holds, as this replica last heard."""
+    last = pool._last
+    return 0 if last is None else last.held_tokens
