@@ -34,7 +34,7 @@ TOKENS = (2_000, 18_000)
 HOLD_S = (0.020, 0.050)
 WARM_UP_S = 0.5
 """The queues fill up before anything counts."""
-START_AFTER_S = 0.5
+START_AFTER_S = 1.0
 """By then every process has opened its pool."""
 
 Shares = Mapping[int, float]

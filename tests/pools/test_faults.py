@@ -127,7 +127,7 @@ async def test_a_restarted_server_that_is_empty(server: RedisServer) -> None:
         load = Load(pools)
         async with load.going_on(30):
             await asyncio.sleep(0.5)
-            await asyncio.get_running_loop().run_in_executor(None, server.restart)
+            server.restart()
             await recovered(pools)
             await asyncio.sleep(1)
         check(load, pools)
@@ -167,7 +167,7 @@ async def test_an_idle_replica_gets_its_part_at_once_when_the_pool_was_idle(serv
         server.restart()
         await recovered(pools)
         await asyncio.wait_for(leases[4].wait(), 4)
-        assert held(pools[0]) == 50
+        await until(lambda: held(pools[0]) == 50, 4)
         for lease in leases:
             assert lease.settle()
         await nothing_left(pools)

@@ -4,7 +4,7 @@ The part is the replica's n-th of the pool, for the n replicas that were last kn
 held beyond their part when the store was lost they still run, and it ends in its own time. So until a lease without a
 heartbeat would have been swept (`SILENCE_S`), a replica goes on with what it held itself and its n-th of what was free:
 
-    part = min(C // n, own + free // n)        free = C - everything held
+    part = min(C // n, own + free // n)        free = C - everything held, own = what is held by this replica
 
 in tokens and in requests, each. Every tier's floor, headroom and limit are the same share of the part as of the pool.
 
@@ -28,11 +28,13 @@ from sidecar.scheduling import Admission, Scheduler
 
 
 class LastKnown(NamedTuple):
-    """The pool as the store last told it: replicas alive, tokens and requests held in all."""
+    """The pool as the store last told it: replicas alive, tokens and requests held in all, and by this replica."""
 
     replicas: int
     held_tokens: int
     held_requests: int
+    own_tokens: int
+    own_requests: int
 
 
 def nth(rules: PoolRules, replicas: int) -> PoolRules:
@@ -40,14 +42,14 @@ def nth(rules: PoolRules, replicas: int) -> PoolRules:
     return _part(rules, _nth(rules.tokens, replicas), _nth(rules.requests, replicas))
 
 
-def first_part(rules: PoolRules, known: LastKnown, own_tokens: int, own_requests: int) -> PoolRules:
-    """The part right after the loss, for a replica whose own leases hold so much. See above."""
+def first_part(rules: PoolRules, known: LastKnown) -> PoolRules:
+    """The part right after the loss. See above."""
     free_tokens = max(0, rules.tokens - known.held_tokens)
     free_requests = max(0, rules.requests - known.held_requests)
     return _part(
         rules,
-        min(_nth(rules.tokens, known.replicas), own_tokens + _nth(free_tokens, known.replicas)),
-        min(_nth(rules.requests, known.replicas), own_requests + _nth(free_requests, known.replicas)),
+        min(_nth(rules.tokens, known.replicas), known.own_tokens + _nth(free_tokens, known.replicas)),
+        min(_nth(rules.requests, known.replicas), known.own_requests + _nth(free_requests, known.replicas)),
     )
 
 

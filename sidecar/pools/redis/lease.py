@@ -18,8 +18,8 @@ class Holder(Protocol):
     def end(self, lease: RedisLease, left: Left | None) -> None:
         """The lease, or its wait, is over. `left` is to be told how the wait had gone."""
 
-    def change_size(self, lease: RedisLease) -> None:
-        """`lease.ask.tokens` is what it holds from now on."""
+    def change_size(self, lease: RedisLease, freed_tokens: int) -> None:
+        """`lease.ask.tokens` is what it holds from now on, `freed_tokens` less than before."""
 
 
 class RedisLease:
@@ -82,7 +82,7 @@ class RedisLease:
             return False
         ask = self.ask
         self.ask = Ask(ask.tier, ask.tenant, ask.weight, tokens, ask.requests)
-        self._pool.change_size(self)
+        self._pool.change_size(self, ask.tokens - tokens)
         return True
 
     # -- called by the pool

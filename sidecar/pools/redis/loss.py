@@ -13,30 +13,32 @@ from collections.abc import Mapping
 
 from sidecar.errors import AdmissionError, StoreUnavailable
 from sidecar.policy.policy import Policy, StoreLoss
-from sidecar.policy.rules import PoolRules, largest_request
+from sidecar.policy.rules import largest_request
 from sidecar.pools.dispatcher import Clock
 from sidecar.pools.pool import Ask, Grant
 from sidecar.pools.redis.alone import Alone, LastKnown, first_part, nth
 from sidecar.pools.redis.lease import RedisLease
-from sidecar.pools.redis.script import BEAT_S, SILENCE_S, Reply
+from sidecar.pools.redis.script import BEAT_S, SILENCE_S
 from sidecar.pools.sizes import Sizes
 
 
 class Loss:
     """One loss. `leases` are the replica's own, waiting or held: the pool's own table, which changes under it."""
 
-    def __init__(self, policy: Policy, sizes: Sizes, leases: dict[int, RedisLease], last: Reply | None, clock: Clock):
+    def __init__(
+        self, policy: Policy, sizes: Sizes, leases: dict[int, RedisLease], known: LastKnown | None, clock: Clock
+    ):
         self.alone: Alone | None = None
         self.is_paused = True
         self._policy = policy
         self._sizes = sizes
         self._leases = leases
-        self._last = last
+        self._known = known
         self._clock = clock
-        self._divides = last is not None and policy.on_store_loss is StoreLoss.DIVIDE
-        self._part = nth(policy.rules, max(1, last.replicas if last else 1))
-        self._is_patient = last is not None
-        self._timer = asyncio.get_running_loop().call_later(SILENCE_S if last else 0, self._lose_patience)
+        self._divides = known is not None and policy.on_store_loss is StoreLoss.DIVIDE
+        self._part = nth(policy.rules, known.replicas if known else 1)
+        self._is_patient = known is not None
+        self._timer = asyncio.get_running_loop().call_later(SILENCE_S if known else 0, self._lose_patience)
 
     def begin(self) -> None:
         """Decides from now on, also for those that the store had not looked at yet."""
@@ -96,14 +98,8 @@ class Loss:
         self._leave_alone()
         if not self._divides:
             return
-        part = self._part if not self._is_patient else self._first_part()
+        part = first_part(self._policy.rules, self._known) if self._is_patient and self._known else self._part
         self.alone = Alone(part, self._leases.values(), self._clock, lambda lease, grant: lease.granted(grant))
-
-    def _first_part(self) -> PoolRules:
-        assert self._last is not None
-        known = LastKnown(max(1, self._last.replicas), self._last.held_tokens, self._last.held_requests)
-        own = [lease.ask for lease in self._leases.values() if lease.grant is not None]
-        return first_part(self._policy.rules, known, sum(ask.tokens for ask in own), sum(ask.requests for ask in own))
 
     def _look_at(self, lease: RedisLease) -> None:
         if lease.is_over or not lease.is_entering:

@@ -19,12 +19,18 @@ def tell(left: Left | None, wait: Grant | None) -> None:
 
 @dataclass(slots=True)
 class Batch:
-    """One call's operations, and who is to be told of its answer. `ends` counts the leases and waits that it ends."""
+    """One call's operations, and who is to be told of its answer.
+
+    `ends` counts the leases and waits that it ends, `freed_tokens` and `freed_requests` what the store may give to
+    others when it has done them.
+    """
 
     arguments: list[Argument] = field(default_factory=list)
     entering: list[RedisLease] = field(default_factory=list)
     leaving: dict[int, tuple[RedisLease, Left]] = field(default_factory=dict)
     ends: int = 0
+    freed_tokens: int = 0
+    freed_requests: int = 0
     is_beat: bool = False
 
     def tell_who_left(self, own_figures: Callable[[RedisLease], Grant]) -> None:
@@ -51,13 +57,17 @@ class Outbox:
         """A lease, or its wait, is over; `left` is to be told how it had waited."""
         self._batch.arguments += (END, lease.id)
         self._batch.ends += 1
+        if lease.grant is not None:
+            self._batch.freed_tokens += lease.ask.tokens
+            self._batch.freed_requests += lease.ask.requests
         if left is not None:
             self._batch.leaving[lease.id] = (lease, left)
         self._reason.set()
 
-    def resize(self, lease: RedisLease) -> None:
-        """A lease holds something else."""
+    def resize(self, lease: RedisLease, freed_tokens: int) -> None:
+        """A lease holds something else: so many tokens less, or more where they are negative."""
         self._batch.arguments += (RESIZE, lease.id, lease.ask.tokens)
+        self._batch.freed_tokens += freed_tokens
         self._reason.set()
 
     def beat(self) -> None:

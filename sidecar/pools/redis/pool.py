@@ -19,6 +19,7 @@ from sidecar.pools.drain_rate import DrainRate
 from sidecar.pools.figures import TierFigures, pool_state, served_by_name
 from sidecar.pools.pool import Ask, Grant
 from sidecar.pools.redis import script
+from sidecar.pools.redis.alone import LastKnown
 from sidecar.pools.redis.connection import Connect, StoreError
 from sidecar.pools.redis.lease import Left, RedisLease
 from sidecar.pools.redis.link import Link
@@ -54,6 +55,9 @@ class RedisPool:
         self._leases: dict[int, RedisLease] = {}
         self._outbox = Outbox()
         self._unsaid_ends = 0
+        self._held_tokens = 0  # by this replica, as the store has it: what ended is held there until it is said
+        self._held_requests = 0
+        self._stated = (0, 0)  # the same, as the latest statement says it
         self._link: Link | None = None
         self._loss: Loss | None = None
         self._last: script.Reply | None = None
@@ -144,21 +148,23 @@ class RedisPool:
         else:
             self._outbox.end(lease, left)
 
-    def change_size(self, lease: RedisLease) -> None:
+    def change_size(self, lease: RedisLease, freed_tokens: int) -> None:
         """A lease holds something else."""
         if loss := self._deciding_loss():
             loss.resized(lease)
         else:
-            self._outbox.resize(lease)
+            self._outbox.resize(lease, freed_tokens)
 
     # -- what the link tells (`link.Replica`)
 
     def statement(self) -> tuple[Sequence[script.Argument], Batch]:
         """Everything that this replica has. Operations that were not sent are part of it."""
-        self.unanswered(self._outbox.take())
+        self._leave_unsaid(self._outbox.take())
         if self._loss is not None:
             self._loss.pause()
         now_us, leases = self.now_us(), list(self._leases.values())
+        held = [lease.ask for lease in leases if lease.grant is not None]
+        self._stated = sum(ask.tokens for ask in held), sum(ask.requests for ask in held)
         arguments: list[script.Argument] = [self._last.replicas if self._last else 0, self._rules_text]
         # The first statement brings this process's policy; later ones bring it to an empty store alone.
         arguments += [int(self._last is None), self._unsaid_ends]
@@ -172,6 +178,7 @@ class RedisPool:
         if self._loss is not None:
             self._loss.end()
             self._loss = None
+        self._held_tokens, self._held_requests = self._stated
         self.standing.change(StoreState.SHARED, f"{len(self._leases)} leases and tickets of this replica")
         self.answered(reply, batch)
 
@@ -179,6 +186,7 @@ class RedisPool:
         """Does what the store says."""
         now_us = self.now_us()
         self._last = reply
+        self._hold(-batch.freed_tokens, -batch.freed_requests)
         for level, figures in reply.tiers:
             admitted, self._tiers[level] = figures.admitted - self._tiers[level].admitted, figures
             if admitted > 0:
@@ -199,9 +207,9 @@ class RedisPool:
         self._call_in_time(reply.change_after_us)
 
     def unanswered(self, batch: Batch) -> None:
-        """What was said may not have been heard: whoever left is told what is known here."""
-        self._unsaid_ends += batch.ends
-        batch.tell_who_left(self._own_figures)
+        """What was said may have been heard or not; where it was, others may hold by now what it gave back."""
+        self._hold(-batch.freed_tokens, -batch.freed_requests)
+        self._leave_unsaid(batch)
 
     def heard(self, message: bytes) -> None:
         """Grants that other replicas' calls gave."""
@@ -213,12 +221,19 @@ class RedisPool:
         """From now on, and after every sync that failed, this process decides."""
         is_divided = self._last is not None and self._policy.on_store_loss is StoreLoss.DIVIDE
         self.standing.change(StoreState.DIVIDED if is_divided else StoreState.CLOSED, str(error))
-        self.unanswered(self._outbox.take())
+        self._leave_unsaid(self._outbox.take())
         self._forget_the_time()
         if self._loss is None:
-            self._loss = Loss(self._policy, self._sizes, self._leases, self._last, self.now_us)
+            self._loss = Loss(self._policy, self._sizes, self._leases, self._last_known(), self.now_us)
         if self._loss.is_paused:
             self._loss.begin()
+
+    def _last_known(self) -> LastKnown | None:
+        last = self._last
+        if last is None:
+            return None
+        own = self._held_tokens, self._held_requests
+        return LastKnown(max(1, last.replicas), last.held_tokens, last.held_requests, *own)
 
     def _deciding_loss(self) -> Loss | None:
         """The loss, where it decides. While a sync is on its way what happens is collected for the store."""
@@ -229,6 +244,7 @@ class RedisPool:
     def _granted(self, lease_id: int, wait: script.WaitReply | None, now_us: int) -> None:
         lease = self._leases.get(lease_id)
         if lease is not None and lease.grant is None:
+            self._hold(lease.ask.tokens, lease.ask.requests)
             lease.granted(self._grant(lease, wait, now_us))
 
     def _grant(self, lease: RedisLease, wait: script.WaitReply | None, now_us: int) -> Grant:
@@ -238,6 +254,15 @@ class RedisPool:
         ahead = served_by_name(self._tier_names, wait.served_ahead) if wait.wait_us > 0 else {}
         overtaken_at_us = None if wait.starved_us is None else now_us - wait.starved_us
         return Grant(now_us, wait.wait_us, wait.starved_us or 0, overtaken_at_us, ahead, wait.level)
+
+    def _hold(self, tokens: int, requests: int) -> None:
+        self._held_tokens += tokens
+        self._held_requests += requests
+
+    def _leave_unsaid(self, batch: Batch) -> None:
+        """Whoever left is told what is known here."""
+        self._unsaid_ends += batch.ends
+        batch.tell_who_left(self._own_figures)
 
     def _own_figures(self, lease: RedisLease) -> Grant:
         """How a wait went as far as this process knows."""
