@@ -140,7 +140,7 @@ async def until(condition: Any, within_s: float = 10.0, what: str = "") -> float
 
 
 async def nothing_left(pools: Sequence[RedisPool]) -> None:
-    """Fails unless, within a heartbeat, neither the store nor a replica has a lease or a ticket left."""
+    """Fails unless, at the next heartbeat, neither the store nor a replica has a lease or a ticket left."""
 
     def is_empty() -> bool:
         states: list[Any] = [pool.state() for pool in pools]
@@ -150,6 +150,8 @@ async def nothing_left(pools: Sequence[RedisPool]) -> None:
             for state in states
         )
 
+    for pool in pools:
+        pool._outbox.beat()
     await until(is_empty, within_s=5, what="leases or tickets are left")
 
 

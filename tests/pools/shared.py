@@ -12,9 +12,10 @@ from typing import Any
 import fakeredis
 
 from sidecar.policy.policy import Policy
+from sidecar.policy.store import store_address
 from sidecar.pools import Pool
 from sidecar.pools.redis import RedisPool
-from sidecar.pools.redis.connection import ANSWER_WITHIN_S, Connection
+from sidecar.pools.redis.connection import ANSWER_WITHIN_S, Connection, connector
 from sidecar.pools.redis.script import SOURCE, Argument
 from tests.pools.pools import Clock, allow_any_size
 from tests.support.redis_servers import RedisServer
@@ -62,7 +63,8 @@ class SharedHarness:
         self.name = f"test-{next(_pools)}"
         self._opened: dict[int, Opened] = {}
 
-    def client(self) -> Any:
+    async def client(self) -> Any:
+        """A client, connected."""
         raise NotImplementedError
 
     async def pool(self, policy: Policy, clock: Clock | None = None, *, any_size: bool = False) -> RedisPool:
@@ -70,9 +72,7 @@ class SharedHarness:
         opened: list[Opened] = []
 
         async def connect() -> Connection:
-            connection = Observed(self.client(), policy.pool, clock)
-            await connection._client.initialize()
-            opened[0].connection = connection
+            connection = opened[0].connection = Observed(await self.client(), policy.pool, clock)
             return connection
 
         pool = RedisPool(policy, connect) if clock is None else RedisPool(policy, connect, clock)
@@ -110,8 +110,8 @@ class FakeHarness(SharedHarness):
         super().__init__()
         self.server = fakeredis.FakeServer(version=(7,))
 
-    def client(self) -> Any:
-        return fakeredis.FakeAsyncRedis(server=self.server)
+    async def client(self) -> Any:
+        return await fakeredis.FakeAsyncRedis(server=self.server).initialize()
 
 
 class RedisHarness(SharedHarness):
@@ -121,12 +121,6 @@ class RedisHarness(SharedHarness):
         super().__init__()
         self.server = server
 
-    def client(self) -> Any:
-        return client_of(self.server)
-
-
-def client_of(server: RedisServer) -> Any:
-    """A client of a real server, as the product makes it."""
-    import redis.asyncio
-
-    return redis.asyncio.Redis(host=server.host, port=server.port, protocol=2, single_connection_client=True)
+    async def client(self) -> Any:
+        connection = await connector(store_address(self.server.url), self.name)()
+        return connection._client

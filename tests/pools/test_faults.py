@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from sidecar.errors import StoreUnavailable
 from sidecar.policy.policy import Policy, StoreLoss
 from sidecar.pools.dispatcher import monotonic_us
 from sidecar.pools.redis import RedisPool
+from tests.pools.conftest import SERVERS, Servers
 from tests.pools.load import Load, nothing_left, recovered, replicas, store_of, until
 from tests.pools.pools import ask, simple
 from tests.support.fault_proxy import FaultProxy
@@ -28,13 +30,32 @@ def policy() -> Policy:
     return simple(tokens=CAPACITY)
 
 
-@pytest.fixture
-def server(redis_server: RedisServer) -> RedisServer:
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Servers of these tests' own: nobody else should find them killed."""
+    started = Servers(tmp_path_factory.mktemp("faults"))
+    yield started
+    for server in started.values():
+        server.stop()
+
+
+@pytest.fixture(params=SERVERS)
+def server(request: pytest.FixtureRequest, servers: Servers) -> RedisServer:
     """A real server, of every kind, whatever a test before did to it."""
-    if not redis_server.is_running:
-        redis_server.start()
-    redis_server.command("FLUSHALL")
-    return redis_server
+    return healthy(servers[request.param])
+
+
+@pytest.fixture(params=[SERVERS[0], *(pytest.param(name, marks=pytest.mark.soak) for name in SERVERS[1:])])
+def patient_server(request: pytest.FixtureRequest, servers: Servers) -> RedisServer:
+    """For faults that take their time: one kind of server now, the others in the long run."""
+    return healthy(servers[request.param])
+
+
+def healthy(server: RedisServer) -> RedisServer:
+    if not server.is_running:
+        server.start()
+    server.command("FLUSHALL")
+    return server
 
 
 async def do(server: RedisServer, *words: str | int) -> None:
@@ -52,9 +73,9 @@ def check(load: Load, pools: list[RedisPool], *, at_least: int = 100, limit: int
 # -- replicas that die or hang
 
 
-async def test_what_a_killed_replica_held_is_back_within_twelve_seconds(server: RedisServer) -> None:
-    command = ["-m", "tests.pools.replica", server.url, "faults", "6", "10"]
-    async with child(*command) as process, replicas(simple(tokens=100), [server.url]) as (pool,):
+async def test_what_a_killed_replica_held_is_back_within_twelve_seconds(patient_server: RedisServer) -> None:
+    command = ["-m", "tests.pools.replica", patient_server.url, "faults", "6", "10"]
+    async with child(*command) as process, replicas(simple(tokens=100), [patient_server.url]) as (pool,):
         assert await line(process) == "holding"  # 60 of 100
         waiting = await pool.enter(ask(tokens=60))
         assert waiting.grant is None
@@ -68,10 +89,10 @@ async def test_what_a_killed_replica_held_is_back_within_twelve_seconds(server: 
 
 @pytest.mark.parametrize("stopped_s", [12.5, pytest.param(30, marks=pytest.mark.soak)])
 async def test_a_stopped_replica_loses_its_leases_and_registers_them_again(
-    server: RedisServer, stopped_s: float
+    patient_server: RedisServer, stopped_s: float
 ) -> None:
-    command = ["-m", "tests.pools.replica", server.url, "faults", "2", "30"]
-    async with child(*command) as process, replicas(simple(tokens=100), [server.url]) as (pool,):
+    command = ["-m", "tests.pools.replica", patient_server.url, "faults", "2", "30"]
+    async with child(*command) as process, replicas(simple(tokens=100), [patient_server.url]) as (pool,):
         assert await line(process) == "holding"
         process.send_signal(signal.SIGSTOP)
         waiting = await pool.enter(ask(tokens=100))
@@ -137,13 +158,13 @@ async def test_a_restarted_server_that_is_empty(server: RedisServer) -> None:
 # -- a store that is away
 
 
-async def test_a_paused_store_divides_the_pool_and_never_exceeds_it(server: RedisServer) -> None:
+async def test_a_paused_store_divides_the_pool_and_never_exceeds_it(patient_server: RedisServer) -> None:
     """Three busy replicas, of which one asks for most: it holds more than its part when the store falls silent."""
-    async with replicas(policy(), [server.url] * 3) as pools:
+    async with replicas(policy(), [patient_server.url] * 3) as pools:
         load = Load([pools[0], pools[1], pools[2], pools[0], pools[0]])
         async with load.going_on(50):
             await asyncio.sleep(0.5)
-            await do(server, "CLIENT", "PAUSE", 10_000, "ALL")
+            await do(patient_server, "CLIENT", "PAUSE", 10_000, "ALL")
             await until(lambda: all(pool.standing.state.value == "divided" for pool in pools), 4, "divided")
             before = load.admitted
             await asyncio.sleep(3)
@@ -191,10 +212,10 @@ async def test_closed_refuses_new_requests_and_lets_the_running_ones_end(server:
         await nothing_left(pools)
 
 
-async def test_nobody_waits_for_a_store_that_stays_away(server: RedisServer) -> None:
-    async with replicas(policy(), [server.url] * 2, on_loss=StoreLoss.CLOSED) as pools:
+async def test_nobody_waits_for_a_store_that_stays_away(patient_server: RedisServer) -> None:
+    async with replicas(policy(), [patient_server.url] * 2, on_loss=StoreLoss.CLOSED) as pools:
         running, waiting = await pools[0].enter(ask(tokens=100)), await pools[0].enter(ask(tokens=100))
-        server.kill()
+        patient_server.kill()
         with pytest.raises(StoreUnavailable):
             await asyncio.wait_for(waiting.wait(), 13)
         assert not waiting.settle()

@@ -53,15 +53,11 @@ local R_TOKENS, R_REQUESTS, H_TOKENS, H_REQUESTS, L_TOKENS, L_REQUESTS, LIMITED,
   1, 2, 3, 4, 5, 6, 7, 8, 9
 local NAMES, CAPACITY_TOKENS, CAPACITY_REQUESTS, PROMOTE_AFTER, CEILING, FIRST_RULE = 1, 2, 3, 4, 5, 6
 -- meta
-local BIRTH, NOW, OFFSET, GRACE, HOLD_SINCE, HOLD_UNTIL, HOLD_FOR, SEQUENCE, LATEST, WAITING, LEASES, LATE =
-  1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12
+local BIRTH, NOW, OFFSET, GRACE, HOLD_SINCE, HOLD_UNTIL, HOLD_FOR, SEQUENCE, LATEST, WAITING, LEASES, LATE, REPLICAS,
+  SWEEP = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14
+local META_TEXT = '[' .. string.rep('%.0f,', SWEEP - 1) .. '%.0f]'
 -- a tier's figures
 local HELD_TOKENS, HELD_REQUESTS, QUEUED_TOKENS, QUEUED, VIRTUAL, SERVED, ADMITTED = 1, 2, 3, 4, 5, 6, 7
-
-local function int(number) return fmt('%.0f', number) end
-local function tag(number) return fmt('%.17g', number) end
-
-local function clock_us() local time = redis.call('TIME') return time[1] * 1000000 + time[2] end
 
 local root, kind, me, fence = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local meta, rules, rules_text, now, prefix, mine, beats, waiting_key, steps_key
@@ -70,27 +66,39 @@ local all_tokens, all_requests = 0, 0
 local heads, outbox = {}, {}
 local grants, ended, refused = {}, {}, {}
 local served_since = {} -- level -> tokens admitted since the newest ticket came
+local is_damaged = false
+local pool = {}
 
-local function queue_key(level) return prefix .. 'q:' .. level end
-local function finish_key(level) return prefix .. 'f:' .. level end
-local function replica_key(replica) return prefix .. 'r:' .. replica end
-local function outbox_key(replica) return prefix .. 'o:' .. replica end
+local function clock_us() local time = redis.call('TIME') return time[1] * 1000000 + time[2] end
+
+-- The functions are fields of a table, and are made inside of others, because a script makes all of them anew in every
+-- call: a function that captures a local of the chunk walks a list (`luaF_findupval`), one that captures what the
+-- function around it has captured copies a pointer. That is a third of what a short call costs. No function may capture
+-- more than 60, so there are two around.
+local function define_tickets_and_rules()
+
+function pool.int(number) return fmt('%.0f', number) end
+function pool.tag(number) return fmt('%.17g', number) end
+
+function pool.queue_key(level) return prefix .. 'q:' .. level end
+function pool.finish_key(level) return prefix .. 'f:' .. level end
+function pool.replica_key(replica) return prefix .. 'r:' .. replica end
+function pool.outbox_key(replica) return prefix .. 'o:' .. replica end
 
 -- What is inconsistent was lost in part (evicted, deleted by hand): the root goes, and the replicas state it all anew.
-local is_damaged = false
-local function damaged()
+function pool.damaged()
   is_damaged = true
   error('damaged')
 end
 
 -- -- the pool's figures, read once and written once a call
 
-local function name_keys()
-  prefix = root .. ':' .. int(meta[BIRTH]) .. ':'
-  mine, beats, waiting_key, steps_key = replica_key(me), prefix .. 'beats', prefix .. 'w', prefix .. 's'
+function pool.name_keys()
+  prefix = root .. ':' .. pool.int(meta[BIRTH]) .. ':'
+  mine, beats, waiting_key, steps_key = pool.replica_key(me), prefix .. 'beats', prefix .. 'w', prefix .. 's'
 end
 
-local function load()
+function pool.load()
   local fields = call('HGETALL', root)
   for index = 1, #fields, 2 do
     local field, value = fields[index], fields[index + 1]
@@ -106,22 +114,20 @@ local function load()
   end
   if not meta then return false end
   levels = #rules - FIRST_RULE + 1
-  name_keys()
+  pool.name_keys()
   return true
 end
 
-local function tier_text(tier)
+function pool.tier_text(tier)
   return fmt('[%.0f,%.0f,%.0f,%.0f,%.17g,%.0f,%.0f]', tier[HELD_TOKENS], tier[HELD_REQUESTS], tier[QUEUED_TOKENS],
     tier[QUEUED], tier[VIRTUAL], tier[SERVED], tier[ADMITTED])
 end
 
-local function save(tells_all)
-  local figures = {}
-  for index = 1, #meta do figures[index] = int(meta[index]) end
-  local fields, texts = {'meta', '[' .. concat(figures, ',') .. ']'}, {}
+function pool.save(tells_all)
+  local fields, texts = {'meta', fmt(META_TEXT, unpack(meta))}, {}
   for level = 0, levels - 1 do
     if tells_all or is_changed[level] then
-      local text = tier_text(tiers[level])
+      local text = pool.tier_text(tiers[level])
       fields[#fields + 1], fields[#fields + 2] = level, text
       texts[#texts + 1] = level .. ' ' .. text
     end
@@ -131,42 +137,42 @@ local function save(tells_all)
 end
 
 -- Time never runs backwards, whatever server answers; where nobody called for long, nobody could.
-local function tell_time()
+function pool.tell_time()
   now = clock_us() + meta[OFFSET]
   if now < meta[NOW] then
     meta[OFFSET], now = meta[OFFSET] + meta[NOW] - now, meta[NOW]
   elseif now - meta[NOW] > 2 * BEAT_US then
     -- The store's silence is not the replicas': they get time to call, and what they ran meanwhile is stated first.
     meta[GRACE] = now + 2 * BEAT_US
-    meta[HOLD_SINCE], meta[HOLD_UNTIL], meta[HOLD_FOR] = now, now + BEAT_US, call('ZCARD', beats)
+    meta[HOLD_SINCE], meta[HOLD_UNTIL], meta[HOLD_FOR] = now, now + BEAT_US, meta[REPLICAS]
   end
   meta[NOW] = now
 end
 
 -- -- tickets and leases
 
-local function member_of(ticket)
+function pool.member_of(ticket)
   return fmt('%016.0f %s %s %.0f %.0f %.0f', ticket.sequence, ticket.owner, ticket.id, ticket.tokens, ticket.requests,
     ticket.arrived)
 end
 
-local function ticket_record(ticket)
+function pool.ticket_record(ticket)
   local served = {}
-  for level = 0, levels - 1 do served[level + 1] = int(tiers[level][SERVED] - (served_since[level] or 0)) end
+  for level = 0, levels - 1 do served[level + 1] = pool.int(tiers[level][SERVED] - (served_since[level] or 0)) end
   return fmt('W %d %.0f %.0f %.0f %.0f ', ticket.level, ticket.tokens, ticket.requests, ticket.sequence, ticket.arrived)
     .. concat(served, ' ')
 end
 
-local function lease_record(level, tokens, requests, grant)
+function pool.lease_record(level, tokens, requests, grant)
   return fmt('L %d %.0f %.0f ', level, tokens, requests) .. (grant or '')
 end
 
-local function read_lease(record)
+function pool.read_lease(record)
   local level, tokens, requests, grant = match(record, '^L (%d+) (%d+) (%d+) (.*)$')
   return tonumber(level), tonumber(tokens), tonumber(requests), grant
 end
 
-local function read_ticket(owner, id, record)
+function pool.read_ticket(owner, id, record)
   local level, tokens, requests, sequence, arrived, served = match(record, '^W (%d+) (%d+) (%d+) (%d+) (%d+) (.*)$')
   return {
     id = id, owner = owner, level = tonumber(level), tokens = tonumber(tokens), requests = tonumber(requests),
@@ -174,26 +180,26 @@ local function read_ticket(owner, id, record)
   }
 end
 
-local function hold(level, tokens, requests)
+function pool.hold(level, tokens, requests)
   local tier = tiers[level]
   tier[HELD_TOKENS], tier[HELD_REQUESTS] = tier[HELD_TOKENS] + tokens, tier[HELD_REQUESTS] + requests
   all_tokens, all_requests = all_tokens + tokens, all_requests + requests
   is_changed[level] = true
 end
 
-local function store(ticket)
-  call('ZADD', queue_key(ticket.level), tag(ticket.start), member_of(ticket))
-  call('ZADD', waiting_key, int(ticket.sequence), int(ticket.sequence))
-  call('HSET', replica_key(ticket.owner), ticket.id, ticket_record(ticket))
-  if ticket.finish then call('HSET', finish_key(ticket.level), ticket.tenant, tag(ticket.finish)) end
+function pool.store(ticket)
+  call('ZADD', pool.queue_key(ticket.level), pool.tag(ticket.start), pool.member_of(ticket))
+  call('ZADD', waiting_key, pool.int(ticket.sequence), pool.int(ticket.sequence))
+  call('HSET', pool.replica_key(ticket.owner), ticket.id, pool.ticket_record(ticket))
+  if ticket.finish then call('HSET', pool.finish_key(ticket.level), ticket.tenant, pool.tag(ticket.finish)) end
   ticket.is_stored = true
 end
 
-local function head_of(level)
+function pool.head_of(level)
   local head = heads[level]
   if not head then
-    local found = call('ZRANGE', queue_key(level), 0, 0, 'WITHSCORES')
-    if not found[1] then return damaged() end
+    local found = call('ZRANGE', pool.queue_key(level), 0, 0, 'WITHSCORES')
+    if not found[1] then return pool.damaged() end
     local sequence, owner, id, tokens, requests, arrived = match(found[1], '^(%d+) (%S+) (%S+) (%d+) (%d+) (%d+)$')
     head = {
       id = id, owner = owner, level = level, tokens = tonumber(tokens), requests = tonumber(requests),
@@ -205,12 +211,12 @@ local function head_of(level)
 end
 
 -- The ticket is tagged (start-time fair queueing) and waits. One that is first in an empty queue need not be stored yet.
-local function push(ticket, tenant, weight)
+function pool.push(ticket, tenant, weight)
   local tier, head = tiers[ticket.level], nil
   local start = 0
   if tier[QUEUED] > 0 then
-    head = head_of(ticket.level)
-    start = math.max(tier[VIRTUAL], tonumber(call('HGET', finish_key(ticket.level), tenant) or 0))
+    head = pool.head_of(ticket.level)
+    start = math.max(tier[VIRTUAL], tonumber(call('HGET', pool.finish_key(ticket.level), tenant) or 0))
   end
   ticket.start, ticket.finish, ticket.tenant = start, start + ticket.tokens / weight, tenant
   tier[QUEUED], tier[QUEUED_TOKENS] = tier[QUEUED] + 1, tier[QUEUED_TOKENS] + ticket.tokens
@@ -218,32 +224,32 @@ local function push(ticket, tenant, weight)
   is_changed[ticket.level] = true
   if not head or start < head.start then heads[ticket.level] = ticket end
   if head then
-    if not head.is_stored then store(head) end
-    store(ticket)
+    if not head.is_stored then pool.store(head) end
+    pool.store(ticket)
   end
 end
 
 -- When the ticket was first overtaken, nil where it was not. A step is kept for as long as somebody waits whom it
 -- overtook first, so there are never more steps than tickets that wait.
-local function overtaken_at(sequence)
+function pool.overtaken_at(sequence)
   if sequence >= meta[LATEST] then return nil end
-  local found = call('ZRANGEBYSCORE', steps_key, '(' .. int(sequence), '+inf', 'LIMIT', 0, 1)
+  local found = call('ZRANGEBYSCORE', steps_key, '(' .. pool.int(sequence), '+inf', 'LIMIT', 0, 1)
   return found[1] and tonumber(match(found[1], '^(%d+)'))
 end
 
-local function note_overtaking(sequence)
+function pool.note_overtaking(sequence)
   if sequence <= meta[LATEST] then return end
   if meta[WAITING] > 0 then
-    local between = call('ZRANGEBYSCORE', waiting_key, '(' .. int(meta[LATEST]), '(' .. int(sequence), 'LIMIT', 0, 1)
-    if between[1] then call('ZADD', steps_key, int(sequence), int(now) .. ' ' .. int(sequence)) end
+    local between = call('ZRANGEBYSCORE', waiting_key, '(' .. pool.int(meta[LATEST]), '(' .. pool.int(sequence), 'LIMIT', 0, 1)
+    if between[1] then call('ZADD', steps_key, pool.int(sequence), pool.int(now) .. ' ' .. pool.int(sequence)) end
   end
   meta[LATEST] = sequence
 end
 
-local function forget_step(sequence)
-  local step = call('ZRANGEBYSCORE', steps_key, '(' .. int(sequence), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
+function pool.forget_step(sequence)
+  local step = call('ZRANGEBYSCORE', steps_key, '(' .. pool.int(sequence), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
   if not step[1] then return end
-  local before = call('ZREVRANGEBYSCORE', steps_key, int(sequence), '-inf', 'WITHSCORES', 'LIMIT', 0, 1)
+  local before = call('ZREVRANGEBYSCORE', steps_key, pool.int(sequence), '-inf', 'WITHSCORES', 'LIMIT', 0, 1)
   local from = before[1] and '(' .. before[2] or '-inf'
   if not call('ZRANGEBYSCORE', waiting_key, from, '(' .. step[2], 'LIMIT', 0, 1)[1] then
     call('ZREM', steps_key, step[1])
@@ -251,7 +257,7 @@ local function forget_step(sequence)
 end
 
 -- Takes a ticket out of its queue. Its replica's record is the caller's to change.
-local function remove(ticket)
+function pool.remove(ticket)
   local level = ticket.level
   local tier = tiers[level]
   tier[QUEUED], tier[QUEUED_TOKENS] = tier[QUEUED] - 1, tier[QUEUED_TOKENS] - ticket.tokens
@@ -259,36 +265,36 @@ local function remove(ticket)
   is_changed[level] = true
   if heads[level] and heads[level].sequence == ticket.sequence then heads[level] = nil end
   if ticket.is_stored then
-    if call('ZREM', queue_key(level), member_of(ticket)) == 0 then return damaged() end
-    call('ZREM', waiting_key, int(ticket.sequence))
+    if call('ZREM', pool.queue_key(level), pool.member_of(ticket)) == 0 then return pool.damaged() end
+    call('ZREM', waiting_key, pool.int(ticket.sequence))
     if tier[QUEUED] == 0 then
-      call('DEL', finish_key(level))
+      call('DEL', pool.finish_key(level))
       tier[VIRTUAL] = 0
     end
   end
 end
 
 -- How the ticket has waited so far, as text behind its id, and whether it was overtaken.
-local function wait_text(ticket, aged_level)
-  local overtaken = overtaken_at(ticket.sequence)
-  local parts = {int(now - ticket.arrived), overtaken and int(now - overtaken) or '-1', int(aged_level)}
+function pool.wait_text(ticket, aged_level)
+  local overtaken = pool.overtaken_at(ticket.sequence)
+  local parts = {pool.int(now - ticket.arrived), overtaken and pool.int(now - overtaken) or '-1', pool.int(aged_level)}
   local level = 0
   for served in string.gmatch(ticket.served, '%d+') do
-    parts[#parts + 1] = int(tiers[level][SERVED] - tonumber(served))
+    parts[#parts + 1] = pool.int(tiers[level][SERVED] - tonumber(served))
     level = level + 1
   end
   return concat(parts, ' '), overtaken
 end
 
-local function settle_steps(sequence, was_overtaken)
+function pool.settle_steps(sequence, was_overtaken)
   if meta[WAITING] == 0 then
     call('DEL', steps_key)
   elseif was_overtaken then
-    forget_step(sequence)
+    pool.forget_step(sequence)
   end
 end
 
-local function grant(owner, text)
+function pool.grant(owner, text)
   local texts = grants
   if owner ~= me then
     outbox[owner] = outbox[owner] or {}
@@ -299,7 +305,7 @@ end
 
 -- -- the rules
 
-local function aged_score(rule_level, ticket)
+function pool.aged_score(rule_level, ticket)
   local promote_after = rules[PROMOTE_AFTER]
   if promote_after == 0 then return rule_level end
   local score = rule_level * promote_after
@@ -307,32 +313,32 @@ local function aged_score(rule_level, ticket)
   return math.max(rules[CEILING] * promote_after, score - (now - ticket.arrived))
 end
 
-local function is_below_reserve(level)
+function pool.is_below_reserve(level)
   local rule, tier = rules[FIRST_RULE + level], tiers[level]
   return rule[ALWAYS_FIRST] == 1 or (tier[HELD_TOKENS] < rule[R_TOKENS] and tier[HELD_REQUESTS] < rule[R_REQUESTS])
 end
 
-local function is_at_limit(level, ticket)
+function pool.is_at_limit(level, ticket)
   local rule, tier = rules[FIRST_RULE + level], tiers[level]
   return rule[LIMITED] == 1 and (tier[HELD_TOKENS] + ticket.tokens > rule[L_TOKENS]
     or tier[HELD_REQUESTS] + ticket.requests > rule[L_REQUESTS])
 end
 
-local function is_before(below, score, ticket, best)
+function pool.is_before(below, score, ticket, best)
   if below ~= best.below then return below end
   if score ~= best.score then return score < best.score end
   if ticket.arrived ~= best.ticket.arrived then return ticket.arrived < best.ticket.arrived end
   return ticket.sequence < best.ticket.sequence
 end
 
-local function first()
+function pool.first()
   local best
   for level = 0, levels - 1 do
     if tiers[level][QUEUED] > 0 then
-      local head = head_of(level)
-      if not is_at_limit(level, head) then
-        local below, score = is_below_reserve(level), aged_score(level, head)
-        if not best or is_before(below, score, head, best) then
+      local head = pool.head_of(level)
+      if not pool.is_at_limit(level, head) then
+        local below, score = pool.is_below_reserve(level), pool.aged_score(level, head)
+        if not best or pool.is_before(below, score, head, best) then
           best = {below = below, score = score, ticket = head}
         end
       end
@@ -341,7 +347,7 @@ local function first()
   return best
 end
 
-local function fits(ticket, score)
+function pool.fits(ticket, score)
   local unit = rules[PROMOTE_AFTER] == 0 and 1 or rules[PROMOTE_AFTER]
   local tokens = rules[CAPACITY_TOKENS] - all_tokens - ticket.tokens
   local requests = rules[CAPACITY_REQUESTS] - all_requests - ticket.requests
@@ -356,61 +362,61 @@ local function fits(ticket, score)
   return tokens >= 0 and requests >= 0
 end
 
-local function admit(ticket, score)
+function pool.admit(ticket, score)
   local level, text, overtaken = ticket.level, ticket.id, nil
   if ticket.is_stored then
     if not ticket.served then
-      local record = call('HGET', replica_key(ticket.owner), ticket.id)
-      if not record then return damaged() end
-      ticket.served = read_ticket(ticket.owner, ticket.id, record).served
+      local record = call('HGET', pool.replica_key(ticket.owner), ticket.id)
+      if not record then return pool.damaged() end
+      ticket.served = pool.read_ticket(ticket.owner, ticket.id, record).served
     end
     local unit = rules[PROMOTE_AFTER] == 0 and 1 or rules[PROMOTE_AFTER]
     local figures
-    figures, overtaken = wait_text(ticket, math.ceil(score / unit))
+    figures, overtaken = pool.wait_text(ticket, math.ceil(score / unit))
     text = ticket.id .. ' ' .. figures
     tiers[level][VIRTUAL] = ticket.start
   end
-  remove(ticket)
-  hold(level, ticket.tokens, ticket.requests)
+  pool.remove(ticket)
+  pool.hold(level, ticket.tokens, ticket.requests)
   tiers[level][SERVED], tiers[level][ADMITTED] = tiers[level][SERVED] + ticket.tokens, tiers[level][ADMITTED] + 1
   served_since[level] = (served_since[level] or 0) + ticket.tokens
   meta[LEASES] = meta[LEASES] + 1
-  note_overtaking(ticket.sequence)
-  if ticket.is_stored then settle_steps(ticket.sequence, overtaken) end
-  call('HSET', replica_key(ticket.owner), ticket.id,
-    lease_record(level, ticket.tokens, ticket.requests, ticket.is_stored and text))
+  pool.note_overtaking(ticket.sequence)
+  if ticket.is_stored then pool.settle_steps(ticket.sequence, overtaken) end
+  call('HSET', pool.replica_key(ticket.owner), ticket.id,
+    pool.lease_record(level, ticket.tokens, ticket.requests, ticket.is_stored and text))
   ticket.is_admitted = true
-  grant(ticket.owner, text)
+  pool.grant(ticket.owner, text)
 end
 
 -- Whether replicas are still to say what they hold, after the store was lost or silent.
-local function is_on_hold()
+function pool.is_on_hold()
   if meta[HOLD_UNTIL] == 0 then return false end
-  if now >= meta[HOLD_UNTIL] or call('ZCOUNT', beats, int(meta[HOLD_SINCE]), '+inf') >= meta[HOLD_FOR] then
+  if now >= meta[HOLD_UNTIL] or call('ZCOUNT', beats, pool.int(meta[HOLD_SINCE]), '+inf') >= meta[HOLD_FOR] then
     meta[HOLD_UNTIL] = 0
     return false
   end
   return true
 end
 
-local function dispatch()
-  if meta[WAITING] == 0 or is_on_hold() then return end
+function pool.dispatch()
+  if meta[WAITING] == 0 or pool.is_on_hold() then return end
   while meta[WAITING] > 0 and all_tokens < rules[CAPACITY_TOKENS] and all_requests < rules[CAPACITY_REQUESTS] do
-    local best = first()
-    if not best or not fits(best.ticket, best.score) then return end
-    admit(best.ticket, best.score)
+    local best = pool.first()
+    if not best or not pool.fits(best.ticket, best.score) then return end
+    pool.admit(best.ticket, best.score)
   end
 end
 
 -- Time matters through aging alone, when a head reaches a whole level, and while the pool is on hold.
-local function next_change()
+function pool.next_change()
   if meta[WAITING] == 0 then return -1 end
   local soonest = meta[HOLD_UNTIL] > now and meta[HOLD_UNTIL] - now or -1
   local promote_after = rules[PROMOTE_AFTER]
   if promote_after == 0 then return soonest end
   for level = rules[CEILING] + 1, levels - 1 do
     if tiers[level][QUEUED] > 0 then
-      local arrived = head_of(level).arrived
+      local arrived = pool.head_of(level).arrived
       local rise = math.floor((now - arrived) / promote_after) + 1
       local change = arrived + rise * promote_after - now
       if rise <= level - rules[CEILING] and (soonest < 0 or change < soonest) then soonest = change end
@@ -419,14 +425,18 @@ local function next_change()
   return soonest
 end
 
+end
+
+local function define_operations()
+
 -- -- operations
 
-local function next_sequence()
+function pool.next_sequence()
   meta[SEQUENCE] = meta[SEQUENCE] + 1
   return meta[SEQUENCE]
 end
 
-local function enter(id, level, tenant, weight, tokens, requests)
+function pool.enter(id, level, tenant, weight, tokens, requests)
   local places, tier = rules[FIRST_RULE + level][PLACES], tiers[level]
   if call('HEXISTS', mine, id) == 1 then return end
   if places > 0 and tier[QUEUED] >= places then
@@ -435,77 +445,77 @@ local function enter(id, level, tenant, weight, tokens, requests)
   end
   if next(served_since) then served_since = {} end
   local ticket = {
-    id = id, owner = me, level = level, tokens = tokens, requests = requests, sequence = next_sequence(), arrived = now,
+    id = id, owner = me, level = level, tokens = tokens, requests = requests, sequence = pool.next_sequence(), arrived = now,
   }
-  push(ticket, tenant, weight)
-  dispatch()
+  pool.push(ticket, tenant, weight)
+  pool.dispatch()
   if ticket.is_admitted then return end
   if places == 0 then -- a tier that never queues: at once, or not at all
     if ticket.is_stored then call('HDEL', mine, id) end
-    local overtaken = overtaken_at(ticket.sequence)
-    remove(ticket)
-    settle_steps(ticket.sequence, overtaken)
+    local overtaken = pool.overtaken_at(ticket.sequence)
+    pool.remove(ticket)
+    pool.settle_steps(ticket.sequence, overtaken)
     refused[#refused + 1] = id
-    dispatch()
+    pool.dispatch()
   elseif not ticket.is_stored then
-    store(ticket)
+    pool.store(ticket)
   end
 end
 
-local function free(level, tokens, requests)
-  hold(level, -tokens, -requests)
+function pool.free(level, tokens, requests)
+  pool.hold(level, -tokens, -requests)
   meta[LEASES] = meta[LEASES] - 1
 end
 
-local function withdraw(ticket)
-  local figures, overtaken = wait_text(ticket, ticket.level)
-  remove(ticket)
-  settle_steps(ticket.sequence, overtaken)
+function pool.withdraw(ticket)
+  local figures, overtaken = pool.wait_text(ticket, ticket.level)
+  pool.remove(ticket)
+  pool.settle_steps(ticket.sequence, overtaken)
   return figures
 end
 
 -- Ends what a record of some replica says. Returns how it had waited, where it did.
-local function end_record(owner, id, record)
+function pool.end_record(owner, id, record)
   if string.sub(record, 1, 1) == 'L' then
-    free(read_lease(record))
+    pool.free(pool.read_lease(record))
     return nil
   end
-  return withdraw(read_ticket(owner, id, record))
+  return pool.withdraw(pool.read_ticket(owner, id, record))
 end
 
-local function finish(id)
+function pool.finish(id)
   local record = call('HGET', mine, id)
   if not record then
     meta[LATE] = meta[LATE] + 1
     return
   end
   call('HDEL', mine, id)
-  local figures = end_record(me, id, record)
+  local figures = pool.end_record(me, id, record)
   if figures then ended[#ended + 1] = id .. ' ' .. figures end
-  dispatch()
+  pool.dispatch()
 end
 
-local function resize(id, tokens)
+function pool.resize(id, tokens)
   local record = call('HGET', mine, id)
-  local level, held, requests, text = read_lease(record or '')
+  local level, held, requests, text = pool.read_lease(record or '')
   if not level then return end
-  hold(level, tokens - held, 0)
-  call('HSET', mine, id, lease_record(level, tokens, requests, text))
-  dispatch()
+  pool.hold(level, tokens - held, 0)
+  call('HSET', mine, id, pool.lease_record(level, tokens, requests, text))
+  pool.dispatch()
 end
 
-local function operate(index)
+function pool.operate(index)
   while ARGV[index] do
     local operation, id = ARGV[index], ARGV[index + 1]
     if operation == 'e' then
-      enter(id, tonumber(ARGV[index + 2]), ARGV[index + 3], tonumber(ARGV[index + 4]), tonumber(ARGV[index + 5]),
+      pool.enter(id, tonumber(ARGV[index + 2]), ARGV[index + 3], tonumber(ARGV[index + 4]), tonumber(ARGV[index + 5]),
         tonumber(ARGV[index + 6]))
       index = index + 7
     elseif operation == 'x' then
-      finish(id)
+      pool.finish(id)
       index = index + 2
     else
-      resize(id, tonumber(ARGV[index + 2]))
+      pool.resize(id, tonumber(ARGV[index + 2]))
       index = index + 3
     end
   end
@@ -513,46 +523,58 @@ end
 
 -- -- replicas
 
-local function drop(replica)
-  local key = replica_key(replica)
+function pool.drop(replica)
+  local key = pool.replica_key(replica)
   local records = call('HGETALL', key)
-  call('DEL', key, outbox_key(replica))
+  call('DEL', key, pool.outbox_key(replica))
   call('ZREM', beats, replica)
+  meta[REPLICAS] = call('ZCARD', beats)
   for index = 1, #records, 2 do
-    if records[index] ~= '#' then end_record(replica, records[index], records[index + 1]) end
+    if records[index] ~= '#' then pool.end_record(replica, records[index], records[index + 1]) end
   end
 end
 
-local function drop_silent()
-  while now >= meta[GRACE] do
+-- Notes that this replica lives. Its beats do; a plain call does where the pool waits to hear of everybody.
+function pool.beat()
+  call('ZADD', beats, pool.int(now), me)
+  meta[REPLICAS] = call('ZCARD', beats)
+end
+
+-- Looks for silent replicas when the longest silence of all, as it stood at the last look, would have lasted too long.
+function pool.drop_silent()
+  while now >= meta[GRACE] and now >= meta[SWEEP] do
     local oldest = call('ZRANGE', beats, 0, 0, 'WITHSCORES')
-    if now - tonumber(oldest[2]) < SILENCE_US then return end
-    drop(oldest[1])
+    if not oldest[1] or oldest[1] == me then
+      pool.beat()
+      oldest = call('ZRANGE', beats, 0, 0, 'WITHSCORES')
+    end
+    meta[SWEEP] = tonumber(oldest[2]) + SILENCE_US
+    if now >= meta[SWEEP] then pool.drop(oldest[1]) end
   end
 end
 
-local function publish()
+function pool.publish()
   for owner, texts in pairs(outbox) do
     for index = 1, #texts, 1000 do -- `unpack` has a limit
-      call('RPUSH', outbox_key(owner), unpack(texts, index, math.min(#texts, index + 999)))
+      call('RPUSH', pool.outbox_key(owner), unpack(texts, index, math.min(#texts, index + 999)))
     end
     call('PUBLISH', root .. ':grants:' .. owner, concat(texts, '\n'))
   end
 end
 
-local function keep()
+function pool.keep()
   call('PEXPIRE', root, KEPT_MS)
   for _, name in ipairs({'beats', 'w', 's', 'r:' .. me, 'o:' .. me}) do call('PEXPIRE', prefix .. name, KEPT_MS) end
   for level = 0, levels - 1 do
-    call('PEXPIRE', queue_key(level), KEPT_MS)
-    call('PEXPIRE', finish_key(level), KEPT_MS)
+    call('PEXPIRE', pool.queue_key(level), KEPT_MS)
+    call('PEXPIRE', pool.finish_key(level), KEPT_MS)
   end
 end
 
 -- -- a replica states what it has
 
-local function create(expected)
-  meta = {clock_us(), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+function pool.create(expected)
+  meta = {clock_us(), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
   meta[NOW] = meta[BIRTH]
   rules_text, rules, tiers, heads = ARGV[5], cjson.decode(ARGV[5]), {}, {}
   all_tokens, all_requests = 0, 0
@@ -563,17 +585,17 @@ local function create(expected)
   end
   call('DEL', root)
   call('HSET', root, 'rules', rules_text)
-  name_keys()
+  pool.name_keys()
 end
 
 -- nil, or why this replica cannot share the pool
-local function agree_on_rules()
-  if not load() then return create(tonumber(ARGV[4])) end
+function pool.agree_on_rules()
+  if not pool.load() then return pool.create(tonumber(ARGV[4])) end
   if rules_text == ARGV[5] then return nil end
   local theirs = cjson.decode(ARGV[5])
   local is_same_ladder = concat(theirs[NAMES], ' ') == concat(rules[NAMES], ' ')
   if ARGV[6] == '1' then
-    if not is_same_ladder then return create(call('ZCARD', beats)) end
+    if not is_same_ladder then return pool.create(meta[REPLICAS]) end
     rules_text, rules = ARGV[5], theirs
     call('HSET', root, 'rules', rules_text)
   elseif not is_same_ladder then
@@ -581,31 +603,31 @@ local function agree_on_rules()
   end
 end
 
-local function state_lease(index, old)
+function pool.state_lease(index, old)
   local id, level = ARGV[index + 1], tonumber(ARGV[index + 2])
   local tokens, requests = tonumber(ARGV[index + 3]), tonumber(ARGV[index + 4])
-  if old then end_record(me, id, old) end
-  hold(level, tokens, requests)
+  if old then pool.end_record(me, id, old) end
+  pool.hold(level, tokens, requests)
   meta[LEASES] = meta[LEASES] + 1
-  call('HSET', mine, id, lease_record(level, tokens, requests))
+  call('HSET', mine, id, pool.lease_record(level, tokens, requests))
 end
 
-local function state_ticket(index, old)
+function pool.state_ticket(index, old)
   local id, level = ARGV[index + 1], tonumber(ARGV[index + 2])
   if old then -- it keeps its place, or the lease that it has not heard of
-    local _, _, _, text = read_lease(old)
+    local _, _, _, text = pool.read_lease(old)
     if text then grants[#grants + 1] = text ~= '' and text or id end
     return
   end
-  push({
+  pool.push({
     id = id, owner = me, level = level, tokens = tonumber(ARGV[index + 5]), requests = tonumber(ARGV[index + 6]),
-    sequence = next_sequence(), arrived = now - tonumber(ARGV[index + 7]),
+    sequence = pool.next_sequence(), arrived = now - tonumber(ARGV[index + 7]),
   }, ARGV[index + 3], tonumber(ARGV[index + 4]))
   local head = heads[level]
-  if head and not head.is_stored then store(head) end
+  if head and not head.is_stored then pool.store(head) end
 end
 
-local function statements(visit)
+function pool.statements(visit)
   local index = 8
   while ARGV[index] do
     visit(index, ARGV[index + 1])
@@ -613,74 +635,75 @@ local function statements(visit)
   end
 end
 
-local function sync()
+function pool.sync()
   local old, stated = {}, {}
   local records = call('HGETALL', mine)
   for index = 1, #records, 2 do old[records[index]] = records[index + 1] end
   if old['#'] and tonumber(old['#']) >= fence then return false end
   if not old['#'] then meta[LATE] = meta[LATE] + tonumber(ARGV[7]) end
   old['#'] = nil
-  statements(function(_, id) stated[id] = true end)
+  pool.statements(function(_, id) stated[id] = true end)
   call('HSET', mine, '#', fence)
-  call('DEL', outbox_key(me))
-  call('ZADD', beats, int(now), me)
+  call('DEL', pool.outbox_key(me))
+  pool.beat()
   for id, record in pairs(old) do
     if not stated[id] then
       call('HDEL', mine, id)
-      end_record(me, id, record)
+      pool.end_record(me, id, record)
     end
   end
-  statements(function(index, id)
-    if ARGV[index] == 'l' then state_lease(index, old[id]) else state_ticket(index, old[id]) end
+  pool.statements(function(index, id)
+    if ARGV[index] == 'l' then pool.state_lease(index, old[id]) else pool.state_ticket(index, old[id]) end
   end)
   return true
 end
 
 -- -- one call
 
-local function reply(tells_all)
-  local after = next_change()
-  local listed = call('LRANGE', outbox_key(me), 0, -1)
+function pool.reply(tells_all)
+  local after = pool.next_change()
+  local listed = call('LRANGE', pool.outbox_key(me), 0, -1)
   for _, text in ipairs(listed) do grants[#grants + 1] = text end
-  local replicas = call('ZCARD', beats)
-  local figures = {replicas, after, #listed, meta[WAITING], meta[LEASES], meta[LATE], all_tokens, all_requests}
-  return {'ok', figures, save(tells_all), grants, ended, refused}
+  local figures = {meta[REPLICAS], after, #listed, meta[WAITING], meta[LEASES], meta[LATE], all_tokens, all_requests}
+  return {'ok', figures, pool.save(tells_all), grants, ended, refused}
 end
 
-local function main()
+function pool.main()
   if kind == 'sync' then
-    local foreign = agree_on_rules()
+    local foreign = pool.agree_on_rules()
     if foreign then return {'foreign', foreign} end
-    tell_time()
-    if not sync() then return {'stale'} end
+    pool.tell_time()
+    if not pool.sync() then return {'stale'} end
   else
-    if not load() then return {'unknown'} end
+    if not pool.load() then return {'unknown'} end
     local known = call('HGET', mine, '#')
     if not known then
-      if call('ZSCORE', beats, me) then return damaged() end
+      if call('ZSCORE', beats, me) then return pool.damaged() end
       return {'unknown'}
     end
     if tonumber(known) ~= fence then return {'stale'} end
-    tell_time()
-    call('ZADD', beats, int(now), me)
-    if ARGV[4] ~= '0' then call('LTRIM', outbox_key(me), ARGV[4], -1) end
+    pool.tell_time()
+    if kind == 'beat' or meta[HOLD_UNTIL] > 0 then pool.beat() end
+    if ARGV[4] ~= '0' then call('LTRIM', pool.outbox_key(me), ARGV[4], -1) end
   end
-  drop_silent()
+  pool.drop_silent()
   if kind == 'bye' then
-    drop(me)
+    pool.drop(me)
   elseif kind ~= 'sync' then
-    operate(5)
+    pool.operate(5)
   end
-  dispatch()
-  publish()
-  if kind ~= 'call' then keep() end
-  if kind == 'beat' then
-    call('PUBLISH', root .. ':grants:' .. me, '')
-  end
-  return reply(kind ~= 'call')
+  pool.dispatch()
+  pool.publish()
+  if kind ~= 'call' then pool.keep() end
+  if kind == 'beat' then call('PUBLISH', root .. ':grants:' .. me, '') end
+  return pool.reply(kind ~= 'call')
 end
 
-local is_done, result = pcall(main)
+end
+
+define_tickets_and_rules()
+define_operations()
+local is_done, result = pcall(pool.main)
 if is_done then return result end
 if not is_damaged then return error(result) end
 call('DEL', root)

@@ -48,6 +48,7 @@ class Connection:
         self._client: Any = client  # redis-py's commands are half typed
         self._root = root_key(pool)
         self._script = script
+        self.is_closed = False
         self._sha = sha1(script.encode(), usedforsecurity=False).hexdigest()
 
     async def call(self, arguments: Sequence[Argument], within_s: float = ANSWER_WITHIN_S) -> list[Any]:
@@ -76,6 +77,7 @@ class Connection:
 
     async def close(self) -> None:
         """Lets go of the server, whatever state the connection is in."""
+        self.is_closed = True
         with contextlib.suppress(*_FOREIGN_ERRORS):
             async with timeout(ANSWER_WITHIN_S):
                 await self._client.aclose()

@@ -131,8 +131,9 @@ class Link:
                 await self._serve(connection)
         finally:
             if listening is not None:
+                connection.is_closed = True  # the client may take a cancellation for a failure, and connect anew
                 listening.cancel()
-                await asyncio.wait((listening,))
+                await asyncio.wait((listening,), timeout=CLOSE_WITHIN_S / 2)
             await connection.close()
 
     async def _serve(self, connection: Connection) -> None:
@@ -197,7 +198,7 @@ class Link:
 
     async def _listen(self, connection: Connection) -> None:
         """What is not heard here comes with the next beat."""
-        while True:
+        while not connection.is_closed:
             with contextlib.suppress(StoreError):
                 await connection.listen(self._channel, self._replica.heard, SILENT_SUBSCRIPTION_S)
             await asyncio.sleep(RETRY_S)
