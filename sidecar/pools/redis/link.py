@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from sidecar.pools.redis import script
@@ -60,8 +60,9 @@ class _SyncNeeded(Exception):
 class Link:
     """Belongs to the event loop in which it is made."""
 
-    def __init__(self, replica: Replica, connect: Connect, channel: str, outbox: Outbox, first_fence: int) -> None:
-        self.fence = first_fence
+    def __init__(self, replica: Replica, connect: Connect, channel: str, outbox: Outbox, fences: Iterator[int]) -> None:
+        self._fences = fences
+        self._fence = 0
         self.round_trips = 0
         self.loop = asyncio.get_running_loop()
         self._replica = replica
@@ -141,7 +142,9 @@ class Link:
         batch = self._outbox.take()
         kind = script.BYE if self._is_closing else script.BEAT if batch.is_beat else script.CALL
         try:
-            reply = await self._call(connection, [kind, self._replica.name, self.fence, self._listed, *batch.arguments])
+            reply = await self._call(
+                connection, [kind, self._replica.name, self._fence, self._listed, *batch.arguments]
+            )
         except _SyncNeeded:
             self._replica.unanswered(batch)
             await self._sync(connection)
@@ -177,12 +180,12 @@ class Link:
 
     async def _sync(self, connection: Connection) -> None:
         """States everything that the replica has, under a new fence: late calls of older ones do nothing."""
-        self.fence += 1
+        self._fence = next(self._fences)
         self._listed = 0
         statement, batch = self._replica.statement()
         within_s = ANSWER_WITHIN_S + SYNC_S_PER_LEASE * len(statement) / 6
         try:
-            reply = await self._call(connection, [script.SYNC, self._replica.name, self.fence, *statement], within_s)
+            reply = await self._call(connection, [script.SYNC, self._replica.name, self._fence, *statement], within_s)
         except _SyncNeeded:
             raise StoreError("the pool was damaged; it is being made anew") from None
         self._is_connected = True

@@ -58,6 +58,7 @@ class RedisPool:
         self._held_tokens = 0  # by this replica, as the store has it: what ended is held there until it is said
         self._held_requests = 0
         self._stated = (0, 0)  # the same, as the latest statement says it
+        self._fences = count(1)  # never one twice: a call of an older connection may still be on its way
         self._link: Link | None = None
         self._loss: Loss | None = None
         self._last: script.Reply | None = None
@@ -75,7 +76,7 @@ class RedisPool:
         link, self._link = self._link, None
         if link is not None and link.loop is asyncio.get_running_loop():
             await link.close()
-        self._forget_the_time()
+        self._start_over()
 
     async def enter(self, ask: Ask) -> RedisLease:
         """See `Pool.enter`."""
@@ -212,7 +213,9 @@ class RedisPool:
         self._leave_unsaid(batch)
 
     def heard(self, message: bytes) -> None:
-        """Grants that other replicas' calls gave."""
+        """Grants that other replicas' calls gave; while this process decides, the next sync brings them again."""
+        if self._deciding_loss() is not None:
+            return
         now_us = self.now_us()
         for line in message.splitlines():
             self._granted(*script.read_wait(line), now_us)
@@ -281,12 +284,20 @@ class RedisPool:
             self._change_timer.cancel()
             self._change_timer = None
 
+    def _start_over(self) -> None:
+        """Nothing is left of an event loop that has ended, or of a link that was closed."""
+        self._forget_the_time()
+        self._leases.clear()
+        if self._loss is not None:
+            self._loss.end()
+            self._loss = None
+
     def _linked(self) -> Link:
         """The link; it is made at the first request where no start was seen, and again where the loop is another."""
         loop = asyncio.get_running_loop()
         if self._link is None or self._link.loop is not loop:
-            fence = self._link.fence if self._link else 0
+            self._start_over()
             channel = script.grants_channel(self._policy.pool, self.name)
             self._outbox = Outbox()
-            self._link = Link(self, self._connect, channel, self._outbox, fence)
+            self._link = Link(self, self._connect, channel, self._outbox, self._fences)
         return self._link
