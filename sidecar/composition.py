@@ -64,7 +64,7 @@ def _pool(policy: Policy, environment: Mapping[str, str]) -> Pool:
         return LocalPool(policy)
     from sidecar.pools.redis import RedisPool, connector
 
-    return RedisPool(policy, connector(store, policy.pool), observer=StoreMetrics())
+    return RedisPool(policy, connector(store, policy.pool), observer=StoreMetrics(policy.pool))
 
 
 def _is_in_event_loop() -> bool:

@@ -1,4 +1,4 @@
-"""Every name that our spans use, in one place: ours, and those copied from OpenTelemetry's conventions.
+"""Every name that our spans and metrics use, in one place: ours, and those copied from OpenTelemetry's conventions.
 
 The GenAI names are copied from https://github.com/open-telemetry/semantic-conventions-genai (status Development, as
 published with opentelemetry-semantic-conventions 0.66b2, schema 1.44.0); they moved there in May 2026 and are marked
@@ -32,9 +32,10 @@ ADMISSION_TOKENS_USED: Final = "admission.tokens.used"
 ADMISSION_LEVEL: Final = "admission.level"
 ADMISSION_ENGINE_PRIORITY: Final = "admission.engine_priority"
 
-# Metrics of a shared pool's store, and their one label.
+# Metrics of a shared pool's store, and their labels.
 STORE_AVAILABLE: Final = "admission.store.available"
 STORE_CHANGES: Final = "admission.store.changes"
+POOL: Final = "admission.pool"
 STORE_STATE: Final = "admission.store.state"
 
 # OpenTelemetry's, GenAI.

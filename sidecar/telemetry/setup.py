@@ -1,90 +1,88 @@
 """Installs the OpenTelemetry SDK where the environment asks for it; `sidecar serve` calls this once, at start.
 
-Mounted into somebody else's server we never do: whoever owns the process installs the SDK, and our spans follow.
+Mounted into somebody else's server we never do: whoever owns the process installs the SDK, and we follow.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from functools import partial
+from threading import Thread
+from typing import TYPE_CHECKING, Any
 
-from opentelemetry import trace
+from sidecar.telemetry.signals import METRICS, TRACES, Exporter, Shutdown, Signal
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace.export import SpanExporter
 
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-_EXPORTERS = "OTEL_TRACES_EXPORTER"
+_SIGNALS: tuple[Signal[Any], ...] = (TRACES, METRICS)
+
+logger = logging.getLogger(__name__)
 
 
 class TelemetryError(Exception):
-    """The environment asks for tracing that cannot be had; the message says which variable and what to do."""
+    """The environment asks for telemetry that cannot be had; the message says which variable and what to do."""
 
 
-def configure_from_environment(service_name: str = "admission-sidecar") -> Callable[[], None]:
-    """Install a global TracerProvider if an `OTEL_*` variable asks for one; the SDK reads the others itself.
+def configure_from_environment(service_name: str = "admission-sidecar") -> Shutdown:
+    """Install a global provider for each signal that an `OTEL_*` variable asks for; the SDK reads the others itself.
 
     `service_name` is what the service is called where neither OTEL_SERVICE_NAME nor OTEL_RESOURCE_ATTRIBUTES says.
-    Returns what to call at shutdown, to send the spans that are still held; it does nothing where nothing was
-    installed, as when the process has a provider already. Raises TelemetryError for what cannot be had.
+    Returns what to call at shutdown, to send what is still held; it never raises, and does nothing where nothing was
+    installed, as when the process has a provider already. Raises TelemetryError for what cannot be had; nothing is
+    installed then.
     """
-    names = _exporter_names(os.environ)
-    if not names or not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+    asked = [(signal, names) for signal in _SIGNALS if (names := _exporter_names(signal, os.environ))]
+    installs = [_prepared(signal, names) for signal, names in asked if signal.is_free()]
+    if not installs:
         return _nothing
-    exporters = [_exporter(name) for name in names]
-
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-    # Without the SDK's own exit handler: the caller shuts down, once, when the last request is done.
-    provider = TracerProvider(resource=_resource(service_name), shutdown_on_exit=False)
-    for exporter in exporters:
-        provider.add_span_processor(BatchSpanProcessor(exporter))
-    trace.set_tracer_provider(provider)
-    return provider.shutdown
+    resource = _resource(service_name)
+    return partial(_end, [install(resource) for install in installs])
 
 
-def _exporter_names(environ: Mapping[str, str]) -> list[str]:
-    """The exporters asked for: OTEL_TRACES_EXPORTER's, or else `otlp` where an endpoint is named.
+def _exporter_names(signal: Signal[Any], environ: Mapping[str, str]) -> list[str]:
+    """The exporters asked for: those of the signal's variable, or else `otlp` where an endpoint is named.
 
     OpenTelemetry's own default is `otlp` to localhost. Ours is nothing: a process that nobody configured must not
     spend its time on a Collector that is not there.
     """
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return []
-    names = [name.strip().lower() for name in environ.get(_EXPORTERS, "").split(",") if name.strip()]
-    if not names and any(environ.get(endpoint) for endpoint in _ENDPOINTS):
+    names = [name.strip().lower() for name in environ.get(signal.exporters, "").split(",") if name.strip()]
+    if not names and any(environ.get(endpoint) for endpoint in signal.endpoints):
         return ["otlp"]
     return [name for name in dict.fromkeys(names) if name != "none"]
 
 
-def _exporter(name: str) -> SpanExporter:
+def _prepared(signal: Signal[Exporter], names: list[str]) -> Callable[[Resource], Shutdown]:
+    """What installs the signal. All that can be wrong with the environment is wrong before."""
+    return partial(signal.install, [_exporter(signal, name) for name in names])
+
+
+def _exporter(signal: Signal[Exporter], name: str) -> Exporter:
     if name == "otlp":
-        return _otlp_exporter()
+        return _otlp_exporter(signal)
     if name == "console":
-        from opentelemetry.sdk.trace.export import ConsoleSpanExporter
-
-        return ConsoleSpanExporter()
-    raise TelemetryError(f'{_EXPORTERS}: "{name}" is not supported; write otlp, console or none')
+        return signal.console()
+    raise TelemetryError(f'{signal.exporters}: "{name}" is not supported; write otlp, console or none')
 
 
-def _otlp_exporter() -> SpanExporter:
-    variable = next((name for name in _PROTOCOLS if os.environ.get(name)), None)
+def _otlp_exporter(signal: Signal[Exporter]) -> Exporter:
+    variable = next((name for name in signal.protocols if os.environ.get(name)), None)
     if variable is not None and os.environ[variable].strip() != "http/protobuf":
         raise TelemetryError(
             f'{variable}: "{os.environ[variable]}" is not supported; write http/protobuf (a Collector listens for it '
             "on port 4318)"
         )
     try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        return signal.otlp()
     except ImportError as error:
         raise TelemetryError(
-            "exporting traces over OTLP needs a package that is not installed: pip install 'admission-sidecar[otlp]'"
+            f"exporting {signal.name} over OTLP needs a package that is not installed: "
+            "pip install 'admission-sidecar[otlp]'"
         ) from error
-    return OTLPSpanExporter()
 
 
 def _resource(service_name: str) -> Resource:
@@ -93,6 +91,22 @@ def _resource(service_name: str) -> Resource:
 
     named = SERVICE_NAME in OTELResourceDetector().detect().attributes
     return Resource.create({} if named else {SERVICE_NAME: service_name})
+
+
+def _end(shutdowns: list[Shutdown]) -> None:
+    """All at the same time: each may wait as long as its exporter may for a Collector that is not there."""
+    threads = [Thread(target=_end_one, args=(shutdown,)) for shutdown in shutdowns]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _end_one(shutdown: Shutdown) -> None:
+    try:
+        shutdown()
+    except Exception:
+        logger.exception("telemetry could not be ended in order; what it still held may be lost")
 
 
 def _nothing() -> None:

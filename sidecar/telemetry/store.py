@@ -1,33 +1,84 @@
-"""Whether the store of a shared pool is there, as metrics. Installed through the OpenTelemetry API alone."""
+"""Whether the stores of shared pools are there, as metrics. Made through the OpenTelemetry API alone.
+
+OpenTelemetry knows an instrument by its name, and the SDK drops the callback of a second one. So a process has one
+gauge for each provider, which looks at every pool that lives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from functools import cache
+from weakref import ref
 
 from opentelemetry import metrics
 
 from sidecar.events import StoreChanged, StoreState
-from sidecar.telemetry.semconv import STORE_AVAILABLE, STORE_CHANGES, STORE_STATE
+from sidecar.telemetry.semconv import POOL, STORE_AVAILABLE, STORE_CHANGES, STORE_STATE
 from sidecar.version import __version__
+
+logger = logging.getLogger(__name__)
 
 
 class StoreMetrics:
-    """A gauge that is 1 while the store decides and 0 while it is lost, and a counter of the changes, by state."""
+    """Whether one pool's store decides now, which it does not before the first contact, and every change of that.
 
-    def __init__(self) -> None:
-        meter = metrics.get_meter("sidecar", __version__)
-        self._is_available = 0
-        meter.create_observable_gauge(
-            STORE_AVAILABLE, [self._observe], description="1 while the shared pool's store decides, 0 while it is lost."
-        )
-        self._changes = meter.create_counter(
-            STORE_CHANGES, description="How often the store was lost or came back, by the state that followed."
-        )
+    `meter_provider` None means the global one; an SDK that is installed later is found. A pool that is gone is not
+    reported any more. Nothing here raises: the first failure is logged, and the pool goes on.
+    """
+
+    def __init__(self, pool: str, meter_provider: metrics.MeterProvider | None = None) -> None:
+        self.pool = pool
+        self.is_available = False
+        self._instruments: _Instruments | None = None
+        self._reported = False
+        try:
+            self._instruments = _instruments_of(meter_provider)
+            self._instruments.watch(self)
+        except Exception:
+            self._report()
 
     def __call__(self, change: StoreChanged) -> None:
         """Notes a change."""
-        self._is_available = int(change.state is StoreState.SHARED)
-        self._changes.add(1, {STORE_STATE: change.state.value})
+        try:
+            self.is_available = change.state is StoreState.SHARED
+            if self._instruments is not None:
+                self._instruments.changes.add(1, {POOL: self.pool, STORE_STATE: change.state.value})
+        except Exception:
+            self._report()
 
-    def _observe(self, _: metrics.CallbackOptions) -> Iterable[metrics.Observation]:
-        yield metrics.Observation(self._is_available)
+    def _report(self) -> None:
+        if not self._reported:
+            self._reported = True
+            logger.exception("store metrics failed; the pool goes on without, and further failures are not logged")
+
+
+class _Instruments:
+    """The gauge and the counter that all pools share."""
+
+    def __init__(self, meter_provider: metrics.MeterProvider | None) -> None:
+        # Replaced, never changed: the exporter's thread reads it.
+        self._watched: tuple[ref[StoreMetrics], ...] = ()
+        meter = metrics.get_meter("sidecar", __version__, meter_provider)
+        self.changes = meter.create_counter(
+            STORE_CHANGES, description="How often the store was reached, lost or back, by the state that followed."
+        )
+        meter.create_observable_gauge(
+            STORE_AVAILABLE, [self._observe], description="1 while the shared pool's store decides, else 0."
+        )
+
+    def watch(self, store: StoreMetrics) -> None:
+        """Look at this pool's store, for as long as it lives."""
+        self._watched = (*(watched for watched in self._watched if watched() is not None), ref(store))
+
+    def _observe(self, _: metrics.CallbackOptions) -> list[metrics.Observation]:
+        # Of two middlewares on one pool, each with its own way to the store, the one that is worse off is told.
+        available: dict[str, int] = {}
+        for store in (watched() for watched in self._watched):
+            if store is not None:
+                available[store.pool] = min(available.get(store.pool, 1), int(store.is_available))
+        return [metrics.Observation(value, {POOL: pool}) for pool, value in available.items()]
+
+
+@cache
+def _instruments_of(meter_provider: metrics.MeterProvider | None) -> _Instruments:
+    return _Instruments(meter_provider)

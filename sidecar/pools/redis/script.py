@@ -113,21 +113,14 @@ class Reply(NamedTuple):
 def read_reply(answer: Sequence[Any]) -> Reply:
     """The answer of a call that was `ok`."""
     _, figures, tiers, grants, ended, refused = answer
-    replicas, change_after_us, listed, waiting, leases, late, held_tokens, held_requests = figures
-    return Reply(
-        replicas,
-        None if change_after_us < 0 else change_after_us,
-        listed,
-        waiting,
-        leases,
-        late,
-        held_tokens,
-        held_requests,
-        tiers=[_read_tier(text) for text in tiers],
-        grants=[read_wait(text) for text in grants],
-        ended=[read_wait(text) for text in ended],
-        refused=[int(text) for text in refused],
+    replicas, change_after_us, *counts = figures
+    lists = (
+        [_read_tier(text) for text in tiers],
+        [read_wait(text) for text in grants],
+        [read_wait(text) for text in ended],
+        [int(text) for text in refused],
     )
+    return Reply._make((replicas, None if change_after_us < 0 else change_after_us, *counts, *lists))
 
 
 def read_wait(text: bytes) -> tuple[int, WaitReply | None]:
