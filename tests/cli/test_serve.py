@@ -64,7 +64,7 @@ def test_it_says_where_it_serves_answers_there_and_ends_with_0() -> None:
         assert process.stderr is not None
         warned, said = process.stderr.read().splitlines()
         assert "warning: " in warned
-        assert "policy.yaml:25: tiers.critical.lend: lends nothing" in warned
+        assert "policy.yaml:31: tiers.critical.lend: lends nothing" in warned
         assert said.startswith(f"engine {NOBODY}: no connection to it")
 
 

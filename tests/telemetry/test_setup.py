@@ -1,69 +1,51 @@
 import os
+import socket
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from opentelemetry import trace
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry import metrics, trace
+from opentelemetry.sdk.metrics import MeterProvider
 from span_stories import Tracing
 
 from sidecar.telemetry import TelemetryError, configure_from_environment
 
-ONE_REQUEST = """
+INSTALL = """
 from span_stories import admitted, classified, first_byte, received, settled
-from sidecar.telemetry import SpanObserver, configure_from_environment
+from sidecar.events import StoreChanged, StoreState
+from sidecar.telemetry import SpanObserver, StoreMetrics, configure_from_environment
 
 observer = SpanObserver()
 assert observer.received(received()) is None
 shutdown = configure_from_environment()
+"""
+ONE_REQUEST = """
 observation = observer.received(received())
 for event in (classified(), admitted(), first_byte(500), settled(1000)):
     observation.on_event(event)
-shutdown()
+"""
+ONE_CHANGE = """
+store = StoreMetrics("default")
+store(StoreChanged(1, StoreState.SHARED, "reached"))
+"""
+NO_SDK = """
+import sys
+from sidecar.telemetry import SpanObserver, StoreMetrics, configure_from_environment
+
+observer, store = SpanObserver(), StoreMetrics("default")
+configure_from_environment()()
+assert "opentelemetry.trace" in sys.modules
+assert not [name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))]
 """
 
 
-@pytest.fixture(autouse=True)
-def no_otel_variables(monkeypatch):
-    for name in os.environ:
-        if name.startswith("OTEL_"):
-            monkeypatch.delenv(name)
-
-
-@pytest.fixture
-def collector():
-    """A real OTLP/HTTP receiver: (its URL, what it was sent)."""
-    exports = []
-
-    class Receiver(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers["content-length"]))
-            exports.append((self.path, ExportTraceServiceRequest.FromString(body)))
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *arguments):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Receiver)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", exports
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def run_one_request(**variables):
-    """The script above in a process of its own, as the global provider can be set only once in each."""
+def run(*parts, **variables):
+    """The scripts above in a process of their own, as a global provider can be set only once in each."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent.parent)])
     done = subprocess.run(
-        [sys.executable, "-c", ONE_REQUEST],
+        [sys.executable, "-c", "".join(parts)],
         env={**os.environ, "PYTHONPATH": path, **variables},
         capture_output=True,
         text=True,
@@ -72,6 +54,14 @@ def run_one_request(**variables):
     )
     assert done.returncode == 0, done.stderr
     return done
+
+
+def run_one_request(**variables):
+    return run(INSTALL, ONE_REQUEST, "shutdown()", **variables)
+
+
+def run_one_change(**variables):
+    return run(INSTALL, ONE_CHANGE, "shutdown()", **variables)
 
 
 def exported(exports):
@@ -109,6 +99,96 @@ def test_the_environments_service_name_and_resource_win(collector):
     assert resource["deployment.environment.name"] == "lab"
 
 
+def measured(exports):
+    """What the last export of metrics says: the resource, and the points of each metric by its name."""
+    path, request = exports[-1]
+    assert path == "/v1/metrics"
+    (resource_metrics,) = request.resource_metrics
+    (scope_metrics,) = resource_metrics.scope_metrics
+    assert scope_metrics.scope.name == "sidecar"
+    resource = {item.key: item.value.string_value for item in resource_metrics.resource.attributes}
+    return resource, {metric.name: points(metric) for metric in scope_metrics.metrics}
+
+
+def points(metric):
+    data = getattr(metric, metric.WhichOneof("data"))
+    return [
+        ({item.key: item.value.string_value for item in point.attributes}, point.as_int) for point in data.data_points
+    ]
+
+
+@pytest.mark.parametrize(
+    ("variable", "path"), [("OTEL_EXPORTER_OTLP_ENDPOINT", ""), ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "/v1/metrics")]
+)
+def test_a_collector_receives_the_metrics(collector, variable, path):
+    url, exports = collector
+
+    run_one_change(**{variable: url + path})
+
+    resource, by_name = measured(exports)
+    assert resource["service.name"] == "admission-sidecar"
+    assert by_name == {
+        "admission.store.available": [({"admission.pool": "default"}, 1)],
+        "admission.store.changes": [({"admission.pool": "default", "admission.store.state": "shared"}, 1)],
+    }
+
+
+def test_metrics_are_sent_as_often_as_the_environment_says(collector):
+    url, exports = collector
+
+    wait = "import time; time.sleep(0.5); shutdown()"
+    run(INSTALL, ONE_CHANGE, wait, OTEL_EXPORTER_OTLP_ENDPOINT=url, OTEL_METRIC_EXPORT_INTERVAL="50")
+
+    assert len(exports) > 2
+
+
+@pytest.mark.parametrize(
+    ("off", "paths"),
+    [("METRICS", ["/v1/traces"]), ("TRACES", ["/v1/metrics"]), ("LOGS", ["/v1/metrics", "/v1/traces"])],
+)
+def test_an_endpoint_for_all_is_for_both_and_either_can_be_switched_off(collector, off, paths):
+    url, exports = collector
+    variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": url, f"OTEL_{off}_EXPORTER": "none"}
+
+    run(INSTALL, "" if off == "TRACES" else ONE_REQUEST, ONE_CHANGE, "shutdown()", **variables)
+
+    assert sorted(path for path, _ in exports) == paths
+
+
+def test_a_collector_that_is_silent_delays_the_end_once_and_not_for_each_signal():
+    timed = "import time; began = time.monotonic(); shutdown(); print(time.monotonic() - began)"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": url, "OTEL_EXPORTER_OTLP_TIMEOUT": "2"}
+
+        done = run(INSTALL, ONE_REQUEST, ONE_CHANGE, timed, **variables)
+
+    assert 1.9 < float(done.stdout) < 3.9
+
+
+def test_an_end_that_fails_is_logged_and_keeps_no_other_from_ending():
+    broken = """
+from opentelemetry import trace
+def refuse():
+    raise OSError("no end today")
+trace.get_tracer_provider()._active_span_processor.shutdown = refuse
+shutdown()
+"""
+    done = run(INSTALL, ONE_CHANGE, broken, OTEL_TRACES_EXPORTER="console", OTEL_METRICS_EXPORTER="console")
+
+    assert "no end today" in done.stderr
+    assert '"name": "admission.store.available"' in done.stdout
+
+
+def test_console_prints_the_metrics():
+    assert '"name": "admission.store.available"' in run_one_change(OTEL_METRICS_EXPORTER="console").stdout
+
+
+@pytest.mark.parametrize("variables", [{}, {"OTEL_SDK_DISABLED": "true", "OTEL_METRICS_EXPORTER": "console"}])
+def test_the_sdk_is_not_imported_where_nothing_was_asked_for(variables):
+    run(NO_SDK, **variables)
+
+
 def test_console_prints_the_spans():
     assert '"name": "admission"' in run_one_request(OTEL_TRACES_EXPORTER="console").stdout
 
@@ -117,7 +197,11 @@ def test_console_prints_the_spans():
     "variables",
     [
         {},
-        {"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"},
+        {
+            "OTEL_TRACES_EXPORTER": "none",
+            "OTEL_METRICS_EXPORTER": "none",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1",
+        },
         {"OTEL_SDK_DISABLED": "TRUE", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"},
     ],
 )
@@ -125,9 +209,13 @@ def test_nothing_is_installed_where_nothing_was_asked_for(monkeypatch, variables
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
+    tracer_provider, meter_provider = trace.get_tracer_provider(), metrics.get_meter_provider()
+    assert isinstance(tracer_provider, trace.ProxyTracerProvider)
+
     shutdown = configure_from_environment()
 
-    assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+    assert trace.get_tracer_provider() is tracer_provider
+    assert metrics.get_meter_provider() is meter_provider
     shutdown()
 
 
@@ -139,6 +227,17 @@ def test_a_provider_that_is_there_already_is_left_alone(monkeypatch):
     configure_from_environment()()
 
     assert trace.get_tracer_provider() is mine
+
+
+@pytest.mark.parametrize("mine", [MeterProvider(shutdown_on_exit=False), metrics.NoOpMeterProvider()])
+def test_a_meter_provider_that_is_there_already_is_left_alone(monkeypatch, caplog, mine):
+    monkeypatch.setattr("opentelemetry.metrics._internal._METER_PROVIDER", mine)
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "console")
+
+    configure_from_environment()()
+
+    assert metrics.get_meter_provider() is mine
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize(
@@ -156,6 +255,18 @@ def test_a_provider_that_is_there_already_is_left_alone(monkeypatch):
             {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"},
             'OTEL_EXPORTER_OTLP_TRACES_PROTOCOL: "http/json" is not supported',
         ),
+        (
+            {"OTEL_METRICS_EXPORTER": "prometheus"},
+            'OTEL_METRICS_EXPORTER: "prometheus" is not supported; write otlp, console or none',
+        ),
+        (
+            {"OTEL_METRICS_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": "grpc"},
+            'OTEL_EXPORTER_OTLP_METRICS_PROTOCOL: "grpc" is not supported; write http/protobuf',
+        ),
+        (
+            {"OTEL_TRACES_EXPORTER": "console", "OTEL_METRICS_EXPORTER": "statsd"},
+            'OTEL_METRICS_EXPORTER: "statsd" is not supported; write otlp, console or none',
+        ),
     ],
 )
 def test_what_cannot_be_had_is_said_with_its_variable(monkeypatch, variables, message):
@@ -166,11 +277,13 @@ def test_what_cannot_be_had_is_said_with_its_variable(monkeypatch, variables, me
         configure_from_environment()
 
     assert str(raised.value).startswith(message)
+    assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
 
 
-def test_a_missing_extra_is_named_with_the_command_that_installs_it(monkeypatch):
-    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+@pytest.mark.parametrize(("signal", "module"), [("traces", "trace_exporter"), ("metrics", "metric_exporter")])
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(monkeypatch, signal, module):
+    monkeypatch.setenv(f"OTEL_{signal.upper()}_EXPORTER", "otlp")
+    monkeypatch.setitem(sys.modules, f"opentelemetry.exporter.otlp.proto.http.{module}", None)
 
-    with pytest.raises(TelemetryError, match=r"pip install 'admission-sidecar\[otlp\]'"):
+    with pytest.raises(TelemetryError, match=rf"exporting {signal} .* pip install 'admission-sidecar\[otlp\]'"):
         configure_from_environment()

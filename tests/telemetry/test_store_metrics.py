@@ -1,0 +1,243 @@
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from opentelemetry import metrics
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+from sidecar.events import StoreChanged, StoreState
+from sidecar.policy.shipped import shipped_policies
+from sidecar.telemetry import StoreMetrics
+from tests.support.redis_servers import RedisServer, first_binary, until
+
+INSTALLED_LATER = """
+from opentelemetry import metrics
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from sidecar.telemetry import StoreMetrics
+
+before = StoreMetrics("before")
+reader = InMemoryMetricReader()
+metrics.set_meter_provider(MeterProvider([reader], shutdown_on_exit=False))
+after = StoreMetrics("after")
+(resource,) = reader.get_metrics_data().resource_metrics
+(scope,) = resource.scope_metrics
+print(*[point.attributes["admission.pool"] for metric in scope.metrics for point in metric.data.data_points])
+"""
+
+
+def changed(state):
+    return StoreChanged(1, state, "because")
+
+
+class Measuring:
+    """An SDK of its own, and what it reads."""
+
+    def __init__(self):
+        self.reader = InMemoryMetricReader()
+        self.provider = MeterProvider([self.reader], shutdown_on_exit=False)
+
+    def store(self, pool="default"):
+        return StoreMetrics(pool, self.provider)
+
+    def points(self, name):
+        """The value of each set of labels, the labels in the order of their names; every set is told once."""
+        data = self.reader.get_metrics_data()
+        streams = [
+            metric
+            for resource in (data.resource_metrics if data else ())
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+            if metric.name == name
+        ]
+        assert len(streams) <= 1
+        points = [point for metric in streams for point in metric.data.data_points]
+        values = {tuple(point.attributes[key] for key in sorted(point.attributes)): point.value for point in points}
+        assert len(values) == len(points)
+        return values
+
+    def available(self):
+        return {pool: value for (pool,), value in self.points("admission.store.available").items()}
+
+    def changes(self):
+        return self.points("admission.store.changes")
+
+
+@pytest.fixture
+def measuring():
+    return Measuring()
+
+
+def test_before_the_first_contact_a_store_is_not_available_and_has_not_changed(measuring):
+    store = measuring.store()
+
+    assert measuring.available() == {store.pool: 0}
+    assert measuring.changes() == {}
+
+
+@pytest.mark.parametrize("lost", [StoreState.DIVIDED, StoreState.CLOSED])
+def test_a_store_is_available_while_it_decides(measuring, lost):
+    store = measuring.store()
+    told = []
+    for state in (StoreState.SHARED, lost, StoreState.SHARED):
+        store(changed(state))
+        told.append(measuring.available()["default"])
+
+    assert told == [1, 0, 1]
+
+
+def test_changes_are_counted_by_the_state_that_followed(measuring):
+    store = measuring.store()
+    for state in (StoreState.SHARED, StoreState.DIVIDED, StoreState.SHARED, StoreState.CLOSED, StoreState.SHARED):
+        store(changed(state))
+
+    assert measuring.changes() == {("default", "shared"): 3, ("default", "divided"): 1, ("default", "closed"): 1}
+
+
+def test_two_pools_in_one_process_are_told_apart_and_nothing_is_warned_of(measuring, caplog):
+    chat, batch = measuring.store("chat"), measuring.store("batch")
+    chat(changed(StoreState.SHARED))
+    batch(changed(StoreState.DIVIDED))
+
+    assert measuring.available() == {"chat": 1, "batch": 0}
+    assert measuring.changes() == {("chat", "shared"): 1, ("batch", "divided"): 1}
+    assert caplog.records == []
+
+
+def test_the_sdk_drops_the_callback_of_a_second_gauge_which_is_why_there_is_one_for_all_pools(measuring):
+    meter = measuring.provider.get_meter("two")
+    for number in (1, 2):
+        meter.create_observable_gauge("twice", [lambda _, n=number: [metrics.Observation(n, {"number": n})]])
+
+    assert measuring.points("twice") == {(1,): 1}
+
+
+@pytest.mark.parametrize("first_lost", [True, False])
+def test_of_two_middlewares_on_one_pool_the_one_that_is_worse_off_is_told(measuring, first_lost):
+    stores = [measuring.store(), measuring.store()]
+    for store in stores:
+        store(changed(StoreState.SHARED))
+    assert measuring.available() == {"default": 1}
+
+    stores[0 if first_lost else 1](changed(StoreState.CLOSED))
+
+    assert measuring.available() == {"default": 0}
+    assert measuring.changes() == {("default", "shared"): 2, ("default", "closed"): 1}
+
+
+def test_a_pool_that_is_gone_is_not_reported_any_more(measuring):
+    kept, gone = measuring.store("kept"), measuring.store("gone")
+    assert measuring.available() == {"kept": 0, "gone": 0}
+
+    del gone
+    gc.collect()
+
+    assert measuring.available() == {kept.pool: 0}
+    assert len(measuring.store("new")._instruments._watched) == 2
+
+
+def test_pools_may_be_made_while_the_gauge_is_read(measuring, caplog):
+    stores, over = [], threading.Event()
+
+    def make():
+        while not over.is_set():
+            stores.append(measuring.store(f"pool {len(stores) % 50}"))
+
+    with ThreadPoolExecutor(1) as others:
+        made = others.submit(make)
+        try:
+            for _ in range(200):
+                measuring.available()
+        finally:
+            over.set()
+        made.result()
+    assert len(measuring.available()) == 50
+    assert caplog.records == []
+
+
+def test_an_sdk_that_is_installed_later_is_found():
+    done = subprocess.run([sys.executable, "-c", INSTALLED_LATER], capture_output=True, text=True, check=True)
+
+    assert sorted(done.stdout.split()) == ["after", "before"]
+    assert done.stderr == ""
+
+
+class BrokenProvider(metrics.NoOpMeterProvider):
+    def get_meter(self, *arguments, **named):
+        raise RuntimeError("no meter today")
+
+
+class BrokenCounter(metrics.NoOpCounter):
+    def add(self, *arguments, **named):
+        raise RuntimeError("cannot count")
+
+
+class BrokenMeter(metrics.NoOpMeter):
+    def create_counter(self, *arguments, **named):
+        return BrokenCounter("broken")
+
+
+class ProviderOfBrokenMeters(metrics.NoOpMeterProvider):
+    def get_meter(self, *arguments, **named):
+        return BrokenMeter("broken")
+
+
+@pytest.mark.parametrize("provider", [BrokenProvider(), ProviderOfBrokenMeters()])
+def test_a_broken_sdk_never_raises_and_is_logged_once(caplog, provider):
+    store = StoreMetrics("default", provider)
+    for state in (StoreState.SHARED, StoreState.CLOSED, StoreState.SHARED):
+        store(changed(state))
+
+    (record,) = caplog.records
+    assert record.name == "sidecar.telemetry.store"
+    assert "store metrics failed" in record.message
+    assert record.exc_info is not None
+
+
+def test_what_is_no_change_never_raises(measuring, caplog):
+    measuring.store()("not a change")
+
+    assert len(caplog.records) == 1
+
+
+def last_told(exports):
+    """The value of the gauge in each export so far, without repetitions."""
+    told = []
+    for _, request in list(exports):
+        for metric in request.resource_metrics[0].scope_metrics[0].metrics:
+            if metric.name == "admission.store.available":
+                (point,) = metric.gauge.data_points
+                told += [point.as_int] if told[-1:] != [point.as_int] else []
+    return told
+
+
+def test_sidecar_serve_tells_a_collector_of_a_store_that_is_lost_and_back(collector, tmp_path):
+    url, exports = collector
+    variables = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": url,
+        "OTEL_TRACES_EXPORTER": "none",
+        "OTEL_METRIC_EXPORT_INTERVAL": "50",
+    }
+    serve = [sys.executable, "-m", "sidecar.cli", "serve", "--upstream", "http://127.0.0.1:9", "--port", "0"]
+    serve += ["--admin-port", "0", "--policy", str(shipped_policies())]
+    with RedisServer(first_binary(), tmp_path) as redis:
+        environment = {**os.environ, **variables, "SIDECAR_STORE": redis.url}
+        process = subprocess.Popen(serve, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        try:
+            until(lambda: last_told(exports)[-1:] == [1], "the store is available")
+            redis.kill()
+            until(lambda: last_told(exports)[-1:] == [0], "the store is lost")
+            redis.restart()
+            until(lambda: last_told(exports)[-1:] == [1], "the store is back")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+            process.communicate()
+    assert last_told(exports)[-3:] == [1, 0, 1]
