@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,8 +20,9 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from tests.support import redis_servers
+from tests.support.certificates import needs_openssl, started_with_tls
 from tests.support.fault_proxy import FaultProxy
-from tests.support.redis_servers import Binary, RedisServer, ReplyError, TlsFiles, binaries, first_binary, until
+from tests.support.redis_servers import Binary, RedisServer, ReplyError, binaries, first_binary, until
 from tests.support.redis_topologies import cluster, replica_pair, sentinel
 
 pytestmark = pytest.mark.anyio
@@ -182,19 +181,9 @@ def _command_of(pid: int) -> str:
     return path.read_text() if path.exists() else ""
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl to make a certificate with")
+@needs_openssl
 def test_a_server_speaks_tls_where_its_program_can(binary: Binary, tmp_path: Path) -> None:
-    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=test"
-    files = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run([*command.split(), *files], check=True, capture_output=True)
-    server = RedisServer(binary, tmp_path, tls=TlsFiles(certificate, key, authority=certificate))
-    try:
-        server.start()
-    except AssertionError as error:
-        if not re.search("Failed finding TLS support|Bad directive", str(error)):
-            raise
-        pytest.skip(f"this {binary.name} was built without TLS")
+    server = started_with_tls(binary, tmp_path)
     try:
         assert server.url.startswith("rediss://")
         assert server.command("SET", "key", "value") == "OK"

@@ -15,9 +15,10 @@ from sidecar.errors import StoreUnavailable
 from sidecar.policy.policy import Policy, StoreLoss
 from sidecar.pools.dispatcher import monotonic_us
 from sidecar.pools.redis import RedisPool
-from tests.pools.conftest import SERVERS, Servers
+from tests.pools.conftest import BINARIES, SERVERS, Servers
 from tests.pools.load import Load, nothing_left, recovered, replicas, store_of, until
 from tests.pools.pools import ask, simple
+from tests.support.certificates import needs_openssl, started_with_tls
 from tests.support.fault_proxy import FaultProxy
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.redis_topologies import cluster, sentinel
@@ -368,6 +369,24 @@ async def test_a_socket_and_a_password(tmp_path: Path) -> None:
                 await asyncio.sleep(0.3)
             check(load, pools, at_least=20)
             await nothing_left(pools)
+
+
+@needs_openssl
+@pytest.mark.parametrize("kind", SERVERS)
+async def test_a_server_that_speaks_tls(kind: str, tmp_path: Path) -> None:
+    server = started_with_tls(BINARIES.get(kind) or first_binary(), tmp_path)
+    try:
+        trusted = f"?ssl_ca_certs={tmp_path / 'certificate.pem'}"
+        async with replicas(policy(), [f"rediss://127.0.0.1:{server.port}/0{trusted}"] * 2) as pools:
+            load = Load(pools)
+            async with load.going_on(20):
+                await asyncio.sleep(0.3)
+            check(load, pools, at_least=20)
+            await nothing_left(pools)
+        async with replicas(policy(), [f"rediss://127.0.0.1:{server.port}/0"]) as (pool,):
+            assert "certificate" in pool.readiness()[0].lower()  # nobody vouches for it
+    finally:
+        server.kill()
 
 
 async def test_a_wrong_password_is_said_without_showing_it(tmp_path: Path) -> None:
