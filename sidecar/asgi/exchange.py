@@ -126,7 +126,7 @@ class Exchange:
             most_s = self._longest_wait_s()
             self._lease = lease = await self._door.pool.enter(self._understood.ask())
             self._stage = Stage.WAITING
-            return lease.grant or await self._wait(lease, most_s)
+            return self._granted_at_once(lease) or await self._wait(lease, most_s)
         except ClientLeft as left:
             self._stage = Stage.OVER
             self._report.left(left.wait)
@@ -163,6 +163,13 @@ class Exchange:
     def _is_cancelled_by_others(self) -> bool:
         # 3.10 does not count cancellations: one by the server in the same instant is taken for ours
         return sys.version_info >= (3, 11) and self._task is not None and self._task.uncancel() > 0
+
+    def _granted_at_once(self, lease: Lease) -> Grant | None:
+        """The grant that came with the pool's first answer. That answer itself may have been waited for."""
+        grant = lease.grant
+        if grant is not None and grant.queue_wait_us:
+            self._report.queued(grant.at_us - grant.queue_wait_us)
+        return grant
 
     async def _wait(self, lease: Lease, most_s: float | None) -> Grant:
         """Waits for the first of three: the grant, the client's hanging up, the end of its time."""

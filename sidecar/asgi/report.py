@@ -67,10 +67,10 @@ class Report:
             )
         )
 
-    def queued(self) -> None:
-        """It has to wait."""
+    def queued(self, at_us: int | None = None) -> None:
+        """It has to wait: from now on, or has waited since `at_us`."""
         if self._observation is not None:
-            self._observation.on_event(Queued(self._now_us()))
+            self._observation.on_event(Queued(self._now_us() if at_us is None else at_us))
 
     def admitted(self, grant: Grant, engine_priority: int | float | None) -> None:
         """It holds its lease."""

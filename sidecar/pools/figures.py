@@ -36,7 +36,7 @@ def pool_state(policy: Policy, tiers: Sequence[TierFigures], *, leases: int, wai
     """The pool as it stands, in JSON types; what is unbounded is null."""
     rules = policy.rules
     return {
-        "capacity": {"tokens": _bounded(rules.tokens), "requests": _bounded(rules.requests)},
+        "capacity": {"tokens": bounded(rules.tokens), "requests": bounded(rules.requests)},
         "leases": leases,
         "waiting": waiting,
         "tiers": [_tier_state(rule, figures) for rule, figures in zip(rules.tiers, tiers, strict=True)],
@@ -48,10 +48,11 @@ def _tier_state(rules: TierRules, figures: TierFigures) -> Mapping[str, object]:
         "tier": rules.name,
         "held": {"tokens": figures.held_tokens, "requests": figures.held_requests},
         "queued": {"tokens": figures.queued_tokens, "requests": figures.queued_requests},
-        "reserve": {"tokens": _bounded(rules.reserve_tokens), "requests": _bounded(rules.reserve_requests)},
-        "limit": {"tokens": _bounded(rules.limit_tokens), "requests": _bounded(rules.limit_requests)},
+        "reserve": {"tokens": bounded(rules.reserve_tokens), "requests": bounded(rules.reserve_requests)},
+        "limit": {"tokens": bounded(rules.limit_tokens), "requests": bounded(rules.limit_requests)},
     }
 
 
-def _bounded(figure: int) -> int | None:
+def bounded(figure: int) -> int | None:
+    """A figure for people: None for what has no bounds."""
     return None if figure == UNLIMITED else figure

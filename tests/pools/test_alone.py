@@ -27,7 +27,9 @@ from tests.pools.load import until
 from tests.pools.pools import Clock, ask, policy_of, simple
 
 SHARES = [Fraction(0), Fraction(1, 10), Fraction(1, 3), Fraction(1, 2), Fraction(1)]
+WEIGHTS = {"a": 1, "b": 2, "c": 3}
 PATIENCE_S = 0.1
+AGING_S = 0.05
 
 
 # -- the part
@@ -142,6 +144,9 @@ def test_a_pool_that_was_outgrown_is_not_outgrown_further(of_pool: PoolRules, ow
         if capacity != UNLIMITED:
             most = [max(mine[dimension], dimensions(part)[dimension]) for mine, part in zip(own, parts, strict=True)]
             assert sum(most) <= max(capacity, moment.held[dimension])
+            if moment.held[dimension] >= capacity:
+                shares = [min(capacity // len(own), mine[dimension]) for mine in own]
+                assert [dimensions(part)[dimension] for part in parts] == shares
 
 
 @given(rules(), st.integers(1, 20))
@@ -286,6 +291,12 @@ def part_of(tokens: int, *, requests: int | None = None, **more: Any) -> PoolRul
     return simple(tokens=tokens, requests=requests, **more).rules
 
 
+def aging(promote_after_s: float = AGING_S) -> PoolRules:
+    """Half of it is kept idle for the more important tier, until who waits in the other has aged."""
+    shares = (Shares("high", reserve=Fraction(1, 2), lend=Fraction(0)), Shares("low"))
+    return pool_rules(tokens=100, requests=None, tiers=shares, promote_after_us=round(promote_after_s * 1e6))
+
+
 @pytest.mark.anyio
 async def test_what_is_held_counts_and_who_waits_gets_in_by_order_of_arrival() -> None:
     replica = Replica()
@@ -315,13 +326,11 @@ async def test_the_more_important_tier_goes_first_whoever_came_first() -> None:
 @pytest.mark.anyio
 async def test_a_waiting_request_keeps_its_age() -> None:
     """Another tier's headroom is not owed by who has aged to it, and its wait began when it came."""
-    shares = (Shares("high", reserve=Fraction(1, 2), lend=Fraction(0)), Shares("low"))
-    part = pool_rules(tokens=100, requests=None, tiers=shares, promote_after_us=10_000_000)
     replica = Replica()
     old = replica.waiting(ask(1, 60))
     replica.clock.advance(10)
     young = replica.waiting(ask(1, 60))
-    replica.goes_alone(part)
+    replica.goes_alone(aging(promote_after_s=10))
     assert old.grant is not None
     assert (old.grant.level, old.grant.queue_wait_us) == (0, 10_000_000)
     assert young.grant is None
@@ -407,15 +416,13 @@ async def test_a_lease_that_shrinks_lets_others_in_and_one_that_grows_keeps_them
 @pytest.mark.anyio
 @pytest.mark.parametrize("is_stopped", [False, True])
 async def test_time_alone_admits_who_has_aged_until_the_store_is_back(*, is_stopped: bool) -> None:
-    shares = (Shares("high", reserve=Fraction(1, 2), lend=Fraction(0)), Shares("low"))
-    part = pool_rules(tokens=100, requests=None, tiers=shares, promote_after_us=50_000)
     replica = Replica(clock=monotonic_us)
-    alone = replica.goes_alone(part)
+    alone = replica.goes_alone(aging())
     waiting = replica.enter(ask(1, 60))
     assert waiting.grant is None
     if is_stopped:
         alone.stop()
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(3 * AGING_S)
         assert waiting.grant is None
     else:
         await asyncio.wait_for(waiting.wait(), 5)
@@ -424,8 +431,12 @@ async def test_time_alone_admits_who_has_aged_until_the_store_is_back(*, is_stop
 
 ACTIONS = st.lists(
     st.one_of(
-        st.tuples(st.just("enter"), st.integers(0, 3), st.sampled_from("abc"), st.integers(1, 40), st.integers(1, 3)),
-        st.tuples(st.just("enter"), st.integers(0, 3), st.sampled_from("abc"), st.integers(1, 40), st.integers(1, 3)),
+        st.tuples(
+            st.just("enter"), st.integers(0, 3), st.sampled_from(sorted(WEIGHTS)), st.integers(1, 40), st.integers(1, 3)
+        ),
+        st.tuples(
+            st.just("enter"), st.integers(0, 3), st.sampled_from(sorted(WEIGHTS)), st.integers(1, 40), st.integers(1, 3)
+        ),
         st.tuples(st.sampled_from(["end", "end", "shrink"]), st.integers(0, 50)),
         st.tuples(st.just("pass"), st.integers(1, 2_000)),
     ),
@@ -506,7 +517,8 @@ def granted_by(replica: Replica) -> list[tuple[int, tuple[int, ...]]]:
 
 def wanted_of(action: Any, part: PoolRules) -> Ask:
     _, tier, tenant, tokens, requests = action
-    return ask(min(tier, len(part.tiers) - 1), tokens, requests=requests, tenant=tenant)
+    weight = WEIGHTS[tenant]
+    return ask(min(tier, len(part.tiers) - 1), tokens, requests=requests, tenant=tenant, weight=weight)
 
 
 def play(action: Any, replica: Replica, part: PoolRules, model: Model | None = None) -> None:
@@ -631,8 +643,12 @@ async def test_a_request_gets_in_waits_or_is_refused_by_the_part() -> None:
     assert refused.value.retry_after_s is not None
     assert BEAT_S <= refused.value.retry_after_s <= 2 * BEAT_S
     assert len(replica.leases) == 2
-    assert first.settle()
+    assert first.resize(21)
+    assert second.grant is None
+    assert first.resize(20)
     assert second.grant is not None
+    assert first.settle()
+    assert second.settle()
     loss.end()
 
 
@@ -684,7 +700,9 @@ async def test_a_queue_that_is_full_refuses_the_next() -> None:
     assert refused.value.retry_after_s == BEAT_S
     other_tier = new(replica, loss, ask(1, 20))
     assert other_tier.grant is None
-    await queue.pop().leave()
+    left = await queue.pop().leave()
+    assert left is not None
+    assert (left.queue_wait_us, left.level) == (0, 0)
     queue.append(new(replica, loss, ask(0, 20)))
     assert running.settle()
     assert all(lease.grant is not None for lease in queue)
@@ -696,10 +714,13 @@ async def test_who_waits_for_the_part_to_grow_takes_a_place_in_its_queue() -> No
     """Others hold nearly everything: a request that will fit into the whole part waits, and so it counts."""
     replica = Replica()
     loss = losing(replica, simple(tokens=100, max_waiting=2), busy(others=100))
+    queue = [new(replica, loss, ask(0, 20)) for _ in range(2)]
+    assert [lease.grant for lease in queue] == [None, None]
     for _ in range(2):
-        assert new(replica, loss, ask(0, 20)).grant is None
-    with pytest.raises(QueueFull):
-        new(replica, loss, ask(0, 20))
+        with pytest.raises(QueueFull):
+            new(replica, loss, ask(0, 20))
+        await queue.pop().leave()
+        queue.append(new(replica, loss, ask(0, 20)))
     loss.end()
 
 
@@ -808,6 +829,17 @@ async def test_with_the_end_of_the_loss_nobody_is_refused_or_admitted_here_any_m
     assert (too_large.is_over, too_large.grant, waiting.grant) == (False, None, None)
     assert loss.alone is None
     assert await waiting.leave() is None
+
+
+@pytest.mark.anyio
+async def test_who_ages_behind_the_end_of_a_loss_waits_for_the_store() -> None:
+    replica = Replica(clock=monotonic_us)
+    waiting = replica.waiting(ask(1, 60))
+    loss = losing(replica, policy_of(aging()), idle(replicas=1))
+    assert waiting.grant is None
+    loss.end()
+    await asyncio.sleep(3 * AGING_S)
+    assert waiting.grant is None
 
 
 @pytest.mark.anyio

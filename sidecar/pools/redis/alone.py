@@ -44,13 +44,16 @@ def nth(rules: PoolRules, replicas: int) -> PoolRules:
 
 def first_part(rules: PoolRules, known: LastKnown) -> PoolRules:
     """The part right after the loss. See above."""
-    free_tokens = max(0, rules.tokens - known.held_tokens)
-    free_requests = max(0, rules.requests - known.held_requests)
     return _part(
         rules,
-        min(_nth(rules.tokens, known.replicas), known.own_tokens + _nth(free_tokens, known.replicas)),
-        min(_nth(rules.requests, known.replicas), known.own_requests + _nth(free_requests, known.replicas)),
+        _first(rules.tokens, known.replicas, known.own_tokens, known.held_tokens),
+        _first(rules.requests, known.replicas, known.own_requests, known.held_requests),
     )
+
+
+def _first(capacity: int, replicas: int, own: int, held: int) -> int:
+    free = max(0, capacity - held)
+    return UNLIMITED if capacity == UNLIMITED else min(capacity // replicas, own + free // replicas)
 
 
 def _nth(figure: int, replicas: int) -> int:
@@ -92,6 +95,7 @@ class Alone:
         self._scheduler = Scheduler(part)
         self._dispatcher = Dispatcher(self._scheduler, clock, self._admitted)
         self._waiting: dict[int, RedisLease] = {}
+        self._parked: dict[int, RedisLease] = {}  # does not fit now; the part may grow, or the store come back
         self._largest = tuple(largest_request(part, tier.level) for tier in part.tiers)
         self._take_over(leases)
 
@@ -102,8 +106,7 @@ class Alone:
 
     def enter(self, lease: RedisLease) -> None:
         """Takes a new request in: it is granted, or waits; one that does not fit now, for the part to grow."""
-        if self.fits(lease.ask):
-            self._submit(lease)
+        self._submit_or_park(lease)
         self._dispatcher.dispatch(self._clock())
 
     def end(self, lease: RedisLease) -> Grant | None:
@@ -111,6 +114,7 @@ class Alone:
         now_us = self._clock()
         wait = None if self._scheduler.settle(str(lease.id)) else self._scheduler.cancel(str(lease.id), now_us)
         self._waiting.pop(lease.id, None)
+        self._parked.pop(lease.id, None)
         self._dispatcher.dispatch(now_us)
         return None if wait is None else grant_of(self._names, wait, now_us, lease.ask.tier)
 
@@ -121,7 +125,7 @@ class Alone:
 
     def queued(self, level: int) -> int:
         """How many requests of a tier wait here."""
-        return self._scheduler.queued(level)[1]
+        return self._scheduler.queued(level)[1] + sum(lease.ask.tier == level for lease in self._parked.values())
 
     def figures(self) -> Sequence[TierFigures]:
         """What the replica's own tiers hold and queue."""
@@ -141,9 +145,15 @@ class Alone:
             ask = lease.ask
             if lease.grant is not None:
                 self._scheduler.register(str(lease.id), tier=ask.tier, tokens=ask.tokens, requests=ask.requests)
-            elif self.fits(ask):
-                self._submit(lease)
+            else:
+                self._submit_or_park(lease)
         self._dispatcher.dispatch(self._clock())
+
+    def _submit_or_park(self, lease: RedisLease) -> None:
+        if self.fits(lease.ask):
+            self._submit(lease)
+        else:
+            self._parked[lease.id] = lease
 
     def _submit(self, lease: RedisLease) -> None:
         ask = lease.ask

@@ -127,9 +127,8 @@ class Link:
                 await self._probe(connection)
             await self._sync(connection)
             listening = asyncio.ensure_future(self._listen(connection))
-            while not self._is_closing:
-                await self._outbox.filled()
-                await self._serve(connection)
+            while await self._serve(connection):
+                pass
         finally:
             if listening is not None:
                 connection.is_closed = True  # the client may take a cancellation for a failure, and connect anew
@@ -137,24 +136,27 @@ class Link:
                 await asyncio.wait((listening,), timeout=CLOSE_WITHIN_S / 2)
             await connection.close()
 
-    async def _serve(self, connection: Connection) -> None:
-        """One call."""
-        batch = self._outbox.take()
-        kind = script.BYE if self._is_closing else script.BEAT if batch.is_beat else script.CALL
+    async def _serve(self, connection: Connection) -> bool:
+        """One call, as soon as there is a reason for it. False where it was the last: the good-bye."""
+        await self._outbox.filled()
+        batch, is_last = self._outbox.take(), self._is_closing
+        kind = script.BYE if is_last else script.BEAT if batch.is_beat else script.CALL
         try:
             reply = await self._call(
                 connection, [kind, self._replica.name, self._fence, self._listed, *batch.arguments]
             )
         except _SyncNeeded:
             self._replica.unanswered(batch)
-            await self._sync(connection)
-            return
+            if not is_last:  # else: who is not known there need not take its leave
+                await self._sync(connection)
+            return not is_last
         except BaseException:
             self._replica.unanswered(batch)
             raise
         self._replica.answered(reply, batch)
         if batch.is_beat:
             self._beat_later()
+        return not is_last
 
     async def _call(
         self, connection: Connection, arguments: Sequence[script.Argument], within_s: float = ANSWER_WITHIN_S

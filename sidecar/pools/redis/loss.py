@@ -15,6 +15,7 @@ from sidecar.errors import AdmissionError, StoreUnavailable
 from sidecar.policy.policy import Policy, StoreLoss
 from sidecar.policy.rules import largest_request
 from sidecar.pools.dispatcher import Clock
+from sidecar.pools.figures import bounded
 from sidecar.pools.pool import Ask, Grant
 from sidecar.pools.redis.alone import Alone, LastKnown, first_part, nth
 from sidecar.pools.redis.lease import RedisLease
@@ -90,9 +91,11 @@ class Loss:
         if self.alone is not None:
             self.alone.resize(lease)
 
-    def part(self) -> Mapping[str, int]:
+    def part(self) -> Mapping[str, int | None]:
         """The part that is admitted to, for people."""
-        return {} if self.alone is None else {"tokens": self.alone.part.tokens, "requests": self.alone.part.requests}
+        if self.alone is None:
+            return {}
+        return {"tokens": bounded(self.alone.part.tokens), "requests": bounded(self.alone.part.requests)}
 
     def _go_alone(self) -> None:
         self._leave_alone()
