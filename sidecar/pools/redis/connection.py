@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import sha1
@@ -173,6 +174,7 @@ class _as_store_errors(contextlib.AbstractContextManager[None]):  # noqa: N801 -
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, _FOREIGN_ERRORS):
-            words = str(error).splitlines() or [""]
+            told = error.__context__ if isinstance(error.__context__, ssl.SSLError) else error  # older clients hide it
+            words = str(told).splitlines() or [""]
             said = f": {words[0]}" if words[0] else ""
-            raise StoreError(f"{type(error).__name__}{said}") from error
+            raise StoreError(f"{type(told).__name__}{said}") from error
