@@ -167,24 +167,25 @@ def test_every_tier_has_the_same_share_of_a_part_as_of_the_pool(moment: Moment) 
             assert as_stated(of_part) == as_stated(of_pool)
             for dimension, capacity in enumerate(dimensions(whole)):
                 if capacity != UNLIMITED:
-                    for share, whole_share in zip(
-                        figures(of_part)[dimension], figures(of_pool)[dimension], strict=True
-                    ):
-                        exact = Fraction(whole_share * dimensions(part)[dimension], capacity)
-                        assert exact - 1 < share <= exact
+                    size = dimensions(part)[dimension]
+                    exact = [Fraction(share * size, capacity) for share in figures(of_pool)[dimension]]
+                    floor, headroom, limit = figures(of_part)[dimension]
+                    assert exact[0] <= floor < exact[0] + 1  # rounded up: one of a single request must not vanish
+                    assert exact[1] - 1 < headroom <= exact[1]
+                    assert exact[2] <= limit < exact[2] + 1
 
 
 @given(moments())
 @settings(max_examples=200, deadline=None)
-def test_the_floors_of_all_parts_are_at_most_the_pools(moment: Moment) -> None:
+def test_the_floors_of_all_parts_are_at_most_the_pools_but_for_rounding(moment: Moment) -> None:
     parts = [first_part(moment.rules, known) for known in moment.known]
     for level, of_pool in enumerate(moment.rules.tiers):
         if moment.rules.tokens != UNLIMITED:
-            assert sum(part.tiers[level].reserve_tokens for part in parts) <= of_pool.reserve_tokens
-            assert sum(part.tiers[level].limit_tokens for part in parts) <= of_pool.limit_tokens
+            assert sum(part.tiers[level].reserve_tokens for part in parts) < of_pool.reserve_tokens + len(parts)
+            assert sum(part.tiers[level].limit_tokens for part in parts) < of_pool.limit_tokens + len(parts)
         if moment.rules.requests != UNLIMITED:
-            assert sum(part.tiers[level].reserve_requests for part in parts) <= of_pool.reserve_requests
-            assert sum(part.tiers[level].limit_requests for part in parts) <= of_pool.limit_requests
+            assert sum(part.tiers[level].reserve_requests for part in parts) < of_pool.reserve_requests + len(parts)
+            assert sum(part.tiers[level].limit_requests for part in parts) < of_pool.limit_requests + len(parts)
 
 
 @given(moments())
@@ -407,8 +408,7 @@ async def test_a_lease_that_shrinks_lets_others_in_and_one_that_grows_keeps_them
     assert running.resize(200)
     assert first.settle()
     assert second.grant is None
-    assert alone.figures()[0] == (200, 1, 10, 1)
-    assert alone.leases() == 1
+    assert alone.queued(0) == 1
     assert running.settle()
     assert second.grant is not None
 

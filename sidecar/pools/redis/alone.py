@@ -15,13 +15,13 @@ room since then the parts together may exceed the pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from sidecar.policy.rules import UNLIMITED, PoolRules, largest_request
 from sidecar.pools.dispatcher import Clock, Dispatcher
-from sidecar.pools.figures import TierFigures, grant_of
+from sidecar.pools.figures import grant_of
 from sidecar.pools.pool import Ask, Grant
 from sidecar.pools.redis.lease import RedisLease
 from sidecar.scheduling import Admission, Scheduler
@@ -38,7 +38,7 @@ class LastKnown(NamedTuple):
 
 
 def nth(rules: PoolRules, replicas: int) -> PoolRules:
-    """One of `replicas` equal parts of a pool; every figure is rounded down, so that the parts never exceed it."""
+    """One of `replicas` equal parts of a pool, rounded down, so that the parts never exceed it."""
     return _part(rules, _nth(rules.tokens, replicas), _nth(rules.requests, replicas))
 
 
@@ -61,21 +61,23 @@ def _nth(figure: int, replicas: int) -> int:
 
 
 def _part(rules: PoolRules, tokens: int, requests: int) -> PoolRules:
-    def of_tokens(figure: int) -> int:
-        return figure if rules.tokens == UNLIMITED else figure * tokens // rules.tokens
+    def of_tokens(figure: int, up: int = 0) -> int:
+        return figure if rules.tokens == UNLIMITED else (figure * tokens + up * (rules.tokens - 1)) // rules.tokens
 
-    def of_requests(figure: int) -> int:
-        return figure if rules.requests == UNLIMITED else figure * requests // rules.requests
+    def of_requests(figure: int, up: int = 0) -> int:
+        whole = rules.requests
+        return figure if whole == UNLIMITED else (figure * requests + up * (whole - 1)) // whole
 
+    # Floors and limits are rounded up: one of a single request must not vanish where there are two replicas.
     tiers = tuple(
         replace(
             tier,
-            reserve_tokens=of_tokens(tier.reserve_tokens),
-            reserve_requests=of_requests(tier.reserve_requests),
+            reserve_tokens=of_tokens(tier.reserve_tokens, up=1),
+            reserve_requests=of_requests(tier.reserve_requests, up=1),
             headroom_tokens=of_tokens(tier.headroom_tokens),
             headroom_requests=of_requests(tier.headroom_requests),
-            limit_tokens=of_tokens(tier.limit_tokens),
-            limit_requests=of_requests(tier.limit_requests),
+            limit_tokens=of_tokens(tier.limit_tokens, up=1),
+            limit_requests=of_requests(tier.limit_requests, up=1),
         )
         for tier in rules.tiers
     )
@@ -126,15 +128,6 @@ class Alone:
     def queued(self, level: int) -> int:
         """How many requests of a tier wait here."""
         return self._scheduler.queued(level)[1] + sum(lease.ask.tier == level for lease in self._parked.values())
-
-    def figures(self) -> Sequence[TierFigures]:
-        """What the replica's own tiers hold and queue."""
-        levels = range(len(self._names))
-        return [TierFigures(*self._scheduler.held(level), *self._scheduler.queued(level)) for level in levels]
-
-    def leases(self) -> int:
-        """How many leases the replica runs."""
-        return self._scheduler.leases()
 
     def stop(self) -> None:
         """The store is back, or the process ends: nobody is admitted here any more."""

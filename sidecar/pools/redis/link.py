@@ -195,6 +195,8 @@ class Link:
         self._replica.synced(reply, batch)
         self.decided.set()
         self._beat_later()
+        if self._is_closing:  # the reason for a last call went with what was stated
+            self._outbox.wake()
 
     def _beat_later(self) -> None:
         if self._beat_timer is not None:

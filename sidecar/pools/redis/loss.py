@@ -118,7 +118,7 @@ class Loss:
         lease.refused(error)
 
     def _lose_patience(self) -> None:
-        """What others ran at the loss is over by now: the whole part is this replica's."""
+        """What others ran at the loss counts no longer, as in the store: the whole part is this replica's."""
         self._is_patient = False
         if not self.is_paused:
             self._go_alone()
