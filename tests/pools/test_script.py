@@ -159,6 +159,24 @@ def test_what_a_silent_replica_had_is_freed_by_whoever_calls_next(replicas: Repl
     assert two.answer(script.CALL, "b", two.fence, 0, script.END, 1) == [script.UNKNOWN]
 
 
+def test_whoever_waits_calls_again_as_soon_as_a_silent_replica_can_be_told_dead(replicas: Replicas) -> None:
+    one, two = replicas.one("a"), replicas.one("b")
+    two.enter(1, ask(tokens=60))
+    replicas.clock.advance(1)
+    reply = one.enter(1, ask(tokens=60))
+    assert reply.change_after_us == (SILENCE_S - 1) * 1e6
+    for _ in range(4):
+        replicas.clock.advance(BEAT_S)
+        one.call(kind=script.BEAT)
+    replicas.clock.advance(SILENCE_S - 1 - 4 * BEAT_S)
+    assert granted(one.call()) == [1]
+
+
+def test_the_script_and_its_callers_mean_the_same_times() -> None:
+    assert f"local BEAT_US = {BEAT_S * 1e6:.0f} " in script.SOURCE
+    assert f"local SILENCE_US = {SILENCE_S * 1e6:.0f} " in script.SOURCE
+
+
 def test_one_that_comes_back_registers_what_it_still_runs_and_the_pool_may_be_overfull(replicas: Replicas) -> None:
     one, two = replicas.one("a"), replicas.one("b")
     two.enter(1, ask(tokens=60))

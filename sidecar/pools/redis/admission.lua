@@ -3,7 +3,7 @@
 -- KEYS[1]  the pool's root, `admission:<layout>:{<pool>}`: a hash, the only key that must survive. Without it the pool
 --          is lost, and every replica is asked to state what it has (a sync). All other keys begin with it, so one hash
 --          tag keeps them on one node; they carry the root's birth, so that none outlives it unnoticed:
---   <root>:<birth>:beats       zset  replica -> when it last called
+--   <root>:<birth>:beats       zset  replica -> its last heartbeat
 --   <root>:<birth>:r:<replica> hash  '#' -> its fence; id -> its ticket or lease, as `ticket_record`, `lease_record`
 --   <root>:<birth>:o:<replica> list  grants that it has not been told in a reply
 --   <root>:<birth>:q:<level>   zset  a tier's tickets, by start tag, then by sequence
@@ -44,8 +44,8 @@
 
 local call, fmt, concat, match = redis.call, string.format, table.concat, string.match
 
-local BEAT_US = 2000000     -- a replica calls at least this often
-local SILENCE_US = 10000000 -- without a call for so long it is dead: what it has is freed by whoever calls next
+local BEAT_US = 2000000     -- how often a replica says that it lives
+local SILENCE_US = 10000000 -- silent for so long it is dead: what it has is freed by whoever calls next
 local KEPT_MS = 3600000     -- a pool that nobody calls any more vanishes
 
 -- rules: {names, capacity tokens, capacity requests, promote_after or 0, ceiling, tier, tier, ...}; a tier is
@@ -408,23 +408,6 @@ function pool.dispatch()
   end
 end
 
--- Time matters through aging alone, when a head reaches a whole level, and while the pool is on hold.
-function pool.next_change()
-  if meta[WAITING] == 0 then return -1 end
-  local soonest = meta[HOLD_UNTIL] > now and meta[HOLD_UNTIL] - now or -1
-  local promote_after = rules[PROMOTE_AFTER]
-  if promote_after == 0 then return soonest end
-  for level = rules[CEILING] + 1, levels - 1 do
-    if tiers[level][QUEUED] > 0 then
-      local arrived = pool.head_of(level).arrived
-      local rise = math.floor((now - arrived) / promote_after) + 1
-      local change = arrived + rise * promote_after - now
-      if rise <= level - rules[CEILING] and (soonest < 0 or change < soonest) then soonest = change end
-    end
-  end
-  return soonest
-end
-
 end
 
 local function define_operations()
@@ -659,6 +642,28 @@ function pool.sync()
 end
 
 -- -- one call
+
+-- Time matters through aging, when a head reaches a whole level, while the pool is on hold, and where another replica may
+-- have died: whoever waits for what it held looks after it as soon as that can be told.
+function pool.next_change()
+  if meta[WAITING] == 0 then return -1 end
+  local soonest = meta[HOLD_UNTIL] > now and meta[HOLD_UNTIL] - now or -1
+  if meta[REPLICAS] > 1 then
+    local look = math.max(meta[GRACE], meta[SWEEP]) - now
+    if soonest < 0 or look < soonest then soonest = look end
+  end
+  local promote_after = rules[PROMOTE_AFTER]
+  if promote_after == 0 then return soonest end
+  for level = rules[CEILING] + 1, levels - 1 do
+    if tiers[level][QUEUED] > 0 then
+      local arrived = pool.head_of(level).arrived
+      local rise = math.floor((now - arrived) / promote_after) + 1
+      local change = arrived + rise * promote_after - now
+      if rise <= level - rules[CEILING] and (soonest < 0 or change < soonest) then soonest = change end
+    end
+  end
+  return soonest
+end
 
 function pool.reply(tells_all)
   local after = pool.next_change()
