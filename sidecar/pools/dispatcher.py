@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from sidecar.pools.pool import Ask
 from sidecar.scheduling import Admission, Scheduler
 
 Clock = Callable[[], int]
@@ -25,6 +26,18 @@ class Dispatcher:
         self._on_admission = on_admission
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_us = 0
+
+    def submit(self, ticket_id: str, ask: Ask, arrived_us: int) -> None:
+        """Puts a request in its tier's queue. It is admitted by `dispatch` at the earliest."""
+        self._scheduler.submit(
+            ticket_id,
+            tier=ask.tier,
+            tokens=ask.tokens,
+            requests=ask.requests,
+            tenant=ask.tenant,
+            weight=ask.weight,
+            now_us=arrived_us,
+        )
 
     def dispatch(self, now_us: int) -> None:
         """Admits everybody whom the rules let in now. Call it after every change of the scheduler."""

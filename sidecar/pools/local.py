@@ -88,15 +88,7 @@ class LocalPool:
             raise self._sizes.queue_full(ask.tier, self.retry_after_s(ask.tier))
         now_us = self.now_us()
         lease = LocalLease(self, str(next(self._ids)), ask)
-        self._scheduler.submit(
-            lease._id,
-            tier=ask.tier,
-            tokens=ask.tokens,
-            requests=ask.requests,
-            tenant=ask.tenant,
-            weight=ask.weight,
-            now_us=now_us,
-        )
+        self._dispatcher.submit(lease._id, ask, now_us)
         self._waiting[lease._id] = lease
         self._dispatcher.dispatch(now_us)
         if most == 0 and lease.grant is None:  # a tier that never queues: at once, or not at all

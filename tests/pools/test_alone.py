@@ -17,7 +17,7 @@ from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, TierRules, larges
 from sidecar.pools import Ask, Grant
 from sidecar.pools.dispatcher import monotonic_us
 from sidecar.pools.redis import loss as loss_module
-from sidecar.pools.redis.alone import Alone, LastKnown, first_part, nth
+from sidecar.pools.redis.alone import Alone, LastKnown, first_part, fits_into, nth
 from sidecar.pools.redis.lease import Left, RedisLease
 from sidecar.pools.redis.loss import Loss
 from sidecar.pools.redis.script import BEAT_S
@@ -354,8 +354,8 @@ async def test_what_does_not_fit_is_kept_for_a_larger_part_and_stands_in_nobodys
     replica = Replica()
     large = replica.waiting(ask(0, 41))
     alone = replica.goes_alone(part_of(40))
-    assert not alone.fits(large.ask)
-    assert alone.fits(ask(0, 40))
+    assert not fits_into(alone.part, large.ask)
+    assert fits_into(alone.part, ask(0, 40))
     small, later = replica.enter(ask(0, 40)), replica.enter(ask(0, 42))
     assert small.grant is not None
     assert (large.grant, later.grant) == (None, None)
@@ -375,7 +375,7 @@ async def test_what_fits_is_what_the_rules_could_ever_give(tokens: int, requests
     replica = Replica()
     alone = replica.goes_alone(part_of(40, requests=4))
     wanted = ask(1, tokens, requests=requests)
-    assert alone.fits(wanted) is fits
+    assert fits_into(alone.part, wanted) is fits
     assert (replica.enter(wanted).grant is not None) is fits
 
 

@@ -60,28 +60,34 @@ def _nth(figure: int, replicas: int) -> int:
     return UNLIMITED if figure == UNLIMITED else figure // replicas
 
 
+def fits_into(rules: PoolRules, ask: Ask) -> bool:
+    """Whether a pool with these rules could ever admit what is asked for."""
+    tokens, requests = largest_request(rules, ask.tier)
+    return ask.tokens <= tokens and ask.requests <= requests
+
+
 def _part(rules: PoolRules, tokens: int, requests: int) -> PoolRules:
-    def of_tokens(figure: int, up: int = 0) -> int:
-        return figure if rules.tokens == UNLIMITED else (figure * tokens + up * (rules.tokens - 1)) // rules.tokens
-
-    def of_requests(figure: int, up: int = 0) -> int:
-        whole = rules.requests
-        return figure if whole == UNLIMITED else (figure * requests + up * (whole - 1)) // whole
-
     # Floors and limits are rounded up: one of a single request must not vanish where there are two replicas.
     tiers = tuple(
         replace(
             tier,
-            reserve_tokens=of_tokens(tier.reserve_tokens, up=1),
-            reserve_requests=of_requests(tier.reserve_requests, up=1),
-            headroom_tokens=of_tokens(tier.headroom_tokens),
-            headroom_requests=of_requests(tier.headroom_requests),
-            limit_tokens=of_tokens(tier.limit_tokens, up=1),
-            limit_requests=of_requests(tier.limit_requests, up=1),
+            reserve_tokens=_share(tier.reserve_tokens, tokens, rules.tokens, rounds_up=True),
+            reserve_requests=_share(tier.reserve_requests, requests, rules.requests, rounds_up=True),
+            headroom_tokens=_share(tier.headroom_tokens, tokens, rules.tokens),
+            headroom_requests=_share(tier.headroom_requests, requests, rules.requests),
+            limit_tokens=_share(tier.limit_tokens, tokens, rules.tokens, rounds_up=True),
+            limit_requests=_share(tier.limit_requests, requests, rules.requests, rounds_up=True),
         )
         for tier in rules.tiers
     )
     return replace(rules, tokens=tokens, requests=requests, tiers=tiers)
+
+
+def _share(figure: int, part: int, whole: int, *, rounds_up: bool = False) -> int:
+    """What a figure of the whole is in the part."""
+    if whole == UNLIMITED:
+        return figure
+    return -(-figure * part // whole) if rounds_up else figure * part // whole
 
 
 class Alone:
@@ -98,13 +104,7 @@ class Alone:
         self._dispatcher = Dispatcher(self._scheduler, clock, self._admitted)
         self._waiting: dict[int, RedisLease] = {}
         self._parked: dict[int, RedisLease] = {}  # does not fit now; the part may grow, or the store come back
-        self._largest = tuple(largest_request(part, tier.level) for tier in part.tiers)
         self._take_over(leases)
-
-    def fits(self, ask: Ask) -> bool:
-        """Whether it could be admitted here at all."""
-        tokens, requests = self._largest[ask.tier]
-        return ask.tokens <= tokens and ask.requests <= requests
 
     def enter(self, lease: RedisLease) -> None:
         """Takes a new request in: it is granted, or waits; one that does not fit now, for the part to grow."""
@@ -143,23 +143,11 @@ class Alone:
         self._dispatcher.dispatch(self._clock())
 
     def _submit_or_park(self, lease: RedisLease) -> None:
-        if self.fits(lease.ask):
-            self._submit(lease)
+        if fits_into(self.part, lease.ask):
+            self._waiting[lease.id] = lease
+            self._dispatcher.submit(str(lease.id), lease.ask, lease.entered_us)
         else:
             self._parked[lease.id] = lease
-
-    def _submit(self, lease: RedisLease) -> None:
-        ask = lease.ask
-        self._waiting[lease.id] = lease
-        self._scheduler.submit(
-            str(lease.id),
-            tier=ask.tier,
-            tokens=ask.tokens,
-            requests=ask.requests,
-            tenant=ask.tenant,
-            weight=ask.weight,
-            now_us=lease.entered_us,
-        )
 
     def _admitted(self, admission: Admission, now_us: int) -> None:
         lease = self._waiting.pop(int(admission.ticket.id))

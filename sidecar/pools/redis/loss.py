@@ -13,11 +13,10 @@ from collections.abc import Mapping
 
 from sidecar.errors import AdmissionError, StoreUnavailable
 from sidecar.policy.policy import Policy, StoreLoss
-from sidecar.policy.rules import largest_request
 from sidecar.pools.dispatcher import Clock
 from sidecar.pools.figures import bounded
 from sidecar.pools.pool import Ask, Grant
-from sidecar.pools.redis.alone import Alone, LastKnown, first_part, nth
+from sidecar.pools.redis.alone import Alone, LastKnown, first_part, fits_into, nth
 from sidecar.pools.redis.lease import RedisLease
 from sidecar.pools.redis.script import BEAT_S, SILENCE_S
 from sidecar.pools.sizes import Sizes
@@ -130,8 +129,7 @@ class Loss:
                 self._refuse(lease, self._unavailable(lease.ask))
 
     def _fits_part(self, ask: Ask) -> bool:
-        tokens, requests = largest_request(self._part, ask.tier)
-        return self._divides and ask.tokens <= tokens and ask.requests <= requests
+        return self._divides and fits_into(self._part, ask)
 
     def _unavailable(self, ask: Ask) -> StoreUnavailable:
         retry_after_s = BEAT_S * random.uniform(1, 2)
