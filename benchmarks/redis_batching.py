@@ -113,7 +113,7 @@ class CallEach:
 
     async def __aenter__(self) -> CallEach:
         self._sha = await self._client.script_load(script.SOURCE)
-        await self._call(script.SYNC, 1, script.rules_text(self._policy), 1, 0)
+        await self._call(script.SYNC, 1, script.rules_text(self._policy, self._policy.rules), 1, 0)
         return self
 
     async def __aexit__(self, *_: object) -> None:

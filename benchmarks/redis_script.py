@@ -67,7 +67,7 @@ class Queue:
     async def fill(self) -> None:
         """Makes the pool, and lets enter until so many wait."""
         self._sha = await self._client.script_load(script.SOURCE)
-        reply = await self._call(script.SYNC, 1, script.rules_text(self._policy), 1, 0)
+        reply = await self._call(script.SYNC, 1, script.rules_text(self._policy, self._policy.rules), 1, 0)
         while missing := self.waiting - reply.waiting:
             tiers = islice(cycle(TIERS), min(missing, FILL_PER_CALL))
             enters = chain.from_iterable(map(self._enter, tiers))

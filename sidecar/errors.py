@@ -124,6 +124,12 @@ class StoreUnavailable(Unavailable):
     code = "store_unavailable"
 
 
+class CapacityUnknown(Unavailable):
+    """The pool's size is what the engine says, and the engine has not said it yet."""
+
+    code = "capacity_unknown"
+
+
 class Draining(Unavailable):
     """This process is shutting down and takes no new request."""
 

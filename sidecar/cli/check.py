@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from sidecar.cli.output import write_json
+from sidecar.policy import fields as of
 from sidecar.policy.loading import Loaded, load_files
 from sidecar.policy.policy import Policy
 from sidecar.policy.problems import PolicyError, Problem
@@ -93,9 +95,8 @@ def _largest(policy: Policy, level: int) -> tuple[int, int]:
 
 def _summary(loaded: Loaded, found: tuple[Problem, ...]) -> str:
     policy = loaded.policy
-    capacity = _amounts(policy.rules.tokens, policy.rules.requests)
     parts = [
-        f"{loaded.pool.file}: engine {policy.engine.value}, capacity {capacity}",
+        f"{loaded.pool.file}: engine {policy.engine.value}, capacity {_capacity(policy)}",
         _tier_table(policy),
         _people(policy),
     ]
@@ -106,8 +107,37 @@ def _summary(loaded: Loaded, found: tuple[Problem, ...]) -> str:
     return "\n\n".join(parts)
 
 
+def _capacity(policy: Policy) -> str:
+    written = _amounts(policy.rules.tokens, policy.rules.requests)
+    told = policy.engine_capacity
+    if told is None:
+        return written
+    rest = f"{of.percent(told.fraction)} of what the engine holds and {told.waiting} requests that wait in it"
+    return f"{written}, and otherwise {rest}" if written else rest
+
+
 def _tier_table(policy: Policy) -> str:
-    """One line per tier, most important first; every amount as tokens / requests."""
+    """One line per tier, most important first."""
+    return _amount_table(policy) if policy.is_sized else _share_table(policy)
+
+
+def _share_table(policy: Policy) -> str:
+    """Shares of a pool whose size only the engine knows."""
+    head = ("tier", "reserve", "kept idle", "limit")
+    rows = [
+        (
+            shares.name,
+            of.percent(shares.reserve),
+            of.percent((1 - shares.lend) * shares.reserve),
+            of.percent(shares.limit),
+        )
+        for shares in policy.shares
+    ]
+    return "\n".join([*_aligned([head, *rows]), "(shares of what the engine says it holds)"])
+
+
+def _amount_table(policy: Policy) -> str:
+    """Every amount as tokens / requests."""
     head = ("tier", "reserve", "kept idle", "limit", "largest request")
     rows = [
         (
@@ -119,16 +149,19 @@ def _tier_table(policy: Policy) -> str:
         )
         for tier in policy.rules.tiers
     ]
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    lines = [
-        row[0].ljust(widths[0]) + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-        for row in [head, *rows]
-    ]
     notes = ["(tokens / requests)"]
     certain = largest_certain_request(policy.rules)
     if certain is not None:
         notes.append(f"every tier's reserve is certain while no request holds more than {certain:,} tokens")
-    return "\n".join([*lines, *notes])
+    return "\n".join([*_aligned([head, *rows]), *notes])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> Sequence[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        row[0].ljust(widths[0]) + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
+        for row in rows
+    ]
 
 
 def _people(policy: Policy) -> str:

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, PlainValidator, Validation
 
 from sidecar.policy import units
 from sidecar.policy.keys import read_hash
-from sidecar.policy.policy import Api, Carrier, EngineName, Source, StoreLoss
+from sidecar.policy.policy import Api, Carrier, EngineName, Source, StoreLoss, Teller
 from sidecar.policy.problems import printable, quoted, unknown
 from sidecar.policy.store import EXAMPLE, SCHEMES, StoreAddress, store_address
 
@@ -231,6 +231,7 @@ HeaderName = Annotated[str, PlainValidator(_header), _schema("A header's name.")
 ExistingFile = Annotated[str, PlainValidator(_existing_file), _schema("A file, relative to this one.")]
 EngineChoice = Annotated[EngineName, PlainValidator(_choice(EngineName, "engine")), _enum(EngineName)]
 CarrierChoice = Annotated[Carrier, PlainValidator(_choice(Carrier, "carrier")), _enum(Carrier)]
+CapacityTeller = Annotated[Teller, PlainValidator(_choice(Teller, "teller of a capacity")), _enum(Teller)]
 ApiName = Annotated[Api, PlainValidator(_choice(Api, "API")), _enum(Api)]
 StoreAt = Annotated[
     StoreAddress,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from sidecar.policy import engines
 from sidecar.policy import fields as of
@@ -29,10 +29,42 @@ class FileModel(BaseModel):
 
 
 class Capacity(FileModel):
-    """What the engine holds at once. One of the two is enough; a request must fit in both."""
+    """What the engine holds at once. One of the two is enough; a request must fit in both.
 
+    With `from: engine` whatever is not written is read from the engine, again and again: it follows changes, and keeps
+    the last good value where it can be read no more.
+    """
+
+    told_by: of.CapacityTeller | None = Field(
+        None, alias="from", description="`engine`: read from it what is not written here.", examples=["engine"]
+    )
     tokens: of.PositiveCount | None = Field(None, description="Tokens that the KV cache holds.", examples=["400k"])
     requests: of.PositiveCount | None = Field(None, description="Requests in the running batch.", examples=[160])
+    fraction: of.Share = _default(
+        "95%",  # engines keep some blocks for themselves, and an estimate may be a little low
+        description="With `from: engine`: the part of what was read that the pool may fill.",
+        examples=["90%"],
+    )
+    waiting: of.Count = _default(
+        4,
+        description="With `from: engine`: requests that may wait inside the engine, so that it never runs dry. While "
+        "more wait there, nobody is admitted.",
+        examples=[8],
+    )
+
+    @field_validator("fraction")
+    @classmethod
+    def _fraction_leaves_room(cls, fraction: Fraction) -> Fraction:
+        if fraction == 0:
+            raise ValueError('"0%" leaves room for nothing; write a larger share')
+        return fraction
+
+    @model_validator(mode="after")
+    def _only_the_engine_has_a_fraction(self) -> Capacity:
+        unread = {"fraction", "waiting"} & self.model_fields_set
+        if self.told_by is None and unread:
+            raise ValueError(f"{min(unread)} is only read with from: engine; add that, or remove it")
+        return self
 
 
 class Aging(FileModel):
@@ -202,8 +234,15 @@ class PoolFile(FileModel):
     @field_validator("capacity")
     @classmethod
     def _capacity_has_a_bound(cls, capacity: Capacity) -> Capacity:
-        if capacity.tokens is None and capacity.requests is None:
+        if capacity.tokens is None and capacity.requests is None and capacity.told_by is None:
             raise ValueError("bounds nothing; write tokens, requests or both, such as {tokens: 400k, requests: 160}")
+        return capacity
+
+    @field_validator("capacity")
+    @classmethod
+    def _some_engine_tells_its_capacity(cls, capacity: Capacity, info: ValidationInfo) -> Capacity:
+        if capacity.told_by is not None and info.data.get("engine") is EngineName.NONE:
+            raise ValueError("the engine none tells nothing; write tokens, requests or both")
         return capacity
 
     @field_validator("forward_priority")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from sidecar.policy.rules import PoolRules
+from sidecar.policy.rules import UNLIMITED, EngineCapacity, PoolRules, Shares, pool_rules
 from sidecar.policy.store import StoreAddress
 
 
@@ -49,6 +49,12 @@ class Carrier(str, Enum):
 
     HEADER = "header"
     BODY = "body"
+
+
+class Teller(str, Enum):
+    """Who says how large the pool is, other than the policy itself."""
+
+    ENGINE = "engine"
 
 
 class StoreLoss(str, Enum):
@@ -120,6 +126,8 @@ class Policy:
     without a key is refused. `engine_levels` lists (threshold, level), most important level first, for the source
     `engine`. `carrier` is None for the engine's own default. `generation` is a short digest of the files' contents.
     `store` is where many replicas keep one pool, called `pool` there, None where leases live in this process.
+    `engine_capacity` is None where the policy itself says how large the pool is; otherwise the pool's size is what the
+    engine says, and `rules` bound only what the policy does: `rules_of` gives the rules of a size.
     """
 
     rules: PoolRules
@@ -138,9 +146,27 @@ class Policy:
     disconnect_grace_s: float
     tokenizer: str | None
     generation: str
+    shares: tuple[Shares, ...] = ()
+    engine_capacity: EngineCapacity | None = None
     store: StoreAddress | None = None
     pool: str = "default"
     on_store_loss: StoreLoss = StoreLoss.DIVIDE
+
+    def rules_of(self, tokens: int | None, requests: int | None) -> PoolRules:
+        """The same tiers' rules in a pool of another size. None is unbounded."""
+        rules = self.rules
+        return pool_rules(
+            tokens=tokens,
+            requests=requests,
+            tiers=self.shares,
+            promote_after_us=rules.promote_after_us,
+            ceiling=rules.ceiling,
+        )
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether the pool's size stands in the policy, in one dimension at least. It may still be the engine's."""
+        return min(self.rules.tokens, self.rules.requests) < UNLIMITED
 
     def level_of(self, name: str) -> int | None:
         """The level of the tier called `name`, None where the policy has no such tier."""

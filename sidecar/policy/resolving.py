@@ -9,7 +9,7 @@ from types import MappingProxyType
 from sidecar.policy.fields import ANONYMOUS, infer_api
 from sidecar.policy.models import EndpointBody, LimitsBody, PoolFile, TenantFile, TierBody
 from sidecar.policy.policy import Api, Endpoint, Limits, Policy, Tenant, Tier
-from sidecar.policy.rules import PoolRules, Shares, pool_rules
+from sidecar.policy.rules import EngineCapacity, PoolRules, Shares, pool_rules
 
 
 def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> Policy:
@@ -19,6 +19,8 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
     thresholds = pool.engine_levels or {}
     return Policy(
         rules=_rules(pool, levels),
+        shares=_shares(pool),
+        engine_capacity=_engine_capacity(pool),
         tiers=tuple(_tier(name, levels[name], body) for name, body in pool.tiers.items()),
         endpoints=MappingProxyType({path: _endpoint(path, body, levels) for path, body in pool.endpoints.items()}),
         tenants=MappingProxyType({key: tenant for keys, tenant in by_key for key in keys}),
@@ -44,12 +46,22 @@ def _rules(pool: PoolFile, levels: dict[str, int]) -> PoolRules:
     return pool_rules(
         tokens=pool.capacity.tokens,
         requests=pool.capacity.requests,
-        tiers=tuple(
-            Shares(name, body.reserve, body.lend, body.limit, body.always_first) for name, body in pool.tiers.items()
-        ),
+        tiers=_shares(pool),
         promote_after_us=round(pool.aging.promote_after * 1_000_000) if pool.aging else None,
         ceiling=levels[pool.aging.ceiling] if pool.aging else 0,
     )
+
+
+def _shares(pool: PoolFile) -> tuple[Shares, ...]:
+    tiers = pool.tiers.items()
+    return tuple(Shares(name, body.reserve, body.lend, body.limit, body.always_first) for name, body in tiers)
+
+
+def _engine_capacity(pool: PoolFile) -> EngineCapacity | None:
+    capacity = pool.capacity
+    if capacity.told_by is None:
+        return None
+    return EngineCapacity(capacity.fraction, capacity.waiting, capacity.tokens, capacity.requests)
 
 
 def _tier(name: str, level: int, body: TierBody) -> Tier:

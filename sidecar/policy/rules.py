@@ -50,6 +50,29 @@ class PoolRules:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineCapacity:
+    """A pool whose size the engine tells: `tokens` and `requests` are None where they are to be read from it.
+
+    `fraction` is the part of what the engine holds that the pool may fill. `waiting` is how many requests may wait
+    inside the engine so that it never runs dry: the pool is larger by so many requests than what runs at once.
+    """
+
+    fraction: Fraction
+    waiting: int
+    tokens: int | None = None
+    requests: int | None = None
+
+    def size(self, kv_tokens: int | None, max_running: int | None) -> tuple[int | None, int | None]:
+        """The pool's (tokens, requests) for an engine that holds so much; None for what nobody says."""
+        tokens, requests = self.tokens, self.requests
+        if tokens is None and kv_tokens is not None:
+            tokens = math.floor(self.fraction * kv_tokens)
+        if requests is None and max_running is not None:
+            requests = math.ceil(self.fraction * max_running) + self.waiting  # a fraction of few is still one
+        return tokens, requests
+
+
+@dataclass(frozen=True, slots=True)
 class Shares:
     """One tier as an operator states it: exact fractions of the pool."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from sidecar.policy.problems import Path, suggestion
@@ -28,7 +30,7 @@ def _message(model: type[BaseModel], path: Path, error: ErrorDetails) -> str:
     around = _model_at(model, path[:-1])
     name = str(path[-1]) if path else ""
     if kind == "extra_forbidden":
-        return f"no such key; {suggestion(name, list(around.model_fields), 'the keys here are')}"
+        return f"no such key; {suggestion(name, list(_keys(around)), 'the keys here are')}"
     if kind == "missing":
         return f"missing; write {_example(around, name)}"
     found = error.get("input")
@@ -41,10 +43,15 @@ def _message(model: type[BaseModel], path: Path, error: ErrorDetails) -> str:
 
 def _example(model: type[BaseModel], name: str) -> str:
     """How the key `name` is written; without a name, or for one that has no example, the keys there are."""
-    field = model.model_fields.get(name)
+    field = _keys(model).get(name)
     if field is None or not field.examples:
-        return "a mapping with " + ", ".join(model.model_fields)
+        return "a mapping with " + ", ".join(_keys(model))
     return f"{name}: {_flow(field.examples[0])}"
+
+
+def _keys(model: type[BaseModel]) -> Mapping[str, FieldInfo]:
+    """The keys of a mapping as an operator writes them."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def _flow(value: object) -> str:
@@ -59,7 +66,7 @@ def _flow(value: object) -> str:
 def _model_at(model: type[BaseModel], path: Path) -> type[BaseModel]:
     """The model that describes the mapping at `path`; the nearest around it where there is none."""
     for part in path:
-        field = model.model_fields.get(str(part))
+        field = _keys(model).get(str(part))
         model = (_nested(field.annotation) if field else None) or model
     return model
 

@@ -11,6 +11,9 @@ from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, best_level, la
 MOSTLY_RESERVED = 0.8
 """Above this, the prototype of the rules showed that priorities hardly matter under overload (scheduling.md)."""
 
+NOMINAL = 10_000
+"""The requests of a pool whose size only the engine knows: its shares are judged, no amount is shown."""
+
 Found = Iterator[tuple[Path, str]]
 
 
@@ -21,7 +24,7 @@ def warnings(policy: Policy, place: Callable[[Path], Place | None] = lambda _pat
 
 
 def _pool(policy: Policy) -> Found:
-    rules = policy.rules
+    rules = _rules(policy)
     reserved = _part(sum(_reserve(tier, rules) for tier in rules.tiers), rules)
     if reserved > MOSTLY_RESERVED:
         yield (
@@ -33,10 +36,15 @@ def _pool(policy: Policy) -> Found:
 
 
 def _tiers(policy: Policy) -> Found:
-    for tier, rules in zip(policy.tiers, policy.rules.tiers, strict=True):
-        yield from _starving(rules, policy.rules)
-        yield from _idle(rules, policy.rules)
-        yield from _too_large(tier, policy.rules)
+    pool = _rules(policy)
+    for tier, rules in zip(policy.tiers, pool.tiers, strict=True):
+        yield from _starving(rules, pool)
+        yield from _idle(rules, pool, shows_amount=policy.is_sized)
+        yield from _too_large(tier, pool)
+
+
+def _rules(policy: Policy) -> PoolRules:
+    return policy.rules if policy.is_sized else policy.rules_of(None, NOMINAL)
 
 
 def _starving(tier: TierRules, rules: PoolRules) -> Found:
@@ -62,13 +70,14 @@ def _can_fill(tiers: tuple[TierRules, ...], rules: PoolRules) -> bool:
     return tokens or sum(tier.limit_requests for tier in tiers) >= rules.requests != UNLIMITED
 
 
-def _idle(tier: TierRules, rules: PoolRules) -> Found:
+def _idle(tier: TierRules, rules: PoolRules, *, shows_amount: bool) -> Found:
     headroom, reserve = _headroom(tier, rules), _reserve(tier, rules)
     if headroom and headroom >= reserve - 1:  # lend is 0%: one is rounded up, the other down
+        part = f"{_part(headroom, rules):.0%} of the pool"
+        idle = f"{_amount(headroom, rules)} ({part}) stay" if shows_amount else f"{part} stays"
         yield (
             ("tiers", tier.name, "lend"),
-            f"lends nothing: while it is idle, {_amount(headroom, rules)} ({_part(headroom, rules):.0%} of the pool) "
-            "stay unused; lend more, unless it must start at once",
+            f"lends nothing: while it is idle, {idle} unused; lend more, unless it must start at once",
         )
 
 

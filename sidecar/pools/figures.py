@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from sidecar.policy.policy import Policy
-from sidecar.policy.rules import UNLIMITED, TierRules
+from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules
 from sidecar.pools.pool import Grant
 from sidecar.scheduling import Wait
 
@@ -32,9 +31,8 @@ def served_by_name(names: Sequence[str], served: Sequence[int]) -> Mapping[str, 
     return {name: tokens for name, tokens in zip(names, served, strict=True) if tokens}
 
 
-def pool_state(policy: Policy, tiers: Sequence[TierFigures], *, leases: int, waiting: int) -> dict[str, object]:
+def pool_state(rules: PoolRules, tiers: Sequence[TierFigures], *, leases: int, waiting: int) -> dict[str, object]:
     """The pool as it stands, in JSON types; what is unbounded is null."""
-    rules = policy.rules
     return {
         "capacity": {"tokens": bounded(rules.tokens), "requests": bounded(rules.requests)},
         "leases": leases,

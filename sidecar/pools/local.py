@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from itertools import count
 
+from sidecar.errors import AdmissionError
 from sidecar.policy.policy import Policy
+from sidecar.policy.rules import PoolRules
 from sidecar.pools.dispatcher import Clock, Dispatcher, monotonic_us
 from sidecar.pools.drain_rate import DrainRate
 from sidecar.pools.figures import TierFigures, grant_of, pool_state
@@ -18,7 +20,7 @@ from sidecar.scheduling import Admission, Scheduler
 class LocalLease:
     """One request in a `LocalPool`. See `pool.Lease`."""
 
-    __slots__ = ("_future", "_id", "_pool", "ask", "grant")
+    __slots__ = ("_error", "_future", "_id", "_pool", "ask", "grant")
 
     def __init__(self, pool: LocalPool, lease_id: str, ask: Ask) -> None:
         self.ask = ask
@@ -26,6 +28,7 @@ class LocalLease:
         self._pool = pool
         self._id = lease_id
         self._future: asyncio.Future[Grant] | None = None
+        self._error: AdmissionError | None = None
 
     def wait(self) -> asyncio.Future[Grant]:
         """See `Lease.wait`."""
@@ -33,6 +36,8 @@ class LocalLease:
             self._future = asyncio.get_running_loop().create_future()
             if self.grant is not None:
                 self._future.set_result(self.grant)
+            elif self._error is not None:
+                self._future.set_exception(self._error)
         return self._future
 
     def settle(self) -> bool:
@@ -54,6 +59,13 @@ class LocalLease:
         self.grant = grant
         if self._future is not None and not self._future.done():
             self._future.set_result(grant)
+
+    def refused(self, error: AdmissionError) -> None:
+        """Called by the pool: nobody will ever admit it."""
+        self._error = error
+        if self._future is not None and not self._future.done():
+            self._future.set_exception(error)
+            self._future.exception()  # whoever asked for it may have gone: then nobody would look at it
 
 
 class LocalPool:
@@ -79,6 +91,24 @@ class LocalPool:
     async def close(self) -> None:
         """See `Pool.close`."""
         self._dispatcher.stop()
+
+    def change_rules(self, rules: PoolRules) -> None:
+        """See `Pool.change_rules`."""
+        self._sizes.change_rules(rules)
+        self._scheduler.change_rules(rules)
+        now_us = self.now_us()
+        for lease_id, lease in list(self._waiting.items()):
+            if error := self._sizes.too_large(lease.ask):
+                self._scheduler.cancel(lease_id, now_us)
+                del self._waiting[lease_id]
+                lease.refused(error)
+        self._dispatcher.dispatch(now_us)
+
+    def hold_back(self, for_s: float) -> None:
+        """See `Pool.hold_back`."""
+        now_us = self.now_us()
+        self._scheduler.hold_back(now_us + round(for_s * 1e6))
+        self._dispatcher.dispatch(now_us)
 
     async def enter(self, ask: Ask) -> LocalLease:
         """See `Pool.enter`."""
@@ -125,7 +155,7 @@ class LocalPool:
             TierFigures(*self._scheduler.held(tier.level), *self._scheduler.queued(tier.level))
             for tier in self._policy.tiers
         ]
-        return pool_state(self._policy, tiers, leases=self._scheduler.leases(), waiting=self._scheduler.waiting())
+        return pool_state(self._sizes.rules, tiers, leases=self._scheduler.leases(), waiting=self._scheduler.waiting())
 
     def readiness(self) -> Sequence[str]:
         """See `Pool.readiness`: what lives in this process is always there."""

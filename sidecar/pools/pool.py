@@ -8,6 +8,8 @@ from typing import Protocol
 
 import msgspec
 
+from sidecar.policy.rules import PoolRules
+
 
 class Ask(msgspec.Struct, frozen=True, gc=False):
     """What a request wants to hold until it is settled. `tier` is a level."""
@@ -61,6 +63,12 @@ class Lease(Protocol):
 
 class Pool(Protocol):
     """Where leases live."""
+
+    def change_rules(self, rules: PoolRules) -> None:
+        """The pool has another size, with the same tiers. Whoever waits for more than it could ever give is refused."""
+
+    def hold_back(self, for_s: float) -> None:
+        """Admits nobody for so many seconds while anything is held; 0 ends it."""
 
     def now_us(self) -> int:
         """The clock that grants refer to, in whole microseconds; monotonic."""

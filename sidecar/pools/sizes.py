@@ -4,32 +4,44 @@ from __future__ import annotations
 
 from sidecar.errors import QueueFull, RequestTooLarge
 from sidecar.policy.policy import Policy
-from sidecar.policy.rules import largest_request
+from sidecar.policy.rules import PoolRules, largest_request
 from sidecar.pools.pool import Ask
 
 
 class Sizes:
-    """The largest request of every tier of a policy."""
+    """The largest request of every tier of a policy, in a pool of the size that it has at present."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self.largest = tuple(largest_request(policy.rules, tier.level) for tier in policy.tiers)
+        self.change_rules(policy.rules)
+
+    def change_rules(self, rules: PoolRules) -> None:
+        """The pool has another size."""
+        self.rules = rules
+        self.largest = tuple(largest_request(rules, tier.level) for tier in self._policy.tiers)
 
     def refuse_what_never_fits(self, ask: Ask) -> None:
         """Raises RequestTooLarge, with the figures, for what could never be admitted."""
+        error = self.too_large(ask)
+        if error is not None:
+            raise error
+
+    def too_large(self, ask: Ask) -> RequestTooLarge | None:
+        """Why a request could never be admitted, with the figures; None where it could."""
         tier = self._policy.tiers[ask.tier]
         tokens, requests = self.largest[ask.tier]
         tokens = tokens if tier.max_request_tokens is None else min(tokens, tier.max_request_tokens)
         if ask.tokens > tokens:
-            raise RequestTooLarge(
+            return RequestTooLarge(
                 f"this request would hold {ask.tokens} tokens (prompt and maximum output); "
                 f"tier {tier.name} allows {tokens}; shorten the prompt or ask for less output"
             )
         if ask.requests > requests:
-            raise RequestTooLarge(
+            return RequestTooLarge(
                 f"this request would start {ask.requests} sequences (prompts times choices); "
                 f"tier {tier.name} allows {requests}; ask for fewer"
             )
+        return None
 
     def queue_full(self, level: int, retry_after_s: float) -> QueueFull:
         """The refusal of one request more than a tier's queue may hold."""

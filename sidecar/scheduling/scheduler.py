@@ -22,6 +22,7 @@ each is at most C. A ticket of t tokens that finds B tokens of its own tier ahea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from operator import sub
 
 from sidecar.policy.rules import PoolRules
@@ -48,6 +49,25 @@ class Scheduler:
         self._leases: dict[str, Ticket] = {}
         self._overtaking = Overtaking()
         self._sequence = 0
+        self._held_back_until_us = 0
+
+    def change_rules(self, rules: PoolRules) -> None:
+        """The pool has another size. The tiers and the aging are the same; what is held, or waits, stays.
+
+        What is held may be more than the new pool: admission then stops until it drains. Whoever waits for more than
+        the new pool could ever give must be canceled by the caller, or holds up everybody behind it.
+        """
+        self.rules = rules
+        for tier, tier_rules in zip(self._tiers, rules.tiers, strict=True):
+            tier.rules = tier_rules
+
+    def hold_back(self, until_us: int) -> None:
+        """Admits nobody before `until_us` while anything is held; with nothing held, one ticket still goes.
+
+        That is for a pool whose engine has more waiting inside it than it should. The one ticket sees to it that a
+        figure which stands still, because nothing moves, does not stop the pool for good.
+        """
+        self._held_back_until_us = until_us
 
     def submit(
         self,
@@ -84,7 +104,7 @@ class Scheduler:
     def dispatch(self, now_us: int) -> list[Admission]:
         """Admits everybody whom the rules let in now, in order."""
         admissions: list[Admission] = []
-        while self._waiting and self._has_any_room():
+        while self._waiting and self._has_any_room() and not self._is_held_back(now_us):
             first = self._first(now_us)
             if first is None or not self._fits(*first):
                 break
@@ -126,19 +146,26 @@ class Scheduler:
     def next_change_us(self, now_us: int) -> int | None:
         """When `dispatch` could next admit somebody though nothing else happens, None where time changes nothing.
 
-        Time matters only through aging, and only when a head reaches a whole level: it then stops owing a tier its
-        headroom, or, at the ceiling, joins the tickets that rank by arrival.
+        Time matters when the pool is held back no longer, and through aging when a head reaches a whole level: it then
+        stops owing a tier its headroom, or, at the ceiling, joins the tickets that rank by arrival.
         """
+        if not self._waiting:
+            return None
+        changes = list(self._promotions_us(now_us))
+        if self._held_back_until_us > now_us:
+            changes.append(self._held_back_until_us)
+        return min(changes, default=None)
+
+    def _promotions_us(self, now_us: int) -> Iterator[int]:
         promote_after_us = self.rules.promote_after_us
         if promote_after_us is None:
-            return None
-        changes = (
+            return iter(())
+        return (
             head.arrived_us + rise * promote_after_us
             for level, tier in enumerate(self._tiers)
             if level > self.rules.ceiling and (head := tier.queue.head()) is not None
             if (rise := (now_us - head.arrived_us) // promote_after_us + 1) <= level - self.rules.ceiling
         )
-        return min(changes, default=None)
 
     def held(self, tier: int) -> tuple[int, int]:
         """Tokens and requests that a tier's leases hold."""
@@ -155,6 +182,9 @@ class Scheduler:
     def leases(self) -> int:
         """How many leases are held, in all tiers."""
         return len(self._leases)
+
+    def _is_held_back(self, now_us: int) -> bool:
+        return now_us < self._held_back_until_us and self._all_requests > 0
 
     def _has_any_room(self) -> bool:
         return self._all_tokens < self.rules.tokens and self._all_requests < self.rules.requests

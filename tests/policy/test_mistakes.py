@@ -107,7 +107,15 @@ def test_a_wrong_ladder_says_what_would_be_right(tmp_path: Path, tiers: str, sai
         ("{tokens: 1e3}", 'capacity.tokens: "1e3" is not a count; write a whole number such as 160, 400k or 2M'),
         ("{tokens: 010}", "capacity.tokens: 010 without quotes means 8 in YAML; write a count such as 400k, or put "),
         ("{token: 5}", 'capacity.token: no such key; did you mean "tokens"?'),
-        ("400k", "capacity: a single value where a mapping belongs; write a mapping with tokens, requests"),
+        (
+            "400k",
+            "capacity: a single value where a mapping belongs; "
+            "write a mapping with from, tokens, requests, fraction, waiting",
+        ),
+        ("{from: engin}", 'capacity.from: "engin" is no teller of a capacity; did you mean "engine"?'),
+        ("{frm: engine}", 'capacity.frm: no such key; did you mean "from"?'),
+        ("{from: engine, fraction: 0%}", 'capacity.fraction: "0%" leaves room for nothing; write a larger share'),
+        ("{tokens: 5, waiting: 3}", "capacity: waiting is only read with from: engine; add that, or remove it"),
     ],
 )
 def test_a_wrong_capacity_says_what_would_be_right(tmp_path: Path, line: str, said: str) -> None:

@@ -41,7 +41,7 @@ class Scripted:
     def sync(self, *statements: Argument, known: int = 0, installs: bool = True, unsaid: int = 0) -> Reply:
         """States what the replica has, under a new fence."""
         self.fence += 1
-        text = script.rules_text(self.policy)
+        text = script.rules_text(self.policy, self.policy.rules)
         answer = self.answer(script.SYNC, self.name, self.fence, known, text, int(installs), unsaid, *statements)
         assert answer[0] == script.OK, answer
         self.listed = 0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sidecar.errors import QueueFull, RequestTooLarge
-from sidecar.policy.rules import Shares, pool_rules
+from sidecar.policy.rules import PoolRules, Shares, pool_rules
 from sidecar.pools import Grant, Lease, Pool
 from sidecar.pools.drain_rate import LEAST_S, MOST_S
 from tests.pools.pools import Clock, Harness, ask, policy_of, simple
@@ -290,6 +290,82 @@ async def _play(pool: Pool, leases: dict[str, Lease], names: list[str], step: di
             lease.leave()
         else:
             lease.resize(step["tokens"])
+
+
+# -- a pool whose size is the engine's, and whose engine is full
+
+
+def sized(tokens: int) -> PoolRules:
+    return simple(tokens=tokens).rules
+
+
+async def test_a_larger_pool_admits_who_waits(harness: Harness) -> None:
+    pool = await harness.pool(simple(tokens=10))
+    await pool.enter(ask(tokens=10))
+    waiting = await pool.enter(ask(tokens=10))
+    pool.change_rules(sized(tokens=20))
+    await waiting.wait()
+    assert pool.state()["capacity"] == {"tokens": 20, "requests": None}
+
+
+async def test_a_smaller_pool_admits_nobody_until_what_is_held_fits_again(harness: Harness) -> None:
+    pool = await harness.pool(simple(tokens=20))
+    held = [await pool.enter(ask(tokens=10)) for _ in range(2)]
+    pool.change_rules(sized(tokens=10))
+    await harness.quiet(pool)
+    waiting = await pool.enter(ask(tokens=10))
+    held[0].settle()
+    await harness.quiet(pool)
+    assert waiting.grant is None, "the other one still fills the pool"
+    held[1].settle()
+    await waiting.wait()
+
+
+async def test_whoever_waits_for_more_than_the_smaller_pool_is_refused_and_holds_up_nobody(harness: Harness) -> None:
+    pool = await harness.pool(simple(tokens=20))
+    held = await pool.enter(ask(tokens=20))
+    too_large, fits = await pool.enter(ask(tokens=15)), await pool.enter(ask(tokens=5))
+    told = too_large.wait()
+    pool.change_rules(sized(tokens=10))
+    with pytest.raises(RequestTooLarge, match="would hold 15 tokens .* allows 10"):
+        await told
+    with pytest.raises(RequestTooLarge):
+        await pool.enter(ask(tokens=15))
+    held.settle()
+    await fits.wait()
+    assert not too_large.settle()
+
+
+async def test_a_pool_that_is_held_back_admits_nobody_until_it_is_not(harness: Harness) -> None:
+    pool = await harness.pool(simple(tokens=100))
+    await pool.enter(ask(tokens=1))
+    pool.hold_back(60)
+    waiting = await pool.enter(ask(tokens=1))
+    await harness.quiet(pool)
+    assert waiting.grant is None
+    pool.hold_back(0)
+    await waiting.wait()
+
+
+async def test_being_held_back_ends_by_itself(harness: Harness) -> None:
+    pool = await harness.pool(simple(tokens=100))
+    await pool.enter(ask(tokens=1))
+    pool.hold_back(0.2)
+    waiting = await pool.enter(ask(tokens=1))
+    assert waiting.grant is None
+    grant = await asyncio.wait_for(waiting.wait(), 5)
+    assert grant.queue_wait_us <= 2_000_000
+
+
+async def test_a_pool_that_is_held_back_still_admits_one_where_nothing_is_held(harness: Harness) -> None:
+    pool = await harness.pool(simple(tokens=100))
+    pool.hold_back(60)
+    first = await pool.enter(ask(tokens=1))
+    second = await pool.enter(ask(tokens=1))
+    assert first.grant is not None
+    assert second.grant is None
+    first.settle()
+    await second.wait()
 
 
 # -- what it says of itself

@@ -67,6 +67,7 @@ OPERATIONS = st.lists(
         st.tuples(st.just("end"), st.integers(0, 30)),
         st.tuples(st.sampled_from(["end", "resize"]), st.integers(0, 30), st.integers(1, 60)),
         st.tuples(st.just("pass"), st.integers(0, 30)),
+        st.tuples(st.just("hold_back"), st.sampled_from([0, 0, 5, 20, 60])),
     ),
     min_size=60,  # hypothesis makes lists little longer than it must, and short ones queue hardly anybody
     max_size=240,
@@ -122,6 +123,8 @@ class Local:
                     answers.left.append((ticket, self._figures(wait)))
             case ("resize", ticket, tokens):
                 self.leases[ticket].resize(tokens)
+            case ("hold_back", _, for_us):
+                self.pool.hold_back(for_us / 1e6)
 
     def _figures(self, grant: Any) -> tuple[Any, ...]:
         overtaken = None if grant.overtaken_at_us is None else grant.at_us - grant.overtaken_at_us
@@ -156,6 +159,8 @@ class Lua:
                     arguments += (script.END, ticket)
                 case ("resize", ticket, tokens):
                     arguments += (script.RESIZE, ticket, tokens)
+                case ("hold_back", _, for_us):
+                    arguments += (script.BACK, for_us)
         self.reply = reply = self.replica.call(*arguments)
         self._note(reply)
         assert self._steps() <= reply.waiting
@@ -200,6 +205,8 @@ def steps_of(program: list[tuple[Any, ...]], batch: int, tiers: int) -> Iterator
                 step.append(("end", open_tickets.pop(index % len(open_tickets))))
             case ("resize", index, tokens) if open_tickets:
                 step.append(("resize", open_tickets[index % len(open_tickets)], tokens))
+            case ("hold_back", for_us):
+                step.append(("hold_back", None, for_us))
             case ("pass", us):
                 at_us += us
         if len(step) >= batch:
@@ -219,7 +226,7 @@ async def compare(client: Any, policy: Policy, program: list[tuple[Any, ...]], b
         if batch == 1:
             expected, got = await local.play(operations), lua.play(operations)
         else:  # a refused ticket may be ended in the same step
-            operations = [o for o in operations if o[0] == "enter" or o[1] in local.leases]
+            operations = [o for o in operations if o[0] in ("enter", "hold_back") or o[1] in local.leases]
             expected, got = await local.play(operations), lua.play(operations)
         refused |= set(expected.refused)
         assert expected == got, (at_us, operations)

@@ -86,7 +86,7 @@ def test_a_late_call_of_an_older_fence_does_nothing(replicas: Replicas) -> None:
 
 def test_a_late_sync_does_nothing(replicas: Replicas) -> None:
     one = replicas.one("a")
-    text = script.rules_text(replicas.policy)
+    text = script.rules_text(replicas.policy, replicas.policy.rules)
     late = [script.SYNC, one.name, one.fence, 0, text, 0, 0, script.LEASE, 5, 0, 50, 1]
     one.sync()
     assert one.answer(*late) == [script.STALE]
@@ -371,7 +371,7 @@ def test_replicas_with_other_tiers_do_not_share_a_pool(replicas: Replicas) -> No
     replicas.clock.us += 1
     replicas.one("b", simple(("urgent", "rest"), tokens=500))
     assert one.answer(script.CALL, "a", one.fence, 0) == [script.UNKNOWN]
-    text = script.rules_text(replicas.policy)
+    text = script.rules_text(replicas.policy, replicas.policy.rules)
     assert one.answer(script.SYNC, "a", 2, 2, text, 0, 0) == [script.FOREIGN, b"urgent rest"]
 
 

@@ -24,6 +24,8 @@
 --            e ID LEVEL TENANT WEIGHT TOKENS REQUESTS   asks for a lease
 --            x ID                                       ends it, waiting or held
 --            z ID TOKENS                                sets what it holds
+--            b MICROSECONDS                             holds the pool back for so long: nobody is admitted while
+--                                                       anything is held; 0 ends it, and the last call counts
 --          sync: everything the replica has; what it does not name is ended
 --            l ID LEVEL TOKENS REQUESTS                 a lease that it runs
 --            t ID LEVEL TENANT WEIGHT TOKENS REQUESTS WAITED_US
@@ -54,8 +56,8 @@ local R_TOKENS, R_REQUESTS, H_TOKENS, H_REQUESTS, L_TOKENS, L_REQUESTS, LIMITED,
 local NAMES, CAPACITY_TOKENS, CAPACITY_REQUESTS, PROMOTE_AFTER, CEILING, FIRST_RULE = 1, 2, 3, 4, 5, 6
 -- meta
 local BIRTH, NOW, OFFSET, GRACE, HOLD_SINCE, HOLD_UNTIL, HOLD_FOR, SEQUENCE, LATEST, WAITING, LEASES, LATE, REPLICAS,
-  SWEEP = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14
-local META_TEXT = '[' .. string.rep('%.0f,', SWEEP - 1) .. '%.0f]'
+  SWEEP, BACK_UNTIL = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
+local META_TEXT = '[' .. string.rep('%.0f,', BACK_UNTIL - 1) .. '%.0f]'
 -- a tier's figures
 local HELD_TOKENS, HELD_REQUESTS, QUEUED_TOKENS, QUEUED, VIRTUAL, SERVED, ADMITTED = 1, 2, 3, 4, 5, 6, 7
 
@@ -389,6 +391,10 @@ function pool.admit(ticket, score)
   pool.grant(ticket.owner, text)
 end
 
+end
+
+local function define_operations()
+
 -- Whether replicas are still to say what they hold, after the store was lost or silent.
 function pool.is_on_hold()
   if meta[HOLD_UNTIL] == 0 then return false end
@@ -402,15 +408,12 @@ end
 function pool.dispatch()
   if meta[WAITING] == 0 or pool.is_on_hold() then return end
   while meta[WAITING] > 0 and all_tokens < rules[CAPACITY_TOKENS] and all_requests < rules[CAPACITY_REQUESTS] do
+    if now < meta[BACK_UNTIL] and all_requests > 0 then return end
     local best = pool.first()
     if not best or not pool.fits(best.ticket, best.score) then return end
     pool.admit(best.ticket, best.score)
   end
 end
-
-end
-
-local function define_operations()
 
 -- -- operations
 
@@ -497,6 +500,10 @@ function pool.operate(index)
     elseif operation == 'x' then
       pool.finish(id)
       index = index + 2
+    elseif operation == 'b' then
+      meta[BACK_UNTIL] = now + tonumber(id)
+      pool.dispatch()
+      index = index + 2
     else
       pool.resize(id, tonumber(ARGV[index + 2]))
       index = index + 3
@@ -557,7 +564,7 @@ end
 -- -- a replica states what it has
 
 function pool.create(expected)
-  meta = {clock_us(), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+  meta = {clock_us(), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
   meta[NOW] = meta[BIRTH]
   rules_text, rules, tiers, heads = ARGV[5], cjson.decode(ARGV[5]), {}, {}
   all_tokens, all_requests = 0, 0
@@ -643,11 +650,13 @@ end
 
 -- -- one call
 
--- Time matters through aging, when a head reaches a whole level, while the pool is on hold, and where another replica may
--- have died: whoever waits for what it held looks after it as soon as that can be told.
+-- Time matters through aging, when a head reaches a whole level, while the pool is on hold or held back, and where
+-- another replica may have died: whoever waits for what it held looks after it as soon as that can be told.
 function pool.next_change()
   if meta[WAITING] == 0 then return -1 end
   local soonest = meta[HOLD_UNTIL] > now and meta[HOLD_UNTIL] - now or -1
+  local back = meta[BACK_UNTIL] - now
+  if back > 0 and (soonest < 0 or back < soonest) then soonest = back end
   if meta[REPLICAS] > 1 then
     local look = math.max(meta[GRACE], meta[SWEEP]) - now
     if soonest < 0 or look < soonest then soonest = look end

@@ -125,6 +125,12 @@ class Alone:
         self._scheduler.resize(str(lease.id), lease.ask.tokens)
         self._dispatcher.dispatch(self._clock())
 
+    def hold_back(self, for_us: int) -> None:
+        """Admits nobody for so long while anything is held."""
+        now_us = self._clock()
+        self._scheduler.hold_back(now_us + for_us)
+        self._dispatcher.dispatch(now_us)
+
     def queued(self, level: int) -> int:
         """How many requests of a tier wait here."""
         return self._scheduler.queued(level)[1] + sum(lease.ask.tier == level for lease in self._parked.values())

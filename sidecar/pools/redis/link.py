@@ -75,7 +75,13 @@ class Link:
         self._is_closing = False
         self._is_connected = False
         self._was_lost = False
+        self._restates = False
         self._task = self.loop.create_task(self._run(), name="sidecar store link")
+
+    def restate(self) -> None:
+        """Has the replica state everything anew with the next call: what it says has changed as a whole."""
+        self._restates = True
+        self._outbox.wake()
 
     async def close(self) -> None:
         """Says good-bye, where the store is there to hear it: what the replica held is free at once."""
@@ -139,6 +145,9 @@ class Link:
     async def _serve(self, connection: Connection) -> bool:
         """One call, as soon as there is a reason for it. False where it was the last: the good-bye."""
         await self._outbox.filled()
+        if self._restates and not self._is_closing:
+            await self._sync(connection)
+            return True
         batch, is_last = self._outbox.take(), self._is_closing
         kind = script.BYE if is_last else script.BEAT if batch.is_beat else script.CALL
         try:
@@ -182,6 +191,7 @@ class Link:
 
     async def _sync(self, connection: Connection) -> None:
         """States everything that the replica has, under a new fence: late calls of older ones do nothing."""
+        self._restates = False
         self._fence = next(self._fences)
         self._listed = 0
         statement, batch = self._replica.statement()

@@ -36,7 +36,7 @@ class Loss:
         self._known = known
         self._clock = clock
         self._divides = known is not None and policy.on_store_loss is StoreLoss.DIVIDE
-        self._part = nth(policy.rules, known.replicas if known else 1)
+        self._part = nth(sizes.rules, known.replicas if known else 1)
         self._is_patient = known is not None
         self._timer = asyncio.get_running_loop().call_later(SILENCE_S if known else 0, self._lose_patience)
 
@@ -81,6 +81,17 @@ class Loss:
         alone.enter(lease)
         self._look_at(lease)
 
+    def change_rules(self) -> None:
+        """The pool has another size, so this replica's part has."""
+        self._part = nth(self._sizes.rules, self._known.replicas if self._known else 1)
+        if not self.is_paused:
+            self._go_alone()
+
+    def hold_back(self, for_us: int) -> None:
+        """Admits nobody for so long while anything is held."""
+        if self.alone is not None:
+            self.alone.hold_back(for_us)
+
     def left(self, lease: RedisLease) -> Grant | None:
         """A lease or a wait is over. How it had waited, where it did here."""
         return self.alone.end(lease) if self.alone is not None else None
@@ -100,7 +111,7 @@ class Loss:
         self._leave_alone()
         if not self._divides:
             return
-        part = first_part(self._policy.rules, self._known) if self._is_patient and self._known else self._part
+        part = first_part(self._sizes.rules, self._known) if self._is_patient and self._known else self._part
         self.alone = Alone(part, self._leases.values(), self._clock, lambda lease, grant: lease.granted(grant))
 
     def _look_at(self, lease: RedisLease) -> None:

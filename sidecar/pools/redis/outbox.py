@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from sidecar.pools.pool import Grant
 from sidecar.pools.redis.lease import Left, RedisLease
-from sidecar.pools.redis.script import END, ENTER, RESIZE, Argument
+from sidecar.pools.redis.script import BACK, END, ENTER, RESIZE, Argument
 
 
 def tell(left: Left | None, wait: Grant | None) -> None:
@@ -68,6 +68,11 @@ class Outbox:
         """A lease holds something else: so many tokens less, or more where they are negative."""
         self._batch.arguments += (RESIZE, lease.id, lease.ask.tokens)
         self._batch.freed_tokens += freed_tokens
+        self._reason.set()
+
+    def hold_back(self, for_us: int) -> None:
+        """The pool is to admit nobody for so long."""
+        self._batch.arguments += (BACK, for_us)
         self._reason.set()
 
     def beat(self) -> None:

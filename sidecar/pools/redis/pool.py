@@ -14,6 +14,7 @@ from itertools import count
 
 from sidecar.events import StoreObserver, StoreState
 from sidecar.policy.policy import Policy, StoreLoss
+from sidecar.policy.rules import PoolRules
 from sidecar.pools.dispatcher import Clock, monotonic_us
 from sidecar.pools.drain_rate import DrainRate
 from sidecar.pools.figures import TierFigures, pool_state, served_by_name
@@ -47,9 +48,9 @@ class RedisPool:
         self.now_us = clock
         self._policy = policy
         self._connect = connect
-        self._rules_text = script.rules_text(policy)
         self._tier_names = tuple(tier.name for tier in policy.tiers)
         self._sizes = Sizes(policy)
+        self._rules_are_new = True
         self._drain_rates = tuple(DrainRate() for _ in policy.tiers)
         self._ids = count(1)
         self._leases: dict[int, RedisLease] = {}
@@ -58,6 +59,7 @@ class RedisPool:
         self._held_tokens = 0  # by this replica, as the store has it: what ended is held there until it is said
         self._held_requests = 0
         self._stated = (0, 0)  # the same, as the latest statement says it
+        self._stated_rules = self._sizes.rules
         self._fences = count(1)  # never one twice: a call of an older connection may still be on its way
         self._link: Link | None = None
         self._loss: Loss | None = None
@@ -77,6 +79,27 @@ class RedisPool:
         if link is not None and link.loop is asyncio.get_running_loop():
             await link.close()
         self._start_over()
+
+    def change_rules(self, rules: PoolRules) -> None:
+        """See `Pool.change_rules`. All replicas that share the pool are told; the latest to say it counts."""
+        self._sizes.change_rules(rules)
+        self._rules_are_new = True
+        for lease in [lease for lease in self._leases.values() if lease.grant is None]:
+            if error := self._sizes.too_large(lease.ask):
+                self.end(lease, None)
+                lease.refused(error)
+        if loss := self._deciding_loss():
+            loss.change_rules()
+        if self._link is not None:
+            self._link.restate()
+
+    def hold_back(self, for_s: float) -> None:
+        """See `Pool.hold_back`. It holds for all replicas that share the pool."""
+        for_us = round(for_s * 1e6)
+        if loss := self._deciding_loss():
+            loss.hold_back(for_us)
+        elif self._link is not None:
+            self._outbox.hold_back(for_us)
 
     async def enter(self, ask: Ask) -> RedisLease:
         """See `Pool.enter`."""
@@ -103,7 +126,8 @@ class RedisPool:
         """See `Pool.state`. The whole pool as this replica last heard of it: at most one heartbeat ago."""
         last = self._last
         tiers = [TierFigures(*tier[:4]) for tier in self._tiers]
-        whole = pool_state(self._policy, tiers, leases=last.leases if last else 0, waiting=last.waiting if last else 0)
+        leases, tickets = (last.leases, last.waiting) if last else (0, 0)
+        whole = pool_state(self._sizes.rules, tiers, leases=leases, waiting=tickets)
         waiting = sum(lease.grant is None for lease in self._leases.values())
         own = {"leases": len(self._leases) - waiting, "waiting": waiting}
         store = {
@@ -166,9 +190,11 @@ class RedisPool:
         now_us, leases = self.now_us(), list(self._leases.values())
         held = [lease.ask for lease in leases if lease.grant is not None]
         self._stated = sum(ask.tokens for ask in held), sum(ask.requests for ask in held)
-        arguments: list[script.Argument] = [self._last.replicas if self._last else 0, self._rules_text]
-        # The first statement brings this process's policy; later ones bring it to an empty store alone.
-        arguments += [int(self._last is None), self._unsaid_ends]
+        rules = script.rules_text(self._policy, self._sizes.rules)
+        # New rules replace those in the store; others are brought to an empty store alone.
+        arguments: list[script.Argument] = [self._last.replicas if self._last else 0, rules]
+        arguments += [int(self._rules_are_new), self._unsaid_ends]
+        self._stated_rules = self._sizes.rules
         for lease in leases:
             arguments += script.statement(lease.id, lease.ask, None if lease.grant else now_us - lease.entered_us)
         self._unsaid_ends = 0
@@ -180,6 +206,7 @@ class RedisPool:
             self._loss.end()
             self._loss = None
         self._held_tokens, self._held_requests = self._stated
+        self._rules_are_new = self._stated_rules is not self._sizes.rules  # they may have changed since
         self.standing.change(StoreState.SHARED, f"{len(self._leases)} leases and tickets of this replica")
         self.answered(reply, batch)
 

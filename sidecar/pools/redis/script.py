@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sidecar.policy.policy import Policy
-from sidecar.policy.rules import TierRules
+from sidecar.policy.rules import PoolRules, TierRules
 from sidecar.pools.pool import Ask
 
 SOURCE = files(__package__).joinpath("admission.lua").read_text(encoding="utf-8")
-LAYOUT = 1
+LAYOUT = 2
 """Goes up when what the keys hold changes: replicas of two versions then keep two pools, rather than one broken one."""
 
 BEAT_S = 2.0
@@ -26,7 +26,7 @@ SILENCE_S = 10.0
 """A replica that did not call for so long is dead to the others. The script knows the same figure."""
 
 CALL, BEAT, SYNC, BYE = b"call", b"beat", b"sync", b"bye"
-ENTER, END, RESIZE, LEASE, TICKET = b"e", b"x", b"z", b"l", b"t"
+ENTER, END, RESIZE, BACK, LEASE, TICKET = b"e", b"x", b"z", b"b", b"l", b"t"
 OK, UNKNOWN, STALE, FOREIGN = b"ok", b"unknown", b"stale", b"foreign"
 
 Argument = str | bytes | int
@@ -42,9 +42,8 @@ def grants_channel(pool: str, replica: str) -> str:
     return f"{root_key(pool)}:grants:{replica}"
 
 
-def rules_text(policy: Policy) -> str:
-    """The rules as the script reads them, the same text for the same rules."""
-    rules = policy.rules
+def rules_text(policy: Policy, rules: PoolRules) -> str:
+    """The rules as the script reads them, the same text for the same rules. `rules` are the policy's in some size."""
     tiers = [_tier(rule, tier.max_waiting) for rule, tier in zip(rules.tiers, policy.tiers, strict=True)]
     pool = [rules.tokens, rules.requests, rules.promote_after_us or 0, rules.ceiling]
     return json.dumps([[tier.name for tier in rules.tiers], *pool, *tiers], separators=(",", ":"))

@@ -1,0 +1,98 @@
+"""An engine's pages as the app behind the door gives them: a reverse proxy's, or those of the server that we are in."""
+
+from __future__ import annotations
+
+import asyncio
+from urllib.parse import quote, urlsplit
+
+from sidecar.asgi.types import ASGIApp, Message, Receive, Scope, Send
+from sidecar.engines.reading import Page, Unread
+
+ANSWER_WITHIN_S = 2.0
+"""A page is a matter of milliseconds, also for an engine at work; whoever waits for it longer learns nothing new."""
+MOST_BYTES = 8 * 2**20
+
+
+class AppPages:
+    """Around an app, which it passes everything to: asks it for pages as a client would. See `reading.Pages`.
+
+    Neither the network nor the event loop is left where the engine serves in this process. `key` is sent as an API key.
+    `host` is what the server calls the app, as soon as it has called it.
+    """
+
+    def __init__(self, app: ASGIApp, key: str | None = None) -> None:
+        self._app = app
+        self._key = key
+        self.host: object | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one ASGI scope."""
+        if self.host is None:
+            self.host = scope.get("app")
+        await self._app(scope, receive, send)
+
+    async def get(self, path: str) -> Page:
+        """See `Pages.get`."""
+        answer = _Answer()
+        try:
+            await asyncio.wait_for(self._app(self._scope(path), answer.receive, answer.send), ANSWER_WITHIN_S)
+        except asyncio.TimeoutError:  # in Python 3.10 not yet the builtin TimeoutError
+            raise Unread(f"GET {path} was not answered within {ANSWER_WITHIN_S:g} s") from None
+        except Unread:
+            raise
+        except Exception as error:
+            raise Unread(f"GET {path} failed: {type(error).__name__}: {error}") from error
+        return answer.page(path)
+
+    def _scope(self, path: str) -> Scope:
+        parts = urlsplit(path)
+        headers = [(b"host", b"127.0.0.1"), (b"accept", b"*/*"), (b"user-agent", b"admission-sidecar")]
+        if self._key is not None:
+            headers.append((b"authorization", f"Bearer {self._key}".encode()))
+        scope: Scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "GET",
+            "scheme": "http",
+            "path": parts.path,
+            "raw_path": quote(parts.path).encode(),
+            "query_string": parts.query.encode(),
+            "root_path": "",
+            "headers": headers,
+            "client": None,
+            "server": ("127.0.0.1", 80),
+            "state": {},
+        }
+        if self.host is not None:
+            scope["app"] = self.host
+        return scope
+
+
+class _Answer:
+    """Collects one response. Nobody disconnects before it is complete."""
+
+    def __init__(self) -> None:
+        self._status: int | None = None
+        self._body = bytearray()
+        self._is_read = False
+
+    async def receive(self) -> Message:
+        if not self._is_read:
+            self._is_read = True
+            return {"type": "http.request", "body": b"", "more_body": False}
+        disconnect: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        return await disconnect  # canceled with the request
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+        elif message["type"] == "http.response.body":
+            self._body += message.get("body", b"")
+            if len(self._body) > MOST_BYTES:
+                raise Unread(f"a page has more than {MOST_BYTES} bytes")
+
+    def page(self, path: str) -> Page:
+        if self._status is None:
+            raise Unread(f"GET {path} was not answered")
+        return Page(self._status, self._body.decode("utf-8", "replace"))

@@ -1,0 +1,57 @@
+"""TensorRT-LLM as it must be treated from outside: its older builds answer 400 to every request with the field.
+
+Nothing is sent until the engine's schema is known to have the field. That is asked when the server starts, and again
+now and then, because an engine behind a network may be replaced by another build.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from sidecar.engines.dialect import Forward, Priority
+from sidecar.engines.reading import Pages, Unread, read_facts
+from sidecar.engines.tensorrt_llm import TensorRtLlm
+from sidecar.policy.policy import Api, EngineName
+
+ASK_AGAIN_S = 60.0
+"""An engine takes longer than this to be replaced and to load its weights."""
+ASK_AFTER_FAILURE_S = 1.0
+
+_log = logging.getLogger("sidecar.engine")
+
+
+class CautiousTensorRtLlm(TensorRtLlm):
+    """Sends a priority only to a build that is known to take it. `clock` gives seconds."""
+
+    def __init__(self, pages: Pages, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self.has_field: bool | None = None
+        self._pages = pages
+        self._clock = clock
+        self._ask_at_s = 0.0
+        self._asking: asyncio.Task[None] | None = None
+
+    def forward(self, api: Api, priority: Priority) -> Forward:
+        """See `Dialect.forward`. Empty while it is not known whether the engine would refuse it."""
+        if self._clock() >= self._ask_at_s and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.ensure_future(self.ask())
+        return super().forward(api, priority) if self.has_field else Forward()
+
+    async def ask(self) -> None:
+        """Finds out whether the engine has the field. What was known stays where the engine does not say."""
+        try:
+            has_field = (await read_facts(EngineName.TENSORRT_LLM, self._pages)).has_field
+        except Unread:
+            has_field = None
+        self._ask_at_s = self._clock() + (ASK_AFTER_FAILURE_S if has_field is None else ASK_AGAIN_S)
+        if has_field is None or has_field is self.has_field:
+            return
+        self.has_field = has_field
+        if not has_field:
+            _log.warning(
+                "this build of tensorrt-llm has no priority field and refuses requests that carry one: they go "
+                "without, and admission still orders them; upgrade the engine, or serve it with `sidecar trtllm-serve`"
+            )

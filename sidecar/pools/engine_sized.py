@@ -1,0 +1,228 @@
+"""A pool that is as large as its engine says (`capacity: {from: engine}`), and waits while enough waits in the engine.
+
+The engine is read once a second. Its size becomes the pool's, by the policy's fraction; a size that changes is
+followed, one that cannot be read any more is kept, and said so. Until it was first read nobody is admitted.
+
+When more requests wait inside the engine than the policy's `waiting`, nobody is admitted until they are fewer: in there
+no tier is reserved anything. Requests wait for a moment whenever they arrive, so that a figure above the target counts
+only when it is still there a moment later. What is held back ends by itself when the engine is read no more, and one
+request may go even so while nothing is held: no figure that stands still stops the pool for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+
+from sidecar.engines.reading import Gauges, Pages, Unread, read_gauges
+from sidecar.errors import CapacityUnknown
+from sidecar.policy.policy import Policy
+from sidecar.policy.rules import EngineCapacity, PoolRules
+from sidecar.pools.pool import Ask, Lease, Pool
+
+READ_EVERY_S = 1.0
+CONFIRM_AFTER_S = 0.1
+"""An engine's step, in which it takes in what has just arrived, is a fraction of this."""
+READ_WHILE_HELD_BACK_S = 0.25
+HELD_BACK_S = 3.0
+"""For so long a figure counts that is not read again: a few times what one reading may take."""
+
+_log = logging.getLogger("sidecar.capacity")
+
+
+class EngineSizedPool:
+    """Around another pool, which it opens as soon as its size is known. See `Pool`.
+
+    `read_every_s` is for tests.
+    """
+
+    def __init__(self, policy: Policy, pool: Pool, pages: Pages, read_every_s: float = READ_EVERY_S) -> None:
+        assert policy.engine_capacity is not None
+        self._policy = policy
+        self._told: EngineCapacity = policy.engine_capacity
+        self._pool = pool
+        self._pages = pages
+        self._read_every_s = read_every_s
+        self._size: tuple[int | None, int | None] | None = None
+        self._gauges = Gauges()
+        self._read_us = 0
+        self._trouble: str | None = "not read yet"
+        self._is_above_target = False
+        self._is_held_back = False
+        self._following: asyncio.Task[None] | None = None
+        self._has_read = asyncio.Event()
+        self.now_us = pool.now_us
+        self.retry_after_s = pool.retry_after_s
+
+    async def open(self) -> None:
+        """See `Pool.open`. Returns when the engine was read, or could not be."""
+        loop = asyncio.get_running_loop()
+        if self._following is None or self._following.get_loop() is not loop:
+            self._has_read = asyncio.Event()
+            self._following = loop.create_task(self._follow(), name="sidecar capacity")
+        await self._has_read.wait()
+
+    async def close(self) -> None:
+        """See `Pool.close`."""
+        following, self._following = self._following, None
+        if following is not None and following.get_loop() is asyncio.get_running_loop():
+            following.cancel()
+            await asyncio.wait((following,))
+        await self._pool.close()
+
+    async def enter(self, ask: Ask) -> Lease:
+        """See `Pool.enter`. Raises CapacityUnknown, too."""
+        if self._following is None or self._following.get_loop() is not asyncio.get_running_loop():
+            await self.open()
+        if self._size is None:
+            raise CapacityUnknown(
+                f"the engine has not said yet how much it holds ({self._trouble}); try again", retry_after_s=1
+            )
+        return await self._pool.enter(ask)
+
+    def change_rules(self, rules: PoolRules) -> None:
+        """See `Pool.change_rules`."""
+        self._pool.change_rules(rules)
+
+    def hold_back(self, for_s: float) -> None:
+        """See `Pool.hold_back`."""
+        self._pool.hold_back(for_s)
+
+    def state(self) -> Mapping[str, object]:
+        """See `Pool.state`; `engine` is what it last said."""
+        gauges = self._gauges
+        engine = {
+            "kv_tokens": gauges.kv_tokens,
+            "max_running": gauges.max_running,
+            "running": gauges.running,
+            "waiting": gauges.waiting,
+            "read_s_ago": round(self._age_s(), 3) if self._read_us else None,
+            "trouble": self._trouble,
+            "held_back": self._is_held_back,
+        }
+        return {**self._pool.state(), "engine": engine}
+
+    def readiness(self) -> Sequence[str]:
+        """See `Pool.readiness`."""
+        if self._size is None:
+            return (f"the engine has not said yet how much it holds: {self._trouble}",)
+        return self._pool.readiness()
+
+    def notices(self) -> Sequence[str]:
+        """See `Pool.notices`."""
+        found = list(self._pool.notices())
+        if self._size is not None and self._trouble is not None:
+            found.append(
+                f"the engine's capacity was read {self._age_s():.0f} s ago and cannot be now: {self._trouble}; "
+                f"going on with {_amounts(self._size)}"
+            )
+        if self._is_held_back:
+            found.append(f"{self._gauges.waiting} requests wait inside the engine, more than {self._told.waiting}")
+        return found
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                await self._read()
+            except Exception as defect:
+                _log.exception("a defect in the sidecar; going on as if the engine could not be read")
+                self._failed(f"{type(defect).__name__}: {defect}")
+            self._has_read.set()
+            await asyncio.sleep(self._pause_s())
+
+    def _pause_s(self) -> float:
+        if self._is_held_back:
+            return min(self._read_every_s, READ_WHILE_HELD_BACK_S)
+        return min(self._read_every_s, CONFIRM_AFTER_S) if self._is_above_target else self._read_every_s
+
+    async def _read(self) -> None:
+        try:
+            gauges = await read_gauges(self._policy.engine, self._pages)
+        except Unread as error:
+            self._failed(str(error))
+            return
+        size, missing = self._sized(gauges)
+        if size == (None, None):
+            self._failed("no page of the engine says it; write capacity: tokens, requests or both")
+            return
+        self._gauges = gauges
+        await self._resize(size)
+        if missing is None:
+            self._succeeded()
+        else:
+            self._failed(missing)
+        self._heed(gauges.waiting)
+
+    def _sized(self, gauges: Gauges) -> tuple[tuple[int | None, int | None], str | None]:
+        """The pool's size, and what the engine said before and says no more: that is kept."""
+        tokens, requests = self._told.size(gauges.kv_tokens, gauges.max_running)
+        known_tokens, known_requests = self._size or (None, None)
+        missing = None
+        if tokens is None and known_tokens is not None:
+            tokens, missing = known_tokens, "it no longer says how many tokens it holds"
+        if requests is None and known_requests is not None:
+            requests, missing = known_requests, "it no longer says how many requests it runs at once"
+        return (tokens, requests), missing
+
+    async def _resize(self, size: tuple[int | None, int | None]) -> None:
+        before, self._size = self._size, size
+        if size == before:
+            return
+        self._pool.change_rules(self._policy.rules_of(*size))
+        if before is None:
+            _log.info("the engine's capacity is known, the pool has %s", _amounts(size))
+            self._say_what_is_unbounded(size)
+            await self._pool.open()
+        else:
+            _log.warning(
+                "the engine's capacity changed, the pool has %s instead of %s", _amounts(size), _amounts(before)
+            )
+
+    def _say_what_is_unbounded(self, size: tuple[int | None, int | None]) -> None:
+        for amount, name, example in zip(size, ("tokens", "requests"), ("400k", "160"), strict=True):
+            if amount is None:
+                _log.warning(
+                    "%s does not say how many %s it holds at once, so the pool does not bound them; "
+                    "write the number beside it, such as capacity: {from: engine, %s: %s}",
+                    self._policy.engine.value,
+                    name,
+                    name,
+                    example,
+                )
+
+    def _heed(self, waiting: int | None) -> None:
+        """Holds the pool back while too much waits inside the engine, and has for more than a moment."""
+        was_above, self._is_above_target = self._is_above_target, waiting is not None and waiting > self._told.waiting
+        if self._is_above_target and was_above:
+            self._is_held_back = True
+            self._pool.hold_back(HELD_BACK_S)
+        elif self._is_held_back and not self._is_above_target:
+            self._is_held_back = False
+            self._pool.hold_back(0)
+
+    def _succeeded(self) -> None:
+        if self._trouble is not None and self._read_us:
+            _log.warning("the engine's capacity can be read again: %s", _amounts(self._size or (None, None)))
+        self._trouble = None
+        self._read_us = self.now_us()
+
+    def _failed(self, trouble: str) -> None:
+        is_new, self._trouble = trouble != self._trouble, trouble
+        self._is_above_target = self._is_held_back = False  # what was held back ends by itself
+        if is_new and self._size is None:
+            _log.warning("the engine's capacity is not known, nobody is admitted: %s", trouble)
+        elif is_new:
+            _log.warning(
+                "the engine's capacity cannot be read, going on with %s: %s",
+                _amounts(self._size or (None, None)),
+                trouble,
+            )
+
+    def _age_s(self) -> float:
+        return (self.now_us() - self._read_us) / 1e6
+
+
+def _amounts(size: tuple[int | None, int | None]) -> str:
+    tokens, requests = ("any number of" if amount is None else f"{amount:,}" for amount in size)
+    return f"{tokens} tokens and {requests} requests"
