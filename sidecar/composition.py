@@ -8,19 +8,26 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sidecar.asgi.failed_start import FailedStart
-from sidecar.asgi.lifespan import PoolLifespan
+from sidecar.asgi.lifespan import Lifespan
 from sidecar.asgi.middleware import Admission
+from sidecar.asgi.mounted import Mounted
+from sidecar.asgi.pages import AppPages
 from sidecar.asgi.types import ASGIApp
-from sidecar.engines import dialect_of
+from sidecar.engines import Dialect, dialect_of
+from sidecar.engines.cautious import CautiousTensorRtLlm
+from sidecar.engines.reading import Pages
 from sidecar.policy.loading import load
-from sidecar.policy.policy import Policy
-from sidecar.policy.store import store_address
-from sidecar.pools import LocalPool, Pool
+from sidecar.policy.policy import EngineName, Policy
+from sidecar.policy.store import StoreAddress, store_address
+from sidecar.pools import EngineSizedPool, LocalPool, Pool
 from sidecar.telemetry import SpanObserver, StoreMetrics
+from sidecar.telemetry.setup import configure_from_environment
 from sidecar.tokens import Estimator, TokenizerCounter
 
 POLICY_VARIABLE = "SIDECAR_POLICY"
 STORE_VARIABLE = "SIDECAR_STORE"
+ENGINE_KEY_VARIABLE = "SIDECAR_ENGINE_KEY"
+"""The engine's own API key, for its pages: what is read for `capacity: {from: engine}`, and its schema."""
 
 
 class AdmissionMiddleware(Admission):
@@ -28,43 +35,77 @@ class AdmissionMiddleware(Admission):
 
     `policy` is a file, a folder with `policy.yaml` in it, or a loaded `Policy`; without one the environment variable
     `SIDECAR_POLICY` says where it is, so that a server which constructs its middleware with `app` alone can use this
-    class too. `SIDECAR_STORE` goes before the policy's own `store`. Raises `PolicyError` with every mistake of the
-    files, and ValueError where there are none; a server that makes its middleware only when it starts is told that the
-    start failed instead.
+    class too. Such a server gets the rest from the environment as well: admin pages on `SIDECAR_ADMIN_PORT`, and
+    telemetry by `OTEL_*`. `SIDECAR_STORE` goes before the policy's own `store`. `dialect` is how the app's engine hears
+    a priority, where that is not as the policy's `engine` says. Raises `PolicyError` with every mistake of the files,
+    and ValueError where there are none; a server that makes its middleware only when it starts is told that the start
+    failed instead.
     """
 
-    def __init__(self, app: ASGIApp, policy: str | Path | Policy | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, policy: str | Path | Policy | None = None, *, dialect: Dialect | None = None
+    ) -> None:
         try:
             loaded = policy if isinstance(policy, Policy) else load(policy or _policy_path(os.environ))
-            pool = _pool(loaded, os.environ)
+            pages = AppPages(app, os.environ.get(ENGINE_KEY_VARIABLE))
+            pool = _pool(loaded, os.environ, pages)
             estimator = Estimator(None if loaded.tokenizer is None else TokenizerCounter(loaded.tokenizer))
         except ValueError as mistake:
             if not _is_in_event_loop():
                 raise
             self.app, self.endpoints = FailedStart(mistake), {}
             return
+        is_shared = _store(loaded, os.environ) is not None
+        dialect = _dialect(loaded, pages) if dialect is None else dialect
+        inner = _with_lifespan(app, pages, pool, dialect)
+        if policy is None:
+            inner = Mounted(
+                inner, self, is_shared=is_shared, environment=os.environ, begin_telemetry=configure_from_environment
+            )
         super().__init__(
-            app if isinstance(pool, LocalPool) else PoolLifespan(app, pool),
+            inner,
             policy=loaded,
             pool=pool,
-            dialect=dialect_of(loaded.engine, loaded.carrier),
+            dialect=dialect,
             estimator=estimator,
             observer=SpanObserver(),
         )
 
 
-def _pool(policy: Policy, environment: Mapping[str, str]) -> Pool:
-    """Where the leases live. Raises ValueError for a store's address that cannot be read."""
-    written = environment.get(STORE_VARIABLE)
-    try:
-        store = store_address(written) if written else policy.store
-    except ValueError as mistake:
-        raise ValueError(f"{STORE_VARIABLE}: {mistake}") from None
-    if store is None:
-        return LocalPool(policy)
+def _pool(policy: Policy, environment: Mapping[str, str], pages: Pages) -> Pool:
+    """Where the leases live, and who says how many. Raises ValueError for a store's address that cannot be read."""
+    store = _store(policy, environment)
+    pool = LocalPool(policy) if store is None else _shared_pool(policy, store)
+    return pool if policy.engine_capacity is None else EngineSizedPool(policy, pool, pages)
+
+
+def _shared_pool(policy: Policy, store: StoreAddress) -> Pool:
     from sidecar.pools.redis import RedisPool, connector
 
     return RedisPool(policy, connector(store, policy.pool), observer=StoreMetrics(policy.pool))
+
+
+def _store(policy: Policy, environment: Mapping[str, str]) -> StoreAddress | None:
+    written = environment.get(STORE_VARIABLE)
+    try:
+        return store_address(written) if written else policy.store
+    except ValueError as mistake:
+        raise ValueError(f"{STORE_VARIABLE}: {mistake}") from None
+
+
+def _dialect(policy: Policy, pages: Pages) -> Dialect:
+    """How the engine hears a priority. Older builds of TensorRT-LLM refuse to: they are asked first."""
+    if policy.engine is EngineName.TENSORRT_LLM:
+        return CautiousTensorRtLlm(pages)
+    return dialect_of(policy.engine, policy.carrier)
+
+
+def _with_lifespan(app: ASGIApp, pages: AppPages, pool: Pool, dialect: Dialect) -> ASGIApp:
+    """The app, with a start and an end for what has one."""
+    opening = [] if isinstance(pool, LocalPool) else [pool.open]
+    if isinstance(dialect, CautiousTensorRtLlm):
+        opening.append(dialect.ask)
+    return Lifespan(pages, opening=opening, closing=[pool.close]) if opening else app
 
 
 def _is_in_event_loop() -> bool:

@@ -51,7 +51,7 @@ async def serve(
     CannotServe when a port cannot be had or the app's startup failed.
     """
     signals = _Signals()
-    with _listening(host, port) as door_socket, _listening(admin_host, admin_port) as admin_socket, signals.caught():
+    with listening(host, port) as door_socket, listening(admin_host, admin_port) as admin_socket, signals.caught():
         servers = [
             _Server("door", app, door_socket, lifespan="on", timeout_keep_alive=_KEEP_ALIVE_S),
             _Server("admin", admin, admin_socket, lifespan="off", timeout_keep_alive=_ADMIN_KEEP_ALIVE_S),
@@ -182,8 +182,8 @@ class _Signals:
 
 
 @contextlib.contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A bound socket; uvicorn begins to listen on it when the app is up."""
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A bound socket; the server begins to listen on it when the app is up. Raises CannotServe."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE

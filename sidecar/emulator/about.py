@@ -6,6 +6,7 @@ from typing import Any
 
 from sidecar.emulator.config import EmulatorConfig, Scheduling
 from sidecar.emulator.dialect import INT64_MAX, INT64_MIN, Dialect
+from sidecar.emulator.engine import Load
 from sidecar.policy.policy import EngineName
 
 VERSIONS = {
@@ -48,14 +49,45 @@ def server_info(config: EmulatorConfig) -> dict[str, Any] | None:
         "max_queued_requests": config.max_queued,
         "max_running_requests": config.steps.max_num_seqs,
         "version": VERSIONS[config.engine],
-        "internal_states": [{"effective_max_running_requests_per_dp": config.steps.max_num_seqs}],
+        "internal_states": [
+            {
+                "effective_max_running_requests_per_dp": config.steps.max_num_seqs,
+                "memory_usage": {
+                    "weight": 0.0,
+                    "kvcache": 0.0,
+                    "token_capacity": config.kv_capacity_tokens,
+                    "graph": 0.0,
+                },
+            }
+        ],
     }
 
 
-def openapi(config: EmulatorConfig) -> dict[str, Any] | None:
-    """`/openapi.json` as far as a probe reads it: has the chat request a priority? None for Dynamo's frontend."""
+def sglang_loads(config: EmulatorConfig, load: Load) -> dict[str, Any]:
+    """SGLang's `/v1/loads`: one entry per data-parallel rank, of which there is one."""
+    rank = {
+        "dp_rank": 0,
+        "num_running_reqs": load.running,
+        "num_waiting_reqs": load.waiting,
+        "num_total_reqs": load.running + load.waiting,
+        "num_used_tokens": load.kv_tokens_held,
+        "max_total_num_tokens": config.kv_capacity_tokens,
+        "max_running_requests": config.steps.max_num_seqs,
+    }
+    return {"version": VERSIONS[config.engine], "dp_rank_count": 1, "loads": [rank]}
+
+
+def dynamo_health() -> dict[str, Any]:
+    """Dynamo's `/health`: the one worker, by its endpoint."""
+    worker = {"component": "backend", "endpoint": "generate", "namespace": "dynamo", "instance_id": 1}
+    return {"status": "healthy", "endpoints": ["dyn://dynamo.backend.generate"], "instances": [worker]}
+
+
+def openapi(config: EmulatorConfig) -> dict[str, Any]:
+    """`/openapi.json` as far as a probe reads it: has the chat request a priority? Dynamo's tells its name alone."""
     if config.engine is EngineName.DYNAMO:
-        return None
+        info = {"title": "NVIDIA Dynamo OpenAI Frontend", "version": VERSIONS[config.engine]}
+        return {"openapi": "3.1.0", "info": info, "paths": {}, "components": {}}
     properties: dict[str, Any] = {"messages": {"type": "array"}, "model": {"type": "string"}}
     if config.priority_field:
         properties["priority"] = _priority_schema(config.engine)

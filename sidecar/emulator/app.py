@@ -78,8 +78,9 @@ class Emulator:
             routes.append(_constant("/version", {"version": about.VERSIONS[self.config.engine]}))
         if info := about.server_info(self.config):
             routes.append(_constant("/server_info", info))
-        if schema := about.openapi(self.config):
-            routes.append(_constant("/openapi.json", schema))
+        if self.config.engine is EngineName.SGLANG:
+            routes.append(Route("/v1/loads", self._loads))
+        routes.append(_constant("/openapi.json", about.openapi(self.config)))
         return routes
 
     async def _models(self, request: Request) -> Response:
@@ -89,13 +90,17 @@ class Emulator:
     async def _health(self, request: Request) -> Response:
         del request
         if self.config.engine is EngineName.DYNAMO:
-            return JSONResponse({"status": "healthy", "endpoints": [], "instances": []})
+            return JSONResponse(about.dynamo_health())
         return Response(status_code=200)
 
     async def _metrics_text(self, request: Request) -> Response:
         del request
         _, write = METRICS_TEXT[self.config.engine]
         return Response(write(self.engine), headers={"content-type": Exposition.content_type})
+
+    async def _loads(self, request: Request) -> Response:
+        del request
+        return JSONResponse(about.sglang_loads(self.config, self.engine.load))
 
     async def _iterations(self, request: Request) -> Response:
         del request

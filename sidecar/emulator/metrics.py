@@ -65,6 +65,8 @@ def trtllm_text(engine: Engine) -> str:
     page.gauge("trtllm_max_batch_size_static", config.steps.max_num_seqs)
     page.gauge("trtllm_max_batch_size_runtime", config.steps.max_num_seqs)
     page.gauge("trtllm_max_num_tokens_runtime", config.steps.prefill_tokens_per_step + config.steps.max_num_seqs)
+    page.gauge("trtllm_kv_cache_max_blocks", config.kv_capacity_tokens)
+    page.gauge("trtllm_kv_cache_tokens_per_block", 1)
     page.gauge("trtllm_kv_cache_utilization", load.kv_tokens_held / config.kv_capacity_tokens)
     page.histogram("trtllm_request_queue_time_seconds", engine.queue_time_s)
     page.counter("trtllm_request_error_total", engine.refused)
@@ -139,6 +141,9 @@ def dynamo_text(engine: Engine) -> str:
     """The frontend's `/metrics`."""
     load, config = engine.load, engine.config
     page = Exposition(model=config.model)
+    page.gauge("dynamo_frontend_model_max_num_seqs", config.steps.max_num_seqs)
+    page.gauge("dynamo_frontend_model_total_kv_blocks", config.kv_capacity_tokens)
+    page.gauge("dynamo_frontend_model_kv_cache_block_size", 1)
     page.gauge("dynamo_frontend_queued_requests", load.waiting)
     page.gauge("dynamo_frontend_inflight_requests", load.running + load.waiting)
     page.gauge("dynamo_frontend_active_requests", load.running)

@@ -33,15 +33,19 @@ CLIENT_MEMBERS: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What one request carries to the engine: header pairs, and the JSON of a top-level `priority` member."""
+    """What one request carries to the engine: header pairs, and the JSON of a top-level `priority` member.
+
+    `is_handed_over` where it carries nothing because the app, in the same process, gives its engine what was granted.
+    """
 
     headers: tuple[tuple[bytes, bytes], ...] = ()
     member: bytes | None = None
+    is_handed_over: bool = False
 
     @property
     def is_sent(self) -> bool:
         """Whether the engine hears a priority at all."""
-        return bool(self.headers) or self.member is not None
+        return bool(self.headers) or self.member is not None or self.is_handed_over
 
 
 class Stated(NamedTuple):

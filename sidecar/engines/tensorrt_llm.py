@@ -1,13 +1,14 @@
 """TensorRT-LLM: a float in [0, 1], higher is more important, in the body of chat and text completions alone.
 
 Other schemas accept the member and drop it, and builds before the field answer 400 to it. It acts only with
-`scheduler_config.waiting_queue_policy: priority`. For responses and messages the app can read the granted value from
-the request's scope and hand it to `LLM.generate_async` itself.
+`scheduler_config.waiting_queue_policy: priority`. Whoever runs in the server's own process can hand the granted value
+to `LLM.generate_async` instead, which serves responses and messages too (`sidecar.servers.trtllm`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import ClassVar
 
 from sidecar.engines.dialect import Forward, Priority, Stated, member, stated_in_body
@@ -19,10 +20,21 @@ DEFAULT_PRIORITY = 0.5
 """The engine's own `DEFAULT_REQUEST_PRIORITY`, for a ladder of one tier."""
 
 
+class Route(Enum):
+    """How a priority gets to the engine: in the request's body, by the app in the same process, or not at all."""
+
+    BODY = "body"
+    HANDED_OVER = "handed over"
+    NONE = "none"
+
+
 class TensorRtLlm:
     """The whole range is used: 1.0 for the most important tier, 0.0 for the last. Equal tiers stay exact ties: FIFO."""
 
     more_important_is_higher: ClassVar[bool] = True
+
+    def __init__(self, route: Route = Route.BODY) -> None:
+        self._route = route
 
     def priority(self, level: int, levels: int) -> Priority:
         """See `Dialect.priority`."""
@@ -30,7 +42,9 @@ class TensorRtLlm:
 
     def forward(self, api: Api, priority: Priority) -> Forward:
         """See `Dialect.forward`."""
-        return member(priority) if api in _WITH_FIELD else Forward()
+        if self._route is Route.BODY and api in _WITH_FIELD:
+            return member(priority)
+        return Forward(is_handed_over=self._route is Route.HANDED_OVER)
 
     def asked(self, payload: Payload, headers: Mapping[bytes, bytes]) -> Stated | None:  # noqa: ARG002  # it has no header
         """See `Dialect.asked`."""

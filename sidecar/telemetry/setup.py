@@ -1,6 +1,7 @@
 """Installs the OpenTelemetry SDK where the environment asks for it; `sidecar serve` calls this once, at start.
 
-Mounted into somebody else's server we never do: whoever owns the process installs the SDK, and we follow.
+So does a server that is configured by the environment alone. In anybody else's app we never do: whoever owns the
+process installs the SDK, and we follow.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SIGNALS: tuple[Signal[Any], ...] = (TRACES, METRICS)
 logger = logging.getLogger(__name__)
 
 
-class TelemetryError(Exception):
+class TelemetryError(ValueError):
     """The environment asks for telemetry that cannot be had; the message says which variable and what to do."""
 
 

@@ -327,7 +327,7 @@ async def test_whoever_waits_for_more_than_the_smaller_pool_is_refused_and_holds
     too_large, fits = await pool.enter(ask(tokens=15)), await pool.enter(ask(tokens=5))
     told = too_large.wait()
     pool.change_rules(sized(tokens=10))
-    with pytest.raises(RequestTooLarge, match="would hold 15 tokens .* allows 10"):
+    with pytest.raises(RequestTooLarge, match=r"would hold 15 tokens .* allows 10"):
         await told
     with pytest.raises(RequestTooLarge):
         await pool.enter(ask(tokens=15))

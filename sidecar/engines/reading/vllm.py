@@ -77,4 +77,4 @@ def _kv_tokens(info: Sample) -> int | None:
 
 
 def _number(text: str | None) -> int | None:
-    return positive(int(text)) if text is not None and text.isdecimal() else None
+    return positive(int(text)) if text is not None and text.isdecimal() and len(text) < 20 else None

@@ -1,0 +1,89 @@
+"""The admin pages on a port of their own, in an event loop and a process that belong to somebody else's server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager, suppress
+from functools import partial
+from socket import socket
+from typing import Any
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from sidecar.asgi.server import CannotServe, listening
+from sidecar.asgi.types import ASGIApp
+
+PORT_VARIABLE, HOST_VARIABLE = "SIDECAR_ADMIN_PORT", "SIDECAR_ADMIN_HOST"
+_LOOPBACK = "127.0.0.1"
+
+# Where the server that we are mounted in says what it listens on: every one of them is a uvicorn.
+_logger = logging.getLogger("uvicorn.error")
+
+
+@asynccontextmanager
+async def admin_pages(app: ASGIApp, environment: Mapping[str, str], processes: int) -> AsyncIterator[None]:
+    """Serves `app` while the block runs, where the environment names a port; else does nothing.
+
+    Each of several `processes` takes the first free port of as many, from the one that is named. Raises CannotServe
+    where none can be had, and ValueError for what is no port.
+    """
+    first_port = _port(environment)
+    if first_port is None:
+        yield
+        return
+    host = environment.get(HOST_VARIABLE) or _LOOPBACK
+    with ExitStack() as stack:
+        listener = _listener(stack, host, first_port, processes)
+        _logger.info("sidecar: admin on http://%s:%d", f"[{host}]" if ":" in host else host, listener.getsockname()[1])
+        state = ServerState()
+        server = await asyncio.get_running_loop().create_server(_protocol(app, state), sock=listener)
+        try:
+            yield
+        finally:
+            server.close()
+            for connection in tuple(state.connections):
+                connection.shutdown()
+
+
+def _port(environment: Mapping[str, str]) -> int | None:
+    written = environment.get(PORT_VARIABLE, "").strip()
+    if not written:
+        return None
+    if not written.isdecimal() or int(written) > 65535:
+        raise ValueError(f"{PORT_VARIABLE}: {written!r} is not a port; write a number from 0 to 65535")
+    return int(written)
+
+
+def _listener(stack: ExitStack, host: str, first_port: int, processes: int) -> socket:
+    last_port = first_port + processes - 1 if first_port else 0
+    for port in range(first_port, last_port):
+        with suppress(CannotServe):  # another of the processes has it
+            return stack.enter_context(listening(host, port))
+    try:
+        return stack.enter_context(listening(host, last_port))
+    except CannotServe as taken:
+        of_how_many = f", the last of {processes} from {first_port} on" if processes > 1 else ""
+        raise CannotServe(f"{taken} (for the admin pages, by {PORT_VARIABLE}{of_how_many})") from None
+
+
+def _protocol(app: ASGIApp, state: ServerState) -> Callable[[], asyncio.Protocol]:
+    """Makes uvicorn's connections, without its server: that would log and catch signals beside the one that does."""
+    config = uvicorn.Config(
+        app,
+        interface="asgi3",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        # Ours would replace the logging of the process.
+        log_config=None,
+        log_level=None,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+    )
+    config.load()
+    connection: Any = config.http_protocol_class
+    return partial(connection, config=config, server_state=state, app_state={})

@@ -1,0 +1,91 @@
+"""TensorRT-LLM is asked whether it takes a priority before it is sent one: its older builds answer 400 to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from sidecar.asgi.pages import AppPages
+from sidecar.engines.cautious import ASK_AFTER_FAILURE_S, ASK_AGAIN_S, CautiousTensorRtLlm
+from sidecar.engines.reading import Page, Unread
+from sidecar.policy.policy import Api
+from tests.emulator.emulated import TRTLLM
+from tests.engines.test_reading import emulated
+
+pytestmark = pytest.mark.anyio
+
+
+class Replaced:
+    """An engine behind a network, which is another build from time to time, or away."""
+
+    host = None
+
+    def __init__(self, has_field: bool | None) -> None:
+        self.has_field = has_field
+        self.asked = 0
+
+    async def get(self, path: str) -> Page:
+        self.asked += 1
+        if self.has_field is None:
+            raise Unread("away")
+        return await AppPages(emulated(TRTLLM, priority_field=self.has_field).app).get(path)
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_a_build_with_the_field_is_sent_a_priority() -> None:
+    dialect = CautiousTensorRtLlm(Replaced(True))
+    await dialect.ask()
+    assert dialect.forward(Api.CHAT, 1.0).member == b"1.0"
+    assert not dialect.forward(Api.RESPONSES, 1.0).is_sent
+
+
+async def test_a_build_without_the_field_is_sent_none_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = [0.0]
+    dialect = CautiousTensorRtLlm(Replaced(False), lambda: now_s[0])
+    await dialect.ask()
+    for _ in range(3):
+        now_s[0] += ASK_AGAIN_S
+        assert not dialect.forward(Api.CHAT, 1.0).is_sent
+        await settled()
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "has no priority field" in warnings[0]
+
+
+async def test_an_engine_that_is_not_known_yet_is_sent_none_and_asked() -> None:
+    engine, now_s = Replaced(None), [100.0]
+    dialect = CautiousTensorRtLlm(engine, lambda: now_s[0])
+    assert not dialect.forward(Api.CHAT, 1.0).is_sent
+    await settled()
+    asked = engine.asked
+    for _ in range(50):
+        dialect.forward(Api.CHAT, 1.0)
+    await settled()
+    assert engine.asked == asked, "not once a request"
+    engine.has_field = True
+    now_s[0] += ASK_AFTER_FAILURE_S
+    dialect.forward(Api.CHAT, 1.0)
+    await settled()
+    assert dialect.forward(Api.CHAT, 1.0).is_sent
+
+
+async def test_another_build_behind_the_same_address_is_noticed() -> None:
+    engine, now_s = Replaced(True), [100.0]
+    dialect = CautiousTensorRtLlm(engine, lambda: now_s[0])
+    await dialect.ask()
+    engine.has_field = None  # while it is away, what was known stays
+    now_s[0] += ASK_AGAIN_S
+    assert dialect.forward(Api.CHAT, 1.0).is_sent
+    await settled()
+    assert dialect.forward(Api.CHAT, 1.0).is_sent
+    engine.has_field = False
+    now_s[0] += ASK_AFTER_FAILURE_S
+    dialect.forward(Api.CHAT, 1.0)
+    await settled()
+    assert not dialect.forward(Api.CHAT, 1.0).is_sent

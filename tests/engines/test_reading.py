@@ -1,0 +1,276 @@
+"""What is read from an engine: of every emulated engine, of pages as the real ones write them, and of nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sidecar.asgi.pages import AppPages
+from sidecar.asgi.types import Receive, Scope, Send
+from sidecar.emulator import Emulator, EmulatorConfig, StepModel
+from sidecar.emulator.config import Scheduling
+from sidecar.engines.reading import Facts, Gauges, Page, Unread, identify, read_facts, read_gauges
+from sidecar.engines.reading.exposition import Metrics
+from sidecar.policy.policy import EngineName
+from tests.emulator.emulated import DYNAMO, ENGINES, SGLANG, TRTLLM, VLLM
+
+pytestmark = pytest.mark.anyio
+
+
+class Written:
+    """Pages as they are written here; any other is a 404. Remembers what was asked for."""
+
+    def __init__(self, pages: dict[str, str], host: object | None = None) -> None:
+        self.pages = pages
+        self.host = host
+        self.asked: list[str] = []
+
+    async def get(self, path: str) -> Page:
+        self.asked.append(path)
+        return Page(200, self.pages[path]) if path in self.pages else Page(404, '{"detail": "Not Found"}')
+
+
+def emulated(engine: EngineName, **settings: Any) -> Emulator:
+    steps = StepModel(max_num_seqs=6, kv_tokens=5000, prefill_tokens_per_step=512)
+    return Emulator(EmulatorConfig(engine=engine, steps=steps, model="m", **settings))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_an_engine_says_who_it_is_and_how_much_it_holds(engine: EngineName) -> None:
+    pages = AppPages(emulated(engine).app)
+    identity = await identify(pages)
+    assert (identity.engine, identity.where, identity.model) == (engine, "/v1/models", "m")
+    gauges = await read_gauges(engine, pages)
+    assert gauges.kv_tokens == 5000
+    assert gauges.max_running == (None if engine is VLLM else 6), "vLLM tells that to its own process alone"
+    assert gauges.waiting == 0
+    facts = await read_facts(engine, pages)
+    assert facts.version is not None
+    assert facts.has_field is (None if engine is DYNAMO else True)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_proxy_that_renames_the_models_hides_no_engine(engine: EngineName) -> None:
+    inner = AppPages(emulated(engine).app)
+
+    class Renaming:
+        host = None
+
+        def __init__(self) -> None:
+            self.asked: list[str] = []
+
+        async def get(self, path: str) -> Page:
+            self.asked.append(path)
+            if path == "/v1/models":
+                return Page(200, json.dumps({"data": [{"id": "m", "owned_by": "my-gateway"}]}))
+            return await inner.get(path)
+
+    pages = Renaming()
+    assert (await identify(pages)).engine is engine
+    if engine is TRTLLM:
+        assert "/metrics" not in pages.asked, "reading it takes its figures away from whoever collects them"
+
+
+@pytest.mark.parametrize(("scheduling", "by_priority"), [(Scheduling.PRIORITY, True), (Scheduling.FCFS, False)])
+async def test_sglang_says_whether_its_queue_is_ordered(scheduling: Scheduling, by_priority: bool) -> None:
+    facts = await read_facts(SGLANG, AppPages(emulated(SGLANG, scheduling=scheduling, default_priority=3).app))
+    assert (facts.by_priority, facts.is_inverted, facts.default_priority) == (by_priority, False, 3)
+    assert facts.source("by_priority") == "/server_info"
+
+
+async def test_tensorrt_llm_before_the_field_says_that_it_has_none() -> None:
+    assert (await read_facts(TRTLLM, AppPages(emulated(TRTLLM, priority_field=False).app))).has_field is False
+
+
+async def test_tensorrt_llms_destructive_page_is_never_read() -> None:
+    pages = Written({"/v1/models": '{"data": [{"id": "m", "owned_by": "tensorrt_llm"}]}'})
+    assert (await identify(pages)).engine is TRTLLM
+    await read_facts(TRTLLM, pages)
+    await read_gauges(TRTLLM, pages)
+    assert "/metrics" not in pages.asked
+
+
+# -- pages as the real engines write them
+
+# vLLM 0.32.0 on CPU, two data-parallel ranks put together from two single ones.
+VLLM_METRICS = """\
+# HELP vllm:num_requests_waiting Number of requests waiting to be processed.
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="tiny"} 3.0
+vllm:num_requests_waiting{engine="1",model_name="tiny"} 4.0
+vllm:num_requests_running{engine="0",model_name="tiny"} 2.0
+vllm:cache_config_info{_block_size_resolved="True",block_size="128",engine="0",kv_cache_size_tokens="524288",\
+num_gpu_blocks="4096",kv_cache_dtype_skip_layers="[]"} 1.0
+vllm:cache_config_info{block_size="16",engine="1",kv_cache_size_tokens="None",num_gpu_blocks="1000"} 1.0
+"""
+
+
+async def test_vllms_ranks_are_added_up() -> None:
+    gauges = await read_gauges(VLLM, Written({"/metrics": VLLM_METRICS}))
+    assert gauges == Gauges(kv_tokens=524288 + 16000, running=2, waiting=7)
+
+
+async def test_a_size_that_one_rank_does_not_know_yet_is_not_known() -> None:
+    starting = VLLM_METRICS.replace('num_gpu_blocks="1000"', 'num_gpu_blocks="0"')
+    assert (await read_gauges(VLLM, Written({"/metrics": starting}))).kv_tokens is None
+
+
+async def test_vllm_in_development_mode_tells_its_configuration() -> None:
+    info = {"vllm_config": {"scheduler_config": {"policy": "priority", "max_num_seqs": 256}}}
+    pages = Written({"/metrics": VLLM_METRICS, "/server_info?config_format=json": json.dumps(info)})
+    assert (await read_gauges(VLLM, pages)).max_running == 256
+    assert (await read_facts(VLLM, pages)).by_priority is True
+
+
+async def test_vllm_in_the_same_process_tells_its_configuration() -> None:
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(policy="fcfs", max_num_seqs=256),
+        parallel_config=SimpleNamespace(data_parallel_size=2),
+    )
+    pages = Written({"/metrics": VLLM_METRICS}, host=SimpleNamespace(state=SimpleNamespace(vllm_config=config)))
+    assert (await read_gauges(VLLM, pages)).max_running == 512
+    facts = await read_facts(VLLM, pages)
+    assert (facts.by_priority, facts.source("by_priority")) == (False, "the server's own configuration")
+
+
+# Dynamo 1.6.1's frontend with its mock engine.
+DYNAMO_METRICS = """\
+dynamo_frontend_model_kv_cache_block_size{model="tiny"} 16
+dynamo_frontend_model_max_num_seqs{model="tiny"} 4
+dynamo_frontend_model_total_kv_blocks{model="tiny"} 1024
+dynamo_frontend_router_queue_pending_requests{model="tiny",policy_class="default",worker_type="decode"} 7
+"""
+
+
+async def test_dynamos_workers_are_multiplied() -> None:
+    generate, other = {"endpoint": "generate"}, {"endpoint": "worker_kv_query_source"}
+    health = {"status": "healthy", "instances": [generate, other, generate]}
+    gauges = await read_gauges(DYNAMO, Written({"/metrics": DYNAMO_METRICS, "/health": json.dumps(health)}))
+    assert gauges == Gauges(kv_tokens=2 * 16384, max_running=8, waiting=7)
+
+
+async def test_sglangs_ranks_are_added_up() -> None:
+    rank = {"effective_max_running_requests_per_dp": 128, "memory_usage": {"token_capacity": 20480}}
+    loads = [{"num_running_reqs": 3, "num_waiting_reqs": 2}, {"num_running_reqs": 7, "num_waiting_reqs": 5}]
+    info = {"version": "0.5.23", "enable_priority_scheduling": True, "internal_states": [rank, rank]}
+    pages = Written({"/server_info": json.dumps(info), "/v1/loads": json.dumps({"loads": loads})})
+    assert await read_gauges(SGLANG, pages) == Gauges(kv_tokens=40960, max_running=256, running=10, waiting=7)
+
+
+# -- bad pages
+
+_NESTED = "[" * 100_000
+_PATHS = (
+    "/v1/models",
+    "/version",
+    "/openapi.json",
+    "/metrics",
+    "/prometheus/metrics",
+    "/server_info",
+    "/server_info?config_format=json",
+    "/v1/loads",
+    "/health",
+)
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["data", "id", "owned_by", "version", "components", "schemas", "loads", "instances", "internal_states"]
+            ),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=8,
+)
+_METRICS_LINES = st.lists(
+    st.tuples(
+        st.sampled_from(["vllm:cache_config_info", "vllm:num_requests_waiting", "trtllm_kv_cache_max_blocks"]),
+        st.sampled_from(["", '{block_size="x"}', '{num_gpu_blocks="9' + "9" * 5000 + '"}', '{a="\\"', "{", "}"]),
+        st.sampled_from(["NaN", "+Inf", "-1", "1e400", "x", "", "3"]),
+    ).map(lambda parts: f"{parts[0]}{parts[1]} {parts[2]}")
+).map("\n".join)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@given(text=st.text() | _JSON.map(json.dumps) | _METRICS_LINES | st.just(_NESTED))
+def test_no_page_is_bad_enough_to_break_a_reader(engine: EngineName, text: str) -> None:
+    pages = Written(dict.fromkeys(_PATHS, text))
+
+    async def read() -> None:
+        with contextlib.suppress(Unread):
+            await identify(pages)
+        with contextlib.suppress(Unread):
+            await read_facts(engine, pages)
+        with contextlib.suppress(Unread):
+            found = await read_gauges(engine, pages)
+            assert found.kv_tokens is None or found.kv_tokens > 0
+            assert found.waiting is None or found.waiting >= 0
+
+    asyncio.run(read())
+
+
+def test_a_label_with_everything_in_it_is_read_as_it_was_written() -> None:
+    metrics = Metrics('x{a="say \\"hi\\"\\n, {b=\\"c\\"}",d="\\\\"} 2 1700000000\nx 3\n# x 9\nx{a="1"} NaN\n')
+    assert [(dict(sample.labels), sample.value) for sample in metrics.samples("x")] == [
+        ({"a": 'say "hi"\n, {b="c"}', "d": "\\"}, 2.0),
+        ({}, 3.0),
+    ]
+    assert metrics.count("x") == 5
+    assert metrics.count("y") is None
+
+
+# -- through an app
+
+
+async def test_an_app_that_fails_hangs_or_overflows_is_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("no")
+
+    async def hangs(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await receive()
+
+    async def overflows(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while True:
+            await send({"type": "http.response.body", "body": b"x" * 2**20, "more_body": True})
+
+    async def says_nothing(scope: Scope, receive: Receive, send: Send) -> None:
+        pass
+
+    monkeypatch.setattr("sidecar.asgi.pages.ANSWER_WITHIN_S", 0.05)
+    for app, said in (
+        (fails, "GET /x failed: RuntimeError: no"),
+        (hangs, "GET /x was not answered within 0.05 s"),
+        (overflows, "a page has more than"),
+        (says_nothing, "GET /x was not answered"),
+    ):
+        with pytest.raises(Unread, match=said):
+            await AppPages(app).get("/x")
+
+
+async def test_the_engines_key_is_shown() -> None:
+    seen: list[Scope] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    await AppPages(app, "sk-engine").get("/server_info?config_format=json")
+    assert (b"authorization", b"Bearer sk-engine") in seen[0]["headers"]
+    assert (seen[0]["path"], seen[0]["query_string"]) == ("/server_info", b"config_format=json")
+
+
+def test_facts_know_their_source() -> None:
+    assert Facts(engine=VLLM, where=(("version", "/version"),)).source("by_priority") is None

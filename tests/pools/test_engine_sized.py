@@ -1,0 +1,244 @@
+"""A pool that is as large as its engine says: read, followed, kept when unreadable, held back when it is full."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from sidecar.engines.reading import Page, Unread
+from sidecar.errors import CapacityUnknown, RequestTooLarge
+from sidecar.policy.policy import EngineName, Policy
+from sidecar.policy.rules import EngineCapacity, Shares
+from sidecar.pools import EngineSizedPool, LocalPool
+from tests.pools.pools import ask, simple
+
+pytestmark = pytest.mark.anyio
+EVERY_S = 0.01
+
+
+class Engine:
+    """An engine's pages, and what a test makes of it."""
+
+    host = None
+
+    def __init__(self, kv_tokens: int | None = 1000, seqs: int | None = None) -> None:
+        self.kv_tokens = kv_tokens
+        self.seqs = seqs
+        self.waiting = 0
+        self.is_reachable = True
+        self.reads = 0
+
+    async def get(self, path: str) -> Page:
+        self.reads += 1
+        if not self.is_reachable:
+            raise Unread("GET /metrics answered 502")
+        if path != "/metrics":
+            info = f'{{"vllm_config": {{"scheduler_config": {{"max_num_seqs": {self.seqs}}}}}}}'
+            return Page(200, info) if self.seqs and path.startswith("/server_info") else Page(404, "")
+        cache = (
+            "" if self.kv_tokens is None else f'vllm:cache_config_info{{kv_cache_size_tokens="{self.kv_tokens}"}} 1\n'
+        )
+        return Page(200, f"{cache}vllm:num_requests_waiting {self.waiting}\n")
+
+
+def policy_of(fraction: str = "1", waiting: int = 2, **written: int) -> Policy:
+    capacity = EngineCapacity(Fraction(fraction), waiting, **written)
+    shares = (Shares("high", Fraction(1, 5)), Shares("low"))
+    return replace(simple(tokens=None), engine=EngineName.VLLM, engine_capacity=capacity, shares=shares)
+
+
+@asynccontextmanager
+async def following(engine: Engine, policy: Policy | None = None) -> AsyncIterator[EngineSizedPool]:
+    policy = policy or policy_of()
+    pool = EngineSizedPool(policy, LocalPool(policy), engine, EVERY_S)
+    await pool.open()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("never happened")
+
+
+def capacity(pool: EngineSizedPool) -> Any:
+    return pool.state()["capacity"]
+
+
+@pytest.mark.parametrize(
+    ("fraction", "written", "tokens", "requests"),
+    [
+        ("1", {}, 1000, 6),
+        ("9/10", {}, 900, 6),
+        ("1/2", {}, 500, 4),
+        ("1/100", {}, 10, 3),  # of four, one is left, and two may wait
+        ("1", {"tokens": 70}, 70, 6),
+        ("1", {"requests": 3}, 1000, 3),
+    ],
+)
+async def test_the_pool_has_the_policys_part_of_what_the_engine_holds(
+    fraction: str, written: dict[str, int], tokens: int, requests: int
+) -> None:
+    async with following(Engine(1000, 4), policy_of(fraction, **written)) as pool:
+        assert capacity(pool) == {"tokens": tokens, "requests": requests}
+        assert pool.state()["tiers"][0]["reserve"]["tokens"] == -(-tokens // 5)  # type: ignore[index]
+        assert (pool.readiness(), pool.notices()) == ((), [])
+
+
+async def test_nobody_is_admitted_before_the_engine_has_spoken_and_all_is_well_when_it_has() -> None:
+    engine = Engine()
+    engine.is_reachable = False
+    async with following(engine) as pool:
+        assert "GET /metrics answered 502" in pool.readiness()[0]
+        with pytest.raises(CapacityUnknown, match="GET /metrics answered 502") as refusal:
+            await pool.enter(ask())
+        assert refusal.value.retry_after_s == 1
+        engine.is_reachable = True
+        await until(lambda: not pool.readiness())
+        assert (await pool.enter(ask())).grant is not None
+
+
+async def test_a_server_without_a_lifespan_reads_the_engine_at_the_first_request() -> None:
+    pool = EngineSizedPool(policy_of(), LocalPool(policy_of()), Engine(), EVERY_S)
+    assert (await pool.enter(ask())).grant is not None
+    await pool.close()
+
+
+async def test_an_engine_that_says_nothing_of_use_is_not_guessed_at() -> None:
+    async with following(Engine(kv_tokens=None)) as pool:
+        assert "write capacity: tokens, requests or both" in pool.readiness()[0]
+
+
+async def test_a_change_is_followed_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(1000)
+    async with following(engine) as pool:
+        await pool.enter(ask(tokens=900))
+        waiting = await pool.enter(ask(tokens=500))
+        engine.kv_tokens = 2000
+        await asyncio.wait_for(waiting.wait(), 5)
+        engine.kv_tokens = 300
+        await until(lambda: capacity(pool)["tokens"] == 300)
+        with pytest.raises(RequestTooLarge):
+            await pool.enter(ask(tokens=400))
+    said = [record.getMessage() for record in caplog.records if "changed" in record.getMessage()]
+    assert said == [
+        "the engine's capacity changed, the pool has 2,000 tokens and any number of requests "
+        "instead of 1,000 tokens and any number of requests",
+        "the engine's capacity changed, the pool has 300 tokens and any number of requests "
+        "instead of 2,000 tokens and any number of requests",
+    ]
+
+
+async def test_the_last_good_size_is_kept_loudly(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(1000)
+    async with following(engine) as pool:
+        engine.is_reachable = False
+        await until(pool.notices)
+        assert (await pool.enter(ask(tokens=900))).grant is not None
+        assert "cannot be now: GET /metrics answered 502; going on with 1,000 tokens" in pool.notices()[0]
+        assert pool.readiness() == ()
+        reads = engine.reads
+        await until(lambda: engine.reads > reads + 5)
+        engine.is_reachable = True
+        await until(lambda: not pool.notices())
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [line for line in warnings if "cannot be read" in line or "again" in line] == [
+        "the engine's capacity cannot be read, going on with 1,000 tokens and any number of requests: "
+        "GET /metrics answered 502",
+        "the engine's capacity can be read again: 1,000 tokens and any number of requests",
+    ], "once each, not once a second"
+
+
+async def test_one_dimension_that_is_said_no_more_is_kept() -> None:
+    engine = Engine(1000, 4)
+    async with following(engine) as pool:
+        engine.seqs = None
+        await until(pool.notices)
+        assert capacity(pool) == {"tokens": 1000, "requests": 6}
+        assert "no longer says how many requests it runs at once" in pool.notices()[0]
+
+
+async def test_what_is_unbounded_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with following(Engine(1000)):
+        pass
+    assert [record.getMessage() for record in caplog.records if "does not say" in record.getMessage()] == [
+        "vllm does not say how many requests it holds at once, so the pool does not bound them; "
+        "write the number beside it, such as capacity: {from: engine, requests: 160}"
+    ]
+
+
+async def test_admission_stops_while_too_much_waits_inside_the_engine() -> None:
+    engine = Engine()
+    async with following(engine, policy_of(waiting=2)) as pool:
+        await pool.enter(ask())
+        engine.waiting = 3
+        await until(lambda: pool.state()["engine"]["held_back"])  # type: ignore[index]
+        held_up = await pool.enter(ask())
+        assert held_up.grant is None
+        assert pool.notices() == ["3 requests wait inside the engine, more than 2"]
+        engine.waiting = 2
+        await asyncio.wait_for(held_up.wait(), 5)
+        assert pool.notices() == []
+
+
+async def test_what_waits_for_a_moment_only_stops_nobody() -> None:
+    engine = Engine()
+    pool = EngineSizedPool(policy_of(waiting=2), LocalPool(policy_of()), engine, 0.2)
+    await pool.open()
+    await pool.enter(ask())
+    engine.waiting = 50  # a burst has arrived, and the engine takes it in with its next step
+    reads = engine.reads
+    await until(lambda: engine.reads > reads)
+    engine.waiting = 0
+    assert (await pool.enter(ask())).grant is not None
+    await until(lambda: engine.reads > reads + 4)
+    assert not pool.state()["engine"]["held_back"]  # type: ignore[index]
+    await pool.close()
+
+
+async def test_an_engine_that_is_lost_while_it_was_full_stops_nobody_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sidecar.pools.engine_sized.HELD_BACK_S", 0.2)
+    engine = Engine()
+    async with following(engine, policy_of(waiting=0)) as pool:
+        await pool.enter(ask())
+        engine.waiting = 9
+        await until(lambda: pool.state()["engine"]["held_back"])  # type: ignore[index]
+        waiting = await pool.enter(ask())
+        assert waiting.grant is None
+        engine.is_reachable = False
+        await asyncio.wait_for(waiting.wait(), 5)
+
+
+async def test_a_figure_that_stands_still_stops_nobody_for_good() -> None:
+    engine = Engine()
+    async with following(engine, policy_of(waiting=0)) as pool:
+        engine.waiting = 9  # TensorRT-LLM's gauges do not move while nothing finishes
+        await until(lambda: pool.state()["engine"]["held_back"])  # type: ignore[index]
+        for _ in range(5):
+            lease = await asyncio.wait_for(pool.enter(ask()), 5)
+            assert lease.grant is not None
+            lease.settle()
+
+
+async def test_a_defect_in_reading_is_survived(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine()
+    async with following(engine) as pool:
+        engine.get = lambda path: 1 / 0  # type: ignore[assignment,method-assign]
+        await until(pool.notices)
+        assert "ZeroDivisionError" in pool.notices()[0]
+        assert (await pool.enter(ask())).grant is not None
+        del engine.get
+        await until(lambda: not pool.notices())
+    assert "a defect in the sidecar" in caplog.text

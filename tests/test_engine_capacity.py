@@ -1,0 +1,117 @@
+"""The whole door with `capacity: {from: engine}`: a reverse proxy before an emulated engine, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from sidecar.asgi.proxy import ReverseProxy
+from sidecar.composition import AdmissionMiddleware
+from sidecar.emulator import Emulator, EmulatorConfig, StepModel
+from sidecar.policy.policy import EngineName
+from tests.support.serving import serving
+
+pytestmark = pytest.mark.anyio
+
+POLICY = """\
+engine: {engine}
+capacity: {{from: engine, fraction: 100%, waiting: {waiting}}}
+tiers: {{high: {{}}, normal: {{}}, batch: {{}}}}
+anonymous: high
+"""
+
+
+class Door:
+    """A door over a network before an engine that a test can replace."""
+
+    def __init__(self, middleware: AdmissionMiddleware, url: str, session: aiohttp.ClientSession) -> None:
+        self.middleware = middleware
+        self._url = url
+        self._session = session
+
+    async def ask(self, **fields: Any) -> tuple[int, dict[str, Any]]:
+        body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, **fields}
+        async with self._session.post(f"{self._url}/v1/chat/completions", json=body) as response:
+            return response.status, json.loads(await response.read())
+
+    def pool(self) -> Any:
+        return self.middleware.state()["pool"]
+
+
+@asynccontextmanager
+async def engine_of(engine: EngineName, **steps: Any) -> AsyncIterator[tuple[Emulator, str]]:
+    emulator = Emulator(EmulatorConfig(engine=engine, steps=StepModel(step_s=0.002, **steps)))
+    async with serving(emulator.app) as served:
+        yield emulator, served.url
+
+
+@asynccontextmanager
+async def door_of(folder: Path, engine: EngineName, upstream: str, waiting: int = 4) -> AsyncIterator[Door]:
+    path = folder / "policy.yaml"
+    path.write_text(POLICY.format(engine=engine.value, waiting=waiting))
+    middleware = AdmissionMiddleware(ReverseProxy(upstream), path)
+    async with serving(middleware) as served, aiohttp.ClientSession() as session:
+        yield Door(middleware, served.url, session)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("never happened")
+
+
+@pytest.mark.parametrize("engine", [EngineName.SGLANG, EngineName.TENSORRT_LLM, EngineName.DYNAMO])
+async def test_the_pool_is_as_large_as_the_engine_behind_the_network_says(tmp_path: Path, engine: EngineName) -> None:
+    async with engine_of(engine, max_num_seqs=6, kv_tokens=900) as (_, url), door_of(tmp_path, engine, url) as door:
+        assert door.pool()["capacity"] == {"tokens": 900, "requests": 10}
+        assert (await door.ask())[0] == 200
+        status, refusal = await door.ask(max_tokens=2000)
+        assert (status, refusal["error"]["code"]) == (400, "request_too_large")
+
+
+async def test_vllm_behind_a_network_bounds_tokens_alone_and_its_queue_bounds_the_rest(tmp_path: Path) -> None:
+    vllm = EngineName.VLLM
+    async with (
+        engine_of(vllm, max_num_seqs=2, kv_tokens=9_000_000) as (emulator, url),
+        door_of(tmp_path, vllm, url, waiting=3) as door,
+    ):
+        assert door.pool()["capacity"] == {"tokens": 9_000_000, "requests": None}
+        flood = [asyncio.ensure_future(door.ask(max_tokens=400)) for _ in range(12)]
+        await until(lambda: door.pool()["engine"]["held_back"])
+        late = [asyncio.ensure_future(door.ask(max_tokens=4)) for _ in range(6)]
+        await until(lambda: door.pool()["waiting"] == 6)
+        waited = emulator.engine.waiting
+        assert door.middleware.notices() == [f"{waited} requests wait inside the engine, more than 3"]
+        assert [status for status, _ in await asyncio.gather(*flood, *late)] == [200] * 18
+        assert door.pool()["leases"] == 0
+
+
+async def test_an_engine_that_starts_after_its_door_is_waited_for_with_an_answer(tmp_path: Path) -> None:
+    async with engine_of(EngineName.SGLANG, max_num_seqs=6, kv_tokens=900) as (_, url):
+        pass  # its port is free again, and nobody listens on it
+    async with door_of(tmp_path, EngineName.SGLANG, url) as door:
+        status, refusal = await door.ask()
+        assert (status, refusal["error"]["code"]) == (503, "capacity_unknown")
+        assert "has not said yet how much it holds" in door.middleware.readiness()[0]
+
+
+async def test_a_lost_engine_leaves_its_capacity_behind(tmp_path: Path) -> None:
+    async with engine_of(EngineName.SGLANG, max_num_seqs=6, kv_tokens=900) as (_, url):
+        door_context = door_of(tmp_path, EngineName.SGLANG, url)
+        door = await door_context.__aenter__()
+    try:
+        await until(door.middleware.notices)
+        assert "going on with 900 tokens and 10 requests" in door.middleware.notices()[0]
+        assert (await door.ask())[0] == 502
+        assert door.pool()["leases"] == 0
+    finally:
+        await door_context.__aexit__(None, None, None)
