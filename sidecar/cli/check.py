@@ -14,7 +14,7 @@ from typing import Any
 from sidecar.cli.output import write_json
 from sidecar.policy import fields as of
 from sidecar.policy.loading import Loaded, load_files
-from sidecar.policy.policy import Policy
+from sidecar.policy.policy import Policy, Teller
 from sidecar.policy.problems import PolicyError, Problem
 from sidecar.policy.rules import UNLIMITED, TierRules, largest_certain_request, largest_request
 from sidecar.policy.warnings import warnings
@@ -64,11 +64,16 @@ def _figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
         "files": list(loaded.files),
         "generation": policy.generation,
         "engine": policy.engine.value,
-        "capacity": _both(policy.rules.tokens, policy.rules.requests),
+        "capacity": {**_both(policy.rules.tokens, policy.rules.requests), "from": _teller(policy)},
         "tiers": [_tier_figures(policy, tier) for tier in policy.rules.tiers],
         "tenants": sorted({tenant.name for tenant in policy.tenants.values()}),
         "warnings": _listed(found),
     }
+
+
+def _teller(policy: Policy) -> str | None:
+    """Who says what the policy does not, None where nobody does."""
+    return None if policy.engine_capacity is None else Teller.ENGINE.value
 
 
 def _tier_figures(policy: Policy, tier: TierRules) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from sidecar.engines import Dialect, client_headers, dialect_of
 from sidecar.errors import AdmissionError, BodyTooLarge
 from sidecar.payload import Payload, read
 from sidecar.policy.loading import Loaded, load_files
-from sidecar.policy.policy import Api, Endpoint, Policy, Tenant
+from sidecar.policy.policy import Api, Endpoint, Policy, Teller, Tenant
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED, largest_request
 from sidecar.pools import Ask
@@ -177,6 +177,7 @@ class _Explanation:
         self._found["largest"] = {
             "tokens": _bounded(min(tokens, tier.max_request_tokens or tokens)),
             "requests": _bounded(requests),
+            "told_by": None if self._policy.engine_capacity is None else Teller.ENGINE.value,
         }
         ask = Ask(made.level, made.tenant.name, made.tenant.weight, self._found["holds"]["tokens"], sequences)
         Sizes(self._policy).refuse_what_never_fits(ask)
@@ -268,6 +269,8 @@ def _how_much(found: Found) -> list[str]:
         f"   tier {found['tier']} could hold {_amount(largest['tokens'])} tokens and "
         f"{_amount(largest['requests'])} requests at most, in one request",
     ]
+    if largest["told_by"] is not None:
+        lines.append(f"   less, where the {largest['told_by']} says that it holds less (capacity: {{from: engine}})")
     if found.get("longest_wait_s") is not None:
         lines.append(f"   it waits {found['longest_wait_s']:g} s at most; then 503 queue_timeout")
     return lines

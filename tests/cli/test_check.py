@@ -79,3 +79,23 @@ def test_a_dimension_without_a_bound_is_shown_as_any(tmp_path: Path, capsys: pyt
     assert "capacity 5,000 tokens\n" in printed
     assert "5,000 / any" in printed
     assert printed.endswith("no warnings\n")
+
+
+def test_a_pool_whose_size_the_engine_tells_is_shown_in_shares(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(
+        "engine: sglang\ncapacity: {from: engine, fraction: 90%}\nanonymous: normal\n"
+        "tiers: {high: {reserve: 20%, lend: 50%}, normal: {reserve: 10%, limit: 60%}}\n"
+    )
+    assert main(["check", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "capacity 90% of what the engine holds and 4 requests that wait in it" in printed
+    assert "high        20%        10%   100%" in printed
+    assert "no warnings" in printed
+    assert main(["check", str(path), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["capacity"] == {"tokens": None, "requests": None, "from": "engine"}
+    path.write_text(path.read_text().replace("{from: engine", "{from: engine, tokens: 10k"))
+    assert main(["check", str(path)]) == 0
+    assert "capacity 10,000 tokens, and otherwise 90% of what the engine holds" in capsys.readouterr().out
