@@ -177,8 +177,8 @@ class _Explanation:
         self._found["largest"] = {
             "tokens": _bounded(min(tokens, tier.max_request_tokens or tokens)),
             "requests": _bounded(requests),
-            "told_by": None if self._policy.engine_capacity is None else Teller.ENGINE.value,
         }
+        self._found["capacity_from"] = None if self._policy.engine_capacity is None else Teller.ENGINE.value
         ask = Ask(made.level, made.tenant.name, made.tenant.weight, self._found["holds"]["tokens"], sequences)
         Sizes(self._policy).refuse_what_never_fits(ask)
         self._found["longest_wait_s"] = longest_wait_s(headers, tier.max_wait_s)
@@ -269,8 +269,8 @@ def _how_much(found: Found) -> list[str]:
         f"   tier {found['tier']} could hold {_amount(largest['tokens'])} tokens and "
         f"{_amount(largest['requests'])} requests at most, in one request",
     ]
-    if largest["told_by"] is not None:
-        lines.append(f"   less, where the {largest['told_by']} says that it holds less (capacity: {{from: engine}})")
+    if found["capacity_from"] is not None:
+        lines.append("   less, where the engine says that it holds less (capacity: {from: engine})")
     if found.get("longest_wait_s") is not None:
         lines.append(f"   it waits {found['longest_wait_s']:g} s at most; then 503 queue_timeout")
     return lines
