@@ -189,7 +189,7 @@ def test_the_reverse_proxy_script_shows_three_requests_and_leaves_nothing_runnin
 
 def test_every_example_is_in_the_list_and_has_a_readme() -> None:
     folders = {path.name for path in EXAMPLES.iterdir() if path.is_dir() and not path.name.startswith("__")}
-    listed = set(re.findall(r"\]\((\w+)/\)", (EXAMPLES / "README.md").read_text()))
+    listed = set(re.findall(r"\]\(([\w-]+)/\)", (EXAMPLES / "README.md").read_text()))
     assert listed == folders
     assert all((EXAMPLES / folder / "README.md").is_file() for folder in folders)
 

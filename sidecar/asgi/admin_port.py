@@ -46,6 +46,7 @@ async def admin_pages(app: ASGIApp, environment: Mapping[str, str], processes: i
             server.close()
             for connection in tuple(state.connections):
                 connection.shutdown()
+            await asyncio.sleep(0)  # in the next round of the loop they are closed
 
 
 def _port(environment: Mapping[str, str]) -> int | None:

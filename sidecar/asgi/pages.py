@@ -6,11 +6,14 @@ import asyncio
 from urllib.parse import quote, urlsplit
 
 from sidecar.asgi.types import ASGIApp, Message, Receive, Scope, Send
-from sidecar.engines.reading import Page, Unread
+from sidecar.engines.reading import NoAnswer, Page, Unread
 
 ANSWER_WITHIN_S = 2.0
 """A page is a matter of milliseconds, also for an engine at work; whoever waits for it longer learns nothing new."""
 MOST_BYTES = 8 * 2**20
+OWN = "sidecar.own"
+"""Among the `extensions` of a request that is ours and no client's: whoever asked says what went wrong with it."""
+_UNREACHABLE = frozenset((502, 504))
 
 
 class AppPages:
@@ -37,7 +40,7 @@ class AppPages:
         try:
             await asyncio.wait_for(self._app(self._scope(path), answer.receive, answer.send), ANSWER_WITHIN_S)
         except asyncio.TimeoutError:  # in Python 3.10 not yet the builtin TimeoutError
-            raise Unread(f"GET {path} was not answered within {ANSWER_WITHIN_S:g} s") from None
+            raise NoAnswer(f"GET {path} was not answered within {ANSWER_WITHIN_S:g} s") from None
         except Unread:
             raise
         except Exception as error:
@@ -63,6 +66,7 @@ class AppPages:
             "client": None,
             "server": ("127.0.0.1", 80),
             "state": {},
+            "extensions": {OWN: {}},
         }
         if self.host is not None:
             scope["app"] = self.host
@@ -95,4 +99,6 @@ class _Answer:
     def page(self, path: str) -> Page:
         if self._status is None:
             raise Unread(f"GET {path} was not answered")
+        if self._status in _UNREACHABLE:
+            raise NoAnswer(f"the engine cannot be reached (GET {path} answered {self._status})")
         return Page(self._status, self._body.decode("utf-8", "replace"))

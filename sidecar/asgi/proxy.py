@@ -22,6 +22,7 @@ import aiohttp
 from multidict import CIMultiDict
 
 from sidecar.asgi.hop import declared_length, forwarded_headers, returned_headers, target
+from sidecar.asgi.pages import OWN
 from sidecar.asgi.responses import send_error, speaks_anthropic
 from sidecar.asgi.types import Message, Receive, Scope, Send
 from sidecar.asgi.upstream import CONNECT_TIMEOUT_S, KEEPALIVE_S, Upstream, may_be_stale, said
@@ -221,6 +222,7 @@ class _Forwarding:
         return self._client_left
 
     def _unreachable(self, reason: str, error: Exception | None) -> EngineUnreachable:
-        # The address is for the log: it is no business of the client's.
-        logger.warning("engine %s: %s (%s)", self._proxy.upstream.url, reason, said(error))
+        if OWN not in self._scope.get("extensions", {}):
+            # The address is for the log: it is no business of the client's.
+            logger.warning("engine %s: %s (%s)", self._proxy.upstream.url, reason, said(error))
         return EngineUnreachable(f"the engine could not be reached: {reason}")

@@ -1,7 +1,8 @@
 """TensorRT-LLM as it must be treated from outside: its older builds answer 400 to every request with the field.
 
 Nothing is sent until the engine's schema is known to have the field. That is asked when the server starts, and again
-now and then, because an engine behind a network may be replaced by another build.
+now and then, because an engine behind a network may be replaced by another build. An app whose schema does not describe
+trtllm-serve's chat request at all is none: what it takes is its owner's business, and it is sent what the policy says.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import time
 from collections.abc import Callable
 
 from sidecar.engines.dialect import Forward, Priority
-from sidecar.engines.reading import Pages, Unread, read_facts
+from sidecar.engines.reading import NoAnswer, Pages, Unread
+from sidecar.engines.reading.pages import read_json
+from sidecar.engines.reading.schema import has_priority
 from sidecar.engines.tensorrt_llm import TensorRtLlm
-from sidecar.policy.policy import Api, EngineName
+from sidecar.policy.policy import Api
 
+SCHEMA = "/openapi.json"
 ASK_AGAIN_S = 60.0
 """An engine takes longer than this to be replaced and to load its weights."""
 ASK_AFTER_FAILURE_S = 1.0
@@ -33,6 +37,7 @@ class CautiousTensorRtLlm(TensorRtLlm):
         self._clock = clock
         self._ask_at_s = 0.0
         self._asking: asyncio.Task[None] | None = None
+        self._said: str | None = None
 
     def forward(self, api: Api, priority: Priority) -> Forward:
         """See `Dialect.forward`. Empty while it is not known whether the engine would refuse it."""
@@ -43,15 +48,25 @@ class CautiousTensorRtLlm(TensorRtLlm):
     async def ask(self) -> None:
         """Finds out whether the engine has the field. What was known stays where the engine does not say."""
         try:
-            has_field = (await read_facts(EngineName.TENSORRT_LLM, self._pages)).has_field
-        except Unread:
-            has_field = None
-        self._ask_at_s = self._clock() + (ASK_AFTER_FAILURE_S if has_field is None else ASK_AGAIN_S)
-        if has_field is None or has_field is self.has_field:
+            document = await read_json(self._pages, SCHEMA)
+        except Unread as error:
+            self._ask_at_s = self._clock() + ASK_AFTER_FAILURE_S
+            # Who is away may be anything when it comes; that it is away, its requests say.
+            if self.has_field is None and not isinstance(error, NoAnswer):
+                self._say(f"it is not known whether tensorrt-llm takes a priority, and none is sent: {error}")
             return
-        self.has_field = has_field
-        if not has_field:
-            _log.warning(
+        self._ask_at_s = self._clock() + ASK_AGAIN_S
+        self.has_field = has_priority(document) is not False
+        if self.has_field:
+            self._said = None
+        else:
+            self._say(
                 "this build of tensorrt-llm has no priority field and refuses requests that carry one: they go "
                 "without, and admission still orders them; upgrade the engine, or serve it with `sidecar trtllm-serve`"
             )
+
+    def _say(self, warning: str) -> None:
+        """Once, not once a minute."""
+        if warning != self._said:
+            self._said = warning
+            _log.warning(warning)

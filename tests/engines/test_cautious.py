@@ -9,10 +9,10 @@ import pytest
 
 from sidecar.asgi.pages import AppPages
 from sidecar.engines.cautious import ASK_AFTER_FAILURE_S, ASK_AGAIN_S, CautiousTensorRtLlm
-from sidecar.engines.reading import Page, Unread
+from sidecar.engines.reading import NoAnswer, Page
 from sidecar.policy.policy import Api
 from tests.emulator.emulated import TRTLLM
-from tests.engines.test_reading import emulated
+from tests.engines.test_reading import Written, emulated
 
 pytestmark = pytest.mark.anyio
 
@@ -29,7 +29,7 @@ class Replaced:
     async def get(self, path: str) -> Page:
         self.asked += 1
         if self.has_field is None:
-            raise Unread("away")
+            raise NoAnswer("away")
         return await AppPages(emulated(TRTLLM, priority_field=self.has_field).app).get(path)
 
 
@@ -89,3 +89,19 @@ async def test_another_build_behind_the_same_address_is_noticed() -> None:
     dialect.forward(Api.CHAT, 1.0)
     await settled()
     assert not dialect.forward(Api.CHAT, 1.0).is_sent
+
+
+async def test_an_app_that_is_not_trtllm_serve_is_sent_what_the_policy_says() -> None:
+    dialect = CautiousTensorRtLlm(Written({"/openapi.json": '{"openapi": "3.1.0", "paths": {}}'}))
+    await dialect.ask()
+    assert dialect.forward(Api.CHAT, 1.0).is_sent
+
+
+async def test_an_engine_that_hides_its_schema_is_sent_none_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    dialect = CautiousTensorRtLlm(Written({}))
+    for _ in range(2):
+        await dialect.ask()
+    assert not dialect.forward(Api.CHAT, 1.0).is_sent
+    assert [record.getMessage() for record in caplog.records] == [
+        "it is not known whether tensorrt-llm takes a priority, and none is sent: GET /openapi.json answered 404"
+    ]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sidecar.asgi.forwarding import forwarded_body
 from sidecar.engines import CLIENT_MEMBERS, Dialect, Forward, client_headers, client_members, dialect_of
+from sidecar.engines.tensorrt_llm import Route, TensorRtLlm
 from sidecar.payload import read
 from sidecar.policy.policy import Api, Carrier, EngineName
 from sidecar.splice import remove
@@ -107,6 +108,15 @@ def test_a_priority_travels_where_each_endpoint_reads_it(engine: EngineName, car
             forward = spoken.forward(api, priority)
             assert forward == expected_forward(engine, way, priority)
             assert forward.is_sent == (way != NOTHING)
+
+
+@pytest.mark.parametrize(("route", "is_sent"), [(Route.HANDED_OVER, True), (Route.NONE, False)])
+def test_in_the_engines_own_process_no_body_is_rewritten_for_it(route: Route, is_sent: bool) -> None:
+    """And the values are the same: whoever hands them over finds them in the grant."""
+    for api in Api:
+        forward = TensorRtLlm(route).forward(api, 0.75)
+        assert (forward.headers, forward.member, forward.is_sent) == ((), None, is_sent)
+    assert [TensorRtLlm(route).priority(level, 5) for level in range(5)] == ladder(TRTLLM, 5)
 
 
 @pytest.mark.parametrize("engine", TALKING)

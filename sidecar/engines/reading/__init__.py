@@ -11,10 +11,21 @@ from collections.abc import Awaitable, Callable, Mapping
 from sidecar.engines.reading import dynamo, sglang, tensorrt_llm, vllm
 from sidecar.engines.reading.facts import Facts, Gauges
 from sidecar.engines.reading.identify import Identity, identify
-from sidecar.engines.reading.pages import Page, Pages, Unread
+from sidecar.engines.reading.pages import NoAnswer, Page, Pages, Unread
 from sidecar.policy.policy import EngineName
 
-__all__ = ["Facts", "Gauges", "Identity", "Page", "Pages", "Unread", "identify", "read_facts", "read_gauges"]
+__all__ = [
+    "Facts",
+    "Gauges",
+    "Identity",
+    "NoAnswer",
+    "Page",
+    "Pages",
+    "Unread",
+    "identify",
+    "read_facts",
+    "read_gauges",
+]
 
 _GAUGES: Mapping[EngineName, Callable[[Pages], Awaitable[Gauges]]] = {
     EngineName.VLLM: vllm.gauges,

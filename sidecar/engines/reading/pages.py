@@ -19,6 +19,10 @@ class Unread(Exception):
     """A page could not be read, or does not say what it should. The message is one line, for people."""
 
 
+class NoAnswer(Unread):
+    """Nobody answers: the engine has not started, or is away."""
+
+
 class Pages(Protocol):
     """An engine's pages. `host` is its app where it runs in this process, None where it is elsewhere."""
 
@@ -27,7 +31,7 @@ class Pages(Protocol):
         """The app that was asked to be served, with what it knows of its engine."""
 
     async def get(self, path: str) -> Page:
-        """One page. Raises Unread where the engine cannot be reached in time."""
+        """One page. Raises NoAnswer where the engine cannot be reached in time."""
 
 
 async def read_text(pages: Pages, path: str) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from sidecar.engines.reading.pages import mapping
 
 
-def has_priority(document: Mapping[str, Any]) -> bool | None:
+def has_priority(document: object) -> bool | None:
     """Whether `ChatCompletionRequest` has a `priority`; None where the document does not describe that request."""
-    schemas = mapping(mapping(document.get("components")).get("schemas"))
+    schemas = mapping(mapping(mapping(document).get("components")).get("schemas"))
     request = mapping(schemas.get("ChatCompletionRequest"))
     return "priority" in mapping(request.get("properties")) if request else None

@@ -1,0 +1,95 @@
+"""`sidecar doctor` against real engines: it is told nothing, and has to find out what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from sidecar.doctor.conditions import State
+from sidecar.doctor.examination import Examination, Options, examine
+from sidecar.doctor.report import report, steps
+from tests.doctor.between import Edit, between, drops_header, negates_everything
+from tests.real.lab import dynamo, vllm
+
+pytestmark = [pytest.mark.engine, pytest.mark.anyio]
+
+W, B, U = State.WORKS, State.BROKEN, State.UNKNOWN
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[dict[str, str]]:
+    """By name, the engines: two vLLMs and two Dynamos, with and without a queue that goes by priority."""
+    with ExitStack() as stack:
+        yield {
+            "vllm priority": stack.enter_context(vllm(scheduling="priority")).url,
+            "vllm fcfs": stack.enter_context(vllm(scheduling="fcfs")).url,
+            "dynamo": stack.enter_context(dynamo()),
+            "dynamo without a queue": stack.enter_context(dynamo(router_queue=False)),
+        }
+
+
+async def examined(url: str, **options: Any) -> Examination:
+    return await examine(Options(url=url, headers={}, **options), lambda line: None)
+
+
+def states(found: Examination) -> tuple[State, ...]:
+    return tuple(condition.state for condition in found.conditions)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "fix"),
+    [
+        ("vllm priority", (W, W, W, W), None),
+        ("vllm fcfs", (U, B, W, U), "--scheduling-policy priority"),
+        ("dynamo", (W, W, W, W), None),
+        ("dynamo without a queue", (U, B, W, U), "--router-mode kv"),
+    ],
+)
+async def test_an_engine_is_seen_through(
+    name: str, expected: tuple[State, ...], fix: str | None, lab: dict[str, str]
+) -> None:
+    found = await examined(lab[name])
+    assert states(found) == expected, report(found)
+    assert found.state is (W if fix is None else B)
+    assert fix is None or fix in steps(found)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "expected", "fix"),
+    [
+        ("vllm priority", drops_header("x-vllm-priority"), (B, W, W, W), "pass the header x-vllm-priority"),
+        (
+            "dynamo",
+            drops_header("x-dynamo-request-priority"),
+            (B, W, W, W),
+            "pass the header x-dynamo-request-priority",
+        ),
+        ("vllm priority", negates_everything, (W, W, W, B), "itself serves lower numbers first"),
+    ],
+)
+async def test_a_proxy_in_between_is_found_out(
+    name: str, edit: Edit, expected: tuple[State, ...], fix: str, lab: dict[str, str]
+) -> None:
+    async with between(lab[name], edit=edit) as url:
+        found = await examined(url)
+    assert states(found) == expected, report(found)
+    assert found.state is B
+    assert fix in steps(found)[0]
+
+
+@pytest.mark.parametrize("name", ["vllm priority", "vllm fcfs", "dynamo without a queue"])
+async def test_too_little_load_is_not_called_broken(name: str, lab: dict[str, str]) -> None:
+    found = await examined(lab[name], most=4)
+    assert states(found) == (U, U, U, U), report(found)
+    assert found.state is U
+    assert "not enough load" in found.conditions[2].evidence
+
+
+async def test_a_recommended_capacity_is_what_the_engine_runs(lab: dict[str, str]) -> None:
+    found = await examined(lab["vllm priority"])
+    assert found.capacity is not None
+    assert found.capacity.yaml == "capacity: {from: engine, fraction: 95%, waiting: 4, requests: 8}"
+    assert "524,288 tokens" in found.capacity.reason

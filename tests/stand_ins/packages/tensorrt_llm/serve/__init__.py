@@ -1,0 +1,1 @@
+from tensorrt_llm.serve.openai_server import OpenAIServer as OpenAIServer
