@@ -1,7 +1,8 @@
 """The `sidecar` command. Each subcommand is a module of this package, imported only when it is the one that runs.
 
 A command module has `configure(parser)`, which adds its arguments, `run(args)`, which returns the exit code, and
-`EXAMPLE`, a line or more shown at the end of its `--help`. Its first docstring line is its summary.
+`EXAMPLE`, a line or more shown at the end of its `--help`. Its first docstring line is its summary. One with
+`PASSES_ON = True` is given, as `args.passed_on`, what it did not ask for; for the others that is a mistake.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from sidecar.version import __version__
 
 COMMANDS = {
     "serve": "run the door as a reverse proxy in front of an engine",
+    "trtllm-serve": "run the real trtllm-serve with the door mounted in it",
+    "sglang-serve": "run the real SGLang server with the door mounted in it",
     "emulate": "run an OpenAI-compatible engine emulator, no GPU needed",
     "demo": "show what admission does: three runs on the same arrivals",
     "check": "check a policy: every mistake at once, with file and line",
     "explain": "say which tier a request gets, and why",
     "keys": "make an API key, or hash one for a tenant's file",
+    "doctor": "find out whether an engine's priority does anything, and why not",
+    "replay": "play a trace against a server, and say what each tier went through",
 }
 
 
@@ -41,16 +46,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     overview = _overview()
     chosen = overview.parse_args(arguments[:1]).command
-    command: Command = importlib.import_module(f"sidecar.cli.{chosen}")
+    command: Command = importlib.import_module(f"sidecar.cli.{chosen.replace('-', '_')}")
+    passes_on = getattr(command, "PASSES_ON", False)
     parser = argparse.ArgumentParser(
         prog=f"sidecar {chosen}",
         description=(command.__doc__ or "").strip(),
         epilog=f"example:\n{command.EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=not passes_on,  # what begins like one of ours may be another command's
     )
     command.configure(parser)
+    args, passed_on = parser.parse_known_args(arguments[1:])
+    if passed_on and not passes_on:
+        parser.error(f"unrecognized arguments: {' '.join(passed_on)}")
+    args.passed_on = passed_on
     try:
-        return command.run(parser.parse_args(arguments[1:]))
+        return command.run(args)
     except KeyboardInterrupt:
         return 130
 
@@ -60,7 +71,7 @@ def _overview() -> argparse.ArgumentParser:
         prog="sidecar",
         description="Admission control in front of an LLM engine.",
         epilog="commands:\n"
-        + "\n".join(f"  {name:<8} {summary}" for name, summary in COMMANDS.items())
+        + "\n".join(f"  {name:<12} {summary}" for name, summary in COMMANDS.items())
         + "\n\n`sidecar COMMAND --help` shows a command's arguments and an example.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

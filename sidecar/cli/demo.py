@@ -13,18 +13,15 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from sidecar.cli.output import write_json
+from sidecar.cli.output import reporter, unwritable, write_json
 
 if TYPE_CHECKING:
-    from sidecar.demo.client import Progress
-    from sidecar.demo.running import Place, Run
+    from sidecar.demo.running import Place
     from sidecar.demo.sharing import Sharing
 
 EXAMPLE = "  sidecar demo --json demo.json\n  sidecar demo --replicas 3 --store redis://127.0.0.1:6379/0"
-LOG_EVERY_S = 2.0
 LONGEST_S = 600.0  # the clients give up on an answer after a minute, and a longer run only builds a longer queue
 MOST_REPLICAS = 32  # each is a Python process; more of them need more cores, and show nothing that fewer do not
 
@@ -51,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
 
     runs = shared(_sharing(args.replicas, args.store, args.refuse))
     out = sys.stderr if args.json == "-" else sys.stdout
-    if unwritable := _unwritable(args.json):
-        print(f"sidecar: {unwritable}", file=sys.stderr)
+    if problem := unwritable(args.json):
+        print(f"sidecar: {problem}", file=sys.stderr)
         return 1
     policy_path = shipped_policies()
     policy = load(policy_path)
@@ -65,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     )
     try:
         with servers(runs, policy_path) as places:
-            figures = [play_run(run, places[run.name], requests, policy, _reporter(run)) for run in runs]
+            figures = [play_run(run, places[run.name], requests, policy, reporter(run.title)) for run in runs]
             print(f"\n{table(figures, runs)}\n\n{sentence(figures)}", file=out, flush=True)
             written = write_json(args.json, {"runs": figures})
             if args.keep:
@@ -85,24 +82,6 @@ def _sharing(replicas: int | None, store: str | None, refuse: Callable[[str], No
             refuse("argument --replicas: replicas share a pool in a store; add --store redis://127.0.0.1:6379/0")
         return None
     return Sharing(replicas or 1, store)
-
-
-def _reporter(run: Run) -> Callable[[float, Progress], None]:
-    """Says how far a run is: on a terminal in one line that changes, in a log with a line now and then."""
-    is_terminal = sys.stderr.isatty()
-    last_s = -LOG_EVERY_S
-
-    def report(elapsed_s: float, progress: Progress) -> None:
-        nonlocal last_s
-        if not is_terminal and not progress.is_over and elapsed_s - last_s < LOG_EVERY_S:
-            return
-        last_s = elapsed_s
-        counts = f"sent {progress.sent:5}  answered {progress.answered:5}  under way {progress.under_way:5}"
-        line = f"{run.title:24} {elapsed_s:5.1f} s  {counts}"
-        ends = "\n" if progress.is_over or not is_terminal else ""
-        print(f"\r{line}" if is_terminal else line, end=ends, file=sys.stderr, flush=True)
-
-    return report
 
 
 def _seconds(text: str) -> float:
@@ -132,17 +111,6 @@ def _store(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
-
-
-def _unwritable(path: str | None) -> str | None:
-    """Why the figures could not be written, found out before a minute was spent on them."""
-    if path in (None, "-"):
-        return None
-    try:
-        Path(str(path)).open("ab").close()
-    except OSError as error:
-        return f"cannot write {path}: {error.strerror or error}"
-    return None
 
 
 def _keep(place: Place, out: TextIO) -> None:

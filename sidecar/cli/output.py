@@ -1,14 +1,49 @@
-"""What commands that print figures have in common: the same figures as JSON, in a file or on standard output."""
+"""What commands that print figures have in common: how far they are, and the same figures as JSON."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+if TYPE_CHECKING:
+    from sidecar.load import Progress
+
 STANDARD_OUTPUT = "-"
+LOG_EVERY_S = 2.0
+
+
+def reporter(title: str) -> Callable[[float, Progress], None]:
+    """Says how far a run is: on a terminal in one line that changes, in a log with a line now and then."""
+    is_terminal = sys.stderr.isatty()
+    last_s = -LOG_EVERY_S
+
+    def report(elapsed_s: float, progress: Progress) -> None:
+        nonlocal last_s
+        if not is_terminal and not progress.is_over and elapsed_s - last_s < LOG_EVERY_S:
+            return
+        last_s = elapsed_s
+        counts = f"sent {progress.sent:5}  answered {progress.answered:5}  under way {progress.under_way:5}"
+        failed = f"  failed {progress.failed}" if progress.failed else ""
+        line = f"{title:24} {elapsed_s:5.1f} s  {counts}{failed}"
+        ends = "\n" if progress.is_over or not is_terminal else ""
+        print(f"\r{line}" if is_terminal else line, end=ends, file=sys.stderr, flush=True)
+
+    return report
+
+
+def unwritable(path: str | None) -> str | None:
+    """Why nothing could be written to `path`, found out before a minute was spent on what to write."""
+    if path in (None, STANDARD_OUTPUT):
+        return None
+    try:
+        Path(str(path)).open("ab").close()
+    except OSError as error:
+        return f"cannot write {path}: {error.strerror or error}"
+    return None
 
 
 def write_json(target: str | None, figures: Any) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from sidecar.demo.client import Seen
 from sidecar.emulator.generation import Served
-from sidecar.scheduling.overtaking import Overtaking
+from sidecar.load import quantile, starvation_s
 
 QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 FILLED_AFTER_S = 2.0
@@ -68,7 +68,8 @@ def measure(name: str, tiers: Sequence[str], seen: Sequence[Seen], log: Sequence
     arrivals = sorted(request.arrived_s for request in requests)
     began_s, ended_s = min(arrivals[0] + FILLED_AFTER_S, (arrivals[0] + arrivals[-1]) / 2), arrivals[-1]
     busy_s = sum(max(0.0, min(r.end_s, ended_s) - max(r.admitted_s, began_s)) for r in requests)
-    starvation = _starvation(requests)
+    starved_s = starvation_s([r.arrived_s for r in requests], [r.admitted_s for r in requests])
+    starvation = {id(request): seconds for request, seconds in zip(requests, starved_s, strict=True)}
     in_time = [request for request in requests if began_s <= request.admitted_s <= ended_s]
     all_tokens = sum(request.tokens for request in in_time) or 1
     found: dict[str, TierFigures] = {}
@@ -96,19 +97,5 @@ def _join(seen: Sequence[Seen], log: Sequence[Served]) -> list[_Request]:
     return joined
 
 
-def _starvation(requests: Sequence[_Request]) -> dict[int, float]:
-    """Seconds from a request's first overtaking to its slot, by the request's identity."""
-    order = {id(request): rank for rank, request in enumerate(sorted(requests, key=lambda r: r.arrived_s))}
-    overtaking = Overtaking()
-    found: dict[int, float] = {}
-    for request in sorted(requests, key=lambda r: (r.admitted_s, r.arrived_s)):
-        admitted_us = int(request.admitted_s * 1e6)
-        overtaken_us = overtaking.first_after(order[id(request)])
-        found[id(request)] = 0.0 if overtaken_us is None else (admitted_us - overtaken_us) / 1e6
-        overtaking.admitted(order[id(request)], admitted_us)
-    return found
-
-
 def _distribution(values: Sequence[float]) -> Distribution:
-    ordered = sorted(values)
-    return {name: ordered[min(len(ordered) - 1, int(part * len(ordered)))] for name, part in QUANTILES.items()}
+    return {name: quantile(values, part) for name, part in QUANTILES.items()}

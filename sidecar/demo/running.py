@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from sidecar.demo.arrivals import Arrival, Stream
-from sidecar.demo.client import Asking, Progress, Seen, play
+from sidecar.demo.client import Asking, Seen, play
 from sidecar.demo.measuring import RunFigures, measure
 from sidecar.demo.server import LOG_PATH
 from sidecar.demo.sharing import Sharing
 from sidecar.emulator.generation import Served
 from sidecar.engines import dialect_of
+from sidecar.load import Progress
 from sidecar.policy.policy import Policy
 
 

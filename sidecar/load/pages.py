@@ -1,0 +1,50 @@
+"""An engine's pages over the network: `sidecar.engines.reading.Pages` with aiohttp, bounded in time and size."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import aiohttp
+
+from sidecar.engines.reading import Page, Unread
+
+PATIENCE_S = 5.0
+"""For one page: an engine under load answers later than an idle one, and who does not answer by then is of no use."""
+MOST_BYTES = 16 * 2**20
+"""A page beyond is no engine's: the metrics of a large deployment stay under one MiB."""
+
+
+class HttpPages:
+    """The pages of the server at `url`. `headers` go with every request, such as the one that carries a key."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> None:
+        self._session = session
+        self._url = url.rstrip("/")
+        self._headers = headers
+        self._timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
+
+    @property
+    def host(self) -> object | None:
+        """It runs elsewhere."""
+        return None
+
+    async def get(self, path: str) -> Page:
+        """See `Pages.get`."""
+        try:
+            async with self._session.get(
+                self._url + path, headers=self._headers, timeout=self._timeout, allow_redirects=False
+            ) as response:
+                return Page(response.status, (await self._body(response)).decode("utf-8", "replace"))
+        except asyncio.TimeoutError:  # in Python 3.10 not yet the builtin TimeoutError
+            raise Unread(f"GET {self._url}{path} did not answer within {PATIENCE_S:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise Unread(f"cannot reach {self._url}: {error}") from None
+
+    async def _body(self, response: aiohttp.ClientResponse) -> bytes:
+        body = bytearray()
+        async for part in response.content.iter_any():
+            body += part
+            if len(body) > MOST_BYTES:
+                raise Unread(f"GET {response.url} is longer than {MOST_BYTES} bytes")
+        return bytes(body)
