@@ -42,7 +42,7 @@ def server_info(config: EmulatorConfig) -> dict[str, Any] | None:
         "served_model_name": config.model,
         "schedule_policy": "fcfs",
         "enable_priority_scheduling": config.scheduling is Scheduling.PRIORITY,
-        "schedule_low_priority_values_first": False,
+        "schedule_low_priority_values_first": config.low_values_first,
         "default_priority_value": config.default_priority,
         "priority_scheduling_preemption_threshold": 10,
         "disable_priority_preemption": True,  # what is emulated: nothing that runs is preempted

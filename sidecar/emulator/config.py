@@ -24,7 +24,8 @@ class EmulatorConfig:
     SGLang and Dynamo the waiting ones, TensorRT-LLM refuses embeddings only. `output_tokens` is what a request without
     a maximum of its own produces. `tokens_per_chunk` coalesces a stream; its first token still travels alone.
     `priority_field` False is a TensorRT-LLM from before the field, which refuses it. `header_overrides` is SGLang's
-    SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES, `default_priority` its --default-priority-value.
+    SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES, `default_priority` its --default-priority-value, `low_values_first` its
+    --schedule-low-priority-values-first.
     """
 
     engine: EngineName
@@ -38,6 +39,7 @@ class EmulatorConfig:
     priority_field: bool = True
     header_overrides: bool = False
     default_priority: int | None = None
+    low_values_first: bool = False
 
     def __post_init__(self) -> None:
         if self.engine is EngineName.NONE:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from http import HTTPStatus
 
 from sidecar.emulator.ask import Body
+from sidecar.emulator.config import Scheduling
 from sidecar.emulator.dialect import INT64_MAX, INT64_MIN, Dialect, Refusal, header_integer, read_integer
-from sidecar.emulator.waiting import Rank
+from sidecar.emulator.waiting import Order, Rank, sglang_inverted_order
 from sidecar.policy.policy import Api
 
 PRIORITY_HEADER = "x-override-priority"
@@ -22,6 +23,12 @@ class SglangDialect(Dialect):
     kick_starts_streams = True
     refuses_inside_streams = True
     displaces = True
+
+    @property
+    def queue_order(self) -> Order:
+        """See `Dialect.queue_order`; a switch turns it round."""
+        is_inverted = self.config.low_values_first and self.config.scheduling is Scheduling.PRIORITY
+        return sglang_inverted_order if is_inverted else super().queue_order
 
     def rank(self, api: Api, body: Body, headers: Mapping[str, str]) -> Rank:
         value = body.get("priority") if api in _BODY_APIS else None

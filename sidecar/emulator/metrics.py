@@ -147,7 +147,9 @@ def dynamo_text(engine: Engine) -> str:
     page.gauge("dynamo_frontend_queued_requests", load.waiting)
     page.gauge("dynamo_frontend_inflight_requests", load.running + load.waiting)
     page.gauge("dynamo_frontend_active_requests", load.running)
-    page.gauge("dynamo_frontend_router_queue_pending_requests", load.waiting, worker_type="decode")
+    # Without the router's queue requests wait in the workers, which the frontend does not show.
+    pending = load.waiting if config.scheduling is Scheduling.PRIORITY else 0
+    page.gauge("dynamo_frontend_router_queue_pending_requests", pending, worker_type="decode")
     page.counter("dynamo_frontend_disconnected_clients", engine.aborted)
     page.counter("dynamo_frontend_model_rejection_total", engine.refused)
     page.counter("dynamo_frontend_requests_total", engine.finished, status="success")

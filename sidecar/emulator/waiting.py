@@ -55,6 +55,11 @@ def sglang_order(rank: Rank, arrival_s: float) -> Key:
     return (-(-sys.maxsize - 1 if rank.value is None else rank.value), arrival_s)
 
 
+def sglang_inverted_order(rank: Rank, arrival_s: float) -> Key:
+    """Its --schedule-low-priority-values-first: lower first; untagged is still the least important there is."""
+    return (sys.maxsize if rank.value is None else rank.value, arrival_s)
+
+
 def dynamo_order(rank: Rank, arrival_s: float) -> Key:
     """Strict priority, then `arrival - max(priority, 0)`: a priority of N is a head start of N seconds."""
     return (-rank.strict, arrival_s - max(rank.value or 0, 0))

@@ -1,0 +1,136 @@
+"""Find out whether an engine's priority does anything, and why not where it does not.
+
+Reads what the engine says of itself, then sends it a few short bursts of requests at mixed and at equal priorities, and
+looks in which order they are served. Says beforehand how much it will send; --read-only sends nothing.
+
+Exit codes: 0 priority was seen to work; 1 something is broken, and the text says what; 2 a wrong command line, or
+nobody to examine; 3 it could not be seen: too little load, or nothing was sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from sidecar.cli.output import unwritable, write_json
+from sidecar.policy import units
+
+if TYPE_CHECKING:
+    from sidecar.doctor.examination import Examination, Options
+    from sidecar.policy.policy import Policy
+
+EXAMPLE = """  sidecar doctor --upstream http://127.0.0.1:8000
+  sidecar doctor --upstream http://127.0.0.1:8000 --policy policies/ --json doctor.json
+  sidecar doctor --upstream http://127.0.0.1:8000 --read-only"""
+
+WRONG, UNSEEN = 2, 3
+_ENGINES = ("vllm", "tensorrt-llm", "sglang", "dynamo")
+_LONGEST_S = 600.0
+_MOST = 4_096
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's own arguments."""
+    add = parser.add_argument
+    add("--upstream", required=True, type=_url, metavar="URL", help="the engine, e.g. http://127.0.0.1:8000")
+    add("--policy", metavar="PATH", help="compare with this policy, and probe with its carrier and ladder")
+    add("--json", metavar="FILE", help="also write everything as JSON, - for standard output")
+    add("--read-only", "--skip-probe", action="store_true", help="only read, send no request that generates")
+    add("--engine", choices=_ENGINES, help="who it is, where its pages do not tell")
+    add("--model", help="model to ask for (default: the first one that it lists)")
+    add("--key", metavar="KEY", help="API key of the engine, or of the sidecar, sent as `Authorization: Bearer KEY`")
+    add("--header", action="append", default=[], type=_header, metavar="NAME:VALUE", help="sent with every request")
+    add("--requests", type=_requests, default=400, metavar="N", help="most in one burst; it starts small (%(default)s)")
+    add("--timeout", type=_seconds, default=60.0, metavar="TIME", help="for all requests together (default 60s)")
+    add("--force", action="store_true", help="probe even where that interrupts requests of others (SGLang)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examines and prints. See the module for the exit codes."""
+    from sidecar.doctor.examination import examine
+    from sidecar.doctor.figures import figures
+    from sidecar.doctor.report import report
+    from sidecar.doctor.survey import CannotLook
+
+    try:
+        if problem := unwritable(args.json):
+            raise CannotLook(problem)
+        found = asyncio.run(examine(_options(args), _say))
+    except (CannotLook, ValueError) as error:
+        print(f"sidecar doctor: {error}", file=sys.stderr)
+        return WRONG
+    if args.json != "-":
+        print(report(found))
+    return _exit_code(found) if write_json(args.json, figures(found)) else WRONG
+
+
+def _options(args: argparse.Namespace) -> Options:
+    """The arguments as options. Raises ValueError, PolicyError included, for what cannot be read."""
+    from sidecar.doctor.examination import Options
+    from sidecar.policy.policy import EngineName
+
+    headers = dict(args.header)
+    if args.key is not None:
+        headers["authorization"] = f"Bearer {args.key}"
+    return Options(
+        url=args.upstream,
+        policy=_policy(args.policy),
+        engine=None if args.engine is None else EngineName(args.engine),
+        model=args.model,
+        headers=headers,
+        most=args.requests,
+        allowed_s=args.timeout,
+        reads_only=args.read_only,
+        force=args.force,
+    )
+
+
+def _policy(path: str | None) -> Policy | None:
+    from sidecar.policy.loading import load
+
+    return None if path is None else load(path)
+
+
+def _exit_code(found: Examination) -> int:
+    from sidecar.doctor.conditions import State
+
+    return {State.WORKS: 0, State.BROKEN: 1, State.UNKNOWN: UNSEEN}[found.state]
+
+
+def _say(line: str) -> None:
+    print(f"sidecar doctor: {line}", file=sys.stderr, flush=True)
+
+
+def _url(text: str) -> str:
+    """An address without the `/v1` that clients' libraries want at its end."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise argparse.ArgumentTypeError(f"{text!r} is no server's address; write one like http://127.0.0.1:8000")
+    return text.rstrip("/").removesuffix("/v1")
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, colon, value = text.partition(":")
+    if not colon or not name.strip() or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r} is no header; write one like x-team: search")
+    return name.strip().lower(), value.strip()
+
+
+def _requests(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size of a burst; write a number from 1 to {_MOST}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    """A time such as 90s; a bare number is taken as seconds."""
+    try:
+        seconds = float(text) if text.replace(".", "", 1).isdecimal() else float(units.duration_s(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not 1 <= seconds <= _LONGEST_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time for a probe; write one from 1s to {_LONGEST_S:g}s")
+    return seconds
