@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +32,8 @@ from tests.real.lab import dynamo, vllm
 TIERS = ("high", "normal", "batch")
 REQUESTS, SEQUENCES, OUTPUT_TOKENS, PROMPT_WORDS = 120, 4, 32, 60
 ANSWER_WITHIN_S = 120.0
+SETTLE_S = 5.0
+"""Between bursts: vLLM's processes spin for seconds after their last request, on the cores of the next engine."""
 TEXT = "the queue serves a token under load while every tenant waits for some work before lunch"
 CHAT = "/v1/chat/completions"
 
@@ -40,13 +43,16 @@ capacity: {capacity}
 tiers: {tiers}
 anonymous: high
 default_tier: high
+{more}
 """
+PASSES_CHAT = "endpoints: {/v1/embeddings: {}}"
+"""A policy that guards another endpoint: our processes are in the way, and admission is not."""
 ORDER_ALONE = "{high: {}, normal: {}, batch: {}}"
 FLOORS = "{high: {reserve: 20%}, normal: {reserve: 10%}, batch: {reserve: 5%}}"
 EVERYTHING = "{requests: 10k}"
 FROM_ENGINE = "{from: engine}"
 """Mounted, vLLM says how many sequences it runs. Behind a network it does not, and Dynamo does."""
-FROM_ENGINE_BESIDE = "{from: engine, requests: 8}"
+FROM_ENGINE_BESIDE = "{from: engine, requests: 6}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +80,15 @@ class Figures:
         return self.p50_s[TIERS[-1]] / self.p50_s[TIERS[0]]
 
 
-def requests(seed: int, *, says_tier: bool) -> list[Planned]:
-    """One burst. The shuffled order of arrival is the same for every way of one round."""
-    rng = random.Random(seed)
+def requests(seed: int, way: str, *, says_tier: bool) -> list[Planned]:
+    """One burst of a `way` to serve it, in the round that `seed` stands for.
+
+    The order of arrival is the same for every way of a round, the words are not: several share an engine, and its
+    prefix cache would help whoever comes later.
+    """
     tiers = [TIERS[number % len(TIERS)] for number in range(REQUESTS)]
-    rng.shuffle(tiers)
+    random.Random(seed).shuffle(tiers)
+    rng = random.Random(f"{seed} {way}")
     return [_request(rng, tier, says_tier=says_tier) for tier in tiers]
 
 
@@ -136,7 +146,8 @@ def vllm_servers(folder: Path) -> Iterator[tuple[Sequence[Way], Mapping[str, str
         name: _policy(folder, f"vllm-{name}", "vllm", capacity)
         for name, capacity in (("all", EVERYTHING), ("mounted", FROM_ENGINE), ("proxy", FROM_ENGINE_BESIDE))
     }
-    floors = _policy(folder, "vllm-floors", "vllm", FROM_ENGINE_BESIDE, FLOORS)
+    floors = _policy(folder, "vllm-floors", "vllm", FROM_ENGINE_BESIDE, tiers=FLOORS)
+    passing = _policy(folder, "vllm-passing", "vllm", EVERYTHING, more=PASSES_CHAT)
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
 
@@ -147,6 +158,7 @@ def vllm_servers(folder: Path) -> Iterator[tuple[Sequence[Way], Mapping[str, str
         fcfs, by_priority = enter(vllm(scheduling="fcfs")).url, enter(vllm(scheduling="priority")).url
         urls = {
             "alone": fcfs,
+            "passing-proxy": enter(proxy(fcfs, passing)),
             "engine-mounted": mounted("priority", "all"),
             "engine-proxy": enter(proxy(by_priority, policies["all"])),
             "admission-mounted": mounted("fcfs", "mounted"),
@@ -155,7 +167,10 @@ def vllm_servers(folder: Path) -> Iterator[tuple[Sequence[Way], Mapping[str, str
             "both-proxy": enter(proxy(by_priority, policies["proxy"])),
             "floors-proxy": enter(proxy(by_priority, floors)),
         }
-        ways = [Way("a", "a  engine alone, fcfs", "alone", says_tier=True)]
+        ways = [
+            Way("a", "a  engine alone, fcfs", "alone", says_tier=True),
+            Way("proxy", "   the same behind our proxy without admission", "passing-proxy", says_tier=True),
+        ]
         for form in ("mounted", "proxy"):
             ways += [
                 Way(f"b-{form}", f"b  engine priority through us, {form}", f"engine-{form}", says_tier=True),
@@ -193,9 +208,9 @@ def dynamo_servers(folder: Path) -> Iterator[tuple[Sequence[Way], Mapping[str, s
         )
 
 
-def _policy(folder: Path, name: str, engine: str, capacity: str, tiers: str = ORDER_ALONE) -> Path:
+def _policy(folder: Path, name: str, engine: str, capacity: str, *, tiers: str = ORDER_ALONE, more: str = "") -> Path:
     path = folder / f"{name}.yaml"
-    path.write_text(POLICY.format(engine=engine, capacity=capacity, tiers=tiers))
+    path.write_text(POLICY.format(engine=engine, capacity=capacity, tiers=tiers, more=more))
     return path
 
 
@@ -205,12 +220,13 @@ def _policy(folder: Path, name: str, engine: str, capacity: str, tiers: str = OR
 def rounds_of(ways: Sequence[Way], urls: Mapping[str, str], rounds: int) -> Mapping[str, Sequence[Figures]]:
     """Every way once a round, in an order that turns with the rounds. A first burst warms each server up."""
     for server in urls.values():
-        asyncio.run(play([server], requests(0, says_tier=False)[:16], timeout_s=ANSWER_WITHIN_S))
+        asyncio.run(play([server], requests(0, server, says_tier=False)[:16], timeout_s=ANSWER_WITHIN_S))
     found: dict[str, list[Figures]] = {way.name: [] for way in ways}
     for number in range(rounds):
         start = number % len(ways)
         for way in [*ways[start:], *ways[:start]]:
-            planned = requests(number + 1, says_tier=way.says_tier)
+            time.sleep(SETTLE_S)
+            planned = requests(number + 1, way.name, says_tier=way.says_tier)
             figures = measure(asyncio.run(play([urls[way.server]], planned, timeout_s=ANSWER_WITHIN_S)))
             found[way.name].append(figures)
             print(

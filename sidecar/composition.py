@@ -102,10 +102,12 @@ def _dialect(policy: Policy, pages: Pages) -> Dialect:
 
 def _with_lifespan(app: ASGIApp, pages: AppPages, pool: Pool, dialect: Dialect) -> ASGIApp:
     """The app, with a start and an end for what has one."""
-    opening = [] if isinstance(pool, LocalPool) else [pool.open]
-    if isinstance(dialect, CautiousTensorRtLlm):
-        opening.append(dialect.ask)
-    return Lifespan(pages, opening=opening, closing=[pool.close]) if opening else app
+    asking = [dialect.ask] if isinstance(dialect, CautiousTensorRtLlm) else []
+    if isinstance(pool, LocalPool):
+        return Lifespan(pages, asking=asking) if asking else app
+    if isinstance(pool, EngineSizedPool):
+        return Lifespan(pages, asking=[pool.open, *asking], closing=[pool.close])
+    return Lifespan(pages, opening=[pool.open], asking=asking, closing=[pool.close])
 
 
 def _is_in_event_loop() -> bool:

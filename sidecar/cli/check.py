@@ -117,7 +117,9 @@ def _capacity(policy: Policy) -> str:
     told = policy.engine_capacity
     if told is None:
         return written
-    rest = f"{of.percent(told.fraction)} of what the engine holds and {told.waiting} requests that wait in it"
+    rest = (
+        f"what the engine holds, {of.percent(told.fraction)} of its tokens, and {told.waiting} requests that wait in it"
+    )
     return f"{written}, and otherwise {rest}" if written else rest
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from sidecar.doctor.burst import Burst
 from sidecar.doctor.queueing import Queueing
 from sidecar.engines.reading import Gauges
-
-FRACTION = "95%"
-WAITING = 4
+from sidecar.policy.models import DEFAULT_FRACTION as FRACTION
+from sidecar.policy.models import DEFAULT_WAITING as WAITING
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,13 @@ def _default(as_written: object, *, description: str, examples: list[Any] | None
     return Field(as_written, description=description, examples=examples)
 
 
+DEFAULT_FRACTION = "95%"
+"""Engines keep some blocks for themselves, and an estimate may be a little low."""
+DEFAULT_WAITING = 2
+"""Few, because the engine serves them before whoever comes next. With none, a slot that comes free stays empty for the
+way to the door and back; with two, vLLM on the CPU kept its throughput (benchmarks/real_engines.py)."""
+
+
 class FileModel(BaseModel):
     """Unknown keys are mistakes; defaults go through the same readers as what is written."""
 
@@ -41,12 +48,12 @@ class Capacity(FileModel):
     tokens: of.PositiveCount | None = Field(None, description="Tokens that the KV cache holds.", examples=["400k"])
     requests: of.PositiveCount | None = Field(None, description="Requests in the running batch.", examples=[160])
     fraction: of.Share = _default(
-        "95%",  # engines keep some blocks for themselves, and an estimate may be a little low
-        description="With `from: engine`: the part of what was read that the pool may fill.",
+        DEFAULT_FRACTION,
+        description="With `from: engine`: the part of the tokens read that the pool may fill.",
         examples=["90%"],
     )
     waiting: of.Count = _default(
-        4,
+        DEFAULT_WAITING,
         description="With `from: engine`: requests that may wait inside the engine, so that it never runs dry. While "
         "more wait there, nobody is admitted.",
         examples=[8],

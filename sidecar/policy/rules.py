@@ -53,8 +53,8 @@ class PoolRules:
 class EngineCapacity:
     """A pool whose size the engine tells: `tokens` and `requests` are None where they are to be read from it.
 
-    `fraction` is the part of what the engine holds that the pool may fill. `waiting` is how many requests may wait
-    inside the engine so that it never runs dry: the pool is larger by so many requests than what runs at once.
+    `fraction` is the part of the engine's tokens that the pool may fill. `waiting` is how many requests may wait inside
+    the engine so that it never runs dry: the pool is larger by so many requests than what runs at once.
     """
 
     fraction: Fraction
@@ -68,7 +68,7 @@ class EngineCapacity:
         if tokens is None and kv_tokens is not None:
             tokens = math.floor(self.fraction * kv_tokens)
         if requests is None and max_running is not None:
-            requests = math.ceil(self.fraction * max_running) + self.waiting  # a fraction of few is still one
+            requests = max_running + self.waiting  # not a part of them: whatever does not run at once is lost
         return tokens, requests
 
 

@@ -91,11 +91,11 @@ def test_a_pool_whose_size_the_engine_tells_is_shown_in_shares(
     )
     assert main(["check", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert "capacity 90% of what the engine holds and 4 requests that wait in it" in printed
+    assert "capacity what the engine holds, 90% of its tokens, and 2 requests that wait in it" in printed
     assert "high        20%        10%   100%" in printed
     assert "no warnings" in printed
     assert main(["check", str(path), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["capacity"] == {"tokens": None, "requests": None, "from": "engine"}
     path.write_text(path.read_text().replace("{from: engine", "{from: engine, tokens: 10k"))
     assert main(["check", str(path)]) == 0
-    assert "capacity 10,000 tokens, and otherwise 90% of what the engine holds" in capsys.readouterr().out
+    assert "capacity 10,000 tokens, and otherwise what the engine holds, 90% of its tokens" in capsys.readouterr().out

@@ -194,9 +194,9 @@ async def test_the_first_batch_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("engine", "line"),
     [
-        (VLLM, "capacity: {from: engine, fraction: 95%, waiting: 4, requests: 8}"),
-        (SGLANG, "capacity: {from: engine, fraction: 95%, waiting: 4}"),
-        (DYNAMO, "capacity: {from: engine, fraction: 95%, waiting: 4}"),
+        (VLLM, "capacity: {from: engine, fraction: 95%, waiting: 2, requests: 6}"),
+        (SGLANG, "capacity: {from: engine, fraction: 95%, waiting: 2}"),
+        (DYNAMO, "capacity: {from: engine, fraction: 95%, waiting: 2}"),
     ],
 )
 async def test_the_capacity_it_recommends_is_a_policy_that_loads(engine: Any, line: str, tmp_path: Any) -> None:
@@ -324,4 +324,4 @@ async def test_the_recommended_capacity_can_be_copied_in_one_piece() -> None:
         lines = report(await examined(client.url)).split("\n")
     start = lines.index("capacity for the policy")
     written = yaml.safe_load("\n".join(lines[start + 1 : lines.index("", start)]))
-    assert written == {"capacity": {"from": "engine", "fraction": "95%", "waiting": 4, "requests": 8}}
+    assert written == {"capacity": {"from": "engine", "fraction": "95%", "waiting": 2, "requests": 6}}

@@ -82,8 +82,7 @@ def capacity(pool: EngineSizedPool) -> Any:
     [
         ("1", {}, 1000, 6),
         ("9/10", {}, 900, 6),
-        ("1/2", {}, 500, 4),
-        ("1/100", {}, 10, 3),  # of four, one is left, and two may wait
+        ("1/2", {}, 500, 6),  # four run whatever part of the tokens may be filled, and two may wait
         ("1", {"tokens": 70}, 70, 6),
         ("1", {"requests": 3}, 1000, 3),
     ],

@@ -91,5 +91,5 @@ async def test_too_little_load_is_not_called_broken(name: str, lab: dict[str, st
 async def test_a_recommended_capacity_is_what_the_engine_runs(lab: dict[str, str]) -> None:
     found = await examined(lab["vllm priority"])
     assert found.capacity is not None
-    assert found.capacity.yaml == "capacity: {from: engine, fraction: 95%, waiting: 4, requests: 8}"
+    assert found.capacity.yaml == "capacity: {from: engine, fraction: 95%, waiting: 2, requests: 6}"
     assert "524,288 tokens" in found.capacity.reason
