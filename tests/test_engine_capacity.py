@@ -89,6 +89,7 @@ async def test_vllm_behind_a_network_bounds_tokens_alone_and_its_queue_bounds_th
         await until(lambda: door.pool()["engine"]["held_back"])
         late = [asyncio.ensure_future(door.ask(max_tokens=4)) for _ in range(6)]
         await until(lambda: door.pool()["waiting"] == 6)
+        assert door.pool()["capacity"]["requests"] == 2 + 3, "as many as ran while others waited, and those that may"
         waited = emulator.engine.waiting
         assert door.middleware.notices() == [f"{waited} requests wait inside the engine, more than 3"]
         assert [status for status, _ in await asyncio.gather(*flood, *late)] == [200] * 18

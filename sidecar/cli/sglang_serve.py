@@ -10,7 +10,8 @@ SIDECAR_STORE, SIDECAR_ADMIN_PORT and OTEL_* are read from the environment.
 from __future__ import annotations
 
 import argparse
-import sys
+
+from sidecar.cli.launching import add_policy, launch
 
 EXAMPLE = "  sidecar sglang-serve MODEL --policy policies/ --enable-priority-scheduling --default-priority-value 0"
 PASSES_ON = True
@@ -18,18 +19,11 @@ PASSES_ON = True
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
-    parser.add_argument("--policy", metavar="PATH", help="policy.yaml, or the folder it is in (default SIDECAR_POLICY)")
+    add_policy(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serves until the real server ends. Returns 1 where it was not started, with one line that says why."""
-    from sidecar.policy.problems import PolicyError
     from sidecar.servers import sglang
-    from sidecar.servers.starting import CannotStart
 
-    try:
-        sglang.run(args.policy, args.passed_on)
-    except (CannotStart, PolicyError) as error:
-        print(f"sidecar: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return launch(sglang.run, args)

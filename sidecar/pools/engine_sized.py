@@ -3,6 +3,8 @@
 The engine is read once a second. Its size becomes the pool's, by the policy's fraction; a size that changes is
 followed, one that cannot be read any more is kept, and said so. Until it was first read nobody is admitted.
 
+An engine that does not say how many requests it runs at once shows it when some wait inside it: as many as run then.
+
 When more requests wait inside the engine than the policy's `waiting`, nobody is admitted until they are fewer: in there
 no tier is reserved anything. Requests wait for a moment whenever they arrive, so that a figure above the target counts
 only when it is still there a moment later. What is held back ends by itself when the engine is read no more, and one
@@ -46,6 +48,7 @@ class EngineSizedPool:
         self._read_every_s = read_every_s
         self._size: tuple[int | None, int | None] | None = None
         self._gauges = Gauges()
+        self._most_seen_running: int | None = None
         self._read_us = 0
         self._trouble: str | None = "not read yet"
         self._is_above_target = False
@@ -142,6 +145,7 @@ class EngineSizedPool:
         except Unread as error:
             self._failed(str(error))
             return
+        self._learn(gauges)
         size, missing = self._sized(gauges)
         if size == (None, None):
             self._failed("no page of the engine says it; write capacity: tokens, requests or both")
@@ -154,9 +158,16 @@ class EngineSizedPool:
             self._failed(missing)
         self._heed(gauges.waiting)
 
+    def _learn(self, gauges: Gauges) -> None:
+        """Notes how many ran while more waited than should, for more than a moment: the engine takes no more."""
+        is_full = self._is_above_target and gauges.waiting is not None and gauges.waiting > self._told.waiting
+        if is_full and gauges.running and gauges.running > (self._most_seen_running or 0):
+            self._most_seen_running = gauges.running
+
     def _sized(self, gauges: Gauges) -> tuple[tuple[int | None, int | None], str | None]:
         """The pool's size, and what the engine said before and says no more: that is kept."""
-        tokens, requests = self._told.size(gauges.kv_tokens, gauges.max_running)
+        most = self._most_seen_running if gauges.max_running is None else gauges.max_running
+        tokens, requests = self._told.size(gauges.kv_tokens, most)
         known_tokens, known_requests = self._size or (None, None)
         missing = None
         if tokens is None and known_tokens is not None:
@@ -183,8 +194,8 @@ class EngineSizedPool:
         for amount, name, example in zip(size, ("tokens", "requests"), ("400k", "160"), strict=True):
             if amount is None:
                 _log.warning(
-                    "%s does not say how many %s it holds at once, so the pool does not bound them; "
-                    "write the number beside it, such as capacity: {from: engine, %s: %s}",
+                    "%s does not say how many %s it holds at once: nothing bounds them until it is seen to be full; "
+                    "better write the number beside it, such as capacity: {from: engine, %s: %s}",
                     self._policy.engine.value,
                     name,
                     name,

@@ -32,6 +32,7 @@ class Engine:
         self.kv_tokens = kv_tokens
         self.seqs = seqs
         self.waiting = 0
+        self.running = 0
         self.is_reachable = True
         self.reads = 0
 
@@ -45,7 +46,8 @@ class Engine:
         cache = (
             "" if self.kv_tokens is None else f'vllm:cache_config_info{{kv_cache_size_tokens="{self.kv_tokens}"}} 1\n'
         )
-        return Page(200, f"{cache}vllm:num_requests_waiting {self.waiting}\n")
+        running = f"vllm:num_requests_running {self.running}\n"
+        return Page(200, f"{cache}{running}vllm:num_requests_waiting {self.waiting}\n")
 
 
 def policy_of(fraction: str = "1", waiting: int = 2, **written: int) -> Policy:
@@ -173,8 +175,8 @@ async def test_what_is_unbounded_is_said_once(caplog: pytest.LogCaptureFixture) 
     async with following(Engine(1000)):
         pass
     assert [record.getMessage() for record in caplog.records if "does not say" in record.getMessage()] == [
-        "vllm does not say how many requests it holds at once, so the pool does not bound them; "
-        "write the number beside it, such as capacity: {from: engine, requests: 160}"
+        "vllm does not say how many requests it holds at once: nothing bounds them until it is seen to be full; "
+        "better write the number beside it, such as capacity: {from: engine, requests: 160}"
     ]
 
 
@@ -190,6 +192,26 @@ async def test_admission_stops_while_too_much_waits_inside_the_engine() -> None:
         engine.waiting = 2
         await asyncio.wait_for(held_up.wait(), 5)
         assert pool.notices() == []
+
+
+async def test_an_engine_that_does_not_say_how_many_it_runs_shows_it_when_it_is_full() -> None:
+    engine = Engine(1000)
+    async with following(engine, policy_of(waiting=2)) as pool:
+        assert capacity(pool)["requests"] is None
+        engine.running, engine.waiting = 4, 2
+        reads = engine.reads
+        await until(lambda: engine.reads > reads + 6)
+        assert capacity(pool)["requests"] is None, "no more wait than may: it could take more"
+        engine.waiting = 3
+        await until(lambda: capacity(pool)["requests"] == 4 + 2)
+        engine.running = 3  # short of memory, and not of slots
+        reads = engine.reads
+        await until(lambda: engine.reads > reads + 6)
+        assert capacity(pool)["requests"] == 4 + 2
+        engine.running = 7
+        await until(lambda: capacity(pool)["requests"] == 7 + 2)
+        engine.running = engine.waiting = 0
+        assert not pool.readiness()
 
 
 async def test_what_waits_for_a_moment_only_stops_nobody() -> None:

@@ -1,0 +1,25 @@
+"""What the commands have in common that run a real server with the door mounted in it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+
+def add_policy(parser: argparse.ArgumentParser) -> None:
+    """Adds the one argument that is ours; every other is the real server's."""
+    parser.add_argument("--policy", metavar="PATH", help="policy.yaml, or the folder it is in (default SIDECAR_POLICY)")
+
+
+def launch(server: Callable[[str | None, Sequence[str]], None], args: argparse.Namespace) -> int:
+    """Runs the real server until it ends. Returns 1 where it was not started, with one line that says why."""
+    from sidecar.policy.problems import PolicyError
+    from sidecar.servers.starting import CannotStart
+
+    try:
+        server(args.policy, args.passed_on)
+    except (CannotStart, PolicyError) as error:
+        print(f"sidecar: {error}", file=sys.stderr)
+        return 1
+    return 0
