@@ -1,6 +1,6 @@
 """What a priority does on real engines: vLLM on the CPU and Dynamo's router, alone and with admission before them.
 
-    python -m benchmarks.real_engines [--json FILE] [--rounds N] [--only vllm|dynamo]
+    python -m benchmarks.real_engines [--json FILE] [--rounds N] [--only vllm|dynamo] [--stream-interval N]
 
 The same burst in every way to serve it: 120 streaming requests at time zero over 4 sequences, three tiers in equal
 parts, shuffled. Clients measure the time to the first token. The ways take turns, so that each round compares what ran
@@ -24,10 +24,11 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from sidecar.load.client import Planned, Seen, play
 from sidecar.load.statistics import quantile, spearman
-from tests.real.lab import dynamo, vllm
+from tests.real.lab import Engine, dynamo, vllm
 
 TIERS = ("high", "normal", "batch")
 REQUESTS, SEQUENCES, OUTPUT_TOKENS, PROMPT_WORDS = 120, 4, 32, 60
@@ -140,7 +141,7 @@ def proxy(upstream: str, policy: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def vllm_servers(folder: Path) -> Iterator[tuple[Sequence[Way], Mapping[str, str]]]:
+def vllm_servers(folder: Path, stream_interval: int) -> Iterator[tuple[Sequence[Way], Mapping[str, str]]]:
     """Every way to serve from a real vLLM, and the addresses of their servers by name."""
     policies = {
         name: _policy(folder, f"vllm-{name}", "vllm", capacity)
@@ -153,9 +154,10 @@ def vllm_servers(folder: Path) -> Iterator[tuple[Sequence[Way], Mapping[str, str
 
         def mounted(scheduling: str, policy: str) -> str:
             variables = {"SIDECAR_POLICY": str(policies[policy])}
-            return enter(vllm(scheduling=scheduling, middleware=MIDDLEWARE, variables=variables)).url
+            return enter(_vllm(scheduling, stream_interval, middleware=MIDDLEWARE, variables=variables)).url
 
-        fcfs, by_priority = enter(vllm(scheduling="fcfs")).url, enter(vllm(scheduling="priority")).url
+        fcfs = enter(_vllm("fcfs", stream_interval)).url
+        by_priority = enter(_vllm("priority", stream_interval)).url
         urls = {
             "alone": fcfs,
             "passing-proxy": enter(proxy(fcfs, passing)),
@@ -182,8 +184,12 @@ def vllm_servers(folder: Path) -> Iterator[tuple[Sequence[Way], Mapping[str, str
         yield ways, urls
 
 
+def _vllm(scheduling: str, stream_interval: int, **more: Any) -> contextlib.AbstractContextManager[Engine]:
+    return vllm(scheduling=scheduling, arguments=["--stream-interval", str(stream_interval)], **more)
+
+
 @contextlib.contextmanager
-def dynamo_servers(folder: Path) -> Iterator[tuple[Sequence[Way], Mapping[str, str]]]:
+def dynamo_servers(folder: Path, _: int) -> Iterator[tuple[Sequence[Way], Mapping[str, str]]]:
     """The same for Dynamo, which has no place for a middleware: its frontend is written in Rust."""
     everything = _policy(folder, "dynamo-all", "dynamo", EVERYTHING)
     from_engine = _policy(folder, "dynamo-from-engine", "dynamo", FROM_ENGINE)
@@ -315,7 +321,10 @@ def main(arguments: argparse.Namespace) -> int:
         "TTFT; to (a): output tokens a second to those of the engine alone in the same round.\n"
     )
     for engine in [arguments.only] if arguments.only else kinds:
-        with tempfile.TemporaryDirectory() as folder, kinds[engine](Path(folder)) as (ways, urls):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            kinds[engine](Path(folder), arguments.stream_interval) as (ways, urls),
+        ):
             version = version_of(urls["alone"], engine)
             rows = rows_of(ways, rounds_of(ways, urls, arguments.rounds))
         print(table(f"{engine} {version}", rows) + "\n", flush=True)
@@ -331,5 +340,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip(), formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures as JSON")
     parser.add_argument("--rounds", type=int, default=5, help="bursts of every way (default %(default)s)")
+    parser.add_argument(
+        "--stream-interval",
+        type=int,
+        default=1,
+        help="vLLM's own option: tokens to a chunk after the first (default 1)",
+    )
     parser.add_argument("--only", choices=("vllm", "dynamo"), help="one engine")
     raise SystemExit(main(parser.parse_args()))
