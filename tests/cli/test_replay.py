@@ -97,14 +97,14 @@ async def test_priority_is_seen_to_work_on_every_engine_and_the_control_shows_no
 
 
 async def test_first_come_first_served_is_seen_to_be_that(capsys: pytest.CaptureFixture[str]) -> None:
-    async with emulated(VLLM, slots=2, scheduling=Scheduling.FCFS) as client:
+    async with emulated(VLLM, slots=2, step_s=0.004, scheduling=Scheduling.FCFS) as client:
         assert await replay("burst:60:20:3", "--upstream", client.url, "--by", "priority") == 0
     assert "importance made no difference that these requests can show." in capsys.readouterr().out
 
 
 async def test_the_wrong_way_round_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
     """SGLang's values at vLLM: what people get who do not know that the directions differ."""
-    async with emulated(VLLM, slots=2) as client:
+    async with emulated(VLLM, slots=2, step_s=0.004) as client:
         arguments = ("burst:60:20:3", "--upstream", client.url, "--by", "priority", "--engine", "sglang")
         assert await replay(*arguments) == 0
     assert "the wrong way round, the more important a request, the LATER its first token." in capsys.readouterr().out
@@ -117,7 +117,7 @@ async def door(folder: Path) -> AsyncIterator[str]:
     (folder / "policy.yaml").write_text(POLICY)
     for tier in TIERS:
         (folder / "tenants" / f"{tier}.yaml").write_text(TENANT % (tier, hash_line(f"sk-{tier}"), tier))
-    config = EmulatorConfig(engine=VLLM, scheduling=Scheduling.FCFS, steps=StepModel(max_num_seqs=2, step_s=0.002))
+    config = EmulatorConfig(engine=VLLM, scheduling=Scheduling.FCFS, steps=StepModel(max_num_seqs=2, step_s=0.006))
     async with serving(AdmissionMiddleware(Emulator(config).app, folder)) as served:
         yield served.url
 
