@@ -60,10 +60,9 @@ class EngineSizedPool:
 
     async def open(self) -> None:
         """See `Pool.open`. Returns when the engine was read, or could not be."""
-        loop = asyncio.get_running_loop()
-        if self._following is None or self._following.get_loop() is not loop:
+        if not self._is_following():
             self._has_read = asyncio.Event()
-            self._following = loop.create_task(self._follow(), name="sidecar capacity")
+            self._following = asyncio.get_running_loop().create_task(self._follow(), name="sidecar capacity")
         await self._has_read.wait()
 
     async def close(self) -> None:
@@ -76,7 +75,7 @@ class EngineSizedPool:
 
     async def enter(self, ask: Ask) -> Lease:
         """See `Pool.enter`. Raises CapacityUnknown, too."""
-        if self._following is None or self._following.get_loop() is not asyncio.get_running_loop():
+        if not self._is_following():
             await self.open()
         if self._size is None:
             raise CapacityUnknown(
@@ -124,6 +123,10 @@ class EngineSizedPool:
             found.append(f"{self._gauges.waiting} requests wait inside the engine, more than {self._told.waiting}")
         return found
 
+    def _is_following(self) -> bool:
+        """Whether the engine is being read, by this event loop: one that has ended reads no more."""
+        return self._following is not None and self._following.get_loop() is asyncio.get_running_loop()
+
     async def _follow(self) -> None:
         while True:
             try:
@@ -156,11 +159,11 @@ class EngineSizedPool:
             self._succeeded()
         else:
             self._failed(missing)
-        self._heed(gauges.waiting)
+        self._heed(gauges)
 
     def _learn(self, gauges: Gauges) -> None:
         """Notes how many ran while more waited than should, for more than a moment: the engine takes no more."""
-        is_full = self._is_above_target and gauges.waiting is not None and gauges.waiting > self._told.waiting
+        is_full = self._is_above_target and self._has_too_many_waiting(gauges)
         if is_full and gauges.running and gauges.running > (self._most_seen_running or 0):
             self._most_seen_running = gauges.running
 
@@ -202,9 +205,12 @@ class EngineSizedPool:
                     example,
                 )
 
-    def _heed(self, waiting: int | None) -> None:
+    def _has_too_many_waiting(self, gauges: Gauges) -> bool:
+        return gauges.waiting is not None and gauges.waiting > self._told.waiting
+
+    def _heed(self, gauges: Gauges) -> None:
         """Holds the pool back while too much waits inside the engine, and has for more than a moment."""
-        was_above, self._is_above_target = self._is_above_target, waiting is not None and waiting > self._told.waiting
+        was_above, self._is_above_target = self._is_above_target, self._has_too_many_waiting(gauges)
         if self._is_above_target and was_above:
             self._is_held_back = True
             self._pool.hold_back(HELD_BACK_S)
