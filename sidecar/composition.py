@@ -20,7 +20,7 @@ from sidecar.policy.loading import load
 from sidecar.policy.policy import EngineName, Policy
 from sidecar.policy.store import StoreAddress, store_address
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
-from sidecar.telemetry import SpanObserver, StoreMetrics
+from sidecar.telemetry import SpanObserver, StoreMetrics, Telemetry
 from sidecar.telemetry.setup import configure_from_environment
 from sidecar.tokens import Estimator, TokenizerCounter
 
@@ -68,7 +68,7 @@ class AdmissionMiddleware(Admission):
             pool=pool,
             dialect=dialect,
             estimator=estimator,
-            observer=SpanObserver(),
+            observer=Telemetry(SpanObserver(), []),
         )
 
 

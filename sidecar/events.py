@@ -26,13 +26,17 @@ class Outcome(str, Enum):
 
 
 class Received(msgspec.Struct, frozen=True, gc=False):
-    """A guarded request reached the door. `headers` are the client's, for trace context."""
+    """A guarded request reached the door. `headers` are the client's, for trace context: they hold its API key.
+
+    `request_id` is the client's own `x-request-id`, or one that was made for it; the client is told.
+    """
 
     at_us: int
     wall_ns: int
     method: str
     path: str
     headers: Headers
+    request_id: str
 
 
 class Classified(msgspec.Struct, frozen=True, gc=False):
@@ -51,17 +55,32 @@ class Classified(msgspec.Struct, frozen=True, gc=False):
     requests: int
 
 
+class Obstacle(str, Enum):
+    """Why a request could not be admitted as it came: the first of these that is so."""
+
+    STORE = "store"
+    HELD_BACK = "held_back"
+    LIMIT = "limit"
+    NO_ROOM = "no_room"
+    HEADROOM = "headroom"
+    BEHIND = "behind"
+
+
 class Queued(msgspec.Struct, frozen=True, gc=False):
-    """The request did not fit at once and waits."""
+    """The request did not fit at once and waits. `explanation` says the obstacle in a sentence, with its figures."""
 
     at_us: int
+    obstacle: Obstacle
+    explanation: str
 
 
 class Admitted(msgspec.Struct, frozen=True, gc=False):
     """The request holds its lease. `overtaken_at_us` is None where nothing that came later went first.
 
     `served_ahead` counts, by tier, the tokens admitted while it waited; `level` is its aged level in whole levels;
-    `engine_priority` is what the engine was told, None where nothing was forwarded.
+    `engine_priority` is what the engine was told, None where nothing was forwarded. `passed` says whom it overtook: of
+    every other tier whose first in line had come before it, by which rule it went first all the same (the names of
+    `scheduling.Rule`).
     """
 
     at_us: int
@@ -71,6 +90,7 @@ class Admitted(msgspec.Struct, frozen=True, gc=False):
     served_ahead: Mapping[str, int]
     level: int
     engine_priority: int | float | None
+    passed: Mapping[str, str] = {}
 
 
 class Refused(msgspec.Struct, frozen=True, gc=False):

@@ -16,6 +16,7 @@ from enum import Enum
 from sidecar.asgi.body import ClientLeft, discard_body, read_body
 from sidecar.asgi.door import Door
 from sidecar.asgi.forwarding import forwarded_body, forwarded_headers, forwarded_scope
+from sidecar.asgi.naming import id_header, request_id, wait_headers
 from sidecar.asgi.report import Report
 from sidecar.asgi.responses import send_error
 from sidecar.asgi.types import Message, Receive, Scope, Send
@@ -27,8 +28,6 @@ from sidecar.events import Outcome
 from sidecar.granted import SCOPE_KEY, Granted, current
 from sidecar.policy.policy import Api, Endpoint
 from sidecar.pools import Grant, Lease
-
-_NO_WAIT = ((b"x-admission-wait-ms", b"0"), (b"server-timing", b"admission;dur=0.0"))
 
 
 class Stage(Enum):
@@ -61,6 +60,7 @@ class Exchange:
         "_receive",
         "_received_us",
         "_report",
+        "_request_id",
         "_scope",
         "_send",
         "_stage",
@@ -83,7 +83,8 @@ class Exchange:
         self._stage = Stage.READING
         self._task = asyncio.current_task()
         self._received_us = door.pool.now_us()
-        self._report = Report(door.observer, scope, self._received_us, door.pool.now_us)
+        self._request_id = request_id(scope["headers"])
+        self._report = Report(door.observer, scope, self._request_id, self._received_us, door.pool.now_us)
         self._usage = UsageReader()
         self._body: bytes | None = None
         self._status: int | None = None
@@ -138,7 +139,7 @@ class Exchange:
             error = refusal
         self._stage = Stage.OVER
         self._report.refused(error, wait)
-        await self._refuse(error)
+        await self._refuse(error, wait)
         return None
 
     async def _understand(self) -> None:
@@ -168,12 +169,12 @@ class Exchange:
         """The grant that came with the pool's first answer. That answer itself may have been waited for."""
         grant = lease.grant
         if grant is not None and grant.queue_wait_us:
-            self._report.queued(grant.at_us - grant.queue_wait_us)
+            self._report.waited_for_the_answer(grant.at_us - grant.queue_wait_us)
         return grant
 
     async def _wait(self, lease: Lease, most_s: float | None) -> Grant:
         """Waits for the first of three: the grant, the client's hanging up, the end of its time."""
-        self._report.queued()
+        self._report.queued(lambda: self._door.pool.obstacle(self._understood.ask()))
         departure = self._watch_for_departure()
         granted = lease.wait()
         await asyncio.wait((granted, departure), timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
@@ -195,12 +196,15 @@ class Exchange:
             retry_after_s=self._door.pool.retry_after_s(level),
         )
 
-    async def _refuse(self, error: AdmissionError) -> None:
+    async def _refuse(self, error: AdmissionError, wait: Grant | None) -> None:
         # What is left of an unread body is of no use: the connection ends with the answer.
         closes = isinstance(error, BodyTimeout | BodyTooLarge | InvalidHeader)
         headers = [(b"connection", b"close")] if closes else []
+        if wait is not None:
+            headers += wait_headers(wait)
         send = self._send_first if isinstance(error, BodyTooLarge) else self._send
-        await send_error(send, error, anthropic=self._endpoint.api is Api.MESSAGES, headers=headers)
+        is_anthropic = self._endpoint.api is Api.MESSAGES
+        await send_error(send, error, anthropic=is_anthropic, request_id=self._request_id, headers=headers)
         if isinstance(error, BodyTooLarge):
             await discard_body(self._receive, self._door.policy.body_timeout_s)
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -279,7 +283,11 @@ class Exchange:
             return
         if kind == "http.response.start":
             self._status = message["status"]
-            message = {**message, "headers": [*message.get("headers", ()), *self._response_headers()]}
+            headers = list(message.get("headers", ()))
+            message = {
+                **message,
+                "headers": [*headers, *self._response_headers(), id_header(self._request_id, headers)],
+            }
         await self._send(message)
 
     def _read_response(self, body: bytes) -> None:
@@ -291,12 +299,7 @@ class Exchange:
     def _response_headers(self) -> list[tuple[bytes, bytes]]:
         classification, names = self._understood.classification, self._door.tier_names
         assert self._lease.grant is not None
-        wait_ms = self._lease.grant.queue_wait_us / 1000
-        headers = [(b"x-admission-tier", names[classification.level])]
-        if wait_ms:
-            headers += [(b"x-admission-wait-ms", b"%d" % wait_ms), (b"server-timing", b"admission;dur=%.1f" % wait_ms)]
-        else:
-            headers += _NO_WAIT
+        headers = [(b"x-admission-tier", names[classification.level]), *wait_headers(self._lease.grant)]
         if classification.clamped_from is not None:
             headers.append((b"x-admission-clamped-from", names[classification.clamped_from]))
         if classification.ignored:

@@ -15,6 +15,7 @@ from sidecar.events import (
     Headers,
     Observation,
     Observer,
+    Obstacle,
     Outcome,
     Queued,
     Received,
@@ -33,12 +34,16 @@ class Report:
 
     __slots__ = ("_now_us", "_observation")
 
-    def __init__(self, observer: Observer | None, scope: Scope, received_us: int, now_us: Callable[[], int]) -> None:
+    def __init__(
+        self, observer: Observer | None, scope: Scope, request_id: str, received_us: int, now_us: Callable[[], int]
+    ) -> None:
         self._now_us = now_us
         self._observation: Observation | None = None
         if observer is not None and observer.listens():
-            arrival = Received(received_us, time.time_ns(), scope["method"], scope["path"], scope["headers"])
-            self._observation = observer.received(arrival)
+            method, path, headers = scope["method"], scope["path"], scope["headers"]
+            self._observation = observer.received(
+                Received(received_us, time.time_ns(), method, path, headers, request_id)
+            )
 
     def headers(self) -> Headers:
         """The trace context that goes on to the engine."""
@@ -67,10 +72,15 @@ class Report:
             )
         )
 
-    def queued(self, at_us: int | None = None) -> None:
-        """It has to wait: from now on, or has waited since `at_us`."""
+    def queued(self, why: Callable[[], tuple[Obstacle, str]]) -> None:
+        """It has to wait from now on. `why` is asked where somebody listens."""
         if self._observation is not None:
-            self._observation.on_event(Queued(self._now_us() if at_us is None else at_us))
+            self._observation.on_event(Queued(self._now_us(), *why()))
+
+    def waited_for_the_answer(self, since_us: int) -> None:
+        """It was admitted by the pool's first answer, which took so long that it counts as a wait."""
+        if self._observation is not None:
+            self._observation.on_event(Queued(since_us, Obstacle.STORE, "the pool took a moment to answer"))
 
     def admitted(self, grant: Grant, engine_priority: int | float | None) -> None:
         """It holds its lease."""
@@ -84,6 +94,7 @@ class Report:
                     served_ahead=grant.served_ahead,
                     level=grant.level,
                     engine_priority=engine_priority,
+                    passed=grant.passed,
                 )
             )
 

@@ -84,9 +84,17 @@ class Aging(FileModel):
 
 
 class Slo(FileModel):
-    """What a tier promises; telemetry compares, admission does not depend on it."""
+    """What a tier promises; telemetry compares and alerts go by it, admission does not depend on it."""
 
-    ttft: of.PositiveDuration = Field(description="Time to the first token.", examples=["500ms"])
+    ttft: of.PositiveDuration | None = Field(
+        None, description="Time to the first token, in 99 of 100.", examples=["500ms"]
+    )
+    queue_wait: of.PositiveDuration | None = Field(
+        None, description="The wait for admission, in 99 of 100.", examples=["2s"]
+    )
+    starvation: of.PositiveDuration | None = Field(
+        None, description="The longest that any request may starve: wait after it was overtaken.", examples=["30m"]
+    )
 
 
 class Queue(FileModel):

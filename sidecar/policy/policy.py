@@ -65,13 +65,22 @@ class StoreLoss(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Promises:
+    """What a tier promises, in seconds; None where it promises nothing."""
+
+    ttft_s: float | None = None
+    queue_wait_s: float | None = None
+    starvation_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Tier:
     """One tier as the door sees it; its shares of the pool are in `PoolRules.tiers[level]`.
 
     `max_waiting` is the most requests that may queue (None: unbounded), `max_wait_s` the longest a request may queue
     (None: unbounded), `default_output_tokens` what a request without a maximum of its own is taken to produce,
-    `max_request_tokens` the most one request may hold (None: whatever fits), `slo_ttft_s` the promise that telemetry
-    compares with (None: none made).
+    `max_request_tokens` the most one request may hold (None: whatever fits), `slo` the promises that telemetry compares
+    with.
     """
 
     name: str
@@ -80,7 +89,7 @@ class Tier:
     max_waiting: int | None = None
     max_wait_s: float | None = None
     max_request_tokens: int | None = None
-    slo_ttft_s: float | None = None
+    slo: Promises = Promises()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from fractions import Fraction
 from types import MappingProxyType
 
 from sidecar.policy.fields import ANONYMOUS, infer_api
-from sidecar.policy.models import EndpointBody, LimitsBody, PoolFile, TenantFile, TierBody
-from sidecar.policy.policy import Api, Endpoint, Limits, Policy, Tenant, Tier
+from sidecar.policy.models import EndpointBody, LimitsBody, PoolFile, Slo, TenantFile, TierBody
+from sidecar.policy.policy import Api, Endpoint, Limits, Policy, Promises, Tenant, Tier
 from sidecar.policy.rules import EngineCapacity, PoolRules, Shares, pool_rules
 
 
@@ -72,8 +72,12 @@ def _tier(name: str, level: int, body: TierBody) -> Tier:
         max_waiting=body.queue.max_requests if body.queue else None,
         max_wait_s=_seconds(body.queue.max_wait) if body.queue else None,
         max_request_tokens=body.max_request_tokens,
-        slo_ttft_s=_seconds(body.slo.ttft) if body.slo else None,
+        slo=_promises(body.slo) if body.slo else Promises(),
     )
+
+
+def _promises(slo: Slo) -> Promises:
+    return Promises(_seconds(slo.ttft), _seconds(slo.queue_wait), _seconds(slo.starvation))
 
 
 def _seconds(duration: Fraction | None) -> float | None:

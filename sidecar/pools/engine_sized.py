@@ -19,9 +19,11 @@ from collections.abc import Mapping, Sequence
 
 from sidecar.engines.reading import Gauges, Pages, Unread, read_gauges
 from sidecar.errors import CapacityUnknown
+from sidecar.events import Obstacle
 from sidecar.policy.policy import Policy
 from sidecar.policy.rules import EngineCapacity, PoolRules
-from sidecar.pools.pool import Ask, Lease, Pool
+from sidecar.pools.obstacles import HELD_BACK
+from sidecar.pools.pool import Ask, Grant, Lease, Pool
 
 READ_EVERY_S = 1.0
 CONFIRM_AFTER_S = 0.1
@@ -122,6 +124,14 @@ class EngineSizedPool:
         if self._is_held_back:
             found.append(f"{self._gauges.waiting} requests wait inside the engine, more than {self._told.waiting}")
         return found
+
+    def oldest(self) -> Sequence[Grant | None]:
+        """See `Pool.oldest`."""
+        return self._pool.oldest()
+
+    def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
+        """See `Pool.obstacle`."""
+        return HELD_BACK if self._is_held_back else self._pool.obstacle(ask)
 
     def _is_following(self) -> bool:
         """Whether the engine is being read, by this event loop: one that has ended reads no more."""

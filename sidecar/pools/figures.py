@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules
 from sidecar.pools.pool import Grant
-from sidecar.scheduling import Wait
+from sidecar.scheduling import Rule, Wait
+
+_NOBODY: Mapping[str, str] = {}
 
 
 class TierFigures(NamedTuple):
@@ -19,11 +21,14 @@ class TierFigures(NamedTuple):
     queued_requests: int
 
 
-def grant_of(names: Sequence[str], wait: Wait, at_us: int, level: int) -> Grant:
+def grant_of(
+    names: Sequence[str], wait: Wait, at_us: int, level: int, passed: Sequence[tuple[int, Rule]] = ()
+) -> Grant:
     """A wait that ended at `at_us` at an aged `level`. `names` are the tiers', most important first."""
     # who did not wait had nobody ahead
     ahead = served_by_name(names, wait.served_ahead) if wait.queue_wait_us > 0 else {}
-    return Grant(at_us, wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, ahead, level)
+    overtaken = {names[tier]: rule.value for tier, rule in passed} if passed else _NOBODY
+    return Grant(at_us, wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, ahead, level, overtaken)
 
 
 def served_by_name(names: Sequence[str], served: Sequence[int]) -> Mapping[str, int]:

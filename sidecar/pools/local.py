@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 
 from sidecar.errors import AdmissionError
+from sidecar.events import Obstacle
 from sidecar.policy.policy import Policy
 from sidecar.policy.rules import PoolRules
 from sidecar.pools.dispatcher import Clock, Dispatcher, monotonic_us
 from sidecar.pools.drain_rate import DrainRate
 from sidecar.pools.figures import TierFigures, grant_of, pool_state
+from sidecar.pools.obstacles import HELD_BACK, obstacle
 from sidecar.pools.pool import Ask, Grant
 from sidecar.pools.sizes import Sizes
 from sidecar.scheduling import Admission, Scheduler
@@ -151,11 +153,23 @@ class LocalPool:
 
     def state(self) -> Mapping[str, object]:
         """See `Pool.state`."""
-        tiers = [
-            TierFigures(*self._scheduler.held(tier.level), *self._scheduler.queued(tier.level))
-            for tier in self._policy.tiers
+        return pool_state(
+            self._sizes.rules, self._figures(), leases=self._scheduler.leases(), waiting=self._scheduler.waiting()
+        )
+
+    def oldest(self) -> Sequence[Grant | None]:
+        """See `Pool.oldest`."""
+        now_us = self.now_us()
+        return [
+            None if wait is None else grant_of(self._names, wait, now_us, level)
+            for level, wait in enumerate(self._scheduler.oldest(now_us))
         ]
-        return pool_state(self._sizes.rules, tiers, leases=self._scheduler.leases(), waiting=self._scheduler.waiting())
+
+    def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
+        """See `Pool.obstacle`."""
+        if self._scheduler.is_held_back(self.now_us()):
+            return HELD_BACK
+        return obstacle(self._sizes.rules, self._figures(), ask)
 
     def readiness(self) -> Sequence[str]:
         """See `Pool.readiness`: what lives in this process is always there."""
@@ -165,6 +179,10 @@ class LocalPool:
         """See `Pool.notices`."""
         return ()
 
+    def _figures(self) -> Sequence[TierFigures]:
+        scheduler = self._scheduler
+        return [TierFigures(*scheduler.held(tier), *scheduler.queued(tier)) for tier in range(len(self._names))]
+
     def _changed(self, is_changed: bool) -> bool:
         if is_changed and self._waiting:
             self._dispatcher.dispatch(self.now_us())
@@ -173,5 +191,5 @@ class LocalPool:
     def _admitted(self, admission: Admission, now_us: int) -> None:
         tier = admission.ticket.tier
         self._drain_rates[tier].admitted(now_us)
-        grant = grant_of(self._names, admission.wait, now_us, admission.level)
+        grant = grant_of(self._names, admission.wait, now_us, admission.level, admission.passed)
         self._waiting.pop(admission.ticket.id).granted(grant)

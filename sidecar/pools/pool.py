@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from sidecar.events import Obstacle
 from sidecar.policy.rules import PoolRules
 
 
@@ -26,7 +27,7 @@ class Grant(msgspec.Struct, frozen=True, gc=False):
 
     `at_us` is the moment of the decision and `overtaken_at_us` that of the first overtaking, None where nothing that
     came later went first; both are on the clock of `Pool.now_us`. `served_ahead` counts the tokens admitted meanwhile,
-    by the tier's name; tiers with none are left out.
+    by the tier's name; tiers with none are left out. `passed` has whom it overtook: see `events.Admitted`.
     """
 
     at_us: int
@@ -35,6 +36,7 @@ class Grant(msgspec.Struct, frozen=True, gc=False):
     overtaken_at_us: int | None
     served_ahead: Mapping[str, int]
     level: int
+    passed: Mapping[str, str] = {}
 
 
 class Lease(Protocol):
@@ -91,6 +93,12 @@ class Pool(Protocol):
 
     def state(self) -> Mapping[str, object]:
         """The pool as it stands, for people and dashboards: JSON types only."""
+
+    def oldest(self) -> Sequence[Grant | None]:
+        """How the oldest that waits in this process has waited so far, of every tier; None where nobody waits."""
+
+    def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
+        """Why a request that waits could not be admitted as it came, and a sentence that says so with figures."""
 
     def readiness(self) -> Sequence[str]:
         """Why this pool admits nobody at present; empty while it does."""

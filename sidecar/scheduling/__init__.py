@@ -1,6 +1,6 @@
 """The admission rules: no I/O, no clock, no event loop."""
 
 from sidecar.scheduling.scheduler import Scheduler
-from sidecar.scheduling.ticket import Admission, Ticket, Wait
+from sidecar.scheduling.ticket import Admission, Rule, Ticket, Wait
 
-__all__ = ["Admission", "Scheduler", "Ticket", "Wait"]
+__all__ = ["Admission", "Rule", "Scheduler", "Ticket", "Wait"]

@@ -22,12 +22,12 @@ each is at most C. A ticket of t tokens that finds B tokens of its own tier ahea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import sub
 
 from sidecar.policy.rules import PoolRules
 from sidecar.scheduling.overtaking import Overtaking
-from sidecar.scheduling.ticket import Admission, Ticket, Wait
+from sidecar.scheduling.ticket import Admission, Rule, Ticket, Wait
 from sidecar.scheduling.tier import Tier
 
 
@@ -104,7 +104,7 @@ class Scheduler:
     def dispatch(self, now_us: int) -> list[Admission]:
         """Admits everybody whom the rules let in now, in order."""
         admissions: list[Admission] = []
-        while self._waiting and self._has_any_room() and not self._is_held_back(now_us):
+        while self._waiting and self._has_any_room() and not self.is_held_back(now_us):
             first = self._first(now_us)
             if first is None or not self._fits(*first):
                 break
@@ -171,6 +171,18 @@ class Scheduler:
         """Tokens and requests that a tier's leases hold."""
         return self._tiers[tier].held_tokens, self._tiers[tier].held_requests
 
+    def oldest(self, now_us: int) -> Sequence[Wait | None]:
+        """How the oldest ticket of every tier has waited so far, None for a tier in which nobody waits."""
+        found: list[Wait | None] = [None] * len(self._tiers)
+        missing = sum(tier.queue.count > 0 for tier in self._tiers)
+        for ticket in self._waiting.values():
+            if not missing:
+                break
+            if found[ticket.tier] is None:
+                found[ticket.tier] = self._wait(ticket, now_us)
+                missing -= 1
+        return found
+
     def queued(self, tier: int) -> tuple[int, int]:
         """Tokens and requests that wait in a tier."""
         return self._tiers[tier].queue.tokens, self._tiers[tier].queue.count
@@ -183,7 +195,8 @@ class Scheduler:
         """How many leases are held, in all tiers."""
         return len(self._leases)
 
-    def _is_held_back(self, now_us: int) -> bool:
+    def is_held_back(self, now_us: int) -> bool:
+        """Whether nobody is admitted because of `hold_back`."""
         return now_us < self._held_back_until_us and self._all_requests > 0
 
     def _has_any_room(self) -> bool:
@@ -219,6 +232,7 @@ class Scheduler:
 
     def _admit(self, ticket: Ticket, score: int, now_us: int) -> Admission:
         wait = self._wait(ticket, now_us)
+        passed = self._passed(ticket) if len(self._waiting) > 1 else ()
         self._tiers[ticket.tier].queue.admit(ticket)
         del self._waiting[ticket.id]
         self._leases[ticket.id] = ticket
@@ -228,7 +242,24 @@ class Scheduler:
         self._served = tuple(served)
         self._overtaking.admitted(ticket.sequence, now_us)
         self._forget_overtaking()
-        return Admission(ticket, wait, -(-score // self._promote_after_us))
+        return Admission(ticket, wait, -(-score // self._promote_after_us), passed)
+
+    def _passed(self, ticket: Ticket) -> Sequence[tuple[int, Rule]]:
+        """Whom the first in order overtakes, and by which rule; what is held is as it was decided on."""
+        own = self._tiers[ticket.tier]
+        passed: list[tuple[int, Rule]] = []
+        for level, tier in enumerate(self._tiers):
+            head = tier.queue.head()
+            if tier is own or head is None or not _came_before(head, ticket):
+                continue
+            if tier.is_at_limit(head):
+                rule = Rule.LIMIT
+            elif own.is_below_reserve() and not tier.is_below_reserve():
+                rule = Rule.ALWAYS_FIRST if own.rules.always_first else Rule.RESERVE
+            else:  # in one class and at one score it would have been theirs
+                rule = Rule.LEVEL
+            passed.append((level, rule))
+        return passed
 
     def _wait(self, ticket: Ticket, now_us: int) -> Wait:
         overtaken_at_us = self._overtaking.first_after(ticket.sequence)
@@ -252,3 +283,7 @@ class Scheduler:
         tier.held_requests += requests
         self._all_tokens += tokens
         self._all_requests += requests
+
+
+def _came_before(ticket: Ticket, other: Ticket) -> bool:
+    return (ticket.arrived_us, ticket.sequence) < (other.arrived_us, other.sequence)

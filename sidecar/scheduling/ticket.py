@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
+
+
+class Rule(str, Enum):
+    """By what a ticket was admitted before the head of another tier that had come before it."""
+
+    ALWAYS_FIRST = "always_first"
+    RESERVE = "reserve"
+    LEVEL = "level"
+    LIMIT = "limit"
 
 
 @dataclass(slots=True, eq=False)
@@ -45,8 +55,13 @@ class Wait(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """A ticket that became a lease. `level` is its aged level in whole levels: what an engine may be told."""
+    """A ticket that became a lease. `level` is its aged level in whole levels: what an engine may be told.
+
+    `passed` pairs the levels of the other tiers whose head had come before the ticket with the rule by which the ticket
+    went first all the same.
+    """
 
     ticket: Ticket
     wait: Wait
     level: int
+    passed: Sequence[tuple[int, Rule]]

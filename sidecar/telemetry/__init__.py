@@ -3,5 +3,6 @@
 from sidecar.telemetry.setup import TelemetryError, configure_from_environment
 from sidecar.telemetry.spans import SpanObserver
 from sidecar.telemetry.store import StoreMetrics
+from sidecar.telemetry.telemetry import Telemetry
 
-__all__ = ["SpanObserver", "StoreMetrics", "TelemetryError", "configure_from_environment"]
+__all__ = ["SpanObserver", "StoreMetrics", "Telemetry", "TelemetryError", "configure_from_environment"]

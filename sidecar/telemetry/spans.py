@@ -24,7 +24,6 @@ from sidecar.events import (
     Event,
     FirstByte,
     Headers,
-    Observation,
     Outcome,
     Queued,
     Received,
@@ -60,7 +59,7 @@ class SpanObserver:
             self.report()
             return False
 
-    def received(self, event: Received) -> Observation | None:
+    def received(self, event: Received) -> RequestSpans | SampledOut | None:
         """Start `admission`. None without an SDK, or where tracing failed: the client's headers then pass untouched."""
         try:
             tracer = self._current_tracer()
@@ -90,7 +89,7 @@ class SpanObserver:
             self._provider = provider
         return self._tracer
 
-    def _observe(self, tracer: trace.Tracer, event: Received) -> Observation | None:
+    def _observe(self, tracer: trace.Tracer, event: Received) -> RequestSpans | SampledOut | None:
         parent, kind = parent_of(event.headers)
         span = tracer.start_span(
             semconv.ADMISSION,
@@ -115,6 +114,12 @@ class SampledOut:
         self._observer = observer
         self._received = received
         self._span = span
+
+    @property
+    def trace(self) -> tuple[int, int, bool]:
+        """The trace's id, the span's, and that nothing is recorded."""
+        context = self._span.get_span_context()
+        return context.trace_id, context.span_id, False
 
     def headers(self) -> Headers:
         """The unrecorded span's context."""
@@ -158,6 +163,12 @@ class RequestSpans:
         self._engine: Span | None = None
         self._engine_start_us = 0
         self._engine_attributes: Attributes = {}
+
+    @property
+    def trace(self) -> tuple[int, int, bool]:
+        """The trace's id, the id of `admission`, and that they are recorded."""
+        context = self._admission.get_span_context()
+        return context.trace_id, context.span_id, True
 
     def headers(self) -> Headers:
         """The `engine` span's context once admitted, so that the engine's own spans hang below it."""

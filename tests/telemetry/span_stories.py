@@ -5,7 +5,19 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Sampler
 
-from sidecar.events import Admitted, Classified, Event, FirstByte, Headers, Outcome, Queued, Received, Refused, Settled
+from sidecar.events import (
+    Admitted,
+    Classified,
+    Event,
+    FirstByte,
+    Headers,
+    Obstacle,
+    Outcome,
+    Queued,
+    Received,
+    Refused,
+    Settled,
+)
 from sidecar.telemetry import SpanObserver
 
 ARRIVAL_US = 5_000_000
@@ -21,7 +33,7 @@ def ns(after_arrival_us: int) -> int:
 
 
 def received(headers: Headers = ()) -> Received:
-    return Received(ARRIVAL_US, ARRIVAL_NS, "POST", "/v1/chat/completions", headers)
+    return Received(ARRIVAL_US, ARRIVAL_NS, "POST", "/v1/chat/completions", headers, "request-1")
 
 
 def classified(clamped_from: str | None = None, stream: bool = True, api: str = "chat") -> Classified:
@@ -41,7 +53,7 @@ def classified(clamped_from: str | None = None, stream: bool = True, api: str = 
 
 
 def queued() -> Queued:
-    return Queued(ARRIVAL_US + 50)
+    return Queued(ARRIVAL_US + 50, Obstacle.NO_ROOM, "the pool has no room")
 
 
 def admitted(

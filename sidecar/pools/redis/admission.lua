@@ -31,12 +31,14 @@
 --            t ID LEVEL TENANT WEIGHT TOKENS REQUESTS WAITED_US
 --
 -- RETURN   {'ok', {replicas, us until time alone may change something or -1, grants listed, waiting, leases,
---                  late ends, tokens held, requests held},
+--                  late ends, tokens held, requests held, us since the latest arrival admitted so far came or -1},
 --           tiers, grants, ended, refused}
 --            tiers    'LEVEL [held tokens, held requests, queued tokens, queued requests, start tag, served, admitted]'
 --                     for every tier that changed, or for all in a beat or a sync
---            grants   'ID' of what was admitted as it came, or
---                     'ID WAIT_US STARVED_US AGED_LEVEL SERVED_AHEAD...', where -1 says that it was not overtaken
+--            grants   'ID PASSED' of what was admitted as it came, or
+--                     'ID WAIT_US STARVED_US AGED_LEVEL SERVED_AHEAD... PASSED', where -1 says that it was not overtaken.
+--                     PASSED is left out where nobody was: 'p', then for every level the rule by which it went before that
+--                     tier's head, which had come first: a always_first, r reserve, l level, x limit, or . for none
 --            ended    of the tickets that were ended, as they had waited: 'ID WAIT_US STARVED_US LEVEL SERVED_AHEAD...'
 --            refused  the ids that their tier's queue had no place for
 --          or {'unknown'} (this replica must sync), {'stale'} (a late call), {'foreign', the pool's tiers}.
@@ -56,8 +58,8 @@ local R_TOKENS, R_REQUESTS, H_TOKENS, H_REQUESTS, L_TOKENS, L_REQUESTS, LIMITED,
 local NAMES, CAPACITY_TOKENS, CAPACITY_REQUESTS, PROMOTE_AFTER, CEILING, FIRST_RULE = 1, 2, 3, 4, 5, 6
 -- meta
 local BIRTH, NOW, OFFSET, GRACE, HOLD_SINCE, HOLD_UNTIL, HOLD_FOR, SEQUENCE, LATEST, WAITING, LEASES, LATE, REPLICAS,
-  SWEEP, BACK_UNTIL = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
-local META_TEXT = '[' .. string.rep('%.0f,', BACK_UNTIL - 1) .. '%.0f]'
+  SWEEP, BACK_UNTIL, LATEST_ARRIVED = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16
+local META_TEXT = '[' .. string.rep('%.0f,', LATEST_ARRIVED - 1) .. '%.0f]'
 -- a tier's figures
 local HELD_TOKENS, HELD_REQUESTS, QUEUED_TOKENS, QUEUED, VIRTUAL, SERVED, ADMITTED = 1, 2, 3, 4, 5, 6, 7
 
@@ -76,8 +78,8 @@ local function clock_us() local time = redis.call('TIME') return time[1] * 10000
 -- The functions are fields of a table, and are made inside of others, because a script makes all of them anew in every
 -- call: a function that captures a local of the chunk walks a list (`luaF_findupval`), one that captures what the
 -- function around it has captured copies a pointer. That is a third of what a short call costs. No function may capture
--- more than 60, so there are two around.
-local function define_tickets_and_rules()
+-- more than 60, so there are three around.
+local function define_tickets()
 
 function pool.int(number) return fmt('%.0f', number) end
 function pool.tag(number) return fmt('%.17g', number) end
@@ -239,13 +241,13 @@ function pool.overtaken_at(sequence)
   return found[1] and tonumber(match(found[1], '^(%d+)'))
 end
 
-function pool.note_overtaking(sequence)
+function pool.note_overtaking(sequence, arrived)
   if sequence <= meta[LATEST] then return end
   if meta[WAITING] > 0 then
     local between = call('ZRANGEBYSCORE', waiting_key, '(' .. pool.int(meta[LATEST]), '(' .. pool.int(sequence), 'LIMIT', 0, 1)
     if between[1] then call('ZADD', steps_key, pool.int(sequence), pool.int(now) .. ' ' .. pool.int(sequence)) end
   end
-  meta[LATEST] = sequence
+  meta[LATEST], meta[LATEST_ARRIVED] = sequence, arrived
 end
 
 function pool.forget_step(sequence)
@@ -304,6 +306,10 @@ function pool.grant(owner, text)
   end
   texts[#texts + 1] = text
 end
+
+end
+
+local function define_rules()
 
 -- -- the rules
 
@@ -364,6 +370,28 @@ function pool.fits(ticket, score)
   return tokens >= 0 and requests >= 0
 end
 
+-- Whom the first in order overtakes, as text behind its figures; what is held is as it was decided on.
+function pool.passed_text(ticket)
+  local codes, is_any = {}, false
+  local below = pool.is_below_reserve(ticket.level)
+  for level = 0, levels - 1 do
+    codes[level + 1] = '.'
+    if level ~= ticket.level and tiers[level][QUEUED] > 0 then
+      local head = pool.head_of(level)
+      if head.arrived < ticket.arrived or (head.arrived == ticket.arrived and head.sequence < ticket.sequence) then
+        local code = 'l'
+        if pool.is_at_limit(level, head) then
+          code = 'x'
+        elseif below and not pool.is_below_reserve(level) then
+          code = rules[FIRST_RULE + ticket.level][ALWAYS_FIRST] == 1 and 'a' or 'r'
+        end
+        codes[level + 1], is_any = code, true
+      end
+    end
+  end
+  return is_any and ' p' .. concat(codes) or ''
+end
+
 function pool.admit(ticket, score)
   local level, text, overtaken = ticket.level, ticket.id, nil
   if ticket.is_stored then
@@ -378,12 +406,13 @@ function pool.admit(ticket, score)
     text = ticket.id .. ' ' .. figures
     tiers[level][VIRTUAL] = ticket.start
   end
+  if meta[WAITING] > 1 then text = text .. pool.passed_text(ticket) end
   pool.remove(ticket)
   pool.hold(level, ticket.tokens, ticket.requests)
   tiers[level][SERVED], tiers[level][ADMITTED] = tiers[level][SERVED] + ticket.tokens, tiers[level][ADMITTED] + 1
   served_since[level] = (served_since[level] or 0) + ticket.tokens
   meta[LEASES] = meta[LEASES] + 1
-  pool.note_overtaking(ticket.sequence)
+  pool.note_overtaking(ticket.sequence, ticket.arrived)
   if ticket.is_stored then pool.settle_steps(ticket.sequence, overtaken) end
   call('HSET', pool.replica_key(ticket.owner), ticket.id,
     pool.lease_record(level, ticket.tokens, ticket.requests, ticket.is_stored and text))
@@ -564,7 +593,7 @@ end
 -- -- a replica states what it has
 
 function pool.create(expected)
-  meta = {clock_us(), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+  meta = {clock_us(), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
   meta[NOW] = meta[BIRTH]
   rules_text, rules, tiers, heads = ARGV[5], cjson.decode(ARGV[5]), {}, {}
   all_tokens, all_requests = 0, 0
@@ -678,7 +707,8 @@ function pool.reply(tells_all)
   local after = pool.next_change()
   local listed = call('LRANGE', pool.outbox_key(me), 0, -1)
   for _, text in ipairs(listed) do grants[#grants + 1] = text end
-  local figures = {meta[REPLICAS], after, #listed, meta[WAITING], meta[LEASES], meta[LATE], all_tokens, all_requests}
+  local figures = {meta[REPLICAS], after, #listed, meta[WAITING], meta[LEASES], meta[LATE], all_tokens, all_requests,
+    meta[LATEST_ARRIVED] == 0 and -1 or now - meta[LATEST_ARRIVED]}
   return {'ok', figures, pool.save(tells_all), grants, ended, refused}
 end
 
@@ -715,7 +745,8 @@ end
 
 end
 
-define_tickets_and_rules()
+define_tickets()
+define_rules()
 define_operations()
 local is_done, result = pcall(pool.main)
 if is_done then return result end

@@ -157,4 +157,4 @@ class Alone:
 
     def _admitted(self, admission: Admission, now_us: int) -> None:
         lease = self._waiting.pop(int(admission.ticket.id))
-        self._granted(lease, grant_of(self._names, admission.wait, now_us, admission.level))
+        self._granted(lease, grant_of(self._names, admission.wait, now_us, admission.level, admission.passed))

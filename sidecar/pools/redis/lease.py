@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from sidecar.errors import AdmissionError
@@ -25,10 +25,22 @@ class Holder(Protocol):
 class RedisLease:
     """See `pool.Lease`. It is entering until the pool has looked at it, then waits or is held, then it is over.
 
-    `entered_us` is the pool's clock in this process when it came.
+    `entered_us` is the pool's clock in this process when it came, `served_before` the tokens that had been admitted of
+    every tier when the pool first looked at it.
     """
 
-    __slots__ = ("_answered", "_error", "_granted", "_pool", "ask", "entered_us", "grant", "id", "is_over")
+    __slots__ = (
+        "_answered",
+        "_error",
+        "_granted",
+        "_pool",
+        "ask",
+        "entered_us",
+        "grant",
+        "id",
+        "is_over",
+        "served_before",
+    )
 
     def __init__(self, pool: Holder, lease_id: int, ask: Ask, entered_us: int, answered: asyncio.Future[None]) -> None:
         self.id = lease_id
@@ -36,6 +48,7 @@ class RedisLease:
         self.entered_us = entered_us
         self.grant: Grant | None = None
         self.is_over = False
+        self.served_before: Sequence[int] = ()
         self._pool = pool
         self._answered = answered
         self._granted: asyncio.Future[Grant] | None = None

@@ -12,12 +12,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from itertools import count
 
-from sidecar.events import StoreObserver, StoreState
+from sidecar.events import Obstacle, StoreObserver, StoreState
 from sidecar.policy.policy import Policy, StoreLoss
 from sidecar.policy.rules import PoolRules
 from sidecar.pools.dispatcher import Clock, monotonic_us
 from sidecar.pools.drain_rate import DrainRate
 from sidecar.pools.figures import TierFigures, pool_state, served_by_name
+from sidecar.pools.obstacles import obstacle
 from sidecar.pools.pool import Ask, Grant
 from sidecar.pools.redis import script
 from sidecar.pools.redis.alone import LastKnown
@@ -28,6 +29,7 @@ from sidecar.pools.redis.loss import Loss
 from sidecar.pools.redis.outbox import Batch, Outbox, tell
 from sidecar.pools.redis.standing import Standing
 from sidecar.pools.sizes import Sizes
+from sidecar.scheduling.overtaking import Overtaking
 
 
 class RedisPool:
@@ -65,6 +67,7 @@ class RedisPool:
         self._loss: Loss | None = None
         self._last: script.Reply | None = None
         self._tiers = [script.TierReply(0, 0, 0, 0, 0, 0, 0)] * len(policy.tiers)
+        self._overtaking = Overtaking()
         self._change_timer: asyncio.TimerHandle | None = None
 
     # -- the pool's contract
@@ -125,9 +128,8 @@ class RedisPool:
     def state(self) -> Mapping[str, object]:
         """See `Pool.state`. The whole pool as this replica last heard of it: at most one heartbeat ago."""
         last = self._last
-        tiers = [TierFigures(*tier[:4]) for tier in self._tiers]
         leases, tickets = (last.leases, last.waiting) if last else (0, 0)
-        whole = pool_state(self._sizes.rules, tiers, leases=leases, waiting=tickets)
+        whole = pool_state(self._sizes.rules, self._figures(), leases=leases, waiting=tickets)
         waiting = sum(lease.grant is None for lease in self._leases.values())
         own = {"leases": len(self._leases) - waiting, "waiting": waiting}
         store = {
@@ -143,6 +145,22 @@ class RedisPool:
             "round_trips": self.round_trips,
         }
         return {**whole, "store": store}
+
+    def oldest(self) -> Sequence[Grant | None]:
+        """See `Pool.oldest`. Overtakings in other replicas are known from the store's latest answer."""
+        now_us = self.now_us()
+        found: list[Grant | None] = [None] * len(self._tier_names)
+        for lease in self._leases.values():
+            tier = lease.ask.tier
+            if lease.grant is None and found[tier] is None:
+                found[tier] = self._wait_so_far(lease, now_us)
+        return found
+
+    def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
+        """See `Pool.obstacle`. By the store's latest answer."""
+        if self._deciding_loss() is not None:
+            return Obstacle.STORE, "the store is lost, and this replica's part of the pool has no room"
+        return obstacle(self._sizes.rules, self._figures(), ask)
 
     def readiness(self) -> Sequence[str]:
         """See `Pool.readiness`."""
@@ -229,7 +247,9 @@ class RedisPool:
             if lease_id in batch.leaving:
                 lease, left = batch.leaving[lease_id]
                 tell(left, self._grant(lease, wait, now_us))
+        self._note_overtaking(reply.latest_age_us, now_us)
         for lease in batch.entering:
+            lease.served_before = tuple(tier.served for tier in self._tiers)
             lease.waits()
         batch.tell_who_left(self._own_figures)
         self._call_in_time(reply.change_after_us)
@@ -283,7 +303,35 @@ class RedisPool:
             return Grant(now_us, 0, 0, None, {}, lease.ask.tier)
         ahead = served_by_name(self._tier_names, wait.served_ahead) if wait.wait_us > 0 else {}
         overtaken_at_us = None if wait.starved_us is None else now_us - wait.starved_us
-        return Grant(now_us, wait.wait_us, wait.starved_us or 0, overtaken_at_us, ahead, wait.level)
+        level = lease.ask.tier if wait.level is None else wait.level
+        passed = {self._tier_names[tier]: rule.value for tier, rule in wait.passed}
+        return Grant(now_us, wait.wait_us, wait.starved_us or 0, overtaken_at_us, ahead, level, passed)
+
+    def _figures(self) -> Sequence[TierFigures]:
+        return [TierFigures(*tier[:4]) for tier in self._tiers]
+
+    def _wait_so_far(self, lease: RedisLease, now_us: int) -> Grant:
+        """Of one that waits: as far as the store's answers say."""
+        overtaken_at_us = self._overtaking.first_after(lease.entered_us)
+        before = lease.served_before or [tier.served for tier in self._tiers]
+        served = (tier.served - tokens for tier, tokens in zip(self._tiers, before, strict=True))
+        return Grant(
+            at_us=now_us,
+            queue_wait_us=now_us - lease.entered_us,
+            starvation_us=0 if overtaken_at_us is None else now_us - overtaken_at_us,
+            overtaken_at_us=overtaken_at_us,
+            served_ahead=served_by_name(self._tier_names, [max(0, tokens) for tokens in served]),
+            level=lease.ask.tier,
+        )
+
+    def _note_overtaking(self, latest_age_us: int | None, now_us: int) -> None:
+        if latest_age_us is None or len(self._leases) == 0:
+            self._overtaking.forget()
+            return
+        self._overtaking.admitted(now_us - latest_age_us, now_us)
+        if self._overtaking.is_long(len(self._leases)):
+            waiting = [lease.entered_us for lease in self._leases.values() if lease.grant is None]
+            self._overtaking.forget_all_but(sorted(waiting))
 
     def _hold(self, tokens: int, requests: int) -> None:
         self._held_tokens += tokens

@@ -15,9 +15,10 @@ import msgspec
 from sidecar.policy.policy import Policy
 from sidecar.policy.rules import PoolRules, TierRules
 from sidecar.pools.pool import Ask
+from sidecar.scheduling import Rule
 
 SOURCE = files(__package__).joinpath("admission.lua").read_text(encoding="utf-8")
-LAYOUT = 2
+LAYOUT = 3
 """Goes up when what the keys hold changes: replicas of two versions then keep two pools, rather than one broken one."""
 
 BEAT_S = 2.0
@@ -28,6 +29,8 @@ SILENCE_S = 10.0
 CALL, BEAT, SYNC, BYE = b"call", b"beat", b"sync", b"bye"
 ENTER, END, RESIZE, BACK, LEASE, TICKET = b"e", b"x", b"z", b"b", b"l", b"t"
 OK, UNKNOWN, STALE, FOREIGN = b"ok", b"unknown", b"stale", b"foreign"
+
+_RULES = {"a": Rule.ALWAYS_FIRST, "r": Rule.RESERVE, "l": Rule.LEVEL, "x": Rule.LIMIT}
 
 Argument = str | bytes | int
 
@@ -84,16 +87,24 @@ class TierReply(NamedTuple):
 
 
 class WaitReply(NamedTuple):
-    """How a ticket waited, in microseconds; `starved_us` is None where it was not overtaken."""
+    """How a ticket waited, in microseconds; `starved_us` is None where it was not overtaken.
+
+    `level` is None where it was admitted as it came: it is its tier's. `passed` is as in `scheduling.Admission`.
+    """
 
     wait_us: int
     starved_us: int | None
-    level: int
+    level: int | None
     served_ahead: Sequence[int]
+    passed: Sequence[tuple[int, Rule]] = ()
 
 
 class Reply(NamedTuple):
-    """What a call brought. A grant whose wait is None was given as the ticket came."""
+    """What a call brought. A grant whose wait is None was given as the ticket came.
+
+    `latest_age_us` says how long ago the latest of all that were admitted came: whoever came earlier and waits still
+    has been overtaken. None where nobody was admitted yet.
+    """
 
     replicas: int
     change_after_us: int | None
@@ -103,6 +114,7 @@ class Reply(NamedTuple):
     late: int
     held_tokens: int
     held_requests: int
+    latest_age_us: int | None
     tiers: Sequence[tuple[int, TierReply]]
     grants: Sequence[tuple[int, WaitReply | None]]
     ended: Sequence[tuple[int, WaitReply | None]]
@@ -112,22 +124,31 @@ class Reply(NamedTuple):
 def read_reply(answer: Sequence[Any]) -> Reply:
     """The answer of a call that was `ok`."""
     _, figures, tiers, grants, ended, refused = answer
-    replicas, change_after_us, *counts = figures
+    replicas, change_after_us, *counts, latest_age_us = figures
     lists = (
         [_read_tier(text) for text in tiers],
         [read_wait(text) for text in grants],
         [read_wait(text) for text in ended],
         [int(text) for text in refused],
     )
-    return Reply._make((replicas, None if change_after_us < 0 else change_after_us, *counts, *lists))
+    latest = None if latest_age_us < 0 else latest_age_us
+    return Reply._make((replicas, None if change_after_us < 0 else change_after_us, *counts, latest, *lists))
 
 
 def read_wait(text: bytes) -> tuple[int, WaitReply | None]:
-    """A line `ID` or `ID WAIT_US STARVED_US LEVEL SERVED...`: the id, and how it waited."""
+    """A line `ID [PASSED]` or `ID WAIT_US STARVED_US LEVEL SERVED... [PASSED]`: the id, and how it waited."""
     if b" " not in text:
         return int(text), None
-    ticket, wait_us, starved_us, level, *served = map(int, text.split())
-    return ticket, WaitReply(wait_us, None if starved_us < 0 else starved_us, level, served)
+    words = text.split()
+    passed = _read_passed(words.pop()) if words[-1].startswith(b"p") else ()
+    if len(words) == 1:
+        return int(words[0]), WaitReply(0, None, None, (), passed)
+    ticket, wait_us, starved_us, level, *served = map(int, words)
+    return ticket, WaitReply(wait_us, None if starved_us < 0 else starved_us, level, served, passed)
+
+
+def _read_passed(codes: bytes) -> Sequence[tuple[int, Rule]]:
+    return [(level, _RULES[code]) for level, code in enumerate(codes[1:].decode()) if code != "."]
 
 
 def _read_tier(text: bytes) -> tuple[int, TierReply]:
