@@ -22,10 +22,11 @@ def obstacle(rules: PoolRules, tiers: Sequence[TierFigures], ask: Ask) -> tuple[
         held.held_tokens + ask.tokens > own.limit_tokens or held.held_requests + ask.requests > own.limit_requests
     ):
         figures = _of(held.held_tokens, own.limit_tokens, held.held_requests, own.limit_requests)
-        return Obstacle.LIMIT, f"tier {own.name} is at its limit: it holds {figures}"
+        return Obstacle.LIMIT, f"tier {own.name} is at its limit: it holds {figures}, and it asks for {_size(ask)}"
     tokens, requests = sum(tier.held_tokens for tier in tiers), sum(tier.held_requests for tier in tiers)
     if tokens + ask.tokens > rules.tokens or requests + ask.requests > rules.requests:
-        return Obstacle.NO_ROOM, f"the pool has no room: {_of(tokens, rules.tokens, requests, rules.requests)} are held"
+        figures = _of(tokens, rules.tokens, requests, rules.requests)
+        return Obstacle.NO_ROOM, f"the pool has no room: {figures} are held, and it asks for {_size(ask)}"
     kept = [
         tier.name
         for tier, figures in zip(rules.tiers[: ask.tier], tiers, strict=False)
@@ -34,7 +35,8 @@ def obstacle(rules: PoolRules, tiers: Sequence[TierFigures], ask: Ask) -> tuple[
     ahead = [tier.name for tier, figures in zip(rules.tiers, tiers, strict=True) if figures.queued_requests]
     others = sum(figures.queued_requests for figures in tiers) - 1
     if others > 0:
-        return Obstacle.BEHIND, f"{others} others wait already, in {_list(ahead)}: none goes past the first in order"
+        wait = "other waits" if others == 1 else "others wait"
+        return Obstacle.BEHIND, f"{others} {wait} already, in {_list(ahead)}: nobody goes past the first in order"
     return Obstacle.HEADROOM, f"what is free is kept for {_list(kept)}" if kept else "there is no room beside others"
 
 
@@ -45,6 +47,10 @@ def _of(tokens: int, most_tokens: int, requests: int, most_requests: int) -> str
     if most_requests < UNLIMITED:
         parts.append(f"{requests:,} of {most_requests:,} requests")
     return " and ".join(parts)
+
+
+def _size(ask: Ask) -> str:
+    return f"{ask.tokens:,}" if ask.requests == 1 else f"{ask.tokens:,} and {ask.requests} requests"
 
 
 def _list(names: Sequence[str]) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from sidecar.errors import QueueFull, RequestTooLarge
+from sidecar.events import Obstacle
+from sidecar.policy.policy import Policy
 from sidecar.policy.rules import PoolRules, Shares, pool_rules
 from sidecar.pools import Grant, Lease, Pool
 from sidecar.pools.drain_rate import LEAST_S, MOST_S
@@ -369,6 +371,58 @@ async def test_a_pool_that_is_held_back_still_admits_one_where_nothing_is_held(h
 
 
 # -- what it says of itself
+
+
+def obstructed() -> Policy:
+    """High keeps 60 of 100 tokens free for itself, batch may hold 20 at most."""
+    shares = (Shares("high", Fraction(3, 5), lend=Fraction(0)), Shares("low"), Shares("batch", limit=Fraction(1, 5)))
+    return policy_of(pool_rules(tokens=100, requests=None, tiers=shares))
+
+
+async def test_the_oldest_that_waits_in_a_tier_is_known_with_what_went_ahead_of_it(harness: Harness) -> None:
+    clock = Clock()
+    pool = await harness.pool(simple(), clock)
+    assert list(pool.oldest()) == [None] * len(pool.oldest())
+    await pool.enter(ask(tokens=60))
+    await pool.enter(ask(tier=1, tokens=60))
+    clock.advance(1)
+    await pool.enter(ask(tier=1, tokens=60))  # younger: not told of
+    high = await pool.enter(ask(tier=0, tokens=40))  # came later, and goes first
+    assert high.grant is not None
+    assert high.grant.passed == {"low": "level"}
+    overtaken_at_us = pool.now_us()
+    clock.advance(2)
+    first, second = pool.oldest()[:2]
+    assert first is None
+    assert second is not None
+    assert (second.queue_wait_us, second.starvation_us) == (3_000_000, 2_000_000)
+    assert (second.overtaken_at_us, second.served_ahead, second.level) == (overtaken_at_us, {"high": 40}, 1)
+
+
+async def test_what_stands_in_a_requests_way_is_said_with_figures(harness: Harness) -> None:
+    pool = await harness.pool(obstructed())
+    for tier, tokens in ((0, 10), (1, 20), (2, 10)):
+        await pool.enter(ask(tier=tier, tokens=tokens))
+
+    async def obstacle_of(tier: int, tokens: int) -> tuple[Obstacle, str]:
+        lease = await pool.enter(ask(tier=tier, tokens=tokens))
+        await harness.quiet(pool)
+        assert lease.grant is None
+        return pool.obstacle(ask(tier=tier, tokens=tokens))
+
+    assert await obstacle_of(1, 30) == (Obstacle.HEADROOM, "what is free is kept for high")
+    assert await obstacle_of(1, 1) == (
+        Obstacle.BEHIND,
+        "1 other waits already, in low: nobody goes past the first in order",
+    )
+    assert await obstacle_of(2, 15) == (
+        Obstacle.LIMIT,
+        "tier batch is at its limit: it holds 10 of 20 tokens, and it asks for 15",
+    )
+    assert await obstacle_of(0, 95) == (
+        Obstacle.NO_ROOM,
+        "the pool has no room: 40 of 100 tokens are held, and it asks for 95",
+    )
 
 
 async def test_the_state_is_json_and_unbounded_is_null(harness: Harness) -> None:

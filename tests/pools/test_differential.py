@@ -128,7 +128,8 @@ class Local:
 
     def _figures(self, grant: Any) -> tuple[Any, ...]:
         overtaken = None if grant.overtaken_at_us is None else grant.at_us - grant.overtaken_at_us
-        return (grant.queue_wait_us, overtaken, grant.level, tuple(grant.served_ahead.get(n, 0) for n in self.names))
+        ahead = tuple(grant.served_ahead.get(name, 0) for name in self.names)
+        return (grant.queue_wait_us, overtaken, grant.level, ahead, dict(grant.passed))
 
     def stands(self) -> tuple[Any, ...]:
         levels = range(len(self.names))
@@ -180,9 +181,11 @@ class Lua:
     def _figures(self, ticket: int, wait: WaitReply | None) -> tuple[Any, ...]:
         nothing = (0,) * len(self.policy.tiers)
         if wait is None:
-            return (0, None, self.levels[ticket], nothing)
+            return (0, None, self.levels[ticket], nothing, {})
         ahead = tuple(wait.served_ahead) if wait.wait_us else nothing
-        return (wait.wait_us, wait.starved_us, wait.level, ahead)
+        level = self.levels[ticket] if wait.level is None else wait.level
+        passed = {self.policy.tiers[tier].name: rule.value for tier, rule in wait.passed}
+        return (wait.wait_us, wait.starved_us, level, ahead, passed)
 
     def stands(self) -> tuple[Any, ...]:
         after_us = self.reply.change_after_us

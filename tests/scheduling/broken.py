@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sidecar.policy.rules import PoolRules
-from sidecar.scheduling import Admission, Scheduler, Ticket
+from sidecar.scheduling import Admission, Rule, Scheduler, Ticket
 
 
 class DoNothing(Scheduler):
@@ -121,3 +121,10 @@ class CallsEveryWaitStarvation(Scheduler):
             admission._replace(wait=admission.wait._replace(starvation_us=admission.wait.queue_wait_us))
             for admission in super().dispatch(now_us)
         ]
+
+
+class CallsEveryOvertakingTheReserve(Scheduler):
+    """Says whom a ticket overtook, and always the same reason."""
+
+    def _passed(self, ticket: Ticket) -> list[tuple[int, Rule]]:
+        return [(tier, Rule.RESERVE) for tier, _ in super()._passed(ticket)]

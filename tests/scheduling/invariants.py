@@ -62,6 +62,11 @@ def starvation_is_what_the_record_of_all_admissions_says(witness: Witness) -> No
         assert reported == decision.recorded
 
 
+def whom_it_overtook_and_by_which_rule_is_what_the_record_says(witness: Witness) -> None:
+    for decision in witness.latest:
+        assert decision.said_to_overtake == decision.overtakes, decision.request.id
+
+
 INVARIANTS = (
     leases_never_exceed_the_pool_but_for_resizes_that_outgrow_it,
     whoever_is_first_in_order_after_a_dispatch_does_not_fit,
@@ -72,4 +77,5 @@ INVARIANTS = (
     every_ticket_ends_once_and_ending_it_twice_changes_nothing,
     the_figures_of_every_tier_are_those_of_the_record,
     starvation_is_what_the_record_of_all_admissions_says,
+    whom_it_overtook_and_by_which_rule_is_what_the_record_says,
 )

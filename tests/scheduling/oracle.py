@@ -216,6 +216,19 @@ class Oracle:
             level=math.ceil(self.aged_level(request, now_us)),
         )
 
+    def overtakes(self, request: Request, now_us: int) -> dict[int, str]:
+        """The other tiers whose head had come before a request that is first in order now, and why it is first."""
+        before = (request.arrived_us, request.number)
+        heads = [h for h in self.heads() if h.tier != request.tier and (h.arrived_us, h.number) < before]
+        return {head.tier: self._why_first(request, head, now_us) for head in heads}
+
+    def _why_first(self, request: Request, head: Request, now_us: int) -> str:
+        if not self.is_candidate(head):
+            return "limit"
+        if self.is_below_its_reserve(request.tier) and not self.is_below_its_reserve(head.tier):
+            return "always_first" if self.policy.tiers[request.tier].always_first else "reserve"
+        return "level" if self.aged_level(request, now_us) < self.aged_level(head, now_us) else "nothing"
+
     def _place(self, head: Request, now_us: int) -> tuple:
         below = self.is_below_its_reserve(head.tier)
         return (0 if below else 1, self.aged_level(head, now_us), head.arrived_us, head.number)

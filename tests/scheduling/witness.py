@@ -26,6 +26,8 @@ class Decision(NamedTuple):
     own_tier_is_below: bool
     tiers_below_with_a_candidate: tuple[int, ...]
     earlier_of_same_tenant: tuple[str, ...]
+    said_to_overtake: dict[int, str]
+    overtakes: dict[int, str]
     used_after: tuple[int, int]
 
 
@@ -120,6 +122,8 @@ class Witness:
             "fitted": record.fits(request, now_us),
             "own_tier_is_below": record.is_below_its_reserve(request.tier),
             "tiers_below_with_a_candidate": tuple(h.tier for h in candidates if record.is_below_its_reserve(h.tier)),
+            "said_to_overtake": {tier: rule.value for tier, rule in admission.passed},
+            "overtakes": record.overtakes(request, now_us),
             "earlier_of_same_tenant": tuple(r.id for r in mine if r.number < request.number),
         }
         self._serve(request)
