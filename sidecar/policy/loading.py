@@ -81,12 +81,17 @@ def _tenant_documents(pool: Document, folder: FilePath) -> tuple[list[Document],
     pattern = (pool.data or {}).get("tenants")
     if not isinstance(pattern, str) or not pattern.strip() or not pattern.isprintable():
         return [], []  # absent, or reported by the pool's own validation
-    whole = pattern if FilePath(pattern).is_absolute() else str(FilePath(glob.escape(str(folder))) / pattern)
-    files = sorted(name for name in glob.glob(whole, recursive=True) if FilePath(name).is_file())
+    files = tenant_files(pattern, folder)
     if not files:
         message = f"no file matches {printable(pattern)}; write a pattern such as tenants/*.yaml, or remove this line"
         return [], [pool.problem(("tenants",), message)]
     return [read(FilePath(name)) for name in files], []
+
+
+def tenant_files(pattern: str, folder: FilePath) -> list[str]:
+    """The files that a pool's `tenants` pattern names, sorted. `folder` is the one that the pool's file is in."""
+    whole = pattern if FilePath(pattern).is_absolute() else str(FilePath(glob.escape(str(folder))) / pattern)
+    return sorted(name for name in glob.glob(whole, recursive=True) if FilePath(name).is_file())
 
 
 def _validated(model: type[M], document: Document, around: Context) -> tuple[M | None, list[Problem]]:

@@ -90,7 +90,7 @@ def test_every_invariant_has_a_broken_scheduler_that_fails_it():
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in UNRECORDED])
 def test_a_broken_scheduler_gives_some_scenario_a_wrong_answer(kind):
-    """But for those that differ in what no scenario records: what `settle` returns, by which rule somebody went first."""
+    """But for those wrong in what no scenario records: what `settle` returns, and by which rule one went first."""
     assert any(answers(kind, scenario) != recorded(scenario) for scenario in SCENARIOS)
 
 
