@@ -37,8 +37,8 @@ def wait_headers(wait: Grant) -> Iterable[tuple[bytes, bytes]]:
         return _NO_WAIT
     wait_ms, starved_ms = wait.queue_wait_us / 1000, wait.starvation_us / 1000
     timing = (
-        b"admission;dur=%.1f, starved;dur=%.1f" % (wait_ms, starved_ms)
+        b"admission;dur=%.3f, starved;dur=%.3f" % (wait_ms, starved_ms)
         if starved_ms
-        else b"admission;dur=%.1f" % wait_ms
+        else b"admission;dur=%.3f" % wait_ms
     )
     return (b"x-admission-wait-ms", b"%d" % wait_ms), (b"server-timing", timing)

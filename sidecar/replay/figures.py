@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sidecar.load import Correlation, Distribution, Seen, spearman, starvation_s
-
-WAIT_HEADER = "x-admission-wait-ms"
+from sidecar.replay.door import DoorSums, door_wait, sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +15,8 @@ class TierFigures:
     """One tier in one run. Distributions are of its complete answers, None where there was nothing to measure.
 
     `queue_wait_s` is what the door says, and None where there is no door. `starvation_s` is how long a request waited
-    for its first token after one that was sent later had its own.
+    for its first token after one that was sent later had its own: what clients see, door or no door. `door` is what the
+    door itself says of all answers, refusals too, None where there is none.
     """
 
     requests: int
@@ -26,6 +26,7 @@ class TierFigures:
     tpot_s: Distribution | None
     queue_wait_s: Distribution | None
     starvation_s: Distribution | None
+    door: DoorSums | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +95,6 @@ def starvation_by_request(seen: Sequence[Seen]) -> Sequence[float | None]:
     return [starved_s.get(index) for index in range(len(seen))]
 
 
-def queue_wait_s(seen: Seen) -> float | None:
-    """What the door says that a request waited, None where it says nothing."""
-    try:
-        return float(seen.headers[WAIT_HEADER]) / 1000
-    except (KeyError, ValueError):
-        return None
-
-
 def _tier(tier: str, seen: Sequence[Seen], starved_s: Mapping[int, float], duration_s: float) -> TierFigures | None:
     mine = [(index, one) for index, one in enumerate(seen) if one.planned.label == tier]
     complete = [(index, one) for index, one in mine if one.is_complete]
@@ -113,8 +106,9 @@ def _tier(tier: str, seen: Sequence[Seen], starved_s: Mapping[int, float], durat
         output_tokens_per_s=_rate(sum(one.output_tokens for _, one in complete), duration_s),
         ttft_s=_distribution([one.ttft_s for _, one in complete]),
         tpot_s=_distribution([one.tpot_s for _, one in complete]),
-        queue_wait_s=_distribution([queue_wait_s(one) for _, one in complete]),
+        queue_wait_s=_distribution([wait.queue_wait_s for _, one in complete if (wait := door_wait(one.headers))]),
         starvation_s=_distribution([starved_s.get(index) for index, _ in complete]),
+        door=sums(one for _, one in mine),
     )
 
 

@@ -12,8 +12,9 @@ from sidecar.policy.policy import EngineName
 from sidecar.replay.asking import Asking, By
 from sidecar.replay.bodies import Writer
 from sidecar.replay.counting import words_of
+from sidecar.replay.door import door_wait, request_id
 from sidecar.replay.engine import Model, Server
-from sidecar.replay.figures import RunFigures, measure, queue_wait_s, starvation_by_request
+from sidecar.replay.figures import RunFigures, measure, starvation_by_request
 from sidecar.replay.plan import plan
 from sidecar.replay.row import Row
 from sidecar.replay.trace import Trace
@@ -113,6 +114,7 @@ def by_request(played: Played, rows: Sequence[Row]) -> Iterator[Mapping[str, Any
     """A record of every request, for whoever wants to count something else."""
     starved_s = starvation_by_request(played.seen)
     for row, seen, starvation_s in zip(rows, played.seen, starved_s, strict=True):
+        wait = door_wait(seen.headers)
         yield {
             "run": played.figures.name,
             "line": row.line,
@@ -122,8 +124,10 @@ def by_request(played: Played, rows: Sequence[Row]) -> Iterator[Mapping[str, Any
             "ttft_s": seen.ttft_s,
             "tpot_s": seen.tpot_s,
             "end_s": seen.end_s,
-            "queue_wait_s": queue_wait_s(seen),
+            "queue_wait_s": wait and wait.queue_wait_s,
             "starvation_s": starvation_s,
+            "door_starvation_s": wait and wait.starvation_s,
+            "door_request_id": request_id(seen.headers),
             "prompt_tokens_asked": row.input_tokens,
             "prompt_tokens": seen.prompt_tokens,
             "output_tokens": seen.output_tokens,

@@ -7,25 +7,47 @@ import dataclasses
 import pytest
 
 from sidecar.load import Correlation, Distribution
+from sidecar.replay.door import DoorSums
 from sidecar.replay.table import meaning, table
 from sidecar.replay.telling import advice
 from sidecar.replay.words import Words
 from tests.replay.seen import TIERS, played, seen
 
 
+def waited(wait_ms: float, starved_ms: float = 0.0) -> dict[str, str]:
+    """As the door's headers say it."""
+    starved = f", starved;dur={starved_ms:.1f}" if starved_ms else ""
+    return {
+        "x-admission-wait-ms": f"{wait_ms:.0f}",
+        "server-timing": f"app;dur=3.1, admission;dur={wait_ms:.1f}{starved}",
+    }
+
+
+def test_a_refusal_after_a_wait_counts_in_what_the_door_says() -> None:
+    run = played(
+        [
+            seen("batch", 0.0, 1.0, headers=waited(0)),
+            seen("batch", 0.0, None, error="HTTP 503: queue_timeout", headers=waited(2000, starved_ms=500)),
+            seen("batch", 0.0, None, error="HTTP 503: queue_full", headers={"x-request-id": "x"}),
+        ]
+    ).figures
+    assert run.tiers["batch"].door == DoorSums(2, 2.0, 0.5)
+
+
 def test_each_tier_has_its_own_figures() -> None:
     run = played(
         [
-            seen("batch", 0.0, 5.0, headers={"x-admission-wait-ms": "4000"}),
-            seen("high", 1.0, 0.5, headers={"x-admission-wait-ms": "100"}),
-            seen("high", 2.0, 1.5, headers={"x-admission-wait-ms": "300"}),
+            seen("batch", 0.0, 5.0, headers=waited(4000, starved_ms=3500)),
+            seen("high", 1.0, 0.5, headers=waited(100)),
+            seen("high", 2.0, 1.5, headers=waited(300.5)),
         ]
     ).figures
     assert list(run.tiers) == ["high", "batch"]
     high, batch = run.tiers["high"], run.tiers["batch"]
     assert (high.requests, high.failed, high.ttft_s) == (2, 0, Distribution(1.5, 1.5, 1.5, 1.0))
     assert high.queue_wait_s is not None
-    assert high.queue_wait_s.p50 == 0.3
+    assert high.queue_wait_s.p50 == 0.3005
+    assert (high.door, batch.door) == (DoorSums(2, pytest.approx(0.4005), 0.0), DoorSums(1, 4.0, 3.5))
     assert high.tpot_s is not None
     assert high.tpot_s.p50 == pytest.approx(0.1)
     assert batch.starvation_s is not None
