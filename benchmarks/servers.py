@@ -25,9 +25,11 @@ class Server:
 
 
 @contextlib.contextmanager
-def started(names: Sequence[str], upstream_port: int | None = None) -> Iterator[Mapping[str, Server]]:
-    """Runs factories of `overhead_apps` by name, and ends them. `upstream_port` is what the proxies stand before."""
-    servers = {name: _start(name, upstream_port) for name in names}
+def started(
+    names: Sequence[str], upstream_port: int | None = None, apps: str = "overhead_apps"
+) -> Iterator[Mapping[str, Server]]:
+    """Runs factories of the module `apps` by name, and ends them. `upstream_port` is what the proxies stand before."""
+    servers = {name: _start(f"benchmarks.{apps}:{name}", upstream_port) for name in names}
     try:
         for server in servers.values():
             _wait_for(server.port)
@@ -39,10 +41,10 @@ def started(names: Sequence[str], upstream_port: int | None = None) -> Iterator[
             server.process.wait()
 
 
-def _start(name: str, upstream_port: int | None) -> Server:
+def _start(factory: str, upstream_port: int | None) -> Server:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "uvicorn", f"benchmarks.overhead_apps:{name}", "--factory", "--port", str(port)]
+    command = [sys.executable, "-m", "uvicorn", factory, "--factory", "--port", str(port)]
     command += ["--interface", "asgi3", "--loop", "uvloop", "--http", "httptools", "--no-access-log"]
     command += ["--log-level", "warning"]
     environment = {

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+from sidecar.asgi.admin_port import PORT_VARIABLE
 from sidecar.asgi.failed_start import FailedStart
 from sidecar.asgi.lifespan import Lifespan
 from sidecar.asgi.middleware import Admission
@@ -16,11 +19,14 @@ from sidecar.asgi.types import ASGIApp
 from sidecar.engines import Dialect, dialect_of
 from sidecar.engines.cautious import CautiousTensorRtLlm
 from sidecar.engines.reading import Pages
+from sidecar.live.lookout import Lookout
 from sidecar.policy.loading import load
 from sidecar.policy.policy import EngineName, Policy
 from sidecar.policy.store import StoreAddress, store_address
+from sidecar.policy.watch import PolicyFiles
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
-from sidecar.telemetry import SpanObserver, StoreMetrics, Telemetry
+from sidecar.telemetry import StoreMetrics
+from sidecar.telemetry.log_setup import mounted_logging
 from sidecar.telemetry.setup import configure_from_environment
 from sidecar.tokens import Estimator, TokenizerCounter
 
@@ -37,30 +43,47 @@ class AdmissionMiddleware(Admission):
     `SIDECAR_POLICY` says where it is, so that a server which constructs its middleware with `app` alone can use this
     class too. Such a server gets the rest from the environment as well: admin pages on `SIDECAR_ADMIN_PORT`, and
     telemetry by `OTEL_*`. `SIDECAR_STORE` goes before the policy's own `store`. `dialect` is how the app's engine hears
-    a priority, where that is not as the policy's `engine` says. Raises `PolicyError` with every mistake of the files,
+    a priority, where that is not as the policy's `engine` says; `files` are where a loaded policy came from, to be
+    watched. Raises `PolicyError` with every mistake of the files,
     and ValueError where there are none; a server that makes its middleware only when it starts is told that the start
     failed instead.
     """
 
     def __init__(
-        self, app: ASGIApp, policy: str | Path | Policy | None = None, *, dialect: Dialect | None = None
+        self,
+        app: ASGIApp,
+        policy: str | Path | Policy | None = None,
+        *,
+        dialect: Dialect | None = None,
+        files: PolicyFiles | None = None,
     ) -> None:
         try:
-            loaded = policy if isinstance(policy, Policy) else load(policy or _policy_path(os.environ))
+            if isinstance(policy, Policy):
+                loaded = policy
+            else:
+                path = policy or _policy_path(os.environ)
+                loaded = load(path)
+                files = PolicyFiles(path, loaded.generation)
             pages = AppPages(app, os.environ.get(ENGINE_KEY_VARIABLE))
             pool = _pool(loaded, os.environ, pages)
             estimator = Estimator(None if loaded.tokenizer is None else TokenizerCounter(loaded.tokenizer))
+            is_shared = _store(loaded, os.environ) is not None
+            self.lookout = Lookout(self, loaded, pool, files, os.environ, is_shared=is_shared)
         except ValueError as mistake:
             if not _is_in_event_loop():
                 raise
             self.app, self.endpoints = FailedStart(mistake), {}
             return
-        is_shared = _store(loaded, os.environ) is not None
         dialect = _dialect(loaded, pages) if dialect is None else dialect
-        inner = _with_lifespan(app, pages, pool, dialect)
+        inner = _with_lifespan(pages, pool, dialect, self.lookout)
         if policy is None:
             inner = Mounted(
-                inner, self, is_shared=is_shared, environment=os.environ, begin_telemetry=configure_from_environment
+                inner,
+                self,
+                routes=self.lookout.routes,
+                is_shared=is_shared,
+                environment=os.environ,
+                telemetry=partial(_mounted_telemetry, self.lookout, os.environ),
             )
         super().__init__(
             inner,
@@ -68,8 +91,12 @@ class AdmissionMiddleware(Admission):
             pool=pool,
             dialect=dialect,
             estimator=estimator,
-            observer=Telemetry(SpanObserver(), []),
+            observer=self.lookout.observer,
         )
+
+    def notices(self) -> Sequence[str]:
+        """See `Door.notices`."""
+        return [*super().notices(), *self.lookout.notices()]
 
 
 def _pool(policy: Policy, environment: Mapping[str, str], pages: Pages) -> Pool:
@@ -82,7 +109,8 @@ def _pool(policy: Policy, environment: Mapping[str, str], pages: Pages) -> Pool:
 def _shared_pool(policy: Policy, store: StoreAddress) -> Pool:
     from sidecar.pools.redis import RedisPool, connector
 
-    return RedisPool(policy, connector(store, policy.pool), observer=StoreMetrics(policy.pool))
+    metrics = StoreMetrics(policy.pool)
+    return RedisPool(policy, connector(store, policy.pool), observer=metrics, took=metrics.round_trip)
 
 
 def _store(policy: Policy, environment: Mapping[str, str]) -> StoreAddress | None:
@@ -100,14 +128,21 @@ def _dialect(policy: Policy, pages: Pages) -> Dialect:
     return dialect_of(policy.engine, policy.carrier)
 
 
-def _with_lifespan(app: ASGIApp, pages: AppPages, pool: Pool, dialect: Dialect) -> ASGIApp:
+def _with_lifespan(pages: AppPages, pool: Pool, dialect: Dialect, lookout: Lookout) -> ASGIApp:
     """The app, with a start and an end for what has one."""
     asking = [dialect.ask] if isinstance(dialect, CautiousTensorRtLlm) else []
-    if isinstance(pool, LocalPool):
-        return Lifespan(pages, asking=asking) if asking else app
+    closing = [lookout.close, pool.close]
     if isinstance(pool, EngineSizedPool):
-        return Lifespan(pages, asking=[pool.open, *asking], closing=[pool.close])
-    return Lifespan(pages, opening=[pool.open], asking=asking, closing=[pool.close])
+        return Lifespan(pages, opening=[lookout.open], asking=[pool.open, *asking], closing=closing)
+    return Lifespan(pages, opening=[pool.open, lookout.open], asking=asking, closing=closing)
+
+
+@contextmanager
+def _mounted_telemetry(lookout: Lookout, environment: Mapping[str, str]) -> Iterator[Callable[[], None]]:
+    """Logs and telemetry by the environment while the block runs; what it gives sends what telemetry still holds."""
+    scrape = lookout.scrape if environment.get(PORT_VARIABLE, "").strip() else None
+    with mounted_logging(environment):
+        yield configure_from_environment(scrape=scrape)
 
 
 def _is_in_event_loop() -> bool:

@@ -299,12 +299,16 @@ def _texts(part: bytes) -> Iterator[str | None]:
             pending.extend((item[key], in_media) for key in reversed(item) if key not in skipped)
 
 
+_KINDS = {b'"': "a string", b"{": "an object", b"t": "a boolean", b"f": "a boolean", b"n": "null"}
+
+
 def _required_list(name: str, raw: _Raw) -> bytes:
     given = _given(raw)
     if not given:
         raise InvalidBody(f"{name}: missing; send a list")
     if given[:1] != b"[":
-        raise InvalidBody(f"{name}: expected a list, got {_shown(given.decode('utf-8', 'replace'))}")
+        # Its kind, not the thing itself: it may be a prompt, and this goes into logs and traces.
+        raise InvalidBody(f"{name}: expected a list, got {_KINDS.get(given[:1], 'a number')}")
     if not given[1:-1].strip():
         raise InvalidBody(f"{name}: an empty list; send at least one")
     return given

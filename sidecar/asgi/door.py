@@ -54,6 +54,11 @@ class Door:
         """Returns when no request is under way."""
         await self.rounds.emptied()
 
+    @property
+    def under_way(self) -> int:
+        """How many requests are in, waiting or served."""
+        return len(self.rounds)
+
     def readiness(self) -> Sequence[str]:
         """Why this process should get no traffic; empty when it should."""
         return [*(["draining"] if self.is_draining else []), *self.pool.readiness()]
@@ -67,6 +72,6 @@ class Door:
         return {
             "policy": {"generation": self.policy.generation, "engine": self.policy.engine.value},
             "draining": self.is_draining,
-            "under_way": len(self.rounds),
+            "under_way": self.under_way,
             "pool": self.pool.state(),
         }

@@ -7,8 +7,10 @@ start and end with its end, and what is wrong with the environment fails the sta
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
+
+from starlette.routing import BaseRoute
 
 from sidecar.asgi.admin import admin_app
 from sidecar.asgi.admin_port import admin_pages
@@ -23,8 +25,9 @@ _LAST_WORDS = frozenset(("lifespan.startup.failed", "lifespan.shutdown.complete"
 class Mounted:
     """Around an app. `door` is the door before it; `is_shared` says that its pool is in a store.
 
-    `begin_telemetry` is called when the server starts, in its event loop, and returns what ends it, which may block.
-    Both raise ValueError for an environment that cannot be.
+    `routes` are shown on the admin port beside the door's own pages. `telemetry` is entered when the server starts, in
+    its event loop, and left when it ends; it gives what sends what is still held, which may block. It raises ValueError
+    for an environment that cannot be.
     """
 
     def __init__(
@@ -32,15 +35,17 @@ class Mounted:
         app: ASGIApp,
         door: Door,
         *,
+        routes: Sequence[BaseRoute],
         is_shared: bool,
         environment: Mapping[str, str],
-        begin_telemetry: Callable[[], Callable[[], None]],
+        telemetry: Callable[[], AbstractContextManager[Callable[[], None]]],
     ) -> None:
         self.app = app
         self._door = door
+        self._routes = routes
         self._is_shared = is_shared
         self._environment = environment
-        self._begin_telemetry = begin_telemetry
+        self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one ASGI scope."""
@@ -74,10 +79,10 @@ class Mounted:
         if not self._is_shared:
             refuse_separate_pools(count)
         door = self._door
-        pages = admin_app(state=door.state, readiness=door.readiness, notices=door.notices)
-        async with admin_pages(pages, self._environment, count):
-            end_telemetry = self._begin_telemetry()
+        pages = admin_app(state=door.state, readiness=door.readiness, notices=door.notices, routes=self._routes)
+        with self._telemetry() as send_the_rest:
             try:
-                yield
+                async with admin_pages(pages, self._environment, count):
+                    yield
             finally:
-                await asyncio.to_thread(end_telemetry)
+                await asyncio.to_thread(send_the_rest)

@@ -224,5 +224,6 @@ class _Forwarding:
     def _unreachable(self, reason: str, error: Exception | None) -> EngineUnreachable:
         if OWN not in self._scope.get("extensions", {}):
             # The address is for the log: it is no business of the client's.
-            logger.warning("engine %s: %s (%s)", self._proxy.upstream.url, reason, said(error))
+            fields = {"event": "engine_unreachable"}
+            logger.warning("engine %s: %s (%s)", self._proxy.upstream.url, reason, said(error), extra=fields)
         return EngineUnreachable(f"the engine could not be reached: {reason}")

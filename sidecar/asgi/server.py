@@ -113,6 +113,8 @@ class _Server(uvicorn.Server):
             timeout_keep_alive=timeout_keep_alive,
             http="httptools",
             ws="none",
+            # Whoever runs the process decides how its log looks.
+            log_config=None,
             log_level="warning",
             access_log=False,
             # A proxy passes on what the engine says of itself and of the time.

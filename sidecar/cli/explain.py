@@ -1,299 +1,73 @@
-"""Say which tier a request gets, and why: what the door does with it, step by step, without sending it anywhere.
+"""Say which tier a request gets, and why; or of one that was sent, why it waited.
 
-Takes the same decisions as the door, with the same code, for an empty pool. The exit code is 0 for a request that would
-be let in, 1 for one that would be refused, or for a policy that cannot be used.
+With POLICY and --path it takes the same decisions as the door, with the same code, for an empty pool: the exit code is
+0 for a request that would be let in, 1 for one that would be refused, or for a policy that cannot be used.
+
+With --request it asks a running door, on its admin port, how that request fared and who went ahead of it: the exit
+code is 0 where the door knows it, else 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
-import sys
-from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
-from sidecar.asgi.understanding import longest_wait_s
-from sidecar.classify import Answer, Asked, Classification, Classifier
-from sidecar.cli.output import write_json
-from sidecar.engines import Dialect, client_headers, dialect_of
-from sidecar.errors import AdmissionError, BodyTooLarge
-from sidecar.payload import Payload, read
-from sidecar.policy.loading import Loaded, load_files
-from sidecar.policy.policy import Api, Endpoint, Policy, Teller, Tenant
-from sidecar.policy.problems import PolicyError
-from sidecar.policy.rules import UNLIMITED, largest_request
-from sidecar.pools import Ask
-from sidecar.pools.sizes import Sizes
-from sidecar.tokens import Estimator, NoTokenizer, TokenizerCounter, tokens_to_hold
-
+ADMIN = "http://127.0.0.1:9464"
+"""Where `sidecar serve` has its admin port, unless it is told otherwise."""
 EXAMPLE = """  sidecar explain policies/ --path /v1/chat/completions --key sk-demo-standard --header 'x-priority: high'
-  sidecar explain policies/ --path /v1/completions --body request.json --json -"""
-
-SMALLEST = {
-    Api.CHAT: b'{"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}',
-    Api.COMPLETIONS: b'{"model": "m", "prompt": "Hello", "max_tokens": 16}',
-    Api.RESPONSES: b'{"model": "m", "input": "Hello", "max_output_tokens": 16}',
-    Api.MESSAGES: b'{"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}',
-    Api.EMBEDDINGS: b'{"model": "m", "input": "Hello"}',
-}
-"""The body where none is given: the least that is a valid request of its kind."""
-
-Found = dict[str, Any]
+  sidecar explain policies/ --path /v1/completions --body request.json --json -
+  sidecar explain --request 4f0c3a517d2e4b1c8a6f9b0d2c1e3a57"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the policy's path and the request."""
-    add = parser.add_argument
-    add("policy", metavar="POLICY", help="a policy file, or a folder with policy.yaml in it")
-    add("--path", required=True, metavar="P", help="the request's path, e.g. /v1/chat/completions")
+    """Adds the two ways to ask."""
+    parser.set_defaults(refuse=parser.error)
+    would = parser.add_argument_group("what a request would get")
+    add = would.add_argument
+    add("policy", nargs="?", metavar="POLICY", help="a policy file, or a folder with policy.yaml in it")
+    add("--path", metavar="P", help="the request's path, e.g. /v1/chat/completions")
     add("--key", metavar="K", help="its API key, sent as Authorization: Bearer")
     add("--header", action="append", default=[], type=_header, metavar="'N: V'", help="a header; may be repeated")
     add("--body", metavar="FILE", help="its JSON body; - reads standard input (default: a small valid one)")
-    add("--json", metavar="FILE", help="also write the result as JSON; - writes it to standard output")
+    did = parser.add_argument_group("how a request fared")
+    did.add_argument("--request", metavar="ID", help="its x-request-id, as the answer said it, or its trace id")
+    help_admin = f"the door's admin port; repeat it for replicas (default {ADMIN})"
+    did.add_argument("--admin", action="append", metavar="URL", help=help_admin)
+    parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - writes it to standard output")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 where the request would be let in, 1 where it would be refused or cannot be explained."""
-    try:
-        loaded = load_files(args.policy)
-        body = _body(args.body)
-        counter = TokenizerCounter(loaded.policy.tokenizer) if loaded.policy.tokenizer else None
-    except (PolicyError, NoTokenizer) as refused:
-        print(refused, file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"{args.body}: cannot be read ({error.strerror})", file=sys.stderr)
-        return 1
-    keys = [] if args.key is None else [(b"authorization", b"Bearer " + args.key.encode("utf-8", "surrogateescape"))]
-    found = _Explanation(loaded, Estimator(counter)).of(args.path.partition("?")[0], dict([*keys, *args.header]), body)
-    if args.json != "-":
-        print(_text(found))
-    return 0 if write_json(args.json, found) and "error" not in found else 1
+    """Returns 0 where the request would be let in, or is known; else 1."""
+    _refuse_what_does_not_go_together(args)
+    if args.request is None:
+        from sidecar.cli import explain_policy
+
+        return explain_policy.run(args)
+    from sidecar.cli import explain_request
+
+    return explain_request.run(args.request.strip(), args.admin or [ADMIN], args.json)
 
 
-class _Explanation:
-    """Follows one request through the door, and keeps what was found even where it ends in a refusal."""
-
-    def __init__(self, loaded: Loaded, estimator: Estimator) -> None:
-        self._loaded = loaded
-        self._policy: Policy = loaded.policy
-        self._estimator = estimator
-        self._dialect: Dialect = dialect_of(loaded.policy.engine, loaded.policy.carrier)
-        self._classifier = Classifier(loaded.policy, self._dialect)
-        self._names = [tier.name for tier in loaded.policy.tiers]
-        self._found: Found = {}
-
-    def of(self, path: str, headers: dict[bytes, bytes], body: bytes | None) -> Found:
-        """All that can be said of a request, as JSON types."""
-        endpoint = self._policy.endpoints.get(path)
-        self._found = {"path": path, "guarded": endpoint is not None}
-        if endpoint is None:
-            self._found["guarded_paths"] = sorted(self._policy.endpoints)
-            return self._found
-        self._found |= {"api": endpoint.api.value, "forward_to": endpoint.forward_to, "body_given": body is not None}
-        try:
-            self._follow(endpoint, headers, SMALLEST[endpoint.api] if body is None else body)
-        except AdmissionError as error:
-            self._found["error"] = {"status": error.status, "code": error.code, "message": error.message}
-        return self._found
-
-    def _follow(self, endpoint: Endpoint, headers: dict[bytes, bytes], body: bytes) -> None:
-        tenant = self._classifier.tenant(headers)
-        self._found["tenant"] = self._tenant(tenant)
-        if len(body) > self._policy.max_body_bytes:
-            raise BodyTooLarge(f"the body has {len(body)} bytes; {self._policy.max_body_bytes} are allowed")
-        asked = Asked(endpoint, read(endpoint.api, body), headers, client_headers(headers))
-        answers = self._classifier.answers(asked, tenant)
-        self._found["sources"] = [self._source(answer) for answer in answers]
-        made = self._classifier.classify(asked, tenant)
-        for answer, source in zip(answers, self._found["sources"], strict=True):
-            source["wins"] = answer.source is made.source
-        self._found |= self._classification(made)
-        self._size(asked.payload, made, headers)
-        self._found["engine"] = self._engine(endpoint.api, made.level)
-
-    def _tenant(self, tenant: Tenant) -> Found:
-        return {
-            "name": tenant.name,
-            "by": "no API key" if tenant is self._policy.anonymous else "its API key",
-            "tier": self._names[tenant.level],
-            "max_tier": self._names[tenant.max_level],
-            "weight": tenant.weight,
-        }
-
-    def _source(self, answer: Answer) -> Found:
-        return {
-            "source": answer.source.value,
-            "statement": answer.statement,
-            "value": answer.value if answer.statement else None,
-            "tier": None if answer.level is None else self._names[answer.level],
-            "refused": answer.refusal is not None,
-            "wins": False,
-        }
-
-    def _classification(self, made: Classification) -> Found:
-        clamped = made.clamped_from is not None
-        return {
-            "tier": self._names[made.level],
-            "source": made.source.value,
-            "clamped_from": self._names[made.clamped_from] if made.clamped_from is not None else None,
-            "clamped_by": self._ceiling(made.tenant) if clamped else None,
-            "ignored": list(made.ignored),
-        }
-
-    def _ceiling(self, tenant: Tenant) -> str:
-        """The line of the policy that keeps a tenant from a better tier."""
-        best = self._names[tenant.max_level]
-        if tenant is self._policy.anonymous:
-            return f"{self._loaded.place(('anonymous',)) or self._loaded.pool.file}: anonymous: {best}"
-        for key in ("max_tier", "tier"):  # without a ceiling of its own, a tenant's tier is its ceiling
-            place = self._loaded.place(("tenants", tenant.name, key))
-            if place is not None and key in (self._loaded.tenants[tenant.name].data or {}):
-                return f"{place}: {key}: {best}"
-        return f"tenant {tenant.name}"
-
-    def _size(self, payload: Payload, made: Classification, headers: dict[bytes, bytes]) -> None:
-        """What it would hold. Raises RequestTooLarge, as the pool does."""
-        tier, counter = self._policy.tiers[made.level], self._estimator.counter
-        if counter is None:
-            prompt = self._estimator.prompt_tokens(payload)
-        else:
-            prompt = asyncio.run(self._estimator.counted_prompt_tokens(payload, counter))
-        tokens, requests = largest_request(self._policy.rules, made.level)
-        sequences = payload.prompts * payload.choices
-        self._found["holds"] = {
-            "tokens": tokens_to_hold(payload, prompt, tier.default_output_tokens),
-            "requests": sequences,
-            "prompt_tokens": prompt,
-            "prompts": payload.prompts,
-            "choices": payload.choices,
-            "output_tokens": tier.default_output_tokens
-            if payload.max_output_tokens is None
-            else payload.max_output_tokens,
-            "output_by": "the tier's default" if payload.max_output_tokens is None else "the request",
-            "counted_by": "bytes" if counter is None else "tokenizer",
-        }
-        self._found["largest"] = {
-            "tokens": _bounded(min(tokens, tier.max_request_tokens or tokens)),
-            "requests": _bounded(requests),
-        }
-        self._found["capacity_from"] = None if self._policy.engine_capacity is None else Teller.ENGINE.value
-        ask = Ask(made.level, made.tenant.name, made.tenant.weight, self._found["holds"]["tokens"], sequences)
-        Sizes(self._policy).refuse_what_never_fits(ask)
-        self._found["longest_wait_s"] = longest_wait_s(headers, tier.max_wait_s)
-
-    def _engine(self, api: Api, level: int) -> Found:
-        priority = self._dialect.priority(level, len(self._names))
-        forward = self._dialect.forward(api, priority)
-        return {
-            "name": self._policy.engine.value,
-            "priority": priority if forward.is_sent else None,
-            "headers": {name.decode(): value.decode() for name, value in forward.headers},
-            "member": None if forward.member is None else {"priority": json.loads(forward.member)},
-        }
+def _refuse_what_does_not_go_together(args: argparse.Namespace) -> None:
+    would = [name for name in ("path", "key", "header", "body") if getattr(args, name)]
+    if args.request is None:
+        if args.policy is None:
+            _refuse(args, "give POLICY and --path for what a request would get, or --request ID for how one fared")
+        if args.path is None:
+            _refuse(args, "POLICY needs --path as well, e.g. --path /v1/chat/completions")
+        if args.admin:
+            _refuse(args, "--admin goes with --request: POLICY is explained without asking anybody")
+    elif args.policy is not None:
+        _refuse(args, "POLICY and --request do not go together: how a request fared is asked of the running door")
+    elif would:
+        _refuse(args, f"--{would[0]} does not go with --request, which is about a request that was sent")
+    elif not args.request.strip():
+        _refuse(args, "--request is empty: give the x-request-id that the answer said, or the trace id")
 
 
-def _text(found: Found) -> str:
-    """The explanation for people."""
-    if not found["guarded"]:
-        paths = ", ".join(found["guarded_paths"])
-        return f"{found['path']} is not guarded: it passes untouched, for everybody.\nThe policy guards {paths}."
-    lines = [f"POST {found['path']}, read as {found['api']}" + ("" if found["body_given"] else ", with a small body")]
-    if "tenant" in found:
-        lines += ["", "1. Who asks", *_who(found["tenant"])]
-    if "sources" in found:
-        lines += ["", "2. Which tier: the sources in the policy's order; the first that answers wins", *_which(found)]
-    if "holds" in found:
-        lines += ["", "3. How much it holds until it is answered", *_how_much(found)]
-    if "engine" in found:
-        lines += ["", f"4. What the engine is told ({found['engine']['name']})", *_told(found)]
-    error = found.get("error")
-    if error:
-        return "\n".join([*lines, "", f"Refused: {error['status']} {error['code']}", f"   {error['message']}"])
-    holds = found["holds"]["tokens"]
-    return "\n".join([*lines, "", f"It gets tier {found['tier']} and holds {holds:,} tokens."])
-
-
-def _who(tenant: Found) -> list[str]:
-    same = tenant["tier"] == tenant["max_tier"]
-    may = "may ask for nothing better" if same else f"may ask for up to {tenant['max_tier']}"
-    return [f"   {tenant['name']}, by {tenant['by']}: tier {tenant['tier']}, {may}"]
-
-
-def _which(found: Found) -> list[str]:
-    lines, settled = [], False
-    for source in found["sources"]:
-        said = _said(source)
-        if settled:
-            said += "   (not asked: decided already)"
-        elif source["wins"]:
-            said += "   <- wins"
-        settled = settled or source["wins"] or source["refused"]
-        lines.append(f"   {source['source']:<9} {said}")
-    if "tier" not in found:
-        return lines
-    if found["source"] == "default":
-        lines.append("   none answers: the policy's default_tier decides")
-    if found["clamped_from"]:
-        lines.append(f"   {found['clamped_from']} is more than this tenant may have: clamped to {found['tier']}")
-        lines.append(f"   by {found['clamped_by']}   (response: x-admission-clamped-from: {found['clamped_from']})")
-    if found["ignored"]:
-        names = ", ".join(found["ignored"])
-        lines.append(f"   ignored: {names}   (response: x-admission-ignored)")
-    return lines
-
-
-def _said(source: Found) -> str:
-    if source["refused"]:
-        return f"{source['statement']}: {source['value']}, which is no tier"
-    if source["tier"] is None:
-        return "says nothing"
-    statement = f"{source['statement']}: {source['value']}, " if source["statement"] else ""
-    return f"{statement}which means {source['tier']}" if statement else f"says {source['tier']}"
-
-
-def _how_much(found: Found) -> list[str]:
-    holds, largest = found["holds"], found["largest"]
-    each = f"{holds['output_tokens']:,} output" + ("" if holds["prompts"] == 1 else f" x {holds['prompts']} prompts")
-    times = "" if holds["choices"] == 1 else f", x {holds['choices']} choices"
-    how = (
-        "by the policy's tokenizer"
-        if holds["counted_by"] == "tokenizer"
-        else "by its size, 4 bytes a token, until the engine's usage says better"
-    )
-    lines = [
-        f"   {holds['tokens']:,} tokens: {holds['prompt_tokens']:,} prompt + {each} ({holds['output_by']}){times}",
-        f"   the prompt is counted {how}",
-        f"   {holds['requests']:,} of the pool's requests: one for each sequence",
-        f"   tier {found['tier']} could hold {_amount(largest['tokens'])} tokens and "
-        f"{_amount(largest['requests'])} requests at most, in one request",
-    ]
-    if found["capacity_from"] is not None:
-        lines.append("   less, where the engine says that it holds less (capacity: {from: engine})")
-    if found.get("longest_wait_s") is not None:
-        lines.append(f"   it waits {found['longest_wait_s']:g} s at most; then 503 queue_timeout")
-    return lines
-
-
-def _told(found: Found) -> list[str]:
-    engine = found["engine"]
-    lines = [f"   header {name}: {value}" for name, value in engine["headers"].items()]
-    if engine["member"]:
-        lines.append(f'   body member "priority": {json.dumps(engine["member"]["priority"])}')
-    if not lines:
-        lines = ["   no priority: it has no place for one here; admission alone orders these requests"]
-    elif found["forward_to"]:
-        lines.append(f"   on the path {found['forward_to']}")
-    return lines
-
-
-def _amount(amount: int | None) -> str:
-    return "any number of" if amount is None else f"{amount:,}"
-
-
-def _bounded(amount: int) -> int | None:
-    return None if amount >= UNLIMITED else amount
+def _refuse(args: argparse.Namespace, mistake: str) -> NoReturn:
+    args.refuse(mistake)
+    raise AssertionError("argparse has ended the program")
 
 
 def _header(text: str) -> tuple[bytes, bytes]:
@@ -301,9 +75,3 @@ def _header(text: str) -> tuple[bytes, bytes]:
     if not colon or not name.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is no header; write 'name: value'")
     return name.strip().lower().encode("latin-1", "replace"), value.strip().encode("utf-8", "surrogateescape")
-
-
-def _body(source: str | None) -> bytes | None:
-    if source is None:
-        return None
-    return sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()

@@ -7,9 +7,18 @@ for as long as --grace, and exits with 0; a second signal ends at once.
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 import sys
+from typing import TYPE_CHECKING
 
 from sidecar.policy import units
+from sidecar.telemetry.log_setup import FORMATTERS, LEVELS, log_settings, own_logging
+
+if TYPE_CHECKING:
+    from sidecar.asgi.door import Door
+
+_log = logging.getLogger("sidecar.serve")
 
 EXAMPLE = "  sidecar serve --upstream http://127.0.0.1:8000 --policy policies/ --port 8080"
 
@@ -20,37 +29,56 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", required=True, metavar="PATH", help="policy.yaml, or the folder it is in")
     parser.add_argument("--host", default="127.0.0.1", help="address to serve clients on (default %(default)s)")
     parser.add_argument("--port", type=_port, default=8080, help="port for clients, 0 for any (default %(default)s)")
-    parser.add_argument("--admin-host", default="127.0.0.1", help="address of /healthz, /readyz, /state (%(default)s)")
+    parser.add_argument(
+        "--admin-host", default="127.0.0.1", help="address of the live page, /metrics, ... (%(default)s)"
+    )
     parser.add_argument("--admin-port", type=_port, default=9464, help="their port, 0 for any (default %(default)s)")
+    add = parser.add_argument
+    add("--log-level", choices=LEVELS, help="default info; also by SIDECAR_LOG_LEVEL")
+    usual = "text where standard error is a terminal, else json"
+    add("--log-format", choices=FORMATTERS, help=f"default {usual}; also by SIDECAR_LOG_FORMAT")
     # Kubernetes kills a pod 30 s after it asked it to end; this must be over before that.
     parser.add_argument("--grace", type=_seconds, default=25.0, metavar="TIME", help="for running requests, e.g. 25s")
 
 
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal. Returns 1 where it could not begin, with one line that says why."""
+    try:
+        settings = log_settings(os.environ, args.log_level, args.log_format)
+    except ValueError as mistake:
+        print(f"sidecar: {mistake}", file=sys.stderr)
+        return 1
+    with own_logging(settings):
+        return _serve(args)
+
+
+def _serve(args: argparse.Namespace) -> int:
     from sidecar.asgi import server
     from sidecar.asgi.admin import admin_app
     from sidecar.asgi.proxy import ReverseProxy
     from sidecar.composition import AdmissionMiddleware
     from sidecar.policy.loading import load_files
     from sidecar.policy.warnings import warnings
+    from sidecar.policy.watch import PolicyFiles
     from sidecar.telemetry.setup import TelemetryError, configure_from_environment
 
     try:
-        end_telemetry = configure_from_environment()
         loaded = load_files(args.policy)
         for warning in warnings(loaded.policy, loaded.place):
-            print(f"sidecar: warning: {warning}", file=sys.stderr, flush=True)
-        door = AdmissionMiddleware(ReverseProxy(args.upstream), loaded.policy)
+            _log.warning("%s", warning, extra={"event": "policy_warning"})
+        files = PolicyFiles(args.policy, loaded.policy.generation)
+        door = AdmissionMiddleware(ReverseProxy(args.upstream), loaded.policy, files=files)
+        end_telemetry = configure_from_environment(scrape=door.lookout.scrape)
+        pages = admin_app(state=door.state, readiness=door.readiness, notices=door.notices, routes=door.lookout.routes)
         server.run(
             server.serve(
                 door,
                 host=args.host,
                 port=args.port,
-                admin=admin_app(state=door.state, readiness=door.readiness, notices=door.notices),
+                admin=pages,
                 admin_host=args.admin_host,
                 admin_port=args.admin_port,
-                drain=door.drain,
+                drain=lambda: _drain(door),
                 drained=door.drained,
                 grace_s=args.grace,
                 announce=_announce,
@@ -60,12 +88,19 @@ def run(args: argparse.Namespace) -> int:
         print(f"sidecar: {error}", file=sys.stderr)
         return 1
     end_telemetry()
+    _log.info("stopped", extra={"event": "stopped"})
     return 0
+
+
+def _drain(door: Door) -> None:
+    door.drain()
+    _log.info("draining: %d requests are under way, new ones are refused", door.under_way, extra={"event": "draining"})
 
 
 def _announce(line: str) -> None:
     # Flushed: whoever started us may be waiting for it on a pipe.
     print(line, flush=True)
+    _log.info("%s", line.removeprefix("sidecar: "), extra={"event": "started"})
 
 
 def _port(text: str) -> int:

@@ -69,4 +69,4 @@ class CautiousTensorRtLlm(TensorRtLlm):
         """Once, not once a minute."""
         if warning != self._said:
             self._said = warning
-            _log.warning(warning)
+            _log.warning(warning, extra={"event": "engine_priority"})

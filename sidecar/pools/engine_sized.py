@@ -23,7 +23,7 @@ from sidecar.events import Obstacle
 from sidecar.policy.policy import Policy
 from sidecar.policy.rules import EngineCapacity, PoolRules
 from sidecar.pools.obstacles import HELD_BACK
-from sidecar.pools.pool import Ask, Grant, Lease, Pool
+from sidecar.pools.pool import Ask, Grant, Lease, Pool, Shared
 
 READ_EVERY_S = 1.0
 CONFIRM_AFTER_S = 0.1
@@ -133,6 +133,10 @@ class EngineSizedPool:
         """See `Pool.obstacle`."""
         return HELD_BACK if self._is_held_back else self._pool.obstacle(ask)
 
+    async def share(self, report: bytes) -> Mapping[str, Shared]:
+        """See `Pool.share`."""
+        return await self._pool.share(report)
+
     def _is_following(self) -> bool:
         """Whether the engine is being read, by this event loop: one that has ended reads no more."""
         return self._following is not None and self._following.get_loop() is asyncio.get_running_loop()
@@ -142,7 +146,8 @@ class EngineSizedPool:
             try:
                 await self._read()
             except Exception as defect:
-                _log.exception("a defect in the sidecar; going on as if the engine could not be read")
+                told = "a defect in the sidecar; going on as if the engine could not be read"
+                _log.exception(told, extra={"event": "defect"})
                 self._failed(f"{type(defect).__name__}: {defect}")
             self._has_read.set()
             await asyncio.sleep(self._pause_s())
@@ -195,13 +200,13 @@ class EngineSizedPool:
             return
         self._pool.change_rules(self._policy.rules_of(*size))
         if before is None:
-            _log.info("the engine's capacity is known, the pool has %s", _amounts(size))
+            known = "the engine's capacity is known, the pool has %s"
+            _log.info(known, _amounts(size), extra={"event": "capacity_known"})
             self._say_what_is_unbounded(size)
             await self._pool.open()
         else:
-            _log.warning(
-                "the engine's capacity changed, the pool has %s instead of %s", _amounts(size), _amounts(before)
-            )
+            changed = "the engine's capacity changed, the pool has %s instead of %s"
+            _log.warning(changed, _amounts(size), _amounts(before), extra={"event": "capacity_changed"})
 
     def _say_what_is_unbounded(self, size: tuple[int | None, int | None]) -> None:
         for amount, name, example in zip(size, ("tokens", "requests"), ("400k", "160"), strict=True):
@@ -213,6 +218,7 @@ class EngineSizedPool:
                     name,
                     name,
                     example,
+                    extra={"event": "capacity_unbounded"},
                 )
 
     def _has_too_many_waiting(self, gauges: Gauges) -> bool:
@@ -230,7 +236,8 @@ class EngineSizedPool:
 
     def _succeeded(self) -> None:
         if self._trouble is not None and self._read_us:
-            _log.warning("the engine's capacity can be read again: %s", _amounts(self._size or (None, None)))
+            again = "the engine's capacity can be read again: %s"
+            _log.warning(again, _amounts(self._size or (None, None)), extra={"event": "capacity_read_again"})
         self._trouble = None
         self._read_us = self.now_us()
 
@@ -238,12 +245,14 @@ class EngineSizedPool:
         is_new, self._trouble = trouble != self._trouble, trouble
         self._is_above_target = self._is_held_back = False  # what was held back ends by itself
         if is_new and self._size is None:
-            _log.warning("the engine's capacity is not known, nobody is admitted: %s", trouble)
+            unknown = "the engine's capacity is not known, nobody is admitted: %s"
+            _log.warning(unknown, trouble, extra={"event": "capacity_unknown"})
         elif is_new:
             _log.warning(
                 "the engine's capacity cannot be read, going on with %s: %s",
                 _amounts(self._size or (None, None)),
                 trouble,
+                extra={"event": "capacity_unread"},
             )
 
     def _age_s(self) -> float:

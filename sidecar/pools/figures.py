@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules
+from sidecar.pools.lending import Loan, loans
 from sidecar.pools.pool import Grant
 from sidecar.scheduling import Rule, Wait
 
@@ -37,22 +38,25 @@ def served_by_name(names: Sequence[str], served: Sequence[int]) -> Mapping[str, 
 
 
 def pool_state(rules: PoolRules, tiers: Sequence[TierFigures], *, leases: int, waiting: int) -> dict[str, object]:
-    """The pool as it stands, in JSON types; what is unbounded is null."""
+    """The pool as it stands, in JSON types; what is unbounded is null. `borrowed` and `lent` are tokens."""
+    lending = loans([tier.held_tokens for tier in tiers], [tier.reserve_tokens for tier in rules.tiers], rules.tokens)
     return {
         "capacity": {"tokens": bounded(rules.tokens), "requests": bounded(rules.requests)},
         "leases": leases,
         "waiting": waiting,
-        "tiers": [_tier_state(rule, figures) for rule, figures in zip(rules.tiers, tiers, strict=True)],
+        "tiers": [_tier_state(*tier) for tier in zip(rules.tiers, tiers, lending, strict=True)],
     }
 
 
-def _tier_state(rules: TierRules, figures: TierFigures) -> Mapping[str, object]:
+def _tier_state(rules: TierRules, figures: TierFigures, loan: Loan) -> Mapping[str, object]:
     return {
         "tier": rules.name,
         "held": {"tokens": figures.held_tokens, "requests": figures.held_requests},
         "queued": {"tokens": figures.queued_tokens, "requests": figures.queued_requests},
         "reserve": {"tokens": bounded(rules.reserve_tokens), "requests": bounded(rules.reserve_requests)},
         "limit": {"tokens": bounded(rules.limit_tokens), "requests": bounded(rules.limit_requests)},
+        "borrowed": loan.borrowed,
+        "lent": loan.lent,
     }
 
 

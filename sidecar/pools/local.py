@@ -14,7 +14,7 @@ from sidecar.pools.dispatcher import Clock, Dispatcher, monotonic_us
 from sidecar.pools.drain_rate import DrainRate
 from sidecar.pools.figures import TierFigures, grant_of, pool_state
 from sidecar.pools.obstacles import HELD_BACK, obstacle
-from sidecar.pools.pool import Ask, Grant
+from sidecar.pools.pool import Ask, Grant, Shared
 from sidecar.pools.sizes import Sizes
 from sidecar.scheduling import Admission, Scheduler
 
@@ -178,6 +178,10 @@ class LocalPool:
     def notices(self) -> Sequence[str]:
         """See `Pool.notices`."""
         return ()
+
+    async def share(self, report: bytes) -> Mapping[str, Shared]:  # noqa: ARG002
+        """See `Pool.share`: there are no others."""
+        return {}
 
     def _figures(self) -> Sequence[TierFigures]:
         scheduler = self._scheduler

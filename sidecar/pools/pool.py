@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -37,6 +37,17 @@ class Grant(msgspec.Struct, frozen=True, gc=False):
     served_ahead: Mapping[str, int]
     level: int
     passed: Mapping[str, str] = {}
+
+
+class NotShared(Exception):
+    """The other replicas cannot be told, or heard. The message is one line, without secrets."""
+
+
+class Shared(NamedTuple):
+    """What another replica told of itself, so many seconds ago by the store's clock."""
+
+    age_s: float
+    report: bytes
 
 
 class Lease(Protocol):
@@ -105,3 +116,10 @@ class Pool(Protocol):
 
     def notices(self) -> Sequence[str]:
         """What whoever is on call should know although requests are being admitted."""
+
+    async def share(self, report: bytes) -> Mapping[str, Shared]:
+        """Leaves `report`, of at most 64 KiB, to the other replicas of this pool, and returns theirs by their names.
+
+        Whoever said nothing for 10 seconds is left out. A pool of one process has no others. Raises NotShared where the
+        store cannot be reached; whatever happens, no request is admitted later for it.
+        """

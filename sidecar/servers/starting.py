@@ -36,7 +36,7 @@ def begin(policy_path: str | None, engine: EngineName) -> Policy:
     if loaded.policy.engine not in {engine, EngineName.NONE}:
         raise CannotStart(f"the policy is for {loaded.policy.engine.value}; write `engine: {engine.value}` in {path}")
     for warning in warnings(loaded.policy, loaded.place):
-        logger.warning("sidecar: warning: %s", warning)
+        logger.warning("sidecar: warning: %s", warning, extra={"event": "policy_warning"})
     os.environ[POLICY_VARIABLE] = os.path.abspath(path)
     return loaded.policy
 

@@ -31,6 +31,7 @@ INSTALL = (
 _SERVE = "serve"
 
 logger = logging.getLogger(__name__)
+_FIELDS = {"event": "engine_priority"}
 
 
 def run(policy_path: str | None, arguments: Sequence[str]) -> None:
@@ -87,7 +88,8 @@ def _route(app: Any, generator: Any) -> Route:
         # It would log a warning of its own for every request that has one.
         logger.warning(
             "sidecar: the engine serves its waiting queue first come, first served, and is told no priorities; "
-            "set scheduler_config.waiting_queue_policy: priority in the file given by --config"
+            "set scheduler_config.waiting_queue_policy: priority in the file given by --config",
+            extra=_FIELDS,
         )
         return Route.NONE
     if hasattr(generator, "generate_async") and "priority" in inspect.signature(generator.generate_async).parameters:
@@ -95,12 +97,14 @@ def _route(app: Any, generator: Any) -> Route:
     if "priority" in _members(app, "ChatCompletionRequest"):
         logger.warning(
             "sidecar: LLM.generate_async of this TensorRT-LLM takes no priority; chat and completions carry it in "
-            "their body, responses and messages go without; upgrade tensorrt-llm"
+            "their body, responses and messages go without; upgrade tensorrt-llm",
+            extra=_FIELDS,
         )
         return Route.BODY
     logger.warning(
         "sidecar: this TensorRT-LLM takes no priority; the door orders the requests, and the engine serves those "
-        "admitted as they come; upgrade tensorrt-llm"
+        "admitted as they come; upgrade tensorrt-llm",
+        extra=_FIELDS,
     )
     return Route.NONE
 

@@ -12,7 +12,7 @@ from opentelemetry import propagate, trace
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
 from opentelemetry.propagators.textmap import Getter, Setter, TextMapPropagator
-from opentelemetry.trace import Span, SpanKind
+from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from sidecar.events import Headers
@@ -60,17 +60,17 @@ def parent_of(headers: Headers) -> tuple[Context, SpanKind]:
     return propagate.extract(headers, Context(), _GETTER), SpanKind.SERVER
 
 
-def injected(span: Span, client_headers: Headers) -> Headers:
-    """The headers that carry the span's context on, in place of the client's own.
+def injected(context: SpanContext, client_headers: Headers) -> Headers:
+    """The headers that carry a span's context on, in place of the client's own.
 
-    The context has nothing but the span, so that baggage is not written anew: the client's own passes as it came.
+    Nothing but the span goes on, so that baggage is not written anew: the client's own passes as it came.
     """
     propagator = propagate.get_global_textmap()
     if _is_trace_context_alone(propagator):
-        headers = _trace_context(span)
+        headers = _trace_context(context)
     else:
         headers = []
-        propagator.inject(headers, trace.set_span_in_context(span, Context()), _SETTER)
+        propagator.inject(headers, trace.set_span_in_context(NonRecordingSpan(context), Context()), _SETTER)
     # A tracestate that was not taken over belongs to another trace, and must not travel beside our traceparent. W3C
     # lets an empty one replace it.
     names = [name for name, _ in headers]
@@ -79,9 +79,8 @@ def injected(span: Span, client_headers: Headers) -> Headers:
     return headers
 
 
-def _trace_context(span: Span) -> list[tuple[bytes, bytes]]:
+def _trace_context(context: SpanContext) -> list[tuple[bytes, bytes]]:
     """What W3C's propagator writes, written at a seventh of its cost: it is done for every request."""
-    context = span.get_span_context()
     traceparent = b"00-%032x-%016x-%02x" % (context.trace_id, context.span_id, context.trace_flags)
     if not context.trace_state:
         return [(_TRACEPARENT, traceparent)]

@@ -13,10 +13,15 @@ from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from sidecar.telemetry.signals import METRICS, TRACES, Exporter, Shutdown, Signal
+from sidecar.telemetry.scrape import Scrape
+from sidecar.telemetry.signals import GRPC, HTTP, METRICS, TRACES, Exporter, Shutdown, Signal
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
+
+    from sidecar.telemetry.metrics.prometheus import PrometheusReader
+
+PROMETHEUS = "prometheus"
 
 _SIGNALS: tuple[Signal[Any], ...] = (TRACES, METRICS)
 
@@ -27,63 +32,101 @@ class TelemetryError(ValueError):
     """The environment asks for telemetry that cannot be had; the message says which variable and what to do."""
 
 
-def configure_from_environment(service_name: str = "admission-sidecar") -> Shutdown:
+def configure_from_environment(service_name: str = "admission-sidecar", scrape: Scrape | None = None) -> Shutdown:
     """Install a global provider for each signal that an `OTEL_*` variable asks for; the SDK reads the others itself.
 
     `service_name` is what the service is called where neither OTEL_SERVICE_NAME nor OTEL_RESOURCE_ATTRIBUTES says.
-    Returns what to call at shutdown, to send what is still held; it never raises, and does nothing where nothing was
-    installed, as when the process has a provider already. Raises TelemetryError for what cannot be had; nothing is
-    installed then.
+    `scrape` is what answers `GET /metrics`, None where the process has no such page; with one, metrics are there to be
+    scraped unless OTEL_METRICS_EXPORTER lists others. Returns what to call at shutdown, to send what is still held; it
+    never raises, and does nothing where nothing was installed, as when the process has a provider already. Raises
+    TelemetryError for what cannot be had; nothing is installed then.
     """
-    asked = [(signal, names) for signal in _SIGNALS if (names := _exporter_names(signal, os.environ))]
-    installs = [_prepared(signal, names) for signal, names in asked if signal.is_free()]
+    asked = [(signal, names) for signal in _SIGNALS if (names := _exporter_names(signal, os.environ, scrape))]
+    if scrape is not None:
+        scrape.refused(_why_not_scraped(os.environ))
+    installs = [_prepared(signal, names, scrape) for signal, names in asked if signal.is_free()]
     if not installs:
         return _nothing
     resource = _resource(service_name)
     return partial(_end, [install(resource) for install in installs])
 
 
-def _exporter_names(signal: Signal[Any], environ: Mapping[str, str]) -> list[str]:
+def _exporter_names(signal: Signal[Any], environ: Mapping[str, str], scrape: Scrape | None) -> list[str]:
     """The exporters asked for: those of the signal's variable, or else `otlp` where an endpoint is named.
 
     OpenTelemetry's own default is `otlp` to localhost. Ours is nothing: a process that nobody configured must not
-    spend its time on a Collector that is not there.
+    spend its time on a Collector that is not there. A page that nobody scrapes costs little.
     """
-    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+    if _is_disabled(environ):
         return []
     names = [name.strip().lower() for name in environ.get(signal.exporters, "").split(",") if name.strip()]
-    if not names and any(environ.get(endpoint) for endpoint in signal.endpoints):
-        return ["otlp"]
+    if not names:
+        names += [PROMETHEUS] if signal is METRICS and scrape is not None else []
+        names += ["otlp"] if any(environ.get(endpoint) for endpoint in signal.endpoints) else []
     return [name for name in dict.fromkeys(names) if name != "none"]
 
 
-def _prepared(signal: Signal[Exporter], names: list[str]) -> Callable[[Resource], Shutdown]:
+def _is_disabled(environ: Mapping[str, str]) -> bool:
+    return environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+
+
+def _why_not_scraped(environ: Mapping[str, str]) -> str:
+    """Stands where no reader takes its place."""
+    if _is_disabled(environ):
+        return "OTEL_SDK_DISABLED is true, so that this process has no metrics; unset it to have them here"
+    if not METRICS.is_free():
+        return (
+            "this process had set up OpenTelemetry's metrics before the sidecar was started: they are where that sends "
+            "them, the sidecar's among them"
+        )
+    return f"{METRICS.exporters} is {environ.get(METRICS.exporters)}; with {PROMETHEUS} in it the metrics would be here"
+
+
+def _prepared(signal: Signal[Exporter], names: list[str], scrape: Scrape | None) -> Callable[[Resource], Shutdown]:
     """What installs the signal. All that can be wrong with the environment is wrong before."""
-    return partial(signal.install, [_exporter(signal, name) for name in names])
+    return partial(signal.install, [_exporter(signal, name, scrape) for name in names])
 
 
-def _exporter(signal: Signal[Exporter], name: str) -> Exporter:
+def _exporter(signal: Signal[Any], name: str, scrape: Scrape | None) -> Any:
     if name == "otlp":
         return _otlp_exporter(signal)
     if name == "console":
         return signal.console()
-    raise TelemetryError(f'{signal.exporters}: "{name}" is not supported; write otlp, console or none')
+    if name == PROMETHEUS and signal is METRICS:
+        return _scraped(scrape)
+    known = f"{PROMETHEUS}, otlp" if signal is METRICS else "otlp"
+    raise TelemetryError(f'{signal.exporters}: "{name}" is not supported; write {known}, console or none')
 
 
 def _otlp_exporter(signal: Signal[Exporter]) -> Exporter:
     variable = next((name for name in signal.protocols if os.environ.get(name)), None)
-    if variable is not None and os.environ[variable].strip() != "http/protobuf":
+    protocol = HTTP if variable is None else os.environ[variable].strip()
+    if protocol not in signal.otlp:
         raise TelemetryError(
-            f'{variable}: "{os.environ[variable]}" is not supported; write http/protobuf (a Collector listens for it '
-            "on port 4318)"
+            f'{variable}: "{protocol}" is not supported; write {HTTP} (a Collector listens for it on port 4318) or '
+            f"{GRPC} (on port 4317)"
         )
     try:
-        return signal.otlp()
+        return signal.otlp[protocol]()
     except ImportError as error:
+        extra = "otlp-grpc" if protocol == GRPC else "otlp"
         raise TelemetryError(
-            f"exporting {signal.name} over OTLP needs a package that is not installed: "
-            "pip install 'admission-sidecar[otlp]'"
+            f"exporting {signal.name} over OTLP ({protocol}) needs a package that is not installed: "
+            f"pip install 'admission-sidecar[{extra}]'"
         ) from error
+
+
+def _scraped(scrape: Scrape | None) -> PrometheusReader:
+    if scrape is None:
+        raise TelemetryError(
+            f'{METRICS.exporters}: "{PROMETHEUS}" is what the admin port serves at /metrics, and there is none; set '
+            "SIDECAR_ADMIN_PORT, or write otlp, console or none"
+        )
+    from sidecar.telemetry.metrics.prometheus import PrometheusReader
+
+    reader = PrometheusReader()
+    scrape.opened(reader)
+    return reader
 
 
 def _resource(service_name: str) -> Resource:

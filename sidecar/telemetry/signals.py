@@ -5,19 +5,21 @@ The SDK is imported by the functions that need it, so that a process which asked
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar, Union
 
 from opentelemetry import metrics, trace
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.metrics.export import MetricExporter
+    from opentelemetry.sdk.metrics.export import MetricExporter, MetricReader
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace.export import SpanExporter
 
 Exporter = TypeVar("Exporter")
 Shutdown = Callable[[], None]
+
+HTTP, GRPC = "http/protobuf", "grpc"
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Signal(Generic[Exporter]):
     protocols: tuple[str, ...]
     is_free: Callable[[], bool]
     """Whether the process has no provider yet."""
-    otlp: Callable[[], Exporter]
-    """Raises ImportError without the package."""
+    otlp: Mapping[str, Callable[[], Exporter]]
+    """By protocol. They raise ImportError without the package."""
     console: Callable[[], Exporter]
     install: Callable[[list[Exporter], Resource], Shutdown]
     """Make the global provider, and return what sends the rest and ends it."""
@@ -41,8 +43,14 @@ def _has_no_tracer_provider() -> bool:
     return isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
 
 
-def _otlp_spans() -> SpanExporter:
+def _http_spans() -> SpanExporter:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    return OTLPSpanExporter()
+
+
+def _grpc_spans() -> SpanExporter:
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
     return OTLPSpanExporter()
 
@@ -72,8 +80,14 @@ def _has_no_meter_provider() -> bool:
     return is_the_apis and not isinstance(provider, metrics.NoOpMeterProvider)
 
 
-def _otlp_metrics() -> MetricExporter:
+def _http_metrics() -> MetricExporter:
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+
+    return OTLPMetricExporter()
+
+
+def _grpc_metrics() -> MetricExporter:
+    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 
     return OTLPMetricExporter()
 
@@ -84,33 +98,39 @@ def _console_metrics() -> MetricExporter:
     return ConsoleMetricExporter()
 
 
-def _install_meter_provider(exporters: list[MetricExporter], resource: Resource) -> Shutdown:
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+MetricsOut = Union["MetricExporter", "MetricReader"]
+"""An exporter is sent the metrics every so often; a reader collects them when it likes."""
 
-    readers = [PeriodicExportingMetricReader(exporter) for exporter in exporters]
-    provider = MeterProvider(readers, resource, shutdown_on_exit=False)
+
+def _install_meter_provider(out: list[MetricsOut], resource: Resource) -> Shutdown:
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+
+    from sidecar.telemetry.metrics.views import views
+
+    readers = [each if isinstance(each, MetricReader) else PeriodicExportingMetricReader(each) for each in out]
+    provider = MeterProvider(readers, resource, shutdown_on_exit=False, views=views())
     metrics.set_meter_provider(provider)
     return provider.shutdown
 
 
-TRACES = Signal(
+TRACES: Signal[SpanExporter] = Signal(
     name="traces",
     exporters="OTEL_TRACES_EXPORTER",
     endpoints=("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
     protocols=("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"),
     is_free=_has_no_tracer_provider,
-    otlp=_otlp_spans,
+    otlp={HTTP: _http_spans, GRPC: _grpc_spans},
     console=_console_spans,
     install=_install_tracer_provider,
 )
-METRICS = Signal(
+METRICS: Signal[MetricsOut] = Signal(
     name="metrics",
     exporters="OTEL_METRICS_EXPORTER",
     endpoints=("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
     protocols=("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"),
     is_free=_has_no_meter_provider,
-    otlp=_otlp_metrics,
+    otlp={HTTP: _http_metrics, GRPC: _grpc_metrics},
     console=_console_metrics,
     install=_install_meter_provider,
 )

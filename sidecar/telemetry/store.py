@@ -13,6 +13,7 @@ from weakref import ref
 from opentelemetry import metrics
 
 from sidecar.events import StoreChanged, StoreState
+from sidecar.telemetry.metrics.histograms import STORE_ROUND_TRIP, Seconds
 from sidecar.telemetry.semconv import POOL, STORE_AVAILABLE, STORE_CHANGES, STORE_STATE
 from sidecar.version import __version__
 
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class StoreMetrics:
-    """Whether one pool's store decides now, which it does not before the first contact, and every change of that.
+    """Whether one pool's store decides now, which it does not before the first contact, every change, every call.
 
     `meter_provider` None means the global one; an SDK that is installed later is found. A pool that is gone is not
     reported any more. Nothing here raises: the first failure is logged, and the pool goes on.
@@ -29,6 +30,7 @@ class StoreMetrics:
     def __init__(self, pool: str, meter_provider: metrics.MeterProvider | None = None) -> None:
         self.pool = pool
         self.is_available = False
+        self._labels = {POOL: pool}
         self._instruments: _Instruments | None = None
         self._reported = False
         try:
@@ -46,6 +48,14 @@ class StoreMetrics:
         except Exception:
             self._report()
 
+    def round_trip(self, took_s: float) -> None:
+        """Notes how long a call to the store took, answered or not."""
+        try:
+            if self._instruments is not None:
+                self._instruments.round_trip.record(took_s, self._labels)
+        except Exception:
+            self._report()
+
     def _report(self) -> None:
         if not self._reported:
             self._reported = True
@@ -53,7 +63,7 @@ class StoreMetrics:
 
 
 class _Instruments:
-    """The gauge and the counter that all pools share."""
+    """The instruments that all pools share."""
 
     def __init__(self, meter_provider: metrics.MeterProvider | None) -> None:
         # Replaced, never changed: the exporter's thread reads it.
@@ -62,6 +72,7 @@ class _Instruments:
         self.changes = meter.create_counter(
             STORE_CHANGES, description="How often the store was reached, lost or back, by the state that followed."
         )
+        self.round_trip = Seconds(meter, STORE_ROUND_TRIP)
         meter.create_observable_gauge(
             STORE_AVAILABLE, [self._observe], description="1 while the shared pool's store decides, else 0."
         )

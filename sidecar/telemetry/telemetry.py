@@ -51,7 +51,7 @@ class Telemetry:
     def received(self, event: Received) -> Observation | None:
         """Begins a request for everybody."""
         spans = self._spans.received(event) if self._spans.listens() else None
-        tells: list[Tell] = [] if spans is None else [spans.on_event]
+        tells: list[Tell] = [spans.on_event] if spans is not None and spans.is_recording else []
         trace = None if spans is None else Trace(*spans.trace)
         for listener in self._listeners:
             try:

@@ -62,10 +62,48 @@ def test_it_says_where_it_serves_answers_there_and_ends_with_0() -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
         assert process.stderr is not None
-        warned, said = process.stderr.read().splitlines()
-        assert "warning: " in warned
-        assert "policy.yaml:31: tiers.critical.lend: lends nothing" in warned
-        assert said.startswith(f"engine {NOBODY}: no connection to it")
+        logged = [json.loads(written) for written in process.stderr.read().splitlines()]
+        assert [entry["event"] for entry in logged] == [
+            "policy_warning",
+            "started",
+            "started",
+            "engine_unreachable",
+            "draining",
+            "stopped",
+        ]
+        assert "policy.yaml:31: tiers.critical.lend: lends nothing" in logged[0]["message"]
+        assert logged[3]["message"].startswith(f"engine {NOBODY}: no connection to it")
+
+
+def test_the_log_can_be_text_of_errors_alone() -> None:
+    with serving("--log-format", "text", "--log-level", "error") as process:
+        admin = line(process, r"sidecar: door on http://127\.0\.0\.1:(\d+)") and line(process, r"sidecar: admin on (.*)")
+        with pytest.raises(urllib.error.HTTPError) as missing:
+            urllib.request.urlopen(f"{admin}/nothing-here", timeout=10)
+        missing.value.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+def test_a_log_format_of_the_environment_that_is_none_is_said_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SIDECAR_LOG_FORMAT", "xml")
+    assert main(["serve", "--upstream", NOBODY, "--policy", POLICIES]) == 1
+    assert capsys.readouterr().err == "sidecar: SIDECAR_LOG_FORMAT: 'xml' is not one of json, text\n"
+
+
+def test_the_admin_port_has_the_page_the_metrics_and_the_story_of_a_request() -> None:
+    with serving() as process:
+        line(process, r"sidecar: door on (.*)")
+        admin = line(process, r"sidecar: admin on (.*)")
+        for path, kind in (("/", "text/html"), ("/overview", "application/json"), ("/metrics", "text/plain")):
+            with urllib.request.urlopen(admin + path, timeout=10) as response:
+                assert response.headers.get_content_type() == kind
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{admin}/requests/nobody", timeout=10)
 
 
 def test_a_policy_with_mistakes_is_said_with_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +129,7 @@ def test_a_port_that_is_taken_is_said_so(option: str, capsys: pytest.CaptureFixt
         other = "--admin-port" if option == "--port" else "--port"
         ours = ["serve", "--upstream", NOBODY, "--policy", POLICIES]
         assert main([*ours, option, port, other, "0"]) == 1
-    said = capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("sidecar: ")
     assert port in said
 

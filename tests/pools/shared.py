@@ -72,7 +72,9 @@ class SharedHarness:
         opened: list[Opened] = []
 
         async def connect() -> Connection:
-            connection = opened[0].connection = Observed(await self.client(), policy.pool, clock)
+            connection = Observed(await self.client(), policy.pool, clock)
+            if opened[0].connection is None or opened[0].connection.is_closed:  # else it is for reports
+                opened[0].connection = connection
             return connection
 
         pool = RedisPool(policy, connect) if clock is None else RedisPool(policy, connect, clock)

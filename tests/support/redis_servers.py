@@ -270,7 +270,7 @@ class RedisServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                preexec_fn=_ends_with_parent(),  # noqa: PLW1509 - it takes no lock that a thread may hold
+                preexec_fn=ends_with_parent(),  # noqa: PLW1509 - it takes no lock that a thread may hold
             )
 
     def _command_line(self) -> list[str]:
@@ -303,7 +303,7 @@ class RedisServer:
         self._process = None
 
 
-def _ends_with_parent() -> Callable[[], None] | None:
+def ends_with_parent() -> Callable[[], None] | None:
     """What a child calls before it becomes the server, so that it ends with us; None where the system cannot."""
     if sys.platform != "linux":
         return None

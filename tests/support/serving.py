@@ -22,7 +22,7 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(app: Any, **settings: Any) -> AsyncIterator[Served]:
+async def serving(app: Any, *, port: int = 0, **settings: Any) -> AsyncIterator[Served]:
     """Serves `app` (lifespan included) until the block ends; then closes every connection and cancels what runs.
 
     `settings` go to `uvicorn.Config`. Starts and stops in about a millisecond: uvicorn's own loop, which only looks at
@@ -41,7 +41,8 @@ async def serving(app: Any, **settings: Any) -> AsyncIterator[Served]:
     server.lifespan = config.lifespan_class(config)
     # asyncio turns Nagle's algorithm off only where the socket names its protocol; else every answer takes 40 ms.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.bind(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
     port = listener.getsockname()[1]
     await server.startup(sockets=[listener])
     try:

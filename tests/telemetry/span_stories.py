@@ -1,6 +1,9 @@
 """Event sequences as the door tells them, and the spans they leave, for the tests in this folder."""
 
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from collections.abc import Mapping
+from typing import Any
+
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Sampler
@@ -61,11 +64,15 @@ def admitted(
     wait_us: int = 0,
     starvation_us: int = 0,
     served_ahead: dict[str, int] | None = None,
+    *,
     engine_priority: float | None = 10,
+    passed: Mapping[str, str] | None = None,
 ) -> Admitted:
     at_us = ARRIVAL_US + after_us
     overtaken_at_us = at_us - starvation_us if served_ahead else None
-    return Admitted(at_us, wait_us, starvation_us, overtaken_at_us, served_ahead or {}, 3, engine_priority)
+    return Admitted(
+        at_us, wait_us, starvation_us, overtaken_at_us, served_ahead or {}, 3, engine_priority, passed or {}
+    )
 
 
 def refused(code: str, status: int | None, after_us: int = 70, **waiting: object) -> Refused:
@@ -82,14 +89,20 @@ def settled(
     return Settled(ARRIVAL_US + after_us, outcome, status, 712, 512, 200, error)
 
 
+class SomebodysOwn(SpanProcessor):
+    """A processor that we do not know: with one, spans go through the API."""
+
+
 class Tracing:
     """An observer with an SDK of its own, and what it exported."""
 
-    def __init__(self, sampler: Sampler = ALWAYS_ON) -> None:
+    def __init__(self, sampler: Sampler = ALWAYS_ON, *, by_shortcut: bool = True, **settings: Any) -> None:
         self.exporter = InMemorySpanExporter()
         self.provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
         self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.observer = SpanObserver(self.provider)
+        if not by_shortcut:
+            self.provider.add_span_processor(SomebodysOwn())
+        self.observer = SpanObserver(self.provider, **settings)
 
     def play(self, *events: Event, headers: Headers = ()) -> dict[str, ReadableSpan]:
         """The spans by name, after one request to which all of this happened."""

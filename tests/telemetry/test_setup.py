@@ -10,6 +10,8 @@ from opentelemetry.sdk.metrics import MeterProvider
 from span_stories import Tracing
 
 from sidecar.telemetry import TelemetryError, configure_from_environment
+from sidecar.telemetry.scrape import NotScraped, Scrape
+from tests.support.otlp import otlp_over_grpc
 
 INSTALL = """
 from span_stories import admitted, classified, first_byte, received, settled
@@ -248,24 +250,30 @@ def test_a_meter_provider_that_is_there_already_is_left_alone(monkeypatch, caplo
             'OTEL_TRACES_EXPORTER: "zipkin" is not supported; write otlp, console or none',
         ),
         (
-            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
-            'OTEL_EXPORTER_OTLP_PROTOCOL: "grpc" is not supported; write http/protobuf',
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "thrift"},
+            'OTEL_EXPORTER_OTLP_PROTOCOL: "thrift" is not supported; write http/protobuf (a Collector listens for it '
+            "on port 4318) or grpc (on port 4317)",
         ),
         (
             {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"},
             'OTEL_EXPORTER_OTLP_TRACES_PROTOCOL: "http/json" is not supported',
         ),
         (
-            {"OTEL_METRICS_EXPORTER": "prometheus"},
-            'OTEL_METRICS_EXPORTER: "prometheus" is not supported; write otlp, console or none',
+            {"OTEL_TRACES_EXPORTER": "prometheus"},
+            'OTEL_TRACES_EXPORTER: "prometheus" is not supported; write otlp, console or none',
         ),
         (
-            {"OTEL_METRICS_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": "grpc"},
-            'OTEL_EXPORTER_OTLP_METRICS_PROTOCOL: "grpc" is not supported; write http/protobuf',
+            {"OTEL_METRICS_EXPORTER": "prometheus"},
+            'OTEL_METRICS_EXPORTER: "prometheus" is what the admin port serves at /metrics, and there is none; set '
+            "SIDECAR_ADMIN_PORT, or write otlp, console or none",
+        ),
+        (
+            {"OTEL_METRICS_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": "http/json"},
+            'OTEL_EXPORTER_OTLP_METRICS_PROTOCOL: "http/json" is not supported; write http/protobuf',
         ),
         (
             {"OTEL_TRACES_EXPORTER": "console", "OTEL_METRICS_EXPORTER": "statsd"},
-            'OTEL_METRICS_EXPORTER: "statsd" is not supported; write otlp, console or none',
+            'OTEL_METRICS_EXPORTER: "statsd" is not supported; write prometheus, otlp, console or none',
         ),
     ],
 )
@@ -280,10 +288,108 @@ def test_what_cannot_be_had_is_said_with_its_variable(monkeypatch, variables, me
     assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
 
 
-@pytest.mark.parametrize(("signal", "module"), [("traces", "trace_exporter"), ("metrics", "metric_exporter")])
-def test_a_missing_extra_is_named_with_the_command_that_installs_it(monkeypatch, signal, module):
-    monkeypatch.setenv(f"OTEL_{signal.upper()}_EXPORTER", "otlp")
-    monkeypatch.setitem(sys.modules, f"opentelemetry.exporter.otlp.proto.http.{module}", None)
+EXPORTERS = "opentelemetry.exporter.otlp.proto"
 
-    with pytest.raises(TelemetryError, match=rf"exporting {signal} .* pip install 'admission-sidecar\[otlp\]'"):
+
+@pytest.mark.parametrize(("protocol", "extra"), [("http/protobuf", "otlp"), ("grpc", "otlp-grpc")])
+@pytest.mark.parametrize(("signal", "module"), [("traces", "trace_exporter"), ("metrics", "metric_exporter")])
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(monkeypatch, signal, module, protocol, extra):
+    monkeypatch.setenv(f"OTEL_{signal.upper()}_EXPORTER", "otlp")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+    monkeypatch.setitem(sys.modules, f"{EXPORTERS}.{protocol.partition('/')[0]}.{module}", None)
+
+    with pytest.raises(TelemetryError, match=rf"exporting {signal} .* pip install 'admission-sidecar\[{extra}\]'"):
         configure_from_environment()
+
+
+SCRAPED = """
+from sidecar.telemetry.metrics import RequestMetrics
+from sidecar.telemetry.scrape import NotScraped, Scrape
+
+scrape = Scrape()
+shutdown = configure_from_environment(scrape=scrape)
+tell = RequestMetrics("default").begin(received(), None)
+tell(classified())
+tell(admitted())
+try:
+    text, _ = scrape.text("application/openmetrics-text; version=1.0.0")
+    print(text.decode())
+except NotScraped as reason:
+    print(f"not scraped: {reason}")
+"""
+IMPORTS = """
+from span_stories import admitted, classified, received
+from sidecar.telemetry import configure_from_environment
+"""
+ADMITTED = 'admission_admitted_total{admission_pool="default",admission_tier="batch"} 1.0'
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"OTEL_METRICS_EXPORTER": "prometheus"}, {"OTEL_METRICS_EXPORTER": "none, prometheus"}]
+)
+def test_where_there_is_a_page_for_metrics_they_are_scraped_unless_others_are_listed(variables):
+    assert ADMITTED in run(IMPORTS, SCRAPED, "shutdown()", **variables).stdout
+
+
+def test_a_named_endpoint_is_sent_the_metrics_that_are_scraped(collector):
+    url, exports = collector
+
+    done = run(IMPORTS, SCRAPED, "shutdown()", OTEL_EXPORTER_OTLP_METRICS_ENDPOINT=f"{url}/v1/metrics")
+
+    assert ADMITTED in done.stdout
+    ((_, request),) = exports
+    (scope_metrics,) = request.resource_metrics[0].scope_metrics
+    (counter,) = [metric for metric in scope_metrics.metrics if metric.name == "admission.admitted"]
+    assert points(counter) == [({"admission.pool": "default", "admission.tier": "batch"}, 1)]
+
+
+@pytest.mark.parametrize(
+    ("before", "variables", "reason"),
+    [
+        ("", {"OTEL_METRICS_EXPORTER": "none"}, "OTEL_METRICS_EXPORTER is none; with prometheus in it"),
+        ("", {"OTEL_METRICS_EXPORTER": "console"}, "OTEL_METRICS_EXPORTER is console; with prometheus in it"),
+        ("", {"OTEL_SDK_DISABLED": "true"}, "OTEL_SDK_DISABLED is true"),
+        (
+            "from opentelemetry import metrics; metrics.set_meter_provider(metrics.NoOpMeterProvider())",
+            {"OTEL_METRICS_EXPORTER": "prometheus"},
+            "this process had set up OpenTelemetry's metrics before",
+        ),
+    ],
+)
+def test_why_there_is_nothing_to_scrape_is_said(before, variables, reason):
+    done = run(IMPORTS, before, SCRAPED, "shutdown()", **variables)
+
+    assert f"not scraped: {reason}" in done.stdout
+    assert done.stderr == ""
+
+
+def test_before_the_metrics_are_set_up_a_scraper_is_told_to_come_back():
+    with pytest.raises(NotScraped, match="not set up yet"):
+        Scrape().text(None)
+
+
+def test_what_is_ready_to_be_scraped_does_not_load_the_sdk():
+    check = """
+import sys
+loaded = [name for name in sys.modules if name.startswith(("opentelemetry.sdk", "prometheus_client"))]
+assert not loaded, loaded
+"""
+    mounted = """
+from sidecar import AdmissionMiddleware
+from sidecar.policy.shipped import shipped_policies
+
+AdmissionMiddleware(None, shipped_policies())
+"""
+    run(mounted, check)
+
+
+@pytest.mark.parametrize(
+    "protocols", [{"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, {"OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": "grpc"}]
+)
+def test_a_collector_receives_the_metrics_over_grpc(protocols):
+    with otlp_over_grpc() as receiver:
+        run(INSTALL, ONE_CHANGE, "shutdown()", OTEL_EXPORTER_OTLP_METRICS_ENDPOINT=receiver.url, **protocols)
+
+    (request,) = receiver.metrics
+    names = {metric.name for of_scope in request.resource_metrics[0].scope_metrics for metric in of_scope.metrics}
+    assert names == {"admission.store.available", "admission.store.changes"}

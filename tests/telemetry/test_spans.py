@@ -9,17 +9,24 @@ from span_stories import (
     ns,
     parent_id,
     queued,
+    received,
     refused,
     settled,
     span_id,
 )
 
+from sidecar import errors
 from sidecar.events import Outcome
 
 
-@pytest.fixture
-def tracing():
-    return Tracing()
+def every_error():
+    """Everything that the door can answer."""
+    return [kind for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "code")]
+
+
+@pytest.fixture(params=[True, False], ids=["by the shortcut", "through the API"])
+def tracing(request):
+    return Tracing(by_shortcut=request.param)
 
 
 def test_a_request_admitted_at_once_is_two_spans(tracing):
@@ -46,6 +53,7 @@ def test_the_attributes_of_a_request_admitted_at_once(tracing):
         "http.request.method": "POST",
         "url.path": "/v1/chat/completions",
         "http.response.status_code": 200,
+        "admission.request_id": "request-1",
         "admission.tier": "batch",
         "admission.tenant": "acme",
         "admission.source": "header",
@@ -84,7 +92,11 @@ def test_a_request_that_waited_has_a_queued_span(tracing):
     assert waited.kind is SpanKind.INTERNAL
     assert parent_id(waited) == span_id(spans["admission"])
     assert interval(waited) == (ns(50), ns(2_100_000))
-    assert dict(waited.attributes) == {"admission.tier": "batch"}
+    assert dict(waited.attributes) == {
+        "admission.tier": "batch",
+        "admission.obstacle": "no_room",
+        "admission.explanation": "the pool has no room",
+    }
     assert spans["admission"].attributes["admission.queue_wait_s"] == 2.09995
     assert spans["admission"].attributes["gen_ai.latency.time_in_queue"] == 2.09995
     assert spans["admission"].attributes["admission.starvation_s"] == 0.0
@@ -119,6 +131,7 @@ def test_a_full_queue_is_an_error_of_the_admission_span_alone(tracing):
     admission = spans["admission"]
     assert interval(admission) == (ns(0), ns(70))
     assert admission.attributes["admission.decision"] == "refused"
+    assert admission.attributes["admission.reason"] == "queue_full"
     assert admission.attributes["error.type"] == "queue_full"
     assert admission.attributes["http.response.status_code"] == 503
     assert admission.status.status_code is StatusCode.ERROR
@@ -127,7 +140,7 @@ def test_a_full_queue_is_an_error_of_the_admission_span_alone(tracing):
     assert "admission.level" not in admission.attributes
 
 
-def test_an_answer_that_is_the_clients_doing_has_its_type_but_no_error_status(tracing):
+def test_an_answer_that_is_the_clients_doing_has_its_reason_and_is_no_error(tracing):
     admission = tracing.play(refused("invalid_api_key", 401))["admission"]
 
     assert admission.status.status_code is StatusCode.UNSET
@@ -135,11 +148,41 @@ def test_an_answer_that_is_the_clients_doing_has_its_type_but_no_error_status(tr
         "http.request.method": "POST",
         "url.path": "/v1/chat/completions",
         "http.response.status_code": 401,
+        "admission.request_id": "request-1",
         "admission.decision": "refused",
+        "admission.reason": "invalid_api_key",
         "admission.queue_wait_s": 0.0,
         "admission.starvation_s": 0.0,
-        "error.type": "invalid_api_key",
     }
+
+
+@pytest.mark.parametrize("error", every_error(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("waited_us", [0, 900_000], ids=["at once", "after a wait"])
+def test_every_refusal_is_a_span_with_its_status_and_its_reason(tracing, error, waited_us):
+    waiting = [queued()] if waited_us else []
+    end = refused(error.code, error.status, after_us=waited_us + 50, queue_wait_us=waited_us)
+    admission = tracing.play(classified(), *waiting, end)["admission"]
+
+    is_servers = error.status >= 500
+    assert admission.status.status_code is (StatusCode.ERROR if is_servers else StatusCode.UNSET)
+    assert admission.status.description == (f"because of {error.code}" if is_servers else None)
+    assert admission.attributes.get("error.type") == (error.code if is_servers else None)
+    assert admission.attributes["http.response.status_code"] == error.status
+    assert admission.attributes["admission.reason"] == error.code
+    assert admission.attributes["admission.decision"] == "refused"
+    assert admission.attributes["gen_ai.request.model"] == "llama-3.1-8b"
+
+
+def test_a_request_that_the_server_gave_up_is_an_error_without_an_answer(tracing):
+    admission = tracing.play(classified(), queued(), refused("canceled", None, after_us=500, queue_wait_us=450))[
+        "admission"
+    ]
+
+    assert admission.status.status_code is StatusCode.ERROR
+    assert admission.attributes["admission.decision"] == "canceled"
+    assert admission.attributes["admission.reason"] == "canceled"
+    assert admission.attributes["error.type"] == "canceled"
+    assert "http.response.status_code" not in admission.attributes
 
 
 def test_a_request_that_starved_until_its_time_was_over_shows_both_bars(tracing):
@@ -174,6 +217,7 @@ def test_a_client_that_left_while_it_waited_is_no_error(tracing):
     assert interval(admission) == (ns(0), ns(500))
     assert admission.status.status_code is StatusCode.UNSET
     assert admission.attributes["admission.decision"] == "client_left"
+    assert admission.attributes["admission.reason"] == "client_left"
     assert admission.attributes.keys().isdisjoint({"error.type", "http.response.status_code"})
 
 
@@ -198,13 +242,75 @@ def test_an_engine_that_failed_marks_both_spans(tracing):
     assert spans["admission"].attributes["http.response.status_code"] == 502
 
 
-@pytest.mark.parametrize(("status", "expected"), [(500, StatusCode.ERROR), (400, StatusCode.UNSET)])
-def test_what_the_engine_answered_is_an_error_from_500_on(tracing, status, expected):
+@pytest.mark.parametrize(
+    ("status", "is_doors", "is_engines"), [(500, True, True), (400, False, True), (200, False, False)]
+)
+def test_what_the_engine_refuses_is_an_error_of_the_call_and_what_it_fails_at_of_the_door_too(
+    tracing, status, is_doors, is_engines
+):
     spans = tracing.play(classified(), admitted(), settled(1000, status=status))
 
-    for span in (spans["admission"], spans["engine"]):
-        assert span.status.status_code is expected
-        assert span.attributes.get("error.type") == ("500" if status == 500 else None)
+    for span, is_error in ((spans["admission"], is_doors), (spans["engine"], is_engines)):
+        assert span.status.status_code is (StatusCode.ERROR if is_error else StatusCode.UNSET)
+        assert span.attributes.get("error.type") == (str(status) if is_error else None)
+
+
+def test_whom_a_request_overtook_is_told_with_the_rule(tracing):
+    spans = tracing.play(classified(), admitted(passed={"batch": "reserve", "low": "level"}), settled(1000))
+
+    assert spans["admission"].attributes["admission.passed.batch"] == "reserve"
+    assert spans["admission"].attributes["admission.passed.low"] == "level"
+
+
+def test_the_engine_has_its_name_where_it_is_known():
+    spans = Tracing(provider_name="vllm").play(classified(), admitted(), settled(1000))
+
+    assert spans["engine"].attributes["gen_ai.provider.name"] == "vllm"
+    assert "gen_ai.provider.name" not in spans["admission"].attributes
+
+
+@pytest.mark.parametrize(("limit_s", "is_marked"), [(1.3, True), (1.4, False), (None, False)])
+def test_a_request_that_starved_longer_than_its_tier_promises_is_marked(limit_s, is_marked):
+    limits_s = {"high": 0.1} if limit_s is None else {"high": 0.1, "batch": limit_s}
+    tracing = Tracing(starvation_limits_s=limits_s)
+    starved = admitted(2_100_000, 2_099_950, starvation_us=1_400_000, served_ahead={"high": 900})
+
+    spans = tracing.play(classified(), queued(), starved, settled(3_000_000))
+
+    assert spans["admission"].attributes.get("admission.starved_too_long") == (True if is_marked else None)
+
+
+def test_a_refusal_that_starved_too_long_is_marked_as_well():
+    tracing = Tracing(starvation_limits_s={"batch": 0.3})
+    waiting = {"queue_wait_us": 900_000, "starvation_us": 400_000, "overtaken_at_us": 5_600_000}
+
+    spans = tracing.play(classified(), queued(), refused("queue_timeout", 503, after_us=1_000_000, **waiting))
+
+    assert spans["admission"].attributes["admission.starved_too_long"] is True
+
+
+def test_other_limits_hold_for_requests_from_then_on():
+    tracing = Tracing(starvation_limits_s={"batch": 1.0})
+    before = tracing.observer.received(received())
+    tracing.observer.change_limits({"batch": 2.0})
+    starved = admitted(2_100_000, 2_099_950, starvation_us=1_400_000, served_ahead={"high": 900})
+
+    for observation in (before, tracing.observer.received(received())):
+        for event in (classified(), queued(), starved, settled(3_000_000)):
+            observation.on_event(event)
+
+    marks = [
+        span.attributes.get("admission.starved_too_long")
+        for span in tracing.exporter.get_finished_spans()
+        if span.name == "admission"
+    ]
+    assert marks == [True, None]
+
+
+def test_all_spans_of_a_request_leave_together_when_it_ends(tracing):
+    starved = admitted(2_100_000, 2_099_950, starvation_us=1_400_000, served_ahead={"high": 900})
+
+    assert tracing.play(classified(), queued(), starved, first_byte(2_200_000)) == {}
 
 
 def test_a_clamped_ask_is_told_and_an_untold_engine_priority_is_not(tracing):

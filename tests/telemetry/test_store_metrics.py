@@ -1,18 +1,23 @@
+import asyncio
 import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
+import measuring as measuring_sdk
 import pytest
 from opentelemetry import metrics
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from sidecar.events import StoreChanged, StoreState
+from sidecar.policy.loading import load
 from sidecar.policy.shipped import shipped_policies
+from sidecar.policy.store import store_address
+from sidecar.pools import Ask
+from sidecar.pools.redis import RedisPool, connector
 from sidecar.telemetry import StoreMetrics
 from tests.support.redis_servers import RedisServer, first_binary, until
 
@@ -36,37 +41,15 @@ def changed(state):
     return StoreChanged(1, state, "because")
 
 
-class Measuring:
-    """An SDK of its own, and what it reads."""
-
-    def __init__(self):
-        self.reader = InMemoryMetricReader()
-        self.provider = MeterProvider([self.reader], shutdown_on_exit=False)
-
+class Measuring(measuring_sdk.Measuring):
     def store(self, pool="default"):
         return StoreMetrics(pool, self.provider)
 
-    def points(self, name):
-        """The value of each set of labels, the labels in the order of their names; every set is told once."""
-        data = self.reader.get_metrics_data()
-        streams = [
-            metric
-            for resource in (data.resource_metrics if data else ())
-            for scope in resource.scope_metrics
-            for metric in scope.metrics
-            if metric.name == name
-        ]
-        assert len(streams) <= 1
-        points = [point for metric in streams for point in metric.data.data_points]
-        values = {tuple(point.attributes[key] for key in sorted(point.attributes)): point.value for point in points}
-        assert len(values) == len(points)
-        return values
-
     def available(self):
-        return {pool: value for (pool,), value in self.points("admission.store.available").items()}
+        return {pool: value for (pool,), value in self.values("admission.store.available").items()}
 
     def changes(self):
-        return self.points("admission.store.changes")
+        return self.values("admission.store.changes")
 
 
 @pytest.fixture
@@ -115,7 +98,7 @@ def test_the_sdk_drops_the_callback_of_a_second_gauge_which_is_why_there_is_one_
     for number in (1, 2):
         meter.create_observable_gauge("twice", [lambda _, n=number: [metrics.Observation(n, {"number": n})]])
 
-    assert measuring.points("twice") == {(1,): 1}
+    assert measuring.values("twice") == {(1,): 1}
 
 
 @pytest.mark.parametrize("first_lost", [True, False])
@@ -204,6 +187,37 @@ def test_what_is_no_change_never_raises(measuring, caplog):
     measuring.store()("not a change")
 
     assert len(caplog.records) == 1
+
+
+def test_how_long_a_call_took_is_told_in_buckets(measuring):
+    for took_s in (0.0004, 0.003, 0.003):
+        measuring.store().round_trip(took_s)
+
+    (point,) = measuring.metrics()["admission.store.round_trip"].data.data_points
+    assert (point.attributes, point.count, round(point.sum, 4)) == ({"admission.pool": "default"}, 3, 0.0064)
+    assert point.bucket_counts[:4] == (1, 0, 0, 2)
+
+
+@pytest.mark.anyio
+async def test_every_call_to_a_store_is_timed_whether_it_is_answered_or_not(tmp_path):
+    policy, took_s = load(shipped_policies()), []
+    with RedisServer(first_binary(), tmp_path) as redis:
+        connect = connector(store_address(redis.url), policy.pool)
+        pool = RedisPool(policy, connect, took=took_s.append)
+        await pool.open()
+        lease = await pool.enter(Ask(0, "acme", 1, 10, 1))
+        answered = len(took_s)
+        assert answered == pool.round_trips >= 2
+        assert all(0 < call_s < 1 for call_s in took_s)
+
+        redis.kill()
+        lease.settle()
+        end_s = time.monotonic() + 10
+        while pool.standing.state is StoreState.SHARED:  # no event says so
+            assert time.monotonic() < end_s
+            await asyncio.sleep(0.01)
+        assert len(took_s) == pool.round_trips > answered
+        await pool.close()
 
 
 def last_told(exports):

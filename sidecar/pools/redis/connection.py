@@ -13,7 +13,7 @@ import ssl
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import sha1
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
@@ -42,25 +42,40 @@ class StoreError(Exception):
     """The store cannot be reached, or answered something else. The message is one line, without secrets."""
 
 
+class Script(NamedTuple):
+    """A Lua script, and the name that the server knows it by."""
+
+    source: str
+    sha: str
+
+    @classmethod
+    def of(cls, source: str) -> Script:
+        """The script with this text."""
+        return cls(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
+
+
 class Connection:
     """One connection to one server."""
 
     def __init__(self, client: Redis, pool: str, script: str = SOURCE) -> None:
         self._client: Any = client  # redis-py's commands are half typed
         self._root = root_key(pool)
-        self._script = script
+        self._script = Script.of(script)
         self.is_closed = False
-        self._sha = sha1(script.encode(), usedforsecurity=False).hexdigest()
 
     async def call(self, arguments: Sequence[Argument], within_s: float = ANSWER_WITHIN_S) -> list[Any]:
-        """Runs the script, and returns its answer. Raises StoreError; then it may have run, or may run later."""
+        """Runs the admission script: see `run`."""
+        return await self.run(self._script, arguments, within_s)
+
+    async def run(self, script: Script, arguments: Sequence[Argument], within_s: float = ANSWER_WITHIN_S) -> list[Any]:
+        """Runs a script, and returns its answer. Raises StoreError; then it may have run, or may run later."""
         with _as_store_errors():
             async with timeout(within_s):
                 try:
-                    answer = await self._client.execute_command("EVALSHA", self._sha, 1, self._root, *arguments)
+                    answer = await self._client.execute_command("EVALSHA", script.sha, 1, self._root, *arguments)
                 except NoScriptError:  # a new server, or SCRIPT FLUSH: it did not run
-                    await self._client.execute_command("SCRIPT LOAD", self._script)
-                    answer = await self._client.execute_command("EVALSHA", self._sha, 1, self._root, *arguments)
+                    await self._client.execute_command("SCRIPT LOAD", script.source)
+                    answer = await self._client.execute_command("EVALSHA", script.sha, 1, self._root, *arguments)
         if not isinstance(answer, list):
             raise StoreError(f"an answer that is none of the script's: {answer!r}")
         return answer

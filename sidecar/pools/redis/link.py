@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 from sidecar.pools.redis import script
 from sidecar.pools.redis.connection import ANSWER_WITHIN_S, Connect, Connection, StoreError
@@ -25,6 +26,9 @@ SYNC_S_PER_LEASE = 100e-6
 SILENT_SUBSCRIPTION_S = 2.5 * script.BEAT_S
 """The store repeats every beat to its replica; two that are not heard mean that the subscription is dead."""
 CLOSE_WITHIN_S = 1.0
+
+RoundTripObserver = Callable[[float], None]
+"""Told how long each call to the store took, in seconds, answered or not. Must not raise and must not block."""
 
 _log = logging.getLogger("sidecar.store")
 
@@ -60,10 +64,20 @@ class _SyncNeeded(Exception):
 class Link:
     """Belongs to the event loop in which it is made."""
 
-    def __init__(self, replica: Replica, connect: Connect, channel: str, outbox: Outbox, fences: Iterator[int]) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        connect: Connect,
+        channel: str,
+        outbox: Outbox,
+        fences: Iterator[int],
+        *,
+        took: RoundTripObserver | None = None,
+    ) -> None:
         self._fences = fences
         self._fence = 0
         self.round_trips = 0
+        self._took = took
         self.loop = asyncio.get_running_loop()
         self._replica = replica
         self._connect = connect
@@ -109,7 +123,7 @@ class Link:
         except StoreError as error:
             return error
         except Exception as defect:
-            _log.exception("a defect in the sidecar; going on as if the store were lost")
+            _log.exception("a defect in the sidecar; going on as if the store were lost", extra={"event": "defect"})
             self._is_connected = False
             return StoreError(f"{type(defect).__name__}: {defect}")
         return None
@@ -170,8 +184,7 @@ class Link:
     async def _call(
         self, connection: Connection, arguments: Sequence[script.Argument], within_s: float = ANSWER_WITHIN_S
     ) -> script.Reply:
-        self.round_trips += 1
-        answer = await connection.call(arguments, within_s)
+        answer = await self._timed(connection, arguments, within_s)
         if answer[0] == script.OK:
             reply = script.read_reply(answer)
             self._listed = reply.listed
@@ -184,6 +197,15 @@ class Link:
                 "restart it with the pool's policy, or name another pool"
             )
         raise StoreError("the store took a call for a late one")
+
+    async def _timed(self, connection: Connection, arguments: Sequence[script.Argument], within_s: float) -> list[Any]:
+        self.round_trips += 1
+        began_s = time.perf_counter()
+        try:
+            return await connection.call(arguments, within_s)
+        finally:
+            if self._took is not None:
+                self._took(time.perf_counter() - began_s)
 
     async def _probe(self, connection: Connection) -> None:
         """Finds out whether the script runs, before the replica gives up deciding by itself."""

@@ -19,14 +19,15 @@ from sidecar.pools.dispatcher import Clock, monotonic_us
 from sidecar.pools.drain_rate import DrainRate
 from sidecar.pools.figures import TierFigures, pool_state, served_by_name
 from sidecar.pools.obstacles import obstacle
-from sidecar.pools.pool import Ask, Grant
+from sidecar.pools.pool import Ask, Grant, NotShared, Shared
 from sidecar.pools.redis import script
 from sidecar.pools.redis.alone import LastKnown
 from sidecar.pools.redis.connection import Connect, StoreError
 from sidecar.pools.redis.lease import Left, RedisLease
-from sidecar.pools.redis.link import Link
+from sidecar.pools.redis.link import Link, RoundTripObserver
 from sidecar.pools.redis.loss import Loss
 from sidecar.pools.redis.outbox import Batch, Outbox, tell
+from sidecar.pools.redis.reports import Reports
 from sidecar.pools.redis.standing import Standing
 from sidecar.pools.sizes import Sizes
 from sidecar.scheduling.overtaking import Overtaking
@@ -35,7 +36,7 @@ from sidecar.scheduling.overtaking import Overtaking
 class RedisPool:
     """Leases that are shared with other processes. Use it from one event loop. `clock` is for tests.
 
-    `observer` is told when the store is lost and when it is back.
+    `observer` is told when the store is lost and when it is back, `took` how long each call to it takes, in seconds.
     """
 
     def __init__(
@@ -44,6 +45,8 @@ class RedisPool:
         connect: Connect,
         clock: Clock = monotonic_us,
         observer: StoreObserver | None = None,
+        *,
+        took: RoundTripObserver | None = None,
     ) -> None:
         self.name = uuid.uuid4().hex[:16]
         self.standing = Standing(policy.pool, clock, observer)
@@ -64,6 +67,8 @@ class RedisPool:
         self._stated_rules = self._sizes.rules
         self._fences = count(1)  # never one twice: a call of an older connection may still be on its way
         self._link: Link | None = None
+        self._took = took
+        self._reports: Reports | None = None
         self._loss: Loss | None = None
         self._last: script.Reply | None = None
         self._tiers = [script.TierReply(0, 0, 0, 0, 0, 0, 0)] * len(policy.tiers)
@@ -80,6 +85,8 @@ class RedisPool:
         """See `Pool.close`."""
         link, self._link = self._link, None
         if link is not None and link.loop is asyncio.get_running_loop():
+            if self._reports is not None:
+                await self._reports.close()
             await link.close()
         self._start_over()
 
@@ -173,6 +180,14 @@ class RedisPool:
         if self.standing.state is not StoreState.DIVIDED:
             return ()
         return (f"store lost, this replica admits to its part of the pool: {self.standing.reason}",)
+
+    async def share(self, report: bytes) -> Mapping[str, Shared]:
+        """See `Pool.share`."""
+        if self._link is None or self.standing.state is not StoreState.SHARED:
+            raise NotShared(f"the store is {self.standing.state.value}: {self.standing.reason}")
+        if self._reports is None:
+            self._reports = Reports(self.name, self._connect)
+        return await self._reports.share(report)
 
     @property
     def round_trips(self) -> int:
@@ -363,6 +378,7 @@ class RedisPool:
         """Nothing is left of an event loop that has ended, or of a link that was closed."""
         self._forget_the_time()
         self._leases.clear()
+        self._reports = None
         if self._loss is not None:
             self._loss.end()
             self._loss = None
@@ -374,5 +390,5 @@ class RedisPool:
             self._start_over()
             channel = script.grants_channel(self._policy.pool, self.name)
             self._outbox = Outbox()
-            self._link = Link(self, self._connect, channel, self._outbox, self._fences)
+            self._link = Link(self, self._connect, channel, self._outbox, self._fences, took=self._took)
         return self._link

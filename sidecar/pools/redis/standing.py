@@ -34,8 +34,13 @@ class Standing:
         before_s, is_first = self.since_s, self.state is StoreState.CONNECTING
         self.state, self._since_us = state, self._clock()
         if state is not StoreState.SHARED:
-            _log.warning("store lost, pool %s is %s: %s", self._pool, state.value, reason)
+            _log.warning("store lost, pool %s is %s: %s", self._pool, state.value, reason, extra=self._fields())
         elif not is_first:
-            _log.warning("store is back after %.1f s, pool %s is %s: %s", before_s, self._pool, state.value, reason)
+            back = "store is back after %.1f s, pool %s is %s: %s"
+            _log.warning(back, before_s, self._pool, state.value, reason, extra=self._fields())
         if self._observer is not None:
             self._observer(StoreChanged(self._since_us, state, reason))
+
+    def _fields(self) -> dict[str, str]:
+        """What a log line about the state has beside its text."""
+        return {"event": f"store_{self.state.value}", "pool": self._pool}

@@ -1,0 +1,180 @@
+"""What our telemetry costs a request in CPU time, beside the contributed OpenTelemetry instrumentation.
+
+    python -m benchmarks.telemetry [--json FILE] [--rounds 25] [--requests 400]
+
+One run; the servers take turns, each its own uvicorn process, with 2 KB chat bodies and 8 connections. CPU is each
+process's own accounting, threads that export included. What counts is what telemetry adds to the same server without
+it, in the same round; a figure is the median over the rounds. Exits with 1 where a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.load import post
+from benchmarks.overhead import BODY, CONNECTIONS, HEADERS, cpu_s
+from benchmarks.servers import Server, started
+
+WARM_UP = 1000
+SERVERS = {
+    "plain": "the app alone",
+    "contributed": "+ contributed instrumentation, no spans per message",
+    "contributed_metrics": "+ the same with its metrics",
+    "admission": "the app with admission, unobserved",
+    "everything": "+ all our telemetry, 100% sampled",
+    "spans_alone": "+ the same without metrics",
+    "sampled_out": "+ all our telemetry, 0% sampled",
+    "metrics_alone": "+ the same without tracing",
+}
+WITHOUT = {
+    "contributed": "plain",
+    "contributed_metrics": "plain",
+    "everything": "admission",
+    "spans_alone": "admission",
+    "sampled_out": "admission",
+    "metrics_alone": "admission",
+}
+"""What each is an addition to."""
+MOST_SAMPLED_OUT_US = 40.0
+MOST_OF_CONTRIBUTED = 1.0
+Rounds = Mapping[str, Sequence[float]]
+"""Each server's CPU microseconds a request, round by round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One kind of request."""
+
+    title: str
+    request: bytes
+
+
+def loads() -> Sequence[Load]:
+    """A whole answer, and a stream."""
+    stream = json.dumps({**json.loads(BODY), "stream": True}).encode()
+    return [
+        Load("A whole answer", post("/v1/chat/completions", BODY, HEADERS)),
+        Load("A stream of 64 chunks", post("/v1/chat/completions", stream, HEADERS)),
+    ]
+
+
+async def rounds_of(servers: Mapping[str, Server], load: Load, rounds: int, requests: int) -> Rounds:
+    """Measures all servers, in turns."""
+    for server in servers.values():  # connections, caches and the adaptive interpreter warm up unmeasured
+        await burst(server.port, load.request, WARM_UP)
+    seen: dict[str, list[float]] = {name: [] for name in servers}
+    for turn in range(rounds):
+        order = list(servers.items())
+        for name, server in order if turn % 2 == 0 else reversed(order):  # a drift of the machine cancels out
+            before_s = await cpu_s(server.port)
+            await burst(server.port, load.request, requests)
+            seen[name].append((await cpu_s(server.port) - before_s) / requests * 1e6)
+    return seen
+
+
+async def burst(port: int, request: bytes, requests: int) -> None:
+    """Sends `requests` in all, each connection one after the other. Raises RuntimeError for a status other than 200."""
+    remaining = requests
+
+    async def one_connection() -> None:
+        nonlocal remaining
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while remaining > 0:
+            remaining -= 1
+            writer.write(request)
+            await _answer(reader)
+        writer.close()
+
+    await asyncio.gather(*(one_connection() for _ in range(CONNECTIONS)))
+
+
+async def _answer(reader: asyncio.StreamReader) -> None:
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    if int(head[9:12]) != 200:
+        raise RuntimeError(f"not answered with 200: {head!r}")
+    _, _, length = head.partition(b"content-length:")
+    if length:
+        await reader.readexactly(int(length.split(b"\r\n")[0]))
+    else:
+        await reader.readuntil(b"\r\n0\r\n\r\n")
+
+
+def added_us(measured: Rounds, name: str) -> float:
+    """What it adds to the same server without telemetry."""
+    return statistics.median(
+        with_it - without for with_it, without in zip(measured[name], measured[WITHOUT[name]], strict=True)
+    )
+
+
+def ratio(measured: Rounds, name: str, other: str) -> float:
+    """What one adds, to what another adds."""
+    return added_us(measured, name) / added_us(measured, other)
+
+
+def table(load: Load, measured: Rounds) -> str:
+    """Each server's CPU, and what is added."""
+    lines = [f"{load.title}: CPU microseconds a request", f"{'':56} {'CPU us':>8} {'added':>8}"]
+    for name, label in SERVERS.items():
+        added = f"{added_us(measured, name):8.0f}" if name in WITHOUT else ""
+        lines.append(f"{label:56} {statistics.median(measured[name]):8.0f} {added}".rstrip())
+    return "\n".join(lines)
+
+
+def figures(measured: Rounds) -> Mapping[str, float]:
+    """What was asked for, by name."""
+    return {
+        "all our telemetry to contributed": ratio(measured, "everything", "contributed"),
+        "all our telemetry to contributed with metrics": ratio(measured, "everything", "contributed_metrics"),
+        "sampled out, us": added_us(measured, "sampled_out"),
+    }
+
+
+def verdict(found: Mapping[str, float]) -> tuple[str, bool]:
+    """The figures beside their targets, and whether all are reached."""
+    bare, like, out_us = found.values()
+    lines = [
+        (f"{bare:8.2f}  all our telemetry to the contributed spans alone; at most 1", bare <= MOST_OF_CONTRIBUTED),
+        (f"{like:8.2f}  the same to the contributed spans and metrics", True),
+        (f"{out_us:8.1f}  us added at 0% sampling with metrics on; at most 40", out_us <= MOST_SAMPLED_OUT_US),
+    ]
+    text = "\n".join(line if is_reached else f"{line}: MISSED" for line, is_reached in lines)
+    return text, all(is_reached for _, is_reached in lines)
+
+
+async def run(rounds: int, requests: int) -> tuple[Mapping[str, object], bool]:
+    """Runs everything, prints it, and returns the figures and whether all targets are reached."""
+    results: dict[str, object] = {}
+    is_good = True
+    for load in loads():
+        with started(list(SERVERS), apps="telemetry_apps") as servers:
+            measured = await rounds_of(servers, load, rounds, requests)
+        found = figures(measured)
+        text, is_reached = verdict(found)
+        print(f"{table(load, measured)}\n\n{text}\n", flush=True)
+        is_good = is_good and is_reached
+        results[load.title] = {"figures": found, "rounds_us": measured}
+    return results, is_good
+
+
+def main() -> int:
+    """Parses the command line and runs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="also write the figures as JSON")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--requests", type=int, default=400, help="in each server's turn")
+    args = parser.parse_args()
+    results, is_good = asyncio.run(run(args.rounds, args.requests))
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=2) + "\n")
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

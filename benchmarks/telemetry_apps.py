@@ -1,0 +1,139 @@
+"""The servers that `telemetry.py` compares: one app, alone and behind admission, without telemetry and with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+
+from opentelemetry import metrics, trace
+from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import (
+    MetricExporter,
+    MetricExportResult,
+    MetricsData,
+    PeriodicExportingMetricReader,
+)
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, Sampler, TraceIdRatioBased
+
+from benchmarks.overhead_apps import CHUNK, CHUNKS, Nowhere, bare
+from sidecar import AdmissionMiddleware
+from sidecar.asgi.types import ASGIApp, Receive, Scope, Send
+
+EXPORT_EVERY_MS = 5_000.0
+"""Twelve times as often as the SDK's default, so that exports fall into every round."""
+
+
+class NowhereMetrics(MetricExporter):
+    """Takes metrics and forgets them."""
+
+    def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **_: object) -> MetricExportResult:  # noqa: ARG002  # the SDK's signature
+        """Succeeds."""
+        return MetricExportResult.SUCCESS
+
+    def force_flush(self, timeout_millis: float = 10_000) -> bool:  # noqa: ARG002  # the SDK's signature
+        """Has nothing left to send."""
+        return True
+
+    def shutdown(self, timeout_millis: float = 30_000, **_: object) -> None:
+        """Has nothing to close."""
+
+
+async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    """The app of `overhead_apps`, but that it streams as fast as it can: what counts here is CPU, not time."""
+    if scope["type"] != "http" or scope["path"] == "/cpu":
+        await bare(scope, receive, send)
+        return
+    message = await receive()
+    body: bytes = message["body"]
+    while message.get("more_body", False):
+        message = await receive()
+        body += message["body"]
+    if json.loads(body).get("stream"):
+        await _stream(send)
+    else:
+        await bare(scope, _once(body), send)
+
+
+def _once(body: bytes) -> Receive:
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive
+
+
+async def _stream(send: Send) -> None:
+    headers = [(b"content-type", b"text/event-stream")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for _ in range(CHUNKS):
+        await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _trace(sampler: Sampler) -> None:
+    provider = TracerProvider(sampler=sampler)
+    provider.add_span_processor(BatchSpanProcessor(Nowhere()))
+    trace.set_tracer_provider(provider)
+
+
+def _measure() -> None:
+    reader = PeriodicExportingMetricReader(NowhereMetrics(), export_interval_millis=EXPORT_EVERY_MS)
+    metrics.set_meter_provider(MeterProvider([reader]))
+
+
+def plain() -> ASGIApp:
+    """The app alone."""
+    return app
+
+
+def contributed() -> ASGIApp:
+    """With the contributed instrumentation: a span for each request, none per message, no metrics."""
+    _trace(ParentBased(ALWAYS_ON))
+    return OpenTelemetryMiddleware(app, exclude_spans=["receive", "send"])
+
+
+def contributed_metrics() -> ASGIApp:
+    """The same with its metrics."""
+    _measure()
+    return contributed()
+
+
+def admission() -> ASGIApp:
+    """With admission that nobody observes."""
+    door = _door()
+    door.observer = None
+    return door
+
+
+def everything() -> ASGIApp:
+    """With admission and all of our telemetry: every span recorded, metrics, journal, log."""
+    _trace(ParentBased(ALWAYS_ON))
+    _measure()
+    return _door()
+
+
+def sampled_out() -> ASGIApp:
+    """The same, but that no trace is sampled."""
+    _trace(ParentBased(TraceIdRatioBased(0.0)))
+    _measure()
+    return _door()
+
+
+def metrics_alone() -> ASGIApp:
+    """The same without tracing: metrics, journal, log."""
+    _measure()
+    return _door()
+
+
+def spans_alone() -> ASGIApp:
+    """Spans, and nobody else who listens but whom the door has anyway; no provider for metrics."""
+    _trace(ParentBased(ALWAYS_ON))
+    return _door()
+
+
+def _door() -> AdmissionMiddleware:
+    return AdmissionMiddleware(app, os.environ["SIDECAR_POLICY"])

@@ -1,0 +1,260 @@
+"""What a real tracing backend makes of our spans: an overload, the spans that Phoenix stored of it, and a picture.
+
+    python -m benchmarks.tracing_backend [--picture docs/pictures/trace.png] [--protocol http/protobuf|grpc] [--keep]
+
+`sidecar emulate`, `sidecar serve` and two clients with traces of their own run as processes and services of their own,
+all of them sending to Phoenix. Batch floods the engine; then high comes, for some seconds, faster than it is served, so
+that batch starves. The command fails where what Phoenix has stored is not what happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import SpanKind
+
+from benchmarks.phoenix import NotInstalled, Phoenix, Stored, phoenix, picture_of
+from benchmarks.photograph import NoBrowser
+
+POLICY = """\
+engine: vllm
+capacity: {tokens: 100k, requests: 4}
+aging: {promote_after: 5m, ceiling: high}
+tiers:
+  high: {slo: {queue_wait: 2s}}
+  batch: {slo: {starvation: 2s}}
+default_tier: batch
+anonymous: high
+sources: [header]
+endpoints:
+  /v1/chat/completions: {}
+"""
+TOKENS = 50
+"""At 20 ms each, a second for each request: 4 a second in all."""
+FLOOD = 12
+"""Batch requests at once: a third of them runs, a third has its turn next, a third starves."""
+URGENT_FROM_S, URGENT_PER_S, URGENT_FOR_S = 1.5, 6.0, 4.0
+"""High arrives half as fast again as it is served."""
+STARVED_AT_LEAST_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request of the scenario."""
+
+    at_s: float
+    tier: str
+
+
+def scenario() -> Sequence[Asked]:
+    """Batch first, then high, one after the other."""
+    flood = [Asked(number * 0.02, "batch") for number in range(FLOOD)]
+    return [
+        *flood,
+        *(Asked(URGENT_FROM_S + number / URGENT_PER_S, "high") for number in range(int(URGENT_PER_S * URGENT_FOR_S))),
+    ]
+
+
+# -- the servers and the clients
+
+
+@contextlib.contextmanager
+def command(*arguments: str, **variables: str) -> Iterator[str]:
+    """`sidecar ...` until the block ends; the address that it prints first. SIGTERM lets it send what it holds."""
+    line = [sys.executable, "-m", "sidecar.cli", *arguments, "--port", "0"]
+    with subprocess.Popen(line, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            said = process.stdout.readline()
+            if (address := re.search(r"http://\S+:\d+", said)) is None:
+                raise RuntimeError(f"`sidecar {arguments[0]}` did not start")
+            yield address[0]
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+
+
+def run_overload(backend: Phoenix, protocol: str) -> None:
+    """Plays the scenario; when it returns, everything has been sent."""
+    variables = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": backend.url if protocol == "http/protobuf" else backend.grpc_url,
+        "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
+        "OTEL_METRICS_EXPORTER": "none",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        policy = Path(folder) / "policy.yaml"
+        policy.write_text(POLICY)
+        emulated = ("emulate", "--engine", "vllm", "--max-num-seqs", "4", "--step-ms", "20")
+        with (
+            command(*emulated) as engine,
+            command("serve", "--upstream", engine, "--policy", str(policy), "--admin-port", "0", **variables) as door,
+            client_tracers(backend) as tracers,
+        ):
+            asyncio.run(play(scenario(), door, tracers))
+
+
+@contextlib.contextmanager
+def client_tracers(backend: Phoenix) -> Iterator[Mapping[str, trace.Tracer]]:
+    """For each tier the tracer of the service that asks for it, with a process's own resource."""
+    providers = {
+        tier: TracerProvider(resource=Resource.create({SERVICE_NAME: service}), shutdown_on_exit=False)
+        for tier, service in (("high", "chat-ui"), ("batch", "nightly-eval"))
+    }
+    for provider in providers.values():
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{backend.url}/v1/traces")))
+    try:
+        yield {tier: provider.get_tracer("client") for tier, provider in providers.items()}
+    finally:
+        for provider in providers.values():
+            provider.shutdown()
+
+
+async def play(asked: Sequence[Asked], door: str, tracers: Mapping[str, trace.Tracer]) -> None:
+    """Sends every request when its time has come. Raises where one is not answered with 200."""
+    async with aiohttp.ClientSession(door) as session:
+        await asyncio.gather(*(_ask(one, session, tracers[one.tier]) for one in asked))
+
+
+async def _ask(asked: Asked, session: aiohttp.ClientSession, tracer: trace.Tracer) -> None:
+    await asyncio.sleep(asked.at_s)
+    span = tracer.start_span("evaluate" if asked.tier == "batch" else "answer", kind=SpanKind.CLIENT)
+    context = span.get_span_context()
+    headers = {
+        "x-priority": asked.tier,
+        "traceparent": f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}",
+    }
+    body = {"model": "emulated", "max_tokens": TOKENS, "messages": [{"role": "user", "content": "hello"}]}
+    async with session.post("/v1/chat/completions", json=body, headers=headers) as response:
+        await response.read()
+        response.raise_for_status()
+    span.end()
+
+
+# -- what was stored
+
+
+def problems(spans: Sequence[Stored]) -> list[str]:
+    """What in the backend's store is not as it happened; empty where all of it is."""
+    traces = by_trace(spans)
+    found = [problem for one in traces.values() for problem in problems_of(one)]
+    if len(traces) != len(scenario()):
+        found.append(f"{len(traces)} traces of {len(scenario())} requests")
+    starved_s = starved(traces)["admission.starved"].length_s
+    if starved_s < STARVED_AT_LEAST_S:
+        found.append(f"nothing starved for {STARVED_AT_LEAST_S:g} s; the longest bar has {starved_s:.2f} s")
+    return found
+
+
+def problems_of(one: Mapping[str, Stored]) -> list[str]:
+    """The same of one request's trace: its tree, its bars, its attributes."""
+    client = one.get("evaluate") or one.get("answer")
+    if client is None or not {"admission", "engine"} <= one.keys():
+        return [f"a trace of {sorted(one)}"]
+    admission, engine = one["admission"], one["engine"]
+    said = admission.attributes
+    wait_s, starvation_s = said["admission.queue_wait_s"], said["admission.starvation_s"]
+    bars = {"admission.queued": wait_s, "admission.starved": starvation_s}
+    children = [span for name, span in one.items() if name in {"engine", *bars}]
+    expectations = {
+        "admission hangs below the client's span": admission.parent_id == client.span_id,
+        "the others hang below admission": all(span.parent_id == admission.span_id for span in children),
+        "a bar is there where it waited, or starved": all(
+            (name in one) == (length > 0) for name, length in bars.items()
+        ),
+        "bars are as long as the waits": all(
+            abs(one[name].length_s - length) < 1e-5 for name, length in bars.items() if name in one
+        ),
+        "bars end where the engine begins": all(
+            abs(one[name].end_s - engine.start_s) < 1e-5 for name in bars if name in one
+        ),
+        "admission ends with the engine": abs(admission.end_s - engine.end_s) < 1e-5,
+        "the tier is on it": said["admission.tier"] == ("batch" if "evaluate" in one else "high"),
+        "it was answered": said["http.response.status_code"] == 200 and said["admission.outcome"] == "completed",
+        "who starved says who went ahead": (starvation_s > 0) == (said.get("admission.served_ahead.high", 0) > 0)
+        or said["admission.tier"] == "high",
+        "starved too long is marked": said.get("admission.starved_too_long", False)
+        == (starvation_s > STARVED_AT_LEAST_S and said["admission.tier"] == "batch"),
+        "usage is on the engine's span": engine.attributes["gen_ai.usage.output_tokens"] == TOKENS,
+    }
+    return [f"trace {admission.trace_id}: not so: {name}" for name, is_so in expectations.items() if not is_so]
+
+
+def by_trace(spans: Sequence[Stored]) -> Mapping[str, Mapping[str, Stored]]:
+    """Each trace's spans by name."""
+    traces: dict[str, dict[str, Stored]] = {}
+    for span in spans:
+        traces.setdefault(span.trace_id, {})[span.name] = span
+    return traces
+
+
+def starved(traces: Mapping[str, Mapping[str, Stored]]) -> Mapping[str, Stored]:
+    """The trace in which somebody starved longest. Raises ValueError where nobody did."""
+    return max(
+        (one for one in traces.values() if "admission.starved" in one),
+        key=lambda one: one["admission.starved"].length_s,
+    )
+
+
+def table(one: Mapping[str, Stored]) -> str:
+    """A trace for a terminal: each span's beginning and length, in seconds."""
+    began_s = min(span.start_s for span in one.values())
+    lines = [
+        f"{span.name:20} {span.start_s - began_s:7.3f} {span.length_s:7.3f}"
+        for span in sorted(one.values(), key=lambda span: (span.start_s, -span.length_s))
+    ]
+    return "\n".join([f"{'span':20} {'begins':>7} {'lasts':>7}", *lines])
+
+
+def main() -> int:
+    """Parses the command line and runs. Returns 1 where something is not as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="also photograph the trace that starved longest")
+    parser.add_argument("--protocol", choices=["http/protobuf", "grpc"], default="http/protobuf")
+    parser.add_argument("--keep", action="store_true", help="leave Phoenix running until Enter is pressed")
+    args = parser.parse_args()
+    try:
+        with phoenix() as backend:
+            run_overload(backend, args.protocol)
+            return _look(backend, args.picture, keep=args.keep)
+    except (NotInstalled, NoBrowser) as missing:
+        print(f"tracing_backend: {missing}", file=sys.stderr)
+        return 1
+
+
+def _look(backend: Phoenix, picture: Path | None, *, keep: bool) -> int:
+    spans = backend.settled_spans(3 * len(scenario()))
+    traces = by_trace(spans)
+    print(f"Phoenix stored {len(spans)} spans in {len(traces)} traces. The one that starved longest:\n")
+    worst = starved(traces)
+    print(table(worst))
+    found = problems(spans)
+    print("\n" + ("\n".join(found) if found else "All of them are as it happened."))
+    page = backend.page_of(worst["admission"].trace_id)
+    if picture is not None:
+        shot = asyncio.run(picture_of(page, "admission.starved", "served_ahead"))
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        picture.write_bytes(shot)
+    if keep:
+        input(f"\n{page}\nEnter ends Phoenix. ")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""A request's story for whoever is on call: the conclusion, how it came to it, and who went ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+
+from sidecar.live.conclusion import counted, seconds
+from sidecar.live.story import Ahead, Group, Story, Waited
+from sidecar.telemetry.log_format import one_line
+
+MOST_LISTED = 10
+"""Requests ahead that are listed one by one; the table above them counts all."""
+_LABEL = 12
+
+
+def text(story: Story) -> str:
+    """The whole story, lines for a terminal."""
+    lines = [f"request {story.request_id}   {story.method} {story.path}   pool {story.pool}", "", story.conclusion, ""]
+    if story.others:
+        lines.insert(1, f"the newest of {story.others + 1} requests with this id")
+    lines += [f"{label:<{_LABEL}} {said}" for label, said in _steps(story)]
+    if story.wait is not None:
+        lines += _went_ahead(story, story.wait)
+    return "\n".join(map(one_line, lines))
+
+
+def clock(at_s: float) -> str:
+    """A moment as local calendar time with milliseconds."""
+    return datetime.fromtimestamp(at_s).astimezone().isoformat(timespec="milliseconds")
+
+
+def _steps(story: Story) -> Iterator[tuple[str, str]]:
+    yield from _who(story)
+    if story.trace_id is not None:
+        yield "trace", f"{story.trace_id}, span {story.span_id}"
+    yield "arrived", clock(story.arrived_at_s)
+    if story.in_the_way is not None:
+        yield "had to wait", f"{_at(story, story.in_the_way.found_at_s)}: {story.in_the_way.explanation}"
+    if story.wait is not None and story.wait.overtaken_at_s is not None:
+        yield "overtaken", f"{_at(story, story.wait.overtaken_at_s)} {_by(story.wait.overtaken_by)}"
+    yield from _how_it_ended(story)
+
+
+def _who(story: Story) -> Iterator[tuple[str, str]]:
+    asked = story.asked
+    if asked is None:
+        yield "asked by", "somebody who was refused before it was known who" if story.refused else "not known yet"
+        return
+    clamped = f"; {asked.clamped_from} was asked for, which is more than it may have" if asked.clamped_from else ""
+    yield "asked by", f"tenant {asked.tenant}"
+    yield "tier", f"{asked.tier}, by {_SOURCES.get(asked.source, asked.source)}{clamped}"
+    model = "" if asked.model is None else f" of {asked.model}"
+    kind = f"{asked.api}{model}, {'streamed' if asked.stream else 'not streamed'}"
+    yield "holds", f"{counted(asked.tokens, 'token')} and {counted(asked.requests, 'sequence')} ({kind})"
+
+
+_SOURCES = {
+    "body": "its body",
+    "header": "its header",
+    "endpoint": "its endpoint",
+    "key": "its tenant",
+    "engine": "the engine's own priority field",
+    "default": "the policy's default",
+}
+
+
+def _by(ahead: Ahead | None) -> str:
+    if ahead is None:
+        return "by a request that is not known here"
+    return (
+        f"by request {ahead.request_id} of tier {ahead.tier} (tenant {ahead.tenant}, {counted(ahead.tokens, 'token')}, "
+        f"which arrived at {clock(ahead.arrived_at_s)}): {ahead.because}"
+    )
+
+
+def _how_it_ended(story: Story) -> Iterator[tuple[str, str]]:
+    admitted, refused, ended = story.admitted, story.refused, story.ended
+    if admitted is not None:
+        told = "no priority" if admitted.engine_priority is None else f"priority {admitted.engine_priority:g}"
+        aged = "" if admitted.aged_to is None else f", aged to the rank of {admitted.aged_to}"
+        yield "admitted", f"{_at(story, admitted.admitted_at_s)} at level {admitted.level}{aged}; engine told {told}"
+    elif refused is None:
+        yield "now", f"{_at(story, story.told_at_s)}: {story.state}"
+    if story.answered is not None:
+        yield "first byte", f"{_at(story, story.answered.first_byte_at_s)}, status {story.answered.status}"
+    if ended is not None:
+        status = "" if ended.status is None else f", status {ended.status}"
+        error = "" if ended.error is None else f", {ended.error}"
+        used = counted(ended.tokens_used, "token")
+        yield "settled", f"{_at(story, ended.settled_at_s)}: {ended.outcome}{status}{error}, {used} used"
+    elif admitted is not None:
+        yield "now", f"{_at(story, story.told_at_s)}: still running"
+    if refused is not None:
+        what = refused.code if refused.status is None else f"{refused.status} {refused.code}"
+        yield "refused" if refused.status else "left", f"{_at(story, refused.refused_at_s)}: {what}: {refused.message}"
+
+
+def _at(story: Story, at_s: float) -> str:
+    return f"{clock(at_s)}, after {seconds(at_s - story.arrived_at_s)}"
+
+
+def _went_ahead(story: Story, wait: Waited) -> list[str]:
+    requests, tokens = sum(g.requests for g in wait.groups), sum(g.tokens for g in wait.groups)
+    if not requests and not wait.unseen:
+        return ["", "Nobody was admitted while it waited."]
+    lines = ["", f"Admitted while it waited: {counted(requests, 'request')}, {counted(tokens, 'token')}"]
+    if wait.groups:
+        lines += _table(["tier", "", "because", "requests", "tokens"], [_group(group) for group in wait.groups])
+    lines += [f"  and {counted(each.tokens, 'token')} of tier {each.tier}, {each.where}" for each in wait.unseen]
+    if wait.first:
+        some = "One by one" if requests <= MOST_LISTED else f"The first {MOST_LISTED}"
+        heads = ["admitted", "after", "tier", "tenant", "tokens", "arrived", "request"]
+        lines += ["", f"{some}:", *_table(heads, [_one(story, each) for each in wait.first[:MOST_LISTED]])]
+    return lines
+
+
+def _group(group: Group) -> list[str]:
+    came = "overtook" if group.came_later else "came first"
+    return [group.tier, came, group.because, f"{group.requests:,}", f"{group.tokens:,}"]
+
+
+def _one(story: Story, ahead: Ahead) -> list[str]:
+    since_s = ahead.arrived_at_s - story.arrived_at_s
+    arrived = f"{seconds(abs(since_s))} {'later' if ahead.came_later else 'earlier'}"
+    after = seconds(ahead.admitted_at_s - story.arrived_at_s)
+    return [
+        clock(ahead.admitted_at_s),
+        after,
+        ahead.tier,
+        ahead.tenant,
+        f"{ahead.tokens:,}",
+        arrived,
+        ahead.request_id,
+    ]
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as what is in them, figures to the right."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    to_the_right = [column in {"requests", "tokens", "after"} for column in heads]
+    return [
+        "  "
+        + "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, to_the_right, strict=True)
+        ).rstrip()
+        for row in (heads, *rows)
+    ]

@@ -1,0 +1,139 @@
+"""Watch the pool: who holds what, who waits and starves, who overtook whom, and what was refused.
+
+Reads the admin port of a running door (sidecar serve, or SIDECAR_ADMIN_PORT where it is mounted). On a terminal it
+draws until q or Ctrl-C; anywhere else, and with --once, it prints one plain picture. NO_COLOR turns the colors off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import urllib.error
+import urllib.request
+from http.client import HTTPException
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from sidecar.cli.output import STANDARD_OUTPUT, write_json
+from sidecar.policy import units
+
+if TYPE_CHECKING:
+    from sidecar.live.records import Overview
+    from sidecar.live.terminal import Look
+
+EXAMPLE = """  sidecar top
+  sidecar top --admin http://10.0.0.7:9464 --interval 5s
+  sidecar top --once --json overview.json"""
+
+ADMIN = "http://127.0.0.1:9464"
+PATIENCE_S = 3.0
+_MOST_BYTES = 16 * 2**20
+_SHORTEST_S, _LONGEST_S = 0.2, 3600.0
+_PLAIN_WIDTH = 110
+
+
+class _CannotSee(Exception):
+    """The admin port does not answer as one; the message is one line."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's own arguments."""
+    add = parser.add_argument
+    add("--admin", type=_url, default=ADMIN, metavar="URL", help="the door's admin port (default %(default)s)")
+    add("--once", action="store_true", help="print one picture and end")
+    add("--interval", type=_seconds, default=1.0, metavar="TIME", help="between two pictures (default 1s)")
+    add("--json", metavar="FILE", help="write the overview once as JSON, - for standard output, and end")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draws until a key ends it. Returns 1 where the admin port does not answer at the start."""
+    from sidecar.live.screen import can_draw
+
+    try:
+        overview = _overview(args.admin)
+        if args.once or args.json is not None or not can_draw():
+            return _print(overview, args)
+        _watch(overview, args)
+    except _CannotSee as problem:
+        print(f"sidecar top: {problem}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _print(overview: Overview, args: argparse.Namespace) -> int:
+    from sidecar.live.terminal import draw
+
+    if args.json != STANDARD_OUTPUT:
+        print("\n".join(draw(overview, _look(shutil.get_terminal_size((_PLAIN_WIDTH, 40)).columns))).rstrip())
+    return 0 if write_json(args.json, overview) else 1
+
+
+def _watch(overview: Overview, args: argparse.Namespace) -> None:
+    from sidecar.live.screen import drawn_on
+    from sidecar.live.terminal import draw
+
+    trouble = ""
+    with drawn_on() as screen:
+        while True:
+            look = _look(screen.measure())
+            said = [look.paint(look.cut(f"trying again: {trouble}", look.width), "7")] if trouble else []
+            screen.show([*said, *draw(overview, look)])
+            if screen.wait(args.interval) in ("q", "Q", "\x03", "\x04"):
+                return
+            try:
+                overview, trouble = _overview(args.admin), ""
+            except _CannotSee as problem:
+                trouble = str(problem)
+
+
+def _look(width: int) -> Look:
+    """How the output can be written on: in colors only on a terminal whose user did not forbid them."""
+    from sidecar.live.terminal import Look
+
+    is_terminal = sys.stdout.isatty()
+    colors = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+    speaks_unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    return Look(width, colors, speaks_unicode)
+
+
+def _overview(admin: str) -> Overview:
+    """Asks the admin port. Raises _CannotSee."""
+    import msgspec
+
+    from sidecar.live.records import Overview
+
+    # No proxy: it would be asked for an address of this machine, or of this network.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{admin}/overview", timeout=PATIENCE_S) as answer:
+            body = answer.read(_MOST_BYTES)
+        return msgspec.json.decode(body, type=Overview)
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise _CannotSee(
+            f"{admin} answers, but has no /overview ({error.code}): is it the admin port? `sidecar serve` prints it"
+        ) from None
+    except msgspec.MsgspecError as error:
+        raise _CannotSee(f"{admin}/overview is not what this version of sidecar reads: {error}") from None
+    except (OSError, HTTPException, ValueError) as error:  # URLError and timeouts are OSErrors
+        reason = getattr(error, "reason", None) or repr(error)
+        raise _CannotSee(f"no answer from {admin}: {reason}; `sidecar serve` prints its admin port") from None
+
+
+def _url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise argparse.ArgumentTypeError(f"{text!r} is no address of an admin port; write one like {ADMIN}")
+    return text.rstrip("/")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(units.duration_s(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not _SHORTEST_S <= seconds <= _LONGEST_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time between two pictures; write one from 200ms to 1h")
+    return seconds

@@ -1,0 +1,98 @@
+"""Everything that looks at one door, put together: its observer, the admin port's pages, and what begins and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from starlette.routing import BaseRoute
+
+from sidecar.asgi.door import Door
+from sidecar.live import explaining
+from sidecar.live.metrics_page import metrics_routes
+from sidecar.live.own import Sources
+from sidecar.live.policy_watch import PolicyWatch
+from sidecar.live.routes import LivePages
+from sidecar.live.sampling import PoolSampler
+from sidecar.policy.policy import EngineName, Policy
+from sidecar.policy.watch import PolicyFiles
+from sidecar.pools import Pool
+from sidecar.telemetry import SpanObserver, Telemetry
+from sidecar.telemetry.journal import Journal
+from sidecar.telemetry.logs import RequestLog
+from sidecar.telemetry.metrics import PoolMetrics, RequestMetrics
+from sidecar.telemetry.predecessors import predecessors_in
+from sidecar.telemetry.recent import Recent
+from sidecar.telemetry.scrape import Scrape
+from sidecar.telemetry.tenants import shown_tenants
+
+
+class Lookout:
+    """One per door. `files` are the policy's, None where it came from no file; `is_shared` says the pool is in a store.
+
+    `observer` is the door's, `routes` are for the admin port beside the door's own, and `scrape` is for
+    `configure_from_environment`. `open` belongs to the server's start and `close` to its end, before the pool ends;
+    without them the pages show this process alone. Raises ValueError for an environment that cannot be.
+    """
+
+    def __init__(
+        self,
+        door: Door,
+        policy: Policy,
+        pool: Pool,
+        files: PolicyFiles | None,
+        environment: Mapping[str, str],
+        *,
+        is_shared: bool,
+    ) -> None:
+        self.scrape = Scrape()
+        self._watch = None if files is None else PolicyWatch(files)
+        self._log = RequestLog()
+        journal, recent = Journal(), Recent()
+        metrics = RequestMetrics(
+            policy.pool, tiers=[tier.name for tier in policy.tiers], tenants_shown=shown_tenants(environment)
+        )
+        sampler = PoolSampler(pool, lambda: policy, self._rejections)
+        self._gauges = PoolMetrics(policy.pool, sampler)  # told for as long as it lives
+        self.observer = Telemetry(_spans(policy, journal), (metrics, journal, recent, self._log, sampler))
+        self._pages = LivePages(
+            Sources(
+                policy=lambda: policy,
+                pool=pool,
+                recent=recent,
+                tenants=metrics.held,
+                refusals=journal.refusals,
+                notices=lambda: [*door.readiness(), *door.notices()],
+            )
+        )
+        names = [tier.name for tier in policy.tiers]
+        stories = explaining.routes(journal, tiers=lambda: names, pool=policy.pool, is_shared=is_shared)
+        self.routes: Sequence[BaseRoute] = [*self._pages.routes(), *metrics_routes(self.scrape), *stories]
+
+    async def open(self) -> None:
+        """Begins to look."""
+        await self._pages.open()
+        if self._watch is not None:
+            await self._watch.start()
+
+    async def close(self) -> None:
+        """Ends that, and logs what was only counted so far."""
+        if self._watch is not None:
+            await self._watch.stop()
+        await self._pages.close()
+        self._log.flush()
+
+    def notices(self) -> Sequence[str]:
+        """What whoever is on call should know of the policy's files."""
+        return () if self._watch is None else self._watch.notices()
+
+    def _rejections(self) -> int:
+        return 0 if self._watch is None else self._watch.rejections
+
+
+def _spans(policy: Policy, journal: Journal) -> SpanObserver:
+    limits_s = {tier.name: tier.slo.starvation_s for tier in policy.tiers if tier.slo.starvation_s is not None}
+    return SpanObserver(
+        starvation_limits_s=limits_s,
+        provider_name=None if policy.engine is EngineName.NONE else policy.engine.value,
+        who_was_ahead=predecessors_in(journal),
+    )

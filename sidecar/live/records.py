@@ -1,0 +1,114 @@
+"""The overview as one document: what the page, its event stream and `sidecar top` show. JSON names are the fields'.
+
+Times that end in `_s` are seconds; those called `at_s` and `t_s` are seconds since 1970. What is unbounded is None.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sidecar.telemetry.recent import Bucket, Overtakings
+
+
+class Amount(msgspec.Struct, frozen=True):
+    """A part of the pool, in its two dimensions."""
+
+    tokens: int | None = None
+    requests: int | None = None
+
+
+class OldestWaiter(msgspec.Struct, frozen=True):
+    """How the oldest that waits in a tier has waited so far. `served_ahead`: tokens admitted meanwhile, by tier."""
+
+    wait_s: float
+    starvation_s: float
+    served_ahead: dict[str, int]
+    replica: str
+
+
+class Promised(msgspec.Struct, frozen=True):
+    """What a tier promises; None where nothing."""
+
+    ttft_s: float | None = None
+    queue_wait_s: float | None = None
+    starvation_s: float | None = None
+
+
+class TierView(msgspec.Struct, frozen=True):
+    """One tier. `recent` and `overtaken_by` are the last five minutes of all replicas."""
+
+    tier: str
+    level: int
+    held: Amount
+    reserve: Amount
+    limit: Amount
+    queued: Amount
+    borrowed_tokens: int
+    lent_tokens: int
+    oldest: OldestWaiter | None
+    slo: Promised
+    recent: list[Bucket]
+    overtaken_by: dict[str, Overtakings]
+
+
+class TenantView(msgspec.Struct, frozen=True):
+    """A tenant by what it holds now."""
+
+    tenant: str
+    tokens_held: int
+    leases: int
+    waiting: int
+
+
+class RefusalView(msgspec.Struct, frozen=True):
+    """A request that ended at the door. `tier` and `tenant` are None where it was refused before they were known.
+
+    `status` is None where nobody was there to answer to.
+    """
+
+    at_s: float
+    tier: str | None
+    tenant: str | None
+    code: str
+    status: int | None
+    message: str
+    request_id: str
+    waited_s: float
+    replica: str
+
+
+class ReplicaView(msgspec.Struct, frozen=True):
+    """One process of the pool, as it was `seen_s_ago`."""
+
+    replica: str
+    host: str
+    leases: int
+    waiting: int
+    seen_s_ago: float
+
+
+class Overview(msgspec.Struct, frozen=True):
+    """The whole pool as `replica` knows it. `mode` is `local` or `shared`.
+
+    `starving` is the tier whose oldest request starves most, None where none does; `headline` says it in a sentence.
+    """
+
+    replica: str
+    pool: str
+    engine: str
+    generation: str
+    at_s: float
+    mode: str
+    starving: str | None
+    headline: str
+    capacity: Amount
+    held: Amount
+    free: Amount
+    tiers: list[TierView]
+    tenants: list[TenantView]
+    refusals: list[RefusalView]
+    replicas: list[ReplicaView]
+    store: dict[str, Any] | None
+    notices: list[str]

@@ -1,0 +1,145 @@
+"""One request's story as a document: what `GET /requests/{id}` answers and `sidecar explain --request` prints.
+
+JSON names are the fields'. `*_at_s` are seconds since 1970, the other `*_s` are lengths of time.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """Who asks and for what: the tier granted, what decided it, and what the request holds until it is answered."""
+
+    tenant: str
+    tier: str
+    source: str
+    clamped_from: str | None
+    api: str
+    model: str | None
+    stream: bool
+    tokens: int
+    requests: int
+    max_output_tokens: int | None
+
+
+class InTheWay(msgspec.Struct, frozen=True):
+    """Why it was not admitted as it came."""
+
+    found_at_s: float
+    obstacle: str
+    explanation: str
+
+
+class Ahead(msgspec.Struct, frozen=True):
+    """Another request that was admitted while this one waited. `came_later`: it overtook."""
+
+    request_id: str
+    trace_id: str | None
+    tier: str
+    tenant: str
+    tokens: int
+    came_later: bool
+    rule: str
+    because: str
+    arrived_at_s: float
+    admitted_at_s: float
+
+
+class Group(msgspec.Struct, frozen=True):
+    """All of them that have their tier and the reason in common."""
+
+    tier: str
+    came_later: bool
+    rule: str
+    because: str
+    requests: int
+    tokens: int
+
+
+class Unseen(msgspec.Struct, frozen=True):
+    """Tokens of a tier that went ahead, too, by requests that this process does not know."""
+
+    tier: str
+    tokens: int
+    where: str
+
+
+class Waited(msgspec.Struct, frozen=True):
+    """How the wait went, or how it has gone so far. `first` are the first of those ahead, `groups` counts them all.
+
+    `overtaken_at_s` is the first admission of a request that had come later, and `overtaken_by` that request, None
+    where it is not known here.
+    """
+
+    queue_wait_s: float
+    starvation_s: float
+    overtaken_at_s: float | None
+    overtaken_by: Ahead | None
+    groups: list[Group]
+    unseen: list[Unseen]
+    first: list[Ahead]
+
+
+class LetIn(msgspec.Struct, frozen=True):
+    """It was admitted, at this aged level; `engine_priority` is what the engine was told, None where nothing was."""
+
+    admitted_at_s: float
+    level: int
+    aged_to: str | None
+    engine_priority: float | None
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """The first byte of the answer went out."""
+
+    first_byte_at_s: float
+    status: int
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """It gave back what it held."""
+
+    settled_at_s: float
+    outcome: str
+    status: int | None
+    tokens_used: int
+    input_tokens: int | None
+    output_tokens: int | None
+    error: str | None
+
+
+class TurnedAway(msgspec.Struct, frozen=True):
+    """It ended at the door. `status` is None where nobody was there to answer to."""
+
+    refused_at_s: float
+    status: int | None
+    code: str
+    message: str
+
+
+class Story(msgspec.Struct, frozen=True):
+    """Everything that is known of a request at `told_at_s`.
+
+    `state` is `arriving`, `waiting`, `running`, `refused`, `abandoned`, or how it ended: `completed`, `client_left`,
+    `failed`. `others` are more requests of the same id. `conclusion` says it all in a sentence.
+    """
+
+    request_id: str
+    conclusion: str
+    state: str
+    pool: str
+    told_at_s: float
+    method: str
+    path: str
+    arrived_at_s: float
+    trace_id: str | None = None
+    span_id: str | None = None
+    others: int = 0
+    asked: Asked | None = None
+    in_the_way: InTheWay | None = None
+    wait: Waited | None = None
+    admitted: LetIn | None = None
+    answered: Answered | None = None
+    ended: Ended | None = None
+    refused: TurnedAway | None = None

@@ -1,0 +1,223 @@
+"""Makes a request's story out of what the journal keeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sidecar.live.conclusion import conclusion
+from sidecar.live.reasons import aged_to, because, rule_of
+from sidecar.live.story import (
+    Ahead,
+    Answered,
+    Asked,
+    Ended,
+    Group,
+    InTheWay,
+    LetIn,
+    Story,
+    TurnedAway,
+    Unseen,
+    Waited,
+)
+from sidecar.telemetry.journal import JITTER_US, Journal, Record
+
+MOST_TOLD = 64
+"""Of those ahead, how many are told one by one; the groups count them all."""
+
+OTHER_REPLICAS = "admitted by other replicas of the pool"
+NOT_KEPT = "admitted so long ago that they are not kept any more"
+ELSEWHERE = "admitted by other replicas of the pool, or so long ago that they are not kept any more"
+GONE = "admitted, and gone before they ran"
+
+
+@dataclass(frozen=True, slots=True)
+class Teller:
+    """Tells stories. `tiers` are the names of the policy in force, most important first; `is_shared` says that other
+    replicas admit out of the same pool.
+    """
+
+    journal: Journal
+    tiers: Callable[[], Sequence[str]]
+    pool: str
+    is_shared: bool
+
+    def tell(self, request_or_trace_id: str) -> Story | None:
+        """The newest request of this id, None where none is kept."""
+        found = self.journal.all_of(request_or_trace_id)
+        return self.story(found[0], others=len(found) - 1) if found else None
+
+    def story(self, record: Record, others: int = 0) -> Story:
+        """Everything that is known of it now."""
+        trace = record.trace
+        now_us = self.journal.now_us()
+        asked, in_the_way, wait = _asked(record), _in_the_way(record), self._waited(record, now_us)
+        ended, refused, state = _ended(record), _turned_away(record), state_of(record)
+        return Story(
+            request_id=record.request_id,
+            conclusion=conclusion(state, asked, in_the_way, wait, refused),
+            state=state,
+            pool=self.pool,
+            told_at_s=time.time(),
+            method=record.method,
+            path=record.path,
+            arrived_at_s=record.wall_s(record.at_us),
+            trace_id=None if trace is None else f"{trace.trace_id:032x}",
+            span_id=None if trace is None else f"{trace.span_id:016x}",
+            others=others,
+            asked=asked,
+            in_the_way=in_the_way,
+            wait=wait,
+            admitted=self._let_in(record),
+            answered=None
+            if record.first_byte is None
+            else Answered(record.wall_s(record.first_byte.at_us), record.first_byte.status),
+            ended=ended,
+            refused=refused,
+        )
+
+    def _let_in(self, record: Record) -> LetIn | None:
+        admitted, classified = record.admitted, record.classified
+        if admitted is None or classified is None:
+            return None
+        risen_to = aged_to(classified.tier, admitted.level, self.tiers())
+        return LetIn(record.wall_s(admitted.at_us), admitted.level, risen_to, admitted.engine_priority)
+
+    def _waited(self, record: Record, now_us: int) -> Waited | None:
+        """None where it did not wait."""
+        told = record.waited
+        if record.classified is None or (record.queued is None if told is None else not told.queue_wait_us):
+            return None
+        records = self.journal.ahead_of(record)
+        ahead = [self._ahead(each, record) for each in records]
+        if told is not None:
+            wait_us, starvation_us, overtaken_us = told.queue_wait_us, told.starvation_us, told.overtaken_at_us
+        else:
+            later = (each.waited for each in records if each.arrived_us > record.arrived_us)
+            overtaken_us = next((admitted.at_us for admitted in later if admitted is not None), None)
+            wait_us = now_us - record.arrived_us
+            starvation_us = 0 if overtaken_us is None else now_us - overtaken_us
+        return Waited(
+            queue_wait_s=wait_us / 1e6,
+            starvation_s=starvation_us / 1e6,
+            overtaken_at_s=None if overtaken_us is None else record.wall_s(overtaken_us),
+            overtaken_by=_overtaken_by(records, ahead, overtaken_us),
+            groups=_groups(ahead),
+            unseen=self._unseen(record, ahead),
+            first=ahead[:MOST_TOLD],
+        )
+
+    def _ahead(self, ahead: Record, record: Record) -> Ahead:
+        classified, admitted = ahead.classified, ahead.admitted
+        assert classified is not None
+        assert admitted is not None
+        rule = rule_of(ahead, record)
+        return Ahead(
+            request_id=ahead.request_id,
+            trace_id=None if ahead.trace is None else f"{ahead.trace.trace_id:032x}",
+            tier=classified.tier,
+            tenant=classified.tenant,
+            tokens=classified.tokens,
+            came_later=ahead.arrived_us > record.arrived_us,
+            rule=rule,
+            because=because(rule, ahead, record, self.tiers()),
+            arrived_at_s=ahead.wall_s(ahead.at_us),
+            admitted_at_s=ahead.wall_s(admitted.at_us),
+        )
+
+    def _unseen(self, record: Record, ahead: Sequence[Ahead]) -> list[Unseen]:
+        """What the pool counted beyond what is kept here. While it still waits, the pool has not told."""
+        told = record.waited
+        if told is None:
+            return []
+        counted: dict[str, int] = {}
+        for each in ahead:
+            counted[each.tier] = counted.get(each.tier, 0) + each.tokens
+        missing = {tier: tokens - counted.get(tier, 0) for tier, tokens in told.served_ahead.items()}
+        where = self._where(told.at_us - told.queue_wait_us)
+        return [Unseen(tier, tokens, where) for tier, tokens in missing.items() if tokens > 0]
+
+    def _where(self, since_us: int) -> str:
+        dropped_us = self.journal.knows_since_us()
+        is_kept = dropped_us is None or since_us >= dropped_us
+        if self.is_shared:
+            return OTHER_REPLICAS if is_kept else ELSEWHERE
+        return GONE if is_kept else NOT_KEPT
+
+
+def state_of(record: Record) -> str:
+    """In a word, how far the request has come."""
+    if record.settled is not None:
+        return record.settled.outcome.value
+    if record.refused is not None:
+        return "abandoned" if record.refused.status is None else "refused"
+    if record.admitted is not None:
+        return "running"
+    return "arriving" if record.queued is None else "waiting"
+
+
+def _overtaken_by(records: Sequence[Record], ahead: Sequence[Ahead], overtaken_us: int | None) -> Ahead | None:
+    """The first that had come later, if it was here: at another replica, or too long ago, it may not have been."""
+    for record, told in zip(records, ahead, strict=True):
+        if told.came_later and record.admitted is not None and overtaken_us is not None:
+            return told if record.admitted.at_us <= overtaken_us + JITTER_US else None
+    return None
+
+
+def _groups(ahead: Sequence[Ahead]) -> list[Group]:
+    """Those that overtook first, and among them the larger first."""
+    counts: dict[tuple[str, bool, str, str], tuple[int, int]] = {}
+    for each in ahead:
+        key = (each.tier, each.came_later, each.rule, each.because)
+        requests, tokens = counts.get(key, (0, 0))
+        counts[key] = (requests + 1, tokens + each.tokens)
+    groups = [Group(*key, *count) for key, count in counts.items()]
+    return sorted(groups, key=lambda group: (not group.came_later, -group.requests))
+
+
+def _asked(record: Record) -> Asked | None:
+    known = record.classified
+    if known is None:
+        return None
+    return Asked(
+        tenant=known.tenant,
+        tier=known.tier,
+        source=known.source,
+        clamped_from=known.clamped_from,
+        api=known.api,
+        model=known.model,
+        stream=known.stream,
+        tokens=known.tokens,
+        requests=known.requests,
+        max_output_tokens=known.max_output_tokens,
+    )
+
+
+def _in_the_way(record: Record) -> InTheWay | None:
+    queued = record.queued
+    if queued is None:
+        return None
+    return InTheWay(record.wall_s(queued.at_us), queued.obstacle.value, queued.explanation)
+
+
+def _ended(record: Record) -> Ended | None:
+    settled = record.settled
+    if settled is None:
+        return None
+    return Ended(
+        settled_at_s=record.wall_s(settled.at_us),
+        outcome=settled.outcome.value,
+        status=settled.status,
+        tokens_used=settled.tokens_used,
+        input_tokens=settled.input_tokens,
+        output_tokens=settled.output_tokens,
+        error=settled.error,
+    )
+
+
+def _turned_away(record: Record) -> TurnedAway | None:
+    refused = record.refused
+    if refused is None:
+        return None
+    return TurnedAway(record.wall_s(refused.at_us), refused.status, refused.code, refused.message)

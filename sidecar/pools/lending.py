@@ -1,0 +1,43 @@
+"""Who holds what of whose reserve: figures for people, the scheduler does not know them.
+
+A reserve that its tier does not use is lent to whoever comes. Tokens have no color, so who borrowed from whom is a
+matter of accounting, and this is ours: what tiers hold above their own reserves comes first out of what nobody has
+reserved. What is left is borrowed: split among the borrowers in proportion to what each holds above its reserve, and
+among the lenders in proportion to what of its reserve each leaves idle. Both sides add up to the same total exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Loan(NamedTuple):
+    """One tier's tokens: what it holds out of others' reserves, and what of its own reserve others hold."""
+
+    borrowed: int
+    lent: int
+
+
+def loans(held: Sequence[int], reserves: Sequence[int], capacity: int) -> Sequence[Loan]:
+    """What each tier borrowed and lent, in the order given.
+
+    The pool may hold more than its capacity, as when it has shrunk: what is beyond it came out of nobody's reserve.
+    """
+    above = [max(0, mine - reserve) for mine, reserve in zip(held, reserves, strict=True)]
+    idle = [max(0, reserve - mine) for mine, reserve in zip(held, reserves, strict=True)]
+    unreserved = max(0, capacity - sum(reserves))
+    total = min(max(0, sum(above) - unreserved), sum(idle))
+    return [Loan(*loan) for loan in zip(_split(total, above), _split(total, idle), strict=True)]
+
+
+def _split(total: int, weights: Sequence[int]) -> Sequence[int]:
+    """Whole parts in proportion to the weights, none above its weight; the largest fractions are rounded up."""
+    whole = sum(weights)
+    if total == 0:
+        return [0] * len(weights)
+    parts = [total * weight // whole for weight in weights]
+    by_fraction = sorted(range(len(weights)), key=lambda at: (-(total * weights[at] % whole), at))
+    for at in by_fraction[: total - sum(parts)]:
+        parts[at] += 1
+    return parts

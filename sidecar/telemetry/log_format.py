@@ -1,0 +1,97 @@
+"""How a log line looks: one JSON object for a container's log, or one line of text for a person at a terminal.
+
+A line stays one line, whatever a client, an engine or an exception has put in it. Of a record's fields only those known
+here are shown, so no formatter writes what somebody else's library attached to its record.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from datetime import datetime, timezone
+
+FIELDS = (
+    "request_id",
+    "trace_id",
+    "span_id",
+    "pool",
+    "tier",
+    "tenant",
+    "code",
+    "status",
+    "queue_wait_s",
+    "starvation_s",
+    "duration_s",
+    "tokens_used",
+    "left_out",
+)
+"""In this order. `event` comes before them, and `message` behind it."""
+
+_is_unprintable = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+class JsonFormatter(logging.Formatter):
+    """`time` is RFC 3339 in UTC with milliseconds; `event` says what happened, None for other people's loggers."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": _utc(record.created),
+            "level": record.levelname.lower(),
+            "event": _event(record),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **dict(_fields(record)),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        # In ASCII: no terminal takes anything in it for a command, and what is no character at all is legal, too.
+        return json.dumps({name: _whole(value) for name, value in line.items()}, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """Local time, level, event, message, and the fields that the message does not say."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
+        message = record.getMessage()
+        said = set(re.split(r"[\s:,]+", message))
+        more = [f"{name}={_short(value)}" for name, value in _fields(record) if str(value) not in said]
+        line = "  ".join([f"{at} {record.levelname:<7} {_event(record) or record.name}: {message}", *more])
+        if record.exc_info:
+            traceback = self.formatException(record.exc_info).splitlines()
+            return "\n".join([one_line(line), *(f"  {one_line(inner)}" for inner in traceback)])
+        return one_line(line)
+
+
+def one_line(text: str) -> str:
+    """The text without anything that ends a line, moves a terminal's cursor or turns the reading around."""
+    return _is_unprintable.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def _event(record: logging.LogRecord) -> str | None:
+    """What happened, in a word. An exception that one of ours logs is a defect of ours, and says no more than that."""
+    is_ours = record.name.partition(".")[0] == "sidecar"
+    return getattr(record, "event", "defect" if is_ours and record.exc_info else None)
+
+
+def _fields(record: logging.LogRecord) -> Iterator[tuple[str, object]]:
+    given = record.__dict__
+    return ((name, given[name]) for name in FIELDS if given.get(name) is not None)
+
+
+def _utc(created_s: float) -> str:
+    at = datetime.fromtimestamp(created_s, timezone.utc)
+    return at.isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
+
+
+def _short(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _whole(value: object) -> object:
+    """Half a surrogate pair is no text for many who read JSON."""
+    if isinstance(value, str) and not value.isascii():
+        return value.encode("utf-8", "backslashreplace").decode()
+    return value

@@ -1,0 +1,143 @@
+"""The counters: what is counted for each, in plain numbers, and as what it is told."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sidecar.events import Outcome
+from sidecar.telemetry import semconv
+from sidecar.telemetry.tenants import Tenants
+
+Counted = dict[tuple[str, ...], int]
+"""A number for every combination of the labels' values."""
+
+TIER, REASON = semconv.ADMISSION_TIER, semconv.ADMISSION_REASON
+OVER, UNDER = "over", "under"
+_OVERTAKING = (TIER, semconv.BY, semconv.ADMISSION_RULE)
+
+
+class Counters:
+    """What the requests to one pool added up to. Its attributes are those that `COUNTERS` names."""
+
+    __slots__ = (
+        "abandoned", "admitted", "clamped", "estimate_errors", "overtaken", "overtaken_tokens", "refused", "settled",
+        "tenants", "tokens_estimated", "tokens_used",
+    )  # fmt: skip
+
+    def __init__(self, tenants: Tenants) -> None:
+        self.tenants = tenants
+        self.admitted: Counted = {}
+        self.refused: Counted = {}
+        self.abandoned: Counted = {}
+        self.settled: Counted = {}
+        self.clamped: Counted = {}
+        self.overtaken: Counted = {}
+        self.overtaken_tokens: Counted = {}
+        self.tokens_estimated: Counted = {}
+        self.tokens_used: Counted = {}
+        self.estimate_errors: Counted = {}
+
+    def know(self, tier: str) -> None:
+        """Has what every tier has told from the start: of a series that begins at 1, Prometheus does not see the 1."""
+        for counted in (self.admitted, self.tokens_estimated, self.tokens_used):
+            counted.setdefault((tier,), 0)
+        for outcome in Outcome:
+            self.settled.setdefault((tier, outcome.value), 0)
+        for direction in (OVER, UNDER):
+            self.estimate_errors.setdefault((tier, direction), 0)
+
+
+class Counter(NamedTuple):
+    """One metric. `counted` is the attribute of `Counters`, or of `tenants.Counts`; `labels` leaves out the pool's."""
+
+    name: str
+    counted: str
+    labels: tuple[str, ...]
+    unit: str
+    description: str
+
+
+COUNTERS = (
+    Counter(semconv.ADMITTED, "admitted", (TIER,), "{request}", "Requests that got their lease."),
+    Counter(
+        semconv.REFUSED,
+        "refused",
+        (TIER, REASON),
+        "{request}",
+        "Requests answered with an error instead of a lease, by its code. Without a tier where that was not known yet.",
+    ),
+    Counter(
+        semconv.ABANDONED,
+        "abandoned",
+        (TIER, REASON),
+        "{request}",
+        "Requests given up before they got a lease: the client hung up, or the server stopped.",
+    ),
+    Counter(
+        semconv.SETTLED,
+        "settled",
+        (TIER, semconv.ADMISSION_OUTCOME),
+        "{request}",
+        "Leases that were given back, by how the request ended.",
+    ),
+    Counter(
+        semconv.CLAMPED,
+        "clamped",
+        (semconv.ADMISSION_CLAMPED_FROM, TIER),
+        "{request}",
+        "Requests that asked for a tier above their tenant's best, and got that one instead.",
+    ),
+    Counter(
+        semconv.OVERTAKEN,
+        "overtaken",
+        _OVERTAKING,
+        "{request}",
+        "How often the first in line of a tier was overtaken by a later request of another tier, by the rule.",
+    ),
+    Counter(
+        semconv.OVERTAKEN_TOKENS,
+        "overtaken_tokens",
+        _OVERTAKING,
+        "{token}",
+        "The same in tokens of the requests that went ahead.",
+    ),
+    Counter(semconv.TOKENS_ESTIMATED, "tokens_estimated", (TIER,), "{token}", "Tokens held for the requests admitted."),
+    Counter(
+        semconv.TOKENS_USED,
+        "tokens_used",
+        (TIER,),
+        "{token}",
+        "Tokens that settled requests used: the engine's count, or else an estimate.",
+    ),
+    Counter(
+        semconv.TOKENS_ESTIMATE_ERROR,
+        "estimate_errors",
+        (TIER, semconv.DIRECTION),
+        "{token}",
+        "By how many tokens completed requests were estimated over or under what the engine counted.",
+    ),
+)
+
+TENANT_COUNTERS = (
+    Counter(
+        semconv.TENANT_ADMITTED,
+        "admitted",
+        (semconv.ADMISSION_TENANT,),
+        "{request}",
+        "Requests that got their lease, of the largest tenants and of all others together.",
+    ),
+    Counter(
+        semconv.TENANT_REFUSED,
+        "refused",
+        (semconv.ADMISSION_TENANT,),
+        "{request}",
+        "Requests answered with an error instead of a lease, of the largest tenants and of all others together.",
+    ),
+    Counter(
+        semconv.TENANT_TOKENS_USED,
+        "tokens_used",
+        (semconv.ADMISSION_TENANT,),
+        "{token}",
+        "Tokens that settled requests used, of the largest tenants and of all others together.",
+    ),
+)

@@ -1,0 +1,89 @@
+"""The gauges: what is read from a pool's sample for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sidecar.telemetry import semconv
+from sidecar.telemetry.metrics.samples import PoolSample, TierSample
+
+REQUESTS, TOKENS, SECONDS = "{request}", "{token}", "s"
+
+
+class TierGauge(NamedTuple):
+    """One metric with a value for every tier; None where it has none."""
+
+    name: str
+    unit: str
+    description: str
+    value: Callable[[TierSample], float | None]
+
+
+class PoolGauge(NamedTuple):
+    """One metric with a value for the pool."""
+
+    name: str
+    unit: str
+    description: str
+    value: Callable[[PoolSample], float | None]
+
+
+TIER_GAUGES = (
+    TierGauge(semconv.QUEUE_REQUESTS, REQUESTS, "Requests that wait.", lambda tier: tier.queued_requests),
+    TierGauge(semconv.QUEUE_TOKENS, TOKENS, "Tokens of the requests that wait.", lambda tier: tier.queued_tokens),
+    TierGauge(
+        semconv.QUEUE_OLDEST_WAIT,
+        SECONDS,
+        "How long the oldest request that waits in this process has waited.",
+        lambda tier: tier.oldest_wait_s,
+    ),
+    TierGauge(
+        semconv.QUEUE_LONGEST_STARVATION,
+        SECONDS,
+        "How long ago the oldest request that waits in this process was first overtaken by a later one.",
+        lambda tier: tier.longest_starvation_s,
+    ),
+    TierGauge(semconv.HELD_TOKENS, TOKENS, "Tokens held by leases.", lambda tier: tier.held_tokens),
+    TierGauge(semconv.HELD_REQUESTS, REQUESTS, "Requests held by leases.", lambda tier: tier.held_requests),
+    TierGauge(semconv.RESERVE_TOKENS, TOKENS, "Tokens reserved for the tier.", lambda tier: tier.reserve_tokens),
+    TierGauge(
+        semconv.RESERVE_REQUESTS, REQUESTS, "Requests reserved for the tier.", lambda tier: tier.reserve_requests
+    ),
+    TierGauge(semconv.LIMIT_TOKENS, TOKENS, "The most tokens the tier may hold.", lambda tier: tier.limit_tokens),
+    TierGauge(
+        semconv.LIMIT_REQUESTS, REQUESTS, "The most requests the tier may hold.", lambda tier: tier.limit_requests
+    ),
+    TierGauge(
+        semconv.BORROWED_TOKENS,
+        TOKENS,
+        "Tokens held above the tier's reserve, out of what other tiers have reserved.",
+        lambda tier: tier.borrowed_tokens,
+    ),
+    TierGauge(
+        semconv.LENT_TOKENS,
+        TOKENS,
+        "Tokens of the tier's reserve that other tiers hold.",
+        lambda tier: tier.lent_tokens,
+    ),
+    TierGauge(
+        semconv.SLO_TTFT, SECONDS, "The time to first token that the policy promises.", lambda tier: tier.slo_ttft_s
+    ),
+    TierGauge(
+        semconv.SLO_QUEUE_WAIT, SECONDS, "The queue wait that the policy promises.", lambda tier: tier.slo_queue_wait_s
+    ),
+    TierGauge(
+        semconv.SLO_STARVATION,
+        SECONDS,
+        "The longest starvation that the policy promises.",
+        lambda tier: tier.slo_starvation_s,
+    ),
+)
+
+POOL_GAUGES = (
+    PoolGauge(semconv.CAPACITY_TOKENS, TOKENS, "Tokens that the pool has.", lambda pool: pool.capacity_tokens),
+    PoolGauge(
+        semconv.CAPACITY_REQUESTS, REQUESTS, "Requests that the pool has room for.", lambda pool: pool.capacity_requests
+    ),
+    PoolGauge(semconv.REPLICAS, "{replica}", "Processes that share the pool.", lambda pool: pool.replicas),
+)

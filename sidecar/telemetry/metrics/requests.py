@@ -1,0 +1,192 @@
+"""Metrics of requests, from events: plain numbers that are added up, and a histogram where a distribution is wanted.
+
+What an SDK does for one measurement costs as much as all of the adding: so only durations are given to it one by one,
+and the sums are told when somebody reads them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from opentelemetry.context import Context
+from opentelemetry.metrics import MeterProvider, NoOpMeterProvider
+
+from sidecar.events import Admitted, Classified, Event, FirstByte, Outcome, Queued, Received, Refused, Settled
+from sidecar.telemetry import semconv
+from sidecar.telemetry.holdings import Holding, Holdings
+from sidecar.telemetry.metrics.counters import OVER, UNDER, Counted
+from sidecar.telemetry.metrics.exemplars import context_of
+from sidecar.telemetry.metrics.instruments import Held, Instruments, instruments_of
+from sidecar.telemetry.telemetry import Tell, Trace
+from sidecar.telemetry.tenants import SHOWN, Tenant
+
+logger = logging.getLogger(__name__)
+
+GAVE_UP = frozenset(("client_left", "canceled"))
+"""The codes of `Refused` that are nobody's refusal."""
+
+
+class RequestMetrics:
+    """Listens to every request to one pool. One for each door; two doors to one pool add to the same counters.
+
+    `tiers` are those that are told of from the start, before any request; `tenants_shown` tenants at most are named.
+    `meter_provider` None means the global one; an SDK that is installed later is found.
+    """
+
+    def __init__(
+        self,
+        pool: str,
+        *,
+        tiers: Sequence[str] = (),
+        tenants_shown: int = SHOWN,
+        meter_provider: MeterProvider | None = None,
+    ) -> None:
+        self.pool = pool
+        self.holdings = Holdings()
+        self._held = Held(pool, self.holdings)
+        self.instruments = _instruments(meter_provider)
+        self.instruments.watch_tenants(self._held)
+        self.counters = self.instruments.counters(pool, tenants_shown)
+        for tier in tiers:
+            self.counters.know(tier)
+        self._labels: dict[tuple[str, str], Mapping[str, str]] = {}
+
+    def begin(self, received: Received, trace: Trace | None) -> Tell:
+        """See `Listener.begin`."""
+        return _Request(self, received, trace).tell
+
+    def held(self) -> Mapping[str, Holding]:
+        """What the tenants hold and wait for at this door. In any thread."""
+        return self.holdings.held()
+
+    def labels(self, tier: str, decision: str = "") -> Mapping[str, str]:
+        """The labels of a duration, made once."""
+        labels = self._labels.get((tier, decision))
+        if labels is None:
+            labels = {semconv.POOL: self.pool, semconv.ADMISSION_TIER: tier}
+            if decision:
+                labels[semconv.ADMISSION_DECISION] = decision
+            self._labels[tier, decision] = labels
+        return labels
+
+
+class _Request:
+    """One request. Until it is classified it has no tier; `_tier` is that tier's name as a counter has it."""
+
+    __slots__ = (
+        "_context", "_is_waiting", "_metrics", "_received", "_streams", "_tenant", "_tier", "_tokens", "_trace"
+    )  # fmt: skip
+
+    def __init__(self, metrics: RequestMetrics, received: Received, trace: Trace | None) -> None:
+        self._metrics = metrics
+        self._received = received
+        self._trace = trace if trace is not None and trace.is_sampled else None
+        self._context: Context | None = None
+        self._tenant: Tenant | None = None
+        self._tier = ("",)
+        self._is_waiting = False
+
+    def tell(self, event: Event) -> None:
+        kind = type(event)  # quicker than isinstance: records have no subclasses
+        if kind is Classified:
+            self._classified(event)  # type: ignore[arg-type]
+        elif kind is Admitted:
+            self._admitted(event)  # type: ignore[arg-type]
+        elif kind is FirstByte:
+            self._answered(event)  # type: ignore[arg-type]
+        elif kind is Settled:
+            self._settled(event)  # type: ignore[arg-type]
+        elif kind is Queued:
+            self._queued()
+        elif kind is Refused:
+            self._refused(event)  # type: ignore[arg-type]
+
+    def _classified(self, event: Classified) -> None:
+        counters = self._metrics.counters
+        self._tier = (event.tier,)
+        self._tokens, self._streams = event.tokens, event.stream
+        self._tenant = counters.tenants.asks(event.tenant, event.tokens, event.at_us)
+        if event.clamped_from is not None:
+            _add(counters.clamped, (event.clamped_from, event.tier))
+
+    def _queued(self) -> None:
+        if self._tenant is not None:
+            self._is_waiting = True
+            self._metrics.holdings.waits(self._tenant.name)
+
+    def _admitted(self, event: Admitted) -> None:
+        self._waits_no_more()
+        metrics, tier, tenant = self._metrics, self._tier, self._tenant
+        if tenant is None:
+            return
+        counters = metrics.counters
+        _add(counters.admitted, tier)
+        _add(counters.tokens_estimated, tier, self._tokens)
+        tenant.counts.admitted += 1
+        metrics.holdings.holds(tenant.name, self._tokens)
+        for overtaken, rule in event.passed.items():
+            _add(counters.overtaken, (overtaken, tier[0], rule))
+            _add(counters.overtaken_tokens, (overtaken, tier[0], rule), self._tokens)
+        self._waited("admitted", event.queue_wait_us, event.starvation_us)
+
+    def _answered(self, event: FirstByte) -> None:
+        if self._tenant is not None and self._streams and event.status < 400:
+            since_s = (event.at_us - self._received.at_us) / 1e6
+            labels = self._metrics.labels(self._tier[0])
+            self._metrics.instruments.time_to_first_token.record(since_s, labels, self._where())
+
+    def _settled(self, event: Settled) -> None:
+        metrics, tier, tenant = self._metrics, self._tier, self._tenant
+        if tenant is None:
+            return
+        counters = metrics.counters
+        _add(counters.settled, (tier[0], event.outcome.value))
+        _add(counters.tokens_used, tier, event.tokens_used)
+        tenant.counts.tokens_used += event.tokens_used
+        metrics.holdings.gives_back(tenant.name, self._tokens)
+        is_counted = event.input_tokens is not None and event.output_tokens is not None
+        if is_counted and event.outcome is Outcome.COMPLETED:
+            error = self._tokens - event.tokens_used
+            _add(counters.estimate_errors, (tier[0], UNDER if error < 0 else OVER), abs(error))
+
+    def _refused(self, event: Refused) -> None:
+        self._waits_no_more()
+        gave_up = event.code in GAVE_UP
+        counters = self._metrics.counters
+        _add(counters.abandoned if gave_up else counters.refused, (self._tier[0], event.code))
+        if self._tenant is not None and not gave_up:
+            self._tenant.counts.refused += 1
+        if event.queue_wait_us > 0:
+            self._waited(event.code if gave_up else "refused", event.queue_wait_us, event.starvation_us)
+
+    def _waits_no_more(self) -> None:
+        if self._is_waiting and self._tenant is not None:
+            self._is_waiting = False
+            self._metrics.holdings.waits_no_more(self._tenant.name)
+
+    def _waited(self, decision: str, queue_wait_us: int, starvation_us: int) -> None:
+        instruments, labels = self._metrics.instruments, self._metrics.labels(self._tier[0], decision)
+        instruments.queue_wait.record(queue_wait_us / 1e6, labels, self._where())
+        if starvation_us > 0:
+            instruments.starvation.record(starvation_us / 1e6, labels, self._where())
+
+    def _where(self) -> Context | None:
+        if self._context is None and self._trace is not None:
+            self._context = context_of(self._trace, self._received.request_id)
+        return self._context
+
+
+def _add(counted: Counted, labels: tuple[str, ...], number: int = 1) -> None:
+    counted[labels] = counted.get(labels, 0) + number
+
+
+def _instruments(meter_provider: MeterProvider | None) -> Instruments:
+    try:
+        return instruments_of(meter_provider)
+    except Exception:
+        logger.exception("the metrics of requests failed; requests go on without")
+        return instruments_of(_NOTHING)
+
+
+_NOTHING = NoOpMeterProvider()

@@ -1,0 +1,46 @@
+"""What our instruments need of an SDK that is ours to set up. Imports it.
+
+Exemplars that name the request beside its span, and buckets where the API cannot say them.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+from opentelemetry.sdk import metrics as sdk
+from opentelemetry.sdk.metrics.view import ExplicitBucketHistogramAggregation, View
+
+from sidecar.telemetry.metrics.exemplars import request_id_of
+from sidecar.telemetry.metrics.histograms import HAS_BUCKETS, TIMINGS
+from sidecar.telemetry.semconv import ADMISSION_REQUEST_ID
+
+_HAS_EXEMPLARS = "exemplar_reservoir_factory" in signature(View.__init__).parameters
+
+
+def views() -> list[View]:
+    """For every histogram of ours."""
+    return [
+        View(instrument_name=timing.name, meter_name="sidecar", **_buckets(timing.buckets), **_exemplars())
+        for timing in TIMINGS
+    ]
+
+
+def _buckets(buckets: tuple[float, ...]) -> dict[str, Any]:
+    return {} if HAS_BUCKETS else {"aggregation": ExplicitBucketHistogramAggregation(buckets)}
+
+
+def _exemplars() -> dict[str, Any]:
+    if not _HAS_EXEMPLARS:  # before 1.28
+        return {}
+
+    class Named(sdk.AlignedHistogramBucketExemplarReservoir):
+        """The last measurement of every bucket, with the id of its request beside its span's."""
+
+        def offer(self, value: float, time_unix_nano: int, attributes: Any, context: Any) -> None:
+            request_id = request_id_of(context)
+            if request_id is not None:
+                attributes = {**attributes, ADMISSION_REQUEST_ID: request_id}
+            super().offer(value, time_unix_nano, attributes, context)
+
+    return {"exemplar_reservoir_factory": lambda _: Named}

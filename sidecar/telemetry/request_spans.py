@@ -1,0 +1,206 @@
+"""The spans of one request, from its events. What they are is told in `spans`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from opentelemetry.trace import Link, SpanKind
+
+from sidecar.events import Admitted, Classified, Event, FirstByte, Headers, Queued, Received, Refused, Settled
+from sidecar.telemetry import attributes, semconv
+from sidecar.telemetry.attributes import Attributes
+from sidecar.telemetry.links import MOST_LINKS, WhoWasAhead, links_to
+from sidecar.telemetry.propagation import injected
+from sidecar.telemetry.recording import Moment, OpenSpan
+
+CLIENTS_ERRORS = 400
+SERVERS_ERRORS = 500
+"""From which status on an answer is an error of a CLIENT span, and of a SERVER span: the HTTP conventions' rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpanSettings:
+    """What the spans of all requests share.
+
+    `report` logs the exception being handled. `starvation_limits_s` has the tiers that promise one; `provider_name` is
+    what the GenAI conventions call the engine by, None where that is not known; `who_was_ahead` is None where spans
+    have no links.
+    """
+
+    report: Callable[[], None]
+    starvation_limits_s: Mapping[str, float]
+    provider_name: str | None
+    who_was_ahead: WhoWasAhead | None
+
+
+class RequestSpans:
+    """Records one request. `admission` is open from the beginning; `engine` from admission on.
+
+    The spans of its waiting are made when it is over. All of a request's spans then leave the process together, and a
+    Collector that decides what to keep some seconds after a trace's first span sees how this request ended.
+
+    Attributes are gathered in one dict and written once, at the end: a call per attribute costs more than the span.
+    """
+
+    __slots__ = (
+        "_admission",
+        "_attributes",
+        "_classified",
+        "_engine",
+        "_engine_attributes",
+        "_engine_events",
+        "_engine_start_us",
+        "_links",
+        "_queued",
+        "_received",
+        "_settings",
+        "_waited",
+    )
+
+    is_recording = True
+
+    def __init__(self, settings: SpanSettings, received: Received, admission: OpenSpan) -> None:
+        self._settings = settings
+        self._received = received
+        self._admission = admission
+        self._attributes: Attributes = {}
+        self._classified: Classified | None = None
+        self._queued: Queued | None = None
+        self._waited: Admitted | Refused | None = None
+        self._links: tuple[Sequence[Link], Sequence[Link]] = ((), ())
+        self._engine: OpenSpan | None = None
+        self._engine_start_us = 0
+        self._engine_events: list[Moment] = []
+        self._engine_attributes: Attributes = {}
+
+    @property
+    def trace(self) -> tuple[int, int, bool]:
+        """The trace's id, the id of `admission`, and whether they are exported."""
+        context = self._admission.context
+        return context.trace_id, context.span_id, context.trace_flags.sampled
+
+    def headers(self) -> Headers:
+        """The `engine` span's context once admitted, so that the engine's own spans hang below it."""
+        span = self._admission if self._engine is None else self._engine
+        try:
+            return injected(span.context, self._received.headers)
+        except Exception:
+            self._settings.report()
+            return ()
+
+    def on_event(self, event: Event) -> None:
+        """Record it; `Refused` and `Settled` end the spans."""
+        try:
+            self._record(event)
+        except Exception:
+            self._settings.report()
+
+    def _record(self, event: Event) -> None:
+        match event:
+            case Classified():
+                self._classified = event
+                self._attributes.update(attributes.of_classification(event))
+            case Queued():
+                self._queued = event
+            case Admitted():
+                self._admit(event)
+            case FirstByte():
+                self._first_byte(event)
+            case Refused():
+                self._refuse(event)
+            case Settled():
+                self._settle(event)
+
+    def _admit(self, event: Admitted) -> None:
+        self._end_waiting(event)
+        self._attributes.update(attributes.of_admission(event))
+        self._engine_start_us = event.at_us
+        request = None
+        if self._classified is not None:
+            request = attributes.of_engine_request(self._classified, self._settings.provider_name)
+        self._engine = self._admission.child(semconv.ENGINE, SpanKind.CLIENT, self._wall_ns(event.at_us), request)
+
+    def _first_byte(self, event: FirstByte) -> None:
+        if self._engine is None:
+            return
+        self._engine_events.append((semconv.FIRST_BYTE, self._wall_ns(event.at_us)))
+        if self._classified is not None and self._classified.stream:
+            since_admission_s = (event.at_us - self._engine_start_us) / 1e6
+            self._engine_attributes[semconv.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] = since_admission_s
+
+    def _refuse(self, event: Refused) -> None:
+        self._end_waiting(event)
+        self._attributes.update(attributes.of_refusal(event, self._classified))
+        self._draw_waiting()
+        error = event.message if attributes.is_servers_failure(event) else None
+        self._admission.end(self._wall_ns(event.at_us), self._attributes, error=error)
+
+    def _settle(self, event: Settled) -> None:
+        ended_ns = self._wall_ns(event.at_us)
+        self._draw_waiting()
+        if self._engine is not None:
+            self._engine_attributes.update(attributes.of_engine_usage(event))
+            error = _failure(event, self._engine_attributes, from_status=CLIENTS_ERRORS)
+            self._engine.end(ended_ns, self._engine_attributes, self._engine_events, error)
+        self._attributes.update(attributes.of_settlement(event))
+        error = _failure(event, self._attributes, from_status=SERVERS_ERRORS)
+        self._admission.end(ended_ns, self._attributes, error=error)
+
+    # -- waiting
+
+    def _end_waiting(self, event: Admitted | Refused) -> None:
+        """Note how long it waited, and who went ahead as long as that is known."""
+        self._attributes.update(attributes.of_waiting(event))
+        queued, classified = self._queued, self._classified
+        if queued is None or classified is None:
+            return
+        self._waited = event
+        self._attributes[semconv.GEN_AI_LATENCY_TIME_IN_QUEUE] = event.queue_wait_us / 1e6
+        if event.starvation_us > self._settings.starvation_limits_s.get(classified.tier, math.inf) * 1e6:
+            self._attributes[semconv.ADMISSION_STARVED_TOO_LONG] = True
+        try:
+            self._links = self._links_of(classified.tier, event)
+        except Exception:
+            self._settings.report()  # the spans are worth having without
+
+    def _links_of(self, tier: str, event: Admitted | Refused) -> tuple[Sequence[Link], Sequence[Link]]:
+        if self._settings.who_was_ahead is None:
+            return (), ()
+        in_turn, overtook = self._settings.who_was_ahead(tier, event, MOST_LINKS)
+        return links_to(in_turn), links_to(overtook)
+
+    def _draw_waiting(self) -> None:
+        waited, queued, classified = self._waited, self._queued, self._classified
+        if waited is None or queued is None or classified is None:
+            return
+        in_turn, overtook = self._links
+        # The tier is repeated on the bars, so that a search for starved batch requests needs no join with the parent.
+        tier: Attributes = {semconv.ADMISSION_TIER: classified.tier}
+        why: Attributes = {
+            semconv.ADMISSION_OBSTACLE: queued.obstacle.value,
+            semconv.ADMISSION_EXPLANATION: queued.explanation,
+        }
+        start_us = waited.at_us - waited.queue_wait_us
+        self._draw(semconv.QUEUED, start_us, waited.at_us, {**tier, **why}, in_turn)
+        if waited.starvation_us > 0 and waited.overtaken_at_us is not None:
+            served_ahead = attributes.of_served_ahead(waited)
+            self._draw(semconv.STARVED, waited.overtaken_at_us, waited.at_us, {**tier, **served_ahead}, overtook)
+
+    def _draw(self, name: str, start_us: int, end_us: int, written: Attributes, links: Sequence[Link]) -> None:
+        span = self._admission.child(name, SpanKind.INTERNAL, self._wall_ns(start_us), written, links)
+        span.end(self._wall_ns(end_us), {})
+
+    def _wall_ns(self, at_us: int) -> int:
+        """Calendar time, in nanoseconds, of a monotonic time: a clock that is set back cannot bend a span."""
+        return self._received.wall_ns + (at_us - self._received.at_us) * 1000
+
+
+def _failure(event: Settled, written: Attributes, *, from_status: int) -> str | None:
+    """Writes the type of a failure, and returns the description of the span's status."""
+    failure = attributes.engine_failure(event, from_status=from_status)
+    if failure is None:
+        return None
+    written[semconv.ERROR_TYPE], description = failure
+    return description

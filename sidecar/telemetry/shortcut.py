@@ -1,0 +1,198 @@
+"""Spans made without the SDK's spans: its processors are handed the records that they would be handed anyway.
+
+Only where that makes no difference: the processors do nothing when a span begins, the sampler lets a child follow its
+parent and writes nothing of its own, ids are random, the limits are beyond what we write, and the SDK does not count
+its own spans. Some of what is looked at has no public name: a test compares the two ways span by span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, Tracer
+
+from sidecar.telemetry.attributes import Attributes
+from sidecar.telemetry.recording import Moment, OpenSpan, Starter, ThroughApi
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanLimits, SpanProcessor
+    from opentelemetry.sdk.trace import Tracer as SdkTracer
+    from opentelemetry.sdk.trace.sampling import Sampler
+
+MOST_ATTRIBUTES = 64
+MOST_LINKS = 16
+"""More than a span of ours has, but where a policy has dozens of tiers that all go ahead of one request."""
+_RANDOM = 0x02
+"""W3C's flag for an id that is random; the SDK sets it since 1.42."""
+_UNSET = Status(StatusCode.UNSET)
+
+
+def starter_of(tracer: Tracer) -> Starter:
+    """The shortcut where it makes no difference, else the API."""
+    from opentelemetry.sdk.trace import Tracer as SdkTracer
+
+    if type(tracer) is SdkTracer and _is_as_it_comes(tracer):
+        return Shortcut(tracer)
+    return ThroughApi(tracer)
+
+
+class Shortcut:
+    """Begins spans that become a record when they end. Holds for as long as `is_current`."""
+
+    def __init__(self, tracer: SdkTracer) -> None:
+        from opentelemetry.sdk.trace import Event, ReadableSpan
+        from opentelemetry.sdk.trace.sampling import Decision
+
+        self._record_and_sample = Decision.RECORD_AND_SAMPLE
+        self.event, self.record = Event, ReadableSpan
+        self.resource, self.scope = tracer.resource, tracer._instrumentation_scope
+        self.processors = _processors(tracer)
+        self.new_span_id = tracer.id_generator.generate_span_id
+        self._new_trace_id = tracer.id_generator.generate_trace_id
+        self._random = _RANDOM if hasattr(tracer.id_generator, "is_trace_id_random") else 0
+        self._tracer = tracer
+        self._sampler = tracer.sampler
+
+    def is_current(self) -> bool:
+        """Whether nothing about the tracer has changed."""
+        tracer = self._tracer
+        return tracer.sampler is self._sampler and _processors(tracer) is self.processors and _is_enabled(tracer)
+
+    def start(self, name: str, parent: Context, kind: SpanKind, start_ns: int, attributes: Attributes) -> OpenSpan:
+        """See `Starter.start`. Decides as the SDK's `start_span` does, in its order."""
+        above: SpanContext | None = trace.get_current_span(parent).get_span_context()
+        if above is None or not above.is_valid:
+            above, trace_id, random = None, self._new_trace_id(), self._random
+        else:
+            trace_id, random = above.trace_id, above.trace_flags & self._random
+        sampled = self._sampler.should_sample(parent, trace_id, name, kind, attributes, ())
+        is_sampled = sampled.decision is self._record_and_sample
+        flags = TraceFlags((TraceFlags.SAMPLED if is_sampled else TraceFlags.DEFAULT) | random)
+        context = SpanContext(trace_id, self.new_span_id(), False, flags, sampled.trace_state)
+        return _Direct(
+            self, name, context=context, above=above, kind=kind, start_ns=start_ns, attributes=attributes, links=()
+        )
+
+
+class _Direct:
+    """A span that becomes a record when it ends."""
+
+    __slots__ = ("_above", "_attributes", "_kind", "_links", "_name", "_shortcut", "_start_ns", "context")
+
+    def __init__(
+        self,
+        shortcut: Shortcut,
+        name: str,
+        *,
+        context: SpanContext,
+        above: SpanContext | None,
+        kind: SpanKind,
+        start_ns: int,
+        attributes: Attributes | None,
+        links: Sequence[Link],
+    ) -> None:
+        self._shortcut = shortcut
+        self._name = name
+        self.context = context
+        self._above = above
+        self._kind = kind
+        self._start_ns = start_ns
+        self._attributes = attributes
+        self._links = links
+
+    @property
+    def is_recording(self) -> bool:
+        return self.context.trace_flags.sampled
+
+    def child(
+        self, name: str, kind: SpanKind, start_ns: int, attributes: Attributes | None, links: Sequence[Link] = ()
+    ) -> OpenSpan:
+        shortcut, own = self._shortcut, self.context
+        context = SpanContext(own.trace_id, shortcut.new_span_id(), False, own.trace_flags, own.trace_state)
+        return _Direct(
+            shortcut, name, context=context, above=own, kind=kind, start_ns=start_ns, attributes=attributes, links=links
+        )
+
+    def end(self, at_ns: int, attributes: Attributes, events: Sequence[Moment] = (), error: str | None = None) -> None:
+        shortcut = self._shortcut
+        record = shortcut.record(
+            name=self._name,
+            context=self.context,
+            parent=self._above,
+            resource=shortcut.resource,
+            attributes={**self._attributes, **attributes} if self._attributes else attributes,
+            events=[shortcut.event(name, {}, moment_ns) for name, moment_ns in events],
+            links=self._links,
+            kind=self._kind,
+            status=_UNSET if error is None else Status(StatusCode.ERROR, error),
+            start_time=self._start_ns,
+            end_time=at_ns,
+            instrumentation_scope=shortcut.scope,
+        )
+        for processor in shortcut.processors:
+            processor.on_end(record)
+
+
+def _is_as_it_comes(tracer: SdkTracer) -> bool:
+    from opentelemetry.sdk.trace import SynchronousMultiSpanProcessor
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
+    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+
+    return (
+        type(tracer.span_processor) is SynchronousMultiSpanProcessor
+        and all(type(processor) in {BatchSpanProcessor, SimpleSpanProcessor} for processor in _processors(tracer))
+        and type(tracer.id_generator) is RandomIdGenerator
+        and _lets_children_follow(tracer.sampler)
+        and _is_ample(tracer._span_limits)
+        and not _counts_spans(tracer)
+        and _is_enabled(tracer)
+    )
+
+
+def _processors(tracer: SdkTracer) -> Sequence[SpanProcessor]:
+    # The provider replaces the tuple when a processor is added.
+    return tracer.span_processor._span_processors
+
+
+def _lets_children_follow(sampler: Sampler) -> bool:
+    """Whether it decides by the trace alone, or by the parent, and adds nothing."""
+    from opentelemetry.sdk.trace.sampling import (
+        ALWAYS_ON,
+        ParentBased,
+        ParentBasedTraceIdRatio,
+        StaticSampler,
+        TraceIdRatioBased,
+    )
+
+    plain = {StaticSampler, TraceIdRatioBased}
+    if type(sampler) in plain:
+        return True
+    if type(sampler) not in {ParentBased, ParentBasedTraceIdRatio}:
+        return False
+    parts = [part for part in vars(sampler).values() if hasattr(part, "should_sample")]
+    return vars(sampler).get("_local_parent_sampled") is ALWAYS_ON and all(type(part) in plain for part in parts)
+
+
+def _is_ample(limits: SpanLimits) -> bool:
+    counts = [
+        (limits.max_span_attributes, MOST_ATTRIBUTES),
+        (limits.max_link_attributes, MOST_ATTRIBUTES),
+        (limits.max_links, MOST_LINKS),
+        (limits.max_events, MOST_LINKS),
+    ]
+    lengths = [limits.max_attribute_length, limits.max_span_attribute_length]
+    return all(limit is None or limit >= needed for limit, needed in counts) and lengths == [None, None]
+
+
+def _counts_spans(tracer: SdkTracer) -> bool:
+    """Whether OTEL_PYTHON_SDK_INTERNAL_METRICS_ENABLED makes the SDK count its spans, which it can since 1.40."""
+    counting = getattr(tracer, "_tracer_metrics", None)
+    return counting is not None and type(counting).__name__ != "NoOpTracerMetrics"
+
+
+def _is_enabled(tracer: SdkTracer) -> bool:
+    enabled = getattr(tracer, "_is_enabled", None)
+    return enabled is None or enabled()

@@ -1,0 +1,118 @@
+"""Which tenants are named in metrics: the largest few; the rest is `other`.
+
+A metric with a label for every tenant would grow without bounds, so only so many have a series of their own. The first
+to come have one; when there are more, the largest by what they ask for have it, looked at every few minutes. Counts go
+to the tenant's own series while it is named, and to `other` while it is not, and stay there: every series only grows,
+a tenant that is named for the first time starts at 0, one that is named again goes on where it was, and all series
+together have counted everything once. A tenant that is named no longer is shown, standing still, until the next look:
+whoever reads the metrics in between has seen the last of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+OTHER = "other"
+SHOWN = 20
+SHOWN_VARIABLE = "SIDECAR_METRICS_TENANTS"
+MOST_SHOWN = 500
+LOOK_EVERY_US = 5 * 60 * 1_000_000
+"""Above what any scraper or exporter waits between two readings."""
+TIMES_LARGER = 2
+"""So much larger than a named tenant another must be to take its place: two that are alike do not change places."""
+
+
+class Counts:
+    """One series of each tenant metric. Only grows."""
+
+    __slots__ = ("admitted", "refused", "tokens_used")
+
+    def __init__(self) -> None:
+        self.admitted = self.refused = self.tokens_used = 0
+
+
+class Tenant:
+    """One tenant. `counts` is where its requests are to be counted at this moment."""
+
+    __slots__ = ("counts", "name", "own", "recent_tokens")
+
+    def __init__(self, name: str, counts: Counts) -> None:
+        self.name = name
+        self.counts = counts
+        self.own = Counts()
+        self.recent_tokens = 0
+
+
+class Tenants:
+    """All tenants of one pool in this process, as many as its policy has; at most `shown` are named at a time.
+
+    Counted in one thread; `series` and `name_of` may be called from any other.
+    """
+
+    def __init__(self, shown: int = SHOWN) -> None:
+        self._shown = shown
+        self._tenants: dict[str, Tenant] = {}
+        self._other = Counts()
+        # Replaced, never changed: an exporter's thread reads them.
+        self._named: frozenset[str] = frozenset()
+        self._standing_still: frozenset[str] = frozenset()
+        self._look_at_us = 0
+
+    def asks(self, name: str, tokens: int, at_us: int) -> Tenant:
+        """A request of this tenant came, for so many tokens, at so many microseconds of a monotonic clock."""
+        if at_us >= self._look_at_us:
+            self._look(at_us)
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._new(name)
+        tenant.recent_tokens += tokens
+        return tenant
+
+    def series(self) -> Mapping[str, Counts]:
+        """Every series, by the tenant's name in metrics."""
+        shown = {name: self._tenants[name].own for name in sorted(self._named | self._standing_still)}
+        return shown if len(self._tenants) == len(self._named) else {**shown, OTHER: self._other}
+
+    def name_of(self, tenant: str) -> str:
+        """What a tenant is called in metrics."""
+        return tenant if tenant in self._named else OTHER
+
+    def _new(self, name: str) -> Tenant:
+        tenant = self._tenants[name] = Tenant(name, self._other)
+        if len(self._named) < self._shown and name != OTHER:
+            self._name(tenant)
+        return tenant
+
+    def _look(self, at_us: int) -> None:
+        """Names those who have become larger than some that are named."""
+        self._look_at_us = at_us + LOOK_EVERY_US
+        self._standing_still = frozenset()
+        named = sorted((self._tenants[name] for name in self._named), key=_size)
+        others = [tenant for name, tenant in self._tenants.items() if name not in self._named and name != OTHER]
+        for smallest, largest in zip(named, sorted(others, key=_size, reverse=True), strict=False):
+            if largest.recent_tokens <= TIMES_LARGER * smallest.recent_tokens:
+                break
+            self._standing_still |= {smallest.name}
+            self._named -= {smallest.name}
+            smallest.counts = self._other
+            self._name(largest)
+        for tenant in self._tenants.values():
+            tenant.recent_tokens //= 2  # what was long ago counts less and less
+
+    def _name(self, tenant: Tenant) -> None:
+        self._named |= {tenant.name}
+        tenant.counts = tenant.own
+
+
+def _size(tenant: Tenant) -> int:
+    return tenant.recent_tokens
+
+
+def shown_tenants(environment: Mapping[str, str]) -> int:
+    """How many tenants the environment wants to be named in metrics. Raises ValueError for what is no such number."""
+    written = environment.get(SHOWN_VARIABLE, "").strip()
+    if not written:
+        return SHOWN
+    if not written.isdecimal() or int(written) > MOST_SHOWN:
+        raise ValueError(f"{SHOWN_VARIABLE}: {written!r} is no number of tenants; write one from 0 to {MOST_SHOWN}")
+    return int(written)

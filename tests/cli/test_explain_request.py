@@ -1,0 +1,214 @@
+"""`sidecar explain --request`, as whoever is on call runs it: against a door with an engine and clients of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from sidecar.asgi.admin import admin_app
+from sidecar.asgi.middleware import Admission
+from sidecar.asgi.proxy import ReverseProxy
+from sidecar.cli import main
+from sidecar.cli.story_text import text
+from sidecar.engines import dialect_of
+from sidecar.live.explaining import routes
+from sidecar.live.story import Asked, Story
+from sidecar.policy.loading import load
+from sidecar.pools import LocalPool
+from sidecar.telemetry import SpanObserver, Telemetry
+from sidecar.telemetry.journal import Journal
+from sidecar.tokens import Estimator
+from tests.support.door import KEYS, write_policy
+from tests.support.process import python
+from tests.support.serving import serving
+
+POLICY = """\
+engine: vllm
+capacity: {tokens: 100k, requests: 2}
+tiers:
+  high: {reserve: 50%}
+  normal: {}
+  batch: {}
+anonymous: deny
+endpoints: {/v1/chat/completions: {}}
+tenants: tenants/*.yaml
+"""
+FOREVER = 20_000  # tokens: at 10 ms each, longer than any test
+NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
+HELLO: Any = [{"role": "user", "content": "hello"}]
+CLOCK = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d"
+LENGTH = r"[\d.]+ m?s"
+
+
+@dataclass
+class Running:
+    """A door before an emulated engine."""
+
+    url: str
+    admin: str
+    journal: Journal
+
+    async def begin(self, tier: str, request_id: str, tokens: int = 5) -> asyncio.Task[int]:
+        """Asks as users do, for so many tokens; returns when the request waits or runs."""
+        task = asyncio.create_task(self._stream(tier, request_id, tokens))
+        await self.until(request_id, "queued", "admitted")
+        return task
+
+    async def until(self, request_id: str, *events: str) -> None:
+        """Returns when one of these has happened to it."""
+        end_s = time.monotonic() + 10
+        while not any(getattr(self.journal.find(request_id), event, None) for event in events):
+            assert time.monotonic() < end_s, self.journal.find(request_id)
+            await asyncio.sleep(0.002)
+
+    async def _stream(self, tier: str, request_id: str, tokens: int) -> int:
+        headers = {"x-priority": tier, "x-request-id": request_id}
+        async with openai.AsyncOpenAI(api_key=KEYS["acme"], base_url=f"{self.url}/v1", max_retries=0) as client:
+            stream = await client.chat.completions.create(
+                model="emulated", messages=HELLO, max_tokens=tokens, stream=True, extra_headers=headers
+            )
+            return len([chunk async for chunk in stream])
+
+
+@asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[Running]:
+    path = write_policy(folder)
+    path.write_text(POLICY)
+    policy = load(path)
+    journal = Journal()
+    engine = ("-m", "sidecar.cli", "emulate", "--engine", "vllm", "--port", "0", "--step-ms", "10")
+    async with python(*engine) as emulator:
+        upstream = (await emulator.line(r"http://127\.0\.0\.1:\d+"))[0]
+        door = Admission(
+            ReverseProxy(upstream),
+            policy=policy,
+            pool=LocalPool(policy),
+            dialect=dialect_of(policy.engine, policy.carrier),
+            estimator=Estimator(),
+            observer=Telemetry(SpanObserver(), [journal]),
+        )
+        pages = routes(journal, tiers=lambda: ("high", "normal", "batch"), pool=policy.pool, is_shared=False)
+        admin = admin_app(state=door.state, readiness=door.readiness, routes=pages)
+        async with serving(door) as served, serving(admin) as admin_served:
+            yield Running(served.url, admin_served.url, journal)
+
+
+async def explain(*arguments: str) -> tuple[int, str, str]:
+    """The command in a process of its own: its exit code, its output and its errors."""
+    command = (sys.executable, "-m", "sidecar.cli", "explain", *arguments)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, errors = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode is not None
+    return process.returncode, out.decode(), errors.decode()
+
+
+@pytest.mark.anyio
+async def test_the_story_of_a_request_that_was_overtaken(tmp_path: Path) -> None:
+    async with running(tmp_path) as door:
+        holding = [await door.begin("normal", f"holds-{number}", FOREVER) for number in range(2)]
+        sent = [await door.begin("normal", "victim"), await door.begin("high", "overtakes")]
+        code, waiting, errors = await explain("--request", "victim", "--admin", door.admin)
+        assert (code, errors) == (0, "")
+        holding[0].cancel()
+        await door.until("overtakes", "admitted")
+        await asyncio.sleep(0.05)
+        holding[1].cancel()
+        assert [await each for each in sent] == [6, 6]
+        target = tmp_path / "story.json"
+        code, told, errors = await explain("--request", "victim", "--admin", door.admin, "--json", str(target))
+    assert (code, errors) == (0, "")
+    assert "\nhas waited " in waiting
+    assert re.search(rf"^now +{CLOCK}, after {LENGTH}: waiting$", waiting, re.MULTILINE)
+    assert json.loads(target.read_text())["state"] == "completed"
+
+    first, _, conclusion, _, *steps = told.splitlines()
+    assert first == "request victim   POST /v1/chat/completions   pool default"
+    assert re.fullmatch(
+        rf"waited {LENGTH}, of which {LENGTH} starved: "
+        "1 request of tier high went ahead because high held less than its reserve",
+        conclusion,
+    )
+    expected = [
+        "asked by     tenant acme",
+        "tier         normal, by its header",
+        r"holds        \d+ tokens and 1 sequence \(chat of emulated, streamed\)",
+        f"arrived      {CLOCK}",
+        f"had to wait  {CLOCK}, after {LENGTH}: the pool has no room: .* and 2 of 2 requests are held, .*",
+        rf"overtaken    {CLOCK}, after {LENGTH} by request overtakes of tier high \(tenant acme, \d+ tokens, "
+        rf"which arrived at {CLOCK}\): high held less than its reserve",
+        f"admitted     {CLOCK}, after {LENGTH} at level 1; engine told priority 10",
+        f"first byte   {CLOCK}, after {LENGTH}, status 200",
+        rf"settled      {CLOCK}, after {LENGTH}: completed, status 200, \d+ tokens used",
+        "",
+        r"Admitted while it waited: 1 request, \d+ tokens",
+        "  tier            because                          requests  tokens",
+        r"  high  overtook  high held less than its reserve         1 +\d+",
+        "",
+        "One by one:",
+        "  admitted  .*",
+        rf"  {CLOCK} +{LENGTH} +high +acme +\d+ +{LENGTH} later +overtakes",
+    ]
+    assert len(steps) == len(expected), told
+    for line, pattern in zip(steps, expected, strict=True):
+        assert re.fullmatch(pattern, line), (line, pattern)
+
+
+@pytest.mark.anyio
+async def test_every_replica_is_asked_until_one_knows(tmp_path: Path) -> None:
+    other = Starlette(routes=[Route("/requests/{id}", lambda _: PlainTextResponse("welcome"))])
+    async with running(tmp_path) as door, serving(other) as stranger:
+        await (await door.begin("high", "quick"))
+        admins = ("--admin", NOBODY, "--admin", stranger.url, "--admin", "door:9464", "--admin", door.admin)
+        code, told, errors = await explain("--request", "quick", *admins)
+        assert (code, errors) == (0, "")
+        assert "\nadmitted at once, without a wait\n" in told
+        code, told, errors = await explain("--request", "nobody", *admins)
+    assert (code, told) == (1, "")
+    unreachable, not_a_door, no_url, unknown = errors.splitlines()
+    assert unreachable.startswith(f"sidecar: cannot reach {NOBODY}")
+    assert f"{stranger.url} answered 200, but not as a door's admin port does" in not_a_door
+    assert "'door:9464' is not a URL; write one such as http://127.0.0.1:9464" in no_url
+    assert f"{door.admin}: no request with the id or trace id 'nobody' is known here" in unknown
+
+
+def test_what_a_client_wrote_cannot_move_the_terminal() -> None:
+    asked = Asked("t", "high", "key", None, "chat", "m\nrefused      by nobody\x1b[2J", False, 1, 1, None)
+    told = text(Story("id", "admitted at once", "running", "lab", 2.0, "POST", "/", 1.0, asked=asked))
+    assert "\x1b" not in told
+    assert len(told.splitlines()) == 9
+    assert "m\\nrefused" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give POLICY and --path for what a request would get, or --request ID for how one fared"),
+        (["policies/"], "POLICY needs --path as well, e.g. --path /v1/chat/completions"),
+        (["policies/", "--request", "a"], "POLICY and --request do not go together"),
+        (["--request", "a", "--path", "/v1"], "--path does not go with --request"),
+        (["--request", "a", "--header", "x: y"], "--header does not go with --request"),
+        (["policies/", "--path", "/v1", "--admin", NOBODY], "--admin goes with --request"),
+        (["--request", " "], "--request is empty"),
+    ],
+)
+def test_what_does_not_go_together_is_said(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", *arguments])
+    assert ended.value.code == 2
+    assert f"sidecar explain: error: {said}" in capsys.readouterr().err

@@ -1,0 +1,240 @@
+"""`sidecar top` as a user runs it: in a real terminal, in a pipe, and before a port that is none."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sidecar.cli import main
+from sidecar.live.records import Overview
+from tests.live.views import overview
+
+ENTERS, LEAVES = "\x1b[?1049h", "\x1b[?1049l"
+
+
+class Admin(ThreadingHTTPServer):
+    """An admin port with an overview that a test can change."""
+
+    daemon_threads = True
+    body = msgspec.json.encode(overview())
+    status = 200
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Admin
+
+    def do_GET(self) -> None:
+        is_found = self.path == "/overview" and self.server.status == 200
+        body = self.server.body if is_found else b"{}"
+        self.send_response(200 if is_found else 404)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def admin() -> Iterator[Admin]:
+    with Admin(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+class Terminal:
+    """A pseudo-terminal in which the command runs."""
+
+    def __init__(self, *arguments: str, rows: int = 40, columns: int = 100, **environment: str) -> None:
+        self._master, slave = pty.openpty()
+        self.resize(rows, columns)
+        self.before = termios.tcgetattr(slave)
+        self._slave = slave
+        self.text = ""
+        inherited = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES")}
+        environment = {"TERM": "xterm-256color", "PYTHONUTF8": "1", **environment}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "sidecar.cli", "top", *arguments],
+            stdin=slave, stdout=slave, stderr=slave, env={**inherited, **environment}, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0) and None,  # noqa: PLW1509 - a terminal of its own
+        )  # fmt: skip
+
+    def resize(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def press(self, keys: bytes) -> None:
+        os.write(self._master, keys)
+
+    def until(self, words: str, within_s: float = 10.0) -> str:
+        """Reads until something was written; returns what came since the last time, and forgets it."""
+        end_s = time.monotonic() + within_s
+        while words not in self.text:
+            assert time.monotonic() < end_s, f"no {words!r} in {self.text!r}"
+            if select.select([self._master], [], [], 0.05)[0]:
+                self.text += os.read(self._master, 65536).decode("utf-8", "replace")
+        read, self.text = self.text, ""
+        return read
+
+    def ends(self) -> tuple[int, str]:
+        """Its exit code and the rest of what it wrote; the terminal is as it was found."""
+        code = self.process.wait(10)
+        while select.select([self._master], [], [], 0.1)[0]:
+            self.text += os.read(self._master, 65536).decode("utf-8", "replace")
+        assert termios.tcgetattr(self._slave) == self.before
+        return code, self.text
+
+
+@contextmanager
+def terminal(*arguments: str, **settings: object) -> Iterator[Terminal]:
+    opened = Terminal(*arguments, **settings)  # type: ignore[arg-type]
+    try:
+        yield opened
+    finally:
+        opened.process.kill()
+        opened.process.wait()
+        os.close(opened._master)
+        os.close(opened._slave)
+
+
+def test_it_draws_in_a_terminal_of_its_own_until_q(admin: Admin) -> None:
+    with terminal("--admin", admin.url, "--interval", "200ms") as screen:
+        drawn = screen.until("batch starves: its oldest request")
+        assert ENTERS in drawn
+        assert "\x1b[1;31m" in drawn  # the headline, in red
+        shown = msgspec.json.decode(admin.body, type=Overview)
+        admin.body = msgspec.json.encode(msgspec.structs.replace(shown, headline="Nobody waits.", starving=None))
+        screen.until("Nobody waits.")
+        screen.press(b"q")
+        code, rest = screen.ends()
+        assert (code, rest.count(LEAVES)) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "code"), [(b"\x03", 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["ctrl-c", "kill", "hang-up"]
+)
+def test_however_it_is_ended_the_terminal_is_as_before(admin: Admin, how: bytes | signal.Signals, code: int) -> None:
+    with terminal("--admin", admin.url, "--interval", "1m") as screen:
+        screen.until("batch")
+        if isinstance(how, bytes):
+            screen.press(how)
+        else:
+            screen.process.send_signal(how)
+        ended, rest = screen.ends()
+        assert ended == code
+        assert rest.endswith(f"\x1b[?25h{LEAVES}")
+        assert "Traceback" not in rest
+
+
+def test_it_follows_the_windows_size_at_once_and_says_what_does_not_fit(admin: Admin) -> None:
+    with terminal("--admin", admin.url, "--interval", "1m", rows=40, columns=140) as screen:
+        assert "WAITS, 5 MIN" in screen.until("LAST REFUSALS")
+        screen.resize(8, 60)
+        drawn = screen.until("more lines: a taller window shows them)")
+        assert "WAITS, 5 MIN" not in drawn
+        assert drawn.count("\r\n") == 7
+
+
+def test_a_door_that_goes_away_is_said_and_looked_for_again(admin: Admin) -> None:
+    with terminal("--admin", admin.url, "--interval", "200ms") as screen:
+        screen.until("batch starves")
+        admin.status = 404
+        drawn = screen.until("trying again")
+        assert "batch starves" in drawn + screen.until("batch starves")  # the last that was seen stays
+        admin.status = 200
+        for _ in range(20):
+            if "trying again" not in screen.until("LAST REFUSALS"):
+                break
+        else:
+            raise AssertionError("it still says that there is trouble")
+        screen.press(b"q")
+        assert screen.ends()[0] == 0
+
+
+@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_without_colors_it_has_none(admin: Admin, environment: dict[str, str]) -> None:
+    with terminal("--admin", admin.url, "--once", **environment) as screen:
+        code, text = screen.ends()
+        assert code == 0
+        assert "batch starves" in text
+        assert "\x1b" not in text
+
+
+def test_in_a_pipe_it_prints_one_plain_picture(admin: Admin, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--admin", admin.url]) == 0
+    said = capsys.readouterr()
+    assert "batch starves" in said.out
+    assert "\x1b" not in said.out
+    assert said.err == ""
+
+
+def test_json_is_the_overview_itself(admin: Admin, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["top", "--admin", f"{admin.url}/", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(admin.body)
+    path = tmp_path / "overview.json"
+    assert main(["top", "--admin", admin.url, "--json", str(path)]) == 0
+    assert "batch starves" in capsys.readouterr().out
+    assert json.loads(path.read_text()) == json.loads(admin.body)
+
+
+def test_a_port_that_does_not_answer_or_is_another_is_said_in_a_line(
+    admin: Admin, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        nobody = f"http://127.0.0.1:{silent.getsockname()[1]}"
+    assert main(["top", "--admin", nobody]) == 1
+    assert capsys.readouterr().err.startswith(f"sidecar top: no answer from {nobody}: ")
+    admin.status = 404
+    assert main(["top", "--admin", admin.url]) == 1
+    assert "has no /overview (404): is it the admin port?" in capsys.readouterr().err
+    admin.status, admin.body = 200, b"<html>"
+    assert main(["top", "--admin", admin.url]) == 1
+    said = capsys.readouterr().err
+    assert "is not what this version of sidecar reads" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_port_that_speaks_something_else_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as strange:
+
+        def answer() -> None:
+            connection, _ = strange.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        assert main(["top", "--admin", f"http://127.0.0.1:{strange.getsockname()[1]}"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("sidecar top: no answer from ")
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--admin", "localhost:9464"], ["--admin", "ftp://x"], ["--interval", "1ms"], ["--interval", "soon"]]
+)
+def test_a_wrong_argument_is_said_so(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["top", *arguments])
+    assert f"argument {arguments[0]}" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""A real Prometheus scrapes a real `sidecar serve` under overload, and answers what the dashboard and the rules ask.
+
+Few tests with many questions in each: where tests are shared out among processes, each process has its own overload.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from sidecar.telemetry.metrics.histograms import HAS_CONTEXT
+from tests.otel.files import dashboard, queries, rules
+from tests.otel.overload import CALLED_FOR, POOL, STORE_LOST, Overloaded, fired
+
+SELECTOR = re.compile(r"\b(admission_\w+)((?:\{[^}]*\})?)(?=[\s\[)]|$)")
+GROUPING = re.compile(r"\b(?:by|on|group_left|without) ?\([^)]*\)")
+
+
+def for_this_pool(expression: str) -> str:
+    """As Grafana fills it in, but for a range that fits the test's short load."""
+    filled = expression.replace("$pool", POOL)
+    return filled.replace("$__rate_interval", "4s").replace("$__range", "10s")
+
+
+def test_every_query_of_the_dashboard_finds_data(overload: Overloaded) -> None:
+    asked = {name: for_this_pool(expression) for name, expression in queries()}
+    assert len(asked) > 50
+    assert {name: each for name, each in asked.items() if not overload.prometheus.query(each, overload.at_s)} == {}
+
+
+def test_the_pools_to_choose_from_are_those_that_there_are(overload: Overloaded) -> None:
+    definition = next(
+        variable["definition"] for variable in dashboard()["templating"]["list"] if "definition" in variable
+    )
+    selector, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", definition).groups()  # type: ignore[union-attr]
+    assert overload.prometheus.values(label, selector) == [POOL]
+
+
+def test_every_series_that_a_rule_asks_for_is_there(overload: Overloaded) -> None:
+    expressions = [GROUPING.sub("", rule.expression) for rule in rules()]
+    asked = {"".join(match) for expression in expressions for match in SELECTOR.findall(expression)}
+    assert len(asked) > 10
+    assert {each for each in asked if not seen(overload, each)} == set()
+
+
+def test_every_recording_rule_has_recorded(overload: Overloaded) -> None:
+    recorded = [rule.name for rule in rules() if not rule.is_alert]
+    assert recorded
+    assert [name for name in recorded if not seen(overload, name)] == []
+
+
+def seen(overload: Overloaded, selector: str) -> bool:
+    """Whether there was such a series at any time, the loss of the store included."""
+    return bool(overload.prometheus.query(f"last_over_time({selector}[1m])", overload.lost_s))
+
+
+def test_the_alerts_that_this_overload_calls_for_fire_and_no_others(overload: Overloaded) -> None:
+    assert fired(overload.prometheus, overload.at_s) == CALLED_FOR
+
+
+def test_a_lost_store_is_told(overload: Overloaded) -> None:
+    assert (STORE_LOST, "") in fired(overload.prometheus, overload.lost_s)
+
+
+def test_an_alert_tells_its_story_in_words(overload: Overloaded) -> None:
+    """Of those that are still there: a template that cannot be filled in says so in its text."""
+    alerts = overload.prometheus.alerts()
+    assert alerts
+    for alert in alerts:
+        told = alert["annotations"]
+        assert POOL in told["summary"]
+        assert not re.search(r"<error|<no value>|\{\{", " ".join(told.values()))
+
+
+@pytest.mark.skipif(not HAS_CONTEXT, reason="this OpenTelemetry SDK is from before exemplars")
+def test_a_slow_bucket_leads_to_a_trace(overload: Overloaded) -> None:
+    for histogram in ("queue_wait", "starvation", "time_to_first_token"):
+        exemplars = overload.prometheus.exemplars(f"admission_{histogram}_seconds_bucket")
+        assert exemplars, histogram
+        assert all(re.fullmatch("[0-9a-f]{32}", exemplar["labels"]["trace_id"]) for exemplar in exemplars)

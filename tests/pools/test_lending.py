@@ -1,0 +1,78 @@
+"""Who borrowed what of whom: exact, and no more than there is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sidecar.policy.rules import UNLIMITED, Shares, pool_rules
+from sidecar.pools.figures import TierFigures, pool_state
+from sidecar.pools.lending import Loan, loans
+
+TIERS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30)), min_size=1, max_size=6)
+
+
+def split(tiers: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    return [held for held, _ in tiers], [reserve for _, reserve in tiers]
+
+
+@given(tiers=TIERS, capacity=st.integers(0, 200))
+def test_what_is_borrowed_is_what_is_lent_and_no_tier_does_both(tiers: list[tuple[int, int]], capacity: int) -> None:
+    held, reserves = split(tiers)
+    found = loans(held, reserves, capacity)
+
+    assert sum(loan.borrowed for loan in found) == sum(loan.lent for loan in found)
+    for loan, mine, reserve in zip(found, held, reserves, strict=True):
+        assert 0 <= loan.borrowed <= max(0, mine - reserve)
+        assert 0 <= loan.lent <= max(0, reserve - mine)
+        assert 0 in loan
+
+
+@given(tiers=TIERS, free=st.integers(0, 50))
+def test_the_total_is_what_does_not_fit_into_what_nobody_reserved(tiers: list[tuple[int, int]], free: int) -> None:
+    held, reserves = split(tiers)
+    capacity = max(sum(held) + free, sum(reserves))  # as the rules have it: nothing is held beyond the pool
+    above = sum(max(0, mine - reserve) for mine, reserve in zip(held, reserves, strict=True))
+
+    total = sum(loan.borrowed for loan in loans(held, reserves, capacity))
+
+    assert total == max(0, above - (capacity - sum(reserves)))
+
+
+@given(tiers=TIERS, capacity=st.integers(0, 200))
+def test_parts_are_in_proportion_to_a_token(tiers: list[tuple[int, int]], capacity: int) -> None:
+    held, reserves = split(tiers)
+    found = loans(held, reserves, capacity)
+    above = [max(0, mine - reserve) for mine, reserve in zip(held, reserves, strict=True)]
+    idle = [max(0, reserve - mine) for mine, reserve in zip(held, reserves, strict=True)]
+    for parts, weights in (([loan.borrowed for loan in found], above), ([loan.lent for loan in found], idle)):
+        for part, weight in zip(parts, weights, strict=True):
+            assert abs(part * sum(weights) - sum(parts) * weight) < max(1, sum(weights))
+
+
+@pytest.mark.parametrize(
+    ("held", "reserves", "capacity", "expected"),
+    [
+        ([0, 100], [40, 0], 100, [(0, 40), (40, 0)]),  # batch fills the pool: all of the reserve is lent
+        ([0, 60], [40, 0], 100, [(0, 0), (0, 0)]),  # it took what nobody had reserved
+        ([0, 70, 20], [30, 10, 10], 100, [(0, 20), (17, 0), (3, 0)]),
+        ([10, 5], [0, 0], 10, [(0, 0), (0, 0)]),  # a pool that has shrunk: nobody had a reserve to lend
+        ([0, 150], [40, 0], 100, [(0, 40), (40, 0)]),  # no more can be lent than is reserved
+    ],
+)
+def test_examples(held: list[int], reserves: list[int], capacity: int, expected: list[tuple[int, int]]) -> None:
+    assert loans(held, reserves, capacity) == [Loan(*loan) for loan in expected]
+
+
+def test_a_pool_without_bounds_lends_nothing() -> None:
+    assert loans([5, 7], [UNLIMITED, UNLIMITED], UNLIMITED) == [Loan(0, 0), Loan(0, 0)]
+
+
+def test_the_pools_state_says_who_borrows_and_who_lends() -> None:
+    rules = pool_rules(tokens=100, requests=None, tiers=(Shares("high", reserve=0.4), Shares("batch")))  # type: ignore[arg-type]
+    figures = [TierFigures(10, 1, 0, 0), TierFigures(90, 3, 0, 0)]
+
+    tiers = pool_state(rules, figures, leases=4, waiting=0)["tiers"]
+
+    assert [(tier["tier"], tier["borrowed"], tier["lent"]) for tier in tiers] == [("high", 0, 30), ("batch", 30, 0)]  # type: ignore[attr-defined]

@@ -1,0 +1,153 @@
+"""What replicas tell each other through their pool: the contract on every pool, and what goes wrong in a store."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sidecar.policy.store import store_address
+from sidecar.pools import NotShared, Pool
+from sidecar.pools.redis import RedisPool, connector
+from sidecar.pools.redis.reports import MOST_BYTES
+from sidecar.pools.redis.script import root_key
+from tests.pools.conftest import SERVERS
+from tests.pools.pools import Harness, LocalHarness, ask, simple
+from tests.pools.shared import FakeHarness, RedisHarness
+from tests.support.redis_servers import RedisServer, first_binary
+
+pytestmark = pytest.mark.anyio
+_names = itertools.count(1)
+in_a_store = pytest.mark.parametrize("harness", ["fakeredis", *SERVERS], indirect=True)
+"""One process has no others."""
+
+
+async def reports(pool: Pool, own: bytes = b"own") -> list[bytes]:
+    return sorted(shared.report for shared in (await pool.share(own)).values())
+
+
+async def test_a_pool_tells_no_replica_of_itself(harness: Harness) -> None:
+    pool = await harness.pool(simple())
+    assert await reports(pool) == []
+    assert await reports(pool) == []
+
+
+async def test_replicas_of_one_pool_hear_each_other(harness: Harness) -> None:
+    first, second = await harness.pool(simple()), await harness.pool(simple())
+    anything = bytes(range(256)) * 4
+    await first.share(anything)
+    if isinstance(harness, LocalHarness):
+        assert await reports(second) == []  # two pools, not one
+        return
+    ((name, heard),) = (await second.share(b"")).items()
+    assert (name, heard.report) == (first.name, anything)  # type: ignore[attr-defined]
+    assert 0 <= heard.age_s < 5
+    assert await reports(first) == [b""]
+    await first.share(b"newer")
+    assert await reports(second) == [b"newer"]
+
+
+@in_a_store
+async def test_a_replica_that_ends_takes_its_report_with_it(harness: Harness) -> None:
+    first, second = await harness.pool(simple()), await harness.pool(simple())
+    await first.share(b"first")
+    await first.close()
+    assert await reports(second) == []
+
+
+@in_a_store
+async def test_a_report_that_is_too_long_is_refused_and_the_pool_goes_on(harness: Harness) -> None:
+    pool = await harness.pool(simple())
+    with pytest.raises(NotShared, match="more than"):
+        await pool.share(bytes(MOST_BYTES + 1))
+    assert (await pool.enter(ask())).grant is not None
+    assert await reports(pool) == []
+
+
+# -- in a real store
+
+
+@pytest.fixture
+def store(servers: dict[str, RedisServer]) -> RedisServer:
+    return servers[first_binary().name]
+
+
+@pytest.fixture
+def spare(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(first_binary(), tmp_path) as server:
+        yield server
+
+
+def replica(server: RedisServer, name: str) -> RedisPool:
+    return RedisPool(replace(simple(), pool=name), connector(store_address(server.url), name))
+
+
+async def test_whoever_is_silent_is_left_out_and_nothing_stays_behind(store: RedisServer) -> None:
+    name = f"silent-{next(_names)}"
+    pool, key = replica(store, name), f"{root_key(name)}:reports"
+    await pool.open()
+    await pool.share(b"own")
+    long_ago = int(store.command("TIME")[0]) * 1_000_000 - 10_500_000
+    just_now = long_ago + 1_500_000
+    store.command("HSET", key, "dead", f"{long_ago} dead", "slow", f"{just_now} slow", "broken", "no time at all")
+    others = await pool.share(b"own")
+    assert {who: shared.report for who, shared in others.items()} == {"slow": b"slow"}
+    assert 9 <= others["slow"].age_s < 10
+    assert sorted(store.command("HKEYS", key)) == sorted([pool.name, "slow"])
+    assert 5_000 < store.command("PTTL", key) <= 10_000
+    await pool.close()
+
+
+async def test_a_lost_store_is_said_and_admission_goes_on(spare: RedisServer) -> None:
+    pool, other = replica(spare, "lost"), replica(spare, "lost")
+    with pytest.raises(NotShared, match="not reached yet"):
+        await pool.share(b"own")
+    await pool.open()
+    await other.open()
+    await other.share(b"other")
+    assert await reports(pool) == [b"other"]
+    spare.kill()
+    with pytest.raises(NotShared):
+        await pool.share(b"own")
+    assert (await pool.enter(ask())).grant is not None  # divided
+    with pytest.raises(NotShared, match="store is divided"):
+        await pool.share(b"own")
+    spare.restart()
+    for _ in range(100):
+        await asyncio.sleep(0.05)
+        if pool.standing.state.value == other.standing.state.value == "shared":
+            break
+    await other.share(b"back")
+    assert await reports(pool) == [b"back"]
+    await pool.close()
+    await other.close()
+
+
+async def test_a_store_that_hangs_while_a_report_is_on_its_way_loses_no_admission(store: RedisServer) -> None:
+    """The report has a connection of its own: what waits there, waits there."""
+    name = f"hangs-{next(_names)}"
+    pool = replica(store, name)
+    await pool.open()
+    await pool.share(b"own")
+    sharing = asyncio.ensure_future(pool.share(b"x"))
+    await asyncio.sleep(0)
+    sharing.cancel()
+    await asyncio.wait((sharing,))
+    lease = await asyncio.wait_for(pool.enter(ask()), 1)
+    assert lease.grant is not None
+    assert pool.standing.state.value == "shared"
+    assert await reports(pool) == []
+    await pool.close()
+
+
+async def test_a_fake_store_and_a_real_one_say_the_same(store: RedisServer) -> None:
+    for made in (FakeHarness(), RedisHarness(store)):
+        pools = [await made.pool(simple()) for _ in range(3)]
+        for number, pool in enumerate(pools):
+            await pool.share(b"%d" % number)
+        assert await reports(pools[0]) == [b"1", b"2"]
+        await made.close()

@@ -1,0 +1,312 @@
+"""The journal: who was admitted while a request waited, told exactly; and what it keeps, and for how long."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sidecar.events import Admitted, Classified, Event, Obstacle, Outcome, Queued, Received, Refused, Settled
+from sidecar.policy.rules import Shares, pool_rules
+from sidecar.pools.figures import grant_of
+from sidecar.scheduling import Admission, Scheduler
+from sidecar.telemetry import journal as journals
+from sidecar.telemetry.journal import Journal, Record
+from sidecar.telemetry.telemetry import Trace
+
+TIERS = ("high", "normal", "batch")
+SHARES = (
+    Shares("high", reserve=Fraction(3, 10), lend=Fraction(1, 2)),
+    Shares("normal", reserve=Fraction(1, 5)),
+    Shares("batch", limit=Fraction(4, 5)),
+)
+SECRET = "sk-very-secret"
+
+
+def received(request_id: str, at_us: int = 0) -> Received:
+    headers = [(b"authorization", b"Bearer " + SECRET.encode())]
+    return Received(at_us, 10**18 + at_us * 1000, "POST", "/v1/completions", headers, request_id)
+
+
+def classified(at_us: int, tier: str = "batch", tokens: int = 10, tenant: str = "a", model: str = "m") -> Classified:
+    return Classified(at_us, tier, tenant, "key", None, "chat", model, 5, False, tokens, 1)
+
+
+def admitted(at_us: int, wait_us: int = 0, starvation_us: int = 0) -> Admitted:
+    return Admitted(at_us, wait_us, starvation_us, at_us - starvation_us if starvation_us else None, {}, 2, None)
+
+
+def settled(at_us: int, outcome: Outcome = Outcome.COMPLETED) -> Settled:
+    return Settled(at_us, outcome, 200, 10, None, None, None)
+
+
+class Clock:
+    now_us = 0
+
+    def __call__(self) -> int:
+        return self.now_us
+
+
+class Door:
+    """What the door does without a network: asks the scheduler, and tells the journal, on a clock of its own."""
+
+    def __init__(self) -> None:
+        rules = pool_rules(tokens=40, requests=4, tiers=SHARES, promote_after_us=30, ceiling=0)
+        self.scheduler = Scheduler(rules)
+        self.clock = Clock()
+        self.journal = Journal(now_us=self.clock)
+        self.tells: dict[str, Callable[[Event], None]] = {}
+        self.woken: dict[str, tuple[Admission, int]] = {}
+        self.held: list[str] = []
+        self.told: list[tuple[str, Admitted]] = []
+        self.seen_by_event: dict[str, tuple[Counter[str], int | None]] = {}
+
+    def step(self) -> int:
+        """The time of the next thing that happens: no two take the same microsecond."""
+        self.clock.now_us += 1
+        return self.clock.now_us
+
+    def arrive(self, tier: int, tokens: int, tenant: str) -> None:
+        request_id = str(len(self.tells))
+        self.tells[request_id] = tell = self.journal.begin(received(request_id, self.step()), None)
+        tell(classified(self.step(), TIERS[tier], tokens, tenant))
+        now_us = self.step()
+        self.scheduler.submit(request_id, tier=tier, tokens=tokens, tenant=tenant, now_us=now_us)
+        self.dispatch(now_us)
+        if request_id in self.held:  # at once: it is told before anybody who was woken
+            self.tell(*self.woken.pop(request_id))
+        else:
+            tell(Queued(self.clock.now_us, Obstacle.NO_ROOM, "no room"))
+
+    def settle(self, place: int) -> None:
+        if self.held:
+            request_id = self.held.pop(place % len(self.held))
+            self.scheduler.settle(request_id)
+            self.dispatch(self.step())
+
+    def dispatch(self, now_us: int) -> None:
+        for admission in self.scheduler.dispatch(now_us):
+            self.held.append(admission.ticket.id)
+            self.woken[admission.ticket.id] = (admission, now_us)
+
+    def wake(self) -> None:
+        """The waiters' tasks get their turn."""
+        for admission, at_us in self.woken.values():
+            self.tell(admission, at_us)
+        self.woken.clear()
+
+    def tell(self, admission: Admission, at_us: int) -> None:
+        ticket = admission.ticket
+        grant = grant_of(TIERS, admission.wait, at_us, admission.level, admission.passed)
+        event = Admitted(
+            grant.at_us,
+            grant.queue_wait_us,
+            grant.starvation_us,
+            grant.overtaken_at_us,
+            grant.served_ahead,
+            grant.level,
+            None,
+            grant.passed,
+        )
+        # Whoever is told before the journal has nothing but the event.
+        self.seen_by_event[ticket.id] = (tokens(self.journal.ahead_of(event)), first(self.journal.overtook(event)))
+        self.tells[ticket.id](event)
+        self.told.append((ticket.id, event))
+
+
+def tokens(records: Iterable[Record]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for known in (record.classified for record in records):
+        assert known is not None
+        counts[known.tier] += known.tokens
+    return counts
+
+
+def first(records: Iterable[Record]) -> int | None:
+    return next((record.admitted.at_us for record in records if record.admitted is not None), None)
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("arrive"), st.integers(0, 2), st.integers(1, 25), st.sampled_from("abc")),
+        st.tuples(st.just("settle"), st.integers(0, 9)),
+        st.tuples(st.just("wake")),
+    ),
+    min_size=10,
+    max_size=80,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(OPERATIONS)
+def test_who_was_ahead_adds_up_to_what_the_scheduler_counted(operations: list[tuple[object, ...]]) -> None:
+    door = Door()
+    for name, *arguments in operations:
+        getattr(door, str(name))(*arguments)
+    door.wake()
+    for request_id, event in door.told:
+        record = door.journal.find(request_id)
+        assert record is not None
+        if not event.queue_wait_us:
+            assert not door.journal.ahead_of(record)
+            continue
+        assert tokens(door.journal.ahead_of(record)) == event.served_ahead
+        assert first(door.journal.overtook(record)) == event.overtaken_at_us
+        assert door.seen_by_event[request_id] == (event.served_ahead, event.overtaken_at_us)
+        assert door.journal.ahead_of(event) == door.journal.ahead_of(record)
+
+
+def test_the_property_above_sees_waits_and_overtaking() -> None:
+    """A control: the same door, on operations that are known to make both."""
+    door = Door()
+    for tier in (2, 2, 2, 2, 0, 2, 0):
+        door.arrive(tier, 8, "a")
+    for _ in range(7):
+        door.settle(0)
+        door.wake()
+    overtaken = [event for _, event in door.told if event.overtaken_at_us is not None]
+    assert overtaken
+    assert sum(event.queue_wait_us > 0 for _, event in door.told) >= 3
+
+
+def test_one_that_waits_knows_who_went_ahead_so_far() -> None:
+    door = Door()
+    for _ in range(4):
+        door.arrive(1, 8, "a")
+    door.arrive(2, 8, "waiter")
+    door.arrive(0, 5, "b")
+    waiter = door.journal.find("4")
+    assert waiter is not None
+    assert not door.journal.ahead_of(waiter)
+    assert not door.journal.overtook(waiter)
+    door.settle(0)
+    door.wake()
+    assert [record.request_id for record in door.journal.ahead_of(waiter)] == ["5"]
+    assert [record.request_id for record in door.journal.overtook(waiter)] == ["5"]
+
+
+# -- what is kept
+
+
+def healthy(journal: Journal, request_id: str, at_us: int) -> None:
+    """One that goes straight through."""
+    tell = journal.begin(received(request_id, at_us), None)
+    for event in (classified(at_us), admitted(at_us), settled(at_us + 1)):
+        tell(event)
+
+
+def test_a_request_is_found_by_its_id_and_by_its_trace() -> None:
+    journal = Journal(now_us=Clock())
+    journal.begin(received("mine"), Trace(0xABC, 0xDEF, True))
+    journal.begin(received("other"), Trace(0xABD, 0xDEF, True))
+    found = journal.find("mine")
+    assert found is not None
+    assert (found.request_id, found.path, found.wall_s(1_500_000)) == ("mine", "/v1/completions", 1e9 + 1.5)
+    assert journal.find(f"{0xABC:032x}") is found
+    assert journal.find("abc") is None
+    assert journal.find("") is None
+
+
+def test_of_several_with_one_id_the_newest_is_found() -> None:
+    journal = Journal(now_us=Clock())
+    for at_us in (10, 30, 20):
+        healthy(journal, "retried", at_us)
+    assert [record.at_us for record in journal.all_of("retried")] == [30, 20, 10]
+    newest = journal.find("retried")
+    assert newest is not None
+    assert newest.at_us == 30
+
+
+def test_one_that_waits_stays_while_others_come_and_go() -> None:
+    clock = Clock()
+    journal = Journal(most_admissions=8, most_ended=8, now_us=clock)
+    for name, events in (("waits", 2), ("runs", 3)):
+        tell = journal.begin(received(name), None)
+        for event in (classified(1), Queued(2, Obstacle.NO_ROOM, "no room"), admitted(3, 2))[:events]:
+            tell(event)
+    for number in range(100):
+        healthy(journal, f"healthy {number}", 10 + number)
+    clock.now_us = 3600 * 10**6
+    assert [journal.find(name) is not None for name in ("waits", "runs", "healthy 99")] == [True, True, False]
+
+
+def test_what_goes_well_does_not_push_out_what_waited_nor_do_refusals() -> None:
+    journal = Journal(most_admissions=8, most_ended=8, now_us=Clock())
+    tell = journal.begin(received("waited"), None)
+    for event in (classified(1), Queued(2, Obstacle.NO_ROOM, "no room"), admitted(3, 2), settled(4)):
+        tell(event)
+    tell = journal.begin(received("failed"), None)
+    for event in (classified(1), admitted(1), settled(4, Outcome.FAILED)):
+        tell(event)
+    for number in range(3000):
+        healthy(journal, f"healthy {number}", 10 + number)
+        journal.begin(received("stranger"), None)(Refused(10 + number, "invalid_api_key", "unknown", 401))
+    assert journal.find("waited") is not None
+    assert journal.find("failed") is not None
+    assert journal.find("healthy 2000") is None
+    assert journal.find("healthy 2999") is not None
+
+
+def test_everything_is_bounded_and_the_oldest_goes_first() -> None:
+    journal = Journal(most_admissions=40, most_ended=8, now_us=Clock())
+    for number in range(journals.MOST_OPEN + 500):
+        tell = journal.begin(received(f"open {number}", number), None)
+        if number % 2:
+            tell(Refused(number, "queue_full", "full", 503))
+    for number in range(1000):
+        tell = journal.begin(received(f"waited {number}", number), None)
+        for event in (classified(number), Queued(number, Obstacle.NO_ROOM, "no"), admitted(number, 1), settled(number)):
+            tell(event)
+    kept = [number for number in range(1000) if journal.find(f"waited {number}")]
+    assert 40 <= len(kept) <= 40 + 40 // 8
+    assert kept[-1] == 999
+    assert journal.knows_since_us() == kept[0]
+    assert len(journal.refusals(10**6)) == journals.MOST_REFUSED
+
+
+def test_open_requests_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journals, "MOST_OPEN", 10)
+    journal = Journal(now_us=Clock())
+    for number in range(25):
+        journal.begin(received(str(number), number), None)
+    assert [number for number in range(25) if journal.find(str(number))] == [*range(15, 25)]
+
+
+def test_what_ended_is_forgotten_after_its_time() -> None:
+    clock = Clock()
+    journal = Journal(retention_s=10, now_us=clock)
+    healthy(journal, "healthy", 1_000_000)
+    journal.begin(received("refused"), None)(Refused(2_000_000, "queue_full", "full", 503))
+    clock.now_us = 10_500_000
+    assert [record.request_id for record in journal.refusals(5)] == ["refused"]
+    assert journal.find("healthy") is not None
+    clock.now_us = 11_500_000
+    assert journal.find("healthy") is None
+    assert journal.find("refused") is not None
+    clock.now_us = 12_500_000
+    assert journal.find("refused") is None
+    assert journal.refusals(5) == []
+
+
+def test_the_last_refusals_come_first_and_departures_are_none() -> None:
+    journal = Journal(now_us=Clock())
+    for number, (code, status) in enumerate([("queue_full", 503), ("client_left", None), ("invalid_api_key", 401)]):
+        journal.begin(received(str(number), number), None)(Refused(number, code, "so it is", status))
+    assert [record.request_id for record in journal.refusals(5)] == ["2", "0"]
+    assert [record.request_id for record in journal.refusals(1)] == ["2"]
+    assert journal.find("1") is not None
+
+
+def test_no_key_is_kept_and_no_model_name_of_a_megabyte() -> None:
+    journal = Journal(now_us=Clock())
+    tell = journal.begin(received("mine"), None)
+    tell(classified(1, model="m" * 2**20))
+    record = journal.find("mine")
+    assert record is not None
+    assert record.classified is not None
+    assert record.classified.model == "m" * 128
+    assert SECRET not in repr(record)

@@ -1,0 +1,371 @@
+"""The log: a line for what went wrong, none for what went well, never more than a loop can bear, always one line."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sidecar.events import Admitted, Classified, Event, FirstByte, Outcome, Received, Refused, Settled
+from sidecar.telemetry import SpanObserver, Telemetry
+from sidecar.telemetry.flood import Flood
+from sidecar.telemetry.log_format import JsonFormatter, TextFormatter
+from sidecar.telemetry.log_setup import LogSettings, log_settings, mounted_logging, own_logging
+from sidecar.telemetry.log_writer import LineWriter
+from sidecar.telemetry.logs import RequestLog
+from sidecar.telemetry.telemetry import Trace
+from tests.support.door import KEYS, App, Guarded, chat, key, policy
+from tests.support.serving import serving
+
+TRACE = Trace(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)
+CLASSIFIED = Classified(1, "batch", "acme", "key", None, "chat", "m", 5, False, 10, 1)
+ADMITTED = Admitted(3_000_000, 2_000_000, 500_000, 2_500_000, {"high": 5}, 2, None)
+FULL = Refused(5_000_000, "queue_timeout", "no room", 503, 4_000_000, 1_500_000, 3_500_000, {"high": 5})
+
+
+@contextmanager
+def lines(level: str = "info", format: str = "json") -> Iterator[list[str]]:
+    """What the process writes while the block runs; the list is filled when it ends."""
+    written: list[str] = []
+    stream = io.StringIO()
+    with own_logging(LogSettings(level, format), stream):
+        yield written
+    written += stream.getvalue().splitlines()
+
+
+def tell(log: RequestLog, *events: Event, request_id: str = "mine", trace: Trace | None = TRACE) -> None:
+    told = log.begin(Received(0, 10**18, "POST", "/v1/completions", [], request_id), trace)
+    for event in events:
+        told(event)
+
+
+def settled(outcome: Outcome, status: int | None = 200, error: str | None = None) -> Settled:
+    return Settled(6_000_000, outcome, status, 25, None, None, error)
+
+
+def test_a_refusal_is_one_line_with_everything_that_is_known() -> None:
+    with lines() as written:
+        tell(RequestLog(), CLASSIFIED, FULL)
+    (line,) = map(json.loads, written)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("time"))
+    assert line == {
+        "level": "warning",
+        "event": "refused",
+        "logger": "sidecar.requests",
+        "message": "request mine refused with 503 queue_timeout: no room",
+        "request_id": "mine",
+        "trace_id": "0af7651916cd43dd8448eb211c80319c",
+        "span_id": "b7ad6b7169203331",
+        "tier": "batch",
+        "tenant": "acme",
+        "code": "queue_timeout",
+        "status": 503,
+        "queue_wait_s": 4.0,
+        "starvation_s": 1.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("events", "level", "event", "code"),
+    [
+        ([Refused(1, "invalid_api_key", "unknown", 401)], "info", "refused", "invalid_api_key"),
+        ([CLASSIFIED, Refused(9, "client_left", "hung up", None)], "info", "abandoned", "client_left"),
+        ([CLASSIFIED, ADMITTED, settled(Outcome.FAILED, 200, "ClientError")], "warning", "failed", "ClientError"),
+        ([CLASSIFIED, ADMITTED, settled(Outcome.FAILED, None)], "warning", "failed", "failed"),
+        ([CLASSIFIED, ADMITTED, settled(Outcome.COMPLETED, 502)], "warning", "failed", "502"),
+    ],
+)
+def test_what_goes_wrong_is_a_line(events: list[Event], level: str, event: str, code: str) -> None:
+    with lines() as written:
+        tell(RequestLog(), *events)
+    (line,) = map(json.loads, written)
+    assert (line["level"], line["event"], line["code"]) == (level, event, code)
+
+
+@pytest.mark.parametrize(("level", "expected"), [("info", 0), ("debug", 2)])
+def test_what_goes_well_is_a_line_for_who_asks_for_it(level: str, expected: int) -> None:
+    with lines(level) as written:
+        tell(RequestLog(), CLASSIFIED, ADMITTED, FirstByte(4_000_000, 200), settled(Outcome.COMPLETED))
+        tell(RequestLog(), CLASSIFIED, ADMITTED, settled(Outcome.CLIENT_LEFT, None))
+    found = [json.loads(line) for line in written]
+    assert [(line["event"], line["code"]) for line in found] == [
+        ("settled", "completed"),
+        ("settled", "client_left"),
+    ][:expected]
+    assert all((line["queue_wait_s"], line["duration_s"], line["tokens_used"]) == (2.0, 6.0, 25) for line in found)
+
+
+# -- odd text
+
+ODD = st.text(st.characters() | st.sampled_from('\n\r\x1b\x00\u2028\x85\u202e"\\{}%'), max_size=60)
+
+
+@given(request_id=ODD, message=ODD, tenant=ODD, code=ODD)
+def test_a_line_stays_one_line_and_readable_whatever_is_in_it(
+    request_id: str, message: str, tenant: str, code: str
+) -> None:
+    events = (
+        Classified(1, "batch", tenant, "key", None, "chat", "m", 5, False, 10, 1),
+        Refused(2, code, message, 503),
+    )
+    for formatter, stream in ((JsonFormatter(), io.StringIO()), (TextFormatter(), io.StringIO())):
+        handler, logger = logging.StreamHandler(stream), logging.Logger("sidecar.odd")
+        handler.setFormatter(formatter)
+        logger.addHandler(handler)
+        tell(RequestLog(logger), *events, request_id=request_id)
+        written = stream.getvalue()
+        assert written.endswith("\n")
+        line = written[:-1]
+        assert len(line.splitlines()) == 1
+        assert not any(ord(character) < 32 or 0x7F <= ord(character) < 0xA0 for character in line)
+        line.encode()  # half of a surrogate pair could not be
+        if isinstance(formatter, JsonFormatter):
+            assert json.loads(line)["event"] == "refused"
+
+
+def test_a_forged_line_inside_an_exception_does_not_look_like_one() -> None:
+    stream = io.StringIO()
+    handler, logger = logging.StreamHandler(stream), logging.Logger("sidecar.forged")
+    handler.setFormatter(TextFormatter())
+    logger.addHandler(handler)
+    try:
+        raise ValueError("x\n2026-01-01T00:00:00.000Z INFO    started: all is well\x1b[2J")
+    except ValueError:
+        logger.exception("it broke")
+    first, *others = stream.getvalue().splitlines()
+    assert re.match(r"\S+ ERROR   defect: it broke$", first)
+    assert all(other.startswith("  ") for other in others)
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_message_of_a_megabyte_is_cut() -> None:
+    with lines() as written:
+        tell(RequestLog(), Refused(1, "invalid_body", "x" * 2**20, 400))
+    assert len(written[0]) < 1000
+
+
+def test_other_peoples_fields_are_not_written_and_their_loggers_speak_up_at_warnings() -> None:
+    with lines() as written:
+        logging.getLogger("somebody").warning("hello %s", "there", extra={"authorization": "sk-secret"})
+        logging.getLogger("somebody").info("not this")
+    (line,) = map(json.loads, written)
+    assert (line["message"], line["event"], line["logger"]) == ("hello there", None, "somebody")
+    assert "sk-secret" not in written[0]
+
+
+# -- floods
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 0.7)), max_size=200), st.integers(1, 4))
+def test_everything_is_either_said_or_counted(said: list[tuple[str, float]], lines_per_s: int) -> None:
+    clock = Clock()
+    flood: Flood[str] = Flood(lines_per_s, clock)
+    allowed, counted = 0, 0
+    for kind, pause_s in said:
+        clock.now_s += pause_s
+        allowed += flood.allows(kind)
+        if pause_s > 0.6:
+            counted += sum(count for _, count in flood.left_out())
+    counted += sum(count for _, count in flood.left_out())
+    assert allowed + counted == len(said)
+    assert flood.left_out() == []
+
+
+def test_of_a_kind_only_so_many_pass_in_a_second() -> None:
+    clock = Clock()
+    flood: Flood[str] = Flood(3, clock)
+    passed = []
+    for tick in range(400):
+        clock.now_s = tick / 100
+        if tick % 100 == 0:
+            flood.left_out()
+        passed.append(flood.allows("a"))
+    assert sum(passed) == 4 * 3
+    assert flood.allows("another")
+
+
+def test_kinds_without_number_do_not_grow_it_without_bound() -> None:
+    flood: Flood[str] = Flood(1)
+    for number in range(10_000):
+        assert flood.allows(str(number))
+    assert len(flood._windows) <= 1000
+
+
+@pytest.mark.anyio
+async def test_a_flood_of_refusals_is_a_few_lines_and_a_count_a_second_later() -> None:
+    with lines() as written:
+        log = RequestLog()
+        began_s = time.perf_counter()
+        for _ in range(5000):
+            tell(log, CLASSIFIED, FULL)
+        tell(log, CLASSIFIED, Refused(5, "queue_full", "full", 503))
+        took_s = time.perf_counter() - began_s
+        await asyncio.sleep(1.2)
+    *found, last = map(json.loads, written)
+    assert len(found) == 20 + 1
+    assert (last["event"], last["left_out"], last["tier"], last["code"]) == ("left_out", 4980, "batch", "queue_timeout")
+    assert took_s < 5000 * 100e-6  # 3 us each where nothing else runs
+
+
+def test_what_is_left_out_at_the_end_is_told_by_flush() -> None:
+    with lines() as written:
+        log = RequestLog()
+        for _ in range(30):
+            tell(log, CLASSIFIED, FULL)
+        log.flush()
+        log.flush()
+    assert [json.loads(line).get("left_out") for line in written][-2:] == [None, 10]
+
+
+def test_a_message_of_anybody_that_is_said_too_often_is_counted_too() -> None:
+    with lines() as written:
+        for number in range(1000):
+            logging.getLogger("sidecar.asgi.proxy").warning("engine %s", number, extra={"event": "engine_unreachable"})
+        logging.getLogger("sidecar.store").warning("store lost", extra={"event": "store_divided"})
+    found = [json.loads(line) for line in written]
+    assert [line["event"] for line in found] == ["engine_unreachable"] * 20 + ["store_divided", "left_out"]
+    assert (found[-1]["left_out"], found[-1]["logger"]) == (980, "sidecar.asgi.proxy")
+
+
+STALLED = """
+import logging, sys, threading, time
+from sidecar.telemetry.log_setup import LogSettings, own_logging
+from sidecar.telemetry.log_writer import LineWriter
+if {blocks}:
+    LineWriter.emit = logging.StreamHandler.emit
+    LineWriter.stream, LineWriter.terminator = sys.stderr, "\\n"
+threading.Thread(target=lambda: (time.sleep(10), __import__("os")._exit(3)), daemon=True).start()
+with own_logging(LogSettings("debug", "json")):
+    for number in range(20_000):
+        logging.getLogger("sidecar.requests").warning("request %d refused, and nobody reads it", number)
+    print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("blocks", "said"), [(False, b"done\n"), (True, b"")], ids=["ours", "control"])
+def test_whoever_does_not_read_the_log_takes_nobody_with_it(blocks: bool, said: bytes) -> None:
+    read, write = os.pipe()
+    code = STALLED.format(blocks=blocks).replace("sleep(10)", "sleep(3)") if blocks else STALLED.format(blocks=blocks)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=write, timeout=20, check=False
+        )
+    finally:
+        os.close(read)
+        os.close(write)
+    assert ended.stdout == said
+    assert ended.returncode == (3 if blocks else 0)
+
+
+# -- where it goes
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_person_gets_text_and_a_container_json_unless_somebody_says_otherwise() -> None:
+    container = io.StringIO()
+    assert log_settings({}, stream=Terminal()) == ("info", "text")
+    assert log_settings({}, stream=container) == ("info", "json")
+    asked = {"SIDECAR_LOG_LEVEL": "Debug ", "SIDECAR_LOG_FORMAT": "text"}
+    assert log_settings(asked, stream=container) == ("debug", "text")
+    assert log_settings(asked, "error", "json", stream=container) == ("error", "json")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "right"),
+    [("SIDECAR_LOG_LEVEL", "loud", "debug, info, warning, error"), ("SIDECAR_LOG_FORMAT", "xml", "json, text")],
+)
+def test_a_wrong_variable_is_said(variable: str, value: str, right: str) -> None:
+    with pytest.raises(ValueError, match=f"{variable}: '{value}' is not one of {right}"):
+        log_settings({variable: value})
+
+
+def test_afterwards_the_process_logs_as_before() -> None:
+    root, ours = logging.getLogger(), logging.getLogger("sidecar")
+    before = (root.handlers[:], root.level, ours.handlers[:], ours.level, ours.propagate)
+    with lines("debug"):
+        assert isinstance(root.handlers[0], LineWriter)
+    with mounted_logging({"SIDECAR_LOG_LEVEL": "debug"}, io.StringIO()):
+        assert isinstance(ours.handlers[0], LineWriter)
+    assert (root.handlers[:], root.level, ours.handlers[:], ours.level, ours.propagate) == before
+
+
+def test_mounted_the_host_decides_and_gets_every_field(caplog: pytest.LogCaptureFixture) -> None:
+    with mounted_logging({}), caplog.at_level(logging.INFO):
+        tell(RequestLog(), CLASSIFIED, FULL)
+    (record,) = caplog.records
+    assert record.getMessage() == "request mine refused with 503 queue_timeout: no room"
+    fields: Any = record
+    assert (fields.event, fields.tier, fields.trace_id[:4], fields.starvation_s) == ("refused", "batch", "0af7", 1.5)
+
+
+def test_mounted_and_asked_by_a_variable_ours_go_to_standard_error(caplog: pytest.LogCaptureFixture) -> None:
+    stream = io.StringIO()
+    with mounted_logging({"SIDECAR_LOG_FORMAT": "text"}, stream):
+        tell(RequestLog(), CLASSIFIED, FULL)
+        logging.getLogger("somebody").error("not ours")
+    (line,) = stream.getvalue().splitlines()
+    assert re.match(r"\S+ WARNING refused: request mine refused with 503 queue_timeout: no room  trace_id=0af7", line)
+    assert "tier=batch" in line
+    assert "status=503" not in line  # the message says it
+    assert [record.name for record in caplog.records] == ["somebody"]
+
+
+# -- at the door
+
+
+@pytest.mark.anyio
+async def test_a_door_logs_refusals_and_departures_and_neither_keys_nor_prompts() -> None:
+    prompt = "the secret prompt " * 10
+    app = App(is_held=True)
+    with lines() as written:
+        guarded = Guarded(app, policy(requests="1", max_requests="0"))
+        guarded.door.observer = Telemetry(SpanObserver(), [guarded_log := RequestLog()])
+        async with serving(guarded.door) as guarded.served:
+            holding = asyncio.create_task(guarded.ask(chat(), key("acme")))
+            await guarded.until(leases=1)
+            for body, headers in (
+                (chat(messages=prompt), [key("acme")]),
+                (chat(messages=[{"role": "user", "content": prompt}]), [key("nightly"), "x-request-id: i-was-refused"]),
+                (chat(messages=[{"role": "user", "content": prompt}]), ["authorization: Bearer sk-wrong-key"]),
+                (prompt.encode(), [key("acme")]),
+                (chat(messages=[], max_tokens=prompt), [key("acme")]),
+            ):
+                assert (await guarded.ask(body, *headers)).status >= 400
+            app.release()
+            assert (await holding).status == 200
+        guarded_log.flush()
+    found = [json.loads(line) for line in written]
+    assert [(line["code"], line["status"]) for line in found] == [
+        ("invalid_body", 400),
+        ("queue_full", 503),
+        ("invalid_api_key", 401),
+        ("invalid_body", 400),
+        ("invalid_body", 400),
+    ]
+    assert (found[1]["request_id"], found[1]["tier"], found[1]["tenant"]) == ("i-was-refused", "batch", "nightly")
+    everything = "\n".join(written)
+    assert not any(secret in everything for secret in ("secret prompt", "sk-wrong-key", *KEYS.values()))

@@ -1,0 +1,449 @@
+"""The whole way: a client with a trace of its own, `sidecar serve`, an engine, and what an OTLP receiver was sent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from sidecar.policy.shipped import shipped_policies
+from tests.support.engine import answering, raw_engine
+from tests.support.otlp import Received, otlp_over_grpc, otlp_over_http
+
+INTERACTIVE, STANDARD, RESEARCH = "sk-demo-interactive", "sk-demo-standard", "sk-demo-research"
+HELLO: Any = [{"role": "user", "content": "hello"}]
+POLICY = """\
+engine: {engine}
+capacity: {{tokens: 10k, requests: 1}}
+aging: {{promote_after: 5m, ceiling: normal}}
+max_body: 4KiB
+tiers:
+  high: {{slo: {{starvation: 10s}}}}
+  normal: {{}}
+  batch: {{slo: {{starvation: 50ms}}, queue: {{max_requests: 1, max_wait: 30s}}}}
+default_tier: normal
+anonymous: deny
+sources: [body, header, endpoint, key]
+endpoints:
+  /v1/chat/completions: {{}}
+tenants: tenants/*.yaml
+"""
+RECEIVERS = {"http/protobuf": otlp_over_http, "grpc": otlp_over_grpc}
+EVERY_ADMISSION = {"http.request.method", "url.path", "admission.request_id"}
+PARENT = "b7ad6b7169203331"
+
+
+def trace_of(number: int) -> str:
+    """The id of the trace that a client began itself."""
+    return f"{number:032x}"
+
+
+@contextlib.contextmanager
+def command(*arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """`sidecar ...`, told by signal to end with the block, and killed where it does not."""
+    argv = [sys.executable, "-m", "sidecar.cli", *arguments]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")} | variables
+    with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def address(process: subprocess.Popen[str]) -> str:
+    """The address in the next line that it prints."""
+    assert process.stdout is not None
+    found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
+    assert found, process.stderr and process.stderr.read()
+    return found[0]
+
+
+def write_policy(folder: Path, engine: str = "vllm") -> Path:
+    (folder / "policy.yaml").write_text(POLICY.format(engine=engine))
+    shutil.copytree(shipped_policies() / "tenants", folder / "tenants")
+    text = (folder / "tenants" / "interactive.yaml").read_text()
+    (folder / "tenants" / "interactive.yaml").write_text(text.replace("max_tier: critical", "max_tier: high"))
+    return folder
+
+
+@dataclass
+class Door:
+    """A running `sidecar serve`."""
+
+    url: str
+    admin_url: str
+    process: subprocess.Popen[str]
+
+    def client(self, key: str) -> openai.OpenAI:
+        return openai.OpenAI(api_key=key, base_url=f"{self.url}/v1", max_retries=0, timeout=30)
+
+    def ask(self, key: str, trace: int, **asked: Any) -> Any:
+        """One chat completion on a connection of its own."""
+        with self.client(key) as client:
+            return self.ask_on(client, trace, **asked)
+
+    def ask_on(self, client: openai.OpenAI, trace: int, *, sampled: bool = True, tokens: int = 3, **more: Any) -> Any:
+        """One chat completion in a trace of the client's own, with the trace's number as its request id."""
+        more["extra_headers"] = {
+            "traceparent": f"00-{trace_of(trace)}-{PARENT}-{int(sampled):02x}",
+            "x-request-id": f"request-{trace}",
+            **more.get("extra_headers", {}),
+        }
+        asked = {"model": "emulated", "messages": HELLO, "max_tokens": tokens, **more}
+        answer = client.chat.completions.create(**asked)
+        return list(answer) if asked.get("stream") else answer
+
+    def refused(self, key: str, trace: int, **asked: Any) -> tuple[int, str]:
+        """The status and the code with which it was refused."""
+        with pytest.raises(openai.APIStatusError) as refused:
+            self.ask(key, trace, **asked)
+        return refused.value.status_code, str(refused.value.code)
+
+    def until(self, *, leases: int, waiting: int) -> None:
+        """Waits until the pool holds just so many."""
+        end_s = time.monotonic() + 10
+        while (found := self._pool()) != (leases, waiting):
+            assert time.monotonic() < end_s, found
+            time.sleep(0.005)
+
+    def _pool(self) -> tuple[int, int]:
+        pool = self._state()["pool"]
+        return pool["leases"], pool["waiting"]
+
+    def _state(self) -> Any:
+        with urllib.request.urlopen(f"{self.admin_url}/state", timeout=10) as response:
+            return json.load(response)
+
+    def begin_to_end(self) -> None:
+        """SIGTERM, up to where everything new is refused."""
+        self.process.send_signal(signal.SIGTERM)
+        end_s = time.monotonic() + 10
+        while not self._state()["draining"]:
+            assert time.monotonic() < end_s
+
+    def end(self) -> None:
+        """Waits for its end, by which everything is sent."""
+        assert self.process.wait(20) == 0, self.process.stderr and self.process.stderr.read()
+
+
+@contextlib.contextmanager
+def running_door(folder: Path, upstream: str, collector: Received, protocol: str) -> Iterator[Door]:
+    served = ("serve", "--upstream", upstream, "--policy", str(write_policy(folder)), "--port", "0")
+    variables = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
+        "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
+        "OTEL_EXPORTER_OTLP_HEADERS": "x-tenant=lab",
+        "OTEL_METRICS_EXPORTER": "none",
+        "OTEL_SERVICE_NAME": "front-door",
+    }
+    with command(*served, "--admin-port", "0", **variables) as process:
+        yield Door(address(process), address(process), process)
+
+
+FILLER, STARVED, URGENT, UNSAMPLED, TIMED_OUT, FULL, STREAMED = range(1, 8)
+UNKNOWN_KEY, UNKNOWN_TIER, TOO_LARGE, TOO_MANY_TOKENS, OVER_CONTEXT, ABANDONED, DRAINING = range(11, 18)
+
+
+@dataclass
+class Story:
+    """What a client went through, and what the receiver was sent meanwhile."""
+
+    received: Received
+    statuses: Mapping[int, tuple[int, str]]
+    answers: Mapping[int, Any]
+
+
+def in_thread(target: Any, *arguments: Any, **named: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, args=arguments, kwargs=named)
+    thread.start()
+    return thread
+
+
+def starvation(door: Door, answers: dict[int, Any]) -> None:
+    """Batch waits behind batch, and is overtaken by high."""
+
+    def ask(key: str, trace: int, **asked: Any) -> None:
+        answers[trace] = door.ask(key, trace, **asked)
+
+    threads = [in_thread(ask, RESEARCH, FILLER, tokens=30)]
+    door.until(leases=1, waiting=0)
+    threads.append(in_thread(ask, RESEARCH, STARVED))
+    door.until(leases=1, waiting=1)
+    threads.append(in_thread(ask, INTERACTIVE, URGENT, tokens=20))
+    door.until(leases=1, waiting=2)
+    for thread in threads:
+        thread.join()
+
+
+def refusals(door: Door) -> dict[int, tuple[int, str]]:
+    """One of every kind that a client can bring about."""
+    at_once = {
+        UNKNOWN_KEY: door.refused("sk-nobody", UNKNOWN_KEY),
+        UNKNOWN_TIER: door.refused(STANDARD, UNKNOWN_TIER, extra_headers={"x-priority": "hihg"}),
+        TOO_LARGE: door.refused(STANDARD, TOO_LARGE, messages=[{"role": "user", "content": "x" * 5000}]),
+        TOO_MANY_TOKENS: door.refused(STANDARD, TOO_MANY_TOKENS, tokens=20_000),
+        OVER_CONTEXT: door.refused(STANDARD, OVER_CONTEXT, tokens=5_000),
+    }
+    filler = in_thread(door.ask, STANDARD, 21, tokens=60)
+    door.until(leases=1, waiting=0)
+    timed_out = door.refused(RESEARCH, TIMED_OUT, extra_headers={"x-admission-max-wait": "30ms"})
+    waiting = in_thread(door.ask, RESEARCH, 22)
+    door.until(leases=1, waiting=1)
+    full = door.refused(RESEARCH, FULL)
+    waiting.join()
+    filler.join()
+    return {**at_once, TIMED_OUT: timed_out, FULL: full}
+
+
+def leaving(door: Door) -> None:
+    """A client that gives up while it waits."""
+    filler = in_thread(door.ask, STANDARD, 23, tokens=30)
+    door.until(leases=1, waiting=0)
+    with pytest.raises(openai.APITimeoutError):
+        door.ask(STANDARD, ABANDONED, timeout=0.05)
+    door.until(leases=1, waiting=0)
+    filler.join()
+
+
+def ending(door: Door) -> tuple[int, str]:
+    """A request on a connection that is open already, to a server that shuts down."""
+    with door.client(STANDARD) as late:
+        assert late.models.list().data
+        running = in_thread(door.ask, STANDARD, 24, tokens=50)
+        door.until(leases=1, waiting=0)
+        door.begin_to_end()
+        with pytest.raises(openai.InternalServerError) as refused:
+            door.ask_on(late, DRAINING)
+        running.join()
+    door.end()
+    return refused.value.status_code, str(refused.value.code)
+
+
+@pytest.fixture(scope="module", params=RECEIVERS)
+def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    """Everything at once, as it takes two processes: what was sent is looked at by the tests below."""
+    emulated = ("emulate", "--engine", "vllm", "--port", "0", "--step-ms", "10", "--max-num-seqs", "1")
+    emulated += ("--context-tokens", "1000")
+    answers: dict[int, Any] = {}
+    with RECEIVERS[request.param]() as received, command(*emulated) as engine:
+        with running_door(tmp_path_factory.mktemp("policies"), address(engine), received, request.param) as door:
+            starvation(door, answers)
+            answers[UNSAMPLED] = door.ask(STANDARD, UNSAMPLED, sampled=False)
+            usage = {"include_usage": True}
+            answers[STREAMED] = door.ask(STANDARD, STREAMED, stream=True, stream_options=usage, tokens=5)
+            statuses = refusals(door)
+            leaving(door)
+            statuses[DRAINING] = ending(door)
+        yield Story(received, statuses, answers)
+
+
+def test_who_sends_is_said(story: Story) -> None:
+    assert len(story.received.spans) > 20
+    for span in story.received.spans:
+        assert span.scope == "sidecar"
+        assert span.resource["service.name"] == "front-door"
+        assert span.resource["telemetry.sdk.language"] == "python"
+    assert {headers["x-tenant"] for headers in story.received.headers} == {"lab"}
+
+
+def test_the_trace_of_a_starved_request_is_exactly_these_spans(story: Story) -> None:
+    spans = story.received.of(trace_of(STARVED))
+
+    assert set(spans) == {"admission", "admission.queued", "admission.starved", "engine"}
+    admission, queued, starved, engine = (
+        spans[name] for name in ("admission", "admission.queued", "admission.starved", "engine")
+    )
+    assert [span.kind for span in (admission, queued, starved, engine)] == ["SERVER", "INTERNAL", "INTERNAL", "CLIENT"]
+    assert admission.parent_id == PARENT
+    assert {span.parent_id for span in (queued, starved, engine)} == {admission.span_id}
+    assert admission.start_ns < queued.start_ns < starved.start_ns < starved.end_ns
+    assert starved.end_ns == queued.end_ns == engine.start_ns
+    assert engine.end_ns == admission.end_ns
+    ((name, first_byte_ns),) = engine.events
+    assert name == "first_byte"
+    assert engine.start_ns < first_byte_ns <= engine.end_ns
+    assert {span.status for span in spans.values()} == {"UNSET"}
+    # 20 tokens of the one that overtook it, at 10 ms each, and what was left of the one before.
+    assert 0.15 < starved.length_s < queued.length_s < 2
+
+
+def test_its_attributes_are_exactly_these(story: Story) -> None:
+    spans, usage = story.received.of(trace_of(STARVED)), story.answers[STARVED].usage
+    urgent_tokens = story.received.of(trace_of(URGENT))["admission"].attributes["admission.tokens.reserved"]
+    filler_start_ns = story.received.of(trace_of(FILLER))["engine"].start_ns
+    admission, queued = dict(spans["admission"].attributes), spans["admission.queued"]
+
+    assert admission.pop("admission.queue_wait_s") == pytest.approx(queued.length_s, abs=2e-6)
+    assert admission.pop("gen_ai.latency.time_in_queue") == pytest.approx(queued.length_s, abs=2e-6)
+    assert admission.pop("admission.starvation_s") == pytest.approx(spans["admission.starved"].length_s, abs=2e-6)
+    assert 3 < admission.pop("admission.tokens.reserved") < 100
+    assert admission == {
+        "http.request.method": "POST",
+        "url.path": "/v1/chat/completions",
+        "http.response.status_code": 200,
+        "admission.request_id": f"request-{STARVED}",
+        "admission.tier": "batch",
+        "admission.tenant": "research-batch",
+        "admission.source": "key",
+        "admission.decision": "admitted",
+        "admission.outcome": "completed",
+        "admission.tokens.used": usage.total_tokens,
+        "admission.level": 2,
+        "admission.engine_priority": 20,
+        "admission.served_ahead.high": urgent_tokens,
+        "admission.starved_too_long": True,
+    }
+    assert filler_start_ns < queued.start_ns
+    why = dict(queued.attributes)
+    assert "1 request" in why.pop("admission.explanation")
+    assert why == {"admission.tier": "batch", "admission.obstacle": "no_room"}
+    assert spans["admission.starved"].attributes == {
+        "admission.tier": "batch",
+        "admission.served_ahead.high": urgent_tokens,
+    }
+    assert spans["engine"].attributes == {
+        "gen_ai.provider.name": "vllm",
+        "gen_ai.operation.name": "chat",
+        "gen_ai.request.model": "emulated",
+        "gen_ai.request.max_tokens": 3,
+        "gen_ai.request.stream": False,
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+    }
+
+
+def test_starving_links_to_the_request_that_overtook(story: Story) -> None:
+    spans, urgent = story.received.of(trace_of(STARVED)), story.received.of(trace_of(URGENT))
+    (link,) = spans["admission.starved"].links
+
+    assert (link.trace_id, link.span_id) == (trace_of(URGENT), urgent["admission"].span_id)
+    assert link.attributes == {
+        "admission.tier": "high",
+        "admission.rule": "level",
+        "admission.request_id": f"request-{URGENT}",
+    }
+    assert spans["admission.queued"].links == ()
+    assert urgent["admission"].attributes["admission.passed.batch"] == "level"
+    assert "admission.starved" not in urgent
+    assert urgent["admission.queued"].links == ()
+
+
+def test_a_request_that_went_straight_in_is_two_spans(story: Story) -> None:
+    spans = story.received.of(trace_of(STREAMED))
+
+    assert set(spans) == {"admission", "engine"}
+    assert spans["admission"].attributes["admission.queue_wait_s"] == 0
+    assert "admission.starved_too_long" not in spans["admission"].attributes
+    ((_, first_byte_ns),) = spans["engine"].events
+    to_first_chunk_s = spans["engine"].attributes["gen_ai.response.time_to_first_chunk"]
+    assert to_first_chunk_s == pytest.approx((first_byte_ns - spans["engine"].start_ns) / 1e9, abs=2e-6)
+    assert spans["engine"].attributes["gen_ai.usage.output_tokens"] == 5
+
+
+def test_what_the_client_has_sampled_out_stays_out(story: Story) -> None:
+    assert story.answers[UNSAMPLED].usage.completion_tokens == 3
+    assert story.received.of(trace_of(UNSAMPLED)) == {}
+
+
+@pytest.mark.parametrize(
+    ("trace", "status", "code", "is_error"),
+    [
+        (UNKNOWN_KEY, 401, "invalid_api_key", False),
+        (UNKNOWN_TIER, 400, "unknown_tier", False),
+        (TOO_LARGE, 413, "body_too_large", False),
+        (TOO_MANY_TOKENS, 400, "request_too_large", False),
+        (TIMED_OUT, 503, "queue_timeout", True),
+        (FULL, 503, "queue_full", True),
+        (DRAINING, 503, "draining", True),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_refusal_is_a_span_with_its_status_and_its_reason(
+    story: Story, trace: int, status: int, code: str, is_error: bool
+) -> None:
+    assert story.statuses[trace] == (status, code)
+    spans = story.received.of(trace_of(trace))
+    admission = spans.pop("admission")
+    assert (admission.kind, admission.parent_id) == ("SERVER", PARENT)
+    assert admission.attributes.keys() >= EVERY_ADMISSION
+    assert admission.attributes["http.response.status_code"] == status
+    assert admission.attributes["admission.decision"] == "refused"
+    assert admission.attributes["admission.reason"] == code
+    assert admission.attributes.get("error.type") == (code if is_error else None)
+    assert admission.status == ("ERROR" if is_error else "UNSET")
+    assert bool(admission.description) == is_error
+    assert ("admission.tier" in admission.attributes) == (
+        code not in {"invalid_api_key", "unknown_tier", "body_too_large", "draining"}
+    )
+    assert set(spans) == ({"admission.queued"} if code == "queue_timeout" else set())
+    for queued in spans.values():
+        assert queued.parent_id == admission.span_id
+        assert queued.length_s == pytest.approx(admission.attributes["admission.queue_wait_s"], abs=2e-6)
+        assert queued.length_s >= 0.03
+
+
+def test_what_the_engine_refuses_is_an_error_of_the_call_alone(story: Story) -> None:
+    spans = story.received.of(trace_of(OVER_CONTEXT))
+
+    assert story.statuses[OVER_CONTEXT][0] == 400
+    assert (spans["engine"].status, spans["engine"].description) == ("ERROR", "the engine answered 400")
+    assert spans["engine"].attributes["error.type"] == "400"
+    assert spans["admission"].status == "UNSET"
+    assert spans["admission"].attributes["admission.decision"] == "admitted"
+    assert spans["admission"].attributes["http.response.status_code"] == 400
+    assert "error.type" not in spans["admission"].attributes
+
+
+def test_a_client_that_left_while_it_waited_is_no_error(story: Story) -> None:
+    spans = story.received.of(trace_of(ABANDONED))
+
+    assert set(spans) == {"admission", "admission.queued"}
+    assert spans["admission"].attributes["admission.decision"] == "client_left"
+    assert spans["admission"].status == "UNSET"
+    assert spans["admission"].attributes.keys().isdisjoint({"error.type", "http.response.status_code"})
+    assert spans["admission.queued"].end_ns == spans["admission"].end_ns
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("sampled", [True, False])
+async def test_the_engine_is_sent_the_engine_spans_context(tmp_path: Path, sampled: bool) -> None:
+    body = b'{"id":"x","choices":[],"usage":{"prompt_tokens":4,"completion_tokens":2,"total_tokens":6}}'
+    answer = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+    async with raw_engine(answering(answer)) as engine:
+        with (
+            otlp_over_http() as received,
+            running_door(tmp_path, engine.url, received, "http/protobuf") as door,
+        ):
+            asked = {"sampled": sampled, "extra_headers": {"tracestate": "rojo=1", "baggage": "user=alice"}}
+            await asyncio.to_thread(door.ask, STANDARD, 31, **asked)
+            await asyncio.to_thread(door.begin_to_end)
+            await asyncio.to_thread(door.end)
+
+    (to_engine,) = engine.requests
+    (traceparent,) = to_engine.all(b"traceparent")
+    version, trace_id, parent, flags = traceparent.decode().split("-")
+    spans = received.of(trace_of(31))
+    assert (version, trace_id) == ("00", trace_of(31))
+    assert int(flags, 16) & 1 == sampled
+    assert to_engine.all(b"tracestate") == [b"rojo=1"]
+    assert to_engine.all(b"baggage") == [b"user=alice"]
+    assert set(spans) == ({"admission", "engine"} if sampled else set())
+    assert parent != PARENT
+    if sampled:
+        assert parent == spans["engine"].span_id

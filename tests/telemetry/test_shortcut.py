@@ -1,0 +1,203 @@
+"""Spans made by the shortcut are those that the SDK makes; and it is taken only where nothing is anybody's own."""
+
+import pytest
+from opentelemetry.sdk.trace import SpanLimits, SynchronousMultiSpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import (
+    ALWAYS_OFF,
+    ALWAYS_ON,
+    ParentBased,
+    ParentBasedTraceIdRatio,
+    Sampler,
+    TraceIdRatioBased,
+)
+from span_stories import (
+    TRACEPARENT,
+    SomebodysOwn,
+    Tracing,
+    admitted,
+    classified,
+    first_byte,
+    queued,
+    received,
+    refused,
+    settled,
+    span_id,
+)
+
+from sidecar.events import Outcome
+from sidecar.telemetry.links import Predecessor, Predecessors
+from sidecar.telemetry.recording import ThroughApi
+from sidecar.telemetry.shortcut import Shortcut, starter_of
+
+STARVED = admitted(2_100_000, 2_099_950, starvation_us=1_400_000, served_ahead={"high": 900})
+STORIES = {
+    "straight in": (classified(), admitted(), first_byte(900), settled(1000)),
+    "starved": (classified(clamped_from="high"), queued(), STARVED, first_byte(2_200_000), settled(3_000_000)),
+    "failed": (classified(), admitted(), settled(1000, Outcome.FAILED, 502, "engine_unreachable")),
+    "refused by us": (classified(), queued(), refused("queue_timeout", 503, 900, queue_wait_us=850)),
+    "refused as its own doing": (refused("invalid_api_key", 401),),
+}
+CLIENTS = {
+    "no trace": (),
+    "sampled": (TRACEPARENT, (b"tracestate", b"rojo=00f067aa0ba902b7,congo=t61rcWkgMzE")),
+    "sampled out": ((b"traceparent", TRACEPARENT[1][:-2] + b"00"),),
+    "with a random id": ((b"traceparent", TRACEPARENT[1][:-2] + b"03"),),
+    "sampled out with a random id": ((b"traceparent", TRACEPARENT[1][:-2] + b"02"),),
+}
+SAMPLERS = {
+    "all": ALWAYS_ON,
+    "none": ALWAYS_OFF,
+    "as the parent, else all": ParentBased(ALWAYS_ON),
+    "as the parent, else none": ParentBasedTraceIdRatio(0.0),
+    "half of them": TraceIdRatioBased(0.5),
+}
+
+
+def ahead(*_):
+    one = Predecessor(0xABC, 0xDEF, "request-0", "high", "level")
+    return Predecessors([one._replace(rule=None)], [one, one])
+
+
+def everything_of(span, roots):
+    """All that is exported of a span; ids that are made up are replaced by what they belong to."""
+    context, parent = span.get_span_context(), span.parent
+    return {
+        "name": span.name,
+        "kind": span.kind,
+        "times": (span.start_time, span.end_time),
+        "trace": context.trace_id if parent is not None and parent.is_remote else None,
+        "flags": context.trace_flags,
+        "state": context.trace_state.to_header(),
+        "remote": context.is_remote,
+        "parent": None if parent is None else (roots.get(parent.span_id, parent.span_id), parent.is_remote),
+        "parents flags": None if parent is None else parent.trace_flags,
+        "attributes": dict(span.attributes),
+        "events": [(event.name, event.timestamp, dict(event.attributes)) for event in span.events],
+        "links": [(link.context, dict(link.attributes)) for link in span.links],
+        "status": (span.status.status_code, span.status.description),
+        "resource": {**span.resource.attributes, "service.instance.id": None},
+        "scope": span.instrumentation_scope,
+        "dropped": (span.dropped_attributes, span.dropped_events, span.dropped_links),
+    }
+
+
+def told(sampler, story, headers, *, by_shortcut):
+    tracing = Tracing(sampler, by_shortcut=by_shortcut, who_was_ahead=ahead, provider_name="vllm")
+    observation = tracing.observer.received(received(headers))
+    assert isinstance(tracing.observer._starter, Shortcut if by_shortcut else ThroughApi)
+    for event in story:
+        observation.on_event(event)
+    passed_on = [
+        (name, value[:3] + value[-3:] if name == b"traceparent" else value) for name, value in observation.headers()
+    ]
+    spans = tracing.exporter.get_finished_spans()
+    roots = {span_id(span): span.name for span in spans}
+    return observation.is_recording, passed_on, [everything_of(span, roots) for span in spans]
+
+
+@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
+@pytest.mark.parametrize("headers", CLIENTS.values(), ids=CLIENTS)
+@pytest.mark.parametrize("sampler", [SAMPLERS[name] for name in SAMPLERS if name != "half of them"])
+def test_both_ways_leave_the_same_spans(sampler, headers, story):
+    by_shortcut, by_api = (told(sampler, story, headers, by_shortcut=way) for way in (True, False))
+
+    assert by_shortcut == by_api
+
+
+def test_half_of_the_traces_are_kept_whole():
+    tracing = Tracing(TraceIdRatioBased(0.5))
+    for _ in range(200):
+        observation = tracing.observer.received(received())
+        for event in STORIES["straight in"]:
+            observation.on_event(event)
+
+    names = {}
+    for span in tracing.exporter.get_finished_spans():
+        names.setdefault(span.context.trace_id, []).append(span.name)
+    assert 50 < len(names) < 150
+    assert set(map(tuple, names.values())) == {("engine", "admission")}
+
+
+class OwnSampler(Sampler):
+    def should_sample(self, *arguments, **named):
+        return ALWAYS_ON.should_sample(*arguments, **named)
+
+    def get_description(self):
+        return "somebody's own"
+
+
+class OwnIds(RandomIdGenerator):
+    pass
+
+
+def provider(**settings):
+    made = TracerProvider(shutdown_on_exit=False, **settings)
+    made.add_span_processor(SimpleSpanProcessor(InMemorySpanExporter()))
+    return made
+
+
+def with_processor(processor):
+    made = provider()
+    made.add_span_processor(processor)
+    return made
+
+
+class OwnBatch(BatchSpanProcessor):
+    def on_start(self, span, parent_context=None):
+        span.set_attribute("added", "by a processor")
+
+
+OWN = {
+    "processor": lambda: with_processor(SomebodysOwn()),
+    "processor like the SDK's": lambda: with_processor(OwnBatch(InMemorySpanExporter())),
+    "way to call processors": lambda: provider(
+        active_span_processor=type("Own", (SynchronousMultiSpanProcessor,), {})()
+    ),
+    "sampler": lambda: provider(sampler=OwnSampler()),
+    "sampler of new traces": lambda: provider(sampler=ParentBased(OwnSampler())),
+    "sampler of children": lambda: provider(sampler=ParentBased(ALWAYS_ON, local_parent_sampled=OwnSampler())),
+    "children that are left out": lambda: provider(sampler=ParentBased(ALWAYS_ON, local_parent_sampled=ALWAYS_OFF)),
+    "ids": lambda: provider(id_generator=OwnIds()),
+    "few attributes": lambda: provider(span_limits=SpanLimits(max_span_attributes=8)),
+    "few links": lambda: provider(span_limits=SpanLimits(max_links=4)),
+    "short values": lambda: provider(span_limits=SpanLimits(max_attribute_length=100)),
+}
+
+
+@pytest.mark.parametrize("make", OWN.values(), ids=OWN)
+def test_whatever_is_somebodys_own_is_respected(make):
+    made = make()
+    assert isinstance(starter_of(made.get_tracer("x")), ThroughApi)
+    made.shutdown()
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+def test_an_sdk_as_it_comes_takes_the_shortcut(sampler):
+    assert isinstance(starter_of(provider(sampler=sampler).get_tracer("x")), Shortcut)
+
+
+def test_an_sdk_that_counts_its_spans_is_let_count(monkeypatch):
+    monkeypatch.setenv("OTEL_PYTHON_SDK_INTERNAL_METRICS_ENABLED", "true")
+    tracer = provider().get_tracer("x")
+
+    assert isinstance(starter_of(tracer), ThroughApi) or not hasattr(tracer, "_tracer_metrics")
+
+
+def test_a_processor_that_is_added_later_is_told_of_the_next_request():
+    tracing = Tracing()
+    tracing.play(*STORIES["straight in"])
+    seen = []
+
+    class Later(SomebodysOwn):
+        def on_start(self, span, parent_context=None):
+            seen.append(span.name)
+
+    tracing.provider.add_span_processor(Later())
+    observation = tracing.observer.received(received())
+    for event in STORIES["straight in"]:
+        observation.on_event(event)
+
+    assert seen == ["admission", "engine"]

@@ -1,0 +1,206 @@
+"""Links from the spans of a request that waited to the `admission` spans of those that went ahead of it."""
+
+import pytest
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
+from span_stories import ARRIVAL_NS, Tracing, admitted, classified, queued, settled, span_id
+
+from sidecar.events import Admitted, Classified, Obstacle, Outcome, Queued, Received, Refused, Settled
+from sidecar.telemetry import Telemetry
+from sidecar.telemetry.journal import Journal
+from sidecar.telemetry.links import MOST_LINKS
+from sidecar.telemetry.predecessors import predecessors_in
+
+MS = 1000
+
+
+class Door:
+    """Tells a journal and the spans what happens, in the order in which it does."""
+
+    def __init__(self, **tracing):
+        self.now_us = 0
+        self.asked = 0
+        journal = Journal(now_us=lambda: self.now_us)
+        who_was_ahead = predecessors_in(journal)
+
+        def counted(*arguments):
+            self.asked += 1
+            return who_was_ahead(*arguments)
+
+        self.tracing = Tracing(**tracing, who_was_ahead=counted)
+        self.telemetry = Telemetry(self.tracing.observer, [journal])
+
+    def arrives(self, name, tier, waits=True):
+        self.now_us += MS
+        observation = self.telemetry.received(
+            Received(self.now_us, ARRIVAL_NS + self.now_us * 1000, "POST", "/v1/completions", (), name)
+        )
+        observation.on_event(Classified(self.now_us, tier, "acme", "key", None, "completions", "m", 10, False, 100, 1))
+        if waits:
+            observation.on_event(Queued(self.now_us, Obstacle.NO_ROOM, "no room"))
+        return Waiting(self, observation, self.now_us)
+
+    def spans(self, request, name):
+        """The spans of this name in the request's trace."""
+        finished = self.tracing.exporter.get_finished_spans()
+        (trace_id,) = {
+            span.context.trace_id for span in finished if span.attributes.get("admission.request_id") == request
+        }
+        return [span for span in finished if span.name == name and span.context.trace_id == trace_id]
+
+
+class Waiting:
+    def __init__(self, door, observation, since_us):
+        self.door, self.observation, self.since_us = door, observation, since_us
+
+    def is_admitted(self, overtaken_at_us=None, passed=None):
+        self.door.now_us += MS
+        now_us = self.door.now_us
+        starvation_us = 0 if overtaken_at_us is None else now_us - overtaken_at_us
+        wait_us = now_us - self.since_us
+        self.observation.on_event(Admitted(now_us, wait_us, starvation_us, overtaken_at_us, {}, 0, None, passed or {}))
+        return now_us
+
+    def goes_straight_in(self, passed=None):
+        now_us = self.door.now_us
+        self.observation.on_event(Admitted(now_us, 0, 0, None, {}, 0, None, passed or {}))
+        return now_us
+
+    def is_refused(self, overtaken_at_us=None):
+        self.door.now_us += MS
+        now_us = self.door.now_us
+        starvation_us = 0 if overtaken_at_us is None else now_us - overtaken_at_us
+        waited = (now_us - self.since_us, starvation_us, overtaken_at_us, {})
+        self.observation.on_event(Refused(now_us, "queue_timeout", "too long", 503, *waited))
+
+    def ends(self):
+        self.door.now_us += MS
+        self.observation.on_event(Settled(self.door.now_us, Outcome.COMPLETED, 200, 100, None, None, None))
+
+
+def linked(span):
+    return [dict(link.attributes) for link in span.links]
+
+
+def test_starving_links_to_who_overtook_and_waiting_to_who_went_in_turn():
+    door = Door()
+    first = door.arrives("first", "batch")
+    starved = door.arrives("starved", "batch")
+    urgent = door.arrives("urgent", "high")
+    overtaken_us = urgent.is_admitted(passed={"batch": "level"})
+    first.is_admitted(overtaken_us)
+    starved.is_admitted(overtaken_us)
+    for request in (urgent, first, starved):
+        request.ends()
+
+    (queued,) = door.spans("starved", "admission.queued")
+    (bar,) = door.spans("starved", "admission.starved")
+    assert linked(queued) == [{"admission.tier": "batch", "admission.request_id": "first"}]
+    assert linked(bar) == [{"admission.tier": "high", "admission.request_id": "urgent", "admission.rule": "level"}]
+    for link, other in ((queued.links[0], "first"), (bar.links[0], "urgent")):
+        (admission,) = door.spans(other, "admission")
+        assert link.context.trace_id == admission.context.trace_id
+        assert link.context.span_id == span_id(admission)
+        assert link.context.trace_flags.sampled
+    (queued,) = door.spans("first", "admission.queued")
+    assert linked(queued) == []
+
+
+def test_one_of_the_same_tier_that_went_first_is_linked_to_without_a_rule():
+    door = Door()
+    starved = door.arrives("starved", "batch")
+    other = door.arrives("other tenant's", "batch")
+    starved.is_admitted(other.is_admitted())
+    starved.ends()
+
+    (bar,) = door.spans("starved", "admission.starved")
+    assert linked(bar) == [{"admission.tier": "batch", "admission.request_id": "other tenant's"}]
+
+
+def test_a_refusal_after_a_wait_says_who_went_ahead_too():
+    door = Door()
+    starved = door.arrives("starved", "batch")
+    overtaken_us = door.arrives("urgent", "critical", waits=False).goes_straight_in({"batch": "always_first"})
+    starved.is_refused(overtaken_us)
+
+    (bar,) = door.spans("starved", "admission.starved")
+    assert linked(bar) == [
+        {"admission.tier": "critical", "admission.request_id": "urgent", "admission.rule": "always_first"}
+    ]
+
+
+def test_links_are_to_the_first_16():
+    door = Door()
+    ahead = [door.arrives(f"ahead-{number}", "batch") for number in range(20)]
+    starved = door.arrives("starved", "batch")
+    overtaken_us = None
+    for number in range(20):
+        admitted_us = door.arrives(f"urgent-{number}", "high").is_admitted(passed={"batch": "level"})
+        overtaken_us = admitted_us if overtaken_us is None else overtaken_us
+    for request in ahead:
+        request.is_admitted(overtaken_us)
+    starved.is_admitted(overtaken_us)
+    starved.ends()
+    ahead[0].ends()
+
+    (queued,) = door.spans("starved", "admission.queued")
+    (bar,) = door.spans("starved", "admission.starved")
+    ids = [[link["admission.request_id"] for link in linked(span)] for span in (queued, bar)]
+    assert MOST_LINKS == 16
+    assert ids == [[f"ahead-{number}" for number in range(16)], [f"urgent-{number}" for number in range(16)]]
+
+
+def test_nobody_is_asked_about_a_request_that_did_not_wait():
+    door = Door()
+    door.arrives("at once", "high", waits=False).goes_straight_in()
+    assert door.asked == 0
+
+    door.arrives("waits", "high").is_admitted()
+    assert door.asked == 1
+
+
+def test_nobody_is_asked_about_a_request_that_is_sampled_out():
+    door = Door(sampler=ALWAYS_OFF)
+    door.arrives("waits", "high").is_admitted()
+
+    assert door.asked == 0
+
+
+class Switched(Sampler):
+    """Samples while it is on."""
+
+    is_on = True
+
+    def should_sample(self, *arguments, **named):
+        return (ALWAYS_ON if self.is_on else ALWAYS_OFF).should_sample(*arguments, **named)
+
+    def get_description(self):
+        return "switched"
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_only_a_trace_that_is_kept_is_linked_to(is_kept):
+    sampler = Switched()
+    door = Door(sampler=sampler)
+    starved = door.arrives("starved", "batch")
+    sampler.is_on = is_kept
+    urgent = door.arrives("urgent", "high")
+    sampler.is_on = True
+    starved.is_admitted(urgent.is_admitted(passed={"batch": "reserve"}))
+    starved.ends()
+
+    (bar,) = door.spans("starved", "admission.starved")
+    assert len(bar.links) == is_kept
+
+
+def test_a_failing_lookup_costs_the_links_and_not_the_spans(caplog):
+    def broken(*arguments):
+        raise RuntimeError("no journal today")
+
+    tracing = Tracing(who_was_ahead=broken)
+    spans = tracing.play(classified(), queued(), admitted(2_100_000, 2_099_950), settled(3_000_000))
+
+    assert set(spans) == {"admission", "admission.queued", "engine"}
+    assert spans["admission"].attributes["admission.decision"] == "admitted"
+    assert linked(spans["admission.queued"]) == []
+    (record,) = caplog.records
+    assert "tracing failed" in record.message
