@@ -49,10 +49,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"sidecar: {mistake}", file=sys.stderr)
         return 1
     with own_logging(settings):
-        return _serve(args)
+        return _serve(args, announces_twice=settings.format == "json")
 
 
-def _serve(args: argparse.Namespace) -> int:
+def _serve(args: argparse.Namespace, *, announces_twice: bool) -> int:
+    """`announces_twice`: a machine reads the log, and wants to know of the start, too."""
     from sidecar.asgi import server
     from sidecar.asgi.admin import admin_app
     from sidecar.asgi.proxy import ReverseProxy
@@ -81,7 +82,7 @@ def _serve(args: argparse.Namespace) -> int:
                 drain=lambda: _drain(door),
                 drained=door.drained,
                 grace_s=args.grace,
-                announce=_announce,
+                announce=_announce_and_log if announces_twice else _announce,
             )
         )
     except (server.CannotServe, TelemetryError, ValueError) as error:
@@ -94,12 +95,16 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _drain(door: Door) -> None:
     door.drain()
-    _log.info("draining: %d requests are under way, new ones are refused", door.under_way, extra={"event": "draining"})
+    _log.info("%d requests are under way, new ones are refused", door.under_way, extra={"event": "draining"})
 
 
 def _announce(line: str) -> None:
     # Flushed: whoever started us may be waiting for it on a pipe.
     print(line, flush=True)
+
+
+def _announce_and_log(line: str) -> None:
+    _announce(line)
     _log.info("%s", line.removeprefix("sidecar: "), extra={"event": "started"})
 
 

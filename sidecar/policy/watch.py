@@ -40,13 +40,22 @@ class PolicyFiles:
         self._generation = generation
         self._pattern: str | None = None
         self._seen: _Signature | None = None
+        self._latest: Look | None = None
 
     def look(self) -> Look | None:
-        """What the files say now; None where none of them has changed since the last look. Reads the disk."""
+        """What the files say now; None where they say what they said at the last look. Reads the disk."""
         seen = self._signature()
         if seen == self._seen:
             return None
-        self._seen = seen
+        pattern = self._pattern
+        found = self._read()
+        # As it was before they were read: what is written while they are read is seen the next time. So is everything
+        # where another pattern names other files.
+        self._seen = seen if pattern == self._pattern else None
+        before, self._latest = self._latest, found
+        return None if found == before else found
+
+    def _read(self) -> Look:
         try:
             loaded = load_files(self.path)
         except PolicyError as error:
@@ -54,7 +63,6 @@ class PolicyFiles:
         except (OSError, ValueError) as error:
             return Look(Standing.REJECTED, None, f"{self.path}: {error}")
         self._pattern = str((loaded.pool.data or {}).get("tenants") or "")
-        self._seen = self._signature()  # now that it is known which files belong to it
         generation = loaded.policy.generation
         return Look(Standing.CURRENT if generation == self._generation else Standing.CHANGED, generation, None)
 

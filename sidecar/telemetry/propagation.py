@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 
 from opentelemetry import context as otel_context
@@ -45,6 +46,7 @@ _GETTER = _HeaderGetter()
 _SETTER = _HeaderSetter()
 _TRACEPARENT = b"traceparent"
 _TRACESTATE = b"tracestate"
+_traceparent = re.compile(rb"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?").fullmatch
 
 
 def parent_of(headers: Headers) -> tuple[Context, SpanKind]:
@@ -58,6 +60,15 @@ def parent_of(headers: Headers) -> tuple[Context, SpanKind]:
     if _fields_of(propagate.get_global_textmap()).isdisjoint([name for name, _ in headers]):
         return Context(), SpanKind.SERVER
     return propagate.extract(headers, Context(), _GETTER), SpanKind.SERVER
+
+
+def client_trace(headers: Headers) -> tuple[int, int] | None:
+    """The ids of the trace and the span that a client's W3C `traceparent` names, for a process without tracing."""
+    for name, value in headers:
+        if name == _TRACEPARENT and (found := _traceparent(value)):
+            trace_id, span_id = int(found[1], 16), int(found[2], 16)
+            return (trace_id, span_id) if trace_id and span_id else None
+    return None
 
 
 def injected(context: SpanContext, client_headers: Headers) -> Headers:

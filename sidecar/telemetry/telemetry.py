@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from sidecar.events import Event, Headers, Observation, Received
+from sidecar.telemetry.propagation import client_trace
 from sidecar.telemetry.spans import SpanObserver
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,8 @@ class Listener(Protocol):
     def begin(self, received: Received, trace: Trace | None) -> Tell | None:
         """Called once per guarded request, first of all; what is returned is called with each of its events in order.
 
-        `trace` is None where the process has no tracing. None is returned where this request is of no interest.
+        `trace` is None where the process has no tracing and the client names none. None is returned where this request
+        is of no interest.
         """
 
 
@@ -52,7 +54,7 @@ class Telemetry:
         """Begins a request for everybody."""
         spans = self._spans.received(event) if self._spans.listens() else None
         tells: list[Tell] = [spans.on_event] if spans is not None and spans.is_recording else []
-        trace = None if spans is None else Trace(*spans.trace)
+        trace = _clients(event.headers) if spans is None else Trace(*spans.trace)
         for listener in self._listeners:
             try:
                 tell = listener.begin(event, trace)
@@ -68,6 +70,12 @@ class Telemetry:
         if not self._reported:
             self._reported = True
             logger.exception("telemetry failed; requests go on without, and further failures are not logged")
+
+
+def _clients(headers: Headers) -> Trace | None:
+    """The client's own trace: by that the request is looked up where we make no spans."""
+    found = client_trace(headers)
+    return None if found is None else Trace(*found, is_sampled=False)
 
 
 class _Told:

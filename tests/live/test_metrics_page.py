@@ -209,9 +209,12 @@ async def test_the_page_is_written_outside_of_the_event_loop() -> None:
     scrape = Scrape()
     scrape.opened(Written())
     pages = admin_app(state=dict, readiness=tuple, routes=metrics_routes(scrape))
-    async with serving(pages, lifespan="off") as admin, aiohttp.ClientSession() as session:
-        async with session.get(f"{admin.url}/metrics", headers=OPENMETRICS) as answer:
-            assert await answer.text() == f"for {OPENMETRICS['accept']}\n"
+    async with (
+        serving(pages, lifespan="off") as admin,
+        aiohttp.ClientSession() as session,
+        session.get(f"{admin.url}/metrics", headers=OPENMETRICS) as answer,
+    ):
+        assert await answer.text() == f"for {OPENMETRICS['accept']}\n"
     assert threads
     assert threading.get_ident() not in threads
 

@@ -30,6 +30,8 @@ SLOTS, STEP_MS = 4, 10
 REFUSED_PAUSE_S = 0.1
 START_S, PATIENCE_S = 30.0, 20.0
 """At most: both are done in some seconds, on a machine that is not busy."""
+KNOWN_AFTER_S = 1.0
+"""What Prometheus knows of a moment is complete by then: what is scraped bears the time at which that began."""
 LOG_SHOWN = 4000
 POOL = "overload"
 POLICY = f"""\
@@ -131,8 +133,8 @@ def overloaded(folder: Path) -> Iterator[Overloaded]:
 
 
 def fired(server: Prometheus, at_s: float) -> set[tuple[str, str]]:
-    """The alerts that fired at a Unix time, each with its tier."""
-    found = server.query('ALERTS{alertstate="firing"}', at_s)
+    """The alerts that have fired until a Unix time, each with its tier."""
+    found = server.query('last_over_time(ALERTS{alertstate="firing"}[5m])', at_s)
     return {(sample.labels["alertname"], sample.labels.get("admission_tier", "")) for sample in found}
 
 
@@ -176,26 +178,29 @@ def _running(log: Path, *arguments: str, **variables: str) -> Iterator[subproces
 
 
 async def _load(url: str, is_done: Callable[[float], bool]) -> float:
-    """Asks until it is done, at most for `PATIENCE_S`. `is_done` is told the Unix time; the last one is returned."""
+    """Asks until it is done, at most for `PATIENCE_S`. `is_done` is told a Unix time; the last one is returned."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        asking = [asyncio.create_task(_ask(session, url, client)) for client in CLIENTS]
-        at_s = begun_s = time.time()
+        enough = asyncio.Event()
+        asking = [asyncio.create_task(_ask(session, url, client, enough)) for client in CLIENTS]
+        begun_s = time.time()
+        at_s = begun_s - KNOWN_AFTER_S
         while at_s - begun_s < PATIENCE_S and not await asyncio.to_thread(is_done, at_s):
             await asyncio.sleep(0.1)
-            at_s = time.time()
+            at_s = time.time() - KNOWN_AFTER_S
+        enough.set()
         for task in asking:
             task.cancel()
         ended = await asyncio.gather(*asking, return_exceptions=True)
-    failures = [each for each in ended if not isinstance(each, asyncio.CancelledError)]
+    failures = [each for each in ended if each is not None and not isinstance(each, asyncio.CancelledError)]
     assert not failures, failures
     return at_s
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, client: Client) -> None:
+async def _ask(session: aiohttp.ClientSession, url: str, client: Client, enough: asyncio.Event) -> None:
     headers = {"authorization": f"Bearer {client.key}", **client.headers}
     body = {"model": "emulated", "prompt": "hello " * 50, "max_tokens": 15, "stream": client.stream}
     timeout = aiohttp.ClientTimeout(total=client.patience_s)
-    while True:
+    while not enough.is_set():  # a cancellation that meets a timeout is lost in it
         try:
             async with session.post(url, json=body, headers=headers, timeout=timeout) as answer:
                 await answer.read()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.policy.loading import load
+from sidecar.policy import watch
+from sidecar.policy.loading import Loaded, load, load_files
 from sidecar.policy.watch import Look, PolicyFiles, Standing
 from tests.support.door import write_policy
 
@@ -46,6 +47,23 @@ def test_a_broken_file_is_rejected_with_its_line_and_mended_it_is_not(pool: Path
     assert f"{pool}:2: capacitty" in problem
     pool.write_text(before)
     assert files.look() == Look(Standing.CURRENT, load(pool).generation, None)
+
+
+def test_what_is_written_while_the_files_are_read_is_seen_the_next_time(
+    pool: Path, files: PolicyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = pool.read_text()
+
+    def slowly(path: Path) -> Loaded:
+        loaded = load_files(path)
+        pool.write_text("engine: [")
+        return loaded
+
+    with monkeypatch.context() as patched:
+        patched.setattr(watch, "load_files", slowly)
+        pool.write_text(before + "# edited\n")
+        assert (files.look() or pytest.fail("not seen")).standing is Standing.CHANGED
+    assert (files.look() or pytest.fail("not seen")).standing is Standing.REJECTED
 
 
 def test_a_tenants_file_counts_too_also_a_new_one(pool: Path, files: PolicyFiles) -> None:

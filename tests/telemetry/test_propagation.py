@@ -1,7 +1,7 @@
 import pytest
 from opentelemetry import baggage, context, trace
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
-from opentelemetry.trace import SpanKind
+from opentelemetry.trace import NoOpTracerProvider, SpanKind
 from span_stories import (
     CLIENT_SPAN_ID,
     TRACE_ID,
@@ -16,7 +16,10 @@ from span_stories import (
     value_of,
 )
 
-from sidecar.telemetry import SpanObserver
+from sidecar.events import Received
+from sidecar.telemetry import SpanObserver, Telemetry
+from sidecar.telemetry.propagation import client_trace
+from sidecar.telemetry.telemetry import Trace
 
 
 def sent(tracing, *headers):
@@ -156,3 +159,33 @@ def test_an_sdk_that_is_installed_later_is_found(monkeypatch):
     observation.on_event(settled(1000))
 
     assert [span.name for span in tracing.exporter.get_finished_spans()] == ["admission"]
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", (TRACE_ID, CLIENT_SPAN_ID)),
+        (b"01-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01-what-comes-later", (TRACE_ID, CLIENT_SPAN_ID)),
+        (b"00-00000000000000000000000000000000-b7ad6b7169203331-01", None),
+        (b"00-0af7651916cd43dd8448eb211c80319c-0000000000000000-01", None),
+        (b"ff-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", None),
+        (b"00-0AF7651916CD43DD8448EB211C80319C-b7ad6b7169203331-01", None),
+        (b"nonsense", None),
+    ],
+)
+def test_without_tracing_a_request_is_known_by_the_trace_that_the_client_names(
+    value: bytes, found: tuple[int, int] | None
+) -> None:
+    assert client_trace([(b"accept", b"*/*"), (b"traceparent", value)]) == found
+
+
+def test_a_process_without_tracing_tells_its_listeners_of_the_clients_trace() -> None:
+    told: list[Trace | None] = []
+
+    class Ear:
+        def begin(self, _: Received, trace: Trace | None) -> None:
+            told.append(trace)
+
+    spans = SpanObserver(NoOpTracerProvider())
+    Telemetry(spans, [Ear()]).received(received([TRACEPARENT]))
+    assert told == [Trace(TRACE_ID, CLIENT_SPAN_ID, False)]
