@@ -44,7 +44,7 @@ class AdmissionMiddleware(Admission):
     class too. Such a server gets the rest from the environment as well: admin pages on `SIDECAR_ADMIN_PORT`, and
     telemetry by `OTEL_*`. `SIDECAR_STORE` goes before the policy's own `store`. `dialect` is how the app's engine hears
     a priority, where that is not as the policy's `engine` says; `files` are where a loaded policy came from, to be
-    watched. Raises `PolicyError` with every mistake of the files,
+    watched; `is_shown` says that `lookout.routes` are served. Raises `PolicyError` with every mistake of the files,
     and ValueError where there are none; a server that makes its middleware only when it starts is told that the start
     failed instead.
     """
@@ -56,6 +56,7 @@ class AdmissionMiddleware(Admission):
         *,
         dialect: Dialect | None = None,
         files: PolicyFiles | None = None,
+        is_shown: bool = False,
     ) -> None:
         try:
             if isinstance(policy, Policy):
@@ -68,7 +69,8 @@ class AdmissionMiddleware(Admission):
             pool = _pool(loaded, os.environ, pages)
             estimator = Estimator(None if loaded.tokenizer is None else TokenizerCounter(loaded.tokenizer))
             is_shared = _store(loaded, os.environ) is not None
-            self.lookout = Lookout(self, loaded, pool, files, os.environ, is_shared=is_shared)
+            is_shown = is_shown or (policy is None and _has_admin_port(os.environ))
+            self.lookout = Lookout(self, loaded, pool, files, os.environ, is_shared=is_shared, is_shown=is_shown)
         except ValueError as mistake:
             if not _is_in_event_loop():
                 raise
@@ -140,9 +142,13 @@ def _with_lifespan(pages: AppPages, pool: Pool, dialect: Dialect, lookout: Looko
 @contextmanager
 def _mounted_telemetry(lookout: Lookout, environment: Mapping[str, str]) -> Iterator[Callable[[], None]]:
     """Logs and telemetry by the environment while the block runs; what it gives sends what telemetry still holds."""
-    scrape = lookout.scrape if environment.get(PORT_VARIABLE, "").strip() else None
+    scrape = lookout.scrape if _has_admin_port(environment) else None
     with mounted_logging(environment):
         yield configure_from_environment(scrape=scrape)
+
+
+def _has_admin_port(environment: Mapping[str, str]) -> bool:
+    return bool(environment.get(PORT_VARIABLE, "").strip())
 
 
 def _is_in_event_loop() -> bool:

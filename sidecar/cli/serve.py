@@ -68,7 +68,7 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> int:
         for warning in warnings(loaded.policy, loaded.place):
             _log.warning("%s", warning, extra={"event": "policy_warning"})
         files = PolicyFiles(args.policy, loaded.policy.generation)
-        door = AdmissionMiddleware(ReverseProxy(args.upstream), loaded.policy, files=files)
+        door = AdmissionMiddleware(ReverseProxy(args.upstream), loaded.policy, files=files, is_shown=True)
         end_telemetry = configure_from_environment(scrape=door.lookout.scrape)
         pages = admin_app(state=door.state, readiness=door.readiness, notices=door.notices, routes=door.lookout.routes)
         server.run(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from starlette.routing import BaseRoute
 
 from sidecar.asgi.door import Door
+from sidecar.events import Received
 from sidecar.live import explaining
 from sidecar.live.metrics_page import metrics_routes
 from sidecar.live.own import Sources
@@ -23,12 +24,14 @@ from sidecar.telemetry.metrics import PoolMetrics, RequestMetrics
 from sidecar.telemetry.predecessors import predecessors_in
 from sidecar.telemetry.recent import Recent
 from sidecar.telemetry.scrape import Scrape
+from sidecar.telemetry.telemetry import Listener, Tell, Trace
 from sidecar.telemetry.tenants import shown_tenants
 
 
 class Lookout:
     """One per door. `files` are the policy's, None where it came from no file; `is_shared` says the pool is in a store.
 
+    `is_shown` says that somebody serves `routes`. Where nobody does, no more is kept of a request than its spans need.
     `observer` is the door's, `routes` are for the admin port beside the door's own, and `scrape` is for
     `configure_from_environment`. `open` belongs to the server's start and `close` to its end, before the pool ends;
     without them the pages show this process alone. Raises ValueError for an environment that cannot be.
@@ -43,6 +46,7 @@ class Lookout:
         environment: Mapping[str, str],
         *,
         is_shared: bool,
+        is_shown: bool,
     ) -> None:
         self.scrape = Scrape()
         self._watch = None if files is None else PolicyWatch(files)
@@ -53,7 +57,9 @@ class Lookout:
         )
         sampler = PoolSampler(pool, lambda: policy, self._rejections)
         self._gauges = PoolMetrics(policy.pool, sampler)  # told for as long as it lives
-        self.observer = Telemetry(_spans(policy, journal), (metrics, journal, recent, self._log, sampler))
+        # In a shared pool the pages of other replicas show what this one tells.
+        keeping = [journal, recent] if is_shown or is_shared else [OnlySampled(journal)]
+        self.observer = Telemetry(_spans(policy, journal), (metrics, *keeping, self._log, sampler))
         self._pages = LivePages(
             Sources(
                 policy=lambda: policy,
@@ -87,6 +93,17 @@ class Lookout:
 
     def _rejections(self) -> int:
         return 0 if self._watch is None else self._watch.rejections
+
+
+class OnlySampled:
+    """A listener to requests whose trace is recorded, and to no other."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def begin(self, received: Received, trace: Trace | None) -> Tell | None:
+        """See `Listener.begin`."""
+        return self._listener.begin(received, trace) if trace is not None and trace.is_sampled else None
 
 
 def _spans(policy: Policy, journal: Journal) -> SpanObserver:

@@ -8,7 +8,6 @@ trace is recorded are linked to: a link to a trace that nobody keeps leads nowhe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 from opentelemetry.trace import Link, SpanContext, TraceFlags
@@ -50,8 +49,8 @@ Called on the request's path, once for each recorded request that waited and nev
 
 
 def links_to(predecessors: Iterable[Predecessor]) -> Sequence[Link]:
-    """A link to each of the first `MOST_LINKS`."""
-    return [_link_to(predecessor) for predecessor in islice(predecessors, MOST_LINKS)]
+    """A link to each."""
+    return [_link_to(predecessor) for predecessor in predecessors]
 
 
 def _link_to(predecessor: Predecessor) -> Link:

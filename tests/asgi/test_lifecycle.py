@@ -568,6 +568,7 @@ class Whims:
         await chunk(send, b"{}", more=False)
 
 
+@pytest.mark.alone
 async def test_ten_thousand_requests_that_leave_whenever_they_like_leave_nothing() -> None:
     seed = int(os.environ.get("SIDECAR_TEST_SEED", "1"))
     print(f"SIDECAR_TEST_SEED={seed}")  # noqa: T201  # shown where the test fails

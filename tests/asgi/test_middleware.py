@@ -125,7 +125,6 @@ async def test_what_is_not_guarded_passes_with_the_servers_own_objects() -> None
     async def send(message: Any) -> None: ...
 
     unguarded = [
-        {"type": "lifespan"},
         {"type": "websocket", "path": CHAT},
         {"type": "http", "method": "GET", "path": CHAT},
         {"type": "http", "method": "OPTIONS", "path": CHAT},

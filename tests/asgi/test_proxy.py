@@ -200,6 +200,7 @@ async def test_ten_requests_share_one_connection() -> None:
     assert engine.connections == 1
 
 
+@pytest.mark.alone
 async def test_a_hundred_streams_pass_every_chunk_on_its_own() -> None:
     seen = {b"/%d" % number: asyncio.Queue[None]() for number in range(100)}
 
