@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from starlette.routing import BaseRoute
+from starlette.middleware import Middleware
+from starlette.routing import BaseRoute, Mount
 
 from sidecar.asgi.door import Door
+from sidecar.asgi.types import ASGIApp, Receive, Scope, Send
 from sidecar.events import Received
 from sidecar.live import explaining
 from sidecar.live.metrics_page import metrics_routes
@@ -26,6 +28,9 @@ from sidecar.telemetry.recent import Recent
 from sidecar.telemetry.scrape import Scrape
 from sidecar.telemetry.telemetry import Listener, Tell, Trace
 from sidecar.telemetry.tenants import shown_tenants
+
+TOLD_WITHIN_S = 0.05
+"""So late metrics, journal and log hear of a request, unless somebody asks before."""
 
 
 class Lookout:
@@ -59,7 +64,9 @@ class Lookout:
         self._gauges = PoolMetrics(policy.pool, sampler)  # told for as long as it lives
         # In a shared pool the pages of other replicas show what this one tells.
         keeping = [journal, recent] if is_shown or is_shared else [OnlySampled(journal)]
-        self.observer = Telemetry(_spans(policy, journal), (metrics, *keeping, self._log, sampler))
+        self.observer = Telemetry(
+            _spans(policy, journal), (metrics, *keeping, self._log, sampler), delay_s=TOLD_WITHIN_S
+        )
         self._pages = LivePages(
             Sources(
                 policy=lambda: policy,
@@ -72,7 +79,9 @@ class Lookout:
         )
         names = [tier.name for tier in policy.tiers]
         stories = explaining.routes(journal, tiers=lambda: names, pool=policy.pool, is_shared=is_shared)
-        self.routes: Sequence[BaseRoute] = [*self._pages.routes(), *metrics_routes(self.scrape), *stories]
+        pages = [*self._pages.routes(), *metrics_routes(self.scrape), *stories]
+        up_to_date = Middleware(UpToDate, flush=self.observer.flush)
+        self.routes: Sequence[BaseRoute] = [Mount("", routes=pages, middleware=[up_to_date])]
 
     async def open(self) -> None:
         """Begins to look."""
@@ -85,6 +94,7 @@ class Lookout:
         if self._watch is not None:
             await self._watch.stop()
         await self._pages.close()
+        self.observer.flush()
         self._log.flush()
 
     def notices(self) -> Sequence[str]:
@@ -93,6 +103,18 @@ class Lookout:
 
     def _rejections(self) -> int:
         return 0 if self._watch is None else self._watch.rejections
+
+
+class UpToDate:
+    """Around an app that tells of requests: what has happened so far is told before it answers."""
+
+    def __init__(self, app: ASGIApp, flush: Callable[[], None]) -> None:
+        self._app = app
+        self._flush = flush
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._flush()
+        await self._app(scope, receive, send)
 
 
 class OnlySampled:

@@ -78,14 +78,15 @@ def injected(context: SpanContext, client_headers: Headers) -> Headers:
     """
     propagator = propagate.get_global_textmap()
     if _is_trace_context_alone(propagator):
-        headers = _trace_context(context)
+        headers, is_bare = _trace_context(context), not context.trace_state
     else:
         headers = []
         propagator.inject(headers, trace.set_span_in_context(NonRecordingSpan(context), Context()), _SETTER)
+        names = [name for name, _ in headers]
+        is_bare = _TRACEPARENT in names and _TRACESTATE not in names
     # A tracestate that was not taken over belongs to another trace, and must not travel beside our traceparent. W3C
     # lets an empty one replace it.
-    names = [name for name, _ in headers]
-    if _TRACEPARENT in names and _TRACESTATE not in names and _TRACESTATE in [name for name, _ in client_headers]:
+    if is_bare and any(name == _TRACESTATE for name, _ in client_headers):
         headers.append((_TRACESTATE, b""))
     return headers
 

@@ -6,17 +6,23 @@ request goes on.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from sidecar.events import Event, Headers, Observation, Received
+from sidecar.events import Admitted, Event, Headers, Observation, Received, Refused, Settled
 from sidecar.telemetry.propagation import client_trace
-from sidecar.telemetry.spans import SpanObserver
+from sidecar.telemetry.request_spans import RequestSpans
+from sidecar.telemetry.spans import SampledOut, SpanObserver
 
 logger = logging.getLogger(__name__)
 
+MOST_UNTOLD = 64
+"""Events that are told in a row: some ten requests, a fraction of a millisecond."""
+
 Tell = Callable[[Event], None]
+_ENDS = frozenset((Refused, Settled))
 
 
 class Trace(NamedTuple):
@@ -39,37 +45,63 @@ class Listener(Protocol):
 
 
 class Telemetry:
-    """Makes the `Observation` of every request. One per process; holds nothing of any request."""
+    """Makes the `Observation` of every request. One per process; use it from one event loop at a time.
 
-    def __init__(self, spans: SpanObserver, listeners: Sequence[Listener]) -> None:
+    With a `delay_s`, what happened is told up to so many seconds later, many events in a row: between two requests the
+    same work costs a processor several times as much as when it has just done it. `flush` tells it at once. The spans
+    hear at once of what the engine is sent.
+    """
+
+    def __init__(self, spans: SpanObserver, listeners: Sequence[Listener], *, delay_s: float = 0.0) -> None:
+        self.listeners = tuple(listeners)
         self._spans = spans
-        self._listeners = tuple(listeners)
+        self._delay_s = delay_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._untold: list[tuple[_Told, Event | None]] = []
         self._reported = False
 
     def listens(self) -> bool:
         """Whether anybody does."""
-        return bool(self._listeners) or self._spans.listens()
+        return bool(self.listeners) or self._spans.listens()
 
     def received(self, event: Received) -> Observation | None:
         """Begins a request for everybody."""
-        spans = self._spans.received(event) if self._spans.listens() else None
-        tells: list[Tell] = [spans.on_event] if spans is not None and spans.is_recording else []
-        trace = _clients(event.headers) if spans is None else Trace(*spans.trace)
-        for listener in self._listeners:
-            try:
-                tell = listener.begin(event, trace)
-            except Exception:
-                self.report()
-                continue
-            if tell is not None:
-                tells.append(tell)
-        return _Told(self, spans, tells)
+        told = _Told(self, event, self._spans.received(event))
+        self.later(told, None)
+        return told
+
+    def later(self, told: _Told, event: Event | None) -> None:
+        """Has an event told, or the beginning of a request."""
+        untold = self._untold
+        untold.append((told, event))
+        if self._timer is None or len(untold) >= MOST_UNTOLD:
+            self._tell_soon(len(untold))
+
+    def flush(self) -> None:
+        """Tells everything that has happened so far."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        untold, self._untold = self._untold, []
+        for told, event in untold:
+            told.tell(event)
 
     def report(self) -> None:
         """Log the exception being handled, the first time only: a defect must not write a line a request."""
         if not self._reported:
             self._reported = True
             logger.exception("telemetry failed; requests go on without, and further failures are not logged")
+
+    def _tell_soon(self, count: int) -> None:
+        if not self._delay_s or count >= MOST_UNTOLD:
+            self.flush()
+            return
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # nobody's event loop: there is no later
+            self.flush()
+            return
+        self._timer = loop.call_later(self._delay_s, self.flush)
 
 
 def _clients(headers: Headers) -> Trace | None:
@@ -81,21 +113,49 @@ def _clients(headers: Headers) -> Trace | None:
 class _Told:
     """One request's observation."""
 
-    __slots__ = ("_spans", "_telemetry", "_tells")
+    __slots__ = ("_received", "_recording", "_spans", "_telemetry", "_tells")
 
-    def __init__(self, telemetry: Telemetry, spans: Observation | None, tells: Sequence[Tell]) -> None:
+    def __init__(self, telemetry: Telemetry, received: Received, spans: RequestSpans | SampledOut | None) -> None:
         self._telemetry = telemetry
+        self._received = received
         self._spans = spans
-        self._tells = tells
+        self._recording = spans if spans is not None and spans.is_recording else None
+        self._tells: Sequence[Tell] = ()
 
     def headers(self) -> Headers:
         """The trace context that goes on to the engine."""
         return () if self._spans is None else self._spans.headers()
 
     def on_event(self, event: Event) -> None:
-        """Tells everybody."""
+        """Has everybody told: the spans of an admission at once, as the engine is sent their context."""
+        if self._recording is not None and type(event) not in _ENDS:
+            if isinstance(event, Admitted) and event.queue_wait_us:
+                self._telemetry.flush()  # who went ahead is asked for
+            self._recording.on_event(event)
+        self._telemetry.later(self, event)
+
+    def tell(self, event: Event | None) -> None:
+        """Tells everybody of the event; None is the beginning."""
+        if event is None:
+            self._begin()
+            return
+        if self._recording is not None and type(event) in _ENDS:
+            self._recording.on_event(event)
         for tell in self._tells:
             try:
                 tell(event)
             except Exception:  # noqa: PERF203  one that fails must not silence the others
                 self._telemetry.report()
+
+    def _begin(self) -> None:
+        trace = _clients(self._received.headers) if self._spans is None else Trace(*self._spans.trace)
+        tells: list[Tell] = []
+        for listener in self._telemetry.listeners:
+            try:
+                tell = listener.begin(self._received, trace)
+            except Exception:
+                self._telemetry.report()
+                continue
+            if tell is not None:
+                tells.append(tell)
+        self._tells = tells
