@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Generic, TypeVar, Union
 from opentelemetry import metrics, trace
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.metrics.export import MetricExporter, MetricReader
+    from opentelemetry.sdk.metrics.export import MetricExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace.export import SpanExporter
+
+    from sidecar.telemetry.metrics.prometheus import PrometheusReader
 
 Exporter = TypeVar("Exporter")
 Shutdown = Callable[[], None]
@@ -98,18 +100,26 @@ def _console_metrics() -> MetricExporter:
     return ConsoleMetricExporter()
 
 
-MetricsOut = Union["MetricExporter", "MetricReader"]
+MetricsOut = Union["MetricExporter", "PrometheusReader"]
 """An exporter is sent the metrics every so often; a reader collects them when it likes."""
 
 
 def _install_meter_provider(out: list[MetricsOut], resource: Resource) -> Shutdown:
     from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 
-    from sidecar.telemetry.metrics.views import views
+    from sidecar.telemetry.metrics.summed import add_up_for
+    from sidecar.telemetry.metrics.summed_readers import SummedExport, SumsReader, takes_sums
+    from sidecar.telemetry.metrics.views import views, views_without_histograms
 
-    readers = [each if isinstance(each, MetricReader) else PeriodicExportingMetricReader(each) for each in out]
-    provider = MeterProvider(readers, resource, shutdown_on_exit=False, views=views())
+    # One that cannot take our sums has the SDK count for all: a duration is counted once, and there is one count of it.
+    are_summed = all(takes_sums(each) for each in out)
+    readers = [each if isinstance(each, SumsReader) else SummedExport(each) for each in out]
+    seen = views_without_histograms() if are_summed else views()
+    provider = MeterProvider(readers, resource, shutdown_on_exit=False, views=seen)
+    if are_summed:
+        sums = add_up_for(provider)
+        for reader in readers:
+            reader.read(sums)
     metrics.set_meter_provider(provider)
     return provider.shutdown
 

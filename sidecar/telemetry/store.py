@@ -13,7 +13,7 @@ from weakref import ref
 from opentelemetry import metrics
 
 from sidecar.events import StoreChanged, StoreState
-from sidecar.telemetry.metrics.histograms import STORE_ROUND_TRIP, Seconds
+from sidecar.telemetry.metrics.histograms import STORE_ROUND_TRIP, Labeled, Seconds
 from sidecar.telemetry.semconv import POOL, STORE_AVAILABLE, STORE_CHANGES, STORE_STATE
 from sidecar.version import __version__
 
@@ -30,12 +30,13 @@ class StoreMetrics:
     def __init__(self, pool: str, meter_provider: metrics.MeterProvider | None = None) -> None:
         self.pool = pool
         self.is_available = False
-        self._labels = {POOL: pool}
         self._instruments: _Instruments | None = None
+        self._round_trip: Labeled | None = None
         self._reported = False
         try:
             self._instruments = _instruments_of(meter_provider)
             self._instruments.watch(self)
+            self._round_trip = self._instruments.round_trip.labeled({POOL: pool})
         except Exception:
             self._report()
 
@@ -51,8 +52,8 @@ class StoreMetrics:
     def round_trip(self, took_s: float) -> None:
         """Notes how long a call to the store took, answered or not."""
         try:
-            if self._instruments is not None:
-                self._instruments.round_trip.record(took_s, self._labels)
+            if self._round_trip is not None:
+                self._round_trip.record(took_s)
         except Exception:
             self._report()
 
@@ -72,7 +73,7 @@ class _Instruments:
         self.changes = meter.create_counter(
             STORE_CHANGES, description="How often the store was reached, lost or back, by the state that followed."
         )
-        self.round_trip = Seconds(meter, STORE_ROUND_TRIP)
+        self.round_trip = Seconds(STORE_ROUND_TRIP, meter_provider)
         meter.create_observable_gauge(
             STORE_AVAILABLE, [self._observe], description="1 while the shared pool's store decides, else 0."
         )

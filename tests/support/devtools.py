@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
+import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -118,11 +120,13 @@ def headless(folder: Path) -> Iterator[str]:
         "--disable-background-networking", "--no-first-run", "--remote-debugging-port=0",
         f"--user-data-dir={profile}", "about:blank",
     ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, start_new_session=True, **quiet) as process:
         try:
             yield f"http://127.0.0.1:{_port(profile / 'DevToolsActivePort')}"
         finally:
-            process.kill()
+            # Debian's program is a shell script around the browser: a signal to it alone leaves the browser behind.
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @asynccontextmanager

@@ -395,7 +395,7 @@ def test_a_refusal_is_a_span_with_its_status_and_its_reason(
     for queued in spans.values():
         assert queued.parent_id == admission.span_id
         assert queued.length_s == pytest.approx(admission.attributes["admission.queue_wait_s"], abs=2e-6)
-        assert queued.length_s >= 0.03
+        assert queued.length_s >= 0.025  # of the 30 ms that it would wait; the two clocks begin a moment apart
 
 
 def test_what_the_engine_refuses_is_an_error_of_the_call_alone(story: Story) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
+import time
+from typing import Final, NamedTuple
 
 from opentelemetry.context import Context, create_key, get_value, set_value
-from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, get_current_span, set_span_in_context
 
 from sidecar.telemetry.telemetry import Trace
 
@@ -23,3 +24,21 @@ def request_id_of(context: Context) -> str | None:
     """The id that `context_of` put in."""
     request_id = get_value(_REQUEST_ID, context)
     return request_id if isinstance(request_id, str) else None
+
+
+class Kept(NamedTuple):
+    """A duration of a request whose trace is kept, and where to look that up. `at_ns` is Unix time."""
+
+    seconds: float
+    at_ns: int
+    trace_id: int
+    span_id: int
+    request_id: str | None
+
+
+def kept_of(seconds: float, context: Context) -> Kept | None:
+    """The exemplar that a duration makes; None where the trace of its context is not kept."""
+    span = get_current_span(context).get_span_context()
+    if not span.trace_flags.sampled:
+        return None
+    return Kept(seconds, time.time_ns(), span.trace_id, span.span_id, request_id_of(context))

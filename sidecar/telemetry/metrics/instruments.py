@@ -61,9 +61,9 @@ class Instruments:
         self._samples: Mapping[str, PoolSample] = {}
         self._sampled_at_s = float("-inf")
         self._reported = False
-        self.queue_wait = Seconds(meter, histograms.QUEUE_WAIT)
-        self.starvation = Seconds(meter, histograms.STARVATION)
-        self.time_to_first_token = Seconds(meter, histograms.TIME_TO_FIRST_TOKEN)
+        self.queue_wait = Seconds(histograms.QUEUE_WAIT, meter_provider)
+        self.starvation = Seconds(histograms.STARVATION, meter_provider)
+        self.time_to_first_token = Seconds(histograms.TIME_TO_FIRST_TOKEN, meter_provider)
         for counter in COUNTERS:
             _observe_counter(meter, counter, partial(self._counted, counter))
         for counter in TENANT_COUNTERS:

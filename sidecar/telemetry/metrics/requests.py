@@ -1,13 +1,14 @@
 """Metrics of requests, from events: plain numbers that are added up, and a histogram where a distribution is wanted.
 
-What an SDK does for one measurement costs as much as all of the adding: so only durations are given to it one by one,
-and the sums are told when somebody reads them.
+What an SDK does for one measurement costs as much as all of the adding: so the sums are told when somebody reads them,
+and only where the SDK is the host's are durations given to it one by one.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from opentelemetry.context import Context
 from opentelemetry.metrics import MeterProvider, NoOpMeterProvider
@@ -17,6 +18,7 @@ from sidecar.telemetry import semconv
 from sidecar.telemetry.holdings import Holding, Holdings
 from sidecar.telemetry.metrics.counters import OVER, UNDER, Counted
 from sidecar.telemetry.metrics.exemplars import context_of
+from sidecar.telemetry.metrics.histograms import Labeled
 from sidecar.telemetry.metrics.instruments import Held, Instruments, instruments_of
 from sidecar.telemetry.telemetry import Tell, Trace
 from sidecar.telemetry.tenants import SHOWN, Tenant
@@ -25,6 +27,13 @@ logger = logging.getLogger(__name__)
 
 GAVE_UP = frozenset(("client_left", "canceled"))
 """The codes of `Refused` that are nobody's refusal."""
+
+
+class Waits(NamedTuple):
+    """The histograms of one tier's waits that ended one way."""
+
+    queue_wait: Labeled
+    starvation: Labeled
 
 
 class RequestMetrics:
@@ -50,7 +59,8 @@ class RequestMetrics:
         self.counters = self.instruments.counters(pool, tenants_shown)
         for tier in tiers:
             self.counters.know(tier)
-        self._labels: dict[tuple[str, str], Mapping[str, str]] = {}
+        self._waits: dict[tuple[str, str], Waits] = {}
+        self._first_tokens: dict[str, Labeled] = {}
 
     def begin(self, received: Received, trace: Trace | None) -> Tell:
         """See `Listener.begin`."""
@@ -60,15 +70,25 @@ class RequestMetrics:
         """What the tenants hold and wait for at this door. In any thread."""
         return self.holdings.held()
 
-    def labels(self, tier: str, decision: str = "") -> Mapping[str, str]:
-        """The labels of a duration, made once."""
-        labels = self._labels.get((tier, decision))
-        if labels is None:
-            labels = {semconv.POOL: self.pool, semconv.ADMISSION_TIER: tier}
-            if decision:
-                labels[semconv.ADMISSION_DECISION] = decision
-            self._labels[tier, decision] = labels
-        return labels
+    def waits(self, tier: str, decision: str) -> Waits:
+        """Where the waits of a tier are noted that ended so; made once."""
+        waits = self._waits.get((tier, decision))
+        if waits is None:
+            labels = {**self._labels(tier), semconv.ADMISSION_DECISION: decision}
+            instruments = self.instruments
+            waits = Waits(instruments.queue_wait.labeled(labels), instruments.starvation.labeled(labels))
+            self._waits[tier, decision] = waits
+        return waits
+
+    def first_token(self, tier: str) -> Labeled:
+        """Where a tier's times to first token are noted; made once."""
+        labeled = self._first_tokens.get(tier)
+        if labeled is None:
+            labeled = self._first_tokens[tier] = self.instruments.time_to_first_token.labeled(self._labels(tier))
+        return labeled
+
+    def _labels(self, tier: str) -> dict[str, str]:
+        return {semconv.POOL: self.pool, semconv.ADMISSION_TIER: tier}
 
 
 class _Request:
@@ -133,8 +153,7 @@ class _Request:
     def _answered(self, event: FirstByte) -> None:
         if self._tenant is not None and self._streams and event.status < 400:
             since_s = (event.at_us - self._received.at_us) / 1e6
-            labels = self._metrics.labels(self._tier[0])
-            self._metrics.instruments.time_to_first_token.record(since_s, labels, self._where())
+            self._metrics.first_token(self._tier[0]).record(since_s, self._where())
 
     def _settled(self, event: Settled) -> None:
         metrics, tier, tenant = self._metrics, self._tier, self._tenant
@@ -166,10 +185,10 @@ class _Request:
             self._metrics.holdings.waits_no_more(self._tenant.name)
 
     def _waited(self, decision: str, queue_wait_us: int, starvation_us: int) -> None:
-        instruments, labels = self._metrics.instruments, self._metrics.labels(self._tier[0], decision)
-        instruments.queue_wait.record(queue_wait_us / 1e6, labels, self._where())
+        waits = self._metrics.waits(self._tier[0], decision)
+        waits.queue_wait.record(queue_wait_us / 1e6, self._where())
         if starvation_us > 0:
-            instruments.starvation.record(starvation_us / 1e6, labels, self._where())
+            waits.starvation.record(starvation_us / 1e6, self._where())
 
     def _where(self) -> Context | None:
         if self._context is None and self._trace is not None:

@@ -9,13 +9,13 @@ from inspect import signature
 from typing import Any
 
 from opentelemetry.sdk import metrics as sdk
-from opentelemetry.sdk.metrics.view import ExplicitBucketHistogramAggregation, View
+from opentelemetry.sdk.metrics.view import DropAggregation, ExplicitBucketHistogramAggregation, View
 
 from sidecar.telemetry.metrics.exemplars import request_id_of
 from sidecar.telemetry.metrics.histograms import HAS_BUCKETS, TIMINGS
 from sidecar.telemetry.semconv import ADMISSION_REQUEST_ID
 
-_HAS_EXEMPLARS = "exemplar_reservoir_factory" in signature(View.__init__).parameters
+HAS_EXEMPLARS = "exemplar_reservoir_factory" in signature(View.__init__).parameters
 
 
 def views() -> list[View]:
@@ -26,12 +26,19 @@ def views() -> list[View]:
     ]
 
 
+def views_without_histograms() -> list[View]:
+    """For a provider whose durations are added up by ourselves: that the SDK tells none of them, too."""
+    return [
+        View(instrument_name=timing.name, meter_name="sidecar", aggregation=DropAggregation()) for timing in TIMINGS
+    ]
+
+
 def _buckets(buckets: tuple[float, ...]) -> dict[str, Any]:
     return {} if HAS_BUCKETS else {"aggregation": ExplicitBucketHistogramAggregation(buckets)}
 
 
 def _exemplars() -> dict[str, Any]:
-    if not _HAS_EXEMPLARS:  # before 1.28
+    if not HAS_EXEMPLARS:  # before 1.28
         return {}
 
     class Named(sdk.AlignedHistogramBucketExemplarReservoir):
