@@ -15,6 +15,7 @@ from opentelemetry.sdk.metrics.export import (
     MetricsData,
     PeriodicExportingMetricReader,
 )
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, Sampler, TraceIdRatioBased
@@ -22,6 +23,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, Sampler, Tr
 from benchmarks.overhead_apps import CHUNK, CHUNKS, Nowhere, bare
 from sidecar import AdmissionMiddleware
 from sidecar.asgi.types import ASGIApp, Receive, Scope, Send
+from sidecar.telemetry.signals import meter_provider_for
 
 EXPORT_EVERY_MS = 5_000.0
 """Twelve times as often as the SDK's default, so that exports fall into every round."""
@@ -85,6 +87,12 @@ def _measure() -> None:
     metrics.set_meter_provider(MeterProvider([reader]))
 
 
+def _measure_as_we_do() -> None:
+    """With the provider that `sidecar serve` sets up."""
+    os.environ["OTEL_METRIC_EXPORT_INTERVAL"] = str(EXPORT_EVERY_MS)
+    metrics.set_meter_provider(meter_provider_for([NowhereMetrics()], Resource.create()))
+
+
 def plain() -> ASGIApp:
     """The app alone."""
     return app
@@ -112,20 +120,20 @@ def admission() -> ASGIApp:
 def everything() -> ASGIApp:
     """With admission and all of our telemetry: every span recorded, metrics, journal, log."""
     _trace(ParentBased(ALWAYS_ON))
-    _measure()
+    _measure_as_we_do()
     return _door()
 
 
 def sampled_out() -> ASGIApp:
     """The same, but that no trace is sampled."""
     _trace(ParentBased(TraceIdRatioBased(0.0)))
-    _measure()
+    _measure_as_we_do()
     return _door()
 
 
 def metrics_alone() -> ASGIApp:
     """The same without tracing: metrics, journal, log."""
-    _measure()
+    _measure_as_we_do()
     return _door()
 
 

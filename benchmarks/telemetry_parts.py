@@ -45,7 +45,7 @@ def parts() -> Mapping[str, float]:
     }
     observer = AdmissionMiddleware(bare, str(shipped_policies())).observer
     assert isinstance(observer, Telemetry)
-    for listener in observer._listeners:
+    for listener in observer.listeners:
         found[type(listener).__name__] = _least_us(_told(listener))
     return found
 

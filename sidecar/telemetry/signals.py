@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, Union
 from opentelemetry import metrics, trace
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import MetricExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -104,14 +105,15 @@ MetricsOut = Union["MetricExporter", "PrometheusReader"]
 """An exporter is sent the metrics every so often; a reader collects them when it likes."""
 
 
-def _install_meter_provider(out: list[MetricsOut], resource: Resource) -> Shutdown:
+def meter_provider_for(out: list[MetricsOut], resource: Resource) -> MeterProvider:
+    """One of ours, not the global one yet. Durations are added up by ourselves where all of `out` take that."""
     from opentelemetry.sdk.metrics import MeterProvider
 
     from sidecar.telemetry.metrics.summed import add_up_for
     from sidecar.telemetry.metrics.summed_readers import SummedExport, SumsReader, takes_sums
     from sidecar.telemetry.metrics.views import views, views_without_histograms
 
-    # One that cannot take our sums has the SDK count for all: a duration is counted once, and there is one count of it.
+    # One that cannot take our sums has the SDK count for all: a duration is counted once, and in one way.
     are_summed = all(takes_sums(each) for each in out)
     readers = [each if isinstance(each, SumsReader) else SummedExport(each) for each in out]
     seen = views_without_histograms() if are_summed else views()
@@ -120,6 +122,11 @@ def _install_meter_provider(out: list[MetricsOut], resource: Resource) -> Shutdo
         sums = add_up_for(provider)
         for reader in readers:
             reader.read(sums)
+    return provider
+
+
+def _install_meter_provider(out: list[MetricsOut], resource: Resource) -> Shutdown:
+    provider = meter_provider_for(out, resource)
     metrics.set_meter_provider(provider)
     return provider.shutdown
 

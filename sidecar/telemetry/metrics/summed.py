@@ -1,13 +1,15 @@
 """Durations, added up by ourselves where the metrics' provider is ours. Needs no SDK, and is read in any thread.
 
-Why: OpenTelemetry's SDK has no instrument that is bound to its labels. For every measurement it cleans, copies and
-hashes them again, which costs more than all that the door itself does for a request. What is added up here is given to
-each reader as the SDK's own records (see `summed_readers`): an exporter cannot tell which of the two counted.
+Why: OpenTelemetry's SDK (1.45) has no instrument that is bound to its labels. For every measurement it cleans, copies
+and hashes them again. Measured in one run on one core, CPython 3.11: 9.4 us a duration by the SDK, 0.5 us here; of a
+request whose trace is kept 14 us and 1.9 us; each with the processor's caches swept before, 66 to 250 us and 20 to 30.
+What is added up here is given to each reader as the SDK's own records (see `summed_readers`): an exporter cannot tell
+who counted.
 
 Every series has a lock, for the length of five additions or of one copy. Two doors in two event loops may be on one
-pool, so that a series may have two writers; `+=` is no single step for two threads even under the interpreter's lock,
-and without that one a reader would see a count that its sum has not got yet. A free lock costs a twentieth of a
-microsecond. Whoever waits for it waits for that one copy.
+pool, so that a series may have two writers; `+=` is no single step of two threads even under the interpreter's lock,
+and a reader may come between the copy of the counts and that of their sum. A free lock is in the figures above. Whoever
+waits for one waits for that copy.
 """
 
 from __future__ import annotations
@@ -52,15 +54,15 @@ class Series:
         self._kept: list[Kept | None] = [None] * len(self._counts)
 
     def add(self, seconds: float, context: Context | None) -> None:
-        """Counts one duration; it is finite and not negative. Of a context, the span makes an exemplar if it is kept."""
+        """Counts one duration; it is finite and not negative. A kept trace in `context` makes it an exemplar."""
         place = bisect_left(self.bounds, seconds)
         kept = None if context is None else kept_of(seconds, context)
         with self._lock:
             self._counts[place] += 1
             self._sum_s += seconds
-            if seconds < self._min_s:
+            if seconds < self._min_s:  # noqa: PLR1730  with calls of min and max all this takes half as long again
                 self._min_s = seconds
-            if seconds > self._max_s:
+            if seconds > self._max_s:  # noqa: PLR1730
                 self._max_s = seconds
             if kept is not None:
                 self._kept[place] = kept

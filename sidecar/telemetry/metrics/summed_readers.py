@@ -25,33 +25,22 @@ _BUCKETED: Final = (view.DefaultAggregation, view.ExplicitBucketHistogramAggrega
 _TRACE_BASED: Final = "trace_based"
 
 
-class SumsReader(export.MetricReader):
-    """A reader that is told of sums beside what the SDK collects. Whatever it received goes through `with_sums`.
+class Reading:
+    """What one reader is told of sums."""
 
-    The SDK tells a reader of nothing where it has collected nothing. That hides no sum: each of the door's durations
-    comes with a counter, and the store's with a gauge.
-    """
+    def __init__(self, sums: Sums) -> None:
+        self._sums = sums
+        self._told: dict[Series, tuple[Kept | None, ...]] = {}
 
-    _sums: Sums | None = None
-    _told: dict[Series, tuple[Kept | None, ...]]
-
-    def read(self, sums: Sums) -> None:
-        """Tell these too, from now on."""
-        self._sums, self._told = sums, {}
-
-    def with_sums(self, data: export.MetricsData) -> export.MetricsData:
+    def added_to(self, data: export.MetricsData) -> export.MetricsData:
         """What the SDK collected, with the sums in the scope of our other metrics."""
-        if self._sums is None:
-            return data
-        found = [metric for timing in TIMINGS if (metric := self._metric(timing, self._sums)) is not None]
-        if not found:
-            return data
+        found = [metric for timing in TIMINGS if (metric := self._metric(timing)) is not None]
         first, *others = data.resource_metrics  # a provider has one resource
         return export.MetricsData([replace(first, scope_metrics=_added(first.scope_metrics, found)), *others])
 
-    def _metric(self, timing: Timing, sums: Sums) -> export.Metric | None:
+    def _metric(self, timing: Timing) -> export.Metric | None:
         now_ns = time.time_ns()
-        points = [self._point(series, now_ns) for series in sums.of(timing.name)]
+        points = [self._point(series, now_ns) for series in self._sums.of(timing.name)]
         if not points:
             return None
         data = export.Histogram(points, export.AggregationTemporality.CUMULATIVE)
@@ -77,6 +66,24 @@ class SumsReader(export.MetricReader):
         before = self._told.get(series, (None,) * len(kept))
         self._told[series] = kept
         return [_exemplar(now) for now, then in zip(kept, before, strict=True) if now is not None and now is not then]
+
+
+class SumsReader(export.MetricReader):
+    """A reader that is told of sums, too, where there are any. Whatever it received goes through `with_sums`.
+
+    The SDK tells a reader nothing where it has collected nothing. That hides no sum: each of the door's durations comes
+    with a counter, and the store's with a gauge.
+    """
+
+    _reading: Reading | None = None
+
+    def read(self, sums: Sums) -> None:
+        """Tell these too, from now on."""
+        self._reading = Reading(sums)
+
+    def with_sums(self, data: export.MetricsData) -> export.MetricsData:
+        """What the SDK collected, and what is added up beside it."""
+        return data if self._reading is None else self._reading.added_to(data)
 
 
 class SummedExport(SumsReader, export.PeriodicExportingMetricReader):
@@ -108,7 +115,7 @@ def _is_bucketed(exporter: export.MetricExporter) -> bool:
 
 
 def _added(scopes: Sequence[export.ScopeMetrics], found: list[export.Metric]) -> list[export.ScopeMetrics]:
-    if not any(each.scope.name == SCOPE for each in scopes):
+    if found and not any(each.scope.name == SCOPE for each in scopes):
         scopes = [*scopes, export.ScopeMetrics(InstrumentationScope(SCOPE, __version__), [], "")]
     return [replace(each, metrics=[*each.metrics, *found]) if each.scope.name == SCOPE else each for each in scopes]
 

@@ -41,13 +41,24 @@ def _exemplars() -> dict[str, Any]:
     if not HAS_EXEMPLARS:  # before 1.28
         return {}
 
-    class Named(sdk.AlignedHistogramBucketExemplarReservoir):
+    class OfBuckets(sdk.AlignedHistogramBucketExemplarReservoir):
         """The last measurement of every bucket, with the id of its request beside its span's."""
 
         def offer(self, value: float, time_unix_nano: int, attributes: Any, context: Any) -> None:
-            request_id = request_id_of(context)
-            if request_id is not None:
-                attributes = {**attributes, ADMISSION_REQUEST_ID: request_id}
-            super().offer(value, time_unix_nano, attributes, context)
+            super().offer(value, time_unix_nano, _with_id(attributes, context), context)
 
-    return {"exemplar_reservoir_factory": lambda _: Named}
+    class OfScales(sdk.SimpleFixedSizeExemplarReservoir):
+        """The same for some measurements of an exponential histogram, which an exporter may prefer."""
+
+        def offer(self, value: float, time_unix_nano: int, attributes: Any, context: Any) -> None:
+            super().offer(value, time_unix_nano, _with_id(attributes, context), context)
+
+    def reservoir(**parameters: Any) -> sdk.ExemplarReservoir:
+        return OfBuckets(**parameters) if "boundaries" in parameters else OfScales(**parameters)
+
+    return {"exemplar_reservoir_factory": lambda _: reservoir}
+
+
+def _with_id(attributes: Any, context: Any) -> Any:
+    request_id = request_id_of(context)
+    return attributes if request_id is None else {**attributes, ADMISSION_REQUEST_ID: request_id}
