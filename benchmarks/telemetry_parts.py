@@ -43,7 +43,7 @@ def parts() -> Mapping[str, float]:
         "spans, every one recorded": _least_us(_spans(ParentBased(ALWAYS_ON))),
         "spans, none sampled": _least_us(_spans(ALWAYS_OFF)),
     }
-    observer = AdmissionMiddleware(bare, str(shipped_policies())).observer
+    observer = AdmissionMiddleware(bare, str(shipped_policies()), is_shown=True).observer
     assert isinstance(observer, Telemetry)
     for listener in observer.listeners:
         found[type(listener).__name__] = _least_us(_told(listener))

@@ -24,6 +24,7 @@ from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.logs import RequestLog
 from sidecar.telemetry.metrics import PoolMetrics, RequestMetrics
 from sidecar.telemetry.predecessors import predecessors_in
+from sidecar.telemetry.quiet import Quiet
 from sidecar.telemetry.recent import Recent
 from sidecar.telemetry.scrape import Scrape
 from sidecar.telemetry.telemetry import Listener, Tell, Trace
@@ -63,10 +64,11 @@ class Lookout:
         sampler = PoolSampler(pool, lambda: policy, self._rejections)
         self._gauges = PoolMetrics(policy.pool, sampler)  # told for as long as it lives
         # In a shared pool the pages of other replicas show what this one tells.
-        keeping = [journal, recent] if is_shown or is_shared else [OnlySampled(journal)]
-        self.observer = Telemetry(
-            _spans(policy, journal), (metrics, *keeping, self._log, sampler), delay_s=TOLD_WITHIN_S
-        )
+        is_looked_at = is_shown or is_shared
+        keeping = [journal, recent] if is_looked_at else [OnlySampled(journal)]
+        listeners = (metrics, *keeping, self._log, sampler)
+        telemetry = Telemetry(_spans(policy, journal), listeners, delay_s=TOLD_WITHIN_S)
+        self.observer: Telemetry | Quiet = telemetry if is_looked_at else Quiet(telemetry, self._log)
         self._pages = LivePages(
             Sources(
                 policy=lambda: policy,

@@ -76,7 +76,8 @@ def _install_tracer_provider(exporters: list[SpanExporter], resource: Resource) 
     return provider.shutdown
 
 
-def _has_no_meter_provider() -> bool:
+def has_no_meter_provider() -> bool:
+    """Whether the process has no SDK for metrics yet."""
     # The stand-in before one is set has no public name, as the tracers' has; it is the API's own and not the no-op.
     provider = metrics.get_meter_provider()
     is_the_apis = type(provider).__module__.startswith("opentelemetry.metrics")
@@ -146,7 +147,7 @@ METRICS: Signal[MetricsOut] = Signal(
     exporters="OTEL_METRICS_EXPORTER",
     endpoints=("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
     protocols=("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"),
-    is_free=_has_no_meter_provider,
+    is_free=has_no_meter_provider,
     otlp={HTTP: _http_metrics, GRPC: _grpc_metrics},
     console=_console_metrics,
     install=_install_meter_provider,

@@ -64,6 +64,10 @@ class Telemetry:
         """Whether anybody does."""
         return bool(self.listeners) or self._spans.listens()
 
+    def is_traced(self) -> bool:
+        """Whether the process has an SDK that makes spans."""
+        return self._spans.listens()
+
     def received(self, event: Received) -> Observation | None:
         """Begins a request for everybody."""
         told = _Told(self, event, self._spans.received(event))
@@ -104,7 +108,7 @@ class Telemetry:
         self._timer = loop.call_later(self._delay_s, self.flush)
 
 
-def _clients(headers: Headers) -> Trace | None:
+def clients_trace(headers: Headers) -> Trace | None:
     """The client's own trace: by that the request is looked up where we make no spans."""
     found = client_trace(headers)
     return None if found is None else Trace(*found, is_sampled=False)
@@ -148,7 +152,7 @@ class _Told:
                 self._telemetry.report()
 
     def _begin(self) -> None:
-        trace = _clients(self._received.headers) if self._spans is None else Trace(*self._spans.trace)
+        trace = clients_trace(self._received.headers) if self._spans is None else Trace(*self._spans.trace)
         tells: list[Tell] = []
         for listener in self._telemetry.listeners:
             try:

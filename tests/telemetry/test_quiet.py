@@ -1,0 +1,92 @@
+"""A door that nobody looks at logs what went wrong, and tells everybody as soon as there is somebody."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from opentelemetry import metrics
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.trace import NoOpTracerProvider
+from span_stories import TRACE_ID, TRACEPARENT, Tracing, admitted, classified, queued, received, refused, settled
+
+from sidecar.events import Event, Outcome, Received
+from sidecar.telemetry import SpanObserver, Telemetry
+from sidecar.telemetry.logs import REQUESTS, RequestLog
+from sidecar.telemetry.quiet import Quiet
+from sidecar.telemetry.telemetry import Trace
+
+HEALTHY = [classified(), admitted(), settled(1000)]
+
+
+class Ear:
+    def __init__(self) -> None:
+        self.heard: list[Event] = []
+
+    def begin(self, _: Received, trace: Trace | None) -> object:
+        return self.heard.append
+
+
+def quiet(spans: SpanObserver | None = None, *listeners: object) -> Quiet:
+    log = RequestLog()
+    telemetry = Telemetry(spans or SpanObserver(NoOpTracerProvider()), [*listeners, log])
+    return Quiet(telemetry, log)
+
+
+def play(observer: Quiet, *events: Event) -> None:
+    observation = observer.received(received([TRACEPARENT]))
+    assert observation is not None
+    for event in events:
+        observation.on_event(event)
+
+
+def test_a_request_that_goes_well_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, REQUESTS)
+    ear = Ear()
+    play(quiet(None, ear), *HEALTHY)
+    assert (caplog.records, ear.heard) == ([], [])
+
+
+def test_a_refusal_is_a_line_with_all_that_was_known_of_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, REQUESTS)
+    play(quiet(), classified(), queued(), refused("queue_timeout", 503, queue_wait_us=2_000_000))
+    (line,) = caplog.records
+    found = vars(line)
+    assert (found["event"], found["code"], found["tier"], found["tenant"]) == (
+        "refused",
+        "queue_timeout",
+        "batch",
+        "acme",
+    )
+    assert (found["request_id"], found["trace_id"]) == ("request-1", f"{TRACE_ID:032x}")
+    assert found["queue_wait_s"] == 2.0
+
+
+@pytest.mark.parametrize(("outcome", "status"), [(Outcome.FAILED, None), (Outcome.COMPLETED, 502)])
+def test_an_engine_that_failed_is_a_line(outcome: Outcome, status: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, REQUESTS)
+    play(quiet(), classified(), admitted(), settled(1000, outcome=outcome, status=status))
+    assert [vars(line)["event"] for line in caplog.records] == ["failed"]
+
+
+def test_at_debug_every_request_is_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, REQUESTS)
+    play(quiet(), *HEALTHY)
+    assert [vars(line)["event"] for line in caplog.records] == ["settled"]
+
+
+def test_with_tracing_everybody_hears(caplog: pytest.LogCaptureFixture) -> None:
+    tracing, ear = Tracing(), Ear()
+    play(quiet(tracing.observer, ear), *HEALTHY)
+    assert ear.heard == HEALTHY
+    assert {span.name for span in tracing.exporter.get_finished_spans()} == {"admission", "engine"}
+
+
+def test_metrics_that_are_set_up_later_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    ear = Ear()
+    observer = quiet(None, ear)
+    play(observer, *HEALTHY)
+    provider = MeterProvider(shutdown_on_exit=False)
+    monkeypatch.setattr(metrics, "get_meter_provider", lambda: provider)
+    play(observer, *HEALTHY)
+    assert ear.heard == HEALTHY
