@@ -55,6 +55,7 @@ class Exchange:
         "_departure",
         "_door",
         "_endpoint",
+        "_headers",
         "_lease",
         "_listening",
         "_receive",
@@ -83,7 +84,8 @@ class Exchange:
         self._stage = Stage.READING
         self._task = asyncio.current_task()
         self._received_us = door.pool.now_us()
-        self._request_id = request_id(scope["headers"])
+        self._headers = dict(scope["headers"])
+        self._request_id = request_id(self._headers)
         self._report = Report(door.observer, scope, self._request_id, self._received_us, door.pool.now_us)
         self._usage = UsageReader()
         self._body: bytes | None = None
@@ -146,7 +148,7 @@ class Exchange:
         door = self._door
         if door.is_draining:
             raise Draining("this server is shutting down and takes no new request; try another", retry_after_s=1)
-        headers = dict(self._scope["headers"])
+        headers = self._headers
         tenant = door.intake.tenant(headers)
         length = declared_length(self._scope, headers)
         try:

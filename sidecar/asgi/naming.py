@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from sidecar.events import Headers
 from sidecar.pools import Grant
@@ -17,18 +17,20 @@ _in_order = re.compile(rb"[\x21-\x7e]{1,128}").fullmatch
 _NO_WAIT = ((b"x-admission-wait-ms", b"0"), (b"server-timing", b"admission;dur=0.0"))
 
 
-def request_id(headers: Headers) -> str:
+def request_id(headers: Mapping[bytes, bytes]) -> str:
     """The client's own id of the request, up to 128 visible characters of ASCII; where it has none, a random one."""
-    for name, value in headers:
-        if name == REQUEST_ID and _in_order(value):
-            return value.decode("ascii")
+    own = headers.get(REQUEST_ID)
+    if own is not None and _in_order(own):
+        return own.decode("ascii")
     return f"{random.getrandbits(128):032x}"
 
 
 def id_header(request_id: str, headers: Headers) -> tuple[bytes, bytes]:
     """What names the request in an answer that has these headers already."""
-    name = ADMISSION_ID if any(name == REQUEST_ID for name, _ in headers) else REQUEST_ID
-    return name, request_id.encode("ascii")
+    for name, _ in headers:
+        if name == REQUEST_ID:
+            return ADMISSION_ID, request_id.encode("ascii")
+    return REQUEST_ID, request_id.encode("ascii")
 
 
 def wait_headers(wait: Grant) -> Iterable[tuple[bytes, bytes]]:
