@@ -49,11 +49,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"sidecar: {mistake}", file=sys.stderr)
         return 1
     with own_logging(settings):
-        return _serve(args, announces_twice=settings.format == "json")
+        failure = _serve(args, announces_twice=settings.format == "json")
+    if failure is not None:  # behind the last line of the log, which has a thread of its own
+        print(f"sidecar: {failure}", file=sys.stderr)
+    return 0 if failure is None else 1
 
 
-def _serve(args: argparse.Namespace, *, announces_twice: bool) -> int:
-    """`announces_twice`: a machine reads the log, and wants to know of the start, too."""
+def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | None:
+    """Serves. Returns why it could not begin. `announces_twice`: a machine reads the log, and wants to know, too."""
     from sidecar.asgi import server
     from sidecar.asgi.admin import admin_app
     from sidecar.asgi.proxy import ReverseProxy
@@ -86,11 +89,10 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> int:
             )
         )
     except (server.CannotServe, TelemetryError, ValueError) as error:
-        print(f"sidecar: {error}", file=sys.stderr)
-        return 1
+        return error
     end_telemetry()
     _log.info("stopped", extra={"event": "stopped"})
-    return 0
+    return None
 
 
 def _drain(door: Door) -> None:
