@@ -10,11 +10,9 @@ import asyncio
 import contextlib
 import contextvars
 import json
-import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -43,6 +41,7 @@ from sidecar.policy.shipped import shipped_policies
 from sidecar.pools import LocalPool
 from sidecar.telemetry import SpanObserver
 from sidecar.tokens import Estimator
+from tests.support.commands import address, command
 from tests.support.serving import serving
 
 INTERACTIVE, STANDARD, RESEARCH = "sk-demo-interactive", "sk-demo-standard", "sk-demo-research"
@@ -85,25 +84,6 @@ def write_policy(
 
 
 # As processes
-
-
-@contextlib.contextmanager
-def command(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """`sidecar ...`, killed at the end of the block if it is still there."""
-    argv = [sys.executable, "-m", "sidecar.cli", *arguments]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def address(process: subprocess.Popen[str]) -> str:
-    """The address in the next line that it prints."""
-    assert process.stdout is not None
-    found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
-    assert found, process.stderr and process.stderr.read()
-    return found[0]
 
 
 @dataclass

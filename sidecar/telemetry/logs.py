@@ -64,6 +64,10 @@ class RequestLog:
         """Whether anybody wants lines of this level."""
         return self._logger.isEnabledFor(level)
 
+    def has_a_line_for(self, event: Settled) -> bool:
+        """Whether a request that ended so is worth one: where the engine failed, and at DEBUG always."""
+        return _failure(event) is not None or self.would_write(logging.DEBUG)
+
     def write(self, level: int, message: str, arguments: tuple[object, ...], fields: Fields) -> None:
         """One line. What is None is left out."""
         extra = {name: value for name, value in fields.items() if value is not None}
@@ -123,9 +127,9 @@ class _Request:
         self._log.write_bounded(level, "request %s refused with %d %s: %s", arguments, fields)
 
     def _settled(self, event: Settled) -> None:
-        failure = _failure(event)
-        if failure is None and not self._log.would_write(logging.DEBUG):
+        if not self._log.has_a_line_for(event):
             return
+        failure = _failure(event)
         fields = {
             "event": "settled" if failure is None else "failed",
             "code": event.outcome.value if failure is None else failure,

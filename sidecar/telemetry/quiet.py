@@ -5,11 +5,9 @@ Only what went wrong is logged, from the events that were kept until it was know
 
 from __future__ import annotations
 
-import logging
-
 from opentelemetry import metrics
 
-from sidecar.events import Event, Headers, Observation, Outcome, Received, Refused, Settled
+from sidecar.events import Event, Headers, Observation, Received, Refused, Settled
 from sidecar.telemetry.logs import RequestLog
 from sidecar.telemetry.signals import has_no_meter_provider
 from sidecar.telemetry.telemetry import Telemetry, clients_trace
@@ -63,12 +61,8 @@ class _Kept:
     def on_event(self, event: Event) -> None:
         """Keeps it, or logs what has been kept."""
         self._events.append(event)
-        if isinstance(event, Refused) or (isinstance(event, Settled) and self._is_worth_a_line(event)):
+        if isinstance(event, Refused) or (isinstance(event, Settled) and self._log.has_a_line_for(event)):
             self._tell()
-
-    def _is_worth_a_line(self, event: Settled) -> bool:
-        has_failed = event.outcome is Outcome.FAILED or (event.status is not None and event.status >= 500)
-        return has_failed or self._log.would_write(logging.DEBUG)
 
     def _tell(self) -> None:
         try:

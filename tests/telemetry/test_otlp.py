@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -23,6 +20,7 @@ import openai
 import pytest
 
 from sidecar.policy.shipped import shipped_policies
+from tests.support.commands import address, command
 from tests.support.engine import answering, raw_engine
 from tests.support.otlp import Received, otlp_over_grpc, otlp_over_http
 
@@ -52,26 +50,6 @@ PARENT = "b7ad6b7169203331"
 def trace_of(number: int) -> str:
     """The id of the trace that a client began itself."""
     return f"{number:032x}"
-
-
-@contextlib.contextmanager
-def command(*arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """`sidecar ...`, told by signal to end with the block, and killed where it does not."""
-    argv = [sys.executable, "-m", "sidecar.cli", *arguments]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")} | variables
-    with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def address(process: subprocess.Popen[str]) -> str:
-    """The address in the next line that it prints."""
-    assert process.stdout is not None
-    found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
-    assert found, process.stderr and process.stderr.read()
-    return found[0]
 
 
 def write_policy(folder: Path, engine: str = "vllm") -> Path:
