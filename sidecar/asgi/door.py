@@ -20,7 +20,10 @@ SHORTEST_ROUND_S = 0.05
 
 
 class Door:
-    """What a request needs to be admitted to an app and served by it."""
+    """What a request needs to be admitted to an app and served by it.
+
+    `engine_key` is the engine's own API key: what goes on to it carries that one in place of the tenant's.
+    """
 
     def __init__(
         self,
@@ -31,6 +34,7 @@ class Door:
         dialect: Dialect,
         estimator: Estimator,
         observer: Observer | None,
+        engine_key: str | None = None,
     ) -> None:
         self.app = app
         self.policy = policy
@@ -39,7 +43,8 @@ class Door:
         self.dialect = dialect
         self.estimator = estimator
         self.observer = observer
-        self.intake = Intake(policy, Classifier(policy, dialect), estimator)
+        key = None if engine_key is None else engine_key.encode("ascii")
+        self.intake = Intake(policy, Classifier(policy, dialect), estimator, key)
         self.priorities = tuple(dialect.priority(tier.level, len(policy.tiers)) for tier in policy.tiers)
         self.tier_names = tuple(tier.name.encode() for tier in policy.tiers)
         soonest_s = min(LONGEST_ROUND_S, policy.body_timeout_s, policy.disconnect_grace_s)

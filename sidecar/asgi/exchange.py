@@ -14,6 +14,7 @@ import sys
 from enum import Enum
 
 from sidecar.asgi.body import ClientLeft, discard_body, read_body
+from sidecar.asgi.credentials import refuse_two_keys
 from sidecar.asgi.door import Door
 from sidecar.asgi.forwarding import forwarded_body, forwarded_headers, forwarded_scope
 from sidecar.asgi.naming import id_header, request_id, wait_headers
@@ -149,6 +150,7 @@ class Exchange:
         if door.is_draining:
             raise Draining("this server is shutting down and takes no new request; try another", retry_after_s=1)
         headers = self._headers
+        refuse_two_keys(self._scope, headers)
         tenant = door.intake.tenant(headers)
         length = declared_length(self._scope, headers)
         try:
@@ -251,7 +253,7 @@ class Exchange:
         scope = forwarded_scope(self._scope, self._endpoint)
         scope[SCOPE_KEY] = granted
         self._body = forwarded_body(understood.body, understood.payload, forward)
-        added = [*forward.headers, *self._report.headers()]
+        added = [*forward.headers, *self._report.headers(), *understood.added]
         if self._body is not understood.body and b"content-length" in understood.headers:
             added.append((b"content-length", b"%d" % len(self._body)))
         if added or understood.taken:

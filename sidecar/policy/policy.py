@@ -136,7 +136,8 @@ class Policy:
     `engine`. `carrier` is None for the engine's own default. `generation` is a short digest of the files' contents.
     `store` is where many replicas keep one pool, called `pool` there, None where leases live in this process.
     `engine_capacity` is None where the policy itself says how large the pool is; otherwise the pool's size is what the
-    engine says, and `rules` bound only what the policy does: `rules_of` gives the rules of a size.
+    engine says, and `rules` bound only what the policy does: `rules_of` gives the rules of a size. With
+    `forward_key` the tenant's key reaches the engine, too.
     """
 
     rules: PoolRules
@@ -160,6 +161,7 @@ class Policy:
     store: StoreAddress | None = None
     pool: str = "default"
     on_store_loss: StoreLoss = StoreLoss.DIVIDE
+    forward_key: bool = False
 
     def rules_of(self, tokens: int | None, requests: int | None) -> PoolRules:
         """The same tiers' rules in a pool of another size. None is unbounded."""

@@ -39,6 +39,7 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
         store=pool.store,
         pool=pool.pool,
         on_store_loss=pool.on_store_loss,
+        forward_key=pool.forward_key,
     )
 
 
