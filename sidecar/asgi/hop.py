@@ -16,6 +16,8 @@ _HOP_BY_HOP = frozenset(
 )
 # Written anew for the engine. `expect` is answered by our server, as soon as the body is asked for.
 _REPLACED = frozenset([b"host", b"content-length", b"expect"])
+_LONGEST_LENGTH = 18
+"""Digits of a Content-Length: an exabyte."""
 _NOT_FORWARDED = _HOP_BY_HOP | _REPLACED
 
 
@@ -59,9 +61,9 @@ def declared_length(headers: Headers) -> str | None:
     if any(name == b"transfer-encoding" for name, _ in headers) or not lengths:
         return None
     length = lengths.pop()
-    if lengths or not length.isdigit():
+    if lengths or not length.isdigit() or len(length) > _LONGEST_LENGTH:
         raise InvalidHeader("content-length must be one whole number")
-    return length.decode("ascii")
+    return str(int(length))  # without zeros before it, which some read as octal
 
 
 def _named_by_connection(headers: Headers) -> frozenset[bytes]:
