@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import quote
 
 from multidict import CIMultiDict
@@ -18,6 +19,8 @@ _HOP_BY_HOP = frozenset(
 _REPLACED = frozenset([b"host", b"content-length", b"expect"])
 _LONGEST_LENGTH = 18
 """Digits of a Content-Length: an exabyte."""
+_NO_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _NOT_FORWARDED = _HOP_BY_HOP | _REPLACED
 
 
@@ -53,6 +56,12 @@ def returned_headers(status: int, raw_headers: Headers) -> list[tuple[bytes, byt
     if status in {204, 304} or any(name == b"transfer-encoding" for name, _ in received):
         dropped |= {b"content-length"}
     return [header for header in received if header[0] not in dropped]
+
+
+def can_be_written(headers: Headers) -> bool:
+    """Whether a server writes them: aiohttp reads more than HTTP allows, and uvicorn would raise in the middle."""
+    values = b"".join([value for _, value in headers])
+    return not _NO_VALUE.search(values) and all(_NAME.fullmatch(name) for name, _ in headers)
 
 
 def declared_length(headers: Headers) -> str | None:

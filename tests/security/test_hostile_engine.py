@@ -32,6 +32,8 @@ ANSWERS = {
     "a bare CR in a value": OK + b"x-a: 1\rx-poison: 1\r\ncontent-length: 2\r\n\r\nok",
     "a bare LF in a value": OK + b"x-a: 1\nx-poison: 1\r\ncontent-length: 2\r\n\r\nok",
     "a NUL in a value": OK + b"x-a: 1\x00x-poison: 1\r\ncontent-length: 2\r\n\r\nok",
+    "a control character in a value": OK + b"x-a: 1\x0bx\r\ncontent-length: 2\r\n\r\nok",
+    "a name with parentheses": OK + b"x(a): 1\r\ncontent-length: 2\r\n\r\nok",
     "a folded value": OK + b"x-a: 1\r\n x-poison: 1\r\ncontent-length: 2\r\n\r\nok",
     "a name with a space": OK + b"x a: 1\r\ncontent-length: 2\r\n\r\nok",
     "a name that is a line": OK + b"x-a\r\ncontent-length: 2\r\n\r\nok",
