@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sidecar.asgi.rounds import Rounds
+from sidecar.asgi.ruling import ruling
 from sidecar.asgi.types import ASGIApp
-from sidecar.asgi.understanding import Intake
-from sidecar.classify import Classifier
 from sidecar.engines import Dialect
 from sidecar.events import Observer
 from sidecar.policy.policy import Policy
@@ -33,18 +32,20 @@ class Door:
         observer: Observer | None,
     ) -> None:
         self.app = app
-        self.policy = policy
-        self.endpoints = policy.endpoints
+        self.ruling = ruling(policy, dialect, estimator)
+        self.endpoints = self.ruling.endpoints
         self.pool = pool
         self.dialect = dialect
         self.estimator = estimator
         self.observer = observer
-        self.intake = Intake(policy, Classifier(policy, dialect), estimator)
-        self.priorities = tuple(dialect.priority(tier.level, len(policy.tiers)) for tier in policy.tiers)
-        self.tier_names = tuple(tier.name.encode() for tier in policy.tiers)
         soonest_s = min(LONGEST_ROUND_S, policy.body_timeout_s, policy.disconnect_grace_s)
         self.rounds = Rounds(max(SHORTEST_ROUND_S, soonest_s))
         self.is_draining = False
+
+    @property
+    def policy(self) -> Policy:
+        """What new requests go by."""
+        return self.ruling.policy
 
     def drain(self) -> None:
         """Refuses every new request from now on; those that wait or run are served to their end."""

@@ -62,6 +62,7 @@ class Exchange:
         "_received_us",
         "_report",
         "_request_id",
+        "_ruling",
         "_scope",
         "_send",
         "_stage",
@@ -77,6 +78,7 @@ class Exchange:
 
     def __init__(self, door: Door, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         self._door = door
+        self._ruling = door.ruling
         self._endpoint = endpoint
         self._scope = scope
         self._receive = receive
@@ -107,7 +109,7 @@ class Exchange:
 
     def on_round(self) -> None:
         """Looks after a body that does not come, and a client that leaves while the app does not listen."""
-        now_us, policy = self._now_us(), self._door.policy
+        now_us, policy = self._now_us(), self._ruling.policy
         if self._stage is Stage.READING and now_us - self._received_us > policy.body_timeout_s * 1e6:
             if self._task is not None and self._body is None and not self._timed_out:
                 self._timed_out = True
@@ -145,23 +147,23 @@ class Exchange:
         return None
 
     async def _understand(self) -> None:
-        door = self._door
-        if door.is_draining:
+        ruling = self._ruling
+        if self._door.is_draining:
             raise Draining("this server is shutting down and takes no new request; try another", retry_after_s=1)
         headers = self._headers
-        tenant = door.intake.tenant(headers)
+        tenant = ruling.intake.tenant(headers)
         length = declared_length(self._scope, headers)
         try:
-            body = self._body = await read_body(self._receive, door.policy.max_body_bytes, length)
+            body = self._body = await read_body(self._receive, ruling.policy.max_body_bytes, length)
         except asyncio.CancelledError:
             if not self._timed_out or self._is_cancelled_by_others():
                 raise
-            seconds = door.policy.body_timeout_s
+            seconds = ruling.policy.body_timeout_s
             raise BodyTimeout(f"the body did not arrive within {seconds:g} s; send it faster") from None
-        self._understood = door.intake.understand(self._endpoint, headers, tenant, body)
-        if door.intake.has_tokenizer:
-            await door.intake.count(self._understood)
-        self._report.classified(self._understood, self._endpoint, door.policy)
+        self._understood = ruling.intake.understand(self._endpoint, headers, tenant, body)
+        if ruling.intake.has_tokenizer:
+            await ruling.intake.count(self._understood)
+        self._report.classified(self._understood, self._endpoint, ruling.policy)
 
     def _is_cancelled_by_others(self) -> bool:
         # 3.10 does not count cancellations: one by the server in the same instant is taken for ours
@@ -188,11 +190,11 @@ class Exchange:
 
     def _longest_wait_s(self) -> float | None:
         understood = self._understood
-        return longest_wait_s(understood.headers, self._door.policy.tiers[understood.classification.level].max_wait_s)
+        return longest_wait_s(understood.headers, self._ruling.policy.tiers[understood.classification.level].max_wait_s)
 
     def _queue_timeout(self) -> QueueTimeout:
         level = self._understood.classification.level
-        tier = self._door.policy.tiers[level].name
+        tier = self._ruling.policy.tiers[level].name
         return QueueTimeout(
             f"no room came free for tier {tier} within {self._longest_wait_s():g} s; try again later",
             retry_after_s=self._door.pool.retry_after_s(level),
@@ -208,7 +210,7 @@ class Exchange:
         is_anthropic = self._endpoint.api is Api.MESSAGES
         await send_error(send, error, anthropic=is_anthropic, request_id=self._request_id, headers=headers)
         if isinstance(error, BodyTooLarge):
-            await discard_body(self._receive, self._door.policy.body_timeout_s)
+            await discard_body(self._receive, self._ruling.policy.body_timeout_s)
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_first(self, message: Message) -> None:
@@ -221,7 +223,7 @@ class Exchange:
         """Runs the app with the request as the engine should see it, and settles when the answer has gone out."""
         self._stage = Stage.RUNNING
         door = self._door
-        priority = door.priorities[grant.level]
+        priority = self._ruling.priorities[grant.level]
         forward = door.dialect.forward(self._endpoint.api, priority)
         self._report.admitted(grant, priority if forward.is_sent else None)
         granted = self._granted(grant, priority)
@@ -237,7 +239,7 @@ class Exchange:
     def _granted(self, grant: Grant, priority: int | float) -> Granted:
         classification = self._understood.classification
         return Granted(
-            tier=self._door.policy.tiers[classification.level].name,
+            tier=self._ruling.policy.tiers[classification.level].name,
             tenant=classification.tenant.name,
             level=grant.level,
             engine_priority=priority,
@@ -299,7 +301,7 @@ class Exchange:
             self._usage.feed(body)
 
     def _response_headers(self) -> list[tuple[bytes, bytes]]:
-        classification, names = self._understood.classification, self._door.tier_names
+        classification, names = self._understood.classification, self._ruling.tier_names
         assert self._lease.grant is not None
         headers = [(b"x-admission-tier", names[classification.level]), *wait_headers(self._lease.grant)]
         if classification.clamped_from is not None:
