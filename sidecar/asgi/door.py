@@ -19,7 +19,10 @@ SHORTEST_ROUND_S = 0.05
 
 
 class Door:
-    """What a request needs to be admitted to an app and served by it."""
+    """What a request needs to be admitted to an app and served by it.
+
+    `lets_go_s` is how long the engine may run on for a request behind the end of the app's call for it.
+    """
 
     def __init__(
         self,
@@ -30,6 +33,7 @@ class Door:
         dialect: Dialect,
         estimator: Estimator,
         observer: Observer | None,
+        lets_go_s: float = 0.0,
     ) -> None:
         self.app = app
         self.ruling = ruling(policy, dialect, estimator)
@@ -38,6 +42,7 @@ class Door:
         self.dialect = dialect
         self.estimator = estimator
         self.observer = observer
+        self.lets_go_s = lets_go_s
         soonest_s = min(LONGEST_ROUND_S, policy.body_timeout_s, policy.disconnect_grace_s)
         self.rounds = Rounds(max(SHORTEST_ROUND_S, soonest_s))
         self.is_draining = False
