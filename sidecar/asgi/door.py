@@ -21,7 +21,8 @@ SHORTEST_ROUND_S = 0.05
 class Door:
     """What a request needs to be admitted to an app and served by it.
 
-    `lets_go_s` is how long the engine may run on for a request behind the end of the app's call for it.
+    `engine_key` is the engine's own API key: what goes on to it carries that one in place of the tenant's. `lets_go_s`
+    is how long the engine may run on for a request behind the end of the app's call for it.
     """
 
     def __init__(
@@ -34,9 +35,11 @@ class Door:
         estimator: Estimator,
         observer: Observer | None,
         lets_go_s: float = 0.0,
+        engine_key: str | None = None,
     ) -> None:
         self.app = app
-        self.ruling = ruling(policy, dialect, estimator)
+        self.engine_key = None if engine_key is None else engine_key.encode("ascii")
+        self.ruling = ruling(policy, dialect, estimator, self.engine_key)
         self.endpoints = self.ruling.endpoints
         self.pool = pool
         self.dialect = dialect

@@ -19,6 +19,7 @@ from enum import Enum
 from sidecar.asgi.attempt import Attempt
 from sidecar.asgi.body import ClientLeft, discard_body, read_body
 from sidecar.asgi.client import Client
+from sidecar.asgi.credentials import refuse_two_keys
 from sidecar.asgi.door import Door
 from sidecar.asgi.forwarding import forwarded_body, forwarded_headers, forwarded_scope
 from sidecar.asgi.keep_alive import STREAMING, KeptAlive
@@ -169,6 +170,7 @@ class Exchange:
         if self._door.is_draining:
             raise Draining("this server is shutting down and takes no new request; try another", retry_after_s=1)
         headers = self._headers
+        refuse_two_keys(self._scope, headers)
         tenant = ruling.intake.tenant(headers)
         length = declared_length(self._scope, headers)
         try:
@@ -349,7 +351,7 @@ class Exchange:
         scope = forwarded_scope(self._scope, self._endpoint)
         scope[SCOPE_KEY] = granted
         self._body = forwarded_body(understood.body, understood.payload, forward)
-        added = [*forward.headers, *self._report.headers()]
+        added = [*forward.headers, *self._report.headers(), *understood.added]
         taken = understood.taken if self._kept_alive is None else [*understood.taken, b"accept-encoding"]
         if self._body is not understood.body and b"content-length" in understood.headers:
             added.append((b"content-length", b"%d" % len(self._body)))
