@@ -15,9 +15,11 @@ from sidecar.asgi.lifespan import Lifespan
 from sidecar.asgi.middleware import Admission
 from sidecar.asgi.mounted import Mounted
 from sidecar.asgi.pages import AppPages
+from sidecar.asgi.proxy import ReverseProxy
 from sidecar.asgi.types import ASGIApp
 from sidecar.engines import Dialect, dialect_of
 from sidecar.engines.cautious import CautiousTensorRtLlm
+from sidecar.engines.letting_go import LETS_GO_WITHIN_S
 from sidecar.engines.reading import Pages
 from sidecar.live.lookout import Lookout
 from sidecar.policy.loading import load
@@ -96,6 +98,7 @@ class AdmissionMiddleware(Admission):
             dialect=dialect,
             estimator=estimator,
             observer=self.lookout.observer,
+            lets_go_s=LETS_GO_WITHIN_S[loaded.engine] if isinstance(app, ReverseProxy) else 0.0,
             engine_key=engine_key,
         )
 

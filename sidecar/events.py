@@ -1,9 +1,10 @@
 """Frozen records of what happened to a request, and the seam that telemetry subscribes to.
 
 The door tells one `Observation` per request, in the order of the classes below; at most one of each, `Received` first,
-`Refused` or `Settled` last. Times are whole microseconds of the process's monotonic clock (`*_us`); `Received` also has
-the wall clock, so that an observer can place the others in calendar time. Records are msgspec Structs because they are
-made on every request: ten times cheaper than a frozen dataclass, and as immutable.
+`Refused` or `Settled` last. Only a request that is preempted begins anew: behind `Preempted` come `Queued` and, if it
+is admitted again, `Admitted`; it ends in `Settled` either way. Times are whole microseconds of the process's monotonic
+clock (`*_us`); `Received` also has the wall clock, so that an observer can place the others in calendar time. Records
+are msgspec Structs because they are made on every request: ten times cheaper than a frozen dataclass, and as immutable.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Classified(msgspec.Struct, frozen=True, gc=False):
 class Obstacle(str, Enum):
     """Why a request could not be admitted as it came: the first of these that is so."""
 
+    PREEMPTED = "preempted"
     STORE = "store"
     HELD_BACK = "held_back"
     LIMIT = "limit"
@@ -91,6 +93,18 @@ class Admitted(msgspec.Struct, frozen=True, gc=False):
     level: int
     engine_priority: int | float | None
     passed: Mapping[str, str] = {}
+
+
+class Preempted(msgspec.Struct, frozen=True, gc=False):
+    """The request gave its room to a more important one before its first byte, and waits again from now on.
+
+    `admitted_us` is when it had been admitted: what the engine has done since is lost. `times` counts how often it has
+    happened to this request. A later `Admitted` tells its whole wait, from the arrival on.
+    """
+
+    at_us: int
+    admitted_us: int
+    times: int
 
 
 class Refused(msgspec.Struct, frozen=True, gc=False):
@@ -134,7 +148,7 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
     error: str | None
 
 
-Event = Classified | Queued | Admitted | Refused | FirstByte | Settled
+Event = Classified | Queued | Admitted | Preempted | Refused | FirstByte | Settled
 
 
 class Observation(Protocol):

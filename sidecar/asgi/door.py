@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sidecar.asgi.rounds import Rounds
+from sidecar.asgi.ruling import ruling
 from sidecar.asgi.types import ASGIApp
-from sidecar.asgi.understanding import Intake
-from sidecar.classify import Classifier
 from sidecar.engines import Dialect
 from sidecar.events import Observer
 from sidecar.policy.policy import Policy
@@ -22,7 +21,8 @@ SHORTEST_ROUND_S = 0.05
 class Door:
     """What a request needs to be admitted to an app and served by it.
 
-    `engine_key` is the engine's own API key: what goes on to it carries that one in place of the tenant's.
+    `engine_key` is the engine's own API key: what goes on to it carries that one in place of the tenant's. `lets_go_s`
+    is how long the engine may run on for a request behind the end of the app's call for it.
     """
 
     def __init__(
@@ -34,22 +34,26 @@ class Door:
         dialect: Dialect,
         estimator: Estimator,
         observer: Observer | None,
+        lets_go_s: float = 0.0,
         engine_key: str | None = None,
     ) -> None:
         self.app = app
-        self.policy = policy
-        self.endpoints = policy.endpoints
+        self.engine_key = None if engine_key is None else engine_key.encode("ascii")
+        self.ruling = ruling(policy, dialect, estimator, self.engine_key)
+        self.endpoints = self.ruling.endpoints
         self.pool = pool
         self.dialect = dialect
         self.estimator = estimator
         self.observer = observer
-        key = None if engine_key is None else engine_key.encode("ascii")
-        self.intake = Intake(policy, Classifier(policy, dialect), estimator, key)
-        self.priorities = tuple(dialect.priority(tier.level, len(policy.tiers)) for tier in policy.tiers)
-        self.tier_names = tuple(tier.name.encode() for tier in policy.tiers)
+        self.lets_go_s = lets_go_s
         soonest_s = min(LONGEST_ROUND_S, policy.body_timeout_s, policy.disconnect_grace_s)
         self.rounds = Rounds(max(SHORTEST_ROUND_S, soonest_s))
         self.is_draining = False
+
+    @property
+    def policy(self) -> Policy:
+        """What new requests go by."""
+        return self.ruling.policy
 
     def drain(self) -> None:
         """Refuses every new request from now on; those that wait or run are served to their end."""

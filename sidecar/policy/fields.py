@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, PlainValidator, Validation
 
 from sidecar.policy import units
 from sidecar.policy.keys import read_hash
-from sidecar.policy.policy import Api, Carrier, EngineName, Source, StoreLoss, Teller
+from sidecar.policy.policy import Api, Carrier, EngineName, Mode, Source, StoreLoss, Teller
 from sidecar.policy.problems import printable, quoted, unknown
 from sidecar.policy.store import EXAMPLE, SCHEMES, StoreAddress, store_address
 
@@ -43,6 +43,8 @@ _POOL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # no braces: it goe
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
 _TAKEN_HEADERS = frozenset({"authorization", "x-api-key", "host", "content-length", "transfer-encoding", "connection"})
 _URL_PATH = re.compile(r"/[!-~]*")
+
+MOST_PER_MINUTE = 100_000_000
 
 E = TypeVar("E", bound=Enum)
 
@@ -185,6 +187,21 @@ def _store(value: object) -> StoreAddress:
     return store_address(value)
 
 
+def _rate(value: object) -> int:
+    """What a minute may bring. Bounded, so that what a bucket holds stays a whole number that a double has exactly."""
+    count = units.positive_count(value)
+    if count > MOST_PER_MINUTE:
+        raise ValueError(f"{count} is more than a limit can count; write 100M or less, or remove it for no limit")
+    return count
+
+
+def _burst(value: object) -> Fraction:
+    duration_s = units.positive_duration_s(value)
+    if duration_s > 60:
+        raise ValueError("more than a minute's allowance at once; write 60s or less")
+    return duration_s
+
+
 def _pool(value: object) -> str:
     name = units.text(value, "a pool's name", "chat-70b")
     if not _POOL_NAME.fullmatch(name):
@@ -215,6 +232,9 @@ PositiveDuration = Annotated[Fraction, PlainValidator(units.positive_duration_s)
 _COUNT = _schema("A count: 160, 10k, 2M.", numbers=True, pattern=r"^[0-9.]+ ?[kKMG]?$", minimum=0)
 Count = Annotated[int, PlainValidator(units.count), _COUNT]
 PositiveCount = Annotated[int, PlainValidator(units.positive_count), _COUNT]
+RateCount = Annotated[int, PlainValidator(_rate), _COUNT]
+BurstDuration = Annotated[Fraction, PlainValidator(_burst), _DURATION]
+ModeChoice = Annotated[Mode, PlainValidator(_choice(Mode, "mode")), _enum(Mode)]
 Size = Annotated[
     int,
     PlainValidator(units.size_bytes),

@@ -123,6 +123,17 @@ class TierBody(FileModel):
     always_first: of.Flag = _default(
         False, description="Goes before all others, whatever it holds. First tier only, with a limit below 100%."
     )
+    preemptible: of.Flag = _default(
+        False,
+        description="Its running requests may be canceled and put back in the queue, while nothing of their answer has "
+        "gone out, where the tier holds more than its reserve and a more important one has waited too long.",
+    )
+    preempt_after: of.Duration | None = Field(
+        None,
+        description="A request of this tier that has waited so long takes room back from less important tiers that are "
+        "preemptible. Default: it waits its turn.",
+        examples=["500ms"],
+    )
     slo: Slo | None = Field(None, description="What this tier promises.")
     queue: Queue | None = Field(None, description="How much may wait in this tier. Default: no bounds.")
     default_output_tokens: of.PositiveCount = _default(
@@ -164,10 +175,19 @@ class EndpointBody(FileModel):
 class LimitsBody(FileModel):
     """A tenant's own limits; what is left out is unlimited."""
 
-    requests_per_minute: of.PositiveCount | None = Field(None, description="Requests per minute.", examples=[600])
-    tokens_per_minute: of.PositiveCount | None = Field(None, description="Tokens per minute.", examples=["200k"])
-    concurrent_requests: of.PositiveCount | None = Field(None, description="Requests at once.", examples=[32])
+    requests_per_minute: of.RateCount | None = Field(None, description="Requests per minute.", examples=[600])
+    tokens_per_minute: of.RateCount | None = Field(
+        None, description="Tokens per minute, prompts and answers.", examples=["200k"]
+    )
+    concurrent_requests: of.PositiveCount | None = Field(
+        None, description="Requests at once, waiting or running.", examples=[32]
+    )
     max_output_tokens: of.PositiveCount | None = Field(None, description="Tokens of one answer.", examples=[8192])
+    burst: of.BurstDuration = _default(
+        "60s",  # what a client reads out of `x-ratelimit-limit-*`: that so many may come, at once too
+        description="How much of its allowance may come at once: that of so long.",
+        examples=["10s"],
+    )
 
 
 def _nothing_means_defaults(value: object) -> object:
@@ -195,6 +215,22 @@ class PoolFile(FileModel):
     )
     default_tier: of.TierName | None = Field(
         None, description='The tier of a request that names none. Default: "normal" where there is such a tier.'
+    )
+    mode: of.ModeChoice = _default(
+        "enforce",
+        description="`observe` lets every request pass at once and untouched, and records what `enforce` would have "
+        "done.",
+        examples=["observe"],
+    )
+    max_preemptions: of.Count = _default(
+        2,  # what was preempted twice has cost the engine two prefills: the third time it stays
+        description="How often one request is preempted at most. For tiers that are preemptible.",
+    )
+    keep_alive: of.PositiveDuration | None = Field(
+        None,
+        description="How often a streaming client that queues is sent a comment, so that no load balancer takes the "
+        "wait for an idle connection. Default: never.",
+        examples=["15s"],
     )
     anonymous: of.AnonymousTier | None = _default(
         "deny",
@@ -303,7 +339,7 @@ class TenantFile(FileModel):
         None, description="The best tier it may ask for; more is clamped. Default: its tier.", examples=["high"]
     )
     weight: of.PositiveCount = _default(1, description="Its share against the other tenants of its tier.", examples=[2])
-    limits: LimitsBody | None = Field(None, description="Its own limits. Read and checked, not yet enforced.")
+    limits: LimitsBody | None = Field(None, description="Its own limits. Default: none.")
     over_limit: of.OverLimit | None = Field(
         None, description="What happens over a limit: `reject`, or {downgrade: TIER}. Default: reject."
     )

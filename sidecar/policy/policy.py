@@ -51,6 +51,13 @@ class Carrier(str, Enum):
     BODY = "body"
 
 
+class Mode(str, Enum):
+    """Whether the door holds anybody: `observe` lets everybody pass, and records what `enforce` would have done."""
+
+    ENFORCE = "enforce"
+    OBSERVE = "observe"
+
+
 class Teller(str, Enum):
     """Who says how large the pool is, other than the policy itself."""
 
@@ -104,12 +111,13 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """A tenant's own limits; None: unlimited."""
+    """A tenant's own limits; None: unlimited. Of what a minute allows, `burst_us` worth of it may come at once."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
     max_output_tokens: int | None = None
+    burst_us: int = 60_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +144,9 @@ class Policy:
     `engine`. `carrier` is None for the engine's own default. `generation` is a short digest of the files' contents.
     `store` is where many replicas keep one pool, called `pool` there, None where leases live in this process.
     `engine_capacity` is None where the policy itself says how large the pool is; otherwise the pool's size is what the
-    engine says, and `rules` bound only what the policy does: `rules_of` gives the rules of a size. With
-    `forward_key` the tenant's key reaches the engine, too.
+    engine says, and `rules` bound only what the policy does: `rules_of` gives the rules of a size. `keep_alive_s` is
+    how often a streaming client that queues is sent a comment, None for never. With `forward_key` the tenant's key
+    reaches the engine, too.
     """
 
     rules: PoolRules
@@ -161,6 +170,8 @@ class Policy:
     store: StoreAddress | None = None
     pool: str = "default"
     on_store_loss: StoreLoss = StoreLoss.DIVIDE
+    mode: Mode = Mode.ENFORCE
+    keep_alive_s: float | None = None
     forward_key: bool = False
 
     def rules_of(self, tokens: int | None, requests: int | None) -> PoolRules:
@@ -172,6 +183,7 @@ class Policy:
             tiers=self.shares,
             promote_after_us=rules.promote_after_us,
             ceiling=rules.ceiling,
+            max_preemptions=rules.max_preemptions,
         )
 
     @property

@@ -39,6 +39,8 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
         store=pool.store,
         pool=pool.pool,
         on_store_loss=pool.on_store_loss,
+        mode=pool.mode,
+        keep_alive_s=_seconds(pool.keep_alive),
         forward_key=pool.forward_key,
     )
 
@@ -50,12 +52,23 @@ def _rules(pool: PoolFile, levels: dict[str, int]) -> PoolRules:
         tiers=_shares(pool),
         promote_after_us=round(pool.aging.promote_after * 1_000_000) if pool.aging else None,
         ceiling=levels[pool.aging.ceiling] if pool.aging else 0,
+        max_preemptions=pool.max_preemptions,
     )
 
 
 def _shares(pool: PoolFile) -> tuple[Shares, ...]:
-    tiers = pool.tiers.items()
-    return tuple(Shares(name, body.reserve, body.lend, body.limit, body.always_first) for name, body in tiers)
+    return tuple(
+        Shares(
+            name=name,
+            reserve=body.reserve,
+            lend=body.lend,
+            limit=body.limit,
+            always_first=body.always_first,
+            preemptible=body.preemptible,
+            preempt_after_us=_microseconds(body.preempt_after),
+        )
+        for name, body in pool.tiers.items()
+    )
 
 
 def _engine_capacity(pool: PoolFile) -> EngineCapacity | None:
@@ -85,6 +98,10 @@ def _seconds(duration: Fraction | None) -> float | None:
     return None if duration is None else float(duration)
 
 
+def _microseconds(duration: Fraction | None) -> int | None:
+    return None if duration is None else round(duration * 1_000_000)
+
+
 def _endpoint(path: str, body: EndpointBody, levels: dict[str, int]) -> Endpoint:
     api = body.api or infer_api(body.forward_to or path)
     assert isinstance(api, Api)  # crosschecks refuses a path that does not tell
@@ -103,7 +120,15 @@ def _tenant(body: TenantFile, levels: dict[str, int]) -> Tenant:
 
 
 def _limits(body: LimitsBody | None) -> Limits:
-    return Limits(**body.model_dump()) if body else Limits()
+    if body is None:
+        return Limits()
+    return Limits(
+        requests_per_minute=body.requests_per_minute,
+        tokens_per_minute=body.tokens_per_minute,
+        concurrent_requests=body.concurrent_requests,
+        max_output_tokens=body.max_output_tokens,
+        burst_us=round(body.burst * 1_000_000),
+    )
 
 
 def _anonymous(pool: PoolFile, levels: dict[str, int]) -> Tenant | None:

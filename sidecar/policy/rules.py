@@ -19,7 +19,8 @@ class TierRules:
     """One tier's floor, headroom and limit, in tokens and in requests.
 
     `limited` is False for a tier that may hold the whole pool: it is then always a candidate, even while re-registered
-    leases hold more than the pool.
+    leases hold more than the pool. `preemptible` leases may be taken back, before their first byte, for a ticket of a
+    more important tier that has waited `preempt_after_us` microseconds of its own tier; None: it waits its turn.
     """
 
     name: str
@@ -32,6 +33,8 @@ class TierRules:
     limit_requests: int
     limited: bool = False
     always_first: bool = False
+    preemptible: bool = False
+    preempt_after_us: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class PoolRules:
     """The whole pool: its capacity in both dimensions and its tiers, most important first (`tiers[i].level == i`).
 
     `promote_after_us` is the time in microseconds after which a waiting ticket rises one level, None for no aging;
-    `ceiling` is the level past which none rises.
+    `ceiling` is the level past which none rises. `max_preemptions` is how often one request is preempted at most.
     """
 
     tokens: int
@@ -47,6 +50,7 @@ class PoolRules:
     tiers: tuple[TierRules, ...]
     promote_after_us: int | None = None
     ceiling: int = 0
+    max_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,8 @@ class Shares:
     lend: Fraction = Fraction(1)
     limit: Fraction = Fraction(1)
     always_first: bool = False
+    preemptible: bool = False
+    preempt_after_us: int | None = None
 
 
 def pool_rules(
@@ -90,6 +96,7 @@ def pool_rules(
     tiers: tuple[Shares, ...],
     promote_after_us: int | None = None,
     ceiling: int = 0,
+    max_preemptions: int = 0,
 ) -> PoolRules:
     """Turns fractions of a pool into whole numbers. `tokens` or `requests` is None where it is unbounded."""
     return PoolRules(
@@ -98,6 +105,7 @@ def pool_rules(
         tiers=tuple(_tier_rules(shares, level, tokens, requests) for level, shares in enumerate(tiers)),
         promote_after_us=promote_after_us,
         ceiling=ceiling,
+        max_preemptions=max_preemptions,
     )
 
 
@@ -113,6 +121,8 @@ def _tier_rules(shares: Shares, level: int, tokens: int | None, requests: int | 
         limit_requests=_limit_of(shares, requests),
         limited=shares.limit < 1,
         always_first=shares.always_first,
+        preemptible=shares.preemptible,
+        preempt_after_us=shares.preempt_after_us,
     )
 
 

@@ -30,6 +30,7 @@ def test_the_shipped_policy_is_the_ladder_of_the_design() -> None:
         ),
         promote_after_us=300_000_000,
         ceiling=2,
+        max_preemptions=2,
     )
     policy = load(SHIPPED)
     assert expected == policy.rules

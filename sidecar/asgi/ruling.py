@@ -1,0 +1,40 @@
+"""What a door goes by, in one immutable value: a request takes it as it comes, and keeps it to its end.
+
+A policy that replaces another while requests are under way is a new value beside the old one, never a change of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sidecar.asgi.understanding import Intake
+from sidecar.classify import Classifier
+from sidecar.engines import Dialect
+from sidecar.policy.policy import Endpoint, Policy
+from sidecar.tokens import Estimator
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """A policy, ready for requests. `priorities` are what the engine is told, `tier_names` header values, by level."""
+
+    policy: Policy
+    endpoints: Mapping[str, Endpoint]
+    intake: Intake
+    priorities: tuple[int | float, ...]
+    tier_names: tuple[bytes, ...]
+
+
+def ruling(policy: Policy, dialect: Dialect, estimator: Estimator, engine_key: bytes | None) -> Ruling:
+    """The ruling by a policy. `engine_key` goes on to the engine in place of the tenant's.
+
+    Whatever can be wrong with the policy raises here, before any request has seen it.
+    """
+    return Ruling(
+        policy=policy,
+        endpoints=policy.endpoints,
+        intake=Intake(policy, Classifier(policy, dialect), estimator, engine_key),
+        priorities=tuple(dialect.priority(tier.level, len(policy.tiers)) for tier in policy.tiers),
+        tier_names=tuple(tier.name.encode() for tier in policy.tiers),
+    )
