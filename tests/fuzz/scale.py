@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
 
 VARIABLE = "SIDECAR_FUZZ"
-IS_FULL = bool(os.environ.get(VARIABLE))
+IS_FULL = os.environ.get(VARIABLE, "")
 """Set by `sh .ci/test --fuzz`; its value seeds what is generated, so that two runs try different things."""
+tried: Counter[str] = Counter()
+"""How many cases there were of each kind, those of a failure's shrinking included."""
 
 
 def cases(few: int, many: int) -> Callable[[Any], Any]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.fuzz.corpus import HTTP, names
 from tests.fuzz.fuzzed_door import OURS, FuzzedDoor, fuzzed_door
 from tests.fuzz.requests import BODIES, WIRE, mutated, scopes
-from tests.fuzz.scale import cases
+from tests.fuzz.scale import cases, tried
 from tests.support.door import App, Caller, Guarded, policy
 
 AT_ONCE = 20
@@ -63,6 +63,7 @@ async def _is_a_503_without_a_date(scope: Any, receive: Any, send: Any) -> None:
 @cases(few=15, many=1000)
 @given(inputs=SOME_WIRE)
 def test_whatever_comes_on_the_wire(door: FuzzedDoor, inputs: list[bytes]) -> None:
+    tried["on the wire"] += len(inputs)
     door.check(inputs)
 
 
@@ -70,6 +71,7 @@ def test_whatever_comes_on_the_wire(door: FuzzedDoor, inputs: list[bytes]) -> No
 @given(scopes(), BODIES | mutated(BODIES) | st.binary(max_size=60), st.sampled_from(ENGINES))
 def test_whatever_a_lenient_server_hands_over(scope: dict[str, Any], body: bytes, engine: str) -> None:
     """Mounted, the door is behind somebody else's parser."""
+    tried["handed over by a lenient server"] += 1
     guarded = Guarded(App(), POLICIES[engine])
     caller = Caller(guarded.door, body, raw_path=scope["path"].encode(), **scope)
 

@@ -22,7 +22,7 @@ from sidecar.pools import LocalPool
 from sidecar.tokens import Estimator
 from tests.fuzz.corpus import POLICIES, names
 from tests.fuzz.policies import MARK, POOLS, TENANTS
-from tests.fuzz.scale import cases
+from tests.fuzz.scale import cases, tried
 
 WITHIN_S = 10.0
 """Hundreds of times what it takes: a busy machine is no reason, and a file that takes longer is a way to stop us."""
@@ -78,10 +78,12 @@ def test_what_was_found_once_stays_mended(folder: Path, file: Path) -> None:
 @cases(few=150, many=14_000)
 @given(pool=POOLS, tenant=TENANTS)
 def test_the_shipped_policy_with_something_wrong_in_it(folder: Path, pool: str, tenant: str) -> None:
+    tried["policies with something wrong"] += 1
     outcome(folder, pool.encode("utf-8", "surrogatepass"), tenant.encode("utf-8", "surrogatepass"))
 
 
 @cases(few=50, many=2_000)
 @given(pool=st.binary(max_size=300), tenant=st.binary(max_size=300))
 def test_plain_bytes(folder: Path, pool: bytes, tenant: bytes) -> None:
+    tried["policies of plain bytes"] += 1
     assert isinstance(outcome(folder, pool, tenant), list)

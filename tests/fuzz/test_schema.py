@@ -15,7 +15,7 @@ import pytest
 import yaml
 from hypothesis import given
 
-from tests.fuzz.scale import cases
+from tests.fuzz.scale import cases, tried
 from tests.security.behind import Behind, standing
 
 schemathesis = pytest.importorskip("schemathesis")
@@ -52,6 +52,7 @@ def test_whatever_is_asked_by_the_schema_or_against_it(behind: Behind, label: st
     @cases(few=4, many=120)
     @given(strategy)
     def check(case: Any) -> None:
+        tried["by the schema"] += 1
         answer = case.call(base_url=base, timeout=20, allow_redirects=False)
         case.validate_response(answer, checks=CHECKS)
 
