@@ -69,6 +69,7 @@ class Report:
                 stream=payload.stream,
                 tokens=understood.tokens,
                 requests=payload.prompts * payload.choices,
+                preemptible=policy.rules.tiers[classification.level].preemptible,
             )
         )
 
