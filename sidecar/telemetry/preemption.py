@@ -31,7 +31,7 @@ def engine_time_us(preempted: Preempted) -> int:
 
 def _message(settled: Settled) -> str:
     if settled.status is not None:
-        return "this happened while it waited again: it had been preempted"
+        return "it waited again, as its room had gone to a more important request"
     if settled.outcome is Outcome.CLIENT_LEFT:
         return "the client hung up while the request waited again, preempted"
     return "the server gave the request up while it waited again, preempted"
