@@ -74,6 +74,7 @@ class Report:
                 stream=payload.stream,
                 tokens=understood.tokens,
                 requests=payload.prompts * payload.choices,
+                preemptible=policy.rules.max_preemptions > 0 and policy.rules.tiers[classification.level].preemptible,
             )
         )
 
