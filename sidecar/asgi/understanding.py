@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from sidecar.asgi.credentials import Credentials
 from sidecar.asgi.types import Scope
 from sidecar.classify import Asked, Classification, Classifier
 from sidecar.engines import client_headers
 from sidecar.errors import InvalidBody, InvalidHeader
+from sidecar.events import Headers
 from sidecar.payload import Payload, read
 from sidecar.policy.policy import Endpoint, Policy, Tenant
 from sidecar.policy.units import duration_s
@@ -27,7 +29,7 @@ _LONGEST_LENGTH = 18
 class Understood(msgspec.Struct):
     """A request that is in order. `tokens` is what it will hold, `prompt_tokens` the estimate of its prompts.
 
-    `taken` are the names of the client's headers that must not pass on.
+    `taken` are the names of the client's headers that must not pass on, `added` what the engine gets beside the rest.
     """
 
     body: bytes
@@ -35,6 +37,7 @@ class Understood(msgspec.Struct):
     payload: Payload
     classification: Classification
     taken: Sequence[bytes]
+    added: Headers
     prompt_tokens: int
     tokens: int
 
@@ -55,10 +58,13 @@ class Understood(msgspec.Struct):
 class Intake:
     """Understands requests by one policy. One per door."""
 
-    def __init__(self, policy: Policy, classifier: Classifier, estimator: Estimator) -> None:
+    def __init__(
+        self, policy: Policy, classifier: Classifier, estimator: Estimator, engine_key: bytes | None = None
+    ) -> None:
         self._policy = policy
         self._classifier = classifier
         self._estimator = estimator
+        self._credentials = Credentials(policy.forward_key, engine_key)
         self.has_tokenizer = estimator.counter is not None
 
     def tenant(self, headers: Mapping[bytes, bytes]) -> Tenant:
@@ -73,7 +79,10 @@ class Intake:
         classification = self._classifier.classify(Asked(endpoint, payload, headers, taken), tenant)
         prompt_tokens = self._estimator.prompt_tokens(payload)
         tokens = tokens_to_hold(payload, prompt_tokens, self._policy.tiers[classification.level].default_output_tokens)
-        return Understood(body, headers, payload, classification, taken, prompt_tokens, tokens)
+        keys = self._credentials
+        return Understood(
+            body, headers, payload, classification, [*taken, *keys.taken(headers)], keys.added, prompt_tokens, tokens
+        )
 
     async def count(self, understood: Understood) -> None:
         """Sizes the prompts by the tokenizer instead, where there is one."""

@@ -548,7 +548,7 @@ class Crowd:
             headers.append("x-admission-max-wait: 5ms")
         match self.random.randrange(30):
             case 0:
-                headers.append("authorization: Bearer sk-wrong")
+                headers[1:] = ["authorization: Bearer sk-wrong"]
             case 1:
                 members["priority"] = "gold"
             case 2:
