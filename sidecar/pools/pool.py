@@ -13,13 +13,19 @@ from sidecar.policy.rules import PoolRules
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False):
-    """What a request wants to hold until it is settled. `tier` is a level."""
+    """What a request wants to hold until it is settled. `tier` is a level.
+
+    `request` is the same when a client sends the same request again, and as good as never for another one; `attempt`
+    is the client's own count of how often it has sent it before, None where it does not say.
+    """
 
     tier: int
     tenant: str
     weight: int
     tokens: int
     requests: int
+    request: int = 0
+    attempt: int | None = None
 
 
 class Grant(msgspec.Struct, frozen=True, gc=False):
