@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,12 @@ STORE_VARIABLE = "SIDECAR_STORE"
 ENGINE_KEY_VARIABLE = "SIDECAR_ENGINE_KEY"
 """The engine's own API key: for its pages, which `capacity: {from: engine}` reads, and for every admitted request."""
 
+_OPEN_ENGINE = (
+    f"the engine's key ({ENGINE_KEY_VARIABLE}) is shown for requests without any key, too, which the policy's "
+    "`anonymous` lets in; write anonymous: deny where the engine is not for everybody"
+)
+_log = logging.getLogger("sidecar.composition")
+
 
 class AdmissionMiddleware(Admission):
     """Admission control around an ASGI app, in one line: `app.add_middleware(AdmissionMiddleware, policy="policies/")`.
@@ -69,6 +76,8 @@ class AdmissionMiddleware(Admission):
                 loaded = load(path)
                 files = PolicyFiles(path, loaded.generation)
             engine_key = secret_for_header(os.environ, ENGINE_KEY_VARIABLE)
+            if engine_key is not None and loaded.anonymous is not None and not loaded.forward_key:
+                _log.warning("%s", _OPEN_ENGINE, extra={"event": "engine_open"})
             pages = AppPages(app, engine_key)
             pool = _pool(loaded, os.environ, pages)
             estimator = Estimator(None if loaded.tokenizer is None else TokenizerCounter(loaded.tokenizer))
