@@ -103,8 +103,8 @@ class Preempted(msgspec.Struct, frozen=True, gc=False):
     """The request gave its room to a more important one before its first byte, and waits again from now on.
 
     `admitted_us` is when it had been admitted: what the engine has done since is lost. `times` counts how often it has
-    happened to this request. A later `Admitted` tells its whole wait, from the arrival on; where there is none, because
-    it was refused or left while it waited again, `Settled` tells with no tokens used, and the refusal's code as `error`.
+    happened to this request. A later `Admitted` tells its whole wait, from the arrival on. Where there is none, because
+    it was refused or left while it waited again, `Settled` has no tokens used, and the refusal's code as its `error`.
     """
 
     at_us: int

@@ -1,7 +1,7 @@
 """A request that was preempted and never admitted again: how its second wait ended.
 
-It was admitted once, so it ends in `Settled`, which knows nothing of waits. What `Refused` would have told is worked out
-from when it was last admitted: since its arrival it has only waited, as what the engine did for it is lost.
+It was admitted once, so it ends in `Settled`, which knows nothing of waits. What `Refused` would have told is worked
+out from when it was last admitted: since its arrival it has only waited, as what the engine did for it is lost.
 """
 
 from __future__ import annotations
