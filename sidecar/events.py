@@ -2,9 +2,9 @@
 
 The door tells one `Observation` per request, in the order of the classes below; at most one of each, `Received` first,
 `Refused` or `Settled` last. Only a request that is preempted begins anew: behind `Preempted` come `Queued` and, if it
-is admitted again, `Admitted`. Times are whole microseconds of the process's monotonic clock (`*_us`); `Received` also
-has the wall clock, so that an observer can place the others in calendar time. Records are msgspec Structs because they
-are made on every request: ten times cheaper than a frozen dataclass, and as immutable.
+is admitted again, `Admitted`; it ends in `Settled` either way. Times are whole microseconds of the process's monotonic
+clock (`*_us`); `Received` also has the wall clock, so that an observer can place the others in calendar time. Records
+are msgspec Structs because they are made on every request: ten times cheaper than a frozen dataclass, and as immutable.
 """
 
 from __future__ import annotations
