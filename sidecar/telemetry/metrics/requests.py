@@ -106,8 +106,8 @@ class RequestMetrics:
 class _Request:
     """One request. Until it is classified it has no tier; `_tier` is that tier's name as a counter has it.
 
-    `_admitted_last` is None until it is admitted. How one waited that may be preempted is told once it no longer may be:
-    with its first byte, or its end.
+    `_admitted_last` is None until it is admitted. How one waited that may be preempted is told when it can change no
+    more: with its first byte, or its end.
     """
 
     __slots__ = (
