@@ -143,6 +143,8 @@ async def test_a_victim_is_told_of_alike_by_everybody(tmp_path: Any) -> None:
     sent = [traceparent.split(b"-")[2].decode() for traceparent in door.engine.traceparents]
     (served,) = door.spans("important", "engine")
     assert sent == [f"{span.context.span_id:016x}" for span in (first, served, again)]
+    (queued,) = door.spans("victim", "admission.queued")
+    assert (queued.attributes or {})["admission.obstacle"] == "preempted"
     (admission,) = door.spans("victim", "admission")
     assert admission.attributes is not None
     assert admission.attributes["admission.queue_wait_s"] == pytest.approx(story.wait.queue_wait_s)
