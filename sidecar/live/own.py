@@ -72,4 +72,5 @@ def _refusal(record: Record, replica: str) -> RefusalView:
         request_id=record.request_id,
         waited_s=refused.queue_wait_us / 1e6,
         replica=replica,
+        preempted=len(record.lost),
     )
