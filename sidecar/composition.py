@@ -43,10 +43,10 @@ class AdmissionMiddleware(Admission):
     `SIDECAR_POLICY` says where it is, so that a server which constructs its middleware with `app` alone can use this
     class too. Such a server gets the rest from the environment as well: admin pages on `SIDECAR_ADMIN_PORT`, and
     telemetry by `OTEL_*`. `SIDECAR_STORE` goes before the policy's own `store`. `dialect` is how the app's engine hears
-    a priority, where that is not as the policy's `engine` says; `files` are where a loaded policy came from, to be
-    watched; `is_shown` says that `lookout.routes` are served. Raises `PolicyError` with every mistake of the files,
-    and ValueError where there are none; a server that makes its middleware only when it starts is told that the start
-    failed instead.
+    a priority, where that is not as the policy's `engine` says; `files` are where a loaded policy came from: what
+    changes there replaces it while the server runs. `is_shown` says that `lookout.routes` are served. Raises
+    `PolicyError` with every mistake of the files, and ValueError where there are none; a server that makes its
+    middleware only when it starts is told that the start failed instead.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class AdmissionMiddleware(Admission):
             else:
                 path = policy or _policy_path(os.environ)
                 loaded = load(path)
-                files = PolicyFiles(path, loaded.generation)
+                files = PolicyFiles(path)
             pages = AppPages(app, os.environ.get(ENGINE_KEY_VARIABLE))
             pool = _pool(loaded, os.environ, pages)
             estimator = Estimator(None if loaded.tokenizer is None else TokenizerCounter(loaded.tokenizer))
@@ -95,6 +95,11 @@ class AdmissionMiddleware(Admission):
             estimator=estimator,
             observer=self.lookout.observer,
         )
+
+    def change_policy(self, policy: Policy) -> None:
+        """See `Door.change_policy`."""
+        super().change_policy(policy)
+        self.lookout.change_policy(policy)
 
     def notices(self) -> Sequence[str]:
         """See `Door.notices`."""

@@ -15,6 +15,11 @@ class Sizes:
         self._policy = policy
         self.change_rules(policy.rules)
 
+    def change_policy(self, policy: Policy) -> None:
+        """Another policy with the same tiers."""
+        self._policy = policy
+        self.change_rules(policy.rules)
+
     def change_rules(self, rules: PoolRules) -> None:
         """The pool has another size."""
         self.rules = rules
@@ -29,8 +34,15 @@ class Sizes:
     def too_large(self, ask: Ask) -> RequestTooLarge | None:
         """Why a request could never be admitted, with the figures; None where it could."""
         tier = self._policy.tiers[ask.tier]
-        tokens, requests = self.largest[ask.tier]
-        tokens = tokens if tier.max_request_tokens is None else min(tokens, tier.max_request_tokens)
+        tokens = self.largest[ask.tier][0]
+        return self._exceeds(ask, tokens if tier.max_request_tokens is None else min(tokens, tier.max_request_tokens))
+
+    def outgrown(self, ask: Ask) -> RequestTooLarge | None:
+        """Why a request that waits could never be admitted now. What a tier allows one request is no such reason."""
+        return self._exceeds(ask, self.largest[ask.tier][0])
+
+    def _exceeds(self, ask: Ask, tokens: int) -> RequestTooLarge | None:
+        tier, requests = self._policy.tiers[ask.tier], self.largest[ask.tier][1]
         if ask.tokens > tokens:
             return RequestTooLarge(
                 f"this request would hold {ask.tokens} tokens (prompt and maximum output); "

@@ -81,6 +81,10 @@ class Loss:
         alone.enter(lease)
         self._look_at(lease)
 
+    def change_policy(self, policy: Policy) -> None:
+        """Another policy with the same tiers; `change_rules` follows."""
+        self._policy = policy
+
     def change_rules(self) -> None:
         """The pool has another size, so this replica's part has."""
         self._part = nth(self._sizes.rules, self._known.replicas if self._known else 1)
