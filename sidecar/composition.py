@@ -101,6 +101,12 @@ class AdmissionMiddleware(Admission):
         super().change_policy(policy)
         self.lookout.change_policy(policy)
 
+    def state(self) -> Mapping[str, object]:
+        """See `Door.state`; in a shared pool also which replicas run which policy."""
+        state = super().state()
+        generations = self.lookout.generations()
+        return {**state, "generations": generations} if generations else state
+
     def notices(self) -> Sequence[str]:
         """See `Door.notices`."""
         return [*super().notices(), *self.lookout.notices()]

@@ -32,6 +32,10 @@ class Generations:
                 differs[replica] = before if before and is_as_before else (theirs, own, at_s)
         self._differs = differs
 
+    def count(self, own: str) -> int:
+        """How many different ones there are, `own` among them."""
+        return len({own, *(report.generation for report in self._others.values())})
+
     def running(self, replica: str, own: str) -> Mapping[str, Sequence[str]]:
         """The replicas by what they run, `replica` itself among them."""
         found: dict[str, list[str]] = {own: [replica]}

@@ -11,6 +11,7 @@ from sidecar.asgi.door import Door
 from sidecar.asgi.types import ASGIApp, Receive, Scope, Send
 from sidecar.events import Received
 from sidecar.live import explaining
+from sidecar.live.generations import Generations
 from sidecar.live.hangup import Hangup
 from sidecar.live.metrics_page import metrics_routes
 from sidecar.live.own import Sources
@@ -64,7 +65,10 @@ class Lookout:
         metrics = RequestMetrics(
             policy.pool, tiers=[tier.name for tier in policy.tiers], tenants_shown=shown_tenants(environment)
         )
-        sampler = PoolSampler(pool, lambda: self._policy, self._rejections)
+        generations = Generations()
+        sampler = PoolSampler(
+            pool, lambda: self._policy, self._rejections, lambda: generations.count(self._policy.generation)
+        )
         self._gauges = PoolMetrics(policy.pool, sampler)  # told for as long as it lives
         # In a shared pool the pages of other replicas show what this one tells.
         is_looked_at = is_shown or is_shared
@@ -81,7 +85,8 @@ class Lookout:
                 tenants=metrics.held,
                 refusals=journal.refusals,
                 notices=lambda: [*door.readiness(), *door.notices()],
-            )
+            ),
+            generations,
         )
         names = [tier.name for tier in policy.tiers]
         stories = explaining.routes(journal, tiers=lambda: names, pool=policy.pool, is_shared=is_shared)
@@ -109,6 +114,7 @@ class Lookout:
         """The door goes by another: what is shown, measured and marked goes by it, too."""
         self._policy = policy
         self._spans.change_limits(_starvation_limits_s(policy))
+        self._pages.live.tell()
 
     def reload(self) -> None:
         """Looks at the policy's files at once: somebody says that they are ready."""
@@ -116,8 +122,12 @@ class Lookout:
             self._watch.look_at_once()
 
     def notices(self) -> Sequence[str]:
-        """What whoever is on call should know of the policy's files."""
-        return () if self._watch is None else self._watch.notices()
+        """What whoever is on call should know of the policy's files, and of replicas that run another one."""
+        return [*(() if self._watch is None else self._watch.notices()), *self._pages.live.notices()]
+
+    def generations(self) -> Mapping[str, Sequence[str]]:
+        """The pool's replicas by the generation of the policy that they run; empty where the pool is not shared."""
+        return self._pages.live.generations()
 
     def _rejections(self) -> int:
         return 0 if self._watch is None else self._watch.rejections

@@ -94,8 +94,6 @@ class RedisPool:
         """See `Pool.change_policy`. All replicas that share the pool are told; the latest to say it counts."""
         self._policy = policy
         self._sizes.change_policy(policy)
-        if self._loss is not None:
-            self._loss.change_policy(policy)
         self.change_rules(policy.rules)
 
     def change_rules(self, rules: PoolRules) -> None:
