@@ -76,13 +76,15 @@ class PolicyWatch:
         return () if self._notice is None else (self._notice,)
 
     async def _look_on(self) -> None:
+        is_asked = False
         while True:
-            is_asked = self._asked.is_set()
+            is_asked |= self._asked.is_set()  # until there is an answer: what is written just now is read again
             self._asked.clear()
             try:
                 look = await asyncio.to_thread(self._files.look, at_once=is_asked)
                 if look is not None:
                     self._heed(look, is_asked=is_asked)
+                    is_asked = False
             except Exception:
                 self._report_defect()
             await self._pause()
