@@ -53,10 +53,10 @@ class AdmissionMiddleware(Admission):
     `SIDECAR_POLICY` says where it is, so that a server which constructs its middleware with `app` alone can use this
     class too. Such a server gets the rest from the environment as well: admin pages on `SIDECAR_ADMIN_PORT`, and
     telemetry by `OTEL_*`. `SIDECAR_STORE` goes before the policy's own `store`. `dialect` is how the app's engine hears
-    a priority, where that is not as the policy's `engine` says; `files` are where a loaded policy came from, to be
-    watched; `is_shown` says that `lookout.routes` are served. Raises `PolicyError` with every mistake of the files,
-    and ValueError where there are none; a server that makes its middleware only when it starts is told that the start
-    failed instead.
+    a priority, where that is not as the policy's `engine` says; `files` are where a loaded policy came from: what
+    changes there replaces it while the server runs. `is_shown` says that `lookout.routes` are served. Raises
+    `PolicyError` with every mistake of the files, and ValueError where there are none; a server that makes its
+    middleware only when it starts is told that the start failed instead.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class AdmissionMiddleware(Admission):
             else:
                 path = policy or _policy_path(os.environ)
                 loaded = load(path)
-                files = PolicyFiles(path, loaded.generation)
+                files = PolicyFiles(path)
             engine_key = secret_for_header(os.environ, ENGINE_KEY_VARIABLE)
             if engine_key is not None and loaded.anonymous is not None and not loaded.forward_key:
                 _log.warning("%s", _OPEN_ENGINE, extra={"event": "engine_open"})
@@ -110,6 +110,17 @@ class AdmissionMiddleware(Admission):
             lets_go_s=LETS_GO_WITHIN_S[loaded.engine] if isinstance(app, ReverseProxy) else 0.0,
             engine_key=engine_key,
         )
+
+    def change_policy(self, policy: Policy) -> None:
+        """See `Door.change_policy`."""
+        super().change_policy(policy)
+        self.lookout.change_policy(policy)
+
+    def state(self) -> Mapping[str, object]:
+        """See `Door.state`; in a shared pool also which replicas run which policy."""
+        state = super().state()
+        generations = self.lookout.generations()
+        return {**state, "generations": generations} if generations else state
 
     def notices(self) -> Sequence[str]:
         """See `Door.notices`."""

@@ -21,6 +21,9 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 
+# The client's doing: the same request is answered the same way again.
+_NEVER_HELPED = {400, 401, 413}
+
 
 async def send_error(
     send: Send,
@@ -65,11 +68,24 @@ def _anthropic_body(error: AdmissionError, request_id: str | None) -> dict[str, 
 def error_headers(error: AdmissionError, length: int, request_id: str | None) -> list[tuple[bytes, bytes]]:
     """The headers of an answer with `length` bytes of body."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
-    if error.retry_after_s is not None:
-        # Whole seconds, and never 0: clients take that as "at once" and come back in a tight loop.
-        headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+    headers += _retry_headers(error)
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if request_id is not None:
         headers.append((b"x-request-id", request_id.encode("latin-1")))
     return headers
+
+
+def _retry_headers(error: AdmissionError) -> list[tuple[bytes, bytes]]:
+    """When the client should try again, or that it should not: what is missing, its library decides by the status.
+
+    OpenAI's and Anthropic's clients read `retry-after-ms` before `retry-after`, and try a 408, a 429 and every 5xx
+    again by themselves: those need no `x-should-retry: true`.
+    """
+    if error.never_fits or error.status in _NEVER_HELPED:
+        return [(b"x-should-retry", b"false")]
+    if error.retry_after_s is None:
+        return []
+    # Never earlier than said, and never 0: clients take that as "at once" and come back in a tight loop.
+    seconds, milliseconds = math.ceil(error.retry_after_s), math.ceil(error.retry_after_s * 1000)
+    return [(b"retry-after", b"%d" % max(1, seconds)), (b"retry-after-ms", b"%d" % max(1, milliseconds))]

@@ -19,6 +19,9 @@ from sidecar.pools import Ask
 from sidecar.tokens import Estimator, tokens_to_hold
 
 MAX_WAIT_HEADER = b"x-admission-max-wait"
+ATTEMPT_HEADER = b"x-stainless-retry-count"
+"""What OpenAI's and Anthropic's clients send: how often they have tried this request before."""
+_END_BYTES = 2048
 _LONGEST_LENGTH = 18
 """Digits of a Content-Length: an exabyte."""
 
@@ -42,7 +45,13 @@ class Understood(msgspec.Struct):
         """What it asks of the pool: a sequence for every choice of every prompt."""
         tenant, payload = self.classification.tenant, self.payload
         return Ask(
-            self.classification.level, tenant.name, tenant.weight, self.tokens, payload.prompts * payload.choices
+            self.classification.level,
+            tenant.name,
+            tenant.weight,
+            self.tokens,
+            payload.prompts * payload.choices,
+            request=_told_from_others(tenant.name, self.body),
+            attempt=_attempt(self.headers),
         )
 
 
@@ -83,6 +92,16 @@ class Intake:
         understood.prompt_tokens = await self._estimator.counted_prompt_tokens(payload, self._estimator.counter)
         output_tokens = self._policy.tiers[level].default_output_tokens
         understood.tokens = tokens_to_hold(payload, understood.prompt_tokens, output_tokens)
+
+
+def _told_from_others(tenant: str, body: bytes) -> int:
+    # The ends of a long body: a prompt begins with what many share, and ends with what is new.
+    return hash((tenant, len(body), body[:_END_BYTES], body[-_END_BYTES:]))
+
+
+def _attempt(headers: Mapping[bytes, bytes]) -> int | None:
+    raw = headers.get(ATTEMPT_HEADER)
+    return int(raw) if raw is not None and len(raw) <= _LONGEST_LENGTH and raw.isdigit() else None
 
 
 def _refuse_other_encodings(body: bytes) -> None:
