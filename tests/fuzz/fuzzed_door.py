@@ -40,7 +40,7 @@ def is_as_granted(path: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
     """Fails where a guarded request has reached the app with a key, or with a priority that is not the door's."""
     seen = [(name, value) for name, value in headers if name.startswith((b"x-vllm", b"x-override", b"x-dynamo"))]
     granted = [[(b"x-vllm-priority", b"%d" % priority)] for priority in (0, 10, 20, 30)]
-    assert seen == [] if "embeddings" in path else seen in granted, headers  # vLLM is told none for them
+    assert seen == [] if "embeddings" in path else seen in granted, headers  # theirs is in the body
     assert [name for name, _ in headers if name == b"x-api-key"] == [], headers
     assert not any(name == b"authorization" and value.lower().startswith(b"bearer") for name, value in headers), headers
 
