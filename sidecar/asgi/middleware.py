@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sidecar.asgi.door import Door
 from sidecar.asgi.exchange import Exchange
+from sidecar.asgi.observing import Observing
 from sidecar.asgi.types import Receive, Scope, Send
 from sidecar.policy.policy import Endpoint
 
@@ -16,6 +17,8 @@ class Admission(Door):
         endpoint = self._guarded(scope)
         if endpoint is None:
             await self.app(scope, receive, send)
+        elif self.is_observing:
+            await Observing(self, endpoint, scope, receive, send).run()
         else:
             await Exchange(self, endpoint, scope, receive, send).run()
 

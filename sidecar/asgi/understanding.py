@@ -42,6 +42,11 @@ class Understood(msgspec.Struct):
             self.classification.level, tenant.name, tenant.weight, self.tokens, payload.prompts * payload.choices
         )
 
+    def drop_body(self) -> None:
+        """Keeps what it asks for, not what it says: whoever passes nothing on need not hold megabytes."""
+        self.body = b""
+        self.payload.text = str
+
 
 class Intake:
     """Understands requests by one policy. One per door."""

@@ -1,0 +1,120 @@
+"""One observed request's stand-in in the pool: it waits and holds as the request would have, had it been held.
+
+    ENTERING -> WAITING -> HOLDING -> OVER        (each may also end in OVER: refused, left, or the door closes)
+
+The request itself runs meanwhile, or has run. So whatever the shadow needs to know of it has happened by the time that
+it is needed: the shadow stands where its request stood `queue wait` ago. `observing` has the law.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sidecar.asgi.ruling import Ruling
+from sidecar.asgi.understanding import Understood
+from sidecar.errors import AdmissionError, QueueTimeout
+from sidecar.events import Verdict
+from sidecar.pools import Grant, Lease, Pool
+
+LONGEST_WAIT_S = 3600.0
+"""Where its tier waits for ever, a shadow does not: it is given up after so long."""
+CLIENT_LEFT, WAITED_TOO_LONG = "client_left", "waited_too_long"
+
+
+class Found(NamedTuple):
+    """What became of a shadow. `code` is None where it was admitted; `wait` where it never stood in line."""
+
+    verdict: Verdict
+    code: str | None
+    wait: Grant | None
+
+
+class Shadow:
+    """Follows one request. `tell` is called once, with what became of it.
+
+    `longest_wait_s` is None where the tier, and the client, wait for ever. The request's own exchange calls `left` or
+    `ended`; until it does, a shadow that was admitted holds on. `run` is called once, in a task of its own.
+    """
+
+    __slots__ = ("_began_us", "_ended", "_left", "_longest_wait_s", "_pool", "_ruling", "_tell", "_understood")
+
+    def __init__(
+        self,
+        pool: Pool,
+        ruling: Ruling,
+        understood: Understood,
+        longest_wait_s: float | None,
+        tell: Callable[[Found], None],
+    ) -> None:
+        self._pool = pool
+        self._ruling = ruling
+        self._understood = understood
+        self._longest_wait_s = longest_wait_s
+        self._tell: Callable[[Found], None] | None = tell
+        self._began_us = pool.now_us()
+        loop = asyncio.get_running_loop()
+        self._left: asyncio.Future[None] = loop.create_future()
+        self._ended: asyncio.Future[int] = loop.create_future()
+
+    def left(self) -> None:
+        """The client hung up before a byte had come: its patience, counted from its arrival, was over."""
+        if not self._left.done():
+            self._left.set_result(None)
+
+    def ended(self) -> None:
+        """The request is over: what it took is what it would have taken."""
+        if not self._ended.done():
+            self._ended.set_result(self._pool.now_us() - self._began_us)
+
+    async def run(self) -> None:
+        """Goes through the pool. Canceled, it leaves nothing behind there."""
+        try:
+            if self._ruling.intake.has_tokenizer:
+                await self._ruling.intake.count(self._understood)
+            self._understood.drop_body()
+            await self._pass_through(await self._pool.enter(self._understood.ask()))
+        except AdmissionError as refusal:
+            self._found(Verdict.REFUSED, refusal.code, None)
+
+    def give_up(self, code: str) -> None:
+        """Nobody follows it any more. Where it is not known yet what became of it, it never will be."""
+        self._found(Verdict.UNKNOWN, code, None)
+
+    async def _pass_through(self, lease: Lease) -> None:
+        try:
+            grant = lease.grant or await self._wait(lease)
+            if grant is not None:
+                self._found(Verdict.ADMITTED, None, grant)
+                await self._hold(grant)
+        finally:
+            if not lease.settle():
+                lease.leave()
+
+    async def _wait(self, lease: Lease) -> Grant | None:
+        """The grant; None where it left the queue without one, which is told."""
+        most_s = LONGEST_WAIT_S if self._longest_wait_s is None else self._longest_wait_s
+        granted = lease.wait()
+        await asyncio.wait((granted, self._left), timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._left.done():
+            wait = lease.grant if lease.settle() else await lease.leave()
+            self._found(Verdict.ABANDONED, CLIENT_LEFT, wait)
+        elif granted.done():
+            return granted.result()
+        elif self._longest_wait_s is None:
+            self._found(Verdict.UNKNOWN, WAITED_TOO_LONG, await lease.leave())
+        else:
+            self._found(Verdict.REFUSED, QueueTimeout.code, await lease.leave())
+        return None
+
+    async def _hold(self, grant: Grant) -> None:
+        """Holds the lease for as long as the request took, from the grant on; until its client left, if it did."""
+        await asyncio.wait((self._ended, self._left), return_when=asyncio.FIRST_COMPLETED)
+        if self._ended.done():
+            await asyncio.sleep(max(0, grant.at_us + self._ended.result() - self._pool.now_us()) / 1e6)
+
+    def _found(self, verdict: Verdict, code: str | None, wait: Grant | None) -> None:
+        tell, self._tell = self._tell, None
+        if tell is not None:
+            tell(Found(verdict, code, wait))
