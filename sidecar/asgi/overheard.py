@@ -19,7 +19,7 @@ from sidecar.policy.policy import Endpoint, Tenant
 class Overheard:
     """One request. `finding` is what it asks for or, as soon as that is certain, why enforcing would refuse it.
 
-    `longest_wait_s` is how long it may wait, None for ever; it counts where the finding is no refusal.
+    `tenant` is whose it is, None where its key is unknown.
     """
 
     __slots__ = (
@@ -30,7 +30,6 @@ class Overheard:
         "_ruling",
         "_size",
         "finding",
-        "longest_wait_s",
         "tenant",
     )
 
@@ -38,7 +37,6 @@ class Overheard:
         self, ruling: Ruling, endpoint: Endpoint, scope: Scope, headers: Mapping[bytes, bytes], received_us: int
     ) -> None:
         self.finding: Understood | AdmissionError | None = None
-        self.longest_wait_s: float | None = None
         self.tenant: Tenant | None = None
         self._ruling = ruling
         self._endpoint = endpoint
@@ -85,6 +83,5 @@ class Overheard:
         ruling, chunks = self._ruling, self._chunks
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         understood = ruling.intake.understand(self._endpoint, self._headers, self.tenant, body)
-        of_tier_s = ruling.policy.tiers[understood.classification.level].max_wait_s
-        self.longest_wait_s = longest_wait_s(understood.headers, of_tier_s)
+        longest_wait_s(understood.headers, None)  # raises for what is no duration
         self.finding = understood

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from sidecar.asgi.ruling import Ruling
-from sidecar.asgi.understanding import Understood
+from sidecar.asgi.understanding import Understood, longest_wait_s
 from sidecar.errors import AdmissionError, QueueTimeout
 from sidecar.events import Verdict
 from sidecar.pools import Grant, Lease, Pool
@@ -34,24 +34,16 @@ class Found(NamedTuple):
 class Shadow:
     """Follows one request. `tell` is called once, with what became of it.
 
-    `longest_wait_s` is None where the tier, and the client, wait for ever. The request's own exchange calls `left` or
-    `ended`; until it does, a shadow that was admitted holds on. `run` is called once, in a task of its own.
+    The request's own exchange calls `left` or `ended`; until it does, a shadow that was admitted holds on. `run` is
+    called once, in a task of its own.
     """
 
-    __slots__ = ("_began_us", "_ended", "_left", "_longest_wait_s", "_pool", "_ruling", "_tell", "_understood")
+    __slots__ = ("_began_us", "_ended", "_left", "_pool", "_ruling", "_tell", "_understood")
 
-    def __init__(
-        self,
-        pool: Pool,
-        ruling: Ruling,
-        understood: Understood,
-        longest_wait_s: float | None,
-        tell: Callable[[Found], None],
-    ) -> None:
+    def __init__(self, pool: Pool, ruling: Ruling, understood: Understood, tell: Callable[[Found], None]) -> None:
         self._pool = pool
         self._ruling = ruling
         self._understood = understood
-        self._longest_wait_s = longest_wait_s
         self._tell: Callable[[Found], None] | None = tell
         self._began_us = pool.now_us()
         loop = asyncio.get_running_loop()
@@ -73,8 +65,9 @@ class Shadow:
         try:
             if self._ruling.intake.has_tokenizer:
                 await self._ruling.intake.count(self._understood)
+            ask = self._understood.ask()
             self._understood.drop_body()
-            await self._pass_through(await self._pool.enter(self._understood.ask()))
+            await self._pass_through(await self._pool.enter(ask))
         except AdmissionError as refusal:
             self._found(Verdict.REFUSED, refusal.code, None)
 
@@ -94,19 +87,24 @@ class Shadow:
 
     async def _wait(self, lease: Lease) -> Grant | None:
         """The grant; None where it left the queue without one, which is told."""
-        most_s = LONGEST_WAIT_S if self._longest_wait_s is None else self._longest_wait_s
+        most_s = self._longest_wait_s()
         granted = lease.wait()
-        await asyncio.wait((granted, self._left), timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
+        at_most_s = LONGEST_WAIT_S if most_s is None else most_s
+        await asyncio.wait((granted, self._left), timeout=at_most_s, return_when=asyncio.FIRST_COMPLETED)
         if self._left.done():
             wait = lease.grant if lease.settle() else await lease.leave()
             self._found(Verdict.ABANDONED, CLIENT_LEFT, wait)
         elif granted.done():
             return granted.result()
-        elif self._longest_wait_s is None:
+        elif most_s is None:
             self._found(Verdict.UNKNOWN, WAITED_TOO_LONG, await lease.leave())
         else:
             self._found(Verdict.REFUSED, QueueTimeout.code, await lease.leave())
         return None
+
+    def _longest_wait_s(self) -> float | None:
+        understood = self._understood
+        return longest_wait_s(understood.headers, self._ruling.policy.tiers[understood.classification.level].max_wait_s)
 
     async def _hold(self, grant: Grant) -> None:
         """Holds the lease for as long as the request took, from the grant on; until its client left, if it did."""

@@ -112,7 +112,7 @@ class Witness:
 
     def _send_shadow(self, understood: Understood) -> None:
         door = self._door
-        shadow = Shadow(door.pool, self._ruling, understood, self._overheard.longest_wait_s, self._tell)
+        shadow = Shadow(door.pool, self._ruling, understood, self._tell)
         if door.shadows.follow(shadow):
             self._shadow = shadow
         else:

@@ -164,7 +164,8 @@ class Journal:
     def _note(self, record: Record, event: Event) -> None:
         if type(event) is Classified and event.model is not None and len(event.model) > LONGEST_MODEL:
             event = msgspec.structs.replace(event, model=event.model[:LONGEST_MODEL])
-        setattr(record, _FIELDS[type(event)], event)
+        if type(event) in _FIELDS:
+            setattr(record, _FIELDS[type(event)], event)
         if type(event) is Admitted:
             self._keep_admission(record)
         elif type(event) is Refused or type(event) is Settled:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import Link, SpanKind
 
-from sidecar.events import Admitted, Classified, Event, FirstByte, Headers, Queued, Received, Refused, Settled
+from sidecar.events import Admitted, Classified, Event, FirstByte, Headers, Observed, Queued, Received, Refused, Settled
 from sidecar.telemetry import attributes, semconv
 from sidecar.telemetry.attributes import Attributes
 from sidecar.telemetry.links import MOST_LINKS, WhoWasAhead, links_to
@@ -106,6 +106,8 @@ class RequestSpans:
                 self._queued = event
             case Admitted():
                 self._admit(event)
+            case Observed():
+                self._attributes.update(attributes.of_observed(event))
             case FirstByte():
                 self._first_byte(event)
             case Refused():
