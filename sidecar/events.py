@@ -2,11 +2,12 @@
 
 The door tells one `Observation` per request, in the order of the classes below; at most one of each, `Received` first,
 `Refused` or `Settled` last. Only a request that is preempted begins anew: behind `Preempted` come `Queued` and, if it
-is admitted again, `Admitted`. A request that passes in `mode: observe` is told of as it really went (admitted, without
-a wait), or with `Settled` alone where it would have been refused before its tier was known; `Observed` comes anywhere
-in between, where it is known in time. Times are whole microseconds of the process's monotonic clock (`*_us`);
-`Received` also has the wall clock, so that an observer can place the others in calendar time. Records are msgspec
-Structs because they are made on every request: ten times cheaper than a frozen dataclass, and as immutable.
+is admitted again, `Admitted`; it ends in `Settled` either way. A request that passes in `mode: observe` is told of as
+it really went (admitted, without a wait), or with `Settled` alone where it would have been refused before its tier was
+known; `Observed` comes anywhere in between, where it is known in time. Times are whole microseconds of the process's
+monotonic clock (`*_us`); `Received` also has the wall clock, so that an observer can place the others in calendar time.
+Records are msgspec Structs because they are made on every request: ten times cheaper than a frozen dataclass, and as
+immutable.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ class Received(msgspec.Struct, frozen=True, gc=False):
 
 
 class Classified(msgspec.Struct, frozen=True, gc=False):
-    """Who asks, for which tier, and what it will hold. `tier` is the one granted; `clamped_from` the one asked for."""
+    """Who asks, for which tier, and what it will hold. `tier` is the one granted; `clamped_from` the one asked for.
+
+    `preemptible` says that what it is admitted with may be taken back until its first byte goes out.
+    """
 
     at_us: int
     tier: str
@@ -56,6 +60,7 @@ class Classified(msgspec.Struct, frozen=True, gc=False):
     stream: bool
     tokens: int
     requests: int
+    preemptible: bool = False
 
 
 class Obstacle(str, Enum):
@@ -101,7 +106,8 @@ class Preempted(msgspec.Struct, frozen=True, gc=False):
     """The request gave its room to a more important one before its first byte, and waits again from now on.
 
     `admitted_us` is when it had been admitted: what the engine has done since is lost. `times` counts how often it has
-    happened to this request. A later `Admitted` tells its whole wait, from the arrival on.
+    happened to this request. A later `Admitted` tells its whole wait, from the arrival on. Where there is none, because
+    it was refused or left while it waited again, `Settled` has no tokens used, and the refusal's code as its `error`.
     """
 
     at_us: int
@@ -138,7 +144,8 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
 
     `input_tokens` and `output_tokens` are the engine's own count, None where it sent none. `tokens_used` is the best
     known: the engine's count, or else the estimate of the prompt and the chunks that went out. `error` is a word from
-    a small set (an error code, an exception's class), None where the request did not fail.
+    a small set (an error code, an exception's class), None where the request did not fail. `wait` is what `Refused`
+    would have told, of a request that was preempted and ended while it waited again; None where that is not known.
     """
 
     at_us: int
@@ -148,6 +155,7 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
     input_tokens: int | None
     output_tokens: int | None
     error: str | None
+    wait: Refused | None = None
 
 
 class Verdict(str, Enum):

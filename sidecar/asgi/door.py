@@ -25,7 +25,11 @@ OBSERVES = "mode: observe: requests pass at once, the pool shows what enforcing 
 
 
 class Door:
-    """What a request needs to be admitted to an app and served by it."""
+    """What a request needs to be admitted to an app and served by it.
+
+    `engine_key` is the engine's own API key: what goes on to it carries that one in place of the tenant's. `lets_go_s`
+    is how long the engine may run on for a request behind the end of the app's call for it.
+    """
 
     def __init__(
         self,
@@ -37,9 +41,12 @@ class Door:
         estimator: Estimator,
         observer: Observer | None,
         observed: ObservedObserver | None = None,
+        lets_go_s: float = 0.0,
+        engine_key: str | None = None,
     ) -> None:
         self.app = app
-        self.ruling = ruling(policy, dialect, estimator)
+        self.engine_key = None if engine_key is None else engine_key.encode("ascii")
+        self.ruling = ruling(policy, dialect, estimator, self.engine_key)
         self.endpoints = self.ruling.endpoints
         self.pool = pool
         self.dialect = dialect
@@ -47,8 +54,8 @@ class Door:
         self.observer = observer
         self.observed = observed
         self.shadows = Shadows()
-        soonest_s = min(LONGEST_ROUND_S, policy.body_timeout_s, policy.disconnect_grace_s)
-        self.rounds = Rounds(max(SHORTEST_ROUND_S, soonest_s))
+        self.lets_go_s = lets_go_s
+        self.rounds = Rounds(_round_s(policy))
         self.is_draining = False
 
     @property
@@ -60,6 +67,16 @@ class Door:
     def is_observing(self) -> bool:
         """Whether new requests pass, whatever the policy would do with them."""
         return self.ruling.policy.mode is Mode.OBSERVE
+
+    def change_policy(self, policy: Policy) -> None:
+        """Goes by another policy from the next request on; those that are in keep to the one they came under.
+
+        `policy.replacing` says which can replace which. Raises, and nothing has changed, where this one cannot be used.
+        """
+        replacing = ruling(policy, self.dialect, self.estimator, self.engine_key)
+        self.pool.change_policy(policy)
+        self.ruling, self.endpoints = replacing, replacing.endpoints
+        self.rounds.interval_s = _round_s(policy)
 
     def drain(self) -> None:
         """Refuses every new request from now on; those that wait or run are served to their end.
@@ -102,3 +119,8 @@ class Door:
             "shadows": len(self.shadows),
             "pool": self.pool.state(),
         }
+
+
+def _round_s(policy: Policy) -> float:
+    """How often those that are under way have to be looked after, in seconds."""
+    return max(SHORTEST_ROUND_S, min(LONGEST_ROUND_S, policy.body_timeout_s, policy.disconnect_grace_s))

@@ -16,9 +16,11 @@ The law, for its shadow (`shadow`):
    Where both wait for ever it is given up after an hour, and what would have become of it is not known.
 3. It holds its lease for as long as the real request took, counted from its own grant, also where that has long ended.
    So the pool is as full as it would be.
-4. A client that hung up before the first byte of its answer had run out of patience: that counts from its arrival, and
+4. Its room may be taken back for a more important request, as when enforcing, until the moment at which its first byte
+   would have gone out. It then stands in line again at once, and its request's time begins anew with the next grant.
+5. A client that hung up before the first byte of its answer had run out of patience: that counts from its arrival, and
    ends the shadow at that very moment, waiting or holding. One that hung up later had seen enough: rule 3.
-5. What only we do to it (the door closes, there are too many shadows) ends it as unknown.
+6. What only we do to it (the door closes, there are too many shadows) ends it as unknown.
 
 What the shadow cannot know:
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sidecar.asgi.body import too_large
+from sidecar.asgi.credentials import refuse_two_keys
 from sidecar.asgi.ruling import Ruling
 from sidecar.asgi.types import Message, Scope
 from sidecar.asgi.understanding import Understood, declared_length, longest_wait_s
@@ -45,6 +46,7 @@ class Overheard:
         self._chunks: list[bytes] = []
         self._size = 0
         try:
+            refuse_two_keys(scope, headers)
             self.tenant = ruling.intake.tenant(headers)
             self._grow(declared_length(scope, headers) or 0)
             self._size = 0

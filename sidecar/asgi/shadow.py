@@ -34,11 +34,11 @@ class Found(NamedTuple):
 class Shadow:
     """Follows one request. `tell` is called once, with what became of it.
 
-    The request's own exchange calls `left` or `ended`; until it does, a shadow that was admitted holds on. `run` is
-    called once, in a task of its own.
+    The request's own exchange calls `begun` with its first byte, then `left` or `ended`; until it does, one that was
+    admitted holds on. `run` is called once, in a task of its own.
     """
 
-    __slots__ = ("_began_us", "_ended", "_left", "_pool", "_ruling", "_tell", "_understood")
+    __slots__ = ("_began_us", "_begun", "_ended", "_left", "_pool", "_ruling", "_taken", "_tell", "_understood")
 
     def __init__(self, pool: Pool, ruling: Ruling, understood: Understood, tell: Callable[[Found], None]) -> None:
         self._pool = pool
@@ -47,8 +47,15 @@ class Shadow:
         self._tell: Callable[[Found], None] | None = tell
         self._began_us = pool.now_us()
         loop = asyncio.get_running_loop()
+        self._begun: asyncio.Future[int] = loop.create_future()
         self._left: asyncio.Future[None] = loop.create_future()
         self._ended: asyncio.Future[int] = loop.create_future()
+        self._taken: asyncio.Future[None] = loop.create_future()
+
+    def begun(self) -> None:
+        """The first byte of the answer goes out."""
+        if not self._begun.done():
+            self._begun.set_result(self._pool.now_us() - self._began_us)
 
     def left(self) -> None:
         """The client hung up before a byte had come: its patience, counted from its arrival, was over."""
@@ -57,6 +64,7 @@ class Shadow:
 
     def ended(self) -> None:
         """The request is over: what it took is what it would have taken."""
+        self.begun()
         if not self._ended.done():
             self._ended.set_result(self._pool.now_us() - self._began_us)
 
@@ -76,8 +84,15 @@ class Shadow:
         self._found(Verdict.UNKNOWN, code, None)
 
     async def _pass_through(self, lease: Lease) -> None:
+        is_preemptible = self._is_preemptible()
+        if is_preemptible:
+            lease.on_preempt = self._take_back
         try:
-            grant = lease.grant or await self._wait(lease)
+            grant = lease.grant or await self._wait(lease, lease.wait(), self._longest_wait_s())
+            while is_preemptible and grant is not None and await self._is_taken_back(lease, grant):
+                self._taken = asyncio.get_running_loop().create_future()
+                # As when enforcing: only the client itself may limit how long it waits again.
+                grant = await self._wait(lease, lease.requeue(), longest_wait_s(self._understood.headers, None))
             if grant is not None:
                 self._found(Verdict.ADMITTED, None, grant)
                 await self._hold(grant)
@@ -85,10 +100,8 @@ class Shadow:
             if not lease.settle():
                 lease.leave()
 
-    async def _wait(self, lease: Lease) -> Grant | None:
+    async def _wait(self, lease: Lease, granted: asyncio.Future[Grant], most_s: float | None) -> Grant | None:
         """The grant; None where it left the queue without one, which is told."""
-        most_s = self._longest_wait_s()
-        granted = lease.wait()
         at_most_s = LONGEST_WAIT_S if most_s is None else most_s
         await asyncio.wait((granted, self._left), timeout=at_most_s, return_when=asyncio.FIRST_COMPLETED)
         if self._left.done():
@@ -106,11 +119,34 @@ class Shadow:
         understood = self._understood
         return longest_wait_s(understood.headers, self._ruling.policy.tiers[understood.classification.level].max_wait_s)
 
+    def _is_preemptible(self) -> bool:
+        rules = self._ruling.policy.rules
+        return rules.max_preemptions > 0 and rules.tiers[self._understood.classification.level].preemptible
+
+    def _take_back(self) -> None:
+        """Called by the pool: the room is wanted by a more important request."""
+        if not self._taken.done():
+            self._taken.set_result(None)
+
+    async def _is_taken_back(self, lease: Lease, grant: Grant) -> bool:
+        """Holds until the first byte would have gone out: whether the room was wanted back before that."""
+        await asyncio.wait((self._taken, self._begun, self._left), return_when=asyncio.FIRST_COMPLETED)
+        if self._begun.done():
+            await asyncio.wait((self._taken,), timeout=self._left_s(grant, self._begun.result()))
+        if self._taken.done() and not self._left.done():
+            return True
+        lease.keep()
+        return False
+
     async def _hold(self, grant: Grant) -> None:
         """Holds the lease for as long as the request took, from the grant on; until its client left, if it did."""
         await asyncio.wait((self._ended, self._left), return_when=asyncio.FIRST_COMPLETED)
         if self._ended.done():
-            await asyncio.sleep(max(0, grant.at_us + self._ended.result() - self._pool.now_us()) / 1e6)
+            await asyncio.sleep(self._left_s(grant, self._ended.result()))
+
+    def _left_s(self, grant: Grant, lasts_us: int) -> float:
+        """Until so long after the grant."""
+        return max(0, grant.at_us + lasts_us - self._pool.now_us()) / 1e6
 
     def _found(self, verdict: Verdict, code: str | None, wait: Grant | None) -> None:
         tell, self._tell = self._tell, None

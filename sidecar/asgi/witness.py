@@ -64,6 +64,8 @@ class Witness:
             if body := message.get("body", b""):
                 if not self._usage.has_begun:
                     self._report.first_byte(self._status)
+                    if self._shadow is not None:
+                        self._shadow.begun()
                 self._usage.feed(body)
             # Servers say `http.disconnect` behind a complete response, too: only one from before is a departure.
             self._is_answered = not message.get("more_body", False) and not self._client_left

@@ -1,8 +1,8 @@
 """Say what enforcing the policy would have done to the requests that passed in `mode: observe`.
 
-Reads the admin port of a running door (sidecar serve, or SIDECAR_ADMIN_PORT where it is mounted). Nobody was held and
-nothing was refused: the figures are of what would have been. Counting begins when the process does, and anew with
-every change of the policy.
+Reads the admin port of a running door (sidecar serve, or SIDECAR_ADMIN_PORT where it is mounted), and sends the token
+in SIDECAR_ADMIN_TOKEN or SIDECAR_ADMIN_TOKEN_FILE along. Nobody was held and nothing was refused: the figures are of
+what would have been. Counting begins when the process does, and anew with every change of the policy.
 """
 
 from __future__ import annotations

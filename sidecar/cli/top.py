@@ -1,7 +1,8 @@
 """Watch the pool: who holds what, who waits and starves, who overtook whom, and what was refused.
 
-Reads the admin port of a running door (sidecar serve, or SIDECAR_ADMIN_PORT where it is mounted). On a terminal it
-draws until q or Ctrl-C; anywhere else, and with --once, it prints one plain picture. NO_COLOR turns the colors off.
+Reads the admin port of a running door (sidecar serve, or SIDECAR_ADMIN_PORT where it is mounted), and sends the token
+in SIDECAR_ADMIN_TOKEN or SIDECAR_ADMIN_TOKEN_FILE along. On a terminal it draws until q or Ctrl-C; anywhere else, and
+with --once, it prints one plain picture. NO_COLOR turns the colors off.
 """
 
 from __future__ import annotations

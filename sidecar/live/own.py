@@ -44,9 +44,9 @@ def own_report(sources: Sources, state: Mapping[str, Any], replica: str, host: s
     tenants = [TenantView(name, *holding) for name, holding in sources.tenants().items()]
     tenants.sort(key=lambda one: (-one.tokens_held, -one.waiting, one.tenant))
     refusals = [_refusal(record, replica) for record in sources.refusals(MOST_REFUSALS)]
-    counts = own["leases"], own["waiting"]
+    counts, generation = (own["leases"], own["waiting"]), sources.policy().generation
     observed = sources.observed(MOST_TENANTS)
-    return Report(replica, host, at_s, *counts, tiers, tenants[:MOST_TENANTS], refusals, observed)
+    return Report(replica, host, at_s, *counts, tiers, tenants[:MOST_TENANTS], refusals, generation, observed)
 
 
 def _tier(recent: Recent, name: str, grant: Grant | None, replica: str, at_s: float) -> TierReport:
@@ -60,7 +60,7 @@ def _tier(recent: Recent, name: str, grant: Grant | None, replica: str, at_s: fl
 
 
 def _has_any(bucket: Bucket) -> bool:
-    return bool(bucket.admitted or bucket.refused or bucket.wait_max_s or bucket.ttft_max_s)
+    return bool(bucket.admitted or bucket.refused or bucket.wait_max_s or bucket.ttft_max_s or bucket.preempted)
 
 
 def _refusal(record: Record, replica: str) -> RefusalView:
@@ -76,4 +76,5 @@ def _refusal(record: Record, replica: str) -> RefusalView:
         request_id=record.request_id,
         waited_s=refused.queue_wait_us / 1e6,
         replica=replica,
+        preempted=len(record.lost),
     )

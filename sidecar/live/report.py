@@ -25,7 +25,10 @@ class TierReport(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """One process. `at_s` is its own calendar's. `observed` is None where nothing has been observed."""
+    """One process. `at_s` is its own calendar's; `generation` is its policy's, empty where it does not say.
+
+    `observed` is None where nothing has been observed.
+    """
 
     replica: str
     host: str
@@ -35,6 +38,7 @@ class Report(msgspec.Struct, frozen=True):
     tiers: list[TierReport]
     tenants: list[TenantView]
     refusals: list[RefusalView]
+    generation: str = ""
     observed: Standing | None = None
 
 

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from sidecar.events import Obstacle
+from sidecar.policy.policy import Policy
 from sidecar.policy.rules import PoolRules
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False):
-    """What a request wants to hold until it is settled. `tier` is a level."""
+    """What a request wants to hold until it is settled. `tier` is a level.
+
+    `request` is the same when a client sends the same request again, and as good as never for another one; `attempt`
+    is the client's own count of how often it has sent it before, None where it does not say.
+    """
 
     tier: int
     tenant: str
     weight: int
     tokens: int
     requests: int
+    request: int = 0
+    attempt: int | None = None
 
 
 class Grant(msgspec.Struct, frozen=True, gc=False):
@@ -51,9 +58,15 @@ class Shared(NamedTuple):
 
 
 class Lease(Protocol):
-    """One request in a pool: waiting, then held, then over. It ends once, by `settle` or by `leave`."""
+    """One request in a pool: waiting, then held, then over. It ends once, by `settle` or by `leave`.
+
+    `on_preempt` is set by who holds it, as soon as it has the lease: it is called on the event loop, at most once a
+    grant and never after the end, when a more important request is to have the room. The holder lets its engine go and
+    then calls `requeue`; the room is not free before. A lease without `on_preempt` is never preempted.
+    """
 
     grant: Grant | None
+    on_preempt: Callable[[], None] | None
 
     def wait(self) -> asyncio.Future[Grant]:
         """The grant, as soon as there is one. Cancel-safe: whoever stops waiting calls `leave`.
@@ -70,6 +83,16 @@ class Lease(Protocol):
         None, and nothing changes, where it does not wait.
         """
 
+    def keep(self) -> None:
+        """The first byte goes out: the lease is never preempted from now on. Nothing changes where it is not held."""
+
+    def requeue(self) -> asyncio.Future[Grant]:
+        """Gives the room back and waits again, by the original arrival; as `wait`, but `grant` is None until then.
+
+        Only after `on_preempt`, once, where it was not kept or settled since; else it raises RuntimeError. The wait may
+        end in RequestTooLarge, too: the pool may have shrunk.
+        """
+
     def resize(self, tokens: int) -> bool:
         """Sets what the lease holds, at least 1 token. False, and nothing changes, where it is not held."""
 
@@ -79,6 +102,13 @@ class Pool(Protocol):
 
     def change_rules(self, rules: PoolRules) -> None:
         """The pool has another size, with the same tiers. Whoever waits for more than it could ever give is refused."""
+
+    def change_policy(self, policy: Policy) -> None:
+        """Another policy with the same tiers (see `policy.replacing`): its rules, queues and limits count at once.
+
+        Whoever waits or runs keeps its place and what it holds; a pool that holds more than it has now admits nobody
+        until that has drained. Otherwise as `change_rules`.
+        """
 
     def hold_back(self, for_s: float) -> None:
         """Admits nobody for so many seconds while anything is held; 0 ends it."""

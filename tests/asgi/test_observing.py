@@ -333,14 +333,14 @@ async def test_a_pool_that_never_answers_holds_nobody_and_is_left_when_the_door_
 # Bounds
 
 
-async def test_there_are_only_so_many_shadows(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_there_are_only_so_many_shadows() -> None:
     app = App(is_held=True)
     door = ObservedDoor(app, policy())
     door.door.shadows = Shadows(most=2)
     async with serving(door.door) as door.served:
         asking = [asyncio.create_task(door.ask()) for _ in range(3)]
         await door.until_found(3)
-        assert [code for _, code in door.verdicts()] == [None, None, "too_many_shadows"]
+        assert sorted(str(code) for _, code in door.verdicts()) == ["None", "None", "too_many_shadows"]
         app.release(3)
         assert [(await one).status for one in asking] == [200] * 3
         await door.no_shadow_left()
