@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,11 +17,12 @@ import pytest
 
 from sidecar.asgi.middleware import Admission
 from sidecar.engines import dialect_of
-from sidecar.events import Admitted, Observed, Refused
+from sidecar.events import Admitted, Observed, Preempted, Refused
+from sidecar.policy import loading
 from sidecar.policy.policy import Mode, Policy
 from sidecar.pools import LocalPool
 from sidecar.tokens import Estimator
-from tests.support.door import Caller, Recorder, chat, policy
+from tests.support.door import Caller, Recorder, chat, write_policy
 from tests.support.virtual_time import run_virtually, virtual_now_us
 
 TOLERANCE_US = 10
@@ -95,9 +97,9 @@ async def one(door: Admission, number: int, planned: Planned) -> None:
     await calling
 
 
-async def play(with_policy: Policy, plan: list[Planned]) -> list[Became]:
+async def play(with_policy: Policy, plan: list[Planned], recorder: Recorder | None = None) -> list[Became]:
     """Plays a load through a door; returns what became of each request, in the order of the plan."""
-    recorder, found = Recorder(), list[Observed]()
+    recorder, found = recorder or Recorder(), list[Observed]()
     door = Admission(
         Engine(),
         policy=with_policy,
@@ -117,23 +119,31 @@ async def play(with_policy: Policy, plan: list[Planned]) -> list[Became]:
         assert len(found) == len(plan)
     else:
         for story in recorder.stories:
-            (told,) = (event for event in story.events if isinstance(event, Admitted | Refused))
+            told = [event for event in story.events if isinstance(event, Admitted | Refused)][-1]
             code = told.code if isinstance(told, Refused) else None
             became[story.received.request_id] = Became(code, told.queue_wait_us, told.starvation_us)
     return [became[str(number)] for number in range(len(plan))]
 
 
-def a_policy(mode: Mode) -> Policy:
-    """Room for three; batch has a short queue, normal a short patience, the others wait for as long as it takes."""
-    made = policy(requests="3", max_wait="800ms", max_requests="4")
-    return replace(made, mode=mode)
+def policies(folder: Path, **changes: str) -> dict[Mode, Policy]:
+    """Room for three; batch has a short queue, normal a short patience, the others wait for as long as it takes.
+
+    Anybody may ask for any tier. `changes` are what stands in place of a tier's `{`.
+    """
+    path = write_policy(folder, requests="3", max_wait="800ms", max_requests="4")
+    written = path.read_text().replace("anonymous: normal", "anonymous: critical")
+    for tier, settings in changes.items():
+        written = written.replace(f"  {tier}: {{", f"  {tier}: {{{settings}")
+    path.write_text(written)
+    loaded = loading.load(path)
+    return {mode: replace(loaded, mode=mode) for mode in Mode}
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_enforcing_would_have_done_is_what_it_does(seed: int) -> None:
-    plan = load(seed)
-    enforced = run_virtually(play(a_policy(Mode.ENFORCE), plan))
-    observed = run_virtually(play(a_policy(Mode.OBSERVE), plan))
+def test_what_enforcing_would_have_done_is_what_it_does(seed: int, tmp_path: Path) -> None:
+    plan, by_mode = load(seed), policies(tmp_path)
+    enforced = run_virtually(play(by_mode[Mode.ENFORCE], plan))
+    observed = run_virtually(play(by_mode[Mode.OBSERVE], plan))
     # The load must show something: all endings, waits, and starvation.
     assert {one.code for one in enforced} == {None, "queue_full", "queue_timeout", "client_left"}
     assert sum(one.queue_wait_us > 0 for one in enforced) > 40
@@ -144,8 +154,23 @@ def test_what_enforcing_would_have_done_is_what_it_does(seed: int) -> None:
         assert would.starvation_us == pytest.approx(did.starvation_us, abs=TOLERANCE_US)
 
 
-def test_an_engine_without_a_load_shows_no_wait_in_either() -> None:
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_so_it_is_where_running_requests_give_their_room_to_more_important_ones(seed: int, tmp_path: Path) -> None:
+    by_mode = policies(tmp_path, critical="preempt_after: 20ms", batch="preemptible: true, ")
+    plan = [replace(planned, patience_us=None) for planned in load(seed)]
+    outcomes = {}
+    for mode in Mode:
+        recorder = Recorder()
+        outcomes[mode] = run_virtually(play(by_mode[mode], plan, recorder))
+        if mode is Mode.ENFORCE:
+            assert sum(isinstance(event, Preempted) for story in recorder.stories for event in story.events) > 3
+    assert [one.code for one in outcomes[Mode.OBSERVE]] == [one.code for one in outcomes[Mode.ENFORCE]]
+    for would, did in zip(outcomes[Mode.OBSERVE], outcomes[Mode.ENFORCE], strict=True):
+        assert would.queue_wait_us == pytest.approx(did.queue_wait_us, abs=TOLERANCE_US)
+
+
+def test_an_engine_without_a_load_shows_no_wait_in_either(tmp_path: Path) -> None:
     plan = [replace(planned, at_us=number * 1_000_000, patience_us=None) for number, planned in enumerate(load(1, 20))]
     for mode in Mode:
-        became = run_virtually(play(a_policy(mode), plan))
+        became = run_virtually(play(policies(tmp_path)[mode], plan))
         assert became == [Became(None, 0, 0)] * len(plan)

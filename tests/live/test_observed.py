@@ -31,7 +31,8 @@ def heard(*all_told: Observed, replica: str = "a", waiting: int = 0, since_s: fl
     tallies = Tallies(lambda: generation, lambda: AT_S + ahead_s - since_s)
     for one in all_told:
         tallies.note(one)
-    report = Report(replica, f"host-{replica}", AT_S + ahead_s, 1, waiting, [], [], [], tallies.read(20))
+    told_of = {"generation": generation, "observed": tallies.read(20)}
+    report = Report(replica, f"host-{replica}", AT_S + ahead_s, 1, waiting, [], [], [], **told_of)  # type: ignore[arg-type]
     return Heard(unpack(pack(report)), 0.0, ahead_s)
 
 
