@@ -305,8 +305,13 @@ function replicas(overview) {
   keep(at("replica-rows"), overview.replicas, (replica) => replica.replica, (replica) => {
     const own = replica.replica === overview.replica ? " (this one)" : "";
     const id = make("span", "id soft", ` ${replica.replica.slice(0, 8)}`);
-    return row(head(replica.host, id, own), ...[0, 1, 2].map(() => cell("number")));
+    const differs = make("span", "differs");
+    const node = row(head(replica.host, id, own, differs), ...[0, 1, 2].map(() => cell("number")));
+    node.differs = differs;
+    return node;
   }, (node, replica) => {
+    const isAnother = replica.generation && replica.generation !== overview.generation;
+    put(node.differs, isAnother ? ` policy\u00a0${replica.generation}` : "");
     put(node.children[1], count(replica.leases));
     put(node.children[2], count(replica.waiting));
     put(node.children[3], replica.seen_s_ago < 0.1 ? "now" : `${replica.seen_s_ago.toFixed(0)} s ago`);

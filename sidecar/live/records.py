@@ -81,13 +81,14 @@ class RefusalView(msgspec.Struct, frozen=True):
 
 
 class ReplicaView(msgspec.Struct, frozen=True):
-    """One process of the pool, as it was `seen_s_ago`."""
+    """One process of the pool, as it was `seen_s_ago`; `generation` is the policy that it ran, empty if not known."""
 
     replica: str
     host: str
     leases: int
     waiting: int
     seen_s_ago: float
+    generation: str = ""
 
 
 class Overview(msgspec.Struct, frozen=True):

@@ -57,7 +57,7 @@ def draw(overview: Overview, look: Look) -> list[str]:
         *_tiers(overview, look),
         "",
         *_tenants(overview.tenants, look),
-        *_replicas(overview.replicas, look),
+        *_replicas(overview.replicas, overview.generation, look),
         *_refusals(overview.refusals, look),
     ]
 
@@ -200,15 +200,19 @@ def _tenants(tenants: Sequence[TenantView], look: Look) -> list[str]:
     return [*lines, ""]
 
 
-def _replicas(replicas: Sequence[ReplicaView], look: Look) -> list[str]:
+def _replicas(replicas: Sequence[ReplicaView], generation: str, look: Look) -> list[str]:
     width = look.width - 32
     lines = [look.paint(f"{'REPLICA':<{width}}  {'SEEN':>8}  {'RUNNING':>8}  {'WAITING':>8}", _DIM)]
     lines += [
-        f"{look.cut(f'{one.host} {one.replica[:8]}', width)}  {_seen(one):>8}  {count(one.leases):>8}  "
-        f"{count(one.waiting):>8}"
+        f"{look.cut(_name(one, generation), width)}  {_seen(one):>8}  {count(one.leases):>8}  {count(one.waiting):>8}"
         for one in replicas
     ]
     return [*lines, ""]
+
+
+def _name(replica: ReplicaView, generation: str) -> str:
+    name = f"{replica.host} {replica.replica[:8]}"
+    return name if replica.generation in ("", generation) else f"{name} policy {replica.generation}"
 
 
 def _seen(replica: ReplicaView) -> str:

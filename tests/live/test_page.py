@@ -150,6 +150,18 @@ async def test_what_was_preempted_is_told_with_what_it_cost(tools: str) -> None:
         assert (await cells(page, 0, "refusal-rows"))[2] == "queue_timeout (503), preempted 2\u00d7: no room"
 
 
+async def test_a_replica_that_runs_another_policy_is_marked_until_it_does_not(tools: str) -> None:
+    def replicas_run(*generations: str) -> Any:
+        named = [ReplicaView(f"r{n}", f"host-{n}", 1, 0, 0.0, run) for n, run in enumerate(generations)]
+        return overview(replicas=named, replica="r0", mode="shared", store={"state": "shared"}, generation="abc")
+
+    async with shown(tools, replicas_run("abc", "def", "")) as (page, server):
+        names = [(await cells(page, number, "replica-rows"))[0] for number in range(3)]
+        assert names == ["host-0 r0 (this one)", "host-1 r1 policy def", "host-2 r2"]
+        server.overview = replicas_run("abc", "abc", "")
+        await page.until("!document.getElementById('replica-rows').innerText.includes('policy')")
+
+
 async def test_promises_are_marked_as_kept_or_broken(tools: str) -> None:
     promised = Promised(ttft_s=0.5, queue_wait_s=60.0, starvation_s=1800.0)
     batch = msgspec.structs.replace(starved(), slo=promised)

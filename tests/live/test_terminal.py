@@ -104,6 +104,13 @@ def test_a_flood_of_the_same_refusal_is_one_line() -> None:
     assert sum("id-" in line for line in lines) == 1
 
 
+def test_a_replica_that_runs_another_policy_is_marked() -> None:
+    named = [ReplicaView(f"r{n}", "host", 1, 0, 0.0, run) for n, run in enumerate(("abc", "def", ""))]
+    lines = [line for line in draw(overview(replicas=named, generation="abc"), Look(100)) if line.startswith("host r")]
+    assert ["policy" in line for line in lines] == [False, True, False]
+    assert lines[1].startswith("host r1 policy def ")
+
+
 def test_text_is_broken_between_words() -> None:
     assert wrapped("one two three", 7) == ["one two", "three"]
     assert wrapped("abcdefghij", 4) == ["abcd", "efgh", "ij"]
