@@ -89,7 +89,9 @@ def test_whoever_names_a_port_names_one_that_its_pods_have(overlay: str) -> None
 def test_what_selects_pods_selects_some(overlay: str) -> None:
     labels = [pod["metadata"]["labels"] for pod in pods(overlay).values()]
     selectors = [found["spec"]["selector"]["matchLabels"] for found in of_kind(overlay, "Deployment").values()]
-    selectors += [found["spec"]["selector"]["matchLabels"] for found in of_kind(overlay, "PodDisruptionBudget").values()]
+    selectors += [
+        found["spec"]["selector"]["matchLabels"] for found in of_kind(overlay, "PodDisruptionBudget").values()
+    ]
     selectors += [found["spec"]["selector"] for found in of_kind(overlay, "Service").values()]
     for selector in selectors:
         assert sum(selector.items() <= found.items() for found in labels) == 1
