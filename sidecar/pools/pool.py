@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -13,13 +13,19 @@ from sidecar.policy.rules import PoolRules
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False):
-    """What a request wants to hold until it is settled. `tier` is a level."""
+    """What a request wants to hold until it is settled. `tier` is a level.
+
+    `request` is the same when a client sends the same request again, and as good as never for another one; `attempt`
+    is the client's own count of how often it has sent it before, None where it does not say.
+    """
 
     tier: int
     tenant: str
     weight: int
     tokens: int
     requests: int
+    request: int = 0
+    attempt: int | None = None
 
 
 class Grant(msgspec.Struct, frozen=True, gc=False):
@@ -51,9 +57,15 @@ class Shared(NamedTuple):
 
 
 class Lease(Protocol):
-    """One request in a pool: waiting, then held, then over. It ends once, by `settle` or by `leave`."""
+    """One request in a pool: waiting, then held, then over. It ends once, by `settle` or by `leave`.
+
+    `on_preempt` is set by who holds it, as soon as it has the lease: it is called on the event loop, at most once a
+    grant and never after the end, when a more important request is to have the room. The holder lets its engine go and
+    then calls `requeue`; the room is not free before. A lease without `on_preempt` is never preempted.
+    """
 
     grant: Grant | None
+    on_preempt: Callable[[], None] | None
 
     def wait(self) -> asyncio.Future[Grant]:
         """The grant, as soon as there is one. Cancel-safe: whoever stops waiting calls `leave`.
@@ -68,6 +80,16 @@ class Lease(Protocol):
         """Stops waiting, at once; the result says how the wait had gone, as soon as the pool has told.
 
         None, and nothing changes, where it does not wait.
+        """
+
+    def keep(self) -> None:
+        """The first byte goes out: the lease is never preempted from now on. Nothing changes where it is not held."""
+
+    def requeue(self) -> asyncio.Future[Grant]:
+        """Gives the room back and waits again, by the original arrival; as `wait`, but `grant` is None until then.
+
+        Only after `on_preempt`, once, where it was not kept or settled since; else it raises RuntimeError. The wait may
+        end in RequestTooLarge, too: the pool may have shrunk.
         """
 
     def resize(self, tokens: int) -> bool:

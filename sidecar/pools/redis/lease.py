@@ -39,6 +39,7 @@ class RedisLease:
         "grant",
         "id",
         "is_over",
+        "on_preempt",
         "served_before",
     )
 
@@ -47,6 +48,7 @@ class RedisLease:
         self.ask = ask
         self.entered_us = entered_us
         self.grant: Grant | None = None
+        self.on_preempt: Callable[[], None] | None = None
         self.is_over = False
         self.served_before: Sequence[int] = ()
         self._pool = pool
@@ -97,6 +99,13 @@ class RedisLease:
         self.ask = Ask(ask.tier, ask.tenant, ask.weight, tokens, ask.requests)
         self._pool.change_size(self, ask.tokens - tokens)
         return True
+
+    def keep(self) -> None:
+        """See `Lease.keep`."""
+
+    def requeue(self) -> asyncio.Future[Grant]:
+        """See `Lease.requeue`."""
+        raise RuntimeError("a lease is requeued once, after on_preempt, where it is still held and was not kept")
 
     # -- called by the pool
 
