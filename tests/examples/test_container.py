@@ -1,4 +1,4 @@
-"""examples/container: what its file names is there, and its steps do what they say. check.sh builds the image itself."""
+"""examples/container: what its file names is there, and its steps do what they say. check.sh builds the image."""
 
 from __future__ import annotations
 
