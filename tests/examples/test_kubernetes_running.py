@@ -34,6 +34,7 @@ from tests.support.redis_servers import RedisServer, first_binary, until
 
 KEY = "sk-of-the-test"
 NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
+GUARDED = {"SIDECAR_ADMIN_TOKEN": "a-token-of-the-test"}
 ENGINES = {"vllm": "vllm", "trtllm": "tensorrt-llm"}
 ADAPTER = yaml.safe_load((KUBERNETES / "monitoring" / "adapter.yaml").read_text())
 
@@ -98,18 +99,13 @@ def test_the_metric_that_the_adapter_asks_for_is_on_the_page(pod: Pod) -> None:
 
 
 @pytest.mark.parametrize("pod", ["vllm"], indirect=True)
-def test_a_config_map_that_changes_is_noticed(pod: Pod) -> None:
+def test_a_config_map_that_changes_gives_keys_and_takes_them(pod: Pod) -> None:
     another = "sk-another-of-the-test"
-    pod.tenants.update(
-        {**pod.data, "another.yaml": with_key(pod.data["standard.yaml"], another).replace("standard", "another")}
-    )
-
-    def is_noticed() -> bool:
-        return asked(pod.door.url, another) == 200 or any(
-            "policy" in said for said in pod.door.page("/readyz")["notices"]
-        )
-
-    until(is_noticed, "the door sees the new tenant")
+    added = with_key(pod.data["standard.yaml"], another).replace("tenant: standard", "tenant: another")
+    pod.tenants.update({**pod.data, "another.yaml": added})
+    until(lambda: asked(pod.door.url, another) == 200, "the new tenant is let in")
+    pod.tenants.update(pod.data)
+    until(lambda: asked(pod.door.url, another) == 401, "its key is worth nothing")
     assert asked(pod.door.url, KEY) == 200
 
 
@@ -128,6 +124,11 @@ def test_a_request_that_waits_moves_what_the_scaler_goes_by(pod: Pod, tmp_path: 
         until(lambda: any(sample.value > 0 for sample in server.query(query)), "somebody waits")
         (sample,) = server.query(query)
         assert sample.labels == {"instance": target}
+
+
+def replicas(pod: Pod) -> object:
+    """How many doors share the pool, as this one knows."""
+    return pod.door.page("/state")["pool"]["store"]["replicas"]
 
 
 def series_of(rule: Mapping[str, Any]) -> str:
@@ -166,10 +167,11 @@ def test_the_doors_of_a_shared_pool_meet_in_the_store(tmp_path: Path) -> None:
         assert server.command("CONFIG", "GET", "save")[1] == ""
         with (
             running("shared-pool", tmp_path / "a", NOBODY, SIDECAR_STORE=server.url) as first,
-            running("shared-pool", tmp_path / "b", NOBODY, SIDECAR_STORE=server.url) as second,
+            running("shared-pool", tmp_path / "b", NOBODY, SIDECAR_STORE=server.url, **GUARDED) as second,
         ):
             for each in (first, second):
                 assert each.door.page("/readyz")["notices"] == []
-            until(lambda: second.door.page("/state")["pool"]["store"]["replicas"] == 2, "it knows of the first")
+            assert fetched(f"{second.door.admin}/metrics")[0] == 401
+            until(lambda: replicas(first) == 2, "it knows of the other")
             # admitted by the store, and then there is no engine
             assert asked(second.door.url, KEY) == 502
