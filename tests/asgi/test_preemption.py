@@ -27,6 +27,7 @@ tiers:
 max_preemptions: {most}
 default_tier: batch
 anonymous: critical
+sources: [header]
 disconnect_grace: 2s
 {more}
 """
@@ -61,7 +62,7 @@ class Engine(App):
         if scope["admission"].tier == "critical":
             await answer(send, b'"critical"')
         elif await self.runs_to_its_end(scope, receive, send):
-            await self.answer(send)
+            await self.respond(send)
         else:
             self.stopped += 1
 
@@ -74,7 +75,7 @@ class Engine(App):
             task.cancel()
         return not left.done() or left.cancelled()
 
-    async def answer(self, send: Any) -> None:
+    async def respond(self, send: Any) -> None:
         await answer(send, b'"batch"')
 
     @property
@@ -121,7 +122,7 @@ async def test_its_first_byte_keeps_the_room(tmp_path: Any) -> None:
             await chunk(send, b"data: 1\n\n")
             return await super().runs_to_its_end(scope, receive, send)
 
-        async def answer(self, send: Any) -> None:
+        async def respond(self, send: Any) -> None:
             await chunk(send, b"data: 2\n\n", more=False)
 
     engine = Streaming()
@@ -147,7 +148,7 @@ async def test_a_head_that_is_sent_before_the_engine_begins_is_held_back(tmp_pat
             await chunk(send, b"")
             return await super().runs_to_its_end(scope, receive, send)
 
-        async def answer(self, send: Any) -> None:
+        async def respond(self, send: Any) -> None:
             await chunk(send, b"data: 1\n\n")
             await chunk(send, b"", more=False)
 
@@ -309,7 +310,7 @@ async def test_a_stream_that_is_preempted_hears_comments_while_it_waits_again(tm
             else:
                 await super().__call__(scope, receive, send)
 
-        async def answer(self, send: Any) -> None:
+        async def respond(self, send: Any) -> None:
             await start(send, content_type=b"text/event-stream")
             await chunk(send, b"data: 1\n\n", more=False)
 
