@@ -49,6 +49,26 @@ class InvalidHeader(BadRequest):
     code = "invalid_header"
 
 
+class InvalidHttp(BadRequest):
+    """Bytes that are no request, or whose framing contradicts itself."""
+
+    code = "invalid_http"
+
+
+class HeadTooLarge(BadRequest):
+    """The request line and headers, trailers, or the framing of a chunk are over the bound."""
+
+    status = 431
+    code = "headers_too_large"
+
+
+class HeadTimeout(BadRequest):
+    """The headers did not arrive in time."""
+
+    status = 408
+    code = "headers_timeout"
+
+
 class RequestTooLarge(BadRequest):
     """More tokens, or more sequences, than the tier could ever be given: refused at once, never a wait."""
 

@@ -41,7 +41,10 @@ class Received(msgspec.Struct, frozen=True, gc=False):
 
 
 class Classified(msgspec.Struct, frozen=True, gc=False):
-    """Who asks, for which tier, and what it will hold. `tier` is the one granted; `clamped_from` the one asked for."""
+    """Who asks, for which tier, and what it will hold. `tier` is the one granted; `clamped_from` the one asked for.
+
+    `preemptible` says that what it is admitted with may be taken back until its first byte goes out.
+    """
 
     at_us: int
     tier: str
@@ -54,6 +57,7 @@ class Classified(msgspec.Struct, frozen=True, gc=False):
     stream: bool
     tokens: int
     requests: int
+    preemptible: bool = False
 
 
 class Obstacle(str, Enum):
@@ -99,7 +103,8 @@ class Preempted(msgspec.Struct, frozen=True, gc=False):
     """The request gave its room to a more important one before its first byte, and waits again from now on.
 
     `admitted_us` is when it had been admitted: what the engine has done since is lost. `times` counts how often it has
-    happened to this request. A later `Admitted` tells its whole wait, from the arrival on.
+    happened to this request. A later `Admitted` tells its whole wait, from the arrival on. Where there is none, because
+    it was refused or left while it waited again, `Settled` has no tokens used, and the refusal's code as its `error`.
     """
 
     at_us: int
@@ -136,7 +141,8 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
 
     `input_tokens` and `output_tokens` are the engine's own count, None where it sent none. `tokens_used` is the best
     known: the engine's count, or else the estimate of the prompt and the chunks that went out. `error` is a word from
-    a small set (an error code, an exception's class), None where the request did not fail.
+    a small set (an error code, an exception's class), None where the request did not fail. `wait` is what `Refused`
+    would have told, of a request that was preempted and ended while it waited again; None where that is not known.
     """
 
     at_us: int
@@ -146,6 +152,7 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
     input_tokens: int | None
     output_tokens: int | None
     error: str | None
+    wait: Refused | None = None
 
 
 Event = Classified | Queued | Admitted | Preempted | Refused | FirstByte | Settled

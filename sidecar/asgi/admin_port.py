@@ -14,6 +14,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from sidecar.asgi.admin_access import AdminGuard, access_of, open_port
+from sidecar.asgi.connection import Connection
 from sidecar.asgi.server import CannotServe, listening
 from sidecar.asgi.types import ASGIApp
 
@@ -81,7 +82,7 @@ def _protocol(app: ASGIApp, state: ServerState) -> Callable[[], asyncio.Protocol
     config = uvicorn.Config(
         app,
         interface="asgi3",
-        http="httptools",
+        http=Connection,
         ws="none",
         lifespan="off",
         # Ours would replace the logging of the process.

@@ -38,8 +38,8 @@ async def send_error(
     `anthropic` picks the body's shape (`speaks_anthropic` knows which paths want it), `request_id` is echoed as
     `x-request-id`, `headers` are added as they are: lower-case names that are none of those written here.
     """
-    body = msgspec.json.encode(_anthropic_body(error, request_id) if anthropic else _openai_body(error))
-    start_headers = [*_headers(error, len(body), request_id), *headers]
+    body = msgspec.json.encode(_anthropic_body(error, request_id)) if anthropic else error_body(error)
+    start_headers = [*error_headers(error, len(body), request_id), *headers]
     await send({"type": "http.response.start", "status": error.status, "headers": start_headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -49,8 +49,11 @@ def speaks_anthropic(path: str) -> bool:
     return path.endswith("/v1/messages") or "/v1/messages/" in path
 
 
-def _openai_body(error: AdmissionError) -> dict[str, object]:
-    return {"error": {"message": error.message, "type": error.kind, "param": None, "code": error.code}}
+def error_body(error: AdmissionError) -> bytes:
+    """The body in OpenAI's shape."""
+    return msgspec.json.encode(
+        {"error": {"message": error.message, "type": error.kind, "param": None, "code": error.code}}
+    )
 
 
 def _anthropic_body(error: AdmissionError, request_id: str | None) -> dict[str, object]:
@@ -62,7 +65,8 @@ def _anthropic_body(error: AdmissionError, request_id: str | None) -> dict[str, 
     return body if request_id is None else {**body, "request_id": request_id}
 
 
-def _headers(error: AdmissionError, length: int, request_id: str | None) -> list[tuple[bytes, bytes]]:
+def error_headers(error: AdmissionError, length: int, request_id: str | None) -> list[tuple[bytes, bytes]]:
+    """The headers of an answer with `length` bytes of body."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
     headers += _retry_headers(error)
     if error.status == 401:
