@@ -41,7 +41,10 @@ class Received(msgspec.Struct, frozen=True, gc=False):
 
 
 class Classified(msgspec.Struct, frozen=True, gc=False):
-    """Who asks, for which tier, and what it will hold. `tier` is the one granted; `clamped_from` the one asked for."""
+    """Who asks, for which tier, and what it will hold. `tier` is the one granted; `clamped_from` the one asked for.
+
+    `downgraded_from` is the tier it would have had, had its tenant not been over its limits.
+    """
 
     at_us: int
     tier: str
@@ -54,6 +57,7 @@ class Classified(msgspec.Struct, frozen=True, gc=False):
     stream: bool
     tokens: int
     requests: int
+    downgraded_from: str | None = None
 
 
 class Obstacle(str, Enum):

@@ -13,6 +13,14 @@ import asyncio
 import sys
 from enum import Enum
 
+from sidecar.asgi.allowances import (
+    CAPPED,
+    DOWNGRADED,
+    allowance_headers,
+    note_tier,
+    refusal_headers,
+    used_tokens,
+)
 from sidecar.asgi.body import ClientLeft, discard_body, read_body
 from sidecar.asgi.door import Door
 from sidecar.asgi.forwarding import forwarded_body, forwarded_headers, forwarded_scope
@@ -128,10 +136,9 @@ class Exchange:
         wait: Grant | None = None
         try:
             await self._understand()
-            most_s = self._longest_wait_s()
-            self._lease = lease = await self._door.pool.enter(self._understood.ask())
-            self._stage = Stage.WAITING
-            return self._granted_at_once(lease) or await self._wait(lease, most_s)
+            self._longest_wait_s()  # raises for what is no duration
+            lease = await self._enter()
+            return self._granted_at_once(lease) or await self._wait(lease, self._longest_wait_s())
         except ClientLeft as left:
             self._stage = Stage.OVER
             self._report.left(left.wait)
@@ -163,7 +170,17 @@ class Exchange:
         self._understood = ruling.intake.understand(self._endpoint, headers, tenant, body)
         if ruling.intake.has_tokenizer:
             await ruling.intake.count(self._understood)
-        self._report.classified(self._understood, self._endpoint, ruling.policy)
+
+    async def _enter(self) -> Lease:
+        """Asks the pool, and says who asked: only now is it known at which tier."""
+        understood, at_us = self._understood, self._now_us()
+        try:
+            self._lease = lease = await self._door.pool.enter(understood.ask())
+            self._stage = Stage.WAITING
+            note_tier(understood.classification, lease)
+        finally:
+            self._report.classified(understood, self._endpoint, self._ruling.policy, at_us)
+        return lease
 
     def _is_cancelled_by_others(self) -> bool:
         # 3.10 does not count cancellations: one by the server in the same instant is taken for ours
@@ -183,7 +200,7 @@ class Exchange:
         granted = lease.wait()
         await asyncio.wait((granted, departure), timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
         if departure.done():  # also in the very moment of the grant: nobody is there to run for
-            raise ClientLeft(lease.grant if lease.settle() else await lease.leave())
+            raise ClientLeft(lease.grant if lease.settle(0) else await lease.leave())
         if granted.done():
             return granted.result()
         raise _WaitedTooLong(await lease.leave())
@@ -204,6 +221,7 @@ class Exchange:
         # What is left of an unread body is of no use: the connection ends with the answer.
         closes = isinstance(error, BodyTimeout | BodyTooLarge | InvalidHeader)
         headers = [(b"connection", b"close")] if closes else []
+        headers += refusal_headers(error)
         if wait is not None:
             headers += wait_headers(wait)
         send = self._send_first if isinstance(error, BodyTooLarge) else self._send
@@ -252,7 +270,7 @@ class Exchange:
         understood = self._understood
         scope = forwarded_scope(self._scope, self._endpoint)
         scope[SCOPE_KEY] = granted
-        self._body = forwarded_body(understood.body, understood.payload, forward)
+        self._body = forwarded_body(understood.body_to_forward(), understood.payload, forward)
         added = [*forward.headers, *self._report.headers()]
         if self._body is not understood.body and b"content-length" in understood.headers:
             added.append((b"content-length", b"%d" % len(self._body)))
@@ -306,6 +324,11 @@ class Exchange:
         headers = [(b"x-admission-tier", names[classification.level]), *wait_headers(self._lease.grant)]
         if classification.clamped_from is not None:
             headers.append((b"x-admission-clamped-from", names[classification.clamped_from]))
+        if classification.downgraded_from is not None:
+            headers.append((DOWNGRADED, names[classification.downgraded_from]))
+        if self._understood.output_cap is not None:
+            headers.append((CAPPED, b"%d" % self._understood.output_cap))
+        headers += allowance_headers(self._lease.allowance)
         if classification.ignored:
             headers.append((b"x-admission-ignored", ", ".join(classification.ignored).encode("latin-1", "replace")))
         return headers
@@ -328,17 +351,15 @@ class Exchange:
 
     def _settle(self, outcome: Outcome, error: str | None = None) -> None:
         """Gives the lease back and says what it cost, the first time it is called."""
-        if not self._lease.settle():
+        understood, usage = self._understood, self._usage
+        used, is_known = used_tokens(usage, understood.prompt_tokens, self._status)
+        if not self._lease.settle(used if is_known else None):
             return
         self._stage = Stage.OVER
         if outcome is Outcome.FAILED and self._client_left_us is not None:
             outcome, error = Outcome.CLIENT_LEFT, None  # whatever the app makes of it, that was why
-        understood, usage = self._understood, self._usage
         if usage.input_tokens is not None:
             self._door.estimator.learn(understood.payload, usage.input_tokens)
-        # The engine's own count; else the prompt's estimate and, for a stream, a token per chunk.
-        used = understood.prompt_tokens if usage.input_tokens is None else usage.input_tokens
-        used += usage.chunks if usage.output_tokens is None else usage.output_tokens
         self._report.settled(
             outcome,
             status=self._status,
@@ -361,7 +382,7 @@ class Exchange:
 
     def _withdraw(self) -> None:
         """Gives up a wait whose task was canceled: how it had gone is reported when the pool has told."""
-        if self._lease.settle():
+        if self._lease.settle(0):
             self._report.canceled(self._lease.grant)
             return
         left = self._lease.leave()

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from sidecar.asgi.output_cap import cap_of, capped
 from sidecar.asgi.types import Scope
 from sidecar.classify import Asked, Classification, Classifier
 from sidecar.engines import client_headers
 from sidecar.errors import InvalidBody, InvalidHeader
 from sidecar.payload import Payload, read
-from sidecar.policy.policy import Endpoint, Policy, Tenant
+from sidecar.policy.policy import Api, Endpoint, Policy, Tenant
 from sidecar.policy.units import duration_s
 from sidecar.pools import Ask
 from sidecar.tokens import Estimator, tokens_to_hold
@@ -24,7 +25,8 @@ _LONGEST_LENGTH = 18
 class Understood(msgspec.Struct):
     """A request that is in order. `tokens` is what it will hold, `prompt_tokens` the estimate of its prompts.
 
-    `taken` are the names of the client's headers that must not pass on.
+    `taken` are the names of the client's headers that must not pass on. `output_cap` is the maximum that its body must
+    be given, because it names none and its tenant has one.
     """
 
     body: bytes
@@ -34,13 +36,20 @@ class Understood(msgspec.Struct):
     taken: Sequence[bytes]
     prompt_tokens: int
     tokens: int
+    api: Api
+    output_cap: int | None = None
 
     def ask(self) -> Ask:
         """What it asks of the pool: a sequence for every choice of every prompt."""
         tenant, payload = self.classification.tenant, self.payload
-        return Ask(
-            self.classification.level, tenant.name, tenant.weight, self.tokens, payload.prompts * payload.choices
-        )
+        level, requests = self.classification.level, payload.prompts * payload.choices
+        if not tenant.limits.are_counted:
+            return Ask(level, tenant.name, tenant.weight, self.tokens, requests)
+        return Ask(level, tenant.name, tenant.weight, self.tokens, requests, tenant.limits, tenant.downgrade_level)
+
+    def body_to_forward(self) -> bytes:
+        """The client's body, with its tenant's cap where it needs one."""
+        return self.body if self.output_cap is None else capped(self.api, self.body, self.output_cap)
 
 
 class Intake:
@@ -57,14 +66,15 @@ class Intake:
         return self._classifier.tenant(headers)
 
     def understand(self, endpoint: Endpoint, headers: Mapping[bytes, bytes], tenant: Tenant, body: bytes) -> Understood:
-        """Reads a body, and sizes its prompts by their bytes. Raises InvalidBody or UnknownTier."""
+        """Reads a body, and sizes its prompts by their bytes. Raises InvalidBody, UnknownTier or OutputTooLong."""
         _refuse_other_encodings(body)
         payload = read(endpoint.api, body)
         taken = client_headers(headers)
         classification = self._classifier.classify(Asked(endpoint, payload, headers, taken), tenant)
+        cap = cap_of(endpoint.api, payload, tenant)
         prompt_tokens = self._estimator.prompt_tokens(payload)
-        tokens = tokens_to_hold(payload, prompt_tokens, self._policy.tiers[classification.level].default_output_tokens)
-        return Understood(body, headers, payload, classification, taken, prompt_tokens, tokens)
+        tokens = tokens_to_hold(payload, prompt_tokens, self._default_output_tokens(classification.level, cap))
+        return Understood(body, headers, payload, classification, taken, prompt_tokens, tokens, endpoint.api, cap)
 
     async def count(self, understood: Understood) -> None:
         """Sizes the prompts by the tokenizer instead, where there is one."""
@@ -72,8 +82,12 @@ class Intake:
             return
         payload, level = understood.payload, understood.classification.level
         understood.prompt_tokens = await self._estimator.counted_prompt_tokens(payload, self._estimator.counter)
-        output_tokens = self._policy.tiers[level].default_output_tokens
+        output_tokens = self._default_output_tokens(level, understood.output_cap)
         understood.tokens = tokens_to_hold(payload, understood.prompt_tokens, output_tokens)
+
+    def _default_output_tokens(self, level: int, cap: int | None) -> int:
+        default = self._policy.tiers[level].default_output_tokens
+        return default if cap is None else min(default, cap)
 
 
 def _refuse_other_encodings(body: bytes) -> None:

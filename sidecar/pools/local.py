@@ -16,21 +16,33 @@ from sidecar.pools.figures import TierFigures, grant_of, pool_state
 from sidecar.pools.obstacles import HELD_BACK, obstacle
 from sidecar.pools.pool import Ask, Grant, Shared
 from sidecar.pools.sizes import Sizes
+from sidecar.pools.tenant_limits import TenantLimits
+from sidecar.remaining import Allowance
 from sidecar.scheduling import Admission, Scheduler
+from sidecar.scheduling.allowance import Charge
 
 
 class LocalLease:
     """One request in a `LocalPool`. See `pool.Lease`."""
 
-    __slots__ = ("_error", "_future", "_id", "_pool", "ask", "grant")
+    __slots__ = ("_error", "_future", "_id", "_pool", "allowance", "ask", "charge", "grant")
 
-    def __init__(self, pool: LocalPool, lease_id: str, ask: Ask) -> None:
+    def __init__(
+        self, pool: LocalPool, lease_id: str, ask: Ask, charge: Charge | None, allowance: Allowance | None
+    ) -> None:
         self.ask = ask
+        self.charge = charge
+        self.allowance = allowance
         self.grant: Grant | None = None
         self._pool = pool
         self._id = lease_id
         self._future: asyncio.Future[Grant] | None = None
         self._error: AdmissionError | None = None
+
+    @property
+    def tier(self) -> int:
+        """See `Lease`."""
+        return self.ask.tier
 
     def wait(self) -> asyncio.Future[Grant]:
         """See `Lease.wait`."""
@@ -42,9 +54,9 @@ class LocalLease:
                 self._future.set_exception(self._error)
         return self._future
 
-    def settle(self) -> bool:
+    def settle(self, used_tokens: int | None = None) -> bool:
         """See `Lease.settle`."""
-        return self._pool.settle(self._id)
+        return self._pool.settle(self._id, self.charge, used_tokens)
 
     def leave(self) -> asyncio.Future[Grant | None]:
         """See `Lease.leave`."""
@@ -82,6 +94,7 @@ class LocalPool:
         self._scheduler = Scheduler(policy.rules)
         self._dispatcher = Dispatcher(self._scheduler, clock, self._admitted)
         self._sizes = Sizes(policy)
+        self._limits = TenantLimits(self._sizes)
         self._drain_rates = tuple(DrainRate() for _ in policy.tiers)
         self._waiting: dict[str, LocalLease] = {}
         self._ids = count(1)
@@ -103,6 +116,7 @@ class LocalPool:
             if error := self._sizes.too_large(lease.ask):
                 self._scheduler.cancel(lease_id, now_us)
                 del self._waiting[lease_id]
+                self._limits.never_ran(lease.charge, now_us)
                 lease.refused(error)
         self._dispatcher.dispatch(now_us)
 
@@ -115,22 +129,29 @@ class LocalPool:
     async def enter(self, ask: Ask) -> LocalLease:
         """See `Pool.enter`."""
         self._sizes.refuse_what_never_fits(ask)
+        now_us, asked = self.now_us(), ask
+        ask = self._limits.within(asked, now_us)
         most = self._policy.tiers[ask.tier].max_waiting
         if most and self._scheduler.queued(ask.tier)[1] >= most:
             raise self._sizes.queue_full(ask.tier, self.retry_after_s(ask.tier))
-        now_us = self.now_us()
-        lease = LocalLease(self, str(next(self._ids)), ask)
+        charge, allowance = self._limits.charge(asked, ask, now_us)
+        lease = LocalLease(self, str(next(self._ids)), ask, charge, allowance)
         self._dispatcher.submit(lease._id, ask, now_us)
         self._waiting[lease._id] = lease
         self._dispatcher.dispatch(now_us)
         if most == 0 and lease.grant is None:  # a tier that never queues: at once, or not at all
+            self._limits.undo(charge, now_us)
+            lease.charge = None
             self.leave(lease._id)
             raise self._sizes.queue_full(ask.tier, self.retry_after_s(ask.tier))
         return lease
 
-    def settle(self, lease_id: str) -> bool:
+    def settle(self, lease_id: str, charge: Charge | None = None, used_tokens: int | None = None) -> bool:
         """See `Lease.settle`."""
-        return self._changed(self._scheduler.settle(lease_id))
+        is_settled = self._scheduler.settle(lease_id)
+        if is_settled and charge is not None:
+            self._limits.ran(charge, used_tokens, self.now_us())
+        return self._changed(is_settled)
 
     def resize(self, lease_id: str, tokens: int) -> bool:
         """See `Lease.resize`."""
@@ -143,6 +164,7 @@ class LocalPool:
         if wait is None:
             return None
         lease = self._waiting.pop(lease_id)
+        self._limits.never_ran(lease.charge, now_us)
         self._dispatcher.dispatch(now_us)  # whoever stood behind it may be first now
         return grant_of(self._names, wait, now_us, lease.ask.tier)
 

@@ -6,8 +6,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from sidecar.errors import AdmissionError
 from sidecar.pools.pool import Ask, Grant
+from sidecar.remaining import Allowance
 
 Left = asyncio.Future["Grant | None"]
 
@@ -34,6 +37,7 @@ class RedisLease:
         "_error",
         "_granted",
         "_pool",
+        "allowance",
         "ask",
         "entered_us",
         "grant",
@@ -47,12 +51,18 @@ class RedisLease:
         self.ask = ask
         self.entered_us = entered_us
         self.grant: Grant | None = None
+        self.allowance: Allowance | None = None
         self.is_over = False
         self.served_before: Sequence[int] = ()
         self._pool = pool
         self._answered = answered
         self._granted: asyncio.Future[Grant] | None = None
         self._error: AdmissionError | None = None
+
+    @property
+    def tier(self) -> int:
+        """See `Lease`."""
+        return self.ask.tier
 
     @property
     def is_entering(self) -> bool:
@@ -69,7 +79,7 @@ class RedisLease:
                 self._granted.set_exception(self._error)
         return self._granted
 
-    def settle(self) -> bool:
+    def settle(self, used_tokens: int | None = None) -> bool:  # noqa: ARG002
         """See `Lease.settle`."""
         if self.grant is None or self.is_over:
             return False
@@ -94,7 +104,7 @@ class RedisLease:
         if self.grant is None or self.is_over:
             return False
         ask = self.ask
-        self.ask = Ask(ask.tier, ask.tenant, ask.weight, tokens, ask.requests)
+        self.ask = msgspec.structs.replace(ask, tokens=tokens)
         self._pool.change_size(self, ask.tokens - tokens)
         return True
 

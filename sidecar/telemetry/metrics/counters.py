@@ -20,8 +20,8 @@ class Counters:
     """What the requests to one pool added up to. Its attributes are those that `COUNTERS` names."""
 
     __slots__ = (
-        "abandoned", "admitted", "clamped", "estimate_errors", "overtaken", "overtaken_tokens", "refused", "settled",
-        "tenants", "tokens_estimated", "tokens_used",
+        "abandoned", "admitted", "clamped", "downgraded", "estimate_errors", "overtaken", "overtaken_tokens", "refused",
+        "settled", "tenants", "tokens_estimated", "tokens_used",
     )  # fmt: skip
 
     def __init__(self, tenants: Tenants) -> None:
@@ -31,6 +31,7 @@ class Counters:
         self.abandoned: Counted = {}
         self.settled: Counted = {}
         self.clamped: Counted = {}
+        self.downgraded: Counted = {}
         self.overtaken: Counted = {}
         self.overtaken_tokens: Counted = {}
         self.tokens_estimated: Counted = {}
@@ -86,6 +87,13 @@ COUNTERS = (
         (semconv.ADMISSION_CLAMPED_FROM, TIER),
         "{request}",
         "Requests that asked for a tier above their tenant's best, and got that one instead.",
+    ),
+    Counter(
+        semconv.DOWNGRADED,
+        "downgraded",
+        (semconv.ADMISSION_DOWNGRADED_FROM, TIER),
+        "{request}",
+        "Requests that were over their tenant's limits, and got in at a lower tier instead.",
     ),
     Counter(
         semconv.OVERTAKEN,
