@@ -15,9 +15,11 @@ from sidecar.asgi.lifespan import Lifespan
 from sidecar.asgi.middleware import Admission
 from sidecar.asgi.mounted import Mounted
 from sidecar.asgi.pages import AppPages
+from sidecar.asgi.proxy import ReverseProxy
 from sidecar.asgi.types import ASGIApp
 from sidecar.engines import Dialect, dialect_of
 from sidecar.engines.cautious import CautiousTensorRtLlm
+from sidecar.engines.letting_go import LETS_GO_WITHIN_S
 from sidecar.engines.reading import Pages
 from sidecar.live.lookout import Lookout
 from sidecar.policy.loading import load
@@ -25,6 +27,7 @@ from sidecar.policy.policy import EngineName, Policy
 from sidecar.policy.store import StoreAddress, store_address
 from sidecar.policy.watch import PolicyFiles
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
+from sidecar.secret import secret, secret_for_header
 from sidecar.telemetry import StoreMetrics
 from sidecar.telemetry.log_setup import mounted_logging
 from sidecar.telemetry.setup import configure_from_environment
@@ -33,7 +36,7 @@ from sidecar.tokens import Estimator, TokenizerCounter
 POLICY_VARIABLE = "SIDECAR_POLICY"
 STORE_VARIABLE = "SIDECAR_STORE"
 ENGINE_KEY_VARIABLE = "SIDECAR_ENGINE_KEY"
-"""The engine's own API key, for its pages: what is read for `capacity: {from: engine}`, and its schema."""
+"""The engine's own API key: for its pages, which `capacity: {from: engine}` reads, and for every admitted request."""
 
 
 class AdmissionMiddleware(Admission):
@@ -65,10 +68,11 @@ class AdmissionMiddleware(Admission):
                 path = policy or _policy_path(os.environ)
                 loaded = load(path)
                 files = PolicyFiles(path, loaded.generation)
-            pages = AppPages(app, os.environ.get(ENGINE_KEY_VARIABLE))
+            engine_key = secret_for_header(os.environ, ENGINE_KEY_VARIABLE)
+            pages = AppPages(app, engine_key)
             pool = _pool(loaded, os.environ, pages)
             estimator = Estimator(None if loaded.tokenizer is None else TokenizerCounter(loaded.tokenizer))
-            is_shared = _store(loaded, os.environ) is not None
+            is_shared = store_of(loaded, os.environ) is not None
             is_shown = is_shown or (policy is None and _has_admin_port(os.environ))
             self.lookout = Lookout(self, loaded, pool, files, os.environ, is_shared=is_shared, is_shown=is_shown)
         except ValueError as mistake:
@@ -94,6 +98,8 @@ class AdmissionMiddleware(Admission):
             dialect=dialect,
             estimator=estimator,
             observer=self.lookout.observer,
+            lets_go_s=LETS_GO_WITHIN_S[loaded.engine] if isinstance(app, ReverseProxy) else 0.0,
+            engine_key=engine_key,
         )
 
     def notices(self) -> Sequence[str]:
@@ -103,7 +109,7 @@ class AdmissionMiddleware(Admission):
 
 def _pool(policy: Policy, environment: Mapping[str, str], pages: Pages) -> Pool:
     """Where the leases live, and who says how many. Raises ValueError for a store's address that cannot be read."""
-    store = _store(policy, environment)
+    store = store_of(policy, environment)
     pool = LocalPool(policy) if store is None else _shared_pool(policy, store)
     return pool if policy.engine_capacity is None else EngineSizedPool(policy, pool, pages)
 
@@ -115,8 +121,9 @@ def _shared_pool(policy: Policy, store: StoreAddress) -> Pool:
     return RedisPool(policy, connector(store, policy.pool), observer=metrics, took=metrics.round_trip)
 
 
-def _store(policy: Policy, environment: Mapping[str, str]) -> StoreAddress | None:
-    written = environment.get(STORE_VARIABLE)
+def store_of(policy: Policy, environment: Mapping[str, str]) -> StoreAddress | None:
+    """Where the pool is kept, None for this process. Raises ValueError for an address that is none."""
+    written = secret(environment, STORE_VARIABLE)
     try:
         return store_address(written) if written else policy.store
     except ValueError as mistake:

@@ -14,8 +14,8 @@ from sidecar.remaining import Allowance
 class AdmissionError(Exception):
     """A request that ends at the door. Raised with a sentence that says what was wrong and what would be right.
 
-    `retry_after_s` is None where a retry of the same request cannot help. `never_fits` says that it cannot for as long
-    as the policy stays: the request asks for more than it could ever be given.
+    `retry_after_s` is None where nobody can say when a retry of the same request would help; `never_fits` where none
+    ever will, as things are.
     """
 
     status: ClassVar[int]
@@ -49,6 +49,26 @@ class InvalidHeader(BadRequest):
     """A header that contradicts itself or cannot be read."""
 
     code = "invalid_header"
+
+
+class InvalidHttp(BadRequest):
+    """Bytes that are no request, or whose framing contradicts itself."""
+
+    code = "invalid_http"
+
+
+class HeadTooLarge(BadRequest):
+    """The request line and headers, trailers, or the framing of a chunk are over the bound."""
+
+    status = 431
+    code = "headers_too_large"
+
+
+class HeadTimeout(BadRequest):
+    """The headers did not arrive in time."""
+
+    status = 408
+    code = "headers_timeout"
 
 
 class RequestTooLarge(BadRequest):

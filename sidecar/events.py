@@ -2,9 +2,9 @@
 
 The door tells one `Observation` per request, in the order of the classes below; at most one of each, `Received` first,
 `Refused` or `Settled` last. Only a request that is preempted begins anew: behind `Preempted` come `Queued` and, if it
-is admitted again, `Admitted`. Times are whole microseconds of the process's monotonic clock (`*_us`); `Received` also
-has the wall clock, so that an observer can place the others in calendar time. Records are msgspec Structs because they
-are made on every request: ten times cheaper than a frozen dataclass, and as immutable.
+is admitted again, `Admitted`; it ends in `Settled` either way. Times are whole microseconds of the process's monotonic
+clock (`*_us`); `Received` also has the wall clock, so that an observer can place the others in calendar time. Records
+are msgspec Structs because they are made on every request: ten times cheaper than a frozen dataclass, and as immutable.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Received(msgspec.Struct, frozen=True, gc=False):
 class Classified(msgspec.Struct, frozen=True, gc=False):
     """Who asks, for which tier, and what it will hold. `tier` is the one granted; `clamped_from` the one asked for.
 
-    `downgraded_from` is the tier it would have had, had its tenant not been over its limits.
+    `preemptible` says that what it is admitted with may be taken back until its first byte goes out; `downgraded_from`
+    is the tier it would have had, had its tenant not been over its limits.
     """
 
     at_us: int
@@ -57,6 +58,7 @@ class Classified(msgspec.Struct, frozen=True, gc=False):
     stream: bool
     tokens: int
     requests: int
+    preemptible: bool = False
     downgraded_from: str | None = None
 
 
@@ -103,7 +105,8 @@ class Preempted(msgspec.Struct, frozen=True, gc=False):
     """The request gave its room to a more important one before its first byte, and waits again from now on.
 
     `admitted_us` is when it had been admitted: what the engine has done since is lost. `times` counts how often it has
-    happened to this request. A later `Admitted` tells its whole wait, from the arrival on.
+    happened to this request. A later `Admitted` tells its whole wait, from the arrival on; where there is none, because
+    it was refused or left while it waited again, `Settled` tells with no tokens used, and the refusal's code as `error`.
     """
 
     at_us: int

@@ -6,8 +6,9 @@ Go writes durations (`6m0s`, `1.5s`, `100ms`). Its clients, and the proxies in f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+from sidecar.asgi.understanding import Understood
 from sidecar.asgi.usage import UsageReader
 from sidecar.classify import Classification
 from sidecar.errors import AdmissionError, TenantLimit
@@ -16,15 +17,22 @@ from sidecar.remaining import Allowance, Remaining
 
 Headers = Iterable[tuple[bytes, bytes]]
 
-CAPPED = b"x-admission-max-output-tokens"
-DOWNGRADED = b"x-admission-downgraded-from"
-
 
 def note_tier(classification: Classification, lease: Lease) -> None:
     """Takes over the tier that the pool let a request in at: it rules everything from then on."""
     if lease.tier != classification.level:
         classification.downgraded_from = classification.level
         classification.level = lease.tier
+
+
+def limits_headers(understood: Understood, lease: Lease, tier_names: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    """What the answer to a request that was let in says of its tenant's limits."""
+    downgraded_from = understood.classification.downgraded_from
+    if downgraded_from is not None:
+        yield b"x-admission-downgraded-from", tier_names[downgraded_from]
+    if understood.output_cap is not None:
+        yield b"x-admission-max-output-tokens", b"%d" % understood.output_cap
+    yield from allowance_headers(lease.allowance)
 
 
 def allowance_headers(allowance: Allowance | None) -> Iterator[tuple[bytes, bytes]]:

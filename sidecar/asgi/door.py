@@ -19,7 +19,11 @@ SHORTEST_ROUND_S = 0.05
 
 
 class Door:
-    """What a request needs to be admitted to an app and served by it."""
+    """What a request needs to be admitted to an app and served by it.
+
+    `engine_key` is the engine's own API key: what goes on to it carries that one in place of the tenant's. `lets_go_s`
+    is how long the engine may run on for a request behind the end of the app's call for it.
+    """
 
     def __init__(
         self,
@@ -30,14 +34,18 @@ class Door:
         dialect: Dialect,
         estimator: Estimator,
         observer: Observer | None,
+        lets_go_s: float = 0.0,
+        engine_key: str | None = None,
     ) -> None:
         self.app = app
-        self.ruling = ruling(policy, dialect, estimator)
+        self.engine_key = None if engine_key is None else engine_key.encode("ascii")
+        self.ruling = ruling(policy, dialect, estimator, self.engine_key)
         self.endpoints = self.ruling.endpoints
         self.pool = pool
         self.dialect = dialect
         self.estimator = estimator
         self.observer = observer
+        self.lets_go_s = lets_go_s
         soonest_s = min(LONGEST_ROUND_S, policy.body_timeout_s, policy.disconnect_grace_s)
         self.rounds = Rounds(max(SHORTEST_ROUND_S, soonest_s))
         self.is_draining = False

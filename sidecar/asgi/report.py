@@ -17,6 +17,7 @@ from sidecar.events import (
     Observer,
     Obstacle,
     Outcome,
+    Preempted,
     Queued,
     Received,
     Refused,
@@ -30,15 +31,19 @@ CANCELED_CODE = "canceled"
 
 
 class Report:
-    """One request's. `now_us` is the pool's clock, in microseconds; it is read only where somebody listens."""
+    """One request's. `now_us` is the pool's clock, in microseconds; it is read only where somebody listens.
 
-    __slots__ = ("_now_us", "_observation")
+    Who was admitted once is told to have settled, also where its end comes while it waits again.
+    """
+
+    __slots__ = ("_now_us", "_observation", "_was_admitted")
 
     def __init__(
         self, observer: Observer | None, scope: Scope, request_id: str, received_us: int, now_us: Callable[[], int]
     ) -> None:
         self._now_us = now_us
         self._observation: Observation | None = None
+        self._was_admitted = False
         if observer is not None and observer.listens():
             method, path, headers = scope["method"], scope["path"], scope["headers"]
             self._observation = observer.received(
@@ -72,6 +77,7 @@ class Report:
                 downgraded_from=None
                 if classification.downgraded_from is None
                 else policy.tiers[classification.downgraded_from].name,
+                preemptible=policy.rules.max_preemptions > 0 and policy.rules.tiers[classification.level].preemptible,
             )
         )
 
@@ -87,6 +93,7 @@ class Report:
 
     def admitted(self, grant: Grant, engine_priority: int | float | None) -> None:
         """It holds its lease."""
+        self._was_admitted = True
         if self._observation is not None:
             self._observation.on_event(
                 Admitted(
@@ -100,6 +107,11 @@ class Report:
                     passed=grant.passed,
                 )
             )
+
+    def preempted(self, admitted_us: int, times: int) -> None:
+        """It gave its room to a more important request, for the n-th time, and waits again."""
+        if self._observation is not None:
+            self._observation.on_event(Preempted(self._now_us(), admitted_us, times))
 
     def refused(self, error: AdmissionError, wait: Grant | None) -> None:
         """It was answered with an error, perhaps after a wait."""
@@ -132,6 +144,10 @@ class Report:
 
     def _ended(self, code: str, message: str, status: int | None, wait: Grant | None) -> None:
         if self._observation is None:
+            return
+        if self._was_admitted:
+            outcome = Outcome.CLIENT_LEFT if code == LEFT_CODE else Outcome.FAILED
+            self._observation.on_event(Settled(self._now_us(), outcome, status, 0, None, None, code))
             return
         if wait is None:
             self._observation.on_event(Refused(self._now_us(), code, message, status))

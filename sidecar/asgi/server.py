@@ -19,6 +19,7 @@ from typing import Any
 
 import uvicorn
 
+from sidecar.asgi.connection import Connection
 from sidecar.asgi.proxy import ResponseCut
 from sidecar.asgi.types import ASGIApp
 
@@ -111,7 +112,7 @@ class _Server(uvicorn.Server):
             interface="asgi3",
             lifespan=lifespan,
             timeout_keep_alive=timeout_keep_alive,
-            http="httptools",
+            http=Connection,
             ws="none",
             # Whoever runs the process decides how its log looks.
             log_config=None,

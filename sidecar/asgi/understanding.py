@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from sidecar.asgi.credentials import Credentials
 from sidecar.asgi.output_cap import cap_of, capped
 from sidecar.asgi.types import Scope
 from sidecar.classify import Asked, Classification, Classifier
 from sidecar.engines import client_headers
 from sidecar.errors import InvalidBody, InvalidHeader
+from sidecar.events import Headers
 from sidecar.payload import Payload, read
 from sidecar.policy.policy import Api, Endpoint, Policy, Tenant
 from sidecar.policy.units import duration_s
@@ -18,6 +20,9 @@ from sidecar.pools import Ask
 from sidecar.tokens import Estimator, tokens_to_hold
 
 MAX_WAIT_HEADER = b"x-admission-max-wait"
+ATTEMPT_HEADER = b"x-stainless-retry-count"
+"""What OpenAI's and Anthropic's clients send: how often they have tried this request before."""
+_END_BYTES = 2048
 _LONGEST_LENGTH = 18
 """Digits of a Content-Length: an exabyte."""
 
@@ -25,8 +30,8 @@ _LONGEST_LENGTH = 18
 class Understood(msgspec.Struct):
     """A request that is in order. `tokens` is what it will hold, `prompt_tokens` the estimate of its prompts.
 
-    `taken` are the names of the client's headers that must not pass on. `output_cap` is the maximum that its body must
-    be given, because it names none and its tenant has one.
+    `taken` are the names of the client's headers that must not pass on, `added` what the engine gets beside the rest.
+    `output_cap` is the maximum that its body must be given, because it names none and its tenant has one.
     """
 
     body: bytes
@@ -34,6 +39,7 @@ class Understood(msgspec.Struct):
     payload: Payload
     classification: Classification
     taken: Sequence[bytes]
+    added: Headers
     prompt_tokens: int
     tokens: int
     api: Api
@@ -43,9 +49,18 @@ class Understood(msgspec.Struct):
         """What it asks of the pool: a sequence for every choice of every prompt."""
         tenant, payload = self.classification.tenant, self.payload
         level, requests = self.classification.level, payload.prompts * payload.choices
-        if not tenant.limits.are_counted:
-            return Ask(level, tenant.name, tenant.weight, self.tokens, requests)
-        return Ask(level, tenant.name, tenant.weight, self.tokens, requests, tenant.limits, tenant.downgrade_level)
+        is_counted = tenant.limits.are_counted
+        return Ask(
+            level,
+            tenant.name,
+            tenant.weight,
+            self.tokens,
+            requests,
+            request=_told_from_others(tenant.name, self.body),
+            attempt=_attempt(self.headers),
+            limits=tenant.limits if is_counted else None,
+            downgrade=tenant.downgrade_level if is_counted else None,
+        )
 
     def body_to_forward(self) -> bytes:
         """The client's body, with its tenant's cap where it needs one."""
@@ -55,10 +70,13 @@ class Understood(msgspec.Struct):
 class Intake:
     """Understands requests by one policy. One per door."""
 
-    def __init__(self, policy: Policy, classifier: Classifier, estimator: Estimator) -> None:
+    def __init__(
+        self, policy: Policy, classifier: Classifier, estimator: Estimator, engine_key: bytes | None = None
+    ) -> None:
         self._policy = policy
         self._classifier = classifier
         self._estimator = estimator
+        self._credentials = Credentials(policy.forward_key, engine_key)
         self.has_tokenizer = estimator.counter is not None
 
     def tenant(self, headers: Mapping[bytes, bytes]) -> Tenant:
@@ -74,7 +92,19 @@ class Intake:
         cap = cap_of(endpoint.api, payload, tenant)
         prompt_tokens = self._estimator.prompt_tokens(payload)
         tokens = tokens_to_hold(payload, prompt_tokens, self._default_output_tokens(classification.level, cap))
-        return Understood(body, headers, payload, classification, taken, prompt_tokens, tokens, endpoint.api, cap)
+        keys = self._credentials
+        return Understood(
+            body=body,
+            headers=headers,
+            payload=payload,
+            classification=classification,
+            taken=[*taken, *keys.taken(headers)],
+            added=keys.added,
+            prompt_tokens=prompt_tokens,
+            tokens=tokens,
+            api=endpoint.api,
+            output_cap=cap,
+        )
 
     async def count(self, understood: Understood) -> None:
         """Sizes the prompts by the tokenizer instead, where there is one."""
@@ -88,6 +118,16 @@ class Intake:
     def _default_output_tokens(self, level: int, cap: int | None) -> int:
         default = self._policy.tiers[level].default_output_tokens
         return default if cap is None else min(default, cap)
+
+
+def _told_from_others(tenant: str, body: bytes) -> int:
+    # The ends of a long body: a prompt begins with what many share, and ends with what is new.
+    return hash((tenant, len(body), body[:_END_BYTES], body[-_END_BYTES:]))
+
+
+def _attempt(headers: Mapping[bytes, bytes]) -> int | None:
+    raw = headers.get(ATTEMPT_HEADER)
+    return int(raw) if raw is not None and len(raw) <= _LONGEST_LENGTH and raw.isdigit() else None
 
 
 def _refuse_other_encodings(body: bytes) -> None:

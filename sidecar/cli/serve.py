@@ -59,6 +59,7 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
     """Serves. Returns why it could not begin. `announces_twice`: a machine reads the log, and wants to know, too."""
     from sidecar.asgi import server
     from sidecar.asgi.admin import admin_app
+    from sidecar.asgi.admin_access import AdminGuard, access_of, open_port
     from sidecar.asgi.proxy import ReverseProxy
     from sidecar.composition import AdmissionMiddleware
     from sidecar.policy.loading import load_files
@@ -70,6 +71,9 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
         loaded = load_files(args.policy)
         for warning in warnings(loaded.policy, loaded.place):
             _log.warning("%s", warning, extra={"event": "policy_warning"})
+        access = access_of(os.environ, args.admin_host)
+        if access.is_open:
+            _log.warning("%s", open_port(args.admin_host), extra={"event": "admin_port_open"})
         files = PolicyFiles(args.policy, loaded.policy.generation)
         door = AdmissionMiddleware(ReverseProxy(args.upstream), loaded.policy, files=files, is_shown=True)
         end_telemetry = configure_from_environment(scrape=door.lookout.scrape)
@@ -79,7 +83,7 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
                 door,
                 host=args.host,
                 port=args.port,
-                admin=pages,
+                admin=AdminGuard(pages, access),
                 admin_host=args.admin_host,
                 admin_port=args.admin_port,
                 drain=lambda: _drain(door),

@@ -1,7 +1,8 @@
 """Watch the pool: who holds what, who waits and starves, who overtook whom, and what was refused.
 
-Reads the admin port of a running door (sidecar serve, or SIDECAR_ADMIN_PORT where it is mounted). On a terminal it
-draws until q or Ctrl-C; anywhere else, and with --once, it prints one plain picture. NO_COLOR turns the colors off.
+Reads the admin port of a running door (sidecar serve, or SIDECAR_ADMIN_PORT where it is mounted), and sends the token
+in SIDECAR_ADMIN_TOKEN or SIDECAR_ADMIN_TOKEN_FILE along. On a terminal it draws until q or Ctrl-C; anywhere else, and
+with --once, it prints one plain picture. NO_COLOR turns the colors off.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import shutil
 import sys
 import urllib.error
 import urllib.request
+from http import HTTPStatus
 from http.client import HTTPException
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from sidecar.admin_token import HOW_TO_SET, token_header
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
 from sidecar.policy import units
 
@@ -107,11 +110,13 @@ def _overview(admin: str) -> Overview:
     # No proxy: it would be asked for an address of this machine, or of this network.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"{admin}/overview", timeout=PATIENCE_S) as answer:
+        with opener.open(_request(admin), timeout=PATIENCE_S) as answer:
             body = answer.read(_MOST_BYTES)
         return msgspec.json.decode(body, type=Overview)
     except urllib.error.HTTPError as error:
         error.close()
+        if error.code == HTTPStatus.UNAUTHORIZED:
+            raise _CannotSee(f"{admin} needs its admin token; {HOW_TO_SET}") from None
         raise _CannotSee(
             f"{admin} answers, but has no /overview ({error.code}): is it the admin port? `sidecar serve` prints it"
         ) from None
@@ -120,6 +125,17 @@ def _overview(admin: str) -> Overview:
     except (OSError, HTTPException, ValueError) as error:  # URLError and timeouts are OSErrors
         reason = getattr(error, "reason", None) or repr(error)
         raise _CannotSee(f"no answer from {admin}: {reason}; `sidecar serve` prints its admin port") from None
+
+
+def _request(admin: str) -> urllib.request.Request:
+    """For the overview. Raises _CannotSee where the environment's token is none."""
+    request = urllib.request.Request(f"{admin}/overview")
+    try:
+        for name, value in token_header(os.environ).items():
+            request.add_unredirected_header(name, value)  # it is for this server alone
+    except ValueError as mistake:
+        raise _CannotSee(str(mistake)) from None
+    return request
 
 
 def _url(text: str) -> str:

@@ -101,3 +101,5 @@ def _add(into: Bucket, more: Bucket) -> None:
     into.wait_max_s = max(into.wait_max_s, more.wait_max_s)
     into.starvation_max_s = max(into.starvation_max_s, more.starvation_max_s)
     into.ttft_max_s = max(into.ttft_max_s, more.ttft_max_s)
+    into.preempted += more.preempted
+    into.engine_lost_s += more.engine_lost_s

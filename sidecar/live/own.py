@@ -56,7 +56,7 @@ def _tier(recent: Recent, name: str, grant: Grant | None, replica: str, at_s: fl
 
 
 def _has_any(bucket: Bucket) -> bool:
-    return bool(bucket.admitted or bucket.refused or bucket.wait_max_s or bucket.ttft_max_s)
+    return bool(bucket.admitted or bucket.refused or bucket.wait_max_s or bucket.ttft_max_s or bucket.preempted)
 
 
 def _refusal(record: Record, replica: str) -> RefusalView:

@@ -18,12 +18,21 @@ def monotonic_us() -> int:
 
 
 class Dispatcher:
-    """Calls `on_admission` with every admission and its moment. Belongs to the event loop of its first wait."""
+    """Calls `on_admission` with every admission and its moment, and `on_preemption` with the id of every lease that is
+    to give its room back. Belongs to the event loop of its first wait.
+    """
 
-    def __init__(self, scheduler: Scheduler, clock: Clock, on_admission: Callable[[Admission, int], None]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        clock: Clock,
+        on_admission: Callable[[Admission, int], None],
+        on_preemption: Callable[[str], object],
+    ) -> None:
         self._scheduler = scheduler
         self._clock = clock
         self._on_admission = on_admission
+        self._on_preemption = on_preemption
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_us = 0
 
@@ -40,10 +49,15 @@ class Dispatcher:
         )
 
     def dispatch(self, now_us: int) -> None:
-        """Admits everybody whom the rules let in now. Call it after every change of the scheduler."""
+        """Admits everybody whom the rules let in now; for the first whom they do not, others are preempted.
+
+        Call it after every change of the scheduler.
+        """
         for admission in self._scheduler.dispatch(now_us):
             self._on_admission(admission, now_us)
         if self._scheduler.waiting():
+            for victim in self._scheduler.preempt(now_us):
+                self._on_preemption(victim.id)
             self._wake_in_time(now_us)
 
     def stop(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 from sidecar.errors import AdmissionError
@@ -11,9 +11,9 @@ from sidecar.events import Obstacle
 from sidecar.policy.policy import Policy
 from sidecar.policy.rules import PoolRules
 from sidecar.pools.dispatcher import Clock, Dispatcher, monotonic_us
-from sidecar.pools.drain_rate import DrainRate
 from sidecar.pools.figures import TierFigures, grant_of, pool_state
 from sidecar.pools.obstacles import HELD_BACK, obstacle
+from sidecar.pools.places import Places
 from sidecar.pools.pool import Ask, Grant, Shared
 from sidecar.pools.sizes import Sizes
 from sidecar.pools.tenant_limits import TenantLimits
@@ -25,7 +25,7 @@ from sidecar.scheduling.allowance import Charge
 class LocalLease:
     """One request in a `LocalPool`. See `pool.Lease`."""
 
-    __slots__ = ("_error", "_future", "_id", "_pool", "allowance", "ask", "charge", "grant")
+    __slots__ = ("_error", "_future", "_id", "_pool", "allowance", "ask", "charge", "grant", "on_preempt")
 
     def __init__(
         self, pool: LocalPool, lease_id: str, ask: Ask, charge: Charge | None, allowance: Allowance | None
@@ -34,6 +34,7 @@ class LocalLease:
         self.charge = charge
         self.allowance = allowance
         self.grant: Grant | None = None
+        self.on_preempt: Callable[[], None] | None = None
         self._pool = pool
         self._id = lease_id
         self._future: asyncio.Future[Grant] | None = None
@@ -64,12 +65,25 @@ class LocalLease:
         left.set_result(self._pool.leave(self._id))
         return left
 
+    def keep(self) -> None:
+        """See `Lease.keep`."""
+        self._pool.keep(self._id)
+
+    def requeue(self) -> asyncio.Future[Grant]:
+        """See `Lease.requeue`."""
+        self._pool.requeue(self._id)
+        return self.wait()
+
     def resize(self, tokens: int) -> bool:
         """See `Lease.resize`."""
         return self._pool.resize(self._id, tokens)
 
+    def waits_again(self) -> None:
+        """Called by the pool: it gave its room back."""
+        self.grant = self._future = None
+
     def granted(self, grant: Grant) -> None:
-        """Called by the pool, once."""
+        """Called by the pool, once a wait."""
         self.grant = grant
         if self._future is not None and not self._future.done():
             self._future.set_result(grant)
@@ -92,11 +106,12 @@ class LocalPool:
         self._policy = policy
         self._names = tuple(tier.name for tier in policy.tiers)
         self._scheduler = Scheduler(policy.rules)
-        self._dispatcher = Dispatcher(self._scheduler, clock, self._admitted)
+        self._dispatcher = Dispatcher(self._scheduler, clock, self._admitted, self._chosen)
         self._sizes = Sizes(policy)
+        self._places = Places(self._sizes, len(policy.tiers))
         self._limits = TenantLimits(self._sizes)
-        self._drain_rates = tuple(DrainRate() for _ in policy.tiers)
         self._waiting: dict[str, LocalLease] = {}
+        self._takeable: dict[str, LocalLease] = {}  # those held that may be preempted
         self._ids = count(1)
         self.now_us = clock
 
@@ -131,9 +146,10 @@ class LocalPool:
         self._sizes.refuse_what_never_fits(ask)
         now_us, asked = self.now_us(), ask
         ask = self._limits.within(asked, now_us)
-        most = self._policy.tiers[ask.tier].max_waiting
-        if most and self._scheduler.queued(ask.tier)[1] >= most:
-            raise self._sizes.queue_full(ask.tier, self.retry_after_s(ask.tier))
+        queued, most = self._scheduler.queued(ask.tier)[1], self._sizes.places(ask.tier)
+        if most and queued >= most:
+            raise self._places.queue_full(ask, queued, now_us)
+        self._places.refuse_what_is_promised(ask, queued, now_us)
         charge, allowance = self._limits.charge(asked, ask, now_us)
         lease = LocalLease(self, str(next(self._ids)), ask, charge, allowance)
         self._dispatcher.submit(lease._id, ask, now_us)
@@ -143,15 +159,38 @@ class LocalPool:
             self._limits.undo(charge, now_us)
             lease.charge = None
             self.leave(lease._id)
-            raise self._sizes.queue_full(ask.tier, self.retry_after_s(ask.tier))
+            raise self._places.queue_full(ask, queued, now_us)
+        self._places.taken(ask)
         return lease
 
     def settle(self, lease_id: str, charge: Charge | None = None, used_tokens: int | None = None) -> bool:
         """See `Lease.settle`."""
+        if self._takeable:
+            self._takeable.pop(lease_id, None)
         is_settled = self._scheduler.settle(lease_id)
         if is_settled and charge is not None:
             self._limits.ran(charge, used_tokens, self.now_us())
         return self._changed(is_settled)
+
+    def keep(self, lease_id: str) -> None:
+        """See `Lease.keep`."""
+        if self._takeable.pop(lease_id, None) is not None:
+            self._changed(self._scheduler.keep(lease_id))  # one that was chosen is not: maybe another can be
+
+    def requeue(self, lease_id: str) -> None:
+        """See `Lease.requeue`."""
+        now_us = self.now_us()
+        if not self._scheduler.requeue(lease_id, now_us):
+            raise RuntimeError("a lease is requeued once, after on_preempt, where it is still held and was not kept")
+        lease = self._takeable.pop(lease_id)
+        lease.waits_again()
+        if error := self._sizes.too_large(lease.ask):
+            self._scheduler.cancel(lease_id, now_us)
+            self._limits.never_ran(lease.charge, now_us)
+            lease.refused(error)
+        else:
+            self._waiting[lease_id] = lease
+        self._dispatcher.dispatch(now_us)
 
     def resize(self, lease_id: str, tokens: int) -> bool:
         """See `Lease.resize`."""
@@ -170,8 +209,7 @@ class LocalPool:
 
     def retry_after_s(self, tier: int) -> float:
         """See `Pool.retry_after_s`."""
-        _, requests = self._scheduler.queued(tier)
-        return self._drain_rates[tier].retry_after_s(requests, self.now_us())
+        return self._places.retry_after_s(tier, self._scheduler.queued(tier)[1], self.now_us())
 
     def state(self) -> Mapping[str, object]:
         """See `Pool.state`."""
@@ -216,6 +254,22 @@ class LocalPool:
 
     def _admitted(self, admission: Admission, now_us: int) -> None:
         tier = admission.ticket.tier
-        self._drain_rates[tier].admitted(now_us)
+        self._places.admitted(tier, now_us)
         grant = grant_of(self._names, admission.wait, now_us, admission.level, admission.passed)
-        self._waiting.pop(admission.ticket.id).granted(grant)
+        lease = self._waiting.pop(admission.ticket.id)
+        if self._sizes.rules.tiers[tier].preemptible:
+            self._takeable[admission.ticket.id] = lease
+        lease.granted(grant)
+
+    def _chosen(self, lease_id: str) -> None:
+        """Not told at once: the holder must not come back to a pool that is about to admit somebody."""
+        asyncio.get_running_loop().call_soon(self._preempt, lease_id)
+
+    def _preempt(self, lease_id: str) -> None:
+        lease = self._takeable.get(lease_id)  # it may have been kept or settled since
+        if lease is None:
+            return
+        if lease.on_preempt is None:
+            self.keep(lease_id)
+        else:
+            lease.on_preempt()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -17,6 +17,8 @@ from sidecar.remaining import Allowance
 class Ask(msgspec.Struct, frozen=True, gc=False):
     """What a request wants to hold until it is settled. `tier` is a level.
 
+    `request` is the same when a client sends the same request again, and as good as never for another one; `attempt`
+    is the client's own count of how often it has sent it before, None where it does not say.
     `limits` are its tenant's, None where nothing of it is counted; what is over them falls to the level `downgrade`,
     or is refused where that is None.
     """
@@ -26,6 +28,8 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     weight: int
     tokens: int
     requests: int
+    request: int = 0
+    attempt: int | None = None
     limits: Limits | None = None
     downgrade: int | None = None
 
@@ -63,9 +67,14 @@ class Lease(Protocol):
 
     `tier` is the level that it waits and is charged at: the one asked for, or a lower one where its tenant was over its
     limits. `allowance` is what was left of them when it came in, None for a tenant without.
+
+    `on_preempt` is set by who holds it, as soon as it has the lease: it is called on the event loop, at most once a
+    grant and never after the end, when a more important request is to have the room. The holder lets its engine go and
+    then calls `requeue`; the room is not free before. A lease without `on_preempt` is never preempted.
     """
 
     grant: Grant | None
+    on_preempt: Callable[[], None] | None
 
     @property
     def tier(self) -> int: ...
@@ -89,6 +98,16 @@ class Lease(Protocol):
         """Stops waiting, at once; the result says how the wait had gone, as soon as the pool has told.
 
         None, and nothing changes, where it does not wait.
+        """
+
+    def keep(self) -> None:
+        """The first byte goes out: the lease is never preempted from now on. Nothing changes where it is not held."""
+
+    def requeue(self) -> asyncio.Future[Grant]:
+        """Gives the room back and waits again, by the original arrival; as `wait`, but `grant` is None until then.
+
+        Only after `on_preempt`, once, where it was not kept or settled since; else it raises RuntimeError. The wait may
+        end in RequestTooLarge, too: the pool may have shrunk.
         """
 
     def resize(self, tokens: int) -> bool:

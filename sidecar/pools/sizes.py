@@ -43,6 +43,10 @@ class Sizes:
             )
         return None
 
+    def places(self, level: int) -> int | None:
+        """The most requests that may wait in a tier's queue; None where it is unbounded."""
+        return self._policy.tiers[level].max_waiting
+
     def queue_full(self, level: int, retry_after_s: float) -> QueueFull:
         """The refusal of one request more than a tier's queue may hold."""
         tier = self._policy.tiers[level]

@@ -14,6 +14,9 @@ memory, so a tier that is never empty remembers no more tenants than wait or are
 
 A tenant's tickets are tagged in the order in which they arrive, so they stand in a lane, a linked list, and only the
 first of each lane is in the heap: what one operation costs depends on how many tenants wait, not on how many tickets.
+
+A ticket that was preempted comes back to the front: it starts at V, which no ticket that waits is ahead of, and is
+older than those that start there. Its tenant was charged for it when it first came. It stands in no lane.
 """
 
 from __future__ import annotations
@@ -39,13 +42,14 @@ class Lane:
 class FairQueue:
     """The waiting tickets of one tier. Every operation costs O(log tenants), amortized."""
 
-    __slots__ = ("_heap", "_lanes", "_lanes_limit", "_virtual", "count", "tokens")
+    __slots__ = ("_heap", "_lanes", "_lanes_limit", "_returned", "_virtual", "count", "tokens")
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Ticket]] = []  # the first of every lane; its own first entry always waits
         self._lanes: dict[str, Lane] = {}
         self._lanes_limit = SPARE_ENTRIES
         self._virtual = 0.0
+        self._returned = 0
         self.count = 0
         self.tokens = 0
 
@@ -63,6 +67,15 @@ class FairQueue:
             lane.last.behind = ticket
             ticket.ahead = lane.last
         lane.last = ticket
+
+    def put_back(self, ticket: Ticket) -> None:
+        """Puts a ticket that was preempted to the front."""
+        ticket.start = self._virtual
+        ticket.queued = True
+        self._returned += 1
+        self.count += 1
+        self.tokens += ticket.tokens
+        heappush(self._heap, (ticket.start, ticket.sequence, ticket))
 
     def head(self) -> Ticket | None:
         """The ticket that is next, None where nobody waits."""
@@ -83,7 +96,7 @@ class FairQueue:
             return
         while not self._heap[0][2].queued:
             heappop(self._heap)
-        if len(self._heap) > 2 * len(self._lanes) + SPARE_ENTRIES:
+        if len(self._heap) > 2 * (len(self._lanes) + self._returned) + SPARE_ENTRIES:
             self._heap = [entry for entry in self._heap if entry[2].queued]
             heapify(self._heap)
 
@@ -94,6 +107,10 @@ class FairQueue:
         return lane
 
     def _leave_lane(self, ticket: Ticket) -> None:
+        if ticket.preemptions:
+            ticket.queued = False
+            self._returned -= 1
+            return
         ahead, behind = ticket.ahead, ticket.behind
         ticket.queued, ticket.ahead, ticket.behind = False, None, None
         if behind is None:

@@ -11,6 +11,10 @@ headroom, L = floor(limit * C), each in tokens and in requests.
 3. No overtaking. The first ticket in that order that does not fit holds its place: nothing behind it is admitted.
 4. Aging. A waiting ticket rises one level per `promote_after`, never past the ceiling; usage stays with its own tier.
 
+Preemption (`preemption`). The first ticket in order that does not fit and has waited `preempt_after` of its own tier
+may take room back from less important tiers. It bends none of the four rules: a victim's room is free only once it has
+let go, and is then given away by them. A victim waits again with its original arrival, at the front of its tier.
+
 Inside a tier the head is chosen by fair queueing over tenants (`fair_queue`). A decision looks at one head per tier:
 O(tiers + log n), whatever waits.
 
@@ -22,11 +26,12 @@ each is at most C. A ticket of t tokens that finds B tokens of its own tier ahea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import sub
 
 from sidecar.policy.rules import PoolRules
 from sidecar.scheduling.overtaking import Overtaking
+from sidecar.scheduling.preemption import Preemption
 from sidecar.scheduling.ticket import Admission, Rule, Ticket, Wait
 from sidecar.scheduling.tier import Tier
 
@@ -34,8 +39,9 @@ from sidecar.scheduling.tier import Tier
 class Scheduler:
     """Decides who is admitted. Not thread-safe; every method returns at once.
 
-    `submit`, `register`, `settle`, `cancel` and `resize` change what waits and what is held; none admits anybody. Call
-    `dispatch` afterwards, and again at `next_change_us`: it returns what became a lease, in order.
+    `submit`, `register`, `settle`, `cancel`, `resize`, `keep` and `requeue` change what waits and what is held; none
+    admits anybody. Call `dispatch` afterwards, and again at `next_change_us`: it returns what became a lease, in order.
+    Call `preempt` after it: it returns whose engine is to let go.
     """
 
     def __init__(self, rules: PoolRules) -> None:
@@ -45,8 +51,10 @@ class Scheduler:
         self._all_tokens = 0
         self._all_requests = 0
         self._served = (0,) * len(rules.tiers)
-        self._waiting: dict[str, Ticket] = {}  # in order of arrival
+        self._waiting: dict[str, Ticket] = {}  # in order of arrival, where nobody came back
+        self._has_returned = False
         self._leases: dict[str, Ticket] = {}
+        self._preemption = Preemption(self._tiers, self._hold)
         self._overtaking = Overtaking()
         self._sequence = 0
         self._held_back_until_us = 0
@@ -94,6 +102,8 @@ class Scheduler:
     def register(self, ticket_id: str, *, tier: int, tokens: int, requests: int) -> None:
         """Takes over a lease that was granted elsewhere. It may outgrow the pool: admission then stops until it drains.
 
+        It is never preempted: whether its first byte has gone out is not known here.
+
         Raises ValueError where the id is taken.
         """
         if ticket_id in self._waiting or ticket_id in self._leases:
@@ -117,6 +127,46 @@ class Scheduler:
         if lease is None:
             return False
         self._hold(lease.tier, -lease.tokens, -lease.requests)
+        if self._preemption.leases:
+            self._preemption.keep(ticket_id)
+        return True
+
+    def preempt(self, now_us: int) -> list[Ticket]:
+        """The leases newly chosen to give their room to the first in order. Call it after `dispatch`.
+
+        Nothing is free yet: each of them holds its room until `requeue` or `settle`.
+        """
+        if not self._preemption.leases or not self._waiting or self.is_held_back(now_us):
+            return []
+        first = self._first(now_us)
+        if first is None:
+            return []
+        preempt_after_us = self._tiers[first[0].tier].rules.preempt_after_us
+        if preempt_after_us is None or now_us - first[0].arrived_us < preempt_after_us:
+            return []
+        return self._preemption.choose(*first, self.rules, self._fits, now_us)
+
+    def keep(self, ticket_id: str) -> bool:
+        """A lease's first byte goes out: it is never preempted any more. Whether it had been chosen."""
+        return self._preemption.keep(ticket_id)
+
+    def requeue(self, ticket_id: str, now_us: int) -> bool:
+        """A chosen lease's engine has let go: it gives its room back and waits as before, by its original arrival.
+
+        From now on it counts as overtaken, if it was not before. False, and nothing changes, where it was not chosen,
+        or is over.
+        """
+        ticket = self._preemption.let_go(ticket_id)
+        if ticket is None:
+            return False
+        del self._leases[ticket_id]
+        self._hold(ticket.tier, -ticket.tokens, -ticket.requests)
+        ticket.preemptions += 1
+        if ticket.overtaken_us is None:
+            ticket.overtaken_us = now_us
+        self._waiting[ticket_id] = ticket
+        self._has_returned = True
+        self._tiers[ticket.tier].queue.put_back(ticket)
         return True
 
     def cancel(self, ticket_id: str, now_us: int) -> Wait | None:
@@ -147,11 +197,14 @@ class Scheduler:
         """When `dispatch` could next admit somebody though nothing else happens, None where time changes nothing.
 
         Time matters when the pool is held back no longer, and through aging when a head reaches a whole level: it then
-        stops owing a tier its headroom, or, at the ceiling, joins the tickets that rank by arrival.
+        stops owing a tier its headroom, or, at the ceiling, joins the tickets that rank by arrival. `preempt` could
+        choose somebody when a head has waited `preempt_after`.
         """
         if not self._waiting:
             return None
         changes = list(self._promotions_us(now_us))
+        if self._preemption.leases:
+            changes += self._preemptions_us(now_us)
         if self._held_back_until_us > now_us:
             changes.append(self._held_back_until_us)
         return min(changes, default=None)
@@ -167,6 +220,14 @@ class Scheduler:
             if (rise := (now_us - head.arrived_us) // promote_after_us + 1) <= level - self.rules.ceiling
         )
 
+    def _preemptions_us(self, now_us: int) -> Iterator[int]:
+        return (
+            due_us
+            for tier in self._tiers
+            if tier.rules.preempt_after_us is not None and (head := tier.queue.head()) is not None
+            if (due_us := head.arrived_us + tier.rules.preempt_after_us) > now_us
+        )
+
     def held(self, tier: int) -> tuple[int, int]:
         """Tokens and requests that a tier's leases hold."""
         return self._tiers[tier].held_tokens, self._tiers[tier].held_requests
@@ -175,7 +236,7 @@ class Scheduler:
         """How the oldest ticket of every tier has waited so far, None for a tier in which nobody waits."""
         found: list[Wait | None] = [None] * len(self._tiers)
         missing = sum(tier.queue.count > 0 for tier in self._tiers)
-        for ticket in self._waiting.values():
+        for ticket in self._in_order():
             if not missing:
                 break
             if found[ticket.tier] is None:
@@ -237,12 +298,22 @@ class Scheduler:
         del self._waiting[ticket.id]
         self._leases[ticket.id] = ticket
         self._hold(ticket.tier, ticket.tokens, ticket.requests)
+        if self._tiers[ticket.tier].rules.preemptible:
+            self._may_return(ticket, wait)
         served = list(self._served)
         served[ticket.tier] += ticket.tokens
         self._served = tuple(served)
         self._overtaking.admitted(ticket.sequence, now_us)
         self._forget_overtaking()
         return Admission(ticket, wait, -(-score // self._promote_after_us), passed)
+
+    def _may_return(self, ticket: Ticket, wait: Wait) -> None:
+        """A lease that may be preempted: its wait then goes on where it was, and it was not served before itself."""
+        self._preemption.admitted(ticket)
+        ticket.overtaken_us = wait.overtaken_at_us
+        served = list(ticket.served_before)
+        served[ticket.tier] += ticket.tokens
+        ticket.served_before = tuple(served)
 
     def _passed(self, ticket: Ticket) -> Sequence[tuple[int, Rule]]:
         """Whom the first in order overtakes, and by which rule; what is held is as it was decided on."""
@@ -262,7 +333,9 @@ class Scheduler:
         return passed
 
     def _wait(self, ticket: Ticket, now_us: int) -> Wait:
-        overtaken_at_us = self._overtaking.first_after(ticket.sequence)
+        overtaken_at_us = ticket.overtaken_us
+        if overtaken_at_us is None:
+            overtaken_at_us = self._overtaking.first_after(ticket.sequence)
         return Wait(
             queue_wait_us=now_us - ticket.arrived_us,
             starvation_us=0 if overtaken_at_us is None else now_us - overtaken_at_us,
@@ -275,7 +348,14 @@ class Scheduler:
         if not self._waiting:
             self._overtaking.forget()
         elif self._overtaking.is_long(len(self._waiting)):
-            self._overtaking.forget_all_but(waiting.sequence for waiting in self._waiting.values())
+            self._overtaking.forget_all_but(waiting.sequence for waiting in self._in_order())
+
+    def _in_order(self) -> Iterable[Ticket]:
+        """Who waits, in order of arrival."""
+        if self._has_returned:
+            self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].sequence))
+            self._has_returned = False
+        return self._waiting.values()
 
     def _hold(self, level: int, tokens: int, requests: int) -> None:
         tier = self._tiers[level]

@@ -23,7 +23,8 @@ class Ticket:
 
     `sequence` is its place in the order of arrival, `served_before` the served-token counters as they stood then;
     `start` is its fair-queueing tag, and `queued` whether it still is in its tier's queue, `ahead` and `behind` its
-    neighbors there among the tickets of its tenant.
+    neighbors there among the tickets of its tenant. `preemptions` counts how often it gave its lease back unused and
+    waited again; `overtaken_us` is then its first overtaking, if need be the moment at which it came back.
     """
 
     id: str
@@ -39,6 +40,8 @@ class Ticket:
     queued: bool = False
     ahead: Ticket | None = field(default=None, repr=False)
     behind: Ticket | None = field(default=None, repr=False)
+    preemptions: int = 0
+    overtaken_us: int | None = None
 
 
 class Wait(NamedTuple):

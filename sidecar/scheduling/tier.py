@@ -38,6 +38,14 @@ class Tier:
             self.held_tokens < rules.reserve_tokens and self.held_requests < rules.reserve_requests
         )
 
+    def has_its_reserve_without(self, lease: Ticket) -> bool:
+        """Whether it would still not be below its reserve if one of its leases were gone."""
+        rules = self.rules
+        return not rules.always_first and (
+            self.held_tokens - lease.tokens >= rules.reserve_tokens
+            or self.held_requests - lease.requests >= rules.reserve_requests
+        )
+
     def is_at_limit(self, ticket: Ticket) -> bool:
         """Rule 2: whether its limit keeps the ticket from being a candidate."""
         rules = self.rules

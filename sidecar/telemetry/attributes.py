@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidecar.events import Admitted, Classified, Outcome, Refused, Settled
+from sidecar.events import Admitted, Classified, Outcome, Preempted, Refused, Settled
 from sidecar.telemetry import semconv
 
 Attributes = dict[str, str | int | float | bool]
@@ -54,6 +54,11 @@ def of_refusal(event: Refused, classified: Classified | None) -> Attributes:
     if is_servers_failure(event):
         attributes[semconv.ERROR_TYPE] = event.code
     return attributes
+
+
+def of_preemption(event: Preempted) -> Attributes:
+    """How often it had to begin anew."""
+    return {semconv.ADMISSION_PREEMPTIONS: event.times}
 
 
 def is_servers_failure(event: Refused) -> bool:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from typing import Final
 
-# Spans, and the one span event.
+# Spans, and their events.
 ADMISSION: Final = "admission"
 QUEUED: Final = "admission.queued"
 STARVED: Final = "admission.starved"
 ENGINE: Final = "engine"
 FIRST_BYTE: Final = "first_byte"
+PREEMPTED: Final = "preempted"
 
 # Ours. Names end in their unit; token figures count tokens.
 ADMISSION_REQUEST_ID: Final = "admission.request_id"
@@ -39,6 +40,8 @@ ADMISSION_TOKENS_RESERVED: Final = "admission.tokens.reserved"
 ADMISSION_TOKENS_USED: Final = "admission.tokens.used"
 ADMISSION_LEVEL: Final = "admission.level"
 ADMISSION_ENGINE_PRIORITY: Final = "admission.engine_priority"
+ADMISSION_PREEMPTED: Final = "admission.preempted"
+ADMISSION_PREEMPTIONS: Final = "admission.preemptions"
 
 # Labels of metrics, beside those above that spans have, too.
 POOL: Final = "admission.pool"
@@ -55,6 +58,8 @@ ADMITTED: Final = "admission.admitted"
 REFUSED: Final = "admission.refused"
 ABANDONED: Final = "admission.abandoned"
 SETTLED: Final = "admission.settled"
+PREEMPTIONS: Final = "admission.preemptions"
+PREEMPTED_ENGINE_TIME: Final = "admission.preempted.engine_time"
 CLAMPED: Final = "admission.clamped"
 DOWNGRADED: Final = "admission.downgraded"
 OVERTAKEN: Final = "admission.overtaken"

@@ -72,6 +72,7 @@ async def test_what_the_bucket_never_holds_is_refused_without_a_time() -> None:
     async with guarding(App(), limited("tokens_per_minute: 600, burst: 10s")) as door:
         refused = await door.ask(chat(max_tokens=200), key("acme"))
         assert refused.is_error(429, "tenant_limit", "lets 100 through at once", "ask for less output")
+        assert refused.headers["x-should-retry"] == "false"
         assert "retry-after" not in refused.headers
 
 

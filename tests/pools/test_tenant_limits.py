@@ -24,7 +24,7 @@ def harness() -> LocalHarness:
 
 
 def asks(tokens: int = 10, limits: Limits | None = EACH, *, tier: int = 0, tenant: str = "t", **more: Any) -> Ask:
-    return Ask(tier, tenant, 1, tokens, 1, limits, **more)
+    return Ask(tier, tenant, 1, tokens, 1, limits=limits, **more)
 
 
 async def left(harness: Harness, pool: Pool, limits: Limits = EACH) -> tuple[int | None, int | None]:

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from sidecar.policy.rules import PoolRules
 from sidecar.scheduling import Admission, Rule, Scheduler, Ticket
+from sidecar.scheduling.preemption import Preemption
+from sidecar.scheduling.tier import Tier
 
 
 class DoNothing(Scheduler):
@@ -128,3 +130,86 @@ class CallsEveryOvertakingTheReserve(Scheduler):
 
     def _passed(self, ticket: Ticket) -> list[tuple[int, Rule]]:
         return [(tier, Rule.RESERVE) for tier, _ in super()._passed(ticket)]
+
+
+class PreemptsAtOnce(Scheduler):
+    """Does not wait `preempt_after`."""
+
+    def __init__(self, rules: PoolRules) -> None:
+        super().__init__(rules)
+        for tier in self._tiers:
+            tier.rules = replace(tier.rules, preempt_after_us=0)
+
+
+class PreemptsWhatWasKept(Scheduler):
+    """Preempts what has sent its first byte."""
+
+    def keep(self, ticket_id: str) -> bool:
+        return self._preemption._victims.pop(ticket_id, None) is not None
+
+
+class Preempting(Scheduler):
+    """Preempts by rules of its own."""
+
+    Rules = Preemption
+
+    def __init__(self, rules: PoolRules) -> None:
+        super().__init__(rules)
+        self._preemption = self.Rules(self._tiers, self._hold)
+
+
+class PreemptsEveryTier(Preempting):
+    """Takes from the ticket's own tier, and from more important ones, too."""
+
+    class Rules(Preemption):
+        def _candidates(self, first: Ticket, score: int, rules: PoolRules, now_us: int) -> list[Ticket]:
+            return [lease for lease in self.leases.values() if lease.id not in self._victims]
+
+
+class PreemptsForEver(Preempting):
+    """Takes from the same request as often as it likes."""
+
+    class Rules(Preemption):
+        def _candidates(self, first: Ticket, score: int, rules: PoolRules, now_us: int) -> list[Ticket]:
+            return super()._candidates(first, score, replace(rules, max_preemptions=10**6), now_us)
+
+
+class PreemptsFloors(Scheduler):
+    """Takes a tier's reserve away."""
+
+    def __init__(self, rules: PoolRules) -> None:
+        super().__init__(rules)
+        self._preemption = Preemption([Floorless(tier.rules, rules) for tier in self._tiers], self._hold)
+        for real, floorless in zip(self._tiers, self._preemption._tiers, strict=True):
+            floorless.queue = real.queue
+
+
+class Floorless(Tier):
+    def has_its_reserve_without(self, lease: Ticket) -> bool:
+        return True
+
+
+class PreemptsMoreThanIsNeeded(Preempting):
+    """Spares nobody who turned out not to be needed."""
+
+    class Rules(Preemption):
+        def _needed(self, first, score, chosen, fits):
+            return list(chosen)
+
+
+class PreemptsInVain(Preempting):
+    """Takes what there is, though the ticket will not fit."""
+
+    class Rules(Preemption):
+        def _enough(self, first, score, rules, fits, now_us):
+            return (
+                super()._enough(first, score, rules, fits, now_us) or self._candidates(first, score, rules, now_us)[:1]
+            )
+
+
+class PreemptsWhoComesBackFirst(Preempting):
+    """Takes from those who stand before the ticket once they are back."""
+
+    class Rules(Preemption):
+        def _stands_before(self, other, place, now_us):
+            return False

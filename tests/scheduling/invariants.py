@@ -67,6 +67,37 @@ def whom_it_overtook_and_by_which_rule_is_what_the_record_says(witness: Witness)
         assert decision.said_to_overtake == decision.overtakes, decision.request.id
 
 
+def only_the_first_in_order_preempts_and_only_once_it_has_waited_long_enough(witness: Witness) -> None:
+    for choice in witness.chosen:
+        assert choice.had_waited_long_enough, choice
+
+
+def victims_are_less_important_preemptible_and_not_kept(witness: Witness) -> None:
+    for choice in witness.chosen:
+        assert choice.not_allowed == (), choice
+
+
+def nobody_is_preempted_more_often_than_the_policy_says(witness: Witness) -> None:
+    for choice in witness.chosen:
+        assert choice.preempted_too_often == (), choice
+
+
+def a_victims_tier_is_not_below_its_reserve_without_it(witness: Witness) -> None:
+    for choice in witness.chosen:
+        assert choice.below_their_reserve == (), choice
+
+
+def victims_are_enough_and_none_of_them_could_be_spared(witness: Witness) -> None:
+    for choice in witness.chosen:
+        assert choice.is_enough, choice
+        assert choice.unneeded == (), choice
+
+
+def freed_room_goes_to_whom_it_was_freed_for(witness: Witness) -> None:
+    for choice in witness.chosen:
+        assert choice.next_in is None or (choice.first and choice.next_in == choice.first.id), choice
+
+
 INVARIANTS = (
     leases_never_exceed_the_pool_but_for_resizes_that_outgrow_it,
     whoever_is_first_in_order_after_a_dispatch_does_not_fit,
@@ -78,4 +109,10 @@ INVARIANTS = (
     the_figures_of_every_tier_are_those_of_the_record,
     starvation_is_what_the_record_of_all_admissions_says,
     whom_it_overtook_and_by_which_rule_is_what_the_record_says,
+    only_the_first_in_order_preempts_and_only_once_it_has_waited_long_enough,
+    victims_are_less_important_preemptible_and_not_kept,
+    nobody_is_preempted_more_often_than_the_policy_says,
+    a_victims_tier_is_not_below_its_reserve_without_it,
+    victims_are_enough_and_none_of_them_could_be_spared,
+    freed_room_goes_to_whom_it_was_freed_for,
 )

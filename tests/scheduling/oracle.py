@@ -7,7 +7,8 @@ submitted, so that a mistake in one of the scheduler's running figures cannot be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -23,6 +24,7 @@ class Policy:
     tiers: tuple[Shares, ...]
     promote_after_us: int | None = None
     ceiling: int = 0
+    max_preemptions: int = 0
 
     def rules(self) -> PoolRules:
         tokens, requests = self.capacity
@@ -32,12 +34,16 @@ class Policy:
             tiers=self.tiers,
             promote_after_us=self.promote_after_us,
             ceiling=self.ceiling,
+            max_preemptions=self.max_preemptions,
         )
 
 
 @dataclass
 class Request:
-    """One request, from its submission to the end of time. `state` is waiting, held, settled or canceled."""
+    """One request, from its submission to the end of time. `state` is waiting, held, settled or canceled.
+
+    `returns` are the moments at which it was preempted and waited again; `chosen` is so from the choice until then.
+    """
 
     id: str
     tier: int
@@ -52,6 +58,9 @@ class Request:
     finish: Fraction | float
     state: str = "waiting"
     held_tokens: int = 0
+    kept: bool = False
+    chosen: bool = False
+    returns: tuple[int, ...] = ()
 
 
 class Answer(NamedTuple):
@@ -71,7 +80,7 @@ class Oracle:
         self.policy = policy
         self.divide = divide
         self.submitted: list[Request] = []
-        self.admitted: list[tuple[Request, int]] = []
+        self.admitted: list[tuple[Request, int, int]] = []  # who, when, and how many tokens
         self.virtual: dict[int, Fraction | float] = {}
         self.finish: dict[tuple[int, str], Fraction | float] = {}
 
@@ -124,9 +133,26 @@ class Oracle:
         answer = self.answer(request, now_us)
         request.state, request.held_tokens = "held", request.tokens
         self.virtual[request.tier] = request.start
-        self.admitted.append((request, now_us))
+        self.admitted.append((request, now_us, request.tokens))
         self._start_afresh_where_nobody_waits(request.tier)
         return answer
+
+    def keep(self, id: str) -> bool:
+        """A lease is never preempted any more. Whether it had been chosen."""
+        request = next((request for request in self.held() if request.id == id), None)
+        if request is None:
+            return False
+        request.kept, was_chosen, request.chosen = True, request.chosen, False
+        return was_chosen
+
+    def requeue(self, id: str, now_us: int) -> bool:
+        """A victim waits again, before everybody of its tier who came after it."""
+        if not any(request.id == id and request.chosen for request in self.held()):
+            return False
+        request = self._move(id, "held", "waiting")
+        request.tokens, request.chosen, request.returns = request.held_tokens, False, (*request.returns, now_us)
+        request.start = request.finish = self.virtual.get(request.tier, 0)
+        return True
 
     # The words of the page.
 
@@ -197,21 +223,103 @@ class Oracle:
         sizes = (request.tokens, request.requests)
         return all(room is None or size <= room for size, room in zip(sizes, self.room(request, now_us), strict=True))
 
+    # Preemption.
+
+    def preempt(self, now_us: int) -> list[str]:
+        """Whom the first in order takes room from, beside those who were chosen before."""
+        first = self.first(now_us)
+        if first is None or not self.has_waited_long_enough(first, now_us):
+            return []
+        leaving = [request for request in self.held() if request.chosen]
+        chosen: list[Request] = []
+        for lease in self.takeable_for(first, now_us):
+            if self.fits_without([*leaving, *chosen], first, now_us):
+                break
+            if not self.is_below_without([*leaving, *chosen, lease], lease.tier):
+                chosen.append(lease)
+        if not self.fits_without([*leaving, *chosen], first, now_us):
+            return []
+        for lease in reversed(chosen):
+            others = [other for other in chosen if other is not lease]
+            if self.fits_without([*leaving, *others], first, now_us):
+                chosen = others
+        for lease in chosen:
+            lease.chosen = True
+        return [lease.id for lease in chosen]
+
+    def has_waited_long_enough(self, request: Request, now_us: int) -> bool:
+        preempt_after_us = self.policy.tiers[request.tier].preempt_after_us
+        return preempt_after_us is not None and now_us >= request.arrived_us + preempt_after_us
+
+    def takeable_for(self, first: Request, now_us: int) -> list[Request]:
+        """Leases that may be preempted for a ticket if their tier can spare them, in the order they are asked."""
+        order = {request.id: place for place, (request, *_) in enumerate(self.admitted)}  # the latest place counts
+        found = [
+            lease
+            for lease in self.held()
+            if lease.tier > first.tier
+            and self.policy.tiers[lease.tier].preemptible
+            and not lease.kept
+            and not lease.chosen
+            and len(lease.returns) < self.policy.max_preemptions
+            and self.could_come_back(lease)
+            and not any(self._is_before(other, first, now_us) for other in (lease, *self.next_of(lease.tier)))
+        ]
+        return sorted(found, key=lambda lease: (lease.tier, order[lease.id]), reverse=True)
+
+    def next_of(self, tier: int) -> list[Request]:
+        return [head for head in self.heads() if head.tier == tier]
+
+    def could_come_back(self, lease: Request) -> bool:
+        """Whether it could be admitted to the pool if nobody else was in it, as important as it could ever be."""
+        highest = lease.tier
+        if self.policy.promote_after_us is not None and self.policy.ceiling < lease.tier:
+            highest = self.policy.ceiling
+        for dimension, size in enumerate((lease.held_tokens, lease.requests)):
+            capacity = self.policy.capacity[dimension]
+            owed = sum(self.headroom(q)[dimension] or 0 for q in range(highest))
+            if capacity is not None and size > min(capacity - owed, self.limit(lease.tier)[dimension]):
+                return False
+        return True
+
+    def fits_without(self, gone: list[Request], request: Request, now_us: int) -> bool:
+        with self._without(gone):
+            return self.fits(request, now_us)
+
+    def is_below_without(self, gone: list[Request], tier: int) -> bool:
+        with self._without(gone):
+            return self.is_below_its_reserve(tier)
+
+    @contextmanager
+    def _without(self, gone: list[Request]) -> Iterator[None]:
+        for request in gone:
+            request.state = "gone"
+        yield
+        for request in gone:
+            request.state = "held"
+
+    def _is_before(self, other: Request, first: Request, now_us: int) -> bool:
+        """Whether another, whose tier has its reserve, is before a ticket in order."""
+        return (1, *self._place(other, now_us)[1:]) < self._place(first, now_us)
+
     # What a wait is reported as.
 
     def overtaken_at_us(self, request: Request) -> int | None:
-        """The first admission of a ticket that arrived later, out of all admissions there ever were."""
-        return next((at_us for other, at_us in self.admitted if other.number > request.number), None)
+        """The first admission of a ticket that arrived later while it waited, or the moment it was first preempted."""
+        mine = next((place for place, (other, *_) in enumerate(self.admitted) if other is request), len(self.admitted))
+        before = [at_us for other, at_us, _ in self.admitted[:mine] if other.number > request.number]
+        return min([*before[:1], *request.returns[:1]], default=None)
 
     def answer(self, request: Request, now_us: int) -> Answer:
         overtaken_at_us = self.overtaken_at_us(request)
-        meanwhile = [other for other, _ in self.admitted[request.admissions_before :]]
+        since = self.admitted[request.admissions_before :]
+        meanwhile = [(other.tier, tokens) for other, _, tokens in since if other is not request]
         return Answer(
             id=request.id,
             queue_wait_us=now_us - request.arrived_us,
             starvation_us=0 if overtaken_at_us is None else now_us - overtaken_at_us,
             served_ahead=tuple(
-                sum(other.tokens for other in meanwhile if other.tier == tier) for tier in range(len(self.policy.tiers))
+                sum(tokens for of, tokens in meanwhile if of == tier) for tier in range(len(self.policy.tiers))
             ),
             level=math.ceil(self.aged_level(request, now_us)),
         )

@@ -34,11 +34,37 @@ def policies(draw: st.DrawFn) -> Policy:
                 lend=draw(st.sampled_from(FRACTIONS)),
                 limit=limits[level],
                 always_first=always_first and level == 0,
+                preemptible=draw(st.sampled_from([True, True, False])),
+                preempt_after_us=draw(st.sampled_from([0, 0, 5, None])),
             )
             for level, cut in enumerate(cuts)
         ),
         promote_after_us=draw(st.sampled_from([None, 1, 7, 20])),
         ceiling=draw(st.integers(0, count - 1)),
+        max_preemptions=draw(st.sampled_from([1, 2, 0])),
+    )
+
+
+@st.composite
+def preempting_policies(draw: st.DrawFn) -> Policy:
+    """Pools in which much is preempted: no limits, and little that ages."""
+    count = draw(st.integers(2, 4))
+    reserves = st.sampled_from([Fraction(0), Fraction(1, 10), Fraction(1, 4)])
+    return Policy(
+        capacity=draw(st.sampled_from([(40, None), (40, 5), (100, 7)])),
+        tiers=tuple(
+            Shares(
+                f"t{level}",
+                draw(reserves),
+                draw(st.sampled_from([Fraction(1), Fraction(1, 2)])),
+                preemptible=level > 0 and draw(st.sampled_from([True, True, False])),
+                preempt_after_us=draw(st.sampled_from([0, 0, 5])),
+            )
+            for level in range(count)
+        ),
+        promote_after_us=draw(st.sampled_from([None, None, 10])),
+        ceiling=draw(st.integers(0, 1)),
+        max_preemptions=draw(st.sampled_from([2, 1])),
     )
 
 
@@ -55,4 +81,25 @@ def random_policy(luck: random.Random) -> Policy:
         ),
         promote_after_us=luck.choice([None, 5, 20]),
         ceiling=luck.randrange(count),
+    )
+
+
+def preempting_policy(luck: random.Random) -> Policy:
+    """The same kind of pool as `preempting_policies`, from a plain seed."""
+    count = luck.randint(2, 4)
+    return Policy(
+        capacity=luck.choice([(40, None), (40, 5), (100, 7)]),
+        tiers=tuple(
+            Shares(
+                f"t{level}",
+                Fraction(luck.choice([0, 10, 25]), 100),
+                luck.choice([Fraction(1), Fraction(1, 2)]),
+                preemptible=level > 0 and luck.random() < 0.9,
+                preempt_after_us=luck.choice([0, 5]),
+            )
+            for level in range(count)
+        ),
+        promote_after_us=luck.choice([None, None, 10]),
+        ceiling=luck.randint(0, 1),
+        max_preemptions=luck.choice([0, 1, 1, 2]),
     )

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from oracle import Oracle, Policy
-from strategies import WEIGHTS, policies
+from strategies import WEIGHTS, policies, preempting_policies
 from witness import Witness, as_answer
 
 from sidecar.policy.rules import Shares, largest_request
@@ -60,6 +60,29 @@ class Pool(RuleBasedStateMachine):
         self.witness.dispatch()
         answers = self.oracle.dispatch(self.witness.now_us)
         assert answers == [decision.reported for decision in self.witness.latest]
+        assert self.oracle.preempt(self.witness.now_us) == self.witness.preempt()
+
+    @precondition(lambda self: self.count)
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        name = self._any(data)
+        self.witness.keep(name)
+        self.oracle.keep(name)
+
+    @precondition(lambda self: self.count)
+    @rule(data=st.data())
+    def requeue_anybody(self, data: st.DataObject) -> None:
+        self._requeue(self._any(data))
+
+    @rule()
+    def a_victims_engine_lets_go(self) -> None:
+        for victim in [request for request in self.oracle.held() if request.chosen][:1]:
+            self._requeue(victim.id)
+            self.dispatch()
+
+    def _requeue(self, name: str) -> None:
+        self.witness.requeue(name)
+        self.oracle.requeue(name, self.witness.now_us)
 
     @precondition(lambda self: self.count)
     @rule(data=st.data())
@@ -131,6 +154,18 @@ class Pool(RuleBasedStateMachine):
         invariants.starvation_is_what_the_record_of_all_admissions_says(self.witness)
 
     @invariant()
+    def whoever_is_preempted_may_be_and_must_be(self) -> None:
+        invariants.only_the_first_in_order_preempts_and_only_once_it_has_waited_long_enough(self.witness)
+        invariants.victims_are_less_important_preemptible_and_not_kept(self.witness)
+        invariants.nobody_is_preempted_more_often_than_the_policy_says(self.witness)
+        invariants.a_victims_tier_is_not_below_its_reserve_without_it(self.witness)
+        invariants.victims_are_enough_and_none_of_them_could_be_spared(self.witness)
+
+    @invariant()
+    def freed_room_goes_to_whom_it_was_freed_for(self) -> None:
+        invariants.freed_room_goes_to_whom_it_was_freed_for(self.witness)
+
+    @invariant()
     def time_alone_admits_nobody_before_the_next_change(self) -> None:
         if not self.witness.dispatched:
             return
@@ -159,9 +194,37 @@ class Pool(RuleBasedStateMachine):
         return str(data.draw(st.integers(0, self.count - 1)))
 
 
+class FullPool(Pool):
+    """One that the least important tier fills from the start, under a policy by which much is preempted."""
+
+    @initialize(policy=preempting_policies(), sizes=st.lists(st.integers(3, 20), min_size=3, max_size=8))
+    def open(self, policy: Policy, sizes: list[int]) -> None:
+        self.witness = Witness(Scheduler(policy.rules()), policy)
+        self.oracle = Oracle(policy, divide=lambda tokens, weight: tokens / weight)
+        self.count = 0
+        for tokens in sizes:
+            self.submit(len(policy.tiers) - 1, tokens, 1, "a")
+        self.dispatch()
+
+    @precondition(lambda self: self.count)
+    @rule(tier=st.integers(0, 2), tokens=st.integers(5, 30), by_us=st.sampled_from([0, 5]))
+    def somebody_more_important_comes(self, tier: int, tokens: int, by_us: int) -> None:
+        self.submit(tier, tokens, 1, "b")
+        self.dispatch()
+        self.time_passes(by_us)
+        self.dispatch()
+
+    @rule()
+    def all_victims_let_go(self) -> None:
+        for victim in [request for request in self.oracle.held() if request.chosen]:
+            self._requeue(victim.id)
+        self.dispatch()
+
+
 def footprint(scheduler: Scheduler) -> int:
     """How many things a scheduler remembers, wherever it keeps them."""
     queues = sum(len(tier.queue._heap) + len(tier.queue._lanes) for tier in scheduler._tiers)
+    queues += len(scheduler._preemption.leases) + len(scheduler._preemption._victims)
     return queues + len(scheduler._waiting) + len(scheduler._leases) + len(scheduler._overtaking)
 
 
@@ -169,13 +232,18 @@ def test_the_invariants_hold_whatever_happens_in_any_order():
     run_state_machine_as_test(Pool, settings=QUICK)
 
 
+def test_the_invariants_hold_where_much_is_preempted():
+    run_state_machine_as_test(FullPool, settings=QUICK)
+
+
 @pytest.mark.soak
-def test_the_invariants_hold_whatever_happens_in_any_order_for_long():
-    run_state_machine_as_test(Pool, settings=LONG)
+@pytest.mark.parametrize("kind", [Pool, FullPool])
+def test_the_invariants_hold_whatever_happens_in_any_order_for_long(kind):
+    run_state_machine_as_test(kind, settings=LONG)
 
 
 def decisions_of(policy: Policy, operations: list, every_us: int | None) -> list[tuple[str, int]]:
-    """Who is admitted when, by dispatching at every moment, or (None) only at events and at `next_change_us`."""
+    """Who is admitted or preempted when, by deciding at every moment, or (None) only at events and `next_change_us`."""
     scheduler, admitted = Scheduler(policy.rules()), []
     events = {at_us: [operation for operation in operations if operation[0] == at_us] for at_us, *_ in operations}
     change_us = None
@@ -183,16 +251,21 @@ def decisions_of(policy: Policy, operations: list, every_us: int | None) -> list
         for number, (_, what, tier, tokens) in enumerate(events.get(now_us, [])):
             if what == "submit":
                 scheduler.submit(f"{now_us}-{number}", tier=tier % len(policy.tiers), tokens=tokens, now_us=now_us)
-            elif scheduler._leases:
+            elif what == "let go" and scheduler._preemption._victims:
+                scheduler.requeue(next(iter(scheduler._preemption._victims)), now_us)
+            elif what == "settle" and scheduler._leases:
                 scheduler.settle(next(iter(scheduler._leases)))
         if every_us or now_us in events or now_us == change_us:
             admitted += [(admission.ticket.id, now_us) for admission in scheduler.dispatch(now_us)]
+            admitted += [(f"preempted {victim.id}", now_us) for victim in scheduler.preempt(now_us)]
             change_us = scheduler.next_change_us(now_us)
     return admitted
 
 
 OPERATIONS = st.lists(
-    st.tuples(st.integers(0, 120), st.sampled_from(["submit", "submit", "settle"]), st.integers(0, 4), FEW_TOKENS),
+    st.tuples(
+        st.integers(0, 120), st.sampled_from(["submit", "submit", "settle", "let go"]), st.integers(0, 4), FEW_TOKENS
+    ),
     min_size=1,
     max_size=40,
 )

@@ -7,6 +7,7 @@ follows it. Just before it follows, the witness notes what the page says about t
 from __future__ import annotations
 
 from collections import Counter
+from copy import deepcopy
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -31,6 +32,24 @@ class Decision(NamedTuple):
     used_after: tuple[int, int]
 
 
+class Choice(NamedTuple):
+    """Whom one call of `preempt` chose, beside what the record says of the moment just before it.
+
+    `unneeded` are those without whom the first in order would have fitted all the same, once the others let go, and
+    `next_in` who is admitted next if all of them do so at once.
+    """
+
+    first: Request | None
+    had_waited_long_enough: bool
+    victims: tuple[Request, ...]
+    not_allowed: tuple[str, ...]
+    preempted_too_often: tuple[str, ...]
+    below_their_reserve: tuple[int, ...]
+    is_enough: bool
+    unneeded: tuple[str, ...]
+    next_in: str | None
+
+
 class Backlog:
     """The service two tenants of one tier received while both waited, weighted, and the bound on its difference."""
 
@@ -53,6 +72,7 @@ class Witness:
         self.record = Oracle(policy, divide=lambda tokens, weight: tokens / weight)
         self.now_us = 0
         self.latest: list[Decision] = []
+        self.chosen: list[Choice] = []
         self.dispatched = False
         self.outgrown = False
         self.ends: Counter[str] = Counter()
@@ -95,12 +115,36 @@ class Witness:
         self.dispatched = True
         return [decision.request.id for decision in self.latest]
 
+    def preempt(self) -> list[str]:
+        """Call it after `dispatch`."""
+        earlier = [request for request in self.record.held() if request.chosen]
+        first = self.record.first(self.now_us)
+        names = [ticket.id for ticket in self.scheduler.preempt(self.now_us)]
+        if names:
+            self.chosen.append(self._choice(first, names, earlier))
+        return names
+
+    def keep(self, id: str) -> None:
+        self._turn()
+        if self.scheduler.keep(id) != self.record.keep(id):
+            self.disagreements.append(f"keep {id} at {self.now_us}")
+
+    def requeue(self, id: str) -> None:
+        self._turn()
+        did, should = self.scheduler.requeue(id, self.now_us), self.record.requeue(id, self.now_us)
+        if did != should:
+            self.disagreements.append(f"requeue {id} at {self.now_us}: {did}, the record says {should}")
+        if did:  # its tenant has already received, by its tags, what it now gets once more
+            self.canceled_since_afresh |= {r.tier for r in self.record.submitted if r.id == id}
+        self._drain()
+        self._keep_backlogs()
+
     def over_the_pool(self) -> bool:
         used = zip(self.record.used(), self.record.policy.capacity, strict=True)
         return any(capacity is not None and mine > capacity for mine, capacity in used)
 
     def _turn(self) -> None:
-        self.latest, self.dispatched = [], False
+        self.latest, self.chosen, self.dispatched = [], [], False
 
     def _drain(self) -> None:
         self.outgrown = self.outgrown and self.over_the_pool()
@@ -132,6 +176,41 @@ class Witness:
         return Decision(
             request=request, reported=as_answer(admission), recorded=recorded, used_after=record.used(), **facts
         )
+
+    def _choice(self, first: Request | None, names: list[str], earlier: list[Request]) -> Choice:
+        record, now_us = self.record, self.now_us
+        victims = [request for name in names for request in record.held() if request.id == name]
+        all_of_them = [*earlier, *victims]
+        tiers = record.policy.tiers
+        choice = Choice(
+            first=first,
+            had_waited_long_enough=first is not None and record.has_waited_long_enough(first, now_us),
+            victims=tuple(victims),
+            not_allowed=tuple(
+                victim.id
+                for victim in victims
+                if first is None or victim.tier <= first.tier or victim.kept or not tiers[victim.tier].preemptible
+            ),
+            preempted_too_often=tuple(v.id for v in victims if len(v.returns) >= record.policy.max_preemptions),
+            below_their_reserve=tuple(v.tier for v in victims if record.is_below_without(all_of_them, v.tier)),
+            is_enough=first is not None and record.fits_without(all_of_them, first, now_us),
+            unneeded=tuple(
+                victim.id
+                for victim in victims
+                if first is not None and record.fits_without([r for r in all_of_them if r is not victim], first, now_us)
+            ),
+            next_in=None if earlier else self._next_in(names),
+        )
+        for victim in victims:
+            victim.chosen = True
+        return choice
+
+    def _next_in(self, names: list[str]) -> str | None:
+        """Whom the scheduler admits next if its victims let go now, and nothing else happens."""
+        tried = deepcopy(self.scheduler)
+        for name in names:
+            tried.requeue(name, self.now_us)
+        return next((admission.ticket.id for admission in tried.dispatch(self.now_us)), "nobody")
 
     def _serve(self, request: Request) -> None:
         """Books an admission with every pair of backlogged tenants that it belongs to, before the ticket leaves."""

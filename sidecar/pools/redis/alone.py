@@ -101,7 +101,7 @@ class Alone:
         self._granted = granted
         self._names = tuple(tier.name for tier in part.tiers)
         self._scheduler = Scheduler(part)
-        self._dispatcher = Dispatcher(self._scheduler, clock, self._admitted)
+        self._dispatcher = Dispatcher(self._scheduler, clock, self._admitted, self._scheduler.keep)
         self._waiting: dict[int, RedisLease] = {}
         self._parked: dict[int, RedisLease] = {}  # does not fit now; the part may grow, or the store come back
         self._take_over(leases)

@@ -43,6 +43,7 @@ class RedisLease:
         "grant",
         "id",
         "is_over",
+        "on_preempt",
         "served_before",
     )
 
@@ -52,6 +53,7 @@ class RedisLease:
         self.entered_us = entered_us
         self.grant: Grant | None = None
         self.allowance: Allowance | None = None
+        self.on_preempt: Callable[[], None] | None = None
         self.is_over = False
         self.served_before: Sequence[int] = ()
         self._pool = pool
@@ -107,6 +109,13 @@ class RedisLease:
         self.ask = msgspec.structs.replace(ask, tokens=tokens)
         self._pool.change_size(self, ask.tokens - tokens)
         return True
+
+    def keep(self) -> None:
+        """See `Lease.keep`."""
+
+    def requeue(self) -> asyncio.Future[Grant]:
+        """See `Lease.requeue`."""
+        raise RuntimeError("a lease is requeued once, after on_preempt, where it is still held and was not kept")
 
     # -- called by the pool
 

@@ -16,9 +16,9 @@ from sidecar.events import Obstacle, StoreObserver, StoreState
 from sidecar.policy.policy import Policy, StoreLoss
 from sidecar.policy.rules import PoolRules
 from sidecar.pools.dispatcher import Clock, monotonic_us
-from sidecar.pools.drain_rate import DrainRate
 from sidecar.pools.figures import TierFigures, pool_state, served_by_name
 from sidecar.pools.obstacles import obstacle
+from sidecar.pools.places import Places
 from sidecar.pools.pool import Ask, Grant, NotShared, Shared
 from sidecar.pools.redis import script
 from sidecar.pools.redis.alone import LastKnown
@@ -56,7 +56,7 @@ class RedisPool:
         self._tier_names = tuple(tier.name for tier in policy.tiers)
         self._sizes = Sizes(policy)
         self._rules_are_new = True
-        self._drain_rates = tuple(DrainRate() for _ in policy.tiers)
+        self._places = Places(self._sizes, len(policy.tiers))
         self._ids = count(1)
         self._leases: dict[int, RedisLease] = {}
         self._outbox = Outbox()
@@ -119,6 +119,7 @@ class RedisPool:
         if loss := self._deciding_loss():
             loss.enter(lease)
         else:
+            self._places.refuse_what_is_promised(ask, self._tiers[ask.tier].queued, lease.entered_us)
             self._leases[lease.id] = lease
             self._outbox.enter(lease)
         try:
@@ -130,7 +131,7 @@ class RedisPool:
 
     def retry_after_s(self, tier: int) -> float:
         """See `Pool.retry_after_s`. By the whole pool's queue and drain, as the store last told them."""
-        return self._drain_rates[tier].retry_after_s(self._tiers[tier].queued, self.now_us())
+        return self._places.retry_after_s(tier, self._tiers[tier].queued, self.now_us())
 
     def state(self) -> Mapping[str, object]:
         """See `Pool.state`. The whole pool as this replica last heard of it: at most one heartbeat ago."""
@@ -247,17 +248,18 @@ class RedisPool:
         """Does what the store says."""
         now_us = self.now_us()
         self._last = reply
+        self._places.replicas = max(1, reply.replicas)
         self._hold(-batch.freed_tokens, -batch.freed_requests)
         for level, figures in reply.tiers:
             admitted, self._tiers[level] = figures.admitted - self._tiers[level].admitted, figures
             if admitted > 0:
-                self._drain_rates[level].admitted(now_us, admitted)
+                self._places.admitted(level, now_us, admitted)
         for lease_id, wait in reply.grants:
             self._granted(lease_id, wait, now_us)
         for lease_id in reply.refused:
             refused = self._leases.pop(lease_id, None)
             if refused is not None:
-                refused.refused(self._sizes.queue_full(refused.ask.tier, self.retry_after_s(refused.ask.tier)))
+                refused.refused(self._places.queue_full(refused.ask, self._tiers[refused.ask.tier].queued, now_us))
         for lease_id, wait in reply.ended:
             if lease_id in batch.leaving:
                 lease, left = batch.leaving[lease_id]
@@ -265,6 +267,8 @@ class RedisPool:
         self._note_overtaking(reply.latest_age_us, now_us)
         for lease in batch.entering:
             lease.served_before = tuple(tier.served for tier in self._tiers)
+            if lease.id in self._leases:
+                self._places.taken(lease.ask)
             lease.waits()
         batch.tell_who_left(self._own_figures)
         self._call_in_time(reply.change_after_us)

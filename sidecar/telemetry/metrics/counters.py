@@ -20,8 +20,8 @@ class Counters:
     """What the requests to one pool added up to. Its attributes are those that `COUNTERS` names."""
 
     __slots__ = (
-        "abandoned", "admitted", "clamped", "downgraded", "estimate_errors", "overtaken", "overtaken_tokens", "refused",
-        "settled", "tenants", "tokens_estimated", "tokens_used",
+        "abandoned", "admitted", "clamped", "downgraded", "estimate_errors", "overtaken", "overtaken_tokens",
+        "preempted_engine_us", "preemptions", "refused", "settled", "tenants", "tokens_estimated", "tokens_used",
     )  # fmt: skip
 
     def __init__(self, tenants: Tenants) -> None:
@@ -30,6 +30,8 @@ class Counters:
         self.refused: Counted = {}
         self.abandoned: Counted = {}
         self.settled: Counted = {}
+        self.preemptions: Counted = {}
+        self.preempted_engine_us: Counted = {}
         self.clamped: Counted = {}
         self.downgraded: Counted = {}
         self.overtaken: Counted = {}
@@ -40,7 +42,8 @@ class Counters:
 
     def know(self, tier: str) -> None:
         """Has what every tier has told from the start: of a series that begins at 1, Prometheus does not see the 1."""
-        for counted in (self.admitted, self.tokens_estimated, self.tokens_used):
+        preempted = self.preemptions, self.preempted_engine_us
+        for counted in (self.admitted, self.tokens_estimated, self.tokens_used, *preempted):
             counted.setdefault((tier,), 0)
         for outcome in Outcome:
             self.settled.setdefault((tier, outcome.value), 0)
@@ -49,13 +52,17 @@ class Counters:
 
 
 class Counter(NamedTuple):
-    """One metric. `counted` is the attribute of `Counters`, or of `tenants.Counts`; `labels` leaves out the pool's."""
+    """One metric. `counted` is the attribute of `Counters`, or of `tenants.Counts`; `labels` leaves out the pool's.
+
+    `per_unit` of what is counted are one of the unit.
+    """
 
     name: str
     counted: str
     labels: tuple[str, ...]
     unit: str
     description: str
+    per_unit: int = 1
 
 
 COUNTERS = (
@@ -80,6 +87,21 @@ COUNTERS = (
         (TIER, semconv.ADMISSION_OUTCOME),
         "{request}",
         "Leases that were given back, by how the request ended.",
+    ),
+    Counter(
+        semconv.PREEMPTIONS,
+        "preemptions",
+        (TIER,),
+        "{preemption}",
+        "How often a request of the tier gave its room to a more important one, and waited again.",
+    ),
+    Counter(
+        semconv.PREEMPTED_ENGINE_TIME,
+        "preempted_engine_us",
+        (TIER,),
+        "s",
+        "For how long the engine had worked on requests that were preempted: what it did is lost.",
+        per_unit=1_000_000,
     ),
     Counter(
         semconv.CLAMPED,
