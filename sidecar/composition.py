@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,12 @@ STORE_VARIABLE = "SIDECAR_STORE"
 ENGINE_KEY_VARIABLE = "SIDECAR_ENGINE_KEY"
 """The engine's own API key: for its pages, which `capacity: {from: engine}` reads, and for every admitted request."""
 
+_OPEN_ENGINE = (
+    f"the engine's key ({ENGINE_KEY_VARIABLE}) is shown for requests without any key, too, which the policy's "
+    "`anonymous` lets in; write anonymous: deny where the engine is not for everybody"
+)
+_log = logging.getLogger("sidecar.composition")
+
 
 class AdmissionMiddleware(Admission):
     """Admission control around an ASGI app, in one line: `app.add_middleware(AdmissionMiddleware, policy="policies/")`.
@@ -46,10 +53,10 @@ class AdmissionMiddleware(Admission):
     `SIDECAR_POLICY` says where it is, so that a server which constructs its middleware with `app` alone can use this
     class too. Such a server gets the rest from the environment as well: admin pages on `SIDECAR_ADMIN_PORT`, and
     telemetry by `OTEL_*`. `SIDECAR_STORE` goes before the policy's own `store`. `dialect` is how the app's engine hears
-    a priority, where that is not as the policy's `engine` says; `files` are where a loaded policy came from, to be
-    watched; `is_shown` says that `lookout.routes` are served. Raises `PolicyError` with every mistake of the files,
-    and ValueError where there are none; a server that makes its middleware only when it starts is told that the start
-    failed instead.
+    a priority, where that is not as the policy's `engine` says; `files` are where a loaded policy came from: what
+    changes there replaces it while the server runs. `is_shown` says that `lookout.routes` are served. Raises
+    `PolicyError` with every mistake of the files, and ValueError where there are none; a server that makes its
+    middleware only when it starts is told that the start failed instead.
     """
 
     def __init__(
@@ -67,8 +74,10 @@ class AdmissionMiddleware(Admission):
             else:
                 path = policy or _policy_path(os.environ)
                 loaded = load(path)
-                files = PolicyFiles(path, loaded.generation)
+                files = PolicyFiles(path)
             engine_key = secret_for_header(os.environ, ENGINE_KEY_VARIABLE)
+            if engine_key is not None and loaded.anonymous is not None and not loaded.forward_key:
+                _log.warning("%s", _OPEN_ENGINE, extra={"event": "engine_open"})
             pages = AppPages(app, engine_key)
             pool = _pool(loaded, os.environ, pages)
             estimator = Estimator(None if loaded.tokenizer is None else TokenizerCounter(loaded.tokenizer))
@@ -101,6 +110,17 @@ class AdmissionMiddleware(Admission):
             lets_go_s=LETS_GO_WITHIN_S[loaded.engine] if isinstance(app, ReverseProxy) else 0.0,
             engine_key=engine_key,
         )
+
+    def change_policy(self, policy: Policy) -> None:
+        """See `Door.change_policy`."""
+        super().change_policy(policy)
+        self.lookout.change_policy(policy)
+
+    def state(self) -> Mapping[str, object]:
+        """See `Door.state`; in a shared pool also which replicas run which policy."""
+        state = super().state()
+        generations = self.lookout.generations()
+        return {**state, "generations": generations} if generations else state
 
     def notices(self) -> Sequence[str]:
         """See `Door.notices`."""

@@ -105,8 +105,8 @@ class Preempted(msgspec.Struct, frozen=True, gc=False):
     """The request gave its room to a more important one before its first byte, and waits again from now on.
 
     `admitted_us` is when it had been admitted: what the engine has done since is lost. `times` counts how often it has
-    happened to this request. A later `Admitted` tells its whole wait, from the arrival on; where there is none, because
-    it was refused or left while it waited again, `Settled` tells with no tokens used, and the refusal's code as `error`.
+    happened to this request. A later `Admitted` tells its whole wait, from the arrival on. Where there is none, because
+    it was refused or left while it waited again, `Settled` has no tokens used, and the refusal's code as its `error`.
     """
 
     at_us: int
@@ -143,7 +143,8 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
 
     `input_tokens` and `output_tokens` are the engine's own count, None where it sent none. `tokens_used` is the best
     known: the engine's count, or else the estimate of the prompt and the chunks that went out. `error` is a word from
-    a small set (an error code, an exception's class), None where the request did not fail.
+    a small set (an error code, an exception's class), None where the request did not fail. `wait` is what `Refused`
+    would have told, of a request that was preempted and ended while it waited again; None where that is not known.
     """
 
     at_us: int
@@ -153,6 +154,7 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
     input_tokens: int | None
     output_tokens: int | None
     error: str | None
+    wait: Refused | None = None
 
 
 Event = Classified | Queued | Admitted | Preempted | Refused | FirstByte | Settled

@@ -46,14 +46,23 @@ class Door:
         self.estimator = estimator
         self.observer = observer
         self.lets_go_s = lets_go_s
-        soonest_s = min(LONGEST_ROUND_S, policy.body_timeout_s, policy.disconnect_grace_s)
-        self.rounds = Rounds(max(SHORTEST_ROUND_S, soonest_s))
+        self.rounds = Rounds(_round_s(policy))
         self.is_draining = False
 
     @property
     def policy(self) -> Policy:
         """What new requests go by."""
         return self.ruling.policy
+
+    def change_policy(self, policy: Policy) -> None:
+        """Goes by another policy from the next request on; those that are in keep to the one they came under.
+
+        `policy.replacing` says which can replace which. Raises, and nothing has changed, where this one cannot be used.
+        """
+        replacing = ruling(policy, self.dialect, self.estimator, self.engine_key)
+        self.pool.change_policy(policy)
+        self.ruling, self.endpoints = replacing, replacing.endpoints
+        self.rounds.interval_s = _round_s(policy)
 
     def drain(self) -> None:
         """Refuses every new request from now on; those that wait or run are served to their end."""
@@ -84,3 +93,8 @@ class Door:
             "under_way": self.under_way,
             "pool": self.pool.state(),
         }
+
+
+def _round_s(policy: Policy) -> float:
+    """How often those that are under way have to be looked after, in seconds."""
+    return max(SHORTEST_ROUND_S, min(LONGEST_ROUND_S, policy.body_timeout_s, policy.disconnect_grace_s))

@@ -32,7 +32,7 @@ from sidecar.asgi.understanding import Understood, declared_length, longest_wait
 from sidecar.asgi.usage import UsageReader
 from sidecar.engines import Forward
 from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, InvalidHeader, QueueTimeout
-from sidecar.events import Outcome
+from sidecar.events import Obstacle, Outcome
 from sidecar.granted import SCOPE_KEY, Granted, current
 from sidecar.policy.policy import Api, Endpoint
 from sidecar.pools import Grant, Lease
@@ -208,7 +208,7 @@ class Exchange:
 
     async def _wait(self, lease: Lease, granted: asyncio.Future[Grant], most_s: float | None) -> Grant:
         """Waits for the first of three: the grant, the client's hanging up, the end of its time."""
-        self._report.queued(lambda: self._door.pool.obstacle(self._understood.ask()))
+        self._report.queued(self._obstacle)
         departure = self._client.departure()
         await self._first_of(granted, departure, most_s)
         if departure.done():  # also in the very moment of the grant: nobody is there to run for
@@ -218,6 +218,12 @@ class Exchange:
         if self._kept_alive is not None:
             await self._kept_alive.comment(f"admitted after {granted.result().queue_wait_us / 1e6:.1f} s")
         return granted.result()
+
+    def _obstacle(self) -> tuple[Obstacle, str]:
+        """Why it has to wait."""
+        if self._preemptions:
+            return Obstacle.PREEMPTED, "its room went to a more important request"
+        return self._door.pool.obstacle(self._understood.ask())
 
     async def _first_of(
         self, granted: asyncio.Future[Grant], departure: asyncio.Task[Message], most_s: float | None

@@ -147,20 +147,22 @@ class Report:
             return
         if self._was_admitted:
             outcome = Outcome.CLIENT_LEFT if code == LEFT_CODE else Outcome.FAILED
-            self._observation.on_event(Settled(self._now_us(), outcome, status, 0, None, None, code))
-            return
-        if wait is None:
+            told = None if wait is None else _refused(code, message, status, wait)
+            self._observation.on_event(Settled(self._now_us(), outcome, status, 0, None, None, code, told))
+        elif wait is None:
             self._observation.on_event(Refused(self._now_us(), code, message, status))
-            return
-        self._observation.on_event(
-            Refused(
-                at_us=wait.at_us,
-                code=code,
-                message=message,
-                status=status,
-                queue_wait_us=wait.queue_wait_us,
-                starvation_us=wait.starvation_us,
-                overtaken_at_us=wait.overtaken_at_us,
-                served_ahead=wait.served_ahead,
-            )
-        )
+        else:
+            self._observation.on_event(_refused(code, message, status, wait))
+
+
+def _refused(code: str, message: str, status: int | None, wait: Grant) -> Refused:
+    return Refused(
+        at_us=wait.at_us,
+        code=code,
+        message=message,
+        status=status,
+        queue_wait_us=wait.queue_wait_us,
+        starvation_us=wait.starvation_us,
+        overtaken_at_us=wait.overtaken_at_us,
+        served_ahead=wait.served_ahead,
+    )

@@ -1,7 +1,8 @@
 """Runs the door as a process of its own: a reverse proxy that admits requests to the engine by the policy.
 
 Prints one line per address once it answers. SIGTERM refuses new requests with a 503, lets the running ones finish
-for as long as --grace, and exits with 0; a second signal ends at once.
+for as long as --grace, and exits with 0; a second signal ends at once. The policy's files are followed while it runs:
+what is changed there replaces what runs, at once on SIGHUP.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
         access = access_of(os.environ, args.admin_host)
         if access.is_open:
             _log.warning("%s", open_port(args.admin_host), extra={"event": "admin_port_open"})
-        files = PolicyFiles(args.policy, loaded.policy.generation)
+        files = PolicyFiles(args.policy)
         door = AdmissionMiddleware(ReverseProxy(args.upstream), loaded.policy, files=files, is_shown=True)
         end_telemetry = configure_from_environment(scrape=door.lookout.scrape)
         pages = admin_app(state=door.state, readiness=door.readiness, notices=door.notices, routes=door.lookout.routes)
@@ -88,6 +89,7 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
                 admin_port=args.admin_port,
                 drain=lambda: _drain(door),
                 drained=door.drained,
+                reload=door.lookout.reload,
                 grace_s=args.grace,
                 announce=_announce_and_log if announces_twice else _announce,
             )

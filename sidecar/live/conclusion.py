@@ -47,8 +47,7 @@ def _preempted(story: Story) -> str:
     if overtook:
         parts.append(_went_ahead(overtook))
     if story.refused is not None:
-        refused = story.refused
-        parts.append(f"then {refused.message if refused.status is None else f'refused with {_answer(refused)}'}")
+        parts.append(f"then {_turned_away(story.refused)}")
     return "; ".join(parts)
 
 
@@ -63,11 +62,7 @@ def _gave_way(attempt: GaveWay) -> str:
 def _turned_away(refused: TurnedAway) -> str:
     if refused.status is None:
         return refused.message
-    return f"refused with {_answer(refused)}: {refused.message}"
-
-
-def _answer(refused: TurnedAway) -> str:
-    return f"{refused.status} {refused.code}"
+    return f"refused with {refused.status} {refused.code}: {refused.message}"
 
 
 def _reason(in_the_way: InTheWay | None, wait: Waited) -> str:

@@ -83,7 +83,14 @@ def refusals(all_heard: Iterable[Heard]) -> list[RefusalView]:
 def replicas(all_heard: Iterable[Heard]) -> list[ReplicaView]:
     """Everybody that was heard of, in the order of their names."""
     found = [
-        ReplicaView(one.report.replica, one.report.host, one.report.leases, one.report.waiting, round(one.age_s, 1))
+        ReplicaView(
+            one.report.replica,
+            one.report.host,
+            one.report.leases,
+            one.report.waiting,
+            round(one.age_s, 1),
+            one.report.generation,
+        )
         for one in all_heard
     ]
     return sorted(found, key=lambda replica: (replica.host, replica.replica))

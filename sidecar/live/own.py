@@ -41,8 +41,8 @@ def own_report(sources: Sources, state: Mapping[str, Any], replica: str, host: s
     tenants = [TenantView(name, *holding) for name, holding in sources.tenants().items()]
     tenants.sort(key=lambda one: (-one.tokens_held, -one.waiting, one.tenant))
     refusals = [_refusal(record, replica) for record in sources.refusals(MOST_REFUSALS)]
-    counts = own["leases"], own["waiting"]
-    return Report(replica, host, at_s, *counts, tiers, tenants[:MOST_TENANTS], refusals)
+    counts, generation = (own["leases"], own["waiting"]), sources.policy().generation
+    return Report(replica, host, at_s, *counts, tiers, tenants[:MOST_TENANTS], refusals, generation)
 
 
 def _tier(recent: Recent, name: str, grant: Grant | None, replica: str, at_s: float) -> TierReport:
@@ -72,4 +72,5 @@ def _refusal(record: Record, replica: str) -> RefusalView:
         request_id=record.request_id,
         waited_s=refused.queue_wait_us / 1e6,
         replica=replica,
+        preempted=len(record.lost),
     )

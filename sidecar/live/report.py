@@ -24,7 +24,7 @@ class TierReport(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """One process. `at_s` is its own calendar's."""
+    """One process. `at_s` is its own calendar's; `generation` is its policy's, empty where it does not say."""
 
     replica: str
     host: str
@@ -34,6 +34,7 @@ class Report(msgspec.Struct, frozen=True):
     tiers: list[TierReport]
     tenants: list[TenantView]
     refusals: list[RefusalView]
+    generation: str = ""
 
 
 class Unreadable(Exception):

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from sidecar.live.generations import Generations
 from sidecar.live.overview import Live
 from sidecar.live.own import Sources
 from sidecar.live.page import HEADERS, PAGE
@@ -20,8 +21,8 @@ _encode = msgspec.json.Encoder().encode
 class LivePages:
     """What shows the pool. `open` and `close` belong to the server's start and end, `close` before the pool's own."""
 
-    def __init__(self, sources: Sources) -> None:
-        self.live = Live(sources)
+    def __init__(self, sources: Sources, generations: Generations | None = None) -> None:
+        self.live = Live(sources, generations=generations)
         self.stream = Stream(self._document)
 
     async def open(self) -> None:

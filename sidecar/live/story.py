@@ -137,7 +137,8 @@ class Story(msgspec.Struct, frozen=True):
     """Everything that is known of a request at `told_at_s`.
 
     `state` is `arriving`, `waiting`, `running`, `refused`, `abandoned`, or how it ended: `completed`, `client_left`,
-    `failed`. `preempted` has every time that it had to begin anew; `admitted` is the last admission. `others` are more requests of the same id. `conclusion` says it all in a sentence.
+    `failed`. `preempted` has every time that it had to begin anew; `admitted` is the last admission. `others` are more
+    requests of the same id. `conclusion` says it all in a sentence.
     """
 
     request_id: str

@@ -38,6 +38,13 @@ def times(number: int) -> str:
     return {1: "once", 2: "twice"}.get(number, f"{number:,} times")
 
 
+def preempted(tier: TierView) -> str:
+    """How often a tier's requests were preempted in the last five minutes, and what that cost; empty where none was."""
+    number = sum(bucket.preempted for bucket in tier.recent)
+    lost_s = sum(bucket.engine_lost_s for bucket in tier.recent)
+    return f"preempted {times(number)}, {duration(lost_s)} at the engine lost" if number else ""
+
+
 def starving(tiers: Sequence[TierView]) -> str | None:
     """The tier whose oldest request starves most, None where none does."""
     most = max(tiers, key=_starvation_s, default=None)

@@ -122,13 +122,19 @@ class LocalPool:
         """See `Pool.close`."""
         self._dispatcher.stop()
 
+    def change_policy(self, policy: Policy) -> None:
+        """See `Pool.change_policy`."""
+        self._policy = policy
+        self._sizes.change_policy(policy)
+        self.change_rules(policy.rules)
+
     def change_rules(self, rules: PoolRules) -> None:
         """See `Pool.change_rules`."""
         self._sizes.change_rules(rules)
         self._scheduler.change_rules(rules)
         now_us = self.now_us()
         for lease_id, lease in list(self._waiting.items()):
-            if error := self._sizes.too_large(lease.ask):
+            if error := self._sizes.outgrown(lease.ask):
                 self._scheduler.cancel(lease_id, now_us)
                 del self._waiting[lease_id]
                 self._limits.never_ran(lease.charge, now_us)
@@ -184,7 +190,7 @@ class LocalPool:
             raise RuntimeError("a lease is requeued once, after on_preempt, where it is still held and was not kept")
         lease = self._takeable.pop(lease_id)
         lease.waits_again()
-        if error := self._sizes.too_large(lease.ask):
+        if error := self._sizes.outgrown(lease.ask):
             self._scheduler.cancel(lease_id, now_us)
             self._limits.never_ran(lease.charge, now_us)
             lease.refused(error)

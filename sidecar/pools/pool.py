@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from sidecar.events import Obstacle
-from sidecar.policy.policy import Limits
+from sidecar.policy.policy import Limits, Policy
 from sidecar.policy.rules import PoolRules
 from sidecar.remaining import Allowance
 
@@ -119,6 +119,13 @@ class Pool(Protocol):
 
     def change_rules(self, rules: PoolRules) -> None:
         """The pool has another size, with the same tiers. Whoever waits for more than it could ever give is refused."""
+
+    def change_policy(self, policy: Policy) -> None:
+        """Another policy with the same tiers (see `policy.replacing`): its rules, queues and limits count at once.
+
+        Whoever waits or runs keeps its place and what it holds; a pool that holds more than it has now admits nobody
+        until that has drained. Otherwise as `change_rules`.
+        """
 
     def hold_back(self, for_s: float) -> None:
         """Admits nobody for so many seconds while anything is held; 0 ends it."""

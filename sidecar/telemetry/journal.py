@@ -70,8 +70,8 @@ class Record(msgspec.Struct, gc=False, eq=False):
     """One guarded request: when it came (`at_us` on the pool's clock, `wall_ns` in calendar time), and its events.
 
     Of one that was preempted, `queued` and `admitted` are the last, and `lost` has those before. Where it was not
-    admitted again, `refused` is how its wait ended, beside `settled`. `copy_of` is the request itself where this is what
-    was kept of an admission that was taken back. The client's headers are not here: they hold its API key.
+    admitted again, `refused` is how its wait ended, beside `settled`. `copy_of` is the request itself where this is
+    what was kept of an admission that was taken back. The client's headers are not here: they hold its API key.
     """
 
     request_id: str
@@ -214,8 +214,8 @@ class Journal:
         admitted = record.admitted
         if admitted is None:
             return
-        place = bisect_left(self._admissions, admitted.at_us, key=_admitted_us)
-        for place in range(place, bisect_right(self._admissions, admitted.at_us, place, key=_admitted_us)):
+        first = bisect_left(self._admissions, admitted.at_us, key=_admitted_us)
+        for place in range(first, bisect_right(self._admissions, admitted.at_us, first, key=_admitted_us)):
             if self._admissions[place] is record:
                 self._admissions[place] = msgspec.structs.replace(record, copy_of=record)
                 break

@@ -93,6 +93,7 @@ SLO_STARVATION: Final = "admission.slo.starvation"
 POLICY_INFO: Final = "admission.policy.info"
 POLICY_REJECTED: Final = "admission.policy.rejected"
 REPLICAS: Final = "admission.replicas"
+GENERATIONS: Final = "admission.policy.generations"
 
 # Metrics of a shared pool's store.
 STORE_AVAILABLE: Final = "admission.store.available"

@@ -144,10 +144,13 @@ def test_one_that_waits_again_says_how_long_by_now() -> None:
     assert story.admitted is None
 
 
+NOT_AGAIN = "then refused with 503 queue_timeout: it waited again, as its room had gone to a more important request"
+
+
 @pytest.mark.parametrize(
     ("end", "state", "said"),
     [
-        (settled(Outcome.FAILED, 503, "queue_timeout", 9), "refused", "then refused with 503 queue_timeout"),
+        (settled(Outcome.FAILED, 503, "queue_timeout", 9), "refused", NOT_AGAIN),
         (
             settled(Outcome.CLIENT_LEFT, None, "client_left", 9),
             "abandoned",

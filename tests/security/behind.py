@@ -43,6 +43,7 @@ class Behind:
     kind: str
     port: int = 0
     url: str = ""
+    admin: str = ""
     seen: list[Seen] = field(default_factory=list)
 
     def send(self, request: bytes, last: bytes = LAST) -> bytes:
@@ -158,5 +159,5 @@ def standing(kind: str, folder: Path, more: str = "", **variables: str) -> Itera
         with command(*served, **variables) as process:
             behind.url = address(process)
             behind.port = int(behind.url.rpartition(":")[2])
-            address(process)
+            behind.admin = address(process)
             yield behind

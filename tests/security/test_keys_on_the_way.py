@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from sidecar import AdmissionMiddleware
 from sidecar.asgi.credentials import Credentials
 from sidecar.asgi.proxy import ReverseProxy
+from sidecar.composition import store_of
 from tests.support.door import CHAT, SMALL, Answer, App, guarding, key, policy, write_policy
 from tests.support.engine import RawEngine, answering, raw_engine
 from tests.support.serving import serving
@@ -171,3 +172,39 @@ async def test_a_client_cannot_have_the_proxy_drop_what_the_door_has_written(
 
 def test_what_holds_the_engines_key_does_not_show_it() -> None:
     assert ENGINE_KEY not in repr(Credentials(False, ENGINE_KEY.encode()))
+
+
+@pytest.mark.parametrize(
+    ("said", "warns"),
+    [
+        ((ENGINE_KEY, "normal", ""), True),
+        ((ENGINE_KEY, "deny", ""), False),
+        ((ENGINE_KEY, "normal", "forward_key: true\n"), False),
+        (("", "normal", ""), False),
+    ],
+)
+def test_an_engine_that_its_key_opens_for_everybody_is_warned_of(
+    said: tuple[str, str, str],
+    warns: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine_key, anonymous, more = said
+    monkeypatch.setenv("SIDECAR_ENGINE_KEY", engine_key)
+    path = write_policy(tmp_path, more)
+    path.write_text(path.read_text().replace("anonymous: normal", f"anonymous: {anonymous}"))
+    AdmissionMiddleware(App(), path)
+    assert ["anonymous: deny" in record.getMessage() for record in caplog.records] == [True] * warns
+    assert ENGINE_KEY not in caplog.text
+
+
+def test_a_store_may_be_named_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "store"
+    file.write_text("redis://user:hidden@store.example:6379/2\n")
+    found = store_of(policy(), {"SIDECAR_STORE_FILE": str(file)})
+    assert str(found) == "redis://user:***@store.example:6379/2"
+    file.write_text("http://hidden@store.example")
+    with pytest.raises(ValueError, match=r"^SIDECAR_STORE: ") as refused:
+        store_of(policy(), {"SIDECAR_STORE_FILE": str(file)})
+    assert "hidden" not in str(refused.value)

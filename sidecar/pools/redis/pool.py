@@ -90,16 +90,22 @@ class RedisPool:
             await link.close()
         self._start_over()
 
+    def change_policy(self, policy: Policy) -> None:
+        """See `Pool.change_policy`. All replicas that share the pool are told; the latest to say it counts."""
+        self._policy = policy
+        self._sizes.change_policy(policy)
+        self.change_rules(policy.rules)
+
     def change_rules(self, rules: PoolRules) -> None:
         """See `Pool.change_rules`. All replicas that share the pool are told; the latest to say it counts."""
         self._sizes.change_rules(rules)
         self._rules_are_new = True
         for lease in [lease for lease in self._leases.values() if lease.grant is None]:
-            if error := self._sizes.too_large(lease.ask):
+            if error := self._sizes.outgrown(lease.ask):
                 self.end(lease, None)
                 lease.refused(error)
-        if loss := self._deciding_loss():
-            loss.change_rules()
+        if self._loss is not None:
+            self._loss.change_rules()
         if self._link is not None:
             self._link.restate()
 

@@ -115,8 +115,8 @@ class Instruments:
         for pool, counters in self._counters.items():
             counted = getattr(counters, counter.counted)
             for values, number in list(counted.items()):
-                number = number if counter.per_unit == 1 else number / counter.per_unit
-                yield Observation(number, {semconv.POOL: pool, **dict(zip(counter.labels, values, strict=True))})
+                value = number if counter.per_unit == 1 else number / counter.per_unit
+                yield Observation(value, {semconv.POOL: pool, **dict(zip(counter.labels, values, strict=True))})
 
     def _counted_of_tenants(self, counter: Counter, _: CallbackOptions) -> Observations:
         for pool, counters in self._counters.items():

@@ -106,12 +106,12 @@ class RequestMetrics:
 class _Request:
     """One request. Until it is classified it has no tier; `_tier` is that tier's name as a counter has it.
 
-    `_admitted_last` is None until it is admitted. How one waited that may be preempted is told when it may no longer be:
-    with its first byte, or its end.
+    `_admitted_last` is None until it is admitted. How one waited that may be preempted is told when it can change no
+    more: with its first byte, or its end.
     """
 
     __slots__ = (
-        "_admitted_last", "_context", "_is_holding", "_is_preemptible", "_is_waiting", "_is_wait_told", "_metrics",
+        "_admitted_last", "_context", "_is_holding", "_is_preemptible", "_is_wait_told", "_is_waiting", "_metrics",
         "_received", "_streams", "_tenant", "_tier", "_tokens", "_trace",
     )  # fmt: skip
 
