@@ -12,16 +12,9 @@ from sidecar.errors import RequestTooLarge
 from sidecar.policy.policy import Policy
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools import Lease, Pool
-from tests.pools.pools import Clock, Harness, LocalHarness, ask, policy_of
+from tests.pools.pools import Clock, Harness, ask, policy_of
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def harness() -> Harness:
-    """The pool of one process."""
-    return LocalHarness()
-
 
 HIGH, LOW = 0, 1
 
