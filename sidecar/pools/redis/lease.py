@@ -24,18 +24,26 @@ class Holder(Protocol):
     def change_size(self, lease: RedisLease, freed_tokens: int) -> None:
         """`lease.ask.tokens` is what it holds from now on, `freed_tokens` less than before."""
 
+    def keep(self, lease: RedisLease, *, was_chosen: bool) -> None:
+        """The lease is not to be preempted any more; whoever waits for it to let go waits in vain if it was chosen."""
+
+    def requeue(self, lease: RedisLease) -> None:
+        """The lease gives its room back and waits again."""
+
 
 class RedisLease:
     """See `pool.Lease`. It is entering until the pool has looked at it, then waits or is held, then it is over.
 
     `entered_us` is the pool's clock in this process when it came, `served_before` the tokens that had been admitted of
-    every tier when the pool first looked at it.
+    every tier when the pool first looked at it. `preemptions` counts how often it gave its room back and waited again.
     """
 
     __slots__ = (
         "_answered",
         "_error",
         "_granted",
+        "_is_chosen",
+        "_is_kept",
         "_pool",
         "allowance",
         "ask",
@@ -44,6 +52,7 @@ class RedisLease:
         "id",
         "is_over",
         "on_preempt",
+        "preemptions",
         "served_before",
     )
 
@@ -55,6 +64,8 @@ class RedisLease:
         self.allowance: Allowance | None = None
         self.on_preempt: Callable[[], None] | None = None
         self.is_over = False
+        self.preemptions = 0
+        self._is_chosen = self._is_kept = False
         self.served_before: Sequence[int] = ()
         self._pool = pool
         self._answered = answered
@@ -112,10 +123,16 @@ class RedisLease:
 
     def keep(self) -> None:
         """See `Lease.keep`."""
+        if self.grant is not None and not self.is_over and not self._is_kept:
+            was_chosen, self._is_kept, self._is_chosen = self._is_chosen, True, False
+            self._pool.keep(self, was_chosen=was_chosen)
 
     def requeue(self) -> asyncio.Future[Grant]:
         """See `Lease.requeue`."""
-        raise RuntimeError("a lease is requeued once, after on_preempt, where it is still held and was not kept")
+        if not self._is_chosen or self.is_over:
+            raise RuntimeError("a lease is requeued once, after on_preempt, where it is still held and was not kept")
+        self._pool.requeue(self)
+        return self.wait()
 
     # -- called by the pool
 
@@ -135,6 +152,30 @@ class RedisLease:
         self.grant = grant
         self.waits()
         self._tell(lambda granted: granted.set_result(grant))
+
+    def chosen(self, preemptions: int) -> None:
+        """It is to give its room back, if this is said of its present grant: that after so many preemptions."""
+        if self.grant is None or self.is_over or self._is_chosen or preemptions != self.preemptions:
+            return
+        if self._is_kept:
+            self._pool.keep(self, was_chosen=True)  # it had not been heard of
+            return
+        self._is_chosen = True
+        asyncio.get_running_loop().call_soon(self._preempt)
+
+    def _preempt(self) -> None:
+        if not self._is_chosen or self.is_over:
+            return
+        if self.on_preempt is None:
+            self.keep()
+        else:
+            self.on_preempt()
+
+    def waits_again(self) -> None:
+        """It gave its room back."""
+        self.preemptions += 1
+        self.grant = self._granted = None
+        self._is_chosen = False
 
     def refused(self, error: AdmissionError) -> None:
         """It is over: there is nobody who could admit it."""

@@ -100,6 +100,18 @@ class Loss:
         if self.alone is not None:
             self.alone.resize(lease)
 
+    def kept(self, lease: RedisLease) -> None:
+        """A lease is not to be preempted any more."""
+        if self.alone is not None:
+            self.alone.keep(lease)
+
+    def requeued(self, lease: RedisLease) -> None:
+        """A lease gave its room back and waits again, as those did that waited when the store was lost."""
+        if self.alone is not None:
+            self.alone.requeue(lease)
+        if lease.grant is None and not self._is_patient and not self._fits_part(lease.ask):
+            self._refuse(lease, self._unavailable(lease.ask))
+
     def part(self) -> Mapping[str, int | None]:
         """The part that is admitted to, for people."""
         if self.alone is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from sidecar.pools.pool import Grant
 from sidecar.pools.redis.lease import Left, RedisLease
-from sidecar.pools.redis.script import BACK, END, ENTER, RESIZE, Argument
+from sidecar.pools.redis.script import BACK, END, ENTER, KEEP, RESIZE, Argument, requeue
 
 
 def tell(left: Left | None, wait: Grant | None) -> None:
@@ -68,6 +68,19 @@ class Outbox:
         """A lease holds something else: so many tokens less, or more where they are negative."""
         self._batch.arguments += (RESIZE, lease.id, lease.ask.tokens)
         self._batch.freed_tokens += freed_tokens
+        self._reason.set()
+
+    def keep(self, lease: RedisLease, *, is_urgent: bool) -> None:
+        """A lease is not to be preempted any more. That can wait for the next call, but where it was chosen."""
+        self._batch.arguments += (KEEP, lease.id, lease.ask.tier)
+        if is_urgent:
+            self._reason.set()
+
+    def requeue(self, lease: RedisLease, waited_us: int) -> None:
+        """A lease gives its room back and waits again."""
+        self._batch.arguments += requeue(lease.id, lease.ask, waited_us, lease.preemptions)
+        self._batch.freed_tokens += lease.ask.tokens
+        self._batch.freed_requests += lease.ask.requests
         self._reason.set()
 
     def hold_back(self, for_us: int) -> None:

@@ -220,6 +220,26 @@ class RedisPool:
         else:
             self._outbox.resize(lease, freed_tokens)
 
+    def keep(self, lease: RedisLease, *, was_chosen: bool) -> None:
+        """A lease is not to be preempted any more."""
+        if loss := self._deciding_loss():
+            loss.kept(lease)
+        elif self._sizes.rules.tiers[lease.ask.tier].preemptible:
+            self._outbox.keep(lease, is_urgent=was_chosen)
+
+    def requeue(self, lease: RedisLease) -> None:
+        """A lease gives its room back and waits again."""
+        if error := self._sizes.too_large(lease.ask):
+            self.end(lease, None)
+            lease.waits_again()
+            lease.refused(error)
+            return
+        lease.waits_again()
+        if loss := self._deciding_loss():
+            loss.requeued(lease)
+        else:
+            self._outbox.requeue(lease, self.now_us() - lease.entered_us)
+
     # -- what the link tells (`link.Replica`)
 
     def statement(self) -> tuple[Sequence[script.Argument], Batch]:
@@ -236,7 +256,8 @@ class RedisPool:
         arguments += [int(self._rules_are_new), self._unsaid_ends]
         self._stated_rules = self._sizes.rules
         for lease in leases:
-            arguments += script.statement(lease.id, lease.ask, None if lease.grant else now_us - lease.entered_us)
+            waited_us = None if lease.grant else now_us - lease.entered_us
+            arguments += script.statement(lease.id, lease.ask, waited_us, lease.preemptions)
         self._unsaid_ends = 0
         return arguments, Batch(entering=[lease for lease in leases if lease.is_entering])
 
@@ -260,8 +281,7 @@ class RedisPool:
             admitted, self._tiers[level] = figures.admitted - self._tiers[level].admitted, figures
             if admitted > 0:
                 self._places.admitted(level, now_us, admitted)
-        for lease_id, wait in reply.grants:
-            self._granted(lease_id, wait, now_us)
+        self._told(script.Lines(reply.grants, reply.victims), now_us)
         for lease_id in reply.refused:
             refused = self._leases.pop(lease_id, None)
             if refused is not None:
@@ -285,12 +305,10 @@ class RedisPool:
         self._leave_unsaid(batch)
 
     def heard(self, message: bytes) -> None:
-        """Grants that other replicas' calls gave; while this process decides, the next sync brings them again."""
+        """What other replicas' calls gave or took; while this process decides, the next sync brings grants again."""
         if self._deciding_loss() is not None:
             return
-        now_us = self.now_us()
-        for line in message.splitlines():
-            self._granted(*script.read_wait(line), now_us)
+        self._told(script.read_lines(message.splitlines()), self.now_us())
 
     def lost(self, error: StoreError) -> None:
         """From now on, and after every sync that failed, this process decides."""
@@ -316,9 +334,17 @@ class RedisPool:
 
     # -- grants, time, the link
 
+    def _told(self, lines: script.Lines, now_us: int) -> None:
+        for lease_id, wait in lines.grants:
+            self._granted(lease_id, wait, now_us)
+        for lease_id, preemptions in lines.victims:
+            if lease := self._leases.get(lease_id):
+                lease.chosen(preemptions)
+
     def _granted(self, lease_id: int, wait: script.WaitReply | None, now_us: int) -> None:
         lease = self._leases.get(lease_id)
-        if lease is not None and lease.grant is None:
+        preemptions = 0 if wait is None else wait.preemptions
+        if lease is not None and lease.grant is None and preemptions == lease.preemptions:
             self._hold(lease.ask.tokens, lease.ask.requests)
             lease.granted(self._grant(lease, wait, now_us))
 
