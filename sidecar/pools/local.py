@@ -162,7 +162,7 @@ class LocalPool:
         self._waiting[lease._id] = lease
         self._dispatcher.dispatch(now_us)
         if most == 0 and lease.grant is None:  # a tier that never queues: at once, or not at all
-            self._limits.undo(charge, now_us)
+            self._limits.undo(charge)
             lease.charge = None
             self.leave(lease._id)
             raise self._places.queue_full(ask, queued, now_us)

@@ -53,10 +53,14 @@ class TenantLimits:
         if charge is not None:
             self._allowances.correct(charge, 0, now_us, was_held=False)
 
-    def undo(self, charge: Charge | None, now_us: int) -> None:
+    def undo(self, charge: Charge | None) -> None:
         """The pool has no place for what was charged in this very moment."""
         if charge is not None:
-            self._allowances.undo(charge, now_us)
+            self._allowances.undo(charge)
+
+    def count(self, ask: Ask, now_us: int) -> Charge | None:
+        """A request that was let in elsewhere counts among its tenant's concurrent here, until it ends."""
+        return None if ask.limits is None else self._allowances.count(ask.tenant, ask.limits, now_us)
 
 
 def downgraded(ask: Ask, sizes: Sizes) -> Ask | None:

@@ -146,12 +146,19 @@ class Allowances:
         if account.is_at_rest():
             del self._accounts[charge.tenant]
 
-    def undo(self, charge: Charge, now_us: int) -> None:
+    def count(self, tenant: str, limits: Limits, now_us: int) -> Charge:
+        """A request that runs or waits already: it counts among its tenant's concurrent, and is charged nothing."""
+        self._drained(tenant, limits, now_us).concurrent += 1
+        return Charge(tenant, 0, now_us, 0, 0, 0)
+
+    def undo(self, charge: Charge) -> None:
         """The request was charged in this very moment and does not come in: as if it had never asked."""
         account = self._accounts[charge.tenant]
+        account.concurrent -= 1
         if account.limits.requests_per_minute is not None:
             account.requests = max(0, account.requests - UNIT)
-        self.correct(charge, 0, now_us, was_held=False)
+        if account.limits.tokens_per_minute is not None:
+            account.tokens = max(0, account.tokens - charge.tokens * UNIT)
 
     def allowance(self, tenant: str, limits: Limits, now_us: int, *, is_downgraded: bool = False) -> Allowance:
         """What is left of a tenant's limits now."""

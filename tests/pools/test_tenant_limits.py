@@ -11,16 +11,10 @@ from sidecar.errors import QueueFull, RequestTooLarge, TenantLimit
 from sidecar.policy.policy import Limits
 from sidecar.pools import Ask, Pool
 from sidecar.remaining import Allowance, Remaining
-from tests.pools.pools import Clock, Harness, LocalHarness, simple
+from tests.pools.pools import Clock, Harness, simple
 
 pytestmark = pytest.mark.anyio
 EACH = Limits(requests_per_minute=60, tokens_per_minute=600, concurrent_requests=3)
-
-
-@pytest.fixture
-def harness() -> LocalHarness:
-    """Only the pool of one process enforces them so far."""
-    return LocalHarness()
 
 
 def asks(tokens: int = 10, limits: Limits | None = EACH, *, tier: int = 0, tenant: str = "t", **more: Any) -> Ask:

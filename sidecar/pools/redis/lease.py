@@ -11,6 +11,7 @@ import msgspec
 from sidecar.errors import AdmissionError
 from sidecar.pools.pool import Ask, Grant
 from sidecar.remaining import Allowance
+from sidecar.scheduling.allowance import Charge
 
 Left = asyncio.Future["Grant | None"]
 
@@ -18,8 +19,11 @@ Left = asyncio.Future["Grant | None"]
 class Holder(Protocol):
     """What a lease needs of its pool."""
 
-    def end(self, lease: RedisLease, left: Left | None) -> None:
-        """The lease, or its wait, is over. `left` is to be told how the wait had gone."""
+    def end(self, lease: RedisLease, left: Left | None, used_tokens: int | None = 0) -> None:
+        """The lease, or its wait, is over. `left` is to be told how the wait had gone.
+
+        It used `used_tokens`, None where nobody knows.
+        """
 
     def change_size(self, lease: RedisLease, freed_tokens: int) -> None:
         """`lease.ask.tokens` is what it holds from now on, `freed_tokens` less than before."""
@@ -36,6 +40,7 @@ class RedisLease:
 
     `entered_us` is the pool's clock in this process when it came, `served_before` the tokens that had been admitted of
     every tier when the pool first looked at it. `preemptions` counts how often it gave its room back and waited again.
+    `charge` is what its tenant was charged without the store.
     """
 
     __slots__ = (
@@ -47,6 +52,7 @@ class RedisLease:
         "_pool",
         "allowance",
         "ask",
+        "charge",
         "entered_us",
         "grant",
         "id",
@@ -62,6 +68,7 @@ class RedisLease:
         self.entered_us = entered_us
         self.grant: Grant | None = None
         self.allowance: Allowance | None = None
+        self.charge: Charge | None = None
         self.on_preempt: Callable[[], None] | None = None
         self.is_over = False
         self.preemptions = 0
@@ -92,12 +99,12 @@ class RedisLease:
                 self._granted.set_exception(self._error)
         return self._granted
 
-    def settle(self, used_tokens: int | None = None) -> bool:  # noqa: ARG002
+    def settle(self, used_tokens: int | None = None) -> bool:
         """See `Lease.settle`."""
         if self.grant is None or self.is_over:
             return False
         self.is_over = True
-        self._pool.end(self, None)
+        self._pool.end(self, None, used_tokens)
         return True
 
     def leave(self) -> Left:
