@@ -12,23 +12,20 @@ command fails where two of them differ by more than 1%.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import random
-import re
-import signal
 import subprocess
 import sys
 import tempfile
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.processes import command
 from sidecar.telemetry import semconv
 from tests.support.otlp import Received, otlp_over_http
 
@@ -107,22 +104,6 @@ def write_trace(path: Path, requests: int) -> None:
         row = {"timestamp": round(at_s * 1000), "input_length": 20, "output_length": OUTPUT_TOKENS}
         lines.append(json.dumps(row))
     path.write_text("\n".join(lines) + "\n")
-
-
-@contextlib.contextmanager
-def command(*arguments: str, **variables: str) -> Iterator[Sequence[str]]:
-    """`sidecar ...` while the block runs, and the addresses that it prints. SIGTERM lets it send what it holds."""
-    line = [sys.executable, "-m", "sidecar.cli", *arguments]
-    environment = {**os.environ, "SIDECAR_LOG_LEVEL": "error", **variables}
-    with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            count = 2 if arguments[0] == "serve" else 1
-            said = [process.stdout.readline() for _ in range(count)]
-            yield [re.findall(r"http://\S+:\d+", one)[0] for one in said]
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
 
 
 def replayed(folder: Path, door: str) -> Sums:

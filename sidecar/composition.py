@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,13 +12,15 @@ from pathlib import Path
 
 from sidecar.asgi.admin_port import PORT_VARIABLE
 from sidecar.asgi.failed_start import FailedStart
-from sidecar.asgi.lifespan import Lifespan
+from sidecar.asgi.lifespan import Lifespan, Step
 from sidecar.asgi.middleware import Admission
 from sidecar.asgi.mounted import Mounted
 from sidecar.asgi.pages import AppPages
+from sidecar.asgi.proxy import ReverseProxy
 from sidecar.asgi.types import ASGIApp
 from sidecar.engines import Dialect, dialect_of
 from sidecar.engines.cautious import CautiousTensorRtLlm
+from sidecar.engines.letting_go import LETS_GO_WITHIN_S
 from sidecar.engines.reading import Pages
 from sidecar.live.lookout import Lookout
 from sidecar.policy.loading import load
@@ -25,6 +28,7 @@ from sidecar.policy.policy import EngineName, Policy
 from sidecar.policy.store import StoreAddress, store_address
 from sidecar.policy.watch import PolicyFiles
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
+from sidecar.secret import secret, secret_for_header
 from sidecar.telemetry import StoreMetrics
 from sidecar.telemetry.log_setup import mounted_logging
 from sidecar.telemetry.setup import configure_from_environment
@@ -33,7 +37,13 @@ from sidecar.tokens import Estimator, TokenizerCounter
 POLICY_VARIABLE = "SIDECAR_POLICY"
 STORE_VARIABLE = "SIDECAR_STORE"
 ENGINE_KEY_VARIABLE = "SIDECAR_ENGINE_KEY"
-"""The engine's own API key, for its pages: what is read for `capacity: {from: engine}`, and its schema."""
+"""The engine's own API key: for its pages, which `capacity: {from: engine}` reads, and for every admitted request."""
+
+_OPEN_ENGINE = (
+    f"the engine's key ({ENGINE_KEY_VARIABLE}) is shown for requests without any key, too, which the policy's "
+    "`anonymous` lets in; write anonymous: deny where the engine is not for everybody"
+)
+_log = logging.getLogger("sidecar.composition")
 
 
 class AdmissionMiddleware(Admission):
@@ -43,10 +53,10 @@ class AdmissionMiddleware(Admission):
     `SIDECAR_POLICY` says where it is, so that a server which constructs its middleware with `app` alone can use this
     class too. Such a server gets the rest from the environment as well: admin pages on `SIDECAR_ADMIN_PORT`, and
     telemetry by `OTEL_*`. `SIDECAR_STORE` goes before the policy's own `store`. `dialect` is how the app's engine hears
-    a priority, where that is not as the policy's `engine` says; `files` are where a loaded policy came from, to be
-    watched; `is_shown` says that `lookout.routes` are served. Raises `PolicyError` with every mistake of the files,
-    and ValueError where there are none; a server that makes its middleware only when it starts is told that the start
-    failed instead.
+    a priority, where that is not as the policy's `engine` says; `files` are where a loaded policy came from: what
+    changes there replaces it while the server runs. `is_shown` says that `lookout.routes` are served. Raises
+    `PolicyError` with every mistake of the files, and ValueError where there are none; a server that makes its
+    middleware only when it starts is told that the start failed instead.
     """
 
     def __init__(
@@ -64,11 +74,14 @@ class AdmissionMiddleware(Admission):
             else:
                 path = policy or _policy_path(os.environ)
                 loaded = load(path)
-                files = PolicyFiles(path, loaded.generation)
-            pages = AppPages(app, os.environ.get(ENGINE_KEY_VARIABLE))
+                files = PolicyFiles(path)
+            engine_key = secret_for_header(os.environ, ENGINE_KEY_VARIABLE)
+            if engine_key is not None and loaded.anonymous is not None and not loaded.forward_key:
+                _log.warning("%s", _OPEN_ENGINE, extra={"event": "engine_open"})
+            pages = AppPages(app, engine_key)
             pool = _pool(loaded, os.environ, pages)
             estimator = Estimator(None if loaded.tokenizer is None else TokenizerCounter(loaded.tokenizer))
-            is_shared = _store(loaded, os.environ) is not None
+            is_shared = store_of(loaded, os.environ) is not None
             is_shown = is_shown or (policy is None and _has_admin_port(os.environ))
             self.lookout = Lookout(self, loaded, pool, files, os.environ, is_shared=is_shared, is_shown=is_shown)
         except ValueError as mistake:
@@ -77,7 +90,7 @@ class AdmissionMiddleware(Admission):
             self.app, self.endpoints = FailedStart(mistake), {}
             return
         dialect = _dialect(loaded, pages) if dialect is None else dialect
-        inner = _with_lifespan(pages, pool, dialect, self.lookout)
+        inner = _with_lifespan(pages, pool, dialect, self.lookout, self._end_shadows)
         if policy is None:
             inner = Mounted(
                 inner,
@@ -94,7 +107,24 @@ class AdmissionMiddleware(Admission):
             dialect=dialect,
             estimator=estimator,
             observer=self.lookout.observer,
+            observed=self.lookout.observed,
+            lets_go_s=LETS_GO_WITHIN_S[loaded.engine] if isinstance(app, ReverseProxy) else 0.0,
+            engine_key=engine_key,
         )
+
+    async def _end_shadows(self) -> None:
+        await self.shadows.close()
+
+    def change_policy(self, policy: Policy) -> None:
+        """See `Door.change_policy`."""
+        super().change_policy(policy)
+        self.lookout.change_policy(policy)
+
+    def state(self) -> Mapping[str, object]:
+        """See `Door.state`; in a shared pool also which replicas run which policy."""
+        state = super().state()
+        generations = self.lookout.generations()
+        return {**state, "generations": generations} if generations else state
 
     def notices(self) -> Sequence[str]:
         """See `Door.notices`."""
@@ -103,7 +133,7 @@ class AdmissionMiddleware(Admission):
 
 def _pool(policy: Policy, environment: Mapping[str, str], pages: Pages) -> Pool:
     """Where the leases live, and who says how many. Raises ValueError for a store's address that cannot be read."""
-    store = _store(policy, environment)
+    store = store_of(policy, environment)
     pool = LocalPool(policy) if store is None else _shared_pool(policy, store)
     return pool if policy.engine_capacity is None else EngineSizedPool(policy, pool, pages)
 
@@ -115,8 +145,9 @@ def _shared_pool(policy: Policy, store: StoreAddress) -> Pool:
     return RedisPool(policy, connector(store, policy.pool), observer=metrics, took=metrics.round_trip)
 
 
-def _store(policy: Policy, environment: Mapping[str, str]) -> StoreAddress | None:
-    written = environment.get(STORE_VARIABLE)
+def store_of(policy: Policy, environment: Mapping[str, str]) -> StoreAddress | None:
+    """Where the pool is kept, None for this process. Raises ValueError for an address that is none."""
+    written = secret(environment, STORE_VARIABLE)
     try:
         return store_address(written) if written else policy.store
     except ValueError as mistake:
@@ -130,10 +161,10 @@ def _dialect(policy: Policy, pages: Pages) -> Dialect:
     return dialect_of(policy.engine, policy.carrier)
 
 
-def _with_lifespan(pages: AppPages, pool: Pool, dialect: Dialect, lookout: Lookout) -> ASGIApp:
+def _with_lifespan(pages: AppPages, pool: Pool, dialect: Dialect, lookout: Lookout, end_shadows: Step) -> ASGIApp:
     """The app, with a start and an end for what has one."""
     asking = [dialect.ask] if isinstance(dialect, CautiousTensorRtLlm) else []
-    closing = [lookout.close, pool.close]
+    closing = [end_shadows, lookout.close, pool.close]  # what they say last is logged
     if isinstance(pool, EngineSizedPool):
         return Lifespan(pages, opening=[lookout.open], asking=[pool.open, *asking], closing=closing)
     return Lifespan(pages, opening=[pool.open, lookout.open], asking=asking, closing=closing)

@@ -12,12 +12,14 @@ from typing import ClassVar
 class AdmissionError(Exception):
     """A request that ends at the door. Raised with a sentence that says what was wrong and what would be right.
 
-    `retry_after_s` is None where a retry of the same request cannot help.
+    `retry_after_s` is None where nobody can say when a retry of the same request would help; `never_fits` where none
+    ever will, as things are.
     """
 
     status: ClassVar[int]
     code: ClassVar[str]
     kind: ClassVar[str]
+    never_fits: bool = False
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -47,10 +49,31 @@ class InvalidHeader(BadRequest):
     code = "invalid_header"
 
 
+class InvalidHttp(BadRequest):
+    """Bytes that are no request, or whose framing contradicts itself."""
+
+    code = "invalid_http"
+
+
+class HeadTooLarge(BadRequest):
+    """The request line and headers, trailers, or the framing of a chunk are over the bound."""
+
+    status = 431
+    code = "headers_too_large"
+
+
+class HeadTimeout(BadRequest):
+    """The headers did not arrive in time."""
+
+    status = 408
+    code = "headers_timeout"
+
+
 class RequestTooLarge(BadRequest):
     """More tokens, or more sequences, than the tier could ever be given: refused at once, never a wait."""
 
     code = "request_too_large"
+    never_fits = True
 
 
 class UnknownTier(BadRequest):

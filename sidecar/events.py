@@ -2,9 +2,12 @@
 
 The door tells one `Observation` per request, in the order of the classes below; at most one of each, `Received` first,
 `Refused` or `Settled` last. Only a request that is preempted begins anew: behind `Preempted` come `Queued` and, if it
-is admitted again, `Admitted`. Times are whole microseconds of the process's monotonic clock (`*_us`); `Received` also
-has the wall clock, so that an observer can place the others in calendar time. Records are msgspec Structs because they
-are made on every request: ten times cheaper than a frozen dataclass, and as immutable.
+is admitted again, `Admitted`; it ends in `Settled` either way. A request that passes in `mode: observe` is told of as
+it really went (admitted, without a wait), or with `Settled` alone where it would have been refused before its tier was
+known; `Observed` comes anywhere in between, where it is known in time. Times are whole microseconds of the process's
+monotonic clock (`*_us`); `Received` also has the wall clock, so that an observer can place the others in calendar time.
+Records are msgspec Structs because they are made on every request: ten times cheaper than a frozen dataclass, and as
+immutable.
 """
 
 from __future__ import annotations
@@ -41,7 +44,10 @@ class Received(msgspec.Struct, frozen=True, gc=False):
 
 
 class Classified(msgspec.Struct, frozen=True, gc=False):
-    """Who asks, for which tier, and what it will hold. `tier` is the one granted; `clamped_from` the one asked for."""
+    """Who asks, for which tier, and what it will hold. `tier` is the one granted; `clamped_from` the one asked for.
+
+    `preemptible` says that what it is admitted with may be taken back until its first byte goes out.
+    """
 
     at_us: int
     tier: str
@@ -54,6 +60,7 @@ class Classified(msgspec.Struct, frozen=True, gc=False):
     stream: bool
     tokens: int
     requests: int
+    preemptible: bool = False
 
 
 class Obstacle(str, Enum):
@@ -99,7 +106,8 @@ class Preempted(msgspec.Struct, frozen=True, gc=False):
     """The request gave its room to a more important one before its first byte, and waits again from now on.
 
     `admitted_us` is when it had been admitted: what the engine has done since is lost. `times` counts how often it has
-    happened to this request. A later `Admitted` tells its whole wait, from the arrival on.
+    happened to this request. A later `Admitted` tells its whole wait, from the arrival on. Where there is none, because
+    it was refused or left while it waited again, `Settled` has no tokens used, and the refusal's code as its `error`.
     """
 
     at_us: int
@@ -136,7 +144,8 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
 
     `input_tokens` and `output_tokens` are the engine's own count, None where it sent none. `tokens_used` is the best
     known: the engine's count, or else the estimate of the prompt and the chunks that went out. `error` is a word from
-    a small set (an error code, an exception's class), None where the request did not fail.
+    a small set (an error code, an exception's class), None where the request did not fail. `wait` is what `Refused`
+    would have told, of a request that was preempted and ended while it waited again; None where that is not known.
     """
 
     at_us: int
@@ -146,9 +155,39 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
     input_tokens: int | None
     output_tokens: int | None
     error: str | None
+    wait: Refused | None = None
 
 
-Event = Classified | Queued | Admitted | Preempted | Refused | FirstByte | Settled
+class Verdict(str, Enum):
+    """What enforcing would have done to a request, as far as that can be known."""
+
+    ADMITTED = "admitted"
+    REFUSED = "refused"
+    ABANDONED = "abandoned"
+    UNKNOWN = "unknown"
+
+
+class Observed(msgspec.Struct, frozen=True, gc=False):
+    """What enforcing would have done to a request that passed in `mode: observe`, by the policy of that `generation`.
+
+    `code` is the refusal's; `client_left` where the client would have hung up before it was admitted; why it is
+    unknown where it is; None where it would have been admitted. `tier` and `tenant` are None where the request would
+    have been refused before they were known. The waiting figures are those of `Admitted`.
+    """
+
+    at_us: int
+    request_id: str
+    generation: str
+    verdict: Verdict
+    code: str | None
+    tier: str | None
+    tenant: str | None
+    queue_wait_us: int = 0
+    starvation_us: int = 0
+    served_ahead: Mapping[str, int] = {}
+
+
+Event = Classified | Queued | Admitted | Preempted | Observed | Refused | FirstByte | Settled
 
 
 class Observation(Protocol):
@@ -190,3 +229,8 @@ class StoreChanged(msgspec.Struct, frozen=True, gc=False):
 
 StoreObserver = Callable[[StoreChanged], None]
 """Told of every change of a store's state. Must not raise and must not block."""
+
+
+ObservedObserver = Callable[[Observed], None]
+"""Told once of every request that passed in `mode: observe`, perhaps after its end. Must not raise and must not block.
+"""

@@ -166,6 +166,29 @@ def overtaking() -> list[Json]:
                 Query(increase("admission_overtaken_tokens", by), "tokens"),
             ],
         ),
+        *preempting(),
+    ]
+
+
+def preempting() -> list[Json]:
+    """Who gave way when it ran already, and what that cost."""
+    lost = rate("admission_preempted_engine_time_seconds", "admission_tier")
+    running = f"clamp_min(sum ({gauge('admission_held_requests')}), 1)"
+    return [
+        graph(
+            "Preemptions",
+            "Requests of the tier that gave their room to a more important one before their first byte, and waited "
+            "again.",
+            "cps",
+            [Query(rate("admission_preemptions", "admission_tier"), BY_TIER)],
+        ),
+        graph(
+            "Engine time lost",
+            "For how long the engine had worked on what was preempted then, as a part of the time of all that ran. "
+            "All of it is done again.",
+            "percentunit",
+            [Query(f"{lost} / on () group_left () {running}", BY_TIER)],
+        ),
     ]
 
 

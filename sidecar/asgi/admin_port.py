@@ -13,6 +13,8 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
+from sidecar.asgi.admin_access import AdminGuard, access_of, open_port
+from sidecar.asgi.connection import Connection
 from sidecar.asgi.server import CannotServe, listening
 from sidecar.asgi.types import ASGIApp
 
@@ -28,18 +30,23 @@ async def admin_pages(app: ASGIApp, environment: Mapping[str, str], processes: i
     """Serves `app` while the block runs, where the environment names a port; else does nothing.
 
     Each of several `processes` takes the first free port of as many, from the one that is named. Raises CannotServe
-    where none can be had, and ValueError for what is no port.
+    where none can be had, and ValueError for what is no port, and for a token that cannot be one.
     """
     first_port = _port(environment)
     if first_port is None:
         yield
         return
     host = environment.get(HOST_VARIABLE) or _LOOPBACK
+    access = access_of(environment, host)
     with ExitStack() as stack:
         listener = _listener(stack, host, first_port, processes)
         _logger.info("sidecar: admin on http://%s:%d", f"[{host}]" if ":" in host else host, listener.getsockname()[1])
+        if access.is_open:
+            _logger.warning("sidecar: %s", open_port(host))
         state = ServerState()
-        server = await asyncio.get_running_loop().create_server(_protocol(app, state), sock=listener)
+        server = await asyncio.get_running_loop().create_server(
+            _protocol(AdminGuard(app, access), state), sock=listener
+        )
         try:
             yield
         finally:
@@ -75,7 +82,7 @@ def _protocol(app: ASGIApp, state: ServerState) -> Callable[[], asyncio.Protocol
     config = uvicorn.Config(
         app,
         interface="asgi3",
-        http="httptools",
+        http=Connection,
         ws="none",
         lifespan="off",
         # Ours would replace the logging of the process.

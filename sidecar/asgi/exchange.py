@@ -1,8 +1,9 @@
 """One request at the door: read, classified, admitted, forwarded, settled.
 
     READING -> WAITING -> RUNNING -> OVER        (WAITING is skipped where there is room)
-       |          |
-       +----------+-> OVER                       (refused, or the client left)
+       |        | ^          |
+       |        | +----------+                   (preempted: its room went to a more important request)
+       +--------+-> OVER                         (refused, or the client left)
 
 Whatever raises, hangs up or is cancelled, `run` ends in OVER with the lease given back exactly once.
 """
@@ -10,12 +11,18 @@ Whatever raises, hangs up or is cancelled, `run` ends in OVER with the lease giv
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
+from collections.abc import Coroutine
 from enum import Enum
 
+from sidecar.asgi.attempt import Attempt
 from sidecar.asgi.body import ClientLeft, discard_body, read_body
+from sidecar.asgi.client import Client
+from sidecar.asgi.credentials import refuse_two_keys
 from sidecar.asgi.door import Door
 from sidecar.asgi.forwarding import forwarded_body, forwarded_headers, forwarded_scope
+from sidecar.asgi.keep_alive import STREAMING, KeptAlive
 from sidecar.asgi.naming import id_header, request_id, wait_headers
 from sidecar.asgi.report import Report
 from sidecar.asgi.responses import send_error
@@ -24,7 +31,7 @@ from sidecar.asgi.understanding import Understood, declared_length, longest_wait
 from sidecar.asgi.usage import UsageReader
 from sidecar.engines import Forward
 from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, InvalidHeader, QueueTimeout
-from sidecar.events import Outcome
+from sidecar.events import Obstacle, Outcome
 from sidecar.granted import SCOPE_KEY, Granted, current
 from sidecar.policy.policy import Api, Endpoint
 from sidecar.pools import Grant, Lease
@@ -50,14 +57,17 @@ class Exchange:
     """One request. Made by the middleware for every request to a guarded endpoint; `run` is called once."""
 
     __slots__ = (
+        "_admitted_us",
+        "_attempt",
         "_body",
-        "_client_left_us",
-        "_departure",
+        "_client",
         "_door",
         "_endpoint",
         "_headers",
+        "_is_preempted",
+        "_kept_alive",
         "_lease",
-        "_listening",
+        "_preemptions",
         "_receive",
         "_received_us",
         "_report",
@@ -82,6 +92,7 @@ class Exchange:
         self._endpoint = endpoint
         self._scope = scope
         self._receive = receive
+        self._client = Client(receive, door.pool.now_us)
         self._send = send
         self._stage = Stage.READING
         self._task = asyncio.current_task()
@@ -92,18 +103,20 @@ class Exchange:
         self._usage = UsageReader()
         self._body: bytes | None = None
         self._status: int | None = None
-        self._departure: asyncio.Task[Message] | None = None
-        self._listening = 0
-        self._client_left_us: int | None = None
         self._timed_out = False
+        self._kept_alive: KeptAlive | None = None
+        self._attempt: Attempt | None = None
+        self._is_preempted = False
+        self._preemptions = 0
+        self._admitted_us = 0
 
     async def run(self) -> None:
         """Takes the request all the way. Raises only what the app raises."""
         self._door.rounds.add(self)
         try:
-            grant = await self._admission()
-            if grant is not None:
-                await self._forward(grant)
+            grant = await self._granted_or_over(self._admission())
+            while grant is not None and not await self._forward(grant):
+                grant = await self._granted_or_over(self._wait_again())
         finally:
             self._end()
 
@@ -115,23 +128,19 @@ class Exchange:
                 self._timed_out = True
                 self._task.cancel()
         elif self._stage is Stage.RUNNING:
-            if self._client_left_us is None:
-                if not self._listening:
-                    self._watch_for_departure()
-            elif now_us - self._client_left_us > policy.disconnect_grace_s * 1e6:
+            left_us = self._client.left_us
+            if left_us is None:
+                self._client.watch()
+            elif now_us - left_us > policy.disconnect_grace_s * 1e6:
                 self._settle(Outcome.CLIENT_LEFT)
 
     # -- up to admission
 
-    async def _admission(self) -> Grant | None:
-        """Reads, classifies and waits. None where the request ended at the door."""
+    async def _granted_or_over(self, wait_for_grant: Coroutine[None, None, Grant]) -> Grant | None:
+        """The grant; None where the request ended at the door instead."""
         wait: Grant | None = None
         try:
-            await self._understand()
-            most_s = self._longest_wait_s()
-            self._lease = lease = await self._door.pool.enter(self._understood.ask())
-            self._stage = Stage.WAITING
-            return self._granted_at_once(lease) or await self._wait(lease, most_s)
+            return await wait_for_grant
         except ClientLeft as left:
             self._stage = Stage.OVER
             self._report.left(left.wait)
@@ -146,11 +155,22 @@ class Exchange:
         await self._refuse(error, wait)
         return None
 
+    async def _admission(self) -> Grant:
+        """Reads, classifies and waits."""
+        await self._understand()
+        most_s = self._longest_wait_s()
+        self._lease = lease = await self._door.pool.enter(self._understood.ask())
+        if self._is_preemptible():
+            lease.on_preempt = self._preempt
+        self._stage = Stage.WAITING
+        return self._granted_at_once(lease) or await self._wait(lease, lease.wait(), most_s)
+
     async def _understand(self) -> None:
         ruling = self._ruling
         if self._door.is_draining:
             raise Draining("this server is shutting down and takes no new request; try another", retry_after_s=1)
         headers = self._headers
+        refuse_two_keys(self._scope, headers)
         tenant = ruling.intake.tenant(headers)
         length = declared_length(self._scope, headers)
         try:
@@ -176,17 +196,48 @@ class Exchange:
             self._report.waited_for_the_answer(grant.at_us - grant.queue_wait_us)
         return grant
 
-    async def _wait(self, lease: Lease, most_s: float | None) -> Grant:
+    async def _wait(self, lease: Lease, granted: asyncio.Future[Grant], most_s: float | None) -> Grant:
         """Waits for the first of three: the grant, the client's hanging up, the end of its time."""
-        self._report.queued(lambda: self._door.pool.obstacle(self._understood.ask()))
-        departure = self._watch_for_departure()
-        granted = lease.wait()
-        await asyncio.wait((granted, departure), timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
+        self._report.queued(self._obstacle)
+        departure = self._client.departure()
+        await self._first_of(granted, departure, most_s)
         if departure.done():  # also in the very moment of the grant: nobody is there to run for
             raise ClientLeft(lease.grant if lease.settle() else await lease.leave())
-        if granted.done():
-            return granted.result()
-        raise _WaitedTooLong(await lease.leave())
+        if not granted.done():
+            raise _WaitedTooLong(await lease.leave())
+        if self._kept_alive is not None:
+            await self._kept_alive.comment(f"admitted after {granted.result().queue_wait_us / 1e6:.1f} s")
+        return granted.result()
+
+    def _obstacle(self) -> tuple[Obstacle, str]:
+        """Why it has to wait."""
+        if self._preemptions:
+            return Obstacle.PREEMPTED, "its room went to a more important request"
+        return self._door.pool.obstacle(self._understood.ask())
+
+    async def _first_of(
+        self, granted: asyncio.Future[Grant], departure: asyncio.Task[Message], most_s: float | None
+    ) -> None:
+        """Returns when one of the two is done, or its time is over; a streaming client hears a comment now and then."""
+        every_s = self._ruling.policy.keep_alive_s
+        if every_s is None or not self._understood.payload.stream or self._endpoint.api not in STREAMING:
+            await asyncio.wait((granted, departure), timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
+            return
+        loop = asyncio.get_running_loop()
+        ends_s = math.inf if most_s is None else loop.time() + most_s
+        while (left_s := ends_s - loop.time()) > 0:
+            await asyncio.wait((granted, departure), timeout=min(every_s, left_s), return_when=asyncio.FIRST_COMPLETED)
+            if granted.done() or departure.done():
+                return
+            if loop.time() < ends_s:
+                await self._keep_alive()
+
+    async def _keep_alive(self) -> None:
+        if self._kept_alive is None:
+            headers = [(b"x-request-id", self._request_id.encode("ascii")), self._tier_header()]
+            self._kept_alive = KeptAlive(self._send, self._endpoint.api, headers)
+            self._send = self._kept_alive
+        await self._kept_alive.comment("waiting for admission")
 
     def _longest_wait_s(self) -> float | None:
         understood = self._understood
@@ -219,22 +270,75 @@ class Exchange:
 
     # -- from admission on
 
-    async def _forward(self, grant: Grant) -> None:
-        """Runs the app with the request as the engine should see it, and settles when the answer has gone out."""
+    async def _forward(self, grant: Grant) -> bool:
+        """Runs the app with the request as the engine should see it, and settles when the answer has gone out.
+
+        False where its room was taken back before the first byte: the request waits again.
+        """
         self._stage = Stage.RUNNING
         door = self._door
         priority = self._ruling.priorities[grant.level]
         forward = door.dialect.forward(self._endpoint.api, priority)
+        self._admitted_us = grant.at_us
         self._report.admitted(grant, priority if forward.is_sent else None)
         granted = self._granted(grant, priority)
+        attempt = self._attempt = self._preemptible_attempt()
+        receive, send = (
+            (self._receive_for_app, self._send_for_app) if attempt is None else (attempt.receive, attempt.send)
+        )
         token = current.set(granted)
         try:
-            await door.app(self._scope_for_app(forward, granted), self._receive_for_app, self._send_for_app)
+            await door.app(self._scope_for_app(forward, granted), receive, send)
         except BaseException as error:
-            self._settle(Outcome.FAILED, type(error).__name__)
-            raise
+            if attempt is None or not attempt.is_lost or not isinstance(error, Exception):
+                self._settle(Outcome.FAILED, type(error).__name__)
+                if self._kept_alive is not None and isinstance(error, Exception):
+                    await self._kept_alive.break_off()
+                raise
         finally:
             current.reset(token)
+        return attempt is None or not attempt.is_lost or await self._has_left_meanwhile()
+
+    # -- while its room may be taken back
+
+    def _is_preemptible(self) -> bool:
+        rules = self._ruling.policy.rules
+        return rules.max_preemptions > 0 and rules.tiers[self._understood.classification.level].preemptible
+
+    def _preemptible_attempt(self) -> Attempt | None:
+        if not self._is_preemptible():
+            return None
+        attempt = Attempt(self._lease, self._receive_for_app, self._send_for_app, self._client.departure)
+        if self._is_preempted:
+            attempt.preempt()
+        return attempt
+
+    def _preempt(self) -> None:
+        """Called by the pool: the room is wanted by a more important request."""
+        self._is_preempted = True
+        if self._attempt is not None:
+            self._attempt.preempt()
+
+    async def _has_left_meanwhile(self) -> bool:
+        """Returns when the engine has let go of a lost attempt: whether the client has left by then, which ends it."""
+        departure = self._client.departure()
+        if self._door.lets_go_s:
+            await asyncio.wait((departure,), timeout=self._door.lets_go_s)
+        if departure.done():
+            self._settle(Outcome.CLIENT_LEFT)
+        return departure.done()
+
+    async def _wait_again(self) -> Grant:
+        """Gives the room back, and queues where the request had stood."""
+        lease = self._lease
+        self._is_preempted, self._attempt = False, None
+        self._usage, self._status = UsageReader(), None
+        self._preemptions += 1
+        granted = lease.requeue()
+        self._stage = Stage.WAITING
+        self._report.preempted(self._admitted_us, self._preemptions)
+        # It was admitted in time once: only the client itself may limit how long it waits again.
+        return await self._wait(lease, granted, longest_wait_s(self._understood.headers, None))
 
     def _granted(self, grant: Grant, priority: int | float) -> Granted:
         classification = self._understood.classification
@@ -253,11 +357,12 @@ class Exchange:
         scope = forwarded_scope(self._scope, self._endpoint)
         scope[SCOPE_KEY] = granted
         self._body = forwarded_body(understood.body, understood.payload, forward)
-        added = [*forward.headers, *self._report.headers()]
+        added = [*forward.headers, *self._report.headers(), *understood.added]
+        taken = understood.taken if self._kept_alive is None else [*understood.taken, b"accept-encoding"]
         if self._body is not understood.body and b"content-length" in understood.headers:
             added.append((b"content-length", b"%d" % len(self._body)))
-        if added or understood.taken:
-            scope["headers"] = forwarded_headers(scope["headers"], understood.taken, added)
+        if added or taken:  # a stream that has begun as plain text goes on as plain text
+            scope["headers"] = forwarded_headers(scope["headers"], taken, added)
         return scope
 
     async def _receive_for_app(self) -> Message:
@@ -266,13 +371,7 @@ class Exchange:
         if body is not None:
             self._body = None
             return {"type": "http.request", "body": body, "more_body": False}
-        if self._departure is not None:
-            return await asyncio.shield(self._departure)
-        self._listening += 1
-        try:
-            return await self._next_message()
-        finally:
-            self._listening -= 1
+        return await self._client.receive()
 
     async def _send_for_app(self, message: Message) -> None:
         """Passes the response on as it comes, chunk by chunk, and settles behind its last byte."""
@@ -280,7 +379,7 @@ class Exchange:
         if kind == "http.response.body":
             self._read_response(message.get("body", b""))
             # Servers say `http.disconnect` behind a complete response, too: only one from before is a departure.
-            outcome = Outcome.COMPLETED if self._client_left_us is None else Outcome.CLIENT_LEFT
+            outcome = Outcome.COMPLETED if self._client.left_us is None else Outcome.CLIENT_LEFT
             await self._send(message)
             if not message.get("more_body", False):
                 self._settle(outcome)
@@ -303,26 +402,17 @@ class Exchange:
     def _response_headers(self) -> list[tuple[bytes, bytes]]:
         classification, names = self._understood.classification, self._ruling.tier_names
         assert self._lease.grant is not None
-        headers = [(b"x-admission-tier", names[classification.level]), *wait_headers(self._lease.grant)]
+        headers = [self._tier_header(), *wait_headers(self._lease.grant)]
+        if self._preemptions:
+            headers.append((b"x-admission-preempted", b"%d" % self._preemptions))
         if classification.clamped_from is not None:
             headers.append((b"x-admission-clamped-from", names[classification.clamped_from]))
         if classification.ignored:
             headers.append((b"x-admission-ignored", ", ".join(classification.ignored).encode("latin-1", "replace")))
         return headers
 
-    # -- the client's departure
-
-    def _watch_for_departure(self) -> asyncio.Task[Message]:
-        """Listens on behalf of whoever does not: behind the body nothing but a disconnect can come."""
-        if self._departure is None:
-            self._departure = asyncio.ensure_future(self._next_message())
-        return self._departure
-
-    async def _next_message(self) -> Message:
-        message = await self._receive()
-        if message["type"] == "http.disconnect" and self._client_left_us is None:
-            self._client_left_us = self._now_us()
-        return message
+    def _tier_header(self) -> tuple[bytes, bytes]:
+        return b"x-admission-tier", self._ruling.tier_names[self._understood.classification.level]
 
     # -- the end
 
@@ -331,7 +421,7 @@ class Exchange:
         if not self._lease.settle():
             return
         self._stage = Stage.OVER
-        if outcome is Outcome.FAILED and self._client_left_us is not None:
+        if outcome is Outcome.FAILED and self._client.left_us is not None:
             outcome, error = Outcome.CLIENT_LEFT, None  # whatever the app makes of it, that was why
         understood, usage = self._understood, self._usage
         if usage.input_tokens is not None:
@@ -355,8 +445,7 @@ class Exchange:
         elif self._stage is Stage.RUNNING:
             self._settle(Outcome.FAILED, "incomplete_response")
         self._stage = Stage.OVER
-        if self._departure is not None and not self._departure.done():
-            self._departure.cancel()
+        self._client.close()
         self._door.rounds.discard(self)
 
     def _withdraw(self) -> None:

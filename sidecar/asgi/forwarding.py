@@ -22,9 +22,21 @@ def forwarded_body(body: bytes, payload: Payload, forward: Forward) -> bytes:
 
 
 def forwarded_headers(headers: Headers, taken: Sequence[bytes], added: Sequence[tuple[bytes, bytes]]) -> Headers:
-    """Without those `taken` from the client, and with `added` in place of headers of the same names."""
-    gone = {name for name, _ in added}.union(taken)
-    return [pair for pair in headers if pair[0] not in gone] + list(added)
+    """Without those `taken` from the client, and with `added` in place of headers of the same names.
+
+    A client names in `Connection` what a proxy must drop. It may not name what is ours: the engine would get
+    the request without the priority that it was granted, which some engines take for the best there is.
+    """
+    ours = {name for name, _ in added}
+    gone = ours.union(taken)
+    kept = [pair for pair in headers if pair[0] not in gone]
+    if any(name == b"connection" for name, _ in kept):
+        kept = [(name, _without(ours, value)) if name == b"connection" else (name, value) for name, value in kept]
+    return kept + list(added)
+
+
+def _without(names: set[bytes], connection: bytes) -> bytes:
+    return b", ".join(token for part in connection.split(b",") if (token := part.strip()).lower() not in names)
 
 
 def forwarded_scope(scope: Scope, endpoint: Endpoint) -> Scope:

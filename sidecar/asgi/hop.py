@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import quote
 
 from multidict import CIMultiDict
@@ -16,6 +17,10 @@ _HOP_BY_HOP = frozenset(
 )
 # Written anew for the engine. `expect` is answered by our server, as soon as the body is asked for.
 _REPLACED = frozenset([b"host", b"content-length", b"expect"])
+_LONGEST_LENGTH = 18
+"""Digits of a Content-Length: an exabyte."""
+_NO_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _NOT_FORWARDED = _HOP_BY_HOP | _REPLACED
 
 
@@ -53,15 +58,21 @@ def returned_headers(status: int, raw_headers: Headers) -> list[tuple[bytes, byt
     return [header for header in received if header[0] not in dropped]
 
 
+def can_be_written(headers: Headers) -> bool:
+    """Whether a server writes them: aiohttp reads more than HTTP allows, and uvicorn would raise in the middle."""
+    values = b"".join([value for _, value in headers])
+    return not _NO_VALUE.search(values) and all(_NAME.fullmatch(name) for name, _ in headers)
+
+
 def declared_length(headers: Headers) -> str | None:
     """The length of a body that is streamed, or None where it comes in chunks. Raises InvalidHeader for two of them."""
     lengths = {value for name, value in headers if name == b"content-length"}
     if any(name == b"transfer-encoding" for name, _ in headers) or not lengths:
         return None
     length = lengths.pop()
-    if lengths or not length.isdigit():
+    if lengths or not length.isdigit() or len(length) > _LONGEST_LENGTH:
         raise InvalidHeader("content-length must be one whole number")
-    return length.decode("ascii")
+    return str(int(length))  # without zeros before it, which some read as octal
 
 
 def _named_by_connection(headers: Headers) -> frozenset[bytes]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import posixpath
+
 from sidecar.asgi.door import Door
 from sidecar.asgi.exchange import Exchange
+from sidecar.asgi.observing import Observing
 from sidecar.asgi.types import Receive, Scope, Send
 from sidecar.policy.policy import Endpoint
 
@@ -16,7 +19,11 @@ class Admission(Door):
         endpoint = self._guarded(scope)
         if endpoint is None:
             await self.app(scope, receive, send)
+        elif self.is_observing:
+            await Observing(self, endpoint, scope, receive, send).run()
         else:
+            # A list of our own: uvicorn appends trailers to the one it gave, behind what we have read of it.
+            scope = {**scope, "headers": list(scope["headers"])}
             await Exchange(self, endpoint, scope, receive, send).run()
 
     def _guarded(self, scope: Scope) -> Endpoint | None:
@@ -24,4 +31,12 @@ class Admission(Door):
             return None
         path: str = scope["path"]
         root: str = scope.get("root_path", "")
-        return self.endpoints.get(path.removeprefix(root) if root else path)
+        if root:
+            path = path.removeprefix(root)
+        return self.endpoints.get(path) or self._guarded_otherwise_written(path)
+
+    def _guarded_otherwise_written(self, path: str) -> Endpoint | None:
+        """What a server behind us may take for a guarded path: nginx, for one, merges slashes and resolves dots."""
+        if "//" not in path and "/." not in path and not path.endswith("/"):
+            return None
+        return self.endpoints.get(posixpath.normpath("/" + path.lstrip("/")))

@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 from multidict import CIMultiDict
 
-from sidecar.asgi.hop import declared_length, forwarded_headers, returned_headers, target
+from sidecar.asgi.hop import can_be_written, declared_length, forwarded_headers, returned_headers, target
 from sidecar.asgi.pages import OWN
 from sidecar.asgi.responses import send_error, speaks_anthropic
 from sidecar.asgi.types import Message, Receive, Scope, Send
@@ -176,6 +176,8 @@ class _Forwarding:
     async def _relay(self, response: aiohttp.ClientResponse) -> None:
         content = response.content
         headers = returned_headers(response.status, response.raw_headers)
+        if not can_be_written(headers):
+            raise self._unreachable("its answer's headers are not HTTP", None)
         await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
         complete = False
         while not complete:

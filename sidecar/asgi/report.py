@@ -14,9 +14,11 @@ from sidecar.events import (
     FirstByte,
     Headers,
     Observation,
+    Observed,
     Observer,
     Obstacle,
     Outcome,
+    Preempted,
     Queued,
     Received,
     Refused,
@@ -30,15 +32,19 @@ CANCELED_CODE = "canceled"
 
 
 class Report:
-    """One request's. `now_us` is the pool's clock, in microseconds; it is read only where somebody listens."""
+    """One request's. `now_us` is the pool's clock, in microseconds; it is read only where somebody listens.
 
-    __slots__ = ("_now_us", "_observation")
+    Who was admitted once is told to have settled, also where its end comes while it waits again.
+    """
+
+    __slots__ = ("_now_us", "_observation", "_was_admitted")
 
     def __init__(
         self, observer: Observer | None, scope: Scope, request_id: str, received_us: int, now_us: Callable[[], int]
     ) -> None:
         self._now_us = now_us
         self._observation: Observation | None = None
+        self._was_admitted = False
         if observer is not None and observer.listens():
             method, path, headers = scope["method"], scope["path"], scope["headers"]
             self._observation = observer.received(
@@ -69,6 +75,7 @@ class Report:
                 stream=payload.stream,
                 tokens=understood.tokens,
                 requests=payload.prompts * payload.choices,
+                preemptible=policy.rules.max_preemptions > 0 and policy.rules.tiers[classification.level].preemptible,
             )
         )
 
@@ -84,6 +91,7 @@ class Report:
 
     def admitted(self, grant: Grant, engine_priority: int | float | None) -> None:
         """It holds its lease."""
+        self._was_admitted = True
         if self._observation is not None:
             self._observation.on_event(
                 Admitted(
@@ -97,6 +105,21 @@ class Report:
                     passed=grant.passed,
                 )
             )
+
+    def passed(self, at_us: int, level: int) -> None:
+        """It went to the app without a lease, and did not wait: nobody is held here."""
+        if self._observation is not None:
+            self._observation.on_event(Admitted(at_us, 0, 0, None, {}, level, None))
+
+    def observed(self, observed: Observed) -> None:
+        """It is known what enforcing would have done to it."""
+        if self._observation is not None:
+            self._observation.on_event(observed)
+
+    def preempted(self, admitted_us: int, times: int) -> None:
+        """It gave its room to a more important request, for the n-th time, and waits again."""
+        if self._observation is not None:
+            self._observation.on_event(Preempted(self._now_us(), admitted_us, times))
 
     def refused(self, error: AdmissionError, wait: Grant | None) -> None:
         """It was answered with an error, perhaps after a wait."""
@@ -130,18 +153,24 @@ class Report:
     def _ended(self, code: str, message: str, status: int | None, wait: Grant | None) -> None:
         if self._observation is None:
             return
-        if wait is None:
+        if self._was_admitted:
+            outcome = Outcome.CLIENT_LEFT if code == LEFT_CODE else Outcome.FAILED
+            told = None if wait is None else _refused(code, message, status, wait)
+            self._observation.on_event(Settled(self._now_us(), outcome, status, 0, None, None, code, told))
+        elif wait is None:
             self._observation.on_event(Refused(self._now_us(), code, message, status))
-            return
-        self._observation.on_event(
-            Refused(
-                at_us=wait.at_us,
-                code=code,
-                message=message,
-                status=status,
-                queue_wait_us=wait.queue_wait_us,
-                starvation_us=wait.starvation_us,
-                overtaken_at_us=wait.overtaken_at_us,
-                served_ahead=wait.served_ahead,
-            )
-        )
+        else:
+            self._observation.on_event(_refused(code, message, status, wait))
+
+
+def _refused(code: str, message: str, status: int | None, wait: Grant) -> Refused:
+    return Refused(
+        at_us=wait.at_us,
+        code=code,
+        message=message,
+        status=status,
+        queue_wait_us=wait.queue_wait_us,
+        starvation_us=wait.starvation_us,
+        overtaken_at_us=wait.overtaken_at_us,
+        served_ahead=wait.served_ahead,
+    )

@@ -21,6 +21,9 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 
+# The client's doing: the same request is answered the same way again.
+_NEVER_HELPED = {400, 401, 413}
+
 
 async def send_error(
     send: Send,
@@ -35,8 +38,8 @@ async def send_error(
     `anthropic` picks the body's shape (`speaks_anthropic` knows which paths want it), `request_id` is echoed as
     `x-request-id`, `headers` are added as they are: lower-case names that are none of those written here.
     """
-    body = msgspec.json.encode(_anthropic_body(error, request_id) if anthropic else _openai_body(error))
-    start_headers = [*_headers(error, len(body), request_id), *headers]
+    body = msgspec.json.encode(_anthropic_body(error, request_id)) if anthropic else error_body(error)
+    start_headers = [*error_headers(error, len(body), request_id), *headers]
     await send({"type": "http.response.start", "status": error.status, "headers": start_headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -46,8 +49,11 @@ def speaks_anthropic(path: str) -> bool:
     return path.endswith("/v1/messages") or "/v1/messages/" in path
 
 
-def _openai_body(error: AdmissionError) -> dict[str, object]:
-    return {"error": {"message": error.message, "type": error.kind, "param": None, "code": error.code}}
+def error_body(error: AdmissionError) -> bytes:
+    """The body in OpenAI's shape."""
+    return msgspec.json.encode(
+        {"error": {"message": error.message, "type": error.kind, "param": None, "code": error.code}}
+    )
 
 
 def _anthropic_body(error: AdmissionError, request_id: str | None) -> dict[str, object]:
@@ -59,13 +65,27 @@ def _anthropic_body(error: AdmissionError, request_id: str | None) -> dict[str, 
     return body if request_id is None else {**body, "request_id": request_id}
 
 
-def _headers(error: AdmissionError, length: int, request_id: str | None) -> list[tuple[bytes, bytes]]:
+def error_headers(error: AdmissionError, length: int, request_id: str | None) -> list[tuple[bytes, bytes]]:
+    """The headers of an answer with `length` bytes of body."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % length)]
-    if error.retry_after_s is not None:
-        # Whole seconds, and never 0: clients take that as "at once" and come back in a tight loop.
-        headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+    headers += _retry_headers(error)
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if request_id is not None:
         headers.append((b"x-request-id", request_id.encode("latin-1")))
     return headers
+
+
+def _retry_headers(error: AdmissionError) -> list[tuple[bytes, bytes]]:
+    """When the client should try again, or that it should not: what is missing, its library decides by the status.
+
+    OpenAI's and Anthropic's clients read `retry-after-ms` before `retry-after`, and try a 408, a 429 and every 5xx
+    again by themselves: those need no `x-should-retry: true`.
+    """
+    if error.never_fits or error.status in _NEVER_HELPED:
+        return [(b"x-should-retry", b"false")]
+    if error.retry_after_s is None:
+        return []
+    # Never earlier than said, and never 0: clients take that as "at once" and come back in a tight loop.
+    seconds, milliseconds = math.ceil(error.retry_after_s), math.ceil(error.retry_after_s * 1000)
+    return [(b"retry-after", b"%d" % max(1, seconds)), (b"retry-after-ms", b"%d" % max(1, milliseconds))]

@@ -26,12 +26,15 @@ class Ruling:
     tier_names: tuple[bytes, ...]
 
 
-def ruling(policy: Policy, dialect: Dialect, estimator: Estimator) -> Ruling:
-    """The ruling by a policy. Whatever can be wrong with it raises here, before any request has seen it."""
+def ruling(policy: Policy, dialect: Dialect, estimator: Estimator, engine_key: bytes | None) -> Ruling:
+    """The ruling by a policy. `engine_key` goes on to the engine in place of the tenant's.
+
+    Whatever can be wrong with the policy raises here, before any request has seen it.
+    """
     return Ruling(
         policy=policy,
         endpoints=policy.endpoints,
-        intake=Intake(policy, Classifier(policy, dialect), estimator),
+        intake=Intake(policy, Classifier(policy, dialect), estimator, engine_key),
         priorities=tuple(dialect.priority(tier.level, len(policy.tiers)) for tier in policy.tiers),
         tier_names=tuple(tier.name.encode() for tier in policy.tiers),
     )

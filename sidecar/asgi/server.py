@@ -19,6 +19,7 @@ from typing import Any
 
 import uvicorn
 
+from sidecar.asgi.connection import Connection
 from sidecar.asgi.proxy import ResponseCut
 from sidecar.asgi.types import ASGIApp
 
@@ -26,6 +27,7 @@ from sidecar.asgi.types import ASGIApp
 _KEEP_ALIVE_S = 75
 _ADMIN_KEEP_ALIVE_S = 5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_HANGUP = (signal.SIGHUP,) if sys.platform != "win32" else ()
 
 
 class CannotServe(Exception):
@@ -43,14 +45,17 @@ async def serve(
     drain: Callable[[], None],
     drained: Callable[[], Awaitable[None]],
     grace_s: float,
+    reload: Callable[[], None] | None = None,
     announce: Callable[[str], None] = print,
 ) -> None:
     """Serves `app` and `admin` until SIGTERM or SIGINT; returns when both have ended. Call it in the main thread.
 
+    SIGHUP calls `reload`, where there is one: a terminal that closes sends it, too, and does not end the server then.
+
     `announce` gets one line per address as soon as it answers, with the port that was chosen for port 0. Raises
     CannotServe when a port cannot be had or the app's startup failed.
     """
-    signals = _Signals()
+    signals = _Signals(reload)
     with listening(host, port) as door_socket, listening(admin_host, admin_port) as admin_socket, signals.caught():
         servers = [
             _Server("door", app, door_socket, lifespan="on", timeout_keep_alive=_KEEP_ALIVE_S),
@@ -111,7 +116,7 @@ class _Server(uvicorn.Server):
             interface="asgi3",
             lifespan=lifespan,
             timeout_keep_alive=timeout_keep_alive,
-            http="httptools",
+            http=Connection,
             ws="none",
             # Whoever runs the process decides how its log looks.
             log_config=None,
@@ -162,21 +167,24 @@ class _Server(uvicorn.Server):
 
 
 class _Signals:
-    """The first signal asks for a graceful end, the second for an end."""
+    """The first signal asks for a graceful end, the second for an end; SIGHUP calls `reload`."""
 
-    def __init__(self) -> None:
+    def __init__(self, reload: Callable[[], None] | None) -> None:
+        self._handlers = dict.fromkeys(_SIGNALS, self._on_signal)
+        if reload is not None:
+            self._handlers |= dict.fromkeys(_HANGUP, reload)
         self.first = asyncio.Event()
         self.second = asyncio.Event()
 
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, self._on_signal)
+        for number, handler in self._handlers.items():
+            loop.add_signal_handler(number, handler)
         try:
             yield
         finally:
-            for number in _SIGNALS:
+            for number in self._handlers:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self) -> None:

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from sidecar.asgi.credentials import Credentials
 from sidecar.asgi.types import Scope
 from sidecar.classify import Asked, Classification, Classifier
 from sidecar.engines import client_headers
 from sidecar.errors import InvalidBody, InvalidHeader
+from sidecar.events import Headers
 from sidecar.payload import Payload, read
 from sidecar.policy.policy import Endpoint, Policy, Tenant
 from sidecar.policy.units import duration_s
@@ -17,6 +19,9 @@ from sidecar.pools import Ask
 from sidecar.tokens import Estimator, tokens_to_hold
 
 MAX_WAIT_HEADER = b"x-admission-max-wait"
+ATTEMPT_HEADER = b"x-stainless-retry-count"
+"""What OpenAI's and Anthropic's clients send: how often they have tried this request before."""
+_END_BYTES = 2048
 _LONGEST_LENGTH = 18
 """Digits of a Content-Length: an exabyte."""
 
@@ -24,7 +29,7 @@ _LONGEST_LENGTH = 18
 class Understood(msgspec.Struct):
     """A request that is in order. `tokens` is what it will hold, `prompt_tokens` the estimate of its prompts.
 
-    `taken` are the names of the client's headers that must not pass on.
+    `taken` are the names of the client's headers that must not pass on, `added` what the engine gets beside the rest.
     """
 
     body: bytes
@@ -32,6 +37,7 @@ class Understood(msgspec.Struct):
     payload: Payload
     classification: Classification
     taken: Sequence[bytes]
+    added: Headers
     prompt_tokens: int
     tokens: int
 
@@ -39,17 +45,31 @@ class Understood(msgspec.Struct):
         """What it asks of the pool: a sequence for every choice of every prompt."""
         tenant, payload = self.classification.tenant, self.payload
         return Ask(
-            self.classification.level, tenant.name, tenant.weight, self.tokens, payload.prompts * payload.choices
+            self.classification.level,
+            tenant.name,
+            tenant.weight,
+            self.tokens,
+            payload.prompts * payload.choices,
+            request=_told_from_others(tenant.name, self.body),
+            attempt=_attempt(self.headers),
         )
+
+    def drop_body(self) -> None:
+        """Keeps what it asks for, not what it says: whoever passes nothing on need not hold megabytes."""
+        self.body = b""
+        self.payload.text = str
 
 
 class Intake:
     """Understands requests by one policy. One per door."""
 
-    def __init__(self, policy: Policy, classifier: Classifier, estimator: Estimator) -> None:
+    def __init__(
+        self, policy: Policy, classifier: Classifier, estimator: Estimator, engine_key: bytes | None = None
+    ) -> None:
         self._policy = policy
         self._classifier = classifier
         self._estimator = estimator
+        self._credentials = Credentials(policy.forward_key, engine_key)
         self.has_tokenizer = estimator.counter is not None
 
     def tenant(self, headers: Mapping[bytes, bytes]) -> Tenant:
@@ -64,7 +84,10 @@ class Intake:
         classification = self._classifier.classify(Asked(endpoint, payload, headers, taken), tenant)
         prompt_tokens = self._estimator.prompt_tokens(payload)
         tokens = tokens_to_hold(payload, prompt_tokens, self._policy.tiers[classification.level].default_output_tokens)
-        return Understood(body, headers, payload, classification, taken, prompt_tokens, tokens)
+        keys = self._credentials
+        return Understood(
+            body, headers, payload, classification, [*taken, *keys.taken(headers)], keys.added, prompt_tokens, tokens
+        )
 
     async def count(self, understood: Understood) -> None:
         """Sizes the prompts by the tokenizer instead, where there is one."""
@@ -74,6 +97,16 @@ class Intake:
         understood.prompt_tokens = await self._estimator.counted_prompt_tokens(payload, self._estimator.counter)
         output_tokens = self._policy.tiers[level].default_output_tokens
         understood.tokens = tokens_to_hold(payload, understood.prompt_tokens, output_tokens)
+
+
+def _told_from_others(tenant: str, body: bytes) -> int:
+    # The ends of a long body: a prompt begins with what many share, and ends with what is new.
+    return hash((tenant, len(body), body[:_END_BYTES], body[-_END_BYTES:]))
+
+
+def _attempt(headers: Mapping[bytes, bytes]) -> int | None:
+    raw = headers.get(ATTEMPT_HEADER)
+    return int(raw) if raw is not None and len(raw) <= _LONGEST_LENGTH and raw.isdigit() else None
 
 
 def _refuse_other_encodings(body: bytes) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
+from http import HTTPStatus
 from urllib.parse import quote, urlsplit
 
 import aiohttp
 import msgspec
 
+from sidecar.admin_token import HOW_TO_SET, token_header
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
 from sidecar.cli.story_text import text
 from sidecar.engines.reading import Unread
@@ -47,7 +50,9 @@ async def _ask(admins: Sequence[str], wanted: str) -> tuple[Story | None, list[s
 async def _story(session: aiohttp.ClientSession, admin: str, wanted: str) -> Story:
     if urlsplit(admin).scheme not in {"http", "https"} or not urlsplit(admin).netloc:
         raise _NoStory(f"--admin: {admin!r} is not a URL; write one such as http://127.0.0.1:9464")
-    page = await HttpPages(session, admin, {}).get(f"/requests/{quote(wanted, safe='')}")
+    page = await HttpPages(session, admin, _headers()).get(f"/requests/{quote(wanted, safe='')}")
+    if page.status == HTTPStatus.UNAUTHORIZED:
+        raise _NoStory(f"{admin} needs its admin token; {HOW_TO_SET}")
     try:
         if page.status == 200:
             return msgspec.json.decode(page.text, type=Story)
@@ -58,6 +63,13 @@ async def _story(session: aiohttp.ClientSession, admin: str, wanted: str) -> Sto
             "give --admin the address that `sidecar serve` prints as `admin on`"
         ) from None
     raise _NoStory(f"{admin}: {error.message}")
+
+
+def _headers() -> dict[str, str]:
+    try:
+        return token_header(os.environ)
+    except ValueError as mistake:
+        raise _NoStory(str(mistake)) from None
 
 
 class _Error(msgspec.Struct, frozen=True):

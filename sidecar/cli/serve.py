@@ -1,7 +1,8 @@
 """Runs the door as a process of its own: a reverse proxy that admits requests to the engine by the policy.
 
 Prints one line per address once it answers. SIGTERM refuses new requests with a 503, lets the running ones finish
-for as long as --grace, and exits with 0; a second signal ends at once.
+for as long as --grace, and exits with 0; a second signal ends at once. The policy's files are followed while it runs:
+what is changed there replaces what runs, at once on SIGHUP.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
     """Serves. Returns why it could not begin. `announces_twice`: a machine reads the log, and wants to know, too."""
     from sidecar.asgi import server
     from sidecar.asgi.admin import admin_app
+    from sidecar.asgi.admin_access import AdminGuard, access_of, open_port
     from sidecar.asgi.proxy import ReverseProxy
     from sidecar.composition import AdmissionMiddleware
     from sidecar.policy.loading import load_files
@@ -70,7 +72,10 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
         loaded = load_files(args.policy)
         for warning in warnings(loaded.policy, loaded.place):
             _log.warning("%s", warning, extra={"event": "policy_warning"})
-        files = PolicyFiles(args.policy, loaded.policy.generation)
+        access = access_of(os.environ, args.admin_host)
+        if access.is_open:
+            _log.warning("%s", open_port(args.admin_host), extra={"event": "admin_port_open"})
+        files = PolicyFiles(args.policy)
         door = AdmissionMiddleware(ReverseProxy(args.upstream), loaded.policy, files=files, is_shown=True)
         end_telemetry = configure_from_environment(scrape=door.lookout.scrape)
         pages = admin_app(state=door.state, readiness=door.readiness, notices=door.notices, routes=door.lookout.routes)
@@ -79,11 +84,12 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
                 door,
                 host=args.host,
                 port=args.port,
-                admin=pages,
+                admin=AdminGuard(pages, access),
                 admin_host=args.admin_host,
                 admin_port=args.admin_port,
                 drain=lambda: _drain(door),
                 drained=door.drained,
+                reload=door.lookout.reload,
                 grace_s=args.grace,
                 announce=_announce_and_log if announces_twice else _announce,
             )
@@ -97,7 +103,8 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
 
 def _drain(door: Door) -> None:
     door.drain()
-    _log.info("%d requests are under way, new ones are refused", door.under_way, extra={"event": "draining"})
+    new_ones = "pass until the port closes" if door.is_observing else "are refused"
+    _log.info("%d requests are under way, new ones %s", door.under_way, new_ones, extra={"event": "draining"})
 
 
 def _announce(line: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 
-from sidecar.live.conclusion import counted, seconds
-from sidecar.live.story import Ahead, Group, Story, Waited
+from sidecar.live.quantities import counted, seconds
+from sidecar.live.story import Ahead, GaveWay, Group, Story, Waited
 from sidecar.telemetry.log_format import one_line
 
 MOST_LISTED = 10
@@ -37,9 +37,19 @@ def _steps(story: Story) -> Iterator[tuple[str, str]]:
     yield "arrived", clock(story.arrived_at_s)
     if story.in_the_way is not None:
         yield "had to wait", f"{_at(story, story.in_the_way.found_at_s)}: {story.in_the_way.explanation}"
+    met = [step for attempt in story.preempted for step in _preempted(attempt)]
     if story.wait is not None and story.wait.overtaken_at_s is not None:
-        yield "overtaken", f"{_at(story, story.wait.overtaken_at_s)} {_by(story.wait.overtaken_by)}"
+        met.append((story.wait.overtaken_at_s, "overtaken", f" {_by(story.wait.overtaken_by)}"))
+    for at_s, label, said in sorted(met):
+        yield label, f"{_at(story, at_s)}{said}"
     yield from _how_it_ended(story)
+
+
+def _preempted(attempt: GaveWay) -> Iterator[tuple[float, str, str]]:
+    """When, what, and what is to be said of it."""
+    yield attempt.admitted_at_s, "admitted", ""
+    lost = f"{seconds(attempt.engine_s)} at the engine are lost"
+    yield attempt.preempted_at_s, "preempted", f": {lost}; its room went to a more important request"
 
 
 def _who(story: Story) -> Iterator[tuple[str, str]]:
@@ -84,7 +94,7 @@ def _how_it_ended(story: Story) -> Iterator[tuple[str, str]]:
         yield "now", f"{_at(story, story.told_at_s)}: {story.state}"
     if story.answered is not None:
         yield "first byte", f"{_at(story, story.answered.first_byte_at_s)}, status {story.answered.status}"
-    if ended is not None:
+    if ended is not None and refused is None:
         status = "" if ended.status is None else f", status {ended.status}"
         error = "" if ended.error is None else f", {ended.error}"
         used = counted(ended.tokens_used, "token")

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from sidecar.composition import STORE_VARIABLE
 from sidecar.demo.running import Place, Run
+from sidecar.secret import FILE_SUFFIX
 
+_OUR_STORE = frozenset((STORE_VARIABLE, STORE_VARIABLE + FILE_SUFFIX))
 START_WITHIN_S = 60.0
 """A server needs about a second; a machine that is busy with other things, many."""
 
@@ -58,7 +60,7 @@ def _processes(commands: Sequence[Sequence[str]], store: str | None = None) -> I
 
 
 def _start(command: Sequence[str], store: str | None) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if name != STORE_VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name not in _OUR_STORE}
     if store is not None:
         environment[STORE_VARIABLE] = store
     return subprocess.Popen(

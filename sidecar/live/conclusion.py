@@ -4,40 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sidecar.live.story import Asked, Group, InTheWay, TurnedAway, Waited
+from sidecar.live.failure import failure
+from sidecar.live.quantities import counted, seconds
+from sidecar.live.story import GaveWay, Group, InTheWay, Story, TurnedAway, Waited
 
 
-def conclusion(
-    state: str, asked: Asked | None, in_the_way: InTheWay | None, wait: Waited | None, refused: TurnedAway | None
-) -> str:
-    """How it fared up to now. `wait` is None where it did not have to."""
+def conclusion(story: Story) -> str:
+    """How it fared up to now: what went wrong first, then the wait. Asks for everything but the conclusion."""
+    fared = _preempted(story) if story.preempted else _waited(story)
+    broken = failure(story)
+    return fared if broken is None else f"{broken}; {fared}"
+
+
+def _waited(story: Story) -> str:
+    wait = story.wait
     if wait is None:
-        return _without_wait(state, asked, refused)
-    has = "has waited" if state == "waiting" else "waited"
-    so_far = " so far" if state == "waiting" else ""
+        return _without_wait(story)
+    has = "has waited" if story.state == "waiting" else "waited"
+    so_far = " so far" if story.state == "waiting" else ""
     starved = f", of which {seconds(wait.starvation_s)} starved" if wait.starvation_s else ""
-    sentence = f"{has} {seconds(wait.queue_wait_s)}{so_far}{starved}: {_reason(in_the_way, wait)}"
-    return sentence if refused is None else f"{sentence}; then {_turned_away(refused)}"
+    sentence = f"{has} {seconds(wait.queue_wait_s)}{so_far}{starved}: {_reason(story.in_the_way, wait)}"
+    return sentence if story.refused is None else f"{sentence}; then {_turned_away(story.refused)}"
 
 
-def seconds(length_s: float) -> str:
-    """A length of time with as many figures as matter."""
-    if length_s < 0.0995:
-        return f"{length_s * 1000:.3g} ms"
-    return f"{length_s:.2f} s" if length_s < 9.995 else f"{length_s:.1f} s" if length_s < 99.95 else f"{length_s:.0f} s"
-
-
-def counted(number: int, noun: str) -> str:
-    """A number with its noun in the singular or the plural."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _without_wait(state: str, asked: Asked | None, refused: TurnedAway | None) -> str:
-    if refused is not None:
-        return f"{_turned_away(refused)}, without a wait"
-    if state == "arriving":
-        return "is being read" if asked is None else "is being taken in"
+def _without_wait(story: Story) -> str:
+    if story.refused is not None:
+        return f"{_turned_away(story.refused)}, without a wait"
+    if story.state == "arriving":
+        return "is being read" if story.asked is None else "is being taken in"
     return "admitted at once, without a wait"
+
+
+def _preempted(story: Story) -> str:
+    """One that had to begin anew: attempt by attempt, then who went ahead in all that time."""
+    *before, last = story.preempted
+    is_waiting = story.state == "waiting"
+    parts = [_at_first(story.preempted[0])]
+    parts += [f"{_gave_way(each)}; waited again for {seconds(each.waited_again_s)}" for each in before]
+    again = "has waited again" if is_waiting else "waited again"
+    parts.append(f"{_gave_way(last)}; {again} for {seconds(last.waited_again_s)}{' so far' if is_waiting else ''}")
+    overtook = [] if story.wait is None else [group for group in story.wait.groups if group.came_later]
+    if overtook:
+        parts.append(_went_ahead(overtook))
+    if story.refused is not None:
+        parts.append(f"then {_turned_away(story.refused)}")
+    return "; ".join(parts)
+
+
+def _at_first(first: GaveWay) -> str:
+    return f"waited {seconds(first.queue_wait_s)}" if first.queue_wait_s else "admitted at once"
+
+
+def _gave_way(attempt: GaveWay) -> str:
+    return f"preempted after {seconds(attempt.engine_s)} at the engine: its room went to a more important request"
 
 
 def _turned_away(refused: TurnedAway) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from starlette.middleware import Middleware
@@ -11,6 +12,8 @@ from sidecar.asgi.door import Door
 from sidecar.asgi.types import ASGIApp, Receive, Scope, Send
 from sidecar.events import Received
 from sidecar.live import explaining
+from sidecar.live.generations import Generations
+from sidecar.live.hangup import Hangup
 from sidecar.live.metrics_page import metrics_routes
 from sidecar.live.own import Sources
 from sidecar.live.policy_watch import PolicyWatch
@@ -22,11 +25,13 @@ from sidecar.pools import Pool
 from sidecar.telemetry import SpanObserver, Telemetry
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.logs import RequestLog
-from sidecar.telemetry.metrics import PoolMetrics, RequestMetrics
+from sidecar.telemetry.metrics import ObservedMetrics, PoolMetrics, RequestMetrics
+from sidecar.telemetry.observed import ObservedLog, ToldOfObserved
 from sidecar.telemetry.predecessors import predecessors_in
 from sidecar.telemetry.quiet import Quiet
 from sidecar.telemetry.recent import Recent
 from sidecar.telemetry.scrape import Scrape
+from sidecar.telemetry.tallies import Tallies
 from sidecar.telemetry.telemetry import Listener, Tell, Trace
 from sidecar.telemetry.tenants import shown_tenants
 
@@ -38,7 +43,7 @@ class Lookout:
     """One per door. `files` are the policy's, None where it came from no file; `is_shared` says the pool is in a store.
 
     `is_shown` says that somebody serves `routes`. Where nobody does, no more is kept of a request than its spans need.
-    `observer` is the door's, `routes` are for the admin port beside the door's own, and `scrape` is for
+    `observer` and `observed` are the door's, `routes` are for the admin port beside the door's own, and `scrape` is for
     `configure_from_environment`. `open` belongs to the server's start and `close` to its end, before the pool ends;
     without them the pages show this process alone. Raises ValueError for an environment that cannot be.
     """
@@ -55,29 +60,39 @@ class Lookout:
         is_shown: bool,
     ) -> None:
         self.scrape = Scrape()
-        self._watch = None if files is None else PolicyWatch(files)
+        self._policy = policy
+        self._watch = None if files is None else PolicyWatch(files, door)
+        self._hangup = Hangup(self.reload)
         self._log = RequestLog()
         journal, recent = Journal(), Recent()
         metrics = RequestMetrics(
             policy.pool, tiers=[tier.name for tier in policy.tiers], tenants_shown=shown_tenants(environment)
         )
-        sampler = PoolSampler(pool, lambda: policy, self._rejections)
+        generations = Generations()
+        sampler = PoolSampler(
+            pool, lambda: self._policy, self._rejections, lambda: generations.count(self._policy.generation)
+        )
         self._gauges = PoolMetrics(policy.pool, sampler)  # told for as long as it lives
         # In a shared pool the pages of other replicas show what this one tells.
         is_looked_at = is_shown or is_shared
         keeping = [journal, recent] if is_looked_at else [OnlySampled(journal)]
         listeners = (metrics, *keeping, self._log, sampler)
-        telemetry = Telemetry(_spans(policy, journal), listeners, delay_s=TOLD_WITHIN_S)
+        self._spans = _spans(policy, journal)
+        telemetry = Telemetry(self._spans, listeners, delay_s=TOLD_WITHIN_S)
         self.observer: Telemetry | Quiet = telemetry if is_looked_at else Quiet(telemetry, self._log)
+        tallies = Tallies(lambda: self._policy.generation, time.time)
+        self.observed = ToldOfObserved([tallies.note, ObservedMetrics(metrics).note, ObservedLog(self._log).note])
         self._pages = LivePages(
             Sources(
-                policy=lambda: policy,
+                policy=lambda: self._policy,
                 pool=pool,
                 recent=recent,
                 tenants=metrics.held,
                 refusals=journal.refusals,
                 notices=lambda: [*door.readiness(), *door.notices()],
-            )
+                observed=tallies.read,
+            ),
+            generations,
         )
         names = [tier.name for tier in policy.tiers]
         stories = explaining.routes(journal, tiers=lambda: names, pool=policy.pool, is_shared=is_shared)
@@ -90,18 +105,35 @@ class Lookout:
         await self._pages.open()
         if self._watch is not None:
             await self._watch.start()
+            self._hangup.take()
 
     async def close(self) -> None:
         """Ends that, and logs what was only counted so far."""
+        self._hangup.let_go()
         if self._watch is not None:
             await self._watch.stop()
         await self._pages.close()
         self.observer.flush()
         self._log.flush()
 
+    def change_policy(self, policy: Policy) -> None:
+        """The door goes by another: what is shown, measured and marked goes by it, too."""
+        self._policy = policy
+        self._spans.change_limits(_starvation_limits_s(policy))
+        self._pages.live.tell()
+
+    def reload(self) -> None:
+        """Looks at the policy's files at once: somebody says that they are ready."""
+        if self._watch is not None:
+            self._watch.look_at_once()
+
     def notices(self) -> Sequence[str]:
-        """What whoever is on call should know of the policy's files."""
-        return () if self._watch is None else self._watch.notices()
+        """What whoever is on call should know of the policy's files, and of replicas that run another one."""
+        return [*(() if self._watch is None else self._watch.notices()), *self._pages.live.notices()]
+
+    def generations(self) -> Mapping[str, Sequence[str]]:
+        """The pool's replicas by the generation of the policy that they run; empty where the pool is not shared."""
+        return self._pages.live.generations()
 
     def _rejections(self) -> int:
         return 0 if self._watch is None else self._watch.rejections
@@ -130,10 +162,13 @@ class OnlySampled:
         return self._listener.begin(received, trace) if trace is not None and trace.is_sampled else None
 
 
+def _starvation_limits_s(policy: Policy) -> Mapping[str, float]:
+    return {tier.name: tier.slo.starvation_s for tier in policy.tiers if tier.slo.starvation_s is not None}
+
+
 def _spans(policy: Policy, journal: Journal) -> SpanObserver:
-    limits_s = {tier.name: tier.slo.starvation_s for tier in policy.tiers if tier.slo.starvation_s is not None}
     return SpanObserver(
-        starvation_limits_s=limits_s,
+        starvation_limits_s=_starvation_limits_s(policy),
         provider_name=None if policy.engine is EngineName.NONE else policy.engine.value,
         who_was_ahead=predecessors_in(journal),
     )

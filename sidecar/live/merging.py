@@ -83,7 +83,14 @@ def refusals(all_heard: Iterable[Heard]) -> list[RefusalView]:
 def replicas(all_heard: Iterable[Heard]) -> list[ReplicaView]:
     """Everybody that was heard of, in the order of their names."""
     found = [
-        ReplicaView(one.report.replica, one.report.host, one.report.leases, one.report.waiting, round(one.age_s, 1))
+        ReplicaView(
+            one.report.replica,
+            one.report.host,
+            one.report.leases,
+            one.report.waiting,
+            round(one.age_s, 1),
+            one.report.generation,
+        )
         for one in all_heard
     ]
     return sorted(found, key=lambda replica: (replica.host, replica.replica))
@@ -101,3 +108,5 @@ def _add(into: Bucket, more: Bucket) -> None:
     into.wait_max_s = max(into.wait_max_s, more.wait_max_s)
     into.starvation_max_s = max(into.starvation_max_s, more.starvation_max_s)
     into.ttft_max_s = max(into.ttft_max_s, more.ttft_max_s)
+    into.preempted += more.preempted
+    into.engine_lost_s += more.engine_lost_s

@@ -8,15 +8,17 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sidecar.live import merging
+from sidecar.live.generations import Generations
 from sidecar.live.merging import Heard
+from sidecar.live.observed import ObservedReport, observed_report
 from sidecar.live.own import Sources, own_report
 from sidecar.live.records import Amount, Overview, Promised, TierView
 from sidecar.live.report import Report, Unreadable, pack, unpack
-from sidecar.live.words import headline, starving
+from sidecar.live.words import headline, said_of, starving
 from sidecar.policy.policy import Policy
 from sidecar.pools import NotShared, Shared
 
@@ -35,12 +37,17 @@ class Live:
     """What the pages of the admin port show. Use it from one event loop; it costs nothing per request.
 
     `open` begins to look at who waits, and to tell the other replicas, every two seconds; `close` ends it. Without them
-    it still answers, for this process alone. `now_s` is the calendar's clock.
+    it still answers, for this process alone. `generations` is told which policies the others run; `now_s` is the
+    calendar's clock.
     """
 
-    def __init__(self, sources: Sources, now_s: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, sources: Sources, now_s: Callable[[], float] = time.time, generations: Generations | None = None
+    ) -> None:
         self._sources = sources
+        self._generations = Generations() if generations is None else generations
         self._now_s = now_s
+        self._news = asyncio.Event()
         self._host = socket.gethostname()
         self._others: Mapping[str, Shared] = {}
         self._others_at_s = 0.0
@@ -51,6 +58,7 @@ class Live:
     async def open(self) -> None:
         """Begins. The server's start calls it."""
         if self._sharing is None:
+            self._news = asyncio.Event()
             self._sharing = asyncio.get_running_loop().create_task(self._keep_sharing(), name="sidecar live")
 
     async def close(self) -> None:
@@ -61,12 +69,34 @@ class Live:
             with contextlib.suppress(asyncio.CancelledError):
                 await sharing
 
+    def tell(self) -> None:
+        """There is news: the others are told at once."""
+        self._news.set()
+
+    def notices(self) -> list[str]:
+        """What whoever is on call should know of the other replicas."""
+        return self._generations.notices(self._sources.policy().generation, self._now_s())
+
+    def generations(self) -> Mapping[str, Sequence[str]]:
+        """The replicas of a shared pool by the generation of their policy; empty for a pool of one process."""
+        state: Mapping[str, Any] = self._sources.pool.state()
+        if "store" not in state:
+            return {}
+        return self._generations.running(state["store"]["replica"], self._sources.policy().generation)
+
     def overview(self) -> Overview:
         """The pool as it stands, at most half a second old."""
         at_s = self._now_s()
         if self._made is None or not 0 <= at_s - self._made.at_s < FRESH_S:
             self._made = self._overview(at_s)
         return self._made
+
+    def observed(self) -> ObservedReport:
+        """What enforcing would have done to the requests of all replicas, as far as they are heard of."""
+        at_s = self._now_s()
+        report = self._own(self._sources.pool.state(), at_s)
+        others, _ = self._heard(at_s, but=report.replica)
+        return observed_report(self._sources.policy(), [Heard(report, 0.0), *others], at_s)
 
     def _overview(self, at_s: float) -> Overview:
         state: Mapping[str, Any] = self._sources.pool.state()
@@ -85,7 +115,7 @@ class Live:
             at_s=round(at_s, 3),
             mode="shared" if "store" in state else "local",
             starving=starving(tiers),
-            headline=headline(tiers),
+            headline=said_of(policy.mode, headline(tiers)),
             capacity=capacity,
             held=held,
             free=_free(capacity, held),
@@ -121,18 +151,28 @@ class Live:
             except Exception:
                 is_heard = False
                 self._report_defect()
-            await asyncio.sleep(SHARE_EVERY_S if is_heard else RETRY_S)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait(), SHARE_EVERY_S if is_heard else RETRY_S)
 
     async def _share(self) -> bool:
         """Tells the others, and hears them. False where the store is not there."""
+        self._news.clear()
         report = self._own(self._sources.pool.state(), self._now_s())
         try:
             others = await self._sources.pool.share(pack(report))
         except NotShared as reason:
             self._trouble = f"only this replica's requests are shown: {reason}"
+            self._hear(report.replica)
             return False
         self._others, self._others_at_s, self._trouble = others, self._now_s(), None
+        self._hear(report.replica)
         return True
+
+    def _hear(self, own: str) -> None:
+        """Notes what the others run, those that are still there."""
+        at_s = self._now_s()
+        others, _ = self._heard(at_s, but=own)
+        self._generations.hear([one.report for one in others], self._sources.policy().generation, at_s)
 
     def _report_defect(self) -> None:
         """Logs the exception being handled, once for as long as it lasts."""

@@ -198,6 +198,9 @@ function holds(parts, tier, overview) {
   if (!parts.limit.hidden) figures.push(`limit ${count(limit)}`);
   if (tier.borrowed_tokens) figures.push(`borrows ${count(tier.borrowed_tokens)} tokens`);
   if (tier.lent_tokens) figures.push(`lends ${count(tier.lent_tokens)} tokens`);
+  const sum = (name) => tier.recent.reduce((total, bucket) => total + bucket[name], 0);
+  const preempted = sum("preempted");
+  if (preempted) figures.push(`preempted ${count(preempted)}\u00d7 in 5 min, ${duration(sum("engine_lost_s"))} at the engine lost`);
   put(parts.figures, figures.join(", "));
 }
 
@@ -302,8 +305,13 @@ function replicas(overview) {
   keep(at("replica-rows"), overview.replicas, (replica) => replica.replica, (replica) => {
     const own = replica.replica === overview.replica ? " (this one)" : "";
     const id = make("span", "id soft", ` ${replica.replica.slice(0, 8)}`);
-    return row(head(replica.host, id, own), ...[0, 1, 2].map(() => cell("number")));
+    const differs = make("span", "differs");
+    const node = row(head(replica.host, id, own, differs), ...[0, 1, 2].map(() => cell("number")));
+    node.differs = differs;
+    return node;
   }, (node, replica) => {
+    const isAnother = replica.generation && replica.generation !== overview.generation;
+    put(node.differs, isAnother ? ` policy\u00a0${replica.generation}` : "");
     put(node.children[1], count(replica.leases));
     put(node.children[2], count(replica.waiting));
     put(node.children[3], replica.seen_s_ago < 0.1 ? "now" : `${replica.seen_s_ago.toFixed(0)} s ago`);
@@ -327,7 +335,8 @@ function refusals(overview) {
     const who = newest.tier === null ? "not known" : `${newest.tier}, ${newest.tenant}`;
     const status = newest.status === null ? "" : ` (${newest.status})`;
     const times = make("span", "soft");
-    const why = cell("why", "", make("span", "code", newest.code), status, times, `: ${newest.message}`);
+    const gaveWay = newest.preempted ? `, preempted ${newest.preempted}\u00d7` : "";
+    const why = cell("why", "", make("span", "code", newest.code), status, times, gaveWay, `: ${newest.message}`);
     const waited = newest.waited_s ? duration(newest.waited_s) : "\u2013";
     const node = row(cell("", "", clock(newest.at_s)), cell("why", "", who), why,
       cell(newest.waited_s ? "number" : "number nothing", "", waited), cell("id", "", request(newest, overview)));

@@ -65,7 +65,7 @@ class TenantView(msgspec.Struct, frozen=True):
 class RefusalView(msgspec.Struct, frozen=True):
     """A request that ended at the door. `tier` and `tenant` are None where it was refused before they were known.
 
-    `status` is None where nobody was there to answer to.
+    `status` is None where nobody was there to answer to. `preempted` is how often it had been admitted, and lost that.
     """
 
     at_s: float
@@ -77,16 +77,18 @@ class RefusalView(msgspec.Struct, frozen=True):
     request_id: str
     waited_s: float
     replica: str
+    preempted: int = 0
 
 
 class ReplicaView(msgspec.Struct, frozen=True):
-    """One process of the pool, as it was `seen_s_ago`."""
+    """One process of the pool, as it was `seen_s_ago`; `generation` is the policy that it ran, empty if not known."""
 
     replica: str
     host: str
     leases: int
     waiting: int
     seen_s_ago: float
+    generation: str = ""
 
 
 class Overview(msgspec.Struct, frozen=True):

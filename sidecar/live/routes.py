@@ -1,4 +1,4 @@
-"""The pages of the admin port that show the pool live: `/`, `/overview` and `/overview/stream`."""
+"""The pages of the admin port that show the pool live: `/`, `/overview`, `/overview/stream` and `/observed`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from sidecar.live.generations import Generations
 from sidecar.live.overview import Live
 from sidecar.live.own import Sources
 from sidecar.live.page import HEADERS, PAGE
@@ -20,8 +21,8 @@ _encode = msgspec.json.Encoder().encode
 class LivePages:
     """What shows the pool. `open` and `close` belong to the server's start and end, `close` before the pool's own."""
 
-    def __init__(self, sources: Sources) -> None:
-        self.live = Live(sources)
+    def __init__(self, sources: Sources, generations: Generations | None = None) -> None:
+        self.live = Live(sources, generations=generations)
         self.stream = Stream(self._document)
 
     async def open(self) -> None:
@@ -43,8 +44,13 @@ class LivePages:
             headers = {"cache-control": "no-store"}
             return Response(self._document(), media_type="application/json", headers=headers)
 
+        async def observed(_: Request) -> Response:
+            headers = {"cache-control": "no-store"}
+            return Response(_encode(self.live.observed()), media_type="application/json", headers=headers)
+
         return [
             Route("/", page),
+            Route("/observed", observed),
             Route("/overview", overview),
             Route("/overview/stream", self.stream, methods=["GET"]),
         ]

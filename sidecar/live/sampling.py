@@ -21,13 +21,20 @@ class PoolSampler:
     """Takes a `PoolSample` in the event loop that the pool lives in, whoever asks. It is `metrics.Sample`.
 
     It is also a `Listener` to requests, which is how it knows the loop. `policy` is the one in force, `rejected` how
-    many changed ones could not be used so far.
+    many changed ones could not be used so far, `generations` how many different ones the pool's replicas run.
     """
 
-    def __init__(self, pool: Pool, policy: Callable[[], Policy], rejected: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        policy: Callable[[], Policy],
+        rejected: Callable[[], int] = lambda: 0,
+        generations: Callable[[], int] = lambda: 1,
+    ) -> None:
         self._pool = pool
         self._policy = policy
         self._rejected = rejected
+        self._generations = generations
         self._loop: asyncio.AbstractEventLoop | None = None
         self._latest: PoolSample | None = None
 
@@ -55,12 +62,12 @@ class PoolSampler:
 
     def _take(self) -> PoolSample:
         policy, state = self._policy(), self._pool.state()
-        self._latest = pool_sample(policy, state, self._pool.oldest(), self._rejected())
+        self._latest = pool_sample(policy, state, self._pool.oldest(), self._rejected(), self._generations())
         return self._latest
 
 
 def pool_sample(
-    policy: Policy, state: Mapping[str, Any], oldest: Sequence[Grant | None], rejected: int = 0
+    policy: Policy, state: Mapping[str, Any], oldest: Sequence[Grant | None], rejected: int = 0, generations: int = 1
 ) -> PoolSample:
     """The sample of a pool whose `state()` and `oldest()` are these."""
     tiers = zip(policy.tiers, state["tiers"], oldest, strict=True)
@@ -71,6 +78,7 @@ def pool_sample(
         capacity_requests=state["capacity"]["requests"],
         replicas=state.get("store", {}).get("replicas"),
         policies_rejected=rejected,
+        generations=generations if "store" in state else None,
     )
 
 

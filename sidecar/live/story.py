@@ -90,6 +90,20 @@ class LetIn(msgspec.Struct, frozen=True):
     engine_priority: float | None
 
 
+class GaveWay(msgspec.Struct, frozen=True):
+    """It was admitted, and preempted before its first byte: `engine_s` of the engine's time are lost.
+
+    `queue_wait_s` is how long it had waited until then, since its arrival or the preemption before. `waited_again_s` is
+    how long it waited behind it, or has up to now.
+    """
+
+    admitted_at_s: float
+    preempted_at_s: float
+    queue_wait_s: float
+    engine_s: float
+    waited_again_s: float
+
+
 class Answered(msgspec.Struct, frozen=True):
     """The first byte of the answer went out."""
 
@@ -122,7 +136,8 @@ class Story(msgspec.Struct, frozen=True):
     """Everything that is known of a request at `told_at_s`.
 
     `state` is `arriving`, `waiting`, `running`, `refused`, `abandoned`, or how it ended: `completed`, `client_left`,
-    `failed`. `others` are more requests of the same id. `conclusion` says it all in a sentence.
+    `failed`. `preempted` has every time that it had to begin anew; `admitted` is the last admission. `others` are more
+    requests of the same id. `conclusion` says it all in a sentence.
     """
 
     request_id: str
@@ -139,6 +154,7 @@ class Story(msgspec.Struct, frozen=True):
     asked: Asked | None = None
     in_the_way: InTheWay | None = None
     wait: Waited | None = None
+    preempted: list[GaveWay] = []
     admitted: LetIn | None = None
     answered: Answered | None = None
     ended: Ended | None = None

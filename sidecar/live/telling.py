@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from sidecar.live.conclusion import conclusion
 from sidecar.live.reasons import aged_to, because, rule_of
 from sidecar.live.story import (
@@ -13,6 +15,7 @@ from sidecar.live.story import (
     Answered,
     Asked,
     Ended,
+    GaveWay,
     Group,
     InTheWay,
     LetIn,
@@ -22,6 +25,7 @@ from sidecar.live.story import (
     Waited,
 )
 from sidecar.telemetry.journal import JITTER_US, Journal, Record
+from sidecar.telemetry.preemption import engine_time_us
 
 MOST_TOLD = 64
 """Of those ahead, how many are told one by one; the groups count them all."""
@@ -52,12 +56,10 @@ class Teller:
         """Everything that is known of it now."""
         trace = record.trace
         now_us = self.journal.now_us()
-        asked, in_the_way, wait = _asked(record), _in_the_way(record), self._waited(record, now_us)
-        ended, refused, state = _ended(record), _turned_away(record), state_of(record)
-        return Story(
+        story = Story(
             request_id=record.request_id,
-            conclusion=conclusion(state, asked, in_the_way, wait, refused),
-            state=state,
+            conclusion="",
+            state=state_of(record),
             pool=self.pool,
             told_at_s=time.time(),
             method=record.method,
@@ -66,16 +68,18 @@ class Teller:
             trace_id=None if trace is None else f"{trace.trace_id:032x}",
             span_id=None if trace is None else f"{trace.span_id:016x}",
             others=others,
-            asked=asked,
-            in_the_way=in_the_way,
-            wait=wait,
+            asked=_asked(record),
+            in_the_way=_in_the_way(record),
+            wait=self._waited(record, now_us),
+            preempted=_gave_way(record, now_us),
             admitted=self._let_in(record),
             answered=None
             if record.first_byte is None
             else Answered(record.wall_s(record.first_byte.at_us), record.first_byte.status),
-            ended=ended,
-            refused=refused,
+            ended=_ended(record),
+            refused=_turned_away(record),
         )
+        return msgspec.structs.replace(story, conclusion=conclusion(story))
 
     def _let_in(self, record: Record) -> LetIn | None:
         admitted, classified = record.admitted, record.classified
@@ -148,10 +152,10 @@ class Teller:
 
 def state_of(record: Record) -> str:
     """In a word, how far the request has come."""
+    if record.refused is not None:  # also where it was settled: it was preempted, and not admitted again
+        return "abandoned" if record.refused.status is None else "refused"
     if record.settled is not None:
         return record.settled.outcome.value
-    if record.refused is not None:
-        return "abandoned" if record.refused.status is None else "refused"
     if record.admitted is not None:
         return "running"
     return "arriving" if record.queued is None else "waiting"
@@ -194,8 +198,25 @@ def _asked(record: Record) -> Asked | None:
     )
 
 
+def _gave_way(record: Record, now_us: int) -> list[GaveWay]:
+    end = record.waited
+    ends_us = [*(lost.admitted.at_us for lost in record.lost[1:]), now_us if end is None else end.at_us]
+    began_us = [record.arrived_us, *(lost.preempted.at_us for lost in record.lost)]
+    return [
+        GaveWay(
+            admitted_at_s=record.wall_s(lost.admitted.at_us),
+            preempted_at_s=record.wall_s(lost.preempted.at_us),
+            queue_wait_s=0.0 if lost.queued is None else (lost.admitted.at_us - since_us) / 1e6,
+            engine_s=engine_time_us(lost.preempted) / 1e6,
+            waited_again_s=(end_us - lost.preempted.at_us) / 1e6,
+        )
+        for lost, since_us, end_us in zip(record.lost, began_us, ends_us, strict=False)
+    ]
+
+
 def _in_the_way(record: Record) -> InTheWay | None:
-    queued = record.queued
+    """What made it wait when it came; what made it wait again is a preemption."""
+    queued = record.lost[0].queued if record.lost else record.queued
     if queued is None:
         return None
     return InTheWay(record.wall_s(queued.at_us), queued.obstacle.value, queued.explanation)

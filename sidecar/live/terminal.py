@@ -11,7 +11,7 @@ from time import localtime, strftime
 from typing import NamedTuple
 
 from sidecar.live.records import Overview, RefusalView, ReplicaView, TenantView, TierView
-from sidecar.live.words import STARVES_FROM_S, count, duration
+from sidecar.live.words import STARVES_FROM_S, count, duration, preempted
 
 NARROWEST = 40
 _LABEL, _BAR_LEAST, _BAR_MOST = 9, 20, 60
@@ -57,7 +57,7 @@ def draw(overview: Overview, look: Look) -> list[str]:
         *_tiers(overview, look),
         "",
         *_tenants(overview.tenants, look),
-        *_replicas(overview.replicas, look),
+        *_replicas(overview.replicas, overview.generation, look),
         *_refusals(overview.refusals, look),
     ]
 
@@ -150,10 +150,11 @@ def _tier(tier: TierView, columns: _Columns, look: Look) -> list[str]:
     line += f"  {count(tier.held.tokens or 0)} / {count(tier.held.requests or 0)}".rjust(14) if columns.holds else ""
     line += f"  {count(tier.queued.requests or 0):>6}  {_oldest(tier, look)}"
     line += f"  {spark(tier, look)}" if columns.spark else ""
-    by = overtaken(tier)
+    by, gave_way = overtaken(tier), preempted(tier)
+    more = [f"    {part}" for part in wrapped(gave_way, look.width - 4) if part]
     if columns.overtaken:
-        return [f"{line}  {look.cut(by, columns.overtaken).rstrip()}"]
-    return [line, *(f"    {more}" for more in wrapped(f"overtaken by {by}", look.width - 4) if by != "-")]
+        return [f"{line}  {look.cut(by, columns.overtaken).rstrip()}", *more]
+    return [line, *(f"    {part}" for part in wrapped(f"overtaken by {by}", look.width - 4) if by != "-"), *more]
 
 
 def _oldest(tier: TierView, look: Look) -> str:
@@ -199,15 +200,19 @@ def _tenants(tenants: Sequence[TenantView], look: Look) -> list[str]:
     return [*lines, ""]
 
 
-def _replicas(replicas: Sequence[ReplicaView], look: Look) -> list[str]:
+def _replicas(replicas: Sequence[ReplicaView], generation: str, look: Look) -> list[str]:
     width = look.width - 32
     lines = [look.paint(f"{'REPLICA':<{width}}  {'SEEN':>8}  {'RUNNING':>8}  {'WAITING':>8}", _DIM)]
     lines += [
-        f"{look.cut(f'{one.host} {one.replica[:8]}', width)}  {_seen(one):>8}  {count(one.leases):>8}  "
-        f"{count(one.waiting):>8}"
+        f"{look.cut(_name(one, generation), width)}  {_seen(one):>8}  {count(one.leases):>8}  {count(one.waiting):>8}"
         for one in replicas
     ]
     return [*lines, ""]
+
+
+def _name(replica: ReplicaView, generation: str) -> str:
+    name = f"{replica.host} {replica.replica[:8]}"
+    return name if replica.generation in ("", generation) else f"{name} policy {replica.generation}"
 
 
 def _seen(replica: ReplicaView) -> str:
@@ -231,5 +236,6 @@ def _refusal(newest: RefusalView, times: int, look: Look) -> list[str]:
     waited = f" after {duration(newest.waited_s)}" if newest.waited_s else ""
     who = "not known" if newest.tier is None else f"{newest.tier}, {newest.tenant}"
     often = f" ({times}x)" if times > 1 else ""
-    said = look.cut(f"{clock}  {who}  {newest.code}{often}{waited}: {newest.message}", look.width).rstrip()
+    gave_way = f", preempted {newest.preempted}x" if newest.preempted else ""
+    said = look.cut(f"{clock}  {who}  {newest.code}{often}{waited}{gave_way}: {newest.message}", look.width).rstrip()
     return [said, look.paint(look.cut(f"          {newest.request_id}", look.width).rstrip(), _DIM)]

@@ -281,6 +281,11 @@ class PoolFile(FileModel):
         "pool, `closed` refuses with 503. Without a store, here or in SIDECAR_STORE, it does nothing.",
         examples=["closed"],
     )
+    forward_key: of.Flag = _default(
+        False,  # the engine has no use for it, and its log may show it
+        description="Whether the API key that a client showed at the door reaches the engine, too. By default it is "
+        "removed, and the engine's own, SIDECAR_ENGINE_KEY in the environment, put in its place.",
+    )
 
     @field_validator("capacity")
     @classmethod

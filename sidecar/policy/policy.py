@@ -145,7 +145,8 @@ class Policy:
     `store` is where many replicas keep one pool, called `pool` there, None where leases live in this process.
     `engine_capacity` is None where the policy itself says how large the pool is; otherwise the pool's size is what the
     engine says, and `rules` bound only what the policy does: `rules_of` gives the rules of a size. `keep_alive_s` is
-    how often a streaming client that queues is sent a comment, None for never.
+    how often a streaming client that queues is sent a comment, None for never. With `forward_key` the tenant's key
+    reaches the engine, too.
     """
 
     rules: PoolRules
@@ -171,6 +172,7 @@ class Policy:
     on_store_loss: StoreLoss = StoreLoss.DIVIDE
     mode: Mode = Mode.ENFORCE
     keep_alive_s: float | None = None
+    forward_key: bool = False
 
     def rules_of(self, tokens: int | None, requests: int | None) -> PoolRules:
         """The same tiers' rules in a pool of another size. None is unbounded."""

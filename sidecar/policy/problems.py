@@ -11,6 +11,8 @@ Path = tuple[str | int, ...]
 """Where a value stands in a file: ("tiers", "high", "reserve")."""
 
 _ADDRESS = re.compile(r":/+")
+_KEY = re.compile(r"\bsk-[\w-]{4,}")
+"""An API key as `sidecar keys new` and the providers make them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +55,15 @@ def dotted(path: Path) -> str:
 
 
 def masked(text: str) -> str:
-    """The text with `***` for the user and password of an address in it, wherever an operator wrote it by mistake."""
+    """The text with `***` for an address's user and password and for API keys, wherever one was written by mistake."""
+    text = _KEY.sub("sk-***", text)
     before, at, after = text.rpartition("@")
     begin = _ADDRESS.search(before)
     return f"{before[: begin.end()]}***@{after}" if at and begin else text
 
 
 def printable(text: str, longest: int = 60) -> str:
-    """The text on one line, not longer than a line and without an address's password, whatever it holds."""
+    """The text on one line, not longer than a line and without a password or a key, whatever it holds."""
     text = masked(text)
     short = text if len(text) <= longest else text[: longest - 3] + "..."
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in short)

@@ -41,6 +41,7 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
         on_store_loss=pool.on_store_loss,
         mode=pool.mode,
         keep_alive_s=_seconds(pool.keep_alive),
+        forward_key=pool.forward_key,
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from sidecar.engines.reading import Gauges, Pages, Unread, read_gauges
 from sidecar.errors import CapacityUnknown
@@ -88,6 +89,15 @@ class EngineSizedPool:
     def change_rules(self, rules: PoolRules) -> None:
         """See `Pool.change_rules`."""
         self._pool.change_rules(rules)
+
+    def change_policy(self, policy: Policy) -> None:
+        """See `Pool.change_policy`. The size is what the engine last said, by the new fraction and figures."""
+        assert policy.engine_capacity is not None
+        self._policy, self._told = policy, policy.engine_capacity
+        if self._size is not None:  # else nobody is in, and the first reading sizes it
+            self._size, _ = self._sized(self._gauges)
+            policy = replace(policy, rules=policy.rules_of(*self._size))
+        self._pool.change_policy(policy)
 
     def hold_back(self, for_s: float) -> None:
         """See `Pool.hold_back`."""

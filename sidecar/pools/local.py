@@ -11,9 +11,9 @@ from sidecar.events import Obstacle
 from sidecar.policy.policy import Policy
 from sidecar.policy.rules import PoolRules
 from sidecar.pools.dispatcher import Clock, Dispatcher, monotonic_us
-from sidecar.pools.drain_rate import DrainRate
 from sidecar.pools.figures import TierFigures, grant_of, pool_state
 from sidecar.pools.obstacles import HELD_BACK, obstacle
+from sidecar.pools.places import Places
 from sidecar.pools.pool import Ask, Grant, Shared
 from sidecar.pools.sizes import Sizes
 from sidecar.scheduling import Admission, Scheduler
@@ -96,7 +96,7 @@ class LocalPool:
         self._scheduler = Scheduler(policy.rules)
         self._dispatcher = Dispatcher(self._scheduler, clock, self._admitted, self._chosen)
         self._sizes = Sizes(policy)
-        self._drain_rates = tuple(DrainRate() for _ in policy.tiers)
+        self._places = Places(self._sizes, len(policy.tiers))
         self._waiting: dict[str, LocalLease] = {}
         self._takeable: dict[str, LocalLease] = {}  # those held that may be preempted
         self._ids = count(1)
@@ -109,13 +109,19 @@ class LocalPool:
         """See `Pool.close`."""
         self._dispatcher.stop()
 
+    def change_policy(self, policy: Policy) -> None:
+        """See `Pool.change_policy`."""
+        self._policy = policy
+        self._sizes.change_policy(policy)
+        self.change_rules(policy.rules)
+
     def change_rules(self, rules: PoolRules) -> None:
         """See `Pool.change_rules`."""
         self._sizes.change_rules(rules)
         self._scheduler.change_rules(rules)
         now_us = self.now_us()
         for lease_id, lease in list(self._waiting.items()):
-            if error := self._sizes.too_large(lease.ask):
+            if error := self._sizes.outgrown(lease.ask):
                 self._scheduler.cancel(lease_id, now_us)
                 del self._waiting[lease_id]
                 lease.refused(error)
@@ -130,17 +136,19 @@ class LocalPool:
     async def enter(self, ask: Ask) -> LocalLease:
         """See `Pool.enter`."""
         self._sizes.refuse_what_never_fits(ask)
-        most = self._policy.tiers[ask.tier].max_waiting
-        if most and self._scheduler.queued(ask.tier)[1] >= most:
-            raise self._sizes.queue_full(ask.tier, self.retry_after_s(ask.tier))
-        now_us = self.now_us()
+        now_us, queued = self.now_us(), self._scheduler.queued(ask.tier)[1]
+        most = self._sizes.places(ask.tier)
+        if most and queued >= most:
+            raise self._places.queue_full(ask, queued, now_us)
+        self._places.refuse_what_is_promised(ask, queued, now_us)
         lease = LocalLease(self, str(next(self._ids)), ask)
         self._dispatcher.submit(lease._id, ask, now_us)
         self._waiting[lease._id] = lease
         self._dispatcher.dispatch(now_us)
         if most == 0 and lease.grant is None:  # a tier that never queues: at once, or not at all
             self.leave(lease._id)
-            raise self._sizes.queue_full(ask.tier, self.retry_after_s(ask.tier))
+            raise self._places.queue_full(ask, queued, now_us)
+        self._places.taken(ask)
         return lease
 
     def settle(self, lease_id: str) -> bool:
@@ -161,7 +169,7 @@ class LocalPool:
             raise RuntimeError("a lease is requeued once, after on_preempt, where it is still held and was not kept")
         lease = self._takeable.pop(lease_id)
         lease.waits_again()
-        if error := self._sizes.too_large(lease.ask):
+        if error := self._sizes.outgrown(lease.ask):
             self._scheduler.cancel(lease_id, now_us)
             lease.refused(error)
         else:
@@ -184,8 +192,7 @@ class LocalPool:
 
     def retry_after_s(self, tier: int) -> float:
         """See `Pool.retry_after_s`."""
-        _, requests = self._scheduler.queued(tier)
-        return self._drain_rates[tier].retry_after_s(requests, self.now_us())
+        return self._places.retry_after_s(tier, self._scheduler.queued(tier)[1], self.now_us())
 
     def state(self) -> Mapping[str, object]:
         """See `Pool.state`."""
@@ -230,7 +237,7 @@ class LocalPool:
 
     def _admitted(self, admission: Admission, now_us: int) -> None:
         tier = admission.ticket.tier
-        self._drain_rates[tier].admitted(now_us)
+        self._places.admitted(tier, now_us)
         grant = grant_of(self._names, admission.wait, now_us, admission.level, admission.passed)
         lease = self._waiting.pop(admission.ticket.id)
         if self._sizes.rules.tiers[tier].preemptible:

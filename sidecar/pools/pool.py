@@ -9,17 +9,24 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from sidecar.events import Obstacle
+from sidecar.policy.policy import Policy
 from sidecar.policy.rules import PoolRules
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False):
-    """What a request wants to hold until it is settled. `tier` is a level."""
+    """What a request wants to hold until it is settled. `tier` is a level.
+
+    `request` is the same when a client sends the same request again, and as good as never for another one; `attempt`
+    is the client's own count of how often it has sent it before, None where it does not say.
+    """
 
     tier: int
     tenant: str
     weight: int
     tokens: int
     requests: int
+    request: int = 0
+    attempt: int | None = None
 
 
 class Grant(msgspec.Struct, frozen=True, gc=False):
@@ -95,6 +102,13 @@ class Pool(Protocol):
 
     def change_rules(self, rules: PoolRules) -> None:
         """The pool has another size, with the same tiers. Whoever waits for more than it could ever give is refused."""
+
+    def change_policy(self, policy: Policy) -> None:
+        """Another policy with the same tiers (see `policy.replacing`): its rules, queues and limits count at once.
+
+        Whoever waits or runs keeps its place and what it holds; a pool that holds more than it has now admits nobody
+        until that has drained. Otherwise as `change_rules`.
+        """
 
     def hold_back(self, for_s: float) -> None:
         """Admits nobody for so many seconds while anything is held; 0 ends it."""

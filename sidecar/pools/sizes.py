@@ -9,16 +9,21 @@ from sidecar.pools.pool import Ask
 
 
 class Sizes:
-    """The largest request of every tier of a policy, in a pool of the size that it has at present."""
+    """The largest request of every tier of `policy`, in a pool of the size that it has at present."""
 
     def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+        self.policy = policy
+        self.change_rules(policy.rules)
+
+    def change_policy(self, policy: Policy) -> None:
+        """Another policy with the same tiers."""
+        self.policy = policy
         self.change_rules(policy.rules)
 
     def change_rules(self, rules: PoolRules) -> None:
         """The pool has another size."""
         self.rules = rules
-        self.largest = tuple(largest_request(rules, tier.level) for tier in self._policy.tiers)
+        self.largest = tuple(largest_request(rules, tier.level) for tier in self.policy.tiers)
 
     def refuse_what_never_fits(self, ask: Ask) -> None:
         """Raises RequestTooLarge, with the figures, for what could never be admitted."""
@@ -28,9 +33,16 @@ class Sizes:
 
     def too_large(self, ask: Ask) -> RequestTooLarge | None:
         """Why a request could never be admitted, with the figures; None where it could."""
-        tier = self._policy.tiers[ask.tier]
-        tokens, requests = self.largest[ask.tier]
-        tokens = tokens if tier.max_request_tokens is None else min(tokens, tier.max_request_tokens)
+        tier = self.policy.tiers[ask.tier]
+        tokens = self.largest[ask.tier][0]
+        return self._exceeds(ask, tokens if tier.max_request_tokens is None else min(tokens, tier.max_request_tokens))
+
+    def outgrown(self, ask: Ask) -> RequestTooLarge | None:
+        """Why a request that waits could never be admitted now. What a tier allows one request is no such reason."""
+        return self._exceeds(ask, self.largest[ask.tier][0])
+
+    def _exceeds(self, ask: Ask, tokens: int) -> RequestTooLarge | None:
+        tier, requests = self.policy.tiers[ask.tier], self.largest[ask.tier][1]
         if ask.tokens > tokens:
             return RequestTooLarge(
                 f"this request would hold {ask.tokens} tokens (prompt and maximum output); "
@@ -43,9 +55,13 @@ class Sizes:
             )
         return None
 
+    def places(self, level: int) -> int | None:
+        """The most requests that may wait in a tier's queue; None where it is unbounded."""
+        return self.policy.tiers[level].max_waiting
+
     def queue_full(self, level: int, retry_after_s: float) -> QueueFull:
         """The refusal of one request more than a tier's queue may hold."""
-        tier = self._policy.tiers[level]
+        tier = self.policy.tiers[level]
         return QueueFull(
             f"tier {tier.name} has {tier.max_waiting} requests waiting, which is all it may have; try again later",
             retry_after_s=retry_after_s,

@@ -60,14 +60,15 @@ class Scheduler:
         self._held_back_until_us = 0
 
     def change_rules(self, rules: PoolRules) -> None:
-        """The pool has another size. The tiers and the aging are the same; what is held, or waits, stays.
+        """Other rules for the same tiers, from now on. What is held, or waits, stays; what waits ages by the new ones.
 
         What is held may be more than the new pool: admission then stops until it drains. Whoever waits for more than
         the new pool could ever give must be canceled by the caller, or holds up everybody behind it.
         """
         self.rules = rules
+        self._promote_after_us = rules.promote_after_us or 1
         for tier, tier_rules in zip(self._tiers, rules.tiers, strict=True):
-            tier.rules = tier_rules
+            tier.change_rules(tier_rules, rules)
 
     def hold_back(self, until_us: int) -> None:
         """Admits nobody before `until_us` while anything is held; with nothing held, one ticket still goes.

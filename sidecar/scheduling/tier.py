@@ -17,10 +17,14 @@ class Tier:
     __slots__ = ("_ages", "_ceiling_score", "held_requests", "held_tokens", "queue", "rules", "score")
 
     def __init__(self, rules: TierRules, pool: PoolRules) -> None:
-        self.rules = rules
         self.queue = FairQueue()
         self.held_tokens = 0
         self.held_requests = 0
+        self.change_rules(rules, pool)
+
+    def change_rules(self, rules: TierRules, pool: PoolRules) -> None:
+        """Goes by other rules from now on; who waits and what is held stays."""
+        self.rules = rules
         self.score = rules.level * (pool.promote_after_us or 1)
         self._ages = pool.promote_after_us is not None and rules.level > pool.ceiling
         self._ceiling_score = pool.ceiling * (pool.promote_after_us or 1)

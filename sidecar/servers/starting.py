@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from sidecar.asgi.workers import PROCESSES_VARIABLE, refuse_separate_pools
-from sidecar.composition import POLICY_VARIABLE, STORE_VARIABLE
+from sidecar.composition import POLICY_VARIABLE, store_of
 from sidecar.policy.loading import load_files
 from sidecar.policy.policy import EngineName, Policy
-from sidecar.policy.store import store_address
 from sidecar.policy.warnings import warnings
 
 logger = logging.getLogger(__name__)
@@ -44,9 +43,7 @@ def begin(policy_path: str | None, engine: EngineName) -> Policy:
 def announce_processes(count: int, policy: Policy) -> None:
     """Tells the server's processes how many they are. Raises CannotStart where several would not share a pool."""
     try:
-        written = os.environ.get(STORE_VARIABLE)
-        store = store_address(written) if written else policy.store
-        if store is None:
+        if store_of(policy, os.environ) is None:
             refuse_separate_pools(count)
     except ValueError as mistake:
         raise CannotStart(str(mistake)) from None

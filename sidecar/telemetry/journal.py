@@ -3,9 +3,10 @@
 A record holds a request's events as they were told; nothing is rendered before somebody asks. Four bounded places:
 
     open        requests that wait or run, in order of arrival; one that waits for long stays until it is over
-    admissions  the latest admitted, in order of the moment of the decision: "admitted while it waited" is a bisect
+    admissions  the latest admitted, in order of the moment of the decision: "admitted while it waited" is a bisect.
+                An admission that was taken back stays, as a copy of its record: it went ahead of others all the same
     ended       the latest that waited or broke off: what went well does not push out what is asked about
-    refused     the latest that were answered with an error at the door
+    refused     the latest that were answered with an error at the door, or by it when they had been preempted
 
 A request that was admitted at once and ended well is found as long as its admission is kept. Only this process's
 requests are here: of a shared pool's other replicas, `served_ahead` of an event knows the tokens.
@@ -23,7 +24,20 @@ from time import monotonic_ns
 
 import msgspec
 
-from sidecar.events import Admitted, Classified, Event, FirstByte, Outcome, Queued, Received, Refused, Settled
+from sidecar.events import (
+    Admitted,
+    Classified,
+    Event,
+    FirstByte,
+    Observed,
+    Outcome,
+    Preempted,
+    Queued,
+    Received,
+    Refused,
+    Settled,
+)
+from sidecar.telemetry.preemption import end_of_wait
 from sidecar.telemetry.telemetry import Tell, Trace
 
 MOST_ADMISSIONS = 16_384
@@ -45,10 +59,20 @@ JITTER_US = 10_000
 _is_trace_id = re.compile(r"[0-9a-f]{32}").fullmatch
 
 
+class Lost(msgspec.Struct, frozen=True, gc=False):
+    """An admission that was taken back, and the wait before it, None where there was none."""
+
+    queued: Queued | None
+    admitted: Admitted
+    preempted: Preempted
+
+
 class Record(msgspec.Struct, gc=False, eq=False):
     """One guarded request: when it came (`at_us` on the pool's clock, `wall_ns` in calendar time), and its events.
 
-    The client's headers are not here: they hold its API key.
+    Of one that was preempted, `queued` and `admitted` are the last, and `lost` has those before. Where it was not
+    admitted again, `refused` is how its wait ended, beside `settled`. `copy_of` is the request itself where this is
+    what was kept of an admission that was taken back. The client's headers are not here: they hold its API key.
     """
 
     request_id: str
@@ -63,6 +87,8 @@ class Record(msgspec.Struct, gc=False, eq=False):
     refused: Refused | None = None
     first_byte: FirstByte | None = None
     settled: Settled | None = None
+    lost: tuple[Lost, ...] = ()
+    copy_of: Record | None = None
 
     @property
     def arrived_us(self) -> int:
@@ -130,15 +156,18 @@ class Journal:
         found = {
             record
             for record in chain(self._open, self._ended, self._refused, self._admissions)
-            if record.request_id == request_or_trace_id
-            or (trace_id is not None and record.trace is not None and record.trace.trace_id == trace_id)
+            if record.copy_of is None
+            and (
+                record.request_id == request_or_trace_id
+                or (trace_id is not None and record.trace is not None and record.trace.trace_id == trace_id)
+            )
         }
         return sorted(found, key=lambda record: record.at_us, reverse=True)
 
     def ahead_of(self, waiter: Waiter, most: int = MOST_ADMISSIONS) -> Sequence[Record]:
         """The first `most` that were admitted while it waited, or has waited so far, in order; itself is left out."""
         first, last = self._window(waiter)
-        return self._admissions[first : min(last, first + most)]
+        return _others(self._admissions[first : min(last, first + most)], waiter)
 
     def overtook(self, waiter: Waiter, most: int = 64) -> Sequence[Record]:
         """Of those that went ahead, the first `most` that had come later; at most `MOST_LOOKED_AT` are looked at."""
@@ -149,7 +178,7 @@ class Journal:
         overtaken_us = _overtaken_us(waiter)
         if overtaken_us is not None:  # of a shared pool's store the moments come with the network's jitter
             first = max(first, bisect_left(self._admissions, overtaken_us - JITTER_US, key=_admitted_us))
-        looked_at = self._admissions[first : min(last, first + MOST_LOOKED_AT)]
+        looked_at = _others(self._admissions[first : min(last, first + MOST_LOOKED_AT)], waiter)
         return [*islice((record for record in looked_at if record.arrived_us > arrived_us), most)]
 
     def knows_since_us(self) -> int | None:
@@ -164,7 +193,14 @@ class Journal:
     def _note(self, record: Record, event: Event) -> None:
         if type(event) is Classified and event.model is not None and len(event.model) > LONGEST_MODEL:
             event = msgspec.structs.replace(event, model=event.model[:LONGEST_MODEL])
+        if type(event) is Observed:
+            return
+        if type(event) is Preempted:
+            self._take_back(record, event)
+            return
         setattr(record, _FIELDS[type(event)], event)
+        if type(event) is Settled and record.lost and record.admitted is None:
+            record.refused = end_of_wait(record.lost[-1].admitted, event)
         if type(event) is Admitted:
             self._keep_admission(record)
         elif type(event) is Refused or type(event) is Settled:
@@ -176,6 +212,18 @@ class Journal:
         excess = len(self._admissions) - self._most_admissions
         if excess > self._most_admissions // 8:  # not one by one: it moves all that is behind them
             self._drop_admissions(excess)
+
+    def _take_back(self, record: Record, event: Preempted) -> None:
+        admitted = record.admitted
+        if admitted is None:
+            return
+        first = bisect_left(self._admissions, admitted.at_us, key=_admitted_us)
+        for place in range(first, bisect_right(self._admissions, admitted.at_us, first, key=_admitted_us)):
+            if self._admissions[place] is record:
+                self._admissions[place] = msgspec.structs.replace(record, copy_of=record)
+                break
+        record.lost = (*record.lost, Lost(record.queued, admitted, event))
+        record.queued = record.admitted = None
 
     def _keep_ended(self, record: Record) -> None:
         self._open.pop(record, None)
@@ -216,6 +264,13 @@ class Journal:
             if record is waiter or record.admitted is waiter:
                 return first, place  # what the same decision admitted behind it was not ahead
         return first, last
+
+
+def _others(records: Sequence[Record], waiter: Waiter) -> Sequence[Record]:
+    """Without the waiter's own admissions that were taken back."""
+    if isinstance(waiter, Record) and waiter.lost:
+        return [record for record in records if record.copy_of is not waiter]
+    return records
 
 
 _FIELDS: Mapping[type[Event], str] = {

@@ -23,6 +23,8 @@ FIELDS = (
     "status",
     "queue_wait_s",
     "starvation_s",
+    "preemptions",
+    "engine_lost_s",
     "duration_s",
     "tokens_used",
     "left_out",

@@ -11,8 +11,9 @@ import asyncio
 import logging
 from typing import Any, NamedTuple
 
-from sidecar.events import Admitted, Classified, Event, Outcome, Received, Refused, Settled
+from sidecar.events import Admitted, Classified, Event, Outcome, Preempted, Received, Refused, Settled
 from sidecar.telemetry.flood import WINDOW_S, Flood
+from sidecar.telemetry.preemption import end_of_wait, engine_time_us
 from sidecar.telemetry.telemetry import Tell, Trace
 
 REQUESTS = "sidecar.requests"
@@ -65,8 +66,9 @@ class RequestLog:
         return self._logger.isEnabledFor(level)
 
     def has_a_line_for(self, event: Settled) -> bool:
-        """Whether a request that ended so is worth one: where the engine failed, and at DEBUG always."""
-        return _failure(event) is not None or self.would_write(logging.DEBUG)
+        """Whether a request that ended so is worth one: where it failed, or left its wait, and at DEBUG always."""
+        has_left_its_wait = event.outcome is Outcome.CLIENT_LEFT and event.error is not None
+        return has_left_its_wait or _failure(event) is not None or self.would_write(logging.DEBUG)
 
     def write(self, level: int, message: str, arguments: tuple[object, ...], fields: Fields) -> None:
         """One line. What is None is left out."""
@@ -92,7 +94,10 @@ class RequestLog:
 class _Request:
     """What is kept of one request until it ends."""
 
-    __slots__ = ("_admitted", "_classified", "_log", "_received_us", "_request_id", "_trace")
+    __slots__ = (
+        "_admitted", "_classified", "_engine_lost_us", "_log", "_preemptions", "_received_us", "_request_id", "_trace",
+        "_waits_again",
+    )  # fmt: skip
 
     def __init__(self, log: RequestLog, received: Received, trace: Trace | None) -> None:
         self._log = log
@@ -101,6 +106,8 @@ class _Request:
         self._trace = trace
         self._classified: Classified | None = None
         self._admitted: Admitted | None = None
+        self._preemptions = self._engine_lost_us = 0
+        self._waits_again = False
 
     def tell(self, event: Event) -> None:
         """See `Tell`."""
@@ -108,6 +115,12 @@ class _Request:
             self._classified = event
         elif type(event) is Admitted:
             self._admitted = event
+            self._waits_again = False
+        elif type(event) is Preempted:
+            self._preemptions, self._waits_again = event.times, True
+            self._engine_lost_us += engine_time_us(event)
+        elif type(event) is Settled and self._waits_again and self._admitted is not None:
+            self._refused(end_of_wait(self._admitted, event))
         elif type(event) is Settled:
             self._settled(event)
         elif type(event) is Refused:
@@ -115,7 +128,7 @@ class _Request:
 
     def _refused(self, event: Refused) -> None:
         message = event.message[:MOST_MESSAGE]
-        waits = _waits(event)
+        waits = {**_waits(event), **self._preempted()}
         if event.status is None:
             fields = {"event": "abandoned", "code": event.code, **self._who(), **waits}
             self._log.write_bounded(logging.INFO, "request %s: %s", (self._request_id, message), fields)
@@ -136,6 +149,7 @@ class _Request:
             "status": event.status,
             **self._who(),
             **({} if self._admitted is None else _waits(self._admitted)),
+            **self._preempted(),
             "duration_s": round((event.at_us - self._received_us) / 1e6, 6),
             "tokens_used": event.tokens_used,
         }
@@ -144,6 +158,12 @@ class _Request:
         else:
             arguments = (self._request_id, failure)
             self._log.write_bounded(logging.WARNING, "request %s failed at the engine: %s", arguments, fields)
+
+    def _preempted(self) -> Fields:
+        """How often it was preempted and what that cost, where it was."""
+        if not self._preemptions:
+            return {}
+        return {"preemptions": self._preemptions, "engine_lost_s": self._engine_lost_us / 1e6}
 
     def _who(self) -> Fields:
         trace, classified = self._trace, self._classified

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from sidecar.events import Admitted, Classified, Event, FirstByte, Received, Refused
+from sidecar.events import Admitted, Classified, Event, FirstByte, Preempted, Received, Refused, Settled
+from sidecar.telemetry.preemption import end_of_wait, engine_time_us
 from sidecar.telemetry.telemetry import Tell, Trace
 
 BUCKET_S = 5
@@ -24,7 +25,8 @@ class Bucket(msgspec.Struct):
     """Five seconds from `t_s` on, in seconds since 1970.
 
     The sums are over the requests whose wait ended in them, the maxima also over those that waited on at their end.
-    `ttft_max_s` is the longest time from arrival to the first byte of a streamed answer.
+    `ttft_max_s` is the longest time from arrival to the first byte of a streamed answer. `preempted` counts how often a
+    request gave its room back, `engine_lost_s` for how long the engine had worked on them.
     """
 
     t_s: int
@@ -35,6 +37,8 @@ class Bucket(msgspec.Struct):
     starvation_sum_s: float = 0.0
     starvation_max_s: float = 0.0
     ttft_max_s: float = 0.0
+    preempted: int = 0
+    engine_lost_s: float = 0.0
 
 
 class Overtakings(msgspec.Struct):
@@ -93,8 +97,8 @@ class _Bucket:
     """Whole microseconds; `overtaken_by` has (tokens, requests) of every tier and rule by which another went first."""
 
     __slots__ = (
-        "admitted", "number", "overtaken_by", "refused", "starvation_max_us", "starvation_sum_us", "ttft_max_us",
-        "wait_max_us", "wait_sum_us",
+        "admitted", "engine_lost_us", "number", "overtaken_by", "preempted", "refused", "starvation_max_us",
+        "starvation_sum_us", "ttft_max_us", "wait_max_us", "wait_sum_us",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -102,13 +106,14 @@ class _Bucket:
 
     def begin(self, number: int) -> None:
         self.number = number
-        self.admitted = self.refused = 0
+        self.admitted = self.refused = self.preempted = self.engine_lost_us = 0
         self.wait_sum_us = self.wait_max_us = self.starvation_sum_us = self.starvation_max_us = self.ttft_max_us = 0
         self.overtaken_by: dict[tuple[str, str], tuple[int, int]] = {}
 
-    def waited(self, wait_us: int, starvation_us: int) -> None:
-        self.wait_sum_us += wait_us
-        self.starvation_sum_us += starvation_us
+    def waited(self, wait_us: int, starvation_us: int, told: tuple[int, int] = (0, 0)) -> None:
+        """`told` is what was noted of the same wait and starvation before."""
+        self.wait_sum_us += wait_us - told[0]
+        self.starvation_sum_us += starvation_us - told[1]
         self.wait_max_us = max(self.wait_max_us, wait_us)
         self.starvation_max_us = max(self.starvation_max_us, starvation_us)
 
@@ -143,19 +148,33 @@ class _Tier:
             _seconds(kept.starvation_sum_us),
             _seconds(kept.starvation_max_us),
             _seconds(kept.ttft_max_us),
+            kept.preempted,
+            _seconds(kept.engine_lost_us),
         )
 
 
 class _Request:
-    """One request: which tier it is of, and how its clock stands to the calendar's."""
+    """One request: which tier it is of, and how its clock stands to the calendar's. `_lost` was taken back."""
 
-    __slots__ = ("_offset_us", "_received_us", "_recent", "_streams", "_tier", "_tier_name", "_tokens")
+    __slots__ = (
+        "_admitted_last",
+        "_lost",
+        "_offset_us",
+        "_received_us",
+        "_recent",
+        "_streams",
+        "_tier",
+        "_tier_name",
+        "_tokens",
+    )
 
     def __init__(self, recent: Recent, received: Received) -> None:
         self._recent = recent
         self._received_us = received.at_us
         self._offset_us = received.wall_ns // 1000 - received.at_us
         self._tier: _Tier | None = None
+        self._admitted_last: Admitted | None = None
+        self._lost: Admitted | None = None
 
     def tell(self, event: Event) -> None:
         kind = type(event)
@@ -169,6 +188,10 @@ class _Request:
             self._answered(event, self._tier)  # type: ignore[arg-type]
         elif kind is Refused:
             self._refused(event, self._tier)  # type: ignore[arg-type]
+        elif kind is Preempted:
+            self._preempted(event, self._tier)  # type: ignore[arg-type]
+        elif kind is Settled and self._admitted_last is None and self._lost is not None:
+            self._refused(end_of_wait(self._lost, event), self._tier)  # type: ignore[arg-type]
 
     def _classified(self, event: Classified) -> None:
         self._tier = self._recent.tier(event.tier)
@@ -177,15 +200,22 @@ class _Request:
     def _admitted(self, event: Admitted, tier: _Tier) -> None:
         number = (event.at_us + self._offset_us) // _BUCKET_US
         bucket = tier.at(number)
-        bucket.admitted += 1
+        bucket.admitted += self._lost is None
         if event.queue_wait_us:
-            bucket.waited(event.queue_wait_us, event.starvation_us)
+            bucket.waited(event.queue_wait_us, event.starvation_us, _waited(self._lost))
+        self._admitted_last = event
         for overtaken, rule in event.passed.items():
             self._recent.tier(overtaken).at(number).overtaken(self._tier_name, rule, self._tokens)
 
+    def _preempted(self, event: Preempted, tier: _Tier) -> None:
+        bucket = tier.at((event.at_us + self._offset_us) // _BUCKET_US)
+        bucket.preempted += 1
+        bucket.engine_lost_us += engine_time_us(event)
+        self._lost, self._admitted_last = self._admitted_last, None
+
     def _refused(self, event: Refused, tier: _Tier) -> None:
         bucket = tier.at((event.at_us + self._offset_us) // _BUCKET_US)
-        bucket.waited(event.queue_wait_us, event.starvation_us)
+        bucket.waited(event.queue_wait_us, event.starvation_us, _waited(self._lost))
         if event.status is not None:  # else: it left by itself
             bucket.refused += 1
 
@@ -204,6 +234,10 @@ def _sum(buckets: Sequence[_Bucket]) -> dict[str, Overtakings]:
             by.tokens += tokens
             by.rules[rule] = by.rules.get(rule, 0) + requests
     return summed
+
+
+def _waited(lost: Admitted | None) -> tuple[int, int]:
+    return (0, 0) if lost is None else (lost.queue_wait_us, lost.starvation_us)
 
 
 def _seconds(us: int) -> float:

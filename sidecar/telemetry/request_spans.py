@@ -5,13 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from opentelemetry.trace import Link, SpanKind
 
-from sidecar.events import Admitted, Classified, Event, FirstByte, Headers, Queued, Received, Refused, Settled
+from sidecar.events import (
+    Admitted,
+    Classified,
+    Event,
+    FirstByte,
+    Headers,
+    Observed,
+    Preempted,
+    Queued,
+    Received,
+    Refused,
+    Settled,
+)
 from sidecar.telemetry import attributes, semconv
 from sidecar.telemetry.attributes import Attributes
 from sidecar.telemetry.links import MOST_LINKS, WhoWasAhead, links_to
+from sidecar.telemetry.preemption import end_of_wait
 from sidecar.telemetry.propagation import injected
 from sidecar.telemetry.recording import Moment, OpenSpan
 
@@ -35,6 +49,15 @@ class SpanSettings:
     who_was_ahead: WhoWasAhead | None
 
 
+class LostAttempt(NamedTuple):
+    """An admission that was taken back: the wait before it, None where there was none, and its `engine` span."""
+
+    queued: Queued | None
+    admitted: Admitted
+    engine: OpenSpan
+    preempted: Preempted
+
+
 class RequestSpans:
     """Records one request. `admission` is open from the beginning; `engine` from admission on.
 
@@ -53,6 +76,7 @@ class RequestSpans:
         "_engine_events",
         "_engine_start_us",
         "_links",
+        "_lost",
         "_queued",
         "_received",
         "_settings",
@@ -69,6 +93,7 @@ class RequestSpans:
         self._classified: Classified | None = None
         self._queued: Queued | None = None
         self._waited: Admitted | Refused | None = None
+        self._lost: Sequence[LostAttempt] = ()
         self._links: tuple[Sequence[Link], Sequence[Link]] = ((), ())
         self._engine: OpenSpan | None = None
         self._engine_start_us = 0
@@ -106,6 +131,10 @@ class RequestSpans:
                 self._queued = event
             case Admitted():
                 self._admit(event)
+            case Observed():
+                self._attributes.update(attributes.of_observed(event))
+            case Preempted():
+                self._preempt(event)
             case FirstByte():
                 self._first_byte(event)
             case Refused():
@@ -121,6 +150,14 @@ class RequestSpans:
         if self._classified is not None:
             request = attributes.of_engine_request(self._classified, self._settings.provider_name)
         self._engine = self._admission.child(semconv.ENGINE, SpanKind.CLIENT, self._wall_ns(event.at_us), request)
+
+    def _preempt(self, event: Preempted) -> None:
+        """What the engine did is lost, and the request waits again. Its span is ended with all others."""
+        self._attributes.update(attributes.of_preemption(event))
+        if self._engine is None or not isinstance(self._waited, Admitted):
+            return
+        self._lost = (*self._lost, LostAttempt(self._queued, self._waited, self._engine, event))
+        self._engine = self._queued = None
 
     def _first_byte(self, event: FirstByte) -> None:
         if self._engine is None:
@@ -139,6 +176,10 @@ class RequestSpans:
 
     def _settle(self, event: Settled) -> None:
         ended_ns = self._wall_ns(event.at_us)
+        in_vain = end_of_wait(self._lost[-1].admitted, event) if self._lost and self._engine is None else None
+        if in_vain is not None:
+            self._end_waiting(in_vain)
+            self._attributes[semconv.ADMISSION_REASON] = in_vain.code
         self._draw_waiting()
         if self._engine is not None:
             self._engine_attributes.update(attributes.of_engine_usage(event))
@@ -146,6 +187,8 @@ class RequestSpans:
             self._engine.end(ended_ns, self._engine_attributes, self._engine_events, error)
         self._attributes.update(attributes.of_settlement(event))
         error = _failure(event, self._attributes, from_status=SERVERS_ERRORS)
+        if error is not None and in_vain is not None:
+            error = f"{in_vain.code}: {in_vain.message}"  # no engine had it any more
         self._admission.end(ended_ns, self._attributes, error=error)
 
     # -- waiting
@@ -153,10 +196,10 @@ class RequestSpans:
     def _end_waiting(self, event: Admitted | Refused) -> None:
         """Note how long it waited, and who went ahead as long as that is known."""
         self._attributes.update(attributes.of_waiting(event))
+        self._waited = event
         queued, classified = self._queued, self._classified
         if queued is None or classified is None:
             return
-        self._waited = event
         self._attributes[semconv.GEN_AI_LATENCY_TIME_IN_QUEUE] = event.queue_wait_us / 1e6
         if event.starvation_us > self._settings.starvation_limits_s.get(classified.tier, math.inf) * 1e6:
             self._attributes[semconv.ADMISSION_STARVED_TOO_LONG] = True
@@ -169,24 +212,50 @@ class RequestSpans:
         if self._settings.who_was_ahead is None:
             return (), ()
         in_turn, overtook = self._settings.who_was_ahead(tier, event, MOST_LINKS)
-        return links_to(in_turn), links_to(overtook)
+        # Of one that was preempted, an earlier admission is among those in turn; it does not wait for itself.
+        own = self._admission.context.span_id
+        return links_to(each for each in in_turn if each.span_id != own), links_to(overtook)
 
     def _draw_waiting(self) -> None:
-        waited, queued, classified = self._waited, self._queued, self._classified
-        if waited is None or queued is None or classified is None:
+        """One bar for every wait, and one for the starvation that they add up to."""
+        waited, classified = self._waited, self._classified
+        if waited is None or classified is None:
             return
-        in_turn, overtook = self._links
         # The tier is repeated on the bars, so that a search for starved batch requests needs no join with the parent.
         tier: Attributes = {semconv.ADMISSION_TIER: classified.tier}
+        start_us: int | None = None
+        for lost in self._lost:
+            self._draw_wait(tier, lost.queued, start_us, lost.admitted, ())
+            self._end_lost(lost)
+            start_us = lost.preempted.at_us
+        in_turn, overtook = self._links
+        self._draw_wait(tier, self._queued, start_us, waited, in_turn)
+        if waited.starvation_us > 0 and waited.overtaken_at_us is not None:
+            served_ahead = attributes.of_served_ahead(waited)
+            self._draw(semconv.STARVED, waited.overtaken_at_us, waited.at_us, {**tier, **served_ahead}, overtook)
+
+    def _draw_wait(
+        self,
+        tier: Attributes,
+        queued: Queued | None,
+        start_us: int | None,
+        waited: Admitted | Refused,
+        links: Sequence[Link],
+    ) -> None:
+        """The bar of one wait. `start_us` is when it began anew, None for the first one, which began in the queue."""
+        if queued is None:
+            return
         why: Attributes = {
             semconv.ADMISSION_OBSTACLE: queued.obstacle.value,
             semconv.ADMISSION_EXPLANATION: queued.explanation,
         }
-        start_us = waited.at_us - waited.queue_wait_us
-        self._draw(semconv.QUEUED, start_us, waited.at_us, {**tier, **why}, in_turn)
-        if waited.starvation_us > 0 and waited.overtaken_at_us is not None:
-            served_ahead = attributes.of_served_ahead(waited)
-            self._draw(semconv.STARVED, waited.overtaken_at_us, waited.at_us, {**tier, **served_ahead}, overtook)
+        first_us = waited.at_us - waited.queue_wait_us
+        self._draw(semconv.QUEUED, first_us if start_us is None else start_us, waited.at_us, {**tier, **why}, links)
+
+    def _end_lost(self, lost: LostAttempt) -> None:
+        """Ends an `engine` span that was given up: it says so, and is no error of the engine's."""
+        ended_ns = self._wall_ns(lost.preempted.at_us)
+        lost.engine.end(ended_ns, {semconv.ADMISSION_PREEMPTED: True}, [(semconv.PREEMPTED, ended_ns)])
 
     def _draw(self, name: str, start_us: int, end_us: int, written: Attributes, links: Sequence[Link]) -> None:
         span = self._admission.child(name, SpanKind.INTERNAL, self._wall_ns(start_us), written, links)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from typing import Final
 
-# Spans, and the one span event.
+# Spans, and their events.
 ADMISSION: Final = "admission"
 QUEUED: Final = "admission.queued"
 STARVED: Final = "admission.starved"
 ENGINE: Final = "engine"
 FIRST_BYTE: Final = "first_byte"
+PREEMPTED: Final = "preempted"
 
 # Ours. Names end in their unit; token figures count tokens.
 ADMISSION_REQUEST_ID: Final = "admission.request_id"
@@ -38,6 +39,12 @@ ADMISSION_TOKENS_RESERVED: Final = "admission.tokens.reserved"
 ADMISSION_TOKENS_USED: Final = "admission.tokens.used"
 ADMISSION_LEVEL: Final = "admission.level"
 ADMISSION_ENGINE_PRIORITY: Final = "admission.engine_priority"
+OBSERVED_DECISION: Final = "admission.observed.decision"
+OBSERVED_REASON: Final = "admission.observed.reason"
+OBSERVED_QUEUE_WAIT_S: Final = "admission.observed.queue_wait_s"
+OBSERVED_STARVATION_S: Final = "admission.observed.starvation_s"
+ADMISSION_PREEMPTED: Final = "admission.preempted"
+ADMISSION_PREEMPTIONS: Final = "admission.preemptions"
 
 # Labels of metrics, beside those above that spans have, too.
 POOL: Final = "admission.pool"
@@ -54,12 +61,17 @@ ADMITTED: Final = "admission.admitted"
 REFUSED: Final = "admission.refused"
 ABANDONED: Final = "admission.abandoned"
 SETTLED: Final = "admission.settled"
+PREEMPTIONS: Final = "admission.preemptions"
+PREEMPTED_ENGINE_TIME: Final = "admission.preempted.engine_time"
 CLAMPED: Final = "admission.clamped"
 OVERTAKEN: Final = "admission.overtaken"
 OVERTAKEN_TOKENS: Final = "admission.overtaken.tokens"
 TOKENS_ESTIMATED: Final = "admission.tokens.estimated"
 TOKENS_USED: Final = "admission.tokens.used"
 TOKENS_ESTIMATE_ERROR: Final = "admission.tokens.estimate_error"
+OBSERVED: Final = "admission.observed"
+OBSERVED_QUEUE_WAIT: Final = "admission.observed.queue_wait"
+OBSERVED_STARVATION: Final = "admission.observed.starvation"
 TENANT_ADMITTED: Final = "admission.tenant.admitted"
 TENANT_REFUSED: Final = "admission.tenant.refused"
 TENANT_TOKENS_USED: Final = "admission.tenant.tokens_used"
@@ -86,6 +98,7 @@ SLO_STARVATION: Final = "admission.slo.starvation"
 POLICY_INFO: Final = "admission.policy.info"
 POLICY_REJECTED: Final = "admission.policy.rejected"
 REPLICAS: Final = "admission.replicas"
+GENERATIONS: Final = "admission.policy.generations"
 
 # Metrics of a shared pool's store.
 STORE_AVAILABLE: Final = "admission.store.available"

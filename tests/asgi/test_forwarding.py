@@ -165,7 +165,7 @@ async def test_a_body_in_many_packets_arrives_whole() -> None:
 
 async def test_the_app_sees_the_clients_other_headers_unchanged_and_in_order() -> None:
     app = App()
-    async with guarding(app, policy(engine="sglang")) as guarded:
+    async with guarding(app, policy("forward_key: true\n", engine="sglang")) as guarded:
         await guarded.ask(chat(priority="batch"), "x-a: 1", "x-b: 2", "x-a: 3", "x-override-priority: 9", key("acme"))
     names = [(name, value) for name, value in app.seen[0].scope["headers"] if name.startswith(b"x-")]
     assert names == [(b"x-a", b"1"), (b"x-b", b"2"), (b"x-a", b"3")]

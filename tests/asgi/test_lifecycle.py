@@ -160,6 +160,25 @@ async def test_a_full_queue_is_a_503_that_says_when_to_come_back() -> None:
         await asyncio.gather(*requests)
 
 
+async def test_who_comes_again_with_the_same_body_finds_the_place_that_was_promised_to_it() -> None:
+    app = App(is_held=True)
+    async with guarding(app, policy(requests="1", max_requests="2")) as guarded:
+        requests = [asking(guarded, priority="batch", user=f"{count}") for count in range(3)]
+        await guarded.until(waiting=2)
+        refused = await guarded.ask(chat(priority="batch", user="refused"), "x-stainless-retry-count: 0")
+        assert refused.is_error(503, "queue_full")
+        assert int(refused.headers["retry-after-ms"]) <= 1000 * int(refused.headers["retry-after"])
+        app.release()
+        await guarded.until(waiting=1)
+        assert (await guarded.ask(chat(priority="batch", user="another"))).is_error(503, "queue_full")
+        twin = await guarded.ask(chat(priority="batch", user="refused"), "x-stainless-retry-count: 0")
+        assert twin.is_error(503, "queue_full")
+        requests.append(asking(guarded, "x-stainless-retry-count: 1", priority="batch", user="refused"))
+        await guarded.until(waiting=2)
+        app.release(3)
+        assert {answer.status for answer in await asyncio.gather(*requests)} == {200}
+
+
 async def test_a_queue_of_none_admits_at_once_or_refuses() -> None:
     app = App(is_held=True)
     async with guarding(app, policy(requests="1", max_requests="0")) as guarded:
@@ -529,7 +548,7 @@ class Crowd:
             headers.append("x-admission-max-wait: 5ms")
         match self.random.randrange(30):
             case 0:
-                headers.append("authorization: Bearer sk-wrong")
+                headers[1:] = ["authorization: Bearer sk-wrong"]
             case 1:
                 members["priority"] = "gold"
             case 2:

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from sidecar.asgi.responses import send_error, speaks_anthropic
-from sidecar.errors import AdmissionError, BodyTooLarge, InvalidApiKey, QueueFull, UnknownTier
+from sidecar.errors import (
+    AdmissionError,
+    BodyTimeout,
+    BodyTooLarge,
+    EngineUnreachable,
+    InvalidApiKey,
+    InvalidBody,
+    QueueFull,
+    RequestTooLarge,
+    UnknownTier,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -61,6 +71,36 @@ async def test_an_anthropic_error_names_the_request() -> None:
 async def test_retry_after_is_whole_seconds_rounded_up_and_never_zero(seconds: float, header: bytes) -> None:
     _, headers, _ = await sent(QueueFull("full", retry_after_s=seconds))
     assert headers[b"retry-after"] == header
+
+
+@pytest.mark.parametrize(
+    ("seconds", "header"), [(0.0, b"1"), (0.2, b"200"), (1.0, b"1000"), (1.00001, b"1001"), (59.9, b"59900")]
+)
+async def test_retry_after_ms_is_exact_rounded_up_and_never_zero(seconds: float, header: bytes) -> None:
+    _, headers, _ = await sent(QueueFull("full", retry_after_s=seconds))
+    assert headers[b"retry-after-ms"] == header
+    assert b"x-should-retry" not in headers  # clients try a 503 again by themselves
+
+
+@pytest.mark.parametrize("error", [RequestTooLarge, InvalidBody, InvalidApiKey, BodyTooLarge])
+async def test_what_no_retry_helps_says_so(error: type[AdmissionError]) -> None:
+    _, headers, _ = await sent(error("no"))
+    assert headers[b"x-should-retry"] == b"false"
+    assert b"retry-after" not in headers
+
+
+async def test_what_can_never_fit_says_so_whatever_its_status() -> None:
+    error = QueueFull("full", retry_after_s=1)
+    error.never_fits = True
+    _, headers, _ = await sent(error)
+    assert headers[b"x-should-retry"] == b"false"
+    assert b"retry-after" not in headers
+
+
+@pytest.mark.parametrize("error", [BodyTimeout("slow"), EngineUnreachable("gone")])
+async def test_what_a_retry_may_help_is_left_to_the_client(error: AdmissionError) -> None:
+    _, headers, _ = await sent(error)
+    assert b"x-should-retry" not in headers
 
 
 async def test_retry_after_is_left_out_where_a_retry_cannot_help() -> None:

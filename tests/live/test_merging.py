@@ -38,11 +38,11 @@ def refusal(at_s: float, request_id: str = "id") -> RefusalView:
 
 def test_the_same_five_seconds_of_two_replicas_are_one_bucket() -> None:
     t_s = START_S + 50
-    first = Heard(report("one", tier("batch", Bucket(t_s, 2, 1, 10.0, 6.0, 3.0, 2.0, 0.5))), 0.0)
-    second = Heard(report("two", tier("batch", Bucket(t_s, 1, 0, 7.0, 7.0, 1.0, 1.0, 0.9))), 1.0)
+    first = Heard(report("one", tier("batch", Bucket(t_s, 2, 1, 10.0, 6.0, 3.0, 2.0, 0.5, 2, 4.5))), 0.0)
+    second = Heard(report("two", tier("batch", Bucket(t_s, 1, 0, 7.0, 7.0, 1.0, 1.0, 0.9, 1, 0.5))), 1.0)
     merged = merging.recent("batch", [first, second], NOW_S)
     assert [bucket.t_s for bucket in merged] == [START_S + 5 * number for number in range(BUCKETS)]
-    assert merged[10] == Bucket(t_s, 3, 1, 17.0, 7.0, 4.0, 2.0, 0.9)
+    assert merged[10] == Bucket(t_s, 3, 1, 17.0, 7.0, 4.0, 2.0, 0.9, 3, 5.0)
     assert all(bucket == Bucket(bucket.t_s) for bucket in merged if bucket.t_s != t_s)
 
 

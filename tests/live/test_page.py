@@ -20,7 +20,7 @@ from sidecar.live.page import HEADERS, PAGE
 from sidecar.live.records import Amount, Promised, RefusalView, ReplicaView, TenantView
 from sidecar.live.stream import Stream
 from tests.live.replicas import Replica, overload, replicas
-from tests.live.views import overview, starved, tier
+from tests.live.views import gave_way, overview, starved, tier
 from tests.support.browser import browser
 from tests.support.devtools import Tab, headless, tab
 from tests.support.serving import serving
@@ -140,6 +140,26 @@ async def test_a_flood_of_the_same_refusal_is_one_line(tools: str) -> None:
         assert (
             await page.evaluate("document.querySelectorAll('#refusal-rows a').length") == 1
         )  # the other's journal is there
+
+
+async def test_what_was_preempted_is_told_with_what_it_cost(tools: str) -> None:
+    refused = RefusalView(1.0, "batch", "acme", "queue_timeout", 503, "no room", "id", 2.0, "one", preempted=2)
+    async with shown(tools, overview(tier("high"), gave_way(), refusals=[refused])) as (page, _):
+        assert "preempted 3\u00d7 in 5 min, 9.6 s at the engine lost" in (await cells(page, 1))[1]
+        assert "preempted" not in (await cells(page, 0))[1]
+        assert (await cells(page, 0, "refusal-rows"))[2] == "queue_timeout (503), preempted 2\u00d7: no room"
+
+
+async def test_a_replica_that_runs_another_policy_is_marked_until_it_does_not(tools: str) -> None:
+    def replicas_run(*generations: str) -> Any:
+        named = [ReplicaView(f"r{n}", f"host-{n}", 1, 0, 0.0, run) for n, run in enumerate(generations)]
+        return overview(replicas=named, replica="r0", mode="shared", store={"state": "shared"}, generation="abc")
+
+    async with shown(tools, replicas_run("abc", "def", "")) as (page, server):
+        names = [(await cells(page, number, "replica-rows"))[0] for number in range(3)]
+        assert names == ["host-0 r0 (this one)", "host-1 r1 policy def", "host-2 r2"]
+        server.overview = replicas_run("abc", "abc", "")
+        await page.until("!document.getElementById('replica-rows').innerText.includes('policy')")
 
 
 async def test_promises_are_marked_as_kept_or_broken(tools: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from sidecar.live.records import Amount, RefusalView, ReplicaView, TenantView
 from sidecar.live.terminal import NARROWEST, Look, draw, wrapped
-from tests.live.views import overview, starved, tier
+from tests.live.views import gave_way, overview, starved, tier
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2Jname\r\n\u202e"
 
@@ -30,12 +30,24 @@ def test_it_says_who_starves_and_shows_every_tier() -> None:
     assert any(line.endswith("queue_full after 2.0 s: no place") for line in lines)
 
 
+@pytest.mark.parametrize("width", [NARROWEST, 140])
+def test_what_was_preempted_and_what_that_cost_is_below_its_tier(width: int) -> None:
+    refused = RefusalView(1.0, "batch", "acme", "queue_timeout", 503, "no room", "id", 2.0, "one", preempted=1)
+    lines = draw(overview(tier("high"), gave_way(), refusals=[refused]), Look(width))
+    (at,) = [number for number, line in enumerate(lines) if line.startswith("batch ")]
+    assert " ".join(" ".join(lines[at + 1 : at + 3]).split()).startswith("preempted 3 times, 9.6 s at the engine lost")
+    assert sum("preempted" in line for line in lines[:at]) == 0
+    if width == 140:
+        assert any(line.endswith("queue_timeout after 2.0 s, preempted 1x: no room") for line in lines)
+
+
 @pytest.mark.parametrize("width", [1, NARROWEST, 60, 80, 100, 140, 250])
 @pytest.mark.parametrize("colors", [True, False])
 def test_no_line_is_wider_than_the_terminal(width: int, colors: bool) -> None:
     long = overview(
         starved("a-tier-whose-name-is-long"),
         *(tier(f"tier-{n}", n, held=Amount(n, n)) for n in range(9)),
+        gave_way("another", 9),
         pool="p" * 100,
         tenants=[TenantView("t" * 100, 10**9, 1, 1)],
         replicas=[ReplicaView("r" * 40, "h" * 100, 1, 1, 3.0)],
@@ -90,6 +102,13 @@ def test_a_flood_of_the_same_refusal_is_one_line() -> None:
     lines = draw(overview(refusals=refusals), Look(100))
     assert [line.split("  ")[-1] for line in lines if "queue_full" in line] == ["queue_full (9x): no"]
     assert sum("id-" in line for line in lines) == 1
+
+
+def test_a_replica_that_runs_another_policy_is_marked() -> None:
+    named = [ReplicaView(f"r{n}", "host", 1, 0, 0.0, run) for n, run in enumerate(("abc", "def", ""))]
+    lines = [line for line in draw(overview(replicas=named, generation="abc"), Look(100)) if line.startswith("host r")]
+    assert ["policy" in line for line in lines] == [False, True, False]
+    assert lines[1].startswith("host r1 policy def ")
 
 
 def test_text_is_broken_between_words() -> None:

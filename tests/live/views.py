@@ -52,6 +52,16 @@ def starved(name: str = "batch", by: str = "high", wait_s: float = 192.0, starve
     )
 
 
+def gave_way(name: str = "batch", level: int = 1) -> TierView:
+    """A tier of which three requests were preempted."""
+    recent = [Bucket(1_700_000_000 - 5 * n) for n in range(59, 1, -1)]
+    lost = [
+        Bucket(1_699_999_995, preempted=2, engine_lost_s=6.4),
+        Bucket(1_700_000_000, preempted=1, engine_lost_s=3.2),
+    ]
+    return tier(name, level, recent=[*recent, *lost])
+
+
 def overview(*tiers: TierView, **more: Any) -> Overview:
     """A whole one; without tiers, high goes first and batch starves."""
     shown = list(tiers) or [tier("high", held=Amount(70_000, 70)), starved()]

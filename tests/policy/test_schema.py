@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from sidecar.policy.reference import reference_text
 from sidecar.policy.schema import SCHEMAS, schema_text
 
 POLICIES = Path(__file__).parents[2] / "policies"
@@ -32,3 +34,25 @@ def test_a_shipped_file_names_its_schema_for_editors(path: Path) -> None:
     first = path.read_text(encoding="utf-8").splitlines()[0]
     named = first.removeprefix("# yaml-language-server: $schema=")
     assert (path.parent / named).resolve().is_file()
+
+
+def test_the_reference_in_docs_is_current() -> None:
+    written = (POLICIES.parent / "docs" / "policy.md").read_text(encoding="utf-8")
+    assert reference_text() == written, "run: python -m sidecar.policy.reference"
+
+
+def test_the_reference_names_every_key_of_every_mapping() -> None:
+    text = reference_text()
+    for model in SCHEMAS.values():
+        for part in [model, *_inner(model)]:
+            missing = [name for name, field in part.model_fields.items() if f"| `{field.alias or name}` |" not in text]
+            assert missing == []
+
+
+def test_the_reference_leads_to_every_section() -> None:
+    text = reference_text()
+    links = re.findall(r"\[below\]\(#([a-z_]+)\)", text)
+    headings = {
+        "".join(re.findall(r"[a-z_]", heading.lower())) for heading in re.findall(r"^### `(.+)`$", text, re.MULTILINE)
+    }
+    assert set(links) == {heading.lower().replace(".", "") for heading in headings}

@@ -110,5 +110,7 @@ def simple(
     return policy_of(rules, **more)
 
 
-def ask(tier: int = 0, tokens: int = 10, *, requests: int = 1, tenant: str = "t", weight: int = 1) -> Ask:
-    return Ask(tier, tenant, weight, tokens, requests)
+def ask(
+    tier: int = 0, tokens: int = 10, *, requests: int = 1, tenant: str = "t", weight: int = 1, request: int = 0
+) -> Ask:
+    return Ask(tier, tenant, weight, tokens, requests, request)

@@ -175,6 +175,28 @@ async def test_a_full_queue_refuses_with_when_to_come_back(harness: Harness) -> 
     await pool.enter(ask(tokens=100))  # there is room in the queue again
 
 
+async def test_a_place_is_kept_for_whom_it_was_promised_to(harness: Harness) -> None:
+    clock = Clock()
+    pool = await harness.pool(simple(("only",), requests=1, max_waiting=3), clock)
+    first, second, *_ = [await pool.enter(ask(request=number)) for number in range(4)]
+    with pytest.raises(QueueFull) as refused:
+        await pool.enter(ask(request=10))
+    told_s = refused.value.retry_after_s
+    assert told_s is not None
+    clock.advance(told_s)
+    first.settle()
+    await harness.quiet(pool)
+    with pytest.raises(QueueFull):  # there is a place, but not for this one
+        await pool.enter(ask(request=11))
+    assert pool.state()["waiting"] == 2
+    assert (await pool.enter(ask(request=10))).grant is None
+    assert pool.state()["waiting"] == 3
+    second.settle()
+    await harness.quiet(pool)
+    clock.advance(20)
+    assert (await pool.enter(ask(request=12))).grant is None  # whatever was promised has lapsed
+
+
 async def test_a_queue_without_places_still_admits_what_fits(harness: Harness) -> None:
     pool = await harness.pool(simple(max_waiting=0), Clock())
     assert (await pool.enter(ask(tokens=100))).grant is not None

@@ -23,7 +23,7 @@ from tests.support.redis_servers import RedisServer, first_binary, free_port
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 
 DOOR = "sidecar.AdmissionMiddleware"
-ENGINE_KEY = "sk-engine"
+ENGINE_KEY, TENANT_KEY = "sk-engine", "sk-tenant"
 POLICY = """\
 engine: vllm
 capacity: {{tokens: {tokens}, requests: {requests}}}
@@ -37,10 +37,10 @@ sources: [header, body]
 tenants: tenants/*.yaml
 """
 TENANT = (
-    f'tenant: known\nkeys: ["sha256:{hashlib.sha256(ENGINE_KEY.encode()).hexdigest()}"]\ntier: normal\nmax_tier: high\n'
+    f'tenant: known\nkeys: ["sha256:{hashlib.sha256(TENANT_KEY.encode()).hexdigest()}"]\ntier: normal\nmax_tier: high\n'
 )
 COMPLETIONS = "/v1/completions"
-KEY = {"authorization": f"Bearer {ENGINE_KEY}"}
+KEY = {"authorization": f"Bearer {TENANT_KEY}"}
 
 
 def write_policy(folder: Path, *, tokens: str = "60k", requests: int = 200) -> str:
@@ -61,6 +61,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, admin_port: int) -> Iterato
     variables = {
         "SIDECAR_POLICY": write_policy(tmp_path_factory.mktemp("policy")),
         "SIDECAR_ADMIN_PORT": str(admin_port),
+        "SIDECAR_ENGINE_KEY": ENGINE_KEY,
         "OTEL_TRACES_EXPORTER": "console",
     }
     names = ("tests.real.seen.Seen", DOOR)
@@ -100,18 +101,21 @@ async def test_every_endpoint_is_admitted_and_vllm_is_told_the_priority(engine: 
             assert headers["x-admission-ignored"] == "x-vllm-priority"
 
 
-async def test_the_door_stands_before_vllms_own_key(engine: Engine) -> None:
+async def test_the_door_stands_before_vllms_own_key_and_shows_it_for_its_tenants(engine: Engine) -> None:
     status, headers, _ = await ask(engine.url, {})
-    assert (status, headers["x-admission-tier"]) == (401, "batch"), "vLLM's refusal, behind the door"
-    status, headers, answer = await ask(engine.url, {"authorization": "Bearer sk-other"})
-    assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), "the door's refusal"
-    assert "x-seen-priority" not in headers
+    assert (status, headers["x-admission-tier"]) == (200, "batch"), "the policy lets them in who have no key"
+    for stranger in ("sk-other", ENGINE_KEY):
+        status, headers, answer = await ask(engine.url, {"authorization": f"Bearer {stranger}"})
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), "the door's refusal"
+        assert "x-seen-priority" not in headers
 
 
 async def test_what_is_not_guarded_and_the_admin_pages(engine: Engine, admin_port: int) -> None:
     async with aiohttp.ClientSession() as client:
-        async with client.get(f"{engine.url}/v1/models", headers=KEY) as models:
-            assert (models.status, models.headers.get("x-admission-tier")) == (200, None)
+        for key, status in ((ENGINE_KEY, 200), (TENANT_KEY, 401)):
+            shown = {"authorization": f"Bearer {key}"}
+            async with client.get(f"{engine.url}/v1/models", headers=shown) as models:
+                assert (models.status, models.headers.get("x-admission-tier")) == (status, None)
         async with client.get(f"http://127.0.0.1:{admin_port}/readyz") as ready:
             assert await ready.json() == {"status": "ready", "reasons": [], "notices": []}
         async with client.get(f"http://127.0.0.1:{admin_port}/state") as state:

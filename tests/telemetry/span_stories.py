@@ -16,6 +16,7 @@ from sidecar.events import (
     Headers,
     Obstacle,
     Outcome,
+    Preempted,
     Queued,
     Received,
     Refused,
@@ -39,7 +40,9 @@ def received(headers: Headers = ()) -> Received:
     return Received(ARRIVAL_US, ARRIVAL_NS, "POST", "/v1/chat/completions", headers, "request-1")
 
 
-def classified(clamped_from: str | None = None, stream: bool = True, api: str = "chat") -> Classified:
+def classified(
+    clamped_from: str | None = None, stream: bool = True, api: str = "chat", *, preemptible: bool = False
+) -> Classified:
     return Classified(
         at_us=ARRIVAL_US + 40,
         tier="batch",
@@ -52,11 +55,19 @@ def classified(clamped_from: str | None = None, stream: bool = True, api: str = 
         stream=stream,
         tokens=800,
         requests=1,
+        preemptible=preemptible,
     )
 
 
 def queued() -> Queued:
     return Queued(ARRIVAL_US + 50, Obstacle.NO_ROOM, "the pool has no room")
+
+
+def preempted(after_us: int, admitted_us: int, times: int = 1) -> tuple[Preempted, Queued]:
+    """Preempted so long after the arrival, when it had been admitted `admitted_us` behind it: and waits again."""
+    at_us = ARRIVAL_US + after_us
+    again = Queued(at_us, Obstacle.PREEMPTED, "its room went to a more important request")
+    return Preempted(at_us, ARRIVAL_US + admitted_us, times), again
 
 
 def admitted(
@@ -87,6 +98,26 @@ def settled(
     after_us: int, outcome: Outcome = Outcome.COMPLETED, status: int | None = 200, error: str | None = None
 ) -> Settled:
     return Settled(ARRIVAL_US + after_us, outcome, status, 712, 512, 200, error)
+
+
+def in_vain(after_us: int, code: str, status: int | None) -> Settled:
+    """How a request ends that was preempted and not admitted again."""
+    outcome = Outcome.CLIENT_LEFT if code == "client_left" else Outcome.FAILED
+    return Settled(ARRIVAL_US + after_us, outcome, status, 0, None, None, code)
+
+
+TWICE_PREEMPTED = (
+    classified(preemptible=True),
+    queued(),
+    admitted(1_000_000, wait_us=999_950),
+    *preempted(3_000_000, 1_000_000),
+    admitted(5_000_000, 4_999_950, starvation_us=2_000_000, served_ahead={"high": 900}),
+    *preempted(5_500_000, 5_000_000, times=2),
+    admitted(6_000_000, 5_999_950, starvation_us=3_000_000, served_ahead={"high": 950}),
+    first_byte(6_200_000),
+    settled(7_000_000),
+)
+"""It waits for 1 s, 2 s and 0.5 s, the engine works for 2 s and 0.5 s in vain, and it starves from 3 s on."""
 
 
 class SomebodysOwn(SpanProcessor):

@@ -19,7 +19,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.events import Admitted, Classified, Event, FirstByte, Outcome, Received, Refused, Settled
+from sidecar.events import (
+    Admitted,
+    Classified,
+    Event,
+    FirstByte,
+    Obstacle,
+    Outcome,
+    Preempted,
+    Queued,
+    Received,
+    Refused,
+    Settled,
+)
 from sidecar.telemetry import SpanObserver, Telemetry
 from sidecar.telemetry.flood import Flood
 from sidecar.telemetry.log_format import JsonFormatter, TextFormatter
@@ -106,6 +118,49 @@ def test_what_goes_well_is_a_line_for_who_asks_for_it(level: str, expected: int)
         ("settled", "client_left"),
     ][:expected]
     assert all((line["queue_wait_s"], line["duration_s"], line["tokens_used"]) == (2.0, 6.0, 25) for line in found)
+
+
+PREEMPTED = (Preempted(4_500_000, 3_000_000, 1), Queued(4_500_000, Obstacle.PREEMPTED, "its room went"))
+
+
+def test_a_line_tells_how_often_its_request_was_preempted_and_what_that_cost() -> None:
+    again = Admitted(5_500_000, 4_500_000, 3_000_000, 2_500_000, {"high": 5}, 2, None)
+    with lines("debug") as written:
+        tell(RequestLog(), CLASSIFIED, ADMITTED, *PREEMPTED, again, settled(Outcome.COMPLETED))
+    (line,) = map(json.loads, written)
+    assert (line["event"], line["preemptions"], line["engine_lost_s"]) == ("settled", 1, 1.5)
+    assert (line["queue_wait_s"], line["starvation_s"]) == (4.5, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("end", "event", "message"),
+    [
+        (
+            settled(Outcome.FAILED, 503, "queue_timeout"),
+            "refused",
+            "request mine refused with 503 queue_timeout: it waited again, as its room had gone to a more important "
+            "request",
+        ),
+        (
+            settled(Outcome.CLIENT_LEFT, None, "client_left"),
+            "abandoned",
+            "request mine: the client hung up while the request waited again, preempted",
+        ),
+        (
+            settled(Outcome.FAILED, None, "canceled"),
+            "abandoned",
+            "request mine: the server gave the request up while it waited again, preempted",
+        ),
+    ],
+)
+def test_one_that_is_not_admitted_again_is_a_line_as_of_a_wait_in_vain(end: Settled, event: str, message: str) -> None:
+    with lines() as written:
+        tell(RequestLog(), CLASSIFIED, ADMITTED, *PREEMPTED, end)
+        assert RequestLog().has_a_line_for(end)
+    (line,) = map(json.loads, written)
+    assert (line["event"], line["code"], line["message"]) == (event, end.error, message)
+    assert (line["preemptions"], line["engine_lost_s"]) == (1, 1.5)
+    assert (line["queue_wait_s"], line["starvation_s"]) == (5.0, 3.5)
 
 
 # -- odd text

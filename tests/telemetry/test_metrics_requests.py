@@ -301,4 +301,4 @@ def test_every_metric_says_what_it_is(measuring):
     found: dict[str, MetricsData] = measuring.metrics()
     for metric in found.values():
         assert metric.description.endswith(".")
-        assert metric.unit in {"s", "{request}", "{token}", "{policy}"}
+        assert metric.unit in {"s", "{request}", "{token}", "{policy}", "{preemption}"}

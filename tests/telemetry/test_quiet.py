@@ -44,7 +44,8 @@ def test_a_request_that_goes_well_leaves_nothing(caplog: pytest.LogCaptureFixtur
     caplog.set_level(logging.INFO, REQUESTS)
     ear = Ear()
     play(quiet(None, ear), *HEALTHY)
-    assert (caplog.records, ear.heard) == ([], [])
+    lines = [line for line in caplog.records if line.name.startswith("sidecar")]  # not what an earlier test left behind
+    assert (lines, ear.heard) == ([], [])
 
 
 def test_a_refusal_is_a_line_with_all_that_was_known_of_the_request(caplog: pytest.LogCaptureFixture) -> None:

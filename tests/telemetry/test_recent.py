@@ -8,7 +8,18 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.events import Admitted, Classified, FirstByte, Obstacle, Queued, Received, Refused
+from sidecar.events import (
+    Admitted,
+    Classified,
+    FirstByte,
+    Obstacle,
+    Outcome,
+    Preempted,
+    Queued,
+    Received,
+    Refused,
+    Settled,
+)
 from sidecar.telemetry.recent import BUCKET_S, BUCKETS, MOST_TIERS, Bucket, Recent, TierRecent
 
 NOW_S = 1_700_000_003
@@ -32,6 +43,13 @@ class Request:
     ) -> None:
         self.tell(Queued(us(at_s - wait_s), Obstacle.NO_ROOM, "no room"))
         self.tell(Admitted(us(at_s), round(wait_s * 1e6), round(starved_s * 1e6), None, {}, 0, None, passed))
+
+    def preempted(self, at_s: float, admitted_s: float) -> None:
+        self.tell(Preempted(us(at_s), us(admitted_s), 1))
+        self.tell(Queued(us(at_s), Obstacle.PREEMPTED, "its room went"))
+
+    def settled(self, at_s: float, outcome: Outcome = Outcome.COMPLETED, status: int | None = 200) -> None:
+        self.tell(Settled(us(at_s), outcome, status, 0, None, None, None))
 
     def refused(self, at_s: float, wait_s: float, status: int | None = 503) -> None:
         self.tell(Refused(us(at_s), "queue_timeout", "no", status, round(wait_s * 1e6)))
@@ -63,6 +81,30 @@ def test_refusals_count_and_so_does_how_long_they_had_waited() -> None:
     Request(recent, NOW_S - 5).refused(NOW_S, wait_s=5)
     Request(recent, NOW_S - 4).refused(NOW_S, wait_s=4, status=None)  # it hung up: nobody refused it
     assert filled(recent.read("batch", NOW_S)) == [Bucket(1_700_000_000, 0, 1, 9.0, 5.0)]
+
+
+def test_one_that_was_preempted_counts_once_with_its_whole_wait() -> None:
+    recent = Recent()
+    request = Request(recent, NOW_S - 20)
+    request.admitted(NOW_S - 18, wait_s=2, starved_s=1)
+    request.preempted(NOW_S - 13, admitted_s=NOW_S - 18)
+    request.admitted(NOW_S, wait_s=20, starved_s=19)
+    request.settled(NOW_S)
+    first, second, third = filled(recent.read("batch", NOW_S))
+    assert first == Bucket(1_699_999_985, 1, 0, 2.0, 2.0, 1.0, 1.0)
+    assert second == Bucket(1_699_999_990, preempted=1, engine_lost_s=5.0)
+    assert third == Bucket(1_700_000_000, 0, 0, 18.0, 20.0, 18.0, 19.0)
+
+
+def test_one_that_is_not_admitted_again_is_refused_or_has_left() -> None:
+    recent = Recent()
+    for outcome, status in ((Outcome.FAILED, 503), (Outcome.CLIENT_LEFT, None)):
+        request = Request(recent, NOW_S - 8)
+        request.admitted(NOW_S - 8)
+        request.preempted(NOW_S - 4, admitted_s=NOW_S - 8)
+        request.settled(NOW_S, outcome, status)
+    *_, last = filled(recent.read("batch", NOW_S))
+    assert last == Bucket(1_700_000_000, 0, 1, 16.0, 8.0)
 
 
 def test_a_request_that_nobody_could_classify_belongs_to_no_tier() -> None:

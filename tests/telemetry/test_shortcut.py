@@ -15,11 +15,14 @@ from opentelemetry.sdk.trace.sampling import (
 )
 from span_stories import (
     TRACEPARENT,
+    TWICE_PREEMPTED,
     SomebodysOwn,
     Tracing,
     admitted,
     classified,
     first_byte,
+    in_vain,
+    preempted,
     queued,
     received,
     refused,
@@ -39,6 +42,8 @@ STORIES = {
     "failed": (classified(), admitted(), settled(1000, Outcome.FAILED, 502, "engine_unreachable")),
     "refused by us": (classified(), queued(), refused("queue_timeout", 503, 900, queue_wait_us=850)),
     "refused as its own doing": (refused("invalid_api_key", 401),),
+    "preempted": TWICE_PREEMPTED,
+    "preempted in vain": (classified(), admitted(), *preempted(900, 60), in_vain(1900, "queue_timeout", 503)),
 }
 CLIENTS = {
     "no trace": (),

@@ -4,7 +4,7 @@ import pytest
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
 from span_stories import ARRIVAL_NS, Tracing, admitted, classified, queued, settled, span_id
 
-from sidecar.events import Admitted, Classified, Obstacle, Outcome, Queued, Received, Refused, Settled
+from sidecar.events import Admitted, Classified, Obstacle, Outcome, Preempted, Queued, Received, Refused, Settled
 from sidecar.telemetry import Telemetry
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.links import MOST_LINKS
@@ -65,6 +65,11 @@ class Waiting:
         self.observation.on_event(Admitted(now_us, 0, 0, None, {}, 0, None, passed or {}))
         return now_us
 
+    def is_preempted(self, admitted_us):
+        self.door.now_us += MS
+        self.observation.on_event(Preempted(self.door.now_us, admitted_us, 1))
+        self.observation.on_event(Queued(self.door.now_us, Obstacle.PREEMPTED, "its room went"))
+
     def is_refused(self, overtaken_at_us=None):
         self.door.now_us += MS
         now_us = self.door.now_us
@@ -103,6 +108,27 @@ def test_starving_links_to_who_overtook_and_waiting_to_who_went_in_turn():
         assert link.context.trace_flags.sampled
     (queued,) = door.spans("first", "admission.queued")
     assert linked(queued) == []
+
+
+def test_one_that_was_preempted_links_to_who_got_its_room_and_not_to_itself():
+    door = Door()
+    victim = door.arrives("victim", "batch")
+    waiter = door.arrives("waiter", "batch")
+    admitted_us = victim.is_admitted()
+    urgent = door.arrives("urgent", "high")
+    victim.is_preempted(admitted_us)
+    overtaken_us = urgent.is_admitted(passed={"batch": "level"})
+    victim.is_admitted(overtaken_us)
+    waiter.is_admitted(overtaken_us)
+    for request in (urgent, victim, waiter):
+        request.ends()
+
+    before, again = door.spans("victim", "admission.queued")
+    (bar,) = door.spans("victim", "admission.starved")
+    assert linked(before) == linked(again) == []
+    assert [link["admission.request_id"] for link in linked(bar)] == ["urgent"]
+    (queued,) = door.spans("waiter", "admission.queued")
+    assert [link["admission.request_id"] for link in linked(queued)] == ["victim", "victim"]  # it went in twice
 
 
 def test_one_of_the_same_tier_that_went_first_is_linked_to_without_a_rule():

@@ -30,7 +30,6 @@ class Loss:
     ):
         self.alone: Alone | None = None
         self.is_paused = True
-        self._policy = policy
         self._sizes = sizes
         self._leases = leases
         self._known = known
@@ -70,7 +69,7 @@ class Loss:
 
     def enter(self, lease: RedisLease) -> None:
         """A new request: granted, waiting or refused, at once."""
-        alone, tier = self.alone, self._policy.tiers[lease.ask.tier]
+        alone, tier = self.alone, self._sizes.policy.tiers[lease.ask.tier]
         if alone is None or not self._fits_part(lease.ask):
             lease.refused(self._unavailable(lease.ask))
             return
@@ -82,7 +81,7 @@ class Loss:
         self._look_at(lease)
 
     def change_rules(self) -> None:
-        """The pool has another size, so this replica's part has."""
+        """The pool has other rules, so this replica's part has."""
         self._part = nth(self._sizes.rules, self._known.replicas if self._known else 1)
         if not self.is_paused:
             self._go_alone()
@@ -129,7 +128,7 @@ class Loss:
     def _look_at(self, lease: RedisLease) -> None:
         if lease.is_over or not lease.is_entering:
             return
-        if self._policy.tiers[lease.ask.tier].max_waiting == 0 and lease.grant is None:
+        if self._sizes.policy.tiers[lease.ask.tier].max_waiting == 0 and lease.grant is None:
             self._refuse(lease, self._sizes.queue_full(lease.ask.tier, BEAT_S))
         else:
             lease.waits()

@@ -16,9 +16,9 @@ from sidecar.events import Obstacle, StoreObserver, StoreState
 from sidecar.policy.policy import Policy, StoreLoss
 from sidecar.policy.rules import PoolRules
 from sidecar.pools.dispatcher import Clock, monotonic_us
-from sidecar.pools.drain_rate import DrainRate
 from sidecar.pools.figures import TierFigures, pool_state, served_by_name
 from sidecar.pools.obstacles import obstacle
+from sidecar.pools.places import Places
 from sidecar.pools.pool import Ask, Grant, NotShared, Shared
 from sidecar.pools.redis import script
 from sidecar.pools.redis.alone import LastKnown
@@ -29,8 +29,8 @@ from sidecar.pools.redis.loss import Loss
 from sidecar.pools.redis.outbox import Batch, Outbox, tell
 from sidecar.pools.redis.reports import Reports
 from sidecar.pools.redis.standing import Standing
+from sidecar.pools.redis.waits import Waits
 from sidecar.pools.sizes import Sizes
-from sidecar.scheduling.overtaking import Overtaking
 
 
 class RedisPool:
@@ -56,7 +56,7 @@ class RedisPool:
         self._tier_names = tuple(tier.name for tier in policy.tiers)
         self._sizes = Sizes(policy)
         self._rules_are_new = True
-        self._drain_rates = tuple(DrainRate() for _ in policy.tiers)
+        self._places = Places(self._sizes, len(policy.tiers))
         self._ids = count(1)
         self._leases: dict[int, RedisLease] = {}
         self._outbox = Outbox()
@@ -72,7 +72,7 @@ class RedisPool:
         self._loss: Loss | None = None
         self._last: script.Reply | None = None
         self._tiers = [script.TierReply(0, 0, 0, 0, 0, 0, 0)] * len(policy.tiers)
-        self._overtaking = Overtaking()
+        self._waits = Waits(self._tier_names)
         self._change_timer: asyncio.TimerHandle | None = None
 
     # -- the pool's contract
@@ -90,16 +90,22 @@ class RedisPool:
             await link.close()
         self._start_over()
 
+    def change_policy(self, policy: Policy) -> None:
+        """See `Pool.change_policy`. All replicas that share the pool are told; the latest to say it counts."""
+        self._policy = policy
+        self._sizes.change_policy(policy)
+        self.change_rules(policy.rules)
+
     def change_rules(self, rules: PoolRules) -> None:
         """See `Pool.change_rules`. All replicas that share the pool are told; the latest to say it counts."""
         self._sizes.change_rules(rules)
         self._rules_are_new = True
         for lease in [lease for lease in self._leases.values() if lease.grant is None]:
-            if error := self._sizes.too_large(lease.ask):
+            if error := self._sizes.outgrown(lease.ask):
                 self.end(lease, None)
                 lease.refused(error)
-        if loss := self._deciding_loss():
-            loss.change_rules()
+        if self._loss is not None:
+            self._loss.change_rules()
         if self._link is not None:
             self._link.restate()
 
@@ -119,6 +125,7 @@ class RedisPool:
         if loss := self._deciding_loss():
             loss.enter(lease)
         else:
+            self._places.refuse_what_is_promised(ask, self._tiers[ask.tier].queued, lease.entered_us)
             self._leases[lease.id] = lease
             self._outbox.enter(lease)
         try:
@@ -130,7 +137,7 @@ class RedisPool:
 
     def retry_after_s(self, tier: int) -> float:
         """See `Pool.retry_after_s`. By the whole pool's queue and drain, as the store last told them."""
-        return self._drain_rates[tier].retry_after_s(self._tiers[tier].queued, self.now_us())
+        return self._places.retry_after_s(tier, self._tiers[tier].queued, self.now_us())
 
     def state(self) -> Mapping[str, object]:
         """See `Pool.state`. The whole pool as this replica last heard of it: at most one heartbeat ago."""
@@ -160,7 +167,7 @@ class RedisPool:
         for lease in self._leases.values():
             tier = lease.ask.tier
             if lease.grant is None and found[tier] is None:
-                found[tier] = self._wait_so_far(lease, now_us)
+                found[tier] = self._waits.so_far(lease, self._tiers, now_us)
         return found
 
     def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
@@ -268,23 +275,26 @@ class RedisPool:
         """Does what the store says."""
         now_us = self.now_us()
         self._last = reply
+        self._places.replicas = max(1, reply.replicas)
         self._hold(-batch.freed_tokens, -batch.freed_requests)
         for level, figures in reply.tiers:
             admitted, self._tiers[level] = figures.admitted - self._tiers[level].admitted, figures
             if admitted > 0:
-                self._drain_rates[level].admitted(now_us, admitted)
+                self._places.admitted(level, now_us, admitted)
         self._told(script.Lines(reply.grants, reply.victims), now_us)
         for lease_id in reply.refused:
             refused = self._leases.pop(lease_id, None)
             if refused is not None:
-                refused.refused(self._sizes.queue_full(refused.ask.tier, self.retry_after_s(refused.ask.tier)))
+                refused.refused(self._places.queue_full(refused.ask, self._tiers[refused.ask.tier].queued, now_us))
         for lease_id, wait in reply.ended:
             if lease_id in batch.leaving:
                 lease, left = batch.leaving[lease_id]
                 tell(left, self._grant(lease, wait, now_us))
-        self._note_overtaking(reply.latest_age_us, now_us)
+        self._waits.note(reply.latest_age_us, self._leases, now_us)
         for lease in batch.entering:
             lease.served_before = tuple(tier.served for tier in self._tiers)
+            if lease.id in self._leases:
+                self._places.taken(lease.ask)
             lease.waits()
         batch.tell_who_left(self._own_figures)
         self._call_in_time(reply.change_after_us)
@@ -350,29 +360,6 @@ class RedisPool:
 
     def _figures(self) -> Sequence[TierFigures]:
         return [TierFigures(*tier[:4]) for tier in self._tiers]
-
-    def _wait_so_far(self, lease: RedisLease, now_us: int) -> Grant:
-        """Of one that waits: as far as the store's answers say."""
-        overtaken_at_us = self._overtaking.first_after(lease.entered_us)
-        before = lease.served_before or [tier.served for tier in self._tiers]
-        served = (tier.served - tokens for tier, tokens in zip(self._tiers, before, strict=True))
-        return Grant(
-            at_us=now_us,
-            queue_wait_us=now_us - lease.entered_us,
-            starvation_us=0 if overtaken_at_us is None else now_us - overtaken_at_us,
-            overtaken_at_us=overtaken_at_us,
-            served_ahead=served_by_name(self._tier_names, [max(0, tokens) for tokens in served]),
-            level=lease.ask.tier,
-        )
-
-    def _note_overtaking(self, latest_age_us: int | None, now_us: int) -> None:
-        if latest_age_us is None or len(self._leases) == 0:
-            self._overtaking.forget()
-            return
-        self._overtaking.admitted(now_us - latest_age_us, now_us)
-        if self._overtaking.is_long(len(self._leases)):
-            waiting = [lease.entered_us for lease in self._leases.values() if lease.grant is None]
-            self._overtaking.forget_all_but(sorted(waiting))
 
     def _hold(self, tokens: int, requests: int) -> None:
         self._held_tokens += tokens

@@ -20,8 +20,8 @@ class Counters:
     """What the requests to one pool added up to. Its attributes are those that `COUNTERS` names."""
 
     __slots__ = (
-        "abandoned", "admitted", "clamped", "estimate_errors", "overtaken", "overtaken_tokens", "refused", "settled",
-        "tenants", "tokens_estimated", "tokens_used",
+        "abandoned", "admitted", "clamped", "estimate_errors", "observed", "overtaken", "overtaken_tokens",
+        "preempted_engine_us", "preemptions", "refused", "settled", "tenants", "tokens_estimated", "tokens_used",
     )  # fmt: skip
 
     def __init__(self, tenants: Tenants) -> None:
@@ -30,7 +30,10 @@ class Counters:
         self.refused: Counted = {}
         self.abandoned: Counted = {}
         self.settled: Counted = {}
+        self.preemptions: Counted = {}
+        self.preempted_engine_us: Counted = {}
         self.clamped: Counted = {}
+        self.observed: Counted = {}
         self.overtaken: Counted = {}
         self.overtaken_tokens: Counted = {}
         self.tokens_estimated: Counted = {}
@@ -39,7 +42,8 @@ class Counters:
 
     def know(self, tier: str) -> None:
         """Has what every tier has told from the start: of a series that begins at 1, Prometheus does not see the 1."""
-        for counted in (self.admitted, self.tokens_estimated, self.tokens_used):
+        preempted = self.preemptions, self.preempted_engine_us
+        for counted in (self.admitted, self.tokens_estimated, self.tokens_used, *preempted):
             counted.setdefault((tier,), 0)
         for outcome in Outcome:
             self.settled.setdefault((tier, outcome.value), 0)
@@ -48,13 +52,17 @@ class Counters:
 
 
 class Counter(NamedTuple):
-    """One metric. `counted` is the attribute of `Counters`, or of `tenants.Counts`; `labels` leaves out the pool's."""
+    """One metric. `counted` is the attribute of `Counters`, or of `tenants.Counts`; `labels` leaves out the pool's.
+
+    `per_unit` of what is counted are one of the unit.
+    """
 
     name: str
     counted: str
     labels: tuple[str, ...]
     unit: str
     description: str
+    per_unit: int = 1
 
 
 COUNTERS = (
@@ -81,6 +89,21 @@ COUNTERS = (
         "Leases that were given back, by how the request ended.",
     ),
     Counter(
+        semconv.PREEMPTIONS,
+        "preemptions",
+        (TIER,),
+        "{preemption}",
+        "How often a request of the tier gave its room to a more important one, and waited again.",
+    ),
+    Counter(
+        semconv.PREEMPTED_ENGINE_TIME,
+        "preempted_engine_us",
+        (TIER,),
+        "s",
+        "For how long the engine had worked on requests that were preempted: what it did is lost.",
+        per_unit=1_000_000,
+    ),
+    Counter(
         semconv.CLAMPED,
         "clamped",
         (semconv.ADMISSION_CLAMPED_FROM, TIER),
@@ -100,6 +123,13 @@ COUNTERS = (
         _OVERTAKING,
         "{token}",
         "The same in tokens of the requests that went ahead.",
+    ),
+    Counter(
+        semconv.OBSERVED,
+        "observed",
+        (TIER, semconv.ADMISSION_DECISION, REASON),
+        "{request}",
+        "Requests that passed in `mode: observe`, by what enforcing would have done to them.",
     ),
     Counter(semconv.TOKENS_ESTIMATED, "tokens_estimated", (TIER,), "{token}", "Tokens held for the requests admitted."),
     Counter(

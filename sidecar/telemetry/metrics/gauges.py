@@ -86,4 +86,10 @@ POOL_GAUGES = (
         semconv.CAPACITY_REQUESTS, REQUESTS, "Requests that the pool has room for.", lambda pool: pool.capacity_requests
     ),
     PoolGauge(semconv.REPLICAS, "{replica}", "Processes that share the pool.", lambda pool: pool.replicas),
+    PoolGauge(
+        semconv.GENERATIONS,
+        "{policy}",
+        "Different policies that the pool's processes run: more than 1 in a roll-out, or where one stands still.",
+        lambda pool: pool.generations,
+    ),
 )

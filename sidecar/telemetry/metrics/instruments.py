@@ -64,6 +64,8 @@ class Instruments:
         self.queue_wait = Seconds(histograms.QUEUE_WAIT, meter_provider)
         self.starvation = Seconds(histograms.STARVATION, meter_provider)
         self.time_to_first_token = Seconds(histograms.TIME_TO_FIRST_TOKEN, meter_provider)
+        self.observed_queue_wait = Seconds(histograms.OBSERVED_QUEUE_WAIT, meter_provider)
+        self.observed_starvation = Seconds(histograms.OBSERVED_STARVATION, meter_provider)
         for counter in COUNTERS:
             _observe_counter(meter, counter, partial(self._counted, counter))
         for counter in TENANT_COUNTERS:
@@ -115,7 +117,8 @@ class Instruments:
         for pool, counters in self._counters.items():
             counted = getattr(counters, counter.counted)
             for values, number in list(counted.items()):
-                yield Observation(number, {semconv.POOL: pool, **dict(zip(counter.labels, values, strict=True))})
+                value = number if counter.per_unit == 1 else number / counter.per_unit
+                yield Observation(value, {semconv.POOL: pool, **dict(zip(counter.labels, values, strict=True))})
 
     def _counted_of_tenants(self, counter: Counter, _: CallbackOptions) -> Observations:
         for pool, counters in self._counters.items():

@@ -13,13 +13,25 @@ from typing import NamedTuple
 from opentelemetry.context import Context
 from opentelemetry.metrics import MeterProvider, NoOpMeterProvider
 
-from sidecar.events import Admitted, Classified, Event, FirstByte, Outcome, Queued, Received, Refused, Settled
+from sidecar.events import (
+    Admitted,
+    Classified,
+    Event,
+    FirstByte,
+    Outcome,
+    Preempted,
+    Queued,
+    Received,
+    Refused,
+    Settled,
+)
 from sidecar.telemetry import semconv
 from sidecar.telemetry.holdings import Holding, Holdings
 from sidecar.telemetry.metrics.counters import OVER, UNDER, Counted
 from sidecar.telemetry.metrics.exemplars import context_of
 from sidecar.telemetry.metrics.histograms import Labeled
 from sidecar.telemetry.metrics.instruments import Held, Instruments, instruments_of
+from sidecar.telemetry.preemption import end_of_wait, engine_time_us
 from sidecar.telemetry.telemetry import Tell, Trace
 from sidecar.telemetry.tenants import SHOWN, Tenant
 
@@ -92,10 +104,15 @@ class RequestMetrics:
 
 
 class _Request:
-    """One request. Until it is classified it has no tier; `_tier` is that tier's name as a counter has it."""
+    """One request. Until it is classified it has no tier; `_tier` is that tier's name as a counter has it.
+
+    `_admitted_last` is None until it is admitted. How one waited that may be preempted is told when it can change no
+    more: with its first byte, or its end.
+    """
 
     __slots__ = (
-        "_context", "_is_waiting", "_metrics", "_received", "_streams", "_tenant", "_tier", "_tokens", "_trace"
+        "_admitted_last", "_context", "_is_holding", "_is_preemptible", "_is_wait_told", "_is_waiting", "_metrics",
+        "_received", "_streams", "_tenant", "_tier", "_tokens", "_trace",
     )  # fmt: skip
 
     def __init__(self, metrics: RequestMetrics, received: Received, trace: Trace | None) -> None:
@@ -105,7 +122,8 @@ class _Request:
         self._context: Context | None = None
         self._tenant: Tenant | None = None
         self._tier = ("",)
-        self._is_waiting = False
+        self._admitted_last: Admitted | None = None
+        self._is_waiting = self._is_holding = self._is_wait_told = False
 
     def tell(self, event: Event) -> None:
         kind = type(event)  # quicker than isinstance: records have no subclasses
@@ -121,11 +139,13 @@ class _Request:
             self._queued()
         elif kind is Refused:
             self._refused(event)  # type: ignore[arg-type]
+        elif kind is Preempted:
+            self._preempted(event)  # type: ignore[arg-type]
 
     def _classified(self, event: Classified) -> None:
         counters = self._metrics.counters
         self._tier = (event.tier,)
-        self._tokens, self._streams = event.tokens, event.stream
+        self._tokens, self._streams, self._is_preemptible = event.tokens, event.stream, event.preemptible
         self._tenant = counters.tenants.asks(event.tenant, event.tokens, event.at_us)
         if event.clamped_from is not None:
             _add(counters.clamped, (event.clamped_from, event.tier))
@@ -141,16 +161,28 @@ class _Request:
         if tenant is None:
             return
         counters = metrics.counters
-        _add(counters.admitted, tier)
-        _add(counters.tokens_estimated, tier, self._tokens)
-        tenant.counts.admitted += 1
+        if self._admitted_last is None:
+            _add(counters.admitted, tier)
+            _add(counters.tokens_estimated, tier, self._tokens)
+            tenant.counts.admitted += 1
+        self._admitted_last = event
+        self._is_holding = True
         metrics.holdings.holds(tenant.name, self._tokens)
         for overtaken, rule in event.passed.items():
             _add(counters.overtaken, (overtaken, tier[0], rule))
             _add(counters.overtaken_tokens, (overtaken, tier[0], rule), self._tokens)
-        self._waited("admitted", event.queue_wait_us, event.starvation_us)
+        if not self._is_preemptible:
+            self._waited_once("admitted", event)
+
+    def _preempted(self, event: Preempted) -> None:
+        counters = self._metrics.counters
+        _add(counters.preemptions, self._tier)
+        _add(counters.preempted_engine_us, self._tier, engine_time_us(event))
+        self._holds_no_more()
 
     def _answered(self, event: FirstByte) -> None:
+        if self._admitted_last is not None:
+            self._waited_once("admitted", self._admitted_last)
         if self._tenant is not None and self._streams and event.status < 400:
             since_s = (event.at_us - self._received.at_us) / 1e6
             self._metrics.first_token(self._tier[0]).record(since_s, self._where())
@@ -163,7 +195,8 @@ class _Request:
         _add(counters.settled, (tier[0], event.outcome.value))
         _add(counters.tokens_used, tier, event.tokens_used)
         tenant.counts.tokens_used += event.tokens_used
-        metrics.holdings.gives_back(tenant.name, self._tokens)
+        self._ends_waiting(event)
+        self._holds_no_more()
         is_counted = event.input_tokens is not None and event.output_tokens is not None
         if is_counted and event.outcome is Outcome.COMPLETED:
             error = self._tokens - event.tokens_used
@@ -178,6 +211,27 @@ class _Request:
             self._tenant.counts.refused += 1
         if event.queue_wait_us > 0:
             self._waited(event.code if gave_up else "refused", event.queue_wait_us, event.starvation_us)
+
+    def _ends_waiting(self, event: Settled) -> None:
+        """Tells how it waited, where nothing has told that before."""
+        if self._admitted_last is None:
+            return
+        if not self._is_holding:  # preempted, and not admitted again
+            self._waits_no_more()
+            end = end_of_wait(self._admitted_last, event)
+            self._waited_once(end.code if end.code in GAVE_UP else "refused", end)
+        else:
+            self._waited_once("admitted", self._admitted_last)
+
+    def _holds_no_more(self) -> None:
+        if self._is_holding and self._tenant is not None:
+            self._is_holding = False
+            self._metrics.holdings.gives_back(self._tenant.name, self._tokens)
+
+    def _waited_once(self, decision: str, end: Admitted | Refused) -> None:
+        if not self._is_wait_told:
+            self._is_wait_told = True
+            self._waited(decision, end.queue_wait_us, end.starvation_us)
 
     def _waits_no_more(self) -> None:
         if self._is_waiting and self._tenant is not None:

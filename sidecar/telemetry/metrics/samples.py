@@ -30,7 +30,10 @@ class TierSample:
 
 @dataclass(frozen=True, slots=True)
 class PoolSample:
-    """The whole pool. `replicas` is None where it is not shared; `policies_rejected` counts since the process began."""
+    """The whole pool. `replicas`, and how many policy `generations` they run, are None where it is not shared.
+
+    `policies_rejected` counts since the process began.
+    """
 
     tiers: Sequence[TierSample]
     generation: str
@@ -38,6 +41,7 @@ class PoolSample:
     capacity_requests: int | None = None
     replicas: int | None = None
     policies_rejected: int = 0
+    generations: int | None = None
 
 
 Sample = Callable[[], PoolSample | None]

@@ -1,0 +1,27 @@
+"""`sidecar` with the rule for `Retry-After` that it had before promises: `benchmarks.retry_after` compares with it."""
+
+from __future__ import annotations
+
+import sys
+
+from sidecar.cli import main
+from sidecar.errors import QueueFull
+from sidecar.pools import local
+from sidecar.pools.places import Places
+from sidecar.pools.pool import Ask
+
+
+class Guessed(Places):
+    """A free place is anybody's; the refused are told when the queue will have been worked off."""
+
+    def refuse_what_is_promised(self, ask: Ask, queued: int, now_us: int) -> None:
+        """Nothing is."""
+
+    def queue_full(self, ask: Ask, queued: int, now_us: int) -> QueueFull:
+        """The refusal of a request that found no place."""
+        return self._sizes.queue_full(ask.tier, self.retry_after_s(ask.tier, queued, now_us))
+
+
+if __name__ == "__main__":
+    vars(local)["Places"] = Guessed
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""One client's connection, with the bounds that uvicorn's own leaves open (0.54, with httptools).
+
+- The head of a request has an end: in bytes (431) and in time (408). Without, a connection could hold memory, or
+  itself, for ever, before anybody has asked who it is.
+- Trailers are read over. uvicorn appends them to the request's headers, behind the back of whoever has read those
+  already: a client could so hand the engine a header that had been taken from it.
+- An offer to upgrade is declined as RFC 9110 has it: by answering in HTTP/1.1. uvicorn would lose the request's body,
+  and Java's client makes that offer (h2c) with every first request.
+- A body in another coding than chunks, and two `Host`s, are refused: what is behind us would not hear of the first, and
+  might believe the other of the second.
+- A request that is no HTTP gets its answer in our shape, and never in the middle of another one's response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from sidecar.asgi.responses import error_body, error_headers
+from sidecar.errors import AdmissionError, HeadTimeout, HeadTooLarge, InvalidHttp
+from sidecar.events import Headers
+
+MOST_HEAD_BYTES = 64 * 1024
+"""What h11 allows; nginx's default is 32 KiB, node's 16. Also for trailers, and for what frames a chunk."""
+HEAD_WITHIN_S = 30.0
+"""From the first byte of a head to its end; of a new connection, from its beginning. Browsers connect ahead of need."""
+
+
+class Connection(HttpToolsProtocol):
+    """Serves one connection. Made by uvicorn, as `Config(http=Connection)`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_in_head = True
+        self._head_bytes = 0
+        self._framing_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's own narrowing
+        super().connection_made(transport)
+        self._begin_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._end_head()
+
+    def data_received(self, data: bytes) -> None:
+        self._framing_bytes += len(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self._refuse(_too_large() if self._head_bytes > MOST_HEAD_BYTES else InvalidHttp(_NO_HTTP))
+        if self.transport.is_closing():
+            return
+        if self._framing_bytes > MOST_HEAD_BYTES:
+            self._refuse(_too_large())
+        elif self._is_in_head and self._framing_bytes and self._head_timer is None:
+            self._begin_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_head, self._head_bytes = True, 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_in_head:
+            return
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MOST_HEAD_BYTES:
+            raise _too_large()
+        super().on_header(name, value)
+        self._refuse_doubtful(name.lower(), value)
+
+    def on_headers_complete(self) -> None:
+        self._end_head()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._framing_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._framing_bytes = 0
+        self._is_in_head = True
+        super().on_message_complete()
+
+    def _refuse_doubtful(self, name: bytes, value: bytes) -> None:
+        """What RFC 9112 wants refused and the parser lets through (sections 3.2 and 6.1). Raises for it."""
+        if not name:
+            raise InvalidHttp(_NO_HTTP)
+        if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+            raise InvalidHttp(_NO_HTTP)
+        if name == b"host" and any(found == b"host" for found, _ in self.headers[:-1]):
+            raise InvalidHttp(_NO_HTTP)
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            head = self._head_without_upgrade()
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.feed_data(head + data[offer.args[0] :])
+
+    def _should_upgrade(self) -> bool:
+        return True  # to uvicorn: so that it begins nothing with this head, and leaves it to `_feed`
+
+    def _head_without_upgrade(self) -> bytes:
+        method = self.parser.get_method()
+        if method == b"CONNECT":  # which is no path to serve
+            raise httptools.HttpParserError("CONNECT")
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s: %s\r\n" % header for header in _without_upgrade(self.headers)]
+        return b"".join([b"%s %s HTTP/%s\r\n" % (method, self.url, version), *lines, b"\r\n"])
+
+    def _refuse(self, error: AdmissionError) -> None:
+        self._end_head()
+        is_answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if not is_answering and not self.transport.is_closing():
+            body = error_body(error)
+            lines = [b"%s: %s\r\n" % header for header in error_headers(error, len(body), None)]
+            status = b"HTTP/1.1 %d %s\r\n" % (error.status, _REASONS[error.status])
+            self.transport.write(b"".join([status, *lines, b"connection: close\r\n\r\n", body]))
+        self.transport.close()
+
+    def _begin_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_WITHIN_S, self._refuse_slow_head)
+
+    def _end_head(self) -> None:
+        self._is_in_head, self._framing_bytes = False, 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse_slow_head(self) -> None:
+        if self._framing_bytes:
+            self._refuse(
+                HeadTimeout(f"the request's headers did not arrive within {HEAD_WITHIN_S:g} s; send them faster")
+            )
+        else:
+            self.transport.close()  # nobody asked for anything
+
+
+_NO_HTTP = "this is not an HTTP/1.1 request, or its parts contradict each other; send it as RFC 9112 has it"
+_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+
+
+def _without_upgrade(headers: Headers) -> Headers:
+    kept = []
+    for name, value in headers:
+        if name == b"connection":
+            tokens = [token for part in value.split(b",") if (token := part.strip()).lower() != b"upgrade"]
+            kept.append((name, b", ".join(tokens)))
+        elif name != b"upgrade":
+            kept.append((name, value))
+    return kept
+
+
+def _too_large() -> HeadTooLarge:
+    return HeadTooLarge(f"the request's headers are larger than {MOST_HEAD_BYTES} bytes; send less")

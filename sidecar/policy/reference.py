@@ -1,0 +1,149 @@
+"""The reference of the two files, out of their models. `python -m sidecar.policy.reference` writes docs/policy.md.
+
+What a key is for, how its value is written and what holds without it stand in `models` and `fields`, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, WithJsonSchema
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from sidecar.policy.models import FileModel, PoolFile, TenantFile
+
+PLACES: Mapping[type[FileModel], str] = {
+    PoolFile: "The pool's file",
+    TenantFile: "A tenant's file",
+}
+
+_HEAD = """\
+# The policy's files, key by key
+
+Written by `python -m sidecar.policy.reference` from the models that read them; a test keeps it so. `policies/` has both
+files with comments, and JSON Schemas for editors. `sidecar check` says what is wrong with a policy, and what will
+surprise.
+
+Shares are written `20%`, durations `500ms`, `2s`, `5m`, `1h`, counts `160`, `10k`, `2M`, sizes `8MiB`.
+"""
+
+
+def reference_text() -> str:
+    """The whole page."""
+    parts = [_HEAD]
+    for model, title in PLACES.items():
+        parts += _sections(model, title, ())
+    return "\n".join(parts)
+
+
+def write(file: FilePath) -> None:
+    """Writes the page."""
+    file.write_text(reference_text(), encoding="utf-8")
+
+
+def _sections(model: type[BaseModel], title: str, path: Sequence[str]) -> Iterator[str]:
+    """The model's own section, then those of the mappings inside it."""
+    yield f"## {title}\n" if not path else f"### `{'.'.join(path)}`\n"
+    yield f"{_paragraphs(model.__doc__ or '')}\n"
+    yield from _table(model, path)
+    yield ""
+    for name, field in _keys(model):
+        inner, is_named = _inner(field.annotation)
+        if inner is not None:
+            yield from _sections(inner, title, (*path, name, "NAME") if is_named else (*path, name))
+
+
+def _table(model: type[BaseModel], path: Sequence[str]) -> Iterator[str]:
+    yield "| key | value | default | what it is for |"
+    yield "|---|---|---|---|"
+    for name, field in _keys(model):
+        yield f"| `{name}` | {_value(field, (*path, name))} | {_default(field)} | {_cell(field.description or '')} |"
+
+
+def _keys(model: type[BaseModel]) -> Iterable[tuple[str, FieldInfo]]:
+    return [(field.alias or name, field) for name, field in model.model_fields.items()]
+
+
+def _value(field: FieldInfo, path: Sequence[str]) -> str:
+    """How a value is written: its kind, and an example."""
+    inner, is_named = _inner(field.annotation)
+    if inner is not None:
+        anchor = "".join([*path, "name"] if is_named else path)
+        return f"a mapping, [below](#{anchor.lower()})"
+    kind = _kind(field.annotation, field.metadata)
+    example = field.examples[0] if field.examples else None
+    return _cell(kind) if example is None or "`" in kind else f"{_cell(kind)}, e.g. `{_flow(example)}`"
+
+
+def _kind(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    """A value's kind in words, from the JSON Schema that its type carries."""
+    schema = next((mark.json_schema for mark in metadata if isinstance(mark, WithJsonSchema)), None)
+    if schema is not None:
+        return _said(schema)
+    if get_origin(annotation) is list:
+        return f"a list: {_kind(get_args(annotation)[0])}"
+    if get_origin(annotation) is Annotated:
+        return _kind(get_args(annotation)[0], annotation.__metadata__)
+    return next(_kind(part) for part in get_args(annotation) if part is not type(None))
+
+
+def _said(schema: Mapping[str, Any]) -> str:
+    if "enum" in schema:
+        return " or ".join(f"`{value}`" for value in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if "anyOf" in schema:
+        return " or ".join(map(_said, schema["anyOf"]))
+    if "properties" in schema:
+        return "`{" + ", ".join(f"{name}: {name.upper()}" for name in schema["properties"]) + "}`"
+    if "description" not in schema:
+        return {"boolean": "`true` or `false`", "object": "a mapping", "string": "text"}[schema["type"]]
+    text = str(schema["description"]).partition(":")[0].rstrip(".")
+    return text[:1].lower() + text[1:]
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if field.default is None or field.default is PydanticUndefined:
+        return ""
+    if isinstance(field.default, dict) and all(value == {} for value in field.default.values()):
+        return ", ".join(f"`{name}`" for name in field.default)
+    return f"`{_flow(field.default)}`"
+
+
+def _flow(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_flow(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    return str(value)
+
+
+def _inner(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+    """The model of a mapping inside, and whether it stands under names of the operator's own."""
+    if get_origin(annotation) is dict:
+        return _inner(get_args(annotation)[1])[0], True
+    if get_origin(annotation) in (Annotated, Union) or get_args(annotation):
+        found = (_inner(part) for part in get_args(annotation) if part is not type(None))
+        return next(((model, named) for model, named in found if model is not None), (None, False))
+    is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return (annotation if is_model else None), False
+
+
+def _paragraphs(doc: str) -> str:
+    return "\n\n".join(" ".join(part.split()) for part in doc.split("\n\n"))
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    write(FilePath(sys.argv[1] if len(sys.argv) > 1 else "docs/policy.md"))

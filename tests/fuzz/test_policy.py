@@ -1,0 +1,88 @@
+"""Whatever the files hold, the answer is a policy that a door can go by, or sentences with file and line, and soon."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sidecar.asgi.ruling import ruling
+from sidecar.engines import dialect_of
+from sidecar.policy.loading import Loaded, load_files
+from sidecar.policy.policy import Policy
+from sidecar.policy.problems import PolicyError
+from sidecar.policy.warnings import warnings
+from sidecar.pools import LocalPool
+from sidecar.tokens import Estimator
+from tests.fuzz.corpus import POLICIES, names
+from tests.fuzz.policies import MARK, POOLS, TENANTS
+from tests.fuzz.scale import cases, tried
+
+WITHIN_S = 10.0
+"""Hundreds of times what it takes: a busy machine is no reason, and a file that takes longer is a way to stop us."""
+JARGON = re.compile(r"Input should|_forbidden|pydantic|validation error|Traceback|<class|object at 0x")
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "tenants").mkdir()
+        yield Path(name)
+
+
+def outcome(folder: Path, pool: bytes, tenant: bytes) -> Policy | list[str]:
+    """What loading gives. Fails for anything but a policy that works, or sentences in order."""
+    (folder / "policy.yaml").write_bytes(pool)
+    (folder / "tenants" / "a.yaml").write_bytes(tenant)
+    began_s = time.monotonic()
+    try:
+        loaded = load_files(folder)
+    except PolicyError as refused:
+        lines = [str(problem) for problem in refused.problems]
+        assert lines
+        assert [line for line in lines if not re.fullmatch(rf"{re.escape(str(folder))}/\S+:\d+: .+", line)] == []
+        assert [line for line in lines if JARGON.search(line) or MARK in line] == []
+        return lines
+    finally:
+        assert time.monotonic() - began_s < WITHIN_S
+    return working(loaded)
+
+
+def working(loaded: Loaded) -> Policy:
+    """A policy that was loaded is one that everything else takes without a word."""
+    policy = loaded.policy
+    assert all(str(warning) for warning in warnings(policy, loaded.place))
+    assert ruling(policy, dialect_of(policy.engine, policy.carrier), Estimator(), None).policy is policy
+    assert LocalPool(policy).state()["waiting"] == 0
+    return policy
+
+
+def parts(file: Path) -> tuple[bytes, bytes]:
+    """The two files of an entry of the corpus."""
+    pool, _, tenant = file.read_bytes().partition(b"\n--- # the tenant\n")
+    return pool, tenant
+
+
+@pytest.mark.parametrize("file", POLICIES, ids=names(POLICIES))
+def test_what_was_found_once_stays_mended(folder: Path, file: Path) -> None:
+    outcome(folder, *parts(file))
+
+
+@cases(few=150, many=14_000)
+@given(pool=POOLS, tenant=TENANTS)
+def test_the_shipped_policy_with_something_wrong_in_it(folder: Path, pool: str, tenant: str) -> None:
+    tried["policies with something wrong"] += 1
+    outcome(folder, pool.encode("utf-8", "surrogatepass"), tenant.encode("utf-8", "surrogatepass"))
+
+
+@cases(few=50, many=2_000)
+@given(pool=st.binary(max_size=300), tenant=st.binary(max_size=300))
+def test_plain_bytes(folder: Path, pool: bytes, tenant: bytes) -> None:
+    tried["policies of plain bytes"] += 1
+    assert isinstance(outcome(folder, pool, tenant), list)

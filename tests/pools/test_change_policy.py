@@ -1,0 +1,278 @@
+"""A policy replaces another while requests wait and run: every pool keeps them, and goes by the new one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sidecar.errors import QueueFull, RequestTooLarge
+from sidecar.policy.policy import Policy
+from sidecar.policy.rules import EngineCapacity, Shares, pool_rules
+from sidecar.pools import EngineSizedPool, LocalPool, Pool
+from sidecar.pools.redis.script import root_key, rules_text
+from sidecar.scheduling import Scheduler
+from tests.pools.load import until
+from tests.pools.pools import Clock, Harness, ask, policy_of, simple
+from tests.pools.shared import RedisHarness
+from tests.pools.test_engine_sized import Engine, following
+from tests.pools.test_engine_sized import policy_of as sized_by_engine
+from tests.support.redis_servers import RedisServer, first_binary
+
+pytestmark = pytest.mark.anyio
+
+
+def change(pool: Any, policy: Policy) -> None:
+    """As a reload does it: the pool's name is the same."""
+    pool.change_policy(replace(policy, pool=pool._policy.pool))
+
+
+def shared_out(*shares: Shares, tokens: int = 100, promote_after_s: float | None = None) -> Policy:
+    promote_after_us = None if promote_after_s is None else round(promote_after_s * 1e6)
+    return policy_of(pool_rules(tokens=tokens, requests=None, tiers=shares, promote_after_us=promote_after_us))
+
+
+def held(pool: Pool) -> list[int]:
+    return [tier["held"]["tokens"] for tier in pool.state()["tiers"]]  # type: ignore[attr-defined]
+
+
+async def test_a_grown_pool_lets_who_waits_in_at_once_and_in_order(harness: Harness) -> None:
+    pool = await harness.pool(simple(tokens=10))
+    running = await pool.enter(ask(tokens=10))
+    waiting = [await pool.enter(ask(tier=tier, tokens=10)) for tier in (1, 0, 1)]
+    change(pool, simple(tokens=30))
+    grants = await asyncio.gather(*(lease.wait() for lease in waiting[:2]))
+    await harness.quiet(pool)
+    assert waiting[2].grant is None, "came last, in the lower tier"
+    assert grants[1].queue_wait_us > 0
+    assert held(pool) == [20, 10]
+    running.settle()
+    await waiting[2].wait()
+
+
+async def test_a_shrunk_pool_drains_what_runs_and_keeps_who_waits(harness: Harness) -> None:
+    pool = await harness.pool(simple(tokens=30))
+    running = [await pool.enter(ask(tokens=10)) for _ in range(3)]
+    waiting = await pool.enter(ask(tokens=10))
+    change(pool, simple(tokens=20))
+    await harness.quiet(pool)
+    assert held(pool)[0] == 30, "what runs goes on"
+    running[0].settle()
+    await harness.quiet(pool)
+    assert waiting.grant is None, "it would hold 30 of 20"
+    running[1].settle()
+    await waiting.wait()
+    await harness.quiet(pool)
+    assert held(pool)[0] == 20
+    assert running[2].settle()
+
+
+async def test_who_waits_for_more_than_there_will_ever_be_is_refused(harness: Harness) -> None:
+    pool = await harness.pool(shared_out(Shares("high"), Shares("low")))
+    running = await pool.enter(ask(tokens=100))
+    too_large, fits = await pool.enter(ask(tier=1, tokens=60)), await pool.enter(ask(tier=1, tokens=40))
+    change(pool, shared_out(Shares("high"), Shares("low", limit=Fraction(1, 2))))
+    with pytest.raises(RequestTooLarge, match=r"would hold 60 tokens .* tier low allows 50"):
+        await too_large.wait()
+    running.settle()
+    await fits.wait()
+
+
+async def test_who_waits_with_more_than_one_request_may_hold_now_keeps_its_place(harness: Harness) -> None:
+    pool = await harness.pool(simple(tokens=100))
+    running = await pool.enter(ask(tokens=100))
+    waiting = await pool.enter(ask(tokens=60))
+    change(pool, simple(tokens=100, max_request_tokens=50))
+    with pytest.raises(RequestTooLarge, match="tier high allows 50"):
+        await pool.enter(ask(tokens=60))
+    running.settle()
+    await waiting.wait()
+
+
+async def test_a_longer_queue_takes_more_and_a_shorter_one_refuses_only_who_comes(harness: Harness) -> None:
+    pool = await harness.pool(simple(tokens=10, max_waiting=1))
+    running = await pool.enter(ask(tokens=10))
+    waiting = [await pool.enter(ask(tokens=1))]
+    with pytest.raises(QueueFull):
+        await pool.enter(ask(tokens=1))
+    change(pool, simple(tokens=10, max_waiting=3))
+    waiting += [await pool.enter(ask(tokens=1)) for _ in range(2)]
+    change(pool, simple(tokens=10, max_waiting=0))
+    await harness.quiet(pool)
+    with pytest.raises(QueueFull):
+        await pool.enter(ask(tokens=1))
+    running.settle()
+    await asyncio.gather(*(lease.wait() for lease in waiting))
+
+
+async def test_aging_counts_from_the_arrival_by_the_new_figure(harness: Harness) -> None:
+    clock = Clock()
+    pool = await harness.pool(simple(tokens=10), clock)
+    running = await pool.enter(ask(tokens=10))
+    old = await pool.enter(ask(tier=1, tokens=10))
+    clock.advance(30)
+    young = await pool.enter(ask(tier=0, tokens=10))
+    change(pool, simple(tokens=10, promote_after_s=20))
+    await harness.quiet(pool)
+    running.settle()
+    grant = await asyncio.wait_for(old.wait(), 5)
+    assert grant.level == 0
+    assert young.grant is None
+    change(pool, simple(tokens=10))
+    other = await pool.enter(ask(tier=1, tokens=10))
+    clock.advance(60)
+    await harness.quiet(pool)
+    old.settle()
+    await asyncio.wait_for(young.wait(), 5)
+    assert other.grant is None
+
+
+async def test_a_reserve_that_is_new_is_kept_from_then_on(harness: Harness) -> None:
+    pool = await harness.pool(shared_out(Shares("high"), Shares("low")))
+    low = [await pool.enter(ask(tier=1, tokens=20)) for _ in range(5)]
+    high = await pool.enter(ask(tier=0, tokens=20))
+    change(pool, shared_out(Shares("high", Fraction(1, 2), Fraction(0)), Shares("low")))
+    waiting = await pool.enter(ask(tier=1, tokens=20))
+    low[0].settle()
+    await high.wait()
+    low[1].settle()
+    low[2].settle()
+    await harness.quiet(pool)
+    assert waiting.grant is None, "what is free is kept for high"
+    assert held(pool) == [20, 40]
+    state: Any = pool.state()
+    assert state["tiers"][0]["reserve"]["tokens"] == 50
+
+
+async def test_rules_that_change_under_a_random_load_lose_nobody(harness: Harness) -> None:
+    """Everybody who entered is granted in the end, and nothing is held behind the last."""
+    pool = await harness.pool(simple(("a", "b", "c"), tokens=40))
+    leases = []
+    for step in range(40):
+        leases.append(await pool.enter(ask(tier=step % 3, tokens=1 + step % 7)))
+        sizes = (40, 10, 25, 8)
+        if step % 5 == 4:
+            change(pool, simple(("a", "b", "c"), tokens=sizes[step // 5 % 4], promote_after_s=step / 10))
+        if step % 2:
+            granted = next((lease for lease in leases if lease.grant is not None), None)
+            if granted is not None:
+                leases.remove(granted)
+                assert granted.settle()
+    waiting = [lease.wait() for lease in leases]
+    change(pool, simple(("a", "b", "c"), tokens=1000))
+    await asyncio.wait_for(asyncio.gather(*waiting), 10)
+    assert [lease.settle() for lease in leases] == [True] * len(leases)
+    await harness.quiet(pool)
+    assert held(pool) == [0, 0, 0]
+    assert pool.state()["waiting"] == pool.state()["leases"] == 0
+
+
+def test_the_scheduler_ages_by_the_figure_that_counts_now() -> None:
+    def rules(promote_after_us: int | None) -> Any:
+        tiers = (Shares("high"), Shares("normal"), Shares("low"))
+        return pool_rules(tokens=10, requests=None, tiers=tiers, promote_after_us=promote_after_us)
+
+    scheduler = Scheduler(rules(None))
+    scheduler.submit("held", tier=0, tokens=10, now_us=0)
+    scheduler.dispatch(0)
+    scheduler.submit("old", tier=2, tokens=10, now_us=0)
+    scheduler.submit("young", tier=1, tokens=10, now_us=120)
+    scheduler.change_rules(rules(100))
+    assert scheduler.next_change_us(60) == 100
+    scheduler.settle("held")
+    (admitted,) = scheduler.dispatch(150)
+    assert (admitted.ticket.id, admitted.level) == ("old", 1)
+
+
+# -- a pool whose size is the engine's
+
+
+async def test_a_new_fraction_counts_at_once_of_what_the_engine_said_last() -> None:
+    engine = Engine(1000)
+    async with following(engine) as pool:
+        await pool.enter(ask(tokens=900))
+        waiting = await pool.enter(ask(tokens=150))
+        engine.is_reachable = False
+        pool.change_policy(sized_by_engine("4/5"))
+        assert pool.state()["capacity"] == {"tokens": 800, "requests": None}
+        with pytest.raises(RequestTooLarge, match="tier high allows 800"):
+            await pool.enter(ask(tokens=900))
+        pool.change_policy(sized_by_engine("1", tokens=2000))
+        await asyncio.wait_for(waiting.wait(), 1)
+
+
+async def test_a_new_policy_admits_nobody_before_the_engine_has_spoken() -> None:
+    engine = Engine()
+    engine.is_reachable = False
+    async with following(engine) as pool:
+        pool.change_policy(sized_by_engine("1/2"))
+        assert pool.readiness() != ()
+        engine.is_reachable = True
+        for _ in range(500):
+            if not pool.readiness():
+                break
+            await asyncio.sleep(0.005)
+        assert pool.state()["capacity"] == {"tokens": 500, "requests": None}
+
+
+async def test_how_many_may_wait_inside_the_engine_is_followed() -> None:
+    policy = sized_by_engine("1", waiting=2)
+    pool = EngineSizedPool(policy, LocalPool(policy), Engine(1000, 4), 60)
+    await pool.open()
+    assert pool.state()["capacity"] == {"tokens": 1000, "requests": 6}
+    pool.change_policy(replace(policy, engine_capacity=EngineCapacity(Fraction(1), 8)))
+    assert pool.state()["capacity"] == {"tokens": 1000, "requests": 12}
+    await pool.close()
+
+
+# -- many replicas
+
+
+def stored(server: RedisServer, name: str) -> Any:
+    """The rules that count in the store."""
+    return json.loads(str(server.command("HGET", root_key(name), "rules")))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+async def test_of_replicas_with_different_figures_the_latest_stated_count_and_nobody_states_them_again(
+    redis_server: RedisServer, order: tuple[int, int]
+) -> None:
+    harness = RedisHarness(redis_server)
+    pools: list[Any] = [await harness.pool(simple(tokens=100)) for _ in range(2)]
+    policies = [simple(tokens=50), simple(tokens=70)]
+    for which in order:
+        change(pools[which], policies[which])
+        await harness.quiet(pools[which])
+    latest = json.loads(rules_text(policies[order[1]], policies[order[1]].rules))
+    for _ in range(3):
+        for pool in pools:
+            pool._link.restate()  # as behind a lost connection
+            await harness.quiet(pool)
+            pool._outbox.beat()
+            await harness.quiet(pool)
+            assert stored(redis_server, harness.name) == latest
+    await harness.close()
+
+
+async def test_a_change_while_the_store_is_lost_counts_here_and_is_stated_when_it_is_back(tmp_path: Path) -> None:
+    with RedisServer(first_binary(), tmp_path) as server:
+        harness = RedisHarness(server)
+        pool: Any = await harness.pool(simple(tokens=100))
+        running = await pool.enter(ask(tokens=100))
+        waiting = await pool.enter(ask(tokens=60))
+        server.kill()
+        await until(lambda: pool.state()["store"]["state"] == "divided")
+        change(pool, simple(tokens=200))
+        await asyncio.wait_for(waiting.wait(), 5)
+        server.start()
+        await until(lambda: pool.state()["store"]["state"] == "shared")
+        await harness.quiet(pool)
+        assert stored(server, harness.name)[1] == 200
+        assert held(pool)[0] == 160
+        assert running.settle()
+        await harness.close()

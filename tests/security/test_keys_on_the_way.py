@@ -1,0 +1,210 @@
+"""A tenant's key ends at the door; the engine's own goes on. As the app, or a server behind the proxy, sees it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from sidecar import AdmissionMiddleware
+from sidecar.asgi.credentials import Credentials
+from sidecar.asgi.proxy import ReverseProxy
+from sidecar.composition import store_of
+from tests.support.door import CHAT, SMALL, Answer, App, guarding, key, policy, write_policy
+from tests.support.engine import RawEngine, answering, raw_engine
+from tests.support.serving import serving
+from tests.support.wire import exchange, get, post
+
+pytestmark = pytest.mark.anyio
+
+ENGINE_KEY = "sk-engines-own"
+BASIC = "authorization: Basic dXNlcjpwYXNz"
+
+
+async def passed_on(*headers: str, more: str = "") -> list[tuple[bytes, bytes]]:
+    """What of the two headers the app behind a door gets to see."""
+    app = App()
+    async with guarding(app, policy(more)) as guarded:
+        assert (await guarded.ask(None, *headers)).status == 200
+    return [pair for pair in app.seen[0].scope["headers"] if pair[0] in {b"authorization", b"x-api-key"}]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        ("authorization: Bearer sk-acme",),
+        ("authorization: bEARER   sk-acme",),
+        ("x-api-key: sk-acme",),
+        ("authorization: Bearer sk-acme", "x-api-key: sk-acme"),
+        ("authorization: Bearer\tsk-acme",),  # no key to the door, and still nothing that should go on
+        ("x-api-key: sk-acme", "connection: close, x-api-key"),
+    ],
+)
+async def test_a_tenants_key_ends_at_the_door(sent: Sequence[str]) -> None:
+    assert await passed_on(*sent) == []
+
+
+async def test_a_scheme_that_is_not_the_doors_stays() -> None:
+    assert await passed_on(BASIC, "x-api-key: sk-acme") == [(b"authorization", b"Basic dXNlcjpwYXNz")]
+
+
+async def test_a_policy_may_let_the_key_pass() -> None:
+    passed = await passed_on(key("acme"), "x-api-key: sk-other", more="forward_key: true\n")
+    assert passed == [(b"authorization", b"Bearer sk-acme"), (b"x-api-key", b"sk-other")]
+
+
+@pytest.mark.parametrize(
+    "twice",
+    [
+        ("authorization: Bearer sk-nightly", key("acme")),
+        (BASIC, key("acme")),
+        ("x-api-key: sk-nightly", "x-api-key: sk-acme"),
+    ],
+)
+@pytest.mark.parametrize("more", ["", "forward_key: true\n"])
+async def test_two_keys_in_one_header_are_a_400(twice: Sequence[str], more: str) -> None:
+    """The door would account the request to one tenant, and whoever is behind it take it for the other's."""
+    app = App()
+    async with guarding(app, policy(more)) as guarded:
+        refused = await guarded.ask(None, *twice)
+        assert refused.is_error(400, "invalid_header", "given twice", "once")
+        assert "sk-" not in refused.body.decode()
+    assert app.seen == []
+
+
+# The engine's own key
+
+
+@asynccontextmanager
+async def before_an_engine(folder: Path, more: str = "") -> AsyncIterator[tuple[RawEngine, int]]:
+    """A door as `sidecar serve` makes it, before a raw engine, with what the environment says."""
+    path = write_policy(folder, more, engine="vllm")
+    async with raw_engine(answering()) as engine:
+        door = AdmissionMiddleware(ReverseProxy(engine.url), path)
+        async with serving(door) as served:
+            yield engine, served.port
+
+
+@pytest.mark.parametrize("sent", [(), (key("acme"),), ("x-api-key: sk-acme",), (BASIC,)])
+async def test_an_engine_with_a_key_of_its_own_gets_that_one(
+    sent: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIDECAR_ENGINE_KEY", ENGINE_KEY)
+    async with before_an_engine(tmp_path) as (engine, port):
+        answer = Answer.parsed(await exchange(port, post(CHAT, SMALL, *sent)))
+        assert answer.status == 200
+        unguarded = await exchange(port, get("/v1/models", *sent))
+    assert unguarded.startswith(b"HTTP/1.1 200")
+    guarded, passed = engine.requests
+    assert guarded.all(b"authorization") == [f"Bearer {ENGINE_KEY}".encode()]
+    assert guarded.all(b"x-api-key") == []
+    assert b"sk-acme" not in guarded.head
+    # What is not guarded passes as it came: nobody may use the engine's key who showed none of his own.
+    assert ENGINE_KEY.encode() not in passed.head
+    assert [line.partition(": ")[2].encode() for line in sent] == [
+        *passed.all(b"authorization"),
+        *passed.all(b"x-api-key"),
+    ]
+
+
+@pytest.mark.parametrize("more", ["", "forward_key: true\n"])
+async def test_without_an_engine_key_none_is_made_up(
+    more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SIDECAR_ENGINE_KEY", raising=False)
+    async with before_an_engine(tmp_path, more) as (engine, port):
+        await exchange(port, post(CHAT, SMALL, key("acme")))
+    assert engine.requests[0].all(b"authorization") == ([b"Bearer sk-acme"] if more else [])
+
+
+async def test_a_refusal_never_reaches_the_engine_with_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIDECAR_ENGINE_KEY", ENGINE_KEY)
+    async with before_an_engine(tmp_path) as (engine, port):
+        refused = Answer.parsed(await exchange(port, post(CHAT, SMALL, "x-api-key: sk-stranger")))
+    assert refused.is_error(401, "invalid_api_key")
+    assert engine.requests == []
+
+
+async def test_a_servers_own_key_check_behind_the_door_is_passed_with_the_engines_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM's `--api-key`, whose middleware stands behind a `--middleware`; the tenant shows its own key."""
+    monkeypatch.setenv("SIDECAR_ENGINE_KEY", ENGINE_KEY)
+    app = App()
+
+    async def checking(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and dict(scope["headers"]).get(b"authorization") != b"Bearer sk-engines-own":
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        await app(scope, receive, send)
+
+    door = AdmissionMiddleware(checking, write_policy(tmp_path, engine="vllm"))
+    async with serving(door) as served:
+        statuses = [
+            Answer.parsed(await exchange(served.port, sent)).status
+            for sent in (
+                post(CHAT, SMALL, key("acme")),
+                get("/v1/models", key("acme")),
+                get("/v1/models", f"authorization: Bearer {ENGINE_KEY}"),
+            )
+        ]
+    assert statuses == [200, 401, 200]
+
+
+@pytest.mark.parametrize("named", ["X-Vllm-Priority", "authorization", "x-vllm-priority , Authorization"])
+async def test_a_client_cannot_have_the_proxy_drop_what_the_door_has_written(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request without its priority would go first: vLLM's default of 0 is before everything that we write."""
+    monkeypatch.setenv("SIDECAR_ENGINE_KEY", ENGINE_KEY)
+    request = post(CHAT, SMALL, key("nightly"), f"connection: X-Own, {named}, close", "x-own: 1", close=False)
+    async with before_an_engine(tmp_path) as (engine, port):
+        await exchange(port, request)
+    seen = engine.requests[0]
+    assert seen.all(b"x-vllm-priority") == [b"30"]
+    assert seen.all(b"authorization") == [f"Bearer {ENGINE_KEY}".encode()]
+    assert (seen.all(b"x-own"), seen.all(b"connection")) == ([], [])
+
+
+def test_what_holds_the_engines_key_does_not_show_it() -> None:
+    assert ENGINE_KEY not in repr(Credentials(False, ENGINE_KEY.encode()))
+
+
+@pytest.mark.parametrize(
+    ("said", "warns"),
+    [
+        ((ENGINE_KEY, "normal", ""), True),
+        ((ENGINE_KEY, "deny", ""), False),
+        ((ENGINE_KEY, "normal", "forward_key: true\n"), False),
+        (("", "normal", ""), False),
+    ],
+)
+def test_an_engine_that_its_key_opens_for_everybody_is_warned_of(
+    said: tuple[str, str, str],
+    warns: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine_key, anonymous, more = said
+    monkeypatch.setenv("SIDECAR_ENGINE_KEY", engine_key)
+    path = write_policy(tmp_path, more)
+    path.write_text(path.read_text().replace("anonymous: normal", f"anonymous: {anonymous}"))
+    AdmissionMiddleware(App(), path)
+    assert ["anonymous: deny" in record.getMessage() for record in caplog.records] == [True] * warns
+    assert ENGINE_KEY not in caplog.text
+
+
+def test_a_store_may_be_named_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "store"
+    file.write_text("redis://user:hidden@store.example:6379/2\n")
+    found = store_of(policy(), {"SIDECAR_STORE_FILE": str(file)})
+    assert str(found) == "redis://user:***@store.example:6379/2"
+    file.write_text("http://hidden@store.example")
+    with pytest.raises(ValueError, match=r"^SIDECAR_STORE: ") as refused:
+        store_of(policy(), {"SIDECAR_STORE_FILE": str(file)})
+    assert "hidden" not in str(refused.value)

@@ -1,0 +1,253 @@
+"""A policy is replaced while requests wait and stream, through real HTTP: nothing is lost, and what is new counts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sidecar import AdmissionMiddleware
+from tests.support.door import CHAT, Answer, App, chat, chunk, key, start, whole_body, write_policy
+from tests.support.serving import serving
+from tests.support.wire import exchange, post
+
+pytestmark = pytest.mark.anyio
+
+
+class Reloading:
+    """A door before an app, and its policy's files."""
+
+    def __init__(self, door: AdmissionMiddleware, folder: Path, port: int) -> None:
+        self.door, self.folder, self.port = door, folder, port
+
+    async def ask(self, body: Any = None, *headers: str, path: str = CHAT) -> Answer:
+        raw = json.dumps(chat() if body is None else body).encode()
+        return Answer.parsed(await asyncio.wait_for(exchange(self.port, post(path, raw, *headers)), 30))
+
+    def pool(self) -> Any:
+        return self.door.state()["pool"]
+
+    async def until(self, is_so: Callable[[], Any]) -> None:
+        async def became_so() -> None:
+            while not is_so():  # noqa: ASYNC110  no event says so
+                await asyncio.sleep(0.005)
+
+        await asyncio.wait_for(became_so(), 15)
+
+    async def write(self, more: str = "", **settings: str) -> None:
+        """Writes the files anew, and returns when the door goes by them."""
+        before = self.door.policy.generation
+        write_policy(self.folder, more, **settings)
+        await self.until(lambda: self.door.policy.generation != before)
+
+
+@asynccontextmanager
+async def reloading(app: Any, folder: Path, **settings: str) -> AsyncIterator[Reloading]:
+    write_policy(folder, **settings)
+    door = AdmissionMiddleware(app, folder)
+    async with serving(door) as served:
+        yield Reloading(door, folder, served.port)
+
+
+async def test_requests_that_wait_and_run_outlast_a_smaller_and_a_larger_pool_in_order(tmp_path: Path) -> None:
+    app = App(is_held=True)
+    async with reloading(app, tmp_path, requests="4") as site:
+
+        async def asks(number: int) -> asyncio.Task[Answer]:
+            """The number is told by its maximum output; returns when it waits or runs."""
+            before = site.pool()["leases"] + site.pool()["waiting"]
+            asked = asyncio.ensure_future(site.ask(chat(max_tokens=100 + number)))
+            await site.until(lambda: site.pool()["leases"] + site.pool()["waiting"] > before)
+            return asked
+
+        asked = [await asks(number) for number in range(12)]
+        assert (site.pool()["leases"], site.pool()["waiting"]) == (4, 8)
+
+        await site.write(requests="2")
+        assert (site.pool()["leases"], site.pool()["waiting"]) == (4, 8), "what runs goes on, and who waits waits"
+        app.release(2)
+        await site.until(lambda: site.pool()["leases"] == 2)
+        assert site.pool()["waiting"] == 8, "a smaller pool drains"
+        app.release(1)
+        await site.until(lambda: site.pool()["waiting"] == 7)
+        assert site.pool()["leases"] == 2
+
+        await site.write(requests="6")
+        assert (site.pool()["leases"], site.pool()["waiting"]) == (6, 3), "a larger one lets them in at once"
+        app.release(9)
+        answers = await asyncio.gather(*asked)
+        assert [answered.status for answered in answers] == [200] * 12
+        assert [seen.json["max_tokens"] for seen in app.seen] == [100 + number for number in range(12)]
+        await site.until(lambda: site.pool()["leases"] == site.pool()["waiting"] == site.door.under_way == 0)
+        assert [tier["held"] for tier in site.pool()["tiers"]] == [{"tokens": 0, "requests": 0}] * 4
+
+
+async def test_a_stream_goes_on_through_a_reload_and_its_tenant_may_be_gone_by_then(tmp_path: Path) -> None:
+    go_on = asyncio.Event()
+
+    async def streams(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await App()(scope, receive, send)
+            return
+        await whole_body(receive)
+        await start(send, content_type=b"text/event-stream")
+        await chunk(send, b"data: one\n\n")
+        await go_on.wait()
+        await chunk(send, b"data: two\n\n", more=False)
+
+    async with reloading(streams, tmp_path, requests="1") as site:
+        first = asyncio.ensure_future(site.ask(chat(stream=True), key("acme")))
+        await site.until(lambda: site.pool()["leases"] == 1)
+        waits = asyncio.ensure_future(site.ask(chat(stream=True), key("acme")))
+        await site.until(lambda: site.pool()["waiting"] == 1)
+        before = site.door.policy.generation
+        (tmp_path / "tenants" / "acme.yaml").unlink()
+        await site.until(lambda: site.door.policy.generation != before)
+        assert (await site.ask(chat(), key("acme"))).is_error(401, "invalid_api_key")
+        go_on.set()
+        for answered in await asyncio.gather(first, waits):
+            assert (answered.status, answered.body) == (200, b"data: one\n\ndata: two\n\n")
+            assert answered.headers["x-admission-tier"] == "normal"
+        await site.until(lambda: site.pool()["leases"] == site.door.under_way == 0)
+
+
+async def test_requests_that_never_stop_coming_meet_no_gap(tmp_path: Path) -> None:
+    """Every one of them is served while the policy changes back and forth under them, and all are counted."""
+    async with reloading(App(), tmp_path, requests="3") as site:
+        is_over = asyncio.Event()
+        statuses: list[int] = []
+
+        async def keeps_asking() -> None:
+            while not is_over.is_set():
+                statuses.append((await site.ask(None, key("acme"))).status)
+                await asyncio.sleep(0.005)
+
+        clients = [asyncio.ensure_future(keeps_asking()) for _ in range(6)]
+        for requests in ("1", "9", "2"):
+            await site.write(requests=requests)
+            assert site.pool()["capacity"]["requests"] == int(requests)
+        is_over.set()
+        await asyncio.gather(*clients)
+        assert set(statuses) == {200}
+        await site.until(lambda: site.pool()["leases"] == site.pool()["waiting"] == site.door.under_way == 0)
+
+
+@pytest.mark.alone
+async def test_a_removed_tenants_key_stops_within_a_second(tmp_path: Path) -> None:
+    """The best of three: whether the machine has time for us is another question."""
+    async with reloading(App(), tmp_path) as site:
+        file = tmp_path / "tenants" / "acme.yaml"
+        text, took_s = file.read_text(), []
+        for _ in range(3):
+            assert (await site.ask(None, key("acme"))).status == 200
+            file.unlink()
+            removed_s = time.monotonic()
+            while (await site.ask(None, key("acme"))).status != 401:
+                assert time.monotonic() - removed_s < 15
+                await asyncio.sleep(0.01)
+            took_s.append(time.monotonic() - removed_s)
+            before = site.door.policy.generation
+            file.write_text(text)
+            await site.until(lambda before=before: site.door.policy.generation != before)
+            await asyncio.sleep(0.3)  # in another moment of its round
+        assert min(took_s) < 1.0, took_s
+
+
+async def test_a_config_map_is_swapped_whole(tmp_path: Path) -> None:
+    """As kubelet does it: a folder with everything new, and one link that is renamed onto the old one."""
+    volume = tmp_path / "volume"
+    volume.mkdir()
+
+    def version(name: str, **settings: str) -> Path:
+        folder = volume / name
+        folder.mkdir()
+        write_policy(folder, **settings)
+        return folder
+
+    def swap(to: Path) -> None:
+        (volume / "..data_tmp").symlink_to(to.name)
+        os.replace(volume / "..data_tmp", volume / "..data")
+
+    swap(version("..2026_1", requests="4"))
+    (volume / "policy.yaml").symlink_to("..data/policy.yaml")
+    (volume / "tenants").symlink_to("..data/tenants")
+    door = AdmissionMiddleware(App(), volume)
+    async with serving(door) as served:
+        site = Reloading(door, volume, served.port)
+        second = version("..2026_2", requests="7")
+        (second / "tenants" / "acme.yaml").unlink()
+        swap(second)
+        await site.until(lambda: door.policy.rules.requests == 7)
+        assert (await site.ask(None, key("acme"))).status == 401
+        assert (await site.ask(None, key("nightly"))).status == 200
+        third = version("..2026_3")
+        (third / "policy.yaml").write_text("engine: [")
+        swap(third)
+        await site.until(door.notices)
+        assert "stays in force" in door.notices()[0]
+        assert door.policy.rules.requests == 7
+        swap(version("..2026_4", requests="8"))
+        await site.until(lambda: door.policy.rules.requests == 8)
+        assert door.notices() == []
+
+
+async def test_a_file_that_is_truncated_and_then_written_is_one_change(tmp_path: Path) -> None:
+    async with reloading(App(), tmp_path, requests="4") as site:
+        path, first = tmp_path / "policy.yaml", site.door.policy.generation
+        whole = path.read_text().replace("requests: 4", "requests: 5")
+        path.write_text("")
+        await asyncio.sleep(0.3)  # long enough for a look or two
+        assert (site.door.policy.generation, site.door.notices()) == (first, [])
+        path.write_text(whole)
+        await site.until(lambda: site.door.policy.rules.requests == 5)
+        assert site.door.notices() == []
+
+
+async def test_endpoints_sources_and_sizes_are_those_of_the_new_policy(tmp_path: Path) -> None:
+    app = App()
+    async with reloading(app, tmp_path, max_body="1KiB") as site:
+        assert (await site.ask(chat(pad="x" * 2000))).status == 413
+        large = json.dumps(chat(pad="x" * 2000))
+        write_policy(tmp_path, max_body="64KiB")
+        path = tmp_path / "policy.yaml"
+        before = site.door.policy.generation
+        path.write_text(
+            path.read_text().replace("  /v1/embeddings: {}\n", "  /v2/chat: {api: chat, tier: batch}\n")
+            + "tier_header: x-tier\n"
+        )
+        await site.until(lambda: site.door.policy.generation != before)
+        assert (await site.ask(json.loads(large), "x-tier: batch")).headers["x-admission-tier"] == "batch"
+        assert (await site.ask(path="/v2/chat")).headers["x-admission-tier"] == "batch"
+        assert "x-admission-tier" not in (await site.ask(path="/v1/embeddings")).headers
+        assert site.door.rounds.interval_s == 1.0
+
+
+async def test_everything_that_shows_the_policy_shows_the_new_one(tmp_path: Path) -> None:
+    async with reloading(App(), tmp_path) as site:
+        await site.write("mode: observe\n", requests="8")
+        state: Any = site.door.state()
+        assert state["policy"]["generation"] == site.door.policy.generation
+        live = site.door.lookout._pages.live.overview()
+        assert live.generation == site.door.policy.generation
+        assert live.capacity.requests == 8
+
+
+async def test_a_policy_that_cannot_be_used_changes_nothing_and_says_so(tmp_path: Path) -> None:
+    async with reloading(App(), tmp_path) as site:
+        running = site.door.ruling
+        write_policy(tmp_path, engine="vllm", requests="9")
+        await site.until(site.door.notices)
+        assert "needs a restart for engine" in site.door.notices()[0]
+        assert site.door.ruling is running
+        assert site.pool()["capacity"]["requests"] == 4
+        (tmp_path / "policy.yaml").unlink()
+        await site.until(lambda: "cannot be used" in " ".join(site.door.notices()))
+        assert site.door.ruling is running
+        assert (await site.ask(None, key("acme"))).status == 200
