@@ -249,6 +249,25 @@ async def test_everything_that_shows_the_policy_shows_the_new_one(tmp_path: Path
         assert live.capacity.requests == 8
 
 
+async def test_a_door_begins_and_ends_to_observe_while_others_wait(tmp_path: Path) -> None:
+    app = App(is_held=True)
+    async with reloading(app, tmp_path, requests="1") as site:
+        asked = [asyncio.ensure_future(site.ask())]
+        await site.until(lambda: len(app.seen) == 1)
+        asked.append(asyncio.ensure_future(site.ask()))
+        await site.until(lambda: site.pool()["waiting"] == 1)
+        await site.write("mode: observe\n", requests="1")
+        asked.append(asyncio.ensure_future(site.ask()))
+        await site.until(lambda: len(app.seen) == 2)
+        assert site.pool()["leases"] == 1, "who came before waits its turn, who comes now passes"
+        await site.write(requests="1")
+        asked.append(asyncio.ensure_future(site.ask()))
+        await site.until(lambda: site.pool()["waiting"] == 3)
+        app.release(4)
+        assert [answered.status for answered in await asyncio.gather(*asked)] == [200] * 4
+        await site.until(lambda: site.pool()["leases"] == site.pool()["waiting"] == site.door.under_way == 0)
+
+
 async def test_a_policy_that_cannot_be_used_changes_nothing_and_says_so(tmp_path: Path) -> None:
     async with reloading(App(), tmp_path) as site:
         running = site.door.ruling
