@@ -235,7 +235,7 @@ class RedisPool:
 
     def requeue(self, lease: RedisLease) -> None:
         """A lease gives its room back and waits again."""
-        if error := self._sizes.too_large(lease.ask):
+        if error := self._sizes.outgrown(lease.ask):
             self.end(lease, None)
             lease.waits_again()
             lease.refused(error)
