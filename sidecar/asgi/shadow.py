@@ -38,7 +38,18 @@ class Shadow:
     admitted holds on. `run` is called once, in a task of its own.
     """
 
-    __slots__ = ("_began_us", "_begun", "_ended", "_left", "_pool", "_ruling", "_taken", "_tell", "_understood")
+    __slots__ = (
+        "_began_us",
+        "_begun",
+        "_ended",
+        "_holds",
+        "_left",
+        "_pool",
+        "_ruling",
+        "_taken",
+        "_tell",
+        "_understood",
+    )
 
     def __init__(self, pool: Pool, ruling: Ruling, understood: Understood, tell: Callable[[Found], None]) -> None:
         self._pool = pool
@@ -51,6 +62,12 @@ class Shadow:
         self._left: asyncio.Future[None] = loop.create_future()
         self._ended: asyncio.Future[int] = loop.create_future()
         self._taken: asyncio.Future[None] = loop.create_future()
+        self._holds = False
+
+    @property
+    def is_real(self) -> bool:
+        """Whether it holds room that its request takes up at the engine at this moment."""
+        return self._holds and not self._ended.done()
 
     def begun(self) -> None:
         """The first byte of the answer goes out."""
@@ -89,10 +106,12 @@ class Shadow:
             lease.on_preempt = self._take_back
         try:
             grant = lease.grant or await self._wait(lease, lease.wait(), self._longest_wait_s())
+            self._holds = grant is not None
             while is_preemptible and grant is not None and await self._is_taken_back(lease, grant):
-                self._taken = asyncio.get_running_loop().create_future()
+                self._holds, self._taken = False, asyncio.get_running_loop().create_future()
                 # As when enforcing: only the client itself may limit how long it waits again.
                 grant = await self._wait(lease, lease.requeue(), longest_wait_s(self._understood.headers, None))
+                self._holds = grant is not None
             if grant is not None:
                 self._found(Verdict.ADMITTED, None, grant)
                 await self._hold(grant)
