@@ -43,6 +43,7 @@ class Shadow:
         "_began_us",
         "_begun",
         "_ended",
+        "_holds",
         "_left",
         "_pool",
         "_ruling",
@@ -64,6 +65,12 @@ class Shadow:
         self._left: asyncio.Future[None] = loop.create_future()
         self._ended: asyncio.Future[int] = loop.create_future()
         self._taken: asyncio.Future[None] = loop.create_future()
+        self._holds = False
+
+    @property
+    def is_real(self) -> bool:
+        """Whether it holds room that its request takes up at the engine at this moment."""
+        return self._holds and not self._ended.done()
 
     def begun(self) -> None:
         """The first byte of the answer goes out."""
@@ -104,10 +111,12 @@ class Shadow:
             lease.on_preempt = self._take_back
         try:
             grant = lease.grant or await self._wait(lease, lease.wait(), self._longest_wait_s())
+            self._holds = grant is not None
             while is_preemptible and grant is not None and await self._is_taken_back(lease, grant):
-                self._taken = asyncio.get_running_loop().create_future()
+                self._holds, self._taken = False, asyncio.get_running_loop().create_future()
                 # As when enforcing: only the client itself may limit how long it waits again.
                 grant = await self._wait(lease, lease.requeue(), longest_wait_s(self._understood.headers, None))
+                self._holds = grant is not None
             if grant is not None:
                 self._found(Verdict.ADMITTED, None, grant)
                 await self._hold(grant)
