@@ -15,6 +15,7 @@ from sidecar.events import (
     Event,
     FirstByte,
     Headers,
+    Observed,
     Preempted,
     Queued,
     Received,
@@ -130,6 +131,8 @@ class RequestSpans:
                 self._queued = event
             case Admitted():
                 self._admit(event)
+            case Observed():
+                self._attributes.update(attributes.of_observed(event))
             case Preempted():
                 self._preempt(event)
             case FirstByte():
