@@ -54,6 +54,11 @@ class Understood(msgspec.Struct):
             attempt=_attempt(self.headers),
         )
 
+    def drop_body(self) -> None:
+        """Keeps what it asks for, not what it says: whoever passes nothing on need not hold megabytes."""
+        self.body = b""
+        self.payload.text = str
+
 
 class Intake:
     """Understands requests by one policy. One per door."""

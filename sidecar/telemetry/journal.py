@@ -29,6 +29,7 @@ from sidecar.events import (
     Classified,
     Event,
     FirstByte,
+    Observed,
     Outcome,
     Preempted,
     Queued,
@@ -192,6 +193,8 @@ class Journal:
     def _note(self, record: Record, event: Event) -> None:
         if type(event) is Classified and event.model is not None and len(event.model) > LONGEST_MODEL:
             event = msgspec.structs.replace(event, model=event.model[:LONGEST_MODEL])
+        if type(event) is Observed:
+            return
         if type(event) is Preempted:
             self._take_back(record, event)
             return

@@ -110,17 +110,7 @@ def test_one_that_was_preempted_says_when_and_why_and_how_long_it_waited_again()
     (attempt,) = story.preempted
     assert (attempt.queue_wait_s, attempt.engine_s, attempt.waited_again_s) == (0, 3.2, 1.1)
     lines = [line.split()[0] for line in text(story).splitlines() if line and not line.startswith(" ")]
-    assert lines[:9] == [
-        "request",
-        "admitted",
-        "asked",
-        "tier",
-        "holds",
-        "arrived",
-        "overtaken",
-        "admitted",
-        "preempted",
-    ]
+    assert lines[5:11] == ["arrived", "admitted", "preempted", "overtaken", "admitted", "settled"]
     assert "at the engine are lost; its room went to a more important request" in text(story)
 
 

@@ -20,8 +20,8 @@ class Counters:
     """What the requests to one pool added up to. Its attributes are those that `COUNTERS` names."""
 
     __slots__ = (
-        "abandoned", "admitted", "clamped", "estimate_errors", "overtaken", "overtaken_tokens", "preempted_engine_us",
-        "preemptions", "refused", "settled", "tenants", "tokens_estimated", "tokens_used",
+        "abandoned", "admitted", "clamped", "estimate_errors", "observed", "overtaken", "overtaken_tokens",
+        "preempted_engine_us", "preemptions", "refused", "settled", "tenants", "tokens_estimated", "tokens_used",
     )  # fmt: skip
 
     def __init__(self, tenants: Tenants) -> None:
@@ -33,6 +33,7 @@ class Counters:
         self.preemptions: Counted = {}
         self.preempted_engine_us: Counted = {}
         self.clamped: Counted = {}
+        self.observed: Counted = {}
         self.overtaken: Counted = {}
         self.overtaken_tokens: Counted = {}
         self.tokens_estimated: Counted = {}
@@ -122,6 +123,13 @@ COUNTERS = (
         _OVERTAKING,
         "{token}",
         "The same in tokens of the requests that went ahead.",
+    ),
+    Counter(
+        semconv.OBSERVED,
+        "observed",
+        (TIER, semconv.ADMISSION_DECISION, REASON),
+        "{request}",
+        "Requests that passed in `mode: observe`, by what enforcing would have done to them.",
     ),
     Counter(semconv.TOKENS_ESTIMATED, "tokens_estimated", (TIER,), "{token}", "Tokens held for the requests admitted."),
     Counter(
