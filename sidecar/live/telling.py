@@ -189,6 +189,7 @@ def _asked(record: Record) -> Asked | None:
         tier=known.tier,
         source=known.source,
         clamped_from=known.clamped_from,
+        downgraded_from=known.downgraded_from,
         api=known.api,
         model=known.model,
         stream=known.stream,
