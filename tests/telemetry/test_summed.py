@@ -298,7 +298,7 @@ def test_what_reaches_the_sdk_while_a_provider_of_ours_is_installed_is_not_told_
     counting.requests.instruments.queue_wait.record(1.9, LABELS, None)
 
     (count,) = [
-        value for (name, *_), (value, _) in scraped(reader).items() if name.endswith("queue_wait_seconds_count")
+        value for (name, *_), (value, _) in scraped(reader).items() if name == "admission_queue_wait_seconds_count"
     ]
     assert count == 1
 
@@ -349,13 +349,15 @@ def test_whoever_wants_what_we_do_not_add_up_has_the_sdk_count(monkeypatch, vari
 
     counts = []
     for export in collector.metrics:
-        (metric,) = [each for each in export.resource_metrics[0].scope_metrics[0].metrics if each.name.endswith("wait")]
+        (metric,) = [
+            each for each in export.resource_metrics[0].scope_metrics[0].metrics if each.name == QUEUE_WAIT.name
+        ]
         (point,) = getattr(metric, metric.WhichOneof("data")).data_points
         counts.append(point.count)
     is_delta = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE" in variables
     assert counts == ([1, 1] if is_delta else [1, 2])
     (count,) = [
-        value for (name, *_), (value, _) in scraped(reader).items() if name.endswith("queue_wait_seconds_count")
+        value for (name, *_), (value, _) in scraped(reader).items() if name == "admission_queue_wait_seconds_count"
     ]
     assert count == 2
 
