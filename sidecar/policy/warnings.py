@@ -62,7 +62,7 @@ def _preemption(tier: TierRules, rules: PoolRules) -> Found:
     elif all(other.preempt_after_us is None for other in above):
         yield (
             ("tiers", tier.name, "preemptible"),
-            "does nothing: no more important tier has preempt_after; write that there, such as 500ms, or leave this out",
+            "does nothing: no more important tier has preempt_after; write it there, such as 500ms, or leave this out",
         )
 
 
