@@ -88,27 +88,49 @@ def test_a_floor_is_kept_in_the_sense_of_rule_one():
     assert preempted(scheduler, 10) == ["c"]  # 20 of 50 tokens are left to it, but 2 of 2 requests
 
 
-def test_whoever_would_stand_before_the_ticket_once_it_is_back_is_no_victim():
+def test_the_more_important_and_the_older_of_the_needless_are_spared_first():
+    scheduler = pool()
+    for name, tokens in (("c", 80), ("b", 10), ("a", 10)):
+        enter(scheduler, name, LOW, tokens)
+    enter(scheduler, "high", HIGH, 85)
+    assert preempted(scheduler, 10) == ["a", "c"]
+
+
+AGED = (Shares("high"), replace(TIERS[0], name="normal"), Shares("low", preemptible=True))
+
+
+@pytest.mark.parametrize(("tokens", "victims"), [(30, ["young"]), (50, [])])
+def test_whoever_would_stand_before_the_ticket_once_it_is_back_is_no_victim(tokens: int, victims: list[str]):
     """Aged to the level of the ticket, and older: it would take the room right back."""
-    tiers = (Shares("high"), replace(TIERS[0], name="normal"), Shares("low", preemptible=True))
-    scheduler = pool(*tiers, promote_after_us=100, ceiling=1)
+    scheduler = pool(*AGED, promote_after_us=100, ceiling=1)
     assert enter(scheduler, "old", 2, 60)
     assert enter(scheduler, "young", 2, 40, now_us=90)
-    enter(scheduler, "normal", 1, 30, now_us=95)
-    assert preempted(scheduler, 105) == ["young"]
-    assert preempted(scheduler, 106) == []
-    assert back(scheduler, "young", 106) == ["normal"]
+    enter(scheduler, "normal", 1, tokens, now_us=95)
+    assert preempted(scheduler, 105) == victims
+
+
+def test_the_ticket_of_a_tier_below_its_reserve_stands_before_whoever_is_older():
+    tiers = (AGED[0], replace(AGED[1], reserve=Fraction(1, 2)), AGED[2])
+    scheduler = pool(*tiers, promote_after_us=100, ceiling=1)
+    assert enter(scheduler, "old", 2, 100)
+    enter(scheduler, "normal", 1, 50, now_us=95)
+    assert preempted(scheduler, 105) == ["old"]
+    assert back(scheduler, "old", 106) == ["normal"]
 
 
 def test_a_tier_whose_next_in_line_waits_at_its_limit_and_is_older_gives_nothing():
     """With room below the limit it would be a candidate, and stand before the ticket for which the room was freed."""
-    tiers = (Shares("high"), replace(TIERS[0], name="normal"), Shares("low", limit=Fraction(1, 2), preemptible=True))
-    scheduler = pool(*tiers, promote_after_us=10, ceiling=1)
+    scheduler = pool(AGED[0], AGED[1], replace(AGED[2], limit=Fraction(1, 2)), promote_after_us=100, ceiling=1)
     enter(scheduler, "kept", 0, 50)
-    assert enter(scheduler, "running", 2, 50, now_us=8)
-    scheduler.submit("older", tier=2, tokens=50, now_us=0)
-    enter(scheduler, "normal", 1, 30, now_us=15)
-    assert preempted(scheduler, 25) == []
+    for name, tokens in (("first", 10), ("older", 50)):  # `older` is at the limit
+        scheduler.submit(name, tier=2, tokens=tokens, tenant="b", now_us=0)
+        scheduler.dispatch(0)
+    scheduler.submit("running", tier=2, tokens=30, tenant="c", now_us=60)
+    assert len(scheduler.dispatch(60)) == 1
+    scheduler.submit("normal", tier=1, tokens=30, now_us=90)
+    scheduler.settle("first")
+    assert scheduler.dispatch(95) == []
+    assert preempted(scheduler, 100) == []
 
 
 def test_a_pool_held_back_preempts_nobody():
