@@ -124,7 +124,7 @@ def test_a_tier_whose_next_in_line_waits_at_its_limit_and_is_older_gives_nothing
     enter(scheduler, "kept", 0, 50)
     for name, tokens in (("first", 10), ("older", 50)):  # `older` is at the limit
         scheduler.submit(name, tier=2, tokens=tokens, tenant="b", now_us=0)
-        scheduler.dispatch(0)
+    assert len(scheduler.dispatch(0)) == 1
     scheduler.submit("running", tier=2, tokens=30, tenant="c", now_us=60)
     assert len(scheduler.dispatch(60)) == 1
     scheduler.submit("normal", tier=1, tokens=30, now_us=90)
