@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sidecar.asgi.admin_port import PORT_VARIABLE
 from sidecar.asgi.failed_start import FailedStart
-from sidecar.asgi.lifespan import Lifespan
+from sidecar.asgi.lifespan import Lifespan, Step
 from sidecar.asgi.middleware import Admission
 from sidecar.asgi.mounted import Mounted
 from sidecar.asgi.pages import AppPages
@@ -90,7 +90,7 @@ class AdmissionMiddleware(Admission):
             self.app, self.endpoints = FailedStart(mistake), {}
             return
         dialect = _dialect(loaded, pages) if dialect is None else dialect
-        inner = _with_lifespan(pages, pool, dialect, self.lookout)
+        inner = _with_lifespan(pages, pool, dialect, self.lookout, self._end_shadows)
         if policy is None:
             inner = Mounted(
                 inner,
@@ -107,9 +107,13 @@ class AdmissionMiddleware(Admission):
             dialect=dialect,
             estimator=estimator,
             observer=self.lookout.observer,
+            observed=self.lookout.observed,
             lets_go_s=LETS_GO_WITHIN_S[loaded.engine] if isinstance(app, ReverseProxy) else 0.0,
             engine_key=engine_key,
         )
+
+    async def _end_shadows(self) -> None:
+        await self.shadows.close()
 
     def change_policy(self, policy: Policy) -> None:
         """See `Door.change_policy`."""
@@ -157,10 +161,10 @@ def _dialect(policy: Policy, pages: Pages) -> Dialect:
     return dialect_of(policy.engine, policy.carrier)
 
 
-def _with_lifespan(pages: AppPages, pool: Pool, dialect: Dialect, lookout: Lookout) -> ASGIApp:
+def _with_lifespan(pages: AppPages, pool: Pool, dialect: Dialect, lookout: Lookout, end_shadows: Step) -> ASGIApp:
     """The app, with a start and an end for what has one."""
     asking = [dialect.ask] if isinstance(dialect, CautiousTensorRtLlm) else []
-    closing = [lookout.close, pool.close]
+    closing = [end_shadows, lookout.close, pool.close]  # what they say last is logged
     if isinstance(pool, EngineSizedPool):
         return Lifespan(pages, opening=[lookout.open], asking=[pool.open, *asking], closing=closing)
     return Lifespan(pages, opening=[pool.open, lookout.open], asking=asking, closing=closing)

@@ -2,9 +2,12 @@
 
 The door tells one `Observation` per request, in the order of the classes below; at most one of each, `Received` first,
 `Refused` or `Settled` last. Only a request that is preempted begins anew: behind `Preempted` come `Queued` and, if it
-is admitted again, `Admitted`; it ends in `Settled` either way. Times are whole microseconds of the process's monotonic
-clock (`*_us`); `Received` also has the wall clock, so that an observer can place the others in calendar time. Records
-are msgspec Structs because they are made on every request: ten times cheaper than a frozen dataclass, and as immutable.
+is admitted again, `Admitted`; it ends in `Settled` either way. A request that passes in `mode: observe` is told of as
+it really went (admitted, without a wait), or with `Settled` alone where it would have been refused before its tier was
+known; `Observed` comes anywhere in between, where it is known in time. Times are whole microseconds of the process's
+monotonic clock (`*_us`); `Received` also has the wall clock, so that an observer can place the others in calendar time.
+Records are msgspec Structs because they are made on every request: ten times cheaper than a frozen dataclass, and as
+immutable.
 """
 
 from __future__ import annotations
@@ -157,7 +160,36 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
     wait: Refused | None = None
 
 
-Event = Classified | Queued | Admitted | Preempted | Refused | FirstByte | Settled
+class Verdict(str, Enum):
+    """What enforcing would have done to a request, as far as that can be known."""
+
+    ADMITTED = "admitted"
+    REFUSED = "refused"
+    ABANDONED = "abandoned"
+    UNKNOWN = "unknown"
+
+
+class Observed(msgspec.Struct, frozen=True, gc=False):
+    """What enforcing would have done to a request that passed in `mode: observe`, by the policy of that `generation`.
+
+    `code` is the refusal's; `client_left` where the client would have hung up before it was admitted; why it is
+    unknown where it is; None where it would have been admitted. `tier` and `tenant` are None where the request would
+    have been refused before they were known. The waiting figures are those of `Admitted`.
+    """
+
+    at_us: int
+    request_id: str
+    generation: str
+    verdict: Verdict
+    code: str | None
+    tier: str | None
+    tenant: str | None
+    queue_wait_us: int = 0
+    starvation_us: int = 0
+    served_ahead: Mapping[str, int] = {}
+
+
+Event = Classified | Queued | Admitted | Preempted | Observed | Refused | FirstByte | Settled
 
 
 class Observation(Protocol):
@@ -199,3 +231,8 @@ class StoreChanged(msgspec.Struct, frozen=True, gc=False):
 
 StoreObserver = Callable[[StoreChanged], None]
 """Told of every change of a store's state. Must not raise and must not block."""
+
+
+ObservedObserver = Callable[[Observed], None]
+"""Told once of every request that passed in `mode: observe`, perhaps after its end. Must not raise and must not block.
+"""

@@ -68,11 +68,6 @@ def duration(us: int) -> bytes:
 
 
 def used_tokens(usage: UsageReader, prompt_tokens: int, status: int | None) -> tuple[int, bool]:
-    """Tokens that a request used, and whether somebody knows: the engine says it, a stream's chunks do, or it failed.
-
-    Without the engine's own count, the prompt's estimate and, for a stream, a token per chunk.
-    """
-    used = prompt_tokens if usage.input_tokens is None else usage.input_tokens
-    used += usage.chunks if usage.output_tokens is None else usage.output_tokens
+    """Tokens that a request used, and whether anything says so: the engine, a stream's chunks, or its failure."""
     is_counted = usage.input_tokens is not None or usage.output_tokens is not None or usage.chunks > 0
-    return used, is_counted or (status is not None and status >= 400)
+    return usage.used_tokens(prompt_tokens), is_counted or (status is not None and status >= 400)

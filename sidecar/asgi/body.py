@@ -23,7 +23,7 @@ async def read_body(receive: Receive, most_bytes: int, declared_bytes: int | Non
     `declared_bytes` is the Content-Length, None for a body of unknown length.
     """
     if declared_bytes is not None and declared_bytes > most_bytes:
-        raise _too_large(most_bytes)
+        raise too_large(most_bytes)
     message = await receive()
     body: bytes = message.get("body", b"")
     if message["type"] == "http.request" and not message.get("more_body", False) and len(body) <= most_bytes:
@@ -41,7 +41,7 @@ async def _read_on(receive: Receive, message: object, most_bytes: int) -> bytes:
         chunk: bytes = message.get("body", b"")
         size += len(chunk)
         if size > most_bytes:
-            raise _too_large(most_bytes)
+            raise too_large(most_bytes)
         chunks.append(chunk)
         if not message.get("more_body", False):
             return b"".join(chunks)
@@ -60,5 +60,6 @@ async def _to_the_end(receive: Receive) -> None:
         message = await receive()
 
 
-def _too_large(most_bytes: int) -> BodyTooLarge:
+def too_large(most_bytes: int) -> BodyTooLarge:
+    """What a body over the policy's limit is answered with."""
     return BodyTooLarge(f"the body is larger than the {most_bytes} bytes allowed here; send less")

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from sidecar.asgi.rounds import Rounds
 from sidecar.asgi.ruling import ruling
+from sidecar.asgi.shadows import Shadows
 from sidecar.asgi.types import ASGIApp
 from sidecar.engines import Dialect
-from sidecar.events import Observer
-from sidecar.policy.policy import Policy
+from sidecar.events import ObservedObserver, Observer
+from sidecar.policy.policy import Mode, Policy
 from sidecar.pools import Pool
 from sidecar.tokens import Estimator
 
 LONGEST_ROUND_S = 1.0
 """How often requests under way are looked after: how late a body's timeout or a departure may be noticed."""
 SHORTEST_ROUND_S = 0.05
+LEAVES_OPEN_S = 5.0
+"""How long a door that refuses nobody goes on taking requests in when it drains: until load balancers have noticed."""
+OBSERVES = "mode: observe: requests pass at once, the pool shows what enforcing would do"
 
 
 class Door:
@@ -34,6 +40,7 @@ class Door:
         dialect: Dialect,
         estimator: Estimator,
         observer: Observer | None,
+        observed: ObservedObserver | None = None,
         lets_go_s: float = 0.0,
         engine_key: str | None = None,
     ) -> None:
@@ -45,6 +52,8 @@ class Door:
         self.dialect = dialect
         self.estimator = estimator
         self.observer = observer
+        self.observed = observed
+        self.shadows = Shadows()
         self.lets_go_s = lets_go_s
         self.rounds = Rounds(_round_s(policy))
         self.is_draining = False
@@ -53,6 +62,11 @@ class Door:
     def policy(self) -> Policy:
         """What new requests go by."""
         return self.ruling.policy
+
+    @property
+    def is_observing(self) -> bool:
+        """Whether new requests pass, whatever the policy would do with them."""
+        return self.ruling.policy.mode is Mode.OBSERVE
 
     def change_policy(self, policy: Policy) -> None:
         """Goes by another policy from the next request on; those that are in keep to the one they came under.
@@ -63,14 +77,26 @@ class Door:
         self.pool.change_policy(policy)
         self.ruling, self.endpoints = replacing, replacing.endpoints
         self.rounds.interval_s = _round_s(policy)
+        if not self.is_observing:
+            self.shadows.end_unreal()
 
     def drain(self) -> None:
-        """Refuses every new request from now on; those that wait or run are served to their end."""
+        """Refuses every new request from now on; those that wait or run are served to their end.
+
+        A door that observes refuses nobody: it only says that it is not ready.
+        """
         self.is_draining = True
 
     async def drained(self) -> None:
-        """Returns when no request is under way."""
-        await self.rounds.emptied()
+        """Returns when no request is under way; of a door that observes, when it has been open for long enough.
+
+        Its server then closes the port, and serves what runs to its end: as it would without a door.
+        """
+        if not self.is_observing:
+            await self.rounds.emptied()
+            return
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.rounds.emptied(), LEAVES_OPEN_S)
 
     @property
     def under_way(self) -> int:
@@ -83,14 +109,16 @@ class Door:
 
     def notices(self) -> Sequence[str]:
         """What is out of order though this process may get traffic."""
-        return self.pool.notices()
+        return [*([OBSERVES] if self.is_observing else []), *self.pool.notices()]
 
     def state(self) -> Mapping[str, object]:
         """What the door is doing, for people and dashboards: JSON types only."""
         return {
             "policy": {"generation": self.policy.generation, "engine": self.policy.engine.value},
+            "mode": self.policy.mode.value,
             "draining": self.is_draining,
             "under_way": self.under_way,
+            "shadows": len(self.shadows),
             "pool": self.pool.state(),
         }
 

@@ -6,6 +6,7 @@ import posixpath
 
 from sidecar.asgi.door import Door
 from sidecar.asgi.exchange import Exchange
+from sidecar.asgi.observing import Observing
 from sidecar.asgi.types import Receive, Scope, Send
 from sidecar.policy.policy import Endpoint
 
@@ -18,6 +19,8 @@ class Admission(Door):
         endpoint = self._guarded(scope)
         if endpoint is None:
             await self.app(scope, receive, send)
+        elif self.is_observing:
+            await Observing(self, endpoint, scope, receive, send).run()
         else:
             # A list of our own: uvicorn appends trailers to the one it gave, behind what we have read of it.
             scope = {**scope, "headers": list(scope["headers"])}

@@ -14,6 +14,7 @@ from sidecar.events import (
     FirstByte,
     Headers,
     Observation,
+    Observed,
     Observer,
     Obstacle,
     Outcome,
@@ -107,6 +108,16 @@ class Report:
                     passed=grant.passed,
                 )
             )
+
+    def passed(self, at_us: int, level: int) -> None:
+        """It went to the app without a lease, and did not wait: nobody is held here."""
+        if self._observation is not None:
+            self._observation.on_event(Admitted(at_us, 0, 0, None, {}, level, None))
+
+    def observed(self, observed: Observed) -> None:
+        """It is known what enforcing would have done to it."""
+        if self._observation is not None:
+            self._observation.on_event(observed)
 
     def preempted(self, admitted_us: int, times: int) -> None:
         """It gave its room to a more important request, for the n-th time, and waits again."""

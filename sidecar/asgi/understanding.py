@@ -62,6 +62,11 @@ class Understood(msgspec.Struct):
             downgrade=tenant.downgrade_level if is_counted else None,
         )
 
+    def drop_body(self) -> None:
+        """Keeps what it asks for, not what it says: whoever passes nothing on need not hold megabytes."""
+        self.body = b""
+        self.payload.text = str
+
     def body_to_forward(self) -> bytes:
         """The client's body, with its tenant's cap where it needs one."""
         return self.body if self.output_cap is None else capped(self.api, self.body, self.output_cap)

@@ -58,6 +58,11 @@ class UsageReader:
             at = window.find(_NAME, rest)
         self._carried = window[max(rest, len(window) - len(_NAME) + 1) :]  # the name itself may be
 
+    def used_tokens(self, prompt_tokens: int) -> int:
+        """The engine's own count; else the prompt's estimate and, for a stream, a token per chunk."""
+        used = prompt_tokens if self.input_tokens is None else self.input_tokens
+        return used + (self.chunks if self.output_tokens is None else self.output_tokens)
+
     def _take(self, raw: bytes) -> None:
         try:
             usage = _decode(raw)

@@ -103,7 +103,8 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
 
 def _drain(door: Door) -> None:
     door.drain()
-    _log.info("%d requests are under way, new ones are refused", door.under_way, extra={"event": "draining"})
+    new_ones = "pass until the port closes" if door.is_observing else "are refused"
+    _log.info("%d requests are under way, new ones %s", door.under_way, new_ones, extra={"event": "draining"})
 
 
 def _announce(line: str) -> None:

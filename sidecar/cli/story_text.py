@@ -37,17 +37,19 @@ def _steps(story: Story) -> Iterator[tuple[str, str]]:
     yield "arrived", clock(story.arrived_at_s)
     if story.in_the_way is not None:
         yield "had to wait", f"{_at(story, story.in_the_way.found_at_s)}: {story.in_the_way.explanation}"
+    met = [step for attempt in story.preempted for step in _preempted(attempt)]
     if story.wait is not None and story.wait.overtaken_at_s is not None:
-        yield "overtaken", f"{_at(story, story.wait.overtaken_at_s)} {_by(story.wait.overtaken_by)}"
-    for attempt in story.preempted:
-        yield from _preempted(story, attempt)
+        met.append((story.wait.overtaken_at_s, "overtaken", f" {_by(story.wait.overtaken_by)}"))
+    for at_s, label, said in sorted(met):
+        yield label, f"{_at(story, at_s)}{said}"
     yield from _how_it_ended(story)
 
 
-def _preempted(story: Story, attempt: GaveWay) -> Iterator[tuple[str, str]]:
-    yield "admitted", _at(story, attempt.admitted_at_s)
+def _preempted(attempt: GaveWay) -> Iterator[tuple[float, str, str]]:
+    """When, what, and what is to be said of it."""
+    yield attempt.admitted_at_s, "admitted", ""
     lost = f"{seconds(attempt.engine_s)} at the engine are lost"
-    yield "preempted", f"{_at(story, attempt.preempted_at_s)}: {lost}; its room went to a more important request"
+    yield attempt.preempted_at_s, "preempted", f": {lost}; its room went to a more important request"
 
 
 def _who(story: Story) -> Iterator[tuple[str, str]]:

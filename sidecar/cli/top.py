@@ -11,14 +11,9 @@ import argparse
 import os
 import shutil
 import sys
-import urllib.error
-import urllib.request
-from http import HTTPStatus
-from http.client import HTTPException
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
-from sidecar.admin_token import HOW_TO_SET, token_header
+from sidecar.cli.admin import ADMIN, CannotSee, admin_url, page_of
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
 from sidecar.policy import units
 
@@ -30,21 +25,14 @@ EXAMPLE = """  sidecar top
   sidecar top --admin http://10.0.0.7:9464 --interval 5s
   sidecar top --once --json overview.json"""
 
-ADMIN = "http://127.0.0.1:9464"
-PATIENCE_S = 3.0
-_MOST_BYTES = 16 * 2**20
 _SHORTEST_S, _LONGEST_S = 0.2, 3600.0
 _PLAIN_WIDTH = 110
-
-
-class _CannotSee(Exception):
-    """The admin port does not answer as one; the message is one line."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
     add = parser.add_argument
-    add("--admin", type=_url, default=ADMIN, metavar="URL", help="the door's admin port (default %(default)s)")
+    add("--admin", type=admin_url, default=ADMIN, metavar="URL", help="the door's admin port (default %(default)s)")
     add("--once", action="store_true", help="print one picture and end")
     add("--interval", type=_seconds, default=1.0, metavar="TIME", help="between two pictures (default 1s)")
     add("--json", metavar="FILE", help="write the overview once as JSON, - for standard output, and end")
@@ -59,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         if args.once or args.json is not None or not can_draw():
             return _print(overview, args)
         _watch(overview, args)
-    except _CannotSee as problem:
+    except CannotSee as problem:
         print(f"sidecar top: {problem}", file=sys.stderr)
         return 1
     return 0
@@ -87,7 +75,7 @@ def _watch(overview: Overview, args: argparse.Namespace) -> None:
                 return
             try:
                 overview, trouble = _overview(args.admin), ""
-            except _CannotSee as problem:
+            except CannotSee as problem:
                 trouble = str(problem)
 
 
@@ -102,47 +90,10 @@ def _look(width: int) -> Look:
 
 
 def _overview(admin: str) -> Overview:
-    """Asks the admin port. Raises _CannotSee."""
-    import msgspec
-
+    """Asks the admin port. Raises CannotSee."""
     from sidecar.live.records import Overview
 
-    # No proxy: it would be asked for an address of this machine, or of this network.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(_request(admin), timeout=PATIENCE_S) as answer:
-            body = answer.read(_MOST_BYTES)
-        return msgspec.json.decode(body, type=Overview)
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code == HTTPStatus.UNAUTHORIZED:
-            raise _CannotSee(f"{admin} needs its admin token; {HOW_TO_SET}") from None
-        raise _CannotSee(
-            f"{admin} answers, but has no /overview ({error.code}): is it the admin port? `sidecar serve` prints it"
-        ) from None
-    except msgspec.MsgspecError as error:
-        raise _CannotSee(f"{admin}/overview is not what this version of sidecar reads: {error}") from None
-    except (OSError, HTTPException, ValueError) as error:  # URLError and timeouts are OSErrors
-        reason = getattr(error, "reason", None) or repr(error)
-        raise _CannotSee(f"no answer from {admin}: {reason}; `sidecar serve` prints its admin port") from None
-
-
-def _request(admin: str) -> urllib.request.Request:
-    """For the overview. Raises _CannotSee where the environment's token is none."""
-    request = urllib.request.Request(f"{admin}/overview")
-    try:
-        for name, value in token_header(os.environ).items():
-            request.add_unredirected_header(name, value)  # it is for this server alone
-    except ValueError as mistake:
-        raise _CannotSee(str(mistake)) from None
-    return request
-
-
-def _url(text: str) -> str:
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise argparse.ArgumentTypeError(f"{text!r} is no address of an admin port; write one like {ADMIN}")
-    return text.rstrip("/")
+    return page_of(admin, "/overview", Overview)
 
 
 def _seconds(text: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from starlette.middleware import Middleware
@@ -24,11 +25,13 @@ from sidecar.pools import Pool
 from sidecar.telemetry import SpanObserver, Telemetry
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.logs import RequestLog
-from sidecar.telemetry.metrics import PoolMetrics, RequestMetrics
+from sidecar.telemetry.metrics import ObservedMetrics, PoolMetrics, RequestMetrics
+from sidecar.telemetry.observed import ObservedLog, ToldOfObserved
 from sidecar.telemetry.predecessors import predecessors_in
 from sidecar.telemetry.quiet import Quiet
 from sidecar.telemetry.recent import Recent
 from sidecar.telemetry.scrape import Scrape
+from sidecar.telemetry.tallies import Tallies
 from sidecar.telemetry.telemetry import Listener, Tell, Trace
 from sidecar.telemetry.tenants import shown_tenants
 
@@ -40,7 +43,7 @@ class Lookout:
     """One per door. `files` are the policy's, None where it came from no file; `is_shared` says the pool is in a store.
 
     `is_shown` says that somebody serves `routes`. Where nobody does, no more is kept of a request than its spans need.
-    `observer` is the door's, `routes` are for the admin port beside the door's own, and `scrape` is for
+    `observer` and `observed` are the door's, `routes` are for the admin port beside the door's own, and `scrape` is for
     `configure_from_environment`. `open` belongs to the server's start and `close` to its end, before the pool ends;
     without them the pages show this process alone. Raises ValueError for an environment that cannot be.
     """
@@ -77,6 +80,8 @@ class Lookout:
         self._spans = _spans(policy, journal)
         telemetry = Telemetry(self._spans, listeners, delay_s=TOLD_WITHIN_S)
         self.observer: Telemetry | Quiet = telemetry if is_looked_at else Quiet(telemetry, self._log)
+        tallies = Tallies(lambda: self._policy.generation, time.time)
+        self.observed = ToldOfObserved([tallies.note, ObservedMetrics(metrics).note, ObservedLog(self._log).note])
         self._pages = LivePages(
             Sources(
                 policy=lambda: self._policy,
@@ -85,6 +90,7 @@ class Lookout:
                 tenants=metrics.held,
                 refusals=journal.refusals,
                 notices=lambda: [*door.readiness(), *door.notices()],
+                observed=tallies.read,
             ),
             generations,
         )

@@ -14,10 +14,11 @@ from typing import Any
 from sidecar.live import merging
 from sidecar.live.generations import Generations
 from sidecar.live.merging import Heard
+from sidecar.live.observed import ObservedReport, observed_report
 from sidecar.live.own import Sources, own_report
 from sidecar.live.records import Amount, Overview, Promised, TierView
 from sidecar.live.report import Report, Unreadable, pack, unpack
-from sidecar.live.words import headline, starving
+from sidecar.live.words import headline, said_of, starving
 from sidecar.policy.policy import Policy
 from sidecar.pools import NotShared, Shared
 
@@ -90,6 +91,13 @@ class Live:
             self._made = self._overview(at_s)
         return self._made
 
+    def observed(self) -> ObservedReport:
+        """What enforcing would have done to the requests of all replicas, as far as they are heard of."""
+        at_s = self._now_s()
+        report = self._own(self._sources.pool.state(), at_s)
+        others, _ = self._heard(at_s, but=report.replica)
+        return observed_report(self._sources.policy(), [Heard(report, 0.0), *others], at_s)
+
     def _overview(self, at_s: float) -> Overview:
         state: Mapping[str, Any] = self._sources.pool.state()
         report = self._own(state, at_s)
@@ -107,7 +115,7 @@ class Live:
             at_s=round(at_s, 3),
             mode="shared" if "store" in state else "local",
             starving=starving(tiers),
-            headline=headline(tiers),
+            headline=said_of(policy.mode, headline(tiers)),
             capacity=capacity,
             held=held,
             free=_free(capacity, held),

@@ -13,6 +13,7 @@ from sidecar.pools import Grant, Pool
 from sidecar.telemetry.holdings import Holding
 from sidecar.telemetry.journal import Record
 from sidecar.telemetry.recent import Bucket, Recent
+from sidecar.telemetry.tallies import Standing
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,8 @@ class Sources:
     """Where the overview gets its figures. All are called in the event loop, at most a few times a second.
 
     `policy` is the one in force. `tenants` are those that hold or wait for something in this process; `refusals` the
-    last requests that were refused, at most so many, newest first; `notices` what whoever is on call should know.
+    last requests that were refused, at most so many, newest first; `notices` what whoever is on call should know;
+    `observed` what enforcing would have done, of at most so many tenants.
     """
 
     policy: Callable[[], Policy]
@@ -29,6 +31,7 @@ class Sources:
     tenants: Callable[[], Mapping[str, Holding]]
     refusals: Callable[[int], Sequence[Record]]
     notices: Callable[[], Sequence[str]]
+    observed: Callable[[int], Standing | None] = lambda _: None
 
 
 def own_report(sources: Sources, state: Mapping[str, Any], replica: str, host: str, at_s: float) -> Report:
@@ -42,7 +45,8 @@ def own_report(sources: Sources, state: Mapping[str, Any], replica: str, host: s
     tenants.sort(key=lambda one: (-one.tokens_held, -one.waiting, one.tenant))
     refusals = [_refusal(record, replica) for record in sources.refusals(MOST_REFUSALS)]
     counts, generation = (own["leases"], own["waiting"]), sources.policy().generation
-    return Report(replica, host, at_s, *counts, tiers, tenants[:MOST_TENANTS], refusals, generation)
+    observed = sources.observed(MOST_TENANTS)
+    return Report(replica, host, at_s, *counts, tiers, tenants[:MOST_TENANTS], refusals, generation, observed)
 
 
 def _tier(recent: Recent, name: str, grant: Grant | None, replica: str, at_s: float) -> TierReport:

@@ -8,6 +8,7 @@ import msgspec
 
 from sidecar.live.records import OldestWaiter, RefusalView, TenantView
 from sidecar.telemetry.recent import Bucket, Overtakings
+from sidecar.telemetry.tallies import Standing
 
 MOST_TENANTS, MOST_REFUSALS, MOST_MESSAGE = 20, 20, 400
 _MOST_BYTES = 2**20
@@ -24,7 +25,10 @@ class TierReport(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """One process. `at_s` is its own calendar's; `generation` is its policy's, empty where it does not say."""
+    """One process. `at_s` is its own calendar's; `generation` is its policy's, empty where it does not say.
+
+    `observed` is None where nothing has been observed.
+    """
 
     replica: str
     host: str
@@ -35,6 +39,7 @@ class Report(msgspec.Struct, frozen=True):
     tenants: list[TenantView]
     refusals: list[RefusalView]
     generation: str = ""
+    observed: Standing | None = None
 
 
 class Unreadable(Exception):

@@ -1,4 +1,4 @@
-"""The pages of the admin port that show the pool live: `/`, `/overview` and `/overview/stream`."""
+"""The pages of the admin port that show the pool live: `/`, `/overview`, `/overview/stream` and `/observed`."""
 
 from __future__ import annotations
 
@@ -44,8 +44,13 @@ class LivePages:
             headers = {"cache-control": "no-store"}
             return Response(self._document(), media_type="application/json", headers=headers)
 
+        async def observed(_: Request) -> Response:
+            headers = {"cache-control": "no-store"}
+            return Response(_encode(self.live.observed()), media_type="application/json", headers=headers)
+
         return [
             Route("/", page),
+            Route("/observed", observed),
             Route("/overview", overview),
             Route("/overview/stream", self.stream, methods=["GET"]),
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sidecar.live.records import TierView
+from sidecar.policy.policy import Mode
 from sidecar.telemetry.recent import Overtakings
 
 STARVES_FROM_S = 0.05
@@ -60,6 +61,11 @@ def headline(tiers: Sequence[TierView]) -> str:
     if longest is not None and longest.oldest is not None:
         return f"Nobody starves. {longest.tier} waits longest: {duration(_wait_s(longest))}."
     return f"Nobody waits.{_starved_before(tiers)}"
+
+
+def said_of(mode: Mode, sentence: str) -> str:
+    """The sentence as it is to be read in that mode: where nobody is held, it is about those who would be."""
+    return f"Nobody is held (mode: observe). If they were: {sentence}" if mode is Mode.OBSERVE else sentence
 
 
 def _starves(tier: TierView) -> str:

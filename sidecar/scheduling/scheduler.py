@@ -212,7 +212,7 @@ class Scheduler:
         if not self._waiting:
             return None
         changes = list(self._promotions_us(now_us))
-        if self._preemption.leases:
+        if any(tier.rules.preemptible for tier in self._tiers) and self.rules.max_preemptions:
             changes += self._preemptions_us(now_us)
         if self._held_back_until_us > now_us:
             changes.append(self._held_back_until_us)

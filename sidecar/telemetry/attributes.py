@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidecar.events import Admitted, Classified, Outcome, Preempted, Refused, Settled
+from sidecar.events import Admitted, Classified, Observed, Outcome, Preempted, Refused, Settled
 from sidecar.telemetry import semconv
 
 Attributes = dict[str, str | int | float | bool]
@@ -64,6 +64,18 @@ def of_preemption(event: Preempted) -> Attributes:
 def is_servers_failure(event: Refused) -> bool:
     """Whether the request ended as it did through the server: an answer of 500 and above, or none."""
     return event.code == CANCELED if event.status is None else event.status >= 500
+
+
+def of_observed(event: Observed) -> Attributes:
+    """What enforcing would have done to it."""
+    attributes: Attributes = {
+        semconv.OBSERVED_DECISION: event.verdict.value,
+        semconv.OBSERVED_QUEUE_WAIT_S: event.queue_wait_us / 1e6,
+        semconv.OBSERVED_STARVATION_S: event.starvation_us / 1e6,
+    }
+    if event.code is not None:
+        attributes[semconv.OBSERVED_REASON] = event.code
+    return attributes
 
 
 def of_waiting(event: Admitted | Refused) -> Attributes:

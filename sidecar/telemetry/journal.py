@@ -29,6 +29,7 @@ from sidecar.events import (
     Classified,
     Event,
     FirstByte,
+    Observed,
     Outcome,
     Preempted,
     Queued,
@@ -105,6 +106,11 @@ class Record(msgspec.Struct, gc=False, eq=False):
         """What ended its wait, None while it waits."""
         return self.admitted or self.refused
 
+    def ran_at(self, at_us: int) -> bool:
+        """Whether it was at the engine then, in an attempt that was taken back: nobody went ahead of it."""
+        # The pool admits whoever takes its room a moment before the door tells of it.
+        return any(lost.admitted.at_us <= at_us < lost.preempted.at_us - JITTER_US for lost in self.lost)
+
     def wall_s(self, at_us: int) -> float:
         """Calendar time, in Unix seconds, of a moment on the pool's clock."""
         return self.wall_ns / 1e9 + (at_us - self.at_us) / 1e6
@@ -164,7 +170,10 @@ class Journal:
         return sorted(found, key=lambda record: record.at_us, reverse=True)
 
     def ahead_of(self, waiter: Waiter, most: int = MOST_ADMISSIONS) -> Sequence[Record]:
-        """The first `most` that were admitted while it waited, or has waited so far, in order; itself is left out."""
+        """The first `most` that were admitted while it waited, or has waited so far, in order; itself is left out.
+
+        Those are among them that were admitted while it ran, and was preempted then: the pool counts them, too.
+        """
         first, last = self._window(waiter)
         return _others(self._admissions[first : min(last, first + most)], waiter)
 
@@ -192,6 +201,8 @@ class Journal:
     def _note(self, record: Record, event: Event) -> None:
         if type(event) is Classified and event.model is not None and len(event.model) > LONGEST_MODEL:
             event = msgspec.structs.replace(event, model=event.model[:LONGEST_MODEL])
+        if type(event) is Observed:
+            return
         if type(event) is Preempted:
             self._take_back(record, event)
             return

@@ -48,9 +48,9 @@ Called on the request's path, once for each recorded request that waited and nev
 """
 
 
-def links_to(predecessors: Iterable[Predecessor], *, but: int) -> Sequence[Link]:
-    """A link to each that has not the span id `but`."""
-    return [_link_to(predecessor) for predecessor in predecessors if predecessor.span_id != but]
+def links_to(predecessors: Iterable[Predecessor]) -> Sequence[Link]:
+    """A link to each."""
+    return [_link_to(predecessor) for predecessor in predecessors]
 
 
 def _link_to(predecessor: Predecessor) -> Link:

@@ -15,6 +15,7 @@ from sidecar.events import (
     Event,
     FirstByte,
     Headers,
+    Observed,
     Preempted,
     Queued,
     Received,
@@ -130,6 +131,8 @@ class RequestSpans:
                 self._queued = event
             case Admitted():
                 self._admit(event)
+            case Observed():
+                self._attributes.update(attributes.of_observed(event))
             case Preempted():
                 self._preempt(event)
             case FirstByte():
@@ -209,9 +212,9 @@ class RequestSpans:
         if self._settings.who_was_ahead is None:
             return (), ()
         in_turn, overtook = self._settings.who_was_ahead(tier, event, MOST_LINKS)
-        # Of one that was preempted, an earlier admission is among them; it does not wait for itself.
+        # Of one that was preempted, an earlier admission is among those in turn; it does not wait for itself.
         own = self._admission.context.span_id
-        return links_to(in_turn, but=own), links_to(overtook, but=own)
+        return links_to(each for each in in_turn if each.span_id != own), links_to(overtook)
 
     def _draw_waiting(self) -> None:
         """One bar for every wait, and one for the starvation that they add up to."""
@@ -227,8 +230,7 @@ class RequestSpans:
             start_us = lost.preempted.at_us
         in_turn, overtook = self._links
         self._draw_wait(tier, self._queued, start_us, waited, in_turn)
-        is_drawn = self._queued is not None or bool(self._lost)
-        if is_drawn and waited.starvation_us > 0 and waited.overtaken_at_us is not None:
+        if waited.starvation_us > 0 and waited.overtaken_at_us is not None:
             served_ahead = attributes.of_served_ahead(waited)
             self._draw(semconv.STARVED, waited.overtaken_at_us, waited.at_us, {**tier, **served_ahead}, overtook)
 

@@ -12,6 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from sidecar.asgi.admin_access import access_of
 from sidecar.policy.loading import load
 from tests.examples.command_lines import EXAMPLES, named_files, parsed, shell_lines, unknown_variables
 from tests.examples.kubernetes import (
@@ -89,7 +90,9 @@ def test_whoever_names_a_port_names_one_that_its_pods_have(overlay: str) -> None
 def test_what_selects_pods_selects_some(overlay: str) -> None:
     labels = [pod["metadata"]["labels"] for pod in pods(overlay).values()]
     selectors = [found["spec"]["selector"]["matchLabels"] for found in of_kind(overlay, "Deployment").values()]
-    selectors += [found["spec"]["selector"]["matchLabels"] for found in of_kind(overlay, "PodDisruptionBudget").values()]
+    selectors += [
+        found["spec"]["selector"]["matchLabels"] for found in of_kind(overlay, "PodDisruptionBudget").values()
+    ]
     selectors += [found["spec"]["selector"] for found in of_kind(overlay, "Service").values()]
     for selector in selectors:
         assert sum(selector.items() <= found.items() for found in labels) == 1
@@ -236,6 +239,21 @@ def test_the_scaler_goes_by_the_metric_that_the_adapter_makes(overlay: str) -> N
     (normal,) = (tier for tier in promised.tiers if tier.name == "normal")
     assert normal.slo.queue_wait_s is not None
     assert float(metric["target"]["averageValue"]) < normal.slo.queue_wait_s
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_admin_port_is_opened_by_a_token_that_prometheus_has(overlay: str) -> None:
+    args = parsed(door(overlay)["args"])
+    given = {variable["name"] for variable in door(overlay)["env"]}
+    assert not access_of(dict.fromkeys(given, "of-the-length-of-a-token"), args.admin_host).is_open
+    assert access_of({}, args.admin_host).is_open, "without it, this would show nothing"
+    source = next(
+        variable["valueFrom"]["secretKeyRef"] for variable in door(overlay)["env"] if "TOKEN" in variable["name"]
+    )
+    assert "optional" not in source
+    assert SCRAPE["scrape_configs"][0]["authorization"]["credentials_file"].endswith(
+        f"/{source['name']}/{source['key']}"
+    )
 
 
 def test_prometheus_keeps_the_admin_ports_of_our_pods_alone() -> None:

@@ -1,4 +1,4 @@
-"""What fuzzing has found, kept: each file is one input, its name says what it did."""
+"""What fuzzing has found, kept: each file is one input, its name says what it did, and for bytes what is answered."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from sidecar.asgi.admin import admin_app
+from sidecar.events import Admitted, Classified, Obstacle, Outcome, Preempted, Queued, Received, Settled
 from sidecar.live import overview as module
 from sidecar.live.overview import Live
 from sidecar.live.own import Sources
@@ -82,6 +83,35 @@ async def test_it_shows_what_the_pool_holds_and_who_waits() -> None:
     assert (batch.oldest.wait_s, batch.oldest.starvation_s, batch.oldest.served_ahead) == (3.0, 2.0, {"high": 30})
     assert batch.recent[-1].wait_max_s == 3.0  # although it has not ended
     assert [(one.leases, one.waiting, one.seen_s_ago) for one in shown.replicas] == [(2, 1, 0.0)]
+
+
+async def test_who_was_preempted_and_not_admitted_again_is_a_refusal_that_says_so() -> None:
+    journal, recent, policy = Journal(now_us=lambda: 5_000_000), Recent(), policy_of()
+    events = (
+        Classified(1, "batch", "acme", "key", None, "chat", None, None, False, 10, 1),
+        Admitted(1, 0, 0, None, {}, 1, None),
+        Preempted(2_000_001, 1, 1),
+        Queued(2_000_001, Obstacle.PREEMPTED, "its room went"),
+        Settled(4_000_001, Outcome.FAILED, 503, 0, None, None, "queue_timeout"),
+    )
+    for listener in (journal, recent):
+        tell = listener.begin(Received(0, round((NOW_S - 4) * 1e9), "POST", "/", [], "mine"), None)
+        for event in events:
+            tell(event)
+    shown = Live(sources_of(LocalPool(policy), policy, recent=recent, refusals=journal.refusals), lambda: NOW_S)
+    (refusal,) = shown.overview().refusals
+    assert (refusal.request_id, refusal.code, refusal.status) == ("mine", "queue_timeout", 503)
+    assert (refusal.preempted, refusal.waited_s) == (1, 4.0)
+
+
+async def test_five_seconds_in_which_nothing_but_a_preemption_happened_are_told() -> None:
+    recent, policy = Recent(), policy_of()
+    tell = recent.begin(Received(0, round((NOW_S - 6) * 1e9), "POST", "/", [], "mine"), None)
+    tell(Classified(1, "batch", "acme", "key", None, "chat", None, None, False, 10, 1))
+    tell(Admitted(1, 0, 0, None, {}, 1, None))
+    tell(Preempted(6_000_001, 1, 1))
+    batch = Live(sources_of(LocalPool(policy), policy, recent=recent), lambda: NOW_S).overview().tiers[1]
+    assert (batch.recent[-1].preempted, batch.recent[-1].engine_lost_s) == (1, 6.0)
 
 
 async def test_what_was_made_a_moment_ago_serves_everybody_who_asks() -> None:

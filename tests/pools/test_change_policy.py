@@ -174,19 +174,19 @@ async def test_rules_that_change_under_a_random_load_lose_nobody(harness: Harnes
 
 def test_the_scheduler_ages_by_the_figure_that_counts_now() -> None:
     def rules(promote_after_us: int | None) -> Any:
-        tiers = (Shares("high"), Shares("low"))
+        tiers = (Shares("high"), Shares("normal"), Shares("low"))
         return pool_rules(tokens=10, requests=None, tiers=tiers, promote_after_us=promote_after_us)
 
     scheduler = Scheduler(rules(None))
     scheduler.submit("held", tier=0, tokens=10, now_us=0)
     scheduler.dispatch(0)
-    scheduler.submit("old", tier=1, tokens=10, now_us=0)
-    scheduler.submit("young", tier=0, tokens=10, now_us=50)
+    scheduler.submit("old", tier=2, tokens=10, now_us=0)
+    scheduler.submit("young", tier=1, tokens=10, now_us=120)
     scheduler.change_rules(rules(100))
     assert scheduler.next_change_us(60) == 100
     scheduler.settle("held")
     (admitted,) = scheduler.dispatch(150)
-    assert (admitted.ticket.id, admitted.level) == ("old", 0)
+    assert (admitted.ticket.id, admitted.level) == ("old", 1)
 
 
 # -- a pool whose size is the engine's

@@ -30,9 +30,9 @@ from sidecar.pools.redis.loss import Loss
 from sidecar.pools.redis.outbox import Batch, Outbox, tell
 from sidecar.pools.redis.reports import Reports
 from sidecar.pools.redis.standing import Standing
+from sidecar.pools.redis.waits import Waits
 from sidecar.pools.sizes import Sizes
 from sidecar.pools.tenant_limits import downgraded
-from sidecar.scheduling.overtaking import Overtaking
 
 
 class RedisPool:
@@ -75,7 +75,7 @@ class RedisPool:
         self._loss: Loss | None = None
         self._last: script.Reply | None = None
         self._tiers = [script.TierReply(0, 0, 0, 0, 0, 0, 0)] * len(policy.tiers)
-        self._overtaking = Overtaking()
+        self._waits = Waits(self._tier_names)
         self._change_timer: asyncio.TimerHandle | None = None
 
     # -- the pool's contract
@@ -170,7 +170,7 @@ class RedisPool:
         for lease in self._leases.values():
             tier = lease.ask.tier
             if lease.grant is None and found[tier] is None:
-                found[tier] = self._wait_so_far(lease, now_us)
+                found[tier] = self._waits.so_far(lease, self._tiers, now_us)
         return found
 
     def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
@@ -235,7 +235,7 @@ class RedisPool:
 
     def requeue(self, lease: RedisLease) -> None:
         """A lease gives its room back and waits again."""
-        if error := self._sizes.too_large(lease.ask):
+        if error := self._sizes.outgrown(lease.ask):
             self.end(lease, None)
             lease.waits_again()
             lease.refused(error)
@@ -309,7 +309,7 @@ class RedisPool:
             if lease_id in batch.leaving:
                 lease, left = batch.leaving[lease_id]
                 tell(left, self._grant(lease, wait, now_us))
-        self._note_overtaking(reply.latest_age_us, now_us)
+        self._waits.note(reply.latest_age_us, self._leases, now_us)
         for lease in batch.entering:
             lease.served_before = tuple(tier.served for tier in self._tiers)
             if lease.id in self._leases:
@@ -392,29 +392,6 @@ class RedisPool:
 
     def _figures(self) -> Sequence[TierFigures]:
         return [TierFigures(*tier[:4]) for tier in self._tiers]
-
-    def _wait_so_far(self, lease: RedisLease, now_us: int) -> Grant:
-        """Of one that waits: as far as the store's answers say."""
-        overtaken_at_us = self._overtaking.first_after(lease.entered_us)
-        before = lease.served_before or [tier.served for tier in self._tiers]
-        served = (tier.served - tokens for tier, tokens in zip(self._tiers, before, strict=True))
-        return Grant(
-            at_us=now_us,
-            queue_wait_us=now_us - lease.entered_us,
-            starvation_us=0 if overtaken_at_us is None else now_us - overtaken_at_us,
-            overtaken_at_us=overtaken_at_us,
-            served_ahead=served_by_name(self._tier_names, [max(0, tokens) for tokens in served]),
-            level=lease.ask.tier,
-        )
-
-    def _note_overtaking(self, latest_age_us: int | None, now_us: int) -> None:
-        if latest_age_us is None or len(self._leases) == 0:
-            self._overtaking.forget()
-            return
-        self._overtaking.admitted(now_us - latest_age_us, now_us)
-        if self._overtaking.is_long(len(self._leases)):
-            waiting = [lease.entered_us for lease in self._leases.values() if lease.grant is None]
-            self._overtaking.forget_all_but(sorted(waiting))
 
     def _hold(self, tokens: int, requests: int) -> None:
         self._held_tokens += tokens

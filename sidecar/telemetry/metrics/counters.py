@@ -20,8 +20,9 @@ class Counters:
     """What the requests to one pool added up to. Its attributes are those that `COUNTERS` names."""
 
     __slots__ = (
-        "abandoned", "admitted", "clamped", "downgraded", "estimate_errors", "overtaken", "overtaken_tokens",
-        "preempted_engine_us", "preemptions", "refused", "settled", "tenants", "tokens_estimated", "tokens_used",
+        "abandoned", "admitted", "clamped", "downgraded", "estimate_errors", "observed", "overtaken",
+        "overtaken_tokens", "preempted_engine_us", "preemptions", "refused", "settled", "tenants", "tokens_estimated",
+        "tokens_used",
     )  # fmt: skip
 
     def __init__(self, tenants: Tenants) -> None:
@@ -33,6 +34,7 @@ class Counters:
         self.preemptions: Counted = {}
         self.preempted_engine_us: Counted = {}
         self.clamped: Counted = {}
+        self.observed: Counted = {}
         self.downgraded: Counted = {}
         self.overtaken: Counted = {}
         self.overtaken_tokens: Counted = {}
@@ -130,6 +132,13 @@ COUNTERS = (
         _OVERTAKING,
         "{token}",
         "The same in tokens of the requests that went ahead.",
+    ),
+    Counter(
+        semconv.OBSERVED,
+        "observed",
+        (TIER, semconv.ADMISSION_DECISION, REASON),
+        "{request}",
+        "Requests that passed in `mode: observe`, by what enforcing would have done to them.",
     ),
     Counter(semconv.TOKENS_ESTIMATED, "tokens_estimated", (TIER,), "{token}", "Tokens held for the requests admitted."),
     Counter(

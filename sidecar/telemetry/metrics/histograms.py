@@ -45,9 +45,17 @@ STARVATION: Final = Timing(
 TIME_TO_FIRST_TOKEN: Final = Timing(
     semconv.TIME_TO_FIRST_TOKEN, WAITS, "From a request's arrival to the first byte of its streamed answer."
 )
+OBSERVED_QUEUE_WAIT: Final = Timing(
+    semconv.OBSERVED_QUEUE_WAIT, WAITS, "How long a request that passed would have waited if it had been held."
+)
+OBSERVED_STARVATION: Final = Timing(
+    semconv.OBSERVED_STARVATION, WAITS, "How long of that it would have starved, of those that would have."
+)
 STORE_ROUND_TRIP: Final = Timing(semconv.STORE_ROUND_TRIP, ROUND_TRIPS, "One call to the shared pool's store.")
 
-TIMINGS: Final = (QUEUE_WAIT, STARVATION, TIME_TO_FIRST_TOKEN, STORE_ROUND_TRIP)
+TIMINGS: Final = (
+    QUEUE_WAIT, STARVATION, TIME_TO_FIRST_TOKEN, OBSERVED_QUEUE_WAIT, OBSERVED_STARVATION, STORE_ROUND_TRIP
+)  # fmt: skip
 
 
 class Seconds:

@@ -64,6 +64,8 @@ class Instruments:
         self.queue_wait = Seconds(histograms.QUEUE_WAIT, meter_provider)
         self.starvation = Seconds(histograms.STARVATION, meter_provider)
         self.time_to_first_token = Seconds(histograms.TIME_TO_FIRST_TOKEN, meter_provider)
+        self.observed_queue_wait = Seconds(histograms.OBSERVED_QUEUE_WAIT, meter_provider)
+        self.observed_starvation = Seconds(histograms.OBSERVED_STARVATION, meter_provider)
         for counter in COUNTERS:
             _observe_counter(meter, counter, partial(self._counted, counter))
         for counter in TENANT_COUNTERS:

@@ -1,0 +1,43 @@
+"""How those that wait have waited so far: as far as one replica knows it from the store's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sidecar.pools.figures import served_by_name
+from sidecar.pools.pool import Grant
+from sidecar.pools.redis.lease import RedisLease
+from sidecar.pools.redis.script import TierReply
+from sidecar.scheduling.overtaking import Overtaking
+
+
+class Waits:
+    """Of one replica's leases. Times are those of its own clock, in microseconds."""
+
+    def __init__(self, tier_names: Sequence[str]) -> None:
+        self._tier_names = tier_names
+        self._overtaking = Overtaking()
+
+    def note(self, latest_age_us: int | None, leases: Mapping[int, RedisLease], now_us: int) -> None:
+        """How long ago the latest of all that were admitted came; None where nobody was admitted yet."""
+        if latest_age_us is None or len(leases) == 0:
+            self._overtaking.forget()
+            return
+        self._overtaking.admitted(now_us - latest_age_us, now_us)
+        if self._overtaking.is_long(len(leases)):
+            waiting = [lease.entered_us for lease in leases.values() if lease.grant is None]
+            self._overtaking.forget_all_but(sorted(waiting))
+
+    def so_far(self, lease: RedisLease, tiers: Sequence[TierReply], now_us: int) -> Grant:
+        """Of one that waits. `tiers` are as the store last told them."""
+        overtaken_at_us = self._overtaking.first_after(lease.entered_us)
+        before = lease.served_before or [tier.served for tier in tiers]
+        served = (tier.served - tokens for tier, tokens in zip(tiers, before, strict=True))
+        return Grant(
+            at_us=now_us,
+            queue_wait_us=now_us - lease.entered_us,
+            starvation_us=0 if overtaken_at_us is None else now_us - overtaken_at_us,
+            overtaken_at_us=overtaken_at_us,
+            served_ahead=served_by_name(self._tier_names, [max(0, tokens) for tokens in served]),
+            level=lease.ask.tier,
+        )

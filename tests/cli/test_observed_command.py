@@ -1,0 +1,98 @@
+"""`sidecar observed` as a user runs it: before two doors that observe one pool, and before a port that is none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from sidecar.cli import main
+from tests.live.replicas import CHAT, POLICY, Replica, replicas
+from tests.support.redis_servers import RedisServer, first_binary
+
+REQUESTS = 12
+
+
+async def sent(doors: list[Replica]) -> list[int]:
+    """Sends more than the pool has room for, over all doors in turn, and one with a key that nobody has."""
+    body = {"model": "m", "max_tokens": 15, "messages": [{"role": "user", "content": "hello"}]}
+    async with aiohttp.ClientSession() as client:
+
+        async def one(number: int) -> int:
+            headers = {"authorization": "Bearer sk-nobody"} if number == 0 else {}
+            async with client.post(doors[number % len(doors)].url + CHAT, json=body, headers=headers) as response:
+                assert response.headers["x-admission-mode"] == "observe"
+                await response.read()
+                return response.status
+
+        return await asyncio.gather(*(one(number) for number in range(REQUESTS)))
+
+
+def run(*arguments: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-m", "sidecar.cli", "observed", *arguments], capture_output=True, text=True, check=True
+    )
+    assert ended.stderr == ""
+    return ended.stdout
+
+
+def figures(door: Replica) -> Any:
+    """The report, when both replicas have told each other of everything."""
+    end_s = time.monotonic() + 15
+    while True:
+        with urllib.request.urlopen(f"{door.admin_url}/observed", timeout=5) as answer:
+            report = json.load(answer)
+        if (report["total"]["requests"], report["undecided"]) == (REQUESTS, 0):
+            return report
+        assert time.monotonic() < end_s, report
+        time.sleep(0.1)
+
+
+def test_any_of_two_replicas_tells_what_enforcing_would_have_done_to_the_requests_of_both(tmp_path: Path) -> None:
+    observing = POLICY.replace("engine: vllm", "engine: vllm\nmode: observe")
+    with (
+        RedisServer(first_binary(), tmp_path) as store,
+        replicas(tmp_path, 2, observing, SIDECAR_STORE=store.url) as doors,
+    ):
+        assert asyncio.run(sent(doors)) == [200] * REQUESTS
+        for door in doors:
+            report = figures(door)
+            assert len(report["replicas"]) == 2
+            assert report["total"]["refused"] == {"invalid_api_key": 1}
+            assert report["total"]["admitted"] == REQUESTS - 1
+            assert report["total"]["waited"] == REQUESTS - 1 - 4  # four have room at a time
+            assert [row["name"] for row in report["tiers"]] == ["high", ""]
+            assert report["conclusion"].startswith("Enforcing would have refused 1 of 12 requests (8.3%)")
+        assert json.loads(run("--admin", door.admin_url, "--json", "-"))["total"] == report["total"]
+        said = run("--admin", door.admin_url)
+        assert said.startswith("mode: observe, policy ")
+        assert "2 replicas" in said.splitlines()[0]
+        assert report["conclusion"][:40] in said
+        overview = asyncio.run(doors[1].overview())
+        assert overview["headline"].startswith("Nobody is held (mode: observe).")
+        assert any("mode: observe" in notice for notice in overview["notices"])
+
+
+def test_a_port_that_does_not_answer_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        nobody = f"http://127.0.0.1:{silent.getsockname()[1]}"
+    assert main(["observed", "--admin", nobody]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith(f"sidecar observed: no answer from {nobody}: ")
+    assert len(said.err.splitlines()) == 1
+
+
+def test_a_file_that_cannot_be_written_is_said_before_anybody_is_asked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["observed", "--admin", "http://127.0.0.1:1", "--json", str(tmp_path / "no" / "file")]) == 1
+    assert capsys.readouterr().err.startswith("sidecar observed: cannot write ")
