@@ -27,7 +27,7 @@ class Dispatcher:
         scheduler: Scheduler,
         clock: Clock,
         on_admission: Callable[[Admission, int], None],
-        on_preemption: Callable[[str], object],
+        on_preemption: Callable[[str], None],
     ) -> None:
         self._scheduler = scheduler
         self._clock = clock
@@ -36,8 +36,11 @@ class Dispatcher:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_us = 0
 
-    def submit(self, ticket_id: str, ask: Ask, arrived_us: int) -> None:
-        """Puts a request in its tier's queue. It is admitted by `dispatch` at the earliest."""
+    def submit(self, ticket_id: str, ask: Ask, arrived_us: int, preemptions: int = 0) -> None:
+        """Puts a request in its tier's queue. It is admitted by `dispatch` at the earliest.
+
+        One that was preempted so often elsewhere goes to the front.
+        """
         self._scheduler.submit(
             ticket_id,
             tier=ask.tier,
@@ -46,6 +49,7 @@ class Dispatcher:
             tenant=ask.tenant,
             weight=ask.weight,
             now_us=arrived_us,
+            preemptions=preemptions,
         )
 
     def dispatch(self, now_us: int) -> None:

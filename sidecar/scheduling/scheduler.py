@@ -88,8 +88,12 @@ class Scheduler:
         requests: int = 1,
         tenant: str = "",
         weight: int = 1,
+        preemptions: int = 0,
     ) -> Ticket:
-        """Puts a request in its tier's queue. Raises ValueError where the id is taken or a size is not positive."""
+        """Puts a request in its tier's queue, to the front where it was preempted so often by another scheduler.
+
+        Raises ValueError where the id is taken or a size is not positive.
+        """
         if ticket_id in self._waiting or ticket_id in self._leases:
             raise ValueError(f"a ticket called {ticket_id!r} is already here")
         if tokens < 1 or requests < 1 or weight < 1:
@@ -97,7 +101,11 @@ class Scheduler:
         self._sequence += 1
         ticket = Ticket(ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence, self._served)
         self._waiting[ticket_id] = ticket
-        self._tiers[tier].queue.push(ticket)
+        if preemptions:
+            ticket.preemptions = preemptions
+            self._tiers[tier].queue.put_back(ticket)
+        else:
+            self._tiers[tier].queue.push(ticket)
         return ticket
 
     def register(self, ticket_id: str, *, tier: int, tokens: int, requests: int) -> None:
@@ -204,7 +212,7 @@ class Scheduler:
         if not self._waiting:
             return None
         changes = list(self._promotions_us(now_us))
-        if self._preemption.leases:
+        if any(tier.rules.preemptible for tier in self._tiers) and self.rules.max_preemptions:
             changes += self._preemptions_us(now_us)
         if self._held_back_until_us > now_us:
             changes.append(self._held_back_until_us)

@@ -74,13 +74,59 @@ OPERATIONS = st.lists(
 )
 
 
+@st.composite
+def preempting_pools(draw: st.DrawFn) -> Policy:
+    """Pools in which much is preempted: no limits, and little that ages."""
+    tiers = tuple(
+        Shares(
+            f"t{level}",
+            reserve=draw(st.sampled_from([Fraction(0), Fraction(1, 10), Fraction(1, 4)])),
+            lend=draw(st.sampled_from([Fraction(1), Fraction(1, 2)])),
+            preemptible=level > 0 and draw(st.sampled_from([True, True, True, False])),
+            preempt_after_us=draw(st.sampled_from([0, 0, 0, 5])),
+        )
+        for level in range(draw(st.sampled_from([2, 4])))
+    )
+    tokens, requests = draw(st.sampled_from([(40, None), (40, 5), (100, 7)]))
+    rules = pool_rules(
+        tokens=tokens,
+        requests=requests,
+        tiers=tiers,
+        promote_after_us=draw(st.sampled_from([None, None, 10])),
+        ceiling=draw(st.integers(0, 1)),
+        max_preemptions=draw(st.sampled_from([1, 2, 2])),
+    )
+    return policy_of(rules)
+
+
+PREEMPTING_OPERATIONS = st.lists(
+    st.sampled_from(
+        [
+            *(("enter", 3, tenant, tokens, 1) for tenant in "ab" for tokens in (3, 7, 12)),
+            *(("enter", level, "a", tokens, 1) for level in (0, 0, 1, 2) for tokens in (5, 14, 30)),
+            *[("end_important",)] * 12,
+            *(("end", index) for index in range(4)),
+            *(("back", index, None) for index in range(12)),
+            *(("resize", index, tokens) for index, tokens in ((0, 1), (3, 15), (2, 45))),
+            *(("keep", index) for index in range(2)),
+            *(("pass", us) for us in (1, 5, 5)),
+        ]
+    ),
+    min_size=150,
+    max_size=300,
+)
+
+
 @dataclass
 class Answers:
-    """What a step brought: who was admitted and how it had waited, in order; who left and how; who was refused."""
+    """What a step brought: who was admitted and how it had waited, in order; who left and how; who was refused; who is
+    to give its room back, after how many times.
+    """
 
     admitted: list[tuple[int, tuple[Any, ...]]] = field(default_factory=list)
     left: list[tuple[int, tuple[Any, ...]]] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
+    victims: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Local:
@@ -99,6 +145,20 @@ class Local:
             admitted(admission, now_us)
 
         self.pool._dispatcher._on_admission = noted
+        self.chosen: list[str] = []
+        self.pool._dispatcher._on_preemption = self.chosen.append
+
+    def victims(self) -> list[int]:
+        """The tickets that were chosen and have not let go, in order."""
+        by_id = {lease._id: ticket for ticket, lease in self.leases.items()}
+        return [by_id[victim] for victim in self.pool._scheduler._preemption._victims]
+
+    def requeue_of(self, ticket: int) -> tuple[Argument, ...]:
+        """What a replica would say of one of them."""
+        lease = self.leases[ticket]
+        known = self.pool._scheduler._leases[lease._id]
+        held = ask(lease.ask.tier, known.tokens, requests=lease.ask.requests, tenant=lease.ask.tenant)
+        return tuple(script.requeue(ticket, held, 0, known.preemptions + 1))
 
     async def play(self, operations: list[tuple[Any, ...]]) -> Answers:
         answers = Answers()
@@ -108,6 +168,10 @@ class Local:
         ids = {id(lease): ticket for ticket, lease in self.leases.items()}
         answers.admitted = [(ids[id(lease)], self._figures(lease.grant)) for lease in self.order]
         self.order.clear()
+        ticket_of = {lease._id: ticket for ticket, lease in self.leases.items()}
+        leases = self.pool._scheduler._leases
+        answers.victims = [(ticket_of[victim], leases[victim].preemptions) for victim in self.chosen]
+        self.chosen.clear()
         return answers
 
     async def _play(self, operation: tuple[Any, ...], answers: Answers) -> None:
@@ -123,6 +187,10 @@ class Local:
                     answers.left.append((ticket, self._figures(wait)))
             case ("resize", ticket, tokens):
                 self.leases[ticket].resize(tokens)
+            case ("keep", ticket):
+                self.leases[ticket].keep()
+            case ("back", ticket, _):
+                self.leases[ticket].requeue()
             case ("hold_back", _, for_us):
                 self.pool.hold_back(for_us / 1e6)
 
@@ -160,6 +228,10 @@ class Lua:
                     arguments += (script.END, ticket)
                 case ("resize", ticket, tokens):
                     arguments += (script.RESIZE, ticket, tokens)
+                case ("keep", ticket):
+                    arguments += (script.KEEP, ticket, self.levels[ticket])
+                case ("back", _, said):
+                    arguments += said
                 case ("hold_back", _, for_us):
                     arguments += (script.BACK, for_us)
         self.reply = reply = self.replica.call(*arguments)
@@ -169,6 +241,7 @@ class Lua:
             [(ticket, self._figures(ticket, wait)) for ticket, wait in reply.grants],
             [(ticket, self._figures(ticket, wait)) for ticket, wait in reply.ended],
             list(reply.refused),
+            list(reply.victims),
         )
 
     def _note(self, reply: script.Reply) -> None:
@@ -196,18 +269,27 @@ class Lua:
 def steps_of(program: list[tuple[Any, ...]], batch: int, tiers: int) -> Iterator[tuple[int, list[tuple[Any, ...]]]]:
     """Turns a program into steps of some operations each, at a moment. What is over is not ended or resized again."""
     open_tickets: list[int] = []
+    levels: dict[int, int] = {}
     at_us, tickets, step = 0, 0, []
     for operation in program:
         match operation:
             case ("enter", level, tenant, tokens, requests):
                 tickets += 1
                 open_tickets.append(tickets)
+                levels[tickets] = level % tiers
                 wanted = ask(level % tiers, tokens, requests=requests, tenant=tenant, weight=WEIGHTS[tenant])
                 step.append(("enter", tickets, wanted))
+            case ("end_important",) if important := [t for t in open_tickets if levels[t] < tiers - 1]:
+                open_tickets.remove(important[0])
+                step.append(("end", important[0]))
             case ("end", index, *_) if open_tickets:
                 step.append(("end", open_tickets.pop(index % len(open_tickets))))
             case ("resize", index, tokens) if open_tickets:
                 step.append(("resize", open_tickets[index % len(open_tickets)], tokens))
+            case ("keep", index) if open_tickets:
+                step.append(("keep", open_tickets[index % len(open_tickets)]))
+            case ("back", index, _):
+                step.append(("back", index))
             case ("hold_back", for_us):
                 step.append(("hold_back", None, for_us))
             case ("pass", us):
@@ -218,6 +300,15 @@ def steps_of(program: list[tuple[Any, ...]], batch: int, tiers: int) -> Iterator
     yield at_us + 1, step
 
 
+def of_a_victim(local: Local, operation: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """The operation, where it is not of a victim; else with the one that it means, where there is any."""
+    if operation[0] != "back":
+        yield operation
+    elif victims := local.victims():
+        ticket = victims[operation[1] % len(victims)]
+        yield ("back", ticket, local.requeue_of(ticket))
+
+
 async def compare(client: Any, policy: Policy, program: list[tuple[Any, ...]], batch: int) -> None:
     clock = Clock()
     begun_us = clock.us
@@ -225,7 +316,8 @@ async def compare(client: Any, policy: Policy, program: list[tuple[Any, ...]], b
     refused: set[int] = set()
     for at_us, step in steps_of(program, batch, len(policy.tiers)):
         clock.us = begun_us + at_us
-        operations = [operation for operation in step if operation[1] not in refused]
+        operations = [operation for operation in step if operation[0] == "back" or operation[1] not in refused]
+        operations = [known for operation in operations for known in of_a_victim(local, operation)]
         if batch == 1:
             expected, got = await local.play(operations), lua.play(operations)
         else:  # a refused ticket may be ended in the same step
@@ -260,6 +352,32 @@ def test_a_real_server_decides_as_one_process_does(
     with redis.Redis(host=redis_server.host, port=redis_server.port) as client:
         client.flushall()
         asyncio.run(compare(client, policy, program, batch))
+
+
+@given(policy=preempting_pools(), program=PREEMPTING_OPERATIONS)
+@settings(FEW, max_examples=3)
+def test_the_fake_redis_preempts_as_one_process_does(policy: Policy, program: Any) -> None:
+    client = fakeredis.FakeRedis(server=fakeredis.FakeServer(version=(7,)))
+    asyncio.run(compare(client, policy, program, 1))
+
+
+@given(policy=preempting_pools(), program=PREEMPTING_OPERATIONS)
+@settings(FEW, max_examples=15)
+def test_a_real_server_preempts_as_one_process_does(redis_server: RedisServer, policy: Policy, program: Any) -> None:
+    with redis.Redis(host=redis_server.host, port=redis_server.port) as client:
+        client.flushall()
+        asyncio.run(compare(client, policy, program, 1))
+
+
+@pytest.mark.soak
+@given(policy=preempting_pools(), program=PREEMPTING_OPERATIONS)
+@settings(FEW, max_examples=3000)
+def test_a_real_server_preempts_as_one_process_does_for_long(
+    redis_server: RedisServer, policy: Policy, program: Any
+) -> None:
+    with redis.Redis(host=redis_server.host, port=redis_server.port) as client:
+        client.flushall()
+        asyncio.run(compare(client, policy, program, 1))
 
 
 @pytest.mark.soak

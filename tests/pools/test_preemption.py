@@ -15,6 +15,7 @@ from sidecar.pools import Lease, Pool
 from tests.pools.pools import Clock, Harness, ask, policy_of
 
 pytestmark = pytest.mark.anyio
+
 HIGH, LOW = 0, 1
 
 

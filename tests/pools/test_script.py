@@ -87,7 +87,7 @@ def test_a_late_call_of_an_older_fence_does_nothing(replicas: Replicas) -> None:
 def test_a_late_sync_does_nothing(replicas: Replicas) -> None:
     one = replicas.one("a")
     text = script.rules_text(replicas.policy, replicas.policy.rules)
-    late = [script.SYNC, one.name, one.fence, 0, text, 0, 0, script.LEASE, 5, 0, 50, 1]
+    late = [script.SYNC, one.name, one.fence, 0, text, 0, 0, script.LEASE, 5, 0, 50, 1, 0]
     one.sync()
     assert one.answer(*late) == [script.STALE]
     assert one.call().held_tokens == 0
@@ -184,7 +184,7 @@ def test_one_that_comes_back_registers_what_it_still_runs_and_the_pool_may_be_ov
         replicas.clock.advance(BEAT_S)
         one.call(kind=script.BEAT)
     assert granted(one.enter(1, ask(tokens=100))) == [1]
-    back = two.sync(script.LEASE, 1, 0, 60, 1, script.TICKET, 2, 1, "t", 1, 10, 1, 15_000_000, unsaid=3)
+    back = two.sync(script.LEASE, 1, 0, 60, 1, 0, script.TICKET, 2, 1, "t", 1, 10, 1, 15_000_000, 0, unsaid=3)
     assert (back.held_tokens, back.leases, back.waiting, back.late) == (160, 2, 1, 3)
     assert granted(two.call(script.END, 1)) == []
     one.call(script.END, 1)
@@ -232,7 +232,7 @@ def test_a_sync_keeps_the_places_of_those_that_the_store_knows(replicas: Replica
         one.enter(ticket, ask(tokens=10))
     replicas.clock.advance(1)
     statements = [part for ticket in (4, 2, 3) for part in script.statement(ticket, ask(tokens=10), 1_000_000)]
-    one.sync(script.LEASE, 1, 0, 100, 1, *statements)
+    one.sync(script.LEASE, 1, 0, 100, 1, 0, *statements)
     assert granted(one.call(script.END, 1)) == [2, 3, 4]
 
 

@@ -10,6 +10,12 @@
 --   <root>:<birth>:f:<level>   hash  tenant -> finish tag
 --   <root>:<birth>:w           zset  the sequence numbers of all tickets that wait
 --   <root>:<birth>:s           zset  'MOMENT SEQUENCE' of the admissions by which somebody was first overtaken
+--   <root>:<birth>:v           hash  'REPLICA ID' -> 'SEQUENCE ARRIVED TIMES OVERTAKEN SERVED...' of the leases of
+--                                    preemptible tiers: how they had waited, how often they were preempted before
+--   <root>:<birth>:p:<level>   zset  those of them that may be preempted, in order of admission
+--   <root>:<birth>:a           hash  tenant -> 'REQUESTS TOKENS MOMENT CONCURRENT REFUNDED MEAN_US RPM TPM': its buckets
+--   <root>:<birth>:m:<replica> hash  id -> 'TENANT TOKENS MOMENT TPM LEVEL REFUNDED': what was charged to a tenant
+--   <root>:<birth>:c           hash  those that were chosen and have not let go -> their level
 --          Grants for other replicas are published on the channel <root>:grants:<replica>, a line each; an empty message is
 --          the replica's own beat, by which it knows that its subscription lives.
 --
@@ -22,25 +28,45 @@
 -- ARGV[7]  sync: how many leases it ended that it could not say before
 -- then     call, beat: operations, each idempotent by its id
 --            e ID LEVEL TENANT WEIGHT TOKENS REQUESTS   asks for a lease
+--            m ID LEVEL TENANT WEIGHT TOKENS REQUESTS RPM TPM MOST BURST_US LOWER
+--                                                       the same within its tenant's limits by the minute and at once, -1
+--                                                       for none; what is over them enters at the level LOWER, or, where
+--                                                       that is -1, not at all
 --            x ID                                       ends it, waiting or held
+--            u ID TOKENS                                the same of one that came by `m`: it used so many tokens, -1
+--                                                       where nobody knows
 --            z ID TOKENS                                sets what it holds
+--            k ID LEVEL                                 its first byte goes out: it is never preempted
+--            p ID LEVEL TENANT WEIGHT TOKENS REQUESTS WAITED_US TIMES
+--                                                       its engine has let go: it waits again, for the TIMES-th time.
+--                                                       The rest is for a store that does not know it as a lease
 --            b MICROSECONDS                             holds the pool back for so long: nobody is admitted while
 --                                                       anything is held; 0 ends it, and the last call counts
 --          sync: everything the replica has; what it does not name is ended
---            l ID LEVEL TOKENS REQUESTS                 a lease that it runs
---            t ID LEVEL TENANT WEIGHT TOKENS REQUESTS WAITED_US
+--            l ID LEVEL TOKENS REQUESTS TIMES           a lease that it runs. Whether its first byte has gone out is not
+--                                                       said: it is never preempted any more
+--            t ID LEVEL TENANT WEIGHT TOKENS REQUESTS WAITED_US TIMES
+--                                                       TIMES: how often it was preempted so far
+--            a ID TENANT                                behind one of these: it counts among its tenant's concurrent
+--            f ID                                       came by `m`, and was not told what became of it: it asks again,
+--                                                       and what it may have been charged comes back
 --
 -- RETURN   {'ok', {replicas, us until time alone may change something or -1, grants listed, waiting, leases,
 --                  late ends, tokens held, requests held, us since the latest arrival admitted so far came or -1},
---           tiers, grants, ended, refused}
+--           tiers, grants, ended, refused, verdicts}
 --            tiers    'LEVEL [held tokens, held requests, queued tokens, queued requests, start tag, served, admitted]'
 --                     for every tier that changed, or for all in a beat or a sync
 --            grants   'ID PASSED' of what was admitted as it came, or
 --                     'ID WAIT_US STARVED_US AGED_LEVEL SERVED_AHEAD... PASSED', where -1 says that it was not overtaken.
 --                     PASSED is left out where nobody was: 'p', then for every level the rule by which it went before that
---                     tier's head, which had come first: a always_first, r reserve, l level, x limit, or . for none
+--                     tier's head, which had come first: a always_first, r reserve, l level, x limit, or . for none;
+--                     behind it 'rTIMES' of one that was preempted so often before.
+--                     '!ID TIMES' tells the lease of that grant to let its engine go
 --            ended    of the tickets that were ended, as they had waited: 'ID WAIT_US STARVED_US LEVEL SERVED_AHEAD...'
 --            refused  the ids that their tier's queue had no place for
+--            verdicts 'ID w LEVEL LEFT' of what came by `m` within the limits, 'ID d LEVEL LEFT' of what came in at the
+--                     lower level, 'ID o LIMIT AFTER_US LEFT' of what did not: LIMIT is t, r or c, for tokens, requests
+--                     or concurrent, AFTER_US -1 for never. LEFT: 'REQUESTS RESET_US TOKENS RESET_US', -1 for no limit
 --          or {'unknown'} (this replica must sync), {'stale'} (a late call), {'foreign', the pool's tiers}.
 --
 -- Numbers are whole and below 2^53, but for tags, which are doubles: so Lua and Python compute the very same ones. Time
@@ -51,10 +77,13 @@ local call, fmt, concat, match = redis.call, string.format, table.concat, string
 local BEAT_US = 2000000     -- how often a replica says that it lives
 local SILENCE_US = 10000000 -- silent for so long it is dead: what it has is freed by whoever calls next
 local KEPT_MS = 3600000     -- a pool that nobody calls any more vanishes
+local LENGTH_OF = {l = 6, a = 3, f = 2} -- of a statement
+local LOOKED_AT = 16        -- tenants that may be back at rest, at every beat
 
 -- rules: {names, capacity tokens, capacity requests, promote_after or 0, ceiling, tier, tier, ...}; a tier is
 local R_TOKENS, R_REQUESTS, H_TOKENS, H_REQUESTS, L_TOKENS, L_REQUESTS, LIMITED, ALWAYS_FIRST, PLACES =
   1, 2, 3, 4, 5, 6, 7, 8, 9
+local PREEMPTIONS, PREEMPT_AFTER = 10, 11 -- how often one is preempted at most, 0 for never; -1: it preempts nobody
 local NAMES, CAPACITY_TOKENS, CAPACITY_REQUESTS, PROMOTE_AFTER, CEILING, FIRST_RULE = 1, 2, 3, 4, 5, 6
 -- meta
 local BIRTH, NOW, OFFSET, GRACE, HOLD_SINCE, HOLD_UNTIL, HOLD_FOR, SEQUENCE, LATEST, WAITING, LEASES, LATE, REPLICAS,
@@ -70,15 +99,16 @@ local all_tokens, all_requests = 0, 0
 local heads, outbox = {}, {}
 local grants, ended, refused = {}, {}, {}
 local served_since = {} -- level -> tokens admitted since the newest ticket came
+local preempts = false -- whether any tier is preemptible
 local is_damaged = false
-local pool = {}
+local pool = {verdicts = {}}
 
 local function clock_us() local time = redis.call('TIME') return time[1] * 1000000 + time[2] end
 
 -- The functions are fields of a table, and are made inside of others, because a script makes all of them anew in every
 -- call: a function that captures a local of the chunk walks a list (`luaF_findupval`), one that captures what the
 -- function around it has captured copies a pointer. That is a third of what a short call costs. No function may capture
--- more than 60, so there are three around.
+-- more than 60, so there are several around.
 local function define_tickets()
 
 function pool.int(number) return fmt('%.0f', number) end
@@ -117,9 +147,16 @@ function pool.load()
     end
   end
   if not meta then return false end
-  levels = #rules - FIRST_RULE + 1
+  pool.heed_rules()
   pool.name_keys()
   return true
+end
+
+function pool.heed_rules()
+  levels, preempts = #rules - FIRST_RULE + 1, false
+  for level = 0, levels - 1 do
+    if rules[FIRST_RULE + level][PREEMPTIONS] > 0 then preempts = true end
+  end
 end
 
 function pool.tier_text(tier)
@@ -178,10 +215,15 @@ end
 
 function pool.read_ticket(owner, id, record)
   local level, tokens, requests, sequence, arrived, served = match(record, '^W (%d+) (%d+) (%d+) (%d+) (%d+) (.*)$')
-  return {
+  local ticket = {
     id = id, owner = owner, level = tonumber(level), tokens = tonumber(tokens), requests = tonumber(requests),
     sequence = tonumber(sequence), arrived = tonumber(arrived), served = served, is_stored = true,
   }
+  local before, times, overtaken = match(served, '^([^;]*);(%d+) (%d+)$')
+  if before then -- it was preempted
+    ticket.served, ticket.times, ticket.overtaken = before, tonumber(times), tonumber(overtaken)
+  end
+  return ticket
 end
 
 function pool.hold(level, tokens, requests)
@@ -280,7 +322,7 @@ end
 
 -- How the ticket has waited so far, as text behind its id, and whether it was overtaken.
 function pool.wait_text(ticket, aged_level)
-  local overtaken = pool.overtaken_at(ticket.sequence)
+  local overtaken = ticket.overtaken or pool.overtaken_at(ticket.sequence)
   local parts = {pool.int(now - ticket.arrived), overtaken and pool.int(now - overtaken) or '-1', pool.int(aged_level)}
   local level = 0
   for served in string.gmatch(ticket.served, '%d+') do
@@ -290,6 +332,7 @@ function pool.wait_text(ticket, aged_level)
   return concat(parts, ' '), overtaken
 end
 
+-- Steps belong to those whom they overtook first, and are not for one that was preempted: it knows its own moment.
 function pool.settle_steps(sequence, was_overtaken)
   if meta[WAITING] == 0 then
     call('DEL', steps_key)
@@ -394,11 +437,13 @@ end
 
 function pool.admit(ticket, score)
   local level, text, overtaken = ticket.level, ticket.id, nil
+  local is_takeable = rules[FIRST_RULE + level][PREEMPTIONS] > 0
   if ticket.is_stored then
     if not ticket.served then
       local record = call('HGET', pool.replica_key(ticket.owner), ticket.id)
       if not record then return pool.damaged() end
-      ticket.served = pool.read_ticket(ticket.owner, ticket.id, record).served
+      local read = pool.read_ticket(ticket.owner, ticket.id, record)
+      ticket.served, ticket.times, ticket.overtaken = read.served, read.times, read.overtaken
     end
     local unit = rules[PROMOTE_AFTER] == 0 and 1 or rules[PROMOTE_AFTER]
     local figures
@@ -407,13 +452,15 @@ function pool.admit(ticket, score)
     tiers[level][VIRTUAL] = ticket.start
   end
   if meta[WAITING] > 1 then text = text .. pool.passed_text(ticket) end
+  if ticket.times then text = text .. ' r' .. ticket.times end
+  if is_takeable then pool.may_return(ticket, overtaken) end
   pool.remove(ticket)
   pool.hold(level, ticket.tokens, ticket.requests)
   tiers[level][SERVED], tiers[level][ADMITTED] = tiers[level][SERVED] + ticket.tokens, tiers[level][ADMITTED] + 1
   served_since[level] = (served_since[level] or 0) + ticket.tokens
   meta[LEASES] = meta[LEASES] + 1
   pool.note_overtaking(ticket.sequence, ticket.arrived)
-  if ticket.is_stored then pool.settle_steps(ticket.sequence, overtaken) end
+  if ticket.is_stored then pool.settle_steps(ticket.sequence, not ticket.times and overtaken) end
   call('HSET', pool.replica_key(ticket.owner), ticket.id,
     pool.lease_record(level, ticket.tokens, ticket.requests, ticket.is_stored and text))
   ticket.is_admitted = true
@@ -422,7 +469,419 @@ end
 
 end
 
+local function define_preemption()
+
+-- -- preemption: the twin of `scheduling/preemption.py`
+
+function pool.takeable_key(level) return prefix .. 'p:' .. level end
+
+-- How a lease of a preemptible tier had waited. A sequence of 0: it was stated, and the store does not know.
+function pool.recall(lease)
+  local text = call('HGET', prefix .. 'v', lease.owner .. ' ' .. lease.id)
+  if not text then return false end
+  local sequence, arrived, times, overtaken, served = match(text, '^(%d+) (%d+) (%d+) (%-?%d+) ?(.*)$')
+  lease.sequence, lease.arrived, lease.times = tonumber(sequence), tonumber(arrived), tonumber(times)
+  lease.served = served
+  if overtaken ~= '-1' then lease.overtaken = tonumber(overtaken) end
+  return true
+end
+
+function pool.remember(lease, times, overtaken, served)
+  call('HSET', prefix .. 'v', lease.owner .. ' ' .. lease.id,
+    fmt('%.0f %.0f %.0f %.0f ', lease.sequence, lease.arrived, times, overtaken or -1) .. served)
+end
+
+-- A lease of a preemptible tier begins: its wait goes on where it was if it is preempted, and it was not served before
+-- itself.
+function pool.may_return(ticket, overtaken)
+  local level, served = ticket.level, {}
+  if ticket.served then
+    for text in string.gmatch(ticket.served, '%d+') do served[#served + 1] = text end
+  else
+    for other = 0, levels - 1 do served[other + 1] = pool.int(tiers[other][SERVED] - (served_since[other] or 0)) end
+  end
+  served[level + 1] = pool.int(tonumber(served[level + 1]) + ticket.tokens)
+  pool.remember(ticket, ticket.times or 0, overtaken, concat(served, ' '))
+  call('ZADD', pool.takeable_key(level), pool.int(tiers[level][ADMITTED]), ticket.owner .. ' ' .. ticket.id)
+end
+
+function pool.keep_lease(id, level)
+  if not preempts then return end
+  local member = me .. ' ' .. id
+  call('ZREM', pool.takeable_key(level), member)
+  call('HDEL', prefix .. 'c', member)
+end
+
+-- A lease is over.
+function pool.forget_preemption(owner, id, level)
+  local member = owner .. ' ' .. id
+  if call('HDEL', prefix .. 'v', member) == 1 then
+    call('ZREM', pool.takeable_key(level), member)
+    call('HDEL', prefix .. 'c', member)
+  end
+end
+
+function pool.forget_all_preemption()
+  call('DEL', prefix .. 'v', prefix .. 'c')
+  for level = 0, levels - 1 do call('DEL', pool.takeable_key(level)) end
+end
+
+-- Whether the store has not heard yet that this lease was preempted for the so-many-th time.
+function pool.is_before_return(id, record, times)
+  local lease = {owner = me, id = id}
+  return string.sub(record, 1, 1) == 'L' and (not pool.recall(lease) or lease.times < times)
+end
+
+-- An operation, or a statement: a lease gives its room back and waits again, at the front of its tier. What the store
+-- does not know of it the replica says.
+function pool.requeue(index)
+  local id, level, times = ARGV[index + 1], tonumber(ARGV[index + 2]), tonumber(ARGV[index + 8])
+  local record = call('HGET', mine, id)
+  if record and not pool.is_before_return(id, record, times) then return end
+  local ticket = {
+    id = id, owner = me, level = level, tokens = tonumber(ARGV[index + 5]), requests = tonumber(ARGV[index + 6]),
+  }
+  if not pool.recall(ticket) or ticket.sequence == 0 then
+    local served = {}
+    for other = 0, levels - 1 do served[other + 1] = pool.int(tiers[other][SERVED]) end
+    ticket.sequence, ticket.arrived = pool.next_sequence(), now - tonumber(ARGV[index + 7])
+    ticket.served = concat(served, ' ')
+  end
+  if record then pool.end_record(me, id, record) end
+  ticket.times, ticket.overtaken = times, ticket.overtaken or now
+  pool.put_back(ticket)
+end
+
+function pool.put_back(ticket)
+  local level, tier = ticket.level, tiers[ticket.level]
+  tier[QUEUED], tier[QUEUED_TOKENS] = tier[QUEUED] + 1, tier[QUEUED_TOKENS] + ticket.tokens
+  meta[WAITING] = meta[WAITING] + 1
+  is_changed[level], heads[level] = true, nil
+  call('ZADD', pool.queue_key(level), pool.tag(tier[VIRTUAL]), pool.member_of(ticket))
+  call('HSET', mine, ticket.id,
+    fmt('W %d %.0f %.0f %.0f %.0f ', level, ticket.tokens, ticket.requests, ticket.sequence, ticket.arrived)
+      .. ticket.served .. fmt(';%.0f %.0f', ticket.times, ticket.overtaken))
+end
+
+-- Books leases out (-1) or in: what would be if they were gone.
+function pool.book(leases, sign)
+  for _, lease in ipairs(leases) do
+    local tier, tokens, requests = tiers[lease.level], sign * lease.tokens, sign * lease.requests
+    tier[HELD_TOKENS], tier[HELD_REQUESTS] = tier[HELD_TOKENS] + tokens, tier[HELD_REQUESTS] + requests
+    all_tokens, all_requests = all_tokens + tokens, all_requests + requests
+  end
+end
+
+function pool.lease_of(member)
+  local owner, id = match(member, '^(%S+) (%S+)$')
+  local level, tokens, requests = pool.read_lease(call('HGET', pool.replica_key(owner), id) or '')
+  if not level then return pool.damaged() end
+  return {owner = owner, id = id, member = member, level = level, tokens = tokens, requests = requests}
+end
+
+function pool.leaving()
+  local found = {}
+  for _, member in ipairs(call('HKEYS', prefix .. 'c')) do found[#found + 1] = pool.lease_of(member) end
+  return found
+end
+
+-- Whether a ticket of a tier that has its reserve comes before the first in order.
+function pool.stands_before(level, ticket, best)
+  if best.below then return false end
+  return pool.is_before(false, pool.aged_score(level, ticket), ticket, best)
+end
+
+-- The most that one of a tier could ever be given.
+function pool.largest(level)
+  local rule, highest = rules[FIRST_RULE + level], level
+  if rules[PROMOTE_AFTER] > 0 then highest = math.min(level, rules[CEILING]) end
+  local tokens, requests = rules[CAPACITY_TOKENS], rules[CAPACITY_REQUESTS]
+  for other = 0, highest - 1 do
+    tokens, requests = tokens - rules[FIRST_RULE + other][H_TOKENS], requests - rules[FIRST_RULE + other][H_REQUESTS]
+  end
+  return math.min(rule[L_TOKENS], tokens), math.min(rule[L_REQUESTS], requests)
+end
+
+function pool.gives(level, best)
+  return rules[FIRST_RULE + level][PREEMPTIONS] > 0
+    and not (tiers[level][QUEUED] > 0 and pool.stands_before(level, pool.head_of(level), best))
+end
+
+function pool.is_takeable(lease, most_tokens, most_requests, best)
+  local rule, tier = rules[FIRST_RULE + lease.level], tiers[lease.level]
+  local has_its_reserve = rule[ALWAYS_FIRST] == 0 and (tier[HELD_TOKENS] - lease.tokens >= rule[R_TOKENS]
+    or tier[HELD_REQUESTS] - lease.requests >= rule[R_REQUESTS])
+  if not has_its_reserve or lease.tokens > most_tokens or lease.requests > most_requests then return false end
+  if not pool.recall(lease) then return pool.damaged() end
+  return lease.times < rule[PREEMPTIONS] and not pool.stands_before(lease.level, lease, best)
+end
+
+-- Books out whom the first in order needs. Returns them, and whether they are enough.
+function pool.take(best)
+  local chosen = {}
+  for level = levels - 1, best.ticket.level + 1, -1 do
+    if pool.gives(level, best) then
+      local most_tokens, most_requests = pool.largest(level)
+      for _, member in ipairs(call('ZREVRANGE', pool.takeable_key(level), 0, -1)) do
+        local lease = pool.lease_of(member)
+        if pool.is_takeable(lease, most_tokens, most_requests, best) then
+          chosen[#chosen + 1] = lease
+          pool.book({lease}, -1)
+          if pool.fits(best.ticket, best.score) then return chosen, true end
+        end
+      end
+    end
+  end
+  return chosen, false
+end
+
+-- Spares whom it fits without, the last chosen first. Nobody of them is booked out any more.
+function pool.needed(chosen, best)
+  local needed = {}
+  for index = #chosen, 1, -1 do
+    local lease = chosen[index]
+    pool.book({lease}, 1)
+    if not pool.fits(best.ticket, best.score) then
+      pool.book({lease}, -1)
+      table.insert(needed, 1, lease)
+    end
+  end
+  pool.book(needed, 1)
+  return needed
+end
+
+function pool.choose(best)
+  local leaving, needed = pool.leaving(), {}
+  pool.book(leaving, -1)
+  if not pool.fits(best.ticket, best.score) then
+    local chosen, is_enough = pool.take(best)
+    if is_enough then needed = pool.needed(chosen, best) else pool.book(chosen, 1) end
+  end
+  pool.book(leaving, 1)
+  return needed
+end
+
+-- Whether any head waits that could preempt, before the first in order is looked for.
+function pool.may_preempt()
+  if meta[WAITING] == 0 or (now < meta[BACK_UNTIL] and all_requests > 0) or pool.is_on_hold() then return false end
+  for level = 0, levels - 1 do
+    if tiers[level][QUEUED] > 0 and rules[FIRST_RULE + level][PREEMPT_AFTER] >= 0 then return true end
+  end
+  return false
+end
+
+-- The first in order, where it does not fit and has waited long enough, is given the room of others: they are told, and
+-- hold it until they say that their engines have let go.
+function pool.preempt()
+  if not pool.may_preempt() then return end
+  local best = pool.first()
+  local after = best and rules[FIRST_RULE + best.ticket.level][PREEMPT_AFTER] or -1
+  if after < 0 or now - best.ticket.arrived < after then return end
+  for _, lease in ipairs(pool.choose(best)) do
+    call('ZREM', pool.takeable_key(lease.level), lease.member)
+    call('HSET', prefix .. 'c', lease.member, lease.level)
+    pool.grant(lease.owner, '!' .. lease.id .. ' ' .. pool.int(lease.times))
+  end
+end
+
+function pool.next_preemption(soonest)
+  for level = 0, levels - 1 do
+    local after = rules[FIRST_RULE + level][PREEMPT_AFTER]
+    if after >= 0 and tiers[level][QUEUED] > 0 then
+      local change = pool.head_of(level).arrived + after - now
+      if change > 0 and (soonest < 0 or change < soonest) then soonest = change end
+    end
+  end
+  return soonest
+end
+
+end
+
+-- -- tenants' own limits: the twin of `scheduling/allowance.py`. Made only where a call has to do with them.
+
+local function define_limits()
+
+local UNIT, FULLEST = 60000000, 9007199254740991
+local accounts_key, accounts = prefix .. 'a', {}
+
+-- Of a limit that there is none of, nothing stays.
+function pool.drain(account)
+  local elapsed = math.max(0, now - account.at)
+  account.requests = math.max(0, account.requests - elapsed * (account.rpm > 0 and account.rpm or FULLEST))
+  account.tokens = math.max(0, account.tokens - elapsed * (account.tpm > 0 and account.tpm or FULLEST))
+  account.at = math.max(account.at, now)
+end
+
+function pool.account(tenant)
+  local account = accounts[tenant]
+  if not account then
+    local figures = {}
+    for figure in string.gmatch(call('HGET', accounts_key, tenant) or '', '%S+') do
+      figures[#figures + 1] = tonumber(figure)
+    end
+    account = {
+      requests = figures[1] or 0, tokens = figures[2] or 0, at = figures[3] or now, concurrent = figures[4] or 0,
+      refunded = figures[5] or 0, mean = figures[6] or 0, rpm = figures[7] or -1, tpm = figures[8] or -1,
+    }
+    accounts[tenant] = account
+    pool.drain(account)
+  end
+  return account
+end
+
+function pool.is_at_rest(account)
+  return account.concurrent == 0 and account.requests == 0 and account.tokens == 0
+end
+
+function pool.save_accounts()
+  for tenant, account in pairs(accounts) do
+    if account.is_forgotten or (pool.is_at_rest(account) and account.mean == 0 and account.refunded == 0) then
+      call('HDEL', accounts_key, tenant)
+    else
+      call('HSET', accounts_key, tenant, fmt('%.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f', account.requests, account.tokens,
+        account.at, account.concurrent, account.refunded, account.mean, account.rpm, account.tpm))
+    end
+  end
+end
+
+-- Some of those that may be back at rest, at every beat: so memory is bounded, and no call looks at all of them.
+function pool.forget_accounts(tenants)
+  for _, tenant in ipairs(tenants) do
+    local account = pool.account(tenant)
+    account.is_forgotten = pool.is_at_rest(account)
+  end
+end
+
+-- Microseconds until it conforms, -1 for never, nil where it does now.
+function pool.wait_for(per_minute, capacity, level, cost)
+  if per_minute < 0 or level <= capacity - cost then return nil end
+  if cost > capacity then return -1 end
+  return math.ceil((level - (capacity - cost)) / per_minute)
+end
+
+-- What it is over for longest: t, r or c, and for how long.
+function pool.over(account, tokens, most, burst)
+  local worst, after
+  local function consider(limit, us)
+    if us and (not after or (us < 0 and FULLEST or us) > (after < 0 and FULLEST or after)) then worst, after = limit, us end
+  end
+  consider('t', pool.wait_for(account.tpm, account.tpm * burst, account.tokens, tokens * UNIT))
+  consider('r', pool.wait_for(account.rpm, math.max(UNIT, account.rpm * burst), account.requests, UNIT))
+  if most >= 0 and account.concurrent >= most then consider('c', math.floor(account.mean / most)) end
+  return worst, after
+end
+
+function pool.left_text(account, burst)
+  local function left(per_minute, capacity, level)
+    if per_minute < 0 then return '-1 -1' end
+    return fmt('%.0f %.0f', math.floor(math.max(0, capacity - level) / UNIT), math.ceil(level / per_minute))
+  end
+  return left(account.rpm, math.max(UNIT, account.rpm * burst), account.requests) .. ' '
+    .. left(account.tpm, account.tpm * burst, account.tokens)
+end
+
+function pool.charge(account, tenant, tokens)
+  account.concurrent = account.concurrent + 1
+  if account.rpm > 0 then account.requests = math.min(FULLEST, account.requests + UNIT) end
+  if account.tpm > 0 then account.tokens = math.min(FULLEST, account.tokens + tokens * UNIT) end
+  return fmt('%s %.0f %.0f %.0f %.0f %.0f', tenant, tokens, account.at, math.max(0, account.tpm), account.tokens,
+    account.refunded)
+end
+
+-- In the very call that charged it.
+function pool.undo(account, tokens)
+  account.concurrent = account.concurrent - 1
+  if account.rpm > 0 then account.requests = math.max(0, account.requests - UNIT) end
+  if account.tpm > 0 then account.tokens = math.max(0, account.tokens - tokens * UNIT) end
+end
+
+function pool.settle_tokens(account, tokens, used, drained_since, level, refunded, rate)
+  local over = math.min(used, math.floor(FULLEST / UNIT)) - tokens
+  if over >= 0 then
+    account.tokens = math.min(FULLEST, account.tokens + over * UNIT)
+    return
+  end
+  local drained = rate * math.max(0, account.at - drained_since)
+  local refund = math.min(-over * UNIT, level - (account.refunded - refunded) * UNIT - drained, account.tokens)
+  if refund > 0 then
+    account.tokens, account.refunded = account.tokens - refund, account.refunded + math.ceil(refund / UNIT)
+  end
+end
+
+-- `used` is -1 where nobody knows: the estimate stands.
+function pool.correct(charge, used, was_held)
+  local tenant, tokens, at, per_minute, level, refunded = match(charge, '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+)$')
+  local account = pool.account(tenant)
+  tokens, at, per_minute = tonumber(tokens), tonumber(at), tonumber(per_minute)
+  account.concurrent = math.max(0, account.concurrent - 1)
+  if was_held then
+    local took = math.max(0, now - at)
+    account.mean = account.mean > 0 and account.mean + math.floor((took - account.mean) / 8) or took
+  end
+  if account.tpm > 0 and per_minute > 0 then
+    pool.settle_tokens(account, tokens, used < 0 and tokens or used, at, tonumber(level), tonumber(refunded),
+      math.max(per_minute, account.tpm))
+  end
+  if pool.is_at_rest(account) then account.mean, account.refunded = 0, 0 end
+end
+
+function pool.is_lease(record) return record ~= nil and string.sub(record, 1, 1) == 'L' end
+
+function pool.correct_own(id, used)
+  local key = prefix .. 'm:' .. me
+  local charge = call('HGET', key, id)
+  if not charge then return end
+  local is_lease = pool.is_lease(call('HGET', mine, id) or nil)
+  call('HDEL', key, id)
+  pool.correct(charge, is_lease and used or 0, is_lease)
+end
+
+function pool.correct_lost(charge, record)
+  local is_lease = pool.is_lease(record)
+  pool.correct(charge, is_lease and -1 or 0, is_lease)
+end
+
+-- It counts as one of its tenant's that run or wait; what it was charged is known here, or lost with the store.
+function pool.restate(id, tenant)
+  local key = prefix .. 'm:' .. me
+  if call('HEXISTS', key, id) == 1 then return end
+  local account = pool.account(tenant)
+  account.concurrent = account.concurrent + 1
+  call('HSET', key, id, fmt('%s 0 %.0f 0 0 0', tenant, now))
+end
+
+function pool.meter(index)
+  local id, tenant = ARGV[index + 1], ARGV[index + 3]
+  if call('HEXISTS', mine, id) == 1 then return end
+  local figure = {}
+  for place = 2, 11 do figure[place] = tonumber(ARGV[index + place]) end
+  local level, tokens, burst, lower = figure[2], figure[5], figure[10], figure[11]
+  local account = pool.account(tenant)
+  account.rpm, account.tpm = figure[7], figure[8]
+  local over, after = pool.over(account, tokens, figure[9], burst)
+  if over and lower < 0 then
+    pool.verdicts[#pool.verdicts + 1] = fmt('%s o %s %.0f ', id, over, after) .. pool.left_text(account, burst)
+    return
+  end
+  local charge, before = nil, #refused
+  if over then level = math.max(level, lower) else charge = pool.charge(account, tenant, tokens) end
+  pool.enter(id, level, tenant, figure[4], tokens, figure[6])
+  if #refused > before then
+    if charge then pool.undo(account, tokens) end
+  elseif charge then
+    call('HSET', prefix .. 'm:' .. me, id, charge)
+  end
+  pool.verdicts[#pool.verdicts + 1] = fmt('%s %s %d ', id, over and 'd' or 'w', level) .. pool.left_text(account, burst)
+end
+
+end
+
 local function define_operations()
+
+function pool.limits()
+  if not pool.meter then define_limits() end
+  return pool
+end
 
 -- Whether replicas are still to say what they hold, after the store was lost or silent.
 function pool.is_on_hold()
@@ -485,14 +944,16 @@ end
 function pool.withdraw(ticket)
   local figures, overtaken = pool.wait_text(ticket, ticket.level)
   pool.remove(ticket)
-  pool.settle_steps(ticket.sequence, overtaken)
+  pool.settle_steps(ticket.sequence, not ticket.times and overtaken)
   return figures
 end
 
 -- Ends what a record of some replica says. Returns how it had waited, where it did.
 function pool.end_record(owner, id, record)
   if string.sub(record, 1, 1) == 'L' then
-    pool.free(pool.read_lease(record))
+    local level, tokens, requests = pool.read_lease(record)
+    pool.free(level, tokens, requests)
+    if preempts then pool.forget_preemption(owner, id, level) end
     return nil
   end
   return pool.withdraw(pool.read_ticket(owner, id, record))
@@ -526,9 +987,22 @@ function pool.operate(index)
       pool.enter(id, tonumber(ARGV[index + 2]), ARGV[index + 3], tonumber(ARGV[index + 4]), tonumber(ARGV[index + 5]),
         tonumber(ARGV[index + 6]))
       index = index + 7
+    elseif operation == 'm' then
+      pool.limits().meter(index)
+      index = index + 12
+    elseif operation == 'u' then
+      pool.limits().correct_own(id, tonumber(ARGV[index + 2]))
+      pool.finish(id)
+      index = index + 3
     elseif operation == 'x' then
       pool.finish(id)
       index = index + 2
+    elseif operation == 'k' then
+      pool.keep_lease(id, tonumber(ARGV[index + 2]))
+      index = index + 3
+    elseif operation == 'p' then
+      pool.requeue(index)
+      index = index + 9
     elseif operation == 'b' then
       meta[BACK_UNTIL] = now + tonumber(id)
       pool.dispatch()
@@ -542,9 +1016,27 @@ end
 
 -- -- replicas
 
+function pool.by_id(list)
+  local found = {}
+  for index = 1, #list, 2 do found[list[index]] = list[index + 1] end
+  return found
+end
+
+-- Ends what a replica's requests were charged, but for those in `stated`. Those in `untold` never ran.
+function pool.end_charges(replica, records, stated, untold)
+  local key = prefix .. 'm:' .. replica
+  for id, charge in pairs(pool.by_id(call('HGETALL', key))) do
+    if not stated[id] then
+      call('HDEL', key, id)
+      pool.limits().correct_lost(charge, not untold[id] and records[id] or nil)
+    end
+  end
+end
+
 function pool.drop(replica)
   local key = pool.replica_key(replica)
   local records = call('HGETALL', key)
+  pool.end_charges(replica, pool.by_id(records), {}, {})
   call('DEL', key, pool.outbox_key(replica))
   call('ZREM', beats, replica)
   meta[REPLICAS] = call('ZCARD', beats)
@@ -583,10 +1075,13 @@ end
 
 function pool.keep()
   call('PEXPIRE', root, KEPT_MS)
-  for _, name in ipairs({'beats', 'w', 's', 'r:' .. me, 'o:' .. me}) do call('PEXPIRE', prefix .. name, KEPT_MS) end
+  for _, name in ipairs({'beats', 'w', 's', 'v', 'c', 'a', 'r:' .. me, 'o:' .. me, 'm:' .. me}) do
+    call('PEXPIRE', prefix .. name, KEPT_MS)
+  end
   for level = 0, levels - 1 do
     call('PEXPIRE', pool.queue_key(level), KEPT_MS)
     call('PEXPIRE', pool.finish_key(level), KEPT_MS)
+    if preempts then call('PEXPIRE', pool.takeable_key(level), KEPT_MS) end
   end
 end
 
@@ -597,7 +1092,7 @@ function pool.create(expected)
   meta[NOW] = meta[BIRTH]
   rules_text, rules, tiers, heads = ARGV[5], cjson.decode(ARGV[5]), {}, {}
   all_tokens, all_requests = 0, 0
-  levels = #rules - FIRST_RULE + 1
+  pool.heed_rules()
   for level = 0, levels - 1 do tiers[level] = {0, 0, 0, 0, 0, 0, 0} end
   if expected > 1 then -- others ran beside this one: nothing is admitted before they had time to say what they hold
     meta[HOLD_SINCE], meta[HOLD_UNTIL], meta[HOLD_FOR] = meta[BIRTH], meta[BIRTH] + BEAT_US, expected
@@ -616,6 +1111,8 @@ function pool.agree_on_rules()
   if ARGV[6] == '1' then
     if not is_same_ladder then return pool.create(meta[REPLICAS]) end
     rules_text, rules = ARGV[5], theirs
+    pool.heed_rules()
+    if not preempts then pool.forget_all_preemption() end
     call('HSET', root, 'rules', rules_text)
   elseif not is_same_ladder then
     return concat(rules[NAMES], ' ')
@@ -629,15 +1126,21 @@ function pool.state_lease(index, old)
   pool.hold(level, tokens, requests)
   meta[LEASES] = meta[LEASES] + 1
   call('HSET', mine, id, pool.lease_record(level, tokens, requests))
+  if preempts and rules[FIRST_RULE + level][PREEMPTIONS] > 0 then
+    pool.remember({owner = me, id = id, sequence = 0, arrived = 0}, tonumber(ARGV[index + 5]), nil, '')
+  end
 end
 
 function pool.state_ticket(index, old)
   local id, level = ARGV[index + 1], tonumber(ARGV[index + 2])
-  if old then -- it keeps its place, or the lease that it has not heard of
+  local times = tonumber(ARGV[index + 8])
+  if old and not (times > 0 and pool.is_before_return(id, old, times)) then
+    -- it keeps its place, or the lease that it has not heard of
     local _, _, _, text = pool.read_lease(old)
     if text then grants[#grants + 1] = text ~= '' and text or id end
     return
   end
+  if times > 0 then return pool.requeue(index) end
   pool.push({
     id = id, owner = me, level = level, tokens = tonumber(ARGV[index + 5]), requests = tonumber(ARGV[index + 6]),
     sequence = pool.next_sequence(), arrived = now - tonumber(ARGV[index + 7]),
@@ -650,21 +1153,20 @@ function pool.statements(visit)
   local index = 8
   while ARGV[index] do
     visit(index, ARGV[index + 1])
-    index = index + (ARGV[index] == 'l' and 5 or 8)
+    index = index + (LENGTH_OF[ARGV[index]] or 9)
   end
 end
 
 function pool.sync()
-  local old, stated = {}, {}
-  local records = call('HGETALL', mine)
-  for index = 1, #records, 2 do old[records[index]] = records[index + 1] end
+  local old, stated, untold = pool.by_id(call('HGETALL', mine)), {}, {}
   if old['#'] and tonumber(old['#']) >= fence then return false end
   if not old['#'] then meta[LATE] = meta[LATE] + tonumber(ARGV[7]) end
   old['#'] = nil
-  pool.statements(function(_, id) stated[id] = true end)
+  pool.statements(function(index, id) if ARGV[index] == 'f' then untold[id] = true else stated[id] = true end end)
   call('HSET', mine, '#', fence)
   call('DEL', pool.outbox_key(me))
   pool.beat()
+  pool.end_charges(me, old, stated, untold)
   for id, record in pairs(old) do
     if not stated[id] then
       call('HDEL', mine, id)
@@ -672,15 +1174,22 @@ function pool.sync()
     end
   end
   pool.statements(function(index, id)
-    if ARGV[index] == 'l' then pool.state_lease(index, old[id]) else pool.state_ticket(index, old[id]) end
+    if ARGV[index] == 'l' then
+      pool.state_lease(index, old[id])
+    elseif ARGV[index] == 'a' then
+      pool.limits().restate(id, ARGV[index + 2])
+    elseif ARGV[index] ~= 'f' then
+      pool.state_ticket(index, old[id])
+    end
   end)
   return true
 end
 
 -- -- one call
 
--- Time matters through aging, when a head reaches a whole level, while the pool is on hold or held back, and where
--- another replica may have died: whoever waits for what it held looks after it as soon as that can be told.
+-- Time matters through aging, when a head reaches a whole level, when one has waited long enough to preempt others, while
+-- the pool is on hold or held back, and where another replica may have died: whoever waits for what it held looks after
+-- it as soon as that can be told.
 function pool.next_change()
   if meta[WAITING] == 0 then return -1 end
   local soonest = meta[HOLD_UNTIL] > now and meta[HOLD_UNTIL] - now or -1
@@ -690,6 +1199,7 @@ function pool.next_change()
     local look = math.max(meta[GRACE], meta[SWEEP]) - now
     if soonest < 0 or look < soonest then soonest = look end
   end
+  if preempts then soonest = pool.next_preemption(soonest) end
   local promote_after = rules[PROMOTE_AFTER]
   if promote_after == 0 then return soonest end
   for level = rules[CEILING] + 1, levels - 1 do
@@ -709,7 +1219,8 @@ function pool.reply(tells_all)
   for _, text in ipairs(listed) do grants[#grants + 1] = text end
   local figures = {meta[REPLICAS], after, #listed, meta[WAITING], meta[LEASES], meta[LATE], all_tokens, all_requests,
     meta[LATEST_ARRIVED] == 0 and -1 or now - meta[LATEST_ARRIVED]}
-  return {'ok', figures, pool.save(tells_all), grants, ended, refused}
+  if pool.save_accounts then pool.save_accounts() end
+  return {'ok', figures, pool.save(tells_all), grants, ended, refused, pool.verdicts}
 end
 
 function pool.main()
@@ -737,9 +1248,14 @@ function pool.main()
     pool.operate(5)
   end
   pool.dispatch()
+  if preempts then pool.preempt() end
   pool.publish()
   if kind ~= 'call' then pool.keep() end
-  if kind == 'beat' then call('PUBLISH', root .. ':grants:' .. me, '') end
+  if kind == 'beat' then
+    local tenants = call('HRANDFIELD', prefix .. 'a', LOOKED_AT)
+    if tenants and tenants[1] then pool.limits().forget_accounts(tenants) end
+    call('PUBLISH', root .. ':grants:' .. me, '')
+  end
   return pool.reply(kind ~= 'call')
 end
 
@@ -747,6 +1263,7 @@ end
 
 define_tickets()
 define_rules()
+define_preemption()
 define_operations()
 local is_done, result = pcall(pool.main)
 if is_done then return result end

@@ -101,8 +101,9 @@ class Alone:
         self._granted = granted
         self._names = tuple(tier.name for tier in part.tiers)
         self._scheduler = Scheduler(part)
-        self._dispatcher = Dispatcher(self._scheduler, clock, self._admitted, self._scheduler.keep)
+        self._dispatcher = Dispatcher(self._scheduler, clock, self._admitted, self._chosen)
         self._waiting: dict[int, RedisLease] = {}
+        self._takeable: dict[int, RedisLease] = {}  # those granted here that may be preempted
         self._parked: dict[int, RedisLease] = {}  # does not fit now; the part may grow, or the store come back
         self._take_over(leases)
 
@@ -117,6 +118,7 @@ class Alone:
         wait = None if self._scheduler.settle(str(lease.id)) else self._scheduler.cancel(str(lease.id), now_us)
         self._waiting.pop(lease.id, None)
         self._parked.pop(lease.id, None)
+        self._takeable.pop(lease.id, None)
         self._dispatcher.dispatch(now_us)
         return None if wait is None else grant_of(self._names, wait, now_us, lease.ask.tier)
 
@@ -124,6 +126,21 @@ class Alone:
         """Follows what a lease holds."""
         self._scheduler.resize(str(lease.id), lease.ask.tokens)
         self._dispatcher.dispatch(self._clock())
+
+    def keep(self, lease: RedisLease) -> None:
+        """A lease is not to be preempted any more."""
+        if self._takeable.pop(lease.id, None) is not None and self._scheduler.keep(str(lease.id)):
+            self._dispatcher.dispatch(self._clock())
+
+    def requeue(self, lease: RedisLease) -> None:
+        """A lease gives its room back and waits again; one that was chosen by the store, or by an earlier part, too."""
+        now_us = self._clock()
+        if self._takeable.pop(lease.id, None) is not None and self._scheduler.requeue(str(lease.id), now_us):
+            self._waiting[lease.id] = lease
+        else:
+            self._scheduler.settle(str(lease.id))
+            self._submit_or_park(lease)
+        self._dispatcher.dispatch(now_us)
 
     def hold_back(self, for_us: int) -> None:
         """Admits nobody for so long while anything is held."""
@@ -151,10 +168,16 @@ class Alone:
     def _submit_or_park(self, lease: RedisLease) -> None:
         if fits_into(self.part, lease.ask):
             self._waiting[lease.id] = lease
-            self._dispatcher.submit(str(lease.id), lease.ask, lease.entered_us)
+            self._dispatcher.submit(str(lease.id), lease.ask, lease.entered_us, lease.preemptions)
         else:
             self._parked[lease.id] = lease
 
     def _admitted(self, admission: Admission, now_us: int) -> None:
         lease = self._waiting.pop(int(admission.ticket.id))
+        if self.part.tiers[lease.ask.tier].preemptible:
+            self._takeable[lease.id] = lease
         self._granted(lease, grant_of(self._names, admission.wait, now_us, admission.level, admission.passed))
+
+    def _chosen(self, lease_id: str) -> None:
+        lease = self._takeable[int(lease_id)]
+        lease.chosen(lease.preemptions)

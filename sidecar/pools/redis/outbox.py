@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from sidecar.pools.pool import Grant
 from sidecar.pools.redis.lease import Left, RedisLease
-from sidecar.pools.redis.script import BACK, END, ENTER, RESIZE, Argument
+from sidecar.pools.redis.script import BACK, KEEP, RESIZE, Argument, end, enter, requeue
 
 
 def tell(left: Left | None, wait: Grant | None) -> None:
@@ -46,16 +46,15 @@ class Outbox:
         self._batch = Batch()
         self._reason = asyncio.Event()
 
-    def enter(self, lease: RedisLease) -> None:
-        """A lease asks to be admitted."""
-        ask = lease.ask
-        self._batch.arguments += (ENTER, lease.id, ask.tier, ask.tenant, ask.weight, ask.tokens, ask.requests)
+    def enter(self, lease: RedisLease, lower: int | None = None) -> None:
+        """A lease asks to be admitted. What is over its tenant's limits falls to the level `lower`."""
+        self._batch.arguments += enter(lease.id, lease.ask, lower)
         self._batch.entering.append(lease)
         self._reason.set()
 
-    def end(self, lease: RedisLease, left: Left | None) -> None:
+    def end(self, lease: RedisLease, left: Left | None, used_tokens: int | None) -> None:
         """A lease, or its wait, is over; `left` is to be told how it had waited."""
-        self._batch.arguments += (END, lease.id)
+        self._batch.arguments += end(lease.id, lease.ask, used_tokens)
         self._batch.ends += 1
         if lease.grant is not None:
             self._batch.freed_tokens += lease.ask.tokens
@@ -68,6 +67,19 @@ class Outbox:
         """A lease holds something else: so many tokens less, or more where they are negative."""
         self._batch.arguments += (RESIZE, lease.id, lease.ask.tokens)
         self._batch.freed_tokens += freed_tokens
+        self._reason.set()
+
+    def keep(self, lease: RedisLease, *, is_urgent: bool) -> None:
+        """A lease is not to be preempted any more. That can wait for the next call, but where it was chosen."""
+        self._batch.arguments += (KEEP, lease.id, lease.ask.tier)
+        if is_urgent:
+            self._reason.set()
+
+    def requeue(self, lease: RedisLease, waited_us: int) -> None:
+        """A lease gives its room back and waits again."""
+        self._batch.arguments += requeue(lease.id, lease.ask, waited_us, lease.preemptions)
+        self._batch.freed_tokens += lease.ask.tokens
+        self._batch.freed_requests += lease.ask.requests
         self._reason.set()
 
     def hold_back(self, for_us: int) -> None:

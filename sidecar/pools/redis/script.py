@@ -16,9 +16,10 @@ from sidecar.policy.policy import Policy
 from sidecar.policy.rules import PoolRules, TierRules
 from sidecar.pools.pool import Ask
 from sidecar.scheduling import Rule
+from sidecar.scheduling.allowance import Limit, Over
 
 SOURCE = files(__package__).joinpath("admission.lua").read_text(encoding="utf-8")
-LAYOUT = 3
+LAYOUT = 4
 """Goes up when what the keys hold changes: replicas of two versions then keep two pools, rather than one broken one."""
 
 BEAT_S = 2.0
@@ -28,9 +29,13 @@ SILENCE_S = 10.0
 
 CALL, BEAT, SYNC, BYE = b"call", b"beat", b"sync", b"bye"
 ENTER, END, RESIZE, BACK, LEASE, TICKET = b"e", b"x", b"z", b"b", b"l", b"t"
+KEEP, REQUEUE = b"k", b"p"
+METERED_ENTER, METERED_END, COUNTED, UNTOLD = b"m", b"u", b"a", b"f"
 OK, UNKNOWN, STALE, FOREIGN = b"ok", b"unknown", b"stale", b"foreign"
 
 _RULES = {"a": Rule.ALWAYS_FIRST, "r": Rule.RESERVE, "l": Rule.LEVEL, "x": Rule.LIMIT}
+
+_LIMITS = {b"t": Limit.TOKENS, b"r": Limit.REQUESTS, b"c": Limit.CONCURRENT}
 
 Argument = str | bytes | int
 
@@ -47,7 +52,10 @@ def grants_channel(pool: str, replica: str) -> str:
 
 def rules_text(policy: Policy, rules: PoolRules) -> str:
     """The rules as the script reads them, the same text for the same rules. `rules` are the policy's in some size."""
-    tiers = [_tier(rule, tier.max_waiting) for rule, tier in zip(rules.tiers, policy.tiers, strict=True)]
+    tiers = [
+        _tier(rule, tier.max_waiting) + _preemption(rule, rules.max_preemptions)
+        for rule, tier in zip(rules.tiers, policy.tiers, strict=True)
+    ]
     pool = [rules.tokens, rules.requests, rules.promote_after_us or 0, rules.ceiling]
     return json.dumps([[tier.name for tier in rules.tiers], *pool, *tiers], separators=(",", ":"))
 
@@ -66,12 +74,43 @@ def _tier(rules: TierRules, places: int | None) -> list[int]:
     ]
 
 
-def statement(lease_id: int, ask: Ask, waited_us: int | None) -> Sequence[Argument]:
+def _preemption(rules: TierRules, max_preemptions: int) -> list[int]:
+    preempt_after_us = -1 if rules.preempt_after_us is None else rules.preempt_after_us
+    return [max_preemptions if rules.preemptible else 0, preempt_after_us]
+
+
+def enter(lease_id: int, ask: Ask, lower: int | None) -> Sequence[Argument]:
+    """The operation by which a request asks for a lease; over its tenant's limits it falls to the level `lower`."""
+    size = (lease_id, ask.tier, ask.tenant, ask.weight, ask.tokens, ask.requests)
+    limits = ask.limits
+    if limits is None:
+        return (ENTER, *size)
+    figures = (limits.requests_per_minute, limits.tokens_per_minute, limits.concurrent_requests, limits.burst_us, lower)
+    return (METERED_ENTER, *size, *(-1 if figure is None else figure for figure in figures))
+
+
+def end(lease_id: int, ask: Ask, used_tokens: int | None) -> Sequence[Argument]:
+    """The operation that ends a lease or a wait. `used_tokens` is None where nobody knows: its estimate stands."""
+    if ask.limits is None:
+        return (END, lease_id)
+    return (METERED_END, lease_id, -1 if used_tokens is None else used_tokens)
+
+
+def statement(lease_id: int, ask: Ask, waited_us: int | None, preemptions: int = 0) -> Sequence[Argument]:
     """What a sync says of one lease, or of a ticket that has waited for so long."""
     if waited_us is None:
-        return (LEASE, lease_id, ask.tier, ask.tokens, ask.requests)
+        return (LEASE, lease_id, ask.tier, ask.tokens, ask.requests, preemptions)
+    return (TICKET, *_waiting(lease_id, ask, waited_us, preemptions))
+
+
+def requeue(lease_id: int, ask: Ask, waited_us: int, preemptions: int) -> Sequence[Argument]:
+    """The operation by which a victim waits again, for the `preemptions`-th time."""
+    return (REQUEUE, *_waiting(lease_id, ask, waited_us, preemptions))
+
+
+def _waiting(lease_id: int, ask: Ask, waited_us: int, preemptions: int) -> Sequence[Argument]:
     size = (ask.tokens, ask.requests)
-    return (TICKET, lease_id, ask.tier, ask.tenant, ask.weight, *size, max(0, waited_us))
+    return (lease_id, ask.tier, ask.tenant, ask.weight, *size, max(0, waited_us), preemptions)
 
 
 class TierReply(NamedTuple):
@@ -90,6 +129,7 @@ class WaitReply(NamedTuple):
     """How a ticket waited, in microseconds; `starved_us` is None where it was not overtaken.
 
     `level` is None where it was admitted as it came: it is its tier's. `passed` is as in `scheduling.Admission`.
+    `preemptions` is how often it had been preempted before: a line may be heard late, and twice.
     """
 
     wait_us: int
@@ -97,6 +137,29 @@ class WaitReply(NamedTuple):
     level: int | None
     served_ahead: Sequence[int]
     passed: Sequence[tuple[int, Rule]] = ()
+    preemptions: int = 0
+
+
+class Lines(NamedTuple):
+    """What a replica is told of its own, by a reply or by a message: grants, and the victims with their preemptions."""
+
+    grants: Sequence[tuple[int, WaitReply | None]]
+    victims: Sequence[tuple[int, int]]
+
+
+class Verdict(NamedTuple):
+    """What became of a request with limits: in at `level`, downgraded or not, or `over` them and not in.
+
+    Of both limits by the minute, what may come at once now, and the microseconds until all of it may; None for one that
+    there is not.
+    """
+
+    lease_id: int
+    level: int
+    is_downgraded: bool
+    over: Over | None
+    requests: tuple[int, int] | None
+    tokens: tuple[int, int] | None
 
 
 class Reply(NamedTuple):
@@ -117,34 +180,70 @@ class Reply(NamedTuple):
     latest_age_us: int | None
     tiers: Sequence[tuple[int, TierReply]]
     grants: Sequence[tuple[int, WaitReply | None]]
+    victims: Sequence[tuple[int, int]]
     ended: Sequence[tuple[int, WaitReply | None]]
     refused: Sequence[int]
+    verdicts: Sequence[Verdict]
 
 
 def read_reply(answer: Sequence[Any]) -> Reply:
     """The answer of a call that was `ok`."""
-    _, figures, tiers, grants, ended, refused = answer
+    _, figures, tiers, grants, ended, refused, verdicts = answer
     replicas, change_after_us, *counts, latest_age_us = figures
     lists = (
         [_read_tier(text) for text in tiers],
-        [read_wait(text) for text in grants],
+        *read_lines(grants),
         [read_wait(text) for text in ended],
         [int(text) for text in refused],
+        [_read_verdict(text) for text in verdicts],
     )
     latest = None if latest_age_us < 0 else latest_age_us
     return Reply._make((replicas, None if change_after_us < 0 else change_after_us, *counts, latest, *lists))
 
 
+def read_lines(texts: Sequence[bytes]) -> Lines:
+    """Lines that are grants, or `!ID TIMES`."""
+    victims = [text for text in texts if text.startswith(b"!")]
+    grants = [text for text in texts if not text.startswith(b"!")] if victims else texts
+    return Lines([read_wait(text) for text in grants], [_read_victim(text) for text in victims])
+
+
+def _read_verdict(text: bytes) -> Verdict:
+    lease_id, kind, *rest = text.split()
+    over, level = None, -1
+    if kind == b"o":
+        after_us = int(rest[1])
+        over, rest = Over(_LIMITS[rest[0]], None if after_us < 0 else after_us), rest[2:]
+    else:
+        level, rest = int(rest[0]), rest[1:]
+    requests, requests_reset_us, tokens, tokens_reset_us = map(int, rest)
+    return Verdict(
+        int(lease_id),
+        level,
+        kind == b"d",
+        over,
+        None if requests < 0 else (requests, requests_reset_us),
+        None if tokens < 0 else (tokens, tokens_reset_us),
+    )
+
+
+def _read_victim(text: bytes) -> tuple[int, int]:
+    lease_id, times = text[1:].split()
+    return int(lease_id), int(times)
+
+
 def read_wait(text: bytes) -> tuple[int, WaitReply | None]:
-    """A line `ID [PASSED]` or `ID WAIT_US STARVED_US LEVEL SERVED... [PASSED]`: the id, and how it waited."""
+    """A line `ID [PASSED]` or `ID WAIT_US STARVED_US LEVEL SERVED... [PASSED] [rTIMES]`: the id, and how it waited."""
     if b" " not in text:
         return int(text), None
     words = text.split()
+    preemptions = int(words.pop()[1:]) if words[-1].startswith(b"r") else 0
     passed = _read_passed(words.pop()) if words[-1].startswith(b"p") else ()
     if len(words) == 1:
         return int(words[0]), WaitReply(0, None, None, (), passed)
     ticket, wait_us, starved_us, level, *served = map(int, words)
-    return ticket, WaitReply(wait_us, None if starved_us < 0 else starved_us, level, served, passed)
+    starved = None if starved_us < 0 else starved_us
+    return ticket, WaitReply(wait_us, starved, level, served, passed, preemptions)
 
 
 def _read_passed(codes: bytes) -> Sequence[tuple[int, Rule]]:
