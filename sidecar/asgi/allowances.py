@@ -18,11 +18,11 @@ from sidecar.remaining import Allowance, Remaining
 Headers = Iterable[tuple[bytes, bytes]]
 
 
-def note_tier(classification: Classification, lease: Lease) -> None:
-    """Takes over the tier that the pool let a request in at: it rules everything from then on."""
-    if lease.tier != classification.level:
+def note_tier(classification: Classification, level: int | None) -> None:
+    """Takes over the tier at which the pool took a request in, or had no place for it: it rules from then on."""
+    if level is not None and level != classification.level:
         classification.downgraded_from = classification.level
-        classification.level = lease.tier
+        classification.level = level
 
 
 def limits_headers(understood: Understood, lease: Lease, tier_names: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:

@@ -31,7 +31,7 @@ from sidecar.asgi.types import Message, Receive, Scope, Send
 from sidecar.asgi.understanding import Understood, declared_length, longest_wait_s
 from sidecar.asgi.usage import UsageReader
 from sidecar.engines import Forward
-from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, InvalidHeader, QueueTimeout
+from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, InvalidHeader, QueueFull, QueueTimeout
 from sidecar.events import Obstacle, Outcome
 from sidecar.granted import SCOPE_KEY, Granted, current
 from sidecar.policy.policy import Api, Endpoint
@@ -190,7 +190,10 @@ class Exchange:
         try:
             self._lease = lease = await self._door.pool.enter(understood.ask())
             self._stage = Stage.WAITING
-            note_tier(understood.classification, lease)
+            note_tier(understood.classification, lease.tier)
+        except QueueFull as full:
+            note_tier(understood.classification, full.level)
+            raise
         finally:
             self._report.classified(understood, self._endpoint, self._ruling.policy, at_us)
         return lease

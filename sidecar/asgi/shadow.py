@@ -105,7 +105,7 @@ class Shadow:
         self._found(Verdict.UNKNOWN, code, None)
 
     async def _pass_through(self, lease: Lease) -> None:
-        note_tier(self._understood.classification, lease)
+        note_tier(self._understood.classification, lease.tier)
         is_preemptible = self._is_preemptible()
         if is_preemptible:
             lease.on_preempt = self._take_back
