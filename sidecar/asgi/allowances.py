@@ -11,11 +11,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from sidecar.asgi.understanding import Understood
 from sidecar.asgi.usage import UsageReader
 from sidecar.classify import Classification
-from sidecar.errors import AdmissionError, TenantLimit
-from sidecar.pools import Lease
+from sidecar.errors import AdmissionError, QueueFull, TenantLimit
+from sidecar.pools import Lease, Pool
 from sidecar.remaining import Allowance, Remaining
 
 Headers = Iterable[tuple[bytes, bytes]]
+
+
+async def entered(pool: Pool, understood: Understood) -> Lease:
+    """Takes a request into the pool, and notes at which tier. Raises what `Pool.enter` does."""
+    try:
+        lease = await pool.enter(understood.ask())
+    except QueueFull as full:
+        note_tier(understood.classification, full.level)
+        raise
+    note_tier(understood.classification, lease.tier)
+    return lease
 
 
 def note_tier(classification: Classification, level: int | None) -> None:
