@@ -8,7 +8,7 @@ others. Everything that is compared runs at the same time, an engine and a door 
 Part 1, a backlog. The engine does 8 requests a second (8 slots, 20 tokens of 50 ms). 200 bulk requests come at 0, and 3
 interactive ones a second, evenly, for 60 s. Interactive has a reserve of 50% that it does not lend, bulk one of 25%,
 which is what keeps it from starving: nothing ages. Interactive's time to first token is compared with what it is behind
-the same door alone, for the whole run and in its worst 5 seconds; bulk's throughput with its own reserve, in its worst
+the same door alone, for the whole run and in the worst 5 seconds; bulk's throughput with its own reserve, in its worst
 5 seconds; and both with the same load on the engine without the door. A fourth run shows what a starvation override
 does, which our policies have as `aging`, with a warning: bulk may age up to interactive there, and then takes the room
 that interactive does not lend.
@@ -131,7 +131,7 @@ def backlog_report(seen: Mapping[str, Sequence[Seen]]) -> list[Line]:
     """Figures and targets of part 1."""
     ttft_s = {name: quantile(_ttfts(answers), 0.99) for name, answers in seen.items()}
     worst_s = {name: worst_window_s(answers) for name, answers in seen.items()}
-    times, worst_times = ttft_s["door"] / ttft_s["alone"], worst_s["door"] / ttft_s["alone"]
+    times, worst_times = ttft_s["door"] / ttft_s["alone"], worst_s["door"] / worst_s["alone"]
     least = {name: least_throughput(seen[name]) for name in ("door", "engine")}
     reserved = BULK_RESERVE * SLOTS / (OUTPUT_TOKENS * STEP_MS / 1000)
     failed = sum(not one.is_complete for answers in seen.values() for one in answers)

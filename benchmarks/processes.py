@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from typing import TextIO
 
 LINES = {"serve": 2}
 """How many lines with an address a command prints when it is ready; one, where it is not here."""
@@ -17,7 +18,7 @@ LINES = {"serve": 2}
 @contextlib.contextmanager
 def command(*arguments: str, module: str = "sidecar.cli", **variables: str) -> Iterator[Sequence[str]]:
     """`sidecar ...` while the block runs, and the addresses that it prints. SIGTERM lets it send what it holds."""
-    process = start(*arguments, module=module, **variables)
+    process = start(*arguments, module=module, stderr=None, **variables)
     with process:
         try:
             yield addresses(process, LINES.get(arguments[0], 1))
@@ -26,11 +27,13 @@ def command(*arguments: str, module: str = "sidecar.cli", **variables: str) -> I
             process.wait(60)
 
 
-def start(*arguments: str, module: str = "sidecar.cli", **variables: str) -> subprocess.Popen[str]:
+def start(
+    *arguments: str, module: str = "sidecar.cli", stderr: TextIO | None = None, **variables: str
+) -> subprocess.Popen[str]:
     """Starts it. Whoever does ends it."""
     line = [sys.executable, "-m", module, *arguments]
     environment = {**os.environ, "SIDECAR_LOG_LEVEL": "error", **variables}
-    return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
 
 def addresses(process: subprocess.Popen[str], count: int) -> Sequence[str]:

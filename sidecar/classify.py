@@ -64,7 +64,8 @@ _DEFAULT = Answer(Fallback.DEFAULT, None)
 class Classification(msgspec.Struct):
     """Whose request it is and which level it gets.
 
-    `clamped_from` is the level asked for where the tenant may not have it. `ignored` lists the priority fields and
+    `clamped_from` is the level asked for where the tenant may not have it, `downgraded_from` the one it would have had
+    within the tenant's limits, where it was over them. `ignored` lists the priority fields and
     headers that the client sent and that did not count, as a client would write them.
     """
 
@@ -73,6 +74,7 @@ class Classification(msgspec.Struct):
     source: Source | Fallback
     clamped_from: int | None
     ignored: tuple[str, ...]
+    downgraded_from: int | None = None
 
 
 class Classifier:

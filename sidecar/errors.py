@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from sidecar.remaining import Allowance
+
 
 class AdmissionError(Exception):
     """A request that ends at the door. Raised with a sentence that says what was wrong and what would be right.
@@ -76,6 +78,13 @@ class RequestTooLarge(BadRequest):
     never_fits = True
 
 
+class OutputTooLong(BadRequest):
+    """More output than the tenant's `max_output_tokens`."""
+
+    code = "output_too_long"
+    never_fits = True
+
+
 class UnknownTier(BadRequest):
     """A tier name that is not in the policy, or a number outside [0, 1]."""
 
@@ -104,6 +113,22 @@ class BodyTooLarge(AdmissionError):
     status = 413
     code = "body_too_large"
     kind = "invalid_request_error"
+
+
+class TenantLimit(AdmissionError):
+    """Over the tenant's own limits. `retry_after_s` is when the request would conform, `allowance` what is left.
+
+    It is exact for the limits by the minute, and an estimate for `concurrent_requests`.
+    """
+
+    status = 429
+    code = "tenant_limit"
+    kind = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after_s: float | None, allowance: Allowance) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.never_fits = retry_after_s is None
+        self.allowance = allowance
 
 
 class EngineUnreachable(AdmissionError):

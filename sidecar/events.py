@@ -46,7 +46,8 @@ class Received(msgspec.Struct, frozen=True, gc=False):
 class Classified(msgspec.Struct, frozen=True, gc=False):
     """Who asks, for which tier, and what it will hold. `tier` is the one granted; `clamped_from` the one asked for.
 
-    `preemptible` says that what it is admitted with may be taken back until its first byte goes out.
+    `preemptible` says that what it is admitted with may be taken back until its first byte goes out; `downgraded_from`
+    is the tier it would have had, had its tenant not been over its limits.
     """
 
     at_us: int
@@ -61,6 +62,7 @@ class Classified(msgspec.Struct, frozen=True, gc=False):
     tokens: int
     requests: int
     preemptible: bool = False
+    downgraded_from: str | None = None
 
 
 class Obstacle(str, Enum):

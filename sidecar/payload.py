@@ -43,6 +43,7 @@ class Payload(msgspec.Struct):
     fixed (media parts); the prompt is the sum of both. `prompts` times `choices` sequences run at the engine, each for
     up to `max_output_tokens` (None: the client set no maximum). `priority` and `nvext` are undecoded, None if absent.
     A null is present: it would overrule a priority that is put in beside it. `text` is what a tokenizer would count.
+    `other_maximum` is the one that does not count where two are named: some engine may go by it.
     """
 
     model: str | None
@@ -55,6 +56,7 @@ class Payload(msgspec.Struct):
     priority: bytes | None
     nvext: bytes | None
     text: Callable[[], str]
+    other_maximum: int | None = None
 
 
 class _Fields(msgspec.Struct, gc=False):
@@ -172,7 +174,10 @@ def _chat(fields: _Chat) -> Payload:
     name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     messages = _required_list("messages", fields.messages)
     choices = _count(1, "n", fields.n) or 1
-    return _payload(fields, [messages, _given(fields.tools)], _count(0, name, maximum), choices)
+    payload = _payload(fields, [messages, _given(fields.tools)], _count(0, name, maximum), choices)
+    if fields.max_completion_tokens is not None:
+        payload.other_maximum = _count(0, "max_tokens", fields.max_tokens)
+    return payload
 
 
 def _completion(fields: _Completion) -> Payload:

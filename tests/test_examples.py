@@ -24,6 +24,7 @@ import pytest
 
 import sidecar
 from sidecar import errors
+from sidecar.policy.loading import load
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -209,3 +210,14 @@ def test_the_page_lists_every_error_there_is() -> None:
 
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", HOW_IT_WORKS.read_text(), re.MULTILINE)
     assert sorted((int(status), code) for status, code in rows) == sorted(leaves(errors.AdmissionError))
+
+
+def test_the_limits_in_the_shipped_tenants_file_load_when_they_are_wanted(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "policies", tmp_path / "policies")
+    standard = tmp_path / "policies" / "tenants" / "standard.yaml"
+    before, heading, after = standard.read_text().partition("# limits:")
+    standard.write_text(before + "\n".join(line.removeprefix("# ") for line in (heading + after).splitlines()))
+    (tenant,) = {
+        tenant for tenant in load(tmp_path / "policies" / "policy.yaml").tenants.values() if tenant.limits.are_counted
+    }
+    assert (tenant.name, tenant.limits.tokens_per_minute, tenant.downgrade_level) == ("standard", 2_000_000, 4)

@@ -34,6 +34,14 @@ class Reloading:
     def pool(self) -> Any:
         return self.door.state()["pool"]
 
+    def counted(self) -> tuple[int, int]:
+        """How many were admitted and refused, as the live page counts them."""
+        self.door.lookout.observer.flush()
+        buckets = [
+            bucket for tier in self.door.lookout._pages.live._overview(time.time()).tiers for bucket in tier.recent
+        ]
+        return sum(bucket.admitted for bucket in buckets), sum(bucket.refused for bucket in buckets)
+
     async def until(self, is_so: Callable[[], Any]) -> None:
         async def became_so() -> None:
             while not is_so():  # noqa: ASYNC110  no event says so
@@ -51,7 +59,7 @@ class Reloading:
 @asynccontextmanager
 async def reloading(app: Any, folder: Path, **settings: str) -> AsyncIterator[Reloading]:
     write_policy(folder, **settings)
-    door = AdmissionMiddleware(app, folder)
+    door = AdmissionMiddleware(app, folder, is_shown=True)
     async with serving(door) as served:
         yield Reloading(door, folder, served.port)
 
@@ -87,6 +95,7 @@ async def test_requests_that_wait_and_run_outlast_a_smaller_and_a_larger_pool_in
         assert [seen.json["max_tokens"] for seen in app.seen] == [100 + number for number in range(12)]
         await site.until(lambda: site.pool()["leases"] == site.pool()["waiting"] == site.door.under_way == 0)
         assert [tier["held"] for tier in site.pool()["tiers"]] == [{"tokens": 0, "requests": 0}] * 4
+        assert site.counted() == (12, 0)
 
 
 async def test_a_stream_goes_on_through_a_reload_and_its_tenant_may_be_gone_by_then(tmp_path: Path) -> None:
@@ -137,6 +146,7 @@ async def test_requests_that_never_stop_coming_meet_no_gap(tmp_path: Path) -> No
         await asyncio.gather(*clients)
         assert set(statuses) == {200}
         await site.until(lambda: site.pool()["leases"] == site.pool()["waiting"] == site.door.under_way == 0)
+        assert site.counted() == (len(statuses), 0)
 
 
 @pytest.mark.alone
@@ -237,6 +247,25 @@ async def test_everything_that_shows_the_policy_shows_the_new_one(tmp_path: Path
         live = site.door.lookout._pages.live.overview()
         assert live.generation == site.door.policy.generation
         assert live.capacity.requests == 8
+
+
+async def test_a_door_begins_and_ends_to_observe_while_others_wait(tmp_path: Path) -> None:
+    app = App(is_held=True)
+    async with reloading(app, tmp_path, requests="1") as site:
+        asked = [asyncio.ensure_future(site.ask())]
+        await site.until(lambda: len(app.seen) == 1)
+        asked.append(asyncio.ensure_future(site.ask()))
+        await site.until(lambda: site.pool()["waiting"] == 1)
+        await site.write("mode: observe\n", requests="1")
+        asked.append(asyncio.ensure_future(site.ask()))
+        await site.until(lambda: len(app.seen) == 2)
+        assert site.pool()["leases"] == 1, "who came before waits its turn, who comes now passes"
+        await site.write(requests="1")
+        asked.append(asyncio.ensure_future(site.ask()))
+        await site.until(lambda: site.pool()["waiting"] == 3)
+        app.release(4)
+        assert [answered.status for answered in await asyncio.gather(*asked)] == [200] * 4
+        await site.until(lambda: site.pool()["leases"] == site.pool()["waiting"] == site.door.under_way == 0)
 
 
 async def test_a_policy_that_cannot_be_used_changes_nothing_and_says_so(tmp_path: Path) -> None:

@@ -201,12 +201,12 @@ async def test_replicas_that_run_different_policies_say_so_and_do_not_fight_over
     for admin, theirs, own in ((first, before, changed), (second, changed, before)):
         state = await until(f"{admin}/state", lambda state: len(state["generations"]) == 2)
         assert set(state["generations"]) == {before, changed}
-        ready = await until(f"{admin}/readyz", lambda ready: ready["notices"])
+        said = f"runs policy generation {theirs}, this one {own}, for "
+        ready = await until(f"{admin}/readyz", lambda ready, said=said: said in " ".join(ready["notices"]))
         assert ready["status"] == "ready"
-        assert f"runs policy generation {theirs}, this one {own}, for " in ready["notices"][0]
-        metrics = await page(f"{admin}/metrics")
-        assert 'admission_policy_generations{admission_pool="default"} 2.0' in metrics
-        shown = await page(f"{admin}/overview")
+        counted = 'admission_policy_generations{admission_pool="default"} 2.0'
+        await until(f"{admin}/metrics", lambda metrics, counted=counted: counted in metrics)
+        shown = await until(f"{admin}/overview", lambda shown: len(shown["replicas"]) == 2)
         assert {replica["generation"] for replica in shown["replicas"]} == {before, changed}
     rules = json.loads(two.store.command("HGET", root_key("default"), "rules"))
     assert rules[2] == 7, "the latest stated, heartbeats after"

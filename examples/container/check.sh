@@ -2,7 +2,8 @@
 # Builds the image with buildah, and runs it as Kubernetes does: as nobody, without a capability, on a root file system that
 # is read-only. Linux, as root; wants buildah and python3, no daemon, and port 9464. Leaves nothing behind.
 #   sh examples/container/check.sh
-#   BASE=registry.example.com/python:3.13-slim BUILD_OPTIONS='--volume /etc/ssl/certs:/etc/ssl/certs:ro' sh examples/container/check.sh
+#   BASE=registry.example.com/python:3.13-slim sh examples/container/check.sh
+# BUILD_OPTIONS are further options of `buildah bud`, such as --volume for certificates that pip needs.
 set -eu
 cd "$(dirname "$0")/../.."
 image=localhost/admission-sidecar-check

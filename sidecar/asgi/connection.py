@@ -26,7 +26,7 @@ from sidecar.events import Headers
 MOST_HEAD_BYTES = 64 * 1024
 """What h11 allows; nginx's default is 32 KiB, node's 16. Also for trailers, and for what frames a chunk."""
 HEAD_WITHIN_S = 30.0
-"""From the first byte of a head to its end; of a new connection, from its beginning. Browsers connect ahead of need."""
+"""From the first byte of a head to its end. Before it a connection may be idle for as long as between two requests."""
 
 
 class Connection(HttpToolsProtocol):
@@ -41,7 +41,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's own narrowing
         super().connection_made(transport)
-        self._begin_head()
+        # As between two requests; uvicorn would wait for the first for ever.
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -59,7 +60,7 @@ class Connection(HttpToolsProtocol):
         if self._framing_bytes > MOST_HEAD_BYTES:
             self._refuse(_too_large())
         elif self._is_in_head and self._framing_bytes and self._head_timer is None:
-            self._begin_head()
+            self._head_timer = self.loop.call_later(HEAD_WITHIN_S, self._refuse, _too_slow())
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -125,22 +126,11 @@ class Connection(HttpToolsProtocol):
             self.transport.write(b"".join([status, *lines, b"connection: close\r\n\r\n", body]))
         self.transport.close()
 
-    def _begin_head(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_WITHIN_S, self._refuse_slow_head)
-
     def _end_head(self) -> None:
         self._is_in_head, self._framing_bytes = False, 0
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
-
-    def _refuse_slow_head(self) -> None:
-        if self._framing_bytes:
-            self._refuse(
-                HeadTimeout(f"the request's headers did not arrive within {HEAD_WITHIN_S:g} s; send them faster")
-            )
-        else:
-            self.transport.close()  # nobody asked for anything
 
 
 _NO_HTTP = "this is not an HTTP/1.1 request, or its parts contradict each other; send it as RFC 9112 has it"
@@ -156,6 +146,10 @@ def _without_upgrade(headers: Headers) -> Headers:
         elif name != b"upgrade":
             kept.append((name, value))
     return kept
+
+
+def _too_slow() -> HeadTimeout:
+    return HeadTimeout(f"the request's headers did not arrive within {HEAD_WITHIN_S:g} s; send them faster")
 
 
 def _too_large() -> HeadTooLarge:

@@ -77,6 +77,8 @@ class Door:
         self.pool.change_policy(policy)
         self.ruling, self.endpoints = replacing, replacing.endpoints
         self.rounds.interval_s = _round_s(policy)
+        if not self.is_observing:
+            self.shadows.end_unreal()
 
     def drain(self) -> None:
         """Refuses every new request from now on; those that wait or run are served to their end.

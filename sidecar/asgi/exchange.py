@@ -16,6 +16,7 @@ import sys
 from collections.abc import Coroutine
 from enum import Enum
 
+from sidecar.asgi.allowances import limits_headers, note_tier, refusal_headers, used_tokens
 from sidecar.asgi.attempt import Attempt
 from sidecar.asgi.body import ClientLeft, discard_body, read_body
 from sidecar.asgi.client import Client
@@ -158,12 +159,11 @@ class Exchange:
     async def _admission(self) -> Grant:
         """Reads, classifies and waits."""
         await self._understand()
-        most_s = self._longest_wait_s()
-        self._lease = lease = await self._door.pool.enter(self._understood.ask())
+        self._longest_wait_s()  # raises for what is no duration
+        lease = await self._enter()
         if self._is_preemptible():
             lease.on_preempt = self._preempt
-        self._stage = Stage.WAITING
-        return self._granted_at_once(lease) or await self._wait(lease, lease.wait(), most_s)
+        return self._granted_at_once(lease) or await self._wait(lease, lease.wait(), self._longest_wait_s())
 
     async def _understand(self) -> None:
         ruling = self._ruling
@@ -183,7 +183,17 @@ class Exchange:
         self._understood = ruling.intake.understand(self._endpoint, headers, tenant, body)
         if ruling.intake.has_tokenizer:
             await ruling.intake.count(self._understood)
-        self._report.classified(self._understood, self._endpoint, ruling.policy)
+
+    async def _enter(self) -> Lease:
+        """Asks the pool, and says who asked: only now is it known at which tier."""
+        understood, at_us = self._understood, self._now_us()
+        try:
+            self._lease = lease = await self._door.pool.enter(understood.ask())
+            self._stage = Stage.WAITING
+            note_tier(understood.classification, lease)
+        finally:
+            self._report.classified(understood, self._endpoint, self._ruling.policy, at_us)
+        return lease
 
     def _is_cancelled_by_others(self) -> bool:
         # 3.10 does not count cancellations: one by the server in the same instant is taken for ours
@@ -202,7 +212,7 @@ class Exchange:
         departure = self._client.departure()
         await self._first_of(granted, departure, most_s)
         if departure.done():  # also in the very moment of the grant: nobody is there to run for
-            raise ClientLeft(lease.grant if lease.settle() else await lease.leave())
+            raise ClientLeft(lease.grant if lease.settle(0) else await lease.leave())
         if not granted.done():
             raise _WaitedTooLong(await lease.leave())
         if self._kept_alive is not None:
@@ -255,6 +265,7 @@ class Exchange:
         # What is left of an unread body is of no use: the connection ends with the answer.
         closes = isinstance(error, BodyTimeout | BodyTooLarge | InvalidHeader)
         headers = [(b"connection", b"close")] if closes else []
+        headers += refusal_headers(error)
         if wait is not None:
             headers += wait_headers(wait)
         send = self._send_first if isinstance(error, BodyTooLarge) else self._send
@@ -356,7 +367,7 @@ class Exchange:
         understood = self._understood
         scope = forwarded_scope(self._scope, self._endpoint)
         scope[SCOPE_KEY] = granted
-        self._body = forwarded_body(understood.body, understood.payload, forward)
+        self._body = forwarded_body(understood.body_to_forward(), understood.payload, forward)
         added = [*forward.headers, *self._report.headers(), *understood.added]
         taken = understood.taken if self._kept_alive is None else [*understood.taken, b"accept-encoding"]
         if self._body is not understood.body and b"content-length" in understood.headers:
@@ -407,6 +418,7 @@ class Exchange:
             headers.append((b"x-admission-preempted", b"%d" % self._preemptions))
         if classification.clamped_from is not None:
             headers.append((b"x-admission-clamped-from", names[classification.clamped_from]))
+        headers += limits_headers(self._understood, self._lease, names)
         if classification.ignored:
             headers.append((b"x-admission-ignored", ", ".join(classification.ignored).encode("latin-1", "replace")))
         return headers
@@ -418,17 +430,15 @@ class Exchange:
 
     def _settle(self, outcome: Outcome, error: str | None = None) -> None:
         """Gives the lease back and says what it cost, the first time it is called."""
-        if not self._lease.settle():
+        understood, usage = self._understood, self._usage
+        used, is_known = used_tokens(usage, understood.prompt_tokens, self._status)
+        if not self._lease.settle(used if is_known else None):
             return
         self._stage = Stage.OVER
         if outcome is Outcome.FAILED and self._client.left_us is not None:
             outcome, error = Outcome.CLIENT_LEFT, None  # whatever the app makes of it, that was why
-        understood, usage = self._understood, self._usage
         if usage.input_tokens is not None:
             self._door.estimator.learn(understood.payload, usage.input_tokens)
-        # The engine's own count; else the prompt's estimate and, for a stream, a token per chunk.
-        used = understood.prompt_tokens if usage.input_tokens is None else usage.input_tokens
-        used += usage.chunks if usage.output_tokens is None else usage.output_tokens
         self._report.settled(
             outcome,
             status=self._status,
@@ -450,7 +460,7 @@ class Exchange:
 
     def _withdraw(self) -> None:
         """Gives up a wait whose task was canceled: how it had gone is reported when the pool has told."""
-        if self._lease.settle():
+        if self._lease.settle(0):
             self._report.canceled(self._lease.grant)
             return
         left = self._lease.leave()

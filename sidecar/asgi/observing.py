@@ -20,7 +20,8 @@ The law, for its shadow (`shadow`):
    would have gone out. It then stands in line again at once, and its request's time begins anew with the next grant.
 5. A client that hung up before the first byte of its answer had run out of patience: that counts from its arrival, and
    ends the shadow at that very moment, waiting or holding. One that hung up later had seen enough: rule 3.
-6. What only we do to it (the door closes, there are too many shadows) ends it as unknown.
+6. What only we do to it (the door closes, there are too many shadows) ends it as unknown. When the policy changes to
+   `mode: enforce`, only those shadows stay that hold, and whose requests still run: no real request waits for another.
 
 What the shadow cannot know:
 

@@ -55,14 +55,14 @@ class Report:
         """The trace context that goes on to the engine."""
         return () if self._observation is None else self._observation.headers()
 
-    def classified(self, understood: Understood, endpoint: Endpoint, policy: Policy) -> None:
-        """It is known who asks, and for what."""
+    def classified(self, understood: Understood, endpoint: Endpoint, policy: Policy, at_us: int) -> None:
+        """It has been known since `at_us` who asks, and for what; and now, too, at which tier the pool took it in."""
         if self._observation is None:
             return
         classification, payload = understood.classification, understood.payload
         self._observation.on_event(
             Classified(
-                at_us=self._now_us(),
+                at_us=at_us,
                 tier=policy.tiers[classification.level].name,
                 tenant=classification.tenant.name,
                 source=classification.source.value,
@@ -75,6 +75,9 @@ class Report:
                 stream=payload.stream,
                 tokens=understood.tokens,
                 requests=payload.prompts * payload.choices,
+                downgraded_from=None
+                if classification.downgraded_from is None
+                else policy.tiers[classification.downgraded_from].name,
                 preemptible=policy.rules.max_preemptions > 0 and policy.rules.tiers[classification.level].preemptible,
             )
         )

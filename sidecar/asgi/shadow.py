@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable
 from typing import NamedTuple
 
+from sidecar.asgi.allowances import note_tier
 from sidecar.asgi.ruling import Ruling
 from sidecar.asgi.understanding import Understood, longest_wait_s
 from sidecar.errors import AdmissionError, QueueTimeout
@@ -38,19 +39,38 @@ class Shadow:
     admitted holds on. `run` is called once, in a task of its own.
     """
 
-    __slots__ = ("_began_us", "_begun", "_ended", "_left", "_pool", "_ruling", "_taken", "_tell", "_understood")
+    __slots__ = (
+        "_began_us",
+        "_begun",
+        "_ended",
+        "_holds",
+        "_left",
+        "_pool",
+        "_ruling",
+        "_taken",
+        "_tell",
+        "_understood",
+        "_used",
+    )
 
     def __init__(self, pool: Pool, ruling: Ruling, understood: Understood, tell: Callable[[Found], None]) -> None:
         self._pool = pool
         self._ruling = ruling
         self._understood = understood
         self._tell: Callable[[Found], None] | None = tell
+        self._used: int | None = None
         self._began_us = pool.now_us()
         loop = asyncio.get_running_loop()
         self._begun: asyncio.Future[int] = loop.create_future()
         self._left: asyncio.Future[None] = loop.create_future()
         self._ended: asyncio.Future[int] = loop.create_future()
         self._taken: asyncio.Future[None] = loop.create_future()
+        self._holds = False
+
+    @property
+    def is_real(self) -> bool:
+        """Whether it holds room that its request takes up at the engine at this moment."""
+        return self._holds and not self._ended.done()
 
     def begun(self) -> None:
         """The first byte of the answer goes out."""
@@ -62,9 +82,10 @@ class Shadow:
         if not self._left.done():
             self._left.set_result(None)
 
-    def ended(self) -> None:
-        """The request is over: what it took is what it would have taken."""
+    def ended(self, used_tokens: int | None = None) -> None:
+        """The request is over: what it took is what it would have taken. `used_tokens` corrects its tenant's charge."""
         self.begun()
+        self._used = used_tokens if self._used is None else self._used
         if not self._ended.done():
             self._ended.set_result(self._pool.now_us() - self._began_us)
 
@@ -84,20 +105,23 @@ class Shadow:
         self._found(Verdict.UNKNOWN, code, None)
 
     async def _pass_through(self, lease: Lease) -> None:
+        note_tier(self._understood.classification, lease)
         is_preemptible = self._is_preemptible()
         if is_preemptible:
             lease.on_preempt = self._take_back
         try:
             grant = lease.grant or await self._wait(lease, lease.wait(), self._longest_wait_s())
+            self._holds = grant is not None
             while is_preemptible and grant is not None and await self._is_taken_back(lease, grant):
-                self._taken = asyncio.get_running_loop().create_future()
+                self._holds, self._taken = False, asyncio.get_running_loop().create_future()
                 # As when enforcing: only the client itself may limit how long it waits again.
                 grant = await self._wait(lease, lease.requeue(), longest_wait_s(self._understood.headers, None))
+                self._holds = grant is not None
             if grant is not None:
                 self._found(Verdict.ADMITTED, None, grant)
                 await self._hold(grant)
         finally:
-            if not lease.settle():
+            if not lease.settle(self._used):
                 lease.leave()
 
     async def _wait(self, lease: Lease, granted: asyncio.Future[Grant], most_s: float | None) -> Grant | None:
@@ -105,7 +129,7 @@ class Shadow:
         at_most_s = LONGEST_WAIT_S if most_s is None else most_s
         await asyncio.wait((granted, self._left), timeout=at_most_s, return_when=asyncio.FIRST_COMPLETED)
         if self._left.done():
-            wait = lease.grant if lease.settle() else await lease.leave()
+            wait = lease.grant if lease.settle(0) else await lease.leave()
             self._found(Verdict.ABANDONED, CLIENT_LEFT, wait)
         elif granted.done():
             return granted.result()

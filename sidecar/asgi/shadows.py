@@ -35,6 +35,12 @@ class Shadows:
         task.add_done_callback(self._over)
         return True
 
+    def end_unreal(self) -> None:
+        """From now on requests are held: nobody may wait for those that wait, or hold, in place of one that is over."""
+        for task, shadow in tuple(self._following.items()):
+            if not shadow.is_real:
+                task.cancel()
+
     async def close(self) -> None:
         """Ends all of them; each gives back what it held."""
         self._is_closed = True

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from sidecar.asgi.credentials import Credentials
+from sidecar.asgi.output_cap import cap_of, capped
 from sidecar.asgi.types import Scope
 from sidecar.classify import Asked, Classification, Classifier
 from sidecar.engines import client_headers
 from sidecar.errors import InvalidBody, InvalidHeader
 from sidecar.events import Headers
 from sidecar.payload import Payload, read
-from sidecar.policy.policy import Endpoint, Policy, Tenant
+from sidecar.policy.policy import Api, Endpoint, Policy, Tenant
 from sidecar.policy.units import duration_s
 from sidecar.pools import Ask
 from sidecar.tokens import Estimator, tokens_to_hold
@@ -30,6 +31,7 @@ class Understood(msgspec.Struct):
     """A request that is in order. `tokens` is what it will hold, `prompt_tokens` the estimate of its prompts.
 
     `taken` are the names of the client's headers that must not pass on, `added` what the engine gets beside the rest.
+    `output_cap` is the maximum that its body must be given, because it names none and its tenant has one.
     """
 
     body: bytes
@@ -40,24 +42,34 @@ class Understood(msgspec.Struct):
     added: Headers
     prompt_tokens: int
     tokens: int
+    api: Api
+    output_cap: int | None = None
 
     def ask(self) -> Ask:
         """What it asks of the pool: a sequence for every choice of every prompt."""
         tenant, payload = self.classification.tenant, self.payload
+        level, requests = self.classification.level, payload.prompts * payload.choices
+        is_counted = tenant.limits.are_counted
         return Ask(
-            self.classification.level,
+            level,
             tenant.name,
             tenant.weight,
             self.tokens,
-            payload.prompts * payload.choices,
+            requests,
             request=_told_from_others(tenant.name, self.body),
             attempt=_attempt(self.headers),
+            limits=tenant.limits if is_counted else None,
+            downgrade=tenant.downgrade_level if is_counted else None,
         )
 
     def drop_body(self) -> None:
         """Keeps what it asks for, not what it says: whoever passes nothing on need not hold megabytes."""
         self.body = b""
         self.payload.text = str
+
+    def body_to_forward(self) -> bytes:
+        """The client's body, with its tenant's cap where it needs one."""
+        return self.body if self.output_cap is None else capped(self.api, self.body, self.output_cap)
 
 
 class Intake:
@@ -77,16 +89,26 @@ class Intake:
         return self._classifier.tenant(headers)
 
     def understand(self, endpoint: Endpoint, headers: Mapping[bytes, bytes], tenant: Tenant, body: bytes) -> Understood:
-        """Reads a body, and sizes its prompts by their bytes. Raises InvalidBody or UnknownTier."""
+        """Reads a body, and sizes its prompts by their bytes. Raises InvalidBody, UnknownTier or OutputTooLong."""
         _refuse_other_encodings(body)
         payload = read(endpoint.api, body)
         taken = client_headers(headers)
         classification = self._classifier.classify(Asked(endpoint, payload, headers, taken), tenant)
+        cap = cap_of(endpoint.api, payload, tenant)
         prompt_tokens = self._estimator.prompt_tokens(payload)
-        tokens = tokens_to_hold(payload, prompt_tokens, self._policy.tiers[classification.level].default_output_tokens)
+        tokens = tokens_to_hold(payload, prompt_tokens, self._default_output_tokens(classification.level, cap))
         keys = self._credentials
         return Understood(
-            body, headers, payload, classification, [*taken, *keys.taken(headers)], keys.added, prompt_tokens, tokens
+            body=body,
+            headers=headers,
+            payload=payload,
+            classification=classification,
+            taken=[*taken, *keys.taken(headers)],
+            added=keys.added,
+            prompt_tokens=prompt_tokens,
+            tokens=tokens,
+            api=endpoint.api,
+            output_cap=cap,
         )
 
     async def count(self, understood: Understood) -> None:
@@ -95,8 +117,12 @@ class Intake:
             return
         payload, level = understood.payload, understood.classification.level
         understood.prompt_tokens = await self._estimator.counted_prompt_tokens(payload, self._estimator.counter)
-        output_tokens = self._policy.tiers[level].default_output_tokens
+        output_tokens = self._default_output_tokens(level, understood.output_cap)
         understood.tokens = tokens_to_hold(payload, understood.prompt_tokens, output_tokens)
+
+    def _default_output_tokens(self, level: int, cap: int | None) -> int:
+        default = self._policy.tiers[level].default_output_tokens
+        return default if cap is None else min(default, cap)
 
 
 def _told_from_others(tenant: str, body: bytes) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
+from sidecar.asgi.allowances import used_tokens
 from sidecar.asgi.door import Door
 from sidecar.asgi.naming import id_header, request_id
 from sidecar.asgi.overheard import Overheard
@@ -108,7 +109,7 @@ class Witness:
             self._tell(Found(Verdict.REFUSED, finding.code, None))
         elif finding is not None:
             if not self._usage.has_begun:  # an app may answer before it has read the body
-                self._report.classified(finding, self._endpoint, self._ruling.policy)
+                self._report.classified(finding, self._endpoint, self._ruling.policy, self._now_us())
                 self._report.passed(self._now_us(), finding.classification.level)
             self._send_shadow(finding)
 
@@ -145,7 +146,14 @@ class Witness:
         if outcome is Outcome.CLIENT_LEFT and not self._usage.has_begun:
             self._shadow.left()
         else:
-            self._shadow.ended()
+            self._shadow.ended(self._used())
+
+    def _used(self) -> int | None:
+        finding = self._overheard.finding
+        if not isinstance(finding, Understood):
+            return None
+        used, is_known = used_tokens(self._usage, finding.prompt_tokens, self._status)
+        return used if is_known else None
 
     def _tell(self, found: Found) -> None:
         finding, tenant = self._overheard.finding, self._overheard.tenant

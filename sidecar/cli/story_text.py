@@ -58,8 +58,11 @@ def _who(story: Story) -> Iterator[tuple[str, str]]:
         yield "asked by", "somebody who was refused before it was known who" if story.refused else "not known yet"
         return
     clamped = f"; {asked.clamped_from} was asked for, which is more than it may have" if asked.clamped_from else ""
+    lowered = (
+        f"; {asked.downgraded_from} within its tenant's limits, which it was over" if asked.downgraded_from else ""
+    )
     yield "asked by", f"tenant {asked.tenant}"
-    yield "tier", f"{asked.tier}, by {_SOURCES.get(asked.source, asked.source)}{clamped}"
+    yield "tier", f"{asked.tier}, by {_SOURCES.get(asked.source, asked.source)}{clamped}{lowered}"
     model = "" if asked.model is None else f" of {asked.model}"
     kind = f"{asked.api}{model}, {'streamed' if asked.stream else 'not streamed'}"
     yield "holds", f"{counted(asked.tokens, 'token')} and {counted(asked.requests, 'sequence')} ({kind})"

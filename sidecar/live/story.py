@@ -21,6 +21,7 @@ class Asked(msgspec.Struct, frozen=True):
     tokens: int
     requests: int
     max_output_tokens: int | None
+    downgraded_from: str | None = None
 
 
 class InTheWay(msgspec.Struct, frozen=True):

@@ -93,7 +93,8 @@ class Teller:
         told = record.waited
         if record.classified is None or (record.queued is None if told is None else not told.queue_wait_us):
             return None
-        records = self.journal.ahead_of(record)
+        counted = self.journal.ahead_of(record)
+        records = [each for each in counted if each.admitted is None or not record.ran_at(each.admitted.at_us)]
         ahead = [self._ahead(each, record) for each in records]
         if told is not None:
             wait_us, starvation_us, overtaken_us = told.queue_wait_us, told.starvation_us, told.overtaken_at_us
@@ -108,7 +109,7 @@ class Teller:
             overtaken_at_s=None if overtaken_us is None else record.wall_s(overtaken_us),
             overtaken_by=_overtaken_by(records, ahead, overtaken_us),
             groups=_groups(ahead),
-            unseen=self._unseen(record, ahead),
+            unseen=self._unseen(record, counted),
             first=ahead[:MOST_TOLD],
         )
 
@@ -130,14 +131,15 @@ class Teller:
             admitted_at_s=ahead.wall_s(admitted.at_us),
         )
 
-    def _unseen(self, record: Record, ahead: Sequence[Ahead]) -> list[Unseen]:
+    def _unseen(self, record: Record, ahead: Sequence[Record]) -> list[Unseen]:
         """What the pool counted beyond what is kept here. While it still waits, the pool has not told."""
         told = record.waited
         if told is None:
             return []
         counted: dict[str, int] = {}
-        for each in ahead:
-            counted[each.tier] = counted.get(each.tier, 0) + each.tokens
+        for known in (each.classified for each in ahead):
+            if known is not None:
+                counted[known.tier] = counted.get(known.tier, 0) + known.tokens
         missing = {tier: tokens - counted.get(tier, 0) for tier, tokens in told.served_ahead.items()}
         where = self._where(told.at_us - told.queue_wait_us)
         return [Unseen(tier, tokens, where) for tier, tokens in missing.items() if tokens > 0]
@@ -189,6 +191,7 @@ def _asked(record: Record) -> Asked | None:
         tier=known.tier,
         source=known.source,
         clamped_from=known.clamped_from,
+        downgraded_from=known.downgraded_from,
         api=known.api,
         model=known.model,
         stream=known.stream,

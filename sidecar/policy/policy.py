@@ -119,6 +119,12 @@ class Limits:
     max_output_tokens: int | None = None
     burst_us: int = 60_000_000
 
+    @property
+    def are_counted(self) -> bool:
+        """Whether there is anything that a pool has to count."""
+        counted = (self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
+        return counted != (None, None, None)
+
 
 @dataclass(frozen=True, slots=True)
 class Tenant:

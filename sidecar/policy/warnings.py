@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from sidecar.policy.policy import Limits, Policy, Tenant, Tier
+from sidecar.policy.policy import Limits, Policy, Tier
 from sidecar.policy.problems import Path, Place, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, best_level, largest_request
 
 MOSTLY_RESERVED = 0.8
 """Above this, the prototype of the rules showed that priorities hardly matter under overload (scheduling.md)."""
+
+A_MINUTE_US = 60_000_000
 
 NOMINAL = 10_000
 """The requests of a pool whose size only the engine knows: its shares are judged, no amount is shown."""
@@ -116,17 +118,22 @@ def _too_large(tier: Tier, rules: PoolRules) -> Found:
 
 def _tenants(policy: Policy) -> Found:
     for tenant in {tenant.name: tenant for tenant in policy.tenants.values()}.values():
-        if used := _unenforced(tenant):
-            yield (
-                ("tenants", tenant.name, used),
-                "read and checked, but not enforced by this version; do not rely on it yet",
-            )
+        limits, path = tenant.limits, ("tenants", tenant.name)
+        if limits.tokens_per_minute is not None:
+            most = limits.tokens_per_minute * limits.burst_us // A_MINUTE_US
+            output = _assumed_output(policy.tiers[tenant.level], limits)
+            if most < output:
+                yield (
+                    (*path, "limits", "tokens_per_minute"),
+                    f"lets {most:,} tokens through at once, and a request that names no maximum counts for {output:,} "
+                    "and its prompt: each is over the limit; allow more, or a longer burst",
+                )
+        if tenant.downgrade_level is not None and not limits.are_counted:
+            yield (*path, "over_limit"), "does nothing without limits by the minute or at once; add some, or remove it"
 
 
-def _unenforced(tenant: Tenant) -> str | None:
-    if tenant.limits != Limits():
-        return "limits"
-    return "over_limit" if tenant.downgrade_level is not None else None
+def _assumed_output(tier: Tier, limits: Limits) -> int:
+    return min(tier.default_output_tokens, limits.max_output_tokens or tier.default_output_tokens)
 
 
 def _reserve(tier: TierRules, rules: PoolRules) -> int:

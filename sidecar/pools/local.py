@@ -16,22 +16,34 @@ from sidecar.pools.obstacles import HELD_BACK, obstacle
 from sidecar.pools.places import Places
 from sidecar.pools.pool import Ask, Grant, Shared
 from sidecar.pools.sizes import Sizes
+from sidecar.pools.tenant_limits import TenantLimits
+from sidecar.remaining import Allowance
 from sidecar.scheduling import Admission, Scheduler
+from sidecar.scheduling.allowance import Charge
 
 
 class LocalLease:
     """One request in a `LocalPool`. See `pool.Lease`."""
 
-    __slots__ = ("_error", "_future", "_id", "_pool", "ask", "grant", "on_preempt")
+    __slots__ = ("_error", "_future", "_id", "_pool", "allowance", "ask", "charge", "grant", "on_preempt")
 
-    def __init__(self, pool: LocalPool, lease_id: str, ask: Ask) -> None:
+    def __init__(
+        self, pool: LocalPool, lease_id: str, ask: Ask, charge: Charge | None, allowance: Allowance | None
+    ) -> None:
         self.ask = ask
+        self.charge = charge
+        self.allowance = allowance
         self.grant: Grant | None = None
         self.on_preempt: Callable[[], None] | None = None
         self._pool = pool
         self._id = lease_id
         self._future: asyncio.Future[Grant] | None = None
         self._error: AdmissionError | None = None
+
+    @property
+    def tier(self) -> int:
+        """See `Lease`."""
+        return self.ask.tier
 
     def wait(self) -> asyncio.Future[Grant]:
         """See `Lease.wait`."""
@@ -43,9 +55,9 @@ class LocalLease:
                 self._future.set_exception(self._error)
         return self._future
 
-    def settle(self) -> bool:
+    def settle(self, used_tokens: int | None = None) -> bool:
         """See `Lease.settle`."""
-        return self._pool.settle(self._id)
+        return self._pool.settle(self._id, self.charge, used_tokens)
 
     def leave(self) -> asyncio.Future[Grant | None]:
         """See `Lease.leave`."""
@@ -97,6 +109,7 @@ class LocalPool:
         self._dispatcher = Dispatcher(self._scheduler, clock, self._admitted, self._chosen)
         self._sizes = Sizes(policy)
         self._places = Places(self._sizes, len(policy.tiers))
+        self._limits = TenantLimits(self._sizes)
         self._waiting: dict[str, LocalLease] = {}
         self._takeable: dict[str, LocalLease] = {}  # those held that may be preempted
         self._ids = count(1)
@@ -124,6 +137,7 @@ class LocalPool:
             if error := self._sizes.outgrown(lease.ask):
                 self._scheduler.cancel(lease_id, now_us)
                 del self._waiting[lease_id]
+                self._limits.never_ran(lease.charge, now_us)
                 lease.refused(error)
         self._dispatcher.dispatch(now_us)
 
@@ -136,26 +150,33 @@ class LocalPool:
     async def enter(self, ask: Ask) -> LocalLease:
         """See `Pool.enter`."""
         self._sizes.refuse_what_never_fits(ask)
-        now_us, queued = self.now_us(), self._scheduler.queued(ask.tier)[1]
-        most = self._sizes.places(ask.tier)
+        now_us, asked = self.now_us(), ask
+        ask = self._limits.within(asked, now_us)
+        queued, most = self._scheduler.queued(ask.tier)[1], self._sizes.places(ask.tier)
         if most and queued >= most:
             raise self._places.queue_full(ask, queued, now_us)
         self._places.refuse_what_is_promised(ask, queued, now_us)
-        lease = LocalLease(self, str(next(self._ids)), ask)
+        charge, allowance = self._limits.charge(asked, ask, now_us)
+        lease = LocalLease(self, str(next(self._ids)), ask, charge, allowance)
         self._dispatcher.submit(lease._id, ask, now_us)
         self._waiting[lease._id] = lease
         self._dispatcher.dispatch(now_us)
         if most == 0 and lease.grant is None:  # a tier that never queues: at once, or not at all
+            self._limits.undo(charge)
+            lease.charge = None
             self.leave(lease._id)
             raise self._places.queue_full(ask, queued, now_us)
         self._places.taken(ask)
         return lease
 
-    def settle(self, lease_id: str) -> bool:
+    def settle(self, lease_id: str, charge: Charge | None = None, used_tokens: int | None = None) -> bool:
         """See `Lease.settle`."""
         if self._takeable:
             self._takeable.pop(lease_id, None)
-        return self._changed(self._scheduler.settle(lease_id))
+        is_settled = self._scheduler.settle(lease_id)
+        if is_settled and charge is not None:
+            self._limits.ran(charge, used_tokens, self.now_us())
+        return self._changed(is_settled)
 
     def keep(self, lease_id: str) -> None:
         """See `Lease.keep`."""
@@ -171,6 +192,7 @@ class LocalPool:
         lease.waits_again()
         if error := self._sizes.outgrown(lease.ask):
             self._scheduler.cancel(lease_id, now_us)
+            self._limits.never_ran(lease.charge, now_us)
             lease.refused(error)
         else:
             self._waiting[lease_id] = lease
@@ -187,6 +209,7 @@ class LocalPool:
         if wait is None:
             return None
         lease = self._waiting.pop(lease_id)
+        self._limits.never_ran(lease.charge, now_us)
         self._dispatcher.dispatch(now_us)  # whoever stood behind it may be first now
         return grant_of(self._names, wait, now_us, lease.ask.tier)
 

@@ -9,8 +9,9 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from sidecar.events import Obstacle
-from sidecar.policy.policy import Policy
+from sidecar.policy.policy import Limits, Policy
 from sidecar.policy.rules import PoolRules
+from sidecar.remaining import Allowance
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False):
@@ -18,6 +19,8 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
 
     `request` is the same when a client sends the same request again, and as good as never for another one; `attempt`
     is the client's own count of how often it has sent it before, None where it does not say.
+    `limits` are its tenant's, None where nothing of it is counted; what is over them falls to the level `downgrade`,
+    or is refused where that is None.
     """
 
     tier: int
@@ -27,6 +30,8 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     requests: int
     request: int = 0
     attempt: int | None = None
+    limits: Limits | None = None
+    downgrade: int | None = None
 
 
 class Grant(msgspec.Struct, frozen=True, gc=False):
@@ -60,6 +65,9 @@ class Shared(NamedTuple):
 class Lease(Protocol):
     """One request in a pool: waiting, then held, then over. It ends once, by `settle` or by `leave`.
 
+    `tier` is the level that it waits and is charged at: the one asked for, or a lower one where its tenant was over its
+    limits. `allowance` is what was left of them when it came in, None for a tenant without.
+
     `on_preempt` is set by who holds it, as soon as it has the lease: it is called on the event loop, at most once a
     grant and never after the end, when a more important request is to have the room. The holder lets its engine go and
     then calls `requeue`; the room is not free before. A lease without `on_preempt` is never preempted.
@@ -68,14 +76,23 @@ class Lease(Protocol):
     grant: Grant | None
     on_preempt: Callable[[], None] | None
 
+    @property
+    def tier(self) -> int: ...
+
+    @property
+    def allowance(self) -> Allowance | None: ...
+
     def wait(self) -> asyncio.Future[Grant]:
         """The grant, as soon as there is one. Cancel-safe: whoever stops waiting calls `leave`.
 
         Raises StoreUnavailable where the store was lost and nothing else can admit this request.
         """
 
-    def settle(self) -> bool:
-        """Gives the lease back. False, and nothing changes, where it is not held."""
+    def settle(self, used_tokens: int | None = None) -> bool:
+        """Gives the lease back. False, and nothing changes, where it is not held.
+
+        Its tenant's allowance is charged for `used_tokens` instead of the estimate; None: the estimate stands.
+        """
 
     def leave(self) -> asyncio.Future[Grant | None]:
         """Stops waiting, at once; the result says how the wait had gone, as soon as the pool has told.
@@ -125,8 +142,9 @@ class Pool(Protocol):
     async def enter(self, ask: Ask) -> Lease:
         """Takes a request in, and returns when the pool has looked at it: its lease is held, or waits.
 
-        Raises RequestTooLarge where it could never be admitted, QueueFull where its tier's queue is full, and
-        StoreUnavailable where the leases cannot be reached. Canceled, it leaves nothing behind.
+        Raises, in this order, RequestTooLarge where it could never be admitted, TenantLimit where its tenant is over
+        its own limits and nothing lower is open to it, QueueFull where its tier's queue is full, and StoreUnavailable
+        where the leases cannot be reached. Canceled, it leaves nothing behind.
         """
 
     def retry_after_s(self, tier: int) -> float:

@@ -22,6 +22,8 @@ def of_classification(event: Classified) -> Attributes:
     }
     if event.clamped_from is not None:
         attributes[semconv.ADMISSION_CLAMPED_FROM] = event.clamped_from
+    if event.downgraded_from is not None:
+        attributes[semconv.ADMISSION_DOWNGRADED_FROM] = event.downgraded_from
     return attributes
 
 

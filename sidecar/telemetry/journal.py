@@ -106,6 +106,11 @@ class Record(msgspec.Struct, gc=False, eq=False):
         """What ended its wait, None while it waits."""
         return self.admitted or self.refused
 
+    def ran_at(self, at_us: int) -> bool:
+        """Whether it was at the engine then, in an attempt that was taken back: nobody went ahead of it."""
+        # The pool admits whoever takes its room a moment before the door tells of it.
+        return any(lost.admitted.at_us <= at_us < lost.preempted.at_us - JITTER_US for lost in self.lost)
+
     def wall_s(self, at_us: int) -> float:
         """Calendar time, in Unix seconds, of a moment on the pool's clock."""
         return self.wall_ns / 1e9 + (at_us - self.at_us) / 1e6
@@ -165,7 +170,10 @@ class Journal:
         return sorted(found, key=lambda record: record.at_us, reverse=True)
 
     def ahead_of(self, waiter: Waiter, most: int = MOST_ADMISSIONS) -> Sequence[Record]:
-        """The first `most` that were admitted while it waited, or has waited so far, in order; itself is left out."""
+        """The first `most` that were admitted while it waited, or has waited so far, in order; itself is left out.
+
+        Those are among them that were admitted while it ran, and was preempted then: the pool counts them, too.
+        """
         first, last = self._window(waiter)
         return _others(self._admissions[first : min(last, first + most)], waiter)
 

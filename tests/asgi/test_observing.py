@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sidecar.asgi import overheard, shadow, usage, witness
+from sidecar.asgi.proxy import ReverseProxy
 from sidecar.asgi.shadows import Shadows
 from sidecar.events import Outcome, Settled, Verdict
 from sidecar.policy.policy import Mode
@@ -391,6 +392,49 @@ async def test_a_request_keeps_the_mode_it_began_with(began_in: Mode) -> None:
         says[1] = (await second).headers.get("x-admission-mode")
         await door.until(leases=0)
     assert says == (["observe", None] if began_in is Mode.OBSERVE else [None, "observe"])
+
+
+async def test_once_it_enforces_nobody_waits_for_a_shadow_whose_request_is_over() -> None:
+    app = App(is_held=True)
+    door = ObservedDoor(app, policy(requests="1"))
+    enforcing = replace(door.door.policy, mode=Mode.ENFORCE)
+    async with serving(door.door) as door.served:
+        asking = [asyncio.create_task(door.ask()) for _ in range(3)]
+        await door.until(leases=1, waiting=2)
+        door.door.change_policy(enforcing)
+        await door.until(leases=1, waiting=0)  # the first still runs
+        real = asyncio.create_task(door.ask())
+        await door.until(leases=1, waiting=1)
+        app.release(3)
+        assert [(await one).status for one in asking] == [200] * 3
+        await door.until(leases=1, waiting=0)
+        app.release()
+        assert (await real).status == 200
+        await door.until(leases=0)
+
+        door.door.change_policy(replace(enforcing, mode=Mode.OBSERVE))
+        asking = [asyncio.create_task(door.ask()) for _ in range(2)]
+        await door.until(leases=1, waiting=1)
+        await asyncio.sleep(0.3)
+        app.release(2)
+        await asyncio.gather(*asking)
+        await door.until(leases=1, waiting=0)  # the second one's: it would have run for as long again
+        door.door.change_policy(enforcing)
+        await door.until(leases=0)
+
+
+@pytest.mark.parametrize("name", ["too large", "chunks", "the engine's own fields", "a query", "an unknown key"])
+async def test_the_engine_behind_the_proxy_gets_the_same_bytes(name: str) -> None:
+    engine = Recording()
+    async with serving(engine, lifespan="off") as behind:
+        proxy = ReverseProxy(behind.url)
+        async with serving(proxy) as bare:
+            await exchange(bare.port, REQUESTS[name])
+        async with observing(proxy) as door:
+            await exchange(door.port, REQUESTS[name])
+            await door.until_found(1)
+    before, observed = engine.given
+    assert observed == before
 
 
 async def test_draining_refuses_nobody_and_waits_for_no_shadow() -> None:

@@ -16,7 +16,7 @@ import yaml
 from sidecar.policy.loading import load
 from sidecar.policy.units import duration_s
 from tests.examples.command_lines import EXAMPLES, ROOT, named_files, parsed, replaced, shell_lines, unknown_variables
-from tests.examples.running import asked, doors, fetched
+from tests.examples.running import TIMEOUT_S, asked, doors, fetched
 from tests.support.commands import address, command
 from tests.support.prometheus import program
 from tests.support.redis_servers import RedisServer, first_binary, until
@@ -183,7 +183,7 @@ def test_two_doors_share_one_pool_before_the_engine(store: str) -> None:
         engine = address(process)
         first, second = (doors(SERVICES[name]["command"], engine, COMPOSE / "policy", **variables) for name in DOORS)
         with first as one, second as other:
-            until(lambda: other.page("/state")["pool"]["store"]["replicas"] == 2, "it knows of the first")
+            until(lambda: other.page("/state")["pool"]["store"]["replicas"] == 2, "it knows of the first", TIMEOUT_S)
             assert asked(one.url, "sk-demo-interactive") == 200
             assert asked(other.url, "sk-demo-research") == 200
             assert asked(other.url, None) == 200

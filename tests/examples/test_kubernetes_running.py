@@ -28,7 +28,7 @@ from tests.examples.kubernetes import (
     policy_folders,
     ports,
 )
-from tests.examples.running import Door, asked, doors, emulator, fetched, in_the_background, with_key
+from tests.examples.running import TIMEOUT_S, Door, asked, doors, emulator, fetched, in_the_background, with_key
 from tests.support.prometheus import prometheus
 from tests.support.redis_servers import RedisServer, first_binary, until
 
@@ -78,7 +78,7 @@ def pod(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         emulator(ENGINES[request.param], "--kv-tokens=1000", "--step-ms=50") as upstream,
         running(request.param, folder, upstream) as started,
     ):
-        until(lambda: status(started, "readiness") == 200, f"{request.param} is ready")
+        until(lambda: status(started, "readiness") == 200, f"{request.param} is ready", TIMEOUT_S)
         yield started
 
 
@@ -103,9 +103,9 @@ def test_a_config_map_that_changes_gives_keys_and_takes_them(pod: Pod) -> None:
     another = "sk-another-of-the-test"
     added = with_key(pod.data["standard.yaml"], another).replace("tenant: standard", "tenant: another")
     pod.tenants.update({**pod.data, "another.yaml": added})
-    until(lambda: asked(pod.door.url, another) == 200, "the new tenant is let in")
+    until(lambda: asked(pod.door.url, another) == 200, "the new tenant is let in", TIMEOUT_S)
     pod.tenants.update(pod.data)
-    until(lambda: asked(pod.door.url, another) == 401, "its key is worth nothing")
+    until(lambda: asked(pod.door.url, another) == 401, "its key is worth nothing", TIMEOUT_S)
     assert asked(pod.door.url, KEY) == 200
 
 
@@ -117,11 +117,11 @@ def test_a_request_that_waits_moves_what_the_scaler_goes_by(pod: Pod, tmp_path: 
     filled_in = {"Series": series_of(rule), "LabelMatchers": f'instance="{target}"', "GroupBy": "instance"}
     query = re.sub(r"<<\.(\w+)>>", lambda found: filled_in[found[1]], rule["metricsQuery"])
     with prometheus(tmp_path, [target]) as server:
-        until(lambda: [sample.value for sample in server.query(query)] == [0.0], "nobody waits")
+        until(lambda: [sample.value for sample in server.query(query)] == [0.0], "nobody waits", TIMEOUT_S)
         # 600 of 950 tokens each: the second waits until the first has ended, in half a minute.
         in_the_background(pod.door.url, KEY, 600)
         in_the_background(pod.door.url, KEY, 600)
-        until(lambda: any(sample.value > 0 for sample in server.query(query)), "somebody waits")
+        until(lambda: any(sample.value > 0 for sample in server.query(query)), "somebody waits", TIMEOUT_S)
         (sample,) = server.query(query)
         assert sample.labels == {"instance": target}
 
@@ -172,6 +172,6 @@ def test_the_doors_of_a_shared_pool_meet_in_the_store(tmp_path: Path) -> None:
             for each in (first, second):
                 assert each.door.page("/readyz")["notices"] == []
             assert fetched(f"{second.door.admin}/metrics")[0] == 401
-            until(lambda: replicas(first) == 2, "it knows of the other")
+            until(lambda: replicas(first) == 2, "it knows of the other", TIMEOUT_S)
             # admitted by the store, and then there is no engine
             assert asked(second.door.url, KEY) == 502

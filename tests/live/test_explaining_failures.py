@@ -114,6 +114,14 @@ def test_one_that_was_preempted_says_when_and_why_and_how_long_it_waited_again()
     assert "at the engine are lost; its room went to a more important request" in text(story)
 
 
+def test_who_was_admitted_while_it_ran_did_not_go_ahead_of_it() -> None:
+    served = Admitted(10 * SECOND, 9 * SECOND, 2 * SECOND, 8 * SECOND, {"high": 9}, 1, 7)
+    story = told(ADMITTED, *preempted(8, 1), served, settled(Outcome.COMPLETED, 200, None, 11), ahead=True)
+    assert story.conclusion.endswith("; waited again for 2.00 s")
+    assert story.wait is not None
+    assert (story.wait.groups, story.wait.unseen, story.wait.overtaken_by) == ([], [], None)
+
+
 def test_one_that_was_preempted_twice_tells_of_both() -> None:
     first = Admitted(3 * SECOND, 2 * SECOND, 0, None, {}, 2, None)
     events = (Queued(SECOND, Obstacle.NO_ROOM, "no room"), first, *preempted(6, 3), again(8), *preempted(9, 8, 2))

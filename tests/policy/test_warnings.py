@@ -103,12 +103,32 @@ def test_only_a_less_important_tier_is_preempted(tmp_path: Path, high: str, norm
     assert "preemptible: does nothing: no more important tier has preempt_after" in found
 
 
-def test_limits_are_said_not_to_be_enforced_yet_with_their_line(tmp_path: Path) -> None:
-    pool(tmp_path, "engine: vllm\ncapacity: {tokens: 1000}\ntiers: {normal: {}}\ntenants: tenants/*.yaml\n")
-    tenant(tmp_path, "a", f"tenant: acme\nkeys: [{HASH}]\ntier: normal\nlimits: {{concurrent_requests: 5}}\n")
-    loaded = load_files(tmp_path)
-    said = "tenants.acme.limits: read and checked, but not enforced by this version; do not rely on it yet"
-    assert [f"{tmp_path}/tenants/a.yaml:4: {said}"] == [str(one) for one in warnings(loaded.policy, loaded.place)]
+def _of_limits(folder: Path, lines: str) -> list[str]:
+    pool(
+        folder,
+        "engine: vllm\ncapacity: {tokens: 1000}\ntiers: {normal: {}, low: {reserve: 5%}}\ntenants: tenants/*.yaml\n",
+    )
+    tenant(folder, "a", f"tenant: acme\nkeys: [{HASH}]\ntier: normal\n{lines}\n")
+    loaded = load_files(folder)
+    return [str(one) for one in warnings(loaded.policy, loaded.place)]
+
+
+def test_a_limit_that_lets_no_ordinary_request_through_is_said_with_its_line(tmp_path: Path) -> None:
+    (said,) = _of_limits(tmp_path, "limits: {tokens_per_minute: 600, burst: 10s}")
+    assert said.startswith(
+        f"{tmp_path}/tenants/a.yaml:4: tenants.acme.limits.tokens_per_minute: lets 100 tokens through"
+    )
+    assert "counts for 512 and its prompt" in said
+
+
+def test_limits_that_let_requests_through_are_worth_no_warning(tmp_path: Path) -> None:
+    assert _of_limits(tmp_path, "limits: {tokens_per_minute: 600, max_output_tokens: 80, burst: 10s}") == []
+    assert _of_limits(tmp_path, "limits: {requests_per_minute: 1}\nover_limit: {downgrade: low}") == []
+
+
+def test_what_happens_over_limits_that_there_are_not(tmp_path: Path) -> None:
+    (said,) = _of_limits(tmp_path, "limits: {max_output_tokens: 80}\nover_limit: {downgrade: low}")
+    assert "tenants.acme.over_limit: does nothing without limits" in said
 
 
 def test_a_policy_that_lets_nobody_in_is_worth_a_warning(tmp_path: Path) -> None:

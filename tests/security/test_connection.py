@@ -91,9 +91,9 @@ async def test_the_second_head_of_a_connection_may_not_trickle_either(monkeypatc
         assert Answer.parsed(await read_all(reader)).is_error(408, "headers_timeout")
 
 
-async def test_a_connection_on_which_nobody_asks_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEAD_WITHIN_S", 0.1)
-    async with door() as guarded, connected(guarded.port) as (reader, _):
+async def test_a_connection_on_which_nobody_asks_is_closed_as_one_between_two_requests() -> None:
+    brief: Any = {"http": Connection, "timeout_keep_alive": 0.1}
+    async with guarding(App(), policy(), **brief) as guarded, connected(guarded.port) as (reader, _):
         assert await read_all(reader) == b""
 
 

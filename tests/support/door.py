@@ -62,13 +62,17 @@ _DEFAULTS = {
 
 
 def write_policy(folder: Path, more: str = "", **settings: str) -> Path:
-    """Writes a pool's file and its two tenants. `settings` fill in `POOL`, `more` is added to it."""
+    """Writes a pool's file and its two tenants. `settings` fill in `POOL`, `more` is added to it.
+
+    Those called after a tenant are added to its file.
+    """
     path = folder / "policy.yaml"
     path.write_text(POOL.format(**{**_DEFAULTS, **settings}) + more)
     (folder / "tenants").mkdir(exist_ok=True)
     for name, tier, best in (("acme", "normal", "high"), ("nightly", "batch", "batch")):
         digest = hashlib.sha256(KEYS[name].encode()).hexdigest()
         text = f'tenant: {name}\nkeys: ["sha256:{digest}"]\ntier: {tier}\nmax_tier: {best}\n'
+        text += settings.get(name, "")
         (folder / "tenants" / f"{name}.yaml").write_text(text)
     return path
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidecar.events import Admitted, Classified, Event, Obstacle, Outcome, Queued, Received, Refused, Settled
+from sidecar.events import Admitted, Classified, Event, Obstacle, Outcome, Preempted, Queued, Received, Refused, Settled
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools.figures import grant_of
 from sidecar.scheduling import Admission, Scheduler
@@ -20,9 +20,9 @@ from sidecar.telemetry.telemetry import Trace
 
 TIERS = ("high", "normal", "batch")
 SHARES = (
-    Shares("high", reserve=Fraction(3, 10), lend=Fraction(1, 2)),
-    Shares("normal", reserve=Fraction(1, 5)),
-    Shares("batch", limit=Fraction(4, 5)),
+    Shares("high", reserve=Fraction(3, 10), lend=Fraction(1, 2), preempt_after_us=1),
+    Shares("normal", reserve=Fraction(1, 5), preempt_after_us=3),
+    Shares("batch", limit=Fraction(4, 5), preemptible=True),
 )
 SECRET = "sk-very-secret"
 
@@ -55,13 +55,14 @@ class Door:
     """What the door does without a network: asks the scheduler, and tells the journal, on a clock of its own."""
 
     def __init__(self) -> None:
-        rules = pool_rules(tokens=40, requests=4, tiers=SHARES, promote_after_us=30, ceiling=0)
+        rules = pool_rules(tokens=40, requests=4, tiers=SHARES, promote_after_us=30, ceiling=0, max_preemptions=2)
         self.scheduler = Scheduler(rules)
         self.clock = Clock()
         self.journal = Journal(now_us=self.clock)
         self.tells: dict[str, Callable[[Event], None]] = {}
         self.woken: dict[str, tuple[Admission, int]] = {}
         self.held: list[str] = []
+        self.preempted: list[str] = []
         self.told: list[tuple[str, Admitted]] = []
         self.seen_by_event: dict[str, tuple[Counter[str], int | None]] = {}
 
@@ -88,6 +89,20 @@ class Door:
             self.scheduler.settle(request_id)
             self.dispatch(self.step())
 
+    def preempt(self) -> None:
+        """Victims let go at once; one that was not told of its admission yet is told first, and waits again."""
+        for ticket in self.scheduler.preempt(self.step()):
+            if ticket.id in self.woken:
+                self.tell(*self.woken.pop(ticket.id))
+            admitted_us = max(event.at_us for told_id, event in self.told if told_id == ticket.id)
+            now_us = self.step()
+            assert self.scheduler.requeue(ticket.id, now_us)
+            self.held.remove(ticket.id)
+            self.preempted.append(ticket.id)
+            self.tells[ticket.id](Preempted(now_us, admitted_us, self.preempted.count(ticket.id)))
+            self.tells[ticket.id](Queued(now_us, Obstacle.PREEMPTED, "its room went"))
+            self.dispatch(now_us)
+
     def dispatch(self, now_us: int) -> None:
         for admission in self.scheduler.dispatch(now_us):
             self.held.append(admission.ticket.id)
@@ -113,7 +128,8 @@ class Door:
             grant.passed,
         )
         # Whoever is told before the journal has nothing but the event.
-        self.seen_by_event[ticket.id] = (tokens(self.journal.ahead_of(event)), first(self.journal.overtook(event)))
+        ahead = (record for record in self.journal.ahead_of(event) if record.request_id != ticket.id)
+        self.seen_by_event[ticket.id] = (tokens(ahead), first(self.journal.overtook(event)))
         self.tells[ticket.id](event)
         self.told.append((ticket.id, event))
 
@@ -135,6 +151,7 @@ OPERATIONS = st.lists(
         st.tuples(st.just("arrive"), st.integers(0, 2), st.integers(1, 25), st.sampled_from("abc")),
         st.tuples(st.just("settle"), st.integers(0, 9)),
         st.tuples(st.just("wake")),
+        st.tuples(st.just("preempt")),
     ),
     min_size=10,
     max_size=80,
@@ -148,16 +165,22 @@ def test_who_was_ahead_adds_up_to_what_the_scheduler_counted(operations: list[tu
     for name, *arguments in operations:
         getattr(door, str(name))(*arguments)
     door.wake()
-    for request_id, event in door.told:
+    for request_id, event in dict(door.told).items():  # the last of one that was admitted more than once
         record = door.journal.find(request_id)
         assert record is not None
+        if record.admitted is not event:
+            assert record.lost  # and waits again
+            continue
         if not event.queue_wait_us:
             assert not door.journal.ahead_of(record)
             continue
         assert tokens(door.journal.ahead_of(record)) == event.served_ahead
-        assert first(door.journal.overtook(record)) == event.overtaken_at_us
-        assert door.seen_by_event[request_id] == (event.served_ahead, event.overtaken_at_us)
-        assert door.journal.ahead_of(event) == door.journal.ahead_of(record)
+        seen_tokens, seen_overtaken_us = door.seen_by_event[request_id]
+        assert seen_tokens == event.served_ahead
+        if not record.lost:  # else it counts as overtaken from its preemption on
+            assert first(door.journal.overtook(record)) == seen_overtaken_us == event.overtaken_at_us
+        by_event = [each for each in door.journal.ahead_of(event) if each.copy_of is not record]
+        assert by_event == [*door.journal.ahead_of(record)]
 
 
 def test_the_property_above_sees_waits_and_overtaking() -> None:
@@ -171,6 +194,21 @@ def test_the_property_above_sees_waits_and_overtaking() -> None:
     overtaken = [event for _, event in door.told if event.overtaken_at_us is not None]
     assert overtaken
     assert sum(event.queue_wait_us > 0 for _, event in door.told) >= 3
+
+
+def test_the_property_above_sees_preemptions() -> None:
+    """A control, as the one above."""
+    door = Door()
+    for _ in range(4):
+        door.arrive(2, 8, "a")
+    for _ in range(2):  # the second one finds the pool full
+        door.arrive(0, 8, "b")
+    door.preempt()
+    (victim,) = door.preempted
+    for _ in range(4):
+        door.settle(0)
+        door.wake()
+    assert [request_id for request_id, _ in door.told].count(victim) == 2
 
 
 def test_one_that_waits_knows_who_went_ahead_so_far() -> None:

@@ -13,6 +13,8 @@
 --   <root>:<birth>:v           hash  'REPLICA ID' -> 'SEQUENCE ARRIVED TIMES OVERTAKEN SERVED...' of the leases of
 --                                    preemptible tiers: how they had waited, how often they were preempted before
 --   <root>:<birth>:p:<level>   zset  those of them that may be preempted, in order of admission
+--   <root>:<birth>:a           hash  tenant -> 'REQUESTS TOKENS MOMENT CONCURRENT REFUNDED MEAN_US RPM TPM': its buckets
+--   <root>:<birth>:m:<replica> hash  id -> 'TENANT TOKENS MOMENT TPM LEVEL REFUNDED': what was charged to a tenant
 --   <root>:<birth>:c           hash  those that were chosen and have not let go -> their level
 --          Grants for other replicas are published on the channel <root>:grants:<replica>, a line each; an empty message is
 --          the replica's own beat, by which it knows that its subscription lives.
@@ -26,7 +28,13 @@
 -- ARGV[7]  sync: how many leases it ended that it could not say before
 -- then     call, beat: operations, each idempotent by its id
 --            e ID LEVEL TENANT WEIGHT TOKENS REQUESTS   asks for a lease
+--            m ID LEVEL TENANT WEIGHT TOKENS REQUESTS RPM TPM MOST BURST_US LOWER
+--                                                       the same within its tenant's limits by the minute and at once, -1
+--                                                       for none; what is over them enters at the level LOWER, or, where
+--                                                       that is -1, not at all
 --            x ID                                       ends it, waiting or held
+--            u ID TOKENS                                the same of one that came by `m`: it used so many tokens, -1
+--                                                       where nobody knows
 --            z ID TOKENS                                sets what it holds
 --            k ID LEVEL                                 its first byte goes out: it is never preempted
 --            p ID LEVEL TENANT WEIGHT TOKENS REQUESTS WAITED_US TIMES
@@ -39,10 +47,11 @@
 --                                                       said: it is never preempted any more
 --            t ID LEVEL TENANT WEIGHT TOKENS REQUESTS WAITED_US TIMES
 --                                                       TIMES: how often it was preempted so far
+--            a ID TENANT                                behind one of these: it counts among its tenant's concurrent
 --
 -- RETURN   {'ok', {replicas, us until time alone may change something or -1, grants listed, waiting, leases,
 --                  late ends, tokens held, requests held, us since the latest arrival admitted so far came or -1},
---           tiers, grants, ended, refused}
+--           tiers, grants, ended, refused, verdicts}
 --            tiers    'LEVEL [held tokens, held requests, queued tokens, queued requests, start tag, served, admitted]'
 --                     for every tier that changed, or for all in a beat or a sync
 --            grants   'ID PASSED' of what was admitted as it came, or
@@ -53,6 +62,9 @@
 --                     '!ID TIMES' tells the lease of that grant to let its engine go
 --            ended    of the tickets that were ended, as they had waited: 'ID WAIT_US STARVED_US LEVEL SERVED_AHEAD...'
 --            refused  the ids that their tier's queue had no place for
+--            verdicts 'ID w LEVEL LEFT' of what came by `m` within the limits, 'ID d LEVEL LEFT' of what came in at the
+--                     lower level, 'ID o LIMIT AFTER_US LEFT' of what did not: LIMIT is t, r or c, for tokens, requests
+--                     or concurrent, AFTER_US -1 for never. LEFT: 'REQUESTS RESET_US TOKENS RESET_US', -1 for no limit
 --          or {'unknown'} (this replica must sync), {'stale'} (a late call), {'foreign', the pool's tiers}.
 --
 -- Numbers are whole and below 2^53, but for tags, which are doubles: so Lua and Python compute the very same ones. Time
@@ -63,6 +75,7 @@ local call, fmt, concat, match = redis.call, string.format, table.concat, string
 local BEAT_US = 2000000     -- how often a replica says that it lives
 local SILENCE_US = 10000000 -- silent for so long it is dead: what it has is freed by whoever calls next
 local KEPT_MS = 3600000     -- a pool that nobody calls any more vanishes
+local LOOKED_AT = 16        -- tenants that may be back at rest, at every beat
 
 -- rules: {names, capacity tokens, capacity requests, promote_after or 0, ceiling, tier, tier, ...}; a tier is
 local R_TOKENS, R_REQUESTS, H_TOKENS, H_REQUESTS, L_TOKENS, L_REQUESTS, LIMITED, ALWAYS_FIRST, PLACES =
@@ -85,7 +98,7 @@ local grants, ended, refused = {}, {}, {}
 local served_since = {} -- level -> tokens admitted since the newest ticket came
 local preempts = false -- whether any tier is preemptible
 local is_damaged = false
-local pool = {}
+local pool = {verdicts = {}}
 
 local function clock_us() local time = redis.call('TIME') return time[1] * 1000000 + time[2] end
 
@@ -134,13 +147,6 @@ function pool.load()
   pool.heed_rules()
   pool.name_keys()
   return true
-end
-
-function pool.heed_rules()
-  levels, preempts = #rules - FIRST_RULE + 1, false
-  for level = 0, levels - 1 do
-    if rules[FIRST_RULE + level][PREEMPTIONS] > 0 then preempts = true end
-  end
 end
 
 function pool.tier_text(tier)
@@ -453,6 +459,7 @@ end
 
 end
 
+-- Made where some tier is preemptible: else no call pays for it.
 local function define_preemption()
 
 -- -- preemption: the twin of `scheduling/preemption.py`
@@ -490,7 +497,6 @@ function pool.may_return(ticket, overtaken)
 end
 
 function pool.keep_lease(id, level)
-  if not preempts then return end
   local member = me .. ' ' .. id
   call('ZREM', pool.takeable_key(level), member)
   call('HDEL', prefix .. 'c', member)
@@ -681,7 +687,203 @@ end
 
 end
 
+-- -- tenants' own limits: the twin of `scheduling/allowance.py`. Made only where a call has to do with them.
+
+local function define_limits()
+
+local UNIT, FULLEST = 60000000, 9007199254740991
+local accounts_key, accounts = prefix .. 'a', {}
+
+-- Of a limit that there is none of, nothing stays.
+function pool.drain(account)
+  local elapsed = math.max(0, now - account.at)
+  account.requests = math.max(0, account.requests - elapsed * (account.rpm > 0 and account.rpm or FULLEST))
+  account.tokens = math.max(0, account.tokens - elapsed * (account.tpm > 0 and account.tpm or FULLEST))
+  account.at = math.max(account.at, now)
+end
+
+function pool.account(tenant)
+  local account = accounts[tenant]
+  if not account then
+    local figures = {}
+    for figure in string.gmatch(call('HGET', accounts_key, tenant) or '', '%S+') do
+      figures[#figures + 1] = tonumber(figure)
+    end
+    account = {
+      requests = figures[1] or 0, tokens = figures[2] or 0, at = figures[3] or now, concurrent = figures[4] or 0,
+      refunded = figures[5] or 0, mean = figures[6] or 0, rpm = figures[7] or -1, tpm = figures[8] or -1,
+    }
+    accounts[tenant] = account
+    pool.drain(account)
+  end
+  return account
+end
+
+function pool.is_at_rest(account)
+  return account.concurrent == 0 and account.requests == 0 and account.tokens == 0
+end
+
+function pool.save_accounts()
+  for tenant, account in pairs(accounts) do
+    if account.is_forgotten or (pool.is_at_rest(account) and account.mean == 0 and account.refunded == 0) then
+      call('HDEL', accounts_key, tenant)
+    else
+      call('HSET', accounts_key, tenant, fmt('%.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f', account.requests, account.tokens,
+        account.at, account.concurrent, account.refunded, account.mean, account.rpm, account.tpm))
+    end
+  end
+end
+
+-- Some of those that may be back at rest, at every beat: so memory is bounded, and no call looks at all of them.
+function pool.forget_accounts(tenants)
+  for _, tenant in ipairs(tenants) do
+    local account = pool.account(tenant)
+    account.is_forgotten = pool.is_at_rest(account)
+  end
+end
+
+-- Microseconds until it conforms, -1 for never, nil where it does now.
+function pool.wait_for(per_minute, capacity, level, cost)
+  if per_minute < 0 or level <= capacity - cost then return nil end
+  if cost > capacity then return -1 end
+  return math.ceil((level - (capacity - cost)) / per_minute)
+end
+
+-- What it is over for longest: t, r or c, and for how long.
+function pool.over(account, tokens, most, burst)
+  local worst, after
+  local function consider(limit, us)
+    if us and (not after or (us < 0 and FULLEST or us) > (after < 0 and FULLEST or after)) then worst, after = limit, us end
+  end
+  consider('t', pool.wait_for(account.tpm, account.tpm * burst, account.tokens, tokens * UNIT))
+  consider('r', pool.wait_for(account.rpm, math.max(UNIT, account.rpm * burst), account.requests, UNIT))
+  if most >= 0 and account.concurrent >= most then consider('c', math.floor(account.mean / most)) end
+  return worst, after
+end
+
+function pool.left_text(account, burst)
+  local function left(per_minute, capacity, level)
+    if per_minute < 0 then return '-1 -1' end
+    return fmt('%.0f %.0f', math.floor(math.max(0, capacity - level) / UNIT), math.ceil(level / per_minute))
+  end
+  return left(account.rpm, math.max(UNIT, account.rpm * burst), account.requests) .. ' '
+    .. left(account.tpm, account.tpm * burst, account.tokens)
+end
+
+function pool.charge(account, tenant, tokens)
+  account.concurrent = account.concurrent + 1
+  if account.rpm > 0 then account.requests = math.min(FULLEST, account.requests + UNIT) end
+  if account.tpm > 0 then account.tokens = math.min(FULLEST, account.tokens + tokens * UNIT) end
+  return fmt('%s %.0f %.0f %.0f %.0f %.0f', tenant, tokens, account.at, math.max(0, account.tpm), account.tokens,
+    account.refunded)
+end
+
+-- In the very call that charged it.
+function pool.undo(account, tokens)
+  account.concurrent = account.concurrent - 1
+  if account.rpm > 0 then account.requests = math.max(0, account.requests - UNIT) end
+  if account.tpm > 0 then account.tokens = math.max(0, account.tokens - tokens * UNIT) end
+end
+
+function pool.settle_tokens(account, tokens, used, drained_since, level, refunded, rate)
+  local over = math.min(used, math.floor(FULLEST / UNIT)) - tokens
+  if over >= 0 then
+    account.tokens = math.min(FULLEST, account.tokens + over * UNIT)
+    return
+  end
+  local drained = rate * math.max(0, account.at - drained_since)
+  local refund = math.min(-over * UNIT, level - (account.refunded - refunded) * UNIT - drained, account.tokens)
+  if refund > 0 then
+    account.tokens, account.refunded = account.tokens - refund, account.refunded + math.ceil(refund / UNIT)
+  end
+end
+
+-- `used` is -1 where nobody knows: the estimate stands.
+function pool.correct(charge, used, was_held)
+  local tenant, tokens, at, per_minute, level, refunded = match(charge, '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+)$')
+  local account = pool.account(tenant)
+  tokens, at, per_minute = tonumber(tokens), tonumber(at), tonumber(per_minute)
+  account.concurrent = math.max(0, account.concurrent - 1)
+  if was_held then
+    local took = math.max(0, now - at)
+    account.mean = account.mean > 0 and account.mean + math.floor((took - account.mean) / 8) or took
+  end
+  if account.tpm > 0 and per_minute > 0 then
+    pool.settle_tokens(account, tokens, used < 0 and tokens or used, at, tonumber(level), tonumber(refunded),
+      math.max(per_minute, account.tpm))
+  end
+  if pool.is_at_rest(account) then account.mean, account.refunded = 0, 0 end
+end
+
+function pool.is_lease(record) return record ~= nil and string.sub(record, 1, 1) == 'L' end
+
+function pool.correct_own(id, used)
+  local key = prefix .. 'm:' .. me
+  local charge = call('HGET', key, id)
+  if not charge then return end
+  local is_lease = pool.is_lease(call('HGET', mine, id) or nil)
+  call('HDEL', key, id)
+  pool.correct(charge, is_lease and used or 0, is_lease)
+end
+
+function pool.correct_lost(charge, record)
+  local is_lease = pool.is_lease(record)
+  pool.correct(charge, is_lease and -1 or 0, is_lease)
+end
+
+-- It counts as one of its tenant's that run or wait; what it was charged is known here, or lost with the store.
+function pool.restate(id, tenant)
+  local key = prefix .. 'm:' .. me
+  if call('HEXISTS', key, id) == 1 then return end
+  local account = pool.account(tenant)
+  account.concurrent = account.concurrent + 1
+  call('HSET', key, id, fmt('%s 0 %.0f 0 0 0', tenant, now))
+end
+
+function pool.meter(index)
+  local id, tenant = ARGV[index + 1], ARGV[index + 3]
+  if call('HEXISTS', mine, id) == 1 then return end
+  local figure = {}
+  for place = 2, 11 do figure[place] = tonumber(ARGV[index + place]) end
+  local level, tokens, burst, lower = figure[2], figure[5], figure[10], figure[11]
+  local account = pool.account(tenant)
+  account.rpm, account.tpm = figure[7], figure[8]
+  local over, after = pool.over(account, tokens, figure[9], burst)
+  if over and lower < 0 then
+    pool.verdicts[#pool.verdicts + 1] = fmt('%s o %s %.0f ', id, over, after) .. pool.left_text(account, burst)
+    return
+  end
+  local charge, before = nil, #refused
+  if over then level = math.max(level, lower) else charge = pool.charge(account, tenant, tokens) end
+  pool.enter(id, level, tenant, figure[4], tokens, figure[6])
+  if #refused > before then
+    if charge then pool.undo(account, tokens) end
+  elseif charge then
+    call('HSET', prefix .. 'm:' .. me, id, charge)
+  end
+  pool.verdicts[#pool.verdicts + 1] = fmt('%s %s %d ', id, over and 'd' or 'w', level) .. pool.left_text(account, burst)
+end
+
+end
+
 local function define_operations()
+
+function pool.know_preemption()
+  if not pool.preempt then define_preemption() end
+end
+
+function pool.heed_rules()
+  levels, preempts = #rules - FIRST_RULE + 1, false
+  for level = 0, levels - 1 do
+    if rules[FIRST_RULE + level][PREEMPTIONS] > 0 then preempts = true end
+  end
+  if preempts then pool.know_preemption() end
+end
+
+function pool.limits()
+  if not pool.meter then define_limits() end
+  return pool
+end
 
 -- Whether replicas are still to say what they hold, after the store was lost or silent.
 function pool.is_on_hold()
@@ -787,13 +989,21 @@ function pool.operate(index)
       pool.enter(id, tonumber(ARGV[index + 2]), ARGV[index + 3], tonumber(ARGV[index + 4]), tonumber(ARGV[index + 5]),
         tonumber(ARGV[index + 6]))
       index = index + 7
+    elseif operation == 'm' then
+      pool.limits().meter(index)
+      index = index + 12
+    elseif operation == 'u' then
+      pool.limits().correct_own(id, tonumber(ARGV[index + 2]))
+      pool.finish(id)
+      index = index + 3
     elseif operation == 'x' then
       pool.finish(id)
       index = index + 2
     elseif operation == 'k' then
-      pool.keep_lease(id, tonumber(ARGV[index + 2]))
+      if preempts then pool.keep_lease(id, tonumber(ARGV[index + 2])) end
       index = index + 3
     elseif operation == 'p' then
+      pool.know_preemption()
       pool.requeue(index)
       index = index + 9
     elseif operation == 'b' then
@@ -809,9 +1019,27 @@ end
 
 -- -- replicas
 
+function pool.by_id(list)
+  local found = {}
+  for index = 1, #list, 2 do found[list[index]] = list[index + 1] end
+  return found
+end
+
+-- Ends what a replica's requests were charged, but for those in `stated`.
+function pool.end_charges(replica, records, stated)
+  local key = prefix .. 'm:' .. replica
+  for id, charge in pairs(pool.by_id(call('HGETALL', key))) do
+    if not stated[id] then
+      call('HDEL', key, id)
+      pool.limits().correct_lost(charge, records[id])
+    end
+  end
+end
+
 function pool.drop(replica)
   local key = pool.replica_key(replica)
   local records = call('HGETALL', key)
+  pool.end_charges(replica, pool.by_id(records), {})
   call('DEL', key, pool.outbox_key(replica))
   call('ZREM', beats, replica)
   meta[REPLICAS] = call('ZCARD', beats)
@@ -850,7 +1078,7 @@ end
 
 function pool.keep()
   call('PEXPIRE', root, KEPT_MS)
-  for _, name in ipairs({'beats', 'w', 's', 'v', 'c', 'r:' .. me, 'o:' .. me}) do
+  for _, name in ipairs({'beats', 'w', 's', 'v', 'c', 'a', 'r:' .. me, 'o:' .. me, 'm:' .. me}) do
     call('PEXPIRE', prefix .. name, KEPT_MS)
   end
   for level = 0, levels - 1 do
@@ -887,7 +1115,10 @@ function pool.agree_on_rules()
     if not is_same_ladder then return pool.create(meta[REPLICAS]) end
     rules_text, rules = ARGV[5], theirs
     pool.heed_rules()
-    if not preempts then pool.forget_all_preemption() end
+    if not preempts then
+      pool.know_preemption()
+      pool.forget_all_preemption()
+    end
     call('HSET', root, 'rules', rules_text)
   elseif not is_same_ladder then
     return concat(rules[NAMES], ' ')
@@ -909,6 +1140,7 @@ end
 function pool.state_ticket(index, old)
   local id, level = ARGV[index + 1], tonumber(ARGV[index + 2])
   local times = tonumber(ARGV[index + 8])
+  if times > 0 then pool.know_preemption() end
   if old and not (times > 0 and pool.is_before_return(id, old, times)) then
     -- it keeps its place, or the lease that it has not heard of
     local _, _, _, text = pool.read_lease(old)
@@ -928,14 +1160,12 @@ function pool.statements(visit)
   local index = 8
   while ARGV[index] do
     visit(index, ARGV[index + 1])
-    index = index + (ARGV[index] == 'l' and 6 or 9)
+    index = index + (ARGV[index] == 'l' and 6 or ARGV[index] == 'a' and 3 or 9)
   end
 end
 
 function pool.sync()
-  local old, stated = {}, {}
-  local records = call('HGETALL', mine)
-  for index = 1, #records, 2 do old[records[index]] = records[index + 1] end
+  local old, stated = pool.by_id(call('HGETALL', mine)), {}
   if old['#'] and tonumber(old['#']) >= fence then return false end
   if not old['#'] then meta[LATE] = meta[LATE] + tonumber(ARGV[7]) end
   old['#'] = nil
@@ -943,6 +1173,7 @@ function pool.sync()
   call('HSET', mine, '#', fence)
   call('DEL', pool.outbox_key(me))
   pool.beat()
+  pool.end_charges(me, old, stated)
   for id, record in pairs(old) do
     if not stated[id] then
       call('HDEL', mine, id)
@@ -950,7 +1181,13 @@ function pool.sync()
     end
   end
   pool.statements(function(index, id)
-    if ARGV[index] == 'l' then pool.state_lease(index, old[id]) else pool.state_ticket(index, old[id]) end
+    if ARGV[index] == 'l' then
+      pool.state_lease(index, old[id])
+    elseif ARGV[index] == 'a' then
+      pool.limits().restate(id, ARGV[index + 2])
+    else
+      pool.state_ticket(index, old[id])
+    end
   end)
   return true
 end
@@ -989,7 +1226,8 @@ function pool.reply(tells_all)
   for _, text in ipairs(listed) do grants[#grants + 1] = text end
   local figures = {meta[REPLICAS], after, #listed, meta[WAITING], meta[LEASES], meta[LATE], all_tokens, all_requests,
     meta[LATEST_ARRIVED] == 0 and -1 or now - meta[LATEST_ARRIVED]}
-  return {'ok', figures, pool.save(tells_all), grants, ended, refused}
+  if pool.save_accounts then pool.save_accounts() end
+  return {'ok', figures, pool.save(tells_all), grants, ended, refused, pool.verdicts}
 end
 
 function pool.main()
@@ -1020,7 +1258,11 @@ function pool.main()
   if preempts then pool.preempt() end
   pool.publish()
   if kind ~= 'call' then pool.keep() end
-  if kind == 'beat' then call('PUBLISH', root .. ':grants:' .. me, '') end
+  if kind == 'beat' then
+    local tenants = call('HRANDFIELD', prefix .. 'a', LOOKED_AT)
+    if tenants[1] then pool.limits().forget_accounts(tenants) end
+    call('PUBLISH', root .. ':grants:' .. me, '')
+  end
   return pool.reply(kind ~= 'call')
 end
 
@@ -1028,7 +1270,6 @@ end
 
 define_tickets()
 define_rules()
-define_preemption()
 define_operations()
 local is_done, result = pcall(pool.main)
 if is_done then return result end

@@ -6,8 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from sidecar.errors import AdmissionError
 from sidecar.pools.pool import Ask, Grant
+from sidecar.remaining import Allowance
+from sidecar.scheduling.allowance import Charge
 
 Left = asyncio.Future["Grant | None"]
 
@@ -15,8 +19,11 @@ Left = asyncio.Future["Grant | None"]
 class Holder(Protocol):
     """What a lease needs of its pool."""
 
-    def end(self, lease: RedisLease, left: Left | None) -> None:
-        """The lease, or its wait, is over. `left` is to be told how the wait had gone."""
+    def end(self, lease: RedisLease, left: Left | None, used_tokens: int | None = 0) -> None:
+        """The lease, or its wait, is over. `left` is to be told how the wait had gone.
+
+        It used `used_tokens`, None where nobody knows.
+        """
 
     def change_size(self, lease: RedisLease, freed_tokens: int) -> None:
         """`lease.ask.tokens` is what it holds from now on, `freed_tokens` less than before."""
@@ -33,6 +40,7 @@ class RedisLease:
 
     `entered_us` is the pool's clock in this process when it came, `served_before` the tokens that had been admitted of
     every tier when the pool first looked at it. `preemptions` counts how often it gave its room back and waited again.
+    `charge` is what its tenant was charged without the store.
     """
 
     __slots__ = (
@@ -42,7 +50,9 @@ class RedisLease:
         "_is_chosen",
         "_is_kept",
         "_pool",
+        "allowance",
         "ask",
+        "charge",
         "entered_us",
         "grant",
         "id",
@@ -57,6 +67,8 @@ class RedisLease:
         self.ask = ask
         self.entered_us = entered_us
         self.grant: Grant | None = None
+        self.allowance: Allowance | None = None
+        self.charge: Charge | None = None
         self.on_preempt: Callable[[], None] | None = None
         self.is_over = False
         self.preemptions = 0
@@ -66,6 +78,11 @@ class RedisLease:
         self._answered = answered
         self._granted: asyncio.Future[Grant] | None = None
         self._error: AdmissionError | None = None
+
+    @property
+    def tier(self) -> int:
+        """See `Lease`."""
+        return self.ask.tier
 
     @property
     def is_entering(self) -> bool:
@@ -82,12 +99,12 @@ class RedisLease:
                 self._granted.set_exception(self._error)
         return self._granted
 
-    def settle(self) -> bool:
+    def settle(self, used_tokens: int | None = None) -> bool:
         """See `Lease.settle`."""
         if self.grant is None or self.is_over:
             return False
         self.is_over = True
-        self._pool.end(self, None)
+        self._pool.end(self, None, used_tokens)
         return True
 
     def leave(self) -> Left:
@@ -107,7 +124,7 @@ class RedisLease:
         if self.grant is None or self.is_over:
             return False
         ask = self.ask
-        self.ask = Ask(ask.tier, ask.tenant, ask.weight, tokens, ask.requests)
+        self.ask = msgspec.structs.replace(ask, tokens=tokens)
         self._pool.change_size(self, ask.tokens - tokens)
         return True
 

@@ -18,6 +18,7 @@ from sidecar.pools.figures import bounded
 from sidecar.pools.pool import Ask, Grant
 from sidecar.pools.redis.alone import Alone, LastKnown, first_part, fits_into, nth
 from sidecar.pools.redis.lease import RedisLease
+from sidecar.pools.redis.limited import DividedLimits
 from sidecar.pools.redis.script import BEAT_S, SILENCE_S
 from sidecar.pools.sizes import Sizes
 
@@ -36,15 +37,20 @@ class Loss:
         self._clock = clock
         self._divides = known is not None and policy.on_store_loss is StoreLoss.DIVIDE
         self._part = nth(sizes.rules, known.replicas if known else 1)
+        self.limits = DividedLimits(sizes, known.replicas if known else 1, clock)
         self._is_patient = known is not None
         self._timer = asyncio.get_running_loop().call_later(SILENCE_S if known else 0, self._lose_patience)
 
     def begin(self) -> None:
         """Decides from now on, also for those that the store had not looked at yet."""
         entering = [lease for lease in self._leases.values() if lease.is_entering]
+        for lease in [lease for lease in self._leases.values() if not lease.is_entering]:
+            self.limits.take_over(lease)
         for lease in entering:
             if not self._fits_part(lease.ask):
                 self._refuse(lease, self._unavailable(lease.ask))
+            elif error := self.limits.admit(lease):
+                self._refuse(lease, error)
         self.is_paused = False
         self._go_alone()
         for lease in entering:
@@ -69,11 +75,16 @@ class Loss:
 
     def enter(self, lease: RedisLease) -> None:
         """A new request: granted, waiting or refused, at once."""
-        alone, tier = self.alone, self._sizes.policy.tiers[lease.ask.tier]
+        alone = self.alone
         if alone is None or not self._fits_part(lease.ask):
             lease.refused(self._unavailable(lease.ask))
             return
+        if error := self.limits.admit(lease):
+            lease.refused(error)
+            return
+        tier = self._sizes.policy.tiers[lease.ask.tier]
         if tier.max_waiting and alone.queued(tier.level) >= tier.max_waiting:
+            self.limits.undo(lease)
             lease.refused(self._sizes.queue_full(tier.level, BEAT_S))
             return
         self._leases[lease.id] = lease
@@ -129,12 +140,14 @@ class Loss:
         if lease.is_over or not lease.is_entering:
             return
         if self._sizes.policy.tiers[lease.ask.tier].max_waiting == 0 and lease.grant is None:
+            self.limits.undo(lease)
             self._refuse(lease, self._sizes.queue_full(lease.ask.tier, BEAT_S))
         else:
             lease.waits()
 
     def _refuse(self, lease: RedisLease, error: AdmissionError) -> None:
         self._leases.pop(lease.id, None)
+        self.limits.ended(lease, 0)
         self.left(lease)
         lease.refused(error)
 

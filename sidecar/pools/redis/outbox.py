@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from sidecar.pools.pool import Grant
 from sidecar.pools.redis.lease import Left, RedisLease
-from sidecar.pools.redis.script import BACK, END, ENTER, KEEP, RESIZE, Argument, requeue
+from sidecar.pools.redis.script import BACK, KEEP, RESIZE, Argument, end, enter, requeue
 
 
 def tell(left: Left | None, wait: Grant | None) -> None:
@@ -46,16 +46,15 @@ class Outbox:
         self._batch = Batch()
         self._reason = asyncio.Event()
 
-    def enter(self, lease: RedisLease) -> None:
-        """A lease asks to be admitted."""
-        ask = lease.ask
-        self._batch.arguments += (ENTER, lease.id, ask.tier, ask.tenant, ask.weight, ask.tokens, ask.requests)
+    def enter(self, lease: RedisLease, lower: int | None = None) -> None:
+        """A lease asks to be admitted. What is over its tenant's limits falls to the level `lower`."""
+        self._batch.arguments += enter(lease.id, lease.ask, lower)
         self._batch.entering.append(lease)
         self._reason.set()
 
-    def end(self, lease: RedisLease, left: Left | None) -> None:
+    def end(self, lease: RedisLease, left: Left | None, used_tokens: int | None) -> None:
         """A lease, or its wait, is over; `left` is to be told how it had waited."""
-        self._batch.arguments += (END, lease.id)
+        self._batch.arguments += end(lease.id, lease.ask, used_tokens)
         self._batch.ends += 1
         if lease.grant is not None:
             self._batch.freed_tokens += lease.ask.tokens

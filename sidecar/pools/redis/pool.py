@@ -24,6 +24,7 @@ from sidecar.pools.redis import script
 from sidecar.pools.redis.alone import LastKnown
 from sidecar.pools.redis.connection import Connect, StoreError
 from sidecar.pools.redis.lease import Left, RedisLease
+from sidecar.pools.redis.limited import judge
 from sidecar.pools.redis.link import Link, RoundTripObserver
 from sidecar.pools.redis.loss import Loss
 from sidecar.pools.redis.outbox import Batch, Outbox, tell
@@ -31,6 +32,7 @@ from sidecar.pools.redis.reports import Reports
 from sidecar.pools.redis.standing import Standing
 from sidecar.pools.redis.waits import Waits
 from sidecar.pools.sizes import Sizes
+from sidecar.pools.tenant_limits import downgraded
 
 
 class RedisPool:
@@ -59,6 +61,7 @@ class RedisPool:
         self._places = Places(self._sizes, len(policy.tiers))
         self._ids = count(1)
         self._leases: dict[int, RedisLease] = {}
+        self._unjudged: list[RedisLease] = []  # with limits, and not yet known to the store when it was told the rest
         self._outbox = Outbox()
         self._unsaid_ends = 0
         self._held_tokens = 0  # by this replica, as the store has it: what ended is held there until it is said
@@ -127,7 +130,7 @@ class RedisPool:
         else:
             self._places.refuse_what_is_promised(ask, self._tiers[ask.tier].queued, lease.entered_us)
             self._leases[lease.id] = lease
-            self._outbox.enter(lease)
+            self._ask(lease)
         try:
             await answered
         except asyncio.CancelledError:
@@ -203,15 +206,18 @@ class RedisPool:
 
     # -- what a lease asks for (`lease.Holder`)
 
-    def end(self, lease: RedisLease, left: Left | None) -> None:
+    def end(self, lease: RedisLease, left: Left | None, used_tokens: int | None = 0) -> None:
         """A lease, or its wait, is over."""
         if self._leases.pop(lease.id, None) is None:
             tell(left, None)
-        elif loss := self._deciding_loss():
+            return
+        if self._loss is not None:
+            self._loss.limits.ended(lease, used_tokens)
+        if loss := self._deciding_loss():
             self._unsaid_ends += 1
             tell(left, loss.left(lease) or self._own_figures(lease))
         else:
-            self._outbox.end(lease, left)
+            self._outbox.end(lease, left, used_tokens)
 
     def change_size(self, lease: RedisLease, freed_tokens: int) -> None:
         """A lease holds something else."""
@@ -229,7 +235,7 @@ class RedisPool:
 
     def requeue(self, lease: RedisLease) -> None:
         """A lease gives its room back and waits again."""
-        if error := self._sizes.too_large(lease.ask):
+        if error := self._sizes.outgrown(lease.ask):
             self.end(lease, None)
             lease.waits_again()
             lease.refused(error)
@@ -247,7 +253,12 @@ class RedisPool:
         self._leave_unsaid(self._outbox.take())
         if self._loss is not None:
             self._loss.pause()
-        now_us, leases = self.now_us(), list(self._leases.values())
+        now_us = self.now_us()
+        leases: list[RedisLease] = []
+        self._unjudged = []
+        for lease in self._leases.values():
+            is_judged = lease.ask.limits is None or not lease.is_entering
+            (leases if is_judged else self._unjudged).append(lease)
         held = [lease.ask for lease in leases if lease.grant is not None]
         self._stated = sum(ask.tokens for ask in held), sum(ask.requests for ask in held)
         rules = script.rules_text(self._policy, self._sizes.rules)
@@ -258,6 +269,8 @@ class RedisPool:
         for lease in leases:
             waited_us = None if lease.grant else now_us - lease.entered_us
             arguments += script.statement(lease.id, lease.ask, waited_us, lease.preemptions)
+            if lease.ask.limits is not None:
+                arguments += (script.COUNTED, lease.id, lease.ask.tenant)
         self._unsaid_ends = 0
         return arguments, Batch(entering=[lease for lease in leases if lease.is_entering])
 
@@ -270,6 +283,8 @@ class RedisPool:
         self._rules_are_new = self._stated_rules is not self._sizes.rules  # they may have changed since
         self.standing.change(StoreState.SHARED, f"{len(self._leases)} leases and tickets of this replica")
         self.answered(reply, batch)
+        for lease in [lease for lease in self._unjudged if not lease.is_over]:
+            self._ask(lease)
 
     def answered(self, reply: script.Reply, batch: Batch) -> None:
         """Does what the store says."""
@@ -281,6 +296,8 @@ class RedisPool:
             admitted, self._tiers[level] = figures.admitted - self._tiers[level].admitted, figures
             if admitted > 0:
                 self._places.admitted(level, now_us, admitted)
+        for verdict in reply.verdicts:
+            self._judged(verdict)
         self._told(script.Lines(reply.grants, reply.victims), now_us)
         for lease_id in reply.refused:
             refused = self._leases.pop(lease_id, None)
@@ -331,6 +348,19 @@ class RedisPool:
     def _deciding_loss(self) -> Loss | None:
         """The loss, where it decides. While a sync is on its way what happens is collected for the store."""
         return None if self._loss is None or self._loss.is_paused else self._loss
+
+    # -- tenants' limits
+
+    def _ask(self, lease: RedisLease) -> None:
+        """Asks the store to admit a request, over its tenant's limits at the lower tier, where that ever could."""
+        lower = None if lease.ask.limits is None else downgraded(lease.ask, self._sizes)
+        self._outbox.enter(lease, None if lower is None else lower.tier)
+
+    def _judged(self, verdict: script.Verdict) -> None:
+        lease = self._leases.get(verdict.lease_id)
+        if lease is not None and (error := judge(lease, verdict)):
+            del self._leases[lease.id]
+            lease.refused(error)
 
     # -- grants, time, the link
 

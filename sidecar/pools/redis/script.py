@@ -16,6 +16,7 @@ from sidecar.policy.policy import Policy
 from sidecar.policy.rules import PoolRules, TierRules
 from sidecar.pools.pool import Ask
 from sidecar.scheduling import Rule
+from sidecar.scheduling.allowance import Limit, Over
 
 SOURCE = files(__package__).joinpath("admission.lua").read_text(encoding="utf-8")
 LAYOUT = 4
@@ -29,9 +30,12 @@ SILENCE_S = 10.0
 CALL, BEAT, SYNC, BYE = b"call", b"beat", b"sync", b"bye"
 ENTER, END, RESIZE, BACK, LEASE, TICKET = b"e", b"x", b"z", b"b", b"l", b"t"
 KEEP, REQUEUE = b"k", b"p"
+METERED_ENTER, METERED_END, COUNTED = b"m", b"u", b"a"
 OK, UNKNOWN, STALE, FOREIGN = b"ok", b"unknown", b"stale", b"foreign"
 
 _RULES = {"a": Rule.ALWAYS_FIRST, "r": Rule.RESERVE, "l": Rule.LEVEL, "x": Rule.LIMIT}
+
+_LIMITS = {b"t": Limit.TOKENS, b"r": Limit.REQUESTS, b"c": Limit.CONCURRENT}
 
 Argument = str | bytes | int
 
@@ -73,6 +77,23 @@ def _tier(rules: TierRules, places: int | None) -> list[int]:
 def _preemption(rules: TierRules, max_preemptions: int) -> list[int]:
     preempt_after_us = -1 if rules.preempt_after_us is None else rules.preempt_after_us
     return [max_preemptions if rules.preemptible else 0, preempt_after_us]
+
+
+def enter(lease_id: int, ask: Ask, lower: int | None) -> Sequence[Argument]:
+    """The operation by which a request asks for a lease; over its tenant's limits it falls to the level `lower`."""
+    size = (lease_id, ask.tier, ask.tenant, ask.weight, ask.tokens, ask.requests)
+    limits = ask.limits
+    if limits is None:
+        return (ENTER, *size)
+    figures = (limits.requests_per_minute, limits.tokens_per_minute, limits.concurrent_requests, limits.burst_us, lower)
+    return (METERED_ENTER, *size, *(-1 if figure is None else figure for figure in figures))
+
+
+def end(lease_id: int, ask: Ask, used_tokens: int | None) -> Sequence[Argument]:
+    """The operation that ends a lease or a wait. `used_tokens` is None where nobody knows: its estimate stands."""
+    if ask.limits is None:
+        return (END, lease_id)
+    return (METERED_END, lease_id, -1 if used_tokens is None else used_tokens)
 
 
 def statement(lease_id: int, ask: Ask, waited_us: int | None, preemptions: int = 0) -> Sequence[Argument]:
@@ -126,6 +147,21 @@ class Lines(NamedTuple):
     victims: Sequence[tuple[int, int]]
 
 
+class Verdict(NamedTuple):
+    """What became of a request with limits: in at `level`, downgraded or not, or `over` them and not in.
+
+    Of both limits by the minute, what may come at once now, and the microseconds until all of it may; None for one that
+    there is not.
+    """
+
+    lease_id: int
+    level: int
+    is_downgraded: bool
+    over: Over | None
+    requests: tuple[int, int] | None
+    tokens: tuple[int, int] | None
+
+
 class Reply(NamedTuple):
     """What a call brought. A grant whose wait is None was given as the ticket came.
 
@@ -147,17 +183,19 @@ class Reply(NamedTuple):
     victims: Sequence[tuple[int, int]]
     ended: Sequence[tuple[int, WaitReply | None]]
     refused: Sequence[int]
+    verdicts: Sequence[Verdict]
 
 
 def read_reply(answer: Sequence[Any]) -> Reply:
     """The answer of a call that was `ok`."""
-    _, figures, tiers, grants, ended, refused = answer
+    _, figures, tiers, grants, ended, refused, verdicts = answer
     replicas, change_after_us, *counts, latest_age_us = figures
     lists = (
         [_read_tier(text) for text in tiers],
         *read_lines(grants),
         [read_wait(text) for text in ended],
         [int(text) for text in refused],
+        [_read_verdict(text) for text in verdicts],
     )
     latest = None if latest_age_us < 0 else latest_age_us
     return Reply._make((replicas, None if change_after_us < 0 else change_after_us, *counts, latest, *lists))
@@ -168,6 +206,25 @@ def read_lines(texts: Sequence[bytes]) -> Lines:
     victims = [text for text in texts if text.startswith(b"!")]
     grants = [text for text in texts if not text.startswith(b"!")] if victims else texts
     return Lines([read_wait(text) for text in grants], [_read_victim(text) for text in victims])
+
+
+def _read_verdict(text: bytes) -> Verdict:
+    lease_id, kind, *rest = text.split()
+    over, level = None, -1
+    if kind == b"o":
+        after_us = int(rest[1])
+        over, rest = Over(_LIMITS[rest[0]], None if after_us < 0 else after_us), rest[2:]
+    else:
+        level, rest = int(rest[0]), rest[1:]
+    requests, requests_reset_us, tokens, tokens_reset_us = map(int, rest)
+    return Verdict(
+        int(lease_id),
+        level,
+        kind == b"d",
+        over,
+        None if requests < 0 else (requests, requests_reset_us),
+        None if tokens < 0 else (tokens, tokens_reset_us),
+    )
 
 
 def _read_victim(text: bytes) -> tuple[int, int]:

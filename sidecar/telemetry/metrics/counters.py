@@ -20,8 +20,9 @@ class Counters:
     """What the requests to one pool added up to. Its attributes are those that `COUNTERS` names."""
 
     __slots__ = (
-        "abandoned", "admitted", "clamped", "estimate_errors", "observed", "overtaken", "overtaken_tokens",
-        "preempted_engine_us", "preemptions", "refused", "settled", "tenants", "tokens_estimated", "tokens_used",
+        "abandoned", "admitted", "clamped", "downgraded", "estimate_errors", "observed", "overtaken",
+        "overtaken_tokens", "preempted_engine_us", "preemptions", "refused", "settled", "tenants", "tokens_estimated",
+        "tokens_used",
     )  # fmt: skip
 
     def __init__(self, tenants: Tenants) -> None:
@@ -34,6 +35,7 @@ class Counters:
         self.preempted_engine_us: Counted = {}
         self.clamped: Counted = {}
         self.observed: Counted = {}
+        self.downgraded: Counted = {}
         self.overtaken: Counted = {}
         self.overtaken_tokens: Counted = {}
         self.tokens_estimated: Counted = {}
@@ -109,6 +111,13 @@ COUNTERS = (
         (semconv.ADMISSION_CLAMPED_FROM, TIER),
         "{request}",
         "Requests that asked for a tier above their tenant's best, and got that one instead.",
+    ),
+    Counter(
+        semconv.DOWNGRADED,
+        "downgraded",
+        (semconv.ADMISSION_DOWNGRADED_FROM, TIER),
+        "{request}",
+        "Requests that were over their tenant's limits, and got in at a lower tier instead.",
     ),
     Counter(
         semconv.OVERTAKEN,

@@ -149,6 +149,8 @@ class _Request:
         self._tenant = counters.tenants.asks(event.tenant, event.tokens, event.at_us)
         if event.clamped_from is not None:
             _add(counters.clamped, (event.clamped_from, event.tier))
+        if event.downgraded_from is not None:
+            _add(counters.downgraded, (event.downgraded_from, event.tier))
 
     def _queued(self) -> None:
         if self._tenant is not None:

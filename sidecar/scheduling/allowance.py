@@ -1,0 +1,228 @@
+"""Tenants' own limits, without I/O and without a clock: time is an argument, in whole microseconds.
+
+The law is the generic cell rate algorithm (ITU-T I.371, annex A) in its form as a continuous-state leaky bucket: one
+for requests and one for tokens. A bucket drains `per_minute` units in a microsecond, and a request, or a token, is
+60,000,000 of them; it holds `per_minute * burst_us`, that of requests at least one request. What costs c conforms while
+
+    level + c <= capacity
+
+in both buckets, and while fewer requests than `concurrent_requests` wait or are held. Nothing is charged to one bucket
+that does not conform in the other. All of it is in whole numbers below 2^53, so that `admission.lua` computes the same.
+
+Bound. What conforms within any stretch of t seconds adds up to at most limit * (burst + t) / 60, and to at most one
+request where that is less: there are no windows, so there is no edge at which two allowances meet.
+
+A request is charged by its estimate, and corrected by what it used. What it used beyond that is charged at once: the
+level may then exceed the capacity. What it did not use comes back, but never what has drained meanwhile: with a level
+of l right after the charge, r given back to the tenant since, and e microseconds gone,
+
+    refund <= max(0, l - r - per_minute * e)
+
+so the level is never below what it would be had everybody been charged what they used from the start. A refund is of no
+use to a later minute: behind a charge no more than the capacity, and what was used beyond estimates, has to drain.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from sidecar.policy.policy import Limits
+from sidecar.remaining import Allowance, Remaining
+
+UNIT = 60_000_000
+"""Of a bucket, in one request or one token: a microsecond of one per minute is one unit."""
+FULLEST = 2**53 - 1
+"""The highest level, far beyond the capacity of the largest limit: what a double in Lua still has exactly."""
+FEWEST_SWEPT = 64
+"""Tenants remembered before those at rest are looked for."""
+
+
+class Limit(str, Enum):
+    """What a request was over."""
+
+    REQUESTS = "requests_per_minute"
+    TOKENS = "tokens_per_minute"
+    CONCURRENT = "concurrent_requests"
+
+
+class Over(NamedTuple):
+    """Why a request does not conform. `fits_after_us` is exact for the two rates, and None where it never will.
+
+    For `concurrent_requests` it is an estimate: the mean time that the tenant's requests took, over their number.
+    """
+
+    limit: Limit
+    fits_after_us: int | None
+
+
+class Charge(NamedTuple):
+    """What one request was charged, so that it can be corrected: see the law above.
+
+    `level` is that of the tokens' bucket right after it, `refunded` the tenant's refunds until then, in tokens.
+    """
+
+    tenant: str
+    tokens: int
+    at_us: int
+    per_minute: int
+    level: int
+    refunded: int
+
+
+class _Account:
+    """One tenant's buckets. `mean_us` is how long its requests take, exponentially weighted by an eighth."""
+
+    __slots__ = ("at_us", "concurrent", "limits", "mean_us", "refunded", "requests", "tokens")
+
+    def __init__(self, now_us: int) -> None:
+        self.limits = Limits()
+        self.at_us = now_us
+        self.requests = 0
+        self.tokens = 0
+        self.concurrent = 0
+        self.refunded = 0
+        self.mean_us = 0
+
+    def drain(self, now_us: int) -> None:
+        elapsed_us, limits = max(0, now_us - self.at_us), self.limits
+        self.requests = max(0, self.requests - elapsed_us * (limits.requests_per_minute or FULLEST))
+        self.tokens = max(0, self.tokens - elapsed_us * (limits.tokens_per_minute or FULLEST))
+        self.at_us = max(self.at_us, now_us)
+
+    def is_at_rest(self) -> bool:
+        return not (self.concurrent or self.requests or self.tokens)
+
+
+class Allowances:
+    """The accounts of all tenants with limits. One that is back at rest is forgotten. Not thread-safe.
+
+    A changed limit counts from the next request on.
+    """
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, _Account] = {}
+        self._sweep_at = FEWEST_SWEPT
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def over(self, tenant: str, limits: Limits, tokens: int, now_us: int) -> Over | None:
+        """What keeps a request of so many tokens from conforming now, None where nothing does. Charges nothing."""
+        account = self._drained(tenant, limits, now_us)
+        waits = [
+            _wait(Limit.TOKENS, limits.tokens_per_minute, _tokens_capacity(limits), account.tokens, tokens * UNIT),
+            _wait(Limit.REQUESTS, limits.requests_per_minute, _requests_capacity(limits), account.requests, UNIT),
+            _wait_for_others(account),
+        ]
+        found = [over for over in waits if over is not None]
+        return max(found, key=lambda over: FULLEST if over.fits_after_us is None else over.fits_after_us, default=None)
+
+    def charge(self, tenant: str, limits: Limits, tokens: int, now_us: int) -> Charge:
+        """Charges a request that conforms. It ends with `correct`, or with `undo` in the same microsecond."""
+        account = self._drained(tenant, limits, now_us)
+        account.concurrent += 1
+        if limits.requests_per_minute is not None:
+            account.requests = min(FULLEST, account.requests + UNIT)
+        if limits.tokens_per_minute is not None:
+            account.tokens = min(FULLEST, account.tokens + tokens * UNIT)
+        rate = limits.tokens_per_minute or 0
+        return Charge(tenant, tokens, account.at_us, rate, account.tokens, account.refunded)
+
+    def correct(self, charge: Charge, used_tokens: int, now_us: int, *, was_held: bool = True) -> None:
+        """The request is over, or left, and used so many tokens. `was_held`: it ran, so its time says how long others
+        will.
+        """
+        account = self._accounts.get(charge.tenant)
+        if account is None:  # its limits were taken away, and it was forgotten
+            return
+        account.drain(now_us)
+        account.concurrent -= 1
+        if was_held:
+            took_us = max(0, now_us - charge.at_us)
+            account.mean_us = account.mean_us + (took_us - account.mean_us) // 8 if account.mean_us else took_us
+        if account.limits.tokens_per_minute is not None and charge.per_minute:
+            self._settle_tokens(account, charge, used_tokens)
+        if account.is_at_rest():
+            del self._accounts[charge.tenant]
+
+    def count(self, tenant: str, limits: Limits, now_us: int) -> Charge:
+        """A request that runs or waits already: it counts among its tenant's concurrent, and is charged nothing."""
+        self._drained(tenant, limits, now_us).concurrent += 1
+        return Charge(tenant, 0, now_us, 0, 0, 0)
+
+    def undo(self, charge: Charge) -> None:
+        """The request was charged in this very moment and does not come in: as if it had never asked."""
+        account = self._accounts[charge.tenant]
+        account.concurrent -= 1
+        if account.limits.requests_per_minute is not None:
+            account.requests = max(0, account.requests - UNIT)
+        if account.limits.tokens_per_minute is not None:
+            account.tokens = max(0, account.tokens - charge.tokens * UNIT)
+
+    def allowance(self, tenant: str, limits: Limits, now_us: int, *, is_downgraded: bool = False) -> Allowance:
+        """What is left of a tenant's limits now."""
+        account = self._drained(tenant, limits, now_us)
+        return Allowance(
+            _remaining(limits.requests_per_minute, _requests_capacity(limits), account.requests),
+            _remaining(limits.tokens_per_minute, _tokens_capacity(limits), account.tokens),
+            is_downgraded,
+        )
+
+    def _drained(self, tenant: str, limits: Limits, now_us: int) -> _Account:
+        account = self._accounts.get(tenant)
+        if account is None:
+            if len(self._accounts) >= self._sweep_at:
+                self._sweep(now_us)
+            account = self._accounts[tenant] = _Account(now_us)
+        if account.limits is not limits:
+            account.drain(now_us)  # by the limits that were
+            account.limits = limits
+        account.drain(now_us)
+        return account
+
+    def _sweep(self, now_us: int) -> None:
+        for account in self._accounts.values():
+            account.drain(now_us)
+        self._accounts = {tenant: account for tenant, account in self._accounts.items() if not account.is_at_rest()}
+        self._sweep_at = max(FEWEST_SWEPT, 2 * len(self._accounts))
+
+    @staticmethod
+    def _settle_tokens(account: _Account, charge: Charge, used_tokens: int) -> None:
+        over = min(used_tokens, FULLEST // UNIT) - charge.tokens
+        if over >= 0:
+            account.tokens = min(FULLEST, account.tokens + over * UNIT)
+            return
+        rate = max(charge.per_minute, account.limits.tokens_per_minute or 0)
+        drained = rate * max(0, account.at_us - charge.at_us)
+        refund = min(-over * UNIT, charge.level - (account.refunded - charge.refunded) * UNIT - drained, account.tokens)
+        if refund > 0:
+            account.tokens -= refund
+            account.refunded += -(-refund // UNIT)  # a part of a token counts as one: rather too little comes back
+
+
+def _requests_capacity(limits: Limits) -> int:
+    return max(UNIT, (limits.requests_per_minute or 0) * limits.burst_us)
+
+
+def _tokens_capacity(limits: Limits) -> int:
+    return (limits.tokens_per_minute or 0) * limits.burst_us
+
+
+def _wait(limit: Limit, per_minute: int | None, capacity: int, level: int, cost: int) -> Over | None:
+    if per_minute is None or level <= capacity - cost:
+        return None
+    return Over(limit, None if cost > capacity else -((capacity - cost - level) // per_minute))
+
+
+def _wait_for_others(account: _Account) -> Over | None:
+    most = account.limits.concurrent_requests
+    if most is None or account.concurrent < most:
+        return None
+    return Over(Limit.CONCURRENT, account.mean_us // most)
+
+
+def _remaining(per_minute: int | None, capacity: int, level: int) -> Remaining | None:
+    if per_minute is None:
+        return None
+    return Remaining(per_minute, max(0, capacity - level) // UNIT, -(-level // per_minute))

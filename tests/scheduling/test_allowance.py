@@ -1,0 +1,286 @@
+"""Tenants' limits against the definition of what they allow, computed another way: from all that ever came, at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from sidecar.policy.policy import Limits
+from sidecar.remaining import Allowance, Remaining
+from sidecar.scheduling.allowance import FEWEST_SWEPT, Allowances, Charge, Limit, Over
+
+MINUTE_US = 60_000_000
+
+
+@dataclass
+class Literal:
+    """The definition, without any state: by how much what came in some stretch up to now exceeds what it may carry.
+
+    Each amount may be changed afterwards: what hindsight knows.
+    """
+
+    limits: Limits
+    came: list[tuple[int, int]] = field(default_factory=list)
+
+    def has_room(self, tokens: int, now_us: int) -> bool:
+        """Whether no stretch of time that ends now carries more than the burst and what drains in it."""
+        carried, per_minute = tokens, self.limits.tokens_per_minute or 0
+        for start_us, amount in [(now_us, 0), *reversed(self.came)]:
+            carried += amount
+            if carried * MINUTE_US > per_minute * (self.limits.burst_us + now_us - start_us):
+                return False
+        return True
+
+
+def of_tokens(per_minute: int, burst_s: float = 60) -> Limits:
+    return Limits(tokens_per_minute=per_minute, burst_us=round(burst_s * 1e6))
+
+
+LIMITS = st.builds(of_tokens, st.sampled_from([7, 60, 600, 1000, 99_999_999]), st.sampled_from([0.5, 1, 10, 60]))
+# Pauses around what a few tokens take to drain, so that every refusal is a close one.
+PAUSES_US = st.one_of(st.integers(0, 3), st.integers(0, 2_000_000), st.integers(0, 90_000_000))
+PARTS = st.sampled_from([Fraction(part, 8) for part in range(9)])
+USED = st.sampled_from([Fraction(part, 8) for part in range(17)])
+FEW = settings(deadline=None, max_examples=50, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+
+
+def most_at_once(limits: Limits) -> int:
+    return max(1, (limits.tokens_per_minute or 0) * limits.burst_us // MINUTE_US)
+
+
+@given(LIMITS, st.lists(st.tuples(PAUSES_US, PARTS), max_size=40))
+@FEW
+def test_what_conforms_is_exactly_what_the_definition_allows(limits: Limits, asked: list[tuple[int, Fraction]]) -> None:
+    allowances, literal, now_us = Allowances(), Literal(limits), 10**15
+    for pause_us, part in asked:
+        now_us += pause_us
+        tokens = 1 + round(part * most_at_once(limits))
+        over = allowances.over("t", limits, tokens, now_us)
+        assert (over is None) == literal.has_room(tokens, now_us)
+        if over is None:
+            allowances.charge("t", limits, tokens, now_us)
+            literal.came.append((now_us, tokens))
+
+
+@given(LIMITS, st.lists(st.tuples(PAUSES_US, PARTS), min_size=1, max_size=40))
+@FEW
+def test_a_refusal_says_the_very_microsecond_from_which_on_it_conforms(
+    limits: Limits, asked: list[tuple[int, Fraction]]
+) -> None:
+    allowances, now_us = Allowances(), 10**15
+    for pause_us, part in asked:
+        now_us += pause_us
+        tokens = 1 + round(part * most_at_once(limits))
+        over = allowances.over("t", limits, tokens, now_us)
+        if over is not None and over.fits_after_us is not None:
+            assert allowances.over("t", limits, tokens, now_us + over.fits_after_us - 1) is not None
+            now_us += over.fits_after_us
+            assert allowances.over("t", limits, tokens, now_us) is None
+        if over is None or over.fits_after_us is not None:
+            allowances.charge("t", limits, tokens, now_us)
+
+
+@dataclass
+class Run:
+    """A request that was let in: its charge, its place in the replay, what it asked for."""
+
+    charge: Charge
+    place: int
+    tokens: int
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), PAUSES_US, PARTS),
+        st.tuples(st.just("end"), PAUSES_US, st.integers(0, 50), USED),
+    ),
+    min_size=10,
+    max_size=60,
+)
+
+
+@given(LIMITS, STEPS)
+@FEW
+def test_no_correction_ever_lets_in_more_than_charging_what_was_used_from_the_start(
+    limits: Limits, steps: list[tuple[object, ...]]
+) -> None:
+    """The replay charges at the arrival what was used, of all that is known by then: its level is never the higher."""
+    allowances, replay, now_us = Allowances(), Literal(limits), 10**15
+    running: list[Run] = []
+    for step in steps:
+        now_us += step[1]  # type: ignore[operator]
+        match step:
+            case ("ask", _, Fraction() as part):
+                tokens = 1 + round(part * most_at_once(limits))
+                if allowances.over("t", limits, tokens, now_us) is None:
+                    assert replay.has_room(tokens, now_us)
+                    running.append(Run(allowances.charge("t", limits, tokens, now_us), len(replay.came), tokens))
+                    replay.came.append((now_us, tokens))
+            case ("end", _, int() as index, Fraction() as part) if running:
+                run = running.pop(index % len(running))
+                used = round(part * run.tokens)
+                allowances.correct(run.charge, used, now_us)
+                replay.came[run.place] = (replay.came[run.place][0], used)
+
+
+@given(LIMITS, STEPS)
+@FEW
+def test_no_stretch_of_time_carries_more_than_its_bound(limits: Limits, steps: list[tuple[object, ...]]) -> None:
+    allowances, now_us = Allowances(), 10**15
+    running: list[Run] = []
+    used: list[tuple[int, int]] = []
+    for step in steps:
+        now_us += step[1]  # type: ignore[operator]
+        match step:
+            case ("ask", _, Fraction() as part):
+                tokens = 1 + round(part * most_at_once(limits))
+                if allowances.over("t", limits, tokens, now_us) is None:
+                    running.append(Run(allowances.charge("t", limits, tokens, now_us), len(used), tokens))
+                    used.append((now_us, tokens))
+            case ("end", _, int() as index, Fraction() as part) if running:
+                run = running.pop(index % len(running))
+                fewer = round(min(Fraction(1), part) * run.tokens)
+                allowances.correct(run.charge, fewer, now_us)
+                used[run.place] = (used[run.place][0], fewer)
+    for start, (start_us, _) in enumerate(used):
+        carried = 0
+        for end_us, tokens in used[start:]:
+            carried += tokens
+            most = (limits.tokens_per_minute or 0) * (limits.burst_us + end_us - start_us)
+            assert carried * MINUTE_US <= most
+
+
+def test_a_refund_is_of_no_use_to_a_later_minute() -> None:
+    limits, allowances = of_tokens(600), Allowances()
+    first = allowances.charge("t", limits, 600, 0)
+    assert allowances.over("t", limits, 600, MINUTE_US) is None, "all of it has drained"
+    allowances.charge("t", limits, 600, MINUTE_US)
+    allowances.correct(first, 0, MINUTE_US)
+    assert allowances.over("t", limits, 1, MINUTE_US) == Over(Limit.TOKENS, 100_000)
+
+
+def test_a_refund_gives_back_what_has_not_drained() -> None:
+    limits, allowances = of_tokens(600), Allowances()
+    charge = allowances.charge("t", limits, 600, 0)
+    allowances.correct(charge, 100, 20_000_000)  # 400 are left of it, 500 of it were not used
+    assert allowances.allowance("t", limits, 20_000_000).tokens == Remaining(600, 600, 0)
+
+
+def test_what_others_got_back_counts_as_drained_for_whoever_came_later() -> None:
+    """The first gets its 300 back, so the second's have drained within 30 s: what came since is not its own."""
+    limits, allowances = of_tokens(600), Allowances()
+    first, second = allowances.charge("t", limits, 300, 0), allowances.charge("t", limits, 300, 0)
+    allowances.correct(first, 0, 0)
+    allowances.charge("t", limits, 600, 40_000_000)
+    allowances.correct(second, 0, 45_000_000)
+    assert allowances.allowance("t", limits, 45_000_000).tokens == Remaining(600, 50, 55_000_000)
+
+
+def test_more_than_was_estimated_is_charged_at_once_and_has_to_drain() -> None:
+    limits, allowances = of_tokens(600), Allowances()
+    charge = allowances.charge("t", limits, 600, 0)
+    allowances.correct(charge, 900, 0)
+    assert allowances.over("t", limits, 600, 0) == Over(Limit.TOKENS, 90_000_000)
+    assert allowances.allowance("t", limits, 0).tokens == Remaining(600, 0, 90_000_000)
+
+
+def test_an_absurd_usage_is_bounded() -> None:
+    limits, allowances = of_tokens(600), Allowances()
+    allowances.correct(allowances.charge("t", limits, 1, 0), 2**60, 0)
+    over = allowances.over("t", limits, 1, 0)
+    assert over is not None
+    assert (over.fits_after_us or 0) * 600 < 2**53
+
+
+# -- requests, and several at once
+
+
+def test_requests_come_at_once_up_to_the_burst_and_then_at_the_rate() -> None:
+    limits, allowances = Limits(requests_per_minute=60, burst_us=10_000_000), Allowances()
+    for _ in range(10):
+        assert allowances.over("t", limits, 1, 0) is None
+        allowances.charge("t", limits, 1, 0)
+    assert allowances.over("t", limits, 1, 0) == Over(Limit.REQUESTS, 1_000_000)
+    assert allowances.allowance("t", limits, 500_000).requests == Remaining(60, 0, 9_500_000)
+
+
+def test_the_smallest_burst_still_lets_one_request_through() -> None:
+    limits, allowances = Limits(requests_per_minute=3, burst_us=10_000_000), Allowances()
+    allowances.charge("t", limits, 1, 0)
+    assert allowances.over("t", limits, 1, 0) == Over(Limit.REQUESTS, 20_000_000)
+    assert allowances.over("t", limits, 1, 20_000_000) is None
+
+
+def test_a_request_that_left_stays_counted_and_its_tokens_come_back() -> None:
+    limits, allowances = Limits(requests_per_minute=60, tokens_per_minute=600), Allowances()
+    charge = allowances.charge("t", limits, 100, 0)
+    allowances.correct(charge, 0, 0, was_held=False)
+    assert allowances.allowance("t", limits, 0) == Allowance(Remaining(60, 59, 1_000_000), Remaining(600, 600, 0))
+
+
+def test_what_is_undone_has_never_been() -> None:
+    limits, allowances = Limits(requests_per_minute=60, tokens_per_minute=600, concurrent_requests=1), Allowances()
+    allowances.charge("other", limits, 5, 0)
+    allowances.undo(allowances.charge("t", limits, 100, 0))
+    assert allowances.over("t", limits, 600, 0) is None
+
+
+def test_concurrent_requests_are_counted_until_they_end_however_that_is() -> None:
+    limits, allowances = Limits(concurrent_requests=2), Allowances()
+    running = [allowances.charge("t", limits, 10, 0) for _ in range(2)]
+    assert allowances.over("t", limits, 1, 1) == Over(Limit.CONCURRENT, 0)
+    allowances.correct(running[0], 5, 4_000_000)
+    assert allowances.over("t", limits, 1, 4_000_000) is None
+    running[0] = allowances.charge("t", limits, 10, 4_000_000)
+    assert allowances.over("t", limits, 1, 4_000_000) == Over(Limit.CONCURRENT, 2_000_000), "4 s each, two at once"
+    assert allowances.allowance("t", limits, 4_000_000) == Allowance()
+
+
+def test_the_last_of_several_limits_to_free_is_the_one_that_is_told() -> None:
+    limits, allowances = Limits(requests_per_minute=60, tokens_per_minute=600, burst_us=1_000_000), Allowances()
+    allowances.charge("t", limits, 10, 0)
+    assert allowances.over("t", limits, 1, 0) == Over(Limit.REQUESTS, 1_000_000)
+    assert allowances.over("t", limits, 11, 0) == Over(Limit.TOKENS, None), "larger than the bucket: never"
+
+
+def test_nothing_is_charged_for_a_look() -> None:
+    limits, allowances = Limits(requests_per_minute=1, tokens_per_minute=10), Allowances()
+    assert [allowances.over("t", limits, 10, 0) for _ in range(5)] == [None] * 5
+
+
+# -- other limits, other tenants, memory
+
+
+def test_tenants_have_allowances_of_their_own() -> None:
+    limits, allowances = of_tokens(600), Allowances()
+    allowances.charge("a", limits, 600, 0)
+    assert allowances.over("a", limits, 1, 0) is not None
+    assert allowances.over("b", limits, 600, 0) is None
+
+
+@pytest.mark.parametrize(("after", "left"), [(of_tokens(6000), 5400), (of_tokens(60), 0), (Limits(), None)])
+def test_a_changed_limit_counts_from_the_next_request_on(after: Limits, left: int | None) -> None:
+    allowances = Allowances()
+    charge = allowances.charge("t", of_tokens(600), 600, 0)
+    tokens = allowances.allowance("t", after, 0).tokens
+    assert left == (None if tokens is None else tokens.left)
+    allowances.correct(charge, 600, MINUTE_US)
+
+
+def test_a_tenant_back_at_rest_is_forgotten() -> None:
+    limits, allowances = of_tokens(600), Allowances()
+    allowances.correct(allowances.charge("t", limits, 600, 0), 600, MINUTE_US)
+    assert len(allowances) == 0
+
+
+def test_memory_is_bounded_by_the_tenants_that_are_not_at_rest() -> None:
+    limits, allowances = of_tokens(60_000), Allowances()
+    for number in range(20 * FEWEST_SWEPT):
+        now_us = number * 10_000
+        charge = allowances.charge(f"tenant-{number}", limits, 100, now_us)  # at rest a tenth of a second later
+        allowances.correct(charge, 100, now_us)
+        assert len(allowances) <= FEWEST_SWEPT
