@@ -16,12 +16,12 @@ from sidecar.events import Obstacle, StoreObserver, StoreState
 from sidecar.policy.policy import Policy, StoreLoss
 from sidecar.policy.rules import PoolRules
 from sidecar.pools.dispatcher import Clock, monotonic_us
-from sidecar.pools.figures import TierFigures, pool_state, served_by_name
+from sidecar.pools.figures import TierFigures, pool_state
 from sidecar.pools.obstacles import obstacle
 from sidecar.pools.places import Places
 from sidecar.pools.pool import Ask, Grant, NotShared, Shared
 from sidecar.pools.redis import script
-from sidecar.pools.redis.alone import LastKnown
+from sidecar.pools.redis.alone import last_known
 from sidecar.pools.redis.connection import Connect, StoreError
 from sidecar.pools.redis.lease import Left, RedisLease
 from sidecar.pools.redis.limited import judge
@@ -76,7 +76,6 @@ class RedisPool:
         self._last: script.Reply | None = None
         self._tiers = [script.TierReply(0, 0, 0, 0, 0, 0, 0)] * len(policy.tiers)
         self._waits = Waits(self._tier_names)
-        self._change_timer: asyncio.TimerHandle | None = None
 
     # -- the pool's contract
 
@@ -150,10 +149,7 @@ class RedisPool:
         waiting = sum(lease.grant is None for lease in self._leases.values())
         own = {"leases": len(self._leases) - waiting, "waiting": waiting}
         store = {
-            "state": self.standing.state.value,
-            "since_s": round(self.standing.since_s, 3),
-            "reason": self.standing.reason,
-            "pool": self._policy.pool,
+            **self.standing.told(),
             "replica": self.name,
             "replicas": last.replicas if last else None,
             "own": own,
@@ -165,13 +161,7 @@ class RedisPool:
 
     def oldest(self) -> Sequence[Grant | None]:
         """See `Pool.oldest`. Overtakings in other replicas are known from the store's latest answer."""
-        now_us = self.now_us()
-        found: list[Grant | None] = [None] * len(self._tier_names)
-        for lease in self._leases.values():
-            tier = lease.ask.tier
-            if lease.grant is None and found[tier] is None:
-                found[tier] = self._waits.so_far(lease, self._tiers, now_us)
-        return found
+        return self._waits.oldest(self._leases, self._tiers, self.now_us())
 
     def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
         """See `Pool.obstacle`. By the store's latest answer."""
@@ -181,15 +171,11 @@ class RedisPool:
 
     def readiness(self) -> Sequence[str]:
         """See `Pool.readiness`."""
-        if self.standing.state is StoreState.CLOSED:
-            return (f"store lost, requests are refused: {self.standing.reason}",)
-        return ("store not reached yet",) if self.standing.state is StoreState.CONNECTING else ()
+        return self.standing.readiness()
 
     def notices(self) -> Sequence[str]:
         """See `Pool.notices`."""
-        if self.standing.state is not StoreState.DIVIDED:
-            return ()
-        return (f"store lost, this replica admits to its part of the pool: {self.standing.reason}",)
+        return self.standing.notices()
 
     async def share(self, report: bytes) -> Mapping[str, Shared]:
         """See `Pool.share`."""
@@ -308,7 +294,7 @@ class RedisPool:
         for lease_id, wait in reply.ended:
             if lease_id in batch.leaving:
                 lease, left = batch.leaving[lease_id]
-                tell(left, self._grant(lease, wait, now_us))
+                tell(left, self._waits.grant(lease, wait, now_us))
         self._waits.note(reply.latest_age_us, self._leases, now_us)
         for lease in batch.entering:
             lease.served_before = tuple(tier.served for tier in self._tiers)
@@ -316,7 +302,7 @@ class RedisPool:
                 self._places.taken(lease.ask)
             lease.waits()
         batch.tell_who_left(self._own_figures)
-        self._call_in_time(reply.change_after_us)
+        self._outbox.wake_after(reply.change_after_us)
 
     def unanswered(self, batch: Batch) -> None:
         """What was said may have been heard or not; where it was, others may hold by now what it gave back."""
@@ -334,18 +320,12 @@ class RedisPool:
         is_divided = self._last is not None and self._policy.on_store_loss is StoreLoss.DIVIDE
         self.standing.change(StoreState.DIVIDED if is_divided else StoreState.CLOSED, str(error))
         self._leave_unsaid(self._outbox.take())
-        self._forget_the_time()
+        self._outbox.wake_after(None)
         if self._loss is None:
-            self._loss = Loss(self._policy, self._sizes, self._leases, self._last_known(), self.now_us)
+            known = last_known(self._last, self._held_tokens, self._held_requests)
+            self._loss = Loss(self._policy, self._sizes, self._leases, known, self.now_us)
         if self._loss.is_paused:
             self._loss.begin()
-
-    def _last_known(self) -> LastKnown | None:
-        last = self._last
-        if last is None:
-            return None
-        own = self._held_tokens, self._held_requests
-        return LastKnown(max(1, last.replicas), last.held_tokens, last.held_requests, *own)
 
     def _deciding_loss(self) -> Loss | None:
         """The loss, where it decides. While a sync is on its way what happens is collected for the store."""
@@ -368,27 +348,14 @@ class RedisPool:
 
     def _told(self, lines: script.Lines, now_us: int) -> None:
         for lease_id, wait in lines.grants:
-            self._granted(lease_id, wait, now_us)
+            lease = self._leases.get(lease_id)
+            preemptions = wait.preemptions if wait else 0  # else it is an earlier grant, heard of late
+            if lease is not None and lease.grant is None and preemptions == lease.preemptions:
+                self._hold(lease.ask.tokens, lease.ask.requests)
+                lease.granted(self._waits.grant(lease, wait, now_us))
         for lease_id, preemptions in lines.victims:
-            if lease := self._leases.get(lease_id):
+            if (lease := self._leases.get(lease_id)) is not None:
                 lease.chosen(preemptions)
-
-    def _granted(self, lease_id: int, wait: script.WaitReply | None, now_us: int) -> None:
-        lease = self._leases.get(lease_id)
-        preemptions = 0 if wait is None else wait.preemptions
-        if lease is not None and lease.grant is None and preemptions == lease.preemptions:
-            self._hold(lease.ask.tokens, lease.ask.requests)
-            lease.granted(self._grant(lease, wait, now_us))
-
-    def _grant(self, lease: RedisLease, wait: script.WaitReply | None, now_us: int) -> Grant:
-        """The store's figures on this process's clock: the wait ends when it is heard of."""
-        if wait is None:
-            return Grant(now_us, 0, 0, None, {}, lease.ask.tier)
-        ahead = served_by_name(self._tier_names, wait.served_ahead) if wait.wait_us > 0 else {}
-        overtaken_at_us = None if wait.starved_us is None else now_us - wait.starved_us
-        level = lease.ask.tier if wait.level is None else wait.level
-        passed = {self._tier_names[tier]: rule.value for tier, rule in wait.passed}
-        return Grant(now_us, wait.wait_us, wait.starved_us or 0, overtaken_at_us, ahead, level, passed)
 
     def _figures(self) -> Sequence[TierFigures]:
         return [TierFigures(*tier[:4]) for tier in self._tiers]
@@ -407,21 +374,9 @@ class RedisPool:
         now_us = self.now_us()
         return Grant(now_us, now_us - lease.entered_us, 0, None, {}, lease.ask.tier)
 
-    def _call_in_time(self, change_after_us: int | None) -> None:
-        """Sees to it that the store decides again when time alone may have changed who is next."""
-        self._forget_the_time()
-        if change_after_us is not None:
-            loop = asyncio.get_running_loop()
-            self._change_timer = loop.call_later(change_after_us / 1e6, self._outbox.wake)
-
-    def _forget_the_time(self) -> None:
-        if self._change_timer is not None:
-            self._change_timer.cancel()
-            self._change_timer = None
-
     def _start_over(self) -> None:
         """Nothing is left of an event loop that has ended, or of a link that was closed."""
-        self._forget_the_time()
+        self._outbox.wake_after(None)
         self._leases.clear()
         self._reports = None
         if self._loss is not None:
