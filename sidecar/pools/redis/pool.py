@@ -21,7 +21,7 @@ from sidecar.pools.obstacles import obstacle
 from sidecar.pools.places import Places
 from sidecar.pools.pool import Ask, Grant, NotShared, Shared
 from sidecar.pools.redis import script
-from sidecar.pools.redis.alone import LastKnown
+from sidecar.pools.redis.alone import last_known
 from sidecar.pools.redis.connection import Connect, StoreError
 from sidecar.pools.redis.lease import Left, RedisLease
 from sidecar.pools.redis.limited import judge
@@ -76,7 +76,6 @@ class RedisPool:
         self._last: script.Reply | None = None
         self._tiers = [script.TierReply(0, 0, 0, 0, 0, 0, 0)] * len(policy.tiers)
         self._waits = Waits(self._tier_names)
-        self._change_timer: asyncio.TimerHandle | None = None
 
     # -- the pool's contract
 
@@ -161,13 +160,7 @@ class RedisPool:
 
     def oldest(self) -> Sequence[Grant | None]:
         """See `Pool.oldest`. Overtakings in other replicas are known from the store's latest answer."""
-        now_us = self.now_us()
-        found: list[Grant | None] = [None] * len(self._tier_names)
-        for lease in self._leases.values():
-            tier = lease.ask.tier
-            if lease.grant is None and found[tier] is None:
-                found[tier] = self._waits.so_far(lease, self._tiers, now_us)
-        return found
+        return self._waits.oldest(self._leases, self._tiers, self.now_us())
 
     def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
         """See `Pool.obstacle`. By the store's latest answer."""
@@ -286,7 +279,7 @@ class RedisPool:
         for lease_id, wait in reply.ended:
             if lease_id in batch.leaving:
                 lease, left = batch.leaving[lease_id]
-                tell(left, self._waits.ended(lease, wait, now_us))
+                tell(left, self._waits.grant(lease, wait, now_us))
         self._waits.note(reply.latest_age_us, self._leases, now_us)
         for lease in batch.entering:
             lease.served_before = tuple(tier.served for tier in self._tiers)
@@ -294,7 +287,7 @@ class RedisPool:
                 self._places.taken(lease.ask)
             lease.waits()
         batch.tell_who_left(lambda lease: own_figures(lease, self.now_us()))
-        self._call_in_time(reply.change_after_us)
+        self._outbox.wake_after(reply.change_after_us)
 
     def unanswered(self, batch: Batch) -> None:
         """What was said may have been heard or not; where it was, others may hold by now what it gave back."""
@@ -312,17 +305,12 @@ class RedisPool:
         is_divided = self._last is not None and self._policy.on_store_loss is StoreLoss.DIVIDE
         self.standing.change(StoreState.DIVIDED if is_divided else StoreState.CLOSED, str(error))
         self._leave_unsaid(self._outbox.take())
-        self._forget_the_time()
+        self._outbox.wake_after(None)
         if self._loss is None:
-            self._loss = Loss(self._policy, self._sizes, self._leases, self._last_known(), self.now_us)
+            known = last_known(self._last, self._held_tokens, self._held_requests)
+            self._loss = Loss(self._policy, self._sizes, self._leases, known, self.now_us)
         if self._loss.is_paused:
             self._loss.begin()
-
-    def _last_known(self) -> LastKnown | None:
-        if (last := self._last) is None:
-            return None
-        held = last.held_tokens, last.held_requests
-        return LastKnown(max(1, last.replicas), *held, self._held_tokens, self._held_requests)
 
     def _deciding_loss(self) -> Loss | None:
         """The loss, where it decides. While a sync is on its way what happens is collected for the store."""
@@ -343,17 +331,14 @@ class RedisPool:
 
     def _told(self, lines: script.Lines, now_us: int) -> None:
         for lease_id, wait in lines.grants:
-            self._granted(lease_id, wait, now_us)
+            lease = self._leases.get(lease_id)
+            preemptions = wait.preemptions if wait else 0  # else it is an earlier grant, heard of late
+            if lease is not None and lease.grant is None and preemptions == lease.preemptions:
+                self._hold(lease.ask.tokens, lease.ask.requests)
+                lease.granted(self._waits.grant(lease, wait, now_us))
         for lease_id, preemptions in lines.victims:
-            if lease := self._leases.get(lease_id):
+            if (lease := self._leases.get(lease_id)) is not None:
                 lease.chosen(preemptions)
-
-    def _granted(self, lease_id: int, wait: script.WaitReply | None, now_us: int) -> None:
-        lease = self._leases.get(lease_id)
-        preemptions = 0 if wait is None else wait.preemptions
-        if lease is not None and lease.grant is None and preemptions == lease.preemptions:
-            self._hold(lease.ask.tokens, lease.ask.requests)
-            lease.granted(self._waits.ended(lease, wait, now_us))
 
     def _figures(self) -> Sequence[TierFigures]:
         return [TierFigures(*tier[:4]) for tier in self._tiers]
@@ -367,21 +352,9 @@ class RedisPool:
         self._unsaid_ends += batch.ends
         batch.tell_who_left(lambda lease: own_figures(lease, self.now_us()))
 
-    def _call_in_time(self, change_after_us: int | None) -> None:
-        """Sees to it that the store decides again when time alone may have changed who is next."""
-        self._forget_the_time()
-        if change_after_us is not None:
-            loop = asyncio.get_running_loop()
-            self._change_timer = loop.call_later(change_after_us / 1e6, self._outbox.wake)
-
-    def _forget_the_time(self) -> None:
-        if self._change_timer is not None:
-            self._change_timer.cancel()
-            self._change_timer = None
-
     def _start_over(self) -> None:
         """Nothing is left of an event loop that has ended, or of a link that was closed."""
-        self._forget_the_time()
+        self._outbox.wake_after(None)
         self._leases.clear()
         self._reports = None
         if self._loss is not None:

@@ -1,4 +1,4 @@
-"""How those that wait have waited so far: as far as one replica knows it from the store's answers."""
+"""How requests have waited, and wait: as far as one replica knows it from the store's answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Waits:
             waiting = [lease.entered_us for lease in leases.values() if lease.grant is None]
             self._overtaking.forget_all_but(sorted(waiting))
 
-    def ended(self, lease: RedisLease, wait: WaitReply | None, now_us: int) -> Grant:
+    def grant(self, lease: RedisLease, wait: WaitReply | None, now_us: int) -> Grant:
         """The store's figures on this process's clock: the wait ends when it is heard of."""
         if wait is None:
             return Grant(now_us, 0, 0, None, {}, lease.ask.tier)
@@ -37,6 +37,17 @@ class Waits:
         level = lease.ask.tier if wait.level is None else wait.level
         passed = {self._tier_names[tier]: rule.value for tier, rule in wait.passed}
         return Grant(now_us, wait.wait_us, wait.starved_us or 0, overtaken_at_us, ahead, level, passed)
+
+    def oldest(
+        self, leases: Mapping[int, RedisLease], tiers: Sequence[TierReply], now_us: int
+    ) -> Sequence[Grant | None]:
+        """How the oldest that waits of every tier has waited so far."""
+        found: list[Grant | None] = [None] * len(self._tier_names)
+        for lease in leases.values():
+            tier = lease.ask.tier
+            if lease.grant is None and found[tier] is None:
+                found[tier] = self.so_far(lease, tiers, now_us)
+        return found
 
     def so_far(self, lease: RedisLease, tiers: Sequence[TierReply], now_us: int) -> Grant:
         """Of one that waits. `tiers` are as the store last told them."""
