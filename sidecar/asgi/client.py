@@ -1,27 +1,39 @@
-"""The client's side of one request behind its body: from then on nothing but its hanging up can come."""
+"""The client's side of one request: what it is sent, and, behind its body, its hanging up. Nothing else can come."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
-from sidecar.asgi.types import Message, Receive
+from sidecar.asgi.keep_alive import KeptAlive
+from sidecar.asgi.types import Message, Receive, Send
+from sidecar.events import Headers
+from sidecar.policy.policy import Api
 
 
 class Client:
     """Listens for whoever does not. `left_us` is when the client was found to have left, None while it is there.
 
-    `now_us` is the clock of that, in microseconds.
+    `now_us` is the clock of that, in microseconds. `send` is for the answer, as ASGI has it; where it has begun with
+    comments, `kept_alive` is what it goes on in.
     """
 
-    __slots__ = ("_departure", "_listening", "_now_us", "_receive", "left_us")
+    __slots__ = ("_departure", "_listening", "_now_us", "_receive", "kept_alive", "left_us", "send")
 
-    def __init__(self, receive: Receive, now_us: Callable[[], int]) -> None:
+    def __init__(self, receive: Receive, send: Send, now_us: Callable[[], int]) -> None:
+        self.send: Send = send
+        self.kept_alive: KeptAlive | None = None
         self.left_us: int | None = None
         self._receive = receive
         self._now_us = now_us
         self._departure: asyncio.Task[Message] | None = None
         self._listening = 0
+
+    async def comment(self, text: str, api: Api, headers: Headers) -> None:
+        """Sends a line that clients skip. The first one begins the answer, a stream of the API's with these headers."""
+        if self.kept_alive is None:
+            self.send = self.kept_alive = KeptAlive(self.send, api, headers)
+        await self.kept_alive.comment(text)
 
     def departure(self) -> asyncio.Task[Message]:
         """Ends when the client has left. Until somebody asks for it the app's own listening is enough."""

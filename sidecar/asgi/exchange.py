@@ -11,25 +11,25 @@ Whatever raises, hangs up or is cancelled, `run` ends in OVER with the lease giv
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 from collections.abc import Coroutine
 from enum import Enum
 
-from sidecar.asgi.allowances import limits_headers, note_tier, refusal_headers, used_tokens
+from sidecar.asgi.allowances import note_tier, refusal_headers, used_tokens
 from sidecar.asgi.attempt import Attempt
 from sidecar.asgi.body import ClientLeft, discard_body, read_body
 from sidecar.asgi.client import Client
 from sidecar.asgi.credentials import refuse_two_keys
 from sidecar.asgi.door import Door
-from sidecar.asgi.forwarding import forwarded_body, forwarded_headers, forwarded_scope
-from sidecar.asgi.keep_alive import STREAMING, KeptAlive
+from sidecar.asgi.forwarding import forwarded_request, granted_of
+from sidecar.asgi.heading import admission_headers, tier_header
 from sidecar.asgi.naming import id_header, request_id, wait_headers
 from sidecar.asgi.report import Report
 from sidecar.asgi.responses import send_error
 from sidecar.asgi.types import Message, Receive, Scope, Send
 from sidecar.asgi.understanding import Understood, declared_length, longest_wait_s
 from sidecar.asgi.usage import UsageReader
+from sidecar.asgi.waiting import WaitedTooLong, comments, wait
 from sidecar.engines import Forward
 from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, InvalidHeader, QueueTimeout
 from sidecar.events import Obstacle, Outcome
@@ -47,13 +47,6 @@ class Stage(Enum):
     OVER = "over"
 
 
-class _WaitedTooLong(Exception):
-    """Carries how the wait had gone when its time was over."""
-
-    def __init__(self, wait: Grant | None) -> None:
-        self.wait = wait
-
-
 class Exchange:
     """One request. Made by the middleware for every request to a guarded endpoint; `run` is called once."""
 
@@ -66,7 +59,6 @@ class Exchange:
         "_endpoint",
         "_headers",
         "_is_preempted",
-        "_kept_alive",
         "_lease",
         "_preemptions",
         "_receive",
@@ -75,7 +67,6 @@ class Exchange:
         "_request_id",
         "_ruling",
         "_scope",
-        "_send",
         "_stage",
         "_status",
         "_task",
@@ -93,8 +84,7 @@ class Exchange:
         self._endpoint = endpoint
         self._scope = scope
         self._receive = receive
-        self._client = Client(receive, door.pool.now_us)
-        self._send = send
+        self._client = Client(receive, send, door.pool.now_us)
         self._stage = Stage.READING
         self._task = asyncio.current_task()
         self._received_us = door.pool.now_us()
@@ -105,7 +95,6 @@ class Exchange:
         self._body: bytes | None = None
         self._status: int | None = None
         self._timed_out = False
-        self._kept_alive: KeptAlive | None = None
         self._attempt: Attempt | None = None
         self._is_preempted = False
         self._preemptions = 0
@@ -139,21 +128,21 @@ class Exchange:
 
     async def _granted_or_over(self, wait_for_grant: Coroutine[None, None, Grant]) -> Grant | None:
         """The grant; None where the request ended at the door instead."""
-        wait: Grant | None = None
+        waited: Grant | None = None
         try:
             return await wait_for_grant
         except ClientLeft as left:
             self._stage = Stage.OVER
             self._report.left(left.wait)
             return None
-        except _WaitedTooLong as over:
-            wait = over.wait
+        except WaitedTooLong as over:
+            waited = over.wait
             error: AdmissionError = self._queue_timeout()
         except AdmissionError as refusal:
             error = refusal
         self._stage = Stage.OVER
-        self._report.refused(error, wait)
-        await self._refuse(error, wait)
+        self._report.refused(error, waited)
+        await self._refuse(error, waited)
         return None
 
     async def _admission(self) -> Grant:
@@ -207,47 +196,18 @@ class Exchange:
         return grant
 
     async def _wait(self, lease: Lease, granted: asyncio.Future[Grant], most_s: float | None) -> Grant:
-        """Waits for the first of three: the grant, the client's hanging up, the end of its time."""
+        """See `waiting.wait`."""
         self._report.queued(self._obstacle)
-        departure = self._client.departure()
-        await self._first_of(granted, departure, most_s)
-        if departure.done():  # also in the very moment of the grant: nobody is there to run for
-            raise ClientLeft(lease.grant if lease.settle(0) else await lease.leave())
-        if not granted.done():
-            raise _WaitedTooLong(await lease.leave())
-        if self._kept_alive is not None:
-            await self._kept_alive.comment(f"admitted after {granted.result().queue_wait_us / 1e6:.1f} s")
-        return granted.result()
+        headers = ((b"x-request-id", self._request_id.encode("ascii")), self._tier_header())
+        is_stream, every_s = self._understood.payload.stream, self._ruling.policy.keep_alive_s
+        heard = comments(every_s, self._endpoint.api, headers, is_stream=is_stream)
+        return await wait(lease, granted, self._client, most_s, heard)
 
     def _obstacle(self) -> tuple[Obstacle, str]:
         """Why it has to wait."""
         if self._preemptions:
             return Obstacle.PREEMPTED, "its room went to a more important request"
         return self._door.pool.obstacle(self._understood.ask())
-
-    async def _first_of(
-        self, granted: asyncio.Future[Grant], departure: asyncio.Task[Message], most_s: float | None
-    ) -> None:
-        """Returns when one of the two is done, or its time is over; a streaming client hears a comment now and then."""
-        every_s = self._ruling.policy.keep_alive_s
-        if every_s is None or not self._understood.payload.stream or self._endpoint.api not in STREAMING:
-            await asyncio.wait((granted, departure), timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
-            return
-        loop = asyncio.get_running_loop()
-        ends_s = math.inf if most_s is None else loop.time() + most_s
-        while (left_s := ends_s - loop.time()) > 0:
-            await asyncio.wait((granted, departure), timeout=min(every_s, left_s), return_when=asyncio.FIRST_COMPLETED)
-            if granted.done() or departure.done():
-                return
-            if loop.time() < ends_s:
-                await self._keep_alive()
-
-    async def _keep_alive(self) -> None:
-        if self._kept_alive is None:
-            headers = [(b"x-request-id", self._request_id.encode("ascii")), self._tier_header()]
-            self._kept_alive = KeptAlive(self._send, self._endpoint.api, headers)
-            self._send = self._kept_alive
-        await self._kept_alive.comment("waiting for admission")
 
     def _longest_wait_s(self) -> float | None:
         understood = self._understood
@@ -261,23 +221,23 @@ class Exchange:
             retry_after_s=self._door.pool.retry_after_s(level),
         )
 
-    async def _refuse(self, error: AdmissionError, wait: Grant | None) -> None:
+    async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
         # What is left of an unread body is of no use: the connection ends with the answer.
         closes = isinstance(error, BodyTimeout | BodyTooLarge | InvalidHeader)
         headers = [(b"connection", b"close")] if closes else []
         headers += refusal_headers(error)
-        if wait is not None:
-            headers += wait_headers(wait)
-        send = self._send_first if isinstance(error, BodyTooLarge) else self._send
+        if waited is not None:
+            headers += wait_headers(waited)
+        send = self._send_first if isinstance(error, BodyTooLarge) else self._client.send
         is_anthropic = self._endpoint.api is Api.MESSAGES
         await send_error(send, error, anthropic=is_anthropic, request_id=self._request_id, headers=headers)
         if isinstance(error, BodyTooLarge):
             await discard_body(self._receive, self._ruling.policy.body_timeout_s)
-            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._client.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_first(self, message: Message) -> None:
         # The end comes later: the server closes then, which takes the answer from a client that is still sending.
-        await self._send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+        await self._client.send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
 
     # -- from admission on
 
@@ -292,7 +252,7 @@ class Exchange:
         forward = door.dialect.forward(self._endpoint.api, priority)
         self._admitted_us = grant.at_us
         self._report.admitted(grant, priority if forward.is_sent else None)
-        granted = self._granted(grant, priority)
+        granted = granted_of(grant, self._understood, self._ruling.policy, priority)
         attempt = self._attempt = self._preemptible_attempt()
         receive, send = (
             (self._receive_for_app, self._send_for_app) if attempt is None else (attempt.receive, attempt.send)
@@ -303,8 +263,8 @@ class Exchange:
         except BaseException as error:
             if attempt is None or not attempt.is_lost or not isinstance(error, Exception):
                 self._settle(Outcome.FAILED, type(error).__name__)
-                if self._kept_alive is not None and isinstance(error, Exception):
-                    await self._kept_alive.break_off()
+                if self._client.kept_alive is not None and isinstance(error, Exception):
+                    await self._client.kept_alive.break_off()
                 raise
         finally:
             current.reset(token)
@@ -351,30 +311,12 @@ class Exchange:
         # It was admitted in time once: only the client itself may limit how long it waits again.
         return await self._wait(lease, granted, longest_wait_s(self._understood.headers, None))
 
-    def _granted(self, grant: Grant, priority: int | float) -> Granted:
-        classification = self._understood.classification
-        return Granted(
-            tier=self._ruling.policy.tiers[classification.level].name,
-            tenant=classification.tenant.name,
-            level=grant.level,
-            engine_priority=priority,
-            queue_wait_s=grant.queue_wait_us / 1e6,
-            starvation_s=grant.starvation_us / 1e6,
-            tokens=self._understood.tokens,
-        )
-
     def _scope_for_app(self, forward: Forward, granted: Granted) -> Scope:
-        understood = self._understood
-        scope = forwarded_scope(self._scope, self._endpoint)
-        scope[SCOPE_KEY] = granted
-        self._body = forwarded_body(understood.body_to_forward(), understood.payload, forward)
-        added = [*forward.headers, *self._report.headers(), *understood.added]
-        taken = understood.taken if self._kept_alive is None else [*understood.taken, b"accept-encoding"]
-        if self._body is not understood.body and b"content-length" in understood.headers:
-            added.append((b"content-length", b"%d" % len(self._body)))
-        if added or taken:  # a stream that has begun as plain text goes on as plain text
-            scope["headers"] = forwarded_headers(scope["headers"], taken, added)
-        return scope
+        has_begun, traced = self._client.kept_alive is not None, self._report.headers()
+        request = forwarded_request(self._scope, self._endpoint, self._understood, forward, traced, has_begun=has_begun)
+        request.scope[SCOPE_KEY] = granted
+        self._body = request.body
+        return request.scope
 
     async def _receive_for_app(self) -> Message:
         """The body in one piece, then whatever the client does: a disconnect reaches the app as it would without us."""
@@ -391,18 +333,16 @@ class Exchange:
             self._read_response(message.get("body", b""))
             # Servers say `http.disconnect` behind a complete response, too: only one from before is a departure.
             outcome = Outcome.COMPLETED if self._client.left_us is None else Outcome.CLIENT_LEFT
-            await self._send(message)
+            await self._client.send(message)
             if not message.get("more_body", False):
                 self._settle(outcome)
             return
         if kind == "http.response.start":
             self._status = message["status"]
             headers = list(message.get("headers", ()))
-            message = {
-                **message,
-                "headers": [*headers, *self._response_headers(), id_header(self._request_id, headers)],
-            }
-        await self._send(message)
+            own = admission_headers(self._understood, self._lease, self._ruling.tier_names, self._preemptions)
+            message = {**message, "headers": [*headers, *own, id_header(self._request_id, headers)]}
+        await self._client.send(message)
 
     def _read_response(self, body: bytes) -> None:
         if body and self._stage is Stage.RUNNING:  # what comes behind the grace of a client that left is told nobody
@@ -410,21 +350,8 @@ class Exchange:
                 self._report.first_byte(self._status)
             self._usage.feed(body)
 
-    def _response_headers(self) -> list[tuple[bytes, bytes]]:
-        classification, names = self._understood.classification, self._ruling.tier_names
-        assert self._lease.grant is not None
-        headers = [self._tier_header(), *wait_headers(self._lease.grant)]
-        if self._preemptions:
-            headers.append((b"x-admission-preempted", b"%d" % self._preemptions))
-        if classification.clamped_from is not None:
-            headers.append((b"x-admission-clamped-from", names[classification.clamped_from]))
-        headers += limits_headers(self._understood, self._lease, names)
-        if classification.ignored:
-            headers.append((b"x-admission-ignored", ", ".join(classification.ignored).encode("latin-1", "replace")))
-        return headers
-
     def _tier_header(self) -> tuple[bytes, bytes]:
-        return b"x-admission-tier", self._ruling.tier_names[self._understood.classification.level]
+        return tier_header(self._understood, self._ruling.tier_names)
 
     # -- the end
 

@@ -3,13 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from sidecar.asgi.types import Scope
+from sidecar.asgi.understanding import Understood
 from sidecar.engines import CLIENT_MEMBERS, Forward
 from sidecar.events import Headers
+from sidecar.granted import Granted
 from sidecar.payload import Payload
-from sidecar.policy.policy import Endpoint
+from sidecar.policy.policy import Endpoint, Policy
+from sidecar.pools import Grant
 from sidecar.splice import insert, remove
+
+
+class ForwardedRequest(NamedTuple):
+    """What the app is called with."""
+
+    scope: Scope
+    body: bytes
+
+
+def forwarded_request(
+    scope: Scope, endpoint: Endpoint, understood: Understood, forward: Forward, traced: Headers, *, has_begun: bool
+) -> ForwardedRequest:
+    """The request with the engine's priority and key, and the trace's context, in place of the client's own.
+
+    An answer that `has_begun` as plain text goes on so: the engine is not told that the client reads compressed ones.
+    """
+    copy = forwarded_scope(scope, endpoint)
+    body = forwarded_body(understood.body_to_forward(), understood.payload, forward)
+    added = [*forward.headers, *traced, *understood.added]
+    taken = [*understood.taken, b"accept-encoding"] if has_begun else understood.taken
+    if body is not understood.body and b"content-length" in understood.headers:
+        added.append((b"content-length", b"%d" % len(body)))
+    if added or taken:
+        copy["headers"] = forwarded_headers(scope["headers"], taken, added)
+    return ForwardedRequest(copy, body)
+
+
+def granted_of(grant: Grant, understood: Understood, policy: Policy, priority: int | float) -> Granted:
+    """What an app in the same process is told of the grant."""
+    classification = understood.classification
+    return Granted(
+        tier=policy.tiers[classification.level].name,
+        tenant=classification.tenant.name,
+        level=grant.level,
+        engine_priority=priority,
+        queue_wait_s=grant.queue_wait_us / 1e6,
+        starvation_s=grant.starvation_us / 1e6,
+        tokens=understood.tokens,
+    )
 
 
 def forwarded_body(body: bytes, payload: Payload, forward: Forward) -> bytes:

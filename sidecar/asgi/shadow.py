@@ -105,11 +105,11 @@ class Shadow:
         self._found(Verdict.UNKNOWN, code, None)
 
     async def _pass_through(self, lease: Lease) -> None:
-        note_tier(self._understood.classification, lease)
-        is_preemptible = self._is_preemptible()
-        if is_preemptible:
-            lease.on_preempt = self._take_back
         try:
+            note_tier(self._understood.classification, lease)
+            is_preemptible = self._is_preemptible()
+            if is_preemptible:
+                lease.on_preempt = self._take_back
             grant = lease.grant or await self._wait(lease, lease.wait(), self._longest_wait_s())
             self._holds = grant is not None
             while is_preemptible and grant is not None and await self._is_taken_back(lease, grant):

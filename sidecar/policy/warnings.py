@@ -43,6 +43,29 @@ def _tiers(policy: Policy) -> Found:
         yield from _starving(rules, pool)
         yield from _idle(rules, pool, shows_amount=policy.is_sized)
         yield from _too_large(tier, pool)
+        yield from _preemption(rules, pool)
+
+
+def _preemption(tier: TierRules, rules: PoolRules) -> Found:
+    """What one tier says of preemption, where no other says its part of it."""
+    above, below = rules.tiers[: tier.level], rules.tiers[tier.level + 1 :]
+    if tier.preempt_after_us is not None and not any(other.preemptible for other in below):
+        yield (
+            ("tiers", tier.name, "preempt_after"),
+            "does nothing: no less important tier is preemptible; write preemptible: true there, or leave this out",
+        )
+    if not tier.preemptible:
+        return
+    if not rules.max_preemptions:
+        yield (
+            ("tiers", tier.name, "preemptible"),
+            "does nothing: max_preemptions is 0; write at least 1 there, or leave this out",
+        )
+    elif all(other.preempt_after_us is None for other in above):
+        yield (
+            ("tiers", tier.name, "preemptible"),
+            "does nothing: no more important tier has preempt_after; write it there, such as 500ms, or leave this out",
+        )
 
 
 def _rules(policy: Policy) -> PoolRules:

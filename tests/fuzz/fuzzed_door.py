@@ -121,17 +121,23 @@ def is_error(response: Response, sent: bytes) -> None:
 
 
 @contextmanager
-def fuzzed_door(around: Any = app) -> Iterator[FuzzedDoor]:
-    """Serves one. What must end by itself ends after `QUICK_S` here."""
+def fuzzed_door(around: Any = app, quick_s: float = QUICK_S) -> Iterator[FuzzedDoor]:
+    """Serves one. What must end by itself ends after `quick_s` here."""
     trouble = Trouble()
-    before, connection.HEAD_WITHIN_S = connection.HEAD_WITHIN_S, QUICK_S
+    before, connection.HEAD_WITHIN_S = connection.HEAD_WITHIN_S, quick_s
     logging.getLogger().addHandler(trouble)
     loop, stack = asyncio.new_event_loop(), AsyncExitStack()
-    quick = {"body_timeout": "50ms", "max_wait": "20ms", "max_requests": "1", "grace": "10ms", "requests": "2"}
+    quick = {
+        "body_timeout": f"{round(quick_s * 1000)}ms",
+        "max_wait": "20ms",
+        "max_requests": "1",
+        "grace": "10ms",
+        "requests": "2",
+    }
     guarded = Guarded(around, policy(engine="vllm", max_body="8KiB", **quick))
 
     async def serve() -> None:
-        settings: dict[str, Any] = {"http": Connection, "lifespan": "off", "timeout_keep_alive": QUICK_S}
+        settings: dict[str, Any] = {"http": Connection, "lifespan": "off", "timeout_keep_alive": quick_s}
         guarded.served = await stack.enter_async_context(serving(guarded.door, log_config=None, **settings))
 
     try:

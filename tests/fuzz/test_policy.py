@@ -74,7 +74,7 @@ def test_what_was_found_once_stays_mended(folder: Path, file: Path) -> None:
     outcome(folder, *parts(file))
 
 
-@cases(few=150, many=14_000)
+@cases(few=100, many=14_000)
 @given(pool=POOLS, tenant=TENANTS)
 def test_the_shipped_policy_with_something_wrong_in_it(folder: Path, pool: str, tenant: str) -> None:
     tried["policies with something wrong"] += 1

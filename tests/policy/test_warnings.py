@@ -109,6 +109,28 @@ def test_what_happens_over_limits_that_there_are_not(tmp_path: Path) -> None:
     assert "tenants.acme.over_limit: does nothing without limits" in said
 
 
+def test_preempting_and_being_preempted_each_need_the_other(tmp_path: Path) -> None:
+    both = "{high: {reserve: 20%, preempt_after: 500ms}, normal: {reserve: 5%, preemptible: true}}"
+    assert _said(tmp_path, both) == []
+    (said,) = _said(tmp_path, "{high: {reserve: 20%, preempt_after: 500ms}, normal: {reserve: 5%}}")
+    assert said.startswith("tiers.high.preempt_after: does nothing: no less important tier is preemptible; write ")
+    (said,) = _said(tmp_path, "{high: {reserve: 20%}, normal: {reserve: 5%, preemptible: true}}")
+    assert said.startswith("tiers.normal.preemptible: does nothing: no more important tier has preempt_after; write ")
+    (said,) = _said(tmp_path, both, "max_preemptions: 0\n")
+    assert said.startswith("tiers.normal.preemptible: does nothing: max_preemptions is 0; ")
+
+
+@pytest.mark.parametrize(
+    ("high", "normal"),
+    [("preemptible: true", "preempt_after: 1s"), ("lend: 100%", "preempt_after: 1s, preemptible: true")],
+    ids=["the wrong way around", "one tier is both"],
+)
+def test_only_a_less_important_tier_is_preempted(tmp_path: Path, high: str, normal: str) -> None:
+    found = "\n".join(_said(tmp_path, f"{{high: {{reserve: 20%, {high}}}, normal: {{reserve: 5%, {normal}}}}}"))
+    assert "preempt_after: does nothing: no less important tier is preemptible" in found
+    assert "preemptible: does nothing: no more important tier has preempt_after" in found
+
+
 def test_a_policy_that_lets_nobody_in_is_worth_a_warning(tmp_path: Path) -> None:
     path = pool(tmp_path, "engine: vllm\ncapacity: {tokens: 1000}\ntiers: {normal: {}}\n")
     assert [warning.path for warning in warnings(load(path))] == ["tenants"]

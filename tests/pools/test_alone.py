@@ -269,7 +269,7 @@ class Replica:
         running = [lease.ask for lease in self.leases.values() if lease.grant is not None]
         return sum(running_ask.tokens for running_ask in running), sum(running_ask.requests for running_ask in running)
 
-    def end(self, lease: RedisLease, left: Left | None) -> None:
+    def end(self, lease: RedisLease, left: Left | None, used_tokens: int | None = 0) -> None:
         del self.leases[lease.id]
         assert self.decides is not None
         wait = self.decides.end(lease) if isinstance(self.decides, Alone) else self.decides.left(lease)

@@ -362,7 +362,7 @@ def test_the_fake_redis_preempts_as_one_process_does(policy: Policy, program: An
 
 
 @given(policy=preempting_pools(), program=PREEMPTING_OPERATIONS)
-@settings(FEW, max_examples=25)
+@settings(FEW, max_examples=15)
 def test_a_real_server_preempts_as_one_process_does(redis_server: RedisServer, policy: Policy, program: Any) -> None:
     with redis.Redis(host=redis_server.host, port=redis_server.port) as client:
         client.flushall()

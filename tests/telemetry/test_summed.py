@@ -20,7 +20,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from span_stories import admitted, classified, first_byte, received, refused
 from test_setup import run
 
-from sidecar.telemetry.metrics import RequestMetrics
+from sidecar.events import Observed, Verdict
+from sidecar.telemetry.metrics import ObservedMetrics, RequestMetrics
 from sidecar.telemetry.metrics.histograms import HAS_CONTEXT, QUEUE_WAIT, TIMINGS, WAITS, Labeled, Seconds
 from sidecar.telemetry.metrics.prometheus import PrometheusReader
 from sidecar.telemetry.metrics.summed import sums_of
@@ -71,6 +72,14 @@ REQUESTS = st.lists(
 )
 
 
+def would_be_admitted(request):
+    return Observed(1, "r", "g", Verdict.ADMITTED, None, request.tier, "acme", request.wait_us, request.starvation_us)
+
+
+def would_be_refused(request):
+    return msgspec.structs.replace(would_be_admitted(request), verdict=Verdict.REFUSED, code=request.code)
+
+
 class Counting:
     """Listens to requests with a provider, the SDK's own way or ours."""
 
@@ -78,6 +87,7 @@ class Counting:
         self.provider = provider
         self.requests = RequestMetrics("default", meter_provider=provider)
         self.another_door = RequestMetrics("default", meter_provider=provider)
+        self.observed = ObservedMetrics(self.requests)
         self.store = StoreMetrics("default", provider)
 
     def play(self, number, request):
@@ -91,6 +101,7 @@ class Counting:
         else:
             tell(admitted(request.wait_us, request.wait_us, request.starvation_us))
             tell(first_byte(request.wait_us + 7))
+        self.observed.note(would_be_refused(request) if request.code else would_be_admitted(request))
         self.store.round_trip(request.round_trip_us / 1e6)
 
 
@@ -287,7 +298,7 @@ def test_what_reaches_the_sdk_while_a_provider_of_ours_is_installed_is_not_told_
     counting.requests.instruments.queue_wait.record(1.9, LABELS, None)
 
     (count,) = [
-        value for (name, *_), (value, _) in scraped(reader).items() if name.endswith("queue_wait_seconds_count")
+        value for (name, *_), (value, _) in scraped(reader).items() if name == "admission_queue_wait_seconds_count"
     ]
     assert count == 1
 
@@ -338,13 +349,15 @@ def test_whoever_wants_what_we_do_not_add_up_has_the_sdk_count(monkeypatch, vari
 
     counts = []
     for export in collector.metrics:
-        (metric,) = [each for each in export.resource_metrics[0].scope_metrics[0].metrics if each.name.endswith("wait")]
+        (metric,) = [
+            each for each in export.resource_metrics[0].scope_metrics[0].metrics if each.name == QUEUE_WAIT.name
+        ]
         (point,) = getattr(metric, metric.WhichOneof("data")).data_points
         counts.append(point.count)
     is_delta = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE" in variables
     assert counts == ([1, 1] if is_delta else [1, 2])
     (count,) = [
-        value for (name, *_), (value, _) in scraped(reader).items() if name.endswith("queue_wait_seconds_count")
+        value for (name, *_), (value, _) in scraped(reader).items() if name == "admission_queue_wait_seconds_count"
     ]
     assert count == 2
 

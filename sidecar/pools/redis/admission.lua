@@ -48,6 +48,8 @@
 --            t ID LEVEL TENANT WEIGHT TOKENS REQUESTS WAITED_US TIMES
 --                                                       TIMES: how often it was preempted so far
 --            a ID TENANT                                behind one of these: it counts among its tenant's concurrent
+--            f ID                                       came by `m`, and was not told what became of it: it asks again,
+--                                                       and what it may have been charged comes back
 --
 -- RETURN   {'ok', {replicas, us until time alone may change something or -1, grants listed, waiting, leases,
 --                  late ends, tokens held, requests held, us since the latest arrival admitted so far came or -1},
@@ -75,6 +77,7 @@ local call, fmt, concat, match = redis.call, string.format, table.concat, string
 local BEAT_US = 2000000     -- how often a replica says that it lives
 local SILENCE_US = 10000000 -- silent for so long it is dead: what it has is freed by whoever calls next
 local KEPT_MS = 3600000     -- a pool that nobody calls any more vanishes
+local LENGTH_OF = {l = 6, a = 3, f = 2} -- of a statement
 local LOOKED_AT = 16        -- tenants that may be back at rest, at every beat
 
 -- rules: {names, capacity tokens, capacity requests, promote_after or 0, ceiling, tier, tier, ...}; a tier is
@@ -1019,13 +1022,13 @@ function pool.by_id(list)
   return found
 end
 
--- Ends what a replica's requests were charged, but for those in `stated`.
-function pool.end_charges(replica, records, stated)
+-- Ends what a replica's requests were charged, but for those in `stated`. Those in `untold` never ran.
+function pool.end_charges(replica, records, stated, untold)
   local key = prefix .. 'm:' .. replica
   for id, charge in pairs(pool.by_id(call('HGETALL', key))) do
     if not stated[id] then
       call('HDEL', key, id)
-      pool.limits().correct_lost(charge, records[id])
+      pool.limits().correct_lost(charge, not untold[id] and records[id] or nil)
     end
   end
 end
@@ -1033,7 +1036,7 @@ end
 function pool.drop(replica)
   local key = pool.replica_key(replica)
   local records = call('HGETALL', key)
-  pool.end_charges(replica, pool.by_id(records), {})
+  pool.end_charges(replica, pool.by_id(records), {}, {})
   call('DEL', key, pool.outbox_key(replica))
   call('ZREM', beats, replica)
   meta[REPLICAS] = call('ZCARD', beats)
@@ -1150,20 +1153,20 @@ function pool.statements(visit)
   local index = 8
   while ARGV[index] do
     visit(index, ARGV[index + 1])
-    index = index + (ARGV[index] == 'l' and 6 or ARGV[index] == 'a' and 3 or 9)
+    index = index + (LENGTH_OF[ARGV[index]] or 9)
   end
 end
 
 function pool.sync()
-  local old, stated = pool.by_id(call('HGETALL', mine)), {}
+  local old, stated, untold = pool.by_id(call('HGETALL', mine)), {}, {}
   if old['#'] and tonumber(old['#']) >= fence then return false end
   if not old['#'] then meta[LATE] = meta[LATE] + tonumber(ARGV[7]) end
   old['#'] = nil
-  pool.statements(function(_, id) stated[id] = true end)
+  pool.statements(function(index, id) if ARGV[index] == 'f' then untold[id] = true else stated[id] = true end end)
   call('HSET', mine, '#', fence)
   call('DEL', pool.outbox_key(me))
   pool.beat()
-  pool.end_charges(me, old, stated)
+  pool.end_charges(me, old, stated, untold)
   for id, record in pairs(old) do
     if not stated[id] then
       call('HDEL', mine, id)
@@ -1175,7 +1178,7 @@ function pool.sync()
       pool.state_lease(index, old[id])
     elseif ARGV[index] == 'a' then
       pool.limits().restate(id, ARGV[index + 2])
-    else
+    elseif ARGV[index] ~= 'f' then
       pool.state_ticket(index, old[id])
     end
   end)
@@ -1250,7 +1253,7 @@ function pool.main()
   if kind ~= 'call' then pool.keep() end
   if kind == 'beat' then
     local tenants = call('HRANDFIELD', prefix .. 'a', LOOKED_AT)
-    if tenants[1] then pool.limits().forget_accounts(tenants) end
+    if tenants and tenants[1] then pool.limits().forget_accounts(tenants) end
     call('PUBLISH', root .. ':grants:' .. me, '')
   end
   return pool.reply(kind ~= 'call')

@@ -271,6 +271,8 @@ class RedisPool:
             arguments += script.statement(lease.id, lease.ask, waited_us, lease.preemptions)
             if lease.ask.limits is not None:
                 arguments += (script.COUNTED, lease.id, lease.ask.tenant)
+        for lease in self._unjudged:
+            arguments += (script.UNTOLD, lease.id)
         self._unsaid_ends = 0
         return arguments, Batch(entering=[lease for lease in leases if lease.is_entering])
 

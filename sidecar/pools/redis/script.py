@@ -30,7 +30,7 @@ SILENCE_S = 10.0
 CALL, BEAT, SYNC, BYE = b"call", b"beat", b"sync", b"bye"
 ENTER, END, RESIZE, BACK, LEASE, TICKET = b"e", b"x", b"z", b"b", b"l", b"t"
 KEEP, REQUEUE = b"k", b"p"
-METERED_ENTER, METERED_END, COUNTED = b"m", b"u", b"a"
+METERED_ENTER, METERED_END, COUNTED, UNTOLD = b"m", b"u", b"a", b"f"
 OK, UNKNOWN, STALE, FOREIGN = b"ok", b"unknown", b"stale", b"foreign"
 
 _RULES = {"a": Rule.ALWAYS_FIRST, "r": Rule.RESERVE, "l": Rule.LEVEL, "x": Rule.LIMIT}
