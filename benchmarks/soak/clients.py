@@ -22,7 +22,7 @@ LONGEST_RETRY_S = 20.0
 GIVE_UP_S = 90.0
 """A client that has heard the end of nothing for so long was forgotten: that is a failure of the soak."""
 PRIMING = Traffic("chat", "high", 0.0, 0.0)
-PRIMING_AT_ONCE = 12
+PRIMING_AT_ONCE = 32
 AFTER_ADMISSION = frozenset(("engine_unreachable", "engine_timeout"))
 """Errors that an admitted request ends with; all others end a request at the door."""
 

@@ -40,6 +40,12 @@ class Watch:
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     _began_s: float = field(default_factory=time.monotonic)
 
+    def begin(self) -> None:
+        """From now on time counts; what was seen before is left out."""
+        self._began_s = time.monotonic()
+        self.samples.clear()
+        self.sample()
+
     async def look(self) -> None:
         """Until it is canceled."""
         while True:
