@@ -9,7 +9,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,9 @@ class Watch:
     _began_s: float = field(default_factory=time.monotonic)
 
     def begin(self) -> None:
-        """From now on time counts; what was seen before is left out."""
+        """From now on time counts. Of what was seen before, only the very first is kept: how it was without any load."""
         self._began_s = time.monotonic()
-        self.samples.clear()
+        self.samples = {name: [replace(seen[0], at_s=0.0)] for name, seen in self.samples.items()}
         self.sample()
 
     async def look(self) -> None:
@@ -69,8 +69,6 @@ def _sample(pid: int, at_s: float) -> Sample:
 class Memory:
     """One process's resident memory behind `from_s`: `growth_mib` is what a straight line through it rises by."""
 
-    from_s: float
-    first_mib: float
     median_mib: float
     most_mib: float
     growth_mib: float
@@ -82,8 +80,6 @@ class Memory:
         sizes = [sample.rss_mib for sample in later]
         slope, _ = statistics.linear_regression([sample.at_s for sample in later], sizes)
         return Memory(
-            from_s,
-            samples[0].rss_mib,
             statistics.median(sizes),
             max(sizes),
             slope * (later[-1].at_s - later[0].at_s),
