@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -52,6 +53,11 @@ def test_the_index_names_every_page_of_the_docs_and_the_readme_names_the_index()
     written = {path.resolve() for path in DOCS.glob("*.md")} - {(DOCS / "README.md").resolve()}
     assert written - named == set()
     assert "docs/README.md" in links(ROOT / "README.md")
+
+
+def test_the_picture_of_a_pool_is_that_of_the_shipped_policy() -> None:
+    drawn = runpy.run_path(str(DOCS / "pictures" / "pool.py"))["text"]()
+    assert (DOCS / "pictures" / "pool.svg").read_text(encoding="utf-8") == drawn
 
 
 @pytest.mark.parametrize(
