@@ -155,9 +155,13 @@ class Unavailable(AdmissionError):
 
 
 class QueueFull(Unavailable):
-    """The tier's queue holds as many requests as the policy allows."""
+    """The queue of the tier at `level` holds as many requests as the policy allows."""
 
     code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None, level: int | None = None) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.level = level
 
 
 class QueueTimeout(Unavailable):

@@ -261,8 +261,9 @@ async def test_a_door_begins_and_ends_to_observe_while_others_wait(tmp_path: Pat
         await site.until(lambda: len(app.seen) == 2)
         assert site.pool()["leases"] == 1, "who came before waits its turn, who comes now passes"
         await site.write(requests="1")
+        await site.until(lambda: site.pool()["waiting"] == 1)  # nobody stands behind a shadow
         asked.append(asyncio.ensure_future(site.ask()))
-        await site.until(lambda: site.pool()["waiting"] == 3)
+        await site.until(lambda: site.pool()["waiting"] == 2)
         app.release(4)
         assert [answered.status for answered in await asyncio.gather(*asked)] == [200] * 4
         await site.until(lambda: site.pool()["leases"] == site.pool()["waiting"] == site.door.under_way == 0)

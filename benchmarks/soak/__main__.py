@@ -4,8 +4,9 @@
 
 Two replicas of `sidecar serve` share a pool in a real Redis, before an emulated engine. Clients of eight tenants in
 five tiers, two of them with limits of their own, send 120% of what the engine can do, streaming and not; some hang up
-in the queue or in the middle of an answer, some come again when they are told to. Meanwhile, by a seeded chance: the
-engine is killed and started, Redis is killed, paused and flushed, the policy is changed, broken and mended.
+in the queue or in the middle of an answer, some come again when they are told to. In the first minutes short requests
+come on top, as many as the replicas remember: from then on their memory should stay as it is. Meanwhile, by a seeded
+chance: the engine is killed and started, Redis is killed, paused and flushed, the policy is changed, broken and mended.
 
 Then the load ends, everything under way comes to its end, and it is counted: by the clients, and by the replicas' own
 metrics. The command fails where a request is not accounted for, a lease is left, memory has grown, or a replica has
@@ -32,7 +33,9 @@ from benchmarks.soak.faults import Faults
 from benchmarks.soak.judging import Verdict
 from benchmarks.soak.setting import PER_S, REPLICAS, Setting
 from benchmarks.soak.watching import Counted, Watch
+from sidecar.telemetry.journal import MOST_ADMISSIONS
 
+PRIMED_WITHIN_S = judging.WARM_UP_S - 20
 SETTLED_WITHIN_S = 30.0
 """After the last answer: heartbeats, and idle connections to the engine, which are closed after 4 s."""
 
@@ -46,6 +49,7 @@ class Result:
     counted: Counted
     watch: Watch
     faults: Faults
+    primed: int
 
 
 async def soak(place: Setting, seconds: float, seed: int) -> Result:
@@ -57,7 +61,7 @@ async def soak(place: Setting, seconds: float, seed: int) -> Result:
     looking = asyncio.ensure_future(watch.look())
     telling = asyncio.ensure_future(_tell(clients, faults, watch))
     try:
-        await asyncio.gather(clients.send_for(seconds), faults.make_for(seconds))
+        await asyncio.gather(clients.send_for(seconds), faults.make_for(seconds), _prime(clients, seconds))
         await clients.finish(GIVE_UP_S + 10)
         left = await _settled(place)
     finally:
@@ -71,7 +75,13 @@ async def soak(place: Setting, seconds: float, seed: int) -> Result:
     for name, samples in watch.samples.items():
         verdicts += judging.steadiness(name, samples, seconds)
     verdicts.append(judging.no_defects(setting.errors(place.folder)))
-    return Result(verdicts, clients.ledger, counted, watch, faults)
+    return Result(verdicts, clients.ledger, counted, watch, faults, clients.primed)
+
+
+async def _prime(clients: Clients, seconds: float) -> None:
+    """Where memory is going to be judged, what the replicas remember fills up before that begins."""
+    if judging.is_long(seconds):
+        await clients.prime(REPLICAS * MOST_ADMISSIONS, PRIMED_WITHIN_S)
 
 
 async def _settled(place: Setting) -> list[str]:
@@ -102,6 +112,7 @@ def table(result: Result) -> str:
     lines += ["", "how requests ended at the door, by the code of the answer"]
     lines += [f"  {number:5}  {code}" for code, number in sorted(ledger.codes.items())]
     lines += [f"  {ledger.broken_off:5}  admitted, and broken off or failed with the engine"]
+    lines += [f"  {result.primed:5}  short requests in the first minutes, which fill what the replicas remember"]
     lines += [f"  {counted.preemptions.total():5}  preemptions, {ledger.preempted} of them told to clients", ""]
     marks = {True: "ok  ", False: "FAIL", None: "-   "}
     lines += [f"{marks[one.is_so]}  {one.what}: {one.found}" for one in result.verdicts]

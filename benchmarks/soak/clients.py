@@ -21,6 +21,8 @@ COME_BACK_SHARE = 0.2
 LONGEST_RETRY_S = 20.0
 GIVE_UP_S = 90.0
 """A client that has heard the end of nothing for so long was forgotten: that is a failure of the soak."""
+PRIMING = Traffic("chat", "high", 0.0, 0.0)
+PRIMING_AT_ONCE = 12
 AFTER_ADMISSION = frozenset(("engine_unreachable", "engine_timeout"))
 """Errors that an admitted request ends with; all others end a request at the door."""
 
@@ -61,6 +63,7 @@ class Clients:
         self._luck = random.Random(seed)
         self._tasks: set[asyncio.Task[None]] = set()
         self._number = 0
+        self.primed = 0
 
     @property
     def under_way(self) -> int:
@@ -74,6 +77,23 @@ class Clients:
             await asyncio.sleep(began_s + at_s - time.monotonic())
             (traffic,) = self._luck.choices(TRAFFIC, [one.share for one in TRAFFIC])
             self._begin(traffic, random.Random(self._luck.random()))
+
+    async def prime(self, requests: int, within_s: float) -> None:
+        """Sends short requests, a few at a time, until so many have ended, or for so long.
+
+        A door remembers its last requests, a number of them: this fills that memory, which the load alone would take
+        half an hour for.
+        """
+        end_s = time.monotonic() + within_s
+
+        async def one_after_another() -> None:
+            while self.primed < requests and time.monotonic() < end_s:
+                self.primed += 1
+                body = _written({"max_tokens": 1, "messages": [{"role": "user", "content": f"Say {self.primed}."}]})
+                door = self._doors[self.primed % len(self._doors)]
+                await self._ask(PRIMING, body, GIVE_UP_S, leaves=False, door=door)
+
+        await asyncio.gather(*(one_after_another() for _ in range(PRIMING_AT_ONCE)))
 
     async def finish(self, within_s: float) -> None:
         """Waits for the end of everything that is under way; what has none by then is lost."""
@@ -201,7 +221,11 @@ def _body(traffic: Traffic, number: int, luck: random.Random) -> bytes:
     is_stream = luck.random() < traffic.streams
     tokens = luck.randint(4, 2 * MEAN_OUTPUT_TOKENS - 4)
     messages = [{"role": "user", "content": f"Request {number} of {traffic.tenant}. " * luck.randint(1, 20)}]
-    return json.dumps({"model": "emulated", "messages": messages, "max_tokens": tokens, "stream": is_stream}).encode()
+    return _written({"messages": messages, "max_tokens": tokens, "stream": is_stream})
+
+
+def _written(body: dict[str, object]) -> bytes:
+    return json.dumps({"model": "emulated", **body}).encode()
 
 
 def _head(traffic: Traffic, body: bytes, attempt: int) -> bytes:

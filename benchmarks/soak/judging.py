@@ -10,7 +10,7 @@ from benchmarks.soak.setting import TIERS
 from benchmarks.soak.watching import Counted, Memory, Sample
 
 WARM_UP_S = 300.0
-"""In the first five minutes what is kept of the last five fills up, and with it memory."""
+"""In the first five minutes what the replicas remember fills up, and with it their memory."""
 SHORTEST_JUDGED_S = 600.0
 """Memory is judged over at least as long again; a shorter soak only shows it."""
 MOST_GROWTH, MOST_PEAK = 0.05, 1.25
@@ -81,10 +81,14 @@ def nothing_left(left: Sequence[str]) -> Verdict:
     return Verdict("no lease, ticket or request is left", "; ".join(left) or "none", not left)
 
 
+def is_long(seconds: float) -> bool:
+    """Whether a soak is long enough for memory to be judged."""
+    return seconds - WARM_UP_S >= SHORTEST_JUDGED_S
+
+
 def steadiness(name: str, samples: Sequence[Sample], seconds: float) -> list[Verdict]:
     """Memory, open files and threads of one process."""
     from_s = min(WARM_UP_S, seconds / 2)
-    is_long = seconds - from_s >= SHORTEST_JUDGED_S
     memory = Memory.of(samples, from_s)
     is_steady = (
         memory.growth_mib <= MOST_GROWTH * memory.median_mib and memory.most_mib <= MOST_PEAK * memory.median_mib
@@ -95,7 +99,7 @@ def steadiness(name: str, samples: Sequence[Sample], seconds: float) -> list[Ver
         Verdict(
             f"{name}: memory is steady behind the first {from_s / 60:.3g} min",
             f"median {memory.median_mib:.1f} MiB, slope {memory.growth_mib:+.2f} in sum, most {memory.most_mib:.1f}",
-            is_steady if is_long else None,
+            is_steady if is_long(seconds) else None,
         ),
         Verdict(
             f"{name}: open files at the end",

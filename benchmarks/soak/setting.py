@@ -83,8 +83,8 @@ aging: {{promote_after: 10s, ceiling: normal}}
 keep_alive: 1s
 max_preemptions: 2
 tiers:
-  critical: {{reserve: 10%, preempt_after: 300ms}}
-  high: {{reserve: 25%, lend: 50%, preempt_after: 3s}}
+  critical: {{reserve: 10%, preempt_after: 50ms}}
+  high: {{reserve: 25%, lend: 50%, preempt_after: 100ms}}
   normal: {{reserve: 15%, queue: {{max_requests: 40, max_wait: 10s}}}}
   low: {{reserve: 5%, queue: {{max_requests: {knobs.low_places}, max_wait: 8s}}}}
   batch: {{reserve: 5%, limit: {knobs.batch_limit}%, preemptible: true, queue: {{max_requests: 60, max_wait: 20s}}}}

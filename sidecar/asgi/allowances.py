@@ -11,18 +11,29 @@ from collections.abc import Iterable, Iterator, Sequence
 from sidecar.asgi.understanding import Understood
 from sidecar.asgi.usage import UsageReader
 from sidecar.classify import Classification
-from sidecar.errors import AdmissionError, TenantLimit
-from sidecar.pools import Lease
+from sidecar.errors import AdmissionError, QueueFull, TenantLimit
+from sidecar.pools import Lease, Pool
 from sidecar.remaining import Allowance, Remaining
 
 Headers = Iterable[tuple[bytes, bytes]]
 
 
-def note_tier(classification: Classification, lease: Lease) -> None:
-    """Takes over the tier that the pool let a request in at: it rules everything from then on."""
-    if lease.tier != classification.level:
+async def entered(pool: Pool, understood: Understood) -> Lease:
+    """Takes a request into the pool, and notes at which tier. Raises what `Pool.enter` does."""
+    try:
+        lease = await pool.enter(understood.ask())
+    except QueueFull as full:
+        note_tier(understood.classification, full.level)
+        raise
+    note_tier(understood.classification, lease.tier)
+    return lease
+
+
+def note_tier(classification: Classification, level: int | None) -> None:
+    """Takes over the tier at which the pool took a request in, or had no place for it: it rules from then on."""
+    if level is not None and level != classification.level:
         classification.downgraded_from = classification.level
-        classification.level = lease.tier
+        classification.level = level
 
 
 def limits_headers(understood: Understood, lease: Lease, tier_names: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:

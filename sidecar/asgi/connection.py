@@ -8,6 +8,8 @@
   and Java's client makes that offer (h2c) with every first request.
 - A body in another coding than chunks, and two `Host`s, are refused: what is behind us would not hear of the first, and
   might believe the other of the second.
+- A client that leaves is said so to the request that is served, too, when it has pipelined another one behind that:
+  uvicorn tells only the last. The first would hold its room, and keep the engine at work, for nobody.
 - A request that is no HTTP gets its answer in our shape, and never in the middle of another one's response.
 """
 
@@ -17,7 +19,7 @@ import asyncio
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from sidecar.asgi.responses import error_body, error_headers
 from sidecar.errors import AdmissionError, HeadTimeout, HeadTooLarge, InvalidHttp
@@ -25,6 +27,8 @@ from sidecar.events import Headers
 
 MOST_HEAD_BYTES = 64 * 1024
 """What h11 allows; nginx's default is 32 KiB, node's 16. Also for trailers, and for what frames a chunk."""
+MOST_PIPELINED = 8
+"""Behind so many we stop reading, as uvicorn does behind one: but who does not read does not see a client leave."""
 HEAD_WITHIN_S = 30.0
 """From the first byte of a head to its end. Before it a connection may be idle for as long as between two requests."""
 
@@ -38,6 +42,7 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0
         self._framing_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        self._cycles: list[RequestResponseCycle] = []
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's own narrowing
         super().connection_made(transport)
@@ -47,6 +52,9 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._end_head()
+        for cycle in self._unfinished():
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         self._framing_bytes += len(data)
@@ -77,7 +85,12 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._end_head()
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not before:
+            self._cycles = [*self._unfinished(), self.cycle]
+        if 0 < len(self.pipeline) <= MOST_PIPELINED:
+            self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         self._framing_bytes = 0
@@ -98,12 +111,14 @@ class Connection(HttpToolsProtocol):
             raise InvalidHttp(_NO_HTTP)
 
     def _feed(self, data: bytes) -> None:
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as offer:
-            head = self._head_without_upgrade()
-            self.parser = httptools.HttpRequestParser(self)
-            self.parser.feed_data(head + data[offer.args[0] :])
+        while True:  # once more for each offer to upgrade in it
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:  # noqa: PERF203  # nearly always there is one round
+                data = self._head_without_upgrade() + data[offer.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+            else:
+                return
 
     def _should_upgrade(self) -> bool:
         return True  # to uvicorn: so that it begins nothing with this head, and leaves it to `_feed`
@@ -118,13 +133,17 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, error: AdmissionError) -> None:
         self._end_head()
-        is_answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        is_answering = any(cycle.response_started for cycle in self._unfinished())
         if not is_answering and not self.transport.is_closing():
             body = error_body(error)
             lines = [b"%s: %s\r\n" % header for header in error_headers(error, len(body), None)]
             status = b"HTTP/1.1 %d %s\r\n" % (error.status, _REASONS[error.status])
             self.transport.write(b"".join([status, *lines, b"connection: close\r\n\r\n", body]))
         self.transport.close()
+
+    def _unfinished(self) -> list[RequestResponseCycle]:
+        """The requests without a whole response: one that is served, and the pipelined ones behind it."""
+        return [cycle for cycle in self._cycles if not cycle.response_complete]
 
     def _end_head(self) -> None:
         self._is_in_head, self._framing_bytes = False, 0

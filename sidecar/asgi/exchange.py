@@ -15,7 +15,7 @@ import sys
 from collections.abc import Coroutine
 from enum import Enum
 
-from sidecar.asgi.allowances import note_tier, refusal_headers, used_tokens
+from sidecar.asgi.allowances import entered, refusal_headers, used_tokens
 from sidecar.asgi.attempt import Attempt
 from sidecar.asgi.body import ClientLeft, discard_body, read_body
 from sidecar.asgi.client import Client
@@ -177,12 +177,11 @@ class Exchange:
         """Asks the pool, and says who asked: only now is it known at which tier."""
         understood, at_us = self._understood, self._now_us()
         try:
-            self._lease = lease = await self._door.pool.enter(understood.ask())
+            self._lease = await entered(self._door.pool, understood)
             self._stage = Stage.WAITING
-            note_tier(understood.classification, lease)
         finally:
             self._report.classified(understood, self._endpoint, self._ruling.policy, at_us)
-        return lease
+        return self._lease
 
     def _is_cancelled_by_others(self) -> bool:
         # 3.10 does not count cancellations: one by the server in the same instant is taken for ours

@@ -106,7 +106,7 @@ class Shadow:
 
     async def _pass_through(self, lease: Lease) -> None:
         try:
-            note_tier(self._understood.classification, lease)
+            note_tier(self._understood.classification, lease.tier)
             is_preemptible = self._is_preemptible()
             if is_preemptible:
                 lease.on_preempt = self._take_back

@@ -11,8 +11,8 @@ Path = tuple[str | int, ...]
 """Where a value stands in a file: ("tiers", "high", "reserve")."""
 
 _ADDRESS = re.compile(r":/+")
-_KEY = re.compile(r"\bsk-[\w-]{4,}")
-"""An API key as `sidecar keys new` and the providers make them."""
+_KEY = re.compile(r"\bsk-[\w-]{4,}|sk-[\w-]{16,}")
+"""An API key as `sidecar keys new` and the providers make them, also where something was left before it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,4 +65,5 @@ class Sizes:
         return QueueFull(
             f"tier {tier.name} has {tier.max_waiting} requests waiting, which is all it may have; try again later",
             retry_after_s=retry_after_s,
+            level=level,
         )

@@ -136,6 +136,8 @@ async def test_the_lower_tiers_queue_rules_what_was_downgraded() -> None:
         await door.until(waiting=1)
         full = await door.ask(None, key("acme"))
         assert full.is_error(503, "queue_full", "tier batch")
+        told = door.recorder.stories[-1].one(Classified)
+        assert (told.tier, told.downgraded_from) == ("batch", "normal")
         await asyncio.sleep(0.2)  # normal would have lost its patience by now
         app.release(2)
         assert [(await each).headers["x-admission-tier"] for each in (running, waiting)] == ["normal", "batch"]

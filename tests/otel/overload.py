@@ -8,6 +8,7 @@ hang up, or have no key.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import re
 import shutil
@@ -55,6 +56,14 @@ endpoints:
 tenants: tenants/*.yaml
 """
 BATCH, HIGH, STANDARD, NOBODY = "sk-demo-research", "sk-demo-interactive", "sk-demo-standard", "sk-nobody"
+LIMITED = "sk-limited"
+LIMITED_TENANT = f"""\
+tenant: limited
+keys: ["sha256:{hashlib.sha256(LIMITED.encode()).hexdigest()}"]
+tier: normal
+limits: {{requests_per_minute: 1}}
+over_limit: {{downgrade: batch}}
+"""
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,7 @@ CLIENTS = [
     *[Client(STANDARD, {"x-priority": "critical"})] * 4,  # are clamped
     Client(BATCH, patience_s=0.05),  # leaves while it waits
     Client(NOBODY),
+    *[Client(LIMITED, pause_s=0.2)] * 2,  # the second is downgraded
 ]
 
 STORE_LOST = "AdmissionStoreLost"
@@ -106,6 +116,7 @@ def overloaded(folder: Path) -> Iterator[Overloaded]:
     policy.mkdir()
     (policy / "policy.yaml").write_text(POLICY)
     shutil.copytree(shipped_policies() / "tenants", policy / "tenants")
+    (policy / "tenants" / "limited.yaml").write_text(LIMITED_TENANT)
     engine, door, admin = free_port(), free_port(), free_port()
     with ExitStack() as stack:
         store = stack.enter_context(RedisServer(first_binary(), folder))

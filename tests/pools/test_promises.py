@@ -78,13 +78,22 @@ def test_who_comes_too_early_is_told_the_same_time_again() -> None:
 def test_who_finds_no_place_at_its_time_keeps_its_promise_and_comes_again_in_a_moment() -> None:
     promises = Promises()
     told_s = promised(promises, 1)
-    for _ in range(5):  # longer than its first promise would have lasted
+    for request in range(2, 60):
+        promised(promises, request)
+    for _ in range(8):  # longer than its first promise would have lasted
         again_s = promised(promises, 1, told_s)
         assert LEAST_S <= again_s <= 1.2 * LEAST_S
         told_s += again_s
-    assert told_s > GRACE_S + LEAST_S
-    assert is_kept_out(promises, 2, told_s)
+    assert told_s > 2 * (LEAD_S + GRACE_S) - LEAST_S
+    assert is_kept_out(promises, 99, told_s)
     assert not is_kept_out(promises, 1, told_s)
+
+
+def test_where_the_drain_slows_down_newcomers_are_told_what_stands_before_them_takes() -> None:
+    promises = Promises()
+    for request in range(9):
+        promises.promise_s(ask(request), 10 * DRAIN_PER_S, START_US)
+    assert promised(promises, 9) == pytest.approx(10 * GAP_S, abs=1e-5)
 
 
 def test_one_that_is_put_off_again_and_again_does_not_keep_others_promises_from_lapsing() -> None:

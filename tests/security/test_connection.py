@@ -108,7 +108,8 @@ async def test_a_request_that_takes_long_is_not_a_slow_head(monkeypatch: pytest.
         assert (await asked).status == 200
 
 
-async def test_no_refusal_is_written_into_somebody_elses_response() -> None:
+@pytest.mark.parametrize("before", [b"", get("/next").replace(b"connection: close\r\n", b"")])
+async def test_no_refusal_is_written_into_somebody_elses_response(before: bytes) -> None:
     """Garbage behind a request that is being answered ends the connection, and is not answered in the middle."""
     started = asyncio.Event()
 
@@ -123,7 +124,7 @@ async def test_no_refusal_is_written_into_somebody_elses_response() -> None:
         async with connected(guarded.port) as (reader, writer):
             writer.write(post(CHAT, SMALL, close=False))
             await asyncio.wait_for(started.wait(), 5)
-            writer.write(b"no HTTP at all\r\n\r\n")
+            writer.write(before + b"no HTTP at all\r\n\r\n")
             answer = await read_all(reader)
         assert answer.count(b"HTTP/1.1") == 1
         assert answer.endswith(b"5\r\nfirst\r\n")
@@ -152,6 +153,36 @@ async def test_no_trailer_becomes_a_header_behind_our_back(http: object, trailer
     assert trailer.partition(b":")[0] not in names[2:] or trailer.startswith(b"connection")
     assert app.seen[0].all(b"connection") == [b"close"]
     assert app.seen[0].all(b"x-override-priority") == app.seen[0].all(b"authorization") == []
+
+
+async def test_who_leaves_a_pipelined_request_behind_holds_no_room_for_the_first() -> None:
+    told = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        told.set()
+
+    settings: Any = {"http": Connection, "lifespan": "off"}
+    async with guarding(app, policy(), **settings) as guarded:
+        async with connected(guarded.port) as (_, writer):
+            writer.write(post(CHAT, SMALL, close=False))
+            await guarded.until(leases=1)
+            writer.write(post(CHAT, SMALL))
+            await asyncio.sleep(0.05)
+        await asyncio.wait_for(told.wait(), 5)
+        await guarded.until(leases=0)
+
+
+async def test_each_of_several_offers_is_declined_by_itself() -> None:
+    app = App()
+    offer = ("connection: upgrade", "upgrade: websocket")
+    whole = post(CHAT, SMALL, *offer, close=False) * 3 + post(CHAT, SMALL)
+    async with door(app) as guarded, connected(guarded.port) as (reader, writer):
+        writer.write(whole)
+        answer = await read_all(reader)
+    assert answer.count(b"HTTP/1.1 200 ") == 4
+    assert [seen.body for seen in app.seen] == [SMALL] * 4
 
 
 async def test_a_javas_first_request_keeps_its_body() -> None:

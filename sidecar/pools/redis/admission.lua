@@ -152,13 +152,6 @@ function pool.load()
   return true
 end
 
-function pool.heed_rules()
-  levels, preempts = #rules - FIRST_RULE + 1, false
-  for level = 0, levels - 1 do
-    if rules[FIRST_RULE + level][PREEMPTIONS] > 0 then preempts = true end
-  end
-end
-
 function pool.tier_text(tier)
   return fmt('[%.0f,%.0f,%.0f,%.0f,%.17g,%.0f,%.0f]', tier[HELD_TOKENS], tier[HELD_REQUESTS], tier[QUEUED_TOKENS],
     tier[QUEUED], tier[VIRTUAL], tier[SERVED], tier[ADMITTED])
@@ -469,6 +462,7 @@ end
 
 end
 
+-- Made where some tier is preemptible: else no call pays for it.
 local function define_preemption()
 
 -- -- preemption: the twin of `scheduling/preemption.py`
@@ -506,7 +500,6 @@ function pool.may_return(ticket, overtaken)
 end
 
 function pool.keep_lease(id, level)
-  if not preempts then return end
   local member = me .. ' ' .. id
   call('ZREM', pool.takeable_key(level), member)
   call('HDEL', prefix .. 'c', member)
@@ -878,6 +871,18 @@ end
 
 local function define_operations()
 
+function pool.know_preemption()
+  if not pool.preempt then define_preemption() end
+end
+
+function pool.heed_rules()
+  levels, preempts = #rules - FIRST_RULE + 1, false
+  for level = 0, levels - 1 do
+    if rules[FIRST_RULE + level][PREEMPTIONS] > 0 then preempts = true end
+  end
+  if preempts then pool.know_preemption() end
+end
+
 function pool.limits()
   if not pool.meter then define_limits() end
   return pool
@@ -998,9 +1003,10 @@ function pool.operate(index)
       pool.finish(id)
       index = index + 2
     elseif operation == 'k' then
-      pool.keep_lease(id, tonumber(ARGV[index + 2]))
+      if preempts then pool.keep_lease(id, tonumber(ARGV[index + 2])) end
       index = index + 3
     elseif operation == 'p' then
+      pool.know_preemption()
       pool.requeue(index)
       index = index + 9
     elseif operation == 'b' then
@@ -1112,7 +1118,10 @@ function pool.agree_on_rules()
     if not is_same_ladder then return pool.create(meta[REPLICAS]) end
     rules_text, rules = ARGV[5], theirs
     pool.heed_rules()
-    if not preempts then pool.forget_all_preemption() end
+    if not preempts then
+      pool.know_preemption()
+      pool.forget_all_preemption()
+    end
     call('HSET', root, 'rules', rules_text)
   elseif not is_same_ladder then
     return concat(rules[NAMES], ' ')
@@ -1134,6 +1143,7 @@ end
 function pool.state_ticket(index, old)
   local id, level = ARGV[index + 1], tonumber(ARGV[index + 2])
   local times = tonumber(ARGV[index + 8])
+  if times > 0 then pool.know_preemption() end
   if old and not (times > 0 and pool.is_before_return(id, old, times)) then
     -- it keeps its place, or the lease that it has not heard of
     local _, _, _, text = pool.read_lease(old)
@@ -1263,7 +1273,6 @@ end
 
 define_tickets()
 define_rules()
-define_preemption()
 define_operations()
 local is_done, result = pcall(pool.main)
 if is_done then return result end

@@ -24,6 +24,7 @@ from sidecar.pools.dispatcher import Clock, Dispatcher
 from sidecar.pools.figures import grant_of
 from sidecar.pools.pool import Ask, Grant
 from sidecar.pools.redis.lease import RedisLease
+from sidecar.pools.redis.script import Reply
 from sidecar.scheduling import Admission, Scheduler
 
 
@@ -35,6 +36,13 @@ class LastKnown(NamedTuple):
     held_requests: int
     own_tokens: int
     own_requests: int
+
+
+def last_known(last: Reply | None, own_tokens: int, own_requests: int) -> LastKnown | None:
+    """What the store's last answer says, and what this replica holds. None where there was none."""
+    if last is None:
+        return None
+    return LastKnown(max(1, last.replicas), last.held_tokens, last.held_requests, own_tokens, own_requests)
 
 
 def nth(rules: PoolRules, replicas: int) -> PoolRules:

@@ -45,6 +45,7 @@ class Outbox:
     def __init__(self) -> None:
         self._batch = Batch()
         self._reason = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
 
     def enter(self, lease: RedisLease, lower: int | None = None) -> None:
         """A lease asks to be admitted. What is over its tenant's limits falls to the level `lower`."""
@@ -95,6 +96,14 @@ class Outbox:
     def wake(self) -> None:
         """There is a reason for a call, though nothing to say."""
         self._reason.set()
+
+    def wake_after(self, change_us: int | None) -> None:
+        """Time alone may have changed who is next after so many microseconds; None where it does not."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if change_us is not None:
+            self._timer = asyncio.get_running_loop().call_later(change_us / 1e6, self.wake)
 
     async def filled(self) -> None:
         """Returns when there is a reason for a call."""

@@ -16,12 +16,12 @@ from sidecar.events import Obstacle, StoreObserver, StoreState
 from sidecar.policy.policy import Policy, StoreLoss
 from sidecar.policy.rules import PoolRules
 from sidecar.pools.dispatcher import Clock, monotonic_us
-from sidecar.pools.figures import TierFigures, pool_state, served_by_name
+from sidecar.pools.figures import TierFigures, pool_state
 from sidecar.pools.obstacles import obstacle
 from sidecar.pools.places import Places
 from sidecar.pools.pool import Ask, Grant, NotShared, Shared
 from sidecar.pools.redis import script
-from sidecar.pools.redis.alone import LastKnown
+from sidecar.pools.redis.alone import last_known
 from sidecar.pools.redis.connection import Connect, StoreError
 from sidecar.pools.redis.lease import Left, RedisLease
 from sidecar.pools.redis.limited import judge
@@ -30,7 +30,8 @@ from sidecar.pools.redis.loss import Loss
 from sidecar.pools.redis.outbox import Batch, Outbox, tell
 from sidecar.pools.redis.reports import Reports
 from sidecar.pools.redis.standing import Standing
-from sidecar.pools.redis.waits import Waits
+from sidecar.pools.redis.statement import NOTHING, statement
+from sidecar.pools.redis.waits import Waits, own_figures
 from sidecar.pools.sizes import Sizes
 from sidecar.pools.tenant_limits import downgraded
 
@@ -61,12 +62,11 @@ class RedisPool:
         self._places = Places(self._sizes, len(policy.tiers))
         self._ids = count(1)
         self._leases: dict[int, RedisLease] = {}
-        self._unjudged: list[RedisLease] = []  # with limits, and not yet known to the store when it was told the rest
         self._outbox = Outbox()
         self._unsaid_ends = 0
         self._held_tokens = 0  # by this replica, as the store has it: what ended is held there until it is said
         self._held_requests = 0
-        self._stated = (0, 0)  # the same, as the latest statement says it
+        self._told_last = NOTHING
         self._stated_rules = self._sizes.rules
         self._fences = count(1)  # never one twice: a call of an older connection may still be on its way
         self._link: Link | None = None
@@ -76,7 +76,6 @@ class RedisPool:
         self._last: script.Reply | None = None
         self._tiers = [script.TierReply(0, 0, 0, 0, 0, 0, 0)] * len(policy.tiers)
         self._waits = Waits(self._tier_names)
-        self._change_timer: asyncio.TimerHandle | None = None
 
     # -- the pool's contract
 
@@ -148,15 +147,11 @@ class RedisPool:
         leases, tickets = (last.leases, last.waiting) if last else (0, 0)
         whole = pool_state(self._sizes.rules, self._figures(), leases=leases, waiting=tickets)
         waiting = sum(lease.grant is None for lease in self._leases.values())
-        own = {"leases": len(self._leases) - waiting, "waiting": waiting}
         store = {
-            "state": self.standing.state.value,
-            "since_s": round(self.standing.since_s, 3),
-            "reason": self.standing.reason,
-            "pool": self._policy.pool,
+            **self.standing.told(),
             "replica": self.name,
             "replicas": last.replicas if last else None,
-            "own": own,
+            "own": {"leases": len(self._leases) - waiting, "waiting": waiting},
             "part": self._loss.part() if self._loss else None,
             "late_ends": last.late if last else 0,
             "round_trips": self.round_trips,
@@ -165,13 +160,7 @@ class RedisPool:
 
     def oldest(self) -> Sequence[Grant | None]:
         """See `Pool.oldest`. Overtakings in other replicas are known from the store's latest answer."""
-        now_us = self.now_us()
-        found: list[Grant | None] = [None] * len(self._tier_names)
-        for lease in self._leases.values():
-            tier = lease.ask.tier
-            if lease.grant is None and found[tier] is None:
-                found[tier] = self._waits.so_far(lease, self._tiers, now_us)
-        return found
+        return self._waits.oldest(self._leases, self._tiers, self.now_us())
 
     def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
         """See `Pool.obstacle`. By the store's latest answer."""
@@ -181,15 +170,11 @@ class RedisPool:
 
     def readiness(self) -> Sequence[str]:
         """See `Pool.readiness`."""
-        if self.standing.state is StoreState.CLOSED:
-            return (f"store lost, requests are refused: {self.standing.reason}",)
-        return ("store not reached yet",) if self.standing.state is StoreState.CONNECTING else ()
+        return self.standing.readiness()
 
     def notices(self) -> Sequence[str]:
         """See `Pool.notices`."""
-        if self.standing.state is not StoreState.DIVIDED:
-            return ()
-        return (f"store lost, this replica admits to its part of the pool: {self.standing.reason}",)
+        return self.standing.notices()
 
     async def share(self, report: bytes) -> Mapping[str, Shared]:
         """See `Pool.share`."""
@@ -215,7 +200,7 @@ class RedisPool:
             self._loss.limits.ended(lease, used_tokens)
         if loss := self._deciding_loss():
             self._unsaid_ends += 1
-            tell(left, loss.left(lease) or self._own_figures(lease))
+            tell(left, loss.left(lease) or own_figures(lease, self.now_us()))
         else:
             self._outbox.end(lease, left, used_tokens)
 
@@ -253,39 +238,25 @@ class RedisPool:
         self._leave_unsaid(self._outbox.take())
         if self._loss is not None:
             self._loss.pause()
-        now_us = self.now_us()
-        leases: list[RedisLease] = []
-        self._unjudged = []
-        for lease in self._leases.values():
-            is_judged = lease.ask.limits is None or not lease.is_entering
-            (leases if is_judged else self._unjudged).append(lease)
-        held = [lease.ask for lease in leases if lease.grant is not None]
-        self._stated = sum(ask.tokens for ask in held), sum(ask.requests for ask in held)
-        rules = script.rules_text(self._policy, self._sizes.rules)
+        told = self._told_last = statement(self._leases.values(), self.now_us())
         # New rules replace those in the store; others are brought to an empty store alone.
-        arguments: list[script.Argument] = [self._last.replicas if self._last else 0, rules]
-        arguments += [int(self._rules_are_new), self._unsaid_ends]
+        arguments: list[script.Argument] = [self._last.replicas if self._last else 0]
+        arguments += [script.rules_text(self._policy, self._sizes.rules), int(self._rules_are_new), self._unsaid_ends]
         self._stated_rules = self._sizes.rules
-        for lease in leases:
-            waited_us = None if lease.grant else now_us - lease.entered_us
-            arguments += script.statement(lease.id, lease.ask, waited_us, lease.preemptions)
-            if lease.ask.limits is not None:
-                arguments += (script.COUNTED, lease.id, lease.ask.tenant)
-        for lease in self._unjudged:
-            arguments += (script.UNTOLD, lease.id)
         self._unsaid_ends = 0
-        return arguments, Batch(entering=[lease for lease in leases if lease.is_entering])
+        return [*arguments, *told.arguments], Batch(entering=told.entering)
 
     def synced(self, reply: script.Reply, batch: Batch) -> None:
         """The store decides again."""
         if self._loss is not None:
             self._loss.end()
             self._loss = None
-        self._held_tokens, self._held_requests = self._stated
+        told = self._told_last
+        self._held_tokens, self._held_requests = told.held_tokens, told.held_requests
         self._rules_are_new = self._stated_rules is not self._sizes.rules  # they may have changed since
         self.standing.change(StoreState.SHARED, f"{len(self._leases)} leases and tickets of this replica")
         self.answered(reply, batch)
-        for lease in [lease for lease in self._unjudged if not lease.is_over]:
+        for lease in [lease for lease in told.unjudged if not lease.is_over]:
             self._ask(lease)
 
     def answered(self, reply: script.Reply, batch: Batch) -> None:
@@ -308,15 +279,15 @@ class RedisPool:
         for lease_id, wait in reply.ended:
             if lease_id in batch.leaving:
                 lease, left = batch.leaving[lease_id]
-                tell(left, self._grant(lease, wait, now_us))
+                tell(left, self._waits.grant(lease, wait, now_us))
         self._waits.note(reply.latest_age_us, self._leases, now_us)
         for lease in batch.entering:
             lease.served_before = tuple(tier.served for tier in self._tiers)
             if lease.id in self._leases:
                 self._places.taken(lease.ask)
             lease.waits()
-        batch.tell_who_left(self._own_figures)
-        self._call_in_time(reply.change_after_us)
+        batch.tell_who_left(lambda lease: own_figures(lease, self.now_us()))
+        self._outbox.wake_after(reply.change_after_us)
 
     def unanswered(self, batch: Batch) -> None:
         """What was said may have been heard or not; where it was, others may hold by now what it gave back."""
@@ -334,24 +305,16 @@ class RedisPool:
         is_divided = self._last is not None and self._policy.on_store_loss is StoreLoss.DIVIDE
         self.standing.change(StoreState.DIVIDED if is_divided else StoreState.CLOSED, str(error))
         self._leave_unsaid(self._outbox.take())
-        self._forget_the_time()
+        self._outbox.wake_after(None)
         if self._loss is None:
-            self._loss = Loss(self._policy, self._sizes, self._leases, self._last_known(), self.now_us)
+            known = last_known(self._last, self._held_tokens, self._held_requests)
+            self._loss = Loss(self._policy, self._sizes, self._leases, known, self.now_us)
         if self._loss.is_paused:
             self._loss.begin()
-
-    def _last_known(self) -> LastKnown | None:
-        last = self._last
-        if last is None:
-            return None
-        own = self._held_tokens, self._held_requests
-        return LastKnown(max(1, last.replicas), last.held_tokens, last.held_requests, *own)
 
     def _deciding_loss(self) -> Loss | None:
         """The loss, where it decides. While a sync is on its way what happens is collected for the store."""
         return None if self._loss is None or self._loss.is_paused else self._loss
-
-    # -- tenants' limits
 
     def _ask(self, lease: RedisLease) -> None:
         """Asks the store to admit a request, over its tenant's limits at the lower tier, where that ever could."""
@@ -368,27 +331,14 @@ class RedisPool:
 
     def _told(self, lines: script.Lines, now_us: int) -> None:
         for lease_id, wait in lines.grants:
-            self._granted(lease_id, wait, now_us)
+            lease = self._leases.get(lease_id)
+            preemptions = wait.preemptions if wait else 0  # else it is an earlier grant, heard of late
+            if lease is not None and lease.grant is None and preemptions == lease.preemptions:
+                self._hold(lease.ask.tokens, lease.ask.requests)
+                lease.granted(self._waits.grant(lease, wait, now_us))
         for lease_id, preemptions in lines.victims:
-            if lease := self._leases.get(lease_id):
+            if (lease := self._leases.get(lease_id)) is not None:
                 lease.chosen(preemptions)
-
-    def _granted(self, lease_id: int, wait: script.WaitReply | None, now_us: int) -> None:
-        lease = self._leases.get(lease_id)
-        preemptions = 0 if wait is None else wait.preemptions
-        if lease is not None and lease.grant is None and preemptions == lease.preemptions:
-            self._hold(lease.ask.tokens, lease.ask.requests)
-            lease.granted(self._grant(lease, wait, now_us))
-
-    def _grant(self, lease: RedisLease, wait: script.WaitReply | None, now_us: int) -> Grant:
-        """The store's figures on this process's clock: the wait ends when it is heard of."""
-        if wait is None:
-            return Grant(now_us, 0, 0, None, {}, lease.ask.tier)
-        ahead = served_by_name(self._tier_names, wait.served_ahead) if wait.wait_us > 0 else {}
-        overtaken_at_us = None if wait.starved_us is None else now_us - wait.starved_us
-        level = lease.ask.tier if wait.level is None else wait.level
-        passed = {self._tier_names[tier]: rule.value for tier, rule in wait.passed}
-        return Grant(now_us, wait.wait_us, wait.starved_us or 0, overtaken_at_us, ahead, level, passed)
 
     def _figures(self) -> Sequence[TierFigures]:
         return [TierFigures(*tier[:4]) for tier in self._tiers]
@@ -400,28 +350,11 @@ class RedisPool:
     def _leave_unsaid(self, batch: Batch) -> None:
         """Whoever left is told what is known here."""
         self._unsaid_ends += batch.ends
-        batch.tell_who_left(self._own_figures)
-
-    def _own_figures(self, lease: RedisLease) -> Grant:
-        """How a wait went as far as this process knows."""
-        now_us = self.now_us()
-        return Grant(now_us, now_us - lease.entered_us, 0, None, {}, lease.ask.tier)
-
-    def _call_in_time(self, change_after_us: int | None) -> None:
-        """Sees to it that the store decides again when time alone may have changed who is next."""
-        self._forget_the_time()
-        if change_after_us is not None:
-            loop = asyncio.get_running_loop()
-            self._change_timer = loop.call_later(change_after_us / 1e6, self._outbox.wake)
-
-    def _forget_the_time(self) -> None:
-        if self._change_timer is not None:
-            self._change_timer.cancel()
-            self._change_timer = None
+        batch.tell_who_left(lambda lease: own_figures(lease, self.now_us()))
 
     def _start_over(self) -> None:
         """Nothing is left of an event loop that has ended, or of a link that was closed."""
-        self._forget_the_time()
+        self._outbox.wake_after(None)
         self._leases.clear()
         self._reports = None
         if self._loss is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 
 from sidecar.events import StoreChanged, StoreObserver, StoreState
 from sidecar.pools.dispatcher import Clock
@@ -25,6 +26,23 @@ class Standing:
     def since_s(self) -> float:
         """How long it has been so, in seconds."""
         return (self._clock() - self._since_us) / 1e6
+
+    def told(self) -> Mapping[str, object]:
+        """The same for people and dashboards: JSON types only."""
+        state, since_s = self.state.value, round(self.since_s, 3)
+        return {"state": state, "since_s": since_s, "reason": self.reason, "pool": self._pool}
+
+    def readiness(self) -> Sequence[str]:
+        """Why nobody is admitted at present; empty while somebody is."""
+        if self.state is StoreState.CLOSED:
+            return (f"store lost, requests are refused: {self.reason}",)
+        return ("store not reached yet",) if self.state is StoreState.CONNECTING else ()
+
+    def notices(self) -> Sequence[str]:
+        """What whoever is on call should know although requests are being admitted."""
+        if self.state is not StoreState.DIVIDED:
+            return ()
+        return (f"store lost, this replica admits to its part of the pool: {self.reason}",)
 
     def change(self, state: StoreState, reason: str) -> None:
         """Notes a state, and tells of it where it is a new one."""

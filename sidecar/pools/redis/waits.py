@@ -1,4 +1,4 @@
-"""How those that wait have waited so far: as far as one replica knows it from the store's answers."""
+"""How requests have waited, and wait: as far as one replica knows it from the store's answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from sidecar.pools.figures import served_by_name
 from sidecar.pools.pool import Grant
 from sidecar.pools.redis.lease import RedisLease
-from sidecar.pools.redis.script import TierReply
+from sidecar.pools.redis.script import TierReply, WaitReply
 from sidecar.scheduling.overtaking import Overtaking
 
 
@@ -28,6 +28,27 @@ class Waits:
             waiting = [lease.entered_us for lease in leases.values() if lease.grant is None]
             self._overtaking.forget_all_but(sorted(waiting))
 
+    def grant(self, lease: RedisLease, wait: WaitReply | None, now_us: int) -> Grant:
+        """The store's figures on this process's clock: the wait ends when it is heard of."""
+        if wait is None:
+            return Grant(now_us, 0, 0, None, {}, lease.ask.tier)
+        ahead = served_by_name(self._tier_names, wait.served_ahead) if wait.wait_us > 0 else {}
+        overtaken_at_us = None if wait.starved_us is None else now_us - wait.starved_us
+        level = lease.ask.tier if wait.level is None else wait.level
+        passed = {self._tier_names[tier]: rule.value for tier, rule in wait.passed}
+        return Grant(now_us, wait.wait_us, wait.starved_us or 0, overtaken_at_us, ahead, level, passed)
+
+    def oldest(
+        self, leases: Mapping[int, RedisLease], tiers: Sequence[TierReply], now_us: int
+    ) -> Sequence[Grant | None]:
+        """How the oldest that waits of every tier has waited so far."""
+        found: list[Grant | None] = [None] * len(self._tier_names)
+        for lease in leases.values():
+            tier = lease.ask.tier
+            if lease.grant is None and found[tier] is None:
+                found[tier] = self.so_far(lease, tiers, now_us)
+        return found
+
     def so_far(self, lease: RedisLease, tiers: Sequence[TierReply], now_us: int) -> Grant:
         """Of one that waits. `tiers` are as the store last told them."""
         overtaken_at_us = self._overtaking.first_after(lease.entered_us)
@@ -41,3 +62,8 @@ class Waits:
             served_ahead=served_by_name(self._tier_names, [max(0, tokens) for tokens in served]),
             level=lease.ask.tier,
         )
+
+
+def own_figures(lease: RedisLease, now_us: int) -> Grant:
+    """How a wait went as far as this process knows without the store."""
+    return Grant(now_us, now_us - lease.entered_us, 0, None, {}, lease.ask.tier)

@@ -117,7 +117,7 @@ COUNTERS = (
         "downgraded",
         (semconv.ADMISSION_DOWNGRADED_FROM, TIER),
         "{request}",
-        "Requests that were over their tenant's limits, and got in at a lower tier instead.",
+        "Requests that were over their tenant's limits, and went to a lower tier instead.",
     ),
     Counter(
         semconv.OVERTAKEN,
