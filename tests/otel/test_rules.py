@@ -86,7 +86,9 @@ def test_the_guide_has_a_section_for_every_alert_and_no_other() -> None:
 
 def sections() -> dict[str, str]:
     """What the guide says of each alert."""
-    found = re.findall(r"^## (\w+)$(.*?)(?=^## |\Z)", ALERTS_GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    found = re.findall(
+        r"^## (\w+)$(.*?)(?=^## |\Z)", ALERTS_GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     return dict(found)
 
 
