@@ -80,6 +80,14 @@ def test_the_panels_that_alerts_and_their_guide_name_are_on_the_dashboard() -> N
     assert named <= {panel["title"] for panel in panels()}
 
 
+def test_the_panels_that_an_operator_is_told_to_read_are_on_the_dashboard() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([A-Z].*?) \|", text[text.index("## Reading the dashboard") :], re.MULTILINE)
+    named = {title for row in rows for title in row.split(", ")} | set(re.findall(r'"([A-Z][^"]+)"', text))
+    assert len(rows) > 10
+    assert named <= {panel["title"] for panel in panels()}
+
+
 def test_the_guide_has_a_section_for_every_alert_and_no_other() -> None:
     assert anchors(ALERTS_GUIDE)[1:] == [alert.name.lower() for alert in alerts()]
 
