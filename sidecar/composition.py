@@ -30,7 +30,7 @@ from sidecar.policy.watch import PolicyFiles
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
 from sidecar.secret import secret, secret_for_header
 from sidecar.telemetry import StoreMetrics
-from sidecar.telemetry.log_setup import mounted_logging
+from sidecar.telemetry.logs.setup import mounted_logging
 from sidecar.telemetry.setup import configure_from_environment
 from sidecar.tokens import Estimator, TokenizerCounter
 

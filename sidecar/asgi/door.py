@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from sidecar.asgi.observe.shadows import Shadows
 from sidecar.asgi.rounds import Rounds
 from sidecar.asgi.ruling import ruling
-from sidecar.asgi.shadows import Shadows
 from sidecar.asgi.types import ASGIApp
 from sidecar.engines import Dialect
 from sidecar.events import ObservedObserver, Observer

@@ -6,7 +6,7 @@ import posixpath
 
 from sidecar.asgi.door import Door
 from sidecar.asgi.exchange import Exchange
-from sidecar.asgi.observing import Observing
+from sidecar.asgi.observe.observing import Observing
 from sidecar.asgi.types import Receive, Scope, Send
 from sidecar.policy.policy import Endpoint
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Protocol
@@ -63,9 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(passed_on)}")
     args.passed_on = passed_on
     try:
-        return command.run(args)
+        code = command.run(args)
+        sys.stdout.flush()  # here, where its failure can be handled
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read the output has read enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the end of Python would write there again
+        return 128 + signal.SIGPIPE
+    return code
 
 
 def _overview() -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from sidecar.policy import units
-from sidecar.telemetry.log_setup import FORMATTERS, LEVELS, log_settings, own_logging
+from sidecar.telemetry.logs.setup import FORMATTERS, LEVELS, log_settings, own_logging
 
 if TYPE_CHECKING:
     from sidecar.asgi.door import Door

@@ -7,7 +7,7 @@ from datetime import datetime
 
 from sidecar.live.quantities import counted, seconds
 from sidecar.live.story import Ahead, GaveWay, Group, Story, Waited
-from sidecar.telemetry.log_format import one_line
+from sidecar.telemetry.logs.formats import one_line
 
 MOST_LISTED = 10
 """Requests ahead that are listed one by one; the table above them counts all."""

@@ -24,13 +24,13 @@ from sidecar.policy.watch import PolicyFiles
 from sidecar.pools import Pool
 from sidecar.telemetry import SpanObserver, Telemetry
 from sidecar.telemetry.journal import Journal
-from sidecar.telemetry.logs import RequestLog
+from sidecar.telemetry.logs.request_log import RequestLog
 from sidecar.telemetry.metrics import ObservedMetrics, PoolMetrics, RequestMetrics
 from sidecar.telemetry.observed import ObservedLog, ToldOfObserved
-from sidecar.telemetry.predecessors import predecessors_in
 from sidecar.telemetry.quiet import Quiet
 from sidecar.telemetry.recent import Recent
 from sidecar.telemetry.scrape import Scrape
+from sidecar.telemetry.spans.predecessors import predecessors_in
 from sidecar.telemetry.tallies import Tallies
 from sidecar.telemetry.telemetry import Listener, Tell, Trace
 from sidecar.telemetry.tenants import shown_tenants

@@ -39,7 +39,8 @@ def served_by_name(names: Sequence[str], served: Sequence[int]) -> Mapping[str, 
 
 def pool_state(rules: PoolRules, tiers: Sequence[TierFigures], *, leases: int, waiting: int) -> dict[str, object]:
     """The pool as it stands, in JSON types; what is unbounded is null. `borrowed` and `lent` are tokens."""
-    lending = loans([tier.held_tokens for tier in tiers], [tier.reserve_tokens for tier in rules.tiers], rules.tokens)
+    held, reserves = [tier.held_tokens for tier in tiers], [tier.reserve_tokens for tier in rules.tiers]
+    lending = loans(held, reserves, [tier.headroom_tokens for tier in rules.tiers], rules.tokens)
     return {
         "capacity": {"tokens": bounded(rules.tokens), "requests": bounded(rules.requests)},
         "leases": leases,

@@ -3,7 +3,8 @@
 A reserve that its tier does not use is lent to whoever comes. Tokens have no color, so who borrowed from whom is a
 matter of accounting, and this is ours: what tiers hold above their own reserves comes first out of what nobody has
 reserved. What is left is borrowed: split among the borrowers in proportion to what each holds above its reserve, and
-among the lenders in proportion to what of its reserve each leaves idle. Both sides add up to the same total exactly.
+among the lenders in proportion to what of its reserve each leaves idle and lends. Headroom is lent last: only more
+important tiers may use it. Both sides add up to the same total exactly.
 """
 
 from __future__ import annotations
@@ -19,16 +20,20 @@ class Loan(NamedTuple):
     lent: int
 
 
-def loans(held: Sequence[int], reserves: Sequence[int], capacity: int) -> Sequence[Loan]:
-    """What each tier borrowed and lent, in the order given.
+def loans(held: Sequence[int], reserves: Sequence[int], headrooms: Sequence[int], capacity: int) -> Sequence[Loan]:
+    """What each tier borrowed and lent, in the order given. `headrooms` are the parts of reserves that are not lent.
 
     The pool may hold more than its capacity, as when it has shrunk: what is beyond it came out of nobody's reserve.
     """
     above = [max(0, mine - reserve) for mine, reserve in zip(held, reserves, strict=True)]
     idle = [max(0, reserve - mine) for mine, reserve in zip(held, reserves, strict=True)]
     unreserved = max(0, capacity - sum(reserves))
+    kept = [max(0, headroom - mine) for mine, headroom in zip(held, headrooms, strict=True)]
+    lent = [whole - part for whole, part in zip(idle, kept, strict=True)]
     total = min(max(0, sum(above) - unreserved), sum(idle))
-    return [Loan(*loan) for loan in zip(_split(total, above), _split(total, idle), strict=True)]
+    of_lent = min(total, sum(lent))
+    parts = [sum(pair) for pair in zip(_split(of_lent, lent), _split(total - of_lent, kept), strict=True)]
+    return [Loan(*loan) for loan in zip(_split(total, above), parts, strict=True)]
 
 
 def _split(total: int, weights: Sequence[int]) -> Sequence[int]:

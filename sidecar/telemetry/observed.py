@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from sidecar.events import Observed, ObservedObserver, Verdict
-from sidecar.telemetry.logs import RequestLog
+from sidecar.telemetry.logs.request_log import RequestLog
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from opentelemetry import metrics
 
 from sidecar.events import Event, Headers, Observation, Received, Refused, Settled
-from sidecar.telemetry.logs import RequestLog
+from sidecar.telemetry.logs.request_log import RequestLog
 from sidecar.telemetry.signals import has_no_meter_provider
 from sidecar.telemetry.telemetry import Telemetry, clients_trace
 

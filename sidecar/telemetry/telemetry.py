@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from sidecar.events import Admitted, Event, Headers, Observation, Received, Refused, Settled
-from sidecar.telemetry.propagation import client_trace
-from sidecar.telemetry.request_spans import RequestSpans
-from sidecar.telemetry.spans import SampledOut, SpanObserver
+from sidecar.telemetry.spans.observer import SampledOut, SpanObserver
+from sidecar.telemetry.spans.propagation import client_trace
+from sidecar.telemetry.spans.request_spans import RequestSpans
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from sidecar.asgi import overheard, shadow, usage, witness
+from sidecar.asgi import usage
+from sidecar.asgi.observe import overheard, shadow, witness
+from sidecar.asgi.observe.shadows import Shadows
 from sidecar.asgi.proxy import ReverseProxy
-from sidecar.asgi.shadows import Shadows
 from sidecar.events import Outcome, Settled, Verdict
 from sidecar.policy.policy import Mode
 from tests.support.door import CHAT, SMALL, App, Guarded, answer, chat, chunk, key, policy, start, whole_body

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,3 +102,12 @@ def test_a_pool_whose_size_the_engine_tells_is_shown_in_shares(
     path.write_text(path.read_text().replace("{from: engine", "{from: engine, tokens: 10k"))
     assert main(["check", str(path)]) == 0
     assert "capacity 10,000 tokens, and otherwise what the engine holds, 90% of its tokens" in capsys.readouterr().out
+
+
+def test_whoever_reads_no_further_gets_no_traceback() -> None:
+    command = [sys.executable, "-m", "sidecar.cli", "check", str(POLICIES)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert (process.stderr.read(), process.wait(20)) == (b"", 128 + signal.SIGPIPE)

@@ -74,9 +74,3 @@ def unknown(expression: str) -> set[str]:
     recorded = {rule.name for rule in rules() if not rule.is_alert}
     words = set(_TOKEN.findall(re.sub("|".join(map(re.escape, recorded)), "", expression)))
     return words - known
-
-
-def anchors(markdown: Path) -> list[str]:
-    """The anchors of a page's headings, as code hosts make them."""
-    headings = re.findall(r"^#+ (.+)$", markdown.read_text(encoding="utf-8"), re.MULTILINE)
-    return [re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings]

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.otel.files import ALERTS_GUIDE, OTEL, ROOT, RULES_TEST, Rule, alerts, anchors, panels, rules, unknown
+from tests.otel.files import ALERTS_GUIDE, OTEL, ROOT, RULES_TEST, Rule, alerts, panels, rules, unknown
+from tests.support.markdown import anchors
 from tests.support.prometheus import promtool
 
 PROMETHEUS = OTEL / "prometheus"
 FIRES = re.compile(r'\{alertname="(\w+)"')
+PARTS = ["Meaning", "First look", "Likely causes", "What to do", "What not to do"]
+PART = re.compile(r"^\*\*(.+?)\.\*\*(.*?)(?=^\*\*|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def of(rule: Rule) -> str:
@@ -77,5 +80,28 @@ def test_the_panels_that_alerts_and_their_guide_name_are_on_the_dashboard() -> N
     assert named <= {panel["title"] for panel in panels()}
 
 
+def test_the_panels_that_an_operator_is_told_to_read_are_on_the_dashboard() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([A-Z].*?) \|", text[text.index("## Reading the dashboard") :], re.MULTILINE)
+    named = {title for row in rows for title in row.split(", ")} | set(re.findall(r'"([A-Z][^"]+)"', text))
+    assert len(rows) > 10
+    assert named <= {panel["title"] for panel in panels()}
+
+
 def test_the_guide_has_a_section_for_every_alert_and_no_other() -> None:
     assert anchors(ALERTS_GUIDE)[1:] == [alert.name.lower() for alert in alerts()]
+
+
+def sections() -> dict[str, str]:
+    """What the guide says of each alert."""
+    found = re.findall(
+        r"^## (\w+)$(.*?)(?=^## |\Z)", ALERTS_GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    return dict(found)
+
+
+@pytest.mark.parametrize("alert", alerts(), ids=of)
+def test_the_guide_says_of_every_alert_what_it_means_where_to_look_why_and_what_to_do_and_not(alert: Rule) -> None:
+    parts = PART.findall(sections()[alert.name])
+    assert [name for name, _ in parts] == PARTS
+    assert [name for name, text in parts if len(text.split()) < 5] == []

@@ -40,7 +40,7 @@ def test_a_broken_processor_never_raises_and_is_logged_once(processor, caplog):
         go_through(observer)
 
     (record,) = caplog.records
-    assert record.name == "sidecar.telemetry.spans"
+    assert record.name == "sidecar.telemetry.spans.observer"
     assert "tracing failed" in record.message
     assert record.exc_info is not None
 

@@ -33,11 +33,11 @@ from sidecar.events import (
     Settled,
 )
 from sidecar.telemetry import SpanObserver, Telemetry
-from sidecar.telemetry.flood import Flood
-from sidecar.telemetry.log_format import JsonFormatter, TextFormatter
-from sidecar.telemetry.log_setup import LogSettings, log_settings, mounted_logging, own_logging
-from sidecar.telemetry.log_writer import LineWriter
-from sidecar.telemetry.logs import RequestLog
+from sidecar.telemetry.logs.flood import Flood
+from sidecar.telemetry.logs.formats import JsonFormatter, TextFormatter
+from sidecar.telemetry.logs.request_log import RequestLog
+from sidecar.telemetry.logs.setup import LogSettings, log_settings, mounted_logging, own_logging
+from sidecar.telemetry.logs.writer import LineWriter
 from sidecar.telemetry.telemetry import Trace
 from tests.support.door import KEYS, App, Guarded, chat, key, policy
 from tests.support.serving import serving
@@ -304,8 +304,8 @@ def test_a_message_of_anybody_that_is_said_too_often_is_counted_too() -> None:
 
 STALLED = """
 import logging, sys, threading, time
-from sidecar.telemetry.log_setup import LogSettings, own_logging
-from sidecar.telemetry.log_writer import LineWriter
+from sidecar.telemetry.logs.setup import LogSettings, own_logging
+from sidecar.telemetry.logs.writer import LineWriter
 if {blocks}:
     LineWriter.emit = logging.StreamHandler.emit
     LineWriter.stream, LineWriter.terminator = sys.stderr, "\\n"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sidecar.events import Admitted, Classified, Observed, Verdict
-from sidecar.telemetry.flood import LINES_PER_S
-from sidecar.telemetry.logs import RequestLog
+from sidecar.telemetry.logs.flood import LINES_PER_S
+from sidecar.telemetry.logs.request_log import RequestLog
 from sidecar.telemetry.metrics import ObservedMetrics
 from sidecar.telemetry.observed import ObservedLog, ToldOfObserved
 from tests.telemetry.measuring import Measuring

@@ -17,8 +17,8 @@ from sidecar.live.telling import Teller
 from sidecar.policy.loading import load
 from sidecar.telemetry import SpanObserver, Telemetry
 from sidecar.telemetry.journal import Journal
-from sidecar.telemetry.predecessors import predecessors_in
 from sidecar.telemetry.recent import Recent
+from sidecar.telemetry.spans.predecessors import predecessors_in
 from tests.support.door import App, Guarded, answer, guarding, whole_body
 
 pytestmark = pytest.mark.anyio

@@ -18,7 +18,7 @@ from span_stories import (
 
 from sidecar.events import Received
 from sidecar.telemetry import SpanObserver, Telemetry
-from sidecar.telemetry.propagation import client_trace
+from sidecar.telemetry.spans.propagation import client_trace
 from sidecar.telemetry.telemetry import Trace
 
 

@@ -12,7 +12,7 @@ from span_stories import TRACE_ID, TRACEPARENT, Tracing, admitted, classified, q
 
 from sidecar.events import Event, Outcome, Received
 from sidecar.telemetry import SpanObserver, Telemetry
-from sidecar.telemetry.logs import REQUESTS, RequestLog
+from sidecar.telemetry.logs.request_log import REQUESTS, RequestLog
 from sidecar.telemetry.quiet import Quiet
 from sidecar.telemetry.telemetry import Trace
 

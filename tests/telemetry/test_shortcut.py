@@ -31,9 +31,9 @@ from span_stories import (
 )
 
 from sidecar.events import Outcome
-from sidecar.telemetry.links import Predecessor, Predecessors
-from sidecar.telemetry.recording import ThroughApi
-from sidecar.telemetry.shortcut import Shortcut, starter_of
+from sidecar.telemetry.spans.links import Predecessor, Predecessors
+from sidecar.telemetry.spans.recording import ThroughApi
+from sidecar.telemetry.spans.shortcut import Shortcut, starter_of
 
 STARVED = admitted(2_100_000, 2_099_950, starvation_us=1_400_000, served_ahead={"high": 900})
 STORIES = {

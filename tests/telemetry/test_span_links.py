@@ -7,8 +7,8 @@ from span_stories import ARRIVAL_NS, Tracing, admitted, classified, queued, sett
 from sidecar.events import Admitted, Classified, Obstacle, Outcome, Preempted, Queued, Received, Refused, Settled
 from sidecar.telemetry import Telemetry
 from sidecar.telemetry.journal import Journal
-from sidecar.telemetry.links import MOST_LINKS
-from sidecar.telemetry.predecessors import predecessors_in
+from sidecar.telemetry.spans.links import MOST_LINKS
+from sidecar.telemetry.spans.predecessors import predecessors_in
 
 MS = 1000
 

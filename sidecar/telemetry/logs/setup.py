@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple, TextIO
 
-from sidecar.telemetry.log_format import JsonFormatter, TextFormatter
-from sidecar.telemetry.log_writer import LineWriter
+from sidecar.telemetry.logs.formats import JsonFormatter, TextFormatter
+from sidecar.telemetry.logs.writer import LineWriter
 
 LEVEL_VARIABLE, FORMAT_VARIABLE = "SIDECAR_LOG_LEVEL", "SIDECAR_LOG_FORMAT"
 LEVELS = ("debug", "info", "warning", "error")

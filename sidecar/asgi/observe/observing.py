@@ -38,8 +38,8 @@ from __future__ import annotations
 
 from sidecar.asgi.door import Door
 from sidecar.asgi.forwarding import forwarded_scope
+from sidecar.asgi.observe.witness import Witness
 from sidecar.asgi.types import Message, Receive, Scope, Send
-from sidecar.asgi.witness import Witness
 from sidecar.events import Headers
 from sidecar.policy.policy import Endpoint
 

@@ -8,7 +8,7 @@ from itertools import islice
 
 from sidecar.events import Admitted, Refused
 from sidecar.telemetry.journal import Journal, Record
-from sidecar.telemetry.links import Predecessor, Predecessors, WhoWasAhead
+from sidecar.telemetry.spans.links import Predecessor, Predecessors, WhoWasAhead
 
 MOST_LOOKED_AT = 1024
 """Admissions that are looked at for those in turn: this runs on a request's path, and 1024 take about 0.1 ms."""

@@ -12,7 +12,7 @@ import logging
 from typing import Any, NamedTuple
 
 from sidecar.events import Admitted, Classified, Event, Outcome, Preempted, Received, Refused, Settled
-from sidecar.telemetry.flood import WINDOW_S, Flood
+from sidecar.telemetry.logs.flood import WINDOW_S, Flood
 from sidecar.telemetry.preemption import end_of_wait, engine_time_us
 from sidecar.telemetry.telemetry import Tell, Trace
 

@@ -15,7 +15,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, StatusCode, Tracer
 
-from sidecar.telemetry.attributes import Attributes
+from sidecar.telemetry.spans.attributes import Attributes
 
 Moment = tuple[str, int]
 """A span event: its name, and when in Unix nanoseconds."""

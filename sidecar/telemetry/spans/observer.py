@@ -21,12 +21,12 @@ from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvi
 
 from sidecar.events import Event, Headers, Received
 from sidecar.telemetry import semconv
-from sidecar.telemetry.attributes import Attributes
-from sidecar.telemetry.links import WhoWasAhead
-from sidecar.telemetry.propagation import injected, parent_of
-from sidecar.telemetry.recording import Starter
-from sidecar.telemetry.request_spans import RequestSpans, SpanSettings
-from sidecar.telemetry.shortcut import starter_of
+from sidecar.telemetry.spans.attributes import Attributes
+from sidecar.telemetry.spans.links import WhoWasAhead
+from sidecar.telemetry.spans.propagation import injected, parent_of
+from sidecar.telemetry.spans.recording import Starter
+from sidecar.telemetry.spans.request_spans import RequestSpans, SpanSettings
+from sidecar.telemetry.spans.shortcut import starter_of
 from sidecar.version import __version__
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ import asyncio
 from sidecar.asgi.allowances import used_tokens
 from sidecar.asgi.door import Door
 from sidecar.asgi.naming import id_header, request_id
-from sidecar.asgi.overheard import Overheard
+from sidecar.asgi.observe.overheard import Overheard
+from sidecar.asgi.observe.shadow import CLIENT_LEFT, Found, Shadow
 from sidecar.asgi.report import Report
-from sidecar.asgi.shadow import CLIENT_LEFT, Found, Shadow
 from sidecar.asgi.types import Message, Scope
 from sidecar.asgi.understanding import Understood
 from sidecar.asgi.usage import UsageReader

@@ -13,8 +13,8 @@ import time
 from contextlib import suppress
 from typing import NamedTuple, TextIO
 
-from sidecar.telemetry.flood import WINDOW_S, Flood
-from sidecar.telemetry.logs import REQUESTS
+from sidecar.telemetry.logs.flood import WINDOW_S, Flood
+from sidecar.telemetry.logs.request_log import REQUESTS
 
 MOST_WAITING = 10_000
 """Lines: some 3 MB."""

@@ -22,12 +22,13 @@ from sidecar.events import (
     Refused,
     Settled,
 )
-from sidecar.telemetry import attributes, semconv
-from sidecar.telemetry.attributes import Attributes
-from sidecar.telemetry.links import MOST_LINKS, WhoWasAhead, links_to
+from sidecar.telemetry import semconv
 from sidecar.telemetry.preemption import end_of_wait
-from sidecar.telemetry.propagation import injected
-from sidecar.telemetry.recording import Moment, OpenSpan
+from sidecar.telemetry.spans import attributes
+from sidecar.telemetry.spans.attributes import Attributes
+from sidecar.telemetry.spans.links import MOST_LINKS, WhoWasAhead, links_to
+from sidecar.telemetry.spans.propagation import injected
+from sidecar.telemetry.spans.recording import Moment, OpenSpan
 
 CLIENTS_ERRORS = 400
 SERVERS_ERRORS = 500

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from sidecar.asgi.shadow import Shadow
+from sidecar.asgi.observe.shadow import Shadow
 
 MOST_SHADOWS = 10_000
 """Requests whose shadows wait or hold; 10 KB each. Where a tier's queue has no bound, this is it."""

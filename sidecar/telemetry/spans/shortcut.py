@@ -14,8 +14,8 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, Tracer
 
-from sidecar.telemetry.attributes import Attributes
-from sidecar.telemetry.recording import Moment, OpenSpan, Starter, ThroughApi
+from sidecar.telemetry.spans.attributes import Attributes
+from sidecar.telemetry.spans.recording import Moment, OpenSpan, Starter, ThroughApi
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanLimits, SpanProcessor

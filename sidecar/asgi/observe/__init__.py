@@ -1,0 +1,1 @@
+"""`mode: observe`: the request passes, and its shadow goes through the pool."""

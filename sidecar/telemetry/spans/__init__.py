@@ -1,0 +1,1 @@
+"""The spans of a request's stay at the door."""
