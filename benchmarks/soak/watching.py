@@ -41,7 +41,7 @@ class Watch:
     _began_s: float = field(default_factory=time.monotonic)
 
     def begin(self) -> None:
-        """From now on time counts. Of what was seen before, only the very first is kept: how it was without any load."""
+        """From now on time counts. Of what was seen before only the very first is kept: how it was without load."""
         self._began_s = time.monotonic()
         self.samples = {name: [replace(seen[0], at_s=0.0)] for name, seen in self.samples.items()}
         self.sample()
