@@ -46,19 +46,18 @@ class Site:
         ):
             return answer.status, answer.headers, await answer.json()
 
-    async def metric(self, name: str, labels: str = "") -> float:
-        """The sum of a metric's samples whose labels have this text."""
-        async with aiohttp.ClientSession() as client, client.get(f"{self.engine_url}/metrics") as page:
-            found = re.findall(rf"^{re.escape(name)}({{[^}}]*}})? (\S+)$", await page.text(), re.MULTILINE)
-        return sum(float(value) for given, value in found if labels in given)
-
     async def running(self, count: int) -> None:
         """Returns when vLLM runs so many."""
         for _ in range(600):
-            if await self.metric("vllm:num_requests_running") == count:
+            if await self._running() == count:
                 return
             await asyncio.sleep(0.05)
         raise AssertionError(f"vLLM never ran {count}")
+
+    async def _running(self) -> float:
+        async with aiohttp.ClientSession() as client, client.get(f"{self.engine_url}/metrics") as page:
+            found = re.findall(r"^vllm:num_requests_running(?:{[^}]*})? (\S+)$", await page.text(), re.MULTILINE)
+        return sum(map(float, found))
 
 
 @pytest.fixture(scope="module", params=["mounted", "proxy"])
@@ -78,7 +77,6 @@ def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 async def test_a_critical_request_gets_the_room_of_a_batch_that_is_served_after_all(site: Site) -> None:
-    aborted_before = await site.metric("vllm:request_success_total", 'finished_reason="abort"')
     batch = [asyncio.create_task(site.ask("batch", TOKENS)) for _ in range(SEQUENCES)]
     await site.running(SEQUENCES)
 
@@ -86,13 +84,12 @@ async def test_a_critical_request_gets_the_room_of_a_batch_that_is_served_after_
     assert (status, answer["usage"]["completion_tokens"]) == (200, 8)
     waited_s = float(headers["x-admission-wait-ms"]) / 1000
     assert 0.2 <= waited_s < 2.0, "preempt_after, and the moment in which vLLM lets go"
-    assert not any(task.done() for task in batch), "it went in before any of them was done"
+    # vLLM has as many slots as the pool: without one of the four being let go it would have waited inside.
+    assert not any(task.done() for task in batch), "it was served before any of them was done"
 
     answers = await asyncio.gather(*batch)
     assert [status for status, _, _ in answers] == [200] * SEQUENCES
     assert [answer["usage"]["completion_tokens"] for _, _, answer in answers] == [TOKENS] * SEQUENCES
     preempted = [headers["x-admission-preempted"] for _, headers, _ in answers if "x-admission-preempted" in headers]
     assert preempted == ["1"]
-    aborted = await site.metric("vllm:request_success_total", 'finished_reason="abort"') - aborted_before
-    assert aborted == 1, "vLLM was told, and stopped working on it"
     await site.running(0)
