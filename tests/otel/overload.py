@@ -83,7 +83,7 @@ CLIENTS = [
     *[Client(HIGH)] * 2,
     Client(HIGH, stream=False),
     *[Client(STANDARD, {"x-priority": "critical"})] * 4,  # are clamped
-    Client(BATCH, patience_s=0.05),  # leaves while it waits
+    *[Client(BATCH, patience_s=0.05)] * 3,  # leave while they wait
     Client(NOBODY),
     *[Client(LIMITED, pause_s=0.2)] * 2,  # the second is downgraded
 ]
@@ -98,6 +98,9 @@ CALLED_FOR = {
     ("AdmissionPolicyRejected", ""),
 }
 """The alerts that this overload must raise, each with its tier. It goes on until they fire."""
+
+
+NOW_AND_THEN = ("admission_abandoned_total", "admission_clamped_total", "admission_downgraded_total")
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,11 @@ def overloaded(folder: Path) -> Iterator[Overloaded]:
         assert all(process.poll() is None for process in processes), "a process has ended"
         (policy / "policy.yaml").write_text("tiers: {")  # is rejected, and the door goes on
         url = f"http://{HOST}:{door}/v1/completions"
-        at_s = asyncio.run(_load(url, lambda now_s: fired(server, now_s) >= CALLED_FOR and is_up(server, now_s)))
+
+        def is_at_its_height(now_s: float) -> bool:
+            return fired(server, now_s) >= CALLED_FOR and is_up(server, now_s) and has_had_its_way(server, now_s)
+
+        at_s = asyncio.run(_load(url, is_at_its_height))
         store.kill()
         lost_s = asyncio.run(_load(url, lambda now_s: (STORE_LOST, "") in fired(server, now_s)))
         yield Overloaded(server, at_s, lost_s)
@@ -147,6 +154,11 @@ def fired(server: Prometheus, at_s: float) -> set[tuple[str, str]]:
     """The alerts that have fired until a Unix time, each with its tier."""
     found = server.query('last_over_time(ALERTS{alertstate="firing"}[5m])', at_s)
     return {(sample.labels["alertname"], sample.labels.get("admission_tier", "")) for sample in found}
+
+
+def has_had_its_way(server: Prometheus, at_s: float) -> bool:
+    """Whether what happens only now and then has been scraped twice: a rate can be told."""
+    return all(server.query(f"rate({name}[3s])", at_s) for name in NOW_AND_THEN)
 
 
 def is_up(server: Prometheus, at_s: float) -> bool:
