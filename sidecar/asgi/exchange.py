@@ -22,7 +22,7 @@ from sidecar.asgi.client import Client
 from sidecar.asgi.credentials import refuse_two_keys
 from sidecar.asgi.door import Door
 from sidecar.asgi.forwarding import forwarded_request, granted_of
-from sidecar.asgi.heading import admission_headers, tier_header
+from sidecar.asgi.heading import admission_headers, early_headers
 from sidecar.asgi.naming import id_header, request_id, wait_headers
 from sidecar.asgi.report import Report
 from sidecar.asgi.responses import send_error
@@ -197,9 +197,10 @@ class Exchange:
     async def _wait(self, lease: Lease, granted: asyncio.Future[Grant], most_s: float | None) -> Grant:
         """See `waiting.wait`."""
         self._report.queued(self._obstacle)
-        headers = ((b"x-request-id", self._request_id.encode("ascii")), self._tier_header())
-        is_stream, every_s = self._understood.payload.stream, self._ruling.policy.keep_alive_s
-        heard = comments(every_s, self._endpoint.api, headers, is_stream=is_stream)
+        heard, every_s = None, self._ruling.policy.keep_alive_s
+        if every_s is not None and self._understood.payload.stream:
+            headers = early_headers(self._understood, lease, self._ruling.tier_names, self._request_id)
+            heard = comments(every_s, self._endpoint.api, headers)
         return await wait(lease, granted, self._client, most_s, heard)
 
     def _obstacle(self) -> tuple[Obstacle, str]:
@@ -348,9 +349,6 @@ class Exchange:
             if not self._usage.has_begun:
                 self._report.first_byte(self._status)
             self._usage.feed(body)
-
-    def _tier_header(self) -> tuple[bytes, bytes]:
-        return tier_header(self._understood, self._ruling.tier_names)
 
     # -- the end
 

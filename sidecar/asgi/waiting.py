@@ -31,9 +31,9 @@ class Comments:
     headers: Headers
 
 
-def comments(every_s: float | None, api: Api, headers: Headers, *, is_stream: bool) -> Comments | None:
-    """None for whoever hears nothing: by the policy, or because its answer is one document."""
-    return Comments(every_s, api, headers) if every_s is not None and is_stream and api in STREAMING else None
+def comments(every_s: float, api: Api, headers: Headers) -> Comments | None:
+    """What a client of the API that asked for a stream hears; None where the API has none."""
+    return Comments(every_s, api, headers) if api in STREAMING else None
 
 
 async def wait(

@@ -181,7 +181,8 @@ def _people(policy: Policy) -> str:
         lines.append(f"  {name}: {own}{upto}; {keys} key{'s' * (keys != 1)}, weight {tenant.weight}")
     shown = [*lines[:20], f"  ... and {len(lines) - 20} more"] if len(lines) > 20 else lines
     nobody = policy.tiers[policy.anonymous.level].name if policy.anonymous else "refused"
-    return "\n".join([f"{len(tenants)} tenants", *shown, f"  without a key: {nobody}"])
+    count = "1 tenant" if len(tenants) == 1 else f"{len(tenants)} tenants"
+    return "\n".join([count, *shown, f"  without a key: {nobody}"])
 
 
 def _short(*amounts: int) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from sidecar.events import Refused, Settled
 from sidecar.policy.policy import Policy
-from tests.support.door import CHAT, App, Guarded, answer, chat, chunk, guarding, policy, start, whole_body
+from tests.support.door import CHAT, App, Guarded, answer, chat, chunk, guarding, key, policy, start, whole_body
 from tests.support.wire import connected, post
 
 pytestmark = pytest.mark.anyio
@@ -88,6 +88,20 @@ async def test_a_stream_that_waits_hears_comments_and_then_its_own_events() -> N
     assert rest.endswith(b"0\r\n\r\n")  # a whole answer
     assert b"accept-encoding" not in engine.headers[1]  # what has begun as plain text cannot go on compressed
     assert guarded.recorder.ends == ["completed", "completed"]
+
+
+async def test_the_head_of_a_stream_that_waits_says_what_is_known_already() -> None:
+    engine = Engine(*OPENAI_EVENTS)
+    async with guarding(engine, one_at_a_time()) as guarded, connected(guarded.port) as (reader, writer):
+        holder = await pool_taken(guarded)
+        body = json.dumps(chat(stream=True, priority="critical")).encode()
+        writer.write(post(CHAT, body, key("acme"), "x-vllm-priority: 1"))
+        head = await reader.readuntil(b"\r\n\r\n")
+        for line in (b"tier: high", b"clamped-from: critical", b"ignored: x-vllm-priority"):
+            assert b"x-admission-" + line in head
+        engine.first_may_end.set()
+        await reader.read()
+        await holder
 
 
 async def test_an_openai_client_reads_through_the_comments() -> None:
