@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sidecar.errors import OutputTooLong
 from sidecar.payload import Payload
-from sidecar.policy.policy import Api, Tenant
+from sidecar.policy.policy import Api, EngineName, Tenant
 from sidecar.splice import insert, remove
 
 _FIELDS = {
@@ -16,7 +16,12 @@ _FIELDS = {
 """Where each API names the maximum, for every choice; the first is written. Embeddings have no output."""
 
 
-def cap_of(api: Api, payload: Payload, tenant: Tenant) -> int | None:
+_OWN_DEFAULTS = {EngineName.VLLM: 16, EngineName.SGLANG: 16}
+"""Tokens of a text completion that says nothing of its maximum, as OpenAI's API has it (`CompletionRequest.max_tokens`
+of both). A cap above is never written: it would make such an answer longer."""
+
+
+def cap_of(api: Api, payload: Payload, body: bytes, tenant: Tenant, engine: EngineName) -> int | None:
     """The cap that the body must be given, None where it stays below by itself. Raises OutputTooLong.
 
     A 0 is no maximum to engines that take it for an absent one, where an answer without tokens makes no sense.
@@ -30,6 +35,8 @@ def cap_of(api: Api, payload: Payload, tenant: Tenant) -> int | None:
             f"{_FIELDS[api][-1]}: {asked} is more than the {most} tokens that one answer to tenant {tenant.name} may "
             f"have; send {most} or less"
         )
+    if api is Api.COMPLETIONS and most >= _OWN_DEFAULTS.get(engine, most + 1) and remove(body, ("max_tokens",)) is body:
+        return None
     is_unbounded = payload.max_output_tokens is None or (asked == 0 and api is not Api.COMPLETIONS)
     return most if is_unbounded else None
 

@@ -180,6 +180,27 @@ async def test_who_names_no_maximum_is_given_the_cap(path: str, body: dict[str, 
 
 
 @pytest.mark.parametrize(
+    ("engine", "cap", "body", "given"),
+    [
+        ("vllm", 77, {"prompt": "hi"}, None),  # the engine gives it 16
+        ("sglang", 16, {"prompt": "hi"}, None),
+        ("vllm", 15, {"prompt": "hi"}, 15),
+        ("vllm", 77, {"prompt": "hi", "max_tokens": None}, 77),  # as much as there is room for
+        ("tensorrt-llm", 77, {"prompt": "hi"}, 77),
+        ("dynamo", 77, {"prompt": "hi"}, 77),
+    ],
+)
+async def test_a_cap_makes_no_text_completion_longer(
+    engine: str, cap: int, body: dict[str, Any], given: int | None
+) -> None:
+    app = App()
+    async with guarding(app, limited(f"max_output_tokens: {cap}", engine=engine)) as door:
+        answered = await door.ask(body, key("acme"), path=COMPLETIONS)
+        assert answered.headers.get("x-admission-max-output-tokens") == (None if given is None else str(given))
+        assert app.seen[0].json.get("max_tokens") == given
+
+
+@pytest.mark.parametrize(
     ("body", "words"),
     [
         ({"max_tokens": 78}, ("78 is more than the 77 tokens", "tenant acme", "send 77 or less")),
