@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 
 from sidecar.asgi.types import Receive
-from sidecar.errors import BodyTooLarge
+from sidecar.errors import BodyTimeout, BodyTooLarge
 from sidecar.pools import Grant
 
 
@@ -63,3 +63,8 @@ async def _to_the_end(receive: Receive) -> None:
 def too_large(most_bytes: int) -> BodyTooLarge:
     """What a body over the policy's limit is answered with."""
     return BodyTooLarge(f"the body is larger than the {most_bytes} bytes allowed here; send less")
+
+
+def too_late(most_s: float) -> BodyTimeout:
+    """The refusal of a body that has been on its way for longer than `most_s`."""
+    return BodyTimeout(f"the body did not arrive within {most_s:g} s; send it faster")

@@ -17,7 +17,7 @@ from enum import Enum
 
 from sidecar.asgi.allowances import entered, refusal_headers, used_tokens
 from sidecar.asgi.attempt import Attempt
-from sidecar.asgi.body import ClientLeft, discard_body, read_body
+from sidecar.asgi.body import ClientLeft, discard_body, read_body, too_late
 from sidecar.asgi.client import Client
 from sidecar.asgi.credentials import refuse_two_keys
 from sidecar.asgi.door import Door
@@ -150,7 +150,7 @@ class Exchange:
         await self._understand()
         self._longest_wait_s()  # raises for what is no duration
         lease = await self._enter()
-        if self._is_preemptible():
+        if self._ruling.is_preemptible(self._understood):
             lease.on_preempt = self._preempt
         return self._granted_at_once(lease) or await self._wait(lease, lease.wait(), self._longest_wait_s())
 
@@ -167,8 +167,7 @@ class Exchange:
         except asyncio.CancelledError:
             if not self._timed_out or self._is_cancelled_by_others():
                 raise
-            seconds = ruling.policy.body_timeout_s
-            raise BodyTimeout(f"the body did not arrive within {seconds:g} s; send it faster") from None
+            raise too_late(ruling.policy.body_timeout_s) from None
         self._understood = ruling.intake.understand(self._endpoint, headers, tenant, body)
         if ruling.intake.has_tokenizer:
             await ruling.intake.count(self._understood)
@@ -210,8 +209,7 @@ class Exchange:
         return self._door.pool.obstacle(self._understood.ask())
 
     def _longest_wait_s(self) -> float | None:
-        understood = self._understood
-        return longest_wait_s(understood.headers, self._ruling.policy.tiers[understood.classification.level].max_wait_s)
+        return self._ruling.longest_wait_s(self._understood)
 
     def _queue_timeout(self) -> QueueTimeout:
         level = self._understood.classification.level
@@ -272,12 +270,8 @@ class Exchange:
 
     # -- while its room may be taken back
 
-    def _is_preemptible(self) -> bool:
-        rules = self._ruling.policy.rules
-        return rules.max_preemptions > 0 and rules.tiers[self._understood.classification.level].preemptible
-
     def _preemptible_attempt(self) -> Attempt | None:
-        if not self._is_preemptible():
+        if not self._ruling.is_preemptible(self._understood):
             return None
         attempt = Attempt(self._lease, self._receive_for_app, self._send_for_app, self._client.departure)
         if self._is_preempted:

@@ -78,7 +78,7 @@ class Report:
                 downgraded_from=None
                 if classification.downgraded_from is None
                 else policy.tiers[classification.downgraded_from].name,
-                preemptible=policy.rules.max_preemptions > 0 and policy.rules.tiers[classification.level].preemptible,
+                preemptible=policy.rules.is_preemptible(classification.level),
             )
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sidecar.asgi.understanding import Intake
+from sidecar.asgi.understanding import Intake, Understood, longest_wait_s
 from sidecar.classify import Classifier
 from sidecar.engines import Dialect
 from sidecar.policy.policy import Endpoint, Policy
@@ -24,6 +24,14 @@ class Ruling:
     intake: Intake
     priorities: tuple[int | float, ...]
     tier_names: tuple[bytes, ...]
+
+    def longest_wait_s(self, understood: Understood) -> float | None:
+        """The longest wait of a request at its tier, in seconds. Raises InvalidHeader for what is no duration."""
+        return longest_wait_s(understood.headers, self.policy.tiers[understood.classification.level].max_wait_s)
+
+    def is_preemptible(self, understood: Understood) -> bool:
+        """Whether the room of a request may be taken back before its first byte."""
+        return self.policy.rules.is_preemptible(understood.classification.level)
 
 
 def ruling(policy: Policy, dialect: Dialect, estimator: Estimator, engine_key: bytes | None) -> Ruling:

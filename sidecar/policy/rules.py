@@ -52,6 +52,10 @@ class PoolRules:
     ceiling: int = 0
     max_preemptions: int = 0
 
+    def is_preemptible(self, level: int) -> bool:
+        """Whether the room of a request at this level may be taken back before its first byte."""
+        return self.max_preemptions > 0 and self.tiers[level].preemptible
+
 
 @dataclass(frozen=True, slots=True)
 class EngineCapacity:

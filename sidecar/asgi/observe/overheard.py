@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sidecar.asgi.body import too_large
+from sidecar.asgi.body import too_large, too_late
 from sidecar.asgi.credentials import refuse_two_keys
 from sidecar.asgi.ruling import Ruling
 from sidecar.asgi.types import Message, Scope
 from sidecar.asgi.understanding import Understood, declared_length, longest_wait_s
-from sidecar.errors import AdmissionError, BodyTimeout
+from sidecar.errors import AdmissionError
 from sidecar.policy.policy import Endpoint, Tenant
 
 
@@ -73,7 +73,7 @@ class Overheard:
         """Raises BodyTimeout where the body has been on its way for too long."""
         most_s = self._ruling.policy.body_timeout_s
         if now_us - self._received_us > most_s * 1e6:
-            raise BodyTimeout(f"the body did not arrive within {most_s:g} s; send it faster")
+            raise too_late(most_s)
 
     def _grow(self, more_bytes: int) -> None:
         self._size += more_bytes

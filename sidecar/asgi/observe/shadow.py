@@ -107,10 +107,10 @@ class Shadow:
     async def _pass_through(self, lease: Lease) -> None:
         try:
             note_tier(self._understood.classification, lease.tier)
-            is_preemptible = self._is_preemptible()
+            is_preemptible = self._ruling.is_preemptible(self._understood)
             if is_preemptible:
                 lease.on_preempt = self._take_back
-            grant = lease.grant or await self._wait(lease, lease.wait(), self._longest_wait_s())
+            grant = lease.grant or await self._wait(lease, lease.wait(), self._ruling.longest_wait_s(self._understood))
             self._holds = grant is not None
             while is_preemptible and grant is not None and await self._is_taken_back(lease, grant):
                 self._holds, self._taken = False, asyncio.get_running_loop().create_future()
@@ -138,14 +138,6 @@ class Shadow:
         else:
             self._found(Verdict.REFUSED, QueueTimeout.code, await lease.leave())
         return None
-
-    def _longest_wait_s(self) -> float | None:
-        understood = self._understood
-        return longest_wait_s(understood.headers, self._ruling.policy.tiers[understood.classification.level].max_wait_s)
-
-    def _is_preemptible(self) -> bool:
-        rules = self._ruling.policy.rules
-        return rules.max_preemptions > 0 and rules.tiers[self._understood.classification.level].preemptible
 
     def _take_back(self) -> None:
         """Called by the pool: the room is wanted by a more important request."""
