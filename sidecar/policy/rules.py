@@ -149,11 +149,12 @@ def best_level(rules: PoolRules, level: int) -> int:
     return level if rules.promote_after_us is None else min(level, rules.ceiling)
 
 
-def largest_request(rules: PoolRules, level: int) -> tuple[int, int]:
-    """The most (tokens, requests) that one ticket of a tier could ever be given: the pool empty but for this ticket.
+def largest_admissible(rules: PoolRules, level: int) -> tuple[int, int]:
+    """The most (tokens, requests) that a ticket of a tier could ever be given: the pool empty but for this ticket.
 
     That is the tier's limit, or the pool less the headroom of the tiers more important than the level it can age to
-    (rule 2), whichever is less.
+    (rule 2), whichever is less. A ticket that waits already is judged by this: it is not refused where the pool has
+    shrunk, as long as it can be admitted at all.
     """
     tier = rules.tiers[level]
     above = rules.tiers[: best_level(rules, level)]  # never the tier itself: it ages up, not down
@@ -163,14 +164,40 @@ def largest_request(rules: PoolRules, level: int) -> tuple[int, int]:
     )
 
 
-def largest_certain_request(rules: PoolRules) -> int | None:
-    """The most tokens a request may have so that every floor is certain: a less important one included.
+def largest_request(rules: PoolRules, level: int) -> tuple[int, int]:
+    """The size limit of a tier: the most (tokens, requests) that one of its requests may hold when it comes.
 
-    A tier just below its reserve may be given one more ticket, so that each of n floors may be exceeded by almost the
-    largest one. Where sum(R) + n * (t - 1) <= C, all floors fit beside each other even so. Beyond, a flood of larger
-    requests in the more important floors can keep a less important one waiting. None where there is nothing to say.
+    What could be admitted at all, and, for a tier with a reserve, no more than the pool less the reserves of all other
+    tiers, or its own reserve where that is more. A larger request could wait for room that the floors of the others
+    never leave. A tier without a reserve has no promise to keep.
     """
-    floors = [tier.reserve_tokens for tier in rules.tiers if tier.reserve_tokens]
-    if rules.tokens == UNLIMITED or not floors:
-        return None
-    return max(0, (rules.tokens - sum(floors)) // len(floors) + 1)
+    tokens, requests = largest_admissible(rules, level)
+    own = rules.tiers[level]
+    beside_tokens = _beside(rules.tokens, [tier.reserve_tokens for tier in rules.tiers], level)
+    beside_requests = _beside(rules.requests, [tier.reserve_requests for tier in rules.tiers], level)
+    return min(tokens, max(own.reserve_tokens, beside_tokens)), min(requests, max(own.reserve_requests, beside_requests))
+
+
+def largest_certain_request(rules: PoolRules, level: int) -> tuple[int, int]:
+    """The size limit of a tier while every other `always_first` tier holds its limit, and not its reserve.
+
+    A larger request of the tier may wait as long as that lasts. A size below the tier's own reserve says that not even
+    the reserve is certain then.
+    """
+    tokens, requests = largest_request(rules, level)
+    floors = [
+        (tier.limit_tokens, tier.limit_requests)
+        if tier.always_first and tier.level != level
+        else (tier.reserve_tokens, tier.reserve_requests)
+        for tier in rules.tiers
+    ]
+    beside_tokens = _beside(rules.tokens, [floor[0] for floor in floors], level)
+    beside_requests = _beside(rules.requests, [floor[1] for floor in floors], level)
+    return min(tokens, max(0, beside_tokens)), min(requests, max(0, beside_requests))
+
+
+def _beside(capacity: int, floors: list[int], level: int) -> int:
+    """What the floors of the other tiers leave of one dimension. Unlimited where it is, and for a tier without one."""
+    if capacity == UNLIMITED or not floors[level]:
+        return UNLIMITED
+    return capacity - sum(floors) + floors[level]

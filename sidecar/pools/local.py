@@ -173,9 +173,10 @@ class LocalPool:
         """See `Lease.settle`."""
         if self._takeable:
             self._takeable.pop(lease_id, None)
-        is_settled = self._scheduler.settle(lease_id)
+        now_us = self.now_us()
+        is_settled = self._scheduler.settle(lease_id, now_us)
         if is_settled and charge is not None:
-            self._limits.ran(charge, used_tokens, self.now_us())
+            self._limits.ran(charge, used_tokens, now_us)
         return self._changed(is_settled)
 
     def keep(self, lease_id: str) -> None:

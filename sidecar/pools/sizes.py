@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sidecar.errors import QueueFull, RequestTooLarge
 from sidecar.policy.policy import Policy
-from sidecar.policy.rules import PoolRules, largest_request
+from sidecar.policy.rules import PoolRules, largest_admissible, largest_request
 from sidecar.pools.pool import Ask
 
 
@@ -24,6 +24,7 @@ class Sizes:
         """The pool has another size."""
         self.rules = rules
         self.largest = tuple(largest_request(rules, tier.level) for tier in self.policy.tiers)
+        self._admissible = tuple(largest_admissible(rules, tier.level) for tier in self.policy.tiers)
 
     def refuse_what_never_fits(self, ask: Ask) -> None:
         """Raises RequestTooLarge, with the figures, for what could never be admitted."""
@@ -33,16 +34,19 @@ class Sizes:
 
     def too_large(self, ask: Ask) -> RequestTooLarge | None:
         """Why a request could never be admitted, with the figures; None where it could."""
-        tier = self.policy.tiers[ask.tier]
-        tokens = self.largest[ask.tier][0]
-        return self._exceeds(ask, tokens if tier.max_request_tokens is None else min(tokens, tier.max_request_tokens))
+        most = self.policy.tiers[ask.tier].max_request_tokens
+        tokens, requests = self.largest[ask.tier]
+        return self._exceeds(ask, tokens if most is None else min(tokens, most), requests)
 
     def outgrown(self, ask: Ask) -> RequestTooLarge | None:
-        """Why a request that waits could never be admitted now. What a tier allows one request is no such reason."""
-        return self._exceeds(ask, self.largest[ask.tier][0])
+        """Why a request that waits could never be admitted now, None where it could.
 
-    def _exceeds(self, ask: Ask, tokens: int) -> RequestTooLarge | None:
-        tier, requests = self.policy.tiers[ask.tier], self.largest[ask.tier][1]
+        What a newcomer may hold at most, by the size limit or `max_request_tokens`, is no such reason.
+        """
+        return self._exceeds(ask, *self._admissible[ask.tier])
+
+    def _exceeds(self, ask: Ask, tokens: int, requests: int) -> RequestTooLarge | None:
+        tier = self.policy.tiers[ask.tier]
         if ask.tokens > tokens:
             return RequestTooLarge(
                 f"this request would hold {ask.tokens} tokens (prompt and maximum output); "

@@ -1,36 +1,41 @@
 """Start-time fair queueing over the tenants of one tier.
 
-Source: Goyal, Vin, Cheng, "Start-time Fair Queueing" (SIGCOMM 1996). A ticket is tagged when it arrives:
-`start = max(V, finish of its tenant's ticket before it)` and `finish = start + tokens / weight`, where V, the tier's
-virtual time, is the start tag of the ticket admitted last. The head is the smallest start tag; equal tags go by
-arrival. Tags start afresh when nobody of the tier waits.
+Source: Goyal, Vin, Cheng, "Start-time Fair Queueing" (SIGCOMM 1996), but for when a ticket is tagged and charged. A
+ticket gets its start tag when it becomes the first of its tenant: `start = max(V, finish of its tenant)`, where V is
+the tier's virtual time. Its tenant is charged when it is admitted: `finish = start + tokens / weight`, and then
+`V = max(V, start)`. The head is the smallest start tag; equal tags go by arrival. Tags start afresh when no ticket of
+the tier waits. So a ticket that leaves the queue costs its tenant nothing, however many leave.
 
 Bound (theorem 1 there): over any interval in which two tenants wait, the tokens admitted for them, each divided by its
 weight, differ by at most one maximal ticket of each, divided by its weight.
 
-Tags are doubles, and one addition and one division make each, so that Lua computes the very same ones. A ticket that
-leaves the queue stays charged to its tenant until the tags start afresh. A tenant whose finish V has passed needs no
-memory, so a tier that is never empty remembers no more tenants than wait or are ahead of V.
+Tags are doubles, and one addition and one division make each, so that Lua computes the very same ones. A tenant whose
+finish V has passed needs no memory, so a tier that is never empty remembers no more tenants than wait or are ahead of V.
 
-A tenant's tickets are tagged in the order in which they arrive, so they stand in a lane, a linked list, and only the
-first of each lane is in the heap: what one operation costs depends on how many tenants wait, not on how many tickets.
+A tenant's tickets stand in a lane, a linked list in the order in which they arrived, and only the first of each lane is
+in a heap: the cost of one operation depends on how many tenants wait, not on how many tickets. There are two heaps,
+because a tier that owes (see `scheduler`) admits tickets no larger than its reserve before a larger head: one for the
+tenants whose first is no larger than the reserve, one for the others.
 
-A ticket that was preempted comes back to the front: it starts at V, which no ticket that waits is ahead of, and is
-older than those that start there. Its tenant was charged for it when it first came. It stands in no lane.
+A ticket that was preempted returns to the queue at V, and is older than those that start there. Its tenant was charged
+when it was first admitted. It stands in no lane.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
 from sidecar.scheduling.ticket import Ticket
 
 SPARE_ENTRIES = 64
-"""Entries of what is long gone (tickets, tenants) that are allowed beyond the live ones before they are swept out."""
+"""Entries of tickets and tenants that have left, allowed beyond the live ones before they are swept out."""
+
+Entry = tuple[float, int, Ticket]
 
 
 class Lane:
-    """One tenant: the finish tag of its latest ticket, and the last of its tickets that wait."""
+    """One tenant: the finish tag of its latest admission, and the last of its tickets that wait."""
 
     __slots__ = ("finish", "last")
 
@@ -40,65 +45,116 @@ class Lane:
 
 
 class FairQueue:
-    """The waiting tickets of one tier. Every operation costs O(log tenants), amortized."""
+    """The waiting tickets of one tier. Every operation costs O(log tenants), amortized.
 
-    __slots__ = ("_heap", "_lanes", "_lanes_limit", "_returned", "_virtual", "count", "tokens")
+    A ticket is small when it needs no more than `small_tokens` and `small_requests`, its tier's reserve.
+    """
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Ticket]] = []  # the first of every lane; its own first entry always waits
+    __slots__ = (
+        "_lanes",
+        "_lanes_limit",
+        "_large",
+        "_returned",
+        "_small",
+        "_virtual",
+        "count",
+        "small_requests",
+        "small_tokens",
+        "tokens",
+    )
+
+    def __init__(self, small_tokens: int = 0, small_requests: int = 0) -> None:
+        self._small: list[Entry] = []  # the first of a lane, or one that returned; the first entry always waits
+        self._large: list[Entry] = []
         self._lanes: dict[str, Lane] = {}
         self._lanes_limit = SPARE_ENTRIES
         self._virtual = 0.0
         self._returned = 0
         self.count = 0
         self.tokens = 0
+        self.small_tokens = small_tokens
+        self.small_requests = small_requests
+
+    def change_sizes(self, small_tokens: int, small_requests: int) -> None:
+        """The tier has another reserve. Costs O(tenants) where that changes anything."""
+        if (small_tokens, small_requests) == (self.small_tokens, self.small_requests):
+            return
+        self.small_tokens, self.small_requests = small_tokens, small_requests
+        entries = [entry for entry in (*self._small, *self._large) if entry[2].queued]
+        self._small = [entry for entry in entries if self.is_small(entry[2])]
+        self._large = [entry for entry in entries if not self.is_small(entry[2])]
+        heapify(self._small)
+        heapify(self._large)
+
+    def is_small(self, ticket: Ticket) -> bool:
+        """Whether a ticket is no larger than the tier's reserve."""
+        return ticket.tokens <= self.small_tokens and ticket.requests <= self.small_requests
 
     def push(self, ticket: Ticket) -> None:
-        """Tags a ticket and puts it in."""
+        """Puts a ticket in, as the last of its tenant."""
         lane = self._lanes.get(ticket.tenant) or self._open_lane(ticket.tenant)
-        ticket.start = max(self._virtual, lane.finish)
         ticket.queued = True
-        lane.finish = ticket.start + ticket.tokens / ticket.weight
         self.count += 1
         self.tokens += ticket.tokens
         if lane.last is None:
-            heappush(self._heap, (ticket.start, ticket.sequence, ticket))
+            self._tag(ticket, lane)
         else:
             lane.last.behind = ticket
             ticket.ahead = lane.last
         lane.last = ticket
 
     def put_back(self, ticket: Ticket) -> None:
-        """Puts a ticket that was preempted to the front."""
+        """Puts a ticket that was preempted in, at the tier's virtual time."""
         ticket.start = self._virtual
         ticket.queued = True
         self._returned += 1
         self.count += 1
         self.tokens += ticket.tokens
-        heappush(self._heap, (ticket.start, ticket.sequence, ticket))
+        self._enter_heap(ticket)
 
     def head(self) -> Ticket | None:
-        """The ticket that is next, None where nobody waits."""
-        return self._heap[0][2] if self._heap else None
+        """The ticket that is next, None where none waits."""
+        if not self._large:
+            return self._small[0][2] if self._small else None
+        if not self._small:
+            return self._large[0][2]
+        return min(self._small[0], self._large[0])[2]
+
+    def small_head(self) -> Ticket | None:
+        """The next of the tickets that are the first of their tenant and no larger than the reserve."""
+        return self._small[0][2] if self._small else None
 
     def admit(self, ticket: Ticket) -> None:
-        """Takes the head out: the tier's virtual time moves on to it."""
-        self._virtual = ticket.start
+        """Takes a ticket out that a tenant is charged for: the tier's virtual time moves on to its start."""
+        self._virtual = max(self._virtual, ticket.start)
+        if not ticket.preemptions:
+            self._lanes[ticket.tenant].finish = ticket.start + ticket.tokens / ticket.weight
         self.remove(ticket)
 
     def remove(self, ticket: Ticket) -> None:
-        """Takes any waiting ticket out. A first one's entry stays in the heap until it surfaces or is swept out."""
+        """Takes any waiting ticket out. The entry of a first one stays in its heap until it surfaces or is swept out."""
         self.count -= 1
         self.tokens -= ticket.tokens
         self._leave_lane(ticket)
         if not self.count:
             self._start_afresh()
             return
-        while not self._heap[0][2].queued:
-            heappop(self._heap)
-        if len(self._heap) > 2 * (len(self._lanes) + self._returned) + SPARE_ENTRIES:
-            self._heap = [entry for entry in self._heap if entry[2].queued]
-            heapify(self._heap)
+        for heap in (self._small, self._large):
+            while heap and not heap[0][2].queued:
+                heappop(heap)
+        if len(self._small) + len(self._large) > 2 * (len(self._lanes) + self._returned) + SPARE_ENTRIES:
+            self._sweep()
+
+    def __len__(self) -> int:
+        """Everything that is remembered: entries of the heaps, and tenants."""
+        return len(self._small) + len(self._large) + len(self._lanes)
+
+    def _tag(self, first: Ticket, lane: Lane) -> None:
+        first.start = max(self._virtual, lane.finish)
+        self._enter_heap(first)
+
+    def _enter_heap(self, ticket: Ticket) -> None:
+        heappush(self._small if self.is_small(ticket) else self._large, (ticket.start, ticket.sequence, ticket))
 
     def _open_lane(self, tenant: str) -> Lane:
         if len(self._lanes) >= self._lanes_limit:
@@ -113,24 +169,36 @@ class FairQueue:
             return
         ahead, behind = ticket.ahead, ticket.behind
         ticket.queued, ticket.ahead, ticket.behind = False, None, None
+        lane = self._lanes[ticket.tenant]
         if behind is None:
-            self._lanes[ticket.tenant].last = ahead
+            lane.last = ahead
         else:
             behind.ahead = ahead
         if ahead is not None:
             ahead.behind = behind
         elif behind is not None:
-            heappush(self._heap, (behind.start, behind.sequence, behind))
+            self._tag(behind, lane)
+
+    def _sweep(self) -> None:
+        self._small = list(self._live(self._small))
+        self._large = list(self._live(self._large))
+        heapify(self._small)
+        heapify(self._large)
+
+    @staticmethod
+    def _live(heap: list[Entry]) -> Iterator[Entry]:
+        return (entry for entry in heap if entry[2].queued)
 
     def _forget_finished(self) -> None:
-        """Drops the tenants of whom nobody waits and whose next ticket starts at V anyway."""
+        """Drops the tenants of whom none waits and whose next ticket starts at V anyway."""
         self._lanes = {
             tenant: lane for tenant, lane in self._lanes.items() if lane.last is not None or lane.finish > self._virtual
         }
         self._lanes_limit = 2 * len(self._lanes) + SPARE_ENTRIES
 
     def _start_afresh(self) -> None:
-        self._heap.clear()
+        self._small.clear()
+        self._large.clear()
         self._lanes.clear()
         self._lanes_limit = SPARE_ENTRIES
         self._virtual = 0.0

@@ -3,25 +3,38 @@
 For every tier q: U its leases, C the pool; R = ceil(reserve * C) its floor, H = floor((1 - lend) * reserve * C) its
 headroom, L = floor(limit * C), each in tokens and in requests.
 
-1. Order. Tiers holding less than their reserve (U < R in both dimensions, or `always_first`) come first; inside each of
-   the two classes by aged level, then by arrival.
+1. Order. Four classes (`tier.Rank`): tickets of an `always_first` tier; tickets inside their tier's reserve
+   (U + t <= R in both dimensions); tickets that have a turn, because their tier is below its reserve (U < R in both
+   dimensions) and owes nothing; all others. Among turns the tier whose last admission is longest ago comes first; then,
+   and in the other classes, by aged level, then by arrival. A ticket admitted by a turn that makes its tier hold x whole
+   reserves too much makes it owe: when its lease ends after a time h, the tier has no turn for x * h. While a tier owes,
+   its tickets of t <= R may go before a larger one at its head.
 2. Room. A ticket t at aged level e fits when, in each dimension,
    t <= C - sum(U) - sum over tiers q more important than e, other than its own, of max(0, H_q - U_q).
    A tier with a limit is a candidate only while U + t <= L.
-3. No overtaking. The first ticket in that order that does not fit holds its place: nothing behind it is admitted.
+3. No overtaking, where it helps. The first ticket in order that does not fit holds its place, and nothing after it is
+   admitted, if it would fit once everything after it had released what it holds beyond its reserve. Otherwise it is
+   passed over: it is admitted as soon as there is room.
 4. Aging. A waiting ticket rises one level per `promote_after`, never past the ceiling; usage stays with its own tier.
 
-Preemption (`preemption`). The first ticket in order that does not fit and has waited `preempt_after` of its own tier
-may take room back from less important tiers. It bends none of the four rules: a victim's room is free only once it has
-let go, and is then given away by them. A victim waits again with its original arrival, at the front of its tier.
+Preemption (`preemption`) takes room back for the first ticket in order that has waited `preempt_after` of its own tier.
+It bends none of the four rules: a victim's room is free only once it is released, and is then given away by them. A
+victim waits again with its original arrival.
 
-Inside a tier the head is chosen by fair queueing over tenants (`fair_queue`). A decision looks at one head per tier:
-O(tiers + log n), whatever waits.
+Held back (the engine's own queue is too long): one ticket at a time, the next when the one before has ended. Tiers with
+a ticket inside the reserve or with a turn take it in turn, after an `always_first` tier; other tickets go only while
+nothing is held.
 
-Bounded wait. Let D be the longest time a lease is held, t_max the largest request, R > t_max the tier's reserve, no
-tier `always_first` or limited, and let the floors have room to overshoot: the sum of all reserves plus t_max - 1 for
-each is at most C. A ticket of t tokens that finds B tokens of its own tier ahead of it is admitted within
-(ceil((B + t) / (R - t_max)) + 1) * D, whatever the other tiers send.
+Inside a tier fair queueing over tenants chooses the head (`fair_queue`). A decision looks at two heads per tier at
+most: O(tiers * log tiers) and O(tiers) for each ticket that is passed over, and O(log n) for the queue, whatever waits.
+
+Bounded wait. Let D be the longest time a lease is held, with the reserves at most C in sum, sizes within the size limit
+(`policy.rules.largest_request`), no `limit` in the way, every `always_first` tier within its reserve, and the pool not
+held back; k tiers have a reserve. As the head of its tier a ticket is admitted
+(a) within D of the moment at which it is inside its reserve;
+(b) within 2 D if it is no larger than the reserve;
+(c) within (k + 1) D of becoming head and of its tier owing nothing more, if it is larger; a tier never owes more than
+    D * t_max / R beyond what runs.
 """
 
 from __future__ import annotations
@@ -31,17 +44,17 @@ from operator import sub
 
 from sidecar.policy.rules import PoolRules
 from sidecar.scheduling.overtaking import Overtaking
-from sidecar.scheduling.preemption import Preemption
+from sidecar.scheduling.preemption import Candidate, Preemption
 from sidecar.scheduling.ticket import Admission, Rule, Ticket, Wait
-from sidecar.scheduling.tier import Tier
+from sidecar.scheduling.tier import Rank, Tier
 
 
 class Scheduler:
-    """Decides who is admitted. Not thread-safe; every method returns at once.
+    """Decides which tickets are admitted. Not thread-safe; every method returns at once.
 
     `submit`, `register`, `settle`, `cancel`, `resize`, `keep` and `requeue` change what waits and what is held; none
-    admits anybody. Call `dispatch` afterwards, and again at `next_change_us`: it returns what became a lease, in order.
-    Call `preempt` after it: it returns whose engine is to let go.
+    admits a ticket. Call `dispatch` afterwards, and again at `next_change_us`: it returns what became a lease, in order.
+    Call `preempt` after it: it returns the leases that the engine is to release.
     """
 
     def __init__(self, rules: PoolRules) -> None:
@@ -54,16 +67,18 @@ class Scheduler:
         self._waiting: dict[str, Ticket] = {}  # in order of arrival, where nobody came back
         self._has_returned = False
         self._leases: dict[str, Ticket] = {}
-        self._preemption = Preemption(self._tiers, self._hold)
+        self._preemption = Preemption(self._tiers, self)
         self._overtaking = Overtaking()
         self._sequence = 0
+        self._admissions = 0
         self._held_back_until_us = 0
+        self._went_while_held_back: str | None = None
 
     def change_rules(self, rules: PoolRules) -> None:
         """Other rules for the same tiers, from now on. What is held, or waits, stays; what waits ages by the new ones.
 
-        What is held may be more than the new pool: admission then stops until it drains. Whoever waits for more than
-        the new pool could ever give must be canceled by the caller, or holds up everybody behind it.
+        What is held may be more than the new pool: admission then stops until it drains. A ticket that the new pool
+        could never hold waits until the caller cancels it, and does not hold up the others (rule 3).
         """
         self.rules = rules
         self._promote_after_us = rules.promote_after_us or 1
@@ -71,10 +86,10 @@ class Scheduler:
             tier.change_rules(tier_rules, rules)
 
     def hold_back(self, until_us: int) -> None:
-        """Admits nobody before `until_us` while anything is held; with nothing held, one ticket still goes.
+        """Admits one ticket at a time before `until_us`, the next when the one before has ended.
 
-        That is for a pool whose engine has more waiting inside it than it should. The one ticket sees to it that a
-        figure which stands still, because nothing moves, does not stop the pool for good.
+        That is for a pool whose engine has more waiting inside it than it should. The one ticket keeps the floors in
+        force, and sees to it that a figure that stands still does not stop the pool for good.
         """
         self._held_back_until_us = until_us
 
@@ -118,58 +133,57 @@ class Scheduler:
         if ticket_id in self._waiting or ticket_id in self._leases:
             raise ValueError(f"a ticket called {ticket_id!r} is already here")
         self._leases[ticket_id] = Ticket(ticket_id, tier, "", 1, tokens, requests, 0, 0, self._served)
-        self._hold(tier, tokens, requests)
+        self.book(tier, tokens, requests)
 
     def dispatch(self, now_us: int) -> list[Admission]:
-        """Admits everybody whom the rules let in now, in order."""
+        """Admits every ticket that the rules let in now, in order."""
         admissions: list[Admission] = []
-        while self._waiting and self._has_any_room() and not self.is_held_back(now_us):
-            first = self._first(now_us)
-            if first is None or not self._fits(*first):
+        while self._waiting and self._has_any_room():
+            candidate = self._next(now_us)
+            if candidate is None:
                 break
-            admissions.append(self._admit(*first, now_us))
+            admissions.append(self._admit(candidate, now_us))
         return admissions
 
-    def settle(self, ticket_id: str) -> bool:
+    def settle(self, ticket_id: str, now_us: int) -> bool:
         """Gives a lease back. False, and nothing changes, where there is no such lease: settling twice is harmless."""
         lease = self._leases.pop(ticket_id, None)
         if lease is None:
             return False
-        self._hold(lease.tier, -lease.tokens, -lease.requests)
+        self._release(lease, now_us)
         if self._preemption.leases:
             self._preemption.keep(ticket_id)
         return True
 
     def preempt(self, now_us: int) -> list[Ticket]:
-        """The leases newly chosen to give their room to the first in order. Call it after `dispatch`.
+        """The leases newly chosen to give their room to the first that may preempt. Call it after `dispatch`.
 
         Nothing is free yet: each of them holds its room until `requeue` or `settle`.
         """
         if not self._preemption.leases or not self._waiting or self.is_held_back(now_us):
             return []
-        first = self._first(now_us)
-        if first is None:
-            return []
-        preempt_after_us = self._tiers[first[0].tier].rules.preempt_after_us
-        if preempt_after_us is None or now_us - first[0].arrived_us < preempt_after_us:
-            return []
-        return self._preemption.choose(*first, self.rules, self._fits, now_us)
+        order = self._in_rule_order(now_us)
+        for place, candidate in enumerate(order):
+            preempt_after_us = self._tiers[candidate.ticket.tier].rules.preempt_after_us
+            if preempt_after_us is not None and now_us - candidate.arrived_us >= preempt_after_us:
+                return self._preemption.choose(order[: place + 1], self.rules, now_us)
+        return []
 
     def keep(self, ticket_id: str) -> bool:
         """A lease's first byte goes out: it is never preempted any more. Whether it had been chosen."""
         return self._preemption.keep(ticket_id)
 
     def requeue(self, ticket_id: str, now_us: int) -> bool:
-        """A chosen lease's engine has let go: it gives its room back and waits as before, by its original arrival.
+        """A chosen lease's engine has released it: it gives its room back and waits again, by its original arrival.
 
         From now on it counts as overtaken, if it was not before. False, and nothing changes, where it was not chosen,
         or is over.
         """
-        ticket = self._preemption.let_go(ticket_id)
+        ticket = self._preemption.released(ticket_id)
         if ticket is None:
             return False
         del self._leases[ticket_id]
-        self._hold(ticket.tier, -ticket.tokens, -ticket.requests)
+        self._release(ticket, now_us)
         ticket.preemptions += 1
         if ticket.overtaken_us is None:
             ticket.overtaken_us = now_us
@@ -198,43 +212,47 @@ class Scheduler:
         lease = self._leases.get(ticket_id)
         if lease is None:
             return False
-        self._hold(lease.tier, tokens - lease.tokens, 0)
+        self.book(lease.tier, tokens - lease.tokens, 0)
         lease.tokens = tokens
         return True
 
     def next_change_us(self, now_us: int) -> int | None:
         """When `dispatch` could next admit somebody though nothing else happens, None where time changes nothing.
 
-        Time matters when the pool is held back no longer, and through aging when a head reaches a whole level: it then
-        stops owing a tier its headroom, or, at the ceiling, joins the tickets that rank by arrival. `preempt` could
-        choose somebody when a head has waited `preempt_after`.
+        Time matters when the pool is held back no longer, when a tier owes nothing more, and through aging when a head
+        reaches a whole level: it then stops owing a tier its headroom, or, at the ceiling, joins the tickets that rank
+        by arrival. `preempt` could choose a lease when a head has waited `preempt_after`.
         """
         if not self._waiting:
             return None
-        changes = list(self._promotions_us(now_us))
+        changes = [
+            tier.owes_until_us for tier in self._tiers if tier.queue.count and tier.owes_until_us > now_us
+        ]
+        heads = list(self._heads(now_us))
+        changes += self._promotions_us(heads, now_us)
         if any(tier.rules.preemptible for tier in self._tiers) and self.rules.max_preemptions:
-            changes += self._preemptions_us(now_us)
+            changes += self._preemptions_us(heads, now_us)
         if self._held_back_until_us > now_us:
             changes.append(self._held_back_until_us)
         return min(changes, default=None)
 
-    def _promotions_us(self, now_us: int) -> Iterator[int]:
+    def _promotions_us(self, heads: Iterable[Ticket], now_us: int) -> Iterator[int]:
         promote_after_us = self.rules.promote_after_us
         if promote_after_us is None:
             return iter(())
         return (
             head.arrived_us + rise * promote_after_us
-            for level, tier in enumerate(self._tiers)
-            if level > self.rules.ceiling and (head := tier.queue.head()) is not None
-            if (rise := (now_us - head.arrived_us) // promote_after_us + 1) <= level - self.rules.ceiling
+            for head in heads
+            if head.tier > self.rules.ceiling
+            if (rise := (now_us - head.arrived_us) // promote_after_us + 1) <= head.tier - self.rules.ceiling
         )
 
-    def _preemptions_us(self, now_us: int) -> Iterator[int]:
+    def _preemptions_us(self, heads: Iterable[Ticket], now_us: int) -> Iterator[int]:
         return (
             due_us
-            for tier in self._tiers
-            if tier.rules.preempt_after_us is not None and (head := tier.queue.head()) is not None
-            if (due_us := head.arrived_us + tier.rules.preempt_after_us) > now_us
+            for head in heads
+            if (preempt_after_us := self._tiers[head.tier].rules.preempt_after_us) is not None
+            if (due_us := head.arrived_us + preempt_after_us) > now_us
         )
 
     def held(self, tier: int) -> tuple[int, int]:
@@ -266,28 +284,20 @@ class Scheduler:
         return len(self._leases)
 
     def is_held_back(self, now_us: int) -> bool:
-        """Whether nobody is admitted because of `hold_back`."""
+        """Whether `hold_back` is in force, and something is held."""
         return now_us < self._held_back_until_us and self._all_requests > 0
 
-    def _has_any_room(self) -> bool:
-        return self._all_tokens < self.rules.tokens and self._all_requests < self.rules.requests
+    def book(self, level: int, tokens: int, requests: int) -> None:
+        """Books tokens and requests, of either sign, with a tier. For `Preemption`."""
+        tier = self._tiers[level]
+        tier.held_tokens += tokens
+        tier.held_requests += requests
+        self._all_tokens += tokens
+        self._all_requests += requests
 
-    def _first(self, now_us: int) -> tuple[Ticket, int] | None:
-        """Rules 1 and 4: the first candidate in order, with its score (aged level times `promote_after`)."""
-        best: tuple[bool, int, int, int] | None = None
-        found: tuple[Ticket, int] | None = None
-        for tier in self._tiers:
-            head = tier.queue.head()
-            if head is None or tier.is_at_limit(head):
-                continue
-            score = tier.aged_score(head, now_us)
-            order = (not tier.is_below_reserve(), score, head.arrived_us, head.sequence)
-            if best is None or order < best:
-                best, found = order, (head, score)
-        return found
-
-    def _fits(self, ticket: Ticket, score: int) -> bool:
+    def fits(self, candidate: Candidate) -> bool:
         """Rule 2: room for the ticket beside the leases and the headroom of every more important tier."""
+        ticket, score = candidate.ticket, candidate.score
         tokens = self.rules.tokens - self._all_tokens - ticket.tokens
         requests = self.rules.requests - self._all_requests - ticket.requests
         for tier in self._tiers:
@@ -300,21 +310,106 @@ class Scheduler:
                     requests -= tier.rules.headroom_requests - tier.held_requests
         return tokens >= 0 and requests >= 0
 
-    def _admit(self, ticket: Ticket, score: int, now_us: int) -> Admission:
+    def holds_its_place(self, candidate: Candidate) -> bool:
+        """Rule 3: whether the ticket would fit once all after it had released what they hold beyond their reserves."""
+        ticket, score, rank = candidate.ticket, candidate.score, candidate.rank
+        if rank is Rank.ALWAYS_FIRST:
+            return True
+        tokens, requests = self.rules.tokens - ticket.tokens, self.rules.requests - ticket.requests
+        for tier in self._tiers:
+            rules = tier.rules
+            if rules.level == ticket.tier:
+                continue
+            is_better = tier.score < score
+            kept_tokens, kept_requests = tier.held_tokens, tier.held_requests
+            if not (rules.always_first or (rank is Rank.OTHER and is_better)):
+                kept_tokens = min(kept_tokens, rules.reserve_tokens)
+                kept_requests = min(kept_requests, rules.reserve_requests)
+            if is_better:
+                kept_tokens = max(kept_tokens, rules.headroom_tokens)
+                kept_requests = max(kept_requests, rules.headroom_requests)
+            tokens -= kept_tokens
+            requests -= kept_requests
+        return tokens >= 0 and requests >= 0
+
+    def _has_any_room(self) -> bool:
+        return self._all_tokens < self.rules.tokens and self._all_requests < self.rules.requests
+
+    def _next(self, now_us: int) -> Candidate | None:
+        """The ticket that is admitted next: the first in order that fits, unless one before it holds its place."""
+        is_held_back = now_us < self._held_back_until_us
+        for candidate in self._one_at_a_time(now_us) if is_held_back else self._in_rule_order(now_us):
+            if self.fits(candidate):
+                return candidate
+            if self.holds_its_place(candidate):
+                return None
+        return None
+
+    def _in_rule_order(self, now_us: int) -> list[Candidate]:
+        """Rules 1 and 4: the candidates, the first first."""
+        found: list[Candidate] = []
+        for tier in self._tiers:
+            head = tier.queue.head()
+            if head is None:
+                continue
+            if not tier.is_at_limit(head):
+                found.append(_candidate(tier, head, now_us))
+            second = tier.second_head(head, now_us)
+            if second is not None and not tier.is_at_limit(second):
+                found.append(_candidate(tier, second, now_us))
+        if len(found) > 1:
+            found.sort()
+        return found
+
+    def _one_at_a_time(self, now_us: int) -> list[Candidate]:
+        """The candidates while the pool is held back: the tier that was longest without an admission is next."""
+        if self._went_while_held_back in self._leases:
+            return []
+        least = Rank.TURN if self._all_requests else Rank.OTHER
+        allowed = [candidate for candidate in self._in_rule_order(now_us) if candidate.rank <= least]
+        return sorted(
+            allowed,
+            key=lambda candidate: (_CLAIMS[candidate.rank], self._tiers[candidate.ticket.tier].latest_admission),
+        )  # stable: the rule order decides between two heads of one tier, and between tiers without any admission
+
+    def _heads(self, now_us: int) -> Iterator[Ticket]:
+        for tier in self._tiers:
+            head = tier.queue.head()
+            if head is None:
+                continue
+            yield head
+            second = tier.second_head(head, now_us)
+            if second is not None:
+                yield second
+
+    def _admit(self, candidate: Candidate, now_us: int) -> Admission:
+        ticket = candidate.ticket
+        tier = self._tiers[ticket.tier]
         wait = self._wait(ticket, now_us)
-        passed = self._passed(ticket) if len(self._waiting) > 1 else ()
-        self._tiers[ticket.tier].queue.admit(ticket)
+        passed = self._passed(candidate, now_us) if len(self._waiting) > 1 else ()
+        if candidate.rank is Rank.TURN:
+            ticket.excess = tier.excess(ticket)
+        if now_us < self._held_back_until_us:
+            self._went_while_held_back = ticket.id
+        ticket.admitted_us = now_us
+        self._admissions += 1
+        tier.latest_admission = self._admissions
+        tier.queue.admit(ticket)
         del self._waiting[ticket.id]
         self._leases[ticket.id] = ticket
-        self._hold(ticket.tier, ticket.tokens, ticket.requests)
-        if self._tiers[ticket.tier].rules.preemptible:
+        self.book(ticket.tier, ticket.tokens, ticket.requests)
+        if tier.rules.preemptible:
             self._may_return(ticket, wait)
         served = list(self._served)
         served[ticket.tier] += ticket.tokens
         self._served = tuple(served)
         self._overtaking.admitted(ticket.sequence, now_us)
         self._forget_overtaking()
-        return Admission(ticket, wait, -(-score // self._promote_after_us), passed)
+        return Admission(ticket, wait, -(-candidate.score // self._promote_after_us), passed)
+
+    def _release(self, lease: Ticket, now_us: int) -> None:
+        self.book(lease.tier, -lease.tokens, -lease.requests)
+        self._tiers[lease.tier].ended(lease, now_us)
 
     def _may_return(self, ticket: Ticket, wait: Wait) -> None:
         """A lease that may be preempted: its wait then goes on where it was, and it was not served before itself."""
@@ -324,22 +419,25 @@ class Scheduler:
         served[ticket.tier] += ticket.tokens
         ticket.served_before = tuple(served)
 
-    def _passed(self, ticket: Ticket) -> Sequence[tuple[int, Rule]]:
-        """Whom the first in order overtakes, and by which rule; what is held is as it was decided on."""
-        own = self._tiers[ticket.tier]
+    def _passed(self, candidate: Candidate, now_us: int) -> Sequence[tuple[int, Rule]]:
+        """The tiers whose head had come before the ticket, each with the rule; what is held is as it was decided on."""
         passed: list[tuple[int, Rule]] = []
         for level, tier in enumerate(self._tiers):
             head = tier.queue.head()
-            if tier is own or head is None or not _came_before(head, ticket):
+            if head is None or level == candidate.ticket.tier or not _came_before(head, candidate.ticket):
                 continue
-            if tier.is_at_limit(head):
-                rule = Rule.LIMIT
-            elif own.is_below_reserve() and not tier.is_below_reserve():
-                rule = Rule.ALWAYS_FIRST if own.rules.always_first else Rule.RESERVE
-            else:  # in one class and at one score it would have been theirs
-                rule = Rule.LEVEL
+            rule = Rule.LIMIT if tier.is_at_limit(head) else self._rule(candidate, _candidate(tier, head, now_us), now_us)
             passed.append((level, rule))
         return passed
+
+    def _rule(self, candidate: Candidate, head: Candidate, now_us: int) -> Rule:
+        if now_us < self._held_back_until_us:
+            return Rule.ALWAYS_FIRST if candidate.rank is Rank.ALWAYS_FIRST else Rule.TURN
+        if head < candidate:
+            return Rule.PASSED_OVER
+        if candidate.rank < head.rank:
+            return _RULE_OF[candidate.rank]
+        return Rule.TURN if candidate.rank is Rank.TURN else Rule.LEVEL
 
     def _wait(self, ticket: Ticket, now_us: int) -> Wait:
         overtaken_at_us = ticket.overtaken_us
@@ -366,12 +464,17 @@ class Scheduler:
             self._has_returned = False
         return self._waiting.values()
 
-    def _hold(self, level: int, tokens: int, requests: int) -> None:
-        tier = self._tiers[level]
-        tier.held_tokens += tokens
-        tier.held_requests += requests
-        self._all_tokens += tokens
-        self._all_requests += requests
+
+_CLAIMS = {Rank.ALWAYS_FIRST: 0, Rank.INSIDE: 1, Rank.TURN: 1, Rank.OTHER: 2}
+"""Which tickets go first while the pool is held back."""
+
+_RULE_OF = {Rank.ALWAYS_FIRST: Rule.ALWAYS_FIRST, Rank.INSIDE: Rule.RESERVE, Rank.TURN: Rule.TURN}
+
+
+def _candidate(tier: Tier, ticket: Ticket, now_us: int) -> Candidate:
+    rank = tier.rank(ticket, now_us)
+    turn = tier.latest_admission if rank is Rank.TURN else 0
+    return Candidate(rank, turn, tier.aged_score(ticket, now_us), ticket.arrived_us, ticket.sequence, ticket)
 
 
 def _came_before(ticket: Ticket, other: Ticket) -> bool:

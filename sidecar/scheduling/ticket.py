@@ -9,12 +9,18 @@ from typing import NamedTuple
 
 
 class Rule(str, Enum):
-    """By what a ticket was admitted before the head of another tier that had come before it."""
+    """The rule by which a ticket was admitted before the head of another tier that had come before it.
+
+    `RESERVE`: it was inside its tier's reserve. `TURN`: its tier was below its reserve, and owed nothing. `PASSED_OVER`:
+    the other ticket was before it in order, and would not have fitted even beside the reserves alone.
+    """
 
     ALWAYS_FIRST = "always_first"
     RESERVE = "reserve"
+    TURN = "turn"
     LEVEL = "level"
     LIMIT = "limit"
+    PASSED_OVER = "passed_over"
 
 
 @dataclass(slots=True, eq=False)
@@ -22,9 +28,11 @@ class Ticket:
     """A request in the scheduler. `tokens` and `requests` are what it holds, or will hold.
 
     `sequence` is its place in the order of arrival, `served_before` the served-token counters as they stood then;
-    `start` is its fair-queueing tag, and `queued` whether it still is in its tier's queue, `ahead` and `behind` its
-    neighbors there among the tickets of its tenant. `preemptions` counts how often it gave its lease back unused and
-    waited again; `overtaken_us` is then its first overtaking, if need be the moment at which it came back.
+    `start` is its fair-queueing tag, set when it becomes the first of its tenant, and `queued` whether it still is in
+    its tier's queue, `ahead` and `behind` its neighbors there among the tickets of its tenant. `preemptions` counts how
+    often it gave its lease back unused and waited again; `overtaken_us` is then its first overtaking, if need be the
+    moment at which it came back. A lease was admitted at `admitted_us`; `excess` is how many whole reserves too much its
+    tier held with it, where it was admitted by a turn.
     """
 
     id: str
@@ -42,6 +50,8 @@ class Ticket:
     behind: Ticket | None = field(default=None, repr=False)
     preemptions: int = 0
     overtaken_us: int | None = None
+    admitted_us: int = 0
+    excess: int = 0
 
 
 class Wait(NamedTuple):

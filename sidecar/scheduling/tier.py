@@ -1,33 +1,64 @@
-"""One tier at work: its rules, who waits in it and what its leases hold."""
+"""One tier at work: its rules, what waits in it, what its leases hold and what it owes."""
 
 from __future__ import annotations
+
+from enum import IntEnum
 
 from sidecar.policy.rules import PoolRules, TierRules
 from sidecar.scheduling.fair_queue import FairQueue
 from sidecar.scheduling.ticket import Ticket
+
+MOST_EXCESS = 1_000
+"""The most whole reserves that one ticket is counted as too much, so that what a tier owes stays a whole number below
+2^53 (Lua) for every lease of less than 100 days."""
+
+LATEST_US = 2**53 - 1
+
+
+class Rank(IntEnum):
+    """The four classes of rule 1, the first first."""
+
+    ALWAYS_FIRST = 0
+    INSIDE = 1
+    TURN = 2
+    OTHER = 3
 
 
 class Tier:
     """What the four rules ask of one tier.
 
     A score is an aged level times `promote_after`, a whole number; without aging one level scores 1. `score` is that of
-    a ticket that has not aged.
+    a ticket that has not aged. `latest_admission` is the number of its latest admission among all of the pool, 0 before
+    its first. It has no turn before `owes_until_us`.
     """
 
-    __slots__ = ("_ages", "_ceiling_score", "held_requests", "held_tokens", "queue", "rules", "score")
+    __slots__ = (
+        "_ages",
+        "_ceiling_score",
+        "held_requests",
+        "held_tokens",
+        "latest_admission",
+        "owes_until_us",
+        "queue",
+        "rules",
+        "score",
+    )
 
     def __init__(self, rules: TierRules, pool: PoolRules) -> None:
         self.queue = FairQueue()
         self.held_tokens = 0
         self.held_requests = 0
+        self.latest_admission = 0
+        self.owes_until_us = 0
         self.change_rules(rules, pool)
 
     def change_rules(self, rules: TierRules, pool: PoolRules) -> None:
-        """Goes by other rules from now on; who waits and what is held stays."""
+        """Follows other rules from now on; what waits, is held or owed stays."""
         self.rules = rules
         self.score = rules.level * (pool.promote_after_us or 1)
         self._ages = pool.promote_after_us is not None and rules.level > pool.ceiling
         self._ceiling_score = pool.ceiling * (pool.promote_after_us or 1)
+        self.queue.change_sizes(rules.reserve_tokens, rules.reserve_requests)
 
     def aged_score(self, ticket: Ticket, now_us: int) -> int:
         """Rule 4: what a waiting ticket scores now. It never falls below the ceiling's score."""
@@ -35,12 +66,44 @@ class Tier:
             return self.score
         return max(self._ceiling_score, self.score - (now_us - ticket.arrived_us))
 
-    def is_below_reserve(self) -> bool:
-        """Rule 1: whether its tickets come before those of the tiers that have their floor."""
+    def rank(self, ticket: Ticket, now_us: int) -> Rank:
+        """Rule 1: the class of a ticket that waits."""
         rules = self.rules
-        return rules.always_first or (
-            self.held_tokens < rules.reserve_tokens and self.held_requests < rules.reserve_requests
-        )
+        if rules.always_first:
+            return Rank.ALWAYS_FIRST
+        if (
+            self.held_tokens + ticket.tokens <= rules.reserve_tokens
+            and self.held_requests + ticket.requests <= rules.reserve_requests
+        ):
+            return Rank.INSIDE
+        if now_us >= self.owes_until_us and self.is_below_reserve():
+            return Rank.TURN
+        return Rank.OTHER
+
+    def second_head(self, head: Ticket, now_us: int) -> Ticket | None:
+        """While the tier owes: the next ticket no larger than the reserve, where the head is larger."""
+        if now_us >= self.owes_until_us or self.queue.is_small(head):
+            return None
+        return self.queue.small_head()
+
+    def is_below_reserve(self) -> bool:
+        """Whether its leases are below its reserve in both dimensions."""
+        rules = self.rules
+        return self.held_tokens < rules.reserve_tokens and self.held_requests < rules.reserve_requests
+
+    def excess(self, ticket: Ticket) -> int:
+        """How many whole reserves too much the tier, which is below its reserve, would hold with a ticket."""
+        rules = self.rules
+        tokens = (self.held_tokens + ticket.tokens - rules.reserve_tokens) // rules.reserve_tokens
+        requests = (self.held_requests + ticket.requests - rules.reserve_requests) // rules.reserve_requests
+        return min(MOST_EXCESS, max(0, tokens, requests))
+
+    def ended(self, lease: Ticket, now_us: int) -> None:
+        """A lease is over: the tier owes for it what it held too much of."""
+        if lease.excess:
+            owed_us = lease.excess * max(0, now_us - lease.admitted_us)
+            self.owes_until_us = min(LATEST_US, max(now_us, self.owes_until_us) + owed_us)
+            lease.excess = 0
 
     def has_its_reserve_without(self, lease: Ticket) -> bool:
         """Whether it would still not be below its reserve if one of its leases were gone."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sidecar.policy.rules import PoolRules
-from sidecar.scheduling import Admission, Rule, Scheduler, Ticket
-from sidecar.scheduling.preemption import Preemption
-from sidecar.scheduling.tier import Tier
+from sidecar.scheduling import Admission, Rule, Scheduler, Ticket, Wait
+from sidecar.scheduling.preemption import Candidate, Preemption
+from sidecar.scheduling.tier import Rank, Tier
 
 
 class DoNothing(Scheduler):
@@ -20,31 +20,82 @@ class DoNothing(Scheduler):
 class FirstComeFirstServed(Scheduler):
     """Knows no tiers: the oldest ticket goes first."""
 
-    def _first(self, now_us: int) -> tuple[Ticket, int] | None:
+    def _in_rule_order(self, now_us: int) -> list[Candidate]:
         heads = [head for tier in self._tiers if (head := tier.queue.head()) is not None]
-        oldest = min(heads, key=lambda head: head.sequence, default=None)
-        return None if oldest is None else (oldest, 0)
+        ranked = [Candidate(Rank.ALWAYS_FIRST, 0, 0, head.arrived_us, head.sequence, head) for head in heads]
+        return sorted(ranked)
 
 
 class SmallOnesSlipPast(Scheduler):
-    """Admits whoever fits while the first in order does not (rule 3 is missing)."""
+    """Admits whatever fits while the first in order does not (rule 3 is missing)."""
 
-    def _first(self, now_us: int) -> tuple[Ticket, int] | None:
-        first = super()._first(now_us)
-        if first is None or self._fits(*first):
-            return first
-        for tier in self._tiers:
-            head = tier.queue.head()
-            if head and not tier.is_at_limit(head) and self._fits(head, tier.aged_score(head, now_us)):
-                return head, tier.aged_score(head, now_us)
-        return first
+    def holds_its_place(self, candidate: Candidate) -> bool:
+        return False
+
+
+class HoldsEveryPlace(Scheduler):
+    """Lets nothing pass a ticket that cannot fit for long, either."""
+
+    def holds_its_place(self, candidate: Candidate) -> bool:
+        return True
+
+
+class OwesNothing(Scheduler):
+    """Gives a tier a turn whenever it is below its reserve."""
+
+    def _release(self, lease: Ticket, now_us: int) -> None:
+        lease.excess = 0
+        super()._release(lease, now_us)
+
+
+class GivesTurnsByLevel(Scheduler):
+    """The more important tier has every turn."""
+
+    def _in_rule_order(self, now_us: int) -> list[Candidate]:
+        return sorted(candidate._replace(turn=0) for candidate in super()._in_rule_order(now_us))
+
+
+class CountsAFloorWhenTheTierIsEmpty(Scheduler):
+    """A turn counts as being inside: the rule of before."""
+
+    def _in_rule_order(self, now_us: int) -> list[Candidate]:
+        return sorted(
+            candidate._replace(rank=Rank.INSIDE, turn=0) if candidate.rank is Rank.TURN else candidate
+            for candidate in super()._in_rule_order(now_us)
+        )
+
+
+class AdmitsNothingWhileHeldBack(Scheduler):
+    """Floors are void while the engine's queue is too long."""
+
+    def dispatch(self, now_us: int) -> list[Admission]:
+        return [] if self.is_held_back(now_us) else super().dispatch(now_us)
+
+
+class ChargesTicketsThatLeave(Scheduler):
+    """A tenant whose clients give up pays for it."""
+
+    def cancel(self, ticket_id: str, now_us: int) -> Wait | None:
+        ticket = self._waiting.get(ticket_id)
+        if ticket is not None and not ticket.preemptions:
+            lane = self._tiers[ticket.tier].queue._lanes[ticket.tenant]
+            lane.finish = max(lane.finish, ticket.start) + ticket.tokens / ticket.weight
+        return super().cancel(ticket_id, now_us)
+
+
+class LargerOnesPassNothing(Scheduler):
+    """While a tier owes, all of it waits for a head that is larger than its reserve."""
+
+    def _in_rule_order(self, now_us: int) -> list[Candidate]:
+        order = super()._in_rule_order(now_us)
+        return [candidate for candidate in order if candidate.ticket is self._tiers[candidate.ticket.tier].queue.head()]
 
 
 class IgnoresHeadroom(Scheduler):
     """Lets everybody into the room that more important tiers keep."""
 
-    def _fits(self, ticket: Ticket, score: int) -> bool:
-        return super()._fits(ticket, 0)
+    def fits(self, candidate: Candidate) -> bool:
+        return super().fits(candidate._replace(score=0))
 
 
 class HasNoFloors(Scheduler):
@@ -69,12 +120,12 @@ class AgesPastTheCeiling(Scheduler):
 class LastInFirstOut(Scheduler):
     """Takes a tier's newest ticket instead of its head: a tenant overtakes itself."""
 
-    def _first(self, now_us: int) -> tuple[Ticket, int] | None:
-        first = super()._first(now_us)
-        if first is None:
+    def _next(self, now_us: int) -> Candidate | None:
+        found = super()._next(now_us)
+        if found is None:
             return None
-        mine = [ticket for ticket in self._waiting.values() if ticket.tier == first[0].tier]
-        return max(mine, key=lambda ticket: ticket.sequence), first[1]
+        mine = [ticket for ticket in self._waiting.values() if ticket.tier == found.ticket.tier]
+        return found._replace(ticket=max(mine, key=lambda ticket: ticket.sequence))
 
 
 class KnowsNoWeights(Scheduler):
@@ -87,10 +138,10 @@ class KnowsNoWeights(Scheduler):
 class ForgetsTheSecondDimension(Scheduler):
     """Counts tokens only."""
 
-    def _fits(self, ticket: Ticket, score: int) -> bool:
-        wanted, ticket.requests = ticket.requests, -(2**40)
-        fits = super()._fits(ticket, score)
-        ticket.requests = wanted
+    def fits(self, candidate: Candidate) -> bool:
+        wanted, candidate.ticket.requests = candidate.ticket.requests, -(2**40)
+        fits = super().fits(candidate)
+        candidate.ticket.requests = wanted
         return fits
 
     def _has_any_room(self) -> bool:
@@ -100,19 +151,19 @@ class ForgetsTheSecondDimension(Scheduler):
 class SettlesTwice(Scheduler):
     """Says yes to every settle."""
 
-    def settle(self, ticket_id: str) -> bool:
-        super().settle(ticket_id)
+    def settle(self, ticket_id: str, now_us: int) -> bool:
+        super().settle(ticket_id, now_us)
         return True
 
 
 class LeaksTokens(Scheduler):
     """Gives a settled lease's requests back, and not its tokens."""
 
-    def settle(self, ticket_id: str) -> bool:
+    def settle(self, ticket_id: str, now_us: int) -> bool:
         lease = self._leases.get(ticket_id)
         if lease is not None:
-            self._hold(lease.tier, lease.tokens, 0)
-        return super().settle(ticket_id)
+            self.book(lease.tier, lease.tokens, 0)
+        return super().settle(ticket_id, now_us)
 
 
 class CallsEveryWaitStarvation(Scheduler):
@@ -128,8 +179,8 @@ class CallsEveryWaitStarvation(Scheduler):
 class CallsEveryOvertakingTheReserve(Scheduler):
     """Says whom a ticket overtook, and always the same reason."""
 
-    def _passed(self, ticket: Ticket) -> list[tuple[int, Rule]]:
-        return [(tier, Rule.RESERVE) for tier, _ in super()._passed(ticket)]
+    def _passed(self, candidate: Candidate, now_us: int) -> list[tuple[int, Rule]]:
+        return [(tier, Rule.RESERVE) for tier, _ in super()._passed(candidate, now_us)]
 
 
 class PreemptsAtOnce(Scheduler):
@@ -155,14 +206,14 @@ class Preempting(Scheduler):
 
     def __init__(self, rules: PoolRules) -> None:
         super().__init__(rules)
-        self._preemption = self.Rules(self._tiers, self._hold)
+        self._preemption = self.Rules(self._tiers, self)
 
 
 class PreemptsEveryTier(Preempting):
     """Takes from the ticket's own tier, and from more important ones, too."""
 
     class Rules(Preemption):
-        def _candidates(self, first: Ticket, score: int, rules: PoolRules, now_us: int) -> list[Ticket]:
+        def _candidates(self, served: Candidate, rules: PoolRules, now_us: int) -> list[Ticket]:
             return [lease for lease in self.leases.values() if lease.id not in self._victims]
 
 
@@ -170,8 +221,8 @@ class PreemptsForEver(Preempting):
     """Takes from the same request as often as it likes."""
 
     class Rules(Preemption):
-        def _candidates(self, first: Ticket, score: int, rules: PoolRules, now_us: int) -> list[Ticket]:
-            return super()._candidates(first, score, replace(rules, max_preemptions=10**6), now_us)
+        def _candidates(self, served: Candidate, rules: PoolRules, now_us: int) -> list[Ticket]:
+            return super()._candidates(served, replace(rules, max_preemptions=10**6), now_us)
 
 
 class PreemptsFloors(Scheduler):
@@ -179,7 +230,7 @@ class PreemptsFloors(Scheduler):
 
     def __init__(self, rules: PoolRules) -> None:
         super().__init__(rules)
-        self._preemption = Preemption([Floorless(tier.rules, rules) for tier in self._tiers], self._hold)
+        self._preemption = Preemption([Floorless(tier.rules, rules) for tier in self._tiers], self)
         for real, floorless in zip(self._tiers, self._preemption._tiers, strict=True):
             floorless.queue = real.queue
 
@@ -193,7 +244,7 @@ class PreemptsMoreThanIsNeeded(Preempting):
     """Spares nobody who turned out not to be needed."""
 
     class Rules(Preemption):
-        def _needed(self, first, score, chosen, fits):
+        def _needed(self, order, chosen):
             return list(chosen)
 
 
@@ -201,15 +252,23 @@ class PreemptsInVain(Preempting):
     """Takes what there is, though the ticket will not fit."""
 
     class Rules(Preemption):
-        def _enough(self, first, score, rules, fits, now_us):
-            return (
-                super()._enough(first, score, rules, fits, now_us) or self._candidates(first, score, rules, now_us)[:1]
-            )
+        def _enough(self, order, rules, now_us):
+            return super()._enough(order, rules, now_us) or self._candidates(order[-1], rules, now_us)[:1]
 
 
-class PreemptsWhoComesBackFirst(Preempting):
-    """Takes from those who stand before the ticket once they are back."""
+class PreemptsForTheFirstInOrderOnly(Preempting):
+    """Serves the first in order, or no ticket."""
+
+    def preempt(self, now_us: int) -> list[Ticket]:
+        first = next(iter(self._in_rule_order(now_us)), None)
+        if first is None or self._tiers[first.ticket.tier].rules.preempt_after_us is None:
+            return []
+        return super().preempt(now_us)
+
+
+class PreemptsWhatComesBackFirst(Preempting):
+    """Takes from those that stand before the ticket once they are back."""
 
     class Rules(Preemption):
-        def _stands_before(self, other, place, now_us):
+        def _stands_before(self, other, served, now_us):
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from oracle import INSIDE, OTHER, TURN
 from witness import Witness
 
 
@@ -12,22 +13,33 @@ def leases_never_exceed_the_pool_but_for_resizes_that_outgrow_it(witness: Witnes
     assert witness.outgrown or not witness.over_the_pool()
 
 
-def whoever_is_first_in_order_after_a_dispatch_does_not_fit(witness: Witness) -> None:
+def no_ticket_waits_that_the_rules_let_in(witness: Witness) -> None:
     if witness.dispatched:
-        first = witness.record.first(witness.now_us)
-        assert first is None or not witness.record.fits(first, witness.now_us), f"{first.id} fits and waits"
+        following = witness.record.next_admission(witness.now_us)
+        assert following is None, f"{following.id} fits and waits"
 
 
-def whoever_is_admitted_was_first_in_order_and_fitted(witness: Witness) -> None:
+def every_ticket_that_is_admitted_was_next_and_fitted(witness: Witness) -> None:
     for decision in witness.latest:
-        assert decision.first_in_order == decision.request.id, f"{decision.request.id} went before the first"
+        assert decision.first_in_order == decision.request.id, f"{decision.request.id} went before its time"
         assert decision.fitted, f"{decision.request.id} did not fit"
 
 
 def a_floor_is_a_floor(witness: Witness) -> None:
+    """While the pool is held back, the tickets inside their reserve and those with a turn are one class."""
+    if witness.record.is_held_back(witness.now_us):
+        return
     for decision in witness.latest:
-        others = set(decision.tiers_below_with_a_candidate) - {decision.request.tier}
-        assert decision.own_tier_is_below or not others, f"{decision.request.id} went before the floors of {others}"
+        if decision.rank > INSIDE:
+            assert not decision.inside_and_first, f"{decision.request.id} went before {decision.inside_and_first}"
+
+
+def turns_go_round(witness: Witness) -> None:
+    for decision in witness.latest:
+        if decision.rank == TURN:
+            assert not decision.turns_before, f"{decision.request.id} went before {decision.turns_before}"
+        if decision.rank == OTHER and not witness.record.is_held_back(witness.now_us):
+            assert not decision.turns_before, f"{decision.request.id} went before {decision.turns_before}"
 
 
 def no_tenant_overtakes_itself_inside_a_tier(witness: Witness) -> None:
@@ -67,7 +79,7 @@ def whom_it_overtook_and_by_which_rule_is_what_the_record_says(witness: Witness)
         assert decision.said_to_overtake == decision.overtakes, decision.request.id
 
 
-def only_the_first_in_order_preempts_and_only_once_it_has_waited_long_enough(witness: Witness) -> None:
+def a_ticket_preempts_only_once_it_has_waited_long_enough(witness: Witness) -> None:
     for choice in witness.chosen:
         assert choice.had_waited_long_enough, choice
 
@@ -95,21 +107,22 @@ def victims_are_enough_and_none_of_them_could_be_spared(witness: Witness) -> Non
 
 def freed_room_goes_to_whom_it_was_freed_for(witness: Witness) -> None:
     for choice in witness.chosen:
-        assert choice.next_in is None or (choice.first and choice.next_in == choice.first.id), choice
+        assert choice.next_in == choice.expected_next, choice
 
 
 INVARIANTS = (
     leases_never_exceed_the_pool_but_for_resizes_that_outgrow_it,
-    whoever_is_first_in_order_after_a_dispatch_does_not_fit,
-    whoever_is_admitted_was_first_in_order_and_fitted,
+    no_ticket_waits_that_the_rules_let_in,
+    every_ticket_that_is_admitted_was_next_and_fitted,
     a_floor_is_a_floor,
+    turns_go_round,
     no_tenant_overtakes_itself_inside_a_tier,
     service_of_backlogged_tenants_differs_by_one_largest_ticket_each,
     every_ticket_ends_once_and_ending_it_twice_changes_nothing,
     the_figures_of_every_tier_are_those_of_the_record,
     starvation_is_what_the_record_of_all_admissions_says,
     whom_it_overtook_and_by_which_rule_is_what_the_record_says,
-    only_the_first_in_order_preempts_and_only_once_it_has_waited_long_enough,
+    a_ticket_preempts_only_once_it_has_waited_long_enough,
     victims_are_less_important_preemptible_and_not_kept,
     nobody_is_preempted_more_often_than_the_policy_says,
     a_victims_tier_is_not_below_its_reserve_without_it,

@@ -42,6 +42,7 @@ class Policy:
 class Request:
     """One request, from its submission to the end of time. `state` is waiting, held, settled or canceled.
 
+    `start` is None until it is its tenant's first. `excess` is how many whole reserves too much a turn gave it.
     `returns` are the moments at which it was preempted and waited again; `chosen` is so from the choice until then.
     """
 
@@ -54,13 +55,20 @@ class Request:
     arrived_us: int
     number: int
     admissions_before: int
-    start: Fraction | float
-    finish: Fraction | float
+    start: Fraction | float | None = None
     state: str = "waiting"
     held_tokens: int = 0
+    admitted_us: int = 0
+    excess: int = 0
     kept: bool = False
     chosen: bool = False
     returns: tuple[int, ...] = ()
+
+
+ALWAYS_FIRST, INSIDE, TURN, OTHER = range(4)
+"""The classes of rule 1, the first first."""
+
+MOST_EXCESS = 1_000
 
 
 class Answer(NamedTuple):
@@ -83,6 +91,9 @@ class Oracle:
         self.admitted: list[tuple[Request, int, int]] = []  # who, when, and how many tokens
         self.virtual: dict[int, Fraction | float] = {}
         self.finish: dict[tuple[int, str], Fraction | float] = {}
+        self.owes_until_us: dict[int, int] = {}
+        self.held_back_until_us = 0
+        self.went_while_held_back: str | None = None
 
     # What happens to a pool.
 
@@ -97,22 +108,26 @@ class Oracle:
         tenant: str = "",
         weight: int = 1,
     ) -> Request:
-        start = max(self.virtual.get(tier, 0), self.finish.get((tier, tenant), 0))
-        finish = start + self.divide(tokens, weight)
-        self.finish[tier, tenant] = finish
         number, before = len(self.submitted), len(self.admitted)
-        request = Request(id, tier, tenant, weight, tokens, requests, now_us, number, before, start, finish)
+        request = Request(id, tier, tenant, weight, tokens, requests, now_us, number, before)
         self.submitted.append(request)
+        self._tag_firsts(tier)
         return request
 
-    def settle(self, id: str) -> bool:
-        return self._move(id, "held", "settled") is not None
+    def settle(self, id: str, now_us: int) -> bool:
+        request = self._move(id, "held", "settled")
+        if request is not None:
+            self._ended(request, now_us)
+        return request is not None
 
     def cancel(self, id: str) -> bool:
         request = self._move(id, "waiting", "canceled")
         if request is not None:
-            self._start_afresh_where_nobody_waits(request.tier)
+            self._queue_changed(request.tier)
         return request is not None
+
+    def hold_back(self, until_us: int) -> None:
+        self.held_back_until_us = until_us
 
     def resize(self, id: str, tokens: int) -> bool:
         for request in self.held():
@@ -123,18 +138,25 @@ class Oracle:
 
     def dispatch(self, now_us: int) -> list[Answer]:
         answers = []
-        while (first := self.first(now_us)) is not None and self.fits(first, now_us):
-            answers.append(self.admit(first.id, now_us))
+        while (chosen := self.next_admission(now_us)) is not None:
+            answers.append(self.admit(chosen.id, now_us))
         return answers
 
     def admit(self, id: str, now_us: int) -> Answer:
         """Makes a waiting request a lease, whether the rules would or not."""
         request = next(request for request in self.waiting() if request.id == id)
         answer = self.answer(request, now_us)
-        request.state, request.held_tokens = "held", request.tokens
-        self.virtual[request.tier] = request.start
+        request.excess = self._excess(request) if self.class_of(request, now_us) == TURN else 0
+        if self.is_held_back(now_us):
+            self.went_while_held_back = id
+        request.state, request.held_tokens, request.admitted_us = "held", request.tokens, now_us
+        virtual = self.virtual.get(request.tier, 0)
+        request.start = virtual if request.start is None else request.start
+        self.virtual[request.tier] = max(virtual, request.start)
+        if not request.returns:  # a preempted request was charged when it was first admitted
+            self.finish[request.tier, request.tenant] = request.start + self.divide(request.tokens, request.weight)
         self.admitted.append((request, now_us, request.tokens))
-        self._start_afresh_where_nobody_waits(request.tier)
+        self._queue_changed(request.tier)
         return answer
 
     def keep(self, id: str) -> bool:
@@ -146,12 +168,13 @@ class Oracle:
         return was_chosen
 
     def requeue(self, id: str, now_us: int) -> bool:
-        """A victim waits again, before everybody of its tier who came after it."""
+        """A victim waits again, at its tier's virtual time and by its original arrival."""
         if not any(request.id == id and request.chosen for request in self.held()):
             return False
         request = self._move(id, "held", "waiting")
         request.tokens, request.chosen, request.returns = request.held_tokens, False, (*request.returns, now_us)
-        request.start = request.finish = self.virtual.get(request.tier, 0)
+        request.start = self.virtual.get(request.tier, 0)
+        self._ended(request, now_us)
         return True
 
     # The words of the page.
@@ -178,8 +201,6 @@ class Oracle:
         return self._of_capacity(lambda c: math.floor(self.policy.tiers[tier].limit * c))
 
     def is_below_its_reserve(self, tier: int) -> bool:
-        if self.policy.tiers[tier].always_first:
-            return True
         return all(r is None or u < r for u, r in zip(self.used(tier), self.reserve(tier), strict=True))
 
     def aged_level(self, request: Request, now_us: int) -> Fraction:
@@ -189,12 +210,54 @@ class Oracle:
         risen = Fraction(now_us - request.arrived_us, self.policy.promote_after_us)
         return max(level - risen, Fraction(self.policy.ceiling))
 
+    def is_inside(self, request: Request) -> bool:
+        sizes = zip(self.used(request.tier), (request.tokens, request.requests), self.reserve(request.tier), strict=True)
+        return all(r is None or u + t <= r for u, t, r in sizes)
+
+    def is_within_a_reserve(self, request: Request) -> bool:
+        """Whether it is no larger than its tier's whole reserve."""
+        sizes = zip((request.tokens, request.requests), self.reserve(request.tier), strict=True)
+        return all(r is None or t <= r for t, r in sizes)
+
+    def owes(self, tier: int, now_us: int) -> bool:
+        return now_us < self.owes_until_us.get(tier, 0)
+
+    def is_held_back(self, now_us: int) -> bool:
+        return now_us < self.held_back_until_us
+
+    def last_admission(self, tier: int) -> int:
+        """The number of a tier's latest admission among all of them, -1 where there was none."""
+        return max((n for n, (request, *_) in enumerate(self.admitted) if request.tier == tier), default=-1)
+
     # The four rules.
 
-    def heads(self) -> list[Request]:
-        """The next ticket of every tier where one waits: smallest start tag, then arrival, then submission."""
-        tiers = [self.waiting(tier) for tier in range(len(self.policy.tiers))]
-        return [min(tier, key=lambda r: (r.start, r.arrived_us, r.number)) for tier in tiers if tier]
+    def heads(self, now_us: int) -> list[Request]:
+        """The next ticket of every tier; where the tier owes, and that one is larger than the reserve, the next that
+        is not, too.
+        """
+        heads = []
+        for tier in range(len(self.policy.tiers)):
+            firsts = sorted(self.firsts(tier), key=lambda r: (r.start, r.arrived_us, r.number))
+            heads += firsts[:1]
+            if firsts and self.owes(tier, now_us) and not self.is_within_a_reserve(firsts[0]):
+                heads += [request for request in firsts if self.is_within_a_reserve(request)][:1]
+        return heads
+
+    def firsts(self, tier: int) -> list[Request]:
+        """The oldest ticket of every tenant that waits in a tier, and whatever was preempted."""
+        waiting = self.waiting(tier)
+        tenants = {request.tenant for request in waiting}
+        new = [[r for r in waiting if r.tenant == tenant and not r.returns] for tenant in sorted(tenants)]
+        return [r for r in waiting if r.returns] + [min(of, key=lambda r: r.number) for of in new if of]
+
+    def class_of(self, request: Request, now_us: int) -> int:
+        if self.policy.tiers[request.tier].always_first:
+            return ALWAYS_FIRST
+        if self.is_inside(request):
+            return INSIDE
+        if self.is_below_its_reserve(request.tier) and not self.owes(request.tier, now_us):
+            return TURN
+        return OTHER
 
     def is_candidate(self, request: Request) -> bool:
         if self.policy.tiers[request.tier].limit >= 1:
@@ -202,9 +265,53 @@ class Oracle:
         wanted = zip(self.used(request.tier), (request.tokens, request.requests), self.limit(request.tier), strict=True)
         return all(most is None or used + size <= most for used, size, most in wanted)
 
-    def first(self, now_us: int) -> Request | None:
-        candidates = [head for head in self.heads() if self.is_candidate(head)]
-        return min(candidates, default=None, key=lambda head: self._place(head, now_us))
+    def in_order(self, now_us: int) -> list[Request]:
+        """Rule 1: the candidates, the first first."""
+        candidates = [head for head in self.heads(now_us) if self.is_candidate(head)]
+        return sorted(candidates, key=lambda head: self.place(head, now_us))
+
+    def next_admission(self, now_us: int) -> Request | None:
+        """The first in order that fits, unless one before it holds its place."""
+        for request in self._allowed(now_us):
+            if self.fits(request, now_us):
+                return request
+            if self.holds_its_place(request, now_us):
+                return None
+        return None
+
+    def _allowed(self, now_us: int) -> list[Request]:
+        order = self.in_order(now_us)
+        if not self.is_held_back(now_us):
+            return order
+        if any(request.id == self.went_while_held_back for request in self.held()):
+            return []
+        least = OTHER if not self.held() else TURN
+        found = [request for request in order if self.class_of(request, now_us) <= least]
+        return sorted(found, key=lambda r: self._turn_while_held_back(r, now_us))
+
+    def _turn_while_held_back(self, request: Request, now_us: int) -> tuple:
+        order = {ALWAYS_FIRST: 0, INSIDE: 1, TURN: 1, OTHER: 2}[self.class_of(request, now_us)]
+        return order, self.last_admission(request.tier), *self.place(request, now_us)
+
+    def holds_its_place(self, request: Request, now_us: int, rank: int | None = None) -> bool:
+        """Rule 3: whether it would fit once everything after it had released what it holds beyond its reserve."""
+        rank = self.class_of(request, now_us) if rank is None else rank
+        if rank == ALWAYS_FIRST:
+            return True
+        for dimension, size in enumerate((request.tokens, request.requests)):
+            capacity = self.policy.capacity[dimension]
+            others = [q for q in range(len(self.policy.tiers)) if q != request.tier]
+            kept = sum(self._kept(q, request, rank, dimension, now_us) for q in others)
+            if capacity is not None and size > capacity - kept:
+                return False
+        return True
+
+    def _kept(self, tier: int, request: Request, rank: int, dimension: int, now_us: int) -> int:
+        used, reserve = self.used(tier)[dimension], self.reserve(tier)[dimension]
+        is_better = tier < self.aged_level(request, now_us)
+        keeps_all = self.policy.tiers[tier].always_first or (rank == OTHER and is_better)
+        kept = used if keeps_all or reserve is None else min(used, reserve)
+        return max(kept, self.headroom(tier)[dimension] or 0) if is_better else kept
 
     def room(self, request: Request, now_us: int) -> tuple[int | None, int | None]:
         """What rule 2 leaves for a ticket, in each dimension. None where the pool is unbounded."""
@@ -226,26 +333,32 @@ class Oracle:
     # Preemption.
 
     def preempt(self, now_us: int) -> list[str]:
-        """Whom the first in order takes room from, beside those who were chosen before."""
-        first = self.first(now_us)
-        if first is None or not self.has_waited_long_enough(first, now_us):
+        """The leases whose room the first that may preempt takes, beside those that were chosen before."""
+        order = self.in_order(now_us)
+        asking = self.preempting(now_us)
+        if asking is None or self.is_held_back(now_us):
             return []
+        before = order[: order.index(asking) + 1]
         leaving = [request for request in self.held() if request.chosen]
         chosen: list[Request] = []
-        for lease in self.takeable_for(first, now_us):
-            if self.fits_without([*leaving, *chosen], first, now_us):
+        for lease in self.takeable_for(asking, now_us):
+            if self.would_fit_without([*leaving, *chosen], before, now_us):
                 break
-            if not self.is_below_without([*leaving, *chosen, lease], lease.tier):
+            if not self.gives_up_its_reserve([*leaving, *chosen, lease], lease.tier):
                 chosen.append(lease)
-        if not self.fits_without([*leaving, *chosen], first, now_us):
+        if not self.would_fit_without([*leaving, *chosen], before, now_us):
             return []
         for lease in reversed(chosen):
             others = [other for other in chosen if other is not lease]
-            if self.fits_without([*leaving, *others], first, now_us):
+            if self.would_fit_without([*leaving, *others], before, now_us):
                 chosen = others
         for lease in chosen:
             lease.chosen = True
         return [lease.id for lease in chosen]
+
+    def preempting(self, now_us: int) -> Request | None:
+        """The first in order that has waited `preempt_after`."""
+        return next((r for r in self.in_order(now_us) if self.has_waited_long_enough(r, now_us)), None)
 
     def has_waited_long_enough(self, request: Request, now_us: int) -> bool:
         preempt_after_us = self.policy.tiers[request.tier].preempt_after_us
@@ -263,30 +376,60 @@ class Oracle:
             and not lease.chosen
             and len(lease.returns) < self.policy.max_preemptions
             and self.could_come_back(lease)
-            and not any(self._is_before(other, first, now_us) for other in (lease, *self.next_of(lease.tier)))
+            and not any(self._is_before(other, first, now_us) for other in (lease, *self.next_of(lease.tier, now_us)))
         ]
         return sorted(found, key=lambda lease: (lease.tier, order[lease.id]), reverse=True)
 
-    def next_of(self, tier: int) -> list[Request]:
-        return [head for head in self.heads() if head.tier == tier]
+    def next_of(self, tier: int, now_us: int) -> list[Request]:
+        return [head for head in self.heads(now_us) if head.tier == tier]
 
     def could_come_back(self, lease: Request) -> bool:
-        """Whether it could be admitted to the pool if nobody else was in it, as important as it could ever be."""
-        highest = lease.tier
-        if self.policy.promote_after_us is not None and self.policy.ceiling < lease.tier:
-            highest = self.policy.ceiling
-        for dimension, size in enumerate((lease.held_tokens, lease.requests)):
-            capacity = self.policy.capacity[dimension]
-            owed = sum(self.headroom(q)[dimension] or 0 for q in range(highest))
-            if capacity is not None and size > min(capacity - owed, self.limit(lease.tier)[dimension]):
-                return False
-        return True
+        """Whether it could be admitted to the pool if nothing else was in it, as important as it could ever be."""
+        sizes = zip((lease.held_tokens, lease.requests), self.admissible(lease.tier), strict=True)
+        return all(most is None or size <= most for size, most in sizes)
 
-    def fits_without(self, gone: list[Request], request: Request, now_us: int) -> bool:
+    def admissible(self, tier: int) -> tuple[int | None, int | None]:
+        """The most that rule 2 could ever let in of a tier."""
+        best = tier
+        if self.policy.promote_after_us is not None:
+            best = min(tier, self.policy.ceiling)
+        return tuple(
+            None if capacity is None else min(most, capacity - sum(self.headroom(q)[dimension] for q in range(best)))
+            for dimension, (capacity, most) in enumerate(zip(self.policy.capacity, self.limit(tier), strict=True))
+        )
+
+    def size_limit(self, tier: int) -> tuple[int | None, int | None]:
+        """The largest request that a tier accepts."""
+        found = []
+        for dimension, (capacity, most) in enumerate(zip(self.policy.capacity, self.admissible(tier), strict=True)):
+            reserves = [self.reserve(q)[dimension] for q in range(len(self.policy.tiers))]
+            if capacity is not None and reserves[tier] > 0:
+                most = min(most, max(reserves[tier], capacity - sum(reserves) + reserves[tier]))
+            found.append(most)
+        return tuple(found)
+
+    def would_fit_without(self, gone: list[Request], before: list[Request], now_us: int) -> bool:
+        """Whether the last of `before` would fit without some leases, and every ticket of it that fits or holds its
+        place, one after the other.
+        """
+        ranks = {request.id: self.class_of(request, now_us) for request in before}
+        held_tokens = {request.id: request.held_tokens for request in before}
+        fitted = []
         with self._without(gone):
-            return self.fits(request, now_us)
+            for request in before:
+                is_in = self.fits(request, now_us)
+                if is_in:
+                    request.state, request.held_tokens = "held", request.tokens
+                    fitted.append(request)
+                elif self.holds_its_place(request, now_us, ranks[request.id]):
+                    break
+            for request in fitted:
+                request.state, request.held_tokens = "waiting", held_tokens[request.id]
+        return is_in and request is before[-1]
 
-    def is_below_without(self, gone: list[Request], tier: int) -> bool:
+    def gives_up_its_reserve(self, gone: list[Request], tier: int) -> bool:
+        if self.policy.tiers[tier].always_first:
+            return True
         with self._without(gone):
             return self.is_below_its_reserve(tier)
 
@@ -298,9 +441,9 @@ class Oracle:
         for request in gone:
             request.state = "held"
 
-    def _is_before(self, other: Request, first: Request, now_us: int) -> bool:
+    def _is_before(self, other: Request, asking: Request, now_us: int) -> bool:
         """Whether another, whose tier has its reserve, is before a ticket in order."""
-        return (1, *self._place(other, now_us)[1:]) < self._place(first, now_us)
+        return self._place(other, OTHER, now_us) < self.place(asking, now_us)
 
     # What a wait is reported as.
 
@@ -325,21 +468,42 @@ class Oracle:
         )
 
     def overtakes(self, request: Request, now_us: int) -> dict[int, str]:
-        """The other tiers whose head had come before a request that is first in order now, and why it is first."""
+        """The other tiers whose head had come before a request that is admitted now, and the rule that let it pass."""
         before = (request.arrived_us, request.number)
-        heads = [h for h in self.heads() if h.tier != request.tier and (h.arrived_us, h.number) < before]
-        return {head.tier: self._why_first(request, head, now_us) for head in heads}
+        heads = {}
+        for head in self.heads(now_us):
+            heads.setdefault(head.tier, head)
+        passed = [h for h in heads.values() if h.tier != request.tier and (h.arrived_us, h.number) < before]
+        return {head.tier: self._why_first(request, head, now_us) for head in passed}
 
     def _why_first(self, request: Request, head: Request, now_us: int) -> str:
         if not self.is_candidate(head):
             return "limit"
-        if self.is_below_its_reserve(request.tier) and not self.is_below_its_reserve(head.tier):
-            return "always_first" if self.policy.tiers[request.tier].always_first else "reserve"
-        return "level" if self.aged_level(request, now_us) < self.aged_level(head, now_us) else "nothing"
+        rank, other = self.class_of(request, now_us), self.class_of(head, now_us)
+        if self.is_held_back(now_us):
+            return "always_first" if rank == ALWAYS_FIRST else "turn"
+        if self.place(head, now_us) < self.place(request, now_us):
+            return "passed_over"
+        if rank < other:
+            return {ALWAYS_FIRST: "always_first", INSIDE: "reserve", TURN: "turn"}[rank]
+        return "turn" if rank == TURN else "level"
 
-    def _place(self, head: Request, now_us: int) -> tuple:
-        below = self.is_below_its_reserve(head.tier)
-        return (0 if below else 1, self.aged_level(head, now_us), head.arrived_us, head.number)
+    def place(self, head: Request, now_us: int) -> tuple:
+        return self._place(head, self.class_of(head, now_us), now_us)
+
+    def _place(self, head: Request, rank: int, now_us: int) -> tuple:
+        turn = self.last_admission(head.tier) if rank == TURN else -1
+        return (rank, turn, self.aged_level(head, now_us), head.arrived_us, head.number)
+
+    def _excess(self, request: Request) -> int:
+        """The whole reserves too much that a turn gives, in the dimension in which they are most."""
+        sizes = zip(self.used(request.tier), (request.tokens, request.requests), self.reserve(request.tier), strict=True)
+        return min(MOST_EXCESS, max(0, *((u + t - r) // r for u, t, r in sizes if r is not None)))
+
+    def _ended(self, request: Request, now_us: int) -> None:
+        owed_from_us = max(now_us, self.owes_until_us.get(request.tier, 0))
+        self.owes_until_us[request.tier] = owed_from_us + request.excess * (now_us - request.admitted_us)
+        request.excess = 0
 
     def _of_capacity(self, share: Callable[[int], int]) -> tuple[int | None, int | None]:
         return tuple(None if capacity is None else share(capacity) for capacity in self.policy.capacity)
@@ -351,7 +515,14 @@ class Oracle:
                 return request
         return None
 
-    def _start_afresh_where_nobody_waits(self, tier: int) -> None:
-        if not self.waiting(tier):
+    def _queue_changed(self, tier: int) -> None:
+        if self.waiting(tier):
+            self._tag_firsts(tier)
+        else:
             self.virtual.pop(tier, None)
             self.finish = {key: tag for key, tag in self.finish.items() if key[0] != tier}
+
+    def _tag_firsts(self, tier: int) -> None:
+        for request in self.firsts(tier):
+            if request.start is None:
+                request.start = max(self.virtual.get(tier, 0), self.finish.get((tier, request.tenant), 0))

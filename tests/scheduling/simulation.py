@@ -59,7 +59,7 @@ def simulate(scheduler: Scheduler, arrivals: Iterable[Arrival], until_us: int | 
             break
         now_us = outcome.ended_us = min(moments)
         while ends and ends[0][0] == now_us:
-            scheduler.settle(heapq.heappop(ends)[1])
+            scheduler.settle(heapq.heappop(ends)[1], now_us)
         while position < len(todo) and todo[position].at_us == now_us:
             arrival = todo[position]
             outcome.ahead_tokens[arrival.id] = scheduler.queued(arrival.tier)[0]

@@ -12,6 +12,8 @@ from simulation import Arrival, Outcome, simulate
 
 from sidecar.policy.rules import PoolRules, Shares
 from sidecar.scheduling import Admission, Scheduler, Ticket
+from sidecar.scheduling.preemption import Candidate
+from sidecar.scheduling.tier import Rank
 
 CAPACITY = 20_000
 MEAN_TOKENS = 500
@@ -66,7 +68,7 @@ class Partitions(Scheduler):
         admitted = []
         for tier in self._tiers:
             while (head := tier.queue.head()) is not None and self._has_room(head):
-                admitted.append(self._admit(head, tier.score, now_us))
+                admitted.append(self._admit(Candidate(Rank.OTHER, 0, tier.score, 0, 0, head), now_us))
         return admitted
 
     def _has_room(self, ticket: Ticket) -> bool:

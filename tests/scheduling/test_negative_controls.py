@@ -16,13 +16,20 @@ from sidecar.scheduling import Scheduler
 SEEDS = range(60)
 
 CONTROLS = [
-    (broken.DoNothing, invariants.whoever_is_first_in_order_after_a_dispatch_does_not_fit),
-    (broken.FirstComeFirstServed, invariants.whoever_is_admitted_was_first_in_order_and_fitted),
+    (broken.DoNothing, invariants.no_ticket_waits_that_the_rules_let_in),
+    (broken.FirstComeFirstServed, invariants.every_ticket_that_is_admitted_was_next_and_fitted),
     (broken.FirstComeFirstServed, invariants.a_floor_is_a_floor),
-    (broken.SmallOnesSlipPast, invariants.whoever_is_admitted_was_first_in_order_and_fitted),
-    (broken.IgnoresHeadroom, invariants.whoever_is_admitted_was_first_in_order_and_fitted),
+    (broken.SmallOnesSlipPast, invariants.every_ticket_that_is_admitted_was_next_and_fitted),
+    (broken.IgnoresHeadroom, invariants.every_ticket_that_is_admitted_was_next_and_fitted),
     (broken.HasNoFloors, invariants.a_floor_is_a_floor),
-    (broken.AgesPastTheCeiling, invariants.whoever_is_admitted_was_first_in_order_and_fitted),
+    (broken.HoldsEveryPlace, invariants.no_ticket_waits_that_the_rules_let_in),
+    (broken.OwesNothing, invariants.every_ticket_that_is_admitted_was_next_and_fitted),
+    (broken.GivesTurnsByLevel, invariants.turns_go_round),
+    (broken.CountsAFloorWhenTheTierIsEmpty, invariants.a_floor_is_a_floor),
+    (broken.AdmitsNothingWhileHeldBack, invariants.no_ticket_waits_that_the_rules_let_in),
+    (broken.ChargesTicketsThatLeave, invariants.every_ticket_that_is_admitted_was_next_and_fitted),
+    (broken.LargerOnesPassNothing, invariants.no_ticket_waits_that_the_rules_let_in),
+    (broken.AgesPastTheCeiling, invariants.every_ticket_that_is_admitted_was_next_and_fitted),
     (broken.LastInFirstOut, invariants.no_tenant_overtakes_itself_inside_a_tier),
     (broken.KnowsNoWeights, invariants.service_of_backlogged_tenants_differs_by_one_largest_ticket_each),
     (broken.ForgetsTheSecondDimension, invariants.leases_never_exceed_the_pool_but_for_resizes_that_outgrow_it),
@@ -30,14 +37,14 @@ CONTROLS = [
     (broken.LeaksTokens, invariants.the_figures_of_every_tier_are_those_of_the_record),
     (broken.CallsEveryWaitStarvation, invariants.starvation_is_what_the_record_of_all_admissions_says),
     (broken.CallsEveryOvertakingTheReserve, invariants.whom_it_overtook_and_by_which_rule_is_what_the_record_says),
-    (broken.PreemptsAtOnce, invariants.only_the_first_in_order_preempts_and_only_once_it_has_waited_long_enough),
+    (broken.PreemptsAtOnce, invariants.a_ticket_preempts_only_once_it_has_waited_long_enough),
     (broken.PreemptsWhatWasKept, invariants.victims_are_less_important_preemptible_and_not_kept),
     (broken.PreemptsEveryTier, invariants.victims_are_less_important_preemptible_and_not_kept),
     (broken.PreemptsForEver, invariants.nobody_is_preempted_more_often_than_the_policy_says),
     (broken.PreemptsFloors, invariants.a_victims_tier_is_not_below_its_reserve_without_it),
     (broken.PreemptsMoreThanIsNeeded, invariants.victims_are_enough_and_none_of_them_could_be_spared),
     (broken.PreemptsInVain, invariants.victims_are_enough_and_none_of_them_could_be_spared),
-    (broken.PreemptsWhoComesBackFirst, invariants.freed_room_goes_to_whom_it_was_freed_for),
+    (broken.PreemptsWhatComesBackFirst, invariants.freed_room_goes_to_whom_it_was_freed_for),
 ]
 
 NAMES = [f"{kind.__name__} fails {check.__name__}" for kind, check in CONTROLS]
@@ -76,6 +83,8 @@ def operate(witness: Witness, luck: random.Random, number: int) -> None:
     """One random operation; submissions come first, so that there is a backlog to judge."""
     often = {
         "submit": 4 if number < 40 else 1,
+        "cancel": 1,
+        "hold back": 0.3,
         "settle": 3,
         "again": 1,
         "resize": 0.3,
@@ -89,9 +98,15 @@ def operate(witness: Witness, luck: random.Random, number: int) -> None:
     if what == "submit":
         tenant = luck.choice("abc")
         tier = luck.randrange(len(witness.record.policy.tiers))
-        witness.submit(str(number), tier=tier, tokens=luck.randint(1, 20), tenant=tenant, weight=WEIGHTS[tenant])
+        tokens = luck.randint(1, luck.choice([4, 20]))
+        witness.submit(str(number), tier=tier, tokens=tokens, tenant=tenant, weight=WEIGHTS[tenant])
     elif what == "wait":
         witness.pass_time(luck.choice([1, 5, 20]))
+    elif what == "hold back":
+        witness.hold_back(luck.choice([0, 3, 20]))
+    elif what == "cancel":
+        if waiting := witness.record.waiting():
+            witness.cancel(luck.choice(waiting).id)
     elif what == "again":
         witness.settle(str(luck.randrange(60)))
     elif what == "back" and victims:

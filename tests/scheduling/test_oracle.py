@@ -41,11 +41,13 @@ def play(oracle: Oracle, step: dict) -> list[dict]:
             tier = names.index(step["tier"])
             oracle.submit(step["id"], tier=tier, tokens=step["tokens"], now_us=now_us, **optional)
         case "settle":
-            oracle.settle(step["id"])
+            oracle.settle(step["id"], now_us)
         case "cancel":
             oracle.cancel(step["id"])
         case "resize":
             oracle.resize(step["id"], step["tokens"])
+        case "hold_back":
+            oracle.hold_back(int(step["until"] * 1_000_000))
     return [
         {
             "id": answer.id,
@@ -118,19 +120,52 @@ def test_starvation_counts_from_the_first_admission_of_a_later_arrival():
     assert (answer.queue_wait_us, answer.starvation_us, answer.served_ahead) == (9, 4, (0, 0, 2))
 
 
-def test_tags_follow_weights_and_start_afresh_when_nobody_of_the_tier_waits():
+def test_tags_follow_weights_and_start_afresh_when_no_ticket_of_the_tier_waits():
     oracle = Oracle(Policy((10, None), THREE))
-    tags = [oracle.submit(str(n), tier=2, tokens=9, tenant="a", weight=2, now_us=0).start for n in range(3)]
-    assert tags == [0, Fraction(9, 2), 9]
+    requests = [oracle.submit(str(n), tier=2, tokens=9, tenant="a", weight=2, now_us=0) for n in range(4)]
     for n in range(3):
-        oracle.cancel(str(n))
+        oracle.admit(str(n), 0)
+    assert [request.start for request in requests] == [0, Fraction(9, 2), 9, Fraction(27, 2)]
+    oracle.cancel("3")
     assert oracle.submit("x", tier=2, tokens=9, tenant="a", now_us=0).start == 0
+
+
+def test_a_ticket_that_leaves_the_queue_costs_its_tenant_nothing():
+    oracle = Oracle(Policy((10, None), THREE))
+    for n in range(3):
+        oracle.submit(str(n), tier=2, tokens=9, tenant="a", now_us=0)
+    oracle.cancel("0")
+    oracle.cancel("1")
+    assert [request.start for request in oracle.waiting()] == [0]
 
 
 def test_doubles_make_other_tags_than_fractions_where_a_weight_is_three():
     exact, double = Oracle(Policy((10, None), THREE)), Oracle(Policy((10, None), THREE), divide=lambda t, w: t / w)
     for oracle in (exact, double):
         for n in range(100):
-            last = oracle.submit(str(n), tier=2, tokens=1, tenant="a", weight=3, now_us=0)
+            oracle.submit(str(n), tier=2, tokens=1, tenant="a", weight=3, now_us=0)
+        for n in range(99):
+            oracle.admit(str(n), 0)
     assert exact.submitted[-1].start == 33
-    assert last.start != 33
+    assert double.submitted[-1].start != 33
+
+
+def test_what_a_turn_gives_beyond_the_reserve_is_owed_for_as_long_as_it_was_held():
+    oracle = Oracle(Policy((100, None), (Shares("high"), Shares("batch", Fraction(1, 10)))))
+    oracle.submit("b", tier=1, tokens=35, now_us=0)
+    oracle.dispatch(0)
+    assert oracle.submitted[0].excess == 2
+    oracle.settle("b", 7)
+    assert oracle.owes(1, 20)
+    assert not oracle.owes(1, 21)
+
+
+def test_the_size_limit_leaves_room_for_the_reserves_of_all_other_tiers():
+    tiers = (
+        Shares("critical", Fraction(1, 10), Fraction(0), Fraction(1, 2), always_first=True),
+        Shares("high", Fraction(2, 10)),
+        Shares("normal", Fraction(6, 10)),
+        Shares("batch"),
+    )
+    oracle = Oracle(Policy((100, None), tiers))
+    assert [oracle.size_limit(tier) for tier in range(4)] == [(20, None), (30, None), (70, None), (90, None)]

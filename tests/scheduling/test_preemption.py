@@ -73,7 +73,7 @@ def test_a_ticket_in_between_takes_from_below_it_alone():
         enter(scheduler, name, tier, 30)
     enter(scheduler, "mine", 1, 70)
     assert preempted(scheduler, 0) == []  # `low` alone is not enough
-    scheduler.settle("high")
+    scheduler.settle("high", 0)
     assert scheduler.dispatch(0) == []
     assert preempted(scheduler, 0) == ["low"]
 
@@ -128,7 +128,7 @@ def test_a_tier_whose_next_in_line_waits_at_its_limit_and_is_older_gives_nothing
     scheduler.submit("running", tier=2, tokens=30, tenant="c", now_us=60)
     assert len(scheduler.dispatch(60)) == 1
     scheduler.submit("normal", tier=1, tokens=30, now_us=90)
-    scheduler.settle("first")
+    scheduler.settle("first", 0)
     assert scheduler.dispatch(95) == []
     assert preempted(scheduler, 100) == []
 
@@ -158,12 +158,39 @@ def test_what_could_not_come_back_to_a_pool_that_shrank_is_no_victim():
     assert preempted(scheduler, 10) == []  # `small` does not make it fit, and `large` fits 60 never again
 
 
-def test_the_first_in_order_alone_preempts():
+def test_a_ticket_before_it_that_may_not_preempt_does_not_switch_preemption_off():
     scheduler = pool(replace(TIERS[0], preempt_after_us=None), replace(TIERS[1], preempt_after_us=0), TIERS[2])
     enter(scheduler, "batch", BATCH, 100)
     enter(scheduler, "high", HIGH, 10)
     enter(scheduler, "low", LOW, 10)
-    assert preempted(scheduler, 10) == []  # `high` is first, and waits its turn
+    assert preempted(scheduler, 10) == ["batch"]
+    assert back(scheduler, "batch", 10) == ["high", "low"]
+
+
+def test_room_is_taken_for_those_before_it_too_or_for_none():
+    """`high` holds its place before `low`: what would do for `low` alone is of no use to it."""
+    scheduler = pool(replace(TIERS[0], preempt_after_us=None), replace(TIERS[1], preempt_after_us=0), TIERS[2])
+    scheduler.register("kept", tier=HIGH, tokens=40, requests=1)
+    for name, tokens in (("batch-1", 20), ("batch-2", 40)):
+        enter(scheduler, name, BATCH, tokens)
+    enter(scheduler, "high", HIGH, 60)
+    enter(scheduler, "low", LOW, 10)
+    assert preempted(scheduler, 10) == []
+    scheduler.cancel("high", 10)
+    assert [admission.ticket.id for admission in scheduler.dispatch(10)] == []
+    assert preempted(scheduler, 10) == ["batch-2"]
+
+
+def test_a_ticket_before_it_that_would_not_fit_for_long_needs_no_room():
+    """`giant` does not fit beside what `top` holds, so rule 3 passes it over."""
+    tiers = (Shares("top"), replace(TIERS[1], name="old"), replace(TIERS[0], name="high"), TIERS[2])
+    scheduler = pool(tiers[0], replace(tiers[1], preemptible=False), tiers[2], tiers[3])
+    enter(scheduler, "top", 0, 50)
+    enter(scheduler, "batch", 3, 50)
+    enter(scheduler, "giant", 1, 60)
+    enter(scheduler, "high", 2, 20)
+    assert preempted(scheduler, 10) == ["batch"]
+    assert back(scheduler, "batch", 10) == ["high"]
 
 
 def test_a_victim_comes_back_before_its_tiers_backlog_and_its_tenant_is_not_charged_twice():
@@ -174,7 +201,7 @@ def test_a_victim_comes_back_before_its_tiers_backlog_and_its_tenant_is_not_char
     enter(scheduler, "high", HIGH, 100, now_us=2)
     assert preempted(scheduler, 12) == ["victim"]
     assert back(scheduler, "victim", 15) == ["high"]
-    scheduler.settle("high")
+    scheduler.settle("high", 0)
     (again,) = scheduler.dispatch(20)
     assert again.ticket.id == "victim"
     assert (again.wait.queue_wait_us, again.wait.starvation_us) == (20, 5)
@@ -235,7 +262,7 @@ def step(luck: random.Random, number: int, witness: Witness, oracle: Oracle) -> 
     elif what == "end" and (ending := important or (oracle.held() if luck.random() < 0.2 else [])):
         name = luck.choice(ending).id
         witness.settle(name)
-        oracle.settle(name)
+        oracle.settle(name, witness.now_us)
     elif what == "back" and victims:
         name = luck.choice(victims).id
         witness.requeue(name)

@@ -21,7 +21,7 @@ from oracle import Oracle, Policy
 from strategies import WEIGHTS, policies, preempting_policies
 from witness import Witness, as_answer
 
-from sidecar.policy.rules import Shares, largest_request
+from sidecar.policy.rules import UNLIMITED, Shares, largest_admissible, largest_request
 from sidecar.scheduling import Scheduler, Ticket
 
 QUICK = settings(
@@ -89,14 +89,14 @@ class Pool(RuleBasedStateMachine):
     def settle(self, data: st.DataObject) -> None:
         name = self._any(data)
         self.witness.settle(name)
-        self.oracle.settle(name)
+        self.oracle.settle(name, self.witness.now_us)
 
     @precondition(lambda self: self.count)
     @rule(data=st.data())
     def settle_the_oldest_lease_and_dispatch(self, data: st.DataObject) -> None:
         for lease in self.witness.record.held()[:1]:
             self.witness.settle(lease.id)
-            self.oracle.settle(lease.id)
+            self.oracle.settle(lease.id, self.witness.now_us)
         self.dispatch()
 
     @precondition(lambda self: self.count)
@@ -113,6 +113,11 @@ class Pool(RuleBasedStateMachine):
         self.witness.resize(name, tokens)
         self.oracle.resize(name, tokens)
 
+    @rule(for_us=st.sampled_from([0, 1, 10, 60]))
+    def hold_back(self, for_us: int) -> None:
+        self.witness.hold_back(for_us)
+        self.oracle.hold_back(self.witness.now_us + for_us)
+
     @rule(by_us=st.sampled_from([1, 3, 7, 20, 60]))
     def time_passes(self, by_us: int) -> None:
         self.witness.pass_time(by_us)
@@ -122,16 +127,20 @@ class Pool(RuleBasedStateMachine):
         invariants.leases_never_exceed_the_pool_but_for_resizes_that_outgrow_it(self.witness)
 
     @invariant()
-    def whoever_is_first_in_order_after_a_dispatch_does_not_fit(self) -> None:
-        invariants.whoever_is_first_in_order_after_a_dispatch_does_not_fit(self.witness)
+    def no_ticket_waits_that_the_rules_let_in(self) -> None:
+        invariants.no_ticket_waits_that_the_rules_let_in(self.witness)
 
     @invariant()
-    def whoever_is_admitted_was_first_in_order_and_fitted(self) -> None:
-        invariants.whoever_is_admitted_was_first_in_order_and_fitted(self.witness)
+    def every_ticket_that_is_admitted_was_next_and_fitted(self) -> None:
+        invariants.every_ticket_that_is_admitted_was_next_and_fitted(self.witness)
 
     @invariant()
     def a_floor_is_a_floor(self) -> None:
         invariants.a_floor_is_a_floor(self.witness)
+
+    @invariant()
+    def turns_go_round(self) -> None:
+        invariants.turns_go_round(self.witness)
 
     @invariant()
     def no_tenant_overtakes_itself_inside_a_tier(self) -> None:
@@ -155,7 +164,7 @@ class Pool(RuleBasedStateMachine):
 
     @invariant()
     def whoever_is_preempted_may_be_and_must_be(self) -> None:
-        invariants.only_the_first_in_order_preempts_and_only_once_it_has_waited_long_enough(self.witness)
+        invariants.a_ticket_preempts_only_once_it_has_waited_long_enough(self.witness)
         invariants.victims_are_less_important_preemptible_and_not_kept(self.witness)
         invariants.nobody_is_preempted_more_often_than_the_policy_says(self.witness)
         invariants.a_victims_tier_is_not_below_its_reserve_without_it(self.witness)
@@ -174,8 +183,7 @@ class Pool(RuleBasedStateMachine):
         assert next_us is None or next_us > now_us
         last_us = now_us + 1_000 if next_us is None else next_us - 1
         for at_us in {now_us + 1, (now_us + last_us) // 2, last_us} if last_us > now_us else ():
-            first = record.first(at_us)
-            assert first is None or not record.fits(first, at_us)
+            assert record.next_admission(at_us) is None
 
     def teardown(self) -> None:
         """However it went, once every ticket has left nothing is held and nothing is remembered."""
@@ -223,7 +231,7 @@ class FullPool(Pool):
 
 def footprint(scheduler: Scheduler) -> int:
     """How many things a scheduler remembers, wherever it keeps them."""
-    queues = sum(len(tier.queue._heap) + len(tier.queue._lanes) for tier in scheduler._tiers)
+    queues = sum(len(tier.queue) for tier in scheduler._tiers)
     queues += len(scheduler._preemption.leases) + len(scheduler._preemption._victims)
     return queues + len(scheduler._waiting) + len(scheduler._leases) + len(scheduler._overtaking)
 
@@ -254,7 +262,7 @@ def decisions_of(policy: Policy, operations: list, every_us: int | None) -> list
             elif what == "let go" and scheduler._preemption._victims:
                 scheduler.requeue(next(iter(scheduler._preemption._victims)), now_us)
             elif what == "settle" and scheduler._leases:
-                scheduler.settle(next(iter(scheduler._leases)))
+                scheduler.settle(next(iter(scheduler._leases)), now_us)
         if every_us or now_us in events or now_us == change_us:
             admitted += [(admission.ticket.id, now_us) for admission in scheduler.dispatch(now_us)]
             admitted += [(f"preempted {victim.id}", now_us) for victim in scheduler.preempt(now_us)]
@@ -288,11 +296,20 @@ def alone(policy: Policy, tier: int, tokens: int, requests: int) -> list:
 @given(policy=policies())
 def test_largest_is_what_an_idle_pool_admits_after_aging_and_one_more_never_is(policy):
     for tier in range(len(policy.tiers)):
-        tokens, requests = largest_request(policy.rules(), tier)
+        tokens, requests = largest_admissible(policy.rules(), tier)
         if tokens > 0 and requests > 0:
             assert len(alone(policy, tier, tokens, requests)) == 1
         assert not alone(policy, tier, max(tokens, 0) + 1, 1)
         assert not alone(policy, tier, 1, max(requests, 0) + 1)
+
+
+@settings(QUICK)
+@given(policy=policies())
+def test_the_size_limit_is_that_of_the_page(policy):
+    oracle = Oracle(policy)
+    for tier in range(len(policy.tiers)):
+        most = [UNLIMITED if size is None else size for size in oracle.size_limit(tier)]
+        assert list(largest_request(policy.rules(), tier)) == most
 
 
 @settings(QUICK)
@@ -307,8 +324,8 @@ def test_exact_fractions_and_doubles_admit_alike_where_weights_are_powers_of_two
             scheduler.submit(str(number), now_us=number, **ticket)
         elif exact.held():
             oldest = exact.held()[0].id
-            exact.settle(oldest)
-            scheduler.settle(oldest)
+            exact.settle(oldest, number)
+            scheduler.settle(oldest, number)
         assert exact.dispatch(number) == [as_answer(admission) for admission in scheduler.dispatch(number)]
 
 
@@ -333,7 +350,7 @@ def test_a_stuck_ticket_does_not_make_the_scheduler_remember_two_hundred_thousan
         admitted = scheduler.dispatch(number)
         scheduler.cancel(f"a{number}", number)
         for admission in admitted:
-            scheduler.settle(admission.ticket.id)
+            scheduler.settle(admission.ticket.id, number)
         most = max(most, footprint(scheduler))
     assert most < 1_500
     scheduler.cancel("stuck", 50_000)
@@ -348,7 +365,7 @@ def test_a_tier_that_is_never_empty_forgets_tenants_whose_turn_has_passed():
         scheduler.submit(f"{number}-n", tier=1, tokens=100, now_us=number, tenant=f"newcomer-{number}")
         for _ in range(2):
             for admission in scheduler.dispatch(number):
-                scheduler.settle(admission.ticket.id)
+                scheduler.settle(admission.ticket.id, number)
         assert scheduler.waiting() == 1
         most = max(most, footprint(scheduler))
     assert most < 1_500

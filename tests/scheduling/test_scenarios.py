@@ -52,11 +52,13 @@ def play(scheduler: Scheduler, step: dict) -> list[Admission]:
                 now_us=now_us,
             )
         case "settle":
-            scheduler.settle(step["id"])
+            scheduler.settle(step["id"], now_us)
         case "cancel":
             scheduler.cancel(step["id"], now_us)
         case "resize":
             scheduler.resize(step["id"], step["tokens"])
+        case "hold_back":
+            scheduler.hold_back(int(step["until"] * 1_000_000))
     return scheduler.dispatch(now_us)
 
 

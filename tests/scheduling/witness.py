@@ -11,7 +11,7 @@ from copy import deepcopy
 from fractions import Fraction
 from typing import NamedTuple
 
-from oracle import Answer, Oracle, Policy, Request
+from oracle import INSIDE, TURN, Answer, Oracle, Policy, Request
 
 from sidecar.scheduling import Admission, Scheduler
 
@@ -24,8 +24,9 @@ class Decision(NamedTuple):
     recorded: Answer
     first_in_order: str
     fitted: bool
-    own_tier_is_below: bool
-    tiers_below_with_a_candidate: tuple[int, ...]
+    rank: int
+    inside_and_first: tuple[str, ...]
+    turns_before: tuple[str, ...]
     earlier_of_same_tenant: tuple[str, ...]
     said_to_overtake: dict[int, str]
     overtakes: dict[int, str]
@@ -35,11 +36,12 @@ class Decision(NamedTuple):
 class Choice(NamedTuple):
     """Whom one call of `preempt` chose, beside what the record says of the moment just before it.
 
-    `unneeded` are those without whom the first in order would have fitted all the same, once the others let go, and
-    `next_in` who is admitted next if all of them do so at once.
+    `served` is the first that may preempt. `unneeded` are those without whom it would have fitted all the same, with
+    every ticket before it, once the others were released; `next_in` is the ticket that is admitted next if all of them
+    are released at once, and `expected_next` the ticket that should be.
     """
 
-    first: Request | None
+    served: Request | None
     had_waited_long_enough: bool
     victims: tuple[Request, ...]
     not_allowed: tuple[str, ...]
@@ -48,6 +50,7 @@ class Choice(NamedTuple):
     is_enough: bool
     unneeded: tuple[str, ...]
     next_in: str | None
+    expected_next: str | None
 
 
 class Backlog:
@@ -79,11 +82,12 @@ class Witness:
         self.disagreements: list[str] = []
         self.backlogs: dict[tuple[int, str, str], Backlog] = {}
         self.unfair: list[str] = []
-        self.canceled_since_afresh: set[int] = set()
+        self.charged_twice: set[int] = set()
 
     def pass_time(self, by_us: int) -> None:
         self.now_us += by_us
         self._turn()
+        self._keep_backlogs()
 
     def submit(self, id: str, **ticket) -> None:
         self._turn()
@@ -93,14 +97,18 @@ class Witness:
 
     def settle(self, id: str) -> None:
         self._turn()
-        self._compare("settle", id, self.scheduler.settle(id), self.record.settle(id))
+        self._compare("settle", id, self.scheduler.settle(id, self.now_us), self.record.settle(id, self.now_us))
         self._drain()
 
     def cancel(self, id: str) -> None:
         self._turn()
         self._compare("cancel", id, self.scheduler.cancel(id, self.now_us) is not None, self.record.cancel(id))
-        self.canceled_since_afresh |= {r.tier for r in self.record.submitted if r.id == id}
         self._keep_backlogs()
+
+    def hold_back(self, for_us: int) -> None:
+        self._turn()
+        self.scheduler.hold_back(self.now_us + for_us)
+        self.record.hold_back(self.now_us + for_us)
 
     def resize(self, id: str, tokens: int) -> None:
         self._turn()
@@ -118,10 +126,10 @@ class Witness:
     def preempt(self) -> list[str]:
         """Call it after `dispatch`."""
         earlier = [request for request in self.record.held() if request.chosen]
-        first = self.record.first(self.now_us)
+        served = self.record.preempting(self.now_us)
         names = [ticket.id for ticket in self.scheduler.preempt(self.now_us)]
         if names:
-            self.chosen.append(self._choice(first, names, earlier))
+            self.chosen.append(self._choice(served, names, earlier))
         return names
 
     def keep(self, id: str) -> None:
@@ -135,7 +143,7 @@ class Witness:
         if did != should:
             self.disagreements.append(f"requeue {id} at {self.now_us}: {did}, the record says {should}")
         if did:  # its tenant has already received, by its tags, what it now gets once more
-            self.canceled_since_afresh |= {r.tier for r in self.record.submitted if r.id == id}
+            self.charged_twice |= {r.tier for r in self.record.submitted if r.id == id}
         self._drain()
         self._keep_backlogs()
 
@@ -158,14 +166,23 @@ class Witness:
     def _decision(self, admission: Admission) -> Decision:
         record, now_us = self.record, self.now_us
         request = next(r for r in record.waiting() if r.id == admission.ticket.id)
-        candidates = [head for head in record.heads() if record.is_candidate(head)]
-        first = record.first(now_us)
+        following = record.next_admission(now_us)
+        order = record.in_order(now_us)
+        ranks = {other.id: record.class_of(other, now_us) for other in order}
         mine = [r for r in record.waiting(request.tier) if r.tenant == request.tenant]
+        turn = record.last_admission(request.tier)
         facts = {
-            "first_in_order": first.id if first else "",
+            "first_in_order": following.id if following else "",
             "fitted": record.fits(request, now_us),
-            "own_tier_is_below": record.is_below_its_reserve(request.tier),
-            "tiers_below_with_a_candidate": tuple(h.tier for h in candidates if record.is_below_its_reserve(h.tier)),
+            "rank": record.class_of(request, now_us),
+            "inside_and_first": tuple(
+                o.id for o in order if ranks[o.id] == INSIDE and o is not request and record.holds_its_place(o, now_us)
+            ),
+            "turns_before": tuple(
+                o.id
+                for o in order
+                if ranks[o.id] == TURN and record.last_admission(o.tier) < turn and record.holds_its_place(o, now_us)
+            ),
             "said_to_overtake": {tier: rule.value for tier, rule in admission.passed},
             "overtakes": record.overtakes(request, now_us),
             "earlier_of_same_tenant": tuple(r.id for r in mine if r.number < request.number),
@@ -177,40 +194,47 @@ class Witness:
             request=request, reported=as_answer(admission), recorded=recorded, used_after=record.used(), **facts
         )
 
-    def _choice(self, first: Request | None, names: list[str], earlier: list[Request]) -> Choice:
+    def _choice(self, served: Request | None, names: list[str], earlier: list[Request]) -> Choice:
         record, now_us = self.record, self.now_us
         victims = [request for name in names for request in record.held() if request.id == name]
         all_of_them = [*earlier, *victims]
         tiers = record.policy.tiers
+        order = record.in_order(now_us)
+        before = [] if served is None else order[: order.index(served) + 1]
         choice = Choice(
-            first=first,
-            had_waited_long_enough=first is not None and record.has_waited_long_enough(first, now_us),
+            served=served,
+            had_waited_long_enough=served is not None,
             victims=tuple(victims),
             not_allowed=tuple(
                 victim.id
                 for victim in victims
-                if first is None or victim.tier <= first.tier or victim.kept or not tiers[victim.tier].preemptible
+                if served is None or victim.tier <= served.tier or victim.kept or not tiers[victim.tier].preemptible
             ),
             preempted_too_often=tuple(v.id for v in victims if len(v.returns) >= record.policy.max_preemptions),
-            below_their_reserve=tuple(v.tier for v in victims if record.is_below_without(all_of_them, v.tier)),
-            is_enough=first is not None and record.fits_without(all_of_them, first, now_us),
+            below_their_reserve=tuple(v.tier for v in victims if record.gives_up_its_reserve(all_of_them, v.tier)),
+            is_enough=bool(before) and record.would_fit_without(all_of_them, before, now_us),
             unneeded=tuple(
                 victim.id
                 for victim in victims
-                if first is not None and record.fits_without([r for r in all_of_them if r is not victim], first, now_us)
+                if before and record.would_fit_without([r for r in all_of_them if r is not victim], before, now_us)
             ),
             next_in=None if earlier else self._next_in(names),
+            expected_next=None if earlier else self._expected_next(all_of_them, before),
         )
         for victim in victims:
             victim.chosen = True
         return choice
 
+    def _expected_next(self, gone: list[Request], before: list[Request]) -> str | None:
+        with self.record._without(gone):
+            return next((request.id for request in before if self.record.fits(request, self.now_us)), None)
+
     def _next_in(self, names: list[str]) -> str | None:
-        """Whom the scheduler admits next if its victims let go now, and nothing else happens."""
+        """The ticket that the scheduler admits next if its victims are released now, and nothing else happens."""
         tried = deepcopy(self.scheduler)
         for name in names:
             tried.requeue(name, self.now_us)
-        return next((admission.ticket.id for admission in tried.dispatch(self.now_us)), "nobody")
+        return next((admission.ticket.id for admission in tried.dispatch(self.now_us)), "none")
 
     def _serve(self, request: Request) -> None:
         """Books an admission with every pair of backlogged tenants that it belongs to, before the ticket leaves."""
@@ -227,13 +251,18 @@ class Witness:
         return max(Fraction(r.tokens, r.weight) for r in mine)
 
     def _keep_backlogs(self) -> None:
-        """Pairs of tenants that wait. A cancellation ends the promise until the tier's tags start afresh."""
+        """Pairs of tenants that wait. A preemption ends the promise until the tier's tags start afresh; so does, while
+        the tier owes, a first ticket larger than the reserve: the others go before it.
+        """
         pairs = set()
         for tier in range(len(self.record.policy.tiers)):
-            tenants = sorted({request.tenant for request in self.record.waiting(tier)})
-            if not tenants:
-                self.canceled_since_afresh.discard(tier)
-            elif tier not in self.canceled_since_afresh:
+            firsts = self.record.firsts(tier)
+            if not firsts:
+                self.charged_twice.discard(tier)
+            elif tier not in self.charged_twice:
+                owes = self.record.owes(tier, self.now_us)
+                waits = [r.tenant for r in firsts if not owes or self.record.is_within_a_reserve(r)]
+                tenants = sorted(set(waits))
                 pairs |= {(tier, one, other) for one in tenants for other in tenants if one < other}
         self.backlogs = {pair: self.backlogs.get(pair) or Backlog() for pair in pairs}
 

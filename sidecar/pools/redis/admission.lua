@@ -6,8 +6,11 @@
 --   <root>:<birth>:beats       zset  replica -> its last heartbeat
 --   <root>:<birth>:r:<replica> hash  '#' -> its fence; id -> its ticket or lease, as `ticket_record`, `lease_record`
 --   <root>:<birth>:o:<replica> list  grants that it has not been told in a reply
---   <root>:<birth>:q:<level>   zset  a tier's tickets, by start tag, then by sequence
---   <root>:<birth>:f:<level>   hash  tenant -> finish tag
+--   <root>:<birth>:q:<level>   zset  the first ticket of every tenant of a tier that is no larger than its reserve, and
+--                                    whatever was preempted, by start tag, then by sequence
+--   <root>:<birth>:g:<level>   zset  the same of those that are larger
+--   <root>:<birth>:l:<level>   zset  'TENANT TICKET' of all other tickets of a tier, by name
+--   <root>:<birth>:f:<level>   hash  tenant -> 'FINISH WAITING', its finish tag and how many of its tickets wait
 --   <root>:<birth>:w           zset  the sequence numbers of all tickets that wait
 --   <root>:<birth>:s           zset  'MOMENT SEQUENCE' of the admissions by which somebody was first overtaken
 --   <root>:<birth>:v           hash  'REPLICA ID' -> 'SEQUENCE ARRIVED TIMES OVERTAKEN SERVED...' of the leases of
@@ -59,7 +62,8 @@
 --            grants   'ID PASSED' of what was admitted as it came, or
 --                     'ID WAIT_US STARVED_US AGED_LEVEL SERVED_AHEAD... PASSED', where -1 says that it was not overtaken.
 --                     PASSED is left out where nobody was: 'p', then for every level the rule by which it went before that
---                     tier's head, which had come first: a always_first, r reserve, l level, x limit, or . for none;
+--                     tier's head, which had come first: a always_first, r reserve, t turn, l level, x limit, o passed
+--                     over, or . for none;
 --                     behind it 'rTIMES' of one that was preempted so often before.
 --                     '!ID TIMES' tells the lease of that grant to let its engine go
 --            ended    of the tickets that were ended, as they had waited: 'ID WAIT_US STARVED_US LEVEL SERVED_AHEAD...'
@@ -87,16 +91,23 @@ local PREEMPTIONS, PREEMPT_AFTER = 10, 11 -- how often one is preempted at most,
 local NAMES, CAPACITY_TOKENS, CAPACITY_REQUESTS, PROMOTE_AFTER, CEILING, FIRST_RULE = 1, 2, 3, 4, 5, 6
 -- meta
 local BIRTH, NOW, OFFSET, GRACE, HOLD_SINCE, HOLD_UNTIL, HOLD_FOR, SEQUENCE, LATEST, WAITING, LEASES, LATE, REPLICAS,
-  SWEEP, BACK_UNTIL, LATEST_ARRIVED = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16
-local META_TEXT = '[' .. string.rep('%.0f,', LATEST_ARRIVED - 1) .. '%.0f]'
--- a tier's figures
-local HELD_TOKENS, HELD_REQUESTS, QUEUED_TOKENS, QUEUED, VIRTUAL, SERVED, ADMITTED = 1, 2, 3, 4, 5, 6, 7
+  SWEEP, BACK_UNTIL, LATEST_ARRIVED, ADMISSIONS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17
+local META_FIGURES = ADMISSIONS
+local META_TEXT = '[' .. string.rep('%.0f,', META_FIGURES - 1) .. '%.0f]'
+-- a tier's figures: it has no turn before OWES_UNTIL, LAST numbers its latest admission, LARGE counts what is in `g`
+local HELD_TOKENS, HELD_REQUESTS, QUEUED_TOKENS, QUEUED, VIRTUAL, SERVED, ADMITTED, OWES_UNTIL, LAST, LARGE =
+  1, 2, 3, 4, 5, 6, 7, 8, 9, 10
+-- the classes of rule 1
+local RANK_ALWAYS_FIRST, RANK_INSIDE, RANK_TURN, RANK_OTHER = 0, 1, 2, 3
+local MOST_EXCESS, LATEST_US = 1000, 9007199254740991
 
 local root, kind, me, fence = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
 local meta, rules, rules_text, now, prefix, mine, beats, waiting_key, steps_key
 local tiers, is_changed, levels = {}, {}, 0
 local all_tokens, all_requests = 0, 0
-local heads, outbox = {}, {}
+local heads, lanes, outbox = {}, {}, {}
+local went = false -- the lease that was admitted while the pool is held back: 'REPLICA ID'
+local went_before = false
 local grants, ended, refused = {}, {}, {}
 local served_since = {} -- level -> tokens admitted since the newest ticket came
 local preempts = false -- whether any tier is preemptible
@@ -115,6 +126,8 @@ function pool.int(number) return fmt('%.0f', number) end
 function pool.tag(number) return fmt('%.17g', number) end
 
 function pool.queue_key(level) return prefix .. 'q:' .. level end
+function pool.large_key(level) return prefix .. 'g:' .. level end
+function pool.lane_key(level) return prefix .. 'l:' .. level end
 function pool.finish_key(level) return prefix .. 'f:' .. level end
 function pool.replica_key(replica) return prefix .. 'r:' .. replica end
 function pool.outbox_key(replica) return prefix .. 'o:' .. replica end
@@ -140,6 +153,8 @@ function pool.load()
       meta = cjson.decode(value)
     elseif field == 'rules' then
       rules_text, rules = value, cjson.decode(value)
+    elseif field == 'went' then
+      went, went_before = value, value
     else
       local tier = cjson.decode(value)
       tiers[tonumber(field)] = tier
@@ -153,8 +168,7 @@ function pool.load()
 end
 
 function pool.tier_text(tier)
-  return fmt('[%.0f,%.0f,%.0f,%.0f,%.17g,%.0f,%.0f]', tier[HELD_TOKENS], tier[HELD_REQUESTS], tier[QUEUED_TOKENS],
-    tier[QUEUED], tier[VIRTUAL], tier[SERVED], tier[ADMITTED])
+  return fmt('[%.0f,%.0f,%.0f,%.0f,%.17g,%.0f,%.0f,%.0f,%.0f,%.0f]', unpack(tier))
 end
 
 function pool.save(tells_all)
@@ -166,7 +180,9 @@ function pool.save(tells_all)
       texts[#texts + 1] = level .. ' ' .. text
     end
   end
+  if went and went ~= went_before then fields[#fields + 1], fields[#fields + 2] = 'went', went end
   call('HSET', root, unpack(fields))
+  if went_before and not went then call('HDEL', root, 'went') end
   return texts
 end
 
@@ -186,31 +202,49 @@ end
 -- -- tickets and leases
 
 function pool.member_of(ticket)
-  return fmt('%016.0f %s %s %.0f %.0f %.0f', ticket.sequence, ticket.owner, ticket.id, ticket.tokens, ticket.requests,
-    ticket.arrived)
+  return fmt('%016.0f %s %s %.0f %.0f %.0f %.0f %s', ticket.sequence, ticket.owner, ticket.id, ticket.tokens,
+    ticket.requests, ticket.arrived, ticket.weight, ticket.tenant)
+end
+
+function pool.read_member(level, member)
+  local sequence, owner, id, tokens, requests, arrived, weight, tenant =
+    match(member, '^(%d+) (%S+) (%S+) (%d+) (%d+) (%d+) (%d+) (.*)$')
+  return {
+    id = id, owner = owner, level = level, tokens = tonumber(tokens), requests = tonumber(requests),
+    sequence = tonumber(sequence), arrived = tonumber(arrived), weight = tonumber(weight), tenant = tenant,
+    is_stored = true,
+  }
+end
+
+-- SERVED is followed by ';TIMES OVERTAKEN' where it was preempted.
+function pool.ticket_text(ticket, served)
+  return fmt('W %d %.0f %.0f %.0f %.0f %.0f ', ticket.level, ticket.tokens, ticket.requests, ticket.sequence,
+    ticket.arrived, ticket.weight) .. served .. '|' .. ticket.tenant
 end
 
 function pool.ticket_record(ticket)
   local served = {}
   for level = 0, levels - 1 do served[level + 1] = pool.int(tiers[level][SERVED] - (served_since[level] or 0)) end
-  return fmt('W %d %.0f %.0f %.0f %.0f ', ticket.level, ticket.tokens, ticket.requests, ticket.sequence, ticket.arrived)
-    .. concat(served, ' ')
+  return pool.ticket_text(ticket, concat(served, ' '))
 end
 
-function pool.lease_record(level, tokens, requests, grant)
-  return fmt('L %d %.0f %.0f ', level, tokens, requests) .. (grant or '')
+-- EXCESS and ADMITTED are 0 where nothing is owed for it.
+function pool.lease_record(level, tokens, requests, excess, admitted, grant)
+  return fmt('L %d %.0f %.0f %.0f %.0f ', level, tokens, requests, excess, admitted) .. (grant or '')
 end
 
 function pool.read_lease(record)
-  local level, tokens, requests, grant = match(record, '^L (%d+) (%d+) (%d+) (.*)$')
-  return tonumber(level), tonumber(tokens), tonumber(requests), grant
+  local level, tokens, requests, excess, admitted, grant = match(record, '^L (%d+) (%d+) (%d+) (%d+) (%d+) (.*)$')
+  return tonumber(level), tonumber(tokens), tonumber(requests), grant, tonumber(excess), tonumber(admitted)
 end
 
 function pool.read_ticket(owner, id, record)
-  local level, tokens, requests, sequence, arrived, served = match(record, '^W (%d+) (%d+) (%d+) (%d+) (%d+) (.*)$')
+  local level, tokens, requests, sequence, arrived, weight, served, tenant =
+    match(record, '^W (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) ([^|]*)|(.*)$')
   local ticket = {
     id = id, owner = owner, level = tonumber(level), tokens = tonumber(tokens), requests = tonumber(requests),
-    sequence = tonumber(sequence), arrived = tonumber(arrived), served = served, is_stored = true,
+    sequence = tonumber(sequence), arrived = tonumber(arrived), weight = tonumber(weight), tenant = tenant,
+    served = served, is_stored = true,
   }
   local before, times, overtaken = match(served, '^([^;]*);(%d+) (%d+)$')
   if before then -- it was preempted
@@ -226,46 +260,118 @@ function pool.hold(level, tokens, requests)
   is_changed[level] = true
 end
 
+-- -- the queue of a tier: the twin of `scheduling/fair_queue.py`
+
+function pool.is_small(ticket)
+  local rule = rules[FIRST_RULE + ticket.level]
+  return ticket.tokens <= rule[R_TOKENS] and ticket.requests <= rule[R_REQUESTS]
+end
+
+-- A tenant: its finish tag, and how many of its tickets wait that were never preempted.
+function pool.lane_of(level, tenant)
+  local of_tier = lanes[level]
+  if not of_tier then
+    of_tier = {}
+    lanes[level] = of_tier
+  end
+  local lane = of_tier[tenant]
+  if not lane then
+    local finish, waiting = match(call('HGET', pool.finish_key(level), tenant) or '0 0', '^(%S+) (%d+)$')
+    lane = {finish = tonumber(finish), waiting = tonumber(waiting)}
+    of_tier[tenant] = lane
+  end
+  return lane
+end
+
+function pool.save_lane(level, tenant, lane)
+  if lane.waiting == 0 and lane.finish <= tiers[level][VIRTUAL] then
+    call('HDEL', pool.finish_key(level), tenant)
+  else
+    call('HSET', pool.finish_key(level), tenant, fmt('%.17g %.0f', lane.finish, lane.waiting))
+  end
+end
+
+-- A ticket becomes the first of its tenant, or returns.
+function pool.store_head(ticket)
+  local is_small = pool.is_small(ticket)
+  if not is_small then
+    tiers[ticket.level][LARGE] = tiers[ticket.level][LARGE] + 1
+    is_changed[ticket.level] = true
+  end
+  call('ZADD', is_small and pool.queue_key(ticket.level) or pool.large_key(ticket.level), pool.tag(ticket.start),
+    pool.member_of(ticket))
+end
+
 function pool.store(ticket)
-  call('ZADD', pool.queue_key(ticket.level), pool.tag(ticket.start), pool.member_of(ticket))
+  local lane = pool.lane_of(ticket.level, ticket.tenant)
+  if lane.waiting == 0 then
+    pool.store_head(ticket)
+  else
+    call('ZADD', pool.lane_key(ticket.level), 0, ticket.tenant .. ' ' .. pool.member_of(ticket))
+  end
+  lane.waiting = lane.waiting + 1
+  pool.save_lane(ticket.level, ticket.tenant, lane)
   call('ZADD', waiting_key, pool.int(ticket.sequence), pool.int(ticket.sequence))
   call('HSET', pool.replica_key(ticket.owner), ticket.id, pool.ticket_record(ticket))
-  if ticket.finish then call('HSET', pool.finish_key(ticket.level), ticket.tenant, pool.tag(ticket.finish)) end
   ticket.is_stored = true
 end
 
-function pool.head_of(level)
-  local head = heads[level]
-  if not head then
-    local found = call('ZRANGE', pool.queue_key(level), 0, 0, 'WITHSCORES')
-    if not found[1] then return pool.damaged() end
-    local sequence, owner, id, tokens, requests, arrived = match(found[1], '^(%d+) (%S+) (%S+) (%d+) (%d+) (%d+)$')
-    head = {
-      id = id, owner = owner, level = level, tokens = tonumber(tokens), requests = tonumber(requests),
-      sequence = tonumber(sequence), arrived = tonumber(arrived), start = tonumber(found[2]), is_stored = true,
-    }
-    heads[level] = head
-  end
-  return head
+function pool.read_head(level, key)
+  local found = call('ZRANGE', key, 0, 0, 'WITHSCORES')
+  if not found[1] then return nil end
+  local ticket = pool.read_member(level, found[1])
+  ticket.start = tonumber(found[2])
+  return ticket
 end
 
--- The ticket is tagged (start-time fair queueing) and waits. One that is first in an empty queue need not be stored yet.
-function pool.push(ticket, tenant, weight)
-  local tier, head = tiers[ticket.level], nil
-  local start = 0
-  if tier[QUEUED] > 0 then
-    head = pool.head_of(ticket.level)
-    start = math.max(tier[VIRTUAL], tonumber(call('HGET', pool.finish_key(ticket.level), tenant) or 0))
+function pool.stands_earlier(ticket, other)
+  return ticket.start < other.start or (ticket.start == other.start and ticket.sequence < other.sequence)
+end
+
+-- {first, small}: the head of a tier in which something waits, and the next of those no larger than its reserve.
+function pool.heads_of(level)
+  local found = heads[level]
+  if not found then
+    local tier, small, large = tiers[level], nil, nil
+    if tier[LARGE] > 0 then
+      large = pool.read_head(level, pool.large_key(level))
+      if not large then return pool.damaged() end
+    end
+    small = pool.read_head(level, pool.queue_key(level))
+    if not small and not large then return pool.damaged() end
+    found = {first = large, small = small}
+    if not large or (small and pool.stands_earlier(small, large)) then found.first = small end
+    heads[level] = found
   end
-  ticket.start, ticket.finish, ticket.tenant = start, start + ticket.tokens / weight, tenant
+  return found
+end
+
+function pool.head_of(level) return pool.heads_of(level).first end
+
+-- While the tier owes: the next ticket no larger than its reserve, where the head is larger.
+function pool.second_head(level)
+  local found = pool.heads_of(level)
+  if now >= tiers[level][OWES_UNTIL] or pool.is_small(found.first) then return nil end
+  return found.small
+end
+
+-- The ticket waits. One that is first in an empty queue need not be stored yet.
+function pool.push(ticket, tenant, weight)
+  local tier = tiers[ticket.level]
+  ticket.start, ticket.tenant, ticket.weight = 0, tenant, weight
+  local head = tier[QUEUED] > 0 and pool.head_of(ticket.level)
+  if head then
+    if not head.is_stored then pool.store(head) end
+    local lane = pool.lane_of(ticket.level, tenant)
+    ticket.start = math.max(tier[VIRTUAL], lane.finish)
+    if lane.waiting == 0 then heads[ticket.level] = nil end
+    pool.store(ticket)
+  else
+    heads[ticket.level] = {first = ticket, small = pool.is_small(ticket) and ticket or nil}
+  end
   tier[QUEUED], tier[QUEUED_TOKENS] = tier[QUEUED] + 1, tier[QUEUED_TOKENS] + ticket.tokens
   meta[WAITING] = meta[WAITING] + 1
   is_changed[ticket.level] = true
-  if not head or start < head.start then heads[ticket.level] = ticket end
-  if head then
-    if not head.is_stored then pool.store(head) end
-    pool.store(ticket)
-  end
 end
 
 -- When the ticket was first overtaken, nil where it was not. A step is kept for as long as somebody waits whom it
@@ -295,20 +401,80 @@ function pool.forget_step(sequence)
   end
 end
 
+-- Takes one that is first of its tenant, or returned, out of the tier's heads. Whether it was there.
+function pool.remove_head(ticket, member)
+  local level = ticket.level
+  if call('ZREM', pool.queue_key(level), member) == 1 then return true end
+  if tiers[level][LARGE] > 0 and call('ZREM', pool.large_key(level), member) == 1 then
+    tiers[level][LARGE] = tiers[level][LARGE] - 1
+    return true
+  end
+  return false
+end
+
+-- The next of a tenant's tickets becomes its first.
+function pool.advance(level, tenant, lane)
+  local found = call('ZRANGEBYLEX', pool.lane_key(level), '[' .. tenant .. ' ', '(' .. tenant .. '!', 'LIMIT', 0, 1)
+  if not found[1] then return pool.damaged() end
+  call('ZREM', pool.lane_key(level), found[1])
+  local first = pool.read_member(level, string.sub(found[1], #tenant + 2))
+  first.start = math.max(tiers[level][VIRTUAL], lane.finish)
+  pool.store_head(first)
+end
+
+function pool.leave_lane(ticket)
+  local level, tenant, member = ticket.level, ticket.tenant, pool.member_of(ticket)
+  if ticket.times then
+    if not pool.remove_head(ticket, member) then return pool.damaged() end
+    return
+  end
+  local lane = pool.lane_of(level, tenant)
+  lane.waiting = lane.waiting - 1
+  if pool.remove_head(ticket, member) then
+    if lane.waiting > 0 then pool.advance(level, tenant, lane) end
+  elseif call('ZREM', pool.lane_key(level), tenant .. ' ' .. member) == 0 then
+    return pool.damaged()
+  end
+  pool.save_lane(level, tenant, lane)
+end
+
 -- Takes a ticket out of its queue. Its replica's record is the caller's to change.
 function pool.remove(ticket)
   local level = ticket.level
   local tier = tiers[level]
   tier[QUEUED], tier[QUEUED_TOKENS] = tier[QUEUED] - 1, tier[QUEUED_TOKENS] - ticket.tokens
   meta[WAITING] = meta[WAITING] - 1
-  is_changed[level] = true
-  if heads[level] and heads[level].sequence == ticket.sequence then heads[level] = nil end
+  is_changed[level], heads[level] = true, nil
   if ticket.is_stored then
-    if call('ZREM', pool.queue_key(level), pool.member_of(ticket)) == 0 then return pool.damaged() end
+    pool.leave_lane(ticket)
     call('ZREM', waiting_key, pool.int(ticket.sequence))
     if tier[QUEUED] == 0 then
       call('DEL', pool.finish_key(level))
-      tier[VIRTUAL] = 0
+      tier[VIRTUAL], lanes[level] = 0, nil
+    end
+  end
+end
+
+-- Its tenant is charged for a ticket, and the tier's virtual time moves on to its start.
+function pool.charge_tenant(ticket)
+  local tier = tiers[ticket.level]
+  tier[VIRTUAL] = math.max(tier[VIRTUAL], ticket.start)
+  if not ticket.times then
+    pool.lane_of(ticket.level, ticket.tenant).finish = ticket.start + ticket.tokens / ticket.weight
+  end
+end
+
+-- Where a tier has another reserve, its first tickets are sorted anew into small and large ones.
+function pool.sort_heads(level)
+  local small, large = pool.queue_key(level), pool.large_key(level)
+  local found = {call('ZRANGE', small, 0, -1, 'WITHSCORES'), call('ZRANGE', large, 0, -1, 'WITHSCORES')}
+  call('DEL', small, large)
+  tiers[level][LARGE], heads[level] = 0, nil
+  for _, entries in ipairs(found) do
+    for index = 1, #entries, 2 do
+      local ticket = pool.read_member(level, entries[index])
+      ticket.start = tonumber(entries[index + 1])
+      pool.store_head(ticket)
     end
   end
 end
@@ -359,7 +525,26 @@ end
 
 function pool.is_below_reserve(level)
   local rule, tier = rules[FIRST_RULE + level], tiers[level]
-  return rule[ALWAYS_FIRST] == 1 or (tier[HELD_TOKENS] < rule[R_TOKENS] and tier[HELD_REQUESTS] < rule[R_REQUESTS])
+  return tier[HELD_TOKENS] < rule[R_TOKENS] and tier[HELD_REQUESTS] < rule[R_REQUESTS]
+end
+
+function pool.rank(level, ticket)
+  local rule, tier = rules[FIRST_RULE + level], tiers[level]
+  if rule[ALWAYS_FIRST] == 1 then return RANK_ALWAYS_FIRST end
+  if tier[HELD_TOKENS] + ticket.tokens <= rule[R_TOKENS] and tier[HELD_REQUESTS] + ticket.requests <= rule[R_REQUESTS] then
+    return RANK_INSIDE
+  end
+  if now >= tier[OWES_UNTIL] and pool.is_below_reserve(level) then return RANK_TURN end
+  return RANK_OTHER
+end
+
+-- A ticket's place in order.
+function pool.candidate(level, ticket)
+  local rank = pool.rank(level, ticket)
+  return {
+    rank = rank, turn = rank == RANK_TURN and tiers[level][LAST] or 0, score = pool.aged_score(level, ticket),
+    ticket = ticket,
+  }
 end
 
 function pool.is_at_limit(level, ticket)
@@ -368,27 +553,78 @@ function pool.is_at_limit(level, ticket)
     or tier[HELD_REQUESTS] + ticket.requests > rule[L_REQUESTS])
 end
 
-function pool.is_before(below, score, ticket, best)
-  if below ~= best.below then return below end
-  if score ~= best.score then return score < best.score end
-  if ticket.arrived ~= best.ticket.arrived then return ticket.arrived < best.ticket.arrived end
-  return ticket.sequence < best.ticket.sequence
+function pool.is_before(one, other)
+  if one.rank ~= other.rank then return one.rank < other.rank end
+  if one.turn ~= other.turn then return one.turn < other.turn end
+  if one.score ~= other.score then return one.score < other.score end
+  if one.ticket.arrived ~= other.ticket.arrived then return one.ticket.arrived < other.ticket.arrived end
+  return one.ticket.sequence < other.ticket.sequence
 end
 
-function pool.first()
-  local best
+-- Rule 1: the candidates, the first first.
+function pool.in_order()
+  local found = {}
   for level = 0, levels - 1 do
     if tiers[level][QUEUED] > 0 then
-      local head = pool.head_of(level)
-      if not pool.is_at_limit(level, head) then
-        local below, score = pool.is_below_reserve(level), pool.aged_score(level, head)
-        if not best or pool.is_before(below, score, head, best) then
-          best = {below = below, score = score, ticket = head}
-        end
-      end
+      local head, second = pool.head_of(level), pool.second_head(level)
+      if not pool.is_at_limit(level, head) then found[#found + 1] = pool.candidate(level, head) end
+      if second and not pool.is_at_limit(level, second) then found[#found + 1] = pool.candidate(level, second) end
     end
   end
-  return best
+  if found[2] then table.sort(found, pool.is_before) end
+  return found
+end
+
+-- The candidates while the pool is held back: the tier that was longest without an admission is next.
+function pool.one_at_a_time()
+  local found = {}
+  if went then return found end
+  for place, candidate in ipairs(pool.in_order()) do
+    if candidate.rank < RANK_OTHER or all_requests == 0 then
+      candidate.place = place
+      candidate.claim = candidate.rank == RANK_ALWAYS_FIRST and 0 or candidate.rank == RANK_OTHER and 2 or 1
+      found[#found + 1] = candidate
+    end
+  end
+  table.sort(found, function(one, other)
+    local last, other_last = tiers[one.ticket.level][LAST], tiers[other.ticket.level][LAST]
+    if one.claim ~= other.claim then return one.claim < other.claim end
+    if last ~= other_last then return last < other_last end
+    return one.place < other.place
+  end)
+  return found
+end
+
+-- Rule 3: whether it would fit once everything after it had released what it holds beyond its reserve.
+function pool.holds_its_place(candidate)
+  if candidate.rank == RANK_ALWAYS_FIRST then return true end
+  local unit = rules[PROMOTE_AFTER] == 0 and 1 or rules[PROMOTE_AFTER]
+  local tokens = rules[CAPACITY_TOKENS] - candidate.ticket.tokens
+  local requests = rules[CAPACITY_REQUESTS] - candidate.ticket.requests
+  for level = 0, levels - 1 do
+    if level ~= candidate.ticket.level then
+      local rule, tier, is_better = rules[FIRST_RULE + level], tiers[level], level * unit < candidate.score
+      local kept_tokens, kept_requests = tier[HELD_TOKENS], tier[HELD_REQUESTS]
+      if rule[ALWAYS_FIRST] == 0 and not (candidate.rank == RANK_OTHER and is_better) then
+        kept_tokens, kept_requests = math.min(kept_tokens, rule[R_TOKENS]), math.min(kept_requests, rule[R_REQUESTS])
+      end
+      if is_better then
+        kept_tokens, kept_requests = math.max(kept_tokens, rule[H_TOKENS]), math.max(kept_requests, rule[H_REQUESTS])
+      end
+      tokens, requests = tokens - kept_tokens, requests - kept_requests
+    end
+  end
+  return tokens >= 0 and requests >= 0
+end
+
+function pool.is_held_back() return now < meta[BACK_UNTIL] end
+
+-- The ticket that is admitted next: the first in order that fits, unless one before it holds its place.
+function pool.next_admission()
+  for _, candidate in ipairs(pool.is_held_back() and pool.one_at_a_time() or pool.in_order()) do
+    if pool.fits(candidate.ticket, candidate.score) then return candidate end
+    if pool.holds_its_place(candidate) then return nil end
+  end
 end
 
 function pool.fits(ticket, score)
@@ -406,29 +642,41 @@ function pool.fits(ticket, score)
   return tokens >= 0 and requests >= 0
 end
 
--- Whom the first in order overtakes, as text behind its figures; what is held is as it was decided on.
-function pool.passed_text(ticket)
-  local codes, is_any = {}, false
-  local below = pool.is_below_reserve(ticket.level)
+function pool.rule_code(candidate, head)
+  if pool.is_held_back() then return candidate.rank == RANK_ALWAYS_FIRST and 'a' or 't' end
+  if pool.is_before(head, candidate) then return 'o' end
+  if candidate.rank == RANK_TURN then return 't' end
+  if candidate.rank == head.rank then return 'l' end
+  return candidate.rank == RANK_ALWAYS_FIRST and 'a' or 'r'
+end
+
+-- The tiers whose head had come before the ticket, as text after its figures; what is held is as it was decided on.
+function pool.passed_text(candidate)
+  local codes, is_any, ticket = {}, false, candidate.ticket
   for level = 0, levels - 1 do
     codes[level + 1] = '.'
     if level ~= ticket.level and tiers[level][QUEUED] > 0 then
       local head = pool.head_of(level)
       if head.arrived < ticket.arrived or (head.arrived == ticket.arrived and head.sequence < ticket.sequence) then
-        local code = 'l'
-        if pool.is_at_limit(level, head) then
-          code = 'x'
-        elseif below and not pool.is_below_reserve(level) then
-          code = rules[FIRST_RULE + ticket.level][ALWAYS_FIRST] == 1 and 'a' or 'r'
-        end
-        codes[level + 1], is_any = code, true
+        codes[level + 1] = pool.is_at_limit(level, head) and 'x'
+          or pool.rule_code(candidate, pool.candidate(level, head))
+        is_any = true
       end
     end
   end
   return is_any and ' p' .. concat(codes) or ''
 end
 
-function pool.admit(ticket, score)
+-- How many whole reserves too much the tier, which is below its reserve, would hold.
+function pool.excess(ticket)
+  local rule, tier = rules[FIRST_RULE + ticket.level], tiers[ticket.level]
+  local tokens = math.floor((tier[HELD_TOKENS] + ticket.tokens - rule[R_TOKENS]) / rule[R_TOKENS])
+  local requests = math.floor((tier[HELD_REQUESTS] + ticket.requests - rule[R_REQUESTS]) / rule[R_REQUESTS])
+  return math.min(MOST_EXCESS, math.max(0, tokens, requests))
+end
+
+function pool.admit(candidate)
+  local ticket, score = candidate.ticket, candidate.score
   local level, text, overtaken = ticket.level, ticket.id, nil
   local is_takeable = rules[FIRST_RULE + level][PREEMPTIONS] > 0
   if ticket.is_stored then
@@ -442,11 +690,15 @@ function pool.admit(ticket, score)
     local figures
     figures, overtaken = pool.wait_text(ticket, math.ceil(score / unit))
     text = ticket.id .. ' ' .. figures
-    tiers[level][VIRTUAL] = ticket.start
+    pool.charge_tenant(ticket)
   end
-  if meta[WAITING] > 1 then text = text .. pool.passed_text(ticket) end
+  if meta[WAITING] > 1 then text = text .. pool.passed_text(candidate) end
   if ticket.times then text = text .. ' r' .. ticket.times end
   if is_takeable then pool.may_return(ticket, overtaken) end
+  local excess = candidate.rank == RANK_TURN and pool.excess(ticket) or 0
+  if pool.is_held_back() then went = ticket.owner .. ' ' .. ticket.id end
+  meta[ADMISSIONS] = meta[ADMISSIONS] + 1
+  tiers[level][LAST] = meta[ADMISSIONS]
   pool.remove(ticket)
   pool.hold(level, ticket.tokens, ticket.requests)
   tiers[level][SERVED], tiers[level][ADMITTED] = tiers[level][SERVED] + ticket.tokens, tiers[level][ADMITTED] + 1
@@ -455,7 +707,7 @@ function pool.admit(ticket, score)
   pool.note_overtaking(ticket.sequence, ticket.arrived)
   if ticket.is_stored then pool.settle_steps(ticket.sequence, not ticket.times and overtaken) end
   call('HSET', pool.replica_key(ticket.owner), ticket.id,
-    pool.lease_record(level, ticket.tokens, ticket.requests, ticket.is_stored and text))
+    pool.lease_record(level, ticket.tokens, ticket.requests, excess, excess > 0 and now or 0, ticket.is_stored and text))
   ticket.is_admitted = true
   pool.grant(ticket.owner, text)
 end
@@ -533,6 +785,7 @@ function pool.requeue(index)
   if record and not pool.is_before_return(id, record, times) then return end
   local ticket = {
     id = id, owner = me, level = level, tokens = tonumber(ARGV[index + 5]), requests = tonumber(ARGV[index + 6]),
+    tenant = ARGV[index + 3], weight = tonumber(ARGV[index + 4]),
   }
   if not pool.recall(ticket) or ticket.sequence == 0 then
     local served = {}
@@ -550,10 +803,10 @@ function pool.put_back(ticket)
   tier[QUEUED], tier[QUEUED_TOKENS] = tier[QUEUED] + 1, tier[QUEUED_TOKENS] + ticket.tokens
   meta[WAITING] = meta[WAITING] + 1
   is_changed[level], heads[level] = true, nil
-  call('ZADD', pool.queue_key(level), pool.tag(tier[VIRTUAL]), pool.member_of(ticket))
+  ticket.start = tier[VIRTUAL]
+  pool.store_head(ticket)
   call('HSET', mine, ticket.id,
-    fmt('W %d %.0f %.0f %.0f %.0f ', level, ticket.tokens, ticket.requests, ticket.sequence, ticket.arrived)
-      .. ticket.served .. fmt(';%.0f %.0f', ticket.times, ticket.overtaken))
+    pool.ticket_text(ticket, ticket.served .. fmt(';%.0f %.0f', ticket.times, ticket.overtaken)))
 end
 
 -- Books leases out (-1) or in: what would be if they were gone.
@@ -578,10 +831,9 @@ function pool.leaving()
   return found
 end
 
--- Whether a ticket of a tier that has its reserve comes before the first in order.
-function pool.stands_before(level, ticket, best)
-  if best.below then return false end
-  return pool.is_before(false, pool.aged_score(level, ticket), ticket, best)
+-- Whether a ticket of a tier that has its reserve comes before the ticket that is served.
+function pool.stands_before(level, ticket, served)
+  return pool.is_before({rank = RANK_OTHER, turn = 0, score = pool.aged_score(level, ticket), ticket = ticket}, served)
 end
 
 -- The most that one of a tier could ever be given.
@@ -595,32 +847,51 @@ function pool.largest(level)
   return math.min(rule[L_TOKENS], tokens), math.min(rule[L_REQUESTS], requests)
 end
 
-function pool.gives(level, best)
-  return rules[FIRST_RULE + level][PREEMPTIONS] > 0
-    and not (tiers[level][QUEUED] > 0 and pool.stands_before(level, pool.head_of(level), best))
+function pool.gives(level, served)
+  if rules[FIRST_RULE + level][PREEMPTIONS] == 0 then return false end
+  if tiers[level][QUEUED] == 0 then return true end
+  local second = pool.second_head(level)
+  return not pool.stands_before(level, pool.head_of(level), served)
+    and not (second and pool.stands_before(level, second, served))
 end
 
-function pool.is_takeable(lease, most_tokens, most_requests, best)
+function pool.is_takeable(lease, most_tokens, most_requests, served)
   local rule, tier = rules[FIRST_RULE + lease.level], tiers[lease.level]
   local has_its_reserve = rule[ALWAYS_FIRST] == 0 and (tier[HELD_TOKENS] - lease.tokens >= rule[R_TOKENS]
     or tier[HELD_REQUESTS] - lease.requests >= rule[R_REQUESTS])
   if not has_its_reserve or lease.tokens > most_tokens or lease.requests > most_requests then return false end
   if not pool.recall(lease) then return pool.damaged() end
-  return lease.times < rule[PREEMPTIONS] and not pool.stands_before(lease.level, lease, best)
+  return lease.times < rule[PREEMPTIONS] and not pool.stands_before(lease.level, lease, served)
 end
 
--- Books out whom the first in order needs. Returns them, and whether they are enough.
-function pool.take(best)
-  local chosen = {}
-  for level = levels - 1, best.ticket.level + 1, -1 do
-    if pool.gives(level, best) then
+-- Whether the last of the candidates would be admitted, and those before it that would not be hold nothing up.
+function pool.all_fit(order)
+  local admitted, is_in = {}, false
+  for _, candidate in ipairs(order) do
+    is_in = pool.fits(candidate.ticket, candidate.score)
+    if is_in then
+      admitted[#admitted + 1] = candidate.ticket
+      pool.book({candidate.ticket}, 1)
+    elseif pool.holds_its_place(candidate) then
+      break
+    end
+  end
+  pool.book(admitted, -1)
+  return is_in and admitted[#admitted] == order[#order].ticket
+end
+
+-- Books out the leases that the candidates need. Returns them, and whether they are enough.
+function pool.take(order)
+  local chosen, served = {}, order[#order]
+  for level = levels - 1, served.ticket.level + 1, -1 do
+    if pool.gives(level, served) then
       local most_tokens, most_requests = pool.largest(level)
       for _, member in ipairs(call('ZREVRANGE', pool.takeable_key(level), 0, -1)) do
         local lease = pool.lease_of(member)
-        if pool.is_takeable(lease, most_tokens, most_requests, best) then
+        if pool.is_takeable(lease, most_tokens, most_requests, served) then
           chosen[#chosen + 1] = lease
           pool.book({lease}, -1)
-          if pool.fits(best.ticket, best.score) then return chosen, true end
+          if pool.all_fit(order) then return chosen, true end
         end
       end
     end
@@ -628,13 +899,13 @@ function pool.take(best)
   return chosen, false
 end
 
--- Spares whom it fits without, the last chosen first. Nobody of them is booked out any more.
-function pool.needed(chosen, best)
+-- Spares those without whom the candidates fit as well, the last chosen first. None of them is booked out any more.
+function pool.needed(chosen, order)
   local needed = {}
   for index = #chosen, 1, -1 do
     local lease = chosen[index]
     pool.book({lease}, 1)
-    if not pool.fits(best.ticket, best.score) then
+    if not pool.all_fit(order) then
       pool.book({lease}, -1)
       table.insert(needed, 1, lease)
     end
@@ -643,18 +914,18 @@ function pool.needed(chosen, best)
   return needed
 end
 
-function pool.choose(best)
+function pool.choose(order)
   local leaving, needed = pool.leaving(), {}
   pool.book(leaving, -1)
-  if not pool.fits(best.ticket, best.score) then
-    local chosen, is_enough = pool.take(best)
-    if is_enough then needed = pool.needed(chosen, best) else pool.book(chosen, 1) end
+  if not pool.all_fit(order) then
+    local chosen, is_enough = pool.take(order)
+    if is_enough then needed = pool.needed(chosen, order) else pool.book(chosen, 1) end
   end
   pool.book(leaving, 1)
   return needed
 end
 
--- Whether any head waits that could preempt, before the first in order is looked for.
+-- Whether any head waits that could preempt, before the order is looked at.
 function pool.may_preempt()
   if meta[WAITING] == 0 or (now < meta[BACK_UNTIL] and all_requests > 0) or pool.is_on_hold() then return false end
   for level = 0, levels - 1 do
@@ -663,14 +934,23 @@ function pool.may_preempt()
   return false
 end
 
--- The first in order, where it does not fit and has waited long enough, is given the room of others: they are told, and
--- hold it until they say that their engines have let go.
+-- The candidates up to the first that has waited long enough, nil where there is none.
+function pool.up_to_the_served()
+  local order = {}
+  for _, candidate in ipairs(pool.in_order()) do
+    order[#order + 1] = candidate
+    local after = rules[FIRST_RULE + candidate.ticket.level][PREEMPT_AFTER]
+    if after >= 0 and now - candidate.ticket.arrived >= after then return order end
+  end
+end
+
+-- The first in order that has waited long enough is given the room of others, with every ticket before it: the leases
+-- are told, and hold their room until they say that their engines have released them.
 function pool.preempt()
   if not pool.may_preempt() then return end
-  local best = pool.first()
-  local after = best and rules[FIRST_RULE + best.ticket.level][PREEMPT_AFTER] or -1
-  if after < 0 or now - best.ticket.arrived < after then return end
-  for _, lease in ipairs(pool.choose(best)) do
+  local order = pool.up_to_the_served()
+  if not order then return end
+  for _, lease in ipairs(pool.choose(order)) do
     call('ZREM', pool.takeable_key(lease.level), lease.member)
     call('HSET', prefix .. 'c', lease.member, lease.level)
     pool.grant(lease.owner, '!' .. lease.id .. ' ' .. pool.int(lease.times))
@@ -681,8 +961,10 @@ function pool.next_preemption(soonest)
   for level = 0, levels - 1 do
     local after = rules[FIRST_RULE + level][PREEMPT_AFTER]
     if after >= 0 and tiers[level][QUEUED] > 0 then
-      local change = pool.head_of(level).arrived + after - now
-      if change > 0 and (soonest < 0 or change < soonest) then soonest = change end
+      for _, head in ipairs({pool.head_of(level), pool.second_head(level)}) do
+        local change = head.arrived + after - now
+        if change > 0 and (soonest < 0 or change < soonest) then soonest = change end
+      end
     end
   end
   return soonest
@@ -818,19 +1100,17 @@ function pool.correct(charge, used, was_held)
   if pool.is_at_rest(account) then account.mean, account.refunded = 0, 0 end
 end
 
-function pool.is_lease(record) return record ~= nil and string.sub(record, 1, 1) == 'L' end
-
 function pool.correct_own(id, used)
   local key = prefix .. 'm:' .. me
   local charge = call('HGET', key, id)
   if not charge then return end
-  local is_lease = pool.is_lease(call('HGET', mine, id) or nil)
+  local is_lease = pool.is_lease_record(call('HGET', mine, id) or nil)
   call('HDEL', key, id)
   pool.correct(charge, is_lease and used or 0, is_lease)
 end
 
 function pool.correct_lost(charge, record)
-  local is_lease = pool.is_lease(record)
+  local is_lease = pool.is_lease_record(record)
   pool.correct(charge, is_lease and -1 or 0, is_lease)
 end
 
@@ -901,10 +1181,9 @@ end
 function pool.dispatch()
   if meta[WAITING] == 0 or pool.is_on_hold() then return end
   while meta[WAITING] > 0 and all_tokens < rules[CAPACITY_TOKENS] and all_requests < rules[CAPACITY_REQUESTS] do
-    if now < meta[BACK_UNTIL] and all_requests > 0 then return end
-    local best = pool.first()
-    if not best or not pool.fits(best.ticket, best.score) then return end
-    pool.admit(best.ticket, best.score)
+    local candidate = pool.next_admission()
+    if not candidate then return end
+    pool.admit(candidate)
   end
 end
 
@@ -941,9 +1220,17 @@ function pool.enter(id, level, tenant, weight, tokens, requests)
   end
 end
 
-function pool.free(level, tokens, requests)
+-- A lease is over: its tier owes for it what it held too much of.
+function pool.free(owner, id, record)
+  local level, tokens, requests, _, excess, admitted = pool.read_lease(record)
   pool.hold(level, -tokens, -requests)
   meta[LEASES] = meta[LEASES] - 1
+  if excess > 0 then
+    local owed = excess * math.max(0, now - admitted)
+    tiers[level][OWES_UNTIL] = math.min(LATEST_US, math.max(now, tiers[level][OWES_UNTIL]) + owed)
+  end
+  if went == owner .. ' ' .. id then went = false end
+  return level
 end
 
 function pool.withdraw(ticket)
@@ -956,8 +1243,7 @@ end
 -- Ends what a record of some replica says. Returns how it had waited, where it did.
 function pool.end_record(owner, id, record)
   if string.sub(record, 1, 1) == 'L' then
-    local level, tokens, requests = pool.read_lease(record)
-    pool.free(level, tokens, requests)
+    local level = pool.free(owner, id, record)
     if preempts then pool.forget_preemption(owner, id, level) end
     return nil
   end
@@ -978,10 +1264,10 @@ end
 
 function pool.resize(id, tokens)
   local record = call('HGET', mine, id)
-  local level, held, requests, text = pool.read_lease(record or '')
+  local level, held, requests, text, excess, admitted = pool.read_lease(record or '')
   if not level then return end
   pool.hold(level, tokens - held, 0)
-  call('HSET', mine, id, pool.lease_record(level, tokens, requests, text))
+  call('HSET', mine, id, pool.lease_record(level, tokens, requests, excess, admitted, text))
   pool.dispatch()
 end
 
@@ -1019,6 +1305,10 @@ function pool.operate(index)
     end
   end
 end
+
+end
+
+local function define_replicas()
 
 -- -- replicas
 
@@ -1086,6 +1376,8 @@ function pool.keep()
   end
   for level = 0, levels - 1 do
     call('PEXPIRE', pool.queue_key(level), KEPT_MS)
+    call('PEXPIRE', pool.large_key(level), KEPT_MS)
+    call('PEXPIRE', pool.lane_key(level), KEPT_MS)
     call('PEXPIRE', pool.finish_key(level), KEPT_MS)
     if preempts then call('PEXPIRE', pool.takeable_key(level), KEPT_MS) end
   end
@@ -1094,12 +1386,13 @@ end
 -- -- a replica states what it has
 
 function pool.create(expected)
-  meta = {clock_us(), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
-  meta[NOW] = meta[BIRTH]
-  rules_text, rules, tiers, heads = ARGV[5], cjson.decode(ARGV[5]), {}, {}
+  meta = {clock_us()}
+  for figure = 2, META_FIGURES do meta[figure] = 0 end
+  meta[NOW], went = meta[BIRTH], false
+  rules_text, rules, tiers, heads, lanes = ARGV[5], cjson.decode(ARGV[5]), {}, {}, {}
   all_tokens, all_requests = 0, 0
   pool.heed_rules()
-  for level = 0, levels - 1 do tiers[level] = {0, 0, 0, 0, 0, 0, 0} end
+  for level = 0, levels - 1 do tiers[level] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0} end
   if expected > 1 then -- others ran beside this one: nothing is admitted before they had time to say what they hold
     meta[HOLD_SINCE], meta[HOLD_UNTIL], meta[HOLD_FOR] = meta[BIRTH], meta[BIRTH] + BEAT_US, expected
   end
@@ -1116,8 +1409,13 @@ function pool.agree_on_rules()
   local is_same_ladder = concat(theirs[NAMES], ' ') == concat(rules[NAMES], ' ')
   if ARGV[6] == '1' then
     if not is_same_ladder then return pool.create(meta[REPLICAS]) end
+    local before = rules
     rules_text, rules = ARGV[5], theirs
     pool.heed_rules()
+    for level = 0, levels - 1 do
+      local rule, old = rules[FIRST_RULE + level], before[FIRST_RULE + level]
+      if rule[R_TOKENS] ~= old[R_TOKENS] or rule[R_REQUESTS] ~= old[R_REQUESTS] then pool.sort_heads(level) end
+    end
     if not preempts then
       pool.know_preemption()
       pool.forget_all_preemption()
@@ -1128,13 +1426,24 @@ function pool.agree_on_rules()
   end
 end
 
+function pool.is_lease_record(record) return record ~= nil and string.sub(record, 1, 1) == 'L' end
+
 function pool.state_lease(index, old)
   local id, level = ARGV[index + 1], tonumber(ARGV[index + 2])
   local tokens, requests = tonumber(ARGV[index + 3]), tonumber(ARGV[index + 4])
-  if old then pool.end_record(me, id, old) end
+  local excess, admitted = 0, 0
+  if pool.is_lease_record(old) then -- it goes on, so nothing is owed for it yet
+    local old_level, held, old_requests, _
+    old_level, held, old_requests, _, excess, admitted = pool.read_lease(old)
+    pool.hold(old_level, -held, -old_requests)
+    meta[LEASES] = meta[LEASES] - 1
+    if preempts then pool.forget_preemption(me, id, old_level) end
+  elseif old then
+    pool.end_record(me, id, old)
+  end
   pool.hold(level, tokens, requests)
   meta[LEASES] = meta[LEASES] + 1
-  call('HSET', mine, id, pool.lease_record(level, tokens, requests))
+  call('HSET', mine, id, pool.lease_record(level, tokens, requests, excess, admitted))
   if preempts and rules[FIRST_RULE + level][PREEMPTIONS] > 0 then
     pool.remember({owner = me, id = id, sequence = 0, arrived = 0}, tonumber(ARGV[index + 5]), nil, '')
   end
@@ -1155,8 +1464,8 @@ function pool.state_ticket(index, old)
     id = id, owner = me, level = level, tokens = tonumber(ARGV[index + 5]), requests = tonumber(ARGV[index + 6]),
     sequence = pool.next_sequence(), arrived = now - tonumber(ARGV[index + 7]),
   }, ARGV[index + 3], tonumber(ARGV[index + 4]))
-  local head = heads[level]
-  if head and not head.is_stored then pool.store(head) end
+  local head = pool.head_of(level)
+  if not head.is_stored then pool.store(head) end
 end
 
 function pool.statements(visit)
@@ -1209,15 +1518,24 @@ function pool.next_change()
     local look = math.max(meta[GRACE], meta[SWEEP]) - now
     if soonest < 0 or look < soonest then soonest = look end
   end
+  for level = 0, levels - 1 do
+    local owes = tiers[level][OWES_UNTIL] - now
+    if owes > 0 and tiers[level][QUEUED] > 0 and (soonest < 0 or owes < soonest) then soonest = owes end
+  end
   if preempts then soonest = pool.next_preemption(soonest) end
+  if rules[PROMOTE_AFTER] > 0 then soonest = pool.next_promotion(soonest) end
+  return soonest
+end
+
+function pool.next_promotion(soonest)
   local promote_after = rules[PROMOTE_AFTER]
-  if promote_after == 0 then return soonest end
   for level = rules[CEILING] + 1, levels - 1 do
     if tiers[level][QUEUED] > 0 then
-      local arrived = pool.head_of(level).arrived
-      local rise = math.floor((now - arrived) / promote_after) + 1
-      local change = arrived + rise * promote_after - now
-      if rise <= level - rules[CEILING] and (soonest < 0 or change < soonest) then soonest = change end
+      for _, head in ipairs({pool.head_of(level), pool.second_head(level)}) do
+        local rise = math.floor((now - head.arrived) / promote_after) + 1
+        local change = head.arrived + rise * promote_after - now
+        if rise <= level - rules[CEILING] and (soonest < 0 or change < soonest) then soonest = change end
+      end
     end
   end
   return soonest
@@ -1274,6 +1592,7 @@ end
 define_tickets()
 define_rules()
 define_operations()
+define_replicas()
 local is_done, result = pcall(pool.main)
 if is_done then return result end
 if not is_damaged then return error(result) end

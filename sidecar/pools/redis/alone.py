@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from sidecar.policy.rules import UNLIMITED, PoolRules, largest_request
+from sidecar.policy.rules import UNLIMITED, PoolRules, largest_admissible
 from sidecar.pools.dispatcher import Clock, Dispatcher
 from sidecar.pools.figures import grant_of
 from sidecar.pools.pool import Ask, Grant
@@ -70,7 +70,7 @@ def _nth(figure: int, replicas: int) -> int:
 
 def fits_into(rules: PoolRules, ask: Ask) -> bool:
     """Whether a pool with these rules could ever admit what is asked for."""
-    tokens, requests = largest_request(rules, ask.tier)
+    tokens, requests = largest_admissible(rules, ask.tier)
     return ask.tokens <= tokens and ask.requests <= requests
 
 
@@ -123,7 +123,7 @@ class Alone:
     def end(self, lease: RedisLease) -> Grant | None:
         """Gives a lease back, or ends a wait and says how it had gone."""
         now_us = self._clock()
-        wait = None if self._scheduler.settle(str(lease.id)) else self._scheduler.cancel(str(lease.id), now_us)
+        wait = None if self._scheduler.settle(str(lease.id), now_us) else self._scheduler.cancel(str(lease.id), now_us)
         self._waiting.pop(lease.id, None)
         self._parked.pop(lease.id, None)
         self._takeable.pop(lease.id, None)
@@ -146,7 +146,7 @@ class Alone:
         if self._takeable.pop(lease.id, None) is not None and self._scheduler.requeue(str(lease.id), now_us):
             self._waiting[lease.id] = lease
         else:
-            self._scheduler.settle(str(lease.id))
+            self._scheduler.settle(str(lease.id), now_us)
             self._submit_or_park(lease)
         self._dispatcher.dispatch(now_us)
 

@@ -19,7 +19,7 @@ from sidecar.scheduling import Rule
 from sidecar.scheduling.allowance import Limit, Over
 
 SOURCE = files(__package__).joinpath("admission.lua").read_text(encoding="utf-8")
-LAYOUT = 4
+LAYOUT = 5
 """Goes up when what the keys hold changes: replicas of two versions then keep two pools, rather than one broken one."""
 
 BEAT_S = 2.0
@@ -33,7 +33,14 @@ KEEP, REQUEUE = b"k", b"p"
 METERED_ENTER, METERED_END, COUNTED, UNTOLD = b"m", b"u", b"a", b"f"
 OK, UNKNOWN, STALE, FOREIGN = b"ok", b"unknown", b"stale", b"foreign"
 
-_RULES = {"a": Rule.ALWAYS_FIRST, "r": Rule.RESERVE, "l": Rule.LEVEL, "x": Rule.LIMIT}
+_RULES = {
+    "a": Rule.ALWAYS_FIRST,
+    "r": Rule.RESERVE,
+    "t": Rule.TURN,
+    "l": Rule.LEVEL,
+    "x": Rule.LIMIT,
+    "o": Rule.PASSED_OVER,
+}
 
 _LIMITS = {b"t": Limit.TOKENS, b"r": Limit.REQUESTS, b"c": Limit.CONCURRENT}
 
@@ -114,7 +121,11 @@ def _waiting(lease_id: int, ask: Ask, waited_us: int, preemptions: int) -> Seque
 
 
 class TierReply(NamedTuple):
-    """One tier in the store; `served` and `admitted` count tokens and requests since the pool was made."""
+    """One tier in the store; `served` and `admitted` count tokens and requests since the pool was made.
+
+    The last three are the script's own: until when (microseconds) the tier owes, the number of its latest admission, and
+    how many tenants' first tickets are larger than its reserve.
+    """
 
     held_tokens: int
     held_requests: int
@@ -123,6 +134,9 @@ class TierReply(NamedTuple):
     virtual: float
     served: int
     admitted: int
+    owes_until_us: int
+    latest_admission: int
+    large: int
 
 
 class WaitReply(NamedTuple):
