@@ -79,13 +79,13 @@ class Crowd:
         admitted = self.scheduler.dispatch(self.now_us)
         if [admission.ticket.id for admission in admitted] != [newcomer]:
             raise RuntimeError("the newcomer was to be admitted at once, alone")
-        self.scheduler.settle(newcomer)
+        self.scheduler.settle(newcomer, self.now_us)
 
     def admit_behind_the_queue(self) -> None:
         """One cycle in which the newcomer goes to the back and the head takes the place that was given back."""
         self.now_us += MICROSECONDS_PER_CYCLE
         self._enter()
-        self.scheduler.settle(self._leases.popleft())
+        self.scheduler.settle(self._leases.popleft(), self.now_us)
         if self._dispatch() != 1:
             raise RuntimeError("one head was to be admitted")
 

@@ -2,7 +2,7 @@
 // Draws what `overview/stream` tells. Everything is written as text (textContent) or as a number, never as markup: names
 // and messages come from requests. Nodes are kept from one second to the next, so that focus and selection are, too.
 
-const RULES = { always_first: "always first", reserve: "its reserve", level: "more important", limit: "this one at its limit" };
+const RULES = { always_first: "always first", reserve: "its reserve", reserve_turn: "its turn", level: "more important", limit: "this one at its limit", passed_over: "too large to wait for" };
 const CUT_AFTER_MS = 5000;
 const at = (id) => document.getElementById(id);
 

@@ -12,7 +12,7 @@ TURN, FAIR_SHARE, BEHIND = "turn", "fair_share", "behind"
 
 
 def rule_of(ahead: Record, waiter: Record) -> str:
-    """The rule by which `ahead` was admitted before `waiter`: one of the scheduler's four, or one of the three here."""
+    """The rule by which `ahead` was admitted before `waiter`: one of the scheduler's, or one of the three here."""
     classified, admitted, waiting = _tiers(ahead, waiter)
     if ahead.arrived_us <= waiter.arrived_us:
         return TURN
@@ -31,8 +31,10 @@ def because(rule: str, ahead: Record, waiter: Record, tiers: Sequence[str]) -> s
         BEHIND: f"others of {tier} stood before it, and had come later than {by}",
         "always_first": f"{by} always goes first",
         "reserve": f"{by} held less than its reserve",
+        "reserve_turn": f"{by} held less than its reserve, and it was its turn",
         "level": _rank(by, tier, admitted.level, tiers),
         "limit": f"{tier} was at its limit",
+        "passed_over": f"{tier} asked for more than the reserves of the others leave",
     }.get(rule, f"of the rule {rule}")
 
 

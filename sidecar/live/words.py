@@ -87,8 +87,10 @@ def _because(rule: str, by: str, tier: str) -> str:
     return {
         "always_first": f"because {by} always goes first",
         "reserve": f"because {by} held less than its reserve",
+        "reserve_turn": f"because {by} held less than its reserve, and it was its turn",
         "level": f"because {by} is more important",
         "limit": f"because {tier} was at its limit",
+        "passed_over": f"because {tier} asked for more than the reserves of the others leave",
     }.get(rule, f"by the rule {rule}")
 
 

@@ -10,7 +10,7 @@ from sidecar.pools.lending import Loan, loans
 from sidecar.pools.pool import Grant
 from sidecar.scheduling import Rule, Wait
 
-_NOBODY: Mapping[str, str] = {}
+_NONE: Mapping[str, str] = {}
 
 
 class TierFigures(NamedTuple):
@@ -26,9 +26,8 @@ def grant_of(
     names: Sequence[str], wait: Wait, at_us: int, level: int, passed: Sequence[tuple[int, Rule]] = ()
 ) -> Grant:
     """A wait that ended at `at_us` at an aged `level`. `names` are the tiers', most important first."""
-    # who did not wait had nobody ahead
-    ahead = served_by_name(names, wait.served_ahead) if wait.queue_wait_us > 0 else {}
-    overtaken = {names[tier]: rule.value for tier, rule in passed} if passed else _NOBODY
+    ahead = served_by_name(names, wait.served_ahead) if any(wait.served_ahead) else _NONE
+    overtaken = {names[tier]: rule.value for tier, rule in passed} if passed else _NONE
     return Grant(at_us, wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, ahead, level, overtaken)
 
 

@@ -17,7 +17,7 @@ class Rule(str, Enum):
 
     ALWAYS_FIRST = "always_first"
     RESERVE = "reserve"
-    TURN = "turn"
+    TURN = "reserve_turn"
     LEVEL = "level"
     LIMIT = "limit"
     PASSED_OVER = "passed_over"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sidecar.errors import AdmissionError, QueueFull, StoreUnavailable
 from sidecar.policy.policy import Policy, StoreLoss
-from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, TierRules, largest_request, pool_rules
+from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, TierRules, largest_admissible, pool_rules
 from sidecar.pools import Ask, Grant
 from sidecar.pools.dispatcher import monotonic_us
 from sidecar.pools.redis import loss as loss_module
@@ -451,7 +451,7 @@ class Model:
     def __init__(self, part: PoolRules, replica: Replica) -> None:
         self.granted: list[tuple[int, tuple[int, ...]]] = []
         self._scheduler = Scheduler(part)
-        self._largest = [largest_request(part, tier.level) for tier in part.tiers]
+        self._largest = [largest_admissible(part, tier.level) for tier in part.tiers]
         for lease in replica.leases.values():
             if lease.grant is not None:
                 wanted = lease.ask
@@ -471,7 +471,7 @@ class Model:
             )
 
     def end(self, lease: RedisLease, now_us: int) -> None:
-        if not self._scheduler.settle(str(lease.id)):
+        if not self._scheduler.settle(str(lease.id), now_us):
             self._scheduler.cancel(str(lease.id), now_us)
 
     def resize(self, lease: RedisLease) -> None:

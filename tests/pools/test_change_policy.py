@@ -184,7 +184,7 @@ def test_the_scheduler_ages_by_the_figure_that_counts_now() -> None:
     scheduler.submit("young", tier=1, tokens=10, now_us=120)
     scheduler.change_rules(rules(100))
     assert scheduler.next_change_us(60) == 100
-    scheduler.settle("held")
+    scheduler.settle("held", 150)
     (admitted,) = scheduler.dispatch(150)
     assert (admitted.ticket.id, admitted.level) == ("old", 1)
 

@@ -306,6 +306,8 @@ async def _play(pool: Pool, leases: dict[str, Lease], names: list[str], step: di
                 weight=step.get("weight", 1),
             )
         )
+    elif step["do"] == "hold_back":
+        pool.hold_back(step["until"] - step["at"])
     elif step["id"] in leases:
         lease = leases[step["id"]]
         if step["do"] == "settle":

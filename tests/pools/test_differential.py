@@ -255,7 +255,7 @@ class Lua:
         nothing = (0,) * len(self.policy.tiers)
         if wait is None:
             return (0, None, self.levels[ticket], nothing, {})
-        ahead = tuple(wait.served_ahead) if wait.wait_us else nothing
+        ahead = tuple(wait.served_ahead) or nothing
         level = self.levels[ticket] if wait.level is None else wait.level
         passed = {self.policy.tiers[tier].name: rule.value for tier, rule in wait.passed}
         return (wait.wait_us, wait.starved_us, level, ahead, passed)

@@ -481,12 +481,12 @@ class Oracle:
             return "limit"
         rank, other = self.class_of(request, now_us), self.class_of(head, now_us)
         if self.is_held_back(now_us):
-            return "always_first" if rank == ALWAYS_FIRST else "turn"
+            return "always_first" if rank == ALWAYS_FIRST else "reserve_turn"
         if self.place(head, now_us) < self.place(request, now_us):
             return "passed_over"
         if rank < other:
-            return {ALWAYS_FIRST: "always_first", INSIDE: "reserve", TURN: "turn"}[rank]
-        return "turn" if rank == TURN else "level"
+            return {ALWAYS_FIRST: "always_first", INSIDE: "reserve", TURN: "reserve_turn"}[rank]
+        return "reserve_turn" if rank == TURN else "level"
 
     def place(self, head: Request, now_us: int) -> tuple:
         return self._place(head, self.class_of(head, now_us), now_us)

@@ -86,7 +86,7 @@ class Door:
     def settle(self, place: int) -> None:
         if self.held:
             request_id = self.held.pop(place % len(self.held))
-            self.scheduler.settle(request_id)
+            self.scheduler.settle(request_id, self.clock.now_us)
             self.dispatch(self.step())
 
     def preempt(self) -> None:

@@ -675,6 +675,13 @@ function pool.excess(ticket)
   return math.min(MOST_EXCESS, math.max(0, tokens, requests))
 end
 
+-- How a ticket has waited that is admitted as it came, at its tier's level.
+function pool.served_text(level)
+  local parts = {'0', '-1', pool.int(level)}
+  for other = 0, levels - 1 do parts[#parts + 1] = pool.int(served_since[other] or 0) end
+  return concat(parts, ' ')
+end
+
 function pool.admit(candidate)
   local ticket, score = candidate.ticket, candidate.score
   local level, text, overtaken = ticket.level, ticket.id, nil
@@ -691,6 +698,8 @@ function pool.admit(candidate)
     figures, overtaken = pool.wait_text(ticket, math.ceil(score / unit))
     text = ticket.id .. ' ' .. figures
     pool.charge_tenant(ticket)
+  elseif next(served_since) then -- others were admitted first in the very call that it came with
+    text = ticket.id .. ' ' .. pool.served_text(level)
   end
   if meta[WAITING] > 1 then text = text .. pool.passed_text(candidate) end
   if ticket.times then text = text .. ' r' .. ticket.times end

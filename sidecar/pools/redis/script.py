@@ -134,9 +134,9 @@ class TierReply(NamedTuple):
     virtual: float
     served: int
     admitted: int
-    owes_until_us: int
-    latest_admission: int
-    large: int
+    owes_until_us: int = 0
+    latest_admission: int = 0
+    large: int = 0
 
 
 class WaitReply(NamedTuple):
