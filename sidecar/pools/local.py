@@ -18,7 +18,7 @@ from sidecar.pools.pool import Ask, Grant, Shared
 from sidecar.pools.sizes import Sizes
 from sidecar.pools.tenant_limits import TenantLimits
 from sidecar.remaining import Allowance
-from sidecar.scheduling import Admission, Scheduler
+from sidecar.scheduling import Admission, Scheduler, Ticket
 from sidecar.scheduling.allowance import Charge
 
 
@@ -153,10 +153,10 @@ class LocalPool:
         now_us, asked = self.now_us(), ask
         ask = self._limits.within(asked, now_us)
         queued, most = self._scheduler.queued(ask.tier)[1], self._sizes.places(ask.tier)
-        if most and queued >= most:
-            raise self._places.queue_full(ask, queued, now_us)
-        self._places.refuse_what_is_promised(ask, queued, now_us)
+        displaced = self._find_place(ask, queued, most, now_us) if most else None
         charge, allowance = self._limits.charge(asked, ask, now_us)
+        if displaced is not None:
+            self._displace(displaced.id, queued, now_us)
         lease = LocalLease(self, str(next(self._ids)), ask, charge, allowance)
         self._dispatcher.submit(lease._id, ask, now_us)
         self._waiting[lease._id] = lease
@@ -249,6 +249,28 @@ class LocalPool:
     async def share(self, report: bytes) -> Mapping[str, Shared]:  # noqa: ARG002
         """See `Pool.share`: there are no others."""
         return {}
+
+    def _find_place(self, ask: Ask, queued: int, most: int, now_us: int) -> Ticket | None:
+        """The ticket that has to give its place, None where one is free. Raises QueueFull where there is neither.
+
+        What is promised to others, and what others hold beyond their share, is no obstacle to a tenant within its own.
+        """
+        is_full = queued >= most
+        if not is_full and not self._places.are_promised(ask, queued, now_us):
+            return None
+        scheduler, share = self._scheduler, (ask.tier, ask.tenant, ask.weight, most)
+        if scheduler.is_within_share(*share):
+            displaced = scheduler.displaced(*share) if is_full else None
+            if displaced is not None or not is_full:
+                return displaced
+        raise self._places.queue_full(ask, queued, now_us)
+
+    def _displace(self, lease_id: str, queued: int, now_us: int) -> None:
+        """Refuses a request that waits, with the promise that a full queue gives."""
+        self._scheduler.cancel(lease_id, now_us)
+        lease = self._waiting.pop(lease_id)
+        self._limits.never_ran(lease.charge, now_us)
+        lease.refused(self._places.queue_full(lease.ask, queued, now_us))
 
     def _figures(self) -> Sequence[TierFigures]:
         scheduler = self._scheduler

@@ -32,11 +32,12 @@ class Places:
         """See `Pool.retry_after_s`."""
         return self._drain_rates[tier].retry_after_s(queued, now_us)
 
-    def refuse_what_is_promised(self, ask: Ask, queued: int, now_us: int) -> None:
-        """Raises QueueFull where the places that are free are promised to others."""
+    def are_promised(self, ask: Ask, queued: int, now_us: int) -> bool:
+        """Whether the places that are free are promised to others."""
         most = self._sizes.places(ask.tier)
-        if most and self._promises[ask.tier].are_in_the_way(ask, most - queued, most, now_us, replicas=self.replicas):
-            raise self.queue_full(ask, queued, now_us)
+        if not most:
+            return False
+        return self._promises[ask.tier].are_in_the_way(ask, most - queued, most, now_us, replicas=self.replicas)
 
     def queue_full(self, ask: Ask, queued: int, now_us: int) -> QueueFull:
         """The refusal of a request that found no place. It is promised one, where its tier has any."""

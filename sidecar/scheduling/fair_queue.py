@@ -17,6 +17,11 @@ in a heap: the cost of one operation depends on how many tenants wait, not on ho
 because a tier that owes (see `scheduler`) admits tickets no larger than its reserve before a larger head: one for the
 tenants whose first is no larger than the reserve, one for the others.
 
+A full queue's places are shared as service is. A tenant's share of them is `places * weight / weights`, the weights being
+those of all tenants that wait. A newcomer whose tenant would still be within its share takes the place of the newest
+ticket of the tenant that is furthest above its own (`displaced`). So a flood fills no more than what others leave of
+the queue. That costs O(tenants), for such a newcomer alone.
+
 A ticket that was preempted returns to the queue at V, and is older than those that start there. Its tenant was charged
 when it was first admitted. It stands in no lane.
 """
@@ -35,13 +40,18 @@ Entry = tuple[float, int, Ticket]
 
 
 class Lane:
-    """One tenant: the finish tag of its latest admission, and the last of its tickets that wait."""
+    """One tenant: the finish tag of its latest admission, how many of its tickets wait, and the last of them.
 
-    __slots__ = ("finish", "last")
+    `weight` is that of the ticket that came last.
+    """
+
+    __slots__ = ("finish", "last", "waiting", "weight")
 
     def __init__(self) -> None:
         self.finish = 0.0
         self.last: Ticket | None = None
+        self.waiting = 0
+        self.weight = 0
 
 
 class FairQueue:
@@ -57,6 +67,7 @@ class FairQueue:
         "_returned",
         "_small",
         "_virtual",
+        "_weights",
         "count",
         "small_requests",
         "small_tokens",
@@ -70,6 +81,7 @@ class FairQueue:
         self._lanes_limit = SPARE_ENTRIES
         self._virtual = 0.0
         self._returned = 0
+        self._weights = 0  # of all tenants that wait
         self.count = 0
         self.tokens = 0
         self.small_tokens = small_tokens
@@ -102,6 +114,9 @@ class FairQueue:
             lane.last.behind = ticket
             ticket.ahead = lane.last
         lane.last = ticket
+        self._weights += ticket.weight - (lane.weight if lane.waiting else 0)
+        lane.weight = ticket.weight
+        lane.waiting += 1
 
     def put_back(self, ticket: Ticket) -> None:
         """Puts a ticket that was preempted in, at the tier's virtual time."""
@@ -123,6 +138,30 @@ class FairQueue:
     def small_head(self) -> Ticket | None:
         """The next of the tickets that are the first of their tenant and no larger than the reserve."""
         return self._small[0][2] if self._small else None
+
+    def is_within_share(self, tenant: str, weight: int, places: int) -> bool:
+        """Whether one more ticket of a tenant would be within its share of the queue's places."""
+        waiting, weights = self._with(tenant, weight)
+        return (waiting + 1) * weights <= places * weight
+
+    def displaced(self, tenant: str, weight: int, places: int) -> Ticket | None:
+        """The ticket whose place a newcomer within its tenant's share takes, None where no tenant is above its own.
+
+        Of tenants equally far above theirs the first by name gives its place.
+        """
+        _, weights = self._with(tenant, weight)
+        above = [
+            (places * lane.weight - lane.waiting * weights, name) for name, lane in self._lanes.items() if lane.waiting
+        ]
+        excess, name = min(above, default=(0, ""))
+        return self._lanes[name].last if excess < 0 else None
+
+    def _with(self, tenant: str, weight: int) -> tuple[int, int]:
+        """How many tickets of a tenant wait, and the weights of all that wait and of the tenant."""
+        lane = self._lanes.get(tenant)
+        if lane is None or not lane.waiting:
+            return 0, self._weights + weight
+        return lane.waiting, self._weights + weight - lane.weight
 
     def admit(self, ticket: Ticket) -> None:
         """Takes a ticket out that a tenant is charged for: the tier's virtual time moves on to its start."""
@@ -170,6 +209,9 @@ class FairQueue:
         ahead, behind = ticket.ahead, ticket.behind
         ticket.queued, ticket.ahead, ticket.behind = False, None, None
         lane = self._lanes[ticket.tenant]
+        lane.waiting -= 1
+        if not lane.waiting:
+            self._weights -= lane.weight
         if behind is None:
             lane.last = ahead
         else:
@@ -202,3 +244,4 @@ class FairQueue:
         self._lanes.clear()
         self._lanes_limit = SPARE_ENTRIES
         self._virtual = 0.0
+        self._weights = 0

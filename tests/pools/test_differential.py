@@ -53,7 +53,7 @@ def pools(draw: st.DrawFn) -> Policy:
         promote_after_us=draw(st.sampled_from([None, 1, 7, 20])),
         ceiling=draw(st.integers(0, len(cuts) - 1)),
     )
-    return policy_of(rules, max_waiting=draw(st.sampled_from([None, None, None, 0, 5])))
+    return policy_of(rules, max_waiting=draw(st.sampled_from([None, None, None, 0, 3, 5, 8])))
 
 
 OPERATIONS = st.lists(
@@ -127,6 +127,7 @@ class Answers:
     left: list[tuple[int, tuple[Any, ...]]] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
     victims: list[tuple[int, int]] = field(default_factory=list)
+    displaced: list[int] = field(default_factory=list)
 
 
 class Local:
@@ -138,6 +139,14 @@ class Local:
         self.names = [tier.name for tier in policy.tiers]
         self.leases: dict[int, LocalLease] = {}
         self.order: list[LocalLease] = []
+        self.displaced: list[int] = []
+        displace = self.pool._displace
+
+        def displaced(lease_id: str, queued: int, now_us: int) -> None:
+            self.displaced += [ticket for ticket, lease in self.leases.items() if lease._id == lease_id]
+            displace(lease_id, queued, now_us)
+
+        self.pool._displace = displaced  # type: ignore[method-assign]
         admitted = self.pool._dispatcher._on_admission
 
         def noted(admission: Any, now_us: int) -> None:
@@ -172,6 +181,7 @@ class Local:
         leases = self.pool._scheduler._leases
         answers.victims = [(ticket_of[victim], leases[victim].preemptions) for victim in self.chosen]
         self.chosen.clear()
+        answers.displaced, self.displaced = self.displaced, []
         return answers
 
     async def _play(self, operation: tuple[Any, ...], answers: Answers) -> None:
@@ -242,6 +252,7 @@ class Lua:
             [(ticket, self._figures(ticket, wait)) for ticket, wait in reply.ended],
             list(reply.refused),
             list(reply.victims),
+            list(reply.displaced),
         )
 
     def _note(self, reply: script.Reply) -> None:
@@ -323,7 +334,7 @@ async def compare(client: Any, policy: Policy, program: list[tuple[Any, ...]], b
         else:  # a refused ticket may be ended in the same step
             operations = [o for o in operations if o[0] in ("enter", "hold_back") or o[1] in local.leases]
             expected, got = await local.play(operations), lua.play(operations)
-        refused |= set(expected.refused)
+        refused |= {*expected.refused, *expected.displaced}
         assert expected == got, (at_us, operations)
         assert local.stands() == lua.stands(), (at_us, operations)
     await local.pool.close()

@@ -10,7 +10,8 @@
 --                                    whatever was preempted, by start tag, then by sequence
 --   <root>:<birth>:g:<level>   zset  the same of those that are larger
 --   <root>:<birth>:l:<level>   zset  'TENANT TICKET' of all other tickets of a tier, by name
---   <root>:<birth>:f:<level>   hash  tenant -> 'FINISH WAITING', its finish tag and how many of its tickets wait
+--   <root>:<birth>:f:<level>   hash  tenant -> 'FINISH WAITING WEIGHT', its finish tag, how many of its tickets
+--                                    wait, and the weight of the latest
 --   <root>:<birth>:w           zset  the sequence numbers of all tickets that wait
 --   <root>:<birth>:s           zset  'MOMENT SEQUENCE' of the admissions by which somebody was first overtaken
 --   <root>:<birth>:v           hash  'REPLICA ID' -> 'SEQUENCE ARRIVED TIMES OVERTAKEN SERVED...' of the leases of
@@ -31,6 +32,8 @@
 -- ARGV[7]  sync: how many leases it ended that it could not say before
 -- then     call, beat: operations, each idempotent by its id
 --            e ID LEVEL TENANT WEIGHT TOKENS REQUESTS   asks for a lease
+--            E, M                                       as e and m, where the free places of the queue are promised to
+--                                                       others: refused unless its tenant is within its share of them
 --            m ID LEVEL TENANT WEIGHT TOKENS REQUESTS RPM TPM MOST BURST_US LOWER
 --                                                       the same within its tenant's limits by the minute and at once, -1
 --                                                       for none; what is over them enters at the level LOWER, or, where
@@ -65,7 +68,8 @@
 --                     tier's head, which had come first: a always_first, r reserve, t turn, l level, x limit, o passed
 --                     over, or . for none;
 --                     behind it 'rTIMES' of one that was preempted so often before.
---                     '!ID TIMES' tells the lease of that grant to let its engine go
+--                     '!ID TIMES' tells the lease of that grant to let its engine go, '-ID' a ticket that it gave its
+--                     place in a full queue to a tenant below its share
 --            ended    of the tickets that were ended, as they had waited: 'ID WAIT_US STARVED_US LEVEL SERVED_AHEAD...'
 --            refused  the ids that their tier's queue had no place for
 --            verdicts 'ID w LEVEL LEFT' of what came by `m` within the limits, 'ID d LEVEL LEFT' of what came in at the
@@ -94,9 +98,10 @@ local BIRTH, NOW, OFFSET, GRACE, HOLD_SINCE, HOLD_UNTIL, HOLD_FOR, SEQUENCE, LAT
   SWEEP, BACK_UNTIL, LATEST_ARRIVED, ADMISSIONS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17
 local META_FIGURES = ADMISSIONS
 local META_TEXT = '[' .. string.rep('%.0f,', META_FIGURES - 1) .. '%.0f]'
--- a tier's figures: it has no turn before OWES_UNTIL, LAST numbers its latest admission, LARGE counts what is in `g`
-local HELD_TOKENS, HELD_REQUESTS, QUEUED_TOKENS, QUEUED, VIRTUAL, SERVED, ADMITTED, OWES_UNTIL, LAST, LARGE =
-  1, 2, 3, 4, 5, 6, 7, 8, 9, 10
+-- a tier's figures: it has no turn before OWES_UNTIL, LAST numbers its latest admission, LARGE counts what is in `g`,
+-- WEIGHTS sums those of the tenants that wait
+local HELD_TOKENS, HELD_REQUESTS, QUEUED_TOKENS, QUEUED, VIRTUAL, SERVED, ADMITTED, OWES_UNTIL, LAST, LARGE,
+  WEIGHTS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11
 -- the classes of rule 1
 local RANK_ALWAYS_FIRST, RANK_INSIDE, RANK_TURN, RANK_OTHER = 0, 1, 2, 3
 local MOST_EXCESS, LATEST_US = 1000, 9007199254740991
@@ -168,7 +173,7 @@ function pool.load()
 end
 
 function pool.tier_text(tier)
-  return fmt('[%.0f,%.0f,%.0f,%.0f,%.17g,%.0f,%.0f,%.0f,%.0f,%.0f]', unpack(tier))
+  return fmt('[%.0f,%.0f,%.0f,%.0f,%.17g,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f]', unpack(tier))
 end
 
 function pool.save(tells_all)
@@ -267,6 +272,11 @@ function pool.is_small(ticket)
   return ticket.tokens <= rule[R_TOKENS] and ticket.requests <= rule[R_REQUESTS]
 end
 
+function pool.read_lane(text)
+  local finish, waiting, weight = match(text, '^(%S+) (%d+) (%d+)$')
+  return {finish = tonumber(finish), waiting = tonumber(waiting), weight = tonumber(weight)}
+end
+
 -- A tenant: its finish tag, and how many of its tickets wait that were never preempted.
 function pool.lane_of(level, tenant)
   local of_tier = lanes[level]
@@ -276,8 +286,7 @@ function pool.lane_of(level, tenant)
   end
   local lane = of_tier[tenant]
   if not lane then
-    local finish, waiting = match(call('HGET', pool.finish_key(level), tenant) or '0 0', '^(%S+) (%d+)$')
-    lane = {finish = tonumber(finish), waiting = tonumber(waiting)}
+    lane = pool.read_lane(call('HGET', pool.finish_key(level), tenant) or '0 0 0')
     of_tier[tenant] = lane
   end
   return lane
@@ -287,7 +296,7 @@ function pool.save_lane(level, tenant, lane)
   if lane.waiting == 0 and lane.finish <= tiers[level][VIRTUAL] then
     call('HDEL', pool.finish_key(level), tenant)
   else
-    call('HSET', pool.finish_key(level), tenant, fmt('%.17g %.0f', lane.finish, lane.waiting))
+    call('HSET', pool.finish_key(level), tenant, fmt('%.17g %.0f %.0f', lane.finish, lane.waiting, lane.weight))
   end
 end
 
@@ -309,7 +318,9 @@ function pool.store(ticket)
   else
     call('ZADD', pool.lane_key(ticket.level), 0, ticket.tenant .. ' ' .. pool.member_of(ticket))
   end
-  lane.waiting = lane.waiting + 1
+  local tier = tiers[ticket.level]
+  tier[WEIGHTS] = tier[WEIGHTS] + ticket.weight - (lane.waiting > 0 and lane.weight or 0)
+  lane.waiting, lane.weight = lane.waiting + 1, ticket.weight
   pool.save_lane(ticket.level, ticket.tenant, lane)
   call('ZADD', waiting_key, pool.int(ticket.sequence), pool.int(ticket.sequence))
   call('HSET', pool.replica_key(ticket.owner), ticket.id, pool.ticket_record(ticket))
@@ -430,6 +441,7 @@ function pool.leave_lane(ticket)
   end
   local lane = pool.lane_of(level, tenant)
   lane.waiting = lane.waiting - 1
+  if lane.waiting == 0 then tiers[level][WEIGHTS] = tiers[level][WEIGHTS] - lane.weight end
   if pool.remove_head(ticket, member) then
     if lane.waiting > 0 then pool.advance(level, tenant, lane) end
   elseif call('ZREM', pool.lane_key(level), tenant .. ' ' .. member) == 0 then
@@ -450,7 +462,7 @@ function pool.remove(ticket)
     call('ZREM', waiting_key, pool.int(ticket.sequence))
     if tier[QUEUED] == 0 then
       call('DEL', pool.finish_key(level))
-      tier[VIRTUAL], lanes[level] = 0, nil
+      tier[VIRTUAL], tier[WEIGHTS], lanes[level] = 0, 0, nil
     end
   end
 end
@@ -1132,7 +1144,7 @@ function pool.restate(id, tenant)
   call('HSET', key, id, fmt('%s 0 %.0f 0 0 0', tenant, now))
 end
 
-function pool.meter(index)
+function pool.meter(index, is_promised)
   local id, tenant = ARGV[index + 1], ARGV[index + 3]
   if call('HEXISTS', mine, id) == 1 then return end
   local figure = {}
@@ -1147,7 +1159,7 @@ function pool.meter(index)
   end
   local charge, before = nil, #refused
   if over then level = math.max(level, lower) else charge = pool.charge(account, tenant, tokens) end
-  pool.enter(id, level, tenant, figure[4], tokens, figure[6])
+  pool.enter(id, level, tenant, figure[4], tokens, figure[6], is_promised)
   if #refused > before then
     if charge then pool.undo(account, tokens) end
   elseif charge then
@@ -1203,10 +1215,76 @@ function pool.next_sequence()
   return meta[SEQUENCE]
 end
 
-function pool.enter(id, level, tenant, weight, tokens, requests)
-  local places, tier = rules[FIRST_RULE + level][PLACES], tiers[level]
+-- How many tickets of a tenant wait, and the weights of all tenants that wait and of this one.
+function pool.weights_with(level, tenant, weight)
+  local lane = pool.lane_of(level, tenant)
+  return lane.waiting, tiers[level][WEIGHTS] + weight - (lane.waiting > 0 and lane.weight or 0)
+end
+
+-- The tenant that is furthest above its share of a queue's places, the first by name of those equally far.
+function pool.furthest_above(level, weights, places)
+  local most, found, lane_found = 0, nil, nil
+  local entries = call('HGETALL', pool.finish_key(level))
+  for index = 1, #entries, 2 do
+    local tenant, lane = entries[index], pool.read_lane(entries[index + 1])
+    local excess = lane.waiting * weights - places * lane.weight
+    if lane.waiting > 0 and excess > 0 and (excess > most or (excess == most and tenant < found)) then
+      most, found, lane_found = excess, tenant, lane
+    end
+  end
+  return found, lane_found
+end
+
+-- The newest ticket of a tenant, but for those that were preempted.
+function pool.newest_of(level, tenant, lane)
+  if lane.waiting > 1 then
+    local found = call('ZREVRANGEBYLEX', pool.lane_key(level), '(' .. tenant .. '!', '[' .. tenant .. ' ', 'LIMIT', 0, 1)
+    return found[1] and pool.read_member(level, string.sub(found[1], #tenant + 2)) or pool.damaged()
+  end
+  for _, key in ipairs({pool.queue_key(level), pool.large_key(level)}) do
+    for _, member in ipairs(call('ZRANGE', key, 0, -1)) do
+      local ticket = pool.read_member(level, member)
+      if ticket.tenant == tenant then
+        local record = call('HGET', pool.replica_key(ticket.owner), ticket.id)
+        if not record then return pool.damaged() end
+        if not pool.read_ticket(ticket.owner, ticket.id, record).times then return ticket end
+      end
+    end
+  end
+  return pool.damaged()
+end
+
+-- Takes a place in a full queue from the tenant furthest above its share. Whether there was one.
+function pool.displace(level, weights, places)
+  local tenant, lane = pool.furthest_above(level, weights, places)
+  if not tenant then return false end
+  local ticket = pool.newest_of(level, tenant, lane)
+  local key, charges = pool.replica_key(ticket.owner), prefix .. 'm:' .. ticket.owner
+  local record, charge = call('HGET', key, ticket.id), call('HGET', charges, ticket.id)
+  if not record then return pool.damaged() end
+  call('HDEL', key, ticket.id)
+  pool.withdraw(pool.read_ticket(ticket.owner, ticket.id, record))
+  if charge then
+    call('HDEL', charges, ticket.id)
+    pool.limits().correct_lost(charge, nil)
+  end
+  pool.grant(ticket.owner, '-' .. ticket.id)
+  return true
+end
+
+-- Whether a newcomer finds a place. `is_promised`: those that are free are promised to others.
+function pool.finds_place(level, tenant, weight, places, is_promised)
+  local is_full = tiers[level][QUEUED] >= places
+  if not is_full and not is_promised then return true end
+  local waiting, weights = pool.weights_with(level, tenant, weight)
+  if (waiting + 1) * weights > places * weight then return false end
+  return not is_full or pool.displace(level, weights, places)
+end
+
+function pool.enter(id, level, tenant, weight, tokens, requests, is_promised)
+  local places = rules[FIRST_RULE + level][PLACES]
   if call('HEXISTS', mine, id) == 1 then return end
-  if places > 0 and tier[QUEUED] >= places then
+  if places > 0 and not pool.finds_place(level, tenant, weight, places, is_promised) then
     refused[#refused + 1] = id
     return
   end
@@ -1283,12 +1361,12 @@ end
 function pool.operate(index)
   while ARGV[index] do
     local operation, id = ARGV[index], ARGV[index + 1]
-    if operation == 'e' then
+    if operation == 'e' or operation == 'E' then
       pool.enter(id, tonumber(ARGV[index + 2]), ARGV[index + 3], tonumber(ARGV[index + 4]), tonumber(ARGV[index + 5]),
-        tonumber(ARGV[index + 6]))
+        tonumber(ARGV[index + 6]), operation == 'E')
       index = index + 7
-    elseif operation == 'm' then
-      pool.limits().meter(index)
+    elseif operation == 'm' or operation == 'M' then
+      pool.limits().meter(index, operation == 'M')
       index = index + 12
     elseif operation == 'u' then
       pool.limits().correct_own(id, tonumber(ARGV[index + 2]))
@@ -1401,7 +1479,7 @@ function pool.create(expected)
   rules_text, rules, tiers, heads, lanes = ARGV[5], cjson.decode(ARGV[5]), {}, {}, {}
   all_tokens, all_requests = 0, 0
   pool.heed_rules()
-  for level = 0, levels - 1 do tiers[level] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0} end
+  for level = 0, levels - 1 do tiers[level] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0} end
   if expected > 1 then -- others ran beside this one: nothing is admitted before they had time to say what they hold
     meta[HOLD_SINCE], meta[HOLD_UNTIL], meta[HOLD_FOR] = meta[BIRTH], meta[BIRTH] + BEAT_US, expected
   end

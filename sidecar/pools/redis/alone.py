@@ -160,6 +160,14 @@ class Alone:
         """How many requests of a tier wait here."""
         return self._scheduler.queued(level)[1] + sum(lease.ask.tier == level for lease in self._parked.values())
 
+    def displaced(self, ask: Ask, places: int) -> RedisLease | None:
+        """Whose place in a full queue a newcomer takes, where its tenant is within its share: see `Scheduler.displaced`."""
+        share = (ask.tier, ask.tenant, ask.weight, places)
+        if not self._scheduler.is_within_share(*share):
+            return None
+        ticket = self._scheduler.displaced(*share)
+        return None if ticket is None else self._waiting[int(ticket.id)]
+
     def stop(self) -> None:
         """The store is back, or the process ends: nobody is admitted here any more."""
         self._dispatcher.stop()

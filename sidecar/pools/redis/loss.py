@@ -84,9 +84,12 @@ class Loss:
             return
         tier = self._sizes.policy.tiers[lease.ask.tier]
         if tier.max_waiting and alone.queued(tier.level) >= tier.max_waiting:
-            self.limits.undo(lease)
-            lease.refused(self._sizes.queue_full(tier.level, BEAT_S))
-            return
+            displaced = alone.displaced(lease.ask, tier.max_waiting)
+            if displaced is None:
+                self.limits.undo(lease)
+                lease.refused(self._sizes.queue_full(tier.level, BEAT_S))
+                return
+            self._refuse(displaced, self._sizes.queue_full(tier.level, BEAT_S))
         self._leases[lease.id] = lease
         alone.enter(lease)
         self._look_at(lease)

@@ -127,9 +127,9 @@ class RedisPool:
         if loss := self._deciding_loss():
             loss.enter(lease)
         else:
-            self._places.refuse_what_is_promised(ask, self._tiers[ask.tier].queued, lease.entered_us)
             self._leases[lease.id] = lease
-            self._ask(lease)
+            is_promised = self._places.are_promised(ask, self._tiers[ask.tier].queued, lease.entered_us)
+            self._ask(lease, is_promised=is_promised)
         try:
             await answered
         except asyncio.CancelledError:
@@ -271,11 +271,9 @@ class RedisPool:
                 self._places.admitted(level, now_us, admitted)
         for verdict in reply.verdicts:
             self._judged(verdict)
-        self._told(script.Lines(reply.grants, reply.victims), now_us)
+        self._told(script.Lines(reply.grants, reply.victims, reply.displaced), now_us)
         for lease_id in reply.refused:
-            refused = self._leases.pop(lease_id, None)
-            if refused is not None:
-                refused.refused(self._places.queue_full(refused.ask, self._tiers[refused.ask.tier].queued, now_us))
+            self._refuse_a_place(lease_id, now_us)
         for lease_id, wait in reply.ended:
             if lease_id in batch.leaving:
                 lease, left = batch.leaving[lease_id]
@@ -316,10 +314,10 @@ class RedisPool:
         """The loss, where it decides. While a sync is on its way what happens is collected for the store."""
         return None if self._loss is None or self._loss.is_paused else self._loss
 
-    def _ask(self, lease: RedisLease) -> None:
+    def _ask(self, lease: RedisLease, *, is_promised: bool = False) -> None:
         """Asks the store to admit a request, over its tenant's limits at the lower tier, where that ever could."""
         lower = None if lease.ask.limits is None else downgraded(lease.ask, self._sizes)
-        self._outbox.enter(lease, None if lower is None else lower.tier)
+        self._outbox.enter(lease, None if lower is None else lower.tier, is_promised=is_promised)
 
     def _judged(self, verdict: script.Verdict) -> None:
         lease = self._leases.get(verdict.lease_id)
@@ -339,6 +337,15 @@ class RedisPool:
         for lease_id, preemptions in lines.victims:
             if (lease := self._leases.get(lease_id)) is not None:
                 lease.chosen(preemptions)
+        for lease_id in lines.displaced:
+            self._refuse_a_place(lease_id, now_us)
+
+    def _refuse_a_place(self, lease_id: int, now_us: int) -> None:
+        """The queue had no place for a request, or has none any more."""
+        lease = self._leases.get(lease_id)
+        if lease is not None and lease.grant is None:  # else it is an earlier line, heard of late
+            del self._leases[lease_id]
+            lease.refused(self._places.queue_full(lease.ask, self._tiers[lease.ask.tier].queued, now_us))
 
     def _figures(self) -> Sequence[TierFigures]:
         return [TierFigures(*tier[:4]) for tier in self._tiers]

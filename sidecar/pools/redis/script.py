@@ -31,6 +31,7 @@ CALL, BEAT, SYNC, BYE = b"call", b"beat", b"sync", b"bye"
 ENTER, END, RESIZE, BACK, LEASE, TICKET = b"e", b"x", b"z", b"b", b"l", b"t"
 KEEP, REQUEUE = b"k", b"p"
 METERED_ENTER, METERED_END, COUNTED, UNTOLD = b"m", b"u", b"a", b"f"
+ENTER_PROMISED, METERED_ENTER_PROMISED = b"E", b"M"
 OK, UNKNOWN, STALE, FOREIGN = b"ok", b"unknown", b"stale", b"foreign"
 
 _RULES = {
@@ -86,14 +87,18 @@ def _preemption(rules: TierRules, max_preemptions: int) -> list[int]:
     return [max_preemptions if rules.preemptible else 0, preempt_after_us]
 
 
-def enter(lease_id: int, ask: Ask, lower: int | None) -> Sequence[Argument]:
-    """The operation by which a request asks for a lease; over its tenant's limits it falls to the level `lower`."""
+def enter(lease_id: int, ask: Ask, lower: int | None, *, is_promised: bool = False) -> Sequence[Argument]:
+    """The operation by which a request asks for a lease; over its tenant's limits it falls to the level `lower`.
+
+    `is_promised`: the free places of its tier's queue are promised to others.
+    """
     size = (lease_id, ask.tier, ask.tenant, ask.weight, ask.tokens, ask.requests)
     limits = ask.limits
     if limits is None:
-        return (ENTER, *size)
+        return (ENTER_PROMISED if is_promised else ENTER, *size)
     figures = (limits.requests_per_minute, limits.tokens_per_minute, limits.concurrent_requests, limits.burst_us, lower)
-    return (METERED_ENTER, *size, *(-1 if figure is None else figure for figure in figures))
+    operation = METERED_ENTER_PROMISED if is_promised else METERED_ENTER
+    return (operation, *size, *(-1 if figure is None else figure for figure in figures))
 
 
 def end(lease_id: int, ask: Ask, used_tokens: int | None) -> Sequence[Argument]:
@@ -123,8 +128,7 @@ def _waiting(lease_id: int, ask: Ask, waited_us: int, preemptions: int) -> Seque
 class TierReply(NamedTuple):
     """One tier in the store; `served` and `admitted` count tokens and requests since the pool was made.
 
-    The last three are the script's own: until when (microseconds) the tier owes, the number of its latest admission, and
-    how many tenants' first tickets are larger than its reserve.
+    The figures that follow them in the text are the script's own.
     """
 
     held_tokens: int
@@ -134,9 +138,6 @@ class TierReply(NamedTuple):
     virtual: float
     served: int
     admitted: int
-    owes_until_us: int = 0
-    latest_admission: int = 0
-    large: int = 0
 
 
 class WaitReply(NamedTuple):
@@ -155,10 +156,13 @@ class WaitReply(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """What a replica is told of its own, by a reply or by a message: grants, and the victims with their preemptions."""
+    """What a replica is told of its own, by a reply or by a message: grants, the victims with their preemptions, and the
+    tickets that gave their place in a full queue to a tenant below its share.
+    """
 
     grants: Sequence[tuple[int, WaitReply | None]]
-    victims: Sequence[tuple[int, int]]
+    victims: Sequence[tuple[int, int]] = ()
+    displaced: Sequence[int] = ()
 
 
 class Verdict(NamedTuple):
@@ -195,6 +199,7 @@ class Reply(NamedTuple):
     tiers: Sequence[tuple[int, TierReply]]
     grants: Sequence[tuple[int, WaitReply | None]]
     victims: Sequence[tuple[int, int]]
+    displaced: Sequence[int]
     ended: Sequence[tuple[int, WaitReply | None]]
     refused: Sequence[int]
     verdicts: Sequence[Verdict]
@@ -216,10 +221,18 @@ def read_reply(answer: Sequence[Any]) -> Reply:
 
 
 def read_lines(texts: Sequence[bytes]) -> Lines:
-    """Lines that are grants, or `!ID TIMES`."""
-    victims = [text for text in texts if text.startswith(b"!")]
-    grants = [text for text in texts if not text.startswith(b"!")] if victims else texts
-    return Lines([read_wait(text) for text in grants], [_read_victim(text) for text in victims])
+    """Lines that are grants, `!ID TIMES` or `-ID`."""
+    grants: list[tuple[int, WaitReply | None]] = []
+    victims: list[tuple[int, int]] = []
+    displaced: list[int] = []
+    for text in texts:
+        if text.startswith(b"!"):
+            victims.append(_read_victim(text))
+        elif text.startswith(b"-"):
+            displaced.append(int(text[1:]))
+        else:
+            grants.append(read_wait(text))
+    return Lines(grants, victims, displaced)
 
 
 def _read_verdict(text: bytes) -> Verdict:
@@ -266,4 +279,4 @@ def _read_passed(codes: bytes) -> Sequence[tuple[int, Rule]]:
 
 def _read_tier(text: bytes) -> tuple[int, TierReply]:
     level, figures = text.split(b" ", 1)
-    return int(level), TierReply(*msgspec.json.decode(figures))
+    return int(level), TierReply(*msgspec.json.decode(figures)[: len(TierReply._fields)])
