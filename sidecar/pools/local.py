@@ -251,18 +251,14 @@ class LocalPool:
         return {}
 
     def _find_place(self, ask: Ask, queued: int, most: int, now_us: int) -> Ticket | None:
-        """The ticket that has to give its place, None where one is free. Raises QueueFull where there is neither.
-
-        What is promised to others, and what others hold beyond their share, is no obstacle to a tenant within its own.
-        """
-        is_full = queued >= most
-        if not is_full and not self._places.are_promised(ask, queued, now_us):
-            return None
+        """The ticket that has to give its place, None where one is free. Raises QueueFull where there is neither."""
         scheduler, share = self._scheduler, (ask.tier, ask.tenant, ask.weight, most)
-        if scheduler.is_within_share(*share):
-            displaced = scheduler.displaced(*share) if is_full else None
-            if displaced is not None or not is_full:
-                return displaced
+        if queued < most:
+            promised = self._places.promised(ask, queued, now_us)
+            if promised is None or scheduler.is_within_share(*share, promised=promised):
+                return None
+        elif (displaced := scheduler.displaced(*share)) is not None:
+            return displaced
         raise self._places.queue_full(ask, queued, now_us)
 
     def _displace(self, lease_id: str, queued: int, now_us: int) -> None:

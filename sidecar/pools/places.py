@@ -32,12 +32,15 @@ class Places:
         """See `Pool.retry_after_s`."""
         return self._drain_rates[tier].retry_after_s(queued, now_us)
 
-    def are_promised(self, ask: Ask, queued: int, now_us: int) -> bool:
-        """Whether the places that are free are promised to others."""
-        most = self._sizes.places(ask.tier)
-        if not most:
-            return False
-        return self._promises[ask.tier].are_in_the_way(ask, most - queued, most, now_us, replicas=self.replicas)
+    def promised(self, ask: Ask, queued: int, now_us: int) -> int | None:
+        """Where the places that are free are promised to other requests: how many of them to the same tenant.
+
+        None where one is free. Of many replicas each takes it that the others promised as many.
+        """
+        most, promises = self._sizes.places(ask.tier), self._promises[ask.tier]
+        if not most or not promises.are_in_the_way(ask, most - queued, most, now_us, replicas=self.replicas):
+            return None
+        return promises.held_for(ask.tenant) * self.replicas
 
     def queue_full(self, ask: Ask, queued: int, now_us: int) -> QueueFull:
         """The refusal of a request that found no place. It is promised one, where its tier has any."""

@@ -15,6 +15,9 @@ many waiting before him as are held, so the engine never runs dry for it. A prom
 behind its time, a postponed one up to LEAD + GRACE later. The promises open are those of MOST + GRACE seconds at the
 most, so `PROMISED * drain rate * (MOST + GRACE)` while the rate is steady. Every call takes O(1), amortized.
 
+Tenants. A place that is held for one tenant is no obstacle to another that is within its share of the places, with what
+is held for it itself: a flood that is refused again and again must not keep the others out.
+
 A promise is kept to the request that it was made to, which is told from others by its tenant and its body, and from
 its twins by the client's own count of attempts where it sends one. It is no guarantee: where the drain slows down
 there may be no place at its time. Then it stays, and the client is told to come again a moment later.
@@ -23,7 +26,7 @@ there may be no place at its time. Then it stays, and the client is told to come
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 
 from sidecar.pools.drain_rate import JITTER, LEAST_S, MOST_S
 from sidecar.pools.pool import Ask
@@ -37,10 +40,11 @@ GRACE_S = 3.0
 
 
 class _Promise:
-    __slots__ = ("at_us", "is_due", "is_over", "request")
+    __slots__ = ("at_us", "is_due", "is_over", "request", "tenant")
 
-    def __init__(self, request: int, at_us: int) -> None:
-        self.request = request
+    def __init__(self, ask: Ask, at_us: int) -> None:
+        self.request = ask.request
+        self.tenant = ask.tenant
         self.at_us = at_us
         self.is_due = False
         self.is_over = False
@@ -55,7 +59,12 @@ class Promises:
         self._of: dict[int, deque[_Promise]] = {}
         self._open = 0
         self._held = 0
+        self._held_for: Counter[str] = Counter()  # by tenant
         self._last_us = 0
+
+    def held_for(self, tenant: str) -> int:
+        """How many places are held for a tenant, as of the last call with a time."""
+        return self._held_for[tenant] if tenant in self._held_for else 0
 
     def are_in_the_way(self, ask: Ask, free: int, places: int, now_us: int, *, replicas: int = 1) -> bool:
         """Whether what is `free` of a queue's `places` is held for others than whoever asks.
@@ -105,7 +114,7 @@ class Promises:
         if at_us > now_us + MOST_S * 1e6:
             return MOST_S * random.uniform(1 - JITTER, 1)
         self._last_us = at_us
-        promise = _Promise(ask.request, at_us)
+        promise = _Promise(ask, at_us)
         self._of.setdefault(ask.request, deque()).append(promise)
         self._open += 1
         self._ahead.append(promise)
@@ -122,7 +131,14 @@ class Promises:
         if not twins:
             del self._of[promise.request]
         self._open -= 1
-        self._held -= promise.is_due
+        if promise.is_due:
+            self._hold(promise, -1)
+
+    def _hold(self, promise: _Promise, count: int) -> None:
+        self._held += count
+        self._held_for[promise.tenant] += count
+        if not self._held_for[promise.tenant]:
+            del self._held_for[promise.tenant]
 
     def _pass_time(self, now_us: int) -> None:
         """Holds a place for whoever may come soon, and gives up those whose clients did not come."""
@@ -131,7 +147,7 @@ class Promises:
             promise = ahead.popleft()
             if not promise.is_over:
                 promise.is_due = True
-                self._held += 1
+                self._hold(promise, 1)
                 due.append((promise.at_us, promise))
         lapsed_us = now_us - GRACE_S * 1e6
         while due and (due[0][1].is_over or due[0][0] < lapsed_us):

@@ -139,16 +139,18 @@ class FairQueue:
         """The next of the tickets that are the first of their tenant and no larger than the reserve."""
         return self._small[0][2] if self._small else None
 
-    def is_within_share(self, tenant: str, weight: int, places: int) -> bool:
-        """Whether one more ticket of a tenant would be within its share of the queue's places."""
+    def is_within_share(self, tenant: str, weight: int, places: int, promised: int = 0) -> bool:
+        """Whether one more ticket of a tenant, with the places `promised` to it, is within its share of all places."""
         waiting, weights = self._with(tenant, weight)
-        return (waiting + 1) * weights <= places * weight
+        return (waiting + promised + 1) * weights <= places * weight
 
     def displaced(self, tenant: str, weight: int, places: int) -> Ticket | None:
-        """The ticket whose place a newcomer within its tenant's share takes, None where no tenant is above its own.
+        """The ticket whose place a newcomer takes. None where its tenant would be above its share, or no other is.
 
         Of tenants equally far above theirs the first by name gives its place.
         """
+        if not self.is_within_share(tenant, weight, places):
+            return None
         _, weights = self._with(tenant, weight)
         above = [
             (places * lane.weight - lane.waiting * weights, name) for name, lane in self._lanes.items() if lane.waiting

@@ -275,14 +275,14 @@ class Scheduler:
         """Tokens and requests that wait in a tier."""
         return self._tiers[tier].queue.tokens, self._tiers[tier].queue.count
 
-    def is_within_share(self, tier: int, tenant: str, weight: int, places: int) -> bool:
-        """Whether one more ticket of a tenant would be within its share of the places of a tier's queue."""
-        return self._tiers[tier].queue.is_within_share(tenant, weight, places)
+    def is_within_share(self, tier: int, tenant: str, weight: int, places: int, *, promised: int = 0) -> bool:
+        """Whether one more ticket of a tenant, with the places `promised` to it, is within its share of a tier's queue."""
+        return self._tiers[tier].queue.is_within_share(tenant, weight, places, promised)
 
     def displaced(self, tier: int, tenant: str, weight: int, places: int) -> Ticket | None:
         """The ticket whose place in a full queue a newcomer within its tenant's share takes: see `fair_queue`.
 
-        Nothing changes: the caller cancels it. None where no tenant is above its share.
+        Nothing changes: the caller cancels it. None where the newcomer's tenant would be above its share, or no other is.
         """
         return self._tiers[tier].queue.displaced(tenant, weight, places)
 

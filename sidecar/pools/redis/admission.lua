@@ -32,8 +32,9 @@
 -- ARGV[7]  sync: how many leases it ended that it could not say before
 -- then     call, beat: operations, each idempotent by its id
 --            e ID LEVEL TENANT WEIGHT TOKENS REQUESTS   asks for a lease
---            E, M                                       as e and m, where the free places of the queue are promised to
---                                                       others: refused unless its tenant is within its share of them
+--            E ... HELD, M ... HELD                     as e and m, where the free places of the queue are promised to
+--                                                       other requests, HELD of them to its own tenant: refused unless
+--                                                       its tenant is within its share of all places with them
 --            m ID LEVEL TENANT WEIGHT TOKENS REQUESTS RPM TPM MOST BURST_US LOWER
 --                                                       the same within its tenant's limits by the minute and at once, -1
 --                                                       for none; what is over them enters at the level LOWER, or, where
@@ -1144,7 +1145,7 @@ function pool.restate(id, tenant)
   call('HSET', key, id, fmt('%s 0 %.0f 0 0 0', tenant, now))
 end
 
-function pool.meter(index, is_promised)
+function pool.meter(index, promised)
   local id, tenant = ARGV[index + 1], ARGV[index + 3]
   if call('HEXISTS', mine, id) == 1 then return end
   local figure = {}
@@ -1159,7 +1160,7 @@ function pool.meter(index, is_promised)
   end
   local charge, before = nil, #refused
   if over then level = math.max(level, lower) else charge = pool.charge(account, tenant, tokens) end
-  pool.enter(id, level, tenant, figure[4], tokens, figure[6], is_promised)
+  pool.enter(id, level, tenant, figure[4], tokens, figure[6], promised)
   if #refused > before then
     if charge then pool.undo(account, tokens) end
   elseif charge then
@@ -1254,10 +1255,8 @@ function pool.newest_of(level, tenant, lane)
   return pool.damaged()
 end
 
--- Takes a place in a full queue from the tenant furthest above its share. Whether there was one.
-function pool.displace(level, weights, places)
-  local tenant, lane = pool.furthest_above(level, weights, places)
-  if not tenant then return false end
+-- Takes a place in a full queue from a tenant.
+function pool.displace(level, tenant, lane)
   local ticket = pool.newest_of(level, tenant, lane)
   local key, charges = pool.replica_key(ticket.owner), prefix .. 'm:' .. ticket.owner
   local record, charge = call('HGET', key, ticket.id), call('HGET', charges, ticket.id)
@@ -1269,22 +1268,24 @@ function pool.displace(level, weights, places)
     pool.limits().correct_lost(charge, nil)
   end
   pool.grant(ticket.owner, '-' .. ticket.id)
-  return true
 end
 
--- Whether a newcomer finds a place. `is_promised`: those that are free are promised to others.
-function pool.finds_place(level, tenant, weight, places, is_promised)
+-- Whether a newcomer finds a place. `promised`: the free places are promised to other requests, so many to its tenant.
+function pool.finds_place(level, tenant, weight, places, promised)
   local is_full = tiers[level][QUEUED] >= places
-  if not is_full and not is_promised then return true end
+  if not is_full and not promised then return true end
   local waiting, weights = pool.weights_with(level, tenant, weight)
-  if (waiting + 1) * weights > places * weight then return false end
-  return not is_full or pool.displace(level, weights, places)
+  if (waiting + (is_full and 0 or promised) + 1) * weights > places * weight then return false end
+  if not is_full then return true end
+  local above, lane = pool.furthest_above(level, weights, places)
+  if above then pool.displace(level, above, lane) end
+  return above ~= nil
 end
 
-function pool.enter(id, level, tenant, weight, tokens, requests, is_promised)
+function pool.enter(id, level, tenant, weight, tokens, requests, promised)
   local places = rules[FIRST_RULE + level][PLACES]
   if call('HEXISTS', mine, id) == 1 then return end
-  if places > 0 and not pool.finds_place(level, tenant, weight, places, is_promised) then
+  if places > 0 and not pool.finds_place(level, tenant, weight, places, promised) then
     refused[#refused + 1] = id
     return
   end
@@ -1363,11 +1364,11 @@ function pool.operate(index)
     local operation, id = ARGV[index], ARGV[index + 1]
     if operation == 'e' or operation == 'E' then
       pool.enter(id, tonumber(ARGV[index + 2]), ARGV[index + 3], tonumber(ARGV[index + 4]), tonumber(ARGV[index + 5]),
-        tonumber(ARGV[index + 6]), operation == 'E')
-      index = index + 7
+        tonumber(ARGV[index + 6]), operation == 'E' and tonumber(ARGV[index + 7]))
+      index = index + (operation == 'E' and 8 or 7)
     elseif operation == 'm' or operation == 'M' then
-      pool.limits().meter(index, operation == 'M')
-      index = index + 12
+      pool.limits().meter(index, operation == 'M' and tonumber(ARGV[index + 12]))
+      index = index + (operation == 'M' and 13 or 12)
     elseif operation == 'u' then
       pool.limits().correct_own(id, tonumber(ARGV[index + 2]))
       pool.finish(id)

@@ -162,10 +162,7 @@ class Alone:
 
     def displaced(self, ask: Ask, places: int) -> RedisLease | None:
         """Whose place in a full queue a newcomer takes, where its tenant is within its share: see `Scheduler.displaced`."""
-        share = (ask.tier, ask.tenant, ask.weight, places)
-        if not self._scheduler.is_within_share(*share):
-            return None
-        ticket = self._scheduler.displaced(*share)
+        ticket = self._scheduler.displaced(ask.tier, ask.tenant, ask.weight, places)
         return None if ticket is None else self._waiting[int(ticket.id)]
 
     def stop(self) -> None:

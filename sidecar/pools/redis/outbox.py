@@ -47,9 +47,9 @@ class Outbox:
         self._reason = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
-    def enter(self, lease: RedisLease, lower: int | None = None, *, is_promised: bool = False) -> None:
+    def enter(self, lease: RedisLease, lower: int | None = None, promised: int | None = None) -> None:
         """A lease asks to be admitted. What is over its tenant's limits falls to the level `lower`."""
-        self._batch.arguments += enter(lease.id, lease.ask, lower, is_promised=is_promised)
+        self._batch.arguments += enter(lease.id, lease.ask, lower, promised)
         self._batch.entering.append(lease)
         self._reason.set()
 

@@ -128,8 +128,7 @@ class RedisPool:
             loss.enter(lease)
         else:
             self._leases[lease.id] = lease
-            is_promised = self._places.are_promised(ask, self._tiers[ask.tier].queued, lease.entered_us)
-            self._ask(lease, is_promised=is_promised)
+            self._ask(lease, self._places.promised(ask, self._tiers[ask.tier].queued, lease.entered_us))
         try:
             await answered
         except asyncio.CancelledError:
@@ -314,10 +313,10 @@ class RedisPool:
         """The loss, where it decides. While a sync is on its way what happens is collected for the store."""
         return None if self._loss is None or self._loss.is_paused else self._loss
 
-    def _ask(self, lease: RedisLease, *, is_promised: bool = False) -> None:
+    def _ask(self, lease: RedisLease, promised: int | None = None) -> None:
         """Asks the store to admit a request, over its tenant's limits at the lower tier, where that ever could."""
         lower = None if lease.ask.limits is None else downgraded(lease.ask, self._sizes)
-        self._outbox.enter(lease, None if lower is None else lower.tier, is_promised=is_promised)
+        self._outbox.enter(lease, None if lower is None else lower.tier, promised)
 
     def _judged(self, verdict: script.Verdict) -> None:
         lease = self._leases.get(verdict.lease_id)

@@ -87,18 +87,19 @@ def _preemption(rules: TierRules, max_preemptions: int) -> list[int]:
     return [max_preemptions if rules.preemptible else 0, preempt_after_us]
 
 
-def enter(lease_id: int, ask: Ask, lower: int | None, *, is_promised: bool = False) -> Sequence[Argument]:
+def enter(lease_id: int, ask: Ask, lower: int | None, promised: int | None = None) -> Sequence[Argument]:
     """The operation by which a request asks for a lease; over its tenant's limits it falls to the level `lower`.
 
-    `is_promised`: the free places of its tier's queue are promised to others.
+    `promised`: the free places of its tier's queue are promised to other requests, so many of them to its tenant.
     """
+    last = () if promised is None else (promised,)
     size = (lease_id, ask.tier, ask.tenant, ask.weight, ask.tokens, ask.requests)
     limits = ask.limits
     if limits is None:
-        return (ENTER_PROMISED if is_promised else ENTER, *size)
+        return (ENTER if promised is None else ENTER_PROMISED, *size, *last)
     figures = (limits.requests_per_minute, limits.tokens_per_minute, limits.concurrent_requests, limits.burst_us, lower)
-    operation = METERED_ENTER_PROMISED if is_promised else METERED_ENTER
-    return (operation, *size, *(-1 if figure is None else figure for figure in figures))
+    operation = METERED_ENTER if promised is None else METERED_ENTER_PROMISED
+    return (operation, *size, *(-1 if figure is None else figure for figure in figures), *last)
 
 
 def end(lease_id: int, ask: Ask, used_tokens: int | None) -> Sequence[Argument]:

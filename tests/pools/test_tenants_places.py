@@ -1,0 +1,143 @@
+"""The places of a full queue are shared by the tenants as service is: a flood fills what the others leave of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from sidecar.errors import QueueFull
+from sidecar.pools import Lease, Pool
+from sidecar.pools.drain_rate import LEAST_S, MOST_S
+from tests.pools.pools import Clock, Harness, ask, simple
+
+pytestmark = pytest.mark.anyio
+
+PLACES = 4
+
+
+async def enter(pool: Pool, tenant: str, weight: int = 1, *, request: int = 0) -> Lease:
+    return await pool.enter(ask(tokens=100, tenant=tenant, weight=weight, request=request))
+
+
+async def flooded(harness: Harness, clock: Clock | None = None) -> tuple[Pool, Lease, list[Lease]]:
+    """A pool that one request fills, and a queue that one tenant fills."""
+    pool = await harness.pool(simple(("only",), max_waiting=PLACES), clock or Clock())
+    running = await enter(pool, "flood")
+    return pool, running, [await enter(pool, "flood", request=number) for number in range(PLACES)]
+
+
+async def refusal(lease: Lease) -> QueueFull:
+    with pytest.raises(QueueFull) as refused:
+        await lease.wait()
+    return refused.value
+
+
+async def test_a_tenant_below_its_share_takes_the_newest_place_of_the_tenant_above_its_own(harness: Harness) -> None:
+    pool, _, waiting = await flooded(harness)
+    mine = await enter(pool, "small")
+    await harness.quiet(pool)
+    assert mine.grant is None
+    refused = await refusal(waiting[-1])
+    assert refused.retry_after_s is not None
+    assert LEAST_S <= refused.retry_after_s <= MOST_S
+    assert pool.state()["waiting"] == PLACES
+    assert await waiting[-1].leave() is None  # it is over: leaving changes nothing
+    assert not waiting[-1].settle()
+    await harness.quiet(pool)
+    assert pool.state()["waiting"] == PLACES
+
+
+async def test_a_tenant_that_has_its_share_of_the_places_is_refused(harness: Harness) -> None:
+    pool, _, waiting = await flooded(harness)
+    mine = [await enter(pool, "small") for _ in range(PLACES // 2)]
+    with pytest.raises(QueueFull):
+        await enter(pool, "small")
+    with pytest.raises(QueueFull):
+        await enter(pool, "flood")
+    for lease in waiting[PLACES // 2 :]:
+        await refusal(lease)
+    assert [lease.grant for lease in (*mine, *waiting[: PLACES // 2])] == [None] * PLACES
+
+
+async def test_shares_of_the_places_follow_the_weights(harness: Harness) -> None:
+    pool, _, _ = await flooded(harness)
+    for _ in range(3):
+        await enter(pool, "heavy", 3)
+    with pytest.raises(QueueFull):
+        await enter(pool, "heavy", 3)
+    with pytest.raises(QueueFull):  # a share of a half place is none
+        await enter(pool, "third")
+
+
+async def test_a_tenant_below_its_share_enters_a_place_that_is_promised_to_the_flood(harness: Harness) -> None:
+    clock = Clock()
+    pool, running, _ = await flooded(harness, clock)
+    with pytest.raises(QueueFull) as refused:
+        await enter(pool, "flood", request=10)
+    assert refused.value.retry_after_s is not None
+    clock.advance(refused.value.retry_after_s)
+    running.settle()
+    await harness.quiet(pool)
+    with pytest.raises(QueueFull):  # the free place is promised
+        await enter(pool, "flood", request=11)
+    assert (await enter(pool, "small")).grant is None
+    assert pool.state()["waiting"] == PLACES
+
+
+async def test_a_place_that_was_taken_is_given_up_once_and_the_rest_are_served(harness: Harness) -> None:
+    pool, running, waiting = await flooded(harness)
+    mine = await enter(pool, "small")
+    await refusal(waiting[-1])
+    served = []
+    for _ in range(PLACES):
+        running.settle()
+        await harness.quiet(pool)
+        running = next(lease for lease in (mine, *waiting) if lease.grant is not None and lease not in served)
+        served.append(running)
+    assert mine in served
+    assert running.settle()
+    await harness.quiet(pool)
+    assert (pool.state()["waiting"], pool.state()["leases"]) == (0, 0)
+
+
+async def test_a_flood_leaves_another_tenant_its_share_of_the_service(harness: Harness) -> None:
+    """The attack: one tenant sends 24 requests a second, another 1, and 8 a second are served."""
+    clock = Clock()
+    pool = await harness.pool(simple(("only",), requests=8, max_waiting=40), clock)
+    running: list[Lease] = []
+    waiting: list[tuple[str, Lease]] = []
+    sent: Counter[str] = Counter()
+    served: Counter[str] = Counter()
+    for second in range(40):
+        for number in range(25):
+            tenant = "small" if number == 24 else "flood"
+            sent[tenant] += 1
+            try:
+                waiting.append((tenant, await pool.enter(ask(tokens=1, tenant=tenant, request=second * 25 + number))))
+            except QueueFull:
+                continue
+        for lease in running:
+            lease.settle()
+        clock.advance(1)
+        await harness.quiet(pool)
+        running = [lease for _, lease in waiting if lease.grant is not None]
+        served.update(tenant for tenant, lease in waiting if lease.grant is not None)
+        waiting = [(tenant, lease) for tenant, lease in waiting if lease.grant is None]
+    assert served["small"] >= sent["small"] - 2
+    assert served["flood"] > 200
+
+
+@pytest.mark.parametrize("harness", ["fakeredis", "valkey"], indirect=True)
+async def test_the_owner_of_a_displaced_request_hears_of_it_in_another_replica(harness: Harness) -> None:
+    policy = simple(("only",), max_waiting=PLACES)
+    clock = Clock()
+    first, second = await harness.pool(policy, clock), await harness.pool(policy, clock)
+    await enter(first, "flood")
+    waiting = [await enter(first, "flood") for _ in range(PLACES)]
+    mine = await enter(second, "small")
+    await harness.quiet(second)
+    await harness.quiet(first)
+    await refusal(waiting[-1])
+    assert mine.grant is None
+    assert first.state()["waiting"] == PLACES
