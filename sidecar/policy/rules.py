@@ -131,8 +131,8 @@ def _tier_rules(shares: Shares, level: int, tokens: int | None, requests: int | 
 
 
 def _floor_of(shares: Shares, capacity: int | None) -> int:
-    if capacity is None:  # an unbounded dimension never decides who is below its reserve
-        return UNLIMITED
+    if capacity is None:  # an unbounded dimension never decides whether a tier is below its reserve
+        return UNLIMITED if shares.reserve else 0
     return math.ceil(shares.reserve * capacity)
 
 

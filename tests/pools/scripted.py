@@ -55,7 +55,7 @@ class Scripted:
         """The pool's keys behind its root, by what they are for."""
         found = sorted(key.decode() for key in self.client.keys(f"{self.root}*"))
         kinds = {key: key[len(self.root) :].split(":")[2] for key in found if key != self.root}
-        return {kind: [key for key, of in kinds.items() if of == kind] for kind in ("beats", *"rowsqfvpc")}
+        return {kind: [key for key, of in kinds.items() if of == kind] for kind in ("beats", *"rowsqglfvpc")}
 
 
 def entering(ticket: int, ask: Ask) -> tuple[Argument, ...]:

@@ -186,12 +186,25 @@ async def test_admission_stops_while_too_much_waits_inside_the_engine() -> None:
         await pool.enter(ask())
         engine.waiting = 3
         await until(lambda: pool.state()["engine"]["held_back"])  # type: ignore[index]
-        held_up = await pool.enter(ask())
+        held_up = await pool.enter(ask(tier=1))  # a tier without a reserve
         assert held_up.grant is None
         assert pool.notices() == ["3 requests wait inside the engine, more than 2"]
         engine.waiting = 2
         await asyncio.wait_for(held_up.wait(), 5)
         assert pool.notices() == []
+
+
+async def test_a_tier_with_a_reserve_goes_on_one_request_at_a_time_while_the_engine_is_full() -> None:
+    engine = Engine()
+    async with following(engine, policy_of(waiting=2)) as pool:
+        await pool.enter(ask(tier=1))
+        engine.waiting = 3
+        await until(lambda: pool.state()["engine"]["held_back"])  # type: ignore[index]
+        first, second = await pool.enter(ask()), await pool.enter(ask())
+        assert first.grant is not None
+        assert second.grant is None
+        first.settle()
+        assert second.grant is not None
 
 
 async def test_an_engine_that_does_not_say_how_many_it_runs_shows_it_when_it_is_full() -> None:
@@ -236,7 +249,7 @@ async def test_an_engine_that_is_lost_while_it_was_full_stops_nobody_for_good(mo
         await pool.enter(ask())
         engine.waiting = 9
         await until(lambda: pool.state()["engine"]["held_back"])  # type: ignore[index]
-        waiting = await pool.enter(ask())
+        waiting = await pool.enter(ask(tier=1))
         assert waiting.grant is None
         engine.is_reachable = False
         await asyncio.wait_for(waiting.wait(), 5)

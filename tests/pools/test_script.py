@@ -325,7 +325,7 @@ def test_behind_such_a_silence_the_dead_are_still_found(replicas: Replicas) -> N
     assert (granted(reply), reply.replicas) == ([1], 1)
 
 
-@pytest.mark.parametrize("lost", ["q", "r", "beats"])
+@pytest.mark.parametrize("lost", ["g", "r", "beats"])
 def test_what_was_lost_in_part_is_made_anew(replicas: Replicas, lost: str) -> None:
     one = replicas.one("a")
     one.enter(1, ask(tokens=60))

@@ -191,7 +191,8 @@ class Oracle:
         return sum(request.held_tokens for request in mine), sum(request.requests for request in mine)
 
     def reserve(self, tier: int) -> tuple[int | None, int | None]:
-        return self._of_capacity(lambda c: math.ceil(self.policy.tiers[tier].reserve * c))
+        share = self.policy.tiers[tier].reserve
+        return self._of_capacity(lambda c: math.ceil(share * c)) if share else (0, 0)
 
     def headroom(self, tier: int) -> tuple[int | None, int | None]:
         shares = self.policy.tiers[tier]

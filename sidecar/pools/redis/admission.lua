@@ -349,7 +349,10 @@ function pool.heads_of(level)
       large = pool.read_head(level, pool.large_key(level))
       if not large then return pool.damaged() end
     end
-    small = pool.read_head(level, pool.queue_key(level))
+    local rule = rules[FIRST_RULE + level]
+    if rule[R_TOKENS] > 0 and rule[R_REQUESTS] > 0 then -- else every ticket is large
+      small = pool.read_head(level, pool.queue_key(level))
+    end
     if not small and not large then return pool.damaged() end
     found = {first = large, small = small}
     if not large or (small and pool.stands_earlier(small, large)) then found.first = small end

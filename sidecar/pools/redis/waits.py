@@ -32,7 +32,7 @@ class Waits:
         """The store's figures on this process's clock: the wait ends when it is heard of."""
         if wait is None:
             return Grant(now_us, 0, 0, None, {}, lease.ask.tier)
-        ahead = served_by_name(self._tier_names, wait.served_ahead)
+        ahead = served_by_name(self._tier_names, wait.served_ahead) if wait.served_ahead else {}
         overtaken_at_us = None if wait.starved_us is None else now_us - wait.starved_us
         level = lease.ask.tier if wait.level is None else wait.level
         passed = {self._tier_names[tier]: rule.value for tier, rule in wait.passed}
