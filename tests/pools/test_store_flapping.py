@@ -186,7 +186,7 @@ async def test_a_store_that_is_flushed_twice_while_a_replica_is_idle_is_never_ex
         async with replicas(policy(), [server.url] * 3) as pools:
             for _ in range(3):
                 idle = [await pools[2].enter(ask(tokens=1)) for _ in range(8)]
-                load = Load(pools[:2], tokens=1, held_s=(0.05, 0.1))
+                load = Load(pools[:2], tokens=1, held_s=(0.3, 1.0))
                 async with load.going_on(20):
                     await asyncio.sleep(0.3)
                     await flushed(server)

@@ -1239,7 +1239,7 @@ function pool.create(expected)
   all_tokens, all_requests = 0, 0
   pool.heed_rules()
   for level = 0, levels - 1 do tiers[level] = {0, 0, 0, 0, 0, 0, 0} end
-  if expected > 1 then pool.expect(expected, meta[BIRTH]) end
+  if expected > 0 then pool.expect(expected, meta[BIRTH]) end
   call('DEL', root)
   call('HSET', root, 'rules', rules_text)
   pool.name_keys()
