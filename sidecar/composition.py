@@ -36,6 +36,8 @@ from sidecar.tokens import Estimator, TokenizerCounter
 
 POLICY_VARIABLE = "SIDECAR_POLICY"
 STORE_VARIABLE = "SIDECAR_STORE"
+TAKE_OVER_VARIABLE = "SIDECAR_TAKE_OVER_POOL"
+"""`1`: a shared pool that has other tiers than the policy is made anew with the policy's. See docs/many-replicas.md."""
 ENGINE_KEY_VARIABLE = "SIDECAR_ENGINE_KEY"
 """The engine's own API key: for its pages, which `capacity: {from: engine}` reads, and for every admitted request."""
 
@@ -54,7 +56,8 @@ class AdmissionMiddleware(Admission):
     class too. Such a server gets the rest from the environment as well: admin pages on `SIDECAR_ADMIN_PORT`, and
     telemetry by `OTEL_*`. `SIDECAR_STORE` goes before the policy's own `store`. `dialect` is how the app's engine hears
     a priority, where that is not as the policy's `engine` says; `files` are where a loaded policy came from: what
-    changes there replaces it while the server runs. `is_shown` says that `lookout.routes` are served. Raises
+    changes there replaces it while the server runs. `is_shown` says that `lookout.routes` are served;
+    `takes_over_pool`, or `SIDECAR_TAKE_OVER_POOL=1`, that a shared pool with other tiers is made anew. Raises
     `PolicyError` with every mistake of the files, and ValueError where there are none; a server that makes its
     middleware only when it starts is told that the start failed instead.
     """
@@ -67,6 +70,7 @@ class AdmissionMiddleware(Admission):
         dialect: Dialect | None = None,
         files: PolicyFiles | None = None,
         is_shown: bool = False,
+        takes_over_pool: bool = False,
     ) -> None:
         try:
             if isinstance(policy, Policy):
@@ -79,7 +83,7 @@ class AdmissionMiddleware(Admission):
             if engine_key is not None and loaded.anonymous is not None and not loaded.forward_key:
                 _log.warning("%s", _OPEN_ENGINE, extra={"event": "engine_open"})
             pages = AppPages(app, engine_key)
-            pool = _pool(loaded, os.environ, pages)
+            pool = _pool(loaded, os.environ, pages, takes_over=takes_over_pool)
             estimator = Estimator(None if loaded.tokenizer is None else TokenizerCounter(loaded.tokenizer))
             is_shared = store_of(loaded, os.environ) is not None
             is_shown = is_shown or (policy is None and _has_admin_port(os.environ))
@@ -131,18 +135,31 @@ class AdmissionMiddleware(Admission):
         return [*super().notices(), *self.lookout.notices()]
 
 
-def _pool(policy: Policy, environment: Mapping[str, str], pages: Pages) -> Pool:
-    """Where the leases live, and who says how many. Raises ValueError for a store's address that cannot be read."""
+def _pool(policy: Policy, environment: Mapping[str, str], pages: Pages, *, takes_over: bool) -> Pool:
+    """Where the leases live, and who says how many. Raises ValueError for an address or a switch that is none."""
     store = store_of(policy, environment)
-    pool = LocalPool(policy) if store is None else _shared_pool(policy, store)
+    takes_over = _takes_over(environment) or takes_over
+    if takes_over and store is None:
+        raise ValueError(
+            f"there is no shared pool to take over: the policy has no store, and {STORE_VARIABLE} is not set"
+        )
+    pool = LocalPool(policy) if store is None else _shared_pool(policy, store, takes_over=takes_over)
     return pool if policy.engine_capacity is None else EngineSizedPool(policy, pool, pages)
 
 
-def _shared_pool(policy: Policy, store: StoreAddress) -> Pool:
+def _takes_over(environment: Mapping[str, str]) -> bool:
+    written = environment.get(TAKE_OVER_VARIABLE, "")
+    if written not in ("", "0", "1"):
+        raise ValueError(f"{TAKE_OVER_VARIABLE}: {written!r} is neither 1 nor 0")
+    return written == "1"
+
+
+def _shared_pool(policy: Policy, store: StoreAddress, *, takes_over: bool) -> Pool:
     from sidecar.pools.redis import RedisPool, connector
 
     metrics = StoreMetrics(policy.pool)
-    return RedisPool(policy, connector(store, policy.pool), observer=metrics, took=metrics.round_trip)
+    connect = connector(store, policy.pool)
+    return RedisPool(policy, connect, observer=metrics, took=metrics.round_trip, takes_over=takes_over)
 
 
 def store_of(policy: Policy, environment: Mapping[str, str]) -> StoreAddress | None:

@@ -38,6 +38,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--log-level", choices=LEVELS, help="default info; also by SIDECAR_LOG_LEVEL")
     usual = "text where standard error is a terminal, else json"
     add("--log-format", choices=FORMATTERS, help=f"default {usual}; also by SIDECAR_LOG_FORMAT")
+    add(
+        "--take-over-pool",
+        action="store_true",
+        help="make a shared pool anew that has other tiers than the policy; replicas with those admit nothing more. "
+        "Use it for one start: docs/many-replicas.md",
+    )
     # Kubernetes kills a pod 30 s after it asked it to end; this must be over before that.
     parser.add_argument("--grace", type=_seconds, default=25.0, metavar="TIME", help="for running requests, e.g. 25s")
 
@@ -76,7 +82,13 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
         if access.is_open:
             _log.warning("%s", open_port(args.admin_host), extra={"event": "admin_port_open"})
         files = PolicyFiles(args.policy)
-        door = AdmissionMiddleware(ReverseProxy(args.upstream), loaded.policy, files=files, is_shown=True)
+        door = AdmissionMiddleware(
+            ReverseProxy(args.upstream),
+            loaded.policy,
+            files=files,
+            is_shown=True,
+            takes_over_pool=args.take_over_pool,
+        )
         end_telemetry = configure_from_environment(scrape=door.lookout.scrape)
         pages = admin_app(state=door.state, readiness=door.readiness, notices=door.notices, routes=door.lookout.routes)
         server.run(

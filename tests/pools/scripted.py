@@ -40,12 +40,24 @@ class Scripted:
 
     def sync(self, *statements: Argument, known: int = 0, installs: bool = True, unsaid: int = 0) -> Reply:
         """States what the replica has, under a new fence."""
-        self.fence += 1
-        text = script.rules_text(self.policy, self.policy.rules)
-        answer = self.answer(script.SYNC, self.name, self.fence, known, text, int(installs), unsaid, *statements)
+        return self.stated(script.SYNC, known, int(installs), unsaid, *statements)
+
+    def begin(self, *statements: Argument, known: int = 0) -> Reply:
+        """States the first part of what it has; calls state the rest."""
+        return self.stated(script.BEGIN, known, script.KEEPS, 0, *statements)
+
+    def stated(self, kind: bytes, known: int, brings: int, unsaid: int, *statements: Argument) -> Reply:
+        """A statement, or its first part, under a new fence."""
+        answer = self.statement(kind, known, brings, unsaid, *statements)
         assert answer[0] == script.OK, answer
         self.listed = 0
         return script.read_reply(answer)
+
+    def statement(self, kind: bytes, known: int, brings: int, unsaid: int, *statements: Argument) -> list[Any]:
+        """The script's raw answer to one."""
+        self.fence += 1
+        text = script.rules_text(self.policy, self.policy.rules)
+        return self.answer(kind, self.name, self.fence, known, text, brings, unsaid, *statements)
 
     def enter(self, ticket: int, ask: Ask) -> Reply:
         """Asks for a lease."""

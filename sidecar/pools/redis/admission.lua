@@ -4,7 +4,8 @@
 --          is lost, and every replica is asked to state what it has (a sync). All other keys begin with it, so one hash
 --          tag keeps them on one node; they carry the root's birth, so that none outlives it unnoticed:
 --   <root>:<birth>:beats       zset  replica -> its last heartbeat
---   <root>:<birth>:r:<replica> hash  '#' -> its fence; id -> its ticket or lease, as `ticket_record`, `lease_record`
+--   <root>:<birth>:r:<replica> hash  '#' -> its fence, and what it is stating (see `begin`); id -> its ticket or lease, as
+--                                    `ticket_record`, `lease_record`
 --   <root>:<birth>:o:<replica> list  grants that it has not been told in a reply
 --   <root>:<birth>:q:<level>   zset  the first ticket of every tenant of a tier that is no larger than its reserve, and
 --                                    whatever was preempted, by start tag, then by sequence
@@ -20,16 +21,23 @@
 --   <root>:<birth>:a           hash  tenant -> 'REQUESTS TOKENS MOMENT CONCURRENT REFUNDED MEAN_US RPM TPM': its buckets
 --   <root>:<birth>:m:<replica> hash  id -> 'TENANT TOKENS MOMENT TPM LEVEL REFUNDED': what was charged to a tenant
 --   <root>:<birth>:c           hash  those that were chosen and have not let go -> their level
+--   <root>:<birth>:k:<replica> set   the ids that it has stated, until it has stated all
+--   <root>:<birth>:d           hash  dead replica -> 'PHASE CURSOR ENDED': how far what it had is ended
 --          Grants for other replicas are published on the channel <root>:grants:<replica>, a line each; an empty message is
 --          the replica's own beat, by which it knows that its subscription lives.
 --
--- ARGV[1]  call | beat | sync | bye
+-- No call takes long, whatever there is to do: what a dead replica had is ended by many calls, LEFT records each, and a
+-- replica states what it has by many calls, its leases first. Nothing is admitted before all of them are stated.
+--
+-- ARGV[1]  call | beat | begin | sync | bye. A sync states everything; a begin the first part, calls the rest
 -- ARGV[2]  the replica
 -- ARGV[3]  its fence: a call with another one than its last sync's is a late one, and does nothing
 -- ARGV[4]  call, beat: how many grants of its list the replica has read
---          sync: how many replicas it knew last
--- ARGV[5]  sync: the rules (`script.rules_text`)    ARGV[6]  sync: 1 where these rules replace others
--- ARGV[7]  sync: how many leases it ended that it could not say before
+--          begin, sync: how many replicas it knew last, 0 for none: it is new
+-- ARGV[5]  begin, sync: the rules (`script.rules_text`)
+-- ARGV[6]  begin, sync: 1 where these rules replace others, 0 where they do not; 2 where they replace those of another
+--          ladder of tiers, too: the pool is made anew. -1: as 1, but it does not make a pool where there is none
+-- ARGV[7]  begin, sync: how many leases it ended that it could not say before
 -- then     call, beat: operations, each idempotent by its id
 --            e ID LEVEL TENANT WEIGHT TOKENS REQUESTS   asks for a lease
 --            E ... HELD, M ... HELD                     as e and m, where the free places of the queue are promised to
@@ -49,7 +57,7 @@
 --                                                       The rest is for a store that does not know it as a lease
 --            b MICROSECONDS                             holds the pool back for so long: nobody is admitted while
 --                                                       anything is held; 0 ends it, and the last call counts
---          sync: everything the replica has; what it does not name is ended
+--          begin, sync, and calls after a begin: everything the replica has; what it does not name is ended at last
 --            l ID LEVEL TOKENS REQUESTS TIMES           a lease that it runs. Whether its first byte has gone out is not
 --                                                       said: it is never preempted any more
 --            t ID LEVEL TENANT WEIGHT TOKENS REQUESTS WAITED_US TIMES
@@ -57,9 +65,14 @@
 --            a ID TENANT                                behind one of these: it counts among its tenant's concurrent
 --            f ID                                       came by `m`, and was not told what became of it: it asks again,
 --                                                       and what it may have been charged comes back
+--            n                                          all its leases are stated, and all of `f`
+--            d                                          everything is: some of the rest is ended. To be repeated until
+--                                                       the reply says that nothing is left
 --
 -- RETURN   {'ok', {replicas, us until time alone may change something or -1, grants listed, waiting, leases,
---                  late ends, tokens held, requests held, us since the latest arrival admitted so far came or -1},
+--                  late ends, tokens held, requests held, us since the latest arrival admitted so far came or -1,
+--                  replicas that may be alive, 1 where nothing is admitted until replicas have stated their leases,
+--                  how many of those have not that the figures lack, 1 where not all that this one had is stated or ended},
 --           tiers, grants, ended, refused, verdicts}
 --            tiers    'LEVEL [held tokens, held requests, queued tokens, queued requests, start tag, served, admitted]'
 --                     for every tier that changed, or for all in a beat or a sync
@@ -76,7 +89,8 @@
 --            verdicts 'ID w LEVEL LEFT' of what came by `m` within the limits, 'ID d LEVEL LEFT' of what came in at the
 --                     lower level, 'ID o LIMIT AFTER_US LEFT' of what did not: LIMIT is t, r or c, for tokens, requests
 --                     or concurrent, AFTER_US -1 for never. LEFT: 'REQUESTS RESET_US TOKENS RESET_US', -1 for no limit
---          or {'unknown'} (this replica must sync), {'stale'} (a late call), {'foreign', the pool's tiers}.
+--          or {'unknown'} (this replica must sync), {'stale'} (a late call), {'foreign', the pool's tiers} (replicas with
+--          another ladder live), {'absent'} (there is no pool, and this replica must not make it).
 --
 -- Numbers are whole and below 2^53, but for tags, which are doubles: so Lua and Python compute the very same ones. Time
 -- is Redis's own. Lua writes numbers with 14 digits: every larger one goes through `int` or `tag`.
@@ -86,7 +100,11 @@ local call, fmt, concat, match = redis.call, string.format, table.concat, string
 local BEAT_US = 2000000     -- how often a replica says that it lives
 local SILENCE_US = 10000000 -- silent for so long it is dead: what it has is freed by whoever calls next
 local KEPT_MS = 3600000     -- a pool that nobody calls any more vanishes
-local LENGTH_OF = {l = 6, a = 3, f = 2} -- of a statement
+local LOST_US = 2200000     -- silent for so long, the store may be lost to replicas: they admit to their parts
+local LEFT = 150            -- records that one call ends at most of a dead replica's: some 30 us each
+local SEEN = 2000           -- records that one call looks at for that
+local DISCARDED = 50        -- the same of those that stand before others in a queue
+local PAUSE_US = 15000      -- between two such calls: the store has as much time for others
 local LOOKED_AT = 16        -- tenants that may be back at rest, at every beat
 
 -- rules: {names, capacity tokens, capacity requests, promote_after or 0, ceiling, tier, tier, ...}; a tier is
@@ -96,9 +114,12 @@ local PREEMPTIONS, PREEMPT_AFTER = 10, 11 -- how often one is preempted at most,
 local NAMES, CAPACITY_TOKENS, CAPACITY_REQUESTS, PROMOTE_AFTER, CEILING, FIRST_RULE = 1, 2, 3, 4, 5, 6
 -- meta
 local BIRTH, NOW, OFFSET, GRACE, HOLD_SINCE, HOLD_UNTIL, HOLD_FOR, SEQUENCE, LATEST, WAITING, LEASES, LATE, REPLICAS,
-  SWEEP, BACK_UNTIL, LATEST_ARRIVED, ADMISSIONS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17
-local META_FIGURES = ADMISSIONS
-local META_TEXT = '[' .. string.rep('%.0f,', META_FIGURES - 1) .. '%.0f]'
+  SWEEP, BACK_UNTIL, LATEST_ARRIVED = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16
+-- NEWCOMERS: replicas that came since the birth and knew of no pool. STATING: those that are stating their leases. DEAD:
+-- those of which something is left to end, from SLICE_AT on. ADMISSIONS numbers the admissions.
+local ABSENT_UNTIL, NEWCOMERS, STATING, DEAD, SLICE_AT, ADMISSIONS = 17, 18, 19, 20, 21, 22
+local META_FIELDS = ADMISSIONS
+local META_TEXT = '[' .. string.rep('%.0f,', META_FIELDS - 1) .. '%.0f]'
 -- a tier's figures: it has no turn before OWES_UNTIL, LAST numbers its latest admission, LARGE counts what is in `g`,
 -- WEIGHTS sums those of the tenants that wait
 local HELD_TOKENS, HELD_REQUESTS, QUEUED_TOKENS, QUEUED, VIRTUAL, SERVED, ADMITTED, OWES_UNTIL, LAST, LARGE,
@@ -118,7 +139,8 @@ local grants, ended, refused = {}, {}, {}
 local served_since = {} -- level -> tokens admitted since the newest ticket came
 local preempts = false -- whether any tier is preemptible
 local is_damaged = false
-local pool = {verdicts = {}}
+local stage = '' -- what this replica is stating: see `begin`
+local pool = {verdicts = {}, dead = {}, left = LEFT, discarded = 0}
 
 local function clock_us() local time = redis.call('TIME') return time[1] * 1000000 + time[2] end
 
@@ -197,10 +219,10 @@ function pool.tell_time()
   now = clock_us() + meta[OFFSET]
   if now < meta[NOW] then
     meta[OFFSET], now = meta[OFFSET] + meta[NOW] - now, meta[NOW]
-  elseif now - meta[NOW] > 2 * BEAT_US then
+  elseif now - meta[NOW] > LOST_US then
     -- The store's silence is not the replicas': they get time to call, and what they ran meanwhile is stated first.
     meta[GRACE] = now + 2 * BEAT_US
-    meta[HOLD_SINCE], meta[HOLD_UNTIL], meta[HOLD_FOR] = now, now + BEAT_US, meta[REPLICAS]
+    pool.wait_for_all()
   end
   meta[NOW] = now
 end
@@ -635,9 +657,11 @@ end
 
 function pool.is_held_back() return now < meta[BACK_UNTIL] end
 
--- The ticket that is admitted next: the first in order that fits, unless one before it holds its place.
+-- The ticket that is admitted next: the first in order that fits, unless one before it holds its place. A dead replica's
+-- is to be ended instead, wherever the order comes to it.
 function pool.next_admission()
   for _, candidate in ipairs(pool.is_held_back() and pool.one_at_a_time() or pool.in_order()) do
+    if pool.is_dead(candidate.ticket.owner) then return candidate end
     if pool.fits(candidate.ticket, candidate.score) then return candidate end
     if pool.holds_its_place(candidate) then return nil end
   end
@@ -1193,14 +1217,49 @@ function pool.limits()
   return pool
 end
 
--- Whether replicas are still to say what they hold, after the store was lost or silent.
+-- -- replicas that are still to say what they hold, after the store was lost or silent
+
+-- How many replicas may be alive: one that an empty store has not heard of counts as long as one that is silent.
+function pool.expected()
+  return now < meta[ABSENT_UNTIL] and math.max(meta[HOLD_FOR], meta[REPLICAS]) or meta[REPLICAS]
+end
+
+-- How many of those the store knows nothing of.
+function pool.unheard()
+  if now >= meta[ABSENT_UNTIL] then return 0 end
+  return math.max(0, meta[HOLD_FOR] - call('ZCOUNT', beats, pool.int(meta[HOLD_SINCE]), '+inf'))
+end
+
+-- An empty store admits nothing before `replicas` have stated their leases, or had a heartbeat's time for it.
+function pool.expect(replicas, from)
+  meta[HOLD_SINCE], meta[HOLD_FOR] = meta[BIRTH], replicas
+  meta[HOLD_UNTIL], meta[ABSENT_UNTIL] = from + BEAT_US, from + SILENCE_US
+end
+
+-- The same in one that was silent: what it has of the replicas is older than what they run.
+function pool.wait_for_all()
+  local expected = pool.expected()
+  if now < meta[ABSENT_UNTIL] then meta[ABSENT_UNTIL] = now + SILENCE_US end
+  meta[HOLD_SINCE], meta[HOLD_UNTIL], meta[HOLD_FOR] = now, now + BEAT_US, expected
+end
+
 function pool.is_on_hold()
   if meta[HOLD_UNTIL] == 0 then return false end
-  if now >= meta[HOLD_UNTIL] or call('ZCOUNT', beats, pool.int(meta[HOLD_SINCE]), '+inf') >= meta[HOLD_FOR] then
+  if now >= meta[HOLD_UNTIL] or (meta[STATING] == 0
+    and call('ZCOUNT', beats, pool.int(meta[HOLD_SINCE]), '+inf') >= meta[HOLD_FOR]) then
     meta[HOLD_UNTIL] = 0
     return false
   end
   return true
+end
+
+-- The parts of those that were not heard of stay free: they may admit to them.
+function pool.spare_parts()
+  local unheard = pool.unheard()
+  if unheard == 0 then return end
+  for _, dimension in ipairs({CAPACITY_TOKENS, CAPACITY_REQUESTS}) do
+    rules[dimension] = rules[dimension] - unheard * math.floor(rules[dimension] / meta[HOLD_FOR])
+  end
 end
 
 function pool.dispatch()
@@ -1208,7 +1267,11 @@ function pool.dispatch()
   while meta[WAITING] > 0 and all_tokens < rules[CAPACITY_TOKENS] and all_requests < rules[CAPACITY_REQUESTS] do
     local candidate = pool.next_admission()
     if not candidate then return end
-    pool.admit(candidate)
+    if pool.is_dead(candidate.ticket.owner) then
+      if not pool.discard(candidate.ticket) then return end
+    else
+      pool.admit(candidate)
+    end
   end
 end
 
@@ -1288,6 +1351,7 @@ end
 function pool.enter(id, level, tenant, weight, tokens, requests, promised)
   local places = rules[FIRST_RULE + level][PLACES]
   if call('HEXISTS', mine, id) == 1 then return end
+  if stage ~= '' then pool.note_stated(id) end
   if places > 0 and not pool.finds_place(level, tenant, weight, places, promised) then
     refused[#refused + 1] = id
     return
@@ -1390,6 +1454,8 @@ function pool.operate(index)
       meta[BACK_UNTIL] = now + tonumber(id)
       pool.dispatch()
       index = index + 2
+    elseif operation ~= 'z' then
+      index = pool.hear_statement(operation, index)
     else
       pool.resize(id, tonumber(ARGV[index + 2]))
       index = index + 3
@@ -1403,33 +1469,106 @@ local function define_replicas()
 
 -- -- replicas
 
-function pool.by_id(list)
-  local found = {}
-  for index = 1, #list, 2 do found[list[index]] = list[index + 1] end
-  return found
+-- A dead replica, one that said good-bye, has no fence any more. What it had is ended in slices: its leases first, then
+-- its tickets, then what else it was charged. A ticket of it that comes first in order is ended there and then.
+
+function pool.is_dead(owner)
+  if meta[DEAD] == 0 then return false end
+  if pool.dead[owner] == nil then pool.dead[owner] = call('HEXISTS', prefix .. 'd', owner) == 1 end
+  return pool.dead[owner]
 end
 
--- Ends what a replica's requests were charged, but for those in `stated`. Those in `untold` never ran.
-function pool.end_charges(replica, records, stated, untold)
-  local key = prefix .. 'm:' .. replica
-  for id, charge in pairs(pool.by_id(call('HGETALL', key))) do
-    if not stated[id] then
-      call('HDEL', key, id)
-      pool.limits().correct_lost(charge, not untold[id] and records[id] or nil)
+-- Whether a head is a dead replica's: what it stands for is not known before it is ended.
+function pool.is_any_head_dead()
+  if meta[DEAD] == 0 then return false end
+  for level = 0, levels - 1 do
+    if tiers[level][QUEUED] > 0 then
+      local second = pool.second_head(level)
+      if pool.is_dead(pool.head_of(level).owner) or (second and pool.is_dead(second.owner)) then return true end
     end
   end
+  return false
+end
+
+-- Ends a record of a replica, and what it was charged.
+function pool.lose(owner, id, record)
+  local charges = prefix .. 'm:' .. owner
+  local charge = call('HGET', charges, id)
+  if charge then
+    call('HDEL', charges, id)
+    pool.limits().correct_lost(charge, record)
+  end
+  call('HDEL', pool.replica_key(owner), id)
+  pool.end_record(owner, id, record)
+end
+
+-- False where this call has ended as many as it may.
+function pool.discard(ticket)
+  if pool.discarded == DISCARDED then return false end
+  pool.discarded = pool.discarded + 1
+  local record = call('HGET', pool.replica_key(ticket.owner), ticket.id)
+  if not record then return pool.damaged() end
+  pool.lose(ticket.owner, ticket.id, record)
+  return true
+end
+
+-- Ends some of what a replica had, but for what is in its set of stated ids. PHASE is 1 for leases, 2 for every record,
+-- 3 for what was charged without one; it is repeated until it finds nothing. Returns where to go on, nil at the end.
+function pool.end_some(replica, text)
+  local phase, cursor, ended_before = match(text, '^(%d) (%d+) (%d+)$')
+  local spared, charges = prefix .. 'k:' .. replica, prefix .. 'm:' .. replica
+  local key = phase == '3' and charges or pool.replica_key(replica)
+  local found = call('HSCAN', key, cursor, 'COUNT', phase == '2' and LEFT or SEEN)
+  local entries, count = found[2], tonumber(ended_before)
+  pool.left = pool.left - #entries / 2 * LEFT / SEEN / 2 - 1
+  for index = 1, #entries, 2 do
+    local id, record = entries[index], entries[index + 1]
+    if id ~= '#' and (phase ~= '1' or string.sub(record, 1, 1) == 'L') and call('SISMEMBER', spared, id) == 0 then
+      if pool.left <= 0 then return concat({phase, cursor, pool.int(count)}, ' ') end
+      pool.left, count = pool.left - 1, count + 1
+      if phase == '3' then
+        call('HDEL', charges, id)
+        pool.limits().correct_lost(record, nil)
+      else
+        pool.lose(replica, id, record)
+      end
+    end
+  end
+  if found[1] ~= '0' then return concat({phase, found[1], pool.int(count)}, ' ') end
+  if count > 0 then return phase .. ' 0 0' end
+  return phase ~= '3' and tonumber(phase) + 1 .. ' 0 0' or nil
+end
+
+function pool.end_dead()
+  if meta[DEAD] == 0 or now < meta[SLICE_AT] then return end
+  local key = prefix .. 'd'
+  while meta[DEAD] > 0 and pool.left > 0 do
+    local replica = call('HRANDFIELD', key, 1)[1]
+    if not replica then return pool.damaged() end
+    local text = call('HGET', key, replica)
+    while text and pool.left > 0 do text = pool.end_some(replica, text) end
+    if text then
+      call('HSET', key, replica, text)
+    else
+      call('HDEL', key, replica)
+      call('DEL', pool.outbox_key(replica))
+      meta[DEAD] = meta[DEAD] - 1
+      pool.dead = {}
+    end
+  end
+  meta[SLICE_AT] = now + PAUSE_US
 end
 
 function pool.drop(replica)
   local key = pool.replica_key(replica)
-  local records = call('HGETALL', key)
-  pool.end_charges(replica, pool.by_id(records), {}, {})
-  call('DEL', key, pool.outbox_key(replica))
+  local _, states = pool.read_fence(call('HGET', key, '#'))
+  if states == 'l' then meta[STATING] = meta[STATING] - 1 end
+  call('HDEL', key, '#')
+  call('DEL', pool.outbox_key(replica), prefix .. 'k:' .. replica)
   call('ZREM', beats, replica)
   meta[REPLICAS] = call('ZCARD', beats)
-  for index = 1, #records, 2 do
-    if records[index] ~= '#' then pool.end_record(replica, records[index], records[index + 1]) end
-  end
+  call('HSET', prefix .. 'd', replica, '1 0 0')
+  meta[DEAD], meta[SLICE_AT], pool.dead = meta[DEAD] + 1, 0, {}
 end
 
 -- Notes that this replica lives. Its beats do; a plain call does where the pool waits to hear of everybody.
@@ -1462,7 +1601,7 @@ end
 
 function pool.keep()
   call('PEXPIRE', root, KEPT_MS)
-  for _, name in ipairs({'beats', 'w', 's', 'v', 'c', 'a', 'r:' .. me, 'o:' .. me, 'm:' .. me}) do
+  for _, name in ipairs({'beats', 'w', 's', 'v', 'c', 'a', 'd', 'k:' .. me, 'r:' .. me, 'o:' .. me, 'm:' .. me}) do
     call('PEXPIRE', prefix .. name, KEPT_MS)
   end
   for level = 0, levels - 1 do
@@ -1474,32 +1613,46 @@ function pool.keep()
   end
 end
 
--- -- a replica states what it has
+-- -- whose pool it is
 
 function pool.create(expected)
-  meta = {clock_us()}
-  for figure = 2, META_FIGURES do meta[figure] = 0 end
+  meta = {}
+  for field = 1, META_FIELDS do meta[field] = 0 end
+  meta[BIRTH] = clock_us()
   meta[NOW], went = meta[BIRTH], false
   rules_text, rules, tiers, heads, lanes = ARGV[5], cjson.decode(ARGV[5]), {}, {}, {}
   all_tokens, all_requests = 0, 0
   pool.heed_rules()
   for level = 0, levels - 1 do tiers[level] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0} end
-  if expected > 1 then -- others ran beside this one: nothing is admitted before they had time to say what they hold
-    meta[HOLD_SINCE], meta[HOLD_UNTIL], meta[HOLD_FOR] = meta[BIRTH], meta[BIRTH] + BEAT_US, expected
-  end
+  if expected > 0 then pool.expect(expected, meta[BIRTH]) end
   call('DEL', root)
   call('HSET', root, 'rules', rules_text)
   pool.name_keys()
 end
 
--- nil, or why this replica cannot share the pool
+-- Whether any replica lives. The store's own silence is not theirs.
+function pool.is_inhabited()
+  if call('ZCARD', beats) == 0 then return false end
+  pool.tell_time()
+  return now < meta[GRACE] or call('ZCOUNT', beats, '(' .. pool.int(now - SILENCE_US), '+inf') > 0
+end
+
+-- nil, or the answer to a replica that cannot share the pool: one with another ladder of tiers, while replicas live.
 function pool.agree_on_rules()
-  if not pool.load() then return pool.create(tonumber(ARGV[4])) end
+  local brings = tonumber(ARGV[6])
+  if not pool.load() then
+    if brings < 0 then return {'absent'} end
+    return pool.create(tonumber(ARGV[4]))
+  end
   if rules_text == ARGV[5] then return nil end
   local theirs = cjson.decode(ARGV[5])
-  local is_same_ladder = concat(theirs[NAMES], ' ') == concat(rules[NAMES], ' ')
-  if ARGV[6] == '1' then
-    if not is_same_ladder then return pool.create(meta[REPLICAS]) end
+  if concat(theirs[NAMES], ' ') ~= concat(rules[NAMES], ' ') then
+    if brings == 2 then return pool.create(meta[REPLICAS]) end
+    if not pool.is_inhabited() then return pool.create(0) end
+    pool.save(false)
+    return {'foreign', concat(rules[NAMES], ' ')}
+  end
+  if brings ~= 0 then
     local before = rules
     rules_text, rules = ARGV[5], theirs
     pool.heed_rules()
@@ -1512,8 +1665,113 @@ function pool.agree_on_rules()
       pool.forget_all_preemption()
     end
     call('HSET', root, 'rules', rules_text)
-  elseif not is_same_ladder then
-    return concat(rules[NAMES], ' ')
+  end
+end
+
+-- -- a replica states what it has: its leases, then its tickets, in as many calls as it likes
+
+-- Its fence, and after that what it is stating: 'l' leases, 't' tickets, 'd PHASE CURSOR ENDED' nothing more: what it did
+-- not name is being ended. Until then the ids of those that it stated, or that came meanwhile, are kept.
+function pool.read_fence(text)
+  local number = tonumber(text)
+  if number then return number, '' end
+  local fence_text, states = match(text or '', '^(%d+) (.*)$')
+  return tonumber(fence_text), states or ''
+end
+
+function pool.set_stage(states)
+  if stage == 'l' then meta[STATING] = meta[STATING] - 1 end
+  if states == 'l' then meta[STATING] = meta[STATING] + 1 end
+  stage = states
+  call('HSET', mine, '#', states == '' and pool.int(fence) or pool.int(fence) .. ' ' .. states)
+end
+
+function pool.note_stated(id) call('SADD', prefix .. 'k:' .. me, id) end
+
+-- A replica comes that the pool does not know. A young store may be told of more replicas than it knew of; one that is
+-- older has had the time to hear of all.
+function pool.join()
+  local knew = tonumber(ARGV[4])
+  if knew == 0 then
+    meta[NEWCOMERS] = meta[NEWCOMERS] + 1
+    if now < meta[ABSENT_UNTIL] then meta[HOLD_FOR] = meta[HOLD_FOR] + 1 end
+  elseif now - meta[BIRTH] < SILENCE_US and knew + meta[NEWCOMERS] > meta[HOLD_FOR] then
+    pool.expect(knew + meta[NEWCOMERS], now)
+  end
+end
+
+-- False for a late call. Its records stay as they are until it states them anew, or has stated everything.
+function pool.begin()
+  local before, states = pool.read_fence(call('HGET', mine, '#'))
+  if before and before >= fence then return false end
+  if not before then
+    meta[LATE] = meta[LATE] + tonumber(ARGV[7])
+    if call('HDEL', prefix .. 'd', me) == 1 then meta[DEAD], pool.dead = meta[DEAD] - 1, {} end
+    pool.join()
+  end
+  call('DEL', pool.outbox_key(me), prefix .. 'k:' .. me)
+  stage = states
+  pool.set_stage('l')
+  pool.beat()
+  return true
+end
+
+-- Others wait for leases that are stated by several calls.
+function pool.hold_for_leases()
+  if stage ~= 'l' or meta[HOLD_UNTIL] > now then return end
+  if now >= meta[ABSENT_UNTIL] then meta[HOLD_SINCE], meta[HOLD_FOR] = now, 0 end
+  meta[HOLD_UNTIL] = now + BEAT_US
+end
+
+function pool.leases_stated()
+  if stage == 'l' then pool.set_stage('t') end
+end
+
+function pool.all_stated()
+  if stage == '' then return end
+  local text = match(stage, '^d (.*)$') or '2 0 0'
+  while text and pool.left > 0 do text = pool.end_some(me, text) end
+  if not text then call('DEL', prefix .. 'k:' .. me) end
+  pool.set_stage(text and 'd ' .. text or '')
+end
+
+-- Returns where the next operation is.
+function pool.hear_statement(operation, index)
+  local id = ARGV[index + 1]
+  if operation == 'n' then
+    pool.leases_stated()
+    return index + 1
+  elseif operation == 'd' then
+    pool.all_stated()
+    return index + 1
+  elseif operation == 'f' then
+    pool.state_untold(id)
+    return index + 2
+  elseif operation == 'a' then
+    pool.limits().restate(id, ARGV[index + 2])
+    return index + 3
+  end
+  pool.note_stated(id)
+  local old = call('HGET', mine, id) or nil
+  if operation == 'l' then
+    pool.state_lease(index, old)
+    return index + 6
+  end
+  pool.state_ticket(index, old)
+  return index + 9
+end
+
+-- It asks again: as if it had never come.
+function pool.state_untold(id)
+  local charges = prefix .. 'm:' .. me
+  local charge, record = call('HGET', charges, id), call('HGET', mine, id)
+  if charge then
+    call('HDEL', charges, id)
+    pool.limits().correct_lost(charge, nil)
+  end
+  if record then
+    call('HDEL', mine, id)
+    pool.end_record(me, id, record)
   end
 end
 
@@ -1559,41 +1817,9 @@ function pool.state_ticket(index, old)
   if not head.is_stored then pool.store(head) end
 end
 
-function pool.statements(visit)
-  local index = 8
-  while ARGV[index] do
-    visit(index, ARGV[index + 1])
-    index = index + (LENGTH_OF[ARGV[index]] or 9)
-  end
 end
 
-function pool.sync()
-  local old, stated, untold = pool.by_id(call('HGETALL', mine)), {}, {}
-  if old['#'] and tonumber(old['#']) >= fence then return false end
-  if not old['#'] then meta[LATE] = meta[LATE] + tonumber(ARGV[7]) end
-  old['#'] = nil
-  pool.statements(function(index, id) if ARGV[index] == 'f' then untold[id] = true else stated[id] = true end end)
-  call('HSET', mine, '#', fence)
-  call('DEL', pool.outbox_key(me))
-  pool.beat()
-  pool.end_charges(me, old, stated, untold)
-  for id, record in pairs(old) do
-    if not stated[id] then
-      call('HDEL', mine, id)
-      pool.end_record(me, id, record)
-    end
-  end
-  pool.statements(function(index, id)
-    if ARGV[index] == 'l' then
-      pool.state_lease(index, old[id])
-    elseif ARGV[index] == 'a' then
-      pool.limits().restate(id, ARGV[index + 2])
-    elseif ARGV[index] ~= 'f' then
-      pool.state_ticket(index, old[id])
-    end
-  end)
-  return true
-end
+local function define_calls()
 
 -- -- one call
 
@@ -1601,10 +1827,19 @@ end
 -- the pool is on hold or held back, and where another replica may have died: whoever waits for what it held looks after
 -- it as soon as that can be told.
 function pool.next_change()
+  local change = pool.next_change_of_waiting()
+  if meta[DEAD] == 0 then return change end
+  local slice = math.max(0, meta[SLICE_AT] - now)
+  return change >= 0 and math.min(change, slice) or slice
+end
+
+function pool.next_change_of_waiting()
   if meta[WAITING] == 0 then return -1 end
   local soonest = meta[HOLD_UNTIL] > now and meta[HOLD_UNTIL] - now or -1
   local back = meta[BACK_UNTIL] - now
   if back > 0 and (soonest < 0 or back < soonest) then soonest = back end
+  local absent = meta[ABSENT_UNTIL] - now
+  if absent > 0 and (soonest < 0 or absent < soonest) and pool.unheard() > 0 then soonest = absent end
   if meta[REPLICAS] > 1 then
     local look = math.max(meta[GRACE], meta[SWEEP]) - now
     if soonest < 0 or look < soonest then soonest = look end
@@ -1637,37 +1872,49 @@ function pool.reply(tells_all)
   local listed = call('LRANGE', pool.outbox_key(me), 0, -1)
   for _, text in ipairs(listed) do grants[#grants + 1] = text end
   local figures = {meta[REPLICAS], after, #listed, meta[WAITING], meta[LEASES], meta[LATE], all_tokens, all_requests,
-    meta[LATEST_ARRIVED] == 0 and -1 or now - meta[LATEST_ARRIVED]}
+    meta[LATEST_ARRIVED] == 0 and -1 or now - meta[LATEST_ARRIVED], pool.expected(), pool.is_on_hold() and 1 or 0,
+    pool.unheard(), stage == '' and 0 or 1}
   if pool.save_accounts then pool.save_accounts() end
   return {'ok', figures, pool.save(tells_all), grants, ended, refused, pool.verdicts}
 end
 
 function pool.main()
-  if kind == 'sync' then
-    local foreign = pool.agree_on_rules()
-    if foreign then return {'foreign', foreign} end
+  local first = 5 -- operation
+  if kind == 'sync' or kind == 'begin' then
+    local refusal = pool.agree_on_rules()
+    if refusal then return refusal end
     pool.tell_time()
-    if not pool.sync() then return {'stale'} end
+    if not pool.begin() then return {'stale'} end
+    first = 8
   else
     if not pool.load() then return {'unknown'} end
-    local known = call('HGET', mine, '#')
+    local known, states = pool.read_fence(call('HGET', mine, '#'))
     if not known then
       if call('ZSCORE', beats, me) then return pool.damaged() end
       return {'unknown'}
     end
-    if tonumber(known) ~= fence then return {'stale'} end
+    if known ~= fence then return {'stale'} end
+    stage = states
     pool.tell_time()
-    if kind == 'beat' or meta[HOLD_UNTIL] > 0 then pool.beat() end
+    if kind == 'beat' or meta[HOLD_UNTIL] > 0 or stage ~= '' then pool.beat() end
     if ARGV[4] ~= '0' then call('LTRIM', pool.outbox_key(me), ARGV[4], -1) end
   end
   pool.drop_silent()
   if kind == 'bye' then
+    if meta[HOLD_FOR] > 0 then meta[HOLD_FOR] = meta[HOLD_FOR] - 1 end
     pool.drop(me)
-  elseif kind ~= 'sync' then
-    pool.operate(5)
+    stage = ''
   end
+  pool.end_dead()
+  pool.spare_parts()
+  if kind ~= 'bye' then pool.operate(first) end
+  if kind == 'sync' then
+    pool.leases_stated()
+    pool.all_stated()
+  end
+  pool.hold_for_leases()
   pool.dispatch()
-  if preempts then pool.preempt() end
+  if preempts and not pool.is_any_head_dead() then pool.preempt() end
   pool.publish()
   if kind ~= 'call' then pool.keep() end
   if kind == 'beat' then
@@ -1684,6 +1931,7 @@ define_tickets()
 define_rules()
 define_operations()
 define_replicas()
+define_calls()
 local is_done, result = pcall(pool.main)
 if is_done then return result end
 if not is_damaged then return error(result) end

@@ -29,7 +29,7 @@ from sidecar.scheduling import Admission, Scheduler
 
 
 class LastKnown(NamedTuple):
-    """The pool as the store last told it: replicas alive, tokens and requests held in all, and by this replica."""
+    """The pool as the store last told it: replicas that may be alive, what is held in all, and by this replica."""
 
     replicas: int
     held_tokens: int
@@ -38,11 +38,13 @@ class LastKnown(NamedTuple):
     own_requests: int
 
 
-def last_known(last: Reply | None, own_tokens: int, own_requests: int) -> LastKnown | None:
-    """What the store's last answer says, and what this replica holds. None where there was none."""
-    if last is None:
-        return None
-    return LastKnown(max(1, last.replicas), last.held_tokens, last.held_requests, own_tokens, own_requests)
+def last_known(replicas: int, last: Reply | None, own_tokens: int, own_requests: int) -> LastKnown:
+    """What an answer of the store says, and what this replica holds.
+
+    None where there is no answer with what all replicas hold, since which nothing was admitted: then nothing is free.
+    """
+    held = (UNLIMITED, UNLIMITED) if last is None else (last.held_tokens, last.held_requests)
+    return LastKnown(max(1, replicas), *held, own_tokens, own_requests)
 
 
 def nth(rules: PoolRules, replicas: int) -> PoolRules:

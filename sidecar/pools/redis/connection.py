@@ -32,14 +32,25 @@ else:
 
 CONNECT_WITHIN_S = 0.5
 """A server in reach accepts within a millisecond; TLS and a look-up of its name take some more."""
-ANSWER_WITHIN_S = 0.25
-"""The script takes microseconds. Who waits longer waits for a server that hangs."""
+ANSWER_WITHIN_S = 1.5
+"""How long a connection that works is waited for. A server that forks, or runs another client's command, is silent for
+less; it looks like one that hangs, and is not lost. A connection that is closed or refused is known at once."""
+GREETING_WITHIN_S = 0.25
+"""The same of a connection that is new, after which the server is lost."""
 
 _FOREIGN_ERRORS = (RedisError, OSError, EOFError, asyncio.TimeoutError, ValueError)
 
 
 class StoreError(Exception):
     """The store cannot be reached, or answered something else. The message is one line, without secrets."""
+
+
+class PoolRefuses(StoreError):
+    """The pool has other tiers than this process. `tiers` are the pool's, None where only this was known before."""
+
+    def __init__(self, tiers: str | None) -> None:
+        super().__init__("the pool has other tiers")
+        self.tiers = tiers
 
 
 class Script(NamedTuple):
@@ -84,7 +95,7 @@ class Connection:
         """Passes on what is published, on a connection of its own. Raises StoreError when that ends or is silent."""
         with _as_store_errors():
             async with self._client.pubsub() as subscription:
-                async with timeout(CONNECT_WITHIN_S + ANSWER_WITHIN_S):
+                async with timeout(CONNECT_WITHIN_S + GREETING_WITHIN_S):
                     await subscription.subscribe(channel)
                 while message := await subscription.get_message(timeout=silence_s):
                     if message["type"] == "message":
@@ -95,7 +106,7 @@ class Connection:
         """Lets go of the server, whatever state the connection is in."""
         self.is_closed = True
         with contextlib.suppress(*_FOREIGN_ERRORS):
-            async with timeout(ANSWER_WITHIN_S):
+            async with timeout(GREETING_WITHIN_S):
                 await self._client.aclose()
 
 
@@ -124,7 +135,7 @@ def connector(address: StoreAddress, pool: str) -> Connect:
             )
             connection = Connection(client, pool)
             try:
-                async with timeout(CONNECT_WITHIN_S + ANSWER_WITHIN_S):
+                async with timeout(CONNECT_WITHIN_S + GREETING_WITHIN_S):
                     await client.initialize()
             except BaseException:
                 await connection.close()
@@ -160,7 +171,7 @@ async def _stated(address: StoreAddress, _: str) -> dict[str, Any]:
 async def _known_to_sentinels(address: StoreAddress, _: str) -> dict[str, Any]:
     """Asks the sentinels in turn for the server that is the master now."""
     own = {name.removeprefix("sentinel_"): value for name, value in address.options if name.startswith("sentinel_")}
-    settings = {**_settings(address), "username": None, "password": None, **own, "socket_timeout": ANSWER_WITHIN_S}
+    settings = {**_settings(address), "username": None, "password": None, **own, "socket_timeout": GREETING_WITHIN_S}
     sentinels: Any = Sentinel(list(address.nodes), sentinel_kwargs=settings)  # type: ignore[no-untyped-call]
     try:
         host, port = await sentinels.discover_master(str(address.master_name))
@@ -173,7 +184,7 @@ async def _known_to_sentinels(address: StoreAddress, _: str) -> dict[str, Any]:
 async def _owner_in_cluster(address: StoreAddress, pool: str) -> dict[str, Any]:
     """Asks the cluster for the node that owns the pool's slot: all its keys have one hash tag."""
     nodes = [ClusterNode(host, port) for host, port in address.nodes]
-    cluster = RedisCluster(startup_nodes=nodes, **_settings(address), socket_timeout=ANSWER_WITHIN_S)
+    cluster = RedisCluster(startup_nodes=nodes, **_settings(address), socket_timeout=GREETING_WITHIN_S)
     try:
         await cluster.initialize()
         owner = cluster.get_node_from_key(root_key(pool))

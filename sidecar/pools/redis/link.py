@@ -16,13 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from sidecar.pools.redis import script
-from sidecar.pools.redis.connection import ANSWER_WITHIN_S, Connect, Connection, StoreError
+from sidecar.pools.redis.connection import ANSWER_WITHIN_S, Connect, Connection, PoolRefuses, StoreError
+from sidecar.pools.redis.lease import RedisLease
 from sidecar.pools.redis.outbox import Batch, Outbox
+from sidecar.pools.redis.statement import Slice, Statement
 
 RETRY_S = 0.5
 """How often a lost store is tried: four times a heartbeat, so that its return is noticed within one."""
-SYNC_S_PER_LEASE = 100e-6
-"""The script needs about a third of it for one lease or ticket that is stated anew."""
+BEAT_EVERY_S = 0.9 * script.BEAT_S
+"""An idle replica hears of an empty store by its beat; the store waits for it for one heartbeat."""
 SILENT_SUBSCRIPTION_S = 2.5 * script.BEAT_S
 """The store repeats every beat to its replica; two that are not heard mean that the subscription is dead."""
 CLOSE_WITHIN_S = 1.0
@@ -38,11 +40,14 @@ class Replica(Protocol):
 
     name: str
 
-    def statement(self) -> tuple[Sequence[script.Argument], Batch]:
-        """What a sync says behind its fence, and who is told of its answer. From now on the store decides."""
+    def statement(self) -> tuple[Sequence[script.Argument], Statement]:
+        """What a sync says after its fence, and then of what the replica has. From now on the store decides."""
+
+    def now_us(self) -> int:
+        """The replica's clock."""
 
     def synced(self, reply: script.Reply, batch: Batch) -> None:
-        """The store knows everything that the statement said."""
+        """The store knows all leases of the statement."""
 
     def answered(self, reply: script.Reply, batch: Batch) -> None:
         """A call was answered."""
@@ -84,6 +89,7 @@ class Link:
         self._channel = channel
         self._outbox = outbox
         self._listed = 0
+        self._statement: Statement | None = None  # of which something is left to say
         self._beat_timer: asyncio.TimerHandle | None = None
         self.decided = asyncio.Event()
         self._is_closing = False
@@ -162,7 +168,10 @@ class Link:
         if self._restates and not self._is_closing:
             await self._sync(connection)
             return True
-        batch, is_last = self._outbox.take(), self._is_closing
+        is_last = self._is_closing and not self._outbox.has_more
+        batch = self._outbox.take()
+        if self._statement is not None and not is_last:
+            self._state_more(self._statement, batch)
         kind = script.BYE if is_last else script.BEAT if batch.is_beat else script.CALL
         try:
             reply = await self._call(
@@ -170,21 +179,20 @@ class Link:
             )
         except _SyncNeeded:
             self._replica.unanswered(batch)
-            if not is_last:  # else: who is not known there need not take its leave
+            if not is_last:  # else it is not known there, and need not say good-bye
                 await self._sync(connection)
             return not is_last
         except BaseException:
             self._replica.unanswered(batch)
             raise
         self._replica.answered(reply, batch)
+        self._goes_on(reply)
         if batch.is_beat:
             self._beat_later()
         return not is_last
 
-    async def _call(
-        self, connection: Connection, arguments: Sequence[script.Argument], within_s: float = ANSWER_WITHIN_S
-    ) -> script.Reply:
-        answer = await self._timed(connection, arguments, within_s)
+    async def _call(self, connection: Connection, arguments: Sequence[script.Argument]) -> script.Reply:
+        answer = await self._timed(connection, arguments)
         if answer[0] == script.OK:
             reply = script.read_reply(answer)
             self._listed = reply.listed
@@ -192,17 +200,16 @@ class Link:
         if answer[0] == script.UNKNOWN:
             raise _SyncNeeded
         if answer[0] == script.FOREIGN:
-            raise StoreError(
-                f"the pool has other tiers ({answer[1].decode()}) than this replica's policy; "
-                "restart it with the pool's policy, or name another pool"
-            )
+            raise PoolRefuses(answer[1].decode())
+        if answer[0] == script.ABSENT:
+            raise PoolRefuses(None)
         raise StoreError("the store took a call for a late one")
 
-    async def _timed(self, connection: Connection, arguments: Sequence[script.Argument], within_s: float) -> list[Any]:
+    async def _timed(self, connection: Connection, arguments: Sequence[script.Argument]) -> list[Any]:
         self.round_trips += 1
         began_s = time.perf_counter()
         try:
-            return await connection.call(arguments, within_s)
+            return await connection.call(arguments, ANSWER_WITHIN_S)
         finally:
             if self._took is not None:
                 self._took(time.perf_counter() - began_s)
@@ -212,28 +219,63 @@ class Link:
         await connection.call([script.CALL, self._replica.name, -1, 0])
 
     async def _sync(self, connection: Connection) -> None:
-        """States everything that the replica has, under a new fence: late calls of older ones do nothing."""
+        """States everything that the replica has, under a new fence: late calls of older ones do nothing.
+
+        Its leases here; its tickets, where they are many, go with the calls that follow.
+        """
         self._restates = False
         self._fence = next(self._fences)
         self._listed = 0
-        statement, batch = self._replica.statement()
-        within_s = ANSWER_WITHIN_S + SYNC_S_PER_LEASE * len(statement) / 6
+        self._statement = None
+        header, statement = self._replica.statement()
         try:
-            reply = await self._call(connection, [script.SYNC, self._replica.name, self._fence, *statement], within_s)
+            reply, entering = await self._state_leases(connection, header, statement)
         except _SyncNeeded:
             raise StoreError("the pool was damaged; it is being made anew") from None
         self._is_connected = True
         self._was_lost = False
-        self._replica.synced(reply, batch)
+        self._statement = statement
+        self._replica.synced(reply, Batch(entering=entering))
+        self._goes_on(reply)
         self.decided.set()
         self._beat_later()
         if self._is_closing:  # the reason for a last call went with what was stated
             self._outbox.wake()
 
+    async def _state_leases(
+        self, connection: Connection, header: Sequence[script.Argument], statement: Statement
+    ) -> tuple[script.Reply, list[RedisLease]]:
+        """All leases, and as many tickets as go with them. The last answer, and the requests that were looked at."""
+        part = statement.next_slice(self._replica.now_us())
+        entering = list(part.entering)
+        kind = script.SYNC if statement.is_over else script.BEGIN
+        said = [*header, *_leases_of(part, statement, is_whole=statement.is_over)]
+        reply = await self._call(connection, [kind, self._replica.name, self._fence, *said])
+        while statement.has_leases:
+            part = statement.next_slice(self._replica.now_us())
+            entering += part.entering
+            said = _leases_of(part, statement)
+            reply = await self._call(connection, [script.CALL, self._replica.name, self._fence, self._listed, *said])
+        return reply, entering
+
+    def _state_more(self, statement: Statement, batch: Batch) -> None:
+        """Adds a part of what is left to state to a call; at last, that nothing is."""
+        part = statement.next_slice(self._replica.now_us())
+        end = (script.ALL_STATED,) if statement.is_over else ()
+        batch.arguments = [*part.arguments, *end, *batch.arguments]
+        batch.entering = [*part.entering, *batch.entering]
+
+    def _goes_on(self, reply: script.Reply) -> None:
+        """Has the next call made at once, where something is left to state."""
+        if reply.is_stating:
+            self._outbox.wake()
+        else:
+            self._statement = None
+
     def _beat_later(self) -> None:
         if self._beat_timer is not None:
             self._beat_timer.cancel()
-        self._beat_timer = self.loop.call_later(script.BEAT_S, self._outbox.beat)
+        self._beat_timer = self.loop.call_later(BEAT_EVERY_S, self._outbox.beat)
 
     async def _listen(self, connection: Connection) -> None:
         """What is not heard here comes with the next beat."""
@@ -241,3 +283,9 @@ class Link:
             with contextlib.suppress(StoreError):
                 await connection.listen(self._channel, self._replica.heard, SILENT_SUBSCRIPTION_S)
             await asyncio.sleep(RETRY_S)
+
+
+def _leases_of(part: Slice, statement: Statement, *, is_whole: bool = False) -> list[script.Argument]:
+    """A part with leases, and that these were all."""
+    is_last = not is_whole and not statement.has_leases
+    return [*part.arguments, *((script.LEASES_STATED,) if is_last else ())]

@@ -24,11 +24,23 @@ from sidecar.pools.sizes import Sizes
 
 
 class Loss:
-    """One loss. `leases` are the replica's own, waiting or held: the pool's own table, which changes under it."""
+    """One loss. `leases` are the replica's own, waiting or held: the pool's own table, which changes under it.
+
+    It ends when the store admits again. One that is back and waits for other replicas' statements has paused it:
+    gone once more, it leaves this replica what it was allowed before. `is_refused`: the store is there, and refuses it.
+    """
 
     def __init__(
-        self, policy: Policy, sizes: Sizes, leases: dict[int, RedisLease], known: LastKnown | None, clock: Clock
-    ):
+        self,
+        policy: Policy,
+        sizes: Sizes,
+        leases: dict[int, RedisLease],
+        known: LastKnown | None,
+        clock: Clock,
+        *,
+        is_refused: bool = False,
+    ) -> None:
+        self._is_refused = is_refused
         self.alone: Alone | None = None
         self.is_paused = True
         self._sizes = sizes
@@ -99,6 +111,12 @@ class Loss:
         self._part = nth(self._sizes.rules, self._known.replicas if self._known else 1)
         if not self.is_paused:
             self._go_alone()
+
+    def may_be(self, replicas: int) -> None:
+        """So many may be alive. They are more where some came while the store was back, and admitted nothing yet."""
+        if self._known is not None and replicas > self._known.replicas:
+            self._known = self._known._replace(replicas=replicas)
+            self.change_rules()
 
     def hold_back(self, for_us: int) -> None:
         """Admits nobody for so long while anything is held."""
@@ -171,6 +189,10 @@ class Loss:
 
     def _unavailable(self, ask: Ask) -> StoreUnavailable:
         retry_after_s = BEAT_S * random.uniform(1, 2)
+        if self._is_refused:
+            return StoreUnavailable(
+                "the pool has other tiers than this replica, which it refuses; try again", retry_after_s=retry_after_s
+            )
         if not self._divides:
             return StoreUnavailable("the store of this pool cannot be reached; try again", retry_after_s=retry_after_s)
         return StoreUnavailable(

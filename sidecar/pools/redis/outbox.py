@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sidecar.pools.pool import Grant
 from sidecar.pools.redis.lease import Left, RedisLease
 from sidecar.pools.redis.script import BACK, KEEP, RESIZE, Argument, end, enter, requeue
+
+MOST_OPERATIONS = 128
+"""Of one call. The script needs some 30 us for each; what is more travels in the next call."""
 
 
 def tell(left: Left | None, wait: Grant | None) -> None:
@@ -28,6 +32,7 @@ class Batch:
     arguments: list[Argument] = field(default_factory=list)
     entering: list[RedisLease] = field(default_factory=list)
     leaving: dict[int, tuple[RedisLease, Left]] = field(default_factory=dict)
+    operations: int = 0
     ends: int = 0
     freed_tokens: int = 0
     freed_requests: int = 0
@@ -43,54 +48,53 @@ class Outbox:
     """Collects operations, and wakes the one task that sends them."""
 
     def __init__(self) -> None:
-        self._batch = Batch()
+        self._batches = deque([Batch()])
         self._reason = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
     def enter(self, lease: RedisLease, lower: int | None = None, promised: int | None = None) -> None:
         """A lease asks to be admitted. What is over its tenant's limits falls to the level `lower`."""
-        self._batch.arguments += enter(lease.id, lease.ask, lower, promised)
-        self._batch.entering.append(lease)
+        batch = self._add(enter(lease.id, lease.ask, lower, promised))
+        batch.entering.append(lease)
         self._reason.set()
 
     def end(self, lease: RedisLease, left: Left | None, used_tokens: int | None) -> None:
         """A lease, or its wait, is over; `left` is to be told how it had waited."""
-        self._batch.arguments += end(lease.id, lease.ask, used_tokens)
-        self._batch.ends += 1
+        batch = self._add(end(lease.id, lease.ask, used_tokens))
+        batch.ends += 1
         if lease.grant is not None:
-            self._batch.freed_tokens += lease.ask.tokens
-            self._batch.freed_requests += lease.ask.requests
+            batch.freed_tokens += lease.ask.tokens
+            batch.freed_requests += lease.ask.requests
         if left is not None:
-            self._batch.leaving[lease.id] = (lease, left)
+            batch.leaving[lease.id] = (lease, left)
         self._reason.set()
 
     def resize(self, lease: RedisLease, freed_tokens: int) -> None:
         """A lease holds something else: so many tokens less, or more where they are negative."""
-        self._batch.arguments += (RESIZE, lease.id, lease.ask.tokens)
-        self._batch.freed_tokens += freed_tokens
+        self._add((RESIZE, lease.id, lease.ask.tokens)).freed_tokens += freed_tokens
         self._reason.set()
 
     def keep(self, lease: RedisLease, *, is_urgent: bool) -> None:
         """A lease is not to be preempted any more. That can wait for the next call, but where it was chosen."""
-        self._batch.arguments += (KEEP, lease.id, lease.ask.tier)
+        self._add((KEEP, lease.id, lease.ask.tier))
         if is_urgent:
             self._reason.set()
 
     def requeue(self, lease: RedisLease, waited_us: int) -> None:
         """A lease gives its room back and waits again."""
-        self._batch.arguments += requeue(lease.id, lease.ask, waited_us, lease.preemptions)
-        self._batch.freed_tokens += lease.ask.tokens
-        self._batch.freed_requests += lease.ask.requests
+        batch = self._add(requeue(lease.id, lease.ask, waited_us, lease.preemptions))
+        batch.freed_tokens += lease.ask.tokens
+        batch.freed_requests += lease.ask.requests
         self._reason.set()
 
     def hold_back(self, for_us: int) -> None:
         """The pool is to admit nobody for so long."""
-        self._batch.arguments += (BACK, for_us)
+        self._add((BACK, for_us))
         self._reason.set()
 
     def beat(self) -> None:
         """It is time for a heartbeat."""
-        self._batch.is_beat = True
+        self._batches[0].is_beat = True
         self._reason.set()
 
     def wake(self) -> None:
@@ -110,7 +114,29 @@ class Outbox:
         await self._reason.wait()
 
     def take(self) -> Batch:
-        """What is to be said now. The next batch is empty."""
-        batch, self._batch = self._batch, Batch()
+        """What is to be said now. Where there is more than one call may do, the reason for a call stays."""
+        batch = self._batches.popleft()
+        if not self._batches:
+            self._batches.append(Batch())
+            self._reason.clear()
+        return batch
+
+    def take_all(self) -> Sequence[Batch]:
+        """Everything that was to be said."""
+        batches, self._batches = self._batches, deque([Batch()])
         self._reason.clear()
+        return batches
+
+    @property
+    def has_more(self) -> bool:
+        """Whether one call is not enough."""
+        return len(self._batches) > 1
+
+    def _add(self, operation: Sequence[Argument]) -> Batch:
+        batch = self._batches[-1]
+        if batch.operations >= MOST_OPERATIONS:
+            batch = Batch()
+            self._batches.append(batch)
+        batch.operations += 1
+        batch.arguments += operation
         return batch

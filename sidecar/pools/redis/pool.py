@@ -21,16 +21,17 @@ from sidecar.pools.obstacles import obstacle
 from sidecar.pools.places import Places
 from sidecar.pools.pool import Ask, Grant, NotShared, Shared
 from sidecar.pools.redis import script
-from sidecar.pools.redis.alone import last_known
-from sidecar.pools.redis.connection import Connect, StoreError
+from sidecar.pools.redis.connection import Connect, PoolRefuses, StoreError
+from sidecar.pools.redis.known import Known
 from sidecar.pools.redis.lease import Left, RedisLease
 from sidecar.pools.redis.limited import judge
 from sidecar.pools.redis.link import Link, RoundTripObserver
 from sidecar.pools.redis.loss import Loss
+from sidecar.pools.redis.membership import Membership
 from sidecar.pools.redis.outbox import Batch, Outbox, tell
 from sidecar.pools.redis.reports import Reports
 from sidecar.pools.redis.standing import Standing
-from sidecar.pools.redis.statement import NOTHING, statement
+from sidecar.pools.redis.statement import Statement
 from sidecar.pools.redis.waits import Waits, own_figures
 from sidecar.pools.sizes import Sizes
 from sidecar.pools.tenant_limits import downgraded
@@ -40,6 +41,7 @@ class RedisPool:
     """Leases that are shared with other processes. Use it from one event loop. `clock` is for tests.
 
     `observer` is told when the store is lost and when it is back, `took` how long each call to it takes, in seconds.
+    `takes_over`: where the pool has another ladder of tiers, it is made anew with this policy's, once.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class RedisPool:
         observer: StoreObserver | None = None,
         *,
         took: RoundTripObserver | None = None,
+        takes_over: bool = False,
     ) -> None:
         self.name = uuid.uuid4().hex[:16]
         self.standing = Standing(policy.pool, clock, observer)
@@ -59,14 +62,14 @@ class RedisPool:
         self._tier_names = tuple(tier.name for tier in policy.tiers)
         self._sizes = Sizes(policy)
         self._rules_are_new = True
+        self._membership = Membership(policy.pool, self._tier_names, clock, takes_over=takes_over)
         self._places = Places(self._sizes, len(policy.tiers))
         self._ids = count(1)
         self._leases: dict[int, RedisLease] = {}
         self._outbox = Outbox()
         self._unsaid_ends = 0
-        self._held_tokens = 0  # by this replica, as the store has it: what ended is held there until it is said
-        self._held_requests = 0
-        self._told_last = NOTHING
+        self._known = Known()
+        self._told_last = Statement()
         self._stated_rules = self._sizes.rules
         self._fences = count(1)  # never one twice: a call of an older connection may still be on its way
         self._link: Link | None = None
@@ -90,6 +93,7 @@ class RedisPool:
             if self._reports is not None:
                 await self._reports.close()
             await link.close()
+        self._leave_all_unsaid()
         self._start_over()
 
     def change_policy(self, policy: Policy) -> None:
@@ -151,7 +155,7 @@ class RedisPool:
             "replica": self.name,
             "replicas": last.replicas if last else None,
             "own": {"leases": len(self._leases) - waiting, "waiting": waiting},
-            "part": self._loss.part() if self._loss else None,
+            "part": loss.part() if (loss := self._deciding_loss()) else None,
             "late_ends": last.late if last else 0,
             "round_trips": self.round_trips,
         }
@@ -232,26 +236,25 @@ class RedisPool:
 
     # -- what the link tells (`link.Replica`)
 
-    def statement(self) -> tuple[Sequence[script.Argument], Batch]:
+    def statement(self) -> tuple[Sequence[script.Argument], Statement]:
         """Everything that this replica has. Operations that were not sent are part of it."""
-        self._leave_unsaid(self._outbox.take())
+        self._leave_all_unsaid()
         if self._loss is not None:
             self._loss.pause()
-        told = self._told_last = statement(self._leases.values(), self.now_us())
-        # New rules replace those in the store; others are brought to an empty store alone.
-        arguments: list[script.Argument] = [self._last.replicas if self._last else 0]
-        arguments += [script.rules_text(self._policy, self._sizes.rules), int(self._rules_are_new), self._unsaid_ends]
+        self._told_last = Statement(self._leases.values())
         self._stated_rules = self._sizes.rules
+        knew = self._last.expected if self._last else 0
+        brings = self._membership.brings(are_rules_new=self._rules_are_new)
+        text = script.rules_text(self._policy, self._sizes.rules)
+        header: list[script.Argument] = [knew, text, brings, self._unsaid_ends]
         self._unsaid_ends = 0
-        return [*arguments, *told.arguments], Batch(entering=told.entering)
+        return header, self._told_last
 
     def synced(self, reply: script.Reply, batch: Batch) -> None:
         """The store decides again."""
-        if self._loss is not None:
-            self._loss.end()
-            self._loss = None
+        self._membership.accepted()
         told = self._told_last
-        self._held_tokens, self._held_requests = told.held_tokens, told.held_requests
+        self._known.held_tokens, self._known.held_requests = told.held_tokens, told.held_requests
         self._rules_are_new = self._stated_rules is not self._sizes.rules  # they may have changed since
         self.standing.change(StoreState.SHARED, f"{len(self._leases)} leases and tickets of this replica")
         self.answered(reply, batch)
@@ -262,8 +265,11 @@ class RedisPool:
         """Does what the store says."""
         now_us = self.now_us()
         self._last = reply
+        self._known.hear(reply)
+        if not reply.is_on_hold:  # one that waits for other replicas, and is lost again, leaves this one what it had
+            self._end_loss()
         self._places.replicas = max(1, reply.replicas)
-        self._hold(-batch.freed_tokens, -batch.freed_requests)
+        self._known.hold(-batch.freed_tokens, -batch.freed_requests)
         for level, figures in reply.tiers:
             admitted, self._tiers[level] = figures.admitted - self._tiers[level].admitted, figures
             if admitted > 0:
@@ -288,7 +294,7 @@ class RedisPool:
 
     def unanswered(self, batch: Batch) -> None:
         """What was said may have been heard or not; where it was, others may hold by now what it gave back."""
-        self._hold(-batch.freed_tokens, -batch.freed_requests)
+        self._known.hold(-batch.freed_tokens, -batch.freed_requests)
         self._leave_unsaid(batch)
 
     def heard(self, message: bytes) -> None:
@@ -299,15 +305,30 @@ class RedisPool:
 
     def lost(self, error: StoreError) -> None:
         """From now on, and after every sync that failed, this process decides."""
-        is_divided = self._last is not None and self._policy.on_store_loss is StoreLoss.DIVIDE
-        self.standing.change(StoreState.DIVIDED if is_divided else StoreState.CLOSED, str(error))
-        self._leave_unsaid(self._outbox.take())
+        membership, reason = self._membership, str(error)
+        if isinstance(error, PoolRefuses):
+            if not membership.is_refused:
+                self._end_loss()  # its replicas have the whole engine: no part of it is this one's
+            membership.refused(error)
+            reason = membership.why
+        is_refused = membership.is_refused
+        is_divided = not is_refused and self._last is not None and self._policy.on_store_loss is StoreLoss.DIVIDE
+        state = StoreState.DIVIDED if is_divided else StoreState.CLOSED
+        self.standing.change(state, reason, is_refused=is_refused)
+        self._leave_all_unsaid()
         self._outbox.wake_after(None)
+        known = None if is_refused else self._known.at_loss()
         if self._loss is None:
-            known = last_known(self._last, self._held_tokens, self._held_requests)
-            self._loss = Loss(self._policy, self._sizes, self._leases, known, self.now_us)
+            self._loss = Loss(self._policy, self._sizes, self._leases, known, self.now_us, is_refused=is_refused)
+        elif known is not None:
+            self._loss.may_be(known.replicas)
         if self._loss.is_paused:
             self._loss.begin()
+
+    def _end_loss(self) -> None:
+        if self._loss is not None:
+            self._loss.end()
+            self._loss = None
 
     def _deciding_loss(self) -> Loss | None:
         """The loss, where it decides. While a sync is on its way what happens is collected for the store."""
@@ -331,7 +352,7 @@ class RedisPool:
             lease = self._leases.get(lease_id)
             preemptions = wait.preemptions if wait else 0  # else it is an earlier grant, heard of late
             if lease is not None and lease.grant is None and preemptions == lease.preemptions:
-                self._hold(lease.ask.tokens, lease.ask.requests)
+                self._known.hold(lease.ask.tokens, lease.ask.requests)
                 lease.granted(self._waits.grant(lease, wait, now_us))
         for lease_id, preemptions in lines.victims:
             if (lease := self._leases.get(lease_id)) is not None:
@@ -349,23 +370,21 @@ class RedisPool:
     def _figures(self) -> Sequence[TierFigures]:
         return [TierFigures(*tier[:4]) for tier in self._tiers]
 
-    def _hold(self, tokens: int, requests: int) -> None:
-        self._held_tokens += tokens
-        self._held_requests += requests
-
     def _leave_unsaid(self, batch: Batch) -> None:
         """Whoever left is told what is known here."""
         self._unsaid_ends += batch.ends
         batch.tell_who_left(lambda lease: own_figures(lease, self.now_us()))
+
+    def _leave_all_unsaid(self) -> None:
+        for batch in self._outbox.take_all():
+            self._leave_unsaid(batch)
 
     def _start_over(self) -> None:
         """Nothing is left of an event loop that has ended, or of a link that was closed."""
         self._outbox.wake_after(None)
         self._leases.clear()
         self._reports = None
-        if self._loss is not None:
-            self._loss.end()
-            self._loss = None
+        self._end_loss()
 
     def _linked(self) -> Link:
         """The link; it is made at the first request where no start was seen, and again where the loop is another."""

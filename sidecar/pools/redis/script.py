@@ -27,12 +27,16 @@ BEAT_S = 2.0
 SILENCE_S = 10.0
 """A replica that did not call for so long is dead to the others. The script knows the same figure."""
 
-CALL, BEAT, SYNC, BYE = b"call", b"beat", b"sync", b"bye"
+CALL, BEAT, BEGIN, SYNC, BYE = b"call", b"beat", b"begin", b"sync", b"bye"
 ENTER, END, RESIZE, BACK, LEASE, TICKET = b"e", b"x", b"z", b"b", b"l", b"t"
 KEEP, REQUEUE = b"k", b"p"
 METERED_ENTER, METERED_END, COUNTED, UNTOLD = b"m", b"u", b"a", b"f"
 ENTER_PROMISED, METERED_ENTER_PROMISED = b"E", b"M"
-OK, UNKNOWN, STALE, FOREIGN = b"ok", b"unknown", b"stale", b"foreign"
+LEASES_STATED, ALL_STATED = b"n", b"d"
+OK, UNKNOWN, STALE, FOREIGN, ABSENT = b"ok", b"unknown", b"stale", b"foreign", b"absent"
+JOINS, KEEPS, REPLACES, TAKES_OVER = -1, 0, 1, 2
+"""What becomes of the store's rules. KEEPS: they stay, where there are any. REPLACES: this replica's count from now on.
+JOINS: the same, but it makes no pool where there is none. TAKES_OVER: also those of another ladder of tiers."""
 
 _RULES = {
     "a": Rule.ALWAYS_FIRST,
@@ -186,6 +190,10 @@ class Reply(NamedTuple):
 
     `latest_age_us` says how long ago the latest of all that were admitted came: whoever came earlier and waits still
     has been overtaken. None where nobody was admitted yet.
+
+    `expected` replicas may be alive, those included that an empty store has not heard of yet, which are `unheard`: the
+    figures lack what these hold. `is_on_hold`: nothing is admitted before replicas have stated their leases.
+    `is_stating`: the store waits for the rest of this replica's statement, or has something left to end of it.
     """
 
     replicas: int
@@ -197,6 +205,10 @@ class Reply(NamedTuple):
     held_tokens: int
     held_requests: int
     latest_age_us: int | None
+    expected: int
+    is_on_hold: bool
+    unheard: int
+    is_stating: bool
     tiers: Sequence[tuple[int, TierReply]]
     grants: Sequence[tuple[int, WaitReply | None]]
     victims: Sequence[tuple[int, int]]
@@ -209,7 +221,7 @@ class Reply(NamedTuple):
 def read_reply(answer: Sequence[Any]) -> Reply:
     """The answer of a call that was `ok`."""
     _, figures, tiers, grants, ended, refused, verdicts = answer
-    replicas, change_after_us, *counts, latest_age_us = figures
+    replicas, change_after_us, *counts, latest_age_us, expected, is_on_hold, unheard, is_stating = figures
     lists = (
         [_read_tier(text) for text in tiers],
         *read_lines(grants),
@@ -218,7 +230,9 @@ def read_reply(answer: Sequence[Any]) -> Reply:
         [_read_verdict(text) for text in verdicts],
     )
     latest = None if latest_age_us < 0 else latest_age_us
-    return Reply._make((replicas, None if change_after_us < 0 else change_after_us, *counts, latest, *lists))
+    change = None if change_after_us < 0 else change_after_us
+    stated = (expected, bool(is_on_hold), unheard, bool(is_stating))
+    return Reply._make((replicas, change, *counts, latest, *stated, *lists))
 
 
 def read_lines(texts: Sequence[bytes]) -> Lines:

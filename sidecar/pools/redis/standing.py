@@ -17,6 +17,7 @@ class Standing:
     def __init__(self, pool: str, clock: Clock, observer: StoreObserver | None) -> None:
         self.state = StoreState.CONNECTING
         self.reason = "not reached yet"
+        self._is_refused = False
         self._pool = pool
         self._clock = clock
         self._observer = observer
@@ -35,7 +36,8 @@ class Standing:
     def readiness(self) -> Sequence[str]:
         """Why nobody is admitted at present; empty while somebody is."""
         if self.state is StoreState.CLOSED:
-            return (f"store lost, requests are refused: {self.reason}",)
+            what = "the pool refuses this process" if self._is_refused else "store lost, requests are refused"
+            return (f"{what}: {self.reason}",)
         return ("store not reached yet",) if self.state is StoreState.CONNECTING else ()
 
     def notices(self) -> Sequence[str]:
@@ -44,21 +46,27 @@ class Standing:
             return ()
         return (f"store lost, this replica admits to its part of the pool: {self.reason}",)
 
-    def change(self, state: StoreState, reason: str) -> None:
-        """Notes a state, and tells of it where it is a new one."""
+    def change(self, state: StoreState, reason: str, *, is_refused: bool = False) -> None:
+        """Notes a state, and tells of it where it is a new one. `is_refused`: closed to this process, by the pool."""
         self.reason = reason
+        was_refused, self._is_refused = self._is_refused, is_refused
+        if is_refused and not was_refused:
+            _log.warning("pool %s refuses this process: %s", self._pool, reason, extra=self._fields(state))
         if state is self.state:
             return
         before_s, is_first = self.since_s, self.state is StoreState.CONNECTING
         self.state, self._since_us = state, self._clock()
         if state is not StoreState.SHARED:
-            _log.warning("store lost, pool %s is %s: %s", self._pool, state.value, reason, extra=self._fields())
+            if not is_refused:
+                _log.warning(
+                    "store lost, pool %s is %s: %s", self._pool, state.value, reason, extra=self._fields(state)
+                )
         elif not is_first:
             back = "store is back after %.1f s, pool %s is %s: %s"
-            _log.warning(back, before_s, self._pool, state.value, reason, extra=self._fields())
+            _log.warning(back, before_s, self._pool, state.value, reason, extra=self._fields(state))
         if self._observer is not None:
             self._observer(StoreChanged(self._since_us, state, reason))
 
-    def _fields(self) -> dict[str, str]:
+    def _fields(self, state: StoreState) -> dict[str, str]:
         """What a log line about the state has beside its text."""
-        return {"event": f"store_{self.state.value}", "pool": self._pool}
+        return {"event": f"store_{state.value}", "pool": self._pool}

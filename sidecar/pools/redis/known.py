@@ -1,0 +1,38 @@
+"""Figures that a replica goes on with when its store is lost: the safe ones of those that it was told."""
+
+from __future__ import annotations
+
+from sidecar.pools.redis.alone import LastKnown, last_known
+from sidecar.pools.redis.script import Reply
+
+
+class Known:
+    """What the replica holds as the store has it: what ended is held there until it is said. And the store's figures.
+
+    A store that waits for replicas' statements admits nothing, so what it told before is true still; its figures of now
+    lack what the others hold. One that has admitted again without having heard of all told nothing safe: then no
+    room counts as free.
+    """
+
+    def __init__(self) -> None:
+        self.held_tokens = 0
+        self.held_requests = 0
+        self._last: Reply | None = None
+        self._whole: Reply | None = None
+
+    def hold(self, tokens: int, requests: int) -> None:
+        """The replica holds so much more, or less where it is negative."""
+        self.held_tokens += tokens
+        self.held_requests += requests
+
+    def hear(self, reply: Reply) -> None:
+        """The store's latest answer."""
+        self._last = reply
+        if not reply.is_on_hold:
+            self._whole = None if reply.unheard else reply
+
+    def at_loss(self) -> LastKnown | None:
+        """What is safe to go on with; None where the store was never reached."""
+        if self._last is None:
+            return None
+        return last_known(self._last.expected, self._whole, self.held_tokens, self.held_requests)
