@@ -11,7 +11,7 @@ from sidecar.asgi.types import Message, Receive, Scope, Send
 
 
 class FailedStart:
-    """Tells the server that the start failed, and why, and raises the mistake, as it does for all else that is asked."""
+    """Tells the server that the start failed, and why, and raises the mistake, then and for every request."""
 
     def __init__(self, mistake: Exception) -> None:
         self.mistake = mistake

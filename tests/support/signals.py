@@ -1,8 +1,8 @@
 """Default signals for the processes that tests start, wherever the suite itself runs.
 
-`nohup` ignores SIGHUP, and a shell ignores SIGINT and SIGQUIT in what it runs in the background. A process inherits what
-is ignored, so that a test would wait forever for a process that it interrupts. A signal with a handler has its default
-again in a new program, and a handler that does nothing keeps the suite itself running as before.
+`nohup` ignores SIGHUP, and a shell ignores SIGINT and SIGQUIT in the commands that it runs in the background. A process
+inherits what is ignored, so that a test would wait forever for a process that it interrupts. In a new program a signal
+with a handler has its default again, and a handler that does nothing keeps the suite itself running as before.
 """
 
 from __future__ import annotations
