@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute
 from sidecar.asgi.admin import admin_app
 from sidecar.asgi.admin_port import admin_pages
 from sidecar.asgi.door import Door
+from sidecar.asgi.failed_start import startup_failed
 from sidecar.asgi.server import CannotServe
 from sidecar.asgi.types import ASGIApp, Message, Receive, Scope, Send
 from sidecar.asgi.workers import processes, refuse_separate_pools
@@ -69,8 +70,8 @@ class Mounted:
             try:
                 await began.enter_async_context(self._begun(scope))
             except (CannotServe, ValueError) as mistake:
-                await send({"type": "lifespan.startup.failed", "message": str(mistake)})
-                return
+                await send(startup_failed(mistake))
+                raise
             await self.app(scope, received, sent)
 
     @asynccontextmanager

@@ -18,7 +18,8 @@ _FIELDS = {
 
 _OWN_DEFAULTS = {EngineName.VLLM: 16, EngineName.SGLANG: 16}
 """Tokens of a text completion that says nothing of its maximum, as OpenAI's API has it (`CompletionRequest.max_tokens`
-of both). A cap above is never written: it would make such an answer longer."""
+of both). A cap above is never written: it would make such an answer longer. Dynamo has none: its frontend
+(`lib/llm/src/preprocessor.rs`), or else its vLLM worker, gives such a request the rest of the model's context."""
 
 
 def cap_of(api: Api, payload: Payload, body: bytes, tenant: Tenant, engine: EngineName) -> int | None:

@@ -6,6 +6,13 @@ from sidecar.doctor.ways import Way
 from sidecar.engines.reading import Facts
 from sidecar.policy.policy import EngineName
 
+DYNAMO_POLICY = (
+    "{default_policy_family: standard, uncached_isl_buckets: [{min_tokens: 0, bucket: all}], policy_classes: "
+    "[{name: standard, policy_family: standard, cache_bucket: all, queue_policy: fcfs, "
+    "prefill_busy_threshold_frac: 0, quantum: 1}]}"
+)
+"""The router's queue for every request, with one class of requests. Started with 1.6.1 and with 1.7.0.dev20261026."""
+
 SCHEDULER = {
     EngineName.VLLM: "start vLLM with --scheduling-policy priority",
     EngineName.TENSORRT_LLM: (
@@ -17,8 +24,8 @@ SCHEDULER = {
         "and without --schedule-low-priority-values-first"
     ),
     EngineName.DYNAMO: (
-        "start dynamo.frontend with --router-mode kv and its queue on: --router-queue-threshold 0 on 1.6.1, "
-        "--router-policy-config FILE on newer ones"
+        "start dynamo.frontend with --router-mode kv and its queue on: --router-policy-config FILE, a YAML file that "
+        f"holds `{DYNAMO_POLICY}`, or the deprecated --router-queue-threshold 0; 1.6 and 1.7 take both"
     ),
 }
 """By engine, how its queue is made to go by priority."""

@@ -100,6 +100,10 @@ class Burst:
         """Whether most of its requests were."""
         return 2 * len(self.refused) > len(self.seen)
 
+    def is_answered_by(self, status: int) -> bool:
+        """Whether any of its requests was refused with this status."""
+        return any(one.status == status for one in self.refused)
+
     @property
     def first_completion_s(self) -> float:
         """When the first answer was complete: before that no slot came free. Infinite where none was."""

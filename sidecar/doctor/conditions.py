@@ -11,7 +11,7 @@ from sidecar.doctor.burst import Burst
 from sidecar.doctor.fieldpath import Check
 from sidecar.doctor.judging import Effect
 from sidecar.doctor.probing import Probed
-from sidecar.doctor.queueing import Queueing
+from sidecar.doctor.queueing import Queueing, seems_switched_off
 from sidecar.doctor.survey import Survey
 
 SEEN = (Effect.BY_PRIORITY, Effect.INVERTED)
@@ -163,6 +163,9 @@ def _queueing(survey: Survey, probed: Probed) -> Condition:
         shown = f"but not inside the engine, whose own gauge showed {burst.waiting_inside} at most"
         seen = f"{evidence.waits(burst, probed)}, {shown}"
         return Condition(name, State.BROKEN, seen, fix)
+    if not probed.is_door and seems_switched_off(burst, survey.engine):
+        seen = f"{evidence.too_little(probed)}; the gauge of the router's queue stayed at 0"
+        return Condition(name, State.UNKNOWN, seen, advice.scheduler(survey.engine))
     return Condition(name, State.UNKNOWN, evidence.too_little(probed), evidence.more(survey, burst))
 
 

@@ -30,6 +30,10 @@ _ELSEWHERE = frozenset({EngineName.DYNAMO})
 """Its gauge is the router's queue; while that is off, requests wait in the workers, which do not show."""
 
 
+OVERLOADED = 529
+"""Dynamo's status for what its workers do not take, unless DYN_HTTP_OVERLOAD_STATUS_CODE says another."""
+
+
 class Queueing(str, Enum):
     """Where requests waited."""
 
@@ -50,6 +54,11 @@ def queueing(burst: Burst, control: Burst | None, engine: EngineName, max_runnin
     readings = [one.waiting for one in burst.gauges if one.waiting is not None]
     is_watched = engine not in _ELSEWHERE and len(readings) >= FEWEST_READINGS
     return Queueing.BEFORE if is_watched else Queueing.BOUNDED
+
+
+def seems_switched_off(burst: Burst, engine: EngineName) -> bool:
+    """Whether Dynamo's router shows no queue: requests beyond what the workers take are refused, and none waits."""
+    return engine is EngineName.DYNAMO and burst.is_answered_by(OVERLOADED) and burst.waiting_inside == 0
 
 
 def _grows(burst: Burst, control: Burst) -> bool:

@@ -77,8 +77,10 @@ def sglang_loads(config: EmulatorConfig, load: Load) -> dict[str, Any]:
     return {"version": VERSIONS[config.engine], "dp_rank_count": 1, "loads": [rank]}
 
 
-def dynamo_health() -> dict[str, Any]:
-    """Dynamo's `/health`: the one worker, by its endpoint."""
+def dynamo_health(config: EmulatorConfig) -> dict[str, Any]:
+    """Dynamo's `/health`: the one worker, by its endpoint; from 1.7 on no worker at all."""
+    if not config.lists_workers:
+        return {"status": "healthy", "stage": "ready"}
     worker = {"component": "backend", "endpoint": "generate", "namespace": "dynamo", "instance_id": 1}
     return {"status": "healthy", "endpoints": ["dyn://dynamo.backend.generate"], "instances": [worker]}
 
@@ -86,7 +88,8 @@ def dynamo_health() -> dict[str, Any]:
 def openapi(config: EmulatorConfig) -> dict[str, Any]:
     """`/openapi.json` as far as a probe reads it: has the chat request a priority? Dynamo's tells its name alone."""
     if config.engine is EngineName.DYNAMO:
-        info = {"title": "NVIDIA Dynamo OpenAI Frontend", "version": VERSIONS[config.engine]}
+        version = VERSIONS[config.engine] if config.lists_workers else "1.7.0"
+        info = {"title": "NVIDIA Dynamo OpenAI Frontend", "version": version}
         return {"openapi": "3.1.0", "info": info, "paths": {}, "components": {}}
     properties: dict[str, Any] = {"messages": {"type": "array"}, "model": {"type": "string"}}
     if config.priority_field:

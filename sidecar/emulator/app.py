@@ -90,7 +90,7 @@ class Emulator:
     async def _health(self, request: Request) -> Response:
         del request
         if self.config.engine is EngineName.DYNAMO:
-            return JSONResponse(about.dynamo_health())
+            return JSONResponse(about.dynamo_health(self.config))
         return Response(status_code=200)
 
     async def _metrics_text(self, request: Request) -> Response:

@@ -7,6 +7,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sidecar.emulator.ask import Body, InvalidField
+from sidecar.emulator.config import Scheduling
 from sidecar.emulator.dialect import Dialect, Refusal, header_integer
 from sidecar.emulator.waiting import Rank
 from sidecar.policy.policy import Api
@@ -73,6 +74,12 @@ class DynamoDialect(Dialect):
 
     def invalid(self, api: Api, mistake: InvalidField) -> Refusal:
         return self._undecodable(api, f"{mistake.field}: {mistake.message}")
+
+    def queue_length(self, api: Api, waiting: int, running: int) -> int | None:
+        """With the router's queue off, 1.7 has a gate before its workers, which counts what runs, too."""
+        del api
+        is_gated = not self.config.lists_workers and self.config.scheduling is Scheduling.FCFS
+        return waiting + running if is_gated else waiting
 
     def queue_full(self, api: Api) -> Refusal:
         return self.refuse(api, OVERLOADED, "Service temporarily overloaded: all workers are busy, retry later")

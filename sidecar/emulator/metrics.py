@@ -137,6 +137,17 @@ def sglang_text(engine: Engine) -> str:
     return str(page)
 
 
+_WORKER = {
+    "target_namespace": "dynamo",
+    "target_component": "backend",
+    "target_endpoint": "generate",
+    "worker_type": "decode",
+    "router_worker_id": "1",
+    "state": "available",
+    "reason": "none",
+}
+
+
 def dynamo_text(engine: Engine) -> str:
     """The frontend's `/metrics`."""
     load, config = engine.load, engine.config
@@ -144,6 +155,8 @@ def dynamo_text(engine: Engine) -> str:
     page.gauge("dynamo_frontend_model_max_num_seqs", config.steps.max_num_seqs)
     page.gauge("dynamo_frontend_model_total_kv_blocks", config.kv_capacity_tokens)
     page.gauge("dynamo_frontend_model_kv_cache_block_size", 1)
+    if not config.lists_workers:
+        page.gauge("dynamo_frontend_router_worker_state", 1, **_WORKER)
     page.gauge("dynamo_frontend_queued_requests", load.waiting)
     page.gauge("dynamo_frontend_inflight_requests", load.running + load.waiting)
     page.gauge("dynamo_frontend_active_requests", load.running)

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
+from sidecar.events import Outcome
 from sidecar.live.quantities import seconds
 from sidecar.live.story import Ended, Story
-
-_WORDS = {
-    "ResponseCut": "the engine broke off in the middle of its answer",
-    "incomplete_response": "the answer ended before it was complete",
-    "engine_unreachable": "the engine could not be reached, or broke off before it answered",
-    "engine_timeout": "the engine did not answer in time",
-    "CancelledError": "the server stopped before the answer was complete",
-}
-"""By what `Settled.error` has."""
+from sidecar.telemetry.failures import what_failed
 
 
 def failure(story: Story) -> str | None:
@@ -27,10 +20,6 @@ def failure(story: Story) -> str | None:
 
 
 def _what(ended: Ended) -> str | None:
-    if ended.outcome == "client_left":
+    if ended.outcome == Outcome.CLIENT_LEFT:
         return "the client hung up"
-    if ended.outcome == "failed":
-        return _WORDS.get(ended.error or "", f"the app around the engine failed with {ended.error or 'an error'}")
-    if ended.status is not None and ended.status >= 400:
-        return f"answered with an error, status {ended.status}"
-    return None
+    return what_failed(ended.outcome, ended.status, ended.error)

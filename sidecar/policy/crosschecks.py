@@ -6,16 +6,18 @@ the same file is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from typing import TypeVar
 
 from sidecar.policy import fields as of
 from sidecar.policy.keys import read_hash
 from sidecar.policy.problems import Path, Problem, quoted
 from sidecar.policy.source import Document
-from sidecar.policy.units import share
+from sidecar.policy.units import count, share
 
 Found = Iterator[tuple[Path, str]]
+N = TypeVar("N", int, Fraction)
 
 
 def entries(data: object, *names: str) -> dict[str, object]:
@@ -27,7 +29,12 @@ def entries(data: object, *names: str) -> dict[str, object]:
 
 def pool_problems(document: Document) -> list[Problem]:
     """The mistakes of a pool's file that only show when several of its values are seen together."""
-    found = [*_ladder(entries(document.data, "tiers")), *_endpoints(entries(document.data, "endpoints"))]
+    tiers = entries(document.data, "tiers")
+    found = [
+        *_ladder(tiers),
+        *_empty_limits(tiers, entries(document.data, "capacity")),
+        *_endpoints(entries(document.data, "endpoints")),
+    ]
     return [document.problem(path, message) for path, message in found]
 
 
@@ -44,11 +51,27 @@ def _ladder(tiers: dict[str, object]) -> Found:
             )
 
 
+def _empty_limits(tiers: dict[str, object], capacity: dict[str, object]) -> Found:
+    """Limits that are above 0% as they are written, and less than one token or one request of this pool."""
+    for name in tiers:
+        limit = _read(share, entries(tiers, name).get("limit"))
+        for kind in ("tokens", "requests"):
+            size = _read(count, capacity.get(kind))
+            if limit and size and limit * size < 1:
+                message = f"{of.percent(limit)} of {size} {kind} is less than one, and admits nothing, ever"
+                yield ("tiers", name, "limit"), f"{message}; write a larger share"
+
+
 def _reserve(body: object) -> Fraction:
+    return _read(share, entries({"body": body}, "body").get("reserve")) or Fraction(0)
+
+
+def _read(reader: Callable[[object], N], value: object) -> N | None:
+    """The value; None where it is absent, or wrong, which is reported where it stands."""
     try:
-        return share(entries({"body": body}, "body").get("reserve"))
-    except ValueError:  # absent, or reported where it stands
-        return Fraction(0)
+        return reader(value)
+    except ValueError:
+        return None
 
 
 def _endpoints(endpoints: dict[str, object]) -> Found:

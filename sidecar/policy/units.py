@@ -18,6 +18,9 @@ LARGEST_COUNT = 10**15
 LONGEST_S = 366 * 24 * 3600
 """A year. A longer time is a typing error."""
 
+SHORTEST_S = Fraction(1, 1_000_000)
+"""Times are counted in microseconds: less would be rounded to no time at all."""
+
 _NUMBER = r"(\d{1,15}(?:\.\d{1,9})?)"
 _SHARE = re.compile(rf"{_NUMBER}\s*%", re.ASCII)
 _BARE = re.compile(_NUMBER, re.ASCII)
@@ -112,7 +115,7 @@ def _as_share(written: str) -> str:
 
 
 def duration_s(value: object) -> Fraction:
-    """A time in seconds, exact."""
+    """A time in seconds, exact: none at all, or at least a microsecond."""
     written = scalar(value, "a duration", '"30s"')
     match = _DURATION.fullmatch(written)
     if match is None:
@@ -121,11 +124,13 @@ def duration_s(value: object) -> Fraction:
     found = Fraction(match[1]) * _SECONDS[match[2]]
     if found > LONGEST_S:
         raise ValueError(f'{quoted(written)} is more than a year; write a shorter time such as "24h"')
+    if 0 < found < SHORTEST_S:
+        raise ValueError(f'{quoted(written)} is less than a microsecond, and times are counted in those; write "1us"')
     return found
 
 
 def positive_duration_s(value: object) -> Fraction:
-    """A time above zero, in seconds."""
+    """A time of a microsecond or more, in seconds."""
     found = duration_s(value)
     if found <= 0:
         raise ValueError(f'{quoted(str(value))} is no time at all; write a time above zero such as "30s"')

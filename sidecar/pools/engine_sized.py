@@ -18,7 +18,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from sidecar.engines.reading import Gauges, Pages, Unread, read_gauges
+from sidecar.engines.reading import Gauges, Pages, Unread, followed, read_gauges
 from sidecar.errors import CapacityUnknown
 from sidecar.events import Obstacle
 from sidecar.policy.policy import Policy
@@ -47,7 +47,7 @@ class EngineSizedPool:
         self._policy = policy
         self._told: EngineCapacity = policy.engine_capacity
         self._pool = pool
-        self._pages = pages
+        self._pages = followed(policy.engine, pages)
         self._read_every_s = read_every_s
         self._size: tuple[int | None, int | None] | None = None
         self._gauges = Gauges()

@@ -22,11 +22,13 @@ def obstacle(rules: PoolRules, tiers: Sequence[TierFigures], ask: Ask) -> tuple[
         held.held_tokens + ask.tokens > own.limit_tokens or held.held_requests + ask.requests > own.limit_requests
     ):
         figures = _of(held.held_tokens, own.limit_tokens, held.held_requests, own.limit_requests)
-        return Obstacle.LIMIT, f"tier {own.name} is at its limit: it holds {figures}, and it asks for {_size(ask)}"
+        asked = _size(ask, own.limit_tokens, own.limit_requests)
+        return Obstacle.LIMIT, f"tier {own.name} is at its limit: it holds {figures}, and it asks for {asked}"
     tokens, requests = sum(tier.held_tokens for tier in tiers), sum(tier.held_requests for tier in tiers)
     if tokens + ask.tokens > rules.tokens or requests + ask.requests > rules.requests:
         figures = _of(tokens, rules.tokens, requests, rules.requests)
-        return Obstacle.NO_ROOM, f"the pool has no room: {figures} are held, and it asks for {_size(ask)}"
+        asked = _size(ask, rules.tokens, rules.requests)
+        return Obstacle.NO_ROOM, f"the pool has no room: {figures} are held, and it asks for {asked}"
     kept = [
         tier.name
         for tier, figures in zip(rules.tiers[: ask.tier], tiers, strict=False)
@@ -49,8 +51,13 @@ def _of(tokens: int, most_tokens: int, requests: int, most_requests: int) -> str
     return " and ".join(parts)
 
 
-def _size(ask: Ask) -> str:
-    return f"{ask.tokens:,}" if ask.requests == 1 else f"{ask.tokens:,} and {ask.requests} requests"
+def _size(ask: Ask, most_tokens: int, most_requests: int) -> str:
+    """The part of an ask that is bounded, in the order of `_of`; beside its tokens one request need not be said."""
+    if most_tokens == UNLIMITED:
+        return f"{ask.requests:,}"
+    if ask.requests == 1 or most_requests == UNLIMITED:
+        return f"{ask.tokens:,}"
+    return f"{ask.tokens:,} and {ask.requests} requests"
 
 
 def _list(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What every launcher checks before the server spends minutes on its model: policy, store, number of processes."""
+"""What every launcher checks before the server spends minutes on its model: policy, store, processes, admin ports."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from sidecar.asgi.admin_port import try_ports
+from sidecar.asgi.server import CannotServe
 from sidecar.asgi.workers import PROCESSES_VARIABLE, refuse_separate_pools
 from sidecar.composition import POLICY_VARIABLE, store_of
 from sidecar.policy.loading import load_files
 from sidecar.policy.policy import EngineName, Policy
 from sidecar.policy.warnings import warnings
+
+TRIED_VARIABLE = "SIDECAR_ADMIN_PORTS_TRIED"
+"""Set for processes that run the launcher again (TensorRT-LLM's further frontends): the first may listen by then."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +46,18 @@ def begin(policy_path: str | None, engine: EngineName) -> Policy:
 
 
 def announce_processes(count: int, policy: Policy) -> None:
-    """Tells the server's processes how many they are. Raises CannotStart where several would not share a pool."""
+    """Tells the server's processes how many they are.
+
+    Raises CannotStart where several would not share a pool, and where one of them would not have its admin port.
+    """
     try:
         if store_of(policy, os.environ) is None:
             refuse_separate_pools(count)
-    except ValueError as mistake:
+        if TRIED_VARIABLE not in os.environ:
+            try_ports(os.environ, count)
+    except (CannotServe, ValueError) as mistake:
         raise CannotStart(str(mistake)) from None
-    os.environ[PROCESSES_VARIABLE] = str(count)
+    os.environ |= {PROCESSES_VARIABLE: str(count), TRIED_VARIABLE: "1"}
 
 
 def imported(module: str, install: str) -> Any:

@@ -128,6 +128,50 @@ def test_what_is_wrong_with_the_environment_fails_the_start(
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("SIDECAR_ADMIN_PORT", "{taken}", "CannotServe: cannot listen on 127.0.0.1:{taken}"),
+        ("SIDECAR_POLICY", "nowhere", "PolicyError: nowhere:1: there is no such file"),
+    ],
+)
+def test_a_failed_start_ends_starlettes_test_client(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, said: str
+) -> None:
+    """It waits for the app's end after `lifespan.startup.failed`, and goes on where the app raises nothing."""
+    code = (
+        "from starlette.testclient import TestClient\nfrom tests.asgi.test_mounted import guarded\n"
+        "with TestClient(guarded()): print('started')"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv(variable, value.format(taken=port))
+        ended = python(code)
+    assert ended.stdout == ""
+    assert said.format(taken=port) in ended.stderr.splitlines()[-1]
+
+
+async def test_a_failed_start_says_the_same_to_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server without a lifespan never hears of it, and its log must not grow with each request."""
+    monkeypatch.setenv("SIDECAR_POLICY", "nowhere")
+    app, depths = guarded(), []
+    for _ in range(3):
+        with pytest.raises(ValueError, match="nowhere") as raised:
+            await asyncio.wait_for(_asked(app), 5)
+        depths.append(len(raised.traceback))
+    assert depths[2] == depths[1]
+
+
+async def _asked(app: FastAPI) -> None:
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        return None
+
+    await app({"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": b""}, receive, send)
+
+
 def test_the_logging_of_the_process_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """uvicorn's configuration replaces it unless told not to: the server's access log would be gone."""
     monkeypatch.setenv("SIDECAR_ADMIN_PORT", "0")

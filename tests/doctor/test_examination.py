@@ -10,7 +10,7 @@ import yaml
 
 from sidecar.asgi.proxy import ReverseProxy
 from sidecar.composition import AdmissionMiddleware
-from sidecar.doctor import burst, sizing
+from sidecar.doctor import advice, burst, sizing
 from sidecar.doctor.conditions import State
 from sidecar.doctor.examination import Examination, Options, examine
 from sidecar.doctor.judging import Effect
@@ -67,7 +67,7 @@ def states(found: Examination) -> tuple[State, ...]:
         (SGLANG, FCFS, (W, B, W, U), "--enable-priority-scheduling --default-priority-value 0"),
         (SGLANG, {"low_values_first": True}, (W, W, W, B), "without --schedule-low-priority-values-first"),
         (DYNAMO, {}, (W, W, W, W), None),
-        (DYNAMO, FCFS, (U, B, W, U), "--router-queue-threshold 0 on 1.6.1, --router-policy-config FILE on newer"),
+        (DYNAMO, FCFS, (U, B, W, U), "--router-policy-config FILE, a YAML file that holds `{default_policy_family:"),
     ],
     ids=lambda value: getattr(value, "value", None) or str(value)[:30],
 )
@@ -114,6 +114,30 @@ async def test_a_proxy_in_between_is_found_out(engine: Any, edit: Edit, expected
     assert states(found) == expected, report(found)
     assert found.state is B
     assert fix in steps(found)[0]
+
+
+def test_dynamos_advice_has_a_file_that_can_be_copied() -> None:
+    held = yaml.safe_load(advice.DYNAMO_POLICY)
+    assert list(held) == ["default_policy_family", "uncached_isl_buckets", "policy_classes"]
+    assert held["policy_classes"][0]["prefill_busy_threshold_frac"] == 0
+    assert "--router-queue-threshold 0" in advice.scheduler(DYNAMO)
+
+
+async def test_a_dynamo_that_refuses_all_but_what_runs_is_told_to_switch_its_queue_on() -> None:
+    async with emulated(DYNAMO, slots=4, lists_workers=False, max_queued=4, **FCFS) as client:
+        found = await examined(client.url)
+    assert states(found) == (U, U, U, U), report(found)
+    assert "HTTP 529" in found.conditions[2].evidence
+    assert "the gauge of the router's queue stayed at 0" in found.conditions[2].evidence
+    assert "with --router-mode kv and its queue on" in steps(found)[0]
+    assert "less busy" not in "".join(steps(found))
+
+
+async def test_a_dynamo_with_a_full_queue_is_not_told_to_switch_it_on() -> None:
+    async with emulated(DYNAMO, slots=1, step_s=0.02, max_queued=3) as client:
+        found = await examined(client.url)
+    assert "HTTP 529" in found.conditions[2].evidence, report(found)
+    assert "less busy" in steps(found)[0]
 
 
 async def test_too_little_load_is_not_called_broken() -> None:

@@ -16,7 +16,17 @@ from sidecar.asgi.pages import AppPages
 from sidecar.asgi.types import Receive, Scope, Send
 from sidecar.emulator import Emulator, EmulatorConfig, StepModel
 from sidecar.emulator.config import Scheduling
-from sidecar.engines.reading import Facts, Gauges, Page, Unread, identify, read_facts, read_gauges
+from sidecar.engines.reading import (
+    Facts,
+    Gauges,
+    NoAnswer,
+    Page,
+    Unread,
+    followed,
+    identify,
+    read_facts,
+    read_gauges,
+)
 from sidecar.engines.reading.exposition import Metrics
 from sidecar.policy.policy import EngineName
 from tests.emulator.emulated import DYNAMO, ENGINES, SGLANG, TRTLLM, VLLM
@@ -31,9 +41,14 @@ class Written:
         self.pages = pages
         self.host = host
         self.asked: list[str] = []
+        self.away: Page | Unread | None = None
 
     async def get(self, path: str) -> Page:
         self.asked.append(path)
+        if isinstance(self.away, Unread):
+            raise self.away
+        if self.away is not None:
+            return self.away
         return Page(200, self.pages[path]) if path in self.pages else Page(404, '{"detail": "Not Found"}')
 
 
@@ -154,6 +169,70 @@ async def test_dynamos_workers_are_multiplied() -> None:
     health = {"status": "healthy", "instances": [generate, other, generate]}
     gauges = await read_gauges(DYNAMO, Written({"/metrics": DYNAMO_METRICS, "/health": json.dumps(health)}))
     assert gauges == Gauges(kv_tokens=2 * 16384, max_running=8, waiting=7)
+
+
+# Dynamo 1.7's frontend: the labels are those of its worker metrics, the values of a group with five workers.
+DYNAMO_WORKERS = "".join(
+    f'dynamo_frontend_router_worker_state{{model="tiny",target_namespace="dynamo",target_component="backend",'
+    f'target_endpoint="generate",worker_type="{kind}",router_worker_id="{number}",state="{state}",'
+    f'reason="{reason}"}} 1\n'
+    for number, kind, state, reason in (
+        (7587895461, "decode", "available", "none"),
+        (7587895462, "decode", "available", "none"),
+        (7587895463, "decode", "pending", "initializing"),
+        (7587895464, "decode", "excluded", "unavailable"),
+        (7587895465, "prefill", "available", "none"),
+    )
+)
+DYNAMO_17_HEALTH = {"/health": '{"status": "healthy", "stage": "ready"}'}
+
+
+async def test_dynamos_available_workers_are_multiplied_where_health_lists_none() -> None:
+    pages = Written({"/metrics": DYNAMO_METRICS + DYNAMO_WORKERS, **DYNAMO_17_HEALTH})
+    assert await read_gauges(DYNAMO, pages) == Gauges(kv_tokens=2 * 16384, max_running=8, waiting=7)
+
+
+async def test_a_dynamo_whose_workers_all_start_does_not_say_how_much_it_holds() -> None:
+    """A pool keeps the size that it had."""
+    starting = DYNAMO_WORKERS.replace('"available"', '"pending"')
+    found = await read_gauges(DYNAMO, Written({"/metrics": DYNAMO_METRICS + starting, **DYNAMO_17_HEALTH}))
+    assert (found.kv_tokens, found.max_running) == (None, None)
+
+
+async def test_a_newer_dynamo_is_emulated_too() -> None:
+    pages = AppPages(emulated(DYNAMO, lists_workers=False).app)
+    assert "instances" not in json.loads((await pages.get("/health")).text)
+    assert "dynamo_frontend_router_worker_state" in (await pages.get("/metrics")).text
+    assert (await read_gauges(DYNAMO, pages)).max_running == 6
+    assert (await read_facts(DYNAMO, pages)).version == "1.7.0"
+
+
+async def test_what_is_asked_once_is_asked_again_when_the_engine_was_away() -> None:
+    written = Written({"/server_info": '{"max_batch_size": 8}'})
+    pages = followed(TRTLLM, written)
+    for _ in range(3):
+        assert (await read_gauges(TRTLLM, pages)).max_running == 8
+    assert written.asked.count("/server_info") == 1
+    assert written.asked.count("/prometheus/metrics") == 3
+
+    written.away = Page(502, "bad gateway")
+    assert (await read_gauges(TRTLLM, pages)).max_running is None
+    written.away, written.pages = None, {"/server_info": '{"max_batch_size": 16}'}
+    assert (await read_gauges(TRTLLM, pages)).max_running == 16
+
+    written.away = NoAnswer("GET /prometheus/metrics was not answered")
+    with pytest.raises(Unread):
+        await read_gauges(TRTLLM, pages)
+    written.away, written.pages = None, {}  # an older build has no such page
+    for _ in range(3):
+        assert (await read_gauges(TRTLLM, pages)).max_running is None
+    assert written.asked.count("/server_info") == 4
+
+
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine is not TRTLLM])
+def test_pages_that_change_are_asked_every_time(engine: EngineName) -> None:
+    pages = Written({})
+    assert followed(engine, pages) is pages
 
 
 async def test_sglangs_ranks_are_added_up() -> None:

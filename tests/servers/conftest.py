@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from sidecar.cli import main
+from sidecar.servers.starting import TRIED_VARIABLE
 from tests.servers.launched import STAND_INS
 
 Refusal = Callable[..., str]
@@ -18,7 +19,7 @@ _LEFT_BEHIND = ("tensorrt_llm", "sglang", "sidecar.servers.sglang_app")
 @pytest.fixture
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Refusal]:
     """Runs a launcher, in this process, that must not start anything; returns the one line that it says."""
-    for name in [*os.environ, "SIDECAR_POLICY", "SIDECAR_PROCESSES"]:
+    for name in [*os.environ, "SIDECAR_POLICY", "SIDECAR_PROCESSES", TRIED_VARIABLE]:
         if name.startswith("SIDECAR_"):
             monkeypatch.setenv(name, "")  # so that what the launcher sets is undone, too
             monkeypatch.delenv(name)

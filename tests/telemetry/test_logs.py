@@ -107,6 +107,26 @@ def test_what_goes_wrong_is_a_line(events: list[Event], level: str, event: str, 
     assert (line["level"], line["event"], line["code"]) == (level, event, code)
 
 
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ((Outcome.FAILED, 200, "ResponseCut"), "the engine broke off in the middle of its answer"),
+        ((Outcome.FAILED, None, "CancelledError"), "the server stopped before the answer was complete"),
+        ((Outcome.FAILED, None, "KeyError"), "the app around the engine failed with KeyError"),
+        ((Outcome.COMPLETED, 502, "engine_unreachable"), "the engine could not be reached, or broke off before it"),
+        ((Outcome.COMPLETED, 503, None), "answered with an error, status 503"),
+    ],
+)
+def test_a_failure_is_said_in_the_words_that_explain_has(
+    end: tuple[Outcome, int | None, str | None], said: str
+) -> None:
+    with lines() as written:
+        tell(RequestLog(), CLASSIFIED, ADMITTED, settled(*end))
+    (line,) = map(json.loads, written)
+    assert line["message"].startswith(f"request mine failed: {said}")
+    assert line["code"] == (end[2] or str(end[1]))
+
+
 @pytest.mark.parametrize(("level", "expected"), [("info", 0), ("debug", 2)])
 def test_what_goes_well_is_a_line_for_who_asks_for_it(level: str, expected: int) -> None:
     with lines(level) as written:

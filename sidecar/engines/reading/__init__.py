@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 
 from sidecar.engines.reading import dynamo, sglang, tensorrt_llm, vllm
+from sidecar.engines.reading.asked_once import AskedOnce
 from sidecar.engines.reading.facts import Facts, Gauges
 from sidecar.engines.reading.identify import Identity, identify
 from sidecar.engines.reading.pages import NoAnswer, Page, Pages, Unread
@@ -22,6 +23,7 @@ __all__ = [
     "Page",
     "Pages",
     "Unread",
+    "followed",
     "identify",
     "read_facts",
     "read_gauges",
@@ -39,6 +41,12 @@ _FACTS: Mapping[EngineName, Callable[[Pages], Awaitable[Facts]]] = {
     EngineName.TENSORRT_LLM: tensorrt_llm.facts,
     EngineName.DYNAMO: dynamo.facts,
 }
+_ASKED_ONCE: Mapping[EngineName, frozenset[str]] = {EngineName.TENSORRT_LLM: tensorrt_llm.ASKED_ONCE}
+
+
+def followed(engine: EngineName, pages: Pages) -> Pages:
+    """The same pages for a reader that comes again and again: what the engine wants asked once is asked once."""
+    return AskedOnce(pages, _ASKED_ONCE[engine]) if engine in _ASKED_ONCE else pages
 
 
 async def read_gauges(engine: EngineName, pages: Pages) -> Gauges:

@@ -1,7 +1,8 @@
 """What Dynamo's frontend says of itself and of the workers behind it.
 
-Each worker's figures come once, however many workers there are: they are multiplied by the workers that `/health`
-lists. Whether the router orders its queue by priority is on no page.
+Each worker's figures come once, however many workers there are: they are multiplied by the workers. 1.7 says on
+`/metrics` in which state the router has each of them; 1.6 lists them on `/health`. Whether the router orders its queue
+by priority is on no page.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from sidecar.policy.policy import EngineName
 METRICS = "/metrics"
 HEALTH = "/health"
 QUEUE = "dynamo_frontend_router_queue_pending_requests"
+WORKERS = "dynamo_frontend_router_worker_state"
+"""A sample for each worker and the state that it is in, with the value 1 (lib/llm, worker metrics of the frontend)."""
 
 
 async def gauges(pages: Pages) -> Gauges:
     """See `read_gauges`."""
     metrics = Metrics(await read_text(pages, METRICS))
-    instances = mappings((await find_json(pages, HEALTH)).get("instances"))
-    workers = sum(instance.get("endpoint") == "generate" for instance in instances) or 1
+    workers = _available(metrics) if WORKERS in metrics else await _listed(pages)
     blocks = metrics.count("dynamo_frontend_model_total_kv_blocks")
     size = metrics.count("dynamo_frontend_model_kv_cache_block_size")
     return Gauges(
@@ -28,6 +30,22 @@ async def gauges(pages: Pages) -> Gauges:
         max_running=positive((metrics.count("dynamo_frontend_model_max_num_seqs") or 0) * workers),
         waiting=metrics.count(QUEUE),
     )
+
+
+def _available(metrics: Metrics) -> int:
+    """Workers that answers come from. One that only reads prompts holds no request while it is answered."""
+    return len(
+        {
+            sample.labels.get("router_worker_id")
+            for sample in metrics.samples(WORKERS)
+            if sample.labels.get("state") == "available" and sample.labels.get("worker_type") != "prefill"
+        }
+    )
+
+
+async def _listed(pages: Pages) -> int:
+    instances = mappings((await find_json(pages, HEALTH)).get("instances"))
+    return sum(instance.get("endpoint") == "generate" for instance in instances) or 1
 
 
 async def facts(pages: Pages) -> Facts:

@@ -15,6 +15,8 @@ from sidecar.policy.policy import EngineName
 
 METRICS = "/prometheus/metrics"
 SERVER_INFO = "/server_info"
+ASKED_ONCE = frozenset((SERVER_INFO,))
+"""Answering it may stop the server's event loop for a moment (tensorrt_llm/serve/openai_server.py @ f996de06)."""
 
 
 async def gauges(pages: Pages) -> Gauges:

@@ -12,6 +12,7 @@ import logging
 from typing import Any, NamedTuple
 
 from sidecar.events import Admitted, Classified, Event, Outcome, Preempted, Received, Refused, Settled
+from sidecar.telemetry.failures import what_failed
 from sidecar.telemetry.logs.flood import WINDOW_S, Flood
 from sidecar.telemetry.preemption import end_of_wait, engine_time_us
 from sidecar.telemetry.telemetry import Tell, Trace
@@ -156,8 +157,8 @@ class _Request:
         if failure is None:
             self._log.write(logging.DEBUG, "request %s %s", (self._request_id, fields["code"]), fields)
         else:
-            arguments = (self._request_id, failure)
-            self._log.write_bounded(logging.WARNING, "request %s failed at the engine: %s", arguments, fields)
+            arguments = (self._request_id, what_failed(event.outcome, event.status, event.error))
+            self._log.write_bounded(logging.WARNING, "request %s failed: %s", arguments, fields)
 
     def _preempted(self) -> Fields:
         """How often it was preempted and what that cost, where it was."""
