@@ -175,7 +175,9 @@ def largest_request(rules: PoolRules, level: int) -> tuple[int, int]:
     own = rules.tiers[level]
     beside_tokens = _beside(rules.tokens, [tier.reserve_tokens for tier in rules.tiers], level)
     beside_requests = _beside(rules.requests, [tier.reserve_requests for tier in rules.tiers], level)
-    return min(tokens, max(own.reserve_tokens, beside_tokens)), min(requests, max(own.reserve_requests, beside_requests))
+    return min(tokens, max(own.reserve_tokens, beside_tokens)), min(
+        requests, max(own.reserve_requests, beside_requests)
+    )
 
 
 def largest_certain_request(rules: PoolRules, level: int) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from sidecar.pools.pool import Grant
 from sidecar.scheduling import Rule, Wait
 
 _NONE: Mapping[str, str] = {}
+_NOTHING: Mapping[str, int] = {}
 
 
 class TierFigures(NamedTuple):
@@ -26,7 +27,7 @@ def grant_of(
     names: Sequence[str], wait: Wait, at_us: int, level: int, passed: Sequence[tuple[int, Rule]] = ()
 ) -> Grant:
     """A wait that ended at `at_us` at an aged `level`. `names` are the tiers', most important first."""
-    ahead = served_by_name(names, wait.served_ahead) if any(wait.served_ahead) else _NONE
+    ahead = served_by_name(names, wait.served_ahead) if any(wait.served_ahead) else _NOTHING
     overtaken = {names[tier]: rule.value for tier, rule in passed} if passed else _NONE
     return Grant(at_us, wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, ahead, level, overtaken)
 

@@ -64,7 +64,7 @@ class Promises:
 
     def held_for(self, tenant: str) -> int:
         """How many places are held for a tenant, as of the last call with a time."""
-        return self._held_for[tenant] if tenant in self._held_for else 0
+        return self._held_for.get(tenant, 0)
 
     def are_in_the_way(self, ask: Ask, free: int, places: int, now_us: int, *, replicas: int = 1) -> bool:
         """Whether what is `free` of a queue's `places` is held for others than whoever asks.

@@ -10,17 +10,17 @@ Bound (theorem 1 there): over any interval in which two tenants wait, the tokens
 weight, differ by at most one maximal ticket of each, divided by its weight.
 
 Tags are doubles, and one addition and one division make each, so that Lua computes the very same ones. A tenant whose
-finish V has passed needs no memory, so a tier that is never empty remembers no more tenants than wait or are ahead of V.
+finish V has passed needs no memory: a tier that is never empty remembers only tenants that wait or are ahead of V.
 
 A tenant's tickets stand in a lane, a linked list in the order in which they arrived, and only the first of each lane is
 in a heap: the cost of one operation depends on how many tenants wait, not on how many tickets. There are two heaps,
 because a tier that owes (see `scheduler`) admits tickets no larger than its reserve before a larger head: one for the
 tenants whose first is no larger than the reserve, one for the others.
 
-A full queue's places are shared as service is. A tenant's share of them is `places * weight / weights`, the weights being
-those of all tenants that wait. A newcomer whose tenant would still be within its share takes the place of the newest
-ticket of the tenant that is furthest above its own (`displaced`). So a flood fills no more than what others leave of
-the queue. That costs O(tenants), for such a newcomer alone.
+A full queue's places are shared as service is. A tenant's share of them is `places * weight / weights`, the weights
+being those of all tenants that wait. A newcomer whose tenant would still be within its share takes the place of the newest
+ticket of the tenant that is furthest above its own (`displaced`). So a flood fills no more of the queue than what the
+others leave. That costs O(tenants), for such a newcomer alone.
 
 A ticket that was preempted returns to the queue at V, and is older than those that start there. Its tenant was charged
 when it was first admitted. It stands in no lane.
@@ -173,7 +173,7 @@ class FairQueue:
         self.remove(ticket)
 
     def remove(self, ticket: Ticket) -> None:
-        """Takes any waiting ticket out. The entry of a first one stays in its heap until it surfaces or is swept out."""
+        """Takes any waiting ticket out. The entry of a first one stays in its heap until it surfaces or is swept."""
         self.count -= 1
         self.tokens -= ticket.tokens
         self._leave_lane(ticket)

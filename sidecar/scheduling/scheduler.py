@@ -5,10 +5,10 @@ headroom, L = floor(limit * C), each in tokens and in requests.
 
 1. Order. Four classes (`tier.Rank`): tickets of an `always_first` tier; tickets inside their tier's reserve
    (U + t <= R in both dimensions); tickets that have a turn, because their tier is below its reserve (U < R in both
-   dimensions) and owes nothing; all others. Among turns the tier whose last admission is longest ago comes first; then,
-   and in the other classes, by aged level, then by arrival. A ticket admitted by a turn that makes its tier hold x whole
-   reserves too much makes it owe: when its lease ends after a time h, the tier has no turn for x * h. While a tier owes,
-   its tickets of t <= R may go before a larger one at its head.
+   dimensions) and owes nothing; all others. Among turns the tier whose last admission is longest ago comes first;
+   then, and in the other classes, by aged level, then by arrival. A ticket admitted by a turn that makes its tier hold
+   x whole reserves too much makes it owe: when its lease ends after a time h, the tier has no turn for x * h. While a
+   tier owes, its tickets of t <= R may go before a larger one at its head.
 2. Room. A ticket t at aged level e fits when, in each dimension,
    t <= C - sum(U) - sum over tiers q more important than e, other than its own, of max(0, H_q - U_q).
    A tier with a limit is a candidate only while U + t <= L.
@@ -53,8 +53,8 @@ class Scheduler:
     """Decides which tickets are admitted. Not thread-safe; every method returns at once.
 
     `submit`, `register`, `settle`, `cancel`, `resize`, `keep` and `requeue` change what waits and what is held; none
-    admits a ticket. Call `dispatch` afterwards, and again at `next_change_us`: it returns what became a lease, in order.
-    Call `preempt` after it: it returns the leases that the engine is to release.
+    admits a ticket. Call `dispatch` afterwards, and again at `next_change_us`: it returns what became a lease, in
+    order. Call `preempt` after it: it returns the leases that the engine is to release.
     """
 
     def __init__(self, rules: PoolRules) -> None:
@@ -225,9 +225,7 @@ class Scheduler:
         """
         if not self._waiting:
             return None
-        changes = [
-            tier.owes_until_us for tier in self._tiers if tier.queue.count and tier.owes_until_us > now_us
-        ]
+        changes = [tier.owes_until_us for tier in self._tiers if tier.queue.count and tier.owes_until_us > now_us]
         heads = list(self._heads(now_us))
         changes += self._promotions_us(heads, now_us)
         if any(tier.rules.preemptible for tier in self._tiers) and self.rules.max_preemptions:
@@ -276,13 +274,14 @@ class Scheduler:
         return self._tiers[tier].queue.tokens, self._tiers[tier].queue.count
 
     def is_within_share(self, tier: int, tenant: str, weight: int, places: int, *, promised: int = 0) -> bool:
-        """Whether one more ticket of a tenant, with the places `promised` to it, is within its share of a tier's queue."""
+        """Whether one more ticket of a tenant, with the places `promised` to it, is within its share of the queue."""
         return self._tiers[tier].queue.is_within_share(tenant, weight, places, promised)
 
     def displaced(self, tier: int, tenant: str, weight: int, places: int) -> Ticket | None:
         """The ticket whose place in a full queue a newcomer within its tenant's share takes: see `fair_queue`.
 
-        Nothing changes: the caller cancels it. None where the newcomer's tenant would be above its share, or no other is.
+        Nothing changes: the caller cancels it. None where the newcomer's tenant would be above its share, or no other
+        is.
         """
         return self._tiers[tier].queue.displaced(tenant, weight, places)
 
@@ -437,7 +436,9 @@ class Scheduler:
             head = tier.queue.head()
             if head is None or level == candidate.ticket.tier or not _came_before(head, candidate.ticket):
                 continue
-            rule = Rule.LIMIT if tier.is_at_limit(head) else self._rule(candidate, _candidate(tier, head, now_us), now_us)
+            rule = (
+                Rule.LIMIT if tier.is_at_limit(head) else self._rule(candidate, _candidate(tier, head, now_us), now_us)
+            )
             passed.append((level, rule))
         return passed
 

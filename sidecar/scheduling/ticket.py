@@ -11,8 +11,8 @@ from typing import NamedTuple
 class Rule(str, Enum):
     """The rule by which a ticket was admitted before the head of another tier that had come before it.
 
-    `RESERVE`: it was inside its tier's reserve. `TURN`: its tier was below its reserve, and owed nothing. `PASSED_OVER`:
-    the other ticket was before it in order, and would not have fitted even beside the reserves alone.
+    `RESERVE`: it was inside its tier's reserve. `TURN`: its tier was below its reserve, and owed nothing.
+    `PASSED_OVER`: the other ticket was before it in order, and would not have fitted even beside the reserves alone.
     """
 
     ALWAYS_FIRST = "always_first"
@@ -31,8 +31,8 @@ class Ticket:
     `start` is its fair-queueing tag, set when it becomes the first of its tenant, and `queued` whether it still is in
     its tier's queue, `ahead` and `behind` its neighbors there among the tickets of its tenant. `preemptions` counts how
     often it gave its lease back unused and waited again; `overtaken_us` is then its first overtaking, if need be the
-    moment at which it came back. A lease was admitted at `admitted_us`; `excess` is how many whole reserves too much its
-    tier held with it, where it was admitted by a turn.
+    moment at which it came back. A lease was admitted at `admitted_us`; `excess` is how many whole reserves too much
+    its tier held with it, where it was admitted by a turn.
     """
 
     id: str

@@ -212,7 +212,9 @@ class Oracle:
         return max(level - risen, Fraction(self.policy.ceiling))
 
     def is_inside(self, request: Request) -> bool:
-        sizes = zip(self.used(request.tier), (request.tokens, request.requests), self.reserve(request.tier), strict=True)
+        sizes = zip(
+            self.used(request.tier), (request.tokens, request.requests), self.reserve(request.tier), strict=True
+        )
         return all(r is None or u + t <= r for u, t, r in sizes)
 
     def is_within_a_reserve(self, request: Request) -> bool:
@@ -404,9 +406,10 @@ class Oracle:
         found = []
         for dimension, (capacity, most) in enumerate(zip(self.policy.capacity, self.admissible(tier), strict=True)):
             reserves = [self.reserve(q)[dimension] for q in range(len(self.policy.tiers))]
+            beside = most
             if capacity is not None and reserves[tier] > 0:
-                most = min(most, max(reserves[tier], capacity - sum(reserves) + reserves[tier]))
-            found.append(most)
+                beside = min(most, max(reserves[tier], capacity - sum(reserves) + reserves[tier]))
+            found.append(beside)
         return tuple(found)
 
     def would_fit_without(self, gone: list[Request], before: list[Request], now_us: int) -> bool:
@@ -498,7 +501,9 @@ class Oracle:
 
     def _excess(self, request: Request) -> int:
         """The whole reserves too much that a turn gives, in the dimension in which they are most."""
-        sizes = zip(self.used(request.tier), (request.tokens, request.requests), self.reserve(request.tier), strict=True)
+        sizes = zip(
+            self.used(request.tier), (request.tokens, request.requests), self.reserve(request.tier), strict=True
+        )
         return min(MOST_EXCESS, max(0, *((u + t - r) // r for u, t, r in sizes if r is not None)))
 
     def _ended(self, request: Request, now_us: int) -> None:

@@ -163,7 +163,7 @@ class Alone:
         return self._scheduler.queued(level)[1] + sum(lease.ask.tier == level for lease in self._parked.values())
 
     def displaced(self, ask: Ask, places: int) -> RedisLease | None:
-        """Whose place in a full queue a newcomer takes, where its tenant is within its share: see `Scheduler.displaced`."""
+        """The lease whose place in a full queue a newcomer takes: see `Scheduler.displaced`."""
         ticket = self._scheduler.displaced(ask.tier, ask.tenant, ask.weight, places)
         return None if ticket is None else self._waiting[int(ticket.id)]
 

@@ -161,7 +161,7 @@ class WaitReply(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """What a replica is told of its own, by a reply or by a message: grants, the victims with their preemptions, and the
+    """What a replica is told of its own, by a reply or a message: grants, the victims with their preemptions, and the
     tickets that gave their place in a full queue to a tenant below its share.
     """
 
