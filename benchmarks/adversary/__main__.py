@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks.adversary import (
     batch_sizes,
+    bounds,
     dead_replica,
     disconnects,
     estimates,
@@ -35,6 +36,7 @@ ATTACKS: Mapping[str, Rows] = {
     "batch": batch_sizes.rows,
     "tenants": tenants.rows,
     "overtaking": overtaking.rows,
+    "bounds": bounds.rows,
     "disconnects": disconnects.rows,
     "prompts": prompts.rows,
     "estimates": estimates.rows,

@@ -1,8 +1,8 @@
 """One request without a key, of the largest size that is accepted, before the policy that we ship.
 
-High asks for 25% of the pool and normal for 34%, with leases of 2 to 10 s. After five minutes the one request comes,
-holds as long as the longest of theirs, and the minute after it is compared with the three before. Ten times, with
-other ordinary requests each time. In virtual time, through the real scheduler.
+High asks for its reserve, 20% of the pool, and normal for 39%, with leases of 2 to 10 s. After five minutes the one
+request comes and holds as long as the longest of theirs. The minute after it came is compared with the three before.
+Ten times, with other ordinary requests each time. In virtual time, through the real scheduler.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sidecar.policy.policy import Policy
 from sidecar.policy.rules import largest_request
 
 LONGEST_LEASE_S = 10.0
-ORDINARY = (Traffic(HIGH, 0.25), Traffic(NORMAL, 0.34))
-BEFORE_S, COMES_S, AFTER_S, END_S = 120, 300, 360, 900
+ORDINARY = (Traffic(HIGH, 0.20), Traffic(NORMAL, 0.39))
+BEFORE_S, COMES_S, AFTER_S, END_S = 120, 300, 360, 660
 TIMES = 10
 LEAST_USE, PREEMPTED_WITHIN_S = 0.9, 2.0
 CHOICES, TOKENS_EACH = 127, 60

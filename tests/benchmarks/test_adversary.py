@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
+from fractions import Fraction
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from benchmarks.adversary import batch_sizes, disconnects, largest, overtaking, prompts, store, tenants
+from benchmarks.adversary import batch_sizes, bounds, disconnects, largest, overtaking, prompts, store, tenants
 from benchmarks.adversary.__main__ import ATTACKS, play
 from benchmarks.adversary.dead_replica import divided, longest_ms
 from benchmarks.adversary.engine import Engine, prompt_tokens
@@ -18,6 +20,7 @@ from benchmarks.adversary.report import at_least, at_most
 from benchmarks.adversary.serving import Held
 from benchmarks.adversary.simulation import Overfilled, Request, Simulation, mean_of_steps, us
 from sidecar.events import StoreState
+from sidecar.policy.rules import Shares, pool_rules
 
 RULES = shipped().rules
 HALF = RULES.tokens // 2
@@ -209,3 +212,43 @@ async def test_an_attack_that_cannot_be_played_has_not_held(monkeypatch: pytest.
     (line,) = await play(["store"])
     assert line.holds is False
     assert "no engine" in line.attack
+
+
+def test_a_scheduler_that_admits_nothing_breaks_the_bounds_or_cannot_be_judged():
+    luck = random.Random(3)
+    rules = bounds.random_rules(luck)
+    flood = bounds.Flood(rules.tiers[0], 1, (1, 1), None, 10, 1.0)
+    simulation = Simulation(rules, admits_nothing())
+    watch = bounds.Watch(simulation, flood)
+    watch.start(luck)
+    simulation.run(us(1_000))
+    with pytest.raises(RuntimeError, match="still waits"):
+        watch.judge(1, bounds.Tally())
+
+
+def test_one_queue_for_all_breaks_the_bounds():
+    rules = pool_rules(tokens=1_000, requests=None, tiers=(Shares("a", Fraction(3, 10)), Shares("b", Fraction(3, 10))))
+    simulation = Simulation(rules, cast("Any", OneQueue(1_000)))
+    luck = random.Random(3)
+    watches = [
+        bounds.Watch(simulation, bounds.Flood(rules.tiers[level], 1, (200, 1), None, count, per_s))
+        for level, count, per_s in ((0, 400, 10.0), (1, 10, 0.05))
+    ]
+    for watch in watches:
+        watch.start(luck)
+    simulation.run(us(10_000))
+    tally = bounds.Tally()
+    watches[1].judge(2, tally)
+    assert tally.broken["b"]
+    assert bounds.line("b", tally).holds is False
+
+
+def test_a_bound_that_nothing_came_near_proves_nothing():
+    tally = bounds.Tally()
+    for _ in range(bounds.LEAST_CHECKED):
+        tally.note("a", 10, 100)
+    assert bounds.line("a", tally).holds is False
+    tally.note("a", 50, 100)
+    assert bounds.line("a", tally).holds is True
+    tally.note("a", 101, 100)
+    assert bounds.line("a", tally).holds is False
