@@ -33,16 +33,12 @@ class Proxy:
 
 @asynccontextmanager
 async def proxy(
-    upstream: str, policy: str, tenants: Mapping[str, str] | None = None, **variables: str
+    upstream: str, policy: str | Path, tenants: Mapping[str, str] | None = None, **variables: str
 ) -> AsyncIterator[Proxy]:
-    """Runs it with a policy of that text; `tenants` are the tenants' files by their names."""
+    """Runs it with a policy of that text, or in that folder; `tenants` are the tenants' files by their names."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "policy.yaml").write_text(policy)
-        for name, text in (tenants or {}).items():
-            path = Path(folder) / "tenants" / f"{name}.yaml"
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
-        words = ("serve", "--upstream", upstream, "--policy", folder, "--port", "0", "--admin-port", "0")
+        where = policy if isinstance(policy, Path) else _written(Path(folder), policy, tenants or {})
+        words = ("serve", "--upstream", upstream, "--policy", str(where), "--port", "0", "--admin-port", "0")
         log = Path(folder) / "log"
         with log.open("w") as stderr:
             process = start(*words, "--grace", "1s", "--log-format", "json", stderr=stderr, **variables)
@@ -53,6 +49,15 @@ async def proxy(
         finally:
             process.terminate()
             await asyncio.to_thread(process.communicate)
+
+
+def _written(folder: Path, policy: str, tenants: Mapping[str, str]) -> Path:
+    (folder / "policy.yaml").write_text(policy)
+    for name, text in tenants.items():
+        path = folder / "tenants" / f"{name}.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return folder
 
 
 def tenant_file(name: str, tier: str) -> str:
