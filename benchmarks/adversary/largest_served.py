@@ -1,6 +1,7 @@
 """The attack of `largest` once more over HTTP, in real time, with the largest size found by the answers.
 
-One run of two minutes before a real `sidecar serve`: its figures are noisier than those of `largest`, which it confirms.
+One run of two minutes before a real `sidecar serve`: its figures are noisier than those of `largest`, which it
+confirms.
 Pool use is read from `/state` four times a second. Waits are what the responses say; without one, what they are so far.
 """
 
