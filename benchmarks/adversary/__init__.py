@@ -1,0 +1,1 @@
+"""Attacks on purpose, each with the figure that was asked: `python -m benchmarks.adversary`."""

@@ -1,0 +1,254 @@
+"""The attacks' own arithmetic, and schedulers that must not pass: they admit all, or no one, or by arrival alone."""
+
+from __future__ import annotations
+
+import math
+import random
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from benchmarks.adversary import batch_sizes, bounds, disconnects, largest, overtaking, prompts, store, tenants
+from benchmarks.adversary.__main__ import ATTACKS, play
+from benchmarks.adversary.dead_replica import divided, longest_ms
+from benchmarks.adversary.engine import Engine, prompt_tokens
+from benchmarks.adversary.estimates import ratio
+from benchmarks.adversary.policies import BATCH, LOW, preempting, shipped
+from benchmarks.adversary.report import at_least, at_most
+from benchmarks.adversary.serving import Held
+from benchmarks.adversary.simulation import Overfilled, Request, Simulation, mean_of_steps, us
+from sidecar.events import StoreState
+from sidecar.policy.rules import Shares, pool_rules
+
+RULES = shipped().rules
+HALF = RULES.tokens // 2
+ENOUGH_S = 300
+"""Seconds of virtual time that are enough to see a scheduler that does nothing."""
+
+
+class OneQueue:
+    """First come, first served, whichever tier or tenant sends; `room` is how many tokens it gives away."""
+
+    def __init__(self, room: float) -> None:
+        self.room = room
+        self.waiting: dict[str, int] = {}
+        self.held: dict[str, int] = {}
+
+    def submit(self, ticket_id: str, *, tokens: int, **_: object) -> None:
+        self.waiting[ticket_id] = tokens
+
+    def dispatch(self, now_us: int) -> list[SimpleNamespace]:
+        admitted = []
+        while self.waiting and sum(self.held.values()) + next(iter(self.waiting.values())) <= self.room:
+            ticket_id = next(iter(self.waiting))
+            self.held[ticket_id] = self.waiting.pop(ticket_id)
+            admitted.append(SimpleNamespace(ticket=SimpleNamespace(id=ticket_id)))
+        return admitted
+
+    def settle(self, ticket_id: str) -> bool:
+        return self.held.pop(ticket_id, None) is not None
+
+    def cancel(self, ticket_id: str, now_us: int) -> int | None:
+        return self.waiting.pop(ticket_id, None)
+
+    def preempt(self, now_us: int) -> list[SimpleNamespace]:
+        return []
+
+    def next_change_us(self, now_us: int) -> None:
+        return None
+
+
+def one_queue() -> Any:
+    return OneQueue(RULES.tokens)
+
+
+def admits_everything() -> Any:
+    return OneQueue(math.inf)
+
+
+def admits_nothing() -> Any:
+    return OneQueue(0)
+
+
+def test_a_mean_over_time_counts_each_value_for_as_long_as_it_lasted():
+    steps = [(0, 0.0), (10, 1.0), (30, 0.5)]
+    assert mean_of_steps(steps, 0, 40) == pytest.approx((20 * 1.0 + 10 * 0.5) / 40)
+    assert mean_of_steps(steps, 20, 30) == 1.0
+    assert mean_of_steps(steps, 35, 45) == 0.5
+
+
+def test_figures_at_their_limit_are_as_asked():
+    assert at_most("a", 2.0, 2.0).holds
+    assert not at_most("a", 2.01, 2.0).holds
+    assert at_least("a", 0.9, 0.9).holds
+    assert not at_least("a", 0.89, 0.9).holds
+
+
+def test_a_simulated_request_waits_is_admitted_and_ends():
+    simulation = Simulation(RULES)
+    first = Request(BATCH, HALF, us(10))
+    second = Request(BATCH, HALF, us(10))
+    for request in (first, second):
+        simulation.send(request)
+    simulation.at(0, lambda: None)
+    simulation.run(us(60))
+    assert (first.admitted_us, second.admitted_us) == (0, us(10))
+    assert second.ended_us == us(20)
+    assert simulation.waits_s(BATCH, 0, us(60)) == [0.0, 10.0]
+    assert simulation.use.mean(0, us(40)) == pytest.approx(0.25)
+
+
+def test_a_simulated_client_that_gives_up_leaves_the_queue_and_sends_again():
+    simulation = Simulation(RULES)
+    sent: list[Request] = []
+
+    def send() -> None:
+        sent.append(Request(BATCH, HALF, us(10), patience_us=us(5), on_over=send))
+        simulation.send(sent[-1])
+
+    simulation.at(0, lambda: simulation.send(Request(BATCH, HALF, us(12))) and None)
+    simulation.at(us(1), send)
+    simulation.run(us(13))
+    assert [request.gave_up_us for request in sent] == [us(6), us(11), None]
+    assert sent[2].admitted_us == us(12)
+
+
+def test_a_simulated_request_that_is_preempted_gives_its_room_back_and_runs_later():
+    assert overtaking.preempted_after_s(shipped(preempting).rules, is_low_there=False) == pytest.approx(0.6)
+
+
+def test_a_request_larger_than_its_tier_accepts_is_no_attack():
+    assert Simulation(RULES).send(Request(BATCH, RULES.tokens, us(1))) is None
+    with pytest.raises(RuntimeError, match="not accepted"):
+        largest.attack(shipped(), Request(LOW, RULES.tokens, us(1)), 1)
+
+
+@pytest.mark.parametrize("percent", [2, 50])
+def test_a_scheduler_that_admits_everything_is_found_out(percent: int):
+    with pytest.raises(Overfilled):
+        batch_sizes.hour(RULES, percent, admits_everything(), ENOUGH_S)
+    with pytest.raises(Overfilled):
+        tenants.share(RULES, 5.0, admits_everything())
+
+
+def test_a_scheduler_that_admits_nothing_is_found_out():
+    seen = batch_sizes.hour(RULES, 2, admits_nothing(), ENOUGH_S)
+    assert batch_sizes.line(2, batch_sizes.STATED_S[2], seen).holds is False
+    assert tenants.share(RULES, None, admits_nothing()) < tenants.LEAST_SHARE
+
+
+def test_one_queue_for_all_is_found_out():
+    seen = batch_sizes.hour(RULES, 50, one_queue(), ENOUGH_S)
+    assert batch_sizes.line(50, batch_sizes.STATED_S[50], seen).holds is False
+    assert tenants.share(RULES, 5.0, one_queue()) < tenants.LEAST_SHARE
+
+
+def test_the_share_of_equal_tenants_is_a_half():
+    assert tenants.share(RULES, None) == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("peak", "holds"), [(disconnects.PLACES, True), (disconnects.PLACES + 1, False), (disconnects.PLACES - 1, False)]
+)
+def test_an_engine_that_was_never_full_was_not_attacked(peak: int, holds: bool):
+    engine = Engine()
+    engine.peak = peak
+    assert disconnects.line("vllm", 0.1, engine).holds is holds
+    assert store.judged("", [1, peak + store.PLACES - disconnects.PLACES]).holds is holds
+
+
+def test_the_engine_counts_all_that_a_model_reads():
+    assert prompt_tokens({"messages": [{"role": "user", "content": "0123 word"}]}) == 4
+    assert prompt_tokens({"messages": [{"role": "user", "content": " " * 1_000}]}) == 1
+    assert prompt_tokens({"prompt": [1, 2, 3], "input_ids": [4, 5], "max_tokens": 100}) == 5
+    assert prompt_tokens({"documents": [{"text": "0123456789"}]}) == 5
+
+
+@pytest.mark.parametrize(
+    ("held", "is_held"),
+    [(Held(3_000, 1), True), (Held(2_999, 1), False), (Held(refused=400), True), (Held(refused=502), False)],
+)
+def test_a_shape_is_held_in_full_or_refused(held: Held, is_held: bool):
+    assert prompts.SHAPES[0].is_held(held) is is_held
+
+
+def test_the_least_of_all_engines_counts():
+    found = prompts.Found(prompts.SHAPES[0], {"vllm": Held(3_100, 1), "sglang": Held(16, 1), "none": Held(refused=400)})
+    assert found.line().holds is False
+    assert found.line().figure == "16 in 1, 1 engines refuse"
+    assert prompts.summary([found]).holds is False
+    assert prompts.Found(prompts.SHAPES[0], {"vllm": Held(3_000, 1)}).line().holds
+
+
+def test_an_estimate_that_falls_is_as_bad_as_one_that_rises():
+    assert ratio(Held(1_000, 1), Held(2_000, 1)) == ratio(Held(2_000, 1), Held(1_000, 1)) == 2.0
+    with pytest.raises(RuntimeError, match="refused"):
+        ratio(Held(1_000, 1), Held(refused=400))
+
+
+def test_the_time_divided_lasts_until_the_last_one_is_back():
+    lost, back = StoreState.DIVIDED, StoreState.SHARED
+    assert divided([], 9.0) == (0, 0.0)
+    assert divided([(1.0, lost), (2.0, lost), (3.0, back), (5.0, back)], 9.0) == (2, 4.0)
+    assert divided([(1.0, lost), (2.0, lost), (3.0, back)], 9.0) == (2, 8.0)
+
+
+def test_only_scripts_count_as_long_scripts():
+    entries = [[1, 0, 25_000, ["EVALSHA", "x"]], [2, 0, 90_000, ["FLUSHALL"]]]
+    assert longest_ms(entries) == 25.0
+    assert longest_ms([]) == 0.0
+
+
+async def _breaks():
+    raise RuntimeError("no engine")
+    yield
+
+
+@pytest.mark.anyio
+async def test_an_attack_that_cannot_be_played_has_not_held(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setitem(ATTACKS, "store", _breaks)
+    (line,) = await play(["store"])
+    assert line.holds is False
+    assert "no engine" in line.attack
+
+
+def test_a_scheduler_that_admits_nothing_breaks_the_bounds_or_cannot_be_judged():
+    luck = random.Random(3)
+    rules = bounds.random_rules(luck)
+    flood = bounds.Flood(rules.tiers[0], 1, (1, 1), None, 10, 1.0)
+    simulation = Simulation(rules, admits_nothing())
+    watch = bounds.Watch(simulation, flood)
+    watch.start(luck)
+    simulation.run(us(1_000))
+    with pytest.raises(RuntimeError, match="still waits"):
+        watch.judge(1, bounds.Tally())
+
+
+def test_one_queue_for_all_breaks_the_bounds():
+    rules = pool_rules(tokens=1_000, requests=None, tiers=(Shares("a", Fraction(3, 10)), Shares("b", Fraction(3, 10))))
+    simulation = Simulation(rules, cast("Any", OneQueue(1_000)))
+    luck = random.Random(3)
+    watches = [
+        bounds.Watch(simulation, bounds.Flood(rules.tiers[level], 1, (200, 1), None, count, per_s))
+        for level, count, per_s in ((0, 400, 10.0), (1, 10, 0.05))
+    ]
+    for watch in watches:
+        watch.start(luck)
+    simulation.run(us(10_000))
+    tally = bounds.Tally()
+    watches[1].judge(2, tally)
+    assert tally.broken["b"]
+    assert bounds.line("b", tally).holds is False
+
+
+def test_a_bound_that_nothing_came_near_proves_nothing():
+    tally = bounds.Tally()
+    for _ in range(bounds.LEAST_CHECKED):
+        tally.note("a", 10, 100)
+    assert bounds.line("a", tally).holds is False
+    tally.note("a", 50, 100)
+    assert bounds.line("a", tally).holds is True
+    tally.note("a", 101, 100)
+    assert bounds.line("a", tally).holds is False
