@@ -18,9 +18,9 @@ because a tier that owes (see `scheduler`) admits tickets no larger than its res
 tenants whose first is no larger than the reserve, one for the others.
 
 A full queue's places are shared as service is. A tenant's share of them is `places * weight / weights`, the weights
-being those of all tenants that wait. A newcomer whose tenant would still be within its share takes the place of the newest
-ticket of the tenant that is furthest above its own (`displaced`). So a flood fills no more of the queue than what the
-others leave. That costs O(tenants), for such a newcomer alone.
+being those of all tenants that wait. A newcomer whose tenant would still be within its share takes the place of the
+newest ticket of the tenant that is furthest above its own (`displaced`). So a flood fills no more of the queue than
+what the others leave. That costs O(tenants), for such a newcomer alone.
 
 A ticket that was preempted returns to the queue at V, and is older than those that start there. Its tenant was charged
 when it was first admitted. It stands in no lane.
