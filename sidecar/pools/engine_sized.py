@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from sidecar.engines.reading import Gauges, Pages, Unread, read_gauges
@@ -39,6 +39,7 @@ _log = logging.getLogger("sidecar.capacity")
 class EngineSizedPool:
     """Around another pool, which it opens as soon as its size is known. See `Pool`.
 
+    `on_unfinished` is told how many requests the engine has at most, and when that was asked, by the pool's clock.
     `read_every_s` is for tests.
     """
 
@@ -58,6 +59,7 @@ class EngineSizedPool:
         self._is_held_back = False
         self._following: asyncio.Task[None] | None = None
         self._has_read = asyncio.Event()
+        self.on_unfinished: Callable[[int, int], None] | None = None
         self.now_us = pool.now_us
         self.retry_after_s = pool.retry_after_s
 
@@ -168,11 +170,14 @@ class EngineSizedPool:
         return min(self._read_every_s, CONFIRM_AFTER_S) if self._is_above_target else self._read_every_s
 
     async def _read(self) -> None:
+        asked_us = self.now_us()
         try:
             gauges = await read_gauges(self._policy.engine, self._pages)
         except Unread as error:
             self._failed(str(error))
             return
+        if self.on_unfinished is not None and gauges.unfinished is not None:
+            self.on_unfinished(gauges.unfinished, asked_us)
         self._learn(gauges)
         size, missing = self._sized(gauges)
         if size == (None, None):
