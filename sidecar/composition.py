@@ -20,7 +20,6 @@ from sidecar.asgi.proxy import ReverseProxy
 from sidecar.asgi.types import ASGIApp
 from sidecar.engines import Dialect, dialect_of
 from sidecar.engines.cautious import CautiousTensorRtLlm
-from sidecar.engines.letting_go import LETS_GO_WITHIN_S
 from sidecar.engines.reading import Pages
 from sidecar.live.lookout import Lookout
 from sidecar.policy.loading import load
@@ -85,7 +84,7 @@ class AdmissionMiddleware(Admission):
             pages = AppPages(app, engine_key)
             pool = _pool(loaded, os.environ, pages, takes_over=takes_over_pool)
             estimator = Estimator(None if loaded.tokenizer is None else TokenizerCounter(loaded.tokenizer))
-            is_shared = store_of(loaded, os.environ) is not None
+            is_shared = self._is_shared = store_of(loaded, os.environ) is not None
             is_shown = is_shown or (policy is None and _has_admin_port(os.environ))
             self.lookout = Lookout(self, loaded, pool, files, os.environ, is_shared=is_shared, is_shown=is_shown)
         except ValueError as mistake:
@@ -94,7 +93,7 @@ class AdmissionMiddleware(Admission):
             self.app, self.endpoints = FailedStart(mistake), {}
             return
         dialect = _dialect(loaded, pages) if dialect is None else dialect
-        inner = _with_lifespan(pages, pool, dialect, self.lookout, self._end_shadows)
+        inner = _with_lifespan(pages, pool, dialect, self.lookout, self._end_leases)
         if policy is None:
             inner = Mounted(
                 inner,
@@ -112,12 +111,16 @@ class AdmissionMiddleware(Admission):
             estimator=estimator,
             observer=self.lookout.observer,
             observed=self.lookout.observed,
-            lets_go_s=LETS_GO_WITHIN_S[loaded.engine] if isinstance(app, ReverseProxy) else 0.0,
+            is_proxied=isinstance(app, ReverseProxy),
             engine_key=engine_key,
         )
+        if isinstance(pool, EngineSizedPool):
+            pool.on_unfinished = self.pending_aborts.seen
 
-    async def _end_shadows(self) -> None:
+    async def _end_leases(self) -> None:
         await self.shadows.close()
+        # Other replicas of a shared pool would fill the room before the engine has it.
+        await self.pending_aborts.close(waits=self._is_shared)
 
     def change_policy(self, policy: Policy) -> None:
         """See `Door.change_policy`."""
@@ -178,10 +181,10 @@ def _dialect(policy: Policy, pages: Pages) -> Dialect:
     return dialect_of(policy.engine, policy.carrier)
 
 
-def _with_lifespan(pages: AppPages, pool: Pool, dialect: Dialect, lookout: Lookout, end_shadows: Step) -> ASGIApp:
+def _with_lifespan(pages: AppPages, pool: Pool, dialect: Dialect, lookout: Lookout, end_leases: Step) -> ASGIApp:
     """The app, with a start and an end for what has one."""
     asking = [dialect.ask] if isinstance(dialect, CautiousTensorRtLlm) else []
-    closing = [end_shadows, lookout.close, pool.close]  # what they say last is logged
+    closing = [end_leases, lookout.close, pool.close]  # what they say last is logged
     if isinstance(pool, EngineSizedPool):
         return Lifespan(pages, opening=[lookout.open], asking=[pool.open, *asking], closing=closing)
     return Lifespan(pages, opening=[pool.open, lookout.open], asking=asking, closing=closing)

@@ -59,6 +59,8 @@ class Attempt:
         if not self._has_body:
             self._has_body = True
             return await self._receive()
+        if self.is_lost:  # an engine may ask again after its request's end
+            return {"type": "http.disconnect"}
         departure = self._departure()
         while not departure.done():
             if self._preempted.done() and not self._is_kept:

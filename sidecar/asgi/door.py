@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from sidecar.asgi.observe.shadows import Shadows
+from sidecar.asgi.pending_aborts import PendingAborts
 from sidecar.asgi.rounds import Rounds
 from sidecar.asgi.ruling import ruling
 from sidecar.asgi.types import ASGIApp
@@ -27,8 +28,8 @@ OBSERVES = "mode: observe: requests pass at once, the pool shows what enforcing 
 class Door:
     """What a request needs to be admitted to an app and served by it.
 
-    `engine_key` is the engine's own API key: what goes on to it carries that one in place of the tenant's. `lets_go_s`
-    is how long the engine may run on for a request behind the end of the app's call for it.
+    `engine_key` is the engine's own API key: what goes on to it carries that one in place of the tenant's. With
+    `is_proxied` the app is a reverse proxy, and the engine is another process.
     """
 
     def __init__(
@@ -41,12 +42,13 @@ class Door:
         estimator: Estimator,
         observer: Observer | None,
         observed: ObservedObserver | None = None,
-        lets_go_s: float = 0.0,
+        is_proxied: bool = False,
         engine_key: str | None = None,
     ) -> None:
         self.app = app
         self.engine_key = None if engine_key is None else engine_key.encode("ascii")
-        self.ruling = ruling(policy, dialect, estimator, self.engine_key)
+        self._is_proxied = is_proxied
+        self.ruling = ruling(policy, dialect, estimator, self.engine_key, is_proxied=is_proxied)
         self.endpoints = self.ruling.endpoints
         self.pool = pool
         self.dialect = dialect
@@ -54,8 +56,8 @@ class Door:
         self.observer = observer
         self.observed = observed
         self.shadows = Shadows()
-        self.lets_go_s = lets_go_s
-        self.rounds = Rounds(_round_s(policy))
+        self.pending_aborts = PendingAborts(pool.now_us)
+        self.rounds = Rounds(_round_s(policy), on_armed=self.pending_aborts.follow)
         self.is_draining = False
 
     @property
@@ -73,7 +75,7 @@ class Door:
 
         `policy.replacing` says which can replace which. Raises, and nothing has changed, where this one cannot be used.
         """
-        replacing = ruling(policy, self.dialect, self.estimator, self.engine_key)
+        replacing = ruling(policy, self.dialect, self.estimator, self.engine_key, is_proxied=self._is_proxied)
         self.pool.change_policy(policy)
         self.ruling, self.endpoints = replacing, replacing.endpoints
         self.rounds.interval_s = _round_s(policy)
@@ -119,6 +121,7 @@ class Door:
             "draining": self.is_draining,
             "under_way": self.under_way,
             "shadows": len(self.shadows),
+            "aborting": self.pending_aborts.held()._asdict(),
             "pool": self.pool.state(),
         }
 

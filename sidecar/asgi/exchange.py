@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from enum import Enum
+from functools import partial
 
 from sidecar.asgi.allowances import entered, refusal_headers, used_tokens
 from sidecar.asgi.attempt import Attempt
@@ -21,9 +22,11 @@ from sidecar.asgi.body import ClientLeft, discard_body, read_body, too_late
 from sidecar.asgi.client import Client
 from sidecar.asgi.credentials import refuse_two_keys
 from sidecar.asgi.door import Door
+from sidecar.asgi.engine_call import CALL_KEY, EngineCall, given_back_anyway
 from sidecar.asgi.forwarding import forwarded_request, granted_of
 from sidecar.asgi.heading import admission_headers, early_headers
 from sidecar.asgi.naming import id_header, request_id, wait_headers
+from sidecar.asgi.pending_aborts import Held
 from sidecar.asgi.report import Report
 from sidecar.asgi.responses import send_error
 from sidecar.asgi.types import Message, Receive, Scope, Send
@@ -51,29 +54,10 @@ class Exchange:
     """One request. Made by the middleware for every request to a guarded endpoint; `run` is called once."""
 
     __slots__ = (
-        "_admitted_us",
-        "_attempt",
-        "_body",
-        "_client",
-        "_door",
-        "_endpoint",
-        "_headers",
-        "_is_preempted",
-        "_lease",
-        "_preemptions",
-        "_receive",
-        "_received_us",
-        "_report",
-        "_request_id",
-        "_ruling",
-        "_scope",
-        "_stage",
-        "_status",
-        "_task",
-        "_timed_out",
-        "_understood",
-        "_usage",
-    )
+        "_admitted_us", "_attempt", "_body", "_call", "_client", "_door", "_endpoint", "_headers", "_lease",
+        "_preempted_us", "_preemptions", "_receive", "_received_us", "_report", "_request_id", "_ruling", "_scope",
+        "_stage", "_status", "_task", "_timed_out", "_understood", "_usage",
+    )  # fmt: skip
 
     _understood: Understood
     _lease: Lease
@@ -96,7 +80,8 @@ class Exchange:
         self._status: int | None = None
         self._timed_out = False
         self._attempt: Attempt | None = None
-        self._is_preempted = False
+        self._call = EngineCall()
+        self._preempted_us: int | None = None
         self._preemptions = 0
         self._admitted_us = 0
 
@@ -274,21 +259,23 @@ class Exchange:
         if not self._ruling.is_preemptible(self._understood):
             return None
         attempt = Attempt(self._lease, self._receive_for_app, self._send_for_app, self._client.departure)
-        if self._is_preempted:
+        if self._preempted_us is not None:
             attempt.preempt()
         return attempt
 
     def _preempt(self) -> None:
         """Called by the pool: the room is wanted by a more important request."""
-        self._is_preempted = True
+        self._preempted_us = self._now_us()
         if self._attempt is not None:
             self._attempt.preempt()
 
     async def _has_left_meanwhile(self) -> bool:
-        """Returns when the engine has let go of a lost attempt: whether the client has left by then, which ends it."""
+        """Returns when the engine has aborted a lost attempt: whether the client has left by then, which ends it."""
         departure = self._client.departure()
-        if self._door.lets_go_s:
-            await asyncio.wait((departure,), timeout=self._door.lets_go_s)
+        if not departure.done():
+            aborted = asyncio.get_running_loop().create_future()
+            self._when_aborted(partial(aborted.set_result, None))
+            await asyncio.wait((departure, aborted), return_when=asyncio.FIRST_COMPLETED)
         if departure.done():
             self._settle(Outcome.CLIENT_LEFT)
         return departure.done()
@@ -296,7 +283,8 @@ class Exchange:
     async def _wait_again(self) -> Grant:
         """Gives the room back, and queues where the request had stood."""
         lease = self._lease
-        self._is_preempted, self._attempt = False, None
+        self._preempted_us = self._attempt = None
+        self._call = EngineCall()
         self._usage, self._status = UsageReader(), None
         self._preemptions += 1
         granted = lease.requeue()
@@ -309,6 +297,7 @@ class Exchange:
         has_begun, traced = self._client.kept_alive is not None, self._report.headers()
         request = forwarded_request(self._scope, self._endpoint, self._understood, forward, traced, has_begun=has_begun)
         request.scope[SCOPE_KEY] = granted
+        request.scope[CALL_KEY] = self._call
         self._body = request.body
         return request.scope
 
@@ -327,9 +316,12 @@ class Exchange:
             self._read_response(message.get("body", b""))
             # Servers say `http.disconnect` behind a complete response, too: only one from before is a departure.
             outcome = Outcome.COMPLETED if self._client.left_us is None else Outcome.CLIENT_LEFT
+            if message.get("more_body", False):
+                await self._client.send(message)
+                return
+            self._call.answered()
             await self._client.send(message)
-            if not message.get("more_body", False):
-                self._settle(outcome)
+            self._settle(outcome)
             return
         if kind == "http.response.start":
             self._status = message["status"]
@@ -347,12 +339,18 @@ class Exchange:
     # -- the end
 
     def _settle(self, outcome: Outcome, error: str | None = None) -> None:
-        """Gives the lease back and says what it cost, the first time it is called."""
-        understood, usage = self._understood, self._usage
-        used, is_known = used_tokens(usage, understood.prompt_tokens, self._status)
-        if not self._lease.settle(used if is_known else None):
+        """Gives the lease back, as soon as the engine has released it, and says what it cost. The first call counts."""
+        if self._stage is not Stage.RUNNING:
             return
         self._stage = Stage.OVER
+        understood, usage = self._understood, self._usage
+        used, is_known = used_tokens(usage, understood.prompt_tokens, self._status)
+        give_back = partial(self._lease.settle, used if is_known else None)
+        if self._call.may_run:
+            self._lease.on_preempt = given_back_anyway(self._lease.on_preempt)
+            self._when_aborted(give_back)
+        else:
+            give_back()
         if outcome is Outcome.FAILED and self._client.left_us is not None:
             outcome, error = Outcome.CLIENT_LEFT, None  # whatever the app makes of it, that was why
         if usage.input_tokens is not None:
@@ -362,6 +360,16 @@ class Exchange:
             status=self._status,
             used=(used, usage.input_tokens, usage.output_tokens),
             error=error,
+        )
+
+    def _when_aborted(self, release: Callable[[], object]) -> None:
+        """Calls `release` when the engine has aborted what it computed for this request."""
+        is_lost = self._attempt is not None and self._attempt.is_lost
+        disconnected_us = self._preempted_us if is_lost else self._client.left_us
+        due_us = self._ruling.abort_latency.due_us(self._now_us(), disconnected_us)
+        understood = self._understood
+        self._call.when_aborted(
+            release, self._door.pending_aborts, due_us, Held(understood.requests, understood.tokens)
         )
 
     def _end(self) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import aiohttp
 from multidict import CIMultiDict
 
+from sidecar.asgi.engine_call import CALL_KEY
 from sidecar.asgi.hop import can_be_written, declared_length, forwarded_headers, returned_headers, target
 from sidecar.asgi.pages import OWN
 from sidecar.asgi.responses import send_error, speaks_anthropic
@@ -87,7 +88,7 @@ class ReverseProxy:
 class _Forwarding:
     """One request. Runs in the server's own task; a second, small one waits for the client to leave."""
 
-    __slots__ = ("_client_left", "_proxy", "_receive", "_scope", "_send", "_task", "_watcher")
+    __slots__ = ("_client_left", "_proxy", "_receive", "_scope", "_send", "_task", "_was_sent", "_watcher")
 
     def __init__(self, proxy: ReverseProxy, scope: Scope, receive: Receive, send: Send) -> None:
         self._proxy = proxy
@@ -97,6 +98,7 @@ class _Forwarding:
         self._task: asyncio.Task[Any] | None = asyncio.current_task()
         self._watcher: asyncio.Task[None] | None = None
         self._client_left = False
+        self._was_sent = True
 
     async def run(self) -> None:
         """Forwards the request and relays the response. Raises ResponseCut when the engine broke off in between."""
@@ -104,6 +106,8 @@ class _Forwarding:
             await self._forward()
         except AdmissionError as error:
             self._stop_watching()
+            if (call := self._scope.get(CALL_KEY)) is not None:
+                call.answered_by_proxy(was_sent=self._was_sent)
             await send_error(self._send, error, anthropic=speaks_anthropic(self._scope["path"]))
         except asyncio.CancelledError:
             if not self._is_our_own_cancellation():
@@ -128,10 +132,12 @@ class _Forwarding:
         try:
             response = await self._request(first)
         except aiohttp.ConnectionTimeoutError as error:
+            self._was_sent = False
             raise self._unreachable("it took too long to connect", error) from None
         except (aiohttp.ServerTimeoutError, asyncio.TimeoutError):
             raise EngineTimeout("the engine did not answer in time") from None
         except aiohttp.ClientConnectorError as error:
+            self._was_sent = False
             raise self._unreachable("no connection to it", error) from None
         except aiohttp.ClientConnectionError as error:
             raise self._unreachable("it closed the connection before it answered", error) from None
@@ -139,6 +145,7 @@ class _Forwarding:
             raise self._unreachable("its answer is not HTTP", error) from None
         except ValueError as error:
             # A header that the server let through and that aiohttp will not write.
+            self._was_sent = False
             raise InvalidHeader(f"the request cannot be forwarded: {error}") from None
         if not 200 <= response.status <= 599:
             response.close()

@@ -7,6 +7,7 @@ or hangs up on an app that does not listen) that hardly any request needs.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -17,11 +18,19 @@ class Visited(Protocol):
         """Called every interval, on the event loop. Must not block."""
 
 
-class Rounds:
-    """Everything that is under way. The timer runs only while there is something to visit."""
+def _nothing() -> None:
+    pass
 
-    def __init__(self, interval_s: float) -> None:
+
+class Rounds:
+    """Everything that is under way. The timer runs only while there is something to visit.
+
+    `on_armed` is called whenever the timer begins anew, on its event loop.
+    """
+
+    def __init__(self, interval_s: float, on_armed: Callable[[], None] = _nothing) -> None:
         self.interval_s = interval_s
+        self._on_armed = on_armed
         self._visited: set[Visited] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -53,6 +62,7 @@ class Rounds:
     def _arm(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(self.interval_s, self._visit)
+        self._on_armed()
 
     def _visit(self) -> None:
         self._timer = None

@@ -11,19 +11,24 @@ from dataclasses import dataclass
 from sidecar.asgi.understanding import Intake, Understood, longest_wait_s
 from sidecar.classify import Classifier
 from sidecar.engines import Dialect
+from sidecar.engines.abort_latency import AbortLatency, abort_latency
 from sidecar.policy.policy import Endpoint, Policy
 from sidecar.tokens import Estimator
 
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """A policy, ready for requests. `priorities` are what the engine is told, `tier_names` header values, by level."""
+    """A policy, ready for requests. `priorities` are what the engine is told, `tier_names` header values, by level.
+
+    `abort_latency` is how long the engine computes on for a request that it did not answer to the end.
+    """
 
     policy: Policy
     endpoints: Mapping[str, Endpoint]
     intake: Intake
     priorities: tuple[int | float, ...]
     tier_names: tuple[bytes, ...]
+    abort_latency: AbortLatency
 
     def longest_wait_s(self, understood: Understood) -> float | None:
         """The longest wait of a request at its tier, in seconds. Raises InvalidHeader for what is no duration."""
@@ -34,8 +39,12 @@ class Ruling:
         return self.policy.rules.is_preemptible(understood.classification.level)
 
 
-def ruling(policy: Policy, dialect: Dialect, estimator: Estimator, engine_key: bytes | None) -> Ruling:
+def ruling(
+    policy: Policy, dialect: Dialect, estimator: Estimator, engine_key: bytes | None, *, is_proxied: bool = False
+) -> Ruling:
     """The ruling by a policy. `engine_key` goes on to the engine in place of the tenant's.
+
+    `is_proxied`: the app is a reverse proxy, and the engine is another process.
 
     Whatever can be wrong with the policy raises here, before any request has seen it.
     """
@@ -45,4 +54,5 @@ def ruling(policy: Policy, dialect: Dialect, estimator: Estimator, engine_key: b
         intake=Intake(policy, Classifier(policy, dialect), estimator, engine_key),
         priorities=tuple(dialect.priority(tier.level, len(policy.tiers)) for tier in policy.tiers),
         tier_names=tuple(tier.name.encode() for tier in policy.tiers),
+        abort_latency=abort_latency(dialect, policy.abort_latency_s, is_proxied=is_proxied),
     )

@@ -45,17 +45,21 @@ class Understood(msgspec.Struct):
     api: Api
     output_cap: int | None = None
 
+    @property
+    def requests(self) -> int:
+        """What it will hold beside its tokens: a sequence for every choice of every prompt."""
+        return self.payload.prompts * self.payload.choices
+
     def ask(self) -> Ask:
-        """What it asks of the pool: a sequence for every choice of every prompt."""
-        tenant, payload = self.classification.tenant, self.payload
-        level, requests = self.classification.level, payload.prompts * payload.choices
+        """What it asks of the pool."""
+        tenant, level = self.classification.tenant, self.classification.level
         is_counted = tenant.limits.are_counted
         return Ask(
             level,
             tenant.name,
             tenant.weight,
             self.tokens,
-            requests,
+            self.requests,
             request=_told_from_others(tenant.name, self.body),
             attempt=_attempt(self.headers),
             limits=tenant.limits if is_counted else None,

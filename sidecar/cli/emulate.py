@@ -33,6 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--output-tokens", type=int, default=64, help="for requests without a maximum (default: %(default)s)")
     add("--tokens-per-chunk", type=int, default=1, help="coalesce streams (default: %(default)s)")
     add("--context-tokens", type=int, default=131_072, help="longest prompt and output (default: %(default)s)")
+    add("--abort-latency", type=_seconds, default=0.0, metavar="TIME", help="how late it notices a disconnect, e.g. 4s")
     add("--model", default="emulated", help="name of the served model (default: %(default)s)")
     add("--no-priority-field", action="store_true", help="a TensorRT-LLM from before the field: answers it with 400")
     add("--header-overrides", action="store_true", help="SGLang: honor x-override-priority")
@@ -88,7 +89,17 @@ def _config(args: argparse.Namespace) -> EmulatorConfig:
         header_overrides=args.header_overrides,
         default_priority=args.default_priority,
         low_values_first=args.low_values_first,
+        abort_latency_s=args.abort_latency,
     )
+
+
+def _seconds(text: str) -> float:
+    from sidecar.policy import units
+
+    try:
+        return float(units.duration_s(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _listen(host: str, port: int) -> socket.socket:

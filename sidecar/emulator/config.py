@@ -26,7 +26,8 @@ class EmulatorConfig:
     `priority_field` False is a TensorRT-LLM from before the field, which refuses it. `header_overrides` is SGLang's
     SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES, `default_priority` its --default-priority-value, `low_values_first` its
     --schedule-low-priority-values-first. `lists_workers` False is a Dynamo from 1.7 on, whose /health lists no workers:
-    its /metrics has the state of each.
+    its /metrics has the state of each. `abort_latency_s` is how long the engine computes on after its client's
+    disconnect.
     """
 
     engine: EngineName
@@ -42,12 +43,15 @@ class EmulatorConfig:
     default_priority: int | None = None
     low_values_first: bool = False
     lists_workers: bool = True
+    abort_latency_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.engine is EngineName.NONE:
             raise ValueError("choose an engine to emulate: tensorrt-llm, vllm, sglang or dynamo")
         if self.max_queued is not None and self.max_queued < 0:
             raise ValueError("max_queued must not be negative; None is unbounded")
+        if self.abort_latency_s < 0:
+            raise ValueError("abort_latency_s must not be negative; 0 aborts at once")
         if min(self.output_tokens, self.context_tokens, self.tokens_per_chunk) < 1:
             raise ValueError("output_tokens, context_tokens and tokens_per_chunk must be at least 1")
 

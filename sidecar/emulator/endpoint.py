@@ -54,7 +54,7 @@ class Endpoint:
             await self._answer(generation, scope, receive, send)
         finally:
             watcher.cancel()
-            self.engine.abort(generation)
+            self.engine.abort_late(generation)
 
     def _submit(self, raw: bytes, headers: Mapping[str, str]) -> Generation:
         """Everything between a body and a place in the queue. Raises Refusal."""
@@ -74,7 +74,7 @@ class Endpoint:
     async def _watch(self, receive: Receive, generation: Generation) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.engine.abort(generation)
+        self.engine.abort_late(generation)
 
     async def _answer(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:
         created = int(time.time())

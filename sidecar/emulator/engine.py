@@ -37,7 +37,8 @@ class Load:
 class Engine:
     """The state that every endpoint shares. Needs a running event loop only to submit.
 
-    `finished`, `aborted` and `refused` count requests; `running` and `waiting` count sequences.
+    `finished`, `aborted` and `refused` count requests, `peak` the most that were in it at once; `running` and `waiting`
+    count sequences.
     """
 
     def __init__(self, config: EmulatorConfig, dialect: Dialect) -> None:
@@ -48,6 +49,7 @@ class Engine:
         self.finished = 0
         self.aborted = 0
         self.refused = 0
+        self.peak = 0
         self.generated_tokens = 0
         self.queue_time_s = Histogram(QUEUE_TIME_BOUNDS_S)
         self.log: deque[Served] = deque(maxlen=LOG_LENGTH)
@@ -100,6 +102,7 @@ class Engine:
         if not self._make_room(generation):
             return self._turn_away(generation)
         self._open[generation] = None
+        self.peak = max(self.peak, len(self._open))
         for choice in generation.choices:
             self.queue.push(choice, rank, generation.arrival_s)
         if self._task is None:
@@ -112,6 +115,16 @@ class Engine:
             self.aborted += 1
             self._drop(generation)
             generation.end()
+
+    def abort_late(self, generation: Generation) -> None:
+        """The client left: the same as `abort`, as late as this engine notices. Later calls change nothing."""
+        if generation.over or generation.is_deserted:
+            return
+        generation.desert()
+        if self.config.abort_latency_s:
+            asyncio.get_running_loop().call_later(self.config.abort_latency_s, self.abort, generation)
+        else:
+            self.abort(generation)
 
     async def stop(self) -> None:
         """Aborts what is left and ends the task."""

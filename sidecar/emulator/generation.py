@@ -55,12 +55,13 @@ class Choice(Sequence):
 class Generation:
     """All choices of one request. The engine produces, one task waits for the product.
 
-    `over` once nothing more will come; `refusal` says why where the engine threw the request out.
+    `over` once nothing more will come; `refusal` says why where the engine threw the request out. `is_deserted` once no
+    client reads it.
     """
 
     __slots__ = (
-        "_waiter", "admitted_s", "arrival_s", "ask", "choices", "first_token_s", "fresh", "over", "rank", "refusal",
-        "remaining", "request_id", "tokens_per_chunk",
+        "_waiter", "admitted_s", "arrival_s", "ask", "choices", "first_token_s", "fresh", "is_deserted", "over", "rank",
+        "refusal", "remaining", "request_id", "tokens_per_chunk",
     )  # fmt: skip
 
     def __init__(
@@ -77,7 +78,7 @@ class Generation:
         self.fresh: list[Choice] = []
         self.first_token_s: float | None = None
         self.admitted_s: float | None = None
-        self.over = False
+        self.over = self.is_deserted = False
         self.refusal: Refusal | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -88,7 +89,7 @@ class Generation:
 
     def emit(self, choice: Choice) -> None:
         """Called for every token: wakes a stream when a chunk is due. Others wake at their end."""
-        if self.ask.stream and choice.due():
+        if self.ask.stream and not self.is_deserted and choice.due():
             self.fresh.append(choice)
             self._wake()
 
@@ -98,9 +99,15 @@ class Generation:
         self.refusal = refusal
         self._wake()
 
+    def desert(self) -> None:
+        """No client reads it any more; the engine may go on."""
+        self.is_deserted = True
+        self.fresh = []
+        self._wake()
+
     async def ready(self) -> None:
-        """Waits until there is something to write, or it is over."""
-        if not self.fresh and not self.over:
+        """Waits until there is something to write, or nothing will be written any more."""
+        if not self.fresh and not self.over and not self.is_deserted:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 

@@ -60,6 +60,11 @@ class Dialect(Protocol):
 
     more_important_is_higher: ClassVar[bool]
 
+    abort_latency_s: ClassVar[float]
+    """The longest that the engine computes on for a request after its connection is closed, in seconds."""
+    aborts_in_its_call: ClassVar[bool]
+    """Whether the engine's own app, mounted in this process, ends its call for a request after the abort only."""
+
     def priority(self, level: int, levels: int) -> Priority:
         """The engine's value for a level of a ladder of `levels` tiers; 0 is the most important level."""
 

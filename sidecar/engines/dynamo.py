@@ -23,6 +23,11 @@ class Dynamo:
     """0 for the last tier (the router takes negative values as 0), 5 seconds more for each above it."""
 
     more_important_is_higher: ClassVar[bool] = True
+    abort_latency_s: ClassVar[float] = 0.25
+    """The frontend cancels the request's context when the connection closes, and the worker aborts. Not for a request
+    that a disaggregated worker decodes: it aborts with the first token."""
+    aborts_in_its_call: ClassVar[bool] = False
+    """The frontend is not Python: it is never mounted."""
 
     def priority(self, level: int, levels: int) -> Priority:
         """See `Dialect.priority`."""

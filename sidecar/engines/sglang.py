@@ -36,6 +36,12 @@ class Sglang:
     """0 for the last tier, 2 more for each above it."""
 
     more_important_is_higher: ClassVar[bool] = True
+    abort_latency_s: ClassVar[float] = 4.5
+    """The server asks for a disconnect every SGLANG_REQUEST_STATE_WAIT_TIMEOUT seconds, 4 as shipped
+    (`tokenizer_manager.py`: `_wait_one_response`); a stream's abort task waits for 2 s (`create_abort_task`). Then the
+    engine ends the step that it computes."""
+    aborts_in_its_call: ClassVar[bool] = False
+    """A stream's abort task is a background task, which some servers do not run after a disconnect."""
 
     def __init__(self, carrier: Carrier | None = None) -> None:
         self._by_header = default_carrier(carrier, Carrier.BODY) is Carrier.HEADER

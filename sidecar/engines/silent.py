@@ -14,6 +14,10 @@ class Silent:
     """`engine: none`. The app still finds the level in the request's scope."""
 
     more_important_is_higher: ClassVar[bool] = False
+    abort_latency_s: ClassVar[float] = 4.5
+    """Not known: that of the slowest engine that is."""
+    aborts_in_its_call: ClassVar[bool] = True
+    """An app that is mounted is its own engine: the end of its call is all that says when it has ended its work."""
 
     def priority(self, level: int, levels: int) -> Priority:  # noqa: ARG002  # the level speaks for itself
         """See `Dialect.priority`."""

@@ -32,6 +32,11 @@ class TensorRtLlm:
     """The whole range is used: 1.0 for the most important tier, 0.0 for the last. Equal tiers stay exact ties: FIFO."""
 
     more_important_is_higher: ClassVar[bool] = True
+    abort_latency_s: ClassVar[float] = 1.25
+    """The server asks for a disconnect once a second (`openai_server.py`: `await_disconnected`); then the engine ends
+    the step that it computes."""
+    aborts_in_its_call: ClassVar[bool] = False
+    """A stream's call ends with the disconnect; the task that aborts it is another, and asks up to a second later."""
 
     def __init__(self, route: Route = Route.BODY) -> None:
         self._route = route

@@ -70,7 +70,11 @@ class Lookout:
         )
         generations = Generations()
         sampler = PoolSampler(
-            pool, lambda: self._policy, self._rejections, lambda: generations.count(self._policy.generation)
+            pool,
+            lambda: self._policy,
+            self._rejections,
+            lambda: generations.count(self._policy.generation),
+            lambda: door.pending_aborts.held(),  # noqa: PLW0108  # the controller has them later
         )
         self._gauges = PoolMetrics(policy.pool, sampler)  # told for as long as it lives
         # In a shared pool the pages of other replicas show what this one tells.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sidecar.events import Received
@@ -21,7 +22,8 @@ class PoolSampler:
     """Takes a `PoolSample` in the event loop that the pool lives in, whoever asks. It is `metrics.Sample`.
 
     It is also a `Listener` to requests, which is how it knows the loop. `policy` is the one in force, `rejected` how
-    many changed ones could not be used so far, `generations` how many different ones the pool's replicas run.
+    many changed ones could not be used so far, `generations` how many different ones the pool's replicas run,
+    `aborting` the requests and tokens that are held for requests that have ended.
     """
 
     def __init__(
@@ -30,11 +32,13 @@ class PoolSampler:
         policy: Callable[[], Policy],
         rejected: Callable[[], int] = lambda: 0,
         generations: Callable[[], int] = lambda: 1,
+        aborting: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
         self._pool = pool
         self._policy = policy
         self._rejected = rejected
         self._generations = generations
+        self._aborting = aborting
         self._loop: asyncio.AbstractEventLoop | None = None
         self._latest: PoolSample | None = None
 
@@ -62,7 +66,9 @@ class PoolSampler:
 
     def _take(self) -> PoolSample:
         policy, state = self._policy(), self._pool.state()
-        self._latest = pool_sample(policy, state, self._pool.oldest(), self._rejected(), self._generations())
+        sample = pool_sample(policy, state, self._pool.oldest(), self._rejected(), self._generations())
+        requests, tokens = self._aborting()
+        self._latest = replace(sample, aborting_requests=requests, aborting_tokens=tokens)
         return self._latest
 
 

@@ -259,6 +259,12 @@ class PoolFile(FileModel):
     disconnect_grace: of.Duration = _default(
         "2s", description="How long the engine may take to notice that a client left, before its tokens are given back."
     )
+    abort_latency: of.Duration | None = Field(
+        None,
+        description="How long the engine may compute on for a request after its client's disconnect: so long it keeps "
+        "its room. Default: the engine's own.",
+        examples=["4s"],
+    )
     tokenizer: of.ExistingFile | None = Field(
         None, description="A tokenizer.json, relative to this file, to count prompts exactly. Default: bytes / 4."
     )

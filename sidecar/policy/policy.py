@@ -152,7 +152,8 @@ class Policy:
     `engine_capacity` is None where the policy itself says how large the pool is; otherwise the pool's size is what the
     engine says, and `rules` bound only what the policy does: `rules_of` gives the rules of a size. `keep_alive_s` is
     how often a streaming client that queues is sent a comment, None for never. With `forward_key` the tenant's key
-    reaches the engine, too.
+    reaches the engine, too. `abort_latency_s` is how long the engine may compute on after a disconnect, None for the
+    engine's own figure.
     """
 
     rules: PoolRules
@@ -179,6 +180,7 @@ class Policy:
     mode: Mode = Mode.ENFORCE
     keep_alive_s: float | None = None
     forward_key: bool = False
+    abort_latency_s: float | None = None
 
     def rules_of(self, tokens: int | None, requests: int | None) -> PoolRules:
         """The same tiers' rules in a pool of another size. None is unbounded."""

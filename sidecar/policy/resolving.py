@@ -42,6 +42,7 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
         mode=pool.mode,
         keep_alive_s=_seconds(pool.keep_alive),
         forward_key=pool.forward_key,
+        abort_latency_s=_seconds(pool.abort_latency),
     )
 
 

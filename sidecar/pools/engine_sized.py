@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from sidecar.engines.reading import Gauges, Pages, Unread, followed, read_gauges
@@ -30,6 +30,8 @@ READ_EVERY_S = 1.0
 CONFIRM_AFTER_S = 0.1
 """An engine's step, in which it takes in what has just arrived, is a fraction of this."""
 READ_WHILE_HELD_BACK_S = 0.25
+LONGEST_STEP_US = 900_000
+"""No step of an engine is as long; the engine is read about so often."""
 HELD_BACK_S = 3.0
 """For so long a figure counts that is not read again: a few times what one reading may take."""
 
@@ -39,6 +41,7 @@ _log = logging.getLogger("sidecar.capacity")
 class EngineSizedPool:
     """Around another pool, which it opens as soon as its size is known. See `Pool`.
 
+    `on_unfinished` is told how many requests the engine has at most, and when that was asked, by the pool's clock.
     `read_every_s` is for tests.
     """
 
@@ -58,6 +61,8 @@ class EngineSizedPool:
         self._is_held_back = False
         self._following: asyncio.Task[None] | None = None
         self._has_read = asyncio.Event()
+        self._unfinished: tuple[int, int] | None = None
+        self.on_unfinished: Callable[[int, int], None] | None = None
         self.now_us = pool.now_us
         self.retry_after_s = pool.retry_after_s
 
@@ -168,11 +173,13 @@ class EngineSizedPool:
         return min(self._read_every_s, CONFIRM_AFTER_S) if self._is_above_target else self._read_every_s
 
     async def _read(self) -> None:
+        asked_us = self.now_us()
         try:
             gauges = await read_gauges(self._policy.engine, self._pages)
         except Unread as error:
             self._failed(str(error))
             return
+        self._tell_unfinished(gauges.unfinished, asked_us)
         self._learn(gauges)
         size, missing = self._sized(gauges)
         if size == (None, None):
@@ -185,6 +192,16 @@ class EngineSizedPool:
         else:
             self._failed(missing)
         self._heed(gauges)
+
+    def _tell_unfinished(self, unfinished: int | None, asked_us: int) -> None:
+        """Adds two readings up: each may leave out requests that the engine's present step computes."""
+        before = self._unfinished
+        if unfinished is None:
+            self._unfinished = None
+        elif before is None or asked_us - before[1] >= LONGEST_STEP_US:
+            self._unfinished = (unfinished, asked_us)
+            if before is not None and self.on_unfinished is not None:
+                self.on_unfinished(before[0] + unfinished, before[1])
 
     def _learn(self, gauges: Gauges) -> None:
         """Notes how many ran while more waited than should, for more than a moment: the engine takes no more."""

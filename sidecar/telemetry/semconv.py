@@ -99,6 +99,8 @@ SLO_QUEUE_WAIT: Final = "admission.slo.queue_wait"
 SLO_STARVATION: Final = "admission.slo.starvation"
 POLICY_INFO: Final = "admission.policy.info"
 POLICY_REJECTED: Final = "admission.policy.rejected"
+ABORTING_REQUESTS: Final = "admission.aborting.requests"
+ABORTING_TOKENS: Final = "admission.aborting.tokens"
 REPLICAS: Final = "admission.replicas"
 GENERATIONS: Final = "admission.policy.generations"
 

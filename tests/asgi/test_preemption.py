@@ -224,31 +224,31 @@ async def test_what_a_stopped_app_says_is_for_nobody(tmp_path: Any, says: str) -
 
 async def test_the_room_is_free_only_when_the_engine_has_let_go(tmp_path: Any) -> None:
     engine = Engine()
-    async with guarding(engine, rules(tmp_path)) as guarded:
-        guarded.door.lets_go_s = 0.3
+    async with guarding(engine, rules(tmp_path, more="abort_latency: 300ms")) as guarded:
         batch = await running(guarded, engine)
+        told_s = time.monotonic() + PREEMPT_AFTER_S
         critical = asyncio.create_task(guarded.ask(None, CRITICAL))
         while not engine.stopped:  # noqa: ASYNC110  # the app has no event for it
             await asyncio.sleep(0.001)
-        stopped_s = time.monotonic()
         assert guarded.leases == 1
         await critical
-        assert time.monotonic() - stopped_s >= 0.29
+        assert time.monotonic() - told_s >= 0.3
         engine.may_end.set()
         assert (await batch).status == 200
 
 
 async def test_a_client_that_leaves_while_its_engine_lets_go_is_gone_for_good(tmp_path: Any) -> None:
     engine = Engine()
-    async with guarding(engine, rules(tmp_path)) as guarded:
-        guarded.door.lets_go_s = 5.0
+    async with guarding(engine, rules(tmp_path, more="abort_latency: 600ms")) as guarded:
         async with connected(guarded.port) as (_, writer):
             writer.write(post(CHAT, json.dumps(chat()).encode()))
             await asyncio.wait_for(engine.has_begun.wait(), 5)
+            told_s = time.monotonic() + PREEMPT_AFTER_S
             critical = asyncio.create_task(guarded.ask(None, CRITICAL))
             while not engine.stopped:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-        assert (await critical).status == 200  # at once: whoever left holds nothing
+        assert (await critical).status == 200
+        assert time.monotonic() - told_s >= 0.6  # the client's leaving changes nothing for the engine
     assert engine.tiers == ["batch", "critical"]
     end = guarded.recorder.stories[0].end
     assert isinstance(end, Settled)
@@ -330,8 +330,7 @@ async def test_a_stream_that_is_preempted_hears_comments_while_it_waits_again(tm
 
 async def test_a_server_that_stops_leaves_nothing_of_a_lost_attempt(tmp_path: Any) -> None:
     engine = Engine()
-    async with guarding(engine, rules(tmp_path)) as guarded:
-        guarded.door.lets_go_s = 30.0
+    async with guarding(engine, rules(tmp_path, more="abort_latency: 30s")) as guarded:
         async with connected(guarded.port) as (_, writer):
             writer.write(post(CHAT, json.dumps(chat()).encode()))
             await asyncio.wait_for(engine.has_begun.wait(), 5)
@@ -342,6 +341,8 @@ async def test_a_server_that_stops_leaves_nothing_of_a_lost_attempt(tmp_path: An
             for task in list(guarded.served.server.server_state.tasks):
                 task.cancel()
             await asyncio.gather(critical, return_exceptions=True)
+        assert guarded.leases == 1
+        await guarded.door.pending_aborts.close(waits=False)
     assert guarded.leases == 0
 
 

@@ -60,6 +60,7 @@ def written(folder: Path, pool: str = BASE, **tenants: str) -> Policy:
         ("default_tier: batch", "default_tier: high", "default_tier batch -> high"),
         ("engine: none", "engine: none\nmode: observe", "mode enforce -> observe"),
         ("engine: none", "engine: none\nkeep_alive: 15s", "keep_alive none -> 15s"),
+        ("engine: none", "engine: none\nabort_latency: 4s", "abort_latency none -> 4s"),
         ("engine: none", "engine: none\nmax_preemptions: 1", "max_preemptions 2 -> 1"),
         ("engine: none", "engine: none\nmax_body: 1MiB", "max_body 8,388,608 -> 1,048,576"),
         ("engine: none", "engine: none\nsources: [key]", "sources body, header, endpoint, key -> key"),

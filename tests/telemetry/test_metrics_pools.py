@@ -27,7 +27,16 @@ HIGH = TierSample(
     slo_queue_wait_s=2.0,
     slo_starvation_s=1800.0,
 )
-BOUNDED = PoolSample([HIGH], "abc123", capacity_tokens=100_000, capacity_requests=64, replicas=3, policies_rejected=2)
+BOUNDED = PoolSample(
+    [HIGH],
+    "abc123",
+    capacity_tokens=100_000,
+    capacity_requests=64,
+    replicas=3,
+    policies_rejected=2,
+    aborting_requests=12,
+    aborting_tokens=1300,
+)
 UNBOUNDED = PoolSample([TierSample("high")], "abc123")
 
 OF_TIERS = {
@@ -47,7 +56,14 @@ OF_TIERS = {
     "slo.queue_wait": 2.0,
     "slo.starvation": 1800.0,
 }
-OF_POOL = {"capacity.tokens": 100_000, "capacity.requests": 64, "replicas": 3, "policy.rejected": 2}
+OF_POOL = {
+    "capacity.tokens": 100_000,
+    "capacity.requests": 64,
+    "aborting.requests": 12,
+    "aborting.tokens": 1300,
+    "replicas": 3,
+    "policy.rejected": 2,
+}
 
 
 @pytest.fixture

@@ -12,12 +12,14 @@ class Gauges:
     """What changes: `kv_tokens` and `max_running` are what it holds at once, `running` and `waiting` are its requests.
 
     All of one engine: the sum of its data-parallel ranks. `waiting` counts what is queued inside the engine.
+    `unfinished` is the most requests that it may have now; None where its figures may stand still, or leave some out.
     """
 
     kv_tokens: int | None = None
     max_running: int | None = None
     running: int | None = None
     waiting: int | None = None
+    unfinished: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

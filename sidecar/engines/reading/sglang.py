@@ -19,11 +19,15 @@ async def gauges(pages: Pages) -> Gauges:
     info = mapping(await read_json(pages, SERVER_INFO))
     ranks = mappings(info.get("internal_states"))
     loads = mappings((await find_json(pages, LOADS)).get("loads"))
+    running = total([_count(load.get("num_running_reqs")) for load in loads])
+    waiting = total([_count(load.get("num_waiting_reqs")) for load in loads])
     return Gauges(
         kv_tokens=total([positive(mapping(rank.get("memory_usage")).get("token_capacity")) for rank in ranks]),
         max_running=total([positive(rank.get("effective_max_running_requests_per_dp")) for rank in ranks]),
-        running=total([_count(load.get("num_running_reqs")) for load in loads]),
-        waiting=total([_count(load.get("num_waiting_reqs")) for load in loads]),
+        running=running,
+        waiting=waiting,
+        # A rank counts the prompt that it computes in chunks neither here nor there.
+        unfinished=total([running, waiting, len(loads)]),
     )
 
 

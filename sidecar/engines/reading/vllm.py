@@ -26,11 +26,13 @@ async def gauges(pages: Pages) -> Gauges:
     settings, _ = await _settings(pages)
     ranks = positive(mapping(settings.get("parallel_config")).get("data_parallel_size")) or 1
     most = positive(mapping(settings.get("scheduler_config")).get("max_num_seqs"))
+    running, waiting = metrics.count("vllm:num_requests_running"), metrics.count("vllm:num_requests_waiting")
     return Gauges(
         kv_tokens=total([_kv_tokens(sample) for sample in metrics.samples("vllm:cache_config_info")]),
         max_running=None if most is None else most * ranks,
-        running=metrics.count("vllm:num_requests_running"),
-        waiting=metrics.count("vllm:num_requests_waiting"),
+        running=running,
+        waiting=waiting,
+        unfinished=total([running, waiting]),
     )
 
 

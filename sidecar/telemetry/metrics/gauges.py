@@ -85,6 +85,14 @@ POOL_GAUGES = (
     PoolGauge(
         semconv.CAPACITY_REQUESTS, REQUESTS, "Requests that the pool has room for.", lambda pool: pool.capacity_requests
     ),
+    PoolGauge(
+        semconv.ABORTING_REQUESTS,
+        REQUESTS,
+        "Requests held by leases of this process whose requests have ended before their answer, until the engine has "
+        "aborted them.",
+        lambda pool: pool.aborting_requests,
+    ),
+    PoolGauge(semconv.ABORTING_TOKENS, TOKENS, "Tokens held by these leases.", lambda pool: pool.aborting_tokens),
     PoolGauge(semconv.REPLICAS, "{replica}", "Processes that share the pool.", lambda pool: pool.replicas),
     PoolGauge(
         semconv.GENERATIONS,

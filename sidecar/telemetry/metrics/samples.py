@@ -32,7 +32,8 @@ class TierSample:
 class PoolSample:
     """The whole pool. `replicas`, and how many policy `generations` they run, are None where it is not shared.
 
-    `policies_rejected` counts since the process began.
+    `policies_rejected` counts since the process began. `aborting` is what this process holds for requests that have
+    ended.
     """
 
     tiers: Sequence[TierSample]
@@ -42,6 +43,8 @@ class PoolSample:
     replicas: int | None = None
     policies_rejected: int = 0
     generations: int | None = None
+    aborting_requests: int = 0
+    aborting_tokens: int = 0
 
 
 Sample = Callable[[], PoolSample | None]
