@@ -24,7 +24,7 @@ from sidecar.engines.letting_go import LETS_GO_WITHIN_S
 from sidecar.engines.reading import Pages
 from sidecar.live.lookout import Lookout
 from sidecar.policy.loading import load
-from sidecar.policy.policy import EngineName, Policy
+from sidecar.policy.policy import EngineName, Policy, Unguarded
 from sidecar.policy.store import StoreAddress, store_address
 from sidecar.policy.watch import PolicyFiles
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
@@ -54,9 +54,10 @@ class AdmissionMiddleware(Admission):
     class too. Such a server gets the rest from the environment as well: admin pages on `SIDECAR_ADMIN_PORT`, and
     telemetry by `OTEL_*`. `SIDECAR_STORE` goes before the policy's own `store`. `dialect` is how the app's engine hears
     a priority, where that is not as the policy's `engine` says; `files` are where a loaded policy came from: what
-    changes there replaces it while the server runs. `is_shown` says that `lookout.routes` are served. Raises
-    `PolicyError` with every mistake of the files, and ValueError where there are none; a server that makes its
-    middleware only when it starts is told that the start failed instead.
+    changes there replaces it while the server runs. `is_shown` says that `lookout.routes` are served, `is_launched`
+    that the app is an engine's own server, started by one of our launchers. Raises `PolicyError` with
+    every mistake of the files, and ValueError where there are none; a server that makes its middleware only when it
+    starts is told that the start failed instead.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class AdmissionMiddleware(Admission):
         dialect: Dialect | None = None,
         files: PolicyFiles | None = None,
         is_shown: bool = False,
+        is_launched: bool = False,
     ) -> None:
         try:
             if isinstance(policy, Policy):
@@ -110,6 +112,8 @@ class AdmissionMiddleware(Admission):
             observed=self.lookout.observed,
             lets_go_s=LETS_GO_WITHIN_S[loaded.engine] if isinstance(app, ReverseProxy) else 0.0,
             engine_key=engine_key,
+            unguarded=_unguarded(app, is_launched=is_launched, is_mounted_by_name=policy is None),
+            unguarded_observer=self.lookout.unguarded,
         )
 
     async def _end_shadows(self) -> None:
@@ -129,6 +133,13 @@ class AdmissionMiddleware(Admission):
     def notices(self) -> Sequence[str]:
         """See `Door.notices`."""
         return [*super().notices(), *self.lookout.notices()]
+
+
+def _unguarded(app: ASGIApp, *, is_launched: bool, is_mounted_by_name: bool) -> Unguarded | None:
+    """What applies to paths that are not guarded where the policy does not say; None where only the app can tell."""
+    if is_launched or isinstance(app, ReverseProxy):
+        return Unguarded.DENY
+    return None if is_mounted_by_name else Unguarded.GENERATING
 
 
 def _pool(policy: Policy, environment: Mapping[str, str], pages: Pages) -> Pool:

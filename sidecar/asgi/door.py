@@ -11,8 +11,8 @@ from sidecar.asgi.rounds import Rounds
 from sidecar.asgi.ruling import ruling
 from sidecar.asgi.types import ASGIApp
 from sidecar.engines import Dialect
-from sidecar.events import ObservedObserver, Observer
-from sidecar.policy.policy import Mode, Policy
+from sidecar.events import ObservedObserver, Observer, UnguardedObserver
+from sidecar.policy.policy import Mode, Policy, Unguarded
 from sidecar.pools import Pool
 from sidecar.tokens import Estimator
 
@@ -28,7 +28,8 @@ class Door:
     """What a request needs to be admitted to an app and served by it.
 
     `engine_key` is the engine's own API key: what goes on to it carries that one in place of the tenant's. `lets_go_s`
-    is how long the engine may run on for a request behind the end of the app's call for it.
+    is how long the engine may run on for a request behind the end of the app's call for it. `unguarded` applies where
+    the policy does not say what happens on other paths; None is decided by the app, when its first request comes.
     """
 
     def __init__(
@@ -43,6 +44,8 @@ class Door:
         observed: ObservedObserver | None = None,
         lets_go_s: float = 0.0,
         engine_key: str | None = None,
+        unguarded: Unguarded | None = Unguarded.GENERATING,
+        unguarded_observer: UnguardedObserver | None = None,
     ) -> None:
         self.app = app
         self.engine_key = None if engine_key is None else engine_key.encode("ascii")
@@ -53,6 +56,8 @@ class Door:
         self.estimator = estimator
         self.observer = observer
         self.observed = observed
+        self.unguarded = unguarded
+        self.unguarded_observer = unguarded_observer
         self.shadows = Shadows()
         self.lets_go_s = lets_go_s
         self.rounds = Rounds(_round_s(policy))

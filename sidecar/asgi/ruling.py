@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from sidecar.asgi.understanding import Intake, Understood, longest_wait_s
 from sidecar.classify import Classifier
-from sidecar.engines import Dialect
+from sidecar.engines import Dialect, Routes, routes_of
 from sidecar.policy.policy import Endpoint, Policy
 from sidecar.tokens import Estimator
 
@@ -24,6 +24,7 @@ class Ruling:
     intake: Intake
     priorities: tuple[int | float, ...]
     tier_names: tuple[bytes, ...]
+    routes: Routes
 
     def longest_wait_s(self, understood: Understood) -> float | None:
         """The longest wait of a request at its tier, in seconds. Raises InvalidHeader for what is no duration."""
@@ -45,4 +46,5 @@ def ruling(policy: Policy, dialect: Dialect, estimator: Estimator, engine_key: b
         intake=Intake(policy, Classifier(policy, dialect), estimator, engine_key),
         priorities=tuple(dialect.priority(tier.level, len(policy.tiers)) for tier in policy.tiers),
         tier_names=tuple(tier.name.encode() for tier in policy.tiers),
+        routes=routes_of(policy.engine),
     )

@@ -81,7 +81,7 @@ class Intake:
         self._policy = policy
         self._classifier = classifier
         self._estimator = estimator
-        self._credentials = Credentials(policy.forward_key, engine_key)
+        self.credentials = Credentials(policy.forward_key, engine_key)
         self.has_tokenizer = estimator.counter is not None
 
     def tenant(self, headers: Mapping[bytes, bytes]) -> Tenant:
@@ -97,7 +97,7 @@ class Intake:
         cap = cap_of(endpoint.api, payload, body, tenant, self._policy.engine)
         prompt_tokens = self._estimator.prompt_tokens(payload)
         tokens = tokens_to_hold(payload, prompt_tokens, self._default_output_tokens(classification.level, cap))
-        keys = self._credentials
+        keys = self.credentials
         return Understood(
             body=body,
             headers=headers,
