@@ -117,6 +117,7 @@ class AdmissionMiddleware(Admission):
         )
 
     async def _end_shadows(self) -> None:
+        await self.followed.close()
         await self.shadows.close()
 
     def change_policy(self, policy: Policy) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from sidecar.asgi.background import Followed
 from sidecar.asgi.observe.shadows import Shadows
 from sidecar.asgi.rounds import Rounds
 from sidecar.asgi.ruling import ruling
@@ -58,6 +59,7 @@ class Door:
         self.observed = observed
         self.unguarded = unguarded
         self.unguarded_observer = unguarded_observer
+        self.followed = Followed()
         self.shadows = Shadows()
         self.lets_go_s = lets_go_s
         self.rounds = Rounds(_round_s(policy))
@@ -99,14 +101,15 @@ class Door:
         """
         if not self.is_observing:
             await self.rounds.emptied()
+            await self.followed.emptied()
             return
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.rounds.emptied(), LEAVES_OPEN_S)
 
     @property
     def under_way(self) -> int:
-        """How many requests are in, waiting or served."""
-        return len(self.rounds)
+        """How many requests are in, waiting or served, or run on in the background."""
+        return len(self.rounds) + len(self.followed)
 
     def readiness(self) -> Sequence[str]:
         """Why this process should get no traffic; empty when it should."""
@@ -124,6 +127,7 @@ class Door:
             "draining": self.is_draining,
             "under_way": self.under_way,
             "shadows": len(self.shadows),
+            "background": len(self.followed),
             "pool": self.pool.state(),
         }
 

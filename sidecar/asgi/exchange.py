@@ -17,6 +17,7 @@ from enum import Enum
 
 from sidecar.asgi.allowances import entered, refusal_headers, used_tokens
 from sidecar.asgi.attempt import Attempt
+from sidecar.asgi.background import BackgroundRequest, Ended
 from sidecar.asgi.body import ClientLeft, discard_body, read_body, too_late
 from sidecar.asgi.client import Client
 from sidecar.asgi.credentials import refuse_two_keys
@@ -51,29 +52,10 @@ class Exchange:
     """One request. Made by the middleware for every request to a guarded endpoint; `run` is called once."""
 
     __slots__ = (
-        "_admitted_us",
-        "_attempt",
-        "_body",
-        "_client",
-        "_door",
-        "_endpoint",
-        "_headers",
-        "_is_preempted",
-        "_lease",
-        "_preemptions",
-        "_receive",
-        "_received_us",
-        "_report",
-        "_request_id",
-        "_ruling",
-        "_scope",
-        "_stage",
-        "_status",
-        "_task",
-        "_timed_out",
-        "_understood",
-        "_usage",
-    )
+        "_admitted_us", "_attempt", "_background", "_body", "_client", "_door", "_endpoint", "_headers",
+        "_is_preempted", "_lease", "_preemptions", "_receive", "_received_us", "_report", "_request_id", "_ruling",
+        "_scope", "_stage", "_status", "_task", "_timed_out", "_understood", "_usage",
+    )  # fmt: skip
 
     _understood: Understood
     _lease: Lease
@@ -94,11 +76,10 @@ class Exchange:
         self._usage = UsageReader()
         self._body: bytes | None = None
         self._status: int | None = None
-        self._timed_out = False
+        self._timed_out = self._is_preempted = False
         self._attempt: Attempt | None = None
-        self._is_preempted = False
-        self._preemptions = 0
-        self._admitted_us = 0
+        self._background: BackgroundRequest | None = None
+        self._preemptions = self._admitted_us = 0
 
     async def run(self) -> None:
         """Takes the request all the way. Raises only what the app raises."""
@@ -117,7 +98,9 @@ class Exchange:
             if self._task is not None and self._body is None and not self._timed_out:
                 self._timed_out = True
                 self._task.cancel()
-        elif self._stage is Stage.RUNNING:
+        elif self._background is not None and self._door.followed.is_due(self._background):
+            self._settle(Outcome.FAILED, "background_timeout")
+        elif self._stage is Stage.RUNNING and self._background is None:
             left_us = self._client.left_us
             if left_us is None:
                 self._client.watch()
@@ -308,6 +291,10 @@ class Exchange:
     def _scope_for_app(self, forward: Forward, granted: Granted) -> Scope:
         has_begun, traced = self._client.kept_alive is not None, self._report.headers()
         request = forwarded_request(self._scope, self._endpoint, self._understood, forward, traced, has_begun=has_begun)
+        if self._understood.payload.background:
+            self._background = BackgroundRequest(
+                self._door.app, request.scope, self._endpoint, self._understood.payload
+            )
         request.scope[SCOPE_KEY] = granted
         self._body = request.body
         return request.scope
@@ -318,16 +305,18 @@ class Exchange:
         if body is not None:
             self._body = None
             return {"type": "http.request", "body": body, "more_body": False}
-        return await self._client.receive()
+        return await (self._client if self._background is None else self._background).receive()
 
     async def _send_for_app(self, message: Message) -> None:
         """Passes the response on as it comes, chunk by chunk, and settles behind its last byte."""
-        kind = message["type"]
+        kind, background = message["type"], self._background
+        send = self._client.send if background is None else background.sender(self._client.send)
         if kind == "http.response.body":
             self._read_response(message.get("body", b""))
             # Servers say `http.disconnect` behind a complete response, too: only one from before is a departure.
-            outcome = Outcome.COMPLETED if self._client.left_us is None else Outcome.CLIENT_LEFT
-            await self._client.send(message)
+            has_left = self._client.left_us is not None and background is None
+            outcome = Outcome.CLIENT_LEFT if has_left else Outcome.COMPLETED
+            await send(message)
             if not message.get("more_body", False):
                 self._settle(outcome)
             return
@@ -336,18 +325,22 @@ class Exchange:
             headers = list(message.get("headers", ()))
             own = admission_headers(self._understood, self._lease, self._ruling.tier_names, self._preemptions)
             message = {**message, "headers": [*headers, *own, id_header(self._request_id, headers)]}
-        await self._client.send(message)
+        await send(message)
 
     def _read_response(self, body: bytes) -> None:
         if body and self._stage is Stage.RUNNING:  # what comes behind the grace of a client that left is told nobody
             if not self._usage.has_begun:
                 self._report.first_byte(self._status)
             self._usage.feed(body)
+            if self._background is not None:
+                self._background.feed(body)
 
     # -- the end
 
     def _settle(self, outcome: Outcome, error: str | None = None) -> None:
         """Gives the lease back and says what it cost, the first time it is called."""
+        if self._is_followed():
+            return
         understood, usage = self._understood, self._usage
         used, is_known = used_tokens(usage, understood.prompt_tokens, self._status)
         if not self._lease.settle(used if is_known else None):
@@ -363,6 +356,21 @@ class Exchange:
             used=(used, usage.input_tokens, usage.output_tokens),
             error=error,
         )
+
+    def _is_followed(self) -> bool:
+        """Whether the response runs on in the background: then it is followed, and settled when it has ended."""
+        background, self._background = self._background, None
+        if background is None or (response_id := background.running_id()) is None:
+            return False
+        self._stage = Stage.OVER
+        self._understood.drop_body()
+        self._door.followed.follow(background, response_id, self._settle_followed)
+        return True
+
+    def _settle_followed(self, ended: Ended) -> None:
+        self._usage.input_tokens, self._usage.output_tokens = ended.input_tokens, ended.output_tokens
+        self._client.left_us = None  # it does not matter any more: nothing was waiting for it
+        self._settle(ended.outcome, ended.error)
 
     def _end(self) -> None:
         """Leaves nothing behind, whatever stage it broke off in: no lease, no ticket, no task."""

@@ -32,7 +32,8 @@ class Ruling:
 
     def is_preemptible(self, understood: Understood) -> bool:
         """Whether the room of a request may be taken back before its first byte."""
-        return self.policy.rules.is_preemptible(understood.classification.level)
+        # The engine would compute a background response to its end, and a second time beside it.
+        return not understood.payload.background and self.policy.rules.is_preemptible(understood.classification.level)
 
 
 def ruling(policy: Policy, dialect: Dialect, estimator: Estimator, engine_key: bytes | None) -> Ruling:

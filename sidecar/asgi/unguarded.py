@@ -24,14 +24,13 @@ from sidecar.engines import Routes
 from sidecar.engines.routes import plain_path
 from sidecar.errors import AdmissionError, NotGuarded
 from sidecar.events import UnguardedRequest
-from sidecar.policy.fields import STANDARD_APIS, infer_api
+from sidecar.policy.fields import STANDARD_APIS, STANDARD_PATHS, infer_api
 from sidecar.policy.policy import EngineName, Unguarded
 
 READING = frozenset(("GET", "HEAD", "OPTIONS"))
 """Methods that change nothing (RFC 9110, section 9.2.1), but for an engine's `Routes.changing_reads`."""
 OTHER = "other"
 """The label of every path that is neither a known one of the engine's nor a route that the app tells."""
-_LONGEST_SHOWN = 100
 _POLICY_VIOLATION = 1008
 
 
@@ -65,8 +64,10 @@ def route_path(scope: Scope) -> str:
 
 def not_guarded(method: str, path: str, routes: Routes) -> NotGuarded:
     """The refusal of a path, with the lines of the policy that would change it."""
-    shown = path if len(path) <= _LONGEST_SHOWN and path.isprintable() else "this path"
     route = routes.generating_route(path)
+    # A path that is not known may hold a key, which goes into the log: it is never repeated.
+    is_known = path == route or path in routes.changing_reads
+    shown = path if is_known or path in STANDARD_PATHS else "PATH"
     api = infer_api(path) or routes.generating.get(route or "")
     if route in routes.generating and api is None:
         guard = "Its requests have a shape that admission cannot size: use one of the guarded paths instead."
@@ -79,8 +80,8 @@ def not_guarded(method: str, path: str, routes: Routes) -> NotGuarded:
     else:
         guard = "Only POST requests can be guarded."
     return NotGuarded(
-        f"{method} {shown} is not guarded by the policy of this server, and is not served. {guard} "
-        "To serve every path without admission, write `unguarded: allow`."
+        f"{method} {'this path' if shown == 'PATH' else shown} is not guarded by the policy of this server, and is not "
+        f"served. {guard} To serve every path without admission, write `unguarded: allow`."
     )
 
 

@@ -25,7 +25,8 @@ class EmulatorConfig:
     a maximum of its own produces. `tokens_per_chunk` coalesces a stream; its first token still travels alone.
     `priority_field` False is a TensorRT-LLM from before the field, which refuses it. `header_overrides` is SGLang's
     SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES, `default_priority` its --default-priority-value, `low_values_first` its
-    --schedule-low-priority-values-first.
+    --schedule-low-priority-values-first. `response_store` keeps background responses: vLLM's
+    VLLM_ENABLE_RESPONSES_API_STORE, SGLang's --enable-response-store.
     """
 
     engine: EngineName
@@ -40,6 +41,7 @@ class EmulatorConfig:
     header_overrides: bool = False
     default_priority: int | None = None
     low_values_first: bool = False
+    response_store: bool = False
 
     def __post_init__(self) -> None:
         if self.engine is EngineName.NONE:

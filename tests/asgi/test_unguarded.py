@@ -99,7 +99,9 @@ async def test_what_changes_the_engine_or_is_not_known_is_refused(path: str, met
         async with serving(door) as served:
             answer = Answer.parsed(await exchange(served.port, request(method, path)))
         assert upstream.requests == []
-    assert answer.is_error(404, "not_guarded", path)
+    assert answer.is_error(404, "not_guarded", "To guard it" if method == "POST" else "Only POST")
+    is_shown = path == "/flush_cache"  # any other may hold a key, and the log repeats the message
+    assert (path in answer.message) == is_shown
 
 
 @pytest.mark.parametrize(("path", "passes"), [("/flush_cache", False), ("//flush_cache", False), ("/v1/models", True)])
