@@ -89,7 +89,7 @@ class AdmissionMiddleware(Admission):
         except ValueError as mistake:
             if not _is_in_event_loop():
                 raise
-            self.app, self.endpoints = FailedStart(mistake), {}
+            self.app, self.endpoints, self.has_failed = FailedStart(mistake), {}, True
             return
         dialect = _dialect(loaded, pages) if dialect is None else dialect
         inner = _with_lifespan(pages, pool, dialect, self.lookout, self._end_shadows)

@@ -33,6 +33,9 @@ class Door:
     the policy does not say what happens on other paths; None is decided by the app, when its first request comes.
     """
 
+    has_failed = False
+    """Whether it could not be made: its app then says why, to every request."""
+
     def __init__(
         self,
         app: ASGIApp,

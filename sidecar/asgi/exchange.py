@@ -339,7 +339,7 @@ class Exchange:
 
     def _settle(self, outcome: Outcome, error: str | None = None) -> None:
         """Gives the lease back and says what it cost, the first time it is called."""
-        if self._is_followed():
+        if self._background is not None and self._is_followed(self._background):
             return
         understood, usage = self._understood, self._usage
         used, is_known = used_tokens(usage, understood.prompt_tokens, self._status)
@@ -357,10 +357,10 @@ class Exchange:
             error=error,
         )
 
-    def _is_followed(self) -> bool:
+    def _is_followed(self, background: BackgroundRequest) -> bool:
         """Whether the response runs on in the background: then it is followed, and settled when it has ended."""
-        background, self._background = self._background, None
-        if background is None or (response_id := background.running_id()) is None:
+        self._background, response_id = None, background.running_id()
+        if response_id is None:
             return False
         self._stage = Stage.OVER
         self._understood.drop_body()

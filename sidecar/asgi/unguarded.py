@@ -11,6 +11,8 @@ every spelling that some server might read as a generating path.
 from __future__ import annotations
 
 import hmac
+import logging
+from enum import Enum
 
 from sidecar.asgi.credentials import refuse_two_keys
 from sidecar.asgi.door import Door
@@ -25,18 +27,21 @@ from sidecar.engines.routes import plain_path
 from sidecar.errors import AdmissionError, NotGuarded
 from sidecar.events import UnguardedRequest
 from sidecar.policy.fields import STANDARD_APIS, STANDARD_PATHS, infer_api
-from sidecar.policy.policy import EngineName, Unguarded
+from sidecar.policy.policy import EngineName, Policy, Unguarded
 
 READING = frozenset(("GET", "HEAD", "OPTIONS"))
 """Methods that change nothing (RFC 9110, section 9.2.1), but for an engine's `Routes.changing_reads`."""
+WEBSOCKET = "WebSocket"
 OTHER = "other"
 """The label of every path that is neither a known one of the engine's nor a route that the app tells."""
 _POLICY_VIOLATION = 1008
 
+_log = logging.getLogger("sidecar.unguarded")
+
 
 async def pass_or_refuse(door: Door, scope: Scope, receive: Receive, send: Send) -> None:
     """Serves one connection that no endpoint of the policy guards."""
-    if scope["type"] not in ("http", "websocket") or _only_reads(door.ruling.routes, scope):
+    if scope["type"] not in ("http", "websocket") or door.has_failed or _only_reads(door.ruling.routes, scope):
         await door.app(scope, receive, send)
         return
     is_observing = door.is_observing
@@ -85,13 +90,40 @@ def not_guarded(method: str, path: str, routes: Routes) -> NotGuarded:
     )
 
 
+class Treatment(Enum):
+    """What becomes of a request on a path that is not guarded."""
+
+    PASSES = "passes"
+    NEEDS_KEY = "needs a key"
+    REFUSED = "refused"
+
+
+def treatment(mode: Unguarded, policy: Policy, routes: Routes, method: str, path: str) -> Treatment:
+    """What becomes of a request, or of a WebSocket, where `mode` applies. The path is the one of the app's router."""
+    if mode is Unguarded.ALLOW:
+        return Treatment.PASSES
+    if method in READING:
+        is_refused = mode is Unguarded.DENY and plain_path(path) in routes.changing_reads
+        return Treatment.REFUSED if is_refused else Treatment.PASSES
+    if method != WEBSOCKET and routes.harmless_route(path) is not None:
+        is_engines = mode is Unguarded.DENY or policy.engine is not EngineName.NONE  # else it is the app's own
+        return Treatment.NEEDS_KEY if is_engines else Treatment.PASSES
+    if mode is Unguarded.DENY or _may_generate(policy, routes, method, path):
+        return Treatment.REFUSED
+    return Treatment.PASSES
+
+
 def mode_of(door: Door, scope: Scope) -> Unguarded:
     """What applies here: what the policy says, or else what fits the app."""
     chosen = door.ruling.policy.unguarded
     if chosen is not None:
         return chosen
     if door.unguarded is None:
-        door.unguarded = Unguarded.DENY if is_engine_server(scope.get("app")) else Unguarded.GENERATING
+        is_engines = is_engine_server(scope.get("app"))
+        door.unguarded = Unguarded.DENY if is_engines else Unguarded.GENERATING
+        what = "an engine's own server" if is_engines else "an app with routes of its own"
+        message = "unguarded: %s, because the policy does not say otherwise, and this is %s"
+        _log.info(message, door.unguarded.value, what, extra={"event": "unguarded"})
     return door.unguarded
 
 
@@ -103,26 +135,20 @@ def _only_reads(routes: Routes, scope: Scope) -> bool:
 
 def _checked(door: Door, scope: Scope) -> Scope:
     """What the app is to get. Raises NotGuarded, or InvalidApiKey where a key is needed."""
-    mode = mode_of(door, scope)
-    if mode is Unguarded.ALLOW:
-        return scope
-    ruling, path, is_http = door.ruling, route_path(scope), scope["type"] == "http"
-    method: str = scope["method"] if is_http else "WebSocket"
-    if is_http and ruling.routes.harmless_route(path) is not None:
-        if mode is Unguarded.DENY or ruling.policy.engine is not EngineName.NONE:  # else it is the app's own
-            return _with_key(door, scope)
-        return scope
-    if mode is Unguarded.DENY or _may_generate(door, method, path):
-        raise not_guarded(method, path, ruling.routes)
-    return scope
+    policy, routes, path = door.ruling.policy, door.ruling.routes, route_path(scope)
+    method: str = scope["method"] if scope["type"] == "http" else WEBSOCKET
+    treated = treatment(mode_of(door, scope), policy, routes, method, path)
+    if treated is Treatment.REFUSED:
+        raise not_guarded(method, path, routes)
+    return _with_key(door, scope) if treated is Treatment.NEEDS_KEY else scope
 
 
-def _may_generate(door: Door, method: str, path: str) -> bool:
+def _may_generate(policy: Policy, routes: Routes, method: str, path: str) -> bool:
     """Whether a request may run the model. Another method on a guarded path may, too: SGLang answers to PUT."""
-    if method in READING or method == "DELETE":
+    if method == "DELETE":
         return False
-    plain = plain_path(path)
-    return path in door.endpoints or plain in door.endpoints or door.ruling.routes.generating_route(path) is not None
+    guarded = policy.endpoints
+    return path in guarded or plain_path(path) in guarded or routes.generating_route(path) is not None
 
 
 def _with_key(door: Door, scope: Scope) -> Scope:

@@ -266,6 +266,35 @@ async def test_it_is_never_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "Preempted" not in guarded.recorder.stories[0].kinds
 
 
+async def test_a_client_that_leaves_before_the_answer_does_not_hide_the_id() -> None:
+    is_told, has_ended = asyncio.Event(), asyncio.Event()
+
+    async def script(connection: Connection) -> None:
+        while True:
+            request = await connection.request()
+            if not request.head.startswith(b"GET"):
+                await is_told.wait()
+            ended = b'{"id":"resp_1","status":"completed","usage":{"input_tokens":3,"output_tokens":5}}'
+            text = ended if has_ended.is_set() else QUEUED
+            await connection.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(text), text))
+
+    async with raw_engine(script) as engine:
+        proxy = ReverseProxy(engine.url)
+        async with guarding(proxy, policy(HOLD)) as guarded:
+            guarded.door.followed.patience = FAST
+            async with connected(guarded.port) as (_, writer):
+                writer.write(post(RESPONSES, json.dumps(asks()).encode()))
+                await until(lambda: len(engine.requests) == 1)
+            await asyncio.sleep(0.1)
+            is_told.set()
+            await until(lambda: len(engine.requests) >= 4)
+            assert guarded.leases == 1
+            has_ended.set()
+            await guarded.until(leases=0, stories=1)
+            assert guarded.recorder.stories[0].one(Settled).tokens_used == 8
+        await proxy.close()
+
+
 # The engine is away, or knows nothing of it
 
 

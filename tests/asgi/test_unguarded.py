@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from starlette.routing import Mount
 from sidecar import AdmissionMiddleware
 from sidecar.asgi.proxy import ReverseProxy
 from sidecar.engines import routes_of
-from sidecar.engines.routes import plain_path
+from sidecar.engines.routes import OPENAI, plain_path
 from sidecar.events import UnguardedRequest
 from sidecar.policy.policy import Api, EngineName, Unguarded
 from tests.support.door import CHAT, SMALL, Answer, App, Caller, guarding, key, policy, write_policy
@@ -392,6 +393,27 @@ def test_no_path_is_both_harmless_and_generating(engine: EngineName) -> None:
 @pytest.mark.parametrize("found", ["..", ".", "a/b", "a%2fb", "%2e%2e", "a?b", "a;b", "", "a" * 300, "ä"])
 def test_an_identifier_is_never_another_path(found: str) -> None:
     assert routes_of(EngineName.VLLM).harmless_route(f"/v1/responses/{found}/cancel") is None
+
+
+@pytest.mark.parametrize(("engine", "shown"), [("vllm", "vLLM"), ("sglang", "SGLang"), ("dynamo", "Dynamo")])
+def test_the_page_says_what_the_code_does(engine: str, shown: str) -> None:
+    page_says(engine, shown)
+
+
+def test_the_page_says_what_the_code_does_of_the_others() -> None:
+    page_says("tensorrt-llm", "TensorRT-LLM")
+    page_says("none", "none")
+
+
+def page_says(engine: str, shown: str) -> None:
+    """Fails unless docs/endpoints.md lists exactly the engine's paths, but for those that every engine has."""
+    text = (Path(__file__).parents[2] / "docs" / "endpoints.md").read_text(encoding="utf-8")
+    (row,) = (line for line in text.splitlines() if line.startswith(f"| {shown} |"))
+    _, _, generating, harmless, _ = row.split("|")
+    routes = routes_of(EngineName(engine))
+    assert set(re.findall("`([^`]+)`", generating)) == set(routes.generating) - set(OPENAI)
+    assert set(re.findall("`([^`]+)`", harmless)) == set(routes.harmless)
+    assert routes.websockets == {"/v1/realtime"}
 
 
 def test_the_choice_is_read_from_the_policy() -> None:
