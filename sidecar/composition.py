@@ -23,7 +23,7 @@ from sidecar.engines.cautious import CautiousTensorRtLlm
 from sidecar.engines.reading import Pages
 from sidecar.live.lookout import Lookout
 from sidecar.policy.loading import load
-from sidecar.policy.policy import EngineName, Policy
+from sidecar.policy.policy import EngineName, Policy, Unguarded
 from sidecar.policy.store import StoreAddress, store_address
 from sidecar.policy.watch import PolicyFiles
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
@@ -55,10 +55,11 @@ class AdmissionMiddleware(Admission):
     class too. Such a server gets the rest from the environment as well: admin pages on `SIDECAR_ADMIN_PORT`, and
     telemetry by `OTEL_*`. `SIDECAR_STORE` goes before the policy's own `store`. `dialect` is how the app's engine hears
     a priority, where that is not as the policy's `engine` says; `files` are where a loaded policy came from: what
-    changes there replaces it while the server runs. `is_shown` says that `lookout.routes` are served;
-    `takes_over_pool`, or `SIDECAR_TAKE_OVER_POOL=1`, that a shared pool with other tiers is made anew. Raises
-    `PolicyError` with every mistake of the files, and ValueError where there are none; a server that makes its
-    middleware only when it starts is told that the start failed instead.
+    changes there replaces it while the server runs. `is_shown` says that `lookout.routes` are served, `is_launched`
+    that the app is an engine's own server, started by one of our launchers; `takes_over_pool`, or
+    `SIDECAR_TAKE_OVER_POOL=1`, that a shared pool with other tiers is made anew. Raises `PolicyError` with every
+    mistake of the files, and ValueError where there are none; a server that makes its middleware only when it starts
+    is told that the start failed instead.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class AdmissionMiddleware(Admission):
         files: PolicyFiles | None = None,
         is_shown: bool = False,
         takes_over_pool: bool = False,
+        is_launched: bool = False,
     ) -> None:
         try:
             if isinstance(policy, Policy):
@@ -90,7 +92,7 @@ class AdmissionMiddleware(Admission):
         except ValueError as mistake:
             if not _is_in_event_loop():
                 raise
-            self.app, self.endpoints = FailedStart(mistake), {}
+            self.app, self.endpoints, self.has_failed = FailedStart(mistake), {}, True
             return
         dialect = _dialect(loaded, pages) if dialect is None else dialect
         inner = _with_lifespan(pages, pool, dialect, self.lookout, self._end_leases)
@@ -113,11 +115,14 @@ class AdmissionMiddleware(Admission):
             observed=self.lookout.observed,
             is_proxied=isinstance(app, ReverseProxy),
             engine_key=engine_key,
+            unguarded=_unguarded(app, is_launched=is_launched, is_mounted_by_name=policy is None),
+            unguarded_observer=self.lookout.unguarded,
         )
         if isinstance(pool, EngineSizedPool):
             pool.on_unfinished = self.pending_aborts.seen
 
     async def _end_leases(self) -> None:
+        await self.followed.close()
         await self.shadows.close()
         # Other replicas of a shared pool would fill the room before the engine has it.
         await self.pending_aborts.close(waits=self._is_shared)
@@ -136,6 +141,13 @@ class AdmissionMiddleware(Admission):
     def notices(self) -> Sequence[str]:
         """See `Door.notices`."""
         return [*super().notices(), *self.lookout.notices()]
+
+
+def _unguarded(app: ASGIApp, *, is_launched: bool, is_mounted_by_name: bool) -> Unguarded | None:
+    """What applies to paths that are not guarded where the policy does not say; None where only the app can tell."""
+    if is_launched or isinstance(app, ReverseProxy):
+        return Unguarded.DENY
+    return None if is_mounted_by_name else Unguarded.GENERATING
 
 
 def _pool(policy: Policy, environment: Mapping[str, str], pages: Pages, *, takes_over: bool) -> Pool:

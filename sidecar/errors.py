@@ -99,6 +99,20 @@ class InvalidApiKey(AdmissionError):
     kind = "authentication_error"
 
 
+class BackgroundNotAllowed(BadRequest):
+    """A response that would run on after its answer, where the policy says `background: refuse`."""
+
+    code = "background_not_allowed"
+
+
+class NotGuarded(AdmissionError):
+    """A path that the policy does not guard, and does not let pass (`unguarded`)."""
+
+    status = 404
+    code = "not_guarded"
+    kind = "invalid_request_error"
+
+
 class BodyTimeout(AdmissionError):
     """The body did not arrive within the policy's `body_timeout`."""
 

@@ -233,6 +233,23 @@ StoreObserver = Callable[[StoreChanged], None]
 """Told of every change of a store's state. Must not raise and must not block."""
 
 
+class UnguardedRequest(msgspec.Struct, frozen=True, gc=False):
+    """A request on a path that the policy does not guard, other than one that only reads.
+
+    `route` is a known path or a route's template, never what a client made up. `code` and `message` are those of the
+    refusal, None where there is none; with `is_refused` false it passed all the same, in `mode: observe`.
+    """
+
+    route: str
+    is_refused: bool
+    code: str | None = None
+    message: str | None = None
+
+
+UnguardedObserver = Callable[[UnguardedRequest], None]
+"""Told once of every such request. Must not raise and must not block."""
+
+
 ObservedObserver = Callable[[Observed], None]
 """Told once of every request that passed in `mode: observe`, perhaps after its end. Must not raise and must not block.
 """

@@ -43,6 +43,7 @@ class Payload(msgspec.Struct):
     fixed (media parts); the prompt is the sum of both. `prompts` times `choices` sequences run at the engine, each for
     up to `max_output_tokens` (None: the client set no maximum). `priority` and `nvext` are undecoded, None if absent.
     A null is present: it would overrule a priority that is put in beside it. `text` is what a tokenizer would count.
+    `background` says that the response is to run on after its answer, `names_response` that the client chose its id.
     `other_maximum` is the one that does not count where two are named: some engine may go by it.
     """
 
@@ -57,6 +58,8 @@ class Payload(msgspec.Struct):
     nvext: bytes | None
     text: Callable[[], str]
     other_maximum: int | None = None
+    background: bool = False
+    names_response: bool = False
 
 
 class _Fields(msgspec.Struct, gc=False):
@@ -88,6 +91,8 @@ class _Response(_Fields, gc=False):
     instructions: _Raw = msgspec.UNSET
     tools: _Raw = msgspec.UNSET
     max_output_tokens: _Count = None
+    background: _Raw = msgspec.UNSET
+    request_id: _Raw = msgspec.UNSET
 
 
 class _Message(_Fields, gc=False):
@@ -194,7 +199,11 @@ def _response(fields: _Response) -> Payload:
     if source[:1] == b"[":
         _required_list("input", fields.input)
     parts = [source, _given(fields.instructions), _given(fields.tools)]
-    return _payload(fields, parts, _count(0, "max_output_tokens", fields.max_output_tokens))
+    payload = _payload(fields, parts, _count(0, "max_output_tokens", fields.max_output_tokens))
+    if not isinstance(fields.background, msgspec.UnsetType):
+        payload.background = _flag("background", _given(fields.background))
+        payload.names_response = bool(_given(fields.request_id))
+    return payload
 
 
 def _message(fields: _Message) -> Payload:
@@ -329,6 +338,25 @@ def _given(raw: _Raw) -> bytes:
 
 def _stated(raw: _Raw) -> bytes | None:
     return None if isinstance(raw, msgspec.UnsetType) else bytes(raw)
+
+
+_TRUE = frozenset((True, "1", "on", "t", "true", "y", "yes"))
+_FALSE = frozenset((False, "0", "off", "f", "false", "n", "no"))
+
+
+def _flag(name: str, given: bytes) -> bool:
+    """A boolean as pydantic reads one for the engines: `"yes"`, `1` and `1.0` are true. False where it is absent."""
+    if not given:
+        return False
+    try:
+        value = msgspec.json.decode(given)
+    except (msgspec.MsgspecError, RecursionError):
+        value = None
+    if isinstance(value, str):
+        value = value.lower()
+    if isinstance(value, str | int | float) and value in _TRUE | _FALSE:
+        return value in _TRUE
+    raise InvalidBody(f"{name}: expected true or false, got {_KINDS.get(given[:1], 'another value')}")
 
 
 def _count(least: int, name: str, value: _Count) -> int | None:

@@ -6,14 +6,15 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from sidecar.asgi.background import Followed
 from sidecar.asgi.observe.shadows import Shadows
 from sidecar.asgi.pending_aborts import PendingAborts
 from sidecar.asgi.rounds import Rounds
 from sidecar.asgi.ruling import ruling
 from sidecar.asgi.types import ASGIApp
 from sidecar.engines import Dialect
-from sidecar.events import ObservedObserver, Observer
-from sidecar.policy.policy import Mode, Policy
+from sidecar.events import ObservedObserver, Observer, UnguardedObserver
+from sidecar.policy.policy import Mode, Policy, Unguarded
 from sidecar.pools import Pool
 from sidecar.tokens import Estimator
 
@@ -29,8 +30,12 @@ class Door:
     """What a request needs to be admitted to an app and served by it.
 
     `engine_key` is the engine's own API key: what goes on to it carries that one in place of the tenant's. With
-    `is_proxied` the app is a reverse proxy, and the engine is another process.
+    `is_proxied` the app is a reverse proxy, and the engine is another process. `unguarded` applies where the policy
+    does not say what happens on other paths; None is decided by the app, when its first request comes.
     """
+
+    has_failed = False
+    """Whether it could not be made: its app then says why, to every request."""
 
     def __init__(
         self,
@@ -44,6 +49,8 @@ class Door:
         observed: ObservedObserver | None = None,
         is_proxied: bool = False,
         engine_key: str | None = None,
+        unguarded: Unguarded | None = Unguarded.GENERATING,
+        unguarded_observer: UnguardedObserver | None = None,
     ) -> None:
         self.app = app
         self.engine_key = None if engine_key is None else engine_key.encode("ascii")
@@ -55,6 +62,9 @@ class Door:
         self.estimator = estimator
         self.observer = observer
         self.observed = observed
+        self.unguarded = unguarded
+        self.unguarded_observer = unguarded_observer
+        self.followed = Followed()
         self.shadows = Shadows()
         self.pending_aborts = PendingAborts(pool.now_us)
         self.rounds = Rounds(_round_s(policy), on_armed=self.pending_aborts.follow)
@@ -96,14 +106,15 @@ class Door:
         """
         if not self.is_observing:
             await self.rounds.emptied()
+            await self.followed.emptied()
             return
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.rounds.emptied(), LEAVES_OPEN_S)
 
     @property
     def under_way(self) -> int:
-        """How many requests are in, waiting or served."""
-        return len(self.rounds)
+        """How many requests are in, waiting or served, or run on in the background."""
+        return len(self.rounds) + len(self.followed)
 
     def readiness(self) -> Sequence[str]:
         """Why this process should get no traffic; empty when it should."""
@@ -122,6 +133,7 @@ class Door:
             "under_way": self.under_way,
             "shadows": len(self.shadows),
             "aborting": self.pending_aborts.held()._asdict(),
+            "background": len(self.followed),
             "pool": self.pool.state(),
         }
 

@@ -18,6 +18,7 @@ from functools import partial
 
 from sidecar.asgi.allowances import entered, refusal_headers, used_tokens
 from sidecar.asgi.attempt import Attempt
+from sidecar.asgi.background import BackgroundRequest, Ended
 from sidecar.asgi.body import ClientLeft, discard_body, read_body, too_late
 from sidecar.asgi.client import Client
 from sidecar.asgi.credentials import refuse_two_keys
@@ -54,9 +55,9 @@ class Exchange:
     """One request. Made by the middleware for every request to a guarded endpoint; `run` is called once."""
 
     __slots__ = (
-        "_admitted_us", "_attempt", "_body", "_call", "_client", "_door", "_endpoint", "_headers", "_lease",
-        "_preempted_us", "_preemptions", "_receive", "_received_us", "_report", "_request_id", "_ruling", "_scope",
-        "_stage", "_status", "_task", "_timed_out", "_understood", "_usage",
+        "_admitted_us", "_attempt", "_background", "_body", "_call", "_client", "_door", "_endpoint", "_headers",
+        "_lease", "_preempted_us", "_preemptions", "_receive", "_received_us", "_report", "_request_id", "_ruling",
+        "_scope", "_stage", "_status", "_task", "_timed_out", "_understood", "_usage",
     )  # fmt: skip
 
     _understood: Understood
@@ -81,9 +82,9 @@ class Exchange:
         self._timed_out = False
         self._attempt: Attempt | None = None
         self._call = EngineCall()
+        self._background: BackgroundRequest | None = None
         self._preempted_us: int | None = None
-        self._preemptions = 0
-        self._admitted_us = 0
+        self._preemptions = self._admitted_us = 0
 
     async def run(self) -> None:
         """Takes the request all the way. Raises only what the app raises."""
@@ -102,7 +103,9 @@ class Exchange:
             if self._task is not None and self._body is None and not self._timed_out:
                 self._timed_out = True
                 self._task.cancel()
-        elif self._stage is Stage.RUNNING:
+        elif self._background is not None and self._door.followed.is_due(self._background):
+            self._settle(Outcome.FAILED, "background_timeout")
+        elif self._stage is Stage.RUNNING and self._background is None:
             left_us = self._client.left_us
             if left_us is None:
                 self._client.watch()
@@ -296,6 +299,10 @@ class Exchange:
     def _scope_for_app(self, forward: Forward, granted: Granted) -> Scope:
         has_begun, traced = self._client.kept_alive is not None, self._report.headers()
         request = forwarded_request(self._scope, self._endpoint, self._understood, forward, traced, has_begun=has_begun)
+        if self._understood.payload.background:
+            self._background = BackgroundRequest(
+                self._door.app, request.scope, self._endpoint, self._understood.payload
+            )
         request.scope[SCOPE_KEY] = granted
         request.scope[CALL_KEY] = self._call
         self._body = request.body
@@ -307,20 +314,22 @@ class Exchange:
         if body is not None:
             self._body = None
             return {"type": "http.request", "body": body, "more_body": False}
-        return await self._client.receive()
+        return await (self._client if self._background is None else self._background).receive()
 
     async def _send_for_app(self, message: Message) -> None:
         """Passes the response on as it comes, chunk by chunk, and settles behind its last byte."""
-        kind = message["type"]
+        kind, background = message["type"], self._background
+        send = self._client.send if background is None else background.sender(self._client.send)
         if kind == "http.response.body":
             self._read_response(message.get("body", b""))
             # Servers say `http.disconnect` behind a complete response, too: only one from before is a departure.
-            outcome = Outcome.COMPLETED if self._client.left_us is None else Outcome.CLIENT_LEFT
+            has_left = self._client.left_us is not None and background is None
+            outcome = Outcome.CLIENT_LEFT if has_left else Outcome.COMPLETED
             if message.get("more_body", False):
-                await self._client.send(message)
+                await send(message)
                 return
             self._call.answered()
-            await self._client.send(message)
+            await send(message)
             self._settle(outcome)
             return
         if kind == "http.response.start":
@@ -328,19 +337,23 @@ class Exchange:
             headers = list(message.get("headers", ()))
             own = admission_headers(self._understood, self._lease, self._ruling.tier_names, self._preemptions)
             message = {**message, "headers": [*headers, *own, id_header(self._request_id, headers)]}
-        await self._client.send(message)
+        await send(message)
 
     def _read_response(self, body: bytes) -> None:
         if body and self._stage is Stage.RUNNING:  # what comes behind the grace of a client that left is told nobody
             if not self._usage.has_begun:
                 self._report.first_byte(self._status)
             self._usage.feed(body)
+            if self._background is not None:
+                self._background.feed(body)
 
     # -- the end
 
     def _settle(self, outcome: Outcome, error: str | None = None) -> None:
         """Gives the lease back, as soon as the engine has released it, and says what it cost. The first call counts."""
         if self._stage is not Stage.RUNNING:
+            return
+        if self._background is not None and self._is_followed(self._background):
             return
         self._stage = Stage.OVER
         understood, usage = self._understood, self._usage
@@ -371,6 +384,23 @@ class Exchange:
         self._call.when_aborted(
             release, self._door.pending_aborts, due_us, Held(understood.requests, understood.tokens)
         )
+
+    def _is_followed(self, background: BackgroundRequest) -> bool:
+        """Whether the response runs on in the background: then it is followed, and settled when it has ended."""
+        self._background, response_id = None, background.running_id()
+        if response_id is None:
+            return False
+        self._stage = Stage.OVER
+        self._understood.drop_body()
+        self._door.followed.follow(background, response_id, self._settle_followed)
+        return True
+
+    def _settle_followed(self, ended: Ended) -> None:
+        self._usage.input_tokens, self._usage.output_tokens = ended.input_tokens, ended.output_tokens
+        self._client.left_us = None  # it does not matter any more: nothing was waiting for it
+        self._stage = Stage.RUNNING
+        self._call.answered()
+        self._settle(ended.outcome, ended.error)
 
     def _end(self) -> None:
         """Leaves nothing behind, whatever stage it broke off in: no lease, no ticket, no task."""

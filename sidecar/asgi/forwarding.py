@@ -29,11 +29,12 @@ def forwarded_request(
     """The request with the engine's priority and key, and the trace's context, in place of the client's own.
 
     An answer that `has_begun` as plain text goes on so: the engine is not told that the client reads compressed ones.
+    Nor is it for a background response, whose id has to be read.
     """
     copy = forwarded_scope(scope, endpoint)
     body = forwarded_body(understood.body_to_forward(), understood.payload, forward)
     added = [*forward.headers, *traced, *understood.added]
-    taken = [*understood.taken, b"accept-encoding"] if has_begun else understood.taken
+    taken = [*understood.taken, b"accept-encoding"] if has_begun or understood.payload.background else understood.taken
     if body is not understood.body and b"content-length" in understood.headers:
         added.append((b"content-length", b"%d" % len(body)))
     if added or taken:

@@ -1,4 +1,4 @@
-"""The door as ASGI middleware: it lets everything pass but the policy's endpoints, whose requests are exchanges."""
+"""The door as ASGI middleware: requests on the policy's endpoints are exchanges, all others pass or are refused."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from sidecar.asgi.door import Door
 from sidecar.asgi.exchange import Exchange
 from sidecar.asgi.observe.observing import Observing
 from sidecar.asgi.types import Receive, Scope, Send
+from sidecar.asgi.unguarded import pass_or_refuse, route_path
 from sidecar.policy.policy import Endpoint
 
 
 class Admission(Door):
-    """Guards the policy's endpoints of an ASGI app; everything else passes untouched."""
+    """Guards the policy's endpoints of an ASGI app; `unguarded` decides on everything else."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one connection, as ASGI has it."""
         endpoint = self._guarded(scope)
         if endpoint is None:
-            await self.app(scope, receive, send)
+            await pass_or_refuse(self, scope, receive, send)
         elif self.is_observing:
             await Observing(self, endpoint, scope, receive, send).run()
         else:
@@ -29,10 +30,7 @@ class Admission(Door):
     def _guarded(self, scope: Scope) -> Endpoint | None:
         if scope["type"] != "http" or scope["method"] != "POST":
             return None
-        path: str = scope["path"]
-        root: str = scope.get("root_path", "")
-        if root:
-            path = path.removeprefix(root)
+        path = route_path(scope)
         return self.endpoints.get(path) or self._guarded_otherwise_written(path)
 
     def _guarded_otherwise_written(self, path: str) -> Endpoint | None:

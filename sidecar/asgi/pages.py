@@ -36,16 +36,7 @@ class AppPages:
 
     async def get(self, path: str) -> Page:
         """See `Pages.get`."""
-        answer = _Answer()
-        try:
-            await asyncio.wait_for(self._app(self._scope(path), answer.receive, answer.send), ANSWER_WITHIN_S)
-        except asyncio.TimeoutError:  # in Python 3.10 not yet the builtin TimeoutError
-            raise NoAnswer(f"GET {path} was not answered within {ANSWER_WITHIN_S:g} s") from None
-        except Unread:
-            raise
-        except Exception as error:
-            raise Unread(f"GET {path} failed: {type(error).__name__}: {error}") from error
-        return answer.page(path)
+        return await page_of(self._app, self._scope(path))
 
     def _scope(self, path: str) -> Scope:
         parts = urlsplit(path)
@@ -73,6 +64,20 @@ class AppPages:
         return scope
 
 
+async def page_of(app: ASGIApp, scope: Scope) -> Page:
+    """What an app answers to a request of ours without a body. Raises Unread, or NoAnswer where it takes too long."""
+    answer, asked = _Answer(), f"{scope['method']} {scope['path']}"
+    try:
+        await asyncio.wait_for(app(scope, answer.receive, answer.send), ANSWER_WITHIN_S)
+    except asyncio.TimeoutError:  # in Python 3.10 not yet the builtin TimeoutError
+        raise NoAnswer(f"{asked} was not answered within {ANSWER_WITHIN_S:g} s") from None
+    except Unread:
+        raise
+    except Exception as error:
+        raise Unread(f"{asked} failed: {type(error).__name__}: {error}") from error
+    return answer.page(asked)
+
+
 class _Answer:
     """Collects one response. Nobody disconnects before it is complete."""
 
@@ -96,9 +101,9 @@ class _Answer:
             if len(self._body) > MOST_BYTES:
                 raise Unread(f"a page has more than {MOST_BYTES} bytes")
 
-    def page(self, path: str) -> Page:
+    def page(self, asked: str) -> Page:
         if self._status is None:
-            raise Unread(f"GET {path} was not answered")
+            raise Unread(f"{asked} was not answered")
         if self._status in _UNREACHABLE:
-            raise NoAnswer(f"the engine cannot be reached (GET {path} answered {self._status})")
+            raise NoAnswer(f"the engine cannot be reached ({asked} answered {self._status})")
         return Page(self._status, self._body.decode("utf-8", "replace"))

@@ -14,6 +14,7 @@ from sidecar.events import Headers
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    404: "not_found_error",
     408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
@@ -22,7 +23,7 @@ _ANTHROPIC_TYPES = {
 }
 
 # The client's doing: the same request is answered the same way again.
-_NEVER_HELPED = {400, 401, 413}
+_NEVER_HELPED = {400, 401, 404, 413}
 
 
 async def send_error(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from sidecar.asgi.understanding import Intake, Understood, longest_wait_s
 from sidecar.classify import Classifier
-from sidecar.engines import Dialect
+from sidecar.engines import Dialect, Routes, routes_of
 from sidecar.engines.abort_latency import AbortLatency, abort_latency
 from sidecar.policy.policy import Endpoint, Policy
 from sidecar.tokens import Estimator
@@ -29,6 +29,7 @@ class Ruling:
     priorities: tuple[int | float, ...]
     tier_names: tuple[bytes, ...]
     abort_latency: AbortLatency
+    routes: Routes
 
     def longest_wait_s(self, understood: Understood) -> float | None:
         """The longest wait of a request at its tier, in seconds. Raises InvalidHeader for what is no duration."""
@@ -36,7 +37,8 @@ class Ruling:
 
     def is_preemptible(self, understood: Understood) -> bool:
         """Whether the room of a request may be taken back before its first byte."""
-        return self.policy.rules.is_preemptible(understood.classification.level)
+        # The engine would compute a background response to its end, and a second time beside it.
+        return not understood.payload.background and self.policy.rules.is_preemptible(understood.classification.level)
 
 
 def ruling(
@@ -55,4 +57,5 @@ def ruling(
         priorities=tuple(dialect.priority(tier.level, len(policy.tiers)) for tier in policy.tiers),
         tier_names=tuple(tier.name.encode() for tier in policy.tiers),
         abort_latency=abort_latency(dialect, policy.abort_latency_s, is_proxied=is_proxied),
+        routes=routes_of(policy.engine),
     )

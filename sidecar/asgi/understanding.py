@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from sidecar.asgi.background import refuse_background
 from sidecar.asgi.credentials import Credentials
 from sidecar.asgi.output_cap import cap_of, capped
 from sidecar.asgi.types import Scope
@@ -85,7 +86,7 @@ class Intake:
         self._policy = policy
         self._classifier = classifier
         self._estimator = estimator
-        self._credentials = Credentials(policy.forward_key, engine_key)
+        self.credentials = Credentials(policy.forward_key, engine_key)
         self.has_tokenizer = estimator.counter is not None
 
     def tenant(self, headers: Mapping[bytes, bytes]) -> Tenant:
@@ -93,15 +94,16 @@ class Intake:
         return self._classifier.tenant(headers)
 
     def understand(self, endpoint: Endpoint, headers: Mapping[bytes, bytes], tenant: Tenant, body: bytes) -> Understood:
-        """Reads a body, and sizes its prompts by their bytes. Raises InvalidBody, UnknownTier or OutputTooLong."""
+        """Reads a body, and sizes its prompts by their bytes. Raises a BadRequest for what is wrong with it."""
         _refuse_other_encodings(body)
         payload = read(endpoint.api, body)
+        refuse_background(payload, self._policy.background)
         taken = client_headers(headers)
         classification = self._classifier.classify(Asked(endpoint, payload, headers, taken), tenant)
         cap = cap_of(endpoint.api, payload, body, tenant, self._policy.engine)
         prompt_tokens = self._estimator.prompt_tokens(payload)
         tokens = tokens_to_hold(payload, prompt_tokens, self._default_output_tokens(classification.level, cap))
-        keys = self._credentials
+        keys = self.credentials
         return Understood(
             body=body,
             headers=headers,

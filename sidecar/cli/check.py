@@ -66,6 +66,8 @@ def _figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
         "engine": policy.engine.value,
         "capacity": {**_both(policy.rules.tokens, policy.rules.requests), "from": _teller(policy)},
         "tiers": [_tier_figures(policy, tier) for tier in policy.rules.tiers],
+        "unguarded": None if policy.unguarded is None else policy.unguarded.value,
+        "background": policy.background.value,
         "tenants": sorted({tenant.name for tenant in policy.tenants.values()}),
         "warnings": _listed(found),
     }
@@ -104,6 +106,7 @@ def _summary(loaded: Loaded, found: tuple[Problem, ...]) -> str:
         f"{loaded.pool.file}: engine {policy.engine.value}, capacity {_capacity(policy)}",
         _tier_table(policy),
         _people(policy),
+        _paths(policy),
     ]
     if found:
         parts.append("\n".join([f"{len(found)} warning{'s' * (len(found) != 1)}:", *(f"  {one}" for one in found)]))
@@ -183,6 +186,13 @@ def _people(policy: Policy) -> str:
     nobody = policy.tiers[policy.anonymous.level].name if policy.anonymous else "refused"
     count = "1 tenant" if len(tenants) == 1 else f"{len(tenants)} tenants"
     return "\n".join([count, *shown, f"  without a key: {nobody}"])
+
+
+def _paths(policy: Policy) -> str:
+    """What is guarded, and what becomes of the rest."""
+    chosen = "deny before an engine's server, generating in an app"
+    chosen = chosen if policy.unguarded is None else policy.unguarded.value
+    return f"{len(policy.endpoints)} guarded paths; unguarded: {chosen}; background: {policy.background.value}"
 
 
 def _short(*amounts: int) -> str:

@@ -38,6 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--no-priority-field", action="store_true", help="a TensorRT-LLM from before the field: answers it with 400")
     add("--header-overrides", action="store_true", help="SGLang: honor x-override-priority")
     add("--low-values-first", action="store_true", help="SGLang: --schedule-low-priority-values-first")
+    add("--response-store", action="store_true", help="vLLM, SGLang: keep and run background responses")
     add("--default-priority", type=int, help="SGLang: the priority of untagged requests (default: below all others)")
 
 
@@ -88,6 +89,7 @@ def _config(args: argparse.Namespace) -> EmulatorConfig:
         priority_field=not args.no_priority_field,
         header_overrides=args.header_overrides,
         default_priority=args.default_priority,
+        response_store=args.response_store,
         low_values_first=args.low_values_first,
         abort_latency_s=args.abort_latency,
     )

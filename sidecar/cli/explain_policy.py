@@ -9,14 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sidecar.asgi.background import refuse_background
 from sidecar.asgi.understanding import longest_wait_s
+from sidecar.asgi.unguarded import treatment
 from sidecar.classify import Answer, Asked, Classification, Classifier
 from sidecar.cli.output import write_json
-from sidecar.engines import Dialect, client_headers, dialect_of
+from sidecar.engines import Dialect, client_headers, dialect_of, routes_of
 from sidecar.errors import AdmissionError, BodyTooLarge
 from sidecar.payload import Payload, read
 from sidecar.policy.loading import Loaded, load_files
-from sidecar.policy.policy import Api, Endpoint, Policy, Teller, Tenant
+from sidecar.policy.policy import Api, Endpoint, Policy, Teller, Tenant, Unguarded
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED, largest_request
 from sidecar.pools import Ask
@@ -72,6 +74,7 @@ class _Explanation:
         self._found = {"path": path, "guarded": endpoint is not None}
         if endpoint is None:
             self._found["guarded_paths"] = sorted(self._policy.endpoints)
+            self._found["unguarded"] = self._unguarded(path)
             return self._found
         self._found |= {"api": endpoint.api.value, "forward_to": endpoint.forward_to, "body_given": body is not None}
         try:
@@ -80,12 +83,27 @@ class _Explanation:
             self._found["error"] = {"status": error.status, "code": error.code, "message": error.message}
         return self._found
 
+    def _unguarded(self, path: str) -> list[Found]:
+        """What becomes of requests on a path that is not guarded, by where the middleware stands."""
+        chosen, routes = self._policy.unguarded, routes_of(self._policy.engine)
+        modes = [chosen] if chosen is not None else [Unguarded.DENY, Unguarded.GENERATING]
+        return [
+            {
+                "mode": mode.value,
+                "reading": treatment(mode, self._policy, routes, "GET", path).value,
+                "sending": treatment(mode, self._policy, routes, "POST", path).value,
+            }
+            for mode in modes
+        ]
+
     def _follow(self, endpoint: Endpoint, headers: dict[bytes, bytes], body: bytes) -> None:
         tenant = self._classifier.tenant(headers)
         self._found["tenant"] = self._tenant(tenant)
         if len(body) > self._policy.max_body_bytes:
             raise BodyTooLarge(f"the body has {len(body)} bytes; {self._policy.max_body_bytes} are allowed")
-        asked = Asked(endpoint, read(endpoint.api, body), headers, client_headers(headers))
+        payload = read(endpoint.api, body)
+        refuse_background(payload, self._policy.background)
+        asked = Asked(endpoint, payload, headers, client_headers(headers))
         answers = self._classifier.answers(asked, tenant)
         self._found["sources"] = [self._source(answer) for answer in answers]
         made = self._classifier.classify(asked, tenant)
@@ -180,7 +198,8 @@ def _text(found: Found) -> str:
     """The explanation for people."""
     if not found["guarded"]:
         paths = ", ".join(found["guarded_paths"])
-        return f"{found['path']} is not guarded: it passes untouched, for everybody.\nThe policy guards {paths}."
+        lines = [_passing(way, is_chosen=len(found["unguarded"]) == 1) for way in found["unguarded"]]
+        return "\n".join([f"{found['path']} is not guarded.", *lines, f"The policy guards {paths}."])
     lines = [f"POST {found['path']}, read as {found['api']}" + ("" if found["body_given"] else ", with a small body")]
     if "tenant" in found:
         lines += ["", "1. Who asks", *_who(found["tenant"])]
@@ -195,6 +214,19 @@ def _text(found: Found) -> str:
         return "\n".join([*lines, "", f"Refused: {error['status']} {error['code']}", f"   {error['message']}"])
     holds = found["holds"]["tokens"]
     return "\n".join([*lines, "", f"It gets tier {found['tier']} and holds {holds:,} tokens."])
+
+
+_MODES = {"deny": "before an engine's server", "generating": "mounted in an app"}
+_TREATED = {
+    "passes": "passes untouched",
+    "needs a key": "passes, with a tenant's key where `anonymous` is deny",
+    "refused": "is refused: 404 not_guarded",
+}
+
+
+def _passing(way: Found, *, is_chosen: bool) -> str:
+    where = f"unguarded: {way['mode']}" + ("" if is_chosen else f", the default {_MODES[way['mode']]}")
+    return f"   {where}: GET {_TREATED[way['reading']]}; POST {_TREATED[way['sending']]}"
 
 
 def _who(tenant: Found) -> list[str]:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from sidecar.emulator import about
+from sidecar.emulator import about, background
 from sidecar.emulator.config import EmulatorConfig
 from sidecar.emulator.dialect import Dialect
 from sidecar.emulator.dialect_dynamo import DynamoDialect
@@ -64,9 +64,8 @@ class Emulator:
 
     def _routes(self) -> list[BaseRoute]:
         metrics_path, _ = METRICS_TEXT[self.config.engine]
-        routes: list[BaseRoute] = [
-            Route(path, Endpoint(api, self.engine), methods=["POST"]) for path, api in PATHS.items()
-        ]
+        routes: list[BaseRoute] = [*self._responses()]
+        routes += [Route(path, Endpoint(api, self.engine), methods=["POST"]) for path, api in PATHS.items()]
         routes += [
             Route("/v1/models", self._models),
             Route("/health", self._health),
@@ -82,6 +81,17 @@ class Emulator:
             routes.append(Route("/v1/loads", self._loads))
         routes.append(_constant("/openapi.json", about.openapi(self.config)))
         return routes
+
+    def _responses(self) -> list[BaseRoute]:
+        """Those of an engine that runs responses in the background; they go before the plain one."""
+        if self.config.engine not in background.ENGINES:
+            return []
+        responses = background.Responses(self.engine)
+        return [
+            Route("/v1/responses", responses, methods=["POST"]),
+            Route("/v1/responses/{response_id}", responses.retrieve),
+            Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),
+        ]
 
     async def _models(self, request: Request) -> Response:
         del request

@@ -27,7 +27,8 @@ class EmulatorConfig:
     SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES, `default_priority` its --default-priority-value, `low_values_first` its
     --schedule-low-priority-values-first. `lists_workers` False is a Dynamo from 1.7 on, whose /health lists no workers:
     its /metrics has the state of each. `abort_latency_s` is how long the engine computes on after its client's
-    disconnect.
+    disconnect. `response_store` keeps background responses: vLLM's VLLM_ENABLE_RESPONSES_API_STORE, SGLang's
+    --enable-response-store.
     """
 
     engine: EngineName
@@ -44,6 +45,7 @@ class EmulatorConfig:
     low_values_first: bool = False
     lists_workers: bool = True
     abort_latency_s: float = 0.0
+    response_store: bool = False
 
     def __post_init__(self) -> None:
         if self.engine is EngineName.NONE:

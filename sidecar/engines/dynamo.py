@@ -11,12 +11,34 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from sidecar.engines.dialect import Forward, Priority, Stated, agent_hints, header, spread, stated_in_header
+from sidecar.engines.routes import CANCEL, COUNTING, OPENAI, Routes
 from sidecar.payload import Payload
 from sidecar.policy.policy import Api
 
 HEADER = b"x-dynamo-request-priority"
 STEP, MOST = 5, 30
 """Seconds of head start between tiers, and over the whole ladder: a few dozen seconds outrank any sensible queue."""
+
+
+ROUTES = Routes(
+    generating={
+        **OPENAI,
+        "/generate": None,
+        "/inference/v1/generate": None,
+        "/v1/classify": None,
+        "/v1/score": None,
+        "/v1/rerank": None,
+        "/v1/batches": None,
+        "/v1/audio/transcriptions": None,
+        "/v1/audio/speech": None,
+        "/v1/images/generations": None,
+        "/v1/images/edits": None,
+        "/v1/videos": None,
+        "/v1/videos/generations": None,
+    },
+    harmless=COUNTING | {CANCEL, "/v1/tokenize", "/v1/detokenize"},
+)
+"""Read from the frontend's `lib/llm/src/http/service/`."""
 
 
 class Dynamo:

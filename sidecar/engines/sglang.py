@@ -20,6 +20,7 @@ from sidecar.engines.dialect import (
     stated_in_body,
     stated_in_header,
 )
+from sidecar.engines.routes import CANCEL, COUNTING, OPENAI, Routes
 from sidecar.payload import Payload
 from sidecar.policy.policy import Api, Carrier
 
@@ -30,6 +31,43 @@ values, because each becomes a metric label that the engine never drops."""
 
 _WITH_MEMBER = frozenset((Api.CHAT, Api.COMPLETIONS, Api.EMBEDDINGS))
 _WITH_HEADER = frozenset((Api.CHAT, Api.MESSAGES))
+
+
+ROUTES = Routes(
+    generating={
+        **OPENAI,
+        "/generate": None,
+        "/generate_from_file": None,
+        "/inference/v1/generate": None,
+        "/encode": None,
+        "/classify": None,
+        "/v1/classify": None,
+        "/v1/score": None,
+        "/v1/rerank": None,
+        "/api/chat": None,
+        "/api/generate": None,
+        "/invocations": Api.CHAT,
+        "/vertex_generate": None,
+        "/v1/audio/transcriptions": None,
+        "/v1/audio/speech": None,
+        "/v1/images/generations": None,
+        "/v1/images/edits": None,
+        "/v1/videos": None,
+    },
+    harmless=COUNTING
+    | {CANCEL, "/v1/tokenize", "/v1/detokenize", "/parse_function_call", "/separate_reasoning", "/api/show"},
+    changing_reads=frozenset(
+        (
+            *("/flush_cache", "/clear_hicache_storage_backend", "/freeze_gc", "/slow_down", "/configure_logging"),
+            *("/start_profile", "/stop_profile", "/set_trace_level", "/get_weights_by_name"),
+            *("/release_memory_occupation", "/resume_memory_occupation", "/open_session", "/close_session"),
+            *("/start_expert_distribution_record", "/stop_expert_distribution_record"),
+            "/dump_expert_distribution_record",
+        )
+    ),
+)
+"""Read from SGLang's `srt/entrypoints/http_server.py`. `/generate`, `/encode`, `/classify` and `/v1/rerank` answer to
+PUT as well; Vertex' path has another name where AIP_PREDICT_ROUTE says so."""
 
 
 class Sglang:

@@ -6,8 +6,32 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from sidecar.engines.dialect import Forward, Priority, Stated
+from sidecar.engines.routes import CANCEL, COUNTING, OPENAI, Routes
 from sidecar.payload import Payload
 from sidecar.policy.policy import Api
+
+ROUTES = Routes(
+    generating={
+        **OPENAI,
+        "/v1/chat/completions/batch": None,
+        "/v1/messages/batches": None,
+        "/inference/v1/generate": None,
+        "/v1/classify": None,
+        "/v1/score": None,
+        "/v1/rerank": None,
+        "/v2/rerank": None,
+        "/v2/embed": None,
+        "/v2/chat": None,
+        "/v1/audio/transcriptions": None,
+        "/v1/audio/translations": None,
+        "/v1/audio/speech": None,
+        "/v1/images/generations": None,
+        "/v1/images/edits": None,
+        "/v1/videos": None,
+    },
+    harmless=COUNTING | {CANCEL},
+)
+"""Of an engine that is not known: the paths that have one meaning everywhere. `/generate` may be an app's own."""
 
 
 class Silent:

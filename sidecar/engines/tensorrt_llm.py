@@ -12,12 +12,28 @@ from enum import Enum
 from typing import ClassVar
 
 from sidecar.engines.dialect import Forward, Priority, Stated, member, stated_in_body
+from sidecar.engines.routes import COUNTING, OPENAI, Routes
 from sidecar.payload import Payload
 from sidecar.policy.policy import Api
 
 _WITH_FIELD = frozenset((Api.CHAT, Api.COMPLETIONS))
 DEFAULT_PRIORITY = 0.5
 """The engine's own `DEFAULT_REQUEST_PRIORITY`, for a ladder of one tier."""
+
+
+ROUTES = Routes(
+    generating={
+        **OPENAI,
+        "/v1/messages/batches": None,
+        "/v1/audio/transcriptions": None,
+        "/v1/images/generations": None,
+        "/v1/images/edits": None,
+        "/v1/videos": None,
+        "/v1/videos/generations": None,
+    },
+    harmless=COUNTING | {"/v1/responses/{id}", "/v1/messages/batches/{id}/cancel"},
+)
+"""Read from trtllm-serve's `serve/openai_server.py`. `/v1/messages/batches` runs several requests of one body."""
 
 
 class Route(Enum):

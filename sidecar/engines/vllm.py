@@ -18,12 +18,45 @@ from sidecar.engines.dialect import (
     stated_in_body,
     stated_in_header,
 )
+from sidecar.engines.routes import CANCEL, COUNTING, OPENAI, Routes
 from sidecar.payload import Payload
 from sidecar.policy.policy import Api, Carrier
 
 HEADER = b"x-vllm-priority"
 STEP = 10
 """Between tiers. At least 2, because the engine serves a tool's follow-up turn at its priority minus 1."""
+
+
+ROUTES = Routes(
+    generating={
+        **OPENAI,
+        "/v1/chat/completions/batch": None,
+        "/invocations": Api.CHAT,
+        "/inference/v1/generate": None,
+        "/generate": None,
+        "/pooling": None,
+        "/classify": None,
+        "/v1/classify": None,
+        "/score": None,
+        "/v1/score": None,
+        "/generative_scoring": None,
+        "/rerank": None,
+        "/v1/rerank": None,
+        "/v2/rerank": None,
+        "/v2/embed": None,
+        "/v2/chat": None,
+        "/v1/decisions": None,
+        "/v1/audio/transcriptions": None,
+        "/v1/audio/translations": None,
+        "/v1/audio/speech": None,
+        "/v1/images/generations": None,
+        "/v1/images/edits": None,
+        "/v1/videos": None,
+    },
+    harmless=COUNTING | {CANCEL, "/v1/chat/completions/render", "/v1/completions/render", "/ping"},
+)
+"""Read from vLLM 0.33 (`entrypoints/`), and vLLM-Omni for images, videos and speech. `/invocations` takes chat, text
+completions, embeddings and more: as chat it is guarded for chat alone."""
 
 
 class Vllm:

@@ -25,8 +25,8 @@ from sidecar.pools import Pool
 from sidecar.telemetry import SpanObserver, Telemetry
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.logs.request_log import RequestLog
-from sidecar.telemetry.metrics import ObservedMetrics, PoolMetrics, RequestMetrics
-from sidecar.telemetry.observed import ObservedLog, ToldOfObserved
+from sidecar.telemetry.metrics import ObservedMetrics, PoolMetrics, RequestMetrics, UnguardedMetrics
+from sidecar.telemetry.observed import Listeners, ObservedLog, ToldOfObserved
 from sidecar.telemetry.quiet import Quiet
 from sidecar.telemetry.recent import Recent
 from sidecar.telemetry.scrape import Scrape
@@ -34,6 +34,7 @@ from sidecar.telemetry.spans.predecessors import predecessors_in
 from sidecar.telemetry.tallies import Tallies
 from sidecar.telemetry.telemetry import Listener, Tell, Trace
 from sidecar.telemetry.tenants import shown_tenants
+from sidecar.telemetry.unguarded import UnguardedLog
 
 TOLD_WITHIN_S = 0.05
 """So late metrics, journal and log hear of a request, unless somebody asks before."""
@@ -86,6 +87,8 @@ class Lookout:
         self.observer: Telemetry | Quiet = telemetry if is_looked_at else Quiet(telemetry, self._log)
         tallies = Tallies(lambda: self._policy.generation, time.time)
         self.observed = ToldOfObserved([tallies.note, ObservedMetrics(metrics).note, ObservedLog(self._log).note])
+        unguarded = UnguardedMetrics(metrics), UnguardedLog(self._log)
+        self.unguarded = Listeners([listener.note for listener in unguarded])
         self._pages = LivePages(
             Sources(
                 policy=lambda: self._policy,

@@ -248,7 +248,22 @@ class PoolFile(FileModel):
     )
     endpoints: Annotated[dict[of.UrlPath, _EndpointBody], of.mapped("{/v1/chat/completions: {}}")] = _default(
         {path: {} for path in of.STANDARD_PATHS},
-        description="The guarded paths; everything else passes untouched. Default: the five standard /v1 paths.",
+        description="The guarded paths; `unguarded` says what happens on all others. Default: the five standard /v1 "
+        "paths.",
+    )
+    unguarded: of.UnguardedChoice | None = Field(
+        None,  # a proxy knows the engine's paths; an app has paths of its own, such as /login
+        description="What happens on paths that are not guarded. `deny`: only reading (GET) and what the engine is "
+        "known to do harmlessly, such as tokenizing, passes; the rest is a 404. `generating`: only paths on which the "
+        "engine generates are a 404. `allow`: everything passes. Default: `deny` before an engine's server, "
+        "`generating` in an app.",
+        examples=["deny"],
+    )
+    background: of.BackgroundChoice = _default(
+        "refuse",  # such a response is answered at once and runs on: its request would hold nothing meanwhile
+        description="What happens to `background: true` on responses. `refuse`: a 400. `hold`: the response is "
+        "followed at the engine until it ends, and holds its lease until then.",
+        examples=["hold"],
     )
     tenants: of.Text | None = Field(
         None, description="The tenants' files, relative to this one. Default: no tenants.", examples=["tenants/*.yaml"]

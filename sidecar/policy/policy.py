@@ -64,6 +64,21 @@ class Teller(str, Enum):
     ENGINE = "engine"
 
 
+class Unguarded(str, Enum):
+    """What happens to a request on a path that the policy does not guard. See `asgi.unguarded`."""
+
+    DENY = "deny"
+    GENERATING = "generating"
+    ALLOW = "allow"
+
+
+class Background(str, Enum):
+    """What happens to a response that runs on after its request is answered: refused, or followed with its lease."""
+
+    REFUSE = "refuse"
+    HOLD = "hold"
+
+
 class StoreLoss(str, Enum):
     """What happens while the store cannot be reached: every replica goes on with its part, or refuses with 503."""
 
@@ -153,7 +168,7 @@ class Policy:
     engine says, and `rules` bound only what the policy does: `rules_of` gives the rules of a size. `keep_alive_s` is
     how often a streaming client that queues is sent a comment, None for never. With `forward_key` the tenant's key
     reaches the engine, too. `abort_latency_s` is how long the engine may compute on after a disconnect, None for the
-    engine's own figure.
+    engine's own figure. `unguarded` is None where it depends on what the middleware stands before.
     """
 
     rules: PoolRules
@@ -181,6 +196,8 @@ class Policy:
     keep_alive_s: float | None = None
     forward_key: bool = False
     abort_latency_s: float | None = None
+    unguarded: Unguarded | None = None
+    background: Background = Background.REFUSE
 
     def rules_of(self, tokens: int | None, requests: int | None) -> PoolRules:
         """The same tiers' rules in a pool of another size. None is unbounded."""

@@ -43,6 +43,8 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
         keep_alive_s=_seconds(pool.keep_alive),
         forward_key=pool.forward_key,
         abort_latency_s=_seconds(pool.abort_latency),
+        unguarded=pool.unguarded,
+        background=pool.background,
     )
 
 

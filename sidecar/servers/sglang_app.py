@@ -7,4 +7,4 @@ import importlib
 from sidecar.composition import AdmissionMiddleware
 
 app = importlib.import_module("sglang.srt.entrypoints.http_server").app
-app.add_middleware(AdmissionMiddleware)
+app.add_middleware(AdmissionMiddleware, is_launched=True)

@@ -74,12 +74,12 @@ def _mount(server: Any, engine: EngineName) -> None:
     frontends = getattr(_arguments(generator), "num_serve_frontends", 1)
     os.environ[PROCESSES_VARIABLE] = str(max(frontends, int(os.environ.get(PROCESSES_VARIABLE, "1"))))
     if engine is EngineName.NONE:
-        server.app.add_middleware(AdmissionMiddleware)
+        server.app.add_middleware(AdmissionMiddleware, is_launched=True)
         return
     route = _route(server.app, generator)
     if route is Route.HANDED_OVER:
         generator.generate_async = _with_granted_priority(generator.generate_async)
-    server.app.add_middleware(AdmissionMiddleware, dialect=TensorRtLlm(route))
+    server.app.add_middleware(AdmissionMiddleware, dialect=TensorRtLlm(route), is_launched=True)
 
 
 def _route(app: Any, generator: Any) -> Route:

@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
-from sidecar.events import Observed, ObservedObserver, Verdict
+from sidecar.events import Observed, Verdict
 from sidecar.telemetry.logs.request_log import RequestLog
 
 logger = logging.getLogger(__name__)
 
+Record = TypeVar("Record")
 
-class ToldOfObserved:
-    """The door's `ObservedObserver`. Nothing raises: a listener's first failure is logged, and the others go on."""
 
-    def __init__(self, listeners: Sequence[ObservedObserver]) -> None:
+class Listeners(Generic[Record]):
+    """All that are told of one kind of record. Nothing raises: a listener's first failure is logged, others go on."""
+
+    def __init__(self, listeners: Sequence[Callable[[Record], None]]) -> None:
         self._listeners = tuple(listeners)
         self._reported = False
 
-    def __call__(self, observed: Observed) -> None:
+    def __call__(self, record: Record) -> None:
         """Tells all of them."""
         for listener in self._listeners:
             try:
-                listener(observed)
+                listener(record)
             except Exception:  # noqa: PERF203  one that fails must not silence the others
                 self._report()
 
     def _report(self) -> None:
         if not self._reported:
             self._reported = True
-            logger.exception("telling what would have been failed; requests go on, further failures are not logged")
+            logger.exception("telemetry failed; requests go on without, and further failures are not logged")
+
+
+class ToldOfObserved(Listeners[Observed]):
+    """The door's `ObservedObserver`."""
 
 
 class ObservedLog:

@@ -125,7 +125,7 @@ async def test_what_is_not_guarded_passes_with_the_servers_own_objects() -> None
     async def send(message: Any) -> None: ...
 
     unguarded = [
-        {"type": "websocket", "path": CHAT},
+        {"type": "websocket", "path": "/chat"},
         {"type": "http", "method": "GET", "path": CHAT},
         {"type": "http", "method": "OPTIONS", "path": CHAT},
         {"type": "http", "method": "POST", "path": "/v1/models"},
@@ -139,9 +139,9 @@ async def test_what_is_not_guarded_passes_with_the_servers_own_objects() -> None
     )
 
 
-async def test_a_websocket_on_a_guarded_path_passes() -> None:
+async def test_a_websocket_on_a_guarded_path_passes_where_everything_does() -> None:
     app = App()
-    caller = Caller(AdmissionMiddleware(app, policy=policy()), type="websocket")
+    caller = Caller(AdmissionMiddleware(app, policy=policy("unguarded: allow\n")), type="websocket")
     caller.incoming.put_nowait({"type": "websocket.connect"})
     await caller.run()
     assert [message["type"] for message in caller.sent] == ["websocket.accept", "websocket.send", "websocket.close"]

@@ -159,10 +159,20 @@ def test_a_body_over_the_limit_is_refused_as_at_the_door(policy: Path) -> None:
     assert (code, found["error"]["status"]) == (1, 413)
 
 
-def test_a_path_that_is_not_guarded_passes(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_that_is_not_guarded_is_explained_by_where_the_middleware_stands(
+    policy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, found = explained(policy, "--path", "/v1/models?limit=5")
     assert (code, found["guarded"]) == (0, False)
-    assert capsys.readouterr().out.startswith("/v1/models is not guarded: it passes untouched, for everybody.\n")
+    assert capsys.readouterr().out.startswith(
+        "/v1/models is not guarded.\n"
+        "   unguarded: deny, the default before an engine's server: GET passes untouched; "
+        "POST is refused: 404 not_guarded\n"
+        "   unguarded: generating, the default mounted in an app: GET passes untouched; POST passes untouched\n"
+    )
+    (policy / "policy.yaml").write_text(POOL + "unguarded: generating\n")
+    _, found = explained(policy, "--path", "/x/v1/messages/batches")
+    assert found["unguarded"] == [{"mode": "generating", "reading": "passes", "sending": "refused"}]
 
 
 def test_json_on_standard_output_is_nothing_but_json(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:

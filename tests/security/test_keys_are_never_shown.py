@@ -69,7 +69,7 @@ async def script(connection: Connection) -> None:
 
 
 def policy(folder: Path) -> Path:
-    path = write_policy(folder, engine="vllm")
+    path = write_policy(folder, "unguarded: allow\n", engine="vllm")
     tenant = f'tenant: marked-by-name\nkeys: ["sha256:{DIGEST}"]\ntier: normal\n'.replace("marked-by", "known-by")
     (folder / "tenants" / "marked.yaml").write_text(tenant)
     return path

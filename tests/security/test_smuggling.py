@@ -23,7 +23,8 @@ STRANGER = b"POST /stranger HTTP/1.1\r\nhost: door\r\ncontent-length: 3\r\nconne
 
 @pytest.fixture(scope="module", params=KINDS)
 def behind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
-    with standing(request.param, tmp_path_factory.mktemp("policy"), SIDECAR_LOG_LEVEL="error") as found:
+    folder = tmp_path_factory.mktemp("policy")
+    with standing(request.param, folder, "unguarded: allow\n", SIDECAR_LOG_LEVEL="error") as found:
         yield found
 
 

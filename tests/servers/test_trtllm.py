@@ -90,7 +90,7 @@ async def test_a_list_of_prompts_and_what_a_client_writes_itself(tmp_path: Path)
 
 async def test_a_request_that_is_not_guarded_is_left_at_the_engines_default(tmp_path: Path) -> None:
     write_policy(tmp_path).write_text(
-        (tmp_path / "policy.yaml").read_text().replace("  /v1/chat/completions: {}\n", "")
+        (tmp_path / "policy.yaml").read_text().replace("  /v1/chat/completions: {}\n", "") + "unguarded: allow\n"
     )
     async with trtllm(tmp_path) as server:
         path = "/v1/chat/completions"
@@ -241,3 +241,14 @@ def test_arguments_that_are_wrong_are_refused_by_the_real_command(tmp_path: Path
     gone = ended("trtllm-serve", "m", "--policy", str(write_policy(tmp_path)), "--nix")
     assert gone.returncode == 2
     assert "No such option" in gone.stderr
+
+
+async def test_a_path_that_is_not_guarded_is_refused_by_default(tmp_path: Path) -> None:
+    write_policy(tmp_path).write_text(
+        (tmp_path / "policy.yaml").read_text().replace("  /v1/chat/completions: {}\n", "")
+    )
+    async with trtllm(tmp_path) as server:
+        for path in ("/v1/chat/completions", "/v1/messages/batches", "/update_weights"):
+            status, _, text = await server.post(path, "batch", **BODIES["/v1/chat/completions"]("unguarded"))
+            assert (status, json.loads(text)["error"]["code"]) == (404, "not_guarded")
+        assert await served(server) == {}

@@ -22,7 +22,7 @@ class Counters:
     __slots__ = (
         "abandoned", "admitted", "clamped", "downgraded", "estimate_errors", "observed", "overtaken",
         "overtaken_tokens", "preempted_engine_us", "preemptions", "refused", "settled", "tenants", "tokens_estimated",
-        "tokens_used",
+        "tokens_used", "unguarded",
     )  # fmt: skip
 
     def __init__(self, tenants: Tenants) -> None:
@@ -35,6 +35,7 @@ class Counters:
         self.preempted_engine_us: Counted = {}
         self.clamped: Counted = {}
         self.observed: Counted = {}
+        self.unguarded: Counted = {}
         self.downgraded: Counted = {}
         self.overtaken: Counted = {}
         self.overtaken_tokens: Counted = {}
@@ -139,6 +140,13 @@ COUNTERS = (
         (TIER, semconv.ADMISSION_DECISION, REASON),
         "{request}",
         "Requests that passed in `mode: observe`, by what enforcing would have done to them.",
+    ),
+    Counter(
+        semconv.UNGUARDED,
+        "unguarded",
+        (semconv.ADMISSION_ROUTE, semconv.ADMISSION_DECISION, REASON),
+        "{request}",
+        "Requests on paths that the policy does not guard, other than those that only read: passed, or refused.",
     ),
     Counter(semconv.TOKENS_ESTIMATED, "tokens_estimated", (TIER,), "{token}", "Tokens held for the requests admitted."),
     Counter(
