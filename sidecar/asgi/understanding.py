@@ -95,7 +95,7 @@ class Intake:
         taken = client_headers(headers)
         classification = self._classifier.classify(Asked(endpoint, payload, headers, taken), tenant)
         cap = cap_of(endpoint.api, payload, body, tenant, self._policy.engine)
-        prompt_tokens = self._estimator.prompt_tokens(payload)
+        prompt_tokens = self._estimator.prompt_tokens(payload, tenant.name)
         tokens = tokens_to_hold(payload, prompt_tokens, self._default_output_tokens(classification.level, cap))
         keys = self._credentials
         return Understood(

@@ -139,7 +139,7 @@ class _Explanation:
         """What it would hold. Raises RequestTooLarge, as the pool does."""
         tier, counter = self._policy.tiers[made.level], self._estimator.counter
         if counter is None:
-            prompt = self._estimator.prompt_tokens(payload)
+            prompt = self._estimator.prompt_tokens(payload, made.tenant.name)
         else:
             prompt = asyncio.run(self._estimator.counted_prompt_tokens(payload, counter))
         tokens, requests = largest_request(self._policy.rules, made.level)
