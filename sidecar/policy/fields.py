@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, PlainValidator, Validation
 
 from sidecar.policy import units
 from sidecar.policy.keys import read_hash
-from sidecar.policy.policy import Api, Carrier, EngineName, Mode, Source, StoreLoss, Teller
+from sidecar.policy.policy import Api, Carrier, EngineName, Mode, Source, StoreLoss, Teller, Unsized
 from sidecar.policy.problems import printable, quoted, unknown
 from sidecar.policy.store import EXAMPLE, SCHEMES, StoreAddress, store_address
 
@@ -260,6 +260,7 @@ StoreAt = Annotated[
 ]
 PoolName = Annotated[str, PlainValidator(_pool), _schema("A name.", pattern=f"^{_POOL_NAME.pattern}$")]
 StoreLossChoice = Annotated[StoreLoss, PlainValidator(_choice(StoreLoss, "choice")), _enum(StoreLoss)]
+UnsizedChoice = Annotated[Unsized, PlainValidator(_choice(Unsized, "choice")), _enum(Unsized)]
 SourceList = Annotated[
     list[Annotated[Source, PlainValidator(_choice(Source, "source")), _enum(Source)]],
     listed("[body, header, endpoint, key]"),

@@ -71,6 +71,17 @@ class StoreLoss(str, Enum):
     CLOSED = "closed"
 
 
+class Unsized(str, Enum):
+    """What becomes of a request whose prompt the body does not size."""
+
+    HOLD = "hold"
+    REFUSE = "refuse"
+
+
+MAX_CHOICES = 8
+"""Choices times prompts. OpenAI's clients ask for a few; a request that starts a hundred takes a whole batch."""
+
+
 @dataclass(frozen=True, slots=True)
 class Promises:
     """What a tier promises, in seconds; None where it promises nothing."""
@@ -152,7 +163,8 @@ class Policy:
     `engine_capacity` is None where the policy itself says how large the pool is; otherwise the pool's size is what the
     engine says, and `rules` bound only what the policy does: `rules_of` gives the rules of a size. `keep_alive_s` is
     how often a streaming client that queues is sent a comment, None for never. With `forward_key` the tenant's key
-    reaches the engine, too.
+    reaches the engine, too. `max_choices` bounds the sequences that one request may start (choices times prompts), and
+    `unsized` says what becomes of one whose prompt cannot be sized.
     """
 
     rules: PoolRules
@@ -179,6 +191,8 @@ class Policy:
     mode: Mode = Mode.ENFORCE
     keep_alive_s: float | None = None
     forward_key: bool = False
+    max_choices: int = MAX_CHOICES
+    unsized: Unsized = Unsized.REFUSE
 
     def rules_of(self, tokens: int | None, requests: int | None) -> PoolRules:
         """The same tiers' rules in a pool of another size. None is unbounded."""

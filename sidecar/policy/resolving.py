@@ -42,6 +42,8 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
         mode=pool.mode,
         keep_alive_s=_seconds(pool.keep_alive),
         forward_key=pool.forward_key,
+        max_choices=pool.max_choices,
+        unsized=pool.unsized,
     )
 
 

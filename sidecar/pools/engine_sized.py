@@ -60,6 +60,7 @@ class EngineSizedPool:
         self._has_read = asyncio.Event()
         self.now_us = pool.now_us
         self.retry_after_s = pool.retry_after_s
+        self.most_tokens = pool.most_tokens
 
     async def open(self) -> None:
         """See `Pool.open`. Returns when the engine was read, or could not be."""

@@ -31,11 +31,14 @@ class Sizes:
         if error is not None:
             raise error
 
+    def most_tokens(self, level: int) -> int:
+        """The most tokens that one request of a tier may hold."""
+        most = self.policy.tiers[level].max_request_tokens
+        return self.largest[level][0] if most is None else min(most, self.largest[level][0])
+
     def too_large(self, ask: Ask) -> RequestTooLarge | None:
         """Why a request could never be admitted, with the figures; None where it could."""
-        tier = self.policy.tiers[ask.tier]
-        tokens = self.largest[ask.tier][0]
-        return self._exceeds(ask, tokens if tier.max_request_tokens is None else min(tokens, tier.max_request_tokens))
+        return self._exceeds(ask, self.most_tokens(ask.tier))
 
     def outgrown(self, ask: Ask) -> RequestTooLarge | None:
         """Why a request that waits could never be admitted now. What a tier allows one request is no such reason."""
