@@ -37,7 +37,7 @@ def where_it_goes(body: bytes, headers: tuple[tuple[str, str], ...]) -> dict[str
     added = [(b"content-length", b"2000")]
 
     def understand() -> None:
-        tokens_to_hold(read(Api.CHAT, body), estimator.prompt_tokens(payload), 512)
+        tokens_to_hold(read(Api.CHAT, body), estimator.prompt_tokens(payload, tenant.name), 512)
 
     def classify() -> None:
         classifier.tenant(dict(pairs))

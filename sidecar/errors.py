@@ -85,6 +85,20 @@ class OutputTooLong(BadRequest):
     never_fits = True
 
 
+class TooManyChoices(BadRequest):
+    """More sequences (choices times prompts) than the policy's `max_choices` lets one request start."""
+
+    code = "too_many_choices"
+    never_fits = True
+
+
+class UnsizedPrompt(BadRequest):
+    """Its prompt, or a part of it, is not in the body, and the policy says `unsized: refuse`."""
+
+    code = "unsized_prompt"
+    never_fits = True
+
+
 class UnknownTier(BadRequest):
     """A tier name that is not in the policy, or a number outside [0, 1]."""
 

@@ -1,20 +1,22 @@
 """What a request body says of itself: only the fields that decide admission are decoded.
 
-Each API keeps its prompt and its maximum output in places of its own; `read` turns them into one `Payload`. Everything
-else in the body is skipped over, and never re-encoded.
+Each API keeps its prompt and its maximum output in places of its own; `read` turns them into one `Payload`. A field
+that is neither one of these nor known to be harmless (`body_fields`) counts as prompt, too.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
+from sidecar.body_fields import COMMON, HARMLESS, NOTHING, Carried, carried
 from sidecar.errors import InvalidBody
 from sidecar.policy.policy import Api
+from sidecar.prompt_text import is_plain, json_bytes, measured, text_of
 
 MEDIA_TOKENS = 1024
 """What an image, audio or file part counts for. Vision encoders use 256 to about 2,000 tokens an image; the encoded
@@ -23,14 +25,6 @@ bytes say nothing, and counting them as text would turn a small photo into hundr
 LARGEST_COUNT = 2**31 - 1
 """The largest `max_tokens` or `n`: engines keep them in 32 bits, and Redis scripts count exactly up to 2**53 only."""
 
-_MEDIA_TYPES = frozenset(
-    (
-        *("image_url", "input_image", "image", "audio_url", "input_audio", "audio", "video_url", "video"),
-        *("file", "input_file", "document"),
-    )
-)
-_ENCODED = _MEDIA_TYPES | {"url", "data", "file_data", "file_url", "image_data"}
-"""Members of a media part that hold the medium itself, or point to it. What else it says is text."""
 _Raw = msgspec.Raw | msgspec.UnsetType
 _Count = int | float | None
 _Prompt = str | list[str | int | list[int]]
@@ -45,6 +39,10 @@ class Payload(msgspec.Struct):
     A null is present: it would overrule a priority that is put in beside it. `text` is what a tokenizer would count.
     `background` says that the response is to run on after its answer, `names_response` that the client chose its id.
     `other_maximum` is the one that does not count where two are named: some engine may go by it.
+
+    `unread_bytes` is the size of what is not known to be harmless, and so is taken for prompt. `unsized` names what
+    carries a prompt whose size the body does not say. `is_understood` says that the prompt is text in the API's own
+    fields and nothing else: only then does the engine's count of it say how many bytes a token has.
     """
 
     model: str | None
@@ -60,6 +58,9 @@ class Payload(msgspec.Struct):
     other_maximum: int | None = None
     background: bool = False
     names_response: bool = False
+    unread_bytes: int = 0
+    unsized: str | None = None
+    is_understood: bool = False
 
 
 class _Fields(msgspec.Struct, gc=False):
@@ -74,9 +75,11 @@ class _Fields(msgspec.Struct, gc=False):
 class _Chat(_Fields, gc=False):
     messages: _Raw = msgspec.UNSET
     tools: _Raw = msgspec.UNSET
+    response_format: _Raw = msgspec.UNSET
     max_tokens: _Count = None
     max_completion_tokens: _Count = None
     n: _Count = None
+    best_of: _Count = None
 
 
 class _Completion(_Fields, gc=False):
@@ -90,6 +93,7 @@ class _Response(_Fields, gc=False):
     input: _Raw = msgspec.UNSET
     instructions: _Raw = msgspec.UNSET
     tools: _Raw = msgspec.UNSET
+    text: _Raw = msgspec.UNSET
     max_output_tokens: _Count = None
     background: _Raw = msgspec.UNSET
     request_id: _Raw = msgspec.UNSET
@@ -109,11 +113,11 @@ class _Embedding(_Fields, gc=False):
 
 def read(api: Api, body: bytes) -> Payload:
     """Decodes a body. Raises InvalidBody with what is wrong and where."""
-    decode, interpret = _READERS[api]
+    reader = _READERS[api]
     try:
-        fields = decode(body)
+        fields, others = reader.decode(body)
         _refuse_duplicates(body, fields)
-        return interpret(fields)
+        return reader.interpret(fields, others)
     except RecursionError:
         raise InvalidBody("the body is nested too deeply to be read; flatten it") from None
     except UnicodeDecodeError:
@@ -174,89 +178,127 @@ def _once_each(members: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _chat(fields: _Chat) -> Payload:
+def _chat(fields: _Chat, others: Carried) -> Payload:
     maximum = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
     name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
-    messages = _required_list("messages", fields.messages)
-    choices = _count(1, "n", fields.n) or 1
-    payload = _payload(fields, [messages, _given(fields.tools)], _count(0, name, maximum), choices)
+    payload = _conversation(fields, others, [_required_list("messages", fields.messages)], _given(fields.tools))
+    payload.max_output_tokens = _count(0, name, maximum)
+    payload.choices = _choices(fields.n, fields.best_of)
+    if fields.response_format is not msgspec.UNSET:
+        _add_format(payload, _given(fields.response_format))
     if fields.max_completion_tokens is not None:
         payload.other_maximum = _count(0, "max_tokens", fields.max_tokens)
     return payload
 
 
-def _completion(fields: _Completion) -> Payload:
-    choices = max(_count(1, "n", fields.n) or 1, _count(1, "best_of", fields.best_of) or 1)
-    if fields.prompt is None:
+def _completion(fields: _Completion, others: Carried) -> Payload:
+    if fields.prompt is not None:
+        payload = _prompts(fields, others, "prompt", fields.prompt)
+    elif others.prompts or others.unsized:  # the prompt travels elsewhere
+        payload = _conversation(fields, others, [])
+    else:
         raise InvalidBody("prompt: missing; send a string, a list of strings, or token ids")
-    return _prompts(fields, "prompt", fields.prompt, _count(0, "max_tokens", fields.max_tokens), choices)
-
-
-def _response(fields: _Response) -> Payload:
-    source = _given(fields.input)
-    if source[:1] not in (b'"', b"["):
-        raise InvalidBody(f"input: {'of the wrong type' if source else 'missing'}; {_HINTS['input']}")
-    if source[:1] == b"[":
-        _required_list("input", fields.input)
-    parts = [source, _given(fields.instructions), _given(fields.tools)]
-    payload = _payload(fields, parts, _count(0, "max_output_tokens", fields.max_output_tokens))
-    if not isinstance(fields.background, msgspec.UnsetType):
-        payload.background = _flag("background", _given(fields.background))
-        payload.names_response = bool(_given(fields.request_id))
+    payload.max_output_tokens = _count(0, "max_tokens", fields.max_tokens)
+    payload.choices = _choices(fields.n, fields.best_of)
     return payload
 
 
-def _message(fields: _Message) -> Payload:
-    messages = _required_list("messages", fields.messages)
-    parts = [messages, _given(fields.system), _given(fields.tools)]
-    return _payload(fields, parts, _count(0, "max_tokens", fields.max_tokens))
+def _response(fields: _Response, others: Carried) -> Payload:
+    source, tools = _given(fields.input), _given(fields.tools)
+    if source[:1] not in (b'"', b"[") and (source or not others.unsized):
+        raise InvalidBody(f"input: {'of the wrong type' if source else 'missing'}; {_HINTS['input']}")
+    if source[:1] == b"[":
+        _required_list("input", fields.input)
+    payload = _conversation(fields, others, [source, _given(fields.instructions)], tools)
+    payload.max_output_tokens = _count(0, "max_output_tokens", fields.max_output_tokens)
+    if not isinstance(fields.background, msgspec.UnsetType):
+        payload.background = _flag("background", _given(fields.background))
+        payload.names_response = bool(_given(fields.request_id))
+    _add_format(payload, _given(fields.text))
+    if tools:  # one that the server runs itself means one more prompt, and `usage` has the sum
+        payload.is_understood = False
+    return payload
 
 
-def _embedding(fields: _Embedding) -> Payload:
-    if fields.input is None:  # some engines embed a conversation
-        if not _given(fields.messages):
-            raise InvalidBody("input: missing; send a string, a list of strings, or token ids")
-        return _payload(fields, [_required_list("messages", fields.messages)], 0)
-    return _prompts(fields, "input", fields.input, 0, 1)
+def _message(fields: _Message, others: Carried) -> Payload:
+    parts = [_required_list("messages", fields.messages), _given(fields.system)]
+    payload = _conversation(fields, others, parts, _given(fields.tools))
+    payload.max_output_tokens = _count(0, "max_tokens", fields.max_tokens)
+    return payload
 
 
-def _payload(fields: _Fields, parts: list[bytes], maximum: int | None, choices: int = 1) -> Payload:
-    prompt_bytes = media = 0
+def _embedding(fields: _Embedding, others: Carried) -> Payload:
+    if fields.input is not None:
+        payload = _prompts(fields, others, "input", fields.input)
+    elif _given(fields.messages):  # some engines embed a conversation
+        payload = _conversation(fields, others, [_required_list("messages", fields.messages)])
+    else:
+        raise InvalidBody("input: missing; send a string, a list of strings, or token ids")
+    payload.max_output_tokens = 0
+    return payload
+
+
+def _choices(n: _Count, best_of: _Count) -> int:
+    """`best_of` of them are generated, `n` returned, which is more at engines that know no `best_of`."""
+    if n is None and best_of is None:
+        return 1
+    return max(_count(1, "n", n) or 1, _count(1, "best_of", best_of) or 1)
+
+
+def _conversation(fields: _Fields, others: Carried, parts: list[bytes], tools: bytes = b"") -> Payload:
+    """One prompt: `parts` are what a chat template writes the text of, `tools` JSON that it writes as it is."""
+    written = [tools, *others.texts] if others.texts else [tools]
+    payload = _payload(fields, others)
+    payload.text = lambda: "\n".join([*map(text_of, parts), *(part.decode("utf-8", "replace") for part in written)])
+    payload.prompt_bytes += json_bytes(tools)
     for part in parts:
-        if _is_plain(part):
-            prompt_bytes += len(part)
+        if is_plain(part):
+            payload.prompt_bytes += len(part)
         else:
-            for text in _texts(part):
-                media += text is None
-                prompt_bytes += 0 if text is None else len(text.encode("utf-8", "replace"))
-    return Payload(
-        model=fields.model,
-        stream=bool(fields.stream),
-        prompt_bytes=prompt_bytes,
-        prompt_tokens=media * MEDIA_TOKENS,
-        prompts=1,
-        choices=choices,
-        max_output_tokens=maximum,
-        priority=_stated(fields.priority),
-        nvext=_stated(fields.nvext),
-        text=lambda: "\n".join(map(_text_of, parts)),
-    )
+            size = measured(part)
+            payload.prompt_bytes += size.text_bytes
+            payload.prompt_tokens += size.media * MEDIA_TOKENS
+            payload.unsized = payload.unsized or size.unsized
+            payload.is_understood &= not size.media and size.unsized is None
+    return payload
 
 
-def _prompts(fields: _Fields, name: str, prompt: _Prompt, maximum: int | None, choices: int) -> Payload:
+def _prompts(fields: _Fields, others: Carried, name: str, prompt: _Prompt) -> Payload:
+    """A prompt, or a list of them, as they are."""
     texts, tokens, prompts = _sequences(name, prompt)
+    payload = _payload(fields, others)
+    payload.text = lambda: "\n".join([*texts, *(part.decode("utf-8", "replace") for part in others.texts)])
+    payload.prompt_bytes += sum(len(text.encode("utf-8", "replace")) for text in texts)
+    payload.prompt_tokens += tokens
+    payload.prompts = max(prompts, others.prompts)
+    payload.is_understood &= not tokens
+    return payload
+
+
+def _payload(fields: _Fields, others: Carried) -> Payload:
+    """What all APIs have in common; the prompt is only what others than the API's own fields carry."""
     return Payload(
         model=fields.model,
         stream=bool(fields.stream),
-        prompt_bytes=sum(len(text.encode("utf-8", "replace")) for text in texts),
-        prompt_tokens=tokens,
-        prompts=prompts,
-        choices=choices,
-        max_output_tokens=maximum,
+        prompt_bytes=sum(map(json_bytes, others.texts)) if others.texts else 0,
+        prompt_tokens=others.tokens,
+        prompts=max(1, others.prompts),
+        choices=1,
+        max_output_tokens=None,
         priority=_stated(fields.priority),
         nvext=_stated(fields.nvext),
-        text=lambda: "\n".join(texts),
+        text=str,
+        unread_bytes=others.unread_bytes,
+        unsized=others.unsized,
+        is_understood=others.is_empty,
     )
+
+
+def _add_format(payload: Payload, schema: bytes) -> None:
+    """Adds the format of the answer. Some templates write it into the prompt and some do not: it counts, to be safe."""
+    if schema:
+        payload.unread_bytes += json_bytes(schema)
+        payload.is_understood = False
 
 
 def _sequences(name: str, prompt: _Prompt) -> tuple[list[str], int, int]:
@@ -275,42 +317,6 @@ def _sequences(name: str, prompt: _Prompt) -> tuple[list[str], int, int]:
             raise InvalidBody(f"{name}: a prompt without token ids; send at least one for each")
         return [], sum(len(item) for item in prompt if isinstance(item, list)), len(prompt)
     raise InvalidBody(f"{name}: a list that mixes strings and token ids; send one kind")
-
-
-def _is_plain(part: bytes) -> bool:
-    """Whether its size says how much text there is: no escapes of six bytes a character, and no content parts."""
-    return b"\\u" not in part and b'"type"' not in part
-
-
-def _text_of(part: bytes) -> str:
-    if _is_plain(part):
-        return part.decode("utf-8", "replace")
-    return "\n".join(text for text in _texts(part) if text is not None)
-
-
-# A number may be one that no double holds: it is no text, and so of no interest.
-_decode = msgspec.json.Decoder(float_hook=len).decode
-
-
-def _texts(part: bytes) -> Iterator[str | None]:
-    """All text in JSON, in order, and None for every media part, of which the encoded medium is no text.
-
-    Iterative, because the depth is the client's.
-    """
-    pending = [(_decode(part), False)]
-    while pending:
-        item, in_media = pending.pop()
-        if isinstance(item, str):
-            yield item
-        elif isinstance(item, list):
-            pending.extend((child, in_media) for child in reversed(item))
-        elif isinstance(item, dict):
-            kind = item.get("type")
-            if isinstance(kind, str) and kind in _MEDIA_TYPES:
-                in_media = True
-                yield None
-            skipped = _ENCODED if in_media and kind != "text" else ()
-            pending.extend((item[key], in_media) for key in reversed(item) if key not in skipped)
 
 
 _KINDS = {b'"': "a string", b"{": "an object", b"t": "a boolean", b"f": "a boolean", b"n": "null"}
@@ -378,10 +384,43 @@ def _shown(text: str) -> str:
     return text if len(text) <= 20 else text[:20] + "…"
 
 
-_READERS: dict[Api, tuple[Callable[[bytes], Any], Callable[[Any], Payload]]] = {
-    Api.CHAT: (msgspec.json.Decoder(_Chat).decode, _chat),
-    Api.COMPLETIONS: (msgspec.json.Decoder(_Completion).decode, _completion),
-    Api.RESPONSES: (msgspec.json.Decoder(_Response).decode, _response),
-    Api.MESSAGES: (msgspec.json.Decoder(_Message).decode, _message),
-    Api.EMBEDDINGS: (msgspec.json.Decoder(_Embedding).decode, _embedding),
+class _Reader:
+    """Reads the bodies of one API."""
+
+    def __init__(self, fields: type[_Fields], interpret: Callable[[Any, Carried], Payload]) -> None:
+        self._own = frozenset(fields.__struct_fields__)
+        self._known = self._own | HARMLESS
+        harmless = [(name, _Raw, msgspec.UNSET) for name in COMMON]
+        strict = msgspec.defstruct(
+            f"{fields.__name__}Body", harmless, bases=(fields,), forbid_unknown_fields=True, gc=False
+        )
+        self._decode: Callable[[bytes], Any] = msgspec.json.Decoder(strict).decode
+        self.interpret = interpret
+
+    def decode(self, body: bytes) -> tuple[_Fields, Carried]:
+        """The API's own fields, and what the others carry. Most bodies have no others, and are scanned once."""
+        try:
+            fields = self._decode(body)
+        except msgspec.ValidationError as error:
+            if not str(error).startswith("Object contains unknown field"):
+                raise
+            return self._decode_all(body)
+        if fields.nvext is msgspec.UNSET:
+            return fields, NOTHING
+        return fields, carried({"nvext": bytes(fields.nvext)})
+
+    def _decode_all(self, body: bytes) -> tuple[_Fields, Carried]:
+        members = _members(body)
+        own = b",".join(b'"%b":%b' % (name.encode(), members[name]) for name in members.keys() & self._own)
+        others = {name: bytes(raw) for name, raw in members.items() if name not in self._known or name == "nvext"}
+        return self._decode(b"{%b}" % own), carried(others)
+
+
+_members: Callable[[bytes], Mapping[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_READERS: Mapping[Api, _Reader] = {
+    Api.CHAT: _Reader(_Chat, _chat),
+    Api.COMPLETIONS: _Reader(_Completion, _completion),
+    Api.RESPONSES: _Reader(_Response, _response),
+    Api.MESSAGES: _Reader(_Message, _message),
+    Api.EMBEDDINGS: _Reader(_Embedding, _embedding),
 }

@@ -1,13 +1,18 @@
 """How many tokens a request will hold: its prompt and its maximum output, for every sequence it starts.
 
-Prompts are exact where they are token ids. Text is counted by its UTF-8 bytes at 4 bytes a token, the figure that other
-gateways use too, corrected per model by what the engine's `usage` reports. With a tokenizer (the extra `tokenizers`) it
-is counted for real, sampled where it is long.
+Prompts are exact where they are token ids. Text is counted by its UTF-8 bytes at 4 bytes a token, the figure that
+other gateways use too, corrected by what the engine's `usage` reports. With a tokenizer (the extra `tokenizers`) it is
+counted for real, sampled where it is long.
+
+The correction belongs to one tenant and one model, so that no tenant's requests move another one's estimates. A tenant
+begins at 4 bytes a token; there is no figure that tenants share. Only a prompt that was understood completely teaches.
+Fields that are not known count at 4 bytes a token at most, whatever was learned: their bytes may be denser than text.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
 from typing import Protocol
 
@@ -17,8 +22,11 @@ BYTES_PER_TOKEN = 4.0
 LEARNING_RATE = 0.1
 """Weight of the newest observation: about ten requests make a model's ratio its own."""
 PLAUSIBLE_BYTES_PER_TOKEN = (1.0, 16.0)
-MODELS_REMEMBERED = 64
-"""Model names come from clients; only answered requests teach, and the least recently used model is forgotten."""
+MODELS_REMEMBERED = 16
+"""Of each tenant. Model names come from clients; only answered requests teach, and the least recently used model of the
+same tenant is forgotten."""
+TENANTS_REMEMBERED = 4096
+"""Tenants come from the policy, so that no client adds one. With all of their models, 20 MB at most."""
 LONGEST_MODEL_NAME = 256
 """Characters. A longer name teaches nothing: no model has one, and what is remembered must stay small."""
 SAMPLED_ABOVE = 32_768
@@ -37,31 +45,46 @@ class Estimator:
 
     def __init__(self, counter: TextCounter | None = None) -> None:
         self.counter = counter
-        self._bytes_per_token: OrderedDict[str | None, float] = OrderedDict()
+        self._learned: OrderedDict[str, OrderedDict[str | None, float]] = OrderedDict()
 
-    def prompt_tokens(self, payload: Payload) -> int:
-        """Tokens of all prompts together, by their bytes."""
-        if not payload.prompt_bytes:
+    def bytes_per_token(self, tenant: str, model: str | None) -> float:
+        """What a tenant's text for a model has shown so far."""
+        learned = self._learned.get(tenant)
+        return BYTES_PER_TOKEN if learned is None else learned.get(model, BYTES_PER_TOKEN)
+
+    def prompt_tokens(self, payload: Payload, tenant: str) -> int:
+        """Tokens of all prompts of a tenant's request together, by their bytes."""
+        if not payload.prompt_bytes and not payload.unread_bytes:
             return payload.prompt_tokens
-        ratio = self._bytes_per_token.get(payload.model, BYTES_PER_TOKEN)
-        return payload.prompt_tokens + int(payload.prompt_bytes / ratio) + 1
+        ratio = self.bytes_per_token(tenant, payload.model)
+        text = int(payload.prompt_bytes / ratio) + 1 if payload.prompt_bytes else 0
+        return payload.prompt_tokens + text + _unread_tokens(payload, ratio)
 
     async def counted_prompt_tokens(self, payload: Payload, counter: TextCounter) -> int:
         """Tokens of all prompts together, by a tokenizer."""
-        return payload.prompt_tokens + (await counter.count(payload.text()) if payload.prompt_bytes else 0)
+        text = await counter.count(payload.text()) if payload.prompt_bytes else 0
+        return payload.prompt_tokens + text + _unread_tokens(payload, BYTES_PER_TOKEN)
 
-    def learn(self, payload: Payload, prompt_tokens: int) -> None:
-        """Takes in the engine's own count of a prompt that was pure text."""
-        if payload.prompt_tokens or not payload.prompt_bytes or prompt_tokens < 1:
+    def learn(self, payload: Payload, tenant: str, prompt_tokens: int) -> None:
+        """Takes in the engine's own count of a tenant's prompt, where that was text and was understood completely."""
+        if not payload.is_understood or not payload.prompt_bytes or prompt_tokens < 1:
             return
         if payload.model is not None and len(payload.model) > LONGEST_MODEL_NAME:
             return
         least, most = PLAUSIBLE_BYTES_PER_TOKEN
         seen = min(most, max(least, payload.prompt_bytes / prompt_tokens))
-        ratio = self._bytes_per_token.pop(payload.model, BYTES_PER_TOKEN)
-        self._bytes_per_token[payload.model] = ratio + LEARNING_RATE * (seen - ratio)
-        if len(self._bytes_per_token) > MODELS_REMEMBERED:
-            self._bytes_per_token.popitem(last=False)
+        learned = self._learned.setdefault(tenant, OrderedDict())
+        self._learned.move_to_end(tenant)
+        ratio = learned.pop(payload.model, BYTES_PER_TOKEN)
+        learned[payload.model] = ratio + LEARNING_RATE * (seen - ratio)
+        if len(learned) > MODELS_REMEMBERED:
+            learned.popitem(last=False)
+        if len(self._learned) > TENANTS_REMEMBERED:
+            self._learned.popitem(last=False)
+
+
+def _unread_tokens(payload: Payload, ratio: float) -> int:
+    return math.ceil(payload.unread_bytes / min(ratio, BYTES_PER_TOKEN))
 
 
 def tokens_to_hold(payload: Payload, prompt_tokens: int, default_output_tokens: int) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import gc
 import json
 import re
 import time
+from array import array
 from contextlib import suppress
 from typing import Any
 
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from sidecar.errors import InvalidBody
 from sidecar.payload import LARGEST_COUNT, MEDIA_TOKENS, Payload, read
 from sidecar.policy.policy import Api
+from sidecar.tokens import Estimator
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS = Api
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -115,6 +118,155 @@ def test_what_is_not_part_of_the_prompt_does_not_count() -> None:
         read_from(CHAT, messages=HELLO).prompt_bytes
         == read_from(CHAT, messages=HELLO, metadata={"a": "x" * 1000}).prompt_bytes
     )
+
+
+def tokens(api: Api, **fields: Any) -> int:
+    """What a prompt is taken for."""
+    return Estimator().prompt_tokens(read_from(api, **{**SMALLEST[api], **fields}), "acme")
+
+
+IDS = list(range(3000))
+CARRIERS: list[tuple[Api, dict[str, Any]]] = [
+    (CHAT, {"input_ids": IDS}),
+    (CHAT, {"input_ids": [0] * 3000}),
+    (COMPLETIONS, {"input_ids": [IDS[:1000], IDS[1000:]]}),
+    (CHAT, {"prompt_token_ids": IDS}),
+    (CHAT, {"prompt_token_ids_b64": base64.b64encode(array("i", IDS).tobytes()).decode()}),
+    (CHAT, {"kv_transfer_params": {"do_remote_prefill": True, "prompt_token_ids": IDS}}),
+    (COMPLETIONS, {"kv_transfer_params": {"prompt_token_ids": [7] * 3000}}),
+    (CHAT, {"nvext": {"token_data": IDS, "backend_instance_id": 1}}),
+    (CHAT, {"input_embeds": [[0.25, 1e-3]] * 3000}),
+    (COMPLETIONS, {"input_embeds": [[[0.25, 1]] * 1000, [[1, 2]] * 2000]}),
+    (CHAT, {"documents": [{"title": "a", "text": "word" * 3000}]}),
+    (CHAT, {"chat_template_kwargs": {"context": "word" * 3000}}),
+    (CHAT, {"chat_template_kwargs": {"word" * 3000: 1}}),
+    (RESPONSES, {"previous_input_messages": [{"role": "user", "content": "word" * 3000}]}),
+    (RESPONSES, {"previous_response": {"output": [{"encrypted_content": "word" * 3000}]}}),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"word" * 3000: 1}}}}),
+    (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": {"word" * 3000: 1}}}}),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"word" * 3000: {}}}}]}),
+    (COMPLETIONS, {"suffix": "word" * 3000}),
+    (CHAT, {"the_next_one": "word" * 3000}),
+    (CHAT, {"the_next_one": [0] * 3000}),
+    (CHAT, {"the_next_one": {"ids": IDS}}),
+    (CHAT, {"the_next_one": array("i", IDS).tobytes().hex()}),
+    (CHAT, {"word" * 3000: True}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "ids", "ids": [0] * 3000}]}]}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "word" * 3000: 1}]}]}),
+]
+
+
+@pytest.mark.parametrize(("api", "fields"), CARRIERS, ids=[f"{api.value} {next(iter(f))[:20]}" for api, f in CARRIERS])
+def test_a_prompt_of_3000_tokens_counts_wherever_it_travels(api: Api, fields: dict[str, Any]) -> None:
+    assert 3000 <= tokens(api, **fields) <= 8000
+
+
+@pytest.mark.parametrize(
+    ("api", "fields"),
+    [(CHAT, {"input_ids": IDS}), (CHAT, {"prompt_token_ids": IDS}), (CHAT, {"input_embeds": [[0.25, 1e-3]] * 3000})],
+)
+def test_token_ids_in_a_place_of_their_own_are_counted_exactly(api: Api, fields: dict[str, Any]) -> None:
+    assert read_from(api, **SMALLEST[api], **fields).prompt_tokens == 3000
+
+
+def test_an_escaped_name_hides_no_prompt() -> None:
+    body = b'{"messages":[{"role":"user","content":"Hello"}],"input\\u005fids":[%b]}' % b",".join([b"1"] * 3000)
+    assert read(CHAT, body).prompt_tokens == 3000
+
+
+def test_lists_of_token_ids_are_as_many_prompts() -> None:
+    assert read_from(COMPLETIONS, prompt="a", input_ids=[[1, 2], [3], [4, 5]]).prompts == 3
+    assert read_from(CHAT, messages=HELLO, input_ids=[1, 2, 3]).prompts == 1
+    assert read_from(COMPLETIONS, prompt="a", input_embeds=[[[0.5]], [[0.5], [1]]]).prompts == 2
+
+
+def test_best_of_counts_in_a_chat_too() -> None:
+    assert read_from(CHAT, messages=HELLO, best_of=8).choices == 8
+    assert read_from(CHAT, messages=HELLO, best_of=2, n=3).choices == 3
+
+
+FILE = {"type": "file", "file": {"file_id": "file-1"}}
+UNSIZED: list[tuple[Api, dict[str, Any], str]] = [
+    (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id"),
+    (RESPONSES, {"conversation": {"id": "conv_1"}}, "conversation"),
+    (RESPONSES, {"prompt": {"id": "pmpt_1"}}, "prompt"),
+    (CHAT, {"chat_template": "{% for i in range(99999) %}x{% endfor %}"}, "chat_template"),
+    (CHAT, {"session_params": {"id": "s"}}, "session_params"),
+    (COMPLETIONS, {"prompt_embeds": "UEsDBAAA"}, "prompt_embeds"),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
+    (CHAT, {"messages": [{"role": "user", "content": [FILE]}]}, "file.file_id"),
+    (RESPONSES, {"input": [{"content": [{"type": "input_file", "file_url": "https://x"}]}]}, "input_file.file_url"),
+    (
+        MESSAGES,
+        {"messages": [{"content": [{"type": "document", "source": {"type": "url", "url": "https://x"}}]}]},
+        "document.source",
+    ),
+    (CHAT, {"messages": [{"content": [{"type": "image_embeds", "image_embeds": "AAAA"}]}]}, "image_embeds"),
+    (CHAT, {"messages": [{"content": [{"type": "tool_reference", "name": "t"}]}]}, "tool_reference"),
+]
+
+
+@pytest.mark.parametrize(("api", "fields", "name"), UNSIZED, ids=[name for *_, name in UNSIZED])
+def test_what_the_body_cannot_size_is_named(api: Api, fields: dict[str, Any], name: str) -> None:
+    payload = read_from(api, **{**SMALLEST[api], **fields})
+    assert payload.unsized == name
+    assert not payload.is_understood
+
+
+@pytest.mark.parametrize(
+    "name", [name for _, fields, _ in UNSIZED for name in fields if name not in ("input", "messages")]
+)
+def test_a_null_names_nothing_elsewhere(name: str) -> None:
+    for api in (CHAT, RESPONSES):
+        if name not in SMALLEST[api]:
+            assert read_from(api, **SMALLEST[api], **{name: None}) is not None
+            assert read_from(api, **SMALLEST[api], **{name: None}).unsized is None
+
+
+def test_a_prompt_may_be_missing_where_another_field_carries_it() -> None:
+    assert read_from(COMPLETIONS, prompt_embeds="UEsDBAAA").unsized == "prompt_embeds"
+    assert read_from(COMPLETIONS, prompt_token_ids=[1, 2]).prompt_tokens == 2
+    assert read_from(RESPONSES, prompt={"id": "pmpt_1"}).unsized == "prompt"
+
+
+ORDINARY: dict[str, Any] = {
+    "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 1, "stop": ["x" * 100], "user": "u" * 100,
+    "metadata": {"trace": "x" * 1000}, "logit_bias": {str(number): -100 for number in range(300)}, "logprobs": True,
+    "top_logprobs": 5, "frequency_penalty": 0.1, "presence_penalty": 0.1, "repetition_penalty": 1.1, "store": False,
+    "stream_options": {"include_usage": True}, "tool_choice": "auto", "parallel_tool_calls": False, "min_tokens": 3,
+    "reasoning_effort": "low", "service_tier": "auto", "prompt_cache_key": "k" * 100, "cache_salt": "s" * 43,
+    "stop_token_ids": list(range(50)), "bad_words": ["x"] * 50, "ignore_eos": False, "skip_special_tokens": True,
+    "structured_outputs": {"json": {"x" * 1000: 1}}, "regex": "[a-z]" * 100, "lora_path": "adapter",
+    "kv_transfer_params": {"do_remote_decode": True, "remote_block_ids": list(range(500)), "remote_host": "h"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("api", list(Api))
+def test_ordinary_parameters_change_neither_the_estimate_nor_what_it_learns(api: Api) -> None:
+    bare, dressed = read_from(api, **SMALLEST[api]), read_from(api, **SMALLEST[api], **ORDINARY)
+    assert (dressed.prompt_bytes, dressed.prompt_tokens) == (bare.prompt_bytes, bare.prompt_tokens)
+    assert (dressed.unread_bytes, dressed.unsized, dressed.is_understood) == (0, None, True)
+    assert dressed.text() == bare.text()
+
+
+@pytest.mark.parametrize("api", list(Api))
+def test_a_field_that_is_not_known_changes_nothing_else_of_what_is_read(api: Api) -> None:
+    fields = {**SMALLEST[api], "model": "m", "stream": True, "priority": 1, "max_tokens": 9, "n": 2, "best_of": 3}
+    known, strange = read_from(api, **fields), read_from(api, **fields, next_release=1)
+    for name in ("model", "stream", "prompt_bytes", "prompt_tokens", "prompts", "choices", "max_output_tokens"):
+        assert getattr(known, name) == getattr(strange, name)
+    assert (known.priority, known.text()) == (strange.priority, strange.text())
+
+
+@pytest.mark.parametrize(("api", "body", "sentence"), [
+    (CHAT, b'{"next":1,"messages":[1],"n":0}', "n: 0 is too small; send 1 or more"),
+    (CHAT, b'{"next":1,"messages":[1],"n":"x"}', "n: expected a whole number, got a string"),
+    (CHAT, b'{"next":1,"messages":"hi"}', "messages: expected a list, got a string"),
+    (CHAT, b'{"next":1,"messages":[1]', "the body is not valid JSON: it ends too early"),
+    (CHAT, b'{"next":1,"messages":[1],"best_of":"8"}', "best_of: expected a whole number, got a string"),
+])  # fmt: skip
+def test_a_field_that_is_not_known_hides_no_mistake(api: Api, body: bytes, sentence: str) -> None:
+    assert sentence == complaint(api, body)
 
 
 BASE64 = "A" * 100_000

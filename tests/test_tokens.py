@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from sidecar.payload import MEDIA_TOKENS, Payload, read
 from sidecar.policy.policy import Api
 from sidecar.tokens import (
+    BYTES_PER_TOKEN,
     LONGEST_MODEL_NAME,
     MODELS_REMEMBERED,
     SAMPLED_ABOVE,
+    TENANTS_REMEMBERED,
     Estimator,
     NoTokenizer,
     TokenizerCounter,
@@ -35,25 +37,25 @@ def with_image(text: str) -> Payload:
 
 
 def test_text_is_counted_at_four_bytes_a_token() -> None:
-    assert Estimator().prompt_tokens(completion("a" * 4000)) == 1001
-    assert Estimator().prompt_tokens(completion("é" * 2000)) == 1001
+    assert Estimator().prompt_tokens(completion("a" * 4000), "acme") == 1001
+    assert Estimator().prompt_tokens(completion("é" * 2000), "acme") == 1001
 
 
 def test_token_ids_need_no_estimate() -> None:
-    assert Estimator().prompt_tokens(completion(prompt=[1, 2, 3])) == 3
+    assert Estimator().prompt_tokens(completion(prompt=[1, 2, 3]), "acme") == 3
 
 
 def test_an_empty_prompt_holds_its_output_alone() -> None:
     payload = completion("", max_tokens=5)
-    assert tokens_to_hold(payload, Estimator().prompt_tokens(payload), 512) == 5
+    assert tokens_to_hold(payload, Estimator().prompt_tokens(payload, "acme"), 512) == 5
 
 
 def test_the_estimate_comes_to_what_the_engine_reports() -> None:
     estimator, payload = Estimator(), completion("a" * 4000)
     errors = []
     for _ in range(40):
-        errors.append(abs(estimator.prompt_tokens(payload) - 2000))
-        estimator.learn(payload, 2000)
+        errors.append(abs(estimator.prompt_tokens(payload, "acme") - 2000))
+        estimator.learn(payload, "acme", 2000)
     assert errors == sorted(errors, reverse=True)
     assert errors[10] < 0.55 * errors[0]  # bytes a token come nearer by a tenth each time
     assert errors[-1] < 40
@@ -62,42 +64,98 @@ def test_the_estimate_comes_to_what_the_engine_reports() -> None:
 def test_each_model_learns_for_itself() -> None:
     estimator = Estimator()
     for _ in range(50):
-        estimator.learn(completion("a" * 400, model="dense"), 400)
-    assert estimator.prompt_tokens(completion("a" * 400, model="other")) == 101
-    assert estimator.prompt_tokens(completion("a" * 400, model=None)) == 101
-    assert estimator.prompt_tokens(completion("a" * 400, model="dense")) > 350
+        estimator.learn(completion("a" * 400, model="dense"), "acme", 400)
+    assert estimator.prompt_tokens(completion("a" * 400, model="other"), "acme") == 101
+    assert estimator.prompt_tokens(completion("a" * 400, model=None), "acme") == 101
+    assert estimator.prompt_tokens(completion("a" * 400, model="dense"), "acme") > 350
 
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(-5, 10**9)), max_size=30))
 def test_no_usage_makes_the_estimate_absurd(reports: list[tuple[int, int]]) -> None:
     estimator = Estimator()
     for size, tokens in reports:
-        estimator.learn(completion("a" * size), tokens)
-    assert 1600 // 16 <= estimator.prompt_tokens(completion("a" * 1600)) <= 1601
+        estimator.learn(completion("a" * size), "acme", tokens)
+    assert 1600 // 16 <= estimator.prompt_tokens(completion("a" * 1600), "acme") <= 1601
 
 
 def test_prompts_with_media_or_token_ids_teach_nothing() -> None:
     estimator = Estimator()
     for payload in (with_image("a" * 400), completion(prompt=[1] * 400)):
         for _ in range(50):
-            estimator.learn(payload, 3000)
-    assert estimator.prompt_tokens(completion("a" * 400)) == 101
-    assert MEDIA_TOKENS < estimator.prompt_tokens(with_image("a" * 400)) < MEDIA_TOKENS + 120
+            estimator.learn(payload, "acme", 3000)
+    assert estimator.prompt_tokens(completion("a" * 400), "acme") == 101
+    assert MEDIA_TOKENS < estimator.prompt_tokens(with_image("a" * 400), "acme") < MEDIA_TOKENS + 120
 
 
 def test_only_so_many_models_are_remembered_the_latest_used() -> None:
     estimator = Estimator()
+
+    def knows(model: str) -> bool:
+        return estimator.bytes_per_token("acme", model) != BYTES_PER_TOKEN
+
     for number in range(10 * MODELS_REMEMBERED):
-        estimator.learn(completion("a" * 400, model="kept"), 400)
-        estimator.learn(completion("a" * 400, model=f"m{number}"), 400)
-    assert len(estimator._bytes_per_token) == MODELS_REMEMBERED
-    assert "kept" in estimator._bytes_per_token
+        estimator.learn(completion("a" * 400, model="kept"), "acme", 400)
+        estimator.learn(completion("a" * 400, model=f"m{number}"), "acme", 400)
+    remembered = [model for model in ("kept", *map("m{}".format, range(10 * MODELS_REMEMBERED))) if knows(model)]
+    assert len(remembered) == MODELS_REMEMBERED
+    assert "kept" in remembered
 
 
 def test_a_name_that_no_model_has_is_not_remembered() -> None:
     estimator = Estimator()
-    estimator.learn(completion("a" * 400, model="m" * (LONGEST_MODEL_NAME + 1)), 400)
-    assert len(estimator._bytes_per_token) == 0
+    estimator.learn(completion("a" * 400, model="m" * (LONGEST_MODEL_NAME + 1)), "acme", 400)
+    assert estimator.bytes_per_token("acme", "m" * (LONGEST_MODEL_NAME + 1)) == BYTES_PER_TOKEN
+
+
+def test_a_thousand_requests_of_one_tenant_leave_the_estimate_of_another_as_it_was() -> None:
+    estimator, text = Estimator(), completion("a" * 2000)
+    for _ in range(50):
+        estimator.learn(text, "acme", 400)
+    before, unknown_before = (estimator.prompt_tokens(text, tenant) for tenant in ("acme", "newcomer"))
+    for number in range(1000):
+        estimator.learn(completion("a" * 2000, model="m" if number % 2 else f"m{number}"), "hostile", 2000)
+    assert before == estimator.prompt_tokens(text, "acme")
+    assert unknown_before == estimator.prompt_tokens(text, "newcomer")
+
+
+def test_only_so_many_tenants_are_remembered_the_latest_used() -> None:
+    estimator, text = Estimator(), completion("a" * 400)
+    for number in range(TENANTS_REMEMBERED + 10):
+        estimator.learn(text, "kept", 400)
+        estimator.learn(text, f"t{number}", 400)
+    assert estimator.bytes_per_token("kept", "m") == pytest.approx(1, abs=0.01)
+    assert estimator.bytes_per_token("t0", "m") == BYTES_PER_TOKEN
+    assert estimator.bytes_per_token(f"t{TENANTS_REMEMBERED}", "m") < BYTES_PER_TOKEN
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"documents": [{"text": "x" * 4000}]},
+        {"chat_template_kwargs": {"x": "y" * 4000}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x" * 4000}}},
+        {"input_ids": [1] * 2000},
+        {"prompt_token_ids_b64": "AAAA" * 2000},
+        {"previous_response_id": "resp_1"},
+        {"next_release": "x"},
+        {"nvext": {"token_data": [1] * 2000}},
+    ],
+    ids=lambda beside: next(iter(beside)),
+)
+def test_a_body_that_is_not_understood_completely_teaches_nothing(beside: dict[str, object]) -> None:
+    estimator = Estimator()
+    body = {"messages": [{"role": "user", "content": "a" * 400}], "model": "m", **beside}
+    for _ in range(50):
+        estimator.learn(read(Api.CHAT, json.dumps(body).encode()), "acme", 4000)
+    assert estimator.bytes_per_token("acme", "m") == BYTES_PER_TOKEN
+
+
+def test_what_is_not_known_counts_no_less_for_a_tenant_whose_text_is_light() -> None:
+    estimator = Estimator()
+    for _ in range(50):
+        estimator.learn(completion(" " * 1600), "acme", 100)
+    assert estimator.bytes_per_token("acme", "m") > 15
+    assert estimator.prompt_tokens(completion("", next_release="x" * 4000), "acme") >= 1000
 
 
 @pytest.mark.parametrize(
@@ -114,12 +172,12 @@ def test_a_name_that_no_model_has_is_not_remembered() -> None:
 )
 def test_a_request_holds_prompt_and_output_for_every_sequence(fields: dict[str, object], held: int) -> None:
     payload = completion(**fields)  # type: ignore[arg-type]
-    assert tokens_to_hold(payload, Estimator().prompt_tokens(payload), 100) == held
+    assert tokens_to_hold(payload, Estimator().prompt_tokens(payload, "acme"), 100) == held
 
 
 def test_embeddings_hold_their_prompts_alone() -> None:
     payload = read(Api.EMBEDDINGS, b'{"input":[[1,2],[3]]}')
-    assert tokens_to_hold(payload, Estimator().prompt_tokens(payload), 512) == 3
+    assert tokens_to_hold(payload, Estimator().prompt_tokens(payload, "acme"), 512) == 3
 
 
 @pytest.fixture(scope="session")

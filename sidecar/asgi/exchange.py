@@ -367,7 +367,7 @@ class Exchange:
         if outcome is Outcome.FAILED and self._client.left_us is not None:
             outcome, error = Outcome.CLIENT_LEFT, None  # whatever the app makes of it, that was why
         if usage.input_tokens is not None:
-            self._door.estimator.learn(understood.payload, usage.input_tokens)
+            self._door.estimator.learn(understood.payload, understood.classification.tenant.name, usage.input_tokens)
         self._report.settled(
             outcome,
             status=self._status,

@@ -12,10 +12,11 @@ from sidecar.asgi.output_cap import cap_of, capped
 from sidecar.asgi.types import Scope
 from sidecar.classify import Asked, Classification, Classifier
 from sidecar.engines import client_headers
-from sidecar.errors import InvalidBody, InvalidHeader
+from sidecar.errors import InvalidBody, InvalidHeader, TooManyChoices, UnsizedPrompt
 from sidecar.events import Headers
 from sidecar.payload import Payload, read
-from sidecar.policy.policy import Api, Endpoint, Policy, Tenant
+from sidecar.policy.policy import Api, Endpoint, Policy, Tenant, Unsized
+from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.units import duration_s
 from sidecar.pools import Ask
 from sidecar.tokens import Estimator, tokens_to_hold
@@ -67,6 +68,11 @@ class Understood(msgspec.Struct):
             downgrade=tenant.downgrade_level if is_counted else None,
         )
 
+    def hold_at_least(self, most_tokens: int) -> None:
+        """Lets it hold the most that it may, as its prompt cannot be sized. Unbounded tokens are not counted."""
+        if most_tokens < UNLIMITED:
+            self.tokens = max(self.tokens, most_tokens)
+
     def drop_body(self) -> None:
         """Keeps what it asks for, not what it says: whoever passes nothing on need not hold megabytes."""
         self.body = b""
@@ -100,8 +106,9 @@ class Intake:
         refuse_background(payload, self._policy.background)
         taken = client_headers(headers)
         classification = self._classifier.classify(Asked(endpoint, payload, headers, taken), tenant)
+        refuse_what_is_too_much(endpoint.api, payload, self._policy)
         cap = cap_of(endpoint.api, payload, body, tenant, self._policy.engine)
-        prompt_tokens = self._estimator.prompt_tokens(payload)
+        prompt_tokens = self._estimator.prompt_tokens(payload, tenant.name)
         tokens = tokens_to_hold(payload, prompt_tokens, self._default_output_tokens(classification.level, cap))
         keys = self.credentials
         return Understood(
@@ -129,6 +136,24 @@ class Intake:
     def _default_output_tokens(self, level: int, cap: int | None) -> int:
         default = self._policy.tiers[level].default_output_tokens
         return default if cap is None else min(default, cap)
+
+
+def refuse_what_is_too_much(api: Api, payload: Payload, policy: Policy) -> None:
+    """Raises TooManyChoices or UnsizedPrompt for what the policy lets no request ask for.
+
+    What is bounded is their product: each prompt of a list starts that many choices. Embeddings generate nothing.
+    """
+    sequences, most = payload.prompts * payload.choices, policy.max_choices
+    if sequences > most and api is not Api.EMBEDDINGS:
+        raise TooManyChoices(
+            f"this request would start {sequences} sequences (choices times prompts: {payload.choices} x "
+            f"{payload.prompts}); {most} are allowed; ask for a smaller n or best_of, or send fewer prompts at once"
+        )
+    if payload.unsized is not None and policy.unsized is Unsized.REFUSE:
+        raise UnsizedPrompt(
+            f"{payload.unsized}: the size of the prompt that it stands for is not known here; send that prompt itself, "
+            "or ask the operator for `unsized: hold`"
+        )
 
 
 def _told_from_others(tenant: str, body: bytes) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sidecar.asgi.background import refuse_background
-from sidecar.asgi.understanding import longest_wait_s
+from sidecar.asgi.understanding import longest_wait_s, refuse_what_is_too_much
 from sidecar.asgi.unguarded import treatment
 from sidecar.classify import Answer, Asked, Classification, Classifier
 from sidecar.cli.output import write_json
@@ -110,6 +110,7 @@ class _Explanation:
         for answer, source in zip(answers, self._found["sources"], strict=True):
             source["wins"] = answer.source is made.source
         self._found |= self._classification(made)
+        refuse_what_is_too_much(endpoint.api, asked.payload, self._policy)
         self._size(asked.payload, made, headers)
         self._found["engine"] = self._engine(endpoint.api, made.level)
 
@@ -157,13 +158,17 @@ class _Explanation:
         """What it would hold. Raises RequestTooLarge, as the pool does."""
         tier, counter = self._policy.tiers[made.level], self._estimator.counter
         if counter is None:
-            prompt = self._estimator.prompt_tokens(payload)
+            prompt = self._estimator.prompt_tokens(payload, made.tenant.name)
         else:
             prompt = asyncio.run(self._estimator.counted_prompt_tokens(payload, counter))
         tokens, requests = largest_request(self._policy.rules, made.level)
         sequences = payload.prompts * payload.choices
+        held = tokens_to_hold(payload, prompt, tier.default_output_tokens)
+        if payload.unsized is not None and tokens < UNLIMITED:
+            held = max(held, Sizes(self._policy).most_tokens(made.level))
         self._found["holds"] = {
-            "tokens": tokens_to_hold(payload, prompt, tier.default_output_tokens),
+            "tokens": held,
+            "unsized": payload.unsized,
             "requests": sequences,
             "prompt_tokens": prompt,
             "prompts": payload.prompts,
@@ -278,7 +283,9 @@ def _how_much(found: Found) -> list[str]:
     )
     lines = [
         f"   {holds['tokens']:,} tokens: {holds['prompt_tokens']:,} prompt + {each} ({holds['output_by']}){times}",
-        f"   the prompt is counted {how}",
+        f"   the prompt is counted {how}"
+        if holds["unsized"] is None
+        else f"   {holds['unsized']} cannot be sized: it holds the most that one request may (unsized: hold)",
         f"   {holds['requests']:,} of the pool's requests: one for each sequence",
         f"   tier {found['tier']} could hold {_amount(largest['tokens'])} tokens and "
         f"{_amount(largest['requests'])} requests at most, in one request",

@@ -18,7 +18,18 @@ from pydantic import AfterValidator, BeforeValidator, PlainValidator, Validation
 
 from sidecar.policy import units
 from sidecar.policy.keys import read_hash
-from sidecar.policy.policy import Api, Background, Carrier, EngineName, Mode, Source, StoreLoss, Teller, Unguarded
+from sidecar.policy.policy import (
+    Api,
+    Background,
+    Carrier,
+    EngineName,
+    Mode,
+    Source,
+    StoreLoss,
+    Teller,
+    Unguarded,
+    Unsized,
+)
 from sidecar.policy.problems import printable, quoted, unknown
 from sidecar.policy.store import EXAMPLE, SCHEMES, StoreAddress, store_address
 
@@ -262,6 +273,7 @@ PoolName = Annotated[str, PlainValidator(_pool), _schema("A name.", pattern=f"^{
 StoreLossChoice = Annotated[StoreLoss, PlainValidator(_choice(StoreLoss, "choice")), _enum(StoreLoss)]
 UnguardedChoice = Annotated[Unguarded, PlainValidator(_choice(Unguarded, "choice")), _enum(Unguarded)]
 BackgroundChoice = Annotated[Background, PlainValidator(_choice(Background, "choice")), _enum(Background)]
+UnsizedChoice = Annotated[Unsized, PlainValidator(_choice(Unsized, "choice")), _enum(Unsized)]
 SourceList = Annotated[
     list[Annotated[Source, PlainValidator(_choice(Source, "source")), _enum(Source)]],
     listed("[body, header, endpoint, key]"),

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 
 from sidecar.policy import engines
 from sidecar.policy import fields as of
-from sidecar.policy.policy import Carrier, EngineName, Source
+from sidecar.policy.policy import MAX_CHOICES, Carrier, EngineName, Source
 
 
 def _default(as_written: object, *, description: str, examples: list[Any] | None = None) -> Any:
@@ -306,6 +306,20 @@ class PoolFile(FileModel):
         False,  # the engine has no use for it, and its log may show it
         description="Whether the API key that a client showed at the door reaches the engine, too. By default it is "
         "removed, and the engine's own, SIDECAR_ENGINE_KEY in the environment, put in its place.",
+    )
+
+    max_choices: of.PositiveCount = _default(
+        MAX_CHOICES,
+        description="The most sequences that one request may start: its choices (`n`, `best_of`) times its prompts. "
+        "Inputs of embeddings do not count: nothing is generated for them.",
+        examples=[16],
+    )
+    unsized: of.UnsizedChoice = _default(
+        "refuse",  # to hold the most that a tier may be given makes one request as dear as all others together
+        description="What becomes of a request whose prompt is not in its body, such as `previous_response_id`: "
+        "`refuse` answers 400, `hold` lets it hold its tier's `max_request_tokens`, or else the most that the tier "
+        "could ever be given.",
+        examples=["hold"],
     )
 
     @field_validator("capacity")

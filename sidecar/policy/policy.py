@@ -86,6 +86,17 @@ class StoreLoss(str, Enum):
     CLOSED = "closed"
 
 
+class Unsized(str, Enum):
+    """What becomes of a request whose prompt the body does not size."""
+
+    HOLD = "hold"
+    REFUSE = "refuse"
+
+
+MAX_CHOICES = 8
+"""Choices times prompts. OpenAI's clients ask for a few; a request that starts a hundred takes a whole batch."""
+
+
 @dataclass(frozen=True, slots=True)
 class Promises:
     """What a tier promises, in seconds; None where it promises nothing."""
@@ -168,7 +179,9 @@ class Policy:
     engine says, and `rules` bound only what the policy does: `rules_of` gives the rules of a size. `keep_alive_s` is
     how often a streaming client that queues is sent a comment, None for never. With `forward_key` the tenant's key
     reaches the engine, too. `abort_latency_s` is how long the engine may compute on after a disconnect, None for the
-    engine's own figure. `unguarded` is None where it depends on what the middleware stands before.
+    engine's own figure. `unguarded` is None where it depends on what the middleware stands before. `max_choices` bounds
+    the sequences that one request may start (choices times prompts), and `unsized` says what becomes of one whose
+    prompt cannot be sized.
     """
 
     rules: PoolRules
@@ -198,6 +211,8 @@ class Policy:
     abort_latency_s: float | None = None
     unguarded: Unguarded | None = None
     background: Background = Background.REFUSE
+    max_choices: int = MAX_CHOICES
+    unsized: Unsized = Unsized.REFUSE
 
     def rules_of(self, tokens: int | None, requests: int | None) -> PoolRules:
         """The same tiers' rules in a pool of another size. None is unbounded."""

@@ -45,6 +45,8 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
         abort_latency_s=_seconds(pool.abort_latency),
         unguarded=pool.unguarded,
         background=pool.background,
+        max_choices=pool.max_choices,
+        unsized=pool.unsized,
     )
 
 

@@ -65,6 +65,7 @@ class EngineSizedPool:
         self.on_unfinished: Callable[[int, int], None] | None = None
         self.now_us = pool.now_us
         self.retry_after_s = pool.retry_after_s
+        self.most_tokens = pool.most_tokens
 
     async def open(self) -> None:
         """See `Pool.open`. Returns when the engine was read, or could not be."""

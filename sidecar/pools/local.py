@@ -214,6 +214,10 @@ class LocalPool:
         self._dispatcher.dispatch(now_us)  # whoever stood behind it may be first now
         return grant_of(self._names, wait, now_us, lease.ask.tier)
 
+    def most_tokens(self, level: int) -> int:
+        """See `Pool.most_tokens`."""
+        return self._sizes.most_tokens(level)
+
     def retry_after_s(self, tier: int) -> float:
         """See `Pool.retry_after_s`."""
         return self._places.retry_after_s(tier, self._scheduler.queued(tier)[1], self.now_us())

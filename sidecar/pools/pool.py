@@ -147,6 +147,9 @@ class Pool(Protocol):
         where the leases cannot be reached. Canceled, it leaves nothing behind.
         """
 
+    def most_tokens(self, level: int) -> int:
+        """The most tokens that one request of a tier may hold, in a pool of the present size."""
+
     def retry_after_s(self, tier: int) -> float:
         """Seconds after which a request of this tier may expect to get in, by how fast what waits is being admitted."""
 

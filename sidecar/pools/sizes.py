@@ -32,11 +32,14 @@ class Sizes:
         if error is not None:
             raise error
 
+    def most_tokens(self, level: int) -> int:
+        """The most tokens that one request of a tier may hold."""
+        most = self.policy.tiers[level].max_request_tokens
+        return self.largest[level][0] if most is None else min(most, self.largest[level][0])
+
     def too_large(self, ask: Ask) -> RequestTooLarge | None:
         """Why a request could never be admitted, with the figures; None where it could."""
-        most = self.policy.tiers[ask.tier].max_request_tokens
-        tokens, requests = self.largest[ask.tier]
-        return self._exceeds(ask, tokens if most is None else min(tokens, most), requests)
+        return self._exceeds(ask, self.most_tokens(ask.tier), self.largest[ask.tier][1])
 
     def outgrown(self, ask: Ask) -> RequestTooLarge | None:
         """Why a request that waits could never be admitted now, None where it could.

@@ -217,3 +217,34 @@ def test_with_a_tokenizer_the_prompt_is_counted_by_it(policy: Path, capsys: pyte
     code, found = explained(policy, "--path", "/v1/completions", "--body", str(policy / "body.json"))
     assert (code, found["holds"]["tokens"], found["holds"]["counted_by"]) == (0, 8, "tokenizer")
     assert "counted by the policy's tokenizer" in capsys.readouterr().out
+
+
+def test_token_ids_in_a_field_of_their_own_are_held(policy: Path, tmp_path: Path) -> None:
+    body = tmp_path / "body.json"
+    body.write_text(json.dumps({"messages": ["hi"], "input_ids": list(range(300)), "max_tokens": 1}))
+    code, found = explained(policy, "--path", "/v1/chat/completions", "--body", str(body))
+    assert code == 0
+    assert 300 <= found["holds"]["tokens"] <= 320
+
+
+@pytest.mark.parametrize(
+    ("fields", "refusal"), [({"n": 9}, "too_many_choices"), ({"session_params": {"id": "s"}}, "unsized_prompt")]
+)
+def test_what_the_policy_lets_no_request_ask_for_is_refused(
+    policy: Path, tmp_path: Path, fields: dict[str, Any], refusal: str
+) -> None:
+    body = tmp_path / "body.json"
+    body.write_text(json.dumps({"messages": ["hi"], "max_tokens": 1, **fields}))
+    code, found = explained(policy, "--path", "/v1/chat/completions", "--body", str(body))
+    assert (code, found["error"]["code"]) == (1, refusal)
+
+
+def test_a_prompt_that_cannot_be_sized_holds_the_most_that_its_tier_allows(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (policy / "policy.yaml").write_text(POOL + "unsized: hold\n")
+    body = tmp_path / "body.json"
+    body.write_text(json.dumps({"messages": ["hi"], "max_tokens": 1, "session_params": {"id": "s"}}))
+    code, found = explained(policy, "--path", "/v1/chat/completions", "--body", str(body))
+    assert (code, found["holds"]["tokens"]) == (0, found["largest"]["tokens"])
+    assert "session_params cannot be sized" in capsys.readouterr().out

@@ -62,6 +62,8 @@ def written(folder: Path, pool: str = BASE, **tenants: str) -> Policy:
         ("engine: none", "engine: none\nkeep_alive: 15s", "keep_alive none -> 15s"),
         ("engine: none", "engine: none\nabort_latency: 4s", "abort_latency none -> 4s"),
         ("engine: none", "engine: none\nmax_preemptions: 1", "max_preemptions 2 -> 1"),
+        ("engine: none", "engine: none\nmax_choices: 4", "max_choices 8 -> 4"),
+        ("engine: none", "engine: none\nunsized: hold", "unsized refuse -> hold"),
         ("engine: none", "engine: none\nmax_body: 1MiB", "max_body 8,388,608 -> 1,048,576"),
         ("engine: none", "engine: none\nsources: [key]", "sources body, header, endpoint, key -> key"),
         ("engine: none", "engine: none\ntier_header: x-tier", "tier_header x-priority -> x-tier"),

@@ -94,6 +94,8 @@ class Shadow:
         try:
             if self._ruling.intake.has_tokenizer:
                 await self._ruling.intake.count(self._understood)
+            if self._understood.payload.unsized is not None:
+                self._understood.hold_at_least(self._pool.most_tokens(self._understood.classification.level))
             ask = self._understood.ask()
             self._understood.drop_body()
             await self._pass_through(await self._pool.enter(ask))

@@ -91,7 +91,7 @@ class Witness:
         finding, usage = self._overheard.finding, self._usage
         prompt_tokens = finding.prompt_tokens if isinstance(finding, Understood) else 0
         if isinstance(finding, Understood) and usage.input_tokens is not None:
-            self._door.estimator.learn(finding.payload, usage.input_tokens)
+            self._door.estimator.learn(finding.payload, finding.classification.tenant.name, usage.input_tokens)
         used = usage.used_tokens(prompt_tokens), usage.input_tokens, usage.output_tokens
         self._report.settled(outcome, status=self._status, used=used, error=code)
 

@@ -140,6 +140,10 @@ class RedisPool:
             raise
         return lease
 
+    def most_tokens(self, level: int) -> int:
+        """See `Pool.most_tokens`."""
+        return self._sizes.most_tokens(level)
+
     def retry_after_s(self, tier: int) -> float:
         """See `Pool.retry_after_s`. By the whole pool's queue and drain, as the store last told them."""
         return self._places.retry_after_s(tier, self._tiers[tier].queued, self.now_us())
