@@ -32,7 +32,7 @@ def main() -> None:
             scheduler.submit(request, tier=names.index(tier), tokens=tokens, now_us=now_us)
             print(f"{second:>3} s  {request} arrives: {tier}, {tokens} tokens")
         else:
-            scheduler.settle(request)
+            scheduler.settle(request, now_us)
             print(f"{second:>3} s  {request} ends")
         for admission in scheduler.dispatch(now_us):
             print(f"         {said(admission, names)}")
