@@ -90,8 +90,8 @@ class Admitted(msgspec.Struct, frozen=True, gc=False):
 
     `served_ahead` counts, by tier, the tokens admitted while it waited; `level` is its aged level in whole levels;
     `engine_priority` is what the engine was told, None where nothing was forwarded. `passed` says whom it overtook: of
-    every other tier whose first in line had come before it, by which rule it went first all the same (the names of
-    `scheduling.Rule`).
+    every other tier whose first in line had come before it, by which rule it went first all the same: `always_first`,
+    `reserve`, `reserve_turn`, `level`, `limit` or `passed_over` (`scheduling.Rule` says what each means).
     """
 
     at_us: int

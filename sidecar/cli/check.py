@@ -17,7 +17,7 @@ from sidecar.policy.loading import Loaded, load_files
 from sidecar.policy.policy import Policy, Teller
 from sidecar.policy.problems import PolicyError, Problem
 from sidecar.policy.rules import UNLIMITED, TierRules, largest_certain_request, largest_request
-from sidecar.policy.warnings import warnings
+from sidecar.policy.warnings import nominal_rules, warnings
 
 EXAMPLE = """  sidecar check policies/
   sidecar check policies/ --json -"""
@@ -85,6 +85,7 @@ def _tier_figures(policy: Policy, tier: TierRules) -> dict[str, Any]:
         "headroom": _both(tier.headroom_tokens, tier.headroom_requests),
         "limit": _both(tier.limit_tokens, tier.limit_requests),
         "largest_request": _both(*_largest(policy, tier.level)),
+        "largest_certain_request": _both(*_certain(policy, tier.level)),
     }
 
 
@@ -96,7 +97,14 @@ def _both(tokens: int, requests: int) -> dict[str, int | None]:
 
 
 def _largest(policy: Policy, level: int) -> tuple[int, int]:
+    """The size limit of a tier."""
     tokens, requests = largest_request(policy.rules, level)
+    return min(tokens, policy.tiers[level].max_request_tokens or tokens), requests
+
+
+def _certain(policy: Policy, level: int) -> tuple[int, int]:
+    """The part of the size limit that is certain even in an emergency."""
+    tokens, requests = largest_certain_request(policy.rules, level)
     return min(tokens, policy.tiers[level].max_request_tokens or tokens), requests
 
 
@@ -133,37 +141,56 @@ def _tier_table(policy: Policy) -> str:
 
 def _share_table(policy: Policy) -> str:
     """Shares of a pool whose size only the engine knows."""
-    head = ("tier", "reserve", "kept idle", "limit")
+    head = ("tier", "reserve", "kept idle", "limit", "size limit", "certain size")
+    rules = nominal_rules(policy)
     rows = [
         (
             shares.name,
             of.percent(shares.reserve),
             of.percent((1 - shares.lend) * shares.reserve),
             of.percent(shares.limit),
+            _share(largest_request(rules, level)[1], rules.requests),
+            _share(largest_certain_request(rules, level)[1], rules.requests),
         )
-        for shares in policy.shares
+        for level, shares in enumerate(policy.shares)
     ]
-    return "\n".join([*_aligned([head, *rows]), "(shares of what the engine says it holds)"])
+    capped = [
+        f"size limit of {tier.name} in tokens: {tier.max_request_tokens:,} at most, its max_request_tokens"
+        for tier in policy.tiers
+        if tier.max_request_tokens is not None
+    ]
+    return "\n".join([*_aligned([head, *rows]), "(shares of what the engine says it holds)", *capped, *_sizes(policy)])
 
 
 def _amount_table(policy: Policy) -> str:
     """Every amount as tokens / requests."""
-    head = ("tier", "reserve", "kept idle", "limit", "largest request")
+    head = ("tier", "reserve", "kept idle", "limit", "size limit", "certain size")
     rows = [
         (
             tier.name,
             _short(tier.reserve_tokens, tier.reserve_requests),
             _short(tier.headroom_tokens, tier.headroom_requests),
             _short(tier.limit_tokens, tier.limit_requests),
-            _short(_largest(policy, tier.level)[0]),
+            _short(*_largest(policy, tier.level)),
+            _short(*_certain(policy, tier.level)),
         )
         for tier in policy.rules.tiers
     ]
-    notes = ["(tokens / requests)"]
-    certain = largest_certain_request(policy.rules)
-    if certain is not None:
-        notes.append(f"every tier's reserve is certain while no request holds more than {certain:,} tokens")
-    return "\n".join([*_aligned([head, *rows]), *notes])
+    return "\n".join([*_aligned([head, *rows]), "(tokens / requests)", *_sizes(policy)])
+
+
+def _sizes(policy: Policy) -> Sequence[str]:
+    """What the last two columns of either table mean."""
+    first = policy.rules.tiers[0]
+    emergency = f", even while {first.name} holds its limit" if first.always_first else ""
+    return (
+        "size limit: the largest request that a tier accepts; a larger one gets a 400 at once",
+        f"certain size: what finds room in a bounded time{emergency}; without a reserve, nothing",
+    )
+
+
+def _share(amount: int, of_all: int) -> str:
+    return f"{amount * 100 / of_all:g}%"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Sequence[str]:

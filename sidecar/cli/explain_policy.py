@@ -20,7 +20,7 @@ from sidecar.payload import Payload, read
 from sidecar.policy.loading import Loaded, load_files
 from sidecar.policy.policy import Api, Endpoint, Policy, Teller, Tenant, Unguarded
 from sidecar.policy.problems import PolicyError
-from sidecar.policy.rules import UNLIMITED, largest_request
+from sidecar.policy.rules import UNLIMITED
 from sidecar.pools import Ask
 from sidecar.pools.sizes import Sizes
 from sidecar.tokens import Estimator, NoTokenizer, TokenizerCounter, tokens_to_hold
@@ -161,11 +161,12 @@ class _Explanation:
             prompt = self._estimator.prompt_tokens(payload, made.tenant.name)
         else:
             prompt = asyncio.run(self._estimator.counted_prompt_tokens(payload, counter))
-        tokens, requests = largest_request(self._policy.rules, made.level)
+        sizes = Sizes(self._policy)
+        tokens, requests = sizes.limits(made.level)
         sequences = payload.prompts * payload.choices
         held = tokens_to_hold(payload, prompt, tier.default_output_tokens)
         if payload.unsized is not None and tokens < UNLIMITED:
-            held = max(held, Sizes(self._policy).most_tokens(made.level))
+            held = max(held, Sizes(self._policy).limits(made.level)[0])
         self._found["holds"] = {
             "tokens": held,
             "unsized": payload.unsized,
@@ -180,12 +181,16 @@ class _Explanation:
             "counted_by": "bytes" if counter is None else "tokenizer",
         }
         self._found["largest"] = {
-            "tokens": _bounded(min(tokens, tier.max_request_tokens or tokens)),
+            "tokens": _bounded(tokens),
             "requests": _bounded(requests),
+        }
+        self._found["largest_by"] = {
+            "tokens": sizes.reason(made.level, tokens) if tokens < UNLIMITED else None,
+            "requests": sizes.reason(made.level, requests, tokens=False) if requests < UNLIMITED else None,
         }
         self._found["capacity_from"] = None if self._policy.engine_capacity is None else Teller.ENGINE.value
         ask = Ask(made.level, made.tenant.name, made.tenant.weight, self._found["holds"]["tokens"], sequences)
-        Sizes(self._policy).refuse_what_never_fits(ask)
+        sizes.refuse_what_never_fits(ask)
         self._found["longest_wait_s"] = longest_wait_s(headers, tier.max_wait_s)
 
     def _engine(self, api: Api, level: int) -> Found:
@@ -273,7 +278,7 @@ def _said(source: Found) -> str:
 
 
 def _how_much(found: Found) -> list[str]:
-    holds, largest = found["holds"], found["largest"]
+    holds = found["holds"]
     each = f"{holds['output_tokens']:,} output" + ("" if holds["prompts"] == 1 else f" x {holds['prompts']} prompts")
     times = "" if holds["choices"] == 1 else f", x {holds['choices']} choices"
     how = (
@@ -287,8 +292,7 @@ def _how_much(found: Found) -> list[str]:
         if holds["unsized"] is None
         else f"   {holds['unsized']} cannot be sized: it holds the most that one request may (unsized: hold)",
         f"   {holds['requests']:,} of the pool's requests: one for each sequence",
-        f"   tier {found['tier']} could hold {_amount(largest['tokens'])} tokens and "
-        f"{_amount(largest['requests'])} requests at most, in one request",
+        f"   tier {found['tier']} accepts at most {_size_limit(found['largest'], found['largest_by'])}",
     ]
     if found["capacity_from"] is not None:
         lines.append("   less, where the engine says that it holds less (capacity: {from: engine})")
@@ -307,6 +311,14 @@ def _told(found: Found) -> list[str]:
     elif found["forward_to"]:
         lines.append(f"   on the path {found['forward_to']}")
     return lines
+
+
+def _size_limit(largest: Found, by: Found) -> str:
+    tokens, requests = f"{_amount(largest['tokens'])} tokens", f"{_amount(largest['requests'])} requests"
+    if by["tokens"] == by["requests"]:
+        return f"{tokens} and {requests}: {by['tokens']}"
+    reasons = "; ".join(f"{dimension}: {reason}" for dimension, reason in by.items() if reason is not None)
+    return f"{tokens} and {requests} ({reasons})"
 
 
 def _amount(amount: int | None) -> str:

@@ -141,7 +141,9 @@ class TierBody(FileModel):
         description="What a request without a maximum of its own is taken to produce, until usage says better.",
     )
     max_request_tokens: of.PositiveCount | None = Field(
-        None, description="The most tokens one request may hold. Default: whatever fits.", examples=["32k"]
+        None,
+        description="The most tokens one request may hold. Default: the tier's size limit, which `sidecar check` prints.",
+        examples=["32k"],
     )
 
     @field_validator("limit")

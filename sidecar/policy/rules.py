@@ -184,8 +184,10 @@ def largest_certain_request(rules: PoolRules, level: int) -> tuple[int, int]:
     """The size limit of a tier while every other `always_first` tier holds its limit, and not its reserve.
 
     A larger request of the tier may wait as long as that lasts. A size below the tier's own reserve says that not even
-    the reserve is certain then.
+    the reserve is certain then. For a tier without a reserve nothing is certain: (0, 0).
     """
+    if not has_reserve(rules.tiers[level]):
+        return 0, 0
     tokens, requests = largest_request(rules, level)
     floors = [
         (tier.limit_tokens, tier.limit_requests)
@@ -196,6 +198,11 @@ def largest_certain_request(rules: PoolRules, level: int) -> tuple[int, int]:
     beside_tokens = _beside(rules.tokens, [floor[0] for floor in floors], level)
     beside_requests = _beside(rules.requests, [floor[1] for floor in floors], level)
     return min(tokens, max(0, beside_tokens)), min(requests, max(0, beside_requests))
+
+
+def has_reserve(tier: TierRules) -> bool:
+    """Whether a tier has a floor. In a dimension that the policy does not bound every tier has one."""
+    return min(tier.reserve_tokens, tier.reserve_requests) > 0
 
 
 def _beside(capacity: int, floors: list[int], level: int) -> int:

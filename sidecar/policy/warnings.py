@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from fractions import Fraction
+from operator import itemgetter
+from typing import NamedTuple
 
+from sidecar.policy import fields as of
 from sidecar.policy.policy import Limits, Policy, Tier
 from sidecar.policy.problems import Path, Place, Problem, dotted
-from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, best_level, largest_request
+from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
 
-MOSTLY_RESERVED = 0.8
+MOSTLY_RESERVED = Fraction(80, 100)
 """Above this, the prototype of the rules showed that priorities hardly matter under overload (scheduling.md)."""
+
+MANY_RESERVES = 8
+"""A tier that accepts a request of more reserves than this is told how long it owes for one."""
+
+MOST_EXCESS = 1_000
+"""The most whole reserves that the scheduler counts as too much (`scheduling.tier.MOST_EXCESS`)."""
 
 A_MINUTE_US = 60_000_000
 
@@ -26,23 +36,87 @@ def warnings(policy: Policy, place: Callable[[Path], Place | None] = lambda _pat
 
 
 def _pool(policy: Policy) -> Found:
-    rules = _rules(policy)
-    reserved = _part(sum(_reserve(tier, rules) for tier in rules.tiers), rules)
+    reserved = sum((shares.reserve for shares in policy.shares), start=Fraction(0))
     if reserved > MOSTLY_RESERVED:
+        left = f" and the {of.percent(1 - reserved)} left" if reserved < 1 else ""
         yield (
             ("tiers",),
-            f"{reserved:.0%} of the pool is reserved, so priorities hardly matter under overload; reserve 80% at most",
+            f"{of.percent(reserved)} of the pool is reserved, so priorities hardly matter under overload, and no tier "
+            f"with a reserve accepts a request larger than that{left}; reserve 80% at most",
         )
+    if policy.is_sized:
+        yield from _rounded_up(policy.rules)
+        yield from _emergency(policy)
     if not policy.tenants and policy.anonymous is None:
         yield ("tenants",), "no tenant, and anonymous is deny: every request is refused; add a tenant, or a tier there"
 
 
+class _Dimension(NamedTuple):
+    """One dimension of the pool that the policy bounds: every figure by level."""
+
+    name: str
+    capacity: int
+    reserves: tuple[int, ...]
+    limits: tuple[int, ...]
+
+
+def _dimensions(rules: PoolRules) -> Iterator[_Dimension]:
+    tiers = rules.tiers
+    tokens = tuple(tier.reserve_tokens for tier in tiers), tuple(tier.limit_tokens for tier in tiers)
+    requests = tuple(tier.reserve_requests for tier in tiers), tuple(tier.limit_requests for tier in tiers)
+    if rules.tokens != UNLIMITED:
+        yield _Dimension("tokens", rules.tokens, *tokens)
+    if rules.requests != UNLIMITED:
+        yield _Dimension("requests", rules.requests, *requests)
+
+
+def _rounded_up(rules: PoolRules) -> Found:
+    """Reserves that are at most 100% as shares, and more than the pool as whole numbers."""
+    for of_pool in _dimensions(rules):
+        reserved = sum(of_pool.reserves)
+        if reserved > of_pool.capacity:
+            yield (
+                ("tiers",),
+                f"the reserves need {reserved:,} {of_pool.name}, each rounded up, and the pool has "
+                f"{of_pool.capacity:,}: the floors of less important tiers are not certain; give fewer tiers "
+                "a reserve, or smaller ones",
+            )
+
+
+def _emergency(policy: Policy) -> Found:
+    """An `always_first` tier that leaves less than the reserves of the others while it holds its limit."""
+    rules, first = policy.rules, policy.rules.tiers[0]
+    found = list(_dimensions(rules))
+    left = [one.capacity - sum(one.reserves[1:]) for one in found]
+    is_certain = all(one.limits[0] <= rest for one, rest in zip(found, left, strict=True))
+    if not first.always_first or is_certain or any(sum(one.reserves) > one.capacity for one in found):
+        return
+    floors = [
+        f"{shares.name} ({of.percent(shares.reserve)})"
+        for tier, shares in zip(rules.tiers[1:], policy.shares[1:], strict=True)
+        if has_reserve(tier)
+    ]
+    most = min(rest * 100 // one.capacity for one, rest in zip(found, left, strict=True))
+    better = f"write limit: {most}% or less, or reserve less" if most > 0 else "reserve less in the other tiers"
+    yield (
+        ("tiers", first.name, "limit"),
+        f"while {first.name} holds its limit of {of.percent(policy.shares[0].limit)}, the "
+        f"{'reserves' if len(floors) > 1 else 'reserve'} of {_listed(floors)} {'are' if len(floors) > 1 else 'is'} not "
+        f"certain; {better}",
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
+
+
 def _tiers(policy: Policy) -> Found:
-    pool = _rules(policy)
+    pool = nominal_rules(policy)
     for tier, rules in zip(policy.tiers, pool.tiers, strict=True):
         yield from _starving(rules, pool)
         yield from _idle(rules, pool, shows_amount=policy.is_sized)
         yield from _too_large(tier, pool)
+        yield from _owing(tier, rules, pool, is_sized=policy.is_sized)
         yield from _preemption(rules, pool)
 
 
@@ -68,14 +142,15 @@ def _preemption(tier: TierRules, rules: PoolRules) -> Found:
         )
 
 
-def _rules(policy: Policy) -> PoolRules:
+def nominal_rules(policy: Policy) -> PoolRules:
+    """The policy's rules; those of a pool of `NOMINAL` requests where only the engine knows the size."""
     return policy.rules if policy.is_sized else policy.rules_of(None, NOMINAL)
 
 
 def _starving(tier: TierRules, rules: PoolRules) -> Found:
     """A tier with no floor, under tiers that it never reaches by aging and that can hold the whole pool."""
     above = rules.tiers[: best_level(rules, tier.level)]
-    if min(tier.reserve_tokens, tier.reserve_requests) or not _can_fill(above, rules):
+    if has_reserve(tier) or not _can_fill(above, rules):
         return
     ceiling = (
         "does not age"
@@ -111,9 +186,37 @@ def _too_large(tier: Tier, rules: PoolRules) -> Found:
     if tier.max_request_tokens is not None and tier.max_request_tokens > largest:
         yield (
             ("tiers", tier.name, "max_request_tokens"),
-            f"{tier.max_request_tokens:,} is more than the {largest:,} tokens it could ever be given; a larger request "
-            f"is refused at the door, so write {largest} or less",
+            f"{tier.max_request_tokens:,} is more than the tier's size limit of {largest:,} tokens: a larger request "
+            f"gets a 400 at once; write {largest} or less, or leave this out",
         )
+
+
+def _owing(tier: Tier, rules: TierRules, pool: PoolRules, *, is_sized: bool) -> Found:
+    """A tier that accepts requests of many reserves: each costs it its next turn for a long time."""
+    if rules.always_first or not has_reserve(rules) or (tier.max_request_tokens is not None and not is_sized):
+        return
+    tokens, requests = largest_request(pool, tier.level)
+    tokens = min(tokens, tier.max_request_tokens or tokens)
+    excess, size, better = max(
+        (_excess(tokens, rules.reserve_tokens), f"{tokens:,} tokens", "write max_request_tokens, or raise the reserve"),
+        (_excess(requests, rules.reserve_requests), _sequences(requests, pool, is_sized=is_sized), "raise the reserve"),
+        key=itemgetter(0),
+    )
+    if excess > MANY_RESERVES - 1:
+        yield (
+            ("tiers", tier.name),
+            f"accepts requests of many times its reserve: one of {size} held a minute keeps {tier.name} from its next "
+            f"turn for {int(min(excess, Fraction(MOST_EXCESS))):,} minutes; {better}",
+        )
+
+
+def _excess(size: int, reserve: int) -> Fraction:
+    """How many reserves too much a tier holds that held nothing before; none in a dimension without a bound."""
+    return Fraction(0) if reserve == UNLIMITED else Fraction(size - reserve, reserve)
+
+
+def _sequences(requests: int, pool: PoolRules, *, is_sized: bool) -> str:
+    return f"{requests:,} sequences" if is_sized else f"{requests / pool.requests:.0%} of the pool"
 
 
 def _tenants(policy: Policy) -> Found:

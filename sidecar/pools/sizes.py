@@ -1,4 +1,4 @@
-"""What a tier could ever be given: more than that is refused at the door, and never waits."""
+"""The size limits of the tiers: a request larger than its tier's gets a 400 at once, and never waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sidecar.pools.pool import Ask
 
 
 class Sizes:
-    """The largest request of every tier of `policy`, in a pool of the size that it has at present."""
+    """The size limit of every tier of `policy`, in a pool of the size that it has at present."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -32,14 +32,15 @@ class Sizes:
         if error is not None:
             raise error
 
-    def most_tokens(self, level: int) -> int:
-        """The most tokens that one request of a tier may hold."""
+    def limits(self, level: int) -> tuple[int, int]:
+        """The most (tokens, requests) that a request of a tier may hold when it comes: its size limit."""
         most = self.policy.tiers[level].max_request_tokens
-        return self.largest[level][0] if most is None else min(most, self.largest[level][0])
+        tokens, requests = self.largest[level]
+        return tokens if most is None else min(tokens, most), requests
 
     def too_large(self, ask: Ask) -> RequestTooLarge | None:
         """Why a request could never be admitted, with the figures; None where it could."""
-        return self._exceeds(ask, self.most_tokens(ask.tier), self.largest[ask.tier][1])
+        return self._exceeds(ask, *self.limits(ask.tier))
 
     def outgrown(self, ask: Ask) -> RequestTooLarge | None:
         """Why a request that waits could never be admitted now, None where it could.
@@ -53,14 +54,33 @@ class Sizes:
         if ask.tokens > tokens:
             return RequestTooLarge(
                 f"this request would hold {ask.tokens} tokens (prompt and maximum output); "
-                f"tier {tier.name} allows {tokens}; shorten the prompt or ask for less output"
+                f"tier {tier.name} allows {tokens}, {self.reason(ask.tier, tokens)}; "
+                "shorten the prompt or ask for less output"
             )
         if ask.requests > requests:
             return RequestTooLarge(
                 f"this request would start {ask.requests} sequences (prompts times choices); "
-                f"tier {tier.name} allows {requests}; ask for fewer"
+                f"tier {tier.name} allows {requests}, {self.reason(ask.tier, requests, tokens=False)}; ask for fewer"
             )
         return None
+
+    def reason(self, level: int, allowed: int, *, tokens: bool = True) -> str:
+        """What it is that allows a tier's requests so much of one dimension, as half a sentence."""
+        tier = self.rules.tiers[level]
+        limit, reserve, pool = (
+            (tier.limit_tokens, tier.reserve_tokens, self.rules.tokens)
+            if tokens
+            else (tier.limit_requests, tier.reserve_requests, self.rules.requests)
+        )
+        if tokens and allowed == self.policy.tiers[level].max_request_tokens:
+            return "its max_request_tokens"
+        if tier.limited and allowed == limit:
+            return "the tier's limit"
+        if allowed == pool:
+            return "the whole pool"
+        if allowed == self._admissible[level][0 if tokens else 1]:
+            return "the pool less what more important tiers keep free"
+        return "the tier's reserve" if allowed == reserve else "the pool less what the other tiers reserve"
 
     def places(self, level: int) -> int | None:
         """The most requests that may wait in a tier's queue; None where it is unbounded."""

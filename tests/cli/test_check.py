@@ -23,7 +23,8 @@ def test_a_good_policy_prints_a_table_and_its_warnings(capsys: pytest.CaptureFix
     assert main(["check", str(POLICIES)]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
-    assert "high      80,000 / 32  40,000 / 16  400,000 / 160          360,000\n" in printed.out
+    assert "high      80,000 / 32  40,000 / 16  400,000 / 160  280,000 / 112  120,000 / 48\n" in printed.out
+    assert "certain size: what finds room in a bounded time, even while critical holds its limit" in printed.out
     assert "standard: normal, may ask for high; 1 key, weight 1" in printed.out
     assert "tiers.critical.lend: lends nothing: while it is idle, 40,000 tokens (10% of the pool)" in printed.out
 
@@ -50,8 +51,9 @@ def test_json_on_standard_output_is_nothing_but_json(capsys: pytest.CaptureFixtu
         "headroom": {"tokens": 40_000, "requests": 16},
         "limit": {"tokens": 200_000, "requests": 80},
         "largest_request": {"tokens": 200_000, "requests": 80},
+        "largest_certain_request": {"tokens": 200_000, "requests": 80},
     }
-    assert [warning["path"] for warning in result["warnings"]] == ["tiers.critical.lend"]
+    assert [warning["path"] for warning in result["warnings"]] == ["tiers.critical.lend", "tiers.low", "tiers.batch"]
 
 
 def test_the_json_of_a_bad_policy_lists_its_mistakes(tmp_path: Path) -> None:
@@ -80,7 +82,7 @@ def test_a_dimension_without_a_bound_is_shown_as_any(tmp_path: Path, capsys: pyt
     assert main(["check", str(path)]) == 0
     printed = capsys.readouterr().out
     assert "capacity 5,000 tokens\n" in printed
-    assert "5,000 / any" in printed
+    assert "5,000 / any  5,000 / any         0 / 0\n" in printed  # without a reserve nothing is certain
     assert printed.endswith("no warnings\n")
 
 
@@ -95,7 +97,8 @@ def test_a_pool_whose_size_the_engine_tells_is_shown_in_shares(
     assert main(["check", str(path)]) == 0
     printed = capsys.readouterr().out
     assert "capacity what the engine holds, 90% of its tokens, and 2 requests that wait in it" in printed
-    assert "high        20%        10%   100%" in printed
+    assert "high        20%        10%   100%         90%           90%\n" in printed
+    assert "normal      10%         0%    60%         60%           60%\n" in printed
     assert "no warnings" in printed
     assert main(["check", str(path), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["capacity"] == {"tokens": None, "requests": None, "from": "engine"}

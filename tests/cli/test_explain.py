@@ -73,7 +73,7 @@ POST /v1/chat/completions, read as chat, with a small body
    26 tokens: 10 prompt + 16 output (the request)
    the prompt is counted by its size, 4 bytes a token, until the engine's usage says better
    1 of the pool's requests: one for each sequence
-   tier normal could hold 800 tokens and 8 requests at most, in one request
+   tier normal accepts at most 800 tokens and 8 requests: the pool less what more important tiers keep free
 
 4. What the engine is told (tensorrt-llm)
    body member "priority": 0.5
@@ -95,6 +95,7 @@ def test_a_source_behind_the_one_that_wins_cannot_refuse(policy: Path, tmp_path:
     assert [source["refused"] for source in found["sources"]] == [False, True, False, False]
     assert (found["holds"]["tokens"], found["holds"]["requests"], found["holds"]["prompt_tokens"]) == (16, 2, 3)
     assert found["largest"] == {"tokens": 500, "requests": 5}
+    assert found["largest_by"] == {"tokens": "the tier's limit", "requests": "the tier's limit"}
     assert found["longest_wait_s"] == 1800
     assert found["engine"] == {"name": "tensorrt-llm", "priority": 0.0, "headers": {}, "member": {"priority": 0.0}}
 
@@ -131,7 +132,12 @@ REFUSALS = [
     (["--header", "x-priority: urgent"], None, "400 unknown_tier", "send one of high, normal, batch"),
     ([], "{", "400 invalid_body", "not valid JSON"),
     ([], '{"messages": "hi"}', "400 invalid_body", "messages: expected a list"),
-    ([], '{"messages": [1], "max_tokens": 5000}', "400 request_too_large", "tier batch allows 500"),
+    (
+        [],
+        '{"messages": [1], "max_tokens": 5000}',
+        "400 request_too_large",
+        "tier batch allows 500, the tier's limit; shorten",
+    ),
     (["--header", "x-admission-max-wait: soon"], None, "400 invalid_header", "x-admission-max-wait"),
 ]
 

@@ -17,7 +17,7 @@ def _said(folder: Path, tiers: str, rest: str = "", capacity: str = "tokens: 100
 
 
 def test_a_policy_that_surprises_nobody_has_no_warnings(tmp_path: Path) -> None:
-    assert _said(tmp_path, "{high: {reserve: 20%}, normal: {reserve: 5%}}") == []
+    assert _said(tmp_path, "{high: {reserve: 20%}, normal: {reserve: 10%}}") == []
 
 
 def test_a_tier_without_a_reserve_under_one_that_can_fill_the_pool_can_starve(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_aging_up_to_the_tier_above_saves_from_starving(tmp_path: Path) -> None:
 
 def test_aging_that_ends_below_does_not(tmp_path: Path) -> None:
     found = _said(
-        tmp_path, "{high: {}, normal: {reserve: 1%}, low: {}}", "aging: {promote_after: 5m, ceiling: normal}\n"
+        tmp_path, "{high: {}, normal: {reserve: 20%}, low: {}}", "aging: {promote_after: 5m, ceiling: normal}\n"
     )
     said = "can starve: it has no reserve, ages no further than normal, and high can hold the whole pool; "
     assert [f"tiers.low: {said}give it a reserve, even 5%"] == found
@@ -48,43 +48,121 @@ def test_limits_above_save_from_starving_only_if_they_leave_room_together(
 
 
 def test_a_pool_without_a_bound_on_requests_is_not_filled_by_requests(tmp_path: Path) -> None:
-    assert _said(tmp_path, "{a: {reserve: 1%, limit: 50%}, normal: {}}", capacity="tokens: 1000") == []
+    assert _said(tmp_path, "{a: {reserve: 10%, limit: 50%}, normal: {}}", capacity="tokens: 1000") == []
 
 
 def test_more_than_four_fifths_reserved_turns_priorities_off(tmp_path: Path) -> None:
-    said = "85% of the pool is reserved, so priorities hardly matter under overload; reserve 80% at most"
+    said = (
+        "85% of the pool is reserved, so priorities hardly matter under overload, and no tier with a reserve accepts "
+        "a request larger than that and the 15% left; reserve 80% at most"
+    )
     assert [f"tiers: {said}"] == _said(tmp_path, "{high: {reserve: 45%}, normal: {reserve: 40%}}")
+    (said,) = _said(tmp_path, "{high: {reserve: 60%}, normal: {reserve: 40%}}")
+    assert "accepts a request larger than that; reserve 80% at most" in said
     assert _said(tmp_path, "{high: {reserve: 40%}, normal: {reserve: 40%}}") == []
 
 
 def test_a_tier_that_lends_nothing_says_what_it_costs(tmp_path: Path) -> None:
     said = "lends nothing: while it is idle, 300 tokens (30% of the pool) stay unused; "
     assert [f"tiers.high.lend: {said}lend more, unless it must start at once"] == _said(
-        tmp_path, "{high: {reserve: 30%, lend: 0%}, normal: {reserve: 5%, lend: 10%}}"
+        tmp_path, "{high: {reserve: 30%, lend: 0%}, normal: {reserve: 10%, lend: 10%}}"
     )
 
 
 def test_a_pool_of_requests_alone_is_counted_in_requests(tmp_path: Path) -> None:
-    (said,) = _said(tmp_path, "{high: {reserve: 30%, lend: 0%}, normal: {reserve: 5%}}", capacity="requests: 15")
+    (said,) = _said(tmp_path, "{high: {reserve: 30%, lend: 0%}, normal: {reserve: 10%}}", capacity="requests: 15")
     assert "4 requests (27% of the pool) stay unused" in said
 
 
-@pytest.mark.parametrize(("aging", "largest"), [("", "700"), ("aging: {promote_after: 1s, ceiling: high}\n", "1,000")])
-def test_a_request_larger_than_the_tier_could_ever_be_given(tmp_path: Path, aging: str, largest: str) -> None:
-    tiers = "{high: {reserve: 60%, lend: 50%}, normal: {reserve: 5%, max_request_tokens: 2k}}"
-    (said,) = _said(tmp_path, tiers, aging)
-    assert said.startswith(f"tiers.normal.max_request_tokens: 2,000 is more than the {largest} tokens it could ever be")
+@pytest.mark.parametrize(
+    ("normal", "aging", "largest"),
+    [
+        ("reserve: 10%", "", "400"),  # what the reserve of high leaves
+        ("reserve: 10%", "aging: {promote_after: 1s, ceiling: high}\n", "400"),
+        ("reserve: 0%", "", "700"),  # without a reserve of its own: what high does not keep free
+        ("reserve: 0%", "aging: {promote_after: 1s, ceiling: high}\n", "1,000"),
+    ],
+)
+def test_a_cap_above_the_size_limit(tmp_path: Path, normal: str, aging: str, largest: str) -> None:
+    tiers = f"{{high: {{reserve: 60%, lend: 50%}}, normal: {{{normal}, max_request_tokens: 2k}}}}"
+    (said,) = [one for one in _said(tmp_path, tiers, aging) if "max_request_tokens" in one]
+    assert said == (
+        f"tiers.normal.max_request_tokens: 2,000 is more than the tier's size limit of {largest} tokens: "
+        f"a larger request gets a 400 at once; write {largest.replace(',', '')} or less, or leave this out"
+    )
 
 
 def test_a_tiers_own_limit_counts_too(tmp_path: Path) -> None:
     (said,) = _said(tmp_path, "{normal: {limit: 10%, max_request_tokens: 101}}")
-    assert "101 is more than the 100 tokens it could ever be given" in said
+    assert "101 is more than the tier's size limit of 100 tokens" in said
+
+
+FIVE = "{a: {reserve: 10%}, b: {reserve: 10%}, c: {reserve: 10%}, normal: {reserve: 10%}, d: {reserve: 10%}}"
+
+
+def test_reserves_that_are_more_than_the_pool_once_each_is_rounded_up(tmp_path: Path) -> None:
+    (said,) = _said(tmp_path, FIVE, capacity="tokens: 1000, requests: 4")
+    assert said == (
+        "tiers: the reserves need 5 requests, each rounded up, and the pool has 4: the floors of less important tiers "
+        "are not certain; give fewer tiers a reserve, or smaller ones"
+    )
+    assert _said(tmp_path, FIVE, capacity="tokens: 1000, requests: 5") == []
+
+
+def _first(limit: str, reserve: str = "10%") -> str:
+    return f"critical: {{reserve: {reserve}, limit: {limit}, always_first: true}}"
+
+
+def test_an_emergency_that_takes_the_reserves_of_others(tmp_path: Path) -> None:
+    (said,) = _said(tmp_path, f"{{{_first('99%', '5%')}, high: {{reserve: 20%}}, normal: {{reserve: 50%}}}}")
+    assert said == (
+        "tiers.critical.limit: while critical holds its limit of 99%, the reserves of high (20%) and normal (50%) are "
+        "not certain; write limit: 30% or less, or reserve less"
+    )
+    assert _said(tmp_path, f"{{{_first('30%', '5%')}, high: {{reserve: 20%}}, normal: {{reserve: 50%}}}}") == []
+
+
+def test_an_emergency_counts_in_requests_too(tmp_path: Path) -> None:
+    tiers = f"{{{_first('40%')}, high: {{reserve: 30%}}, normal: {{reserve: 30%}}}}"
+    assert _said(tmp_path, tiers) == []
+    (said,) = _said(tmp_path, tiers, capacity="tokens: 1000, requests: 5")  # 2 of 5, and 2 for each of the others
+    assert "the reserves of high (30%) and normal (30%) are not certain; write limit: 20% or less" in said
+
+
+@pytest.mark.parametrize(("reserve", "minutes"), [("10%", 8), ("5%", 18), ("0.1%", 949), ("0.01%", 1_000)])
+def test_a_tier_that_accepts_many_reserves_says_how_long_it_owes(tmp_path: Path, reserve: str, minutes: int) -> None:
+    tiers = f"{{high: {{reserve: 5%, max_request_tokens: 10k, limit: 20%}}, normal: {{reserve: {reserve}}}}}"
+    (said,) = _said(tmp_path, tiers, capacity="tokens: 1M")
+    assert said.startswith("tiers.normal: accepts requests of many times its reserve: one of 950,000 tokens held a ")
+    assert f"keeps normal from its next turn for {minutes:,} minutes; write max_request_tokens, or raise" in said
+
+
+def test_a_tier_of_eight_reserves_or_less_is_worth_no_warning(tmp_path: Path) -> None:
+    tiers = "{high: {reserve: 20%}, normal: {reserve: 10%}}"
+    assert _said(tmp_path, tiers, capacity="tokens: 1000") == []
+    (said,) = _said(tmp_path, tiers.replace("20%", "19%"), capacity="tokens: 1000")
+    assert "one of 810 tokens held a minute keeps normal from its next turn for 7 minutes" in said
+    assert _said(tmp_path, tiers.replace("reserve: 10%", "reserve: 10%, max_request_tokens: 800")) == []
+
+
+def test_what_a_tier_owes_counts_in_requests_too(tmp_path: Path) -> None:
+    tiers = "{high: {reserve: 5%, limit: 20%}, normal: {reserve: 5%, max_request_tokens: 50}}"
+    (said,) = _said(tmp_path, tiers, capacity="tokens: 1000, requests: 100")
+    assert said.endswith(
+        "one of 95 sequences held a minute keeps normal from its next turn for 18 minutes; raise the reserve"
+    )
+
+
+def test_a_pool_whose_size_the_engine_says_is_judged_in_shares(tmp_path: Path) -> None:
+    tiers = "{high: {reserve: 5%, limit: 20%}, normal: {reserve: 5%}}"
+    (said,) = _said(tmp_path, tiers, capacity="from: engine")
+    assert "one of 95% of the pool held a minute keeps normal from its next turn for 18 minutes" in said
 
 
 def _of_limits(folder: Path, lines: str) -> list[str]:
     pool(
         folder,
-        "engine: vllm\ncapacity: {tokens: 1000}\ntiers: {normal: {}, low: {reserve: 5%}}\ntenants: tenants/*.yaml\n",
+        "engine: vllm\ncapacity: {tokens: 1000}\ntiers: {normal: {}, low: {reserve: 20%}}\ntenants: tenants/*.yaml\n",
     )
     tenant(folder, "a", f"tenant: acme\nkeys: [{HASH}]\ntier: normal\n{lines}\n")
     loaded = load_files(folder)
@@ -110,11 +188,11 @@ def test_what_happens_over_limits_that_there_are_not(tmp_path: Path) -> None:
 
 
 def test_preempting_and_being_preempted_each_need_the_other(tmp_path: Path) -> None:
-    both = "{high: {reserve: 20%, preempt_after: 500ms}, normal: {reserve: 5%, preemptible: true}}"
+    both = "{high: {reserve: 20%, preempt_after: 500ms}, normal: {reserve: 10%, preemptible: true}}"
     assert _said(tmp_path, both) == []
-    (said,) = _said(tmp_path, "{high: {reserve: 20%, preempt_after: 500ms}, normal: {reserve: 5%}}")
+    (said,) = _said(tmp_path, "{high: {reserve: 20%, preempt_after: 500ms}, normal: {reserve: 10%}}")
     assert said.startswith("tiers.high.preempt_after: does nothing: no less important tier is preemptible; write ")
-    (said,) = _said(tmp_path, "{high: {reserve: 20%}, normal: {reserve: 5%, preemptible: true}}")
+    (said,) = _said(tmp_path, "{high: {reserve: 20%}, normal: {reserve: 10%, preemptible: true}}")
     assert said.startswith("tiers.normal.preemptible: does nothing: no more important tier has preempt_after; write ")
     (said,) = _said(tmp_path, both, "max_preemptions: 0\n")
     assert said.startswith("tiers.normal.preemptible: does nothing: max_preemptions is 0; ")

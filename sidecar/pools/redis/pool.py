@@ -142,7 +142,7 @@ class RedisPool:
 
     def most_tokens(self, level: int) -> int:
         """See `Pool.most_tokens`."""
-        return self._sizes.most_tokens(level)
+        return self._sizes.limits(level)[0]
 
     def retry_after_s(self, tier: int) -> float:
         """See `Pool.retry_after_s`. By the whole pool's queue and drain, as the store last told them."""
