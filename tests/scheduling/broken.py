@@ -91,6 +91,18 @@ class LargerOnesPassNothing(Scheduler):
         return [candidate for candidate in order if candidate.ticket is self._tiers[candidate.ticket.tier].queue.head()]
 
 
+class PutsATierLastAfterATurnOnly(Scheduler):
+    """A tier that is admitted inside its reserve keeps its place among the turns."""
+
+    def _admit(self, candidate: Candidate, now_us: int) -> Admission:
+        tier = self._tiers[candidate.ticket.tier]
+        before = tier.latest_admission
+        admission = super()._admit(candidate, now_us)
+        if candidate.rank is not Rank.TURN:
+            tier.latest_admission = before
+        return admission
+
+
 class IgnoresHeadroom(Scheduler):
     """Lets everybody into the room that more important tiers keep."""
 
