@@ -500,6 +500,62 @@ def test_an_address_that_cannot_be_read_is_one_line_that_names_the_variable(writ
     assert "s3cr3t" not in said
 
 
+# -- a pool with other tiers
+
+
+OTHER_TIERS = POLICY.replace("high: {}", "urgent: {}") + "pool: tiers\n"
+
+
+async def test_a_process_with_other_tiers_is_refused_and_says_so_until_it_takes_the_pool_over(
+    folder: Path, engine: str, spare: RedisServer
+) -> None:
+    with ExitStack() as stack:
+        start = lambda name, policy, *more: stack.enter_context(  # noqa: E731
+            replicas(folder / name, 1, engine, policy, *more, SIDECAR_STORE=spare.url)
+        )[0]
+        first, second = start("first-tiers", named("tiers")), start("second-tiers", OTHER_TIERS)
+        status, (reason,), _ = await second.ready()
+        assert status == 503
+        assert reason.startswith(
+            "the pool refuses this process: pool tiers has the tiers high, low, and the policy of "
+        )
+        assert "has urgent, low; " in reason
+        assert "the pool refuses" not in reason.removeprefix("the pool refuses")
+        assert "pool tiers refuses this process: " in second.log.read_text()
+        refused = await ask(second.url)
+        assert (refused.status, refused.json["error"]["code"]) == (503, "store_unavailable")
+        assert (await ask(first.url)).status == 200
+        assert (await first.ready())[0] == 200
+
+        third = start("third-tiers", OTHER_TIERS, "--take-over-pool")
+        assert (await third.ready())[0] == 200
+        assert (await ask(third.url)).status == 200
+        await second.shows(state="shared")
+        await first.shows(state="closed")
+        assert (
+            "has the tiers urgent, low, and the policy of this process has high, low; " in (await first.ready())[1][0]
+        )
+        assert (await ask(first.url)).status == 503
+
+
+@pytest.mark.parametrize(
+    ("more", "environment", "said"),
+    [
+        (("--take-over-pool",), {}, "there is no shared pool to take over: the policy has no store"),
+        ((), {"SIDECAR_TAKE_OVER_POOL": "1"}, "there is no shared pool to take over: the policy has no store"),
+        ((), {"SIDECAR_TAKE_OVER_POOL": "yes"}, "SIDECAR_TAKE_OVER_POOL: 'yes' is neither 1 nor 0"),
+    ],
+)
+def test_taking_over_what_is_not_there_is_a_mistake(
+    more: tuple[str, ...], environment: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    path, log = tmp_path / "policy.yaml", tmp_path / "errors"
+    path.write_text(POLICY)
+    with command(log, "serve", "--upstream", NOBODY, "--policy", str(path), *more, **environment) as process:
+        assert process.wait(30) == 1
+    assert said in log.read_text()
+
+
 # -- mounted into an app of the user's own
 
 

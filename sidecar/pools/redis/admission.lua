@@ -221,7 +221,7 @@ function pool.tell_time()
     meta[OFFSET], now = meta[OFFSET] + meta[NOW] - now, meta[NOW]
   elseif now - meta[NOW] > LOST_US then
     -- The store's silence is not the replicas': they get time to call, and what they ran meanwhile is stated first.
-    meta[GRACE] = now + 2 * BEAT_US
+    if now - meta[NOW] > 2 * BEAT_US then meta[GRACE] = now + 2 * BEAT_US end
     pool.wait_for_all()
   end
   meta[NOW] = now
