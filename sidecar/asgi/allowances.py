@@ -21,7 +21,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 async def entered(pool: Pool, understood: Understood) -> Lease:
     """Takes a request into the pool, and notes at which tier. Raises what `Pool.enter` does."""
     if understood.payload.unsized is not None:
-        understood.hold_at_least(pool.limits(understood.classification.level)[0])
+        understood.hold_at_least(pool.most_tokens(understood.classification.level))
     try:
         lease = await pool.enter(understood.ask())
     except QueueFull as full:

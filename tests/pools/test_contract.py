@@ -531,9 +531,9 @@ async def test_nothing_is_left_after_any_mix_of_ends(harness: Harness, seed: int
 async def test_the_most_that_one_request_may_hold_follows_the_size_of_the_pool(harness: Harness) -> None:
     policy = simple()
     pool = await harness.pool(policy, Clock())
-    most = pool.limits(0)[0]
+    most = pool.most_tokens(0)
     assert (await pool.enter(ask(tokens=most))).settle()
     with pytest.raises(RequestTooLarge):
         await pool.enter(ask(tokens=most + 1))
     pool.change_rules(replace(policy.rules, tokens=most // 2))
-    assert pool.limits(0)[0] == most // 2
+    assert pool.most_tokens(0) == most // 2

@@ -15,7 +15,7 @@ import pytest
 from floods import LONGEST_LEASE_US as D
 from floods import Kind, Request, random_flood, random_policy
 from oracle import Policy
-from wait_bounds import CLAUSES, PAGE, Measured, measure
+from wait_bounds import CLAUSES, Measured, measure
 
 from sidecar.policy.rules import Shares
 from sidecar.scheduling import Scheduler

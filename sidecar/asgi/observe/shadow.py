@@ -95,7 +95,7 @@ class Shadow:
             if self._ruling.intake.has_tokenizer:
                 await self._ruling.intake.count(self._understood)
             if self._understood.payload.unsized is not None:
-                self._understood.hold_at_least(self._pool.limits(self._understood.classification.level)[0])
+                self._understood.hold_at_least(self._pool.most_tokens(self._understood.classification.level))
             ask = self._understood.ask()
             self._understood.drop_body()
             await self._pass_through(await self._pool.enter(ask))
