@@ -142,7 +142,7 @@ class TierBody(FileModel):
     )
     max_request_tokens: of.PositiveCount | None = Field(
         None,
-        description="The most tokens one request may hold. Default: the tier's size limit, which `sidecar check` prints.",
+        description="The most tokens one request may hold. Default: the tier's size limit (`sidecar check` prints it).",
         examples=["32k"],
     )
 
