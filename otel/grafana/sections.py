@@ -152,7 +152,7 @@ def overtaking() -> list[Json]:
         graph(
             "Who goes ahead of whom",
             "Tokens a second of requests that were admitted while an earlier one of another tier waited. The rule says "
-            "why: always_first, a reserve that is given back (reserve; reserve_turn for a request beyond what is left "
+            "why: always_first, a reserve that is given back (reserve, or reserve_turn for one beyond what is left "
             "of it), a better level, a limit that the earlier one has met, or that one was too large to wait for "
             "(passed_over).",
             "suffix: tokens/s",
