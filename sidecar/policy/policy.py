@@ -112,8 +112,8 @@ class Tier:
 
     `max_waiting` is the most requests that may queue (None: unbounded), `max_wait_s` the longest a request may queue
     (None: unbounded), `default_output_tokens` what a request without a maximum of its own is taken to produce,
-    `max_request_tokens` the most one request may hold (None: whatever fits), `slo` the promises that telemetry compares
-    with.
+    `max_request_tokens` the most one request may hold (None: the size limit), `slo` the promises that telemetry
+    compares with.
     """
 
     name: str

@@ -159,7 +159,7 @@ def starvation(door: Door, answers: dict[int, Any]) -> None:
     def ask(key: str, trace: int, **asked: Any) -> None:
         answers[trace] = door.ask(key, trace, **asked)
 
-    threads = [in_thread(ask, RESEARCH, FILLER, tokens=30)]
+    threads = [in_thread(ask, RESEARCH, FILLER, tokens=200)]  # it lasts until the others wait
     door.until(leases=1, waiting=0)
     threads.append(in_thread(ask, RESEARCH, STARVED))
     door.until(leases=1, waiting=1)
@@ -178,7 +178,7 @@ def refusals(door: Door) -> dict[int, tuple[int, str]]:
         TOO_MANY_TOKENS: door.refused(STANDARD, TOO_MANY_TOKENS, tokens=20_000),
         OVER_CONTEXT: door.refused(STANDARD, OVER_CONTEXT, tokens=5_000),
     }
-    filler = in_thread(door.ask, STANDARD, 21, tokens=60)
+    filler = in_thread(door.ask, STANDARD, 21, tokens=200)
     door.until(leases=1, waiting=0)
     timed_out = door.refused(RESEARCH, TIMED_OUT, extra_headers={"x-admission-max-wait": "30ms"})
     waiting = in_thread(door.ask, RESEARCH, 22)
@@ -191,7 +191,7 @@ def refusals(door: Door) -> dict[int, tuple[int, str]]:
 
 def leaving(door: Door) -> None:
     """A client that gives up while it waits."""
-    filler = in_thread(door.ask, STANDARD, 23, tokens=30)
+    filler = in_thread(door.ask, STANDARD, 23, tokens=200)
     door.until(leases=1, waiting=0)
     with pytest.raises(openai.APITimeoutError):
         door.ask(STANDARD, ABANDONED, timeout=0.05)
@@ -258,7 +258,7 @@ def test_the_trace_of_a_starved_request_is_exactly_these_spans(story: Story) -> 
     assert engine.start_ns < first_byte_ns <= engine.end_ns
     assert {span.status for span in spans.values()} == {"UNSET"}
     # 20 tokens of the one that overtook it, at 10 ms each, and what was left of the one before.
-    assert 0.15 < starved.length_s < queued.length_s < 2
+    assert 0.15 < starved.length_s < queued.length_s < 10
 
 
 def test_its_attributes_are_exactly_these(story: Story) -> None:
