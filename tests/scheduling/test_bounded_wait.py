@@ -15,7 +15,7 @@ import pytest
 from floods import LONGEST_LEASE_US as D
 from floods import Kind, Request, random_flood, random_policy
 from oracle import Policy
-from wait_bounds import CLAUSES, PAGE, Measured, measure
+from wait_bounds import CLAUSES, Measured, measure
 
 from sidecar.policy.rules import Shares
 from sidecar.scheduling import Scheduler
@@ -74,7 +74,7 @@ def test_every_clause_of_the_bounded_wait_holds_for_long(kind):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [3, 4, 5, 11])  # four and five tiers; 4: an always_first tier at its limit, flooded
 def test_every_clause_of_the_bounded_wait_holds_for_50_000_tickets(seed):
     luck = random.Random(f"long-{seed}")
     kind = Kind(over=True, tenants=4, both=True, cancels=True, shrinks=True, scale=250)
