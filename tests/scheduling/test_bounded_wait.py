@@ -119,6 +119,26 @@ def test_a_scheduler_that_is_wrong_on_purpose_breaks_the_bound(scheduler, clause
     assert clauses <= set(beyond(measured))
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "patience_us", "holds"),
+    [
+        (Scheduler, 0, True),
+        (Scheduler, None, True),
+        (broken.ChargesTicketsThatLeave, 0, False),
+        (broken.ServesTenantsByArrival, None, False),
+    ],
+)
+def test_what_other_tenants_sent_or_what_has_left_does_not_delay_a_tenant(scheduler, patience_us, holds):
+    """100 tickets of b wait, then a sends one. With patience 0, a had sent 100 before that and taken them back."""
+    policy = Policy((20, None), (Shares("q", reserve=Fraction(1, 2)),))
+    flood = [Request(0, 0, 10, 1, D, "b") for _ in range(100)]
+    if patience_us is not None:
+        flood += [Request(1, 0, 10, 1, D, "a", patience_us=patience_us) for _ in range(100)]
+    flood.append(Request(2, 0, 10, 1, D, "a"))
+    measured = measure(scheduler(policy.rules()), flood, D)
+    assert (measured.worst["share"] <= 1) is holds
+
+
 @pytest.mark.parametrize(("scheduler", "holds"), [(Scheduler, True), (broken.PutsATierLastAfterATurnOnly, False)])
 def test_any_admission_puts_a_tier_last_among_the_turns(scheduler, holds):
     """Or else p is admitted inside its reserve just before its turn, and q waits for that lease, too: 4 D of 3 D."""
