@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from sidecar.policy.rules import PoolRules
 from sidecar.scheduling import Admission, Rule, Scheduler, Ticket, Wait
+from sidecar.scheduling.fair_queue import FairQueue, Lane
 from sidecar.scheduling.preemption import Candidate, Preemption
 from sidecar.scheduling.tier import Rank, Tier
 
@@ -145,6 +146,20 @@ class KnowsNoWeights(Scheduler):
 
     def submit(self, ticket_id: str, **ticket) -> Ticket:
         return super().submit(ticket_id, **(ticket | {"tenant": "", "weight": 1}))
+
+
+class ServesTenantsByArrival(Scheduler):
+    """Knows every tenant, and charges none: the oldest ticket of a tier is its head."""
+
+    class Queue(FairQueue):
+        def _tag(self, first: Ticket, lane: Lane) -> None:
+            first.start = 0.0
+            self._enter_heap(first)
+
+    def __init__(self, rules: PoolRules) -> None:
+        super().__init__(rules)
+        for tier in self._tiers:
+            tier.queue = self.Queue(tier.queue.small_tokens, tier.queue.small_requests)
 
 
 class ForgetsTheSecondDimension(Scheduler):
