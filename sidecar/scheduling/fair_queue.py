@@ -195,7 +195,8 @@ class FairQueue:
         self._enter_heap(first)
 
     def _enter_heap(self, ticket: Ticket) -> None:
-        heappush(self._small if self.is_small(ticket) else self._large, (ticket.start, ticket.sequence, ticket))
+        is_small = ticket.tokens <= self.small_tokens and ticket.requests <= self.small_requests
+        heappush(self._small if is_small else self._large, (ticket.start, ticket.sequence, ticket))
 
     def _open_lane(self, tenant: str) -> Lane:
         if len(self._lanes) >= self._lanes_limit:

@@ -137,7 +137,7 @@ class Preemption:
         for level in range(served.ticket.tier + 1, len(self._tiers)):
             tier = self._tiers[level]
             if tier.rules.preemptible and not any(
-                self._stands_before(head, served, now_us) for head in _heads(tier, now_us)
+                self._stands_before(head, served, now_us) for head in tier.heads(now_us)
             ):
                 largest[level] = largest_admissible(rules, level)
         found = [
@@ -160,11 +160,3 @@ class Preemption:
     def _book(self, leases: Sequence[Ticket], sign: int) -> None:
         for lease in leases:
             self._room.book(lease.tier, sign * lease.tokens, sign * lease.requests)
-
-
-def _heads(tier: Tier, now_us: int) -> Sequence[Ticket]:
-    head = tier.queue.head()
-    if head is None:
-        return ()
-    second = tier.second_head(head, now_us)
-    return (head,) if second is None else (head, second)

@@ -226,7 +226,7 @@ class Scheduler:
         if not self._waiting:
             return None
         changes = [tier.owes_until_us for tier in self._tiers if tier.queue.count and tier.owes_until_us > now_us]
-        heads = list(self._heads(now_us))
+        heads = [head for tier in self._tiers if tier.queue.count for head in tier.heads(now_us)]
         changes += self._promotions_us(heads, now_us)
         if any(tier.rules.preemptible for tier in self._tiers) and self.rules.max_preemptions:
             changes += self._preemptions_us(heads, now_us)
@@ -359,14 +359,11 @@ class Scheduler:
         """Rules 1 and 4: the candidates, the first first."""
         found: list[Candidate] = []
         for tier in self._tiers:
-            head = tier.queue.head()
-            if head is None:
+            if not tier.queue.count:
                 continue
-            if not tier.is_at_limit(head):
-                found.append(_candidate(tier, head, now_us))
-            second = tier.second_head(head, now_us)
-            if second is not None and not tier.is_at_limit(second):
-                found.append(_candidate(tier, second, now_us))
+            for head in tier.heads(now_us):
+                if not tier.is_at_limit(head):
+                    found.append(_candidate(tier, head, now_us))
         if len(found) > 1:
             found.sort()
         return found
@@ -381,16 +378,6 @@ class Scheduler:
             allowed,
             key=lambda candidate: (_CLAIMS[candidate.rank], self._tiers[candidate.ticket.tier].latest_admission),
         )  # stable: the rule order decides between two heads of one tier, and between tiers without any admission
-
-    def _heads(self, now_us: int) -> Iterator[Ticket]:
-        for tier in self._tiers:
-            head = tier.queue.head()
-            if head is None:
-                continue
-            yield head
-            second = tier.second_head(head, now_us)
-            if second is not None:
-                yield second
 
     def _admit(self, candidate: Candidate, now_us: int) -> Admission:
         ticket = candidate.ticket
@@ -419,7 +406,8 @@ class Scheduler:
 
     def _release(self, lease: Ticket, now_us: int) -> None:
         self.book(lease.tier, -lease.tokens, -lease.requests)
-        self._tiers[lease.tier].ended(lease, now_us)
+        if lease.excess:
+            self._tiers[lease.tier].owe(lease, now_us)
 
     def _may_return(self, ticket: Ticket, wait: Wait) -> None:
         """A lease that may be preempted: its wait then goes on where it was, and it was not served before itself."""

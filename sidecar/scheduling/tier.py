@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 from sidecar.policy.rules import PoolRules, TierRules
@@ -80,11 +81,17 @@ class Tier:
             return Rank.TURN
         return Rank.OTHER
 
-    def second_head(self, head: Ticket, now_us: int) -> Ticket | None:
-        """While the tier owes: the next ticket no larger than the reserve, where the head is larger."""
+    def heads(self, now_us: int) -> Sequence[Ticket]:
+        """The tickets that may be next: the queue's head, and, while the tier owes and its head is larger than the
+        reserve, the next that is not. None wait where it is empty.
+        """
+        head = self.queue.head()
+        if head is None:
+            return ()
         if now_us >= self.owes_until_us or self.queue.is_small(head):
-            return None
-        return self.queue.small_head()
+            return (head,)
+        small = self.queue.small_head()
+        return (head,) if small is None else (head, small)
 
     def is_below_reserve(self) -> bool:
         """Whether its leases are below its reserve in both dimensions."""
@@ -98,12 +105,11 @@ class Tier:
         requests = (self.held_requests + ticket.requests - rules.reserve_requests) // rules.reserve_requests
         return min(MOST_EXCESS, max(0, tokens, requests))
 
-    def ended(self, lease: Ticket, now_us: int) -> None:
-        """A lease is over: the tier owes for it what it held too much of."""
-        if lease.excess:
-            owed_us = lease.excess * max(0, now_us - lease.admitted_us)
-            self.owes_until_us = min(LATEST_US, max(now_us, self.owes_until_us) + owed_us)
-            lease.excess = 0
+    def owe(self, lease: Ticket, now_us: int) -> None:
+        """A lease with an excess is over: the tier owes for it, in addition to what it owes already."""
+        owed_us = lease.excess * max(0, now_us - lease.admitted_us)
+        self.owes_until_us = min(LATEST_US, max(now_us, self.owes_until_us) + owed_us)
+        lease.excess = 0
 
     def has_its_reserve_without(self, lease: Ticket) -> bool:
         """Whether it would still not be below its reserve if one of its leases were gone."""
