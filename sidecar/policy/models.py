@@ -274,7 +274,9 @@ class PoolFile(FileModel):
     max_body: of.Size = _default("8MiB", description="The largest request body.")
     body_timeout: of.PositiveDuration = _default("30s", description="The longest a request's body may take to arrive.")
     disconnect_grace: of.Duration = _default(
-        "2s", description="How long the engine may take to notice that a client left, before its tokens are given back."
+        "2s",
+        description="How long an app may go on after its client's disconnect before its request counts as ended. The "
+        "room stays held for `abort_latency`, too.",
     )
     abort_latency: of.Duration | None = Field(
         None,

@@ -48,6 +48,8 @@ from sidecar.scheduling.preemption import Candidate, Preemption
 from sidecar.scheduling.ticket import Admission, Rule, Ticket, Wait
 from sidecar.scheduling.tier import Rank, Tier
 
+_ALWAYS_FIRST, _INSIDE, _TURN, _OTHER = Rank
+
 
 class Scheduler:
     """Decides which tickets are admitted. Not thread-safe; every method returns at once.
@@ -323,7 +325,7 @@ class Scheduler:
     def holds_its_place(self, candidate: Candidate) -> bool:
         """Rule 3: whether the ticket would fit once all after it had released what they hold beyond their reserves."""
         ticket, score, rank = candidate.ticket, candidate.score, candidate.rank
-        if rank is Rank.ALWAYS_FIRST:
+        if rank is _ALWAYS_FIRST:
             return True
         tokens, requests = self.rules.tokens - ticket.tokens, self.rules.requests - ticket.requests
         for tier in self._tiers:
@@ -332,7 +334,7 @@ class Scheduler:
                 continue
             is_better = tier.score < score
             kept_tokens, kept_requests = tier.held_tokens, tier.held_requests
-            if not (rules.always_first or (rank is Rank.OTHER and is_better)):
+            if not (rules.always_first or (rank is _OTHER and is_better)):
                 kept_tokens = min(kept_tokens, rules.reserve_tokens)
                 kept_requests = min(kept_requests, rules.reserve_requests)
             if is_better:
@@ -361,9 +363,7 @@ class Scheduler:
         for tier in self._tiers:
             if not tier.queue.count:
                 continue
-            for head in tier.heads(now_us):
-                if not tier.is_at_limit(head):
-                    found.append(_candidate(tier, head, now_us))
+            found += [_candidate(tier, head, now_us) for head in tier.heads(now_us) if not tier.is_at_limit(head)]
         if len(found) > 1:
             found.sort()
         return found
@@ -384,7 +384,7 @@ class Scheduler:
         tier = self._tiers[ticket.tier]
         wait = self._wait(ticket, now_us)
         passed = self._passed(candidate, now_us) if len(self._waiting) > 1 else ()
-        if candidate.rank is Rank.TURN:
+        if candidate.rank is _TURN:
             ticket.excess = tier.excess(ticket)
         if now_us < self._held_back_until_us:
             self._went_while_held_back = ticket.id
@@ -432,12 +432,12 @@ class Scheduler:
 
     def _rule(self, candidate: Candidate, head: Candidate, now_us: int) -> Rule:
         if now_us < self._held_back_until_us:
-            return Rule.ALWAYS_FIRST if candidate.rank is Rank.ALWAYS_FIRST else Rule.TURN
+            return Rule.ALWAYS_FIRST if candidate.rank is _ALWAYS_FIRST else Rule.TURN
         if head < candidate:
             return Rule.PASSED_OVER
         if candidate.rank < head.rank:
             return _RULE_OF[candidate.rank]
-        return Rule.TURN if candidate.rank is Rank.TURN else Rule.LEVEL
+        return Rule.TURN if candidate.rank is _TURN else Rule.LEVEL
 
     def _wait(self, ticket: Ticket, now_us: int) -> Wait:
         overtaken_at_us = ticket.overtaken_us
@@ -473,7 +473,7 @@ _RULE_OF = {Rank.ALWAYS_FIRST: Rule.ALWAYS_FIRST, Rank.INSIDE: Rule.RESERVE, Ran
 
 def _candidate(tier: Tier, ticket: Ticket, now_us: int) -> Candidate:
     rank = tier.rank(ticket, now_us)
-    turn = tier.latest_admission if rank is Rank.TURN else 0
+    turn = tier.latest_admission if rank is _TURN else 0
     return Candidate(rank, turn, tier.aged_score(ticket, now_us), ticket.arrived_us, ticket.sequence, ticket)
 
 

@@ -25,6 +25,10 @@ class Rank(IntEnum):
     OTHER = 3
 
 
+# Looked up once: an enumeration's attribute costs as much as a call.
+_ALWAYS_FIRST, _INSIDE, _TURN, _OTHER = Rank
+
+
 class Tier:
     """What the four rules ask of one tier.
 
@@ -71,15 +75,19 @@ class Tier:
         """Rule 1: the class of a ticket that waits."""
         rules = self.rules
         if rules.always_first:
-            return Rank.ALWAYS_FIRST
+            return _ALWAYS_FIRST
         if (
             self.held_tokens + ticket.tokens <= rules.reserve_tokens
             and self.held_requests + ticket.requests <= rules.reserve_requests
         ):
-            return Rank.INSIDE
-        if now_us >= self.owes_until_us and self.is_below_reserve():
-            return Rank.TURN
-        return Rank.OTHER
+            return _INSIDE
+        if (
+            now_us >= self.owes_until_us
+            and self.held_tokens < rules.reserve_tokens
+            and self.held_requests < rules.reserve_requests
+        ):
+            return _TURN
+        return _OTHER
 
     def heads(self, now_us: int) -> Sequence[Ticket]:
         """The tickets that may be next: the queue's head, and, while the tier owes and its head is larger than the
