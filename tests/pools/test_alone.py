@@ -597,7 +597,7 @@ def losing(replica: Replica, policy: Policy, known: LastKnown | None, on_loss: S
     """The store is lost: from now on nothing but this decides."""
     policy = replace(policy, on_store_loss=on_loss)
     loss = replica.decides = Loss(policy, Sizes(policy), replica.leases, known, replica.clock)
-    loss.begin()
+    loss.begin(known)
     return loss
 
 
@@ -811,7 +811,7 @@ async def test_nothing_is_decided_while_the_store_is_being_told_everything() -> 
     assert running.settle()  # what ends meanwhile is told the store
     assert waiting.grant is None
 
-    loss.begin()  # it could not be told
+    loss.begin(busy(others=0, own=50))  # it could not be told
     assert not loss.is_paused
     assert waiting.grant is not None
     assert isinstance(refusal(too_large), StoreUnavailable)

@@ -26,7 +26,7 @@ from tests.pools.test_script import replicas as scripted_replicas
 from tests.support.redis_servers import RedisServer, first_binary
 
 pytestmark = pytest.mark.anyio
-MANY = 3_000
+MANY = 1_500
 MOST_COMMANDS = 6_000
 """Of one run of the script: some 20 ms. A count depends on no other process, unlike a duration."""
 
@@ -171,7 +171,7 @@ def test_a_replica_that_comes_back_while_it_is_swept_keeps_what_is_left(client: 
 def test_many_tickets_are_stated_by_many_calls_and_what_was_not_stated_is_ended_at_last(counting: Any) -> None:
     pool = Replicas(counting, simple(tokens=10))
     one = pool.one("a")
-    crowd(one, MANY, held=10)
+    crowd(one, 2 * MANY, held=10)
     kept = range(10, 2_000)
     counting.most = 0
     one.begin(

@@ -163,7 +163,7 @@ async def flap(folder: Path, trials: int) -> None:
     luck = random.Random(12)
     with RedisServer(first_binary(), folder) as server:
         async with replicas(policy(), [server.url] * 3) as pools:
-            load = Load(pools, tokens=1, held_s=(0.1, 0.4))
+            load = Load(pools, tokens=1, held_s=(0.1, 0.4), tiers=1)
             async with load.going_on(60):
                 await until(lambda: load.held == CAPACITY, 5, "the pool is full")
                 for _ in range(trials):
@@ -176,6 +176,7 @@ async def flap(folder: Path, trials: int) -> None:
                     server.restart()
                     await recovered(pools, 10)
                     await asyncio.gather(*map(heard_of_three, pools))
+                    await asyncio.sleep(0.7)  # without the store a replica that held nothing may admit nothing
             assert load.peak == CAPACITY
             assert load.admitted > 20 * trials
             await nothing_left(pools)
@@ -204,7 +205,7 @@ async def flushed(server: RedisServer) -> None:
     await asyncio.get_running_loop().run_in_executor(None, lambda: server.command("FLUSHALL"))
 
 
-async def test_a_store_that_is_lost_while_it_waits_for_others_leaves_everyone_the_part_it_had(tmp_path: Path) -> None:
+async def test_a_store_that_is_lost_while_it_waits_for_others_leaves_everyone_what_it_held(tmp_path: Path) -> None:
     """Two of three come back to the empty store; the third holds what the first two must not take."""
     with RedisServer(first_binary(), tmp_path) as server:
         async with replicas(policy(), [server.url] * 3) as pools:
@@ -221,7 +222,7 @@ async def test_a_store_that_is_lost_while_it_waits_for_others_leaves_everyone_th
             server.kill()
             await until(lambda: all(pool.standing.state.value == "divided" for pool in pools), 4)
             leases = [await pool.enter(ask(tokens=1)) for pool in pools[:2] for _ in range(4)]
-            assert [lease.grant is not None for lease in leases] == [True, False, False, False] * 2  # 3 free, for three
+            assert [lease.grant is not None for lease in leases] == [False] * 8  # it may have given what was free
             reaches()
             server.restart()
             await recovered(pools, 5)

@@ -9,9 +9,8 @@ from sidecar.pools.redis.script import Reply
 class Known:
     """What the replica holds as the store has it: what ended is held there until it is said. And the store's figures.
 
-    A store that waits for replicas' statements admits nothing, so what it told before is true still; its figures of now
-    lack what the others hold. One that has admitted again without having heard of all told nothing safe: then no
-    room counts as free.
+    Room is free where the store has heard of all replicas, and has told so since this one stated what it has. Else the
+    store may have given to others what was free: then this replica may go on with what it holds, no more.
     """
 
     def __init__(self) -> None:
@@ -25,11 +24,15 @@ class Known:
         self.held_tokens += tokens
         self.held_requests += requests
 
+    def state(self, tokens: int, requests: int) -> None:
+        """The replica states what it holds. Whether it is heard or not, the store may go by it from now on."""
+        self.held_tokens, self.held_requests = tokens, requests
+        self._whole = None
+
     def hear(self, reply: Reply) -> None:
         """The store's latest answer."""
         self._last = reply
-        if not reply.is_on_hold:
-            self._whole = None if reply.unheard else reply
+        self._whole = None if reply.is_on_hold or reply.unheard else reply
 
     def at_loss(self) -> LastKnown | None:
         """What is safe to go on with; None where the store was never reached."""

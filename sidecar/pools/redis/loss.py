@@ -26,8 +26,7 @@ from sidecar.pools.sizes import Sizes
 class Loss:
     """One loss. `leases` are the replica's own, waiting or held: the pool's own table, which changes under it.
 
-    It ends when the store admits again. One that is back and waits for other replicas' statements has paused it:
-    gone once more, it leaves this replica what it was allowed before. `is_refused`: the store is there, and refuses it.
+    `is_refused`: the store is there, and refuses this replica.
     """
 
     def __init__(
@@ -53,8 +52,10 @@ class Loss:
         self._is_patient = known is not None
         self._timer = asyncio.get_running_loop().call_later(SILENCE_S if known else 0, self._lose_patience)
 
-    def begin(self) -> None:
-        """Decides from now on, also for those that the store had not looked at yet."""
+    def begin(self, known: LastKnown | None) -> None:
+        """Decides from now on, also for those that the store had not looked at yet. `known` is what is safe by now."""
+        if self._known is not None and known is not None:
+            self._known, self._part = known, nth(self._sizes.rules, known.replicas)
         entering = [lease for lease in self._leases.values() if lease.is_entering]
         for lease in [lease for lease in self._leases.values() if not lease.is_entering]:
             self.limits.take_over(lease)
@@ -111,12 +112,6 @@ class Loss:
         self._part = nth(self._sizes.rules, self._known.replicas if self._known else 1)
         if not self.is_paused:
             self._go_alone()
-
-    def may_be(self, replicas: int) -> None:
-        """So many may be alive. They are more where some came while the store was back, and admitted nothing yet."""
-        if self._known is not None and replicas > self._known.replicas:
-            self._known = self._known._replace(replicas=replicas)
-            self.change_rules()
 
     def hold_back(self, for_us: int) -> None:
         """Admits nobody for so long while anything is held."""

@@ -245,20 +245,21 @@ class RedisPool:
         self._leave_all_unsaid()
         if self._loss is not None:
             self._loss.pause()
-        self._told_last = Statement(self._leases.values())
+        told = self._told_last = Statement(self._leases.values())
+        self._known.state(told.held_tokens, told.held_requests)
         self._stated_rules = self._sizes.rules
         knew = self._last.expected if self._last else 0
         brings = self._membership.brings(are_rules_new=self._rules_are_new)
         text = script.rules_text(self._policy, self._sizes.rules)
         header: list[script.Argument] = [knew, text, brings, self._unsaid_ends]
         self._unsaid_ends = 0
-        return header, self._told_last
+        return header, told
 
     def synced(self, reply: script.Reply, batch: Batch) -> None:
         """The store decides again."""
         self._membership.accepted()
+        self._end_loss()
         told = self._told_last
-        self._known.held_tokens, self._known.held_requests = told.held_tokens, told.held_requests
         self._rules_are_new = self._stated_rules is not self._sizes.rules  # they may have changed since
         self.standing.change(StoreState.SHARED, f"{len(self._leases)} leases and tickets of this replica")
         self.answered(reply, batch)
@@ -270,8 +271,6 @@ class RedisPool:
         now_us = self.now_us()
         self._last = reply
         self._known.hear(reply)
-        if not reply.is_on_hold:  # one that waits for other replicas, and is lost again, leaves this one what it had
-            self._end_loss()
         self._places.replicas = max(1, reply.replicas)
         self._known.hold(-batch.freed_tokens, -batch.freed_requests)
         for level, figures in reply.tiers:
@@ -324,10 +323,8 @@ class RedisPool:
         known = None if is_refused else self._known.at_loss()
         if self._loss is None:
             self._loss = Loss(self._policy, self._sizes, self._leases, known, self.now_us, is_refused=is_refused)
-        elif known is not None:
-            self._loss.may_be(known.replicas)
         if self._loss.is_paused:
-            self._loss.begin()
+            self._loss.begin(known)
 
     def _end_loss(self) -> None:
         if self._loss is not None:
