@@ -41,7 +41,7 @@ def rows() -> Iterator[Line]:
     """The attack in both dimensions, with and without preemption."""
     policy, preempts = shipped(), shipped(preempting)
     tokens, most = largest_request(policy.rules, LOW)
-    choices = min(CHOICES, most, getattr(policy, "max_choices", None) or CHOICES)
+    choices = min(CHOICES, most, policy.max_choices)
     yield Line("largest request without a key", f"{tokens:,} tokens or n: {choices}")
     sizes: dict[str, Callable[[], Request]] = {
         f"max_tokens: {tokens - 1_000:,}": lambda: Request(LOW, tokens - 1_000, us(LONGEST_LEASE_S)),

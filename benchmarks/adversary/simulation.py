@@ -10,9 +10,8 @@ import heapq
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from inspect import signature
 from itertools import count
-from typing import Any, Protocol
+from typing import Protocol
 
 from sidecar.policy.rules import UNLIMITED, PoolRules, largest_request
 from sidecar.scheduling import Admission, Scheduler, Ticket, Wait
@@ -27,6 +26,7 @@ class Decides(Protocol):
 
     def submit(self, ticket_id: str, *, tier: int, tokens: int, now_us: int, requests: int, tenant: str) -> Ticket: ...
     def dispatch(self, now_us: int) -> list[Admission]: ...
+    def settle(self, ticket_id: str, now_us: int) -> bool: ...
     def cancel(self, ticket_id: str, now_us: int) -> Wait | None: ...
     def preempt(self, now_us: int) -> list[Ticket]: ...
     def requeue(self, ticket_id: str, now_us: int) -> bool: ...
@@ -110,7 +110,6 @@ class Simulation:
     def __init__(self, rules: PoolRules, scheduler: Decides | None = None) -> None:
         self.rules = rules
         self.scheduler: Decides = scheduler or Scheduler(rules)
-        self._settle = _settling(self.scheduler)
         self.use = Use(rules)
         self.now_us = 0
         self.sent: list[Request] = []
@@ -181,7 +180,7 @@ class Simulation:
 
     def _end(self, ticket_id: str, turn: int) -> None:
         request = self._by_id[ticket_id]
-        if request.preemptions == turn and self._settle(ticket_id, self.now_us):
+        if request.preemptions == turn and self.scheduler.settle(ticket_id, self.now_us):
             self.use.hold(self.now_us, -request.tokens, -request.requests)
             request.ended_us = self.now_us
             if request.on_over is not None:
@@ -205,13 +204,6 @@ class Simulation:
             request.gave_up_us = self.now_us
             if request.on_over is not None:
                 request.on_over()
-
-
-def _settling(scheduler: Any) -> Callable[[str, int], bool]:
-    """How a lease is settled. A scheduler from before tiers could owe is not told when."""
-    if "now_us" in signature(scheduler.settle).parameters:
-        return lambda ticket_id, now_us: bool(scheduler.settle(ticket_id, now_us))
-    return lambda ticket_id, _: bool(scheduler.settle(ticket_id))
 
 
 def fits(rules: PoolRules, request: Request) -> bool:

@@ -29,12 +29,13 @@ Inside a tier fair queueing over tenants chooses the head (`fair_queue`). A deci
 most: O(tiers * log tiers) and O(tiers) for each ticket that is passed over, and O(log n) for the queue, whatever waits.
 
 Bounded wait. Let D be the longest time a lease is held, with the reserves at most C in sum, sizes within the size limit
-(`policy.rules.largest_request`), no `limit` in the way, every `always_first` tier within its reserve, and the pool not
-held back; k tiers have a reserve. As the head of its tier a ticket is admitted
+(`policy.rules.largest_request`), every limit at least its tier's reserve, every `always_first` tier within its reserve,
+and the pool not held back; k tiers have a reserve. As the head of its tier a ticket is admitted
 (a) within D of the moment at which it is inside its reserve;
 (b) within 2 D if it is no larger than the reserve;
-(c) within (k + 1) D of becoming head and of its tier owing nothing more, if it is larger; a tier never owes more than
-    D * t_max / R beyond what runs.
+(c) within (k + 1) D of becoming head and of its tier owing nothing more, if it is larger. A tier owes at most
+    D * t_max / R for each of its leases by a turn that run at once; they are more than one only where leases shrink.
+`tests/scheduling/wait_bounds.py` states all clauses, for a whole wait and for several tenants, too, and measures them.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def test_it_says_where_it_serves_answers_there_and_ends_with_0() -> None:
         assert process.stderr is not None
         logged = [json.loads(written) for written in process.stderr.read().splitlines()]
         assert [entry["event"] for entry in logged] == [
-            "policy_warning",
+            *["policy_warning"] * 3,
             "started",
             "started",
             "engine_unreachable",
@@ -72,7 +72,7 @@ def test_it_says_where_it_serves_answers_there_and_ends_with_0() -> None:
             "stopped",
         ]
         assert re.search(r"policy.yaml:\d+: tiers.critical.lend: lends nothing", logged[0]["message"])
-        assert logged[3]["message"].startswith(f"engine {NOBODY}: no connection to it")
+        assert logged[5]["message"].startswith(f"engine {NOBODY}: no connection to it")
 
 
 def test_the_log_can_be_text_of_errors_alone() -> None:

@@ -129,7 +129,7 @@ vllm:cache_config_info{block_size="16",engine="1",kv_cache_size_tokens="None",nu
 
 async def test_vllms_ranks_are_added_up() -> None:
     gauges = await read_gauges(VLLM, Written({"/metrics": VLLM_METRICS}))
-    assert gauges == Gauges(kv_tokens=524288 + 16000, running=2, waiting=7)
+    assert gauges == Gauges(kv_tokens=524288 + 16000, running=2, waiting=7, unfinished=9)
 
 
 async def test_a_size_that_one_rank_does_not_know_yet_is_not_known() -> None:
@@ -240,7 +240,7 @@ async def test_sglangs_ranks_are_added_up() -> None:
     loads = [{"num_running_reqs": 3, "num_waiting_reqs": 2}, {"num_running_reqs": 7, "num_waiting_reqs": 5}]
     info = {"version": "0.5.23", "enable_priority_scheduling": True, "internal_states": [rank, rank]}
     pages = Written({"/server_info": json.dumps(info), "/v1/loads": json.dumps({"loads": loads})})
-    assert await read_gauges(SGLANG, pages) == Gauges(kv_tokens=40960, max_running=256, running=10, waiting=7)
+    assert await read_gauges(SGLANG, pages) == Gauges(kv_tokens=40960, max_running=256, running=10, waiting=7, unfinished=19)
 
 
 # -- bad pages

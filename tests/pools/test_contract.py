@@ -512,7 +512,7 @@ async def test_nothing_is_left_after_any_mix_of_ends(harness: Harness, seed: int
         clock.advance(rng.random() / 10)
         if open_leases and rng.random() < 0.5:
             lease = open_leases.pop(rng.randrange(len(open_leases)))
-            assert lease.settle() != (await lease.leave() is not None)
+            assert lease.settle() != (await lease.leave() is not None) or is_displaced(lease)
             next(ended)
             continue
         try:
@@ -522,10 +522,16 @@ async def test_nothing_is_left_after_any_mix_of_ends(harness: Harness, seed: int
         if rng.random() < 0.3:
             open_leases[-1].wait().cancel()
     for lease in open_leases:
-        assert lease.settle() != (await lease.leave() is not None)
+        assert lease.settle() != (await lease.leave() is not None) or is_displaced(lease)
     await harness.quiet(pool)
     assert (pool.state()["waiting"], pool.state()["leases"]) == (0, 0)
     assert next(ended) > 100
+
+
+def is_displaced(lease: Lease) -> bool:
+    """Whether it gave its place in a full queue to another tenant."""
+    granted = lease.wait()
+    return granted.done() and not granted.cancelled() and isinstance(granted.exception(), QueueFull)
 
 
 async def test_the_most_that_one_request_may_hold_follows_the_size_of_the_pool(harness: Harness) -> None:

@@ -115,8 +115,9 @@ def test_the_tickets_of_a_dead_replica_are_not_admitted_while_it_is_swept(client
     crowd(dead, 400)
     one.enter(1, ask(tier=1, tokens=10))
     silent([one])
-    one.call(script.END, 0)
-    replies = steps(one, lambda reply: reply.waiting == 0)
+    first = one.call(script.END, 0)
+    replies = [first, *steps(one, lambda reply: reply.waiting == 0)]
+    assert granted(first) == [1], "a live ticket does not wait until all of the dead are ended"
     assert [ticket for reply in replies for ticket in granted(reply)] == [1]
     assert all(reply.leases == (reply.held_tokens > 0) for reply in replies), "no lease of the dead"
     assert client.exists(f"{one.root}:{1}:o:dead") == 0

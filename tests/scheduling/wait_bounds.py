@@ -223,9 +223,8 @@ class _TierWatch:
             return
         if not self._is_small(head):
             self.small_us, self.saw_large = now_us, True
-        second = self.tier.second_head(head, now_us)
-        first_two = [head] if second is None else [head, second]
-        self.inside_us = {t.id: self.inside_us.get(t.id, now_us) for t in first_two if self._is_inside(t)}
+        heads = self.tier.heads(now_us)
+        self.inside_us = {t.id: self.inside_us.get(t.id, now_us) for t in heads if self._is_inside(t)}
         self.any_inside_us = (now_us if self.any_inside_us is None else self.any_inside_us) if self.inside_us else None
 
 

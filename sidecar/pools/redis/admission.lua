@@ -350,15 +350,22 @@ function pool.store(ticket)
   ticket.is_stored = true
 end
 
+-- The first of a tier's heads, but one of a dead replica only where there are no others.
 function pool.read_head(level, key)
-  local found = call('ZRANGE', key, 0, 0, 'WITHSCORES')
-  if not found[1] then return nil end
-  local ticket = pool.read_member(level, found[1])
-  ticket.start = tonumber(found[2])
-  return ticket
+  local found = call('ZRANGE', key, 0, meta[DEAD] > 0 and -1 or 0, 'WITHSCORES')
+  local first
+  for index = 1, #found, 2 do
+    local ticket = pool.read_member(level, found[index])
+    ticket.start = tonumber(found[index + 1])
+    if meta[DEAD] == 0 or not pool.is_dead(ticket.owner) then return ticket end
+    ticket.is_dead = true
+    first = first or ticket
+  end
+  return first
 end
 
 function pool.stands_earlier(ticket, other)
+  if ticket.is_dead ~= other.is_dead then return other.is_dead end
   return ticket.start < other.start or (ticket.start == other.start and ticket.sequence < other.sequence)
 end
 
@@ -658,12 +665,16 @@ end
 function pool.is_held_back() return now < meta[BACK_UNTIL] end
 
 -- The ticket that is admitted next: the first in order that fits, unless one before it holds its place. A dead replica's
--- is to be ended instead, wherever the order comes to it.
+-- is to be ended instead, and holds nothing up where this call has ended as many as it may.
 function pool.next_admission()
   for _, candidate in ipairs(pool.is_held_back() and pool.one_at_a_time() or pool.in_order()) do
-    if pool.is_dead(candidate.ticket.owner) then return candidate end
-    if pool.fits(candidate.ticket, candidate.score) then return candidate end
-    if pool.holds_its_place(candidate) then return nil end
+    if candidate.ticket.is_dead then
+      if pool.may_discard() then return candidate end
+    elseif pool.fits(candidate.ticket, candidate.score) then
+      return candidate
+    elseif pool.holds_its_place(candidate) then
+      return nil
+    end
   end
 end
 
@@ -1267,8 +1278,8 @@ function pool.dispatch()
   while meta[WAITING] > 0 and all_tokens < rules[CAPACITY_TOKENS] and all_requests < rules[CAPACITY_REQUESTS] do
     local candidate = pool.next_admission()
     if not candidate then return end
-    if pool.is_dead(candidate.ticket.owner) then
-      if not pool.discard(candidate.ticket) then return end
+    if candidate.ticket.is_dead then
+      pool.discard(candidate.ticket)
     else
       pool.admit(candidate)
     end
@@ -1478,14 +1489,11 @@ function pool.is_dead(owner)
   return pool.dead[owner]
 end
 
--- Whether a head is a dead replica's: what it stands for is not known before it is ended.
+-- Whether a head is a dead replica's: the live tickets of its tenant are not known before it is ended.
 function pool.is_any_head_dead()
   if meta[DEAD] == 0 then return false end
   for level = 0, levels - 1 do
-    if tiers[level][QUEUED] > 0 then
-      local second = pool.second_head(level)
-      if pool.is_dead(pool.head_of(level).owner) or (second and pool.is_dead(second.owner)) then return true end
-    end
+    if tiers[level][QUEUED] > 0 and pool.head_of(level).is_dead then return true end
   end
   return false
 end
@@ -1502,14 +1510,13 @@ function pool.lose(owner, id, record)
   pool.end_record(owner, id, record)
 end
 
--- False where this call has ended as many as it may.
+function pool.may_discard() return pool.discarded < DISCARDED end
+
 function pool.discard(ticket)
-  if pool.discarded == DISCARDED then return false end
   pool.discarded = pool.discarded + 1
   local record = call('HGET', pool.replica_key(ticket.owner), ticket.id)
   if not record then return pool.damaged() end
   pool.lose(ticket.owner, ticket.id, record)
-  return true
 end
 
 -- Ends some of what a replica had, but for what is in its set of stated ids. PHASE is 1 for leases, 2 for every record,
@@ -1568,7 +1575,7 @@ function pool.drop(replica)
   call('ZREM', beats, replica)
   meta[REPLICAS] = call('ZCARD', beats)
   call('HSET', prefix .. 'd', replica, '1 0 0')
-  meta[DEAD], meta[SLICE_AT], pool.dead = meta[DEAD] + 1, 0, {}
+  meta[DEAD], meta[SLICE_AT], pool.dead, heads = meta[DEAD] + 1, 0, {}, {}
 end
 
 -- Notes that this replica lives. Its beats do; a plain call does where the pool waits to hear of everybody.
@@ -1706,7 +1713,7 @@ function pool.begin()
   if before and before >= fence then return false end
   if not before then
     meta[LATE] = meta[LATE] + tonumber(ARGV[7])
-    if call('HDEL', prefix .. 'd', me) == 1 then meta[DEAD], pool.dead = meta[DEAD] - 1, {} end
+    if call('HDEL', prefix .. 'd', me) == 1 then meta[DEAD], pool.dead, heads = meta[DEAD] - 1, {}, {} end
     pool.join()
   end
   call('DEL', pool.outbox_key(me), prefix .. 'k:' .. me)

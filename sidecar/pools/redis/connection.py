@@ -41,6 +41,17 @@ GREETING_WITHIN_S = 0.25
 _FOREIGN_ERRORS = (RedisError, OSError, EOFError, asyncio.TimeoutError, ValueError)
 
 
+def is_foreign(error: BaseException) -> bool:
+    """Whether an error comes from the client, its connection or the store, and not from a defect in this process.
+
+    uvloop raises a plain RuntimeError for a connection that the server has reset, where asyncio's own loop has the
+    connection's error or none (`UVHandle._ensure_alive` in uvloop/handles/handle.pyx).
+    """
+    if isinstance(error, RuntimeError):
+        return str(error).startswith("unable to perform operation on")
+    return isinstance(error, _FOREIGN_ERRORS)
+
+
 class StoreError(Exception):
     """The store cannot be reached, or answered something else. The message is one line, without secrets."""
 
@@ -105,9 +116,12 @@ class Connection:
     async def close(self) -> None:
         """Lets go of the server, whatever state the connection is in."""
         self.is_closed = True
-        with contextlib.suppress(*_FOREIGN_ERRORS):
+        try:
             async with timeout(GREETING_WITHIN_S):
                 await self._client.aclose()
+        except (*_FOREIGN_ERRORS, RuntimeError) as error:
+            if not is_foreign(error):
+                raise
 
 
 Connect = Callable[[], Awaitable[Connection]]
@@ -199,7 +213,7 @@ class _as_store_errors(contextlib.AbstractContextManager[None]):  # noqa: N801 -
     """Maps whatever the client raises, once."""
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, _FOREIGN_ERRORS):
+        if error is not None and is_foreign(error):
             told = error.__context__ if isinstance(error.__context__, ssl.SSLError) else error  # older clients hide it
             words = str(told).splitlines() or [""]
             said = f": {words[0]}" if words[0] else ""
