@@ -47,7 +47,7 @@ class OneQueue:
             admitted.append(SimpleNamespace(ticket=SimpleNamespace(id=ticket_id)))
         return admitted
 
-    def settle(self, ticket_id: str) -> bool:
+    def settle(self, ticket_id: str, now_us: int) -> bool:
         return self.held.pop(ticket_id, None) is not None
 
     def cancel(self, ticket_id: str, now_us: int) -> int | None:

@@ -304,8 +304,11 @@ async def killed_with(folder: Path, count: int) -> None:
             states: set[str] = set()
             load = Load(pools, tokens=1, held_s=(0.01, 0.05))
             async with load.going_on(20):
-                process.kill()
                 ends_s = time.monotonic() + 240
+                while pools[0]._last is None or pools[0]._last.waiting < count:  # it has heard of them
+                    assert time.monotonic() < ends_s
+                    await asyncio.sleep(0.01)
+                process.kill()
                 while not (pools[0]._last is not None and pools[0]._last.waiting < 20):
                     states |= {pool.standing.state.value for pool in pools}
                     assert time.monotonic() < ends_s
