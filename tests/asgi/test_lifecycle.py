@@ -496,7 +496,7 @@ BUSY = policy(requests="32", max_wait="50ms", max_requests="70", grace="100ms", 
 MOMENTS = ["never"] * 8 + ["in the body", "at once", "while it waits", "behind the head", "in the stream"]
 ENDS_OF_STATUS = {
     200: {"completed"},
-    400: {"unknown_tier", "invalid_body", "request_too_large"},
+    400: {"unknown_tier", "invalid_body", "request_too_large", "too_many_choices"},
     401: {"invalid_api_key"},
     500: {"failed"},
     503: {"queue_full", "queue_timeout"},

@@ -240,7 +240,9 @@ async def test_sglangs_ranks_are_added_up() -> None:
     loads = [{"num_running_reqs": 3, "num_waiting_reqs": 2}, {"num_running_reqs": 7, "num_waiting_reqs": 5}]
     info = {"version": "0.5.23", "enable_priority_scheduling": True, "internal_states": [rank, rank]}
     pages = Written({"/server_info": json.dumps(info), "/v1/loads": json.dumps({"loads": loads})})
-    assert await read_gauges(SGLANG, pages) == Gauges(kv_tokens=40960, max_running=256, running=10, waiting=7, unfinished=19)
+    assert await read_gauges(SGLANG, pages) == Gauges(
+        kv_tokens=40960, max_running=256, running=10, waiting=7, unfinished=19
+    )
 
 
 # -- bad pages

@@ -109,7 +109,7 @@ async def test_a_flood_leaves_another_tenant_its_share_of_the_service(harness: H
     waiting: list[tuple[str, Lease]] = []
     sent: Counter[str] = Counter()
     served: Counter[str] = Counter()
-    for second in range(40):
+    for second in range(20):
         for number in range(25):
             tenant = "small" if number == 24 else "flood"
             sent[tenant] += 1
@@ -125,7 +125,7 @@ async def test_a_flood_leaves_another_tenant_its_share_of_the_service(harness: H
         served.update(tenant for tenant, lease in waiting if lease.grant is not None)
         waiting = [(tenant, lease) for tenant, lease in waiting if lease.grant is None]
     assert served["small"] >= sent["small"] - 2
-    assert served["flood"] > 200
+    assert served["flood"] > 100
 
 
 @pytest.mark.parametrize("harness", ["fakeredis", "valkey"], indirect=True)

@@ -90,10 +90,12 @@ class Door:
             self.dispatch(self.step())
 
     def preempt(self) -> None:
-        """Victims let go at once; one that was not told of its admission yet is told first, and waits again."""
+        """Victims are released at once. One that was not told of its admission yet is told first, after all that were
+        admitted before it, and waits again.
+        """
         for ticket in self.scheduler.preempt(self.step()):
-            if ticket.id in self.woken:
-                self.tell(*self.woken.pop(ticket.id))
+            while ticket.id in self.woken:
+                self.tell(*self.woken.pop(next(iter(self.woken))))
             admitted_us = max(event.at_us for told_id, event in self.told if told_id == ticket.id)
             now_us = self.step()
             assert self.scheduler.requeue(ticket.id, now_us)

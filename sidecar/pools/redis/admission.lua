@@ -104,6 +104,7 @@ local LOST_US = 2200000     -- silent for so long, the store may be lost to repl
 local LEFT = 100            -- records that one call ends at most of a dead replica's: some 30 us each
 local SEEN = 1000           -- records that one call looks at for that
 local DISCARDED = 50        -- the same of those that stand before others in a queue
+local HEADS_SEEN = 64       -- tenants that a live ticket is looked for among, where those before it are dead
 local PAUSE_US = 15000      -- between two such calls: the store has as much time for others
 local LOOKED_AT = 16        -- tenants that may be back at rest, at every beat
 
@@ -352,7 +353,7 @@ end
 
 -- The first of a tier's heads, but one of a dead replica only where there are no others.
 function pool.read_head(level, key)
-  local found = call('ZRANGE', key, 0, meta[DEAD] > 0 and -1 or 0, 'WITHSCORES')
+  local found = call('ZRANGE', key, 0, meta[DEAD] > 0 and HEADS_SEEN or 0, 'WITHSCORES')
   local first
   for index = 1, #found, 2 do
     local ticket = pool.read_member(level, found[index])
