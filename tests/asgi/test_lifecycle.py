@@ -553,6 +553,8 @@ class Crowd:
                 members["priority"] = "gold"
             case 2:
                 members["n"] = 40
+            case 3:
+                members["max_tokens"] = 10**8
         body = json.dumps(chat(stream=pick([True, False]), **members)).encode()
         return post(CHAT, body if self.random.random() < 0.97 else body[:-1], *headers)
 
