@@ -24,22 +24,11 @@ or its age. However that goes, no request is preempted more than `max_preemption
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from sidecar.policy.rules import PoolRules, largest_admissible
 from sidecar.scheduling.ticket import Ticket
-from sidecar.scheduling.tier import Rank, Tier
-
-
-class Candidate(NamedTuple):
-    """A ticket's place in order (rule 1): candidates compare by it, and never as far as the ticket itself."""
-
-    rank: Rank
-    turn: int
-    score: int
-    arrived_us: int
-    sequence: int
-    ticket: Ticket
+from sidecar.scheduling.tier import Candidate, Rank, Tier
 
 
 class Room(Protocol):

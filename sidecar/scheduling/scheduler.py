@@ -45,9 +45,9 @@ from operator import sub
 
 from sidecar.policy.rules import PoolRules
 from sidecar.scheduling.overtaking import Overtaking
-from sidecar.scheduling.preemption import Candidate, Preemption
+from sidecar.scheduling.preemption import Preemption
 from sidecar.scheduling.ticket import Admission, Rule, Ticket, Wait
-from sidecar.scheduling.tier import Rank, Tier
+from sidecar.scheduling.tier import Candidate, Rank, Tier
 
 _ALWAYS_FIRST, _INSIDE, _TURN, _OTHER = Rank
 
@@ -364,7 +364,10 @@ class Scheduler:
         for tier in self._tiers:
             if not tier.queue.count:
                 continue
-            found += [_candidate(tier, head, now_us) for head in tier.heads(now_us) if not tier.is_at_limit(head)]
+            limited = tier.rules.limited
+            found += [
+                tier.candidate(head, now_us) for head in tier.heads(now_us) if not (limited and tier.is_at_limit(head))
+            ]
         if len(found) > 1:
             found.sort()
         return found
@@ -425,9 +428,7 @@ class Scheduler:
             head = tier.queue.head()
             if head is None or level == candidate.ticket.tier or not _came_before(head, candidate.ticket):
                 continue
-            rule = (
-                Rule.LIMIT if tier.is_at_limit(head) else self._rule(candidate, _candidate(tier, head, now_us), now_us)
-            )
+            rule = Rule.LIMIT if tier.is_at_limit(head) else self._rule(candidate, tier.candidate(head, now_us), now_us)
             passed.append((level, rule))
         return passed
 
@@ -470,12 +471,6 @@ _CLAIMS = {Rank.ALWAYS_FIRST: 0, Rank.INSIDE: 1, Rank.TURN: 1, Rank.OTHER: 2}
 """Which tickets go first while the pool is held back."""
 
 _RULE_OF = {Rank.ALWAYS_FIRST: Rule.ALWAYS_FIRST, Rank.INSIDE: Rule.RESERVE, Rank.TURN: Rule.TURN}
-
-
-def _candidate(tier: Tier, ticket: Ticket, now_us: int) -> Candidate:
-    rank = tier.rank(ticket, now_us)
-    turn = tier.latest_admission if rank is _TURN else 0
-    return Candidate(rank, turn, tier.aged_score(ticket, now_us), ticket.arrived_us, ticket.sequence, ticket)
 
 
 def _came_before(ticket: Ticket, other: Ticket) -> bool:
