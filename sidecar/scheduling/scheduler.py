@@ -49,7 +49,7 @@ from sidecar.scheduling.preemption import Preemption
 from sidecar.scheduling.ticket import Admission, Rule, Ticket, Wait
 from sidecar.scheduling.tier import Candidate, Rank, Tier
 
-_ALWAYS_FIRST, _INSIDE, _TURN, _OTHER = Rank
+_ALWAYS_FIRST, _TURN, _OTHER = Rank.ALWAYS_FIRST, Rank.TURN, Rank.OTHER
 
 
 class Scheduler:

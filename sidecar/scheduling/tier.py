@@ -122,11 +122,6 @@ class Tier:
         small = self.queue.small_head()
         return (head,) if small is None else (head, small)
 
-    def is_below_reserve(self) -> bool:
-        """Whether its leases are below its reserve in both dimensions."""
-        rules = self.rules
-        return self.held_tokens < rules.reserve_tokens and self.held_requests < rules.reserve_requests
-
     def excess(self, ticket: Ticket) -> int:
         """How many whole reserves too much the tier, which is below its reserve, would hold with a ticket."""
         rules = self.rules
