@@ -1,4 +1,4 @@
-"""How often `sidecar doctor` takes one scheduler for another: the thresholds of `sidecar.doctor.judging`, simulated.
+"""How often `sidecar doctor` takes one scheduler for another: the thresholds of `sidecar.tools.doctor.judgment`, simulated.
 
 Each run draws a burst as the doctor does, plays it through an engine with so many slots, and judges the order of the
 first tokens. What differs is who gets a slot that comes free. No network and no engine: this is about chance alone.
@@ -14,9 +14,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from sidecar.doctor.burst import Plan
-from sidecar.doctor.judging import Effect, Observed, judge
-from sidecar.doctor.ways import LEVELS
+from sidecar.tools.doctor.burst import Plan
+from sidecar.tools.doctor.judgment import Effect, Observed, judge
+from sidecar.tools.doctor.priority_fields import LEVELS
 
 Key = Callable[[int, int, random.Random], tuple[float, ...]]
 """From a request's level, its place of arrival and chance to its place in the queue; the smallest is served first."""

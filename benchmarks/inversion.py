@@ -36,7 +36,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import command
-from sidecar.load import Planned, Progress, Seen, play, quantile
+from sidecar.tools.loadgen import Planned, Progress, Seen, play, quantile
 
 STEP_MS = 50
 WINDOW_S = 5.0

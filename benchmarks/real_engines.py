@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sidecar.load.client import Planned, Seen, play
-from sidecar.load.statistics import quantile, spearman
+from sidecar.tools.loadgen.client import Planned, Seen, play
+from sidecar.tools.loadgen.statistics import quantile, spearman
 from tests.real.lab import Engine, dynamo, vllm
 
 TIERS = ("high", "normal", "batch")

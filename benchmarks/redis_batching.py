@@ -14,7 +14,7 @@ import uvloop
 from redis.asyncio import ConnectionPool, Redis
 
 from benchmarks.redis_setup import NORMAL, Figure, plain_client, replica, shipped_policy
-from sidecar.policy.policy import Policy
+from sidecar.policy.model import Policy
 from sidecar.pools import Ask
 from sidecar.pools.redis import RedisPool, script
 

@@ -12,7 +12,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.redis_setup import NORMAL, Figure, replica, shipped_policy
-from sidecar.policy.policy import Policy
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.policy.store import store_address
 from sidecar.pools import Ask

@@ -12,7 +12,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.redis_setup import BATCH, HIGH, LOW, NORMAL, Figure, plain_client, shipped_policy
-from sidecar.policy.policy import Policy
+from sidecar.policy.model import Policy
 from sidecar.pools.redis import script
 
 FEW, MANY = 100, 100_000

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from sidecar.events import StoreChanged, StoreState
-from sidecar.policy.loading import load
-from sidecar.policy.policy import Policy
+from sidecar.policy.compile import load, shipped_policies
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import TierRules
-from sidecar.policy.shipped import shipped_policies
 from sidecar.policy.store import store_address
 from sidecar.pools.redis import Connect, RedisPool, connector
 from tests.support.redis_servers import Binary, RedisServer, binaries, first_binary

@@ -12,9 +12,8 @@ from sidecar.asgi.usage import UsageReader
 from sidecar.classify import Asked, Classifier
 from sidecar.engines import client_headers, dialect_of
 from sidecar.payload import read
-from sidecar.policy.loading import load
-from sidecar.policy.policy import Api
-from sidecar.policy.shipped import shipped_policies
+from sidecar.policy.compile import load, shipped_policies
+from sidecar.policy.model import Api
 from sidecar.pools import Ask, LocalPool
 from sidecar.tokens import Estimator, tokens_to_hold
 

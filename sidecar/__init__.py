@@ -8,7 +8,7 @@ from sidecar.granted import Granted, granted
 from sidecar.version import __version__
 
 if TYPE_CHECKING:
-    from sidecar.composition import AdmissionMiddleware as AdmissionMiddleware
+    from sidecar.app import AdmissionMiddleware as AdmissionMiddleware
 
 __all__ = ["AdmissionMiddleware", "Granted", "__version__", "granted"]
 
@@ -16,7 +16,7 @@ __all__ = ["AdmissionMiddleware", "Granted", "__version__", "granted"]
 def __getattr__(name: str) -> Any:
     """Imports the middleware when it is asked for: a command that does not serve need not load it."""
     if name == "AdmissionMiddleware":
-        from sidecar.composition import AdmissionMiddleware
+        from sidecar.app import AdmissionMiddleware
 
         return AdmissionMiddleware
     raise AttributeError(f"module 'sidecar' has no attribute {name!r}")

@@ -19,7 +19,7 @@ import msgspec
 from sidecar.engines import Dialect, client_members
 from sidecar.errors import InvalidApiKey, UnknownTier
 from sidecar.payload import Payload
-from sidecar.policy.policy import Endpoint, Policy, Source, Tenant
+from sidecar.policy.model import Endpoint, Policy, Source, Tenant
 
 
 class Fallback(str, Enum):

@@ -15,7 +15,7 @@ import msgspec
 
 from sidecar.body_fields import COMMON, HARMLESS, NOTHING, Carried, carried
 from sidecar.errors import InvalidBody
-from sidecar.policy.policy import Api
+from sidecar.policy.model import Api
 from sidecar.prompt_text import is_plain, json_bytes, measured, text_of
 
 MEDIA_TOKENS = 1024

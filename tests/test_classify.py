@@ -15,7 +15,7 @@ from sidecar.classify import Asked, Classification, Classifier, Fallback, api_ke
 from sidecar.engines import client_headers, dialect_of
 from sidecar.errors import InvalidApiKey, UnknownTier
 from sidecar.payload import read
-from sidecar.policy.policy import Api, Endpoint, EngineName, Policy, Source, Tenant, Tier
+from sidecar.policy.model import Api, Endpoint, EngineName, Policy, Source, Tenant, Tier
 from sidecar.policy.rules import Shares, pool_rules
 
 TIERS = ("critical", "high", "normal", "low", "batch")

@@ -33,14 +33,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from sidecar import AdmissionMiddleware
 from sidecar.asgi.middleware import Admission
 from sidecar.asgi.proxy import ReverseProxy
-from sidecar.emulator import Emulator, EmulatorConfig, StepModel
 from sidecar.engines import dialect_of
-from sidecar.policy.loading import load
-from sidecar.policy.policy import EngineName, Policy
-from sidecar.policy.shipped import shipped_policies
+from sidecar.policy.compile import load, shipped_policies
+from sidecar.policy.model import EngineName, Policy
 from sidecar.pools import LocalPool
 from sidecar.telemetry import SpanObserver
 from sidecar.tokens import Estimator
+from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.support.commands import address, command
 from tests.support.serving import serving
 

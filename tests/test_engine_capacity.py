@@ -12,10 +12,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from sidecar.app import AdmissionMiddleware
 from sidecar.asgi.proxy import ReverseProxy
-from sidecar.composition import AdmissionMiddleware
-from sidecar.emulator import Emulator, EmulatorConfig, StepModel
-from sidecar.policy.policy import EngineName
+from sidecar.policy.model import EngineName
+from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.support.serving import serving
 
 pytestmark = pytest.mark.anyio

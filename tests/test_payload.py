@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from sidecar.errors import InvalidBody
 from sidecar.payload import LARGEST_COUNT, MEDIA_TOKENS, Payload, read
-from sidecar.policy.policy import Api
+from sidecar.policy.model import Api
 from sidecar.tokens import Estimator
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS = Api

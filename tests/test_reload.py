@@ -36,9 +36,11 @@ class Reloading:
 
     def counted(self) -> tuple[int, int]:
         """How many were admitted and refused, as the live page counts them."""
-        self.door.lookout.observer.flush()
+        self.door.observability.observer.flush()
         buckets = [
-            bucket for tier in self.door.lookout._pages.live._overview(time.time()).tiers for bucket in tier.recent
+            bucket
+            for tier in self.door.observability._pages.live._overview(time.time()).tiers
+            for bucket in tier.recent
         ]
         return sum(bucket.admitted for bucket in buckets), sum(bucket.refused for bucket in buckets)
 
@@ -244,7 +246,7 @@ async def test_everything_that_shows_the_policy_shows_the_new_one(tmp_path: Path
         await site.write("mode: observe\n", requests="8")
         state: Any = site.door.state()
         assert state["policy"]["generation"] == site.door.policy.generation
-        live = site.door.lookout._pages.live.overview()
+        live = site.door.observability._pages.live.overview()
         assert live.generation == site.door.policy.generation
         assert live.capacity.requests == 8
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 
-from sidecar.policy.loading import load
+from sidecar.policy.compile import load
 from sidecar.pools.redis.script import root_key
-from tests.live.replicas import Replica, address, started
+from tests.cluster.replicas import Replica, address, started
 from tests.support.door import CHAT, chat, key, write_policy
 from tests.support.ports import free_ports
 from tests.support.redis_servers import RedisServer, first_binary

@@ -23,7 +23,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from sidecar import AdmissionMiddleware
-from sidecar.composition import STORE_VARIABLE
+from sidecar.app import STORE_VARIABLE
 from sidecar.pools import Ask
 from sidecar.pools.redis.script import BEAT_S, SILENCE_S, root_key
 from tests.support.door import Recorder

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.payload import MEDIA_TOKENS, Payload, read
-from sidecar.policy.policy import Api
+from sidecar.policy.model import Api
 from sidecar.tokens import (
     BYTES_PER_TOKEN,
     LONGEST_MODEL_NAME,

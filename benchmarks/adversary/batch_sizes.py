@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from benchmarks.adversary.policies import BATCH, HIGH, NORMAL, shipped
 from benchmarks.adversary.report import Line, at_most
 from benchmarks.adversary.simulation import Decides, Request, Simulation, Traffic, fits, us
-from sidecar.load import quantile
 from sidecar.policy.rules import PoolRules
+from sidecar.tools.loadgen import quantile
 
 ORDINARY = tuple(Traffic(tier, load, 3_000, 0.6, 12_000, (2.0, 8.0)) for tier, load in ((HIGH, 0.40), (NORMAL, 0.30)))
 HELD_S = (15.0, 45.0)

@@ -19,7 +19,7 @@ from benchmarks.adversary.policies import shipped, with_tiers
 from benchmarks.adversary.report import Line, at_most
 from benchmarks.redis_setup import chosen_binary
 from sidecar.events import StoreChanged, StoreState
-from sidecar.policy.policy import Policy
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import TierRules
 from sidecar.policy.store import store_address
 from sidecar.pools import Ask

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from benchmarks.adversary.policies import HIGH, LOW, NORMAL, preempting, shipped
 from benchmarks.adversary.report import Line, at_least, at_most
 from benchmarks.adversary.simulation import Request, Simulation, Traffic, us
-from sidecar.load import quantile
-from sidecar.policy.policy import Policy
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import largest_request
+from sidecar.tools.loadgen import quantile
 
 LONGEST_LEASE_S = 10.0
 ORDINARY = (Traffic(HIGH, 0.20), Traffic(NORMAL, 0.39))

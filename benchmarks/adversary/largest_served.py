@@ -22,7 +22,7 @@ from benchmarks.adversary.policies import HIGH, NORMAL, shipped, shipped_files
 from benchmarks.adversary.report import Line, at_least, at_most
 from benchmarks.adversary.serving import Proxy, held_in, proxy, state_of
 from benchmarks.adversary.simulation import Traffic
-from sidecar.load import quantile
+from sidecar.tools.loadgen import quantile
 
 PATH = "/v1/chat/completions"
 KEYS = {HIGH: "sk-demo-interactive", NORMAL: "sk-demo-standard"}

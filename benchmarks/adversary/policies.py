@@ -11,9 +11,8 @@ from typing import Any
 
 import yaml
 
-from sidecar.policy.loading import load
-from sidecar.policy.policy import Policy
-from sidecar.policy.shipped import shipped_policies
+from sidecar.policy.compile import load, shipped_policies
+from sidecar.policy.model import Policy
 
 CRITICAL, HIGH, NORMAL, LOW, BATCH = range(5)
 """The levels of the policy that we ship. A request without a key is `low` there."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from sidecar.policy.loading import load
+from sidecar.policy.compile import load, shipped_policies
 from sidecar.policy.rules import PoolRules, TierRules
-from sidecar.policy.shipped import shipped_policies
 
 WRITTEN = Path(__file__).with_name("pool.svg")
 HELD_PERCENT = {"critical": 0, "high": 8, "normal": 24, "low": 0, "batch": 56}

@@ -12,8 +12,8 @@ from typing import Any
 
 import uvicorn
 
-from sidecar.emulator import Emulator, EmulatorConfig
-from sidecar.policy.policy import EngineName
+from sidecar.policy.model import EngineName
+from sidecar.tools.emulator import Emulator, EmulatorConfig
 
 
 def imported(name: str) -> Any:

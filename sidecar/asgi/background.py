@@ -27,7 +27,7 @@ from sidecar.errors import BackgroundNotAllowed, InvalidBody
 from sidecar.events import Outcome
 from sidecar.granted import SCOPE_KEY
 from sidecar.payload import Payload
-from sidecar.policy.policy import Background, Endpoint
+from sidecar.policy.model import Background, Endpoint
 
 LONGEST_LINE = 32 * 2**20
 """Bytes of an answer that are kept while its id is looked for: it repeats the request's instructions and tools."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from sidecar.asgi.keep_alive import KeptAlive
 from sidecar.asgi.types import Message, Receive, Send
 from sidecar.events import Headers
-from sidecar.policy.policy import Api
+from sidecar.policy.model import Api
 
 
 class Client:

@@ -14,7 +14,7 @@ from sidecar.asgi.ruling import ruling
 from sidecar.asgi.types import ASGIApp
 from sidecar.engines import Dialect
 from sidecar.events import ObservedObserver, Observer, UnguardedObserver
-from sidecar.policy.policy import Mode, Policy, Unguarded
+from sidecar.policy.model import Mode, Policy, Unguarded
 from sidecar.pools import Pool
 from sidecar.tokens import Estimator
 

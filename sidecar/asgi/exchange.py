@@ -38,7 +38,7 @@ from sidecar.engines import Forward
 from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, InvalidHeader, QueueTimeout
 from sidecar.events import Obstacle, Outcome
 from sidecar.granted import SCOPE_KEY, Granted, current
-from sidecar.policy.policy import Api, Endpoint
+from sidecar.policy.model import Api, Endpoint
 from sidecar.pools import Grant, Lease
 
 

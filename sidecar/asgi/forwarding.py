@@ -11,7 +11,7 @@ from sidecar.engines import CLIENT_MEMBERS, Forward
 from sidecar.events import Headers
 from sidecar.granted import Granted
 from sidecar.payload import Payload
-from sidecar.policy.policy import Endpoint, Policy
+from sidecar.policy.model import Endpoint, Policy
 from sidecar.pools import Grant
 from sidecar.splice import insert, remove
 

@@ -14,7 +14,7 @@ import msgspec
 
 from sidecar.asgi.types import Message, Send
 from sidecar.events import Headers
-from sidecar.policy.policy import Api
+from sidecar.policy.model import Api
 
 EVENTS = b"text/event-stream"
 LONGEST_ERROR = 64 * 1024

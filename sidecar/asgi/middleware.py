@@ -9,7 +9,7 @@ from sidecar.asgi.exchange import Exchange
 from sidecar.asgi.observe.observing import Observing
 from sidecar.asgi.types import Receive, Scope, Send
 from sidecar.asgi.unguarded import pass_or_refuse, route_path
-from sidecar.policy.policy import Endpoint
+from sidecar.policy.model import Endpoint
 
 
 class Admission(Door):

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanag
 
 from starlette.routing import BaseRoute
 
-from sidecar.asgi.admin import admin_app
-from sidecar.asgi.admin_port import admin_pages
+from sidecar.admin.app import admin_app
+from sidecar.admin.port import admin_pages
 from sidecar.asgi.door import Door
 from sidecar.asgi.failed_start import startup_failed
 from sidecar.asgi.server import CannotServe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sidecar.errors import OutputTooLong
 from sidecar.payload import Payload
-from sidecar.policy.policy import Api, EngineName, Tenant
+from sidecar.policy.model import Api, EngineName, Tenant
 from sidecar.splice import insert, remove
 
 _FIELDS = {

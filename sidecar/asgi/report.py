@@ -24,7 +24,7 @@ from sidecar.events import (
     Refused,
     Settled,
 )
-from sidecar.policy.policy import Endpoint, Policy
+from sidecar.policy.model import Endpoint, Policy
 from sidecar.pools import Grant
 
 LEFT_CODE = "client_left"

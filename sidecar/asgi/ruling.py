@@ -12,7 +12,7 @@ from sidecar.asgi.understanding import Intake, Understood, longest_wait_s
 from sidecar.classify import Classifier
 from sidecar.engines import Dialect, Routes, routes_of
 from sidecar.engines.abort_latency import AbortLatency, abort_latency
-from sidecar.policy.policy import Endpoint, Policy
+from sidecar.policy.model import Endpoint, Policy
 from sidecar.tokens import Estimator
 
 

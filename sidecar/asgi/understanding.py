@@ -15,7 +15,7 @@ from sidecar.engines import client_headers
 from sidecar.errors import InvalidBody, InvalidHeader, TooManyChoices, UnsizedPrompt
 from sidecar.events import Headers
 from sidecar.payload import Payload, read
-from sidecar.policy.policy import Api, Endpoint, Policy, Tenant, Unsized
+from sidecar.policy.model import Api, Endpoint, Policy, Tenant, Unsized
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.units import duration_s
 from sidecar.pools import Ask

@@ -27,7 +27,7 @@ from sidecar.engines.routes import plain_path
 from sidecar.errors import AdmissionError, NotGuarded
 from sidecar.events import UnguardedRequest
 from sidecar.policy.fields import STANDARD_APIS, STANDARD_PATHS, infer_api
-from sidecar.policy.policy import EngineName, Policy, Unguarded
+from sidecar.policy.model import EngineName, Policy, Unguarded
 
 READING = frozenset(("GET", "HEAD", "OPTIONS"))
 """Methods that change nothing (RFC 9110, section 9.2.1), but for an engine's `Routes.changing_reads`."""

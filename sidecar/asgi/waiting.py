@@ -11,7 +11,7 @@ from sidecar.asgi.client import Client
 from sidecar.asgi.keep_alive import STREAMING
 from sidecar.asgi.types import Message
 from sidecar.events import Headers
-from sidecar.policy.policy import Api
+from sidecar.policy.model import Api
 from sidecar.pools import Grant, Lease
 
 

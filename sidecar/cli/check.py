@@ -13,8 +13,8 @@ from typing import Any
 
 from sidecar.cli.output import write_json
 from sidecar.policy import fields as of
-from sidecar.policy.loading import Loaded, load_files
-from sidecar.policy.policy import Policy, Teller
+from sidecar.policy.compile import Loaded, load_files
+from sidecar.policy.model import Policy, Teller
 from sidecar.policy.problems import PolicyError, Problem
 from sidecar.policy.rules import UNLIMITED, TierRules, largest_certain_request, largest_request
 from sidecar.policy.warnings import nominal_rules, warnings

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from sidecar.cli.output import reporter, unwritable, write_json
 
 if TYPE_CHECKING:
-    from sidecar.demo.running import Place
-    from sidecar.demo.sharing import Sharing
+    from sidecar.tools.demo.runs import Place, Sharing
 
 EXAMPLE = "  sidecar demo --json demo.json\n  sidecar demo --replicas 3 --store redis://127.0.0.1:6379/0"
 LONGEST_S = 600.0  # the clients give up on an answer after a minute, and a longer run only builds a longer queue
@@ -39,12 +38,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plays the three runs and prints the table. Returns 1 where requests failed, or a server could not start."""
-    from sidecar.demo.arrivals import arrivals
-    from sidecar.demo.running import play_run, shared
-    from sidecar.demo.servers import CannotStart, servers
-    from sidecar.demo.table import sentence, table
-    from sidecar.policy.loading import load
-    from sidecar.policy.shipped import shipped_policies
+    from sidecar.policy.compile import load, shipped_policies
+    from sidecar.tools.demo.clients import arrivals
+    from sidecar.tools.demo.runs import play_run, shared
+    from sidecar.tools.demo.servers import CannotStart, servers
+    from sidecar.tools.demo.table import sentence, table
 
     runs = shared(_sharing(args.replicas, args.store, args.refuse))
     out = sys.stderr if args.json == "-" else sys.stdout
@@ -75,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _sharing(replicas: int | None, store: str | None, refuse: Callable[[str], NoReturn]) -> Sharing | None:
     """What --replicas and --store ask for together. Calls `refuse` for replicas that would share nothing."""
-    from sidecar.demo.sharing import Sharing
+    from sidecar.tools.demo.runs import Sharing
 
     if store is None:
         if replicas is not None:

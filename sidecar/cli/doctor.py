@@ -19,8 +19,8 @@ from sidecar.cli.output import unwritable, write_json
 from sidecar.policy import units
 
 if TYPE_CHECKING:
-    from sidecar.doctor.examination import Examination, Options
-    from sidecar.policy.policy import Policy
+    from sidecar.policy.model import Policy
+    from sidecar.tools.doctor.examination import Examination, Options
 
 EXAMPLE = """  sidecar doctor --upstream http://127.0.0.1:8000
   sidecar doctor --upstream http://127.0.0.1:8000 --policy policies/ --json doctor.json
@@ -50,10 +50,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examines and prints. See the module for the exit codes."""
-    from sidecar.doctor.examination import examine
-    from sidecar.doctor.figures import figures
-    from sidecar.doctor.report import report
-    from sidecar.doctor.survey import CannotLook
+    from sidecar.tools.doctor.examination import examine
+    from sidecar.tools.doctor.report import figures, report
+    from sidecar.tools.doctor.survey import CannotLook
 
     try:
         if problem := unwritable(args.json):
@@ -69,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> Options:
     """The arguments as options. Raises ValueError, PolicyError included, for what cannot be read."""
-    from sidecar.doctor.examination import Options
-    from sidecar.policy.policy import EngineName
+    from sidecar.policy.model import EngineName
+    from sidecar.tools.doctor.examination import Options
 
     headers = dict(args.header)
     if args.key is not None:
@@ -89,13 +88,13 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def _policy(path: str | None) -> Policy | None:
-    from sidecar.policy.loading import load
+    from sidecar.policy.compile import load
 
     return None if path is None else load(path)
 
 
 def _exit_code(found: Examination) -> int:
-    from sidecar.doctor.conditions import State
+    from sidecar.tools.doctor.conditions import State
 
     return {State.WORKS: 0, State.BROKEN: 1, State.UNKNOWN: UNSEEN}[found.state]
 

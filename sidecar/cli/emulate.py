@@ -7,7 +7,7 @@ import socket
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sidecar.emulator import EmulatorConfig
+    from sidecar.tools.emulator import EmulatorConfig
 
 EXAMPLE = "  sidecar emulate --engine vllm --port 8000 --scheduling priority --max-num-seqs 8 --step-ms 20"
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Serves until told to stop. Returns 2 for arguments that contradict each other, 1 where it cannot listen."""
     import uvicorn
 
-    from sidecar.emulator import Emulator
+    from sidecar.tools.emulator import Emulator
 
     try:
         emulator = Emulator(_config(args))
@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace) -> EmulatorConfig:
     """The arguments as a configuration. Raises ValueError."""
-    from sidecar.emulator import EmulatorConfig, Scheduling, StepModel
-    from sidecar.policy.policy import EngineName
+    from sidecar.policy.model import EngineName
+    from sidecar.tools.emulator import EmulatorConfig, Scheduling, StepModel
 
     return EmulatorConfig(
         engine=EngineName(args.engine),

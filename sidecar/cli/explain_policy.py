@@ -17,8 +17,8 @@ from sidecar.cli.output import write_json
 from sidecar.engines import Dialect, client_headers, dialect_of, routes_of
 from sidecar.errors import AdmissionError, BodyTooLarge
 from sidecar.payload import Payload, read
-from sidecar.policy.loading import Loaded, load_files
-from sidecar.policy.policy import Api, Endpoint, Policy, Teller, Tenant, Unguarded
+from sidecar.policy.compile import Loaded, load_files
+from sidecar.policy.model import Api, Endpoint, Policy, Teller, Tenant, Unguarded
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED
 from sidecar.pools import Ask

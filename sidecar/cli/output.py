@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
-    from sidecar.load import Progress
+    from sidecar.tools.loadgen import Progress
 
 STANDARD_OUTPUT = "-"
 LOG_EVERY_S = 2.0

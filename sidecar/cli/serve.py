@@ -64,14 +64,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | None:
     """Serves. Returns why it could not begin. `announces_twice`: a machine reads the log, and wants to know, too."""
+    from sidecar.admin.app import admin_app
+    from sidecar.admin.auth import AdminGuard, access_of, open_port
+    from sidecar.app import AdmissionMiddleware
     from sidecar.asgi import server
-    from sidecar.asgi.admin import admin_app
-    from sidecar.asgi.admin_access import AdminGuard, access_of, open_port
     from sidecar.asgi.proxy import ReverseProxy
-    from sidecar.composition import AdmissionMiddleware
-    from sidecar.policy.loading import load_files
+    from sidecar.policy.compile import load_files
+    from sidecar.policy.reload import PolicyFiles
     from sidecar.policy.warnings import warnings
-    from sidecar.policy.watch import PolicyFiles
     from sidecar.telemetry.setup import TelemetryError, configure_from_environment
 
     try:
@@ -89,8 +89,10 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
             is_shown=True,
             takes_over_pool=args.take_over_pool,
         )
-        end_telemetry = configure_from_environment(scrape=door.lookout.scrape)
-        pages = admin_app(state=door.state, readiness=door.readiness, notices=door.notices, routes=door.lookout.routes)
+        end_telemetry = configure_from_environment(scrape=door.observability.scrape)
+        pages = admin_app(
+            state=door.state, readiness=door.readiness, notices=door.notices, routes=door.observability.routes
+        )
         server.run(
             server.serve(
                 door,
@@ -101,7 +103,7 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
                 admin_port=args.admin_port,
                 drain=lambda: _drain(door),
                 drained=door.drained,
-                reload=door.lookout.reload,
+                reload=door.observability.reload,
                 grace_s=args.grace,
                 announce=_announce_and_log if announces_twice else _announce,
             )

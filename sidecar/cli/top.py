@@ -13,13 +13,13 @@ import shutil
 import sys
 from typing import TYPE_CHECKING
 
-from sidecar.cli.admin import ADMIN, CannotSee, admin_url, page_of
+from sidecar.cli.admin_client import ADMIN, CannotSee, admin_url, page_of
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
 from sidecar.policy import units
 
 if TYPE_CHECKING:
-    from sidecar.live.records import Overview
-    from sidecar.live.terminal import Look
+    from sidecar.cli.drawing import Look
+    from sidecar.cluster.document import Overview
 
 EXAMPLE = """  sidecar top
   sidecar top --admin http://10.0.0.7:9464 --interval 5s
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Draws until a key ends it. Returns 1 where the admin port does not answer at the start."""
-    from sidecar.live.screen import can_draw
+    from sidecar.cli.terminal import can_draw
 
     try:
         overview = _overview(args.admin)
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(overview: Overview, args: argparse.Namespace) -> int:
-    from sidecar.live.terminal import draw
+    from sidecar.cli.drawing import draw
 
     if args.json != STANDARD_OUTPUT:
         print("\n".join(draw(overview, _look(shutil.get_terminal_size((_PLAIN_WIDTH, 40)).columns))).rstrip())
@@ -62,8 +62,8 @@ def _print(overview: Overview, args: argparse.Namespace) -> int:
 
 
 def _watch(overview: Overview, args: argparse.Namespace) -> None:
-    from sidecar.live.screen import drawn_on
-    from sidecar.live.terminal import draw
+    from sidecar.cli.drawing import draw
+    from sidecar.cli.terminal import drawn_on
 
     trouble = ""
     with drawn_on() as screen:
@@ -81,7 +81,7 @@ def _watch(overview: Overview, args: argparse.Namespace) -> None:
 
 def _look(width: int) -> Look:
     """How the output can be written on: in colors only on a terminal whose user did not forbid them."""
-    from sidecar.live.terminal import Look
+    from sidecar.cli.drawing import Look
 
     is_terminal = sys.stdout.isatty()
     colors = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
@@ -91,7 +91,7 @@ def _look(width: int) -> Look:
 
 def _overview(admin: str) -> Overview:
     """Asks the admin port. Raises CannotSee."""
-    from sidecar.live.records import Overview
+    from sidecar.cluster.document import Overview
 
     return page_of(admin, "/overview", Overview)
 

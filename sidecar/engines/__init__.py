@@ -10,7 +10,7 @@ from sidecar.engines.sglang import Sglang
 from sidecar.engines.silent import Silent
 from sidecar.engines.tensorrt_llm import TensorRtLlm
 from sidecar.engines.vllm import Vllm
-from sidecar.policy.policy import Carrier, EngineName
+from sidecar.policy.model import Carrier, EngineName
 
 __all__ = [
     "CLIENT_MEMBERS",

@@ -17,7 +17,7 @@ from sidecar.engines.reading import NoAnswer, Pages, Unread
 from sidecar.engines.reading.pages import read_json
 from sidecar.engines.reading.schema import has_priority
 from sidecar.engines.tensorrt_llm import TensorRtLlm
-from sidecar.policy.policy import Api
+from sidecar.policy.model import Api
 
 SCHEMA = "/openapi.json"
 ASK_AGAIN_S = 60.0

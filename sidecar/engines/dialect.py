@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import msgspec
 
 from sidecar.payload import Payload
-from sidecar.policy.policy import Api, Carrier
+from sidecar.policy.model import Api, Carrier
 from sidecar.splice import remove
 
 Priority = int | float

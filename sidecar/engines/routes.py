@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
-from sidecar.policy.policy import Api
+from sidecar.policy.model import Api
 
 _PLACEHOLDER = "{id}"
 _SEGMENT = r"[A-Za-z0-9_-]{1,256}"

@@ -14,7 +14,7 @@ from typing import ClassVar
 from sidecar.engines.dialect import Forward, Priority, Stated, member, stated_in_body
 from sidecar.engines.routes import COUNTING, OPENAI, Routes
 from sidecar.payload import Payload
-from sidecar.policy.policy import Api
+from sidecar.policy.model import Api
 
 _WITH_FIELD = frozenset((Api.CHAT, Api.COMPLETIONS))
 DEFAULT_PRIORITY = 0.5

@@ -20,7 +20,7 @@ from sidecar.engines.dialect import (
 )
 from sidecar.engines.routes import CANCEL, COUNTING, OPENAI, Routes
 from sidecar.payload import Payload
-from sidecar.policy.policy import Api, Carrier
+from sidecar.policy.model import Api, Carrier
 
 HEADER = b"x-vllm-priority"
 STEP = 10

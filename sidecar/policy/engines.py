@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sidecar.policy.policy import Carrier, EngineName
+from sidecar.policy.model import Carrier, EngineName
 
 _CARRIERS = {
     EngineName.TENSORRT_LLM: (Carrier.BODY,),

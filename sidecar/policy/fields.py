@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, PlainValidator, Validation
 
 from sidecar.policy import units
 from sidecar.policy.keys import read_hash
-from sidecar.policy.policy import (
+from sidecar.policy.model import (
     Api,
     Background,
     Carrier,

@@ -14,7 +14,7 @@ from pydantic import BaseModel, WithJsonSchema
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from sidecar.policy.models import FileModel, PoolFile, TenantFile
+from sidecar.policy.schema import FileModel, PoolFile, TenantFile
 
 PLACES: Mapping[type[FileModel], str] = {
     PoolFile: "The pool's file",

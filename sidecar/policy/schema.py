@@ -1,17 +1,407 @@
-"""JSON Schemas of the two files, for editors. `python -m sidecar.policy.schema` writes them into `policies/`.
+"""The two files as an operator writes them: every key, its unit, its default and what it is for.
 
-An editor that speaks the YAML language server completes keys and underlines mistakes with them; what only `sidecar
-check` can know (the names of tiers, sums, other files) is left to it.
+Defaults stand here in the operator's own notation ("100%", "30s"), so that the JSON Schema shows them as they are
+written. What a value must be is decided by `fields`; what only holds between several values, by `crosschecks`.
+Validation needs a `fields.Context`: the names of the tiers, and the folder that paths are relative to.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from fractions import Fraction
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Annotated, Any
 
-from sidecar.policy.models import FileModel, PoolFile, TenantFile
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from sidecar.policy import engines
+from sidecar.policy import fields as of
+from sidecar.policy.model import MAX_CHOICES, Carrier, EngineName, Source
+
+
+def _default(as_written: object, *, description: str, examples: list[Any] | None = None) -> Any:
+    """A field whose default stands in the operator's notation: the type checker need not compare it with the type."""
+    return Field(as_written, description=description, examples=examples)
+
+
+DEFAULT_FRACTION = "95%"
+"""Engines keep some blocks for themselves, and an estimate may be a little low."""
+DEFAULT_WAITING = 2
+"""Few, because the engine serves them before whoever comes next. With none, a slot that comes free stays empty for the
+way to the door and back; with two, vLLM on the CPU kept its throughput (benchmarks/real_engines.py)."""
+
+
+class FileModel(BaseModel):
+    """Unknown keys are mistakes; defaults go through the same readers as what is written."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True)
+
+
+class Capacity(FileModel):
+    """What the engine holds at once. One of the two is enough; a request must fit in both.
+
+    With `from: engine` whatever is not written is read from the engine, again and again: it follows changes, and keeps
+    the last good value where it can be read no more.
+    """
+
+    told_by: of.CapacityTeller | None = Field(
+        None, alias="from", description="`engine`: read from it what is not written here.", examples=["engine"]
+    )
+    tokens: of.PositiveCount | None = Field(None, description="Tokens that the KV cache holds.", examples=["400k"])
+    requests: of.PositiveCount | None = Field(None, description="Requests in the running batch.", examples=[160])
+    fraction: of.Share = _default(
+        DEFAULT_FRACTION,
+        description="With `from: engine`: the part of the tokens read that the pool may fill.",
+        examples=["90%"],
+    )
+    waiting: of.Count = _default(
+        DEFAULT_WAITING,
+        description="With `from: engine`: requests that may wait inside the engine, so that it never runs dry. While "
+        "more wait there, nobody is admitted.",
+        examples=[8],
+    )
+
+    @field_validator("fraction")
+    @classmethod
+    def _fraction_leaves_room(cls, fraction: Fraction) -> Fraction:
+        if fraction == 0:
+            raise ValueError('"0%" leaves room for nothing; write a larger share')
+        return fraction
+
+    @model_validator(mode="after")
+    def _only_the_engine_has_a_fraction(self) -> Capacity:
+        unread = {"fraction", "waiting"} & self.model_fields_set
+        if self.told_by is None and unread:
+            raise ValueError(f"{min(unread)} is only read with from: engine; add that, or remove it")
+        return self
+
+
+class Aging(FileModel):
+    """How a waiting request rises, so that old work is not overtaken forever."""
+
+    promote_after: of.PositiveDuration = Field(
+        description="A waiting request rises one tier each time this long has passed.", examples=["5m"]
+    )
+    ceiling: of.TierName = Field(description="No request rises past this tier.", examples=["normal"])
+
+
+class Slo(FileModel):
+    """What a tier promises; telemetry compares and alerts go by it, admission does not depend on it."""
+
+    ttft: of.PositiveDuration | None = Field(
+        None, description="Time to the first token, in 99 of 100.", examples=["500ms"]
+    )
+    queue_wait: of.PositiveDuration | None = Field(
+        None, description="The wait for admission, in 99 of 100.", examples=["2s"]
+    )
+    starvation: of.PositiveDuration | None = Field(
+        None, description="The longest that any request may starve: wait after it was overtaken.", examples=["30m"]
+    )
+
+
+class Queue(FileModel):
+    """How much may wait."""
+
+    max_requests: of.Count | None = Field(
+        None, description="Requests that may wait; one more is refused. Default: no bound.", examples=["10k"]
+    )
+    max_wait: of.Duration | None = Field(
+        None, description="The longest a request waits before it is refused. Default: no bound.", examples=["30m"]
+    )
+
+
+class TierBody(FileModel):
+    """One tier's part of the pool."""
+
+    reserve: of.Share = _default(
+        "0%", description="The part of the pool this tier can always get back.", examples=["20%"]
+    )
+    lend: of.Share = _default(
+        "100%",  # keeps nothing idle: holding capacity back is a price that an operator should choose to pay
+        description="How much of the unused reserve less important tiers may use meanwhile.",
+        examples=["50%"],
+    )
+    limit: of.Share = _default("100%", description="The most of the pool this tier may ever hold.", examples=["60%"])
+    always_first: of.Flag = _default(
+        False, description="Goes before all others, whatever it holds. First tier only, with a limit below 100%."
+    )
+    preemptible: of.Flag = _default(
+        False,
+        description="Its running requests may be canceled and put back in the queue, while nothing of their answer has "
+        "gone out, where the tier holds more than its reserve and a more important one has waited too long.",
+    )
+    preempt_after: of.Duration | None = Field(
+        None,
+        description="A request of this tier that has waited so long takes room back from less important tiers that are "
+        "preemptible. Default: it waits its turn.",
+        examples=["500ms"],
+    )
+    slo: Slo | None = Field(None, description="What this tier promises.")
+    queue: Queue | None = Field(None, description="How much may wait in this tier. Default: no bounds.")
+    default_output_tokens: of.PositiveCount = _default(
+        512,  # a long chat answer: rather too much than an overfull KV cache; real usage gives back the difference
+        description="What a request without a maximum of its own is taken to produce, until usage says better.",
+    )
+    max_request_tokens: of.PositiveCount | None = Field(
+        None,
+        description="The most tokens one request may hold. Default: the tier's size limit (`sidecar check` prints it).",
+        examples=["32k"],
+    )
+
+    @field_validator("limit")
+    @classmethod
+    def _limit_covers_reserve(cls, limit: Fraction, info: ValidationInfo) -> Fraction:
+        reserve = info.data.get("reserve")
+        if limit == 0:
+            raise ValueError('"0%" admits nothing, ever; write a larger share, or remove the tier')
+        if reserve is not None and limit < reserve:
+            raise ValueError(f'below the reserve of {of.percent(reserve)}; write "{of.percent(reserve)}" or more')
+        return limit
+
+    @field_validator("always_first")
+    @classmethod
+    def _always_first_is_limited(cls, always_first: bool, info: ValidationInfo) -> bool:
+        if always_first and info.data.get("limit") == 1:
+            raise ValueError('would let this tier take the whole pool; write a limit below 100%, such as limit: "50%"')
+        return always_first
+
+
+class EndpointBody(FileModel):
+    """What happens to requests on one path."""
+
+    tier: of.TierName | None = Field(None, description="The tier of requests on this path.", examples=["batch"])
+    forward_to: of.UrlPath | None = Field(
+        None, description="The path the engine knows. Default: the same path.", examples=["/v1/completions"]
+    )
+    api: of.ApiName | None = Field(None, description="The shape of its requests. Default: told from the path.")
+
+
+class LimitsBody(FileModel):
+    """A tenant's own limits; what is left out is unlimited."""
+
+    requests_per_minute: of.RateCount | None = Field(None, description="Requests per minute.", examples=[600])
+    tokens_per_minute: of.RateCount | None = Field(
+        None, description="Tokens per minute, prompts and answers.", examples=["200k"]
+    )
+    concurrent_requests: of.PositiveCount | None = Field(
+        None, description="Requests at once, waiting or running.", examples=[32]
+    )
+    max_output_tokens: of.PositiveCount | None = Field(None, description="Tokens of one answer.", examples=[8192])
+    burst: of.BurstDuration = _default(
+        "60s",  # what a client reads out of `x-ratelimit-limit-*`: that so many may come, at once too
+        description="How much of its allowance may come at once: that of so long.",
+        examples=["10s"],
+    )
+
+
+def _nothing_means_defaults(value: object) -> object:
+    """`batch:` with nothing behind it is a tier, or an endpoint, with every default."""
+    return {} if value is None else value
+
+
+_TierBody = Annotated[TierBody, BeforeValidator(_nothing_means_defaults)]
+_EndpointBody = Annotated[EndpointBody, BeforeValidator(_nothing_means_defaults)]
+
+
+class PoolFile(FileModel):
+    """One pool: an engine deployment, the tiers that share it, and how a request's tier is told."""
+
+    engine: of.EngineChoice = Field(description="The engine behind the door.", examples=["tensorrt-llm"])
+    forward_priority: of.CarrierChoice | None = Field(
+        None, description="How the priority travels to the engine. Default: the engine's own way.", examples=["body"]
+    )
+    capacity: Capacity = Field(
+        description="What the engine holds at once.", examples=[{"tokens": "400k", "requests": 160}]
+    )
+    aging: Aging | None = Field(None, description="How a waiting request rises. Default: it does not.")
+    tiers: Annotated[dict[of.NewTierName, _TierBody], of.mapped("{high: {reserve: 20%}, normal: {}}")] = Field(
+        description="The tiers, most important first.", examples=[{"high": {"reserve": "20%"}, "normal": {}}]
+    )
+    default_tier: of.TierName | None = Field(
+        None, description='The tier of a request that names none. Default: "normal" where there is such a tier.'
+    )
+    mode: of.ModeChoice = _default(
+        "enforce",
+        description="`observe` lets every request pass at once and untouched, and records what `enforce` would have "
+        "done.",
+        examples=["observe"],
+    )
+    max_preemptions: of.Count = _default(
+        2,  # what was preempted twice has cost the engine two prefills: the third time it stays
+        description="How often one request is preempted at most. For tiers that are preemptible.",
+    )
+    keep_alive: of.PositiveDuration | None = Field(
+        None,
+        description="How often a streaming client that queues is sent a comment, so that no load balancer takes the "
+        "wait for an idle connection. Default: never.",
+        examples=["15s"],
+    )
+    anonymous: of.AnonymousTier | None = _default(
+        "deny",
+        description="The tier, also the best one, of a request without a key; `deny` refuses it.",
+        examples=["low"],
+    )
+    sources: of.SourceList = _default(
+        ["body", "header", "endpoint", "key"],
+        description="Where a request's tier comes from: the first that answers wins.",
+    )
+    engine_levels: of.Thresholds | None = Field(
+        None,
+        description="From which number on a client's own engine priority counts as a tier. For the source `engine`.",
+        examples=[{"high": 10, "normal": 5, "batch": 0}],
+    )
+    endpoints: Annotated[dict[of.UrlPath, _EndpointBody], of.mapped("{/v1/chat/completions: {}}")] = _default(
+        {path: {} for path in of.STANDARD_PATHS},
+        description="The guarded paths; `unguarded` says what happens on all others. Default: the five standard /v1 "
+        "paths.",
+    )
+    unguarded: of.UnguardedChoice | None = Field(
+        None,  # a proxy knows the engine's paths; an app has paths of its own, such as /login
+        description="What happens on paths that are not guarded. `deny`: only reading (GET) and what the engine is "
+        "known to do harmlessly, such as tokenizing, passes; the rest is a 404. `generating`: only paths on which the "
+        "engine generates are a 404. `allow`: everything passes. Default: `deny` before an engine's server, "
+        "`generating` in an app.",
+        examples=["deny"],
+    )
+    background: of.BackgroundChoice = _default(
+        "refuse",  # such a response is answered at once and runs on: its request would hold nothing meanwhile
+        description="What happens to `background: true` on responses. `refuse`: a 400. `hold`: the response is "
+        "followed at the engine until it ends, and holds its lease until then.",
+        examples=["hold"],
+    )
+    tenants: of.Text | None = Field(
+        None, description="The tenants' files, relative to this one. Default: no tenants.", examples=["tenants/*.yaml"]
+    )
+    tier_header: of.HeaderName = _default("x-priority", description="The header in which a client names a tier.")
+    max_body: of.Size = _default("8MiB", description="The largest request body.")
+    body_timeout: of.PositiveDuration = _default("30s", description="The longest a request's body may take to arrive.")
+    disconnect_grace: of.Duration = _default(
+        "2s",
+        description="How long an app may go on after its client's disconnect before its request counts as ended. The "
+        "room stays held for `abort_latency`, too.",
+    )
+    abort_latency: of.Duration | None = Field(
+        None,
+        description="How long the engine may compute on for a request after its client's disconnect: so long it keeps "
+        "its room. Default: the engine's own.",
+        examples=["4s"],
+    )
+    tokenizer: of.ExistingFile | None = Field(
+        None, description="A tokenizer.json, relative to this file, to count prompts exactly. Default: bytes / 4."
+    )
+    store: of.StoreAt | None = Field(
+        None,
+        description="Where many replicas keep one pool: redis://, rediss://, unix://, redis+sentinel:// or "
+        "redis+cluster://. SIDECAR_STORE in the environment goes before it, and is the better place for a password. "
+        "Default: leases live in this process.",
+        examples=["redis://127.0.0.1:6379/0"],
+    )
+    pool: of.PoolName = _default(
+        "default",
+        description="The pool's name in the store, where several pools share one. Without a store, here or in "
+        "SIDECAR_STORE, it does nothing.",
+        examples=["chat-70b"],
+    )
+    on_store_loss: of.StoreLossChoice = _default(
+        "divide",  # the engine still works: a part of the pool for each replica is safe, and better than refusing all
+        description="What a replica does while the store cannot be reached: `divide` goes on with its part of the "
+        "pool, `closed` refuses with 503. Without a store, here or in SIDECAR_STORE, it does nothing.",
+        examples=["closed"],
+    )
+    forward_key: of.Flag = _default(
+        False,  # the engine has no use for it, and its log may show it
+        description="Whether the API key that a client showed at the door reaches the engine, too. By default it is "
+        "removed, and the engine's own, SIDECAR_ENGINE_KEY in the environment, put in its place.",
+    )
+
+    max_choices: of.PositiveCount = _default(
+        MAX_CHOICES,
+        description="The most sequences that one request may start: its choices (`n`, `best_of`) times its prompts. "
+        "Inputs of embeddings do not count: nothing is generated for them.",
+        examples=[16],
+    )
+    unsized: of.UnsizedChoice = _default(
+        "refuse",  # to hold the most that a tier may be given makes one request as dear as all others together
+        description="What becomes of a request whose prompt is not in its body, such as `previous_response_id`: "
+        "`refuse` answers 400, `hold` lets it hold its tier's `max_request_tokens`, or else the most that the tier "
+        "could ever be given.",
+        examples=["hold"],
+    )
+
+    @field_validator("capacity")
+    @classmethod
+    def _capacity_has_a_bound(cls, capacity: Capacity) -> Capacity:
+        if capacity.tokens is None and capacity.requests is None and capacity.told_by is None:
+            raise ValueError("bounds nothing; write tokens, requests or both, such as {tokens: 400k, requests: 160}")
+        return capacity
+
+    @field_validator("capacity")
+    @classmethod
+    def _some_engine_tells_its_capacity(cls, capacity: Capacity, info: ValidationInfo) -> Capacity:
+        if capacity.told_by is not None and info.data.get("engine") is EngineName.NONE:
+            raise ValueError("the engine none tells nothing; write tokens, requests or both")
+        return capacity
+
+    @field_validator("forward_priority")
+    @classmethod
+    def _engine_can_carry(cls, carrier: Carrier | None, info: ValidationInfo) -> Carrier | None:
+        return engines.carried_by(info.data.get("engine"), carrier)
+
+    @field_validator("default_tier")
+    @classmethod
+    def _default_tier_is_known(cls, name: str | None, info: ValidationInfo) -> str | None:
+        tiers = of.context(info).tiers
+        if name is not None or "normal" in tiers:
+            return name or "normal"
+        if tiers:
+            raise ValueError(f"missing, and no tier is called normal; write one such as default_tier: {tiers[0]}")
+        return None
+
+    @field_validator("engine_levels")
+    @classmethod
+    def _thresholds_fit(cls, thresholds: dict[str, float] | None, info: ValidationInfo) -> dict[str, float] | None:
+        sources = info.data.get("sources")
+        engine = info.data.get("engine")
+        if sources is None or not isinstance(engine, EngineName):
+            return thresholds
+        return engines.thresholds_of(engine, Source.ENGINE in sources, thresholds, of.context(info).tiers)
+
+
+class TenantFile(FileModel):
+    """One tenant: who it is, and what it may ask for."""
+
+    tenant: of.TenantName = Field(description="The tenant's name, unique in the pool.", examples=["acme"])
+    keys: of.KeyHashes = Field(
+        description="Hashes of its API keys, from `sidecar keys new`. Never the keys themselves.",
+        examples=[["sha256:..."]],
+    )
+    tier: of.TierName = Field(description="The tier of its requests that name none.", examples=["normal"])
+    max_tier: of.TierName | None = Field(
+        None, description="The best tier it may ask for; more is clamped. Default: its tier.", examples=["high"]
+    )
+    weight: of.PositiveCount = _default(1, description="Its share against the other tenants of its tier.", examples=[2])
+    limits: LimitsBody | None = Field(None, description="Its own limits. Default: none.")
+    over_limit: of.OverLimit | None = Field(
+        None, description="What happens over a limit: `reject`, or {downgrade: TIER}. Default: reject."
+    )
+
+    @field_validator("max_tier")
+    @classmethod
+    def _max_tier_covers_tier(cls, name: str | None, info: ValidationInfo) -> str | None:
+        tier, tiers = info.data.get("tier"), of.context(info).tiers
+        if name in tiers and tier in tiers and tiers.index(str(name)) > tiers.index(str(tier)):
+            raise ValueError(f"less important than its tier {tier}; write {tier} or a more important one")
+        return name
+
+    @field_validator("over_limit")
+    @classmethod
+    def _downgrade_goes_down(cls, name: str | None, info: ValidationInfo) -> str | None:
+        tier, tiers = info.data.get("tier"), of.context(info).tiers
+        if name in tiers and tier in tiers and tiers.index(str(name)) <= tiers.index(str(tier)):
+            raise ValueError(f"not less important than its tier {tier}; write a tier below it, or reject")
+        return name
+
 
 SCHEMAS: dict[str, type[FileModel]] = {"policy.schema.json": PoolFile, "tenant.schema.json": TenantFile}
 

@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from sidecar.policy import fields as of
-from sidecar.policy.policy import Limits, Policy, Tier
+from sidecar.policy.model import Limits, Policy, Tier
 from sidecar.policy.problems import Path, Place, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
 

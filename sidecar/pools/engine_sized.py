@@ -21,7 +21,7 @@ from dataclasses import replace
 from sidecar.engines.reading import Gauges, Pages, Unread, followed, read_gauges
 from sidecar.errors import CapacityUnknown
 from sidecar.events import Obstacle
-from sidecar.policy.policy import Policy
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import EngineCapacity, PoolRules
 from sidecar.pools.obstacles import HELD_BACK
 from sidecar.pools.pool import Ask, Grant, Lease, Pool, Shared

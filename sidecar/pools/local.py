@@ -8,7 +8,7 @@ from itertools import count
 
 from sidecar.errors import AdmissionError
 from sidecar.events import Obstacle
-from sidecar.policy.policy import Policy
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules
 from sidecar.pools.dispatcher import Clock, Dispatcher, monotonic_us
 from sidecar.pools.figures import TierFigures, grant_of, pool_state

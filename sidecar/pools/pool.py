@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from sidecar.events import Obstacle
-from sidecar.policy.policy import Limits, Policy
+from sidecar.policy.model import Limits, Policy
 from sidecar.policy.rules import PoolRules
 from sidecar.remaining import Allowance
 

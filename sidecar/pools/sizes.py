@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sidecar.errors import QueueFull, RequestTooLarge
-from sidecar.policy.policy import Policy
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules, largest_admissible, largest_request
 from sidecar.pools.pool import Ask
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sidecar.errors import TenantLimit
-from sidecar.policy.policy import Limits
+from sidecar.policy.model import Limits
 from sidecar.pools.pool import Ask
 from sidecar.pools.sizes import Sizes
 from sidecar.remaining import Allowance

@@ -27,7 +27,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from sidecar.policy.policy import Limits
+from sidecar.policy.model import Limits
 from sidecar.remaining import Allowance, Remaining
 
 UNIT = 60_000_000

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from sidecar.policy.policy import EngineName
+from sidecar.policy.model import EngineName
 from sidecar.servers.starting import CannotStart, announce_processes, begin, imported
 
 INSTALL = "pip install sglang, or run `sidecar serve` in front of a server elsewhere"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from sidecar.composition import AdmissionMiddleware
+from sidecar.app import AdmissionMiddleware
 
 app = importlib.import_module("sglang.srt.entrypoints.http_server").app
 app.add_middleware(AdmissionMiddleware, is_launched=True)

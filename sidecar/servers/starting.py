@@ -10,12 +10,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from sidecar.asgi.admin_port import try_ports
+from sidecar.admin.port import try_ports
+from sidecar.app import POLICY_VARIABLE, store_of
 from sidecar.asgi.server import CannotServe
 from sidecar.asgi.workers import PROCESSES_VARIABLE, refuse_separate_pools
-from sidecar.composition import POLICY_VARIABLE, store_of
-from sidecar.policy.loading import load_files
-from sidecar.policy.policy import EngineName, Policy
+from sidecar.policy.compile import load_files
+from sidecar.policy.model import EngineName, Policy
 from sidecar.policy.warnings import warnings
 
 TRIED_VARIABLE = "SIDECAR_ADMIN_PORTS_TRIED"

@@ -18,11 +18,11 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sidecar.app import AdmissionMiddleware
 from sidecar.asgi.workers import PROCESSES_VARIABLE
-from sidecar.composition import AdmissionMiddleware
 from sidecar.engines.tensorrt_llm import Route, TensorRtLlm
 from sidecar.granted import granted
-from sidecar.policy.policy import EngineName
+from sidecar.policy.model import EngineName
 from sidecar.servers.starting import CannotStart, announce_processes, begin, count_given, imported
 
 INSTALL = (

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from typing import Any
 
-from sidecar.asgi.admin import admin_app
+from sidecar.admin.app import admin_app
 from sidecar.asgi.proxy import ReverseProxy
 from sidecar.asgi.responses import send_error
 from sidecar.asgi.server import CannotServe, run, serve

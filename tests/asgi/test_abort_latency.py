@@ -12,12 +12,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from sidecar.composition import AdmissionMiddleware
-from sidecar.emulator import Emulator, EmulatorConfig, StepModel
-from sidecar.emulator.engine import Engine
+from sidecar.app import AdmissionMiddleware
 from sidecar.engines import dialect_of
 from sidecar.engines.abort_latency import abort_latency
-from sidecar.policy.policy import EngineName
+from sidecar.policy.model import EngineName
+from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
+from sidecar.tools.emulator.engine import Engine
 from tests.support.door import CHAT, chat
 from tests.support.process import python
 from tests.support.serving import serving

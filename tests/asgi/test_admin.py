@@ -7,7 +7,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from sidecar.asgi.admin import admin_app
+from sidecar.admin.app import admin_app
 from tests.support.serving import serving
 
 pytestmark = pytest.mark.anyio

@@ -17,9 +17,9 @@ from starlette.routing import Mount
 
 from sidecar.asgi.background import Patience
 from sidecar.asgi.proxy import ReverseProxy
-from sidecar.emulator import Emulator, EmulatorConfig, StepModel
 from sidecar.events import Outcome, Settled, Verdict
-from sidecar.policy.policy import EngineName
+from sidecar.policy.model import EngineName
+from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.support import door
 from tests.support.door import Answer, App, Caller, Guarded, guarding, key, policy
 from tests.support.engine import Connection, raw_engine

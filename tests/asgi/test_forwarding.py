@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from sidecar.policy.policy import Policy
+from sidecar.policy.model import Policy
 from tests.support.door import CHAT, COMPLETIONS, SMALL, Answer, App, Caller, Guarded, chat, guarding, key, policy
 from tests.support.wire import connected, exchange, post
 

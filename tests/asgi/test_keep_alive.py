@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from sidecar.events import Refused, Settled
-from sidecar.policy.policy import Policy
+from sidecar.policy.model import Policy
 from tests.support.door import CHAT, App, Guarded, answer, chat, chunk, guarding, key, policy, start, whole_body
 from tests.support.wire import connected, post
 

@@ -15,8 +15,8 @@ import aiohttp
 import pytest
 from fastapi import FastAPI
 
+from sidecar.app import AdmissionMiddleware
 from sidecar.asgi.workers import processes
-from sidecar.composition import AdmissionMiddleware
 from tests.support.door import write_policy
 from tests.support.ports import free_ports
 from tests.support.redis_servers import free_port

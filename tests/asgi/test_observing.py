@@ -14,7 +14,7 @@ from sidecar.asgi.observe import overheard, shadow, witness
 from sidecar.asgi.observe.shadows import Shadows
 from sidecar.asgi.proxy import ReverseProxy
 from sidecar.events import Outcome, Settled, Verdict
-from sidecar.policy.policy import Mode
+from sidecar.policy.model import Mode
 from tests.support.door import CHAT, SMALL, App, Guarded, answer, chat, chunk, key, policy, start, whole_body
 from tests.support.observed import ObservedDoor, observing
 from tests.support.serving import serving

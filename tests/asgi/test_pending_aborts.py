@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from sidecar.app import AdmissionMiddleware
 from sidecar.asgi.proxy import ReverseProxy
-from sidecar.composition import AdmissionMiddleware
-from sidecar.emulator import Emulator, EmulatorConfig, StepModel
 from sidecar.events import Classified, Outcome, Settled
-from sidecar.policy.policy import EngineName
+from sidecar.policy.model import EngineName
+from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.asgi.test_preemption import CRITICAL, rules
 from tests.support.door import (
     CHAT,

@@ -11,7 +11,7 @@ import pytest
 from starlette.requests import Request
 
 from sidecar.events import Admitted, Outcome, Preempted, Settled
-from sidecar.policy.policy import Policy
+from sidecar.policy.model import Policy
 from tests.support.door import CHAT, App, Guarded, answer, chat, chunk, guarding, policy, start, whole_body
 from tests.support.wire import connected, post
 
@@ -35,7 +35,7 @@ CRITICAL = "x-priority: critical"
 
 
 def rules(tmp_path: Any, requests: int = 1, most: int = 2, more: str = "") -> Policy:
-    from sidecar.policy.loading import load
+    from sidecar.policy.compile import load
 
     file = tmp_path / "policy.yaml"
     file.write_text(TIERS.format(requests=requests, most=most, more=more))

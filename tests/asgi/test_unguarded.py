@@ -15,7 +15,7 @@ from sidecar.asgi.proxy import ReverseProxy
 from sidecar.engines import routes_of
 from sidecar.engines.routes import OPENAI, plain_path
 from sidecar.events import UnguardedRequest
-from sidecar.policy.policy import Api, EngineName, Unguarded
+from sidecar.policy.model import Api, EngineName, Unguarded
 from tests.support.door import CHAT, SMALL, Answer, App, Caller, guarding, key, policy, write_policy
 from tests.support.engine import answering, raw_engine
 from tests.support.serving import serving

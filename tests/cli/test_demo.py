@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 
 from sidecar.cli import main
-from sidecar.demo import running, servers
-from sidecar.demo.measuring import RunFigures
 from sidecar.policy.store import store_address
-from tests.demo.figures import run_figures, three
+from sidecar.tools.demo import runs as demo_runs
+from sidecar.tools.demo import servers
+from sidecar.tools.demo.figures import RunMeasurement
 from tests.support.redis_servers import RedisServer, first_binary, free_port
+from tests.tools.demo.figures import run_figures, three
 
 DISTRIBUTIONS = ("ttft_s", "queue_wait_s", "starvation_s")
 LADDER = ["critical", "high", "normal", "low", "batch"]
-Play = Callable[..., RunFigures]
+Play = Callable[..., RunMeasurement]
 
 
 def demo(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -121,17 +122,17 @@ def no_servers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Play], None]:
     """Replaces the servers, and the playing of a run by what the test gives."""
 
     @contextmanager
-    def nowhere(runs: Sequence[running.Run], _: Path) -> Iterator[dict[str, running.Place]]:
-        yield {run.name: running.Place([1], 1) for run in runs}
+    def nowhere(runs: Sequence[demo_runs.Run], _: Path) -> Iterator[dict[str, demo_runs.Place]]:
+        yield {run.name: demo_runs.Place([1], 1) for run in runs}
 
     def replace(play: Play) -> None:
         monkeypatch.setattr(servers, "servers", nowhere)
-        monkeypatch.setattr(running, "play_run", play)
+        monkeypatch.setattr(demo_runs, "play_run", play)
 
     return replace
 
 
-def figures_of(run: running.Run, *_: Any) -> RunFigures:
+def figures_of(run: demo_runs.Run, *_: Any) -> RunMeasurement:
     return {figures.name: figures for figures in three()}[run.name]
 
 
@@ -156,7 +157,7 @@ def test_a_failed_request_is_a_failed_demo(
 def test_every_run_gets_the_same_arrivals(no_servers: Callable[[Play], None]) -> None:
     played = []
 
-    def play(run: running.Run, _: running.Place, arrivals: Any, *__: Any) -> RunFigures:
+    def play(run: demo_runs.Run, _: demo_runs.Place, arrivals: Any, *__: Any) -> RunMeasurement:
         played.append((run.name, arrivals))
         return figures_of(run)
 
@@ -169,7 +170,7 @@ def test_every_run_gets_the_same_arrivals(no_servers: Callable[[Play], None]) ->
 def test_a_file_that_cannot_be_written_is_said_so_before_anything_runs(
     no_servers: Callable[[Play], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def play(*_: Any) -> RunFigures:
+    def play(*_: Any) -> RunMeasurement:
         raise AssertionError("it ran")
 
     no_servers(play)

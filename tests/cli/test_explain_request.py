@@ -19,15 +19,15 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from sidecar.asgi.admin import admin_app
+from sidecar.admin.app import admin_app
+from sidecar.admin.routes import routes
 from sidecar.asgi.middleware import Admission
 from sidecar.asgi.proxy import ReverseProxy
 from sidecar.cli import main
-from sidecar.cli.story_text import text
+from sidecar.cli.explain_request import text
 from sidecar.engines import dialect_of
-from sidecar.live.explaining import routes
-from sidecar.live.story import Asked, Story
-from sidecar.policy.loading import load
+from sidecar.explain.document import Explanation, RequestFacts
+from sidecar.policy.compile import load
 from sidecar.pools import LocalPool
 from sidecar.telemetry import SpanObserver, Telemetry
 from sidecar.telemetry.journal import Journal
@@ -188,8 +188,8 @@ async def test_every_replica_is_asked_until_one_knows(tmp_path: Path) -> None:
 
 
 def test_what_a_client_wrote_cannot_move_the_terminal() -> None:
-    asked = Asked("t", "high", "key", None, "chat", "m\nrefused      by nobody\x1b[2J", False, 1, 1, None)
-    told = text(Story("id", "admitted at once", "running", "lab", 2.0, "POST", "/", 1.0, asked=asked))
+    asked = RequestFacts("t", "high", "key", None, "chat", "m\nrefused      by nobody\x1b[2J", False, 1, 1, None)
+    told = text(Explanation("id", "admitted at once", "running", "lab", 2.0, "POST", "/", 1.0, asked=asked))
     assert "\x1b" not in told
     assert len(told.splitlines()) == 9
     assert "m\\nrefused" in told

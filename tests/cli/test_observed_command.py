@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from sidecar.cli import main
-from tests.live.replicas import CHAT, POLICY, Replica, replicas
+from tests.cluster.replicas import CHAT, POLICY, Replica, replicas
 from tests.support.redis_servers import RedisServer, first_binary
 
 REQUESTS = 12

@@ -18,12 +18,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from sidecar import AdmissionMiddleware
 from sidecar.cli import main
-from sidecar.emulator import Emulator, EmulatorConfig, StepModel
-from sidecar.emulator.config import Scheduling
 from sidecar.policy.keys import hash_line
-from sidecar.policy.policy import EngineName
-from tests.emulator.emulated import ENGINES, SGLANG, TRTLLM, VLLM, emulated
+from sidecar.policy.model import EngineName
+from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
+from sidecar.tools.emulator.config import Scheduling
 from tests.support.serving import serving
+from tests.tools.emulator.emulated import ENGINES, SGLANG, TRTLLM, VLLM, emulated
 
 pytestmark = pytest.mark.anyio
 REAL = Path(__file__).parents[1] / "replay" / "traces"

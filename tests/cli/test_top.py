@@ -24,8 +24,8 @@ import msgspec
 import pytest
 
 from sidecar.cli import main
-from sidecar.live.records import Overview
-from tests.live.views import overview
+from sidecar.cluster.document import Overview
+from tests.cluster.views import overview
 
 ENTERS, LEAVES = "\x1b[?1049h", "\x1b[?1049l"
 

@@ -8,17 +8,17 @@ from itertools import pairwise
 import pytest
 
 from sidecar.asgi.forwarding import forwarded_body
-from sidecar.emulator.ask import read_ask
-from sidecar.emulator.config import EmulatorConfig
-from sidecar.emulator.dialect import Dialect as Emulated
-from sidecar.emulator.dialect_dynamo import DynamoDialect
-from sidecar.emulator.dialect_sglang import SglangDialect
-from sidecar.emulator.dialect_trtllm import TrtllmDialect
-from sidecar.emulator.dialect_vllm import VllmDialect
-from sidecar.emulator.waiting import ORDERS, Key, Rank
 from sidecar.engines import Forward, dialect_of
 from sidecar.payload import read
-from sidecar.policy.policy import Api, Carrier, EngineName
+from sidecar.policy.model import Api, Carrier, EngineName
+from sidecar.tools.emulator.config import EmulatorConfig
+from sidecar.tools.emulator.dialects.base import Dialect as Emulated
+from sidecar.tools.emulator.dialects.dynamo import DynamoDialect
+from sidecar.tools.emulator.dialects.sglang import SglangDialect
+from sidecar.tools.emulator.dialects.tensorrt_llm import TrtllmDialect
+from sidecar.tools.emulator.dialects.vllm import VllmDialect
+from sidecar.tools.emulator.queue import ORDERS, Key, Rank
+from sidecar.tools.emulator.request import read_ask
 
 ENGINES = {
     EngineName.TENSORRT_LLM: TrtllmDialect,

@@ -10,9 +10,9 @@ import pytest
 from sidecar.asgi.pages import AppPages
 from sidecar.engines.cautious import ASK_AFTER_FAILURE_S, ASK_AGAIN_S, CautiousTensorRtLlm
 from sidecar.engines.reading import NoAnswer, Page
-from sidecar.policy.policy import Api
-from tests.emulator.emulated import TRTLLM
+from sidecar.policy.model import Api
 from tests.engines.test_reading import Written, emulated
+from tests.tools.emulator.emulated import TRTLLM
 
 pytestmark = pytest.mark.anyio
 

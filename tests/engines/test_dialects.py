@@ -13,7 +13,7 @@ from sidecar.asgi.forwarding import forwarded_body
 from sidecar.engines import CLIENT_MEMBERS, Dialect, Forward, client_headers, client_members, dialect_of
 from sidecar.engines.tensorrt_llm import Route, TensorRtLlm
 from sidecar.payload import read
-from sidecar.policy.policy import Api, Carrier, EngineName
+from sidecar.policy.model import Api, Carrier, EngineName
 from sidecar.splice import remove
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS = Api

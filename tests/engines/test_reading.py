@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 
 from sidecar.asgi.pages import AppPages
 from sidecar.asgi.types import Receive, Scope, Send
-from sidecar.emulator import Emulator, EmulatorConfig, StepModel
-from sidecar.emulator.config import Scheduling
 from sidecar.engines.reading import (
     Facts,
     Gauges,
@@ -28,8 +26,10 @@ from sidecar.engines.reading import (
     read_gauges,
 )
 from sidecar.engines.reading.exposition import Metrics
-from sidecar.policy.policy import EngineName
-from tests.emulator.emulated import DYNAMO, ENGINES, SGLANG, TRTLLM, VLLM
+from sidecar.policy.model import EngineName
+from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
+from sidecar.tools.emulator.config import Scheduling
+from tests.tools.emulator.emulated import DYNAMO, ENGINES, SGLANG, TRTLLM, VLLM
 
 pytestmark = pytest.mark.anyio
 

@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 from hypothesis import strategies as st
 
-from sidecar.policy.models import PoolFile, TenantFile
-from sidecar.policy.shipped import shipped_policies
+from sidecar.policy.compile import shipped_policies
+from sidecar.policy.schema import PoolFile, TenantFile
 
 SHIPPED = shipped_policies()
 POOL_TEXT = (SHIPPED / "policy.yaml").read_text()

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from sidecar.asgi.ruling import ruling
 from sidecar.engines import dialect_of
-from sidecar.policy.loading import Loaded, load_files
-from sidecar.policy.policy import Policy
+from sidecar.policy.compile import Loaded, load_files
+from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.warnings import warnings
 from sidecar.pools import LocalPool

@@ -11,10 +11,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidecar.policy.loading import load
-from sidecar.policy.models import PoolFile, TenantFile
-from sidecar.policy.policy import Policy
+from sidecar.policy.compile import load
+from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
+from sidecar.policy.schema import PoolFile, TenantFile
 
 SHIPPED = Path(__file__).parents[2] / "policies"
 POOL = (SHIPPED / "policy.yaml").read_bytes()

@@ -24,9 +24,9 @@ def test_every_key_says_what_it_is_for(model: type) -> None:
 
 
 def _inner(model: type) -> list[type]:
-    from sidecar.policy import models
+    from sidecar.policy import schema
 
-    return [found for name in model.model_json_schema().get("$defs", {}) for found in [getattr(models, name)]]
+    return [found for name in model.model_json_schema().get("$defs", {}) for found in [getattr(schema, name)]]
 
 
 @pytest.mark.parametrize("path", [POLICIES / "policy.yaml", *sorted((POLICIES / "tenants").glob("*.yaml"))], ids=str)

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.policy import PolicyError, StoreAddress, StoreKind, StoreLoss, load, load_files, store_address
-from sidecar.policy.models import PoolFile
-from sidecar.policy.options import SENTINEL, SOCKET, TLS
 from sidecar.policy.problems import masked
-from sidecar.policy.store import SCHEMES
+from sidecar.policy.schema import PoolFile
+from sidecar.policy.store import SCHEMES, SENTINEL, SOCKET, TLS
 from tests.policy.files import SMALL, mistakes, pool
 
 SERVER = StoreAddress(StoreKind.SERVER, (("host", 6379),))

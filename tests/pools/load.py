@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sidecar.errors import AdmissionError
-from sidecar.policy.policy import Policy, StoreLoss
+from sidecar.policy.model import Policy, StoreLoss
 from sidecar.policy.store import store_address
 from sidecar.pools.dispatcher import Clock, monotonic_us
 from sidecar.pools.redis import RedisPool, connector

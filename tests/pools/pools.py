@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Protocol
 
-from sidecar.policy.policy import EngineName, Policy, Source, Tier
+from sidecar.policy.model import EngineName, Policy, Source, Tier
 from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, pool_rules
 from sidecar.pools import Ask, LocalPool, Pool
 from sidecar.pools.sizes import Sizes

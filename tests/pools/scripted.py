@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sidecar.policy.policy import Policy
+from sidecar.policy.model import Policy
 from sidecar.pools.pool import Ask
 from sidecar.pools.redis import script
 from sidecar.pools.redis.script import Argument, Reply

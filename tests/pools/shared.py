@@ -11,7 +11,7 @@ from typing import Any
 
 import fakeredis
 
-from sidecar.policy.policy import Policy
+from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
 from sidecar.pools import Pool
 from sidecar.pools.redis import RedisPool

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sidecar.errors import AdmissionError, QueueFull, StoreUnavailable
-from sidecar.policy.policy import Policy, StoreLoss
+from sidecar.policy.model import Policy, StoreLoss
 from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, TierRules, largest_admissible, pool_rules
 from sidecar.pools import Ask, Grant
 from sidecar.pools.dispatcher import monotonic_us

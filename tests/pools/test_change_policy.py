@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sidecar.errors import QueueFull, RequestTooLarge
-from sidecar.policy.policy import Policy
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import EngineCapacity, Shares, pool_rules
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
 from sidecar.pools.redis.script import root_key, rules_text

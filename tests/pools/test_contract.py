@@ -14,7 +14,7 @@ import pytest
 
 from sidecar.errors import QueueFull, RequestTooLarge
 from sidecar.events import Obstacle
-from sidecar.policy.policy import Policy
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules, Shares, pool_rules
 from sidecar.pools import Grant, Lease, Pool
 from sidecar.pools.drain_rate import LEAST_S, MOST_S

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from sidecar.errors import QueueFull
-from sidecar.policy.policy import Policy
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools import LocalPool
 from sidecar.pools.local import LocalLease

@@ -14,7 +14,7 @@ import pytest
 
 from sidecar.engines.reading import Page, Unread
 from sidecar.errors import CapacityUnknown, RequestTooLarge
-from sidecar.policy.policy import EngineName, Policy
+from sidecar.policy.model import EngineName, Policy
 from sidecar.policy.rules import EngineCapacity, Shares
 from sidecar.pools import EngineSizedPool, LocalPool
 from tests.pools.pools import ask, simple

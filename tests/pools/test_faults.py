@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sidecar.errors import StoreUnavailable
-from sidecar.policy.policy import Policy, StoreLoss
+from sidecar.policy.model import Policy, StoreLoss
 from sidecar.pools.dispatcher import monotonic_us
 from sidecar.pools.redis import RedisPool
 from tests.pools.conftest import BINARIES, SERVERS, Servers

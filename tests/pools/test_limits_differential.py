@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from sidecar.errors import QueueFull, TenantLimit
-from sidecar.policy.policy import Limits, Policy
+from sidecar.policy.model import Limits, Policy
 from sidecar.pools import Ask, LocalPool
 from sidecar.pools.local import LocalLease
 from sidecar.pools.redis import script

@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from sidecar.errors import StoreUnavailable, TenantLimit
-from sidecar.policy.policy import Limits
+from sidecar.policy.model import Limits
 from sidecar.pools import Ask
 from sidecar.pools.redis import script
 from sidecar.scheduling.allowance import Limit, Over

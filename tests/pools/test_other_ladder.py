@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from sidecar.errors import StoreUnavailable
-from sidecar.policy.policy import Policy, StoreLoss
+from sidecar.policy.model import Policy, StoreLoss
 from sidecar.policy.store import store_address
 from sidecar.pools.redis import RedisPool, connector
 from tests.pools.load import Load, nothing_left, replicas, until

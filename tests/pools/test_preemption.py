@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 
 from sidecar.errors import RequestTooLarge
-from sidecar.policy.policy import Policy
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools import Lease, Pool
 from tests.pools.pools import Clock, Harness, ask, policy_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sidecar.errors import StoreUnavailable
-from sidecar.policy.policy import StoreLoss
+from sidecar.policy.model import StoreLoss
 from sidecar.pools.redis import RedisPool
 from tests.pools.conftest import SERVERS, Servers
 from tests.pools.load import heard_of_each_other, nothing_left, recovered, replicas, until

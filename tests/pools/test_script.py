@@ -10,7 +10,7 @@ import fakeredis
 import pytest
 import redis
 
-from sidecar.policy.policy import Policy
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools.redis import script
 from sidecar.pools.redis.script import BEAT_S, SILENCE_S, Reply, TierReply

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.policy.policy import Policy
+from sidecar.policy.model import Policy
 from sidecar.pools.redis import RedisPool
 from sidecar.pools.redis.alone import first_part
 from sidecar.pools.redis.connection import Connection, StoreError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sidecar.errors import QueueFull, RequestTooLarge, TenantLimit
-from sidecar.policy.policy import Limits
+from sidecar.policy.model import Limits
 from sidecar.pools import Ask, Pool
 from sidecar.remaining import Allowance, Remaining
 from tests.pools.pools import Clock, Harness, simple

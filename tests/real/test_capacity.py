@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from sidecar.app import AdmissionMiddleware
 from sidecar.asgi.proxy import ReverseProxy
-from sidecar.composition import AdmissionMiddleware
 from tests.real.lab import dynamo, vllm
 from tests.support.redis_servers import free_port
 from tests.support.serving import serving

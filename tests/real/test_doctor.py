@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from sidecar.doctor.conditions import State
-from sidecar.doctor.examination import Examination, Options, examine
-from sidecar.doctor.report import report, steps
-from tests.doctor.between import Edit, between, drops_header, negates_everything
+from sidecar.tools.doctor.conditions import State
+from sidecar.tools.doctor.examination import Examination, Options, examine
+from sidecar.tools.doctor.report import report, steps
 from tests.real.lab import dynamo, vllm
+from tests.tools.doctor.between import Edit, between, drops_header, negates_everything
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 

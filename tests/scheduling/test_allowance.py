@@ -9,7 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from sidecar.policy.policy import Limits
+from sidecar.policy.model import Limits
 from sidecar.remaining import Allowance, Remaining
 from sidecar.scheduling.allowance import FEWEST_SWEPT, Allowances, Charge, Limit, Over
 

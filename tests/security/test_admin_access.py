@@ -18,9 +18,9 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from sidecar.asgi.admin import admin_app
-from sidecar.asgi.admin_access import Access, AdminGuard, access_of, is_loopback
-from sidecar.policy.shipped import shipped_policies
+from sidecar.admin.app import admin_app
+from sidecar.admin.auth import Access, AdminGuard, access_of, is_loopback
+from sidecar.policy.compile import shipped_policies
 from tests.support.commands import address, command
 from tests.support.door import Answer
 from tests.support.serving import Served, serving

@@ -10,9 +10,9 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from sidecar import AdmissionMiddleware
+from sidecar.app import store_of
 from sidecar.asgi.credentials import Credentials
 from sidecar.asgi.proxy import ReverseProxy
-from sidecar.composition import store_of
 from tests.support.door import CHAT, SMALL, Answer, App, guarding, key, policy, write_policy
 from tests.support.engine import RawEngine, answering, raw_engine
 from tests.support.serving import serving

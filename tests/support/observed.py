@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from sidecar.events import Observed, Verdict
-from sidecar.policy.policy import Mode, Policy
+from sidecar.policy.model import Mode, Policy
 from tests.support.door import Guarded, policy
 from tests.support.serving import serving
 

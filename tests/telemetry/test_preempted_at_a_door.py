@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from sidecar.live.telling import Teller
-from sidecar.policy.loading import load
+from sidecar.explain.builder import ExplanationBuilder
+from sidecar.policy.compile import load
 from sidecar.telemetry import SpanObserver, Telemetry
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.recent import Recent
@@ -73,7 +73,7 @@ class Watched:
         guarded.door.observer = Telemetry(spans, [self.journal, self.recent, self.metrics])
 
     def story(self, request_id: str) -> Any:
-        story = Teller(self.journal, lambda: ("critical", "batch"), "lab", is_shared=False).tell(request_id)
+        story = ExplanationBuilder(self.journal, lambda: ("critical", "batch"), "lab", is_shared=False).tell(request_id)
         assert story is not None
         return story
 

@@ -41,7 +41,7 @@ from sidecar.asgi.forwarding import forwarded_scope
 from sidecar.asgi.observe.witness import Witness
 from sidecar.asgi.types import Message, Receive, Scope, Send
 from sidecar.events import Headers
-from sidecar.policy.policy import Endpoint
+from sidecar.policy.model import Endpoint
 
 
 class Observing:

@@ -14,7 +14,7 @@ from sidecar.asgi.ruling import Ruling
 from sidecar.asgi.types import Message, Scope
 from sidecar.asgi.understanding import Understood, declared_length, longest_wait_s
 from sidecar.errors import AdmissionError
-from sidecar.policy.policy import Endpoint, Tenant
+from sidecar.policy.model import Endpoint, Tenant
 
 
 class Overheard:

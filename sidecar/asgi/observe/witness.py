@@ -18,7 +18,7 @@ from sidecar.asgi.understanding import Understood
 from sidecar.asgi.usage import UsageReader
 from sidecar.errors import AdmissionError
 from sidecar.events import Headers, Observed, Outcome, Verdict
-from sidecar.policy.policy import Endpoint
+from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant
 
 UNREAD, TOO_MANY = "body_unread", "too_many_shadows"

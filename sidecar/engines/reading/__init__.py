@@ -13,7 +13,7 @@ from sidecar.engines.reading.asked_once import AskedOnce
 from sidecar.engines.reading.facts import Facts, Gauges
 from sidecar.engines.reading.identify import Identity, identify
 from sidecar.engines.reading.pages import NoAnswer, Page, Pages, Unread
-from sidecar.policy.policy import EngineName
+from sidecar.policy.model import EngineName
 
 __all__ = [
     "Facts",

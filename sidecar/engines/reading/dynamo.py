@@ -10,7 +10,7 @@ from __future__ import annotations
 from sidecar.engines.reading.exposition import Metrics
 from sidecar.engines.reading.facts import Facts, Gauges
 from sidecar.engines.reading.pages import Pages, find_json, mapping, mappings, positive, read_text
-from sidecar.policy.policy import EngineName
+from sidecar.policy.model import EngineName
 
 METRICS = "/metrics"
 HEALTH = "/health"

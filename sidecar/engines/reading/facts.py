@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sidecar.policy.policy import EngineName
+from sidecar.policy.model import EngineName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

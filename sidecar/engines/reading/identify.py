@@ -12,7 +12,7 @@ from typing import Any
 
 from sidecar.engines.reading.exposition import Metrics
 from sidecar.engines.reading.pages import Pages, find_json, find_text, mapping, mappings
-from sidecar.policy.policy import EngineName
+from sidecar.policy.model import EngineName
 
 _OWNERS = {
     "vllm": EngineName.VLLM,

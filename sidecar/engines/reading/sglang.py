@@ -8,7 +8,7 @@ from typing import Any
 from sidecar.engines.reading.facts import Facts, Gauges
 from sidecar.engines.reading.pages import Pages, find_json, mapping, mappings, positive, read_json, total
 from sidecar.engines.reading.schema import has_priority
-from sidecar.policy.policy import EngineName
+from sidecar.policy.model import EngineName
 
 SERVER_INFO = "/server_info"
 LOADS = "/v1/loads"

@@ -11,7 +11,7 @@ from sidecar.engines.reading.exposition import Metrics
 from sidecar.engines.reading.facts import Facts, Gauges
 from sidecar.engines.reading.pages import Pages, find_json, find_text, positive
 from sidecar.engines.reading.schema import has_priority
-from sidecar.policy.policy import EngineName
+from sidecar.policy.model import EngineName
 
 METRICS = "/prometheus/metrics"
 SERVER_INFO = "/server_info"

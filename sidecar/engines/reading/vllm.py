@@ -13,7 +13,7 @@ from sidecar.engines.reading.exposition import Metrics, Sample
 from sidecar.engines.reading.facts import Facts, Gauges
 from sidecar.engines.reading.pages import Pages, find_json, mapping, positive, read_text, total
 from sidecar.engines.reading.schema import has_priority
-from sidecar.policy.policy import EngineName
+from sidecar.policy.model import EngineName
 
 METRICS = "/metrics"
 SERVER_INFO = "/server_info?config_format=json"

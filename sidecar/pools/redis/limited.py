@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from sidecar.errors import AdmissionError, StoreUnavailable, TenantLimit
-from sidecar.policy.policy import Limits
+from sidecar.policy.model import Limits
 from sidecar.pools.dispatcher import Clock
 from sidecar.pools.pool import Ask
 from sidecar.pools.redis.lease import RedisLease

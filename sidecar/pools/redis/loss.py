@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping
 
 from sidecar.errors import AdmissionError, StoreUnavailable
-from sidecar.policy.policy import Policy, StoreLoss
+from sidecar.policy.model import Policy, StoreLoss
 from sidecar.pools.dispatcher import Clock
 from sidecar.pools.figures import bounded
 from sidecar.pools.pool import Ask, Grant

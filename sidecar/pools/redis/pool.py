@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 
 from sidecar.events import Obstacle, StoreObserver, StoreState
-from sidecar.policy.policy import Policy, StoreLoss
+from sidecar.policy.model import Policy, StoreLoss
 from sidecar.policy.rules import PoolRules
 from sidecar.pools.dispatcher import Clock, monotonic_us
 from sidecar.pools.figures import TierFigures, pool_state

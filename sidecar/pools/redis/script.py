@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sidecar.policy.policy import Policy
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules, TierRules
 from sidecar.pools.pool import Ask
 from sidecar.scheduling import Rule

@@ -1,0 +1,165 @@
+"""Who may see the admin pages: whoever reaches a port on loopback, or whoever has the token.
+
+Without a token the port's address is the only guard, so two things are kept from getting around it through a browser on
+this machine: a name that an attacker made to point to 127.0.0.1 (DNS rebinding) is refused by its `Host`, and requests
+that a page of another site makes in the background are refused by `Sec-Fetch-Site`, which every browser sends.
+With a token the name does not matter: the attacker's page has neither the token nor, under that name, the cookie.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
+
+from sidecar.asgi.types import ASGIApp, Message, Receive, Scope, Send
+from sidecar.secrets import HOW_TO_SET, TOKEN_VARIABLE, admin_token
+
+OPEN_PATHS = frozenset(("/healthz", "/readyz"))
+"""What an orchestrator's probes ask, who have no token."""
+
+_NEEDS_TOKEN = (
+    "this needs the admin token: send `Authorization: Bearer TOKEN`, open /?token=TOKEN once in a browser, or set "
+    f"{TOKEN_VARIABLE} for sidecar top and sidecar explain"
+)
+_WRONG_TOKEN = f"this is not the admin token; it is the one in {TOKEN_VARIABLE} of the door's own environment"
+_ALWAYS = ((b"cross-origin-resource-policy", b"same-origin"),)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who is let in: with a `token` whoever has it; else everybody, by an address if the port `is_local`."""
+
+    token: str | None = field(default=None, repr=False)
+    is_local: bool = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anybody on the network may look."""
+        return self.token is None and not self.is_local
+
+
+def access_of(environment: Mapping[str, str], host: str) -> Access:
+    """How a port on `host` is guarded by the environment. Raises ValueError for a token that cannot be one."""
+    return Access(admin_token(environment), is_loopback(host))
+
+
+def open_port(host: str) -> str:
+    """What to say where `Access.is_open`."""
+    return (
+        f"the admin port on {host} shows everybody who reaches it what tenants ask and how the pool stands; "
+        f"{HOW_TO_SET}, or serve it on 127.0.0.1"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class AdminGuard:
+    """Around the admin pages: answers 401 or 403 itself, and lets the rest pass."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+        token = access.token
+        # Not the token itself: a cookie shows in a browser's tools, and goes to every port of this host.
+        self._cookie = (
+            None if token is None else hmac.new(token.encode(), b"sidecar admin cookie", "sha256").hexdigest()
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one ASGI scope."""
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *_ALWAYS]}
+            await send(message)
+
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        answer = self._answer(request)
+        await (self._app if answer is None else answer)(scope, receive, sent)
+
+    def _answer(self, request: Request) -> Response | None:
+        """None where the pages are to be shown."""
+        headers = request.headers
+        if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
+            return _refused(403, "cross_site", "a page of another site asked for this; open the admin port itself")
+        if self._access.token is None:
+            return None if not self._access.is_local or _names_this_machine(headers.get("host")) else _other_name()
+        if self._has_token(headers.get("authorization", "")) or self._has_cookie(request):
+            return None
+        if request.url.path == "/" and "token" in request.query_params:
+            return self._welcome(request)
+        return _unauthorized(_WRONG_TOKEN if "authorization" in headers else _NEEDS_TOKEN)
+
+    def _has_token(self, authorization: str) -> bool:
+        scheme, _, token = authorization.partition(" ")
+        return scheme.lower() == "bearer" and self._is_token(token.strip())
+
+    def _is_token(self, given: str) -> bool:
+        assert self._access.token is not None
+        return hmac.compare_digest(given.encode("utf-8", "replace"), self._access.token.encode())
+
+    def _has_cookie(self, request: Request) -> bool:
+        assert self._cookie is not None
+        given = request.cookies.get(_cookie_name(request), "")
+        return hmac.compare_digest(given.encode("utf-8", "replace"), self._cookie.encode())
+
+    def _welcome(self, request: Request) -> Response:
+        """The token of the address becomes a cookie, and leaves the address."""
+        if not self._is_token(request.query_params["token"]):
+            return _unauthorized(_WRONG_TOKEN)
+        assert self._cookie is not None
+        headers = {"cache-control": "no-store", "referrer-policy": "no-referrer"}
+        answer = RedirectResponse("./", 303, headers)
+        is_secure = request.url.scheme == "https"
+        answer.set_cookie(_cookie_name(request), self._cookie, httponly=True, samesite="strict", secure=is_secure)
+        return answer
+
+
+def _cookie_name(request: Request) -> str:
+    # Cookies know no ports: two doors on one machine must not log each other out.
+    return f"sidecar-admin-{(request.scope.get('server') or ('', 0))[1]}"
+
+
+def _names_this_machine(host: str | None) -> bool:
+    """Whether a `Host` is an address or localhost. A name would have to be looked up, by whoever made it point here."""
+    if host is None:  # HTTP/1.0; every browser sends one
+        return True
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() and not host.endswith("]") else host
+    with suppress(ValueError):
+        ipaddress.ip_address(name.strip("[]"))
+        return True
+    return name.lower() == "localhost" or name.lower().endswith(".localhost")
+
+
+def _other_name() -> Response:
+    return _refused(
+        403,
+        "unknown_host",
+        "this port is served on loopback: ask for 127.0.0.1 or localhost. A proxy that must use another name needs "
+        f"{TOKEN_VARIABLE} to be set",
+    )
+
+
+def _unauthorized(message: str) -> Response:
+    return _refused(401, "admin_token_required", message, {"www-authenticate": "Bearer"})
+
+
+def _refused(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse(
+        {"error": {"code": code, "message": message}}, status, {"cache-control": "no-store", **(headers or {})}
+    )

@@ -1,0 +1,67 @@
+"""A running door's admin port, for the commands that read its pages."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import urllib.error
+import urllib.request
+from http import HTTPStatus
+from http.client import HTTPException
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from sidecar.secrets import HOW_TO_SET, token_header
+
+ADMIN = "http://127.0.0.1:9464"
+PATIENCE_S = 3.0
+_MOST_BYTES = 16 * 2**20
+
+Document = TypeVar("Document")
+
+
+class CannotSee(Exception):
+    """The admin port does not answer as one; the message is one line."""
+
+
+def page_of(admin: str, path: str, document: type[Document]) -> Document:
+    """Asks the admin port for one of its JSON documents. Raises CannotSee."""
+    # No proxy: it would be asked for an address of this machine, or of this network.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(_request(admin, path), timeout=PATIENCE_S) as answer:
+            body = answer.read(_MOST_BYTES)
+        return msgspec.json.decode(body, type=document)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == HTTPStatus.UNAUTHORIZED:
+            raise CannotSee(f"{admin} needs its admin token; {HOW_TO_SET}") from None
+        raise CannotSee(
+            f"{admin} answers, but has no {path} ({error.code}): is it the admin port? `sidecar serve` prints it"
+        ) from None
+    except msgspec.MsgspecError as error:
+        raise CannotSee(f"{admin}{path} is not what this version of sidecar reads: {error}") from None
+    except (OSError, HTTPException, ValueError) as error:  # URLError and timeouts are OSErrors
+        reason = getattr(error, "reason", None) or repr(error)
+        raise CannotSee(f"no answer from {admin}: {reason}; `sidecar serve` prints its admin port") from None
+
+
+def _request(admin: str, path: str) -> urllib.request.Request:
+    """Raises CannotSee where the environment's token is none."""
+    request = urllib.request.Request(f"{admin}{path}")
+    try:
+        for name, value in token_header(os.environ).items():
+            request.add_unredirected_header(name, value)  # it is for this server alone
+    except ValueError as mistake:
+        raise CannotSee(str(mistake)) from None
+    return request
+
+
+def admin_url(text: str) -> str:
+    """An argument's value: the address. Raises ArgumentTypeError for what is none."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise argparse.ArgumentTypeError(f"{text!r} is no address of an admin port; write one like {ADMIN}")
+    return text.rstrip("/")

@@ -1,0 +1,241 @@
+"""The overview drawn for a terminal: lines of text, as wide as it is, in colors where it has any.
+
+Only text comes out: whatever is in a name or a message that a terminal would take for a command is shown as `?`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import localtime, strftime
+from typing import NamedTuple
+
+from sidecar.cluster.document import Overview, RefusalView, ReplicaView, TenantView, TierView
+from sidecar.cluster.phrases import STARVES_FROM_S, count, duration, preempted
+
+NARROWEST = 40
+_LABEL, _BAR_LEAST, _BAR_MOST = 9, 20, 60
+_NAME_MOST, _SPARK, _OVERTAKEN_LEAST = 16, 20, 24
+_STEPS = " ▁▂▃▄▅▆▇█"
+_COLORS = ("34", "33", "32", "36", "35", "37")
+_BOLD, _DIM, _RED, _GREEN = "1", "2", "31", "32"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How wide it is, whether in colors, and whether its characters go beyond ASCII."""
+
+    width: int
+    colors: bool = False
+    unicode: bool = True
+
+    def paint(self, text: str, *codes: str) -> str:
+        """Text in a color, where there are any."""
+        return f"\x1b[{';'.join(codes)}m{text}\x1b[0m" if self.colors and text else text
+
+    def cut(self, text: str, width: int) -> str:
+        """Text that is safe to show and exactly so wide."""
+        safe = printable(text)
+        if len(safe) > width:
+            safe = safe[: max(0, width - 1)] + ("…" if self.unicode else ".")
+        return safe.ljust(width)
+
+
+def printable(text: str) -> str:
+    """Text without anything that a terminal obeys."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def draw(overview: Overview, look: Look) -> list[str]:
+    """All lines, the most important first: whoever has few lines to show cuts the end off."""
+    look = Look(max(NARROWEST, look.width), look.colors, look.unicode)
+    return [
+        *_head(overview, look),
+        "",
+        *_pool(overview, look),
+        "",
+        *_tiers(overview, look),
+        "",
+        *_tenants(overview.tenants, look),
+        *_replicas(overview.replicas, overview.generation, look),
+        *_refusals(overview.refusals, look),
+    ]
+
+
+def _head(overview: Overview, look: Look) -> list[str]:
+    where = "one process" if overview.store is None else f"store {overview.store['state']}"
+    facts = f"{overview.pool}  {overview.engine}  policy {overview.generation}  {where}"
+    clock = strftime("%H:%M:%S", localtime(overview.at_s))
+    first = look.cut(f"admission  {facts}", look.width - len(clock) - 1) + f" {clock}"
+    color = _RED if overview.starving else _GREEN
+    lines = [look.paint(first, _DIM)]
+    lines += [look.paint(line, _BOLD, color) for line in wrapped(overview.headline, look.width)]
+    return lines + [
+        look.paint(line, "33") for notice in overview.notices for line in wrapped(f"! {notice}", look.width)
+    ]
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Text in lines of at most that width, broken between words where it can be."""
+    lines = [""]
+    for word in printable(text).split():
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".lstrip()
+    return [line[start : start + width] for line in lines for start in range(0, max(1, len(line)), width)]
+
+
+def _pool(overview: Overview, look: Look) -> list[str]:
+    return [
+        line
+        for name in ("tokens", "requests")
+        if (whole := getattr(overview.capacity, name)) is not None
+        for line in _bar(overview, look, name, whole)
+    ]
+
+
+def _bar(overview: Overview, look: Look, name: str, whole: int) -> list[str]:
+    """One character for each equal part of the pool: the tier's first letter, or a dot where it is free."""
+    held = getattr(overview.held, name)
+    said = f"{count(held)} of {count(whole)}, {count(getattr(overview.free, name))} free"
+    fits = look.width >= _LABEL + _BAR_LEAST + 1 + len(said)
+    width = min(_BAR_MOST, look.width - _LABEL - (1 + len(said) if fits else 0))
+    scale = width / max(whole, held, 1)
+    drawn, ends = "", 0.0
+    for tier in overview.tiers:
+        starts, ends = ends, ends + getattr(tier.held, name)
+        cells = round(ends * scale) - round(starts * scale)
+        drawn += look.paint(printable(tier.tier)[:1] * cells, _COLORS[tier.level % len(_COLORS)], "7")
+    free = look.paint(("·" if look.unicode else ".") * (width - round(ends * scale)), _DIM)
+    bar = f"{name:<{_LABEL}}{drawn}{free}"
+    return [f"{bar} {said}"] if fits else [bar, " " * _LABEL + said]
+
+
+def _tiers(overview: Overview, look: Look) -> list[str]:
+    columns = _Columns.fitting(overview, look)
+    title = look.cut("TIER", columns.name)
+    title += f"  {'HOLDS':>12}" if columns.holds else ""
+    title += f"  {'QUEUED':>6}  {'OLDEST':>9}  {'STARVED':>9}"
+    title += f"  {'WAITS, 5 MIN':<{_SPARK}}" if columns.spark else ""
+    title += "  OVERTAKEN, 5 MIN" if columns.overtaken else ""
+    lines = [look.paint(title, _DIM)]
+    for tier in overview.tiers:
+        lines += _tier(tier, columns, look)
+    return lines
+
+
+class _Columns(NamedTuple):
+    """How wide the name and the last column are, 0 for one that has no room; which of the others are shown."""
+
+    name: int
+    holds: bool
+    spark: bool
+    overtaken: int
+
+    @classmethod
+    def fitting(cls, overview: Overview, look: Look) -> _Columns:
+        """As many as fit into the width, the most important first."""
+        left = look.width - 30  # queued, oldest, starved
+        name = min(left, _NAME_MOST, max(len(printable(tier.tier)) for tier in overview.tiers) + 1)
+        name = max(4, name)
+        holds = left >= name + 14
+        left -= name + (14 if holds else 0)
+        spark = holds and look.unicode and left >= _SPARK + 2
+        left -= _SPARK + 2 if spark else 0
+        return cls(name, holds, spark, left - 2 if left - 2 >= _OVERTAKEN_LEAST else 0)
+
+
+def _tier(tier: TierView, columns: _Columns, look: Look) -> list[str]:
+    line = look.paint(look.cut(tier.tier, columns.name), _COLORS[tier.level % len(_COLORS)], _BOLD)
+    line += f"  {count(tier.held.tokens or 0)} / {count(tier.held.requests or 0)}".rjust(14) if columns.holds else ""
+    line += f"  {count(tier.queued.requests or 0):>6}  {_oldest(tier, look)}"
+    line += f"  {spark(tier, look)}" if columns.spark else ""
+    by, gave_way = overtaken(tier), preempted(tier)
+    more = [f"    {part}" for part in wrapped(gave_way, look.width - 4) if part]
+    if columns.overtaken:
+        return [f"{line}  {look.cut(by, columns.overtaken).rstrip()}", *more]
+    return [line, *(f"    {part}" for part in wrapped(f"overtaken by {by}", look.width - 4) if by != "-"), *more]
+
+
+def _oldest(tier: TierView, look: Look) -> str:
+    if tier.oldest is None:
+        return f"{'-':>9}  {'-':>9}"
+    starves = tier.oldest.starvation_s >= STARVES_FROM_S
+    starved = f"{duration(tier.oldest.starvation_s) if starves else '-':>9}"
+    return f"{duration(tier.oldest.wait_s):>9}  {look.paint(starved, _RED, _BOLD) if starves else starved}"
+
+
+def spark(tier: TierView, look: Look) -> str:
+    """The longest wait of every quarter of a minute; in red where most of it was starvation."""
+    size = len(tier.recent) // _SPARK or 1
+    parts = [tier.recent[start : start + size] for start in range(0, len(tier.recent), size)][-_SPARK:]
+    waits = [max((bucket.wait_max_s for bucket in part), default=0.0) for part in parts]
+    starved = [max((bucket.starvation_max_s for bucket in part), default=0.0) for part in parts]
+    most = max(waits, default=0.0)
+    drawn = ""
+    for wait_s, starved_s in zip(waits, starved, strict=True):
+        step = _STEPS[0 if most == 0 or wait_s == 0 else max(1, round(8 * wait_s / most))]
+        drawn += look.paint(step, _RED) if starved_s > wait_s / 2 else step
+    return drawn + " " * (_SPARK - len(parts))
+
+
+def overtaken(tier: TierView) -> str:
+    """Who overtook a tier in the last five minutes, how often, by which rule."""
+    said = [
+        f"{by} {count(counted.requests)}x ({', '.join(printable(rule).replace('_', ' ') for rule in counted.rules)})"
+        for by, counted in tier.overtaken_by.items()
+    ]
+    return ", ".join(said) or "-"
+
+
+def _tenants(tenants: Sequence[TenantView], look: Look) -> list[str]:
+    if not tenants:
+        return []
+    width = look.width - 32
+    lines = [look.paint(f"{'TENANT':<{width}}  {'TOKENS':>8}  {'RUNNING':>8}  {'WAITING':>8}", _DIM)]
+    lines += [
+        f"{look.cut(one.tenant, width)}  {count(one.tokens_held):>8}  {count(one.leases):>8}  {count(one.waiting):>8}"
+        for one in tenants
+    ]
+    return [*lines, ""]
+
+
+def _replicas(replicas: Sequence[ReplicaView], generation: str, look: Look) -> list[str]:
+    width = look.width - 32
+    lines = [look.paint(f"{'REPLICA':<{width}}  {'SEEN':>8}  {'RUNNING':>8}  {'WAITING':>8}", _DIM)]
+    lines += [
+        f"{look.cut(_name(one, generation), width)}  {_seen(one):>8}  {count(one.leases):>8}  {count(one.waiting):>8}"
+        for one in replicas
+    ]
+    return [*lines, ""]
+
+
+def _name(replica: ReplicaView, generation: str) -> str:
+    name = f"{replica.host} {replica.replica[:8]}"
+    return name if replica.generation in ("", generation) else f"{name} policy {replica.generation}"
+
+
+def _seen(replica: ReplicaView) -> str:
+    return "now" if replica.seen_s_ago < 0.1 else f"{replica.seen_s_ago:.0f} s ago"
+
+
+def _refusals(refusals: Sequence[RefusalView], look: Look) -> list[str]:
+    if not refusals:
+        return []
+    groups: dict[tuple[str | None, ...], list[RefusalView]] = {}
+    for one in refusals:  # a flood of the same is one line, of its newest request
+        groups.setdefault((one.tier, one.tenant, one.code, one.message, one.replica), []).append(one)
+    lines = [look.paint("LAST REFUSALS", _DIM)]
+    for same in groups.values():
+        lines += _refusal(same[0], len(same), look)
+    return lines
+
+
+def _refusal(newest: RefusalView, times: int, look: Look) -> list[str]:
+    clock = strftime("%H:%M:%S", localtime(newest.at_s))
+    waited = f" after {duration(newest.waited_s)}" if newest.waited_s else ""
+    who = "not known" if newest.tier is None else f"{newest.tier}, {newest.tenant}"
+    often = f" ({times}x)" if times > 1 else ""
+    gave_way = f", preempted {newest.preempted}x" if newest.preempted else ""
+    said = look.cut(f"{clock}  {who}  {newest.code}{often}{waited}{gave_way}: {newest.message}", look.width).rstrip()
+    return [said, look.paint(look.cut(f"          {newest.request_id}", look.width).rstrip(), _DIM)]

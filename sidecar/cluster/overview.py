@@ -1,0 +1,208 @@
+"""The whole pool as one document, made from this process's own figures and what the other replicas told of theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sidecar.cluster import merge
+from sidecar.cluster.document import Amount, Overview, Promised, TierView
+from sidecar.cluster.dry_run import ObservedReport, observed_report
+from sidecar.cluster.generations import Generations
+from sidecar.cluster.merge import ReceivedReport
+from sidecar.cluster.phrases import headline, said_of, starving
+from sidecar.cluster.report import ReplicaReport, Sources, Unreadable, own_report, pack, unpack
+from sidecar.policy.model import Policy
+from sidecar.pools import NotShared, Shared
+
+SHARE_EVERY_S = 2.0
+RETRY_S = 0.5
+"""While the store is not there: its return, and the very start, are noticed sooner."""
+FORGET_AFTER_S = 10.0
+"""A replica that was not heard of for so long is dead to the pool, too."""
+FRESH_S = 0.5
+"""Within this everybody who asks gets the same document: what viewers cost does not grow with them."""
+
+_log = logging.getLogger("sidecar.live")
+
+
+class PoolOverview:
+    """What the pages of the admin port show. Use it from one event loop; it costs nothing per request.
+
+    `open` begins to look at who waits, and to tell the other replicas, every two seconds; `close` ends it. Without them
+    it still answers, for this process alone. `generations` is told which policies the others run; `now_s` is the
+    calendar's clock.
+    """
+
+    def __init__(
+        self, sources: Sources, now_s: Callable[[], float] = time.time, generations: Generations | None = None
+    ) -> None:
+        self._sources = sources
+        self._generations = Generations() if generations is None else generations
+        self._now_s = now_s
+        self._news = asyncio.Event()
+        self._host = socket.gethostname()
+        self._others: Mapping[str, Shared] = {}
+        self._others_at_s = 0.0
+        self._trouble: str | None = None
+        self._made: Overview | None = None
+        self._sharing: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Begins. The server's start calls it."""
+        if self._sharing is None:
+            self._news = asyncio.Event()
+            self._sharing = asyncio.get_running_loop().create_task(self._keep_sharing(), name="sidecar live")
+
+    async def close(self) -> None:
+        """Ends. The server's end calls it, before the pool's."""
+        sharing, self._sharing = self._sharing, None
+        if sharing is not None:
+            sharing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await sharing
+
+    def tell(self) -> None:
+        """There is news: the others are told at once."""
+        self._news.set()
+
+    def notices(self) -> list[str]:
+        """What whoever is on call should know of the other replicas."""
+        return self._generations.notices(self._sources.policy().generation, self._now_s())
+
+    def generations(self) -> Mapping[str, Sequence[str]]:
+        """The replicas of a shared pool by the generation of their policy; empty for a pool of one process."""
+        state: Mapping[str, Any] = self._sources.pool.state()
+        if "store" not in state:
+            return {}
+        return self._generations.running(state["store"]["replica"], self._sources.policy().generation)
+
+    def overview(self) -> Overview:
+        """The pool as it stands, at most half a second old."""
+        at_s = self._now_s()
+        if self._made is None or not 0 <= at_s - self._made.at_s < FRESH_S:
+            self._made = self._overview(at_s)
+        return self._made
+
+    def observed(self) -> ObservedReport:
+        """What enforcing would have done to the requests of all replicas, as far as they are heard of."""
+        at_s = self._now_s()
+        report = self._own(self._sources.pool.state(), at_s)
+        others, _ = self._heard(at_s, but=report.replica)
+        return observed_report(self._sources.policy(), [ReceivedReport(report, 0.0), *others], at_s)
+
+    def _overview(self, at_s: float) -> Overview:
+        state: Mapping[str, Any] = self._sources.pool.state()
+        report = self._own(state, at_s)
+        others, unreadable = self._heard(at_s, but=report.replica)
+        all_heard = [ReceivedReport(report, 0.0), *others]
+        policy = self._sources.policy()
+        tiers = [_tier(policy, tier, all_heard, at_s) for tier in state["tiers"]]
+        capacity = Amount(**state["capacity"])
+        held = Amount(*(sum(tier["held"][name] for tier in state["tiers"]) for name in ("tokens", "requests")))
+        return Overview(
+            replica=report.replica,
+            pool=policy.pool,
+            engine=policy.engine.value,
+            generation=policy.generation,
+            at_s=round(at_s, 3),
+            mode="shared" if "store" in state else "local",
+            starving=starving(tiers),
+            headline=said_of(policy.mode, headline(tiers)),
+            capacity=capacity,
+            held=held,
+            free=_free(capacity, held),
+            tiers=tiers,
+            tenants=merge.tenants(all_heard),
+            refusals=merge.refusals(all_heard),
+            replicas=merge.replicas(all_heard),
+            store=dict(state["store"]) if "store" in state else None,
+            notices=[*self._sources.notices(), *([self._trouble] if self._trouble else []), *unreadable],
+        )
+
+    def _own(self, state: Mapping[str, Any], at_s: float) -> ReplicaReport:
+        replica = state["store"]["replica"] if "store" in state else str(os.getpid())
+        return own_report(self._sources, state, replica, self._host, at_s)
+
+    def _heard(self, at_s: float, but: str) -> tuple[list[ReceivedReport], list[str]]:
+        """The other replicas' reports, and what is to be said of those that cannot be read."""
+        found, unreadable = [], []
+        for replica, shared in self._others.items():
+            age_s = shared.age_s + max(0.0, at_s - self._others_at_s)
+            if replica == but or age_s > FORGET_AFTER_S:
+                continue
+            try:
+                found.append(merge.heard(unpack(shared.report), age_s, at_s))
+            except Unreadable:
+                unreadable.append(f"replica {replica} is not shown: its version of the sidecar is another")
+        return found, unreadable
+
+    async def _keep_sharing(self) -> None:
+        while True:
+            try:
+                is_heard = await self._share()
+            except Exception:
+                is_heard = False
+                self._report_defect()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait(), SHARE_EVERY_S if is_heard else RETRY_S)
+
+    async def _share(self) -> bool:
+        """Tells the others, and hears them. False where the store is not there."""
+        self._news.clear()
+        report = self._own(self._sources.pool.state(), self._now_s())
+        try:
+            others = await self._sources.pool.share(pack(report))
+        except NotShared as reason:
+            self._trouble = f"only this replica's requests are shown: {reason}"
+            self._hear(report.replica)
+            return False
+        self._others, self._others_at_s, self._trouble = others, self._now_s(), None
+        self._hear(report.replica)
+        return True
+
+    def _hear(self, own: str) -> None:
+        """Notes what the others run, those that are still there."""
+        at_s = self._now_s()
+        others, _ = self._heard(at_s, but=own)
+        self._generations.hear([one.report for one in others], self._sources.policy().generation, at_s)
+
+    def _report_defect(self) -> None:
+        """Logs the exception being handled, once for as long as it lasts."""
+        said = "the other replicas are not shown: a defect, see the log"
+        if self._trouble != said:
+            _log.exception("a defect in the sidecar; the other replicas' figures are not shown")
+        self._trouble = said
+
+
+def _tier(policy: Policy, state: Mapping[str, Any], all_heard: list[ReceivedReport], at_s: float) -> TierView:
+    name: str = state["tier"]
+    level = policy.level_of(name)
+    assert level is not None
+    slo = policy.tiers[level].slo
+    return TierView(
+        tier=name,
+        level=level,
+        held=Amount(**state["held"]),
+        reserve=Amount(**state["reserve"]),
+        limit=Amount(**state["limit"]),
+        queued=Amount(**state["queued"]),
+        borrowed_tokens=state.get("borrowed", 0),
+        lent_tokens=state.get("lent", 0),
+        oldest=merge.oldest(name, all_heard),
+        slo=Promised(slo.ttft_s, slo.queue_wait_s, slo.starvation_s),
+        recent=merge.recent(name, all_heard, at_s),
+        overtaken_by=merge.overtaken_by(name, all_heard),
+    )
+
+
+def _free(capacity: Amount, held: Amount) -> Amount:
+    """What is left; a pool that shrank may hold more than it has."""
+    pairs = ((capacity.tokens, held.tokens), (capacity.requests, held.requests))
+    return Amount(*(None if most is None else max(0, most - (taken or 0)) for most, taken in pairs))

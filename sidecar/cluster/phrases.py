@@ -1,0 +1,111 @@
+"""Figures as people read them, and the one sentence that says who starves, and who overtook it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sidecar.cluster.document import TierView
+from sidecar.policy.model import Mode
+from sidecar.telemetry.recent import Overtakings
+
+STARVES_FROM_S = 0.05
+"""Whoever was overtaken for less is not said to starve: that is the time of a decision or two."""
+
+
+def duration(seconds: float) -> str:
+    """A time, with as many figures as matter."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} m {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} m"
+
+
+def count(number: int) -> str:
+    """A number of tokens or requests, in at most four figures."""
+    for size, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= size * 10 or (number >= size and letter != "k"):
+            return f"{number / size:.{1 if number < 100 * size else 0}f}".removesuffix(".0") + letter
+    return f"{number:,}"
+
+
+def times(number: int) -> str:
+    """How often."""
+    return {1: "once", 2: "twice"}.get(number, f"{number:,} times")
+
+
+def preempted(tier: TierView) -> str:
+    """How often a tier's requests were preempted in the last five minutes, and what that cost; empty where none was."""
+    number = sum(bucket.preempted for bucket in tier.recent)
+    lost_s = sum(bucket.engine_lost_s for bucket in tier.recent)
+    return f"preempted {times(number)}, {duration(lost_s)} at the engine lost" if number else ""
+
+
+def starving(tiers: Sequence[TierView]) -> str | None:
+    """The tier whose oldest request starves most, None where none does."""
+    most = max(tiers, key=_starvation_s, default=None)
+    return most.tier if most is not None and _starvation_s(most) >= STARVES_FROM_S else None
+
+
+def headline(tiers: Sequence[TierView]) -> str:
+    """Who starves most now and who overtook it; else who waits longest; else that nobody waits."""
+    most = starving(tiers)
+    if most is not None:
+        return _starves(next(tier for tier in tiers if tier.tier == most))
+    longest = max(tiers, key=_wait_s, default=None)
+    if longest is not None and longest.oldest is not None:
+        return f"Nobody starves. {longest.tier} waits longest: {duration(_wait_s(longest))}."
+    return f"Nobody waits.{_starved_before(tiers)}"
+
+
+def said_of(mode: Mode, sentence: str) -> str:
+    """The sentence as it is to be read in that mode: where nobody is held, it is about those who would be."""
+    return f"Nobody is held (mode: observe). If they were: {sentence}" if mode is Mode.OBSERVE else sentence
+
+
+def _starves(tier: TierView) -> str:
+    waits, starved = duration(_wait_s(tier)), duration(_starvation_s(tier))
+    reason = overtaker(tier.overtaken_by, tier.tier)
+    return f"{tier.tier} starves: its oldest request has waited {waits} and starved {starved}. {reason}".rstrip()
+
+
+def overtaker(overtaken_by: Mapping[str, Overtakings], tier: str) -> str:
+    """Who overtook a tier most often in the last five minutes and why, as a sentence; empty where nobody did."""
+    if not overtaken_by:
+        return ""
+    by, counted = max(overtaken_by.items(), key=lambda pair: pair[1].requests)
+    rule = max(counted.rules.items(), key=lambda pair: pair[1])[0]
+    return f"{by} overtook it {times(counted.requests)} in 5 minutes, {_because(rule, by, tier)}."
+
+
+def _because(rule: str, by: str, tier: str) -> str:
+    return {
+        "always_first": f"because {by} always goes first",
+        "reserve": f"because {by} held less than its reserve",
+        "reserve_turn": f"because {by} held less than its reserve, and it was its turn",
+        "level": f"because {by} is more important",
+        "limit": f"because {tier} was at its limit",
+        "passed_over": f"because {tier} asked for more than the reserves of the others leave",
+    }.get(rule, f"by the rule {rule}")
+
+
+def _starved_before(tiers: Sequence[TierView]) -> str:
+    longest = {tier.tier: max((bucket.starvation_max_s for bucket in tier.recent), default=0.0) for tier in tiers}
+    if not longest or max(longest.values()) < STARVES_FROM_S:
+        return ""
+    most = max(longest, key=lambda name: longest[name])
+    reason = next(overtaker(tier.overtaken_by, tier.tier) for tier in tiers if tier.tier == most)
+    return f" In the last 5 minutes {most} starved for up to {duration(longest[most])}. {reason}".rstrip()
+
+
+def _wait_s(tier: TierView) -> float:
+    return 0.0 if tier.oldest is None else tier.oldest.wait_s
+
+
+def _starvation_s(tier: TierView) -> float:
+    return 0.0 if tier.oldest is None else tier.oldest.starvation_s

@@ -1,0 +1,134 @@
+"""What one replica tells the others of itself, for the page of any of them. Small, and bounded by construction."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from sidecar.cluster.document import OldestWaiter, RefusalView, TenantView
+from sidecar.policy.model import Policy
+from sidecar.pools import Grant, Pool
+from sidecar.telemetry.holdings import Holding
+from sidecar.telemetry.journal import Record
+from sidecar.telemetry.recent import Bucket, Overtakings, Recent
+from sidecar.telemetry.tallies import Standing
+
+MOST_TENANTS, MOST_REFUSALS, MOST_MESSAGE = 20, 20, 400
+_MOST_BYTES = 2**20
+"""Unpacked. A report of 5 tiers under load is 40 KiB so, and 3 to 5 KiB as it travels."""
+
+
+class TierReport(msgspec.Struct, frozen=True):
+    """One tier in this process. Buckets in which nothing happened are left out."""
+
+    tier: str
+    oldest: OldestWaiter | None
+    recent: list[Bucket]
+    overtaken_by: dict[str, Overtakings]
+
+
+class ReplicaReport(msgspec.Struct, frozen=True):
+    """One process. `at_s` is its own calendar's; `generation` is its policy's, empty where it does not say.
+
+    `observed` is None where nothing has been observed.
+    """
+
+    replica: str
+    host: str
+    at_s: float
+    leases: int
+    waiting: int
+    tiers: list[TierReport]
+    tenants: list[TenantView]
+    refusals: list[RefusalView]
+    generation: str = ""
+    observed: Standing | None = None
+
+
+class Unreadable(Exception):
+    """A report of another version of this program, or none at all."""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(ReplicaReport).decode
+
+
+def pack(report: ReplicaReport) -> bytes:
+    """A report as it travels."""
+    return zlib.compress(_encode(report), 1)
+
+
+def unpack(packed: bytes) -> ReplicaReport:
+    """The report. Raises Unreadable."""
+    try:
+        return _decode(zlib.decompressobj().decompress(packed, _MOST_BYTES))
+    except (zlib.error, msgspec.MsgspecError) as error:
+        raise Unreadable(str(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where the overview gets its figures. All are called in the event loop, at most a few times a second.
+
+    `policy` is the one in force. `tenants` are those that hold or wait for something in this process; `refusals` the
+    last requests that were refused, at most so many, newest first; `notices` what whoever is on call should know;
+    `observed` what enforcing would have done, of at most so many tenants.
+    """
+
+    policy: Callable[[], Policy]
+    pool: Pool
+    recent: Recent
+    tenants: Callable[[], Mapping[str, Holding]]
+    refusals: Callable[[int], Sequence[Record]]
+    notices: Callable[[], Sequence[str]]
+    observed: Callable[[int], Standing | None] = lambda _: None
+
+
+def own_report(sources: Sources, state: Mapping[str, Any], replica: str, host: str, at_s: float) -> ReplicaReport:
+    """What this process has to say at `at_s`; `state` is its pool's. Notes in `recent` how long the oldest waits."""
+    own = state["store"]["own"] if "store" in state else state
+    tiers = [
+        _tier(sources.recent, tier.name, grant, replica, at_s)
+        for tier, grant in zip(sources.policy().tiers, sources.pool.oldest(), strict=True)
+    ]
+    tenants = [TenantView(name, *holding) for name, holding in sources.tenants().items()]
+    tenants.sort(key=lambda one: (-one.tokens_held, -one.waiting, one.tenant))
+    refusals = [_refusal(record, replica) for record in sources.refusals(MOST_REFUSALS)]
+    counts, generation = (own["leases"], own["waiting"]), sources.policy().generation
+    observed = sources.observed(MOST_TENANTS)
+    return ReplicaReport(replica, host, at_s, *counts, tiers, tenants[:MOST_TENANTS], refusals, generation, observed)
+
+
+def _tier(recent: Recent, name: str, grant: Grant | None, replica: str, at_s: float) -> TierReport:
+    oldest = None
+    if grant is not None:
+        waited_s, starved_s = grant.queue_wait_us / 1e6, grant.starvation_us / 1e6
+        oldest = OldestWaiter(waited_s, starved_s, dict(grant.served_ahead), replica)
+        recent.waits(name, at_s, waited_s, starved_s)
+    read = recent.read(name, at_s)
+    return TierReport(name, oldest, [bucket for bucket in read.buckets if _has_any(bucket)], read.overtaken_by)
+
+
+def _has_any(bucket: Bucket) -> bool:
+    return bool(bucket.admitted or bucket.refused or bucket.wait_max_s or bucket.ttft_max_s or bucket.preempted)
+
+
+def _refusal(record: Record, replica: str) -> RefusalView:
+    refused, classified = record.refused, record.classified
+    assert refused is not None
+    return RefusalView(
+        at_s=record.wall_s(refused.at_us),
+        tier=None if classified is None else classified.tier,
+        tenant=None if classified is None else classified.tenant,
+        code=refused.code,
+        status=refused.status,
+        message=refused.message[:MOST_MESSAGE],
+        request_id=record.request_id,
+        waited_s=refused.queue_wait_us / 1e6,
+        replica=replica,
+        preempted=len(record.lost),
+    )

@@ -1,0 +1,248 @@
+"""Makes a request's story out of what the journal keeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from sidecar.explain.document import (
+    AdmissionDetails,
+    AdmittedAhead,
+    AheadGroup,
+    Ending,
+    Explanation,
+    FirstByte,
+    Obstacle,
+    PreemptedAttempt,
+    Refusal,
+    RequestFacts,
+    UnknownAhead,
+    WaitDetails,
+)
+from sidecar.explain.phrases import aged_to, because, conclusion, rule_of
+from sidecar.telemetry.journal import JITTER_US, Journal, Record
+from sidecar.telemetry.preemption import engine_time_us
+
+MOST_TOLD = 64
+"""Of those ahead, how many are told one by one; the groups count them all."""
+
+OTHER_REPLICAS = "admitted by other replicas of the pool"
+NOT_KEPT = "admitted so long ago that they are not kept any more"
+ELSEWHERE = "admitted by other replicas of the pool, or so long ago that they are not kept any more"
+GONE = "admitted, and gone before they ran"
+
+
+@dataclass(frozen=True, slots=True)
+class ExplanationBuilder:
+    """Tells stories. `tiers` are the names of the policy in force, most important first; `is_shared` says that other
+    replicas admit out of the same pool.
+    """
+
+    journal: Journal
+    tiers: Callable[[], Sequence[str]]
+    pool: str
+    is_shared: bool
+
+    def tell(self, request_or_trace_id: str) -> Explanation | None:
+        """The newest request of this id, None where none is kept."""
+        found = self.journal.all_of(request_or_trace_id)
+        return self.story(found[0], others=len(found) - 1) if found else None
+
+    def story(self, record: Record, others: int = 0) -> Explanation:
+        """Everything that is known of it now."""
+        trace = record.trace
+        now_us = self.journal.now_us()
+        story = Explanation(
+            request_id=record.request_id,
+            conclusion="",
+            state=state_of(record),
+            pool=self.pool,
+            told_at_s=time.time(),
+            method=record.method,
+            path=record.path,
+            arrived_at_s=record.wall_s(record.at_us),
+            trace_id=None if trace is None else f"{trace.trace_id:032x}",
+            span_id=None if trace is None else f"{trace.span_id:016x}",
+            others=others,
+            asked=_asked(record),
+            in_the_way=_in_the_way(record),
+            wait=self._waited(record, now_us),
+            preempted=_gave_way(record, now_us),
+            admitted=self._let_in(record),
+            answered=None
+            if record.first_byte is None
+            else FirstByte(record.wall_s(record.first_byte.at_us), record.first_byte.status),
+            ended=_ended(record),
+            refused=_turned_away(record),
+        )
+        return msgspec.structs.replace(story, conclusion=conclusion(story))
+
+    def _let_in(self, record: Record) -> AdmissionDetails | None:
+        admitted, classified = record.admitted, record.classified
+        if admitted is None or classified is None:
+            return None
+        risen_to = aged_to(classified.tier, admitted.level, self.tiers())
+        return AdmissionDetails(record.wall_s(admitted.at_us), admitted.level, risen_to, admitted.engine_priority)
+
+    def _waited(self, record: Record, now_us: int) -> WaitDetails | None:
+        """None where it did not wait."""
+        told = record.waited
+        if record.classified is None or (record.queued is None if told is None else not told.queue_wait_us):
+            return None
+        counted = self.journal.ahead_of(record)
+        records = [each for each in counted if each.admitted is None or not record.ran_at(each.admitted.at_us)]
+        ahead = [self._ahead(each, record) for each in records]
+        if told is not None:
+            wait_us, starvation_us, overtaken_us = told.queue_wait_us, told.starvation_us, told.overtaken_at_us
+        else:
+            later = (each.waited for each in records if each.arrived_us > record.arrived_us)
+            overtaken_us = next((admitted.at_us for admitted in later if admitted is not None), None)
+            wait_us = now_us - record.arrived_us
+            starvation_us = 0 if overtaken_us is None else now_us - overtaken_us
+        return WaitDetails(
+            queue_wait_s=wait_us / 1e6,
+            starvation_s=starvation_us / 1e6,
+            overtaken_at_s=None if overtaken_us is None else record.wall_s(overtaken_us),
+            overtaken_by=_overtaken_by(records, ahead, overtaken_us),
+            groups=_groups(ahead),
+            unseen=self._unseen(record, counted),
+            first=ahead[:MOST_TOLD],
+        )
+
+    def _ahead(self, ahead: Record, record: Record) -> AdmittedAhead:
+        classified, admitted = ahead.classified, ahead.admitted
+        assert classified is not None
+        assert admitted is not None
+        rule = rule_of(ahead, record)
+        return AdmittedAhead(
+            request_id=ahead.request_id,
+            trace_id=None if ahead.trace is None else f"{ahead.trace.trace_id:032x}",
+            tier=classified.tier,
+            tenant=classified.tenant,
+            tokens=classified.tokens,
+            came_later=ahead.arrived_us > record.arrived_us,
+            rule=rule,
+            because=because(rule, ahead, record, self.tiers()),
+            arrived_at_s=ahead.wall_s(ahead.at_us),
+            admitted_at_s=ahead.wall_s(admitted.at_us),
+        )
+
+    def _unseen(self, record: Record, ahead: Sequence[Record]) -> list[UnknownAhead]:
+        """What the pool counted beyond what is kept here. While it still waits, the pool has not told."""
+        told = record.waited
+        if told is None:
+            return []
+        counted: dict[str, int] = {}
+        for known in (each.classified for each in ahead):
+            if known is not None:
+                counted[known.tier] = counted.get(known.tier, 0) + known.tokens
+        missing = {tier: tokens - counted.get(tier, 0) for tier, tokens in told.served_ahead.items()}
+        where = self._where(told.at_us - told.queue_wait_us)
+        return [UnknownAhead(tier, tokens, where) for tier, tokens in missing.items() if tokens > 0]
+
+    def _where(self, since_us: int) -> str:
+        dropped_us = self.journal.knows_since_us()
+        is_kept = dropped_us is None or since_us >= dropped_us
+        if self.is_shared:
+            return OTHER_REPLICAS if is_kept else ELSEWHERE
+        return GONE if is_kept else NOT_KEPT
+
+
+def state_of(record: Record) -> str:
+    """In a word, how far the request has come."""
+    if record.refused is not None:  # also where it was settled: it was preempted, and not admitted again
+        return "abandoned" if record.refused.status is None else "refused"
+    if record.settled is not None:
+        return record.settled.outcome.value
+    if record.admitted is not None:
+        return "running"
+    return "arriving" if record.queued is None else "waiting"
+
+
+def _overtaken_by(
+    records: Sequence[Record], ahead: Sequence[AdmittedAhead], overtaken_us: int | None
+) -> AdmittedAhead | None:
+    """The first that had come later, if it was here: at another replica, or too long ago, it may not have been."""
+    for record, told in zip(records, ahead, strict=True):
+        if told.came_later and record.admitted is not None and overtaken_us is not None:
+            return told if record.admitted.at_us <= overtaken_us + JITTER_US else None
+    return None
+
+
+def _groups(ahead: Sequence[AdmittedAhead]) -> list[AheadGroup]:
+    """Those that overtook first, and among them the larger first."""
+    counts: dict[tuple[str, bool, str, str], tuple[int, int]] = {}
+    for each in ahead:
+        key = (each.tier, each.came_later, each.rule, each.because)
+        requests, tokens = counts.get(key, (0, 0))
+        counts[key] = (requests + 1, tokens + each.tokens)
+    groups = [AheadGroup(*key, *count) for key, count in counts.items()]
+    return sorted(groups, key=lambda group: (not group.came_later, -group.requests))
+
+
+def _asked(record: Record) -> RequestFacts | None:
+    known = record.classified
+    if known is None:
+        return None
+    return RequestFacts(
+        tenant=known.tenant,
+        tier=known.tier,
+        source=known.source,
+        clamped_from=known.clamped_from,
+        downgraded_from=known.downgraded_from,
+        api=known.api,
+        model=known.model,
+        stream=known.stream,
+        tokens=known.tokens,
+        requests=known.requests,
+        max_output_tokens=known.max_output_tokens,
+    )
+
+
+def _gave_way(record: Record, now_us: int) -> list[PreemptedAttempt]:
+    end = record.waited
+    ends_us = [*(lost.admitted.at_us for lost in record.lost[1:]), now_us if end is None else end.at_us]
+    began_us = [record.arrived_us, *(lost.preempted.at_us for lost in record.lost)]
+    return [
+        PreemptedAttempt(
+            admitted_at_s=record.wall_s(lost.admitted.at_us),
+            preempted_at_s=record.wall_s(lost.preempted.at_us),
+            queue_wait_s=0.0 if lost.queued is None else (lost.admitted.at_us - since_us) / 1e6,
+            engine_s=engine_time_us(lost.preempted) / 1e6,
+            waited_again_s=(end_us - lost.preempted.at_us) / 1e6,
+        )
+        for lost, since_us, end_us in zip(record.lost, began_us, ends_us, strict=False)
+    ]
+
+
+def _in_the_way(record: Record) -> Obstacle | None:
+    """What made it wait when it came; what made it wait again is a preemption."""
+    queued = record.lost[0].queued if record.lost else record.queued
+    if queued is None:
+        return None
+    return Obstacle(record.wall_s(queued.at_us), queued.obstacle.value, queued.explanation)
+
+
+def _ended(record: Record) -> Ending | None:
+    settled = record.settled
+    if settled is None:
+        return None
+    return Ending(
+        settled_at_s=record.wall_s(settled.at_us),
+        outcome=settled.outcome.value,
+        status=settled.status,
+        tokens_used=settled.tokens_used,
+        input_tokens=settled.input_tokens,
+        output_tokens=settled.output_tokens,
+        error=settled.error,
+    )
+
+
+def _turned_away(record: Record) -> Refusal | None:
+    refused = record.refused
+    if refused is None:
+        return None
+    return Refusal(record.wall_s(refused.at_us), refused.status, refused.code, refused.message)

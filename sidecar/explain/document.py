@@ -1,0 +1,162 @@
+"""One request's story as a document: what `GET /requests/{id}` answers and `sidecar explain --request` prints.
+
+JSON names are the fields'. `*_at_s` are seconds since 1970, the other `*_s` are lengths of time.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class RequestFacts(msgspec.Struct, frozen=True):
+    """Who asks and for what: the tier granted, what decided it, and what the request holds until it is answered."""
+
+    tenant: str
+    tier: str
+    source: str
+    clamped_from: str | None
+    api: str
+    model: str | None
+    stream: bool
+    tokens: int
+    requests: int
+    max_output_tokens: int | None
+    downgraded_from: str | None = None
+
+
+class Obstacle(msgspec.Struct, frozen=True):
+    """Why it was not admitted as it came."""
+
+    found_at_s: float
+    obstacle: str
+    explanation: str
+
+
+class AdmittedAhead(msgspec.Struct, frozen=True):
+    """Another request that was admitted while this one waited. `came_later`: it overtook."""
+
+    request_id: str
+    trace_id: str | None
+    tier: str
+    tenant: str
+    tokens: int
+    came_later: bool
+    rule: str
+    because: str
+    arrived_at_s: float
+    admitted_at_s: float
+
+
+class AheadGroup(msgspec.Struct, frozen=True):
+    """All of them that have their tier and the reason in common."""
+
+    tier: str
+    came_later: bool
+    rule: str
+    because: str
+    requests: int
+    tokens: int
+
+
+class UnknownAhead(msgspec.Struct, frozen=True):
+    """Tokens of a tier that went ahead, too, by requests that this process does not know."""
+
+    tier: str
+    tokens: int
+    where: str
+
+
+class WaitDetails(msgspec.Struct, frozen=True):
+    """How the wait went, or how it has gone so far. `first` are the first of those ahead, `groups` counts them all.
+
+    `overtaken_at_s` is the first admission of a request that had come later, and `overtaken_by` that request, None
+    where it is not known here.
+    """
+
+    queue_wait_s: float
+    starvation_s: float
+    overtaken_at_s: float | None
+    overtaken_by: AdmittedAhead | None
+    groups: list[AheadGroup]
+    unseen: list[UnknownAhead]
+    first: list[AdmittedAhead]
+
+
+class AdmissionDetails(msgspec.Struct, frozen=True):
+    """It was admitted, at this aged level; `engine_priority` is what the engine was told, None where nothing was."""
+
+    admitted_at_s: float
+    level: int
+    aged_to: str | None
+    engine_priority: float | None
+
+
+class PreemptedAttempt(msgspec.Struct, frozen=True):
+    """It was admitted, and preempted before its first byte: `engine_s` of the engine's time are lost.
+
+    `queue_wait_s` is how long it had waited until then, since its arrival or the preemption before. `waited_again_s` is
+    how long it waited behind it, or has up to now.
+    """
+
+    admitted_at_s: float
+    preempted_at_s: float
+    queue_wait_s: float
+    engine_s: float
+    waited_again_s: float
+
+
+class FirstByte(msgspec.Struct, frozen=True):
+    """The first byte of the answer went out."""
+
+    first_byte_at_s: float
+    status: int
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """It gave back what it held."""
+
+    settled_at_s: float
+    outcome: str
+    status: int | None
+    tokens_used: int
+    input_tokens: int | None
+    output_tokens: int | None
+    error: str | None
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """It ended at the door. `status` is None where nobody was there to answer to."""
+
+    refused_at_s: float
+    status: int | None
+    code: str
+    message: str
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """Everything that is known of a request at `told_at_s`.
+
+    `state` is `arriving`, `waiting`, `running`, `refused`, `abandoned`, or how it ended: `completed`, `client_left`,
+    `failed`. `preempted` has every time that it had to begin anew; `admitted` is the last admission. `others` are more
+    requests of the same id. `conclusion` says it all in a sentence.
+    """
+
+    request_id: str
+    conclusion: str
+    state: str
+    pool: str
+    told_at_s: float
+    method: str
+    path: str
+    arrived_at_s: float
+    trace_id: str | None = None
+    span_id: str | None = None
+    others: int = 0
+    asked: RequestFacts | None = None
+    in_the_way: Obstacle | None = None
+    wait: WaitDetails | None = None
+    preempted: list[PreemptedAttempt] = []
+    admitted: AdmissionDetails | None = None
+    answered: FirstByte | None = None
+    ended: Ending | None = None
+    refused: Refusal | None = None

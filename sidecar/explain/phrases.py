@@ -1,0 +1,172 @@
+"""The sentence that says first what everything else only supports: how a request fared, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sidecar.events import Admitted, Classified, Outcome
+from sidecar.explain.document import AheadGroup, Ending, Explanation, Obstacle, PreemptedAttempt, Refusal, WaitDetails
+from sidecar.telemetry.failures import what_failed
+from sidecar.telemetry.journal import Record
+
+
+def conclusion(story: Explanation) -> str:
+    """How it fared up to now: what went wrong first, then the wait. Asks for everything but the conclusion."""
+    fared = _preempted(story) if story.preempted else _waited(story)
+    broken = failure(story)
+    return fared if broken is None else f"{broken}; {fared}"
+
+
+def _waited(story: Explanation) -> str:
+    wait = story.wait
+    if wait is None:
+        return _without_wait(story)
+    has = "has waited" if story.state == "waiting" else "waited"
+    so_far = " so far" if story.state == "waiting" else ""
+    starved = f", of which {seconds(wait.starvation_s)} starved" if wait.starvation_s else ""
+    sentence = f"{has} {seconds(wait.queue_wait_s)}{so_far}{starved}: {_reason(story.in_the_way, wait)}"
+    return sentence if story.refused is None else f"{sentence}; then {_turned_away(story.refused)}"
+
+
+def _without_wait(story: Explanation) -> str:
+    if story.refused is not None:
+        return f"{_turned_away(story.refused)}, without a wait"
+    if story.state == "arriving":
+        return "is being read" if story.asked is None else "is being taken in"
+    return "admitted at once, without a wait"
+
+
+def _preempted(story: Explanation) -> str:
+    """One that had to begin anew: attempt by attempt, then who went ahead in all that time."""
+    *before, last = story.preempted
+    is_waiting = story.state == "waiting"
+    parts = [_at_first(story.preempted[0])]
+    parts += [f"{_gave_way(each)}; waited again for {seconds(each.waited_again_s)}" for each in before]
+    again = "has waited again" if is_waiting else "waited again"
+    parts.append(f"{_gave_way(last)}; {again} for {seconds(last.waited_again_s)}{' so far' if is_waiting else ''}")
+    overtook = [] if story.wait is None else [group for group in story.wait.groups if group.came_later]
+    if overtook:
+        parts.append(_went_ahead(overtook))
+    if story.refused is not None:
+        parts.append(f"then {_turned_away(story.refused)}")
+    return "; ".join(parts)
+
+
+def _at_first(first: PreemptedAttempt) -> str:
+    return f"waited {seconds(first.queue_wait_s)}" if first.queue_wait_s else "admitted at once"
+
+
+def _gave_way(attempt: PreemptedAttempt) -> str:
+    return f"preempted after {seconds(attempt.engine_s)} at the engine: its room went to a more important request"
+
+
+def _turned_away(refused: Refusal) -> str:
+    if refused.status is None:
+        return refused.message
+    return f"refused with {refused.status} {refused.code}: {refused.message}"
+
+
+def _reason(in_the_way: Obstacle | None, wait: WaitDetails) -> str:
+    overtook = [group for group in wait.groups if group.came_later]
+    if overtook:
+        return _went_ahead(overtook)
+    if wait.starvation_s:
+        unseen = " and ".join(f"{each.tokens:,} tokens of tier {each.tier}" for each in wait.unseen)
+        return f"{unseen or 'others'} went ahead, {wait.unseen[0].where}" if wait.unseen else "others went ahead"
+    came_first = sum(group.requests for group in wait.groups)
+    way = "there was no room" if in_the_way is None else in_the_way.explanation
+    if came_first:
+        return f"{way}; nobody overtook it, {counted(came_first, 'request')} that had come earlier went first"
+    return f"{way}; nobody went ahead of it"
+
+
+def _went_ahead(overtook: Sequence[AheadGroup]) -> str:
+    most = overtook[0]
+    of_tier = [group for group in overtook if group.tier == most.tier]
+    others = sum(group.requests for group in overtook if group.tier != most.tier)
+    requests = counted(sum(group.requests for group in of_tier), "request")
+    if len(of_tier) == 1:
+        reasons = f" because {most.because}"
+    else:
+        reasons = ": " + ", ".join(f"{group.requests:,} because {group.because}" for group in of_tier)
+    also = f"; so did {counted(others, 'request')} of other tiers" if others else ""
+    return f"{requests} of tier {most.tier} went ahead{reasons}{also}"
+
+
+def failure(story: Explanation) -> str | None:
+    """Half a sentence; None where nothing went wrong, or where it was the door that turned the request away."""
+    ended = story.ended
+    if ended is None or story.refused is not None:
+        return None
+    what = _what(ended)
+    if what is None or story.admitted is None:
+        return what
+    return f"{what}, {seconds(ended.settled_at_s - story.admitted.admitted_at_s)} after it was admitted"
+
+
+def _what(ended: Ending) -> str | None:
+    if ended.outcome == Outcome.CLIENT_LEFT:
+        return "the client hung up"
+    return what_failed(ended.outcome, ended.status, ended.error)
+
+
+TURN, FAIR_SHARE, BEHIND = "turn", "fair_share", "behind"
+"""What no event says: it had come earlier; the tenants of one tier take turns; others of its own tier stood before."""
+
+
+def rule_of(ahead: Record, waiter: Record) -> str:
+    """The rule by which `ahead` was admitted before `waiter`: one of the scheduler's, or one of the three here."""
+    classified, admitted, waiting = _tiers(ahead, waiter)
+    if ahead.arrived_us <= waiter.arrived_us:
+        return TURN
+    if classified.tier == waiting.tier:
+        return FAIR_SHARE
+    return admitted.passed.get(waiting.tier, BEHIND)
+
+
+def because(rule: str, ahead: Record, waiter: Record, tiers: Sequence[str]) -> str:
+    """The rule as half a sentence. `tiers` are the names of the policy's, most important first."""
+    classified, admitted, waiting = _tiers(ahead, waiter)
+    by, tier = classified.tier, waiting.tier
+    return {
+        TURN: f"{by} came earlier" if by != tier else "they came earlier",
+        FAIR_SHARE: f"the tenants of {tier} take turns by their share",
+        BEHIND: f"others of {tier} stood before it, and had come later than {by}",
+        "always_first": f"{by} always goes first",
+        "reserve": f"{by} held less than its reserve",
+        "reserve_turn": f"{by} held less than its reserve, and it was its turn",
+        "level": _rank(by, tier, admitted.level, tiers),
+        "limit": f"{tier} was at its limit",
+        "passed_over": f"{tier} asked for more than the reserves of the others leave",
+    }.get(rule, f"of the rule {rule}")
+
+
+def aged_to(tier: str, level: int, tiers: Sequence[str]) -> str | None:
+    """The tier with which a request of `tier` ranked by the time it had waited, None where that is its own."""
+    return tiers[max(level, 0)] if tier in tiers and level < tiers.index(tier) else None
+
+
+def _rank(by: str, tier: str, level: int, tiers: Sequence[str]) -> str:
+    risen_to = aged_to(by, level, tiers)
+    if tier in tiers and by in tiers and tiers.index(by) > tiers.index(tier) and risen_to is not None:
+        return f"{by} had waited so long that it ranked with {risen_to}"
+    return f"{by} is more important"
+
+
+def _tiers(ahead: Record, waiter: Record) -> tuple[Classified, Admitted, Classified]:
+    assert ahead.classified is not None
+    assert ahead.admitted is not None
+    assert waiter.classified is not None
+    return ahead.classified, ahead.admitted, waiter.classified
+
+
+def seconds(length_s: float) -> str:
+    """A length of time with as many figures as matter."""
+    if length_s < 0.0995:
+        return f"{length_s * 1000:.3g} ms"
+    return f"{length_s:.2f} s" if length_s < 9.995 else f"{length_s:.1f} s" if length_s < 99.95 else f"{length_s:.0f} s"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun in the singular or the plural."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -1,0 +1,269 @@
+"""From a path to a `Policy`, or to every mistake in its files at once."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path as FilePath
+from types import MappingProxyType
+from typing import TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from sidecar.policy.fields import ANONYMOUS, Context, infer_api
+from sidecar.policy.model import Api, Endpoint, Limits, Policy, Promises, Tenant, Tier
+from sidecar.policy.problems import Path, Place, PolicyError, Problem, printable
+from sidecar.policy.rules import EngineCapacity, PoolRules, Shares, pool_rules
+from sidecar.policy.schema import EndpointBody, FileModel, LimitsBody, PoolFile, Slo, TenantFile, TierBody
+from sidecar.policy.source import Document, read
+from sidecar.policy.validate import entries, pool_problems, sentence, tenant_problems
+
+POOL_FILE = "policy.yaml"
+M = TypeVar("M", bound=FileModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A policy and the files it came from."""
+
+    policy: Policy
+    pool: Document
+    tenants: dict[str, Document]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Every file that was read, the pool's first."""
+        return (self.pool.file, *(document.file for document in self.tenants.values()))
+
+    def place(self, path: Path) -> Place | None:
+        """Where a value stands: a path in the pool's file, or `("tenants", NAME, ...)` for one in a tenant's."""
+        if len(path) > 1 and path[0] == "tenants":
+            document = self.tenants.get(str(path[1]))
+            return document.place(path[2:]) if document else None
+        return self.pool.place(path)
+
+
+def load(path: str | FilePath) -> Policy:
+    """The policy at `path`, a file or a folder with policy.yaml in it. Raises PolicyError with every mistake."""
+    return load_files(path).policy
+
+
+def load_files(path: str | FilePath) -> Loaded:
+    """As `load`, and keeps what it read: for who wants to say where something stands."""
+    file = FilePath(path)
+    file = file / POOL_FILE if file.is_dir() else file
+    document = read(file)
+    if document.data is None:
+        raise PolicyError(document.problems)
+    around = Context(tuple(entries(document.data, "tiers")), file.parent)
+    tenants, missing = _tenant_documents(document, file.parent)
+    pool, problems = _validated(PoolFile, document, around)
+    problems += [*pool_problems(document), *missing]
+    bodies: list[TenantFile] = []
+    for tenant in tenants:
+        body, wrong = _validated(TenantFile, tenant, around)
+        problems += wrong
+        bodies += [body] if body else []
+    problems += tenant_problems(tenants)
+    if problems or pool is None:
+        raise PolicyError(_in_order(problems, [document, *tenants]))
+    policy = resolve(pool, bodies, _digest([document, *tenants]))
+    by_name = {body.tenant: tenant for body, tenant in zip(bodies, tenants, strict=True)}
+    return Loaded(policy, document, by_name)
+
+
+def _tenant_documents(pool: Document, folder: FilePath) -> tuple[list[Document], list[Problem]]:
+    """The files that the pool's `tenants` pattern names, sorted by name; a pattern that names none is a mistake."""
+    pattern = (pool.data or {}).get("tenants")
+    if not isinstance(pattern, str) or not pattern.strip() or not pattern.isprintable():
+        return [], []  # absent, or reported by the pool's own validation
+    files = tenant_files(pattern, folder)
+    if not files:
+        message = f"no file matches {printable(pattern)}; write a pattern such as tenants/*.yaml, or remove this line"
+        return [], [pool.problem(("tenants",), message)]
+    return [read(FilePath(name)) for name in files], []
+
+
+def tenant_files(pattern: str, folder: FilePath) -> list[str]:
+    """The files that a pool's `tenants` pattern names, sorted. `folder` is the one that the pool's file is in."""
+    whole = pattern if FilePath(pattern).is_absolute() else str(FilePath(glob.escape(str(folder))) / pattern)
+    return sorted(name for name in glob.glob(whole, recursive=True) if FilePath(name).is_file())
+
+
+def _validated(model: type[M], document: Document, around: Context) -> tuple[M | None, list[Problem]]:
+    problems = list(document.problems)
+    if document.data is None:
+        return None, problems
+    try:
+        return model.model_validate(document.data, context=around), problems
+    except ValidationError as refused:
+        return None, problems + [_problem(model, document, error) for error in refused.errors(include_url=False)]
+
+
+def _problem(model: type[FileModel], document: Document, error: ErrorDetails) -> Problem:
+    path, message = sentence(model, error)
+    return document.problem(path, message)
+
+
+def _in_order(problems: Iterable[Problem], documents: list[Document]) -> list[Problem]:
+    """By file, then by line; what was found twice, once."""
+    order = {document.file: index for index, document in enumerate(documents)}
+
+    def where(problem: Problem) -> tuple[int, int]:
+        return (order[problem.place.file], problem.place.line) if problem.place else (0, 0)
+
+    return sorted(dict.fromkeys(problems), key=where)
+
+
+def _digest(documents: list[Document]) -> str:
+    """Changes when any file's own name or content does; the folder's place does not count, so replicas agree."""
+    whole = hashlib.sha256()
+    for document in documents:
+        for part in (os.fsencode(FilePath(document.file).name), document.content):
+            whole.update(len(part).to_bytes(8, "big") + part)
+    return whole.hexdigest()[:12]
+
+
+def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> Policy:
+    """The policy of files that were found to be without mistakes; `generation` says which version of them it is."""
+    levels = {name: level for level, name in enumerate(pool.tiers)}
+    by_key = [(body.keys, _tenant(body, levels)) for body in tenants]
+    thresholds = pool.engine_levels or {}
+    return Policy(
+        rules=_rules(pool, levels),
+        shares=_shares(pool),
+        engine_capacity=_engine_capacity(pool),
+        tiers=tuple(_tier(name, levels[name], body) for name, body in pool.tiers.items()),
+        endpoints=MappingProxyType({path: _endpoint(path, body, levels) for path, body in pool.endpoints.items()}),
+        tenants=MappingProxyType({key: tenant for keys, tenant in by_key for key in keys}),
+        anonymous=_anonymous(pool, levels),
+        default_level=levels[str(pool.default_tier)],
+        sources=tuple(pool.sources),
+        engine=pool.engine,
+        carrier=pool.forward_priority,
+        engine_levels=tuple((thresholds[name], level) for name, level in levels.items() if name in thresholds),
+        tier_header=pool.tier_header.encode("ascii"),
+        max_body_bytes=pool.max_body,
+        body_timeout_s=float(pool.body_timeout),
+        disconnect_grace_s=float(pool.disconnect_grace),
+        tokenizer=pool.tokenizer,
+        generation=generation,
+        store=pool.store,
+        pool=pool.pool,
+        on_store_loss=pool.on_store_loss,
+        mode=pool.mode,
+        keep_alive_s=_seconds(pool.keep_alive),
+        forward_key=pool.forward_key,
+        abort_latency_s=_seconds(pool.abort_latency),
+        unguarded=pool.unguarded,
+        background=pool.background,
+        max_choices=pool.max_choices,
+        unsized=pool.unsized,
+    )
+
+
+def _rules(pool: PoolFile, levels: dict[str, int]) -> PoolRules:
+    return pool_rules(
+        tokens=pool.capacity.tokens,
+        requests=pool.capacity.requests,
+        tiers=_shares(pool),
+        promote_after_us=round(pool.aging.promote_after * 1_000_000) if pool.aging else None,
+        ceiling=levels[pool.aging.ceiling] if pool.aging else 0,
+        max_preemptions=pool.max_preemptions,
+    )
+
+
+def _shares(pool: PoolFile) -> tuple[Shares, ...]:
+    return tuple(
+        Shares(
+            name=name,
+            reserve=body.reserve,
+            lend=body.lend,
+            limit=body.limit,
+            always_first=body.always_first,
+            preemptible=body.preemptible,
+            preempt_after_us=_microseconds(body.preempt_after),
+        )
+        for name, body in pool.tiers.items()
+    )
+
+
+def _engine_capacity(pool: PoolFile) -> EngineCapacity | None:
+    capacity = pool.capacity
+    if capacity.told_by is None:
+        return None
+    return EngineCapacity(capacity.fraction, capacity.waiting, capacity.tokens, capacity.requests)
+
+
+def _tier(name: str, level: int, body: TierBody) -> Tier:
+    return Tier(
+        name=name,
+        level=level,
+        default_output_tokens=body.default_output_tokens,
+        max_waiting=body.queue.max_requests if body.queue else None,
+        max_wait_s=_seconds(body.queue.max_wait) if body.queue else None,
+        max_request_tokens=body.max_request_tokens,
+        slo=_promises(body.slo) if body.slo else Promises(),
+    )
+
+
+def _promises(slo: Slo) -> Promises:
+    return Promises(_seconds(slo.ttft), _seconds(slo.queue_wait), _seconds(slo.starvation))
+
+
+def _seconds(duration: Fraction | None) -> float | None:
+    return None if duration is None else float(duration)
+
+
+def _microseconds(duration: Fraction | None) -> int | None:
+    return None if duration is None else round(duration * 1_000_000)
+
+
+def _endpoint(path: str, body: EndpointBody, levels: dict[str, int]) -> Endpoint:
+    api = body.api or infer_api(body.forward_to or path)
+    assert isinstance(api, Api)  # crosschecks refuses a path that does not tell
+    return Endpoint(path, api, None if body.tier is None else levels[body.tier], body.forward_to)
+
+
+def _tenant(body: TenantFile, levels: dict[str, int]) -> Tenant:
+    return Tenant(
+        name=body.tenant,
+        level=levels[body.tier],
+        max_level=levels[body.max_tier or body.tier],
+        weight=body.weight,
+        limits=_limits(body.limits),
+        downgrade_level=levels[body.over_limit] if body.over_limit else None,
+    )
+
+
+def _limits(body: LimitsBody | None) -> Limits:
+    if body is None:
+        return Limits()
+    return Limits(
+        requests_per_minute=body.requests_per_minute,
+        tokens_per_minute=body.tokens_per_minute,
+        concurrent_requests=body.concurrent_requests,
+        max_output_tokens=body.max_output_tokens,
+        burst_us=round(body.burst * 1_000_000),
+    )
+
+
+def _anonymous(pool: PoolFile, levels: dict[str, int]) -> Tenant | None:
+    if pool.anonymous is None:
+        return None
+    level = levels[pool.anonymous]
+    return Tenant(ANONYMOUS, level=level, max_level=level)
+
+
+def shipped_policies() -> FilePath:
+    """The folder with `policy.yaml` and `tenants/`. Raises FileNotFoundError where a packager left it out."""
+    package = FilePath(__file__).resolve().parent.parent
+    for folder in (package / "policies", package.parent / "policies"):
+        if (folder / "policy.yaml").is_file():
+            return folder
+    raise FileNotFoundError("the example policies are missing from this installation; pass a policy of your own")

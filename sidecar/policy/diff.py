@@ -1,0 +1,221 @@
+"""What one policy says otherwise than another, in an operator's words: for the log, when the one replaces the other.
+
+Every field of a policy is compared. Those that an operator knows by another name or in another unit are describe_changes so; a key
+of a tenant is never describe_changes, only how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from enum import Enum
+from fractions import Fraction
+from typing import Any
+
+from sidecar.policy.model import Endpoint, Limits, Policy, Promises, Tenant
+from sidecar.policy.rules import UNLIMITED, EngineCapacity, PoolRules
+
+MOST_TOLD = 20
+"""So many differences are describe_changes one by one: a roll-out of a thousand tenants is one line of a log all the same."""
+
+_KEYS = {
+    "default_level": "default_tier",
+    "carrier": "forward_priority",
+    "max_waiting": "queue max_requests",
+    "max_wait_s": "queue max_wait",
+    "downgrade_level": "over_limit",
+    "level": "tier",
+    "max_level": "max_tier",
+    "max_body_bytes": "max_body",
+}
+"""Fields that have another name in the file; of all others, the unit behind the name is left out."""
+_UNITS = ("_us", "_s")
+_LEVELS = frozenset({"default_level", "level", "max_level", "downgrade_level"})
+
+
+def differences(before: Policy, after: Policy) -> list[str]:
+    """One phrase for each, the pool's before its tiers', its tiers' before its tenants'."""
+    return list(_Telling(before, after).describe_changes())
+
+
+def describe_changes(before: Policy, after: Policy) -> str:
+    """The same in one line, of bounded length."""
+    found = differences(before, after)
+    if not found:
+        return "nothing that counts is different"
+    more = len(found) - MOST_TOLD
+    return "; ".join([*found[:MOST_TOLD], *([f"and {more} more differences"] if more > 0 else [])])
+
+
+class _Telling:
+    """Two policies beside each other."""
+
+    def __init__(self, before: Policy, after: Policy) -> None:
+        self._before, self._after = before, after
+
+    def describe_changes(self) -> Iterator[str]:
+        """Everything, by what it is about."""
+        before, after = self._before, self._after
+        yield from self._capacity(before.engine_capacity, after.engine_capacity)
+        yield from self._rules(before.rules, after.rules)
+        about = {"rules", "engine_capacity", "shares", "tiers", "endpoints", "tenants", "generation"}
+        yield from self._record("", before, after, but=about)
+        for pair in zip(before.shares, after.shares, strict=False):
+            yield from self._record(f"tier {pair[0].name} ", *pair)
+        for tiers in zip(before.tiers, after.tiers, strict=False):
+            yield from self._record(f"tier {tiers[0].name} ", *tiers, but={"level"})
+        yield from self._endpoints(before.endpoints, after.endpoints)
+        yield from self._tenants(_by_name(before.tenants), _by_name(after.tenants))
+
+    def _capacity(self, before: EngineCapacity | None, after: EngineCapacity | None) -> Iterator[str]:
+        if before is not None and after is not None:
+            yield from self._record("capacity ", before, after)
+
+    def _rules(self, before: PoolRules, after: PoolRules) -> Iterator[str]:
+        if self._after.engine_capacity is None:  # else the policy's own bounds were just describe_changes
+            for name in ("tokens", "requests"):
+                yield from _changed(f"capacity {name}", *(_bounded(getattr(rules, name)) for rules in (before, after)))
+        yield from _changed("aging", *(self._aging(rules) for rules in (before, after)))
+        yield from _changed("max_preemptions", str(before.max_preemptions), str(after.max_preemptions))
+
+    def _aging(self, rules: PoolRules) -> str:
+        if rules.promote_after_us is None:
+            return "none"
+        return f"{_seconds(rules.promote_after_us / 1e6)} up to {self._before.tiers[rules.ceiling].name}"
+
+    def _record(self, about: str, before: Any, after: Any, but: set[str] | None = None) -> Iterator[str]:
+        """Every field of two records of one type, but those in `but`."""
+        for field in fields(before):
+            name = field.name
+            old, new = getattr(before, name), getattr(after, name)
+            if old == new or (but and name in but):
+                continue
+            if isinstance(old, Promises | Limits):
+                yield from self._record(f"{about}{_key(name)} ", old, new)
+            else:
+                yield from _changed(f"{about}{_key(name)}", self._value(name, old), self._value(name, new))
+
+    def _value(self, name: str, value: Any) -> str:
+        if value is not None and name in _LEVELS:
+            return str(self._after.tiers[value].name)
+        if name == "anonymous":
+            return "deny" if value is None else str(self._after.tiers[value.level].name)
+        if name == "downgrade_level":
+            return "reject"
+        if name == "engine_levels":
+            return _value(name, tuple(f"{self._after.tiers[level].name} {least:g}" for least, level in value))
+        return _value(name, value)
+
+    def _endpoints(self, before: Mapping[str, Endpoint], after: Mapping[str, Endpoint]) -> Iterator[str]:
+        for path in _names(before, after):
+            if path not in after:
+                yield f"endpoint {path} removed"
+            elif path not in before:
+                yield f"endpoint {path} added"
+            else:
+                yield from self._record(f"endpoint {path} ", before[path], after[path])
+
+    def _tenants(self, before: _Tenants, after: _Tenants) -> Iterator[str]:
+        for name in _names(before, after):
+            if name not in after:
+                yield f"tenant {name} removed ({_keys(len(before[name][1]))})"
+            elif name not in before:
+                yield f"tenant {name} added ({_keys(len(after[name][1]))})"
+            else:
+                yield from self._record(f"tenant {name} ", before[name][0], after[name][0])
+                yield from _changed_keys(name, before[name][1], after[name][1])
+
+
+_Tenants = Mapping[str, tuple[Tenant, frozenset[str]]]
+
+
+def _by_name(tenants: Mapping[str, Tenant]) -> _Tenants:
+    digests: dict[str, set[str]] = {}
+    for digest, tenant in tenants.items():
+        digests.setdefault(tenant.name, set()).add(digest)
+    return {tenant.name: (tenant, frozenset(digests[tenant.name])) for tenant in tenants.values()}
+
+
+def _names(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+    return list(dict.fromkeys([*before, *after]))
+
+
+def _changed_keys(tenant: str, before: frozenset[str], after: frozenset[str]) -> Iterator[str]:
+    for count, what in ((len(before - after), "removed"), (len(after - before), "added")):
+        if count:
+            yield f"tenant {tenant}: {_keys(count)} {what}"
+
+
+def _keys(count: int) -> str:
+    return "1 key" if count == 1 else f"{count} keys"
+
+
+def _changed(about: str, before: str, after: str) -> Iterator[str]:
+    if before != after:
+        yield f"{about} {before} -> {after}"
+
+
+def _key(name: str) -> str:
+    """What a field is called in the file."""
+    known = _KEYS.get(name)
+    if known is not None:
+        return known
+    unit = next((unit for unit in _UNITS if name.endswith(unit)), "")
+    return name.removesuffix(unit)
+
+
+def _value(name: str, value: Any) -> str:
+    """A field's value as an operator would write it."""
+    if value is None:
+        return "none"
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Fraction):
+        return f"{float(100 * value):g}%"
+    if name.endswith("_us"):
+        return _seconds(value / 1e6)
+    if name.endswith("_s"):
+        return _seconds(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, bytes):
+        return value.decode("latin-1")
+    if isinstance(value, tuple):
+        return ", ".join(_value(name, one) for one in value) or "none"
+    return str(value)
+
+
+def _seconds(seconds: float) -> str:
+    for size_s, unit in ((3600, "h"), (60, "m")):
+        if seconds >= size_s and seconds % size_s == 0:
+            return f"{seconds / size_s:g}{unit}"
+    return f"{seconds:g}s" if seconds >= 1 or seconds == 0 else f"{seconds * 1000:g}ms"
+
+
+def _bounded(amount: int) -> str:
+    return "unbounded" if amount == UNLIMITED else f"{amount:,}"
+
+
+def needs_restart(running: Policy, changed: Policy) -> list[str]:
+    """The keys, as the operator writes them, in which `changed` cannot replace `running`; none where it can.
+
+    A running process has its engine's dialect, its pool and its store, and everything that waits or is held stands in a
+    tier by its level; who tells how large the pool is was decided when it was made.
+    """
+    keys = {
+        "engine": running.engine is not changed.engine,
+        "forward_priority": running.carrier is not changed.carrier,
+        "capacity.from": (running.engine_capacity is None) != (changed.engine_capacity is None),
+        "tiers (their names and order)": _tier_names(running) != _tier_names(changed),
+        "tokenizer": running.tokenizer != changed.tokenizer,
+        "store": running.store != changed.store,
+        "pool": running.pool != changed.pool,
+        "on_store_loss": running.on_store_loss is not changed.on_store_loss,
+    }
+    return [key for key, is_another in keys.items() if is_another]
+
+
+def _tier_names(policy: Policy) -> list[str]:
+    return [tier.name for tier in policy.tiers]

@@ -1,0 +1,312 @@
+"""Keeps a door to its policy's files: what was changed there replaces what runs, or is said to be of no use.
+
+Said in the log, in metrics and wherever somebody asks: what changed, what cannot be used and why, and what needs a
+restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from sidecar.policy.compile import POOL_FILE, Loaded, load_files, tenant_files
+from sidecar.policy.diff import describe_changes, needs_restart
+from sidecar.policy.model import Policy
+from sidecar.policy.problems import PolicyError
+from sidecar.policy.warnings import warnings
+
+LOOK_EVERY_S = 0.5
+"""With what it takes until the files are still, a key that was removed stops within a second."""
+LOOK_AGAIN_S = 0.1
+"""While the files are changing."""
+
+_log = logging.getLogger("sidecar.policy")
+
+
+class UsesPolicy(Protocol):
+    """What goes by a policy."""
+
+    @property
+    def policy(self) -> Policy:
+        """The one in force."""
+
+    def change_policy(self, policy: Policy) -> None:
+        """Goes by another. Raises, and nothing has changed, where it cannot."""
+
+
+class PolicyReloader:
+    """One per process. `rejections` counts the changes that could not be used.
+
+    The disk is read in a thread, so that one which hangs holds up nobody. `every_s` is for tests.
+    """
+
+    def __init__(self, files: PolicyFiles, governed: UsesPolicy, every_s: float = LOOK_EVERY_S) -> None:
+        self.rejections = 0
+        self._files = files
+        self._governed = governed
+        self._every_s = every_s
+        self._notice: str | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._asked = asyncio.Event()
+
+    async def start(self) -> None:
+        """Begins to look, in this event loop."""
+        self._asked = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._look_on(), name="sidecar policy files")
+
+    async def stop(self) -> None:
+        """Looks no more."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    def look_at_once(self) -> None:
+        """Somebody says that the files are as they should be. Call it in the event loop."""
+        _log.info("asked to read the policy's files", extra={"event": "policy_asked"})
+        self._asked.set()
+
+    def notices(self) -> Sequence[str]:
+        """What whoever is on call should know."""
+        return () if self._notice is None else (self._notice,)
+
+    async def _look_on(self) -> None:
+        is_asked = False
+        while True:
+            is_asked |= self._asked.is_set()  # until there is an answer: what is written just now is read again
+            self._asked.clear()
+            try:
+                look = await asyncio.to_thread(self._files.look, at_once=is_asked)
+                if look is not None:
+                    self._heed(look, is_asked=is_asked)
+                    is_asked = False
+            except Exception:
+                self._report_defect()
+            await self._pause()
+
+    async def _pause(self) -> None:
+        for_s = min(self._every_s, LOOK_AGAIN_S) if self._files.is_changing else self._every_s
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._asked.wait(), for_s)
+
+    def _report_defect(self) -> None:
+        """Logs the exception being handled, once for as long as it lasts."""
+        said = "the policy's files could not be looked at, or what they say not be used: a defect, see the log"
+        if self._notice != said:
+            _log.exception("a defect in the sidecar: %s", said, extra={"event": "defect"})
+        self._notice = said
+
+    def _heed(self, look: Look, *, is_asked: bool) -> None:
+        """Does what the files say, where that can be done."""
+        had_notice, self._notice = self._notice is not None, None
+        running = self._governed.policy
+        if look.loaded is None:
+            self._reject(look.problem or "")
+        elif look.generation == running.generation:
+            if had_notice or is_asked:
+                _log.info("the policy's files are those that the process runs by", extra={"event": "policy_current"})
+        elif keys := needs_restart(running, look.loaded.policy):
+            self._keep_out(keys, look.generation)
+        else:
+            self._replace(running, look.loaded.policy)
+            self._warn(running, look.loaded)
+
+    def _warn(self, running: Policy, loaded: Loaded) -> None:
+        """Of what was not so before."""
+        known = {(warning.path, warning.message) for warning in warnings(running)}
+        for warning in warnings(loaded.policy, loaded.place):
+            if (warning.path, warning.message) not in known:
+                _log.warning("%s", warning, extra={"event": "policy_warning"})
+
+    def _reject(self, problem: str) -> None:
+        self.rejections += 1
+        generation = self._governed.policy.generation
+        self._notice = f"the policy's files cannot be used, generation {generation} stays in force: {problem}"
+        _log.error("%s", self._notice, extra={"event": "policy_rejected"})
+
+    def _keep_out(self, keys: Sequence[str], generation: str | None) -> None:
+        """All of it: half of a policy is none that anybody has written."""
+        self.rejections += 1
+        self._notice = (
+            f"the policy's files have changed to generation {generation}, which needs a restart for {', '.join(keys)}: "
+            f"all of it is kept out, generation {self._governed.policy.generation} stays in force"
+        )
+        _log.warning("%s", self._notice, extra={"event": "policy_needs_restart"})
+
+    def _replace(self, running: Policy, policy: Policy) -> None:
+        try:
+            self._governed.change_policy(policy)
+        except Exception as defect:
+            _log.exception("a defect in the sidecar: a policy that is in order cannot be used")
+            self._reject(f"a defect in the sidecar, see the log: {type(defect).__name__}: {defect}")
+            return
+        generations = running.generation, policy.generation
+        line = "policy reloaded, generation %s -> %s: %s"
+        _log.warning(line, *generations, describe_changes(running, policy), extra={"event": "policy_reloaded"})
+
+
+STILL_S = 0.2
+"""A change that was not followed by another for so long is read: editors and copies write on within milliseconds."""
+STILL_BROKEN_S = 1.0
+"""So long a change that cannot be used may yet be half of one. What is in force stays in force meanwhile, anyhow."""
+
+_Signature = frozenset[tuple[str, int, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the files say: a policy, or in `problem` why they cannot be used."""
+
+    loaded: Loaded | None
+    problem: str | None
+
+    def says_as(self, other: Look | None) -> bool:
+        """Whether both say the same: the same contents, or the same mistake."""
+        return other is not None and (self.generation, self.problem) == (other.generation, other.problem)
+
+    @property
+    def generation(self) -> str | None:
+        """That of the files; None where they cannot be used."""
+        return None if self.loaded is None else self.loaded.policy.generation
+
+
+@dataclass(slots=True)
+class _Change:
+    """Files that are not as they were told, since when they stand so, and what they say where that was read."""
+
+    signature: _Signature
+    since_s: float
+    found: Look | None = None
+
+
+class PolicyFiles:
+    """Looked at now and then, by one thread at a time. `clock` is monotonic, in seconds."""
+
+    def __init__(self, path: str | Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path = Path(path)
+        self._clock = clock
+        self._pattern: str | None = None
+        self._told: _Signature | None = None
+        self._latest: Look | None = None
+        self._change: _Change | None = None
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether they are other files than those told of: a look soon will say more."""
+        return self._change is not None
+
+    def look(self, *, at_once: bool = False) -> Look | None:
+        """What the files say now; None where they say what they said, or are not still yet. Reads the disk.
+
+        `at_once` reads and tells them as they are, whatever was told: somebody says that they are ready.
+        """
+        signature = self._signature()
+        if at_once:
+            self._told = None
+        elif signature == self._told:
+            self._change = None
+            return None
+        change = self._change
+        if change is None or change.signature != signature:
+            change = self._change = _Change(signature, self._clock())
+        return self._look_at(change, at_once=at_once)
+
+    def _look_at(self, change: _Change, *, at_once: bool) -> Look | None:
+        still_s = self._clock() - change.since_s
+        if still_s < STILL_S and not at_once:
+            return None
+        found = change.found
+        if found is None:
+            found = self._read()
+            if self._signature() != change.signature:  # written meanwhile, or another pattern names other files
+                return None
+            change.found = found
+        if found.problem is not None and still_s < STILL_BROKEN_S and not at_once:
+            return None
+        # Twice within the resolution of a file's date are one: what was not still is looked at once more.
+        self._told = change.signature if still_s >= STILL_S else None
+        self._change = None
+        before, self._latest = self._latest, found
+        return None if found.says_as(before) and not at_once else found
+
+    def _read(self) -> Look:
+        try:
+            loaded = load_files(self.path)
+        except PolicyError as error:
+            return Look(None, str(error))
+        except (OSError, ValueError) as error:
+            return Look(None, f"{self.path}: {error}")
+        self._pattern = str((loaded.pool.data or {}).get("tenants") or "")
+        return Look(loaded, None)
+
+    def _signature(self) -> _Signature:
+        """Changes with any file, its content's date, and what a symbolic link leads to (a ConfigMap is swapped so)."""
+        try:
+            pool = self.path / POOL_FILE if self.path.is_dir() else self.path
+            names = [str(pool), *(tenant_files(self._pattern, pool.parent) if self._pattern else ())]
+        except OSError:  # a folder that may not be entered: reading says so
+            return frozenset()
+        return frozenset(found for name in names if (found := _stamp(name)) is not None)
+
+
+def _stamp(name: str) -> tuple[str, int, int, int] | None:
+    try:
+        status = os.stat(name)
+    except OSError:
+        return None
+    return name, status.st_mtime_ns, status.st_size, status.st_ino
+
+
+_HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)
+
+
+class ReloadSignal:
+    """Calls `called` in the running event loop at every SIGHUP, from `take` on and until `let_go`."""
+
+    def __init__(self, called: Callable[[], None]) -> None:
+        self._called = called
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def take(self) -> bool:
+        """Takes the signal, in this event loop, where it is free. False where it is not."""
+        if _HANGUP is None or not _is_free(_HANGUP):
+            return False
+        loop = asyncio.get_running_loop()
+        try:
+            loop.add_signal_handler(_HANGUP, self._called)
+        except (NotImplementedError, RuntimeError, ValueError):  # another kind of loop, or one that may not
+            return False
+        self._loop = loop
+        return True
+
+    def let_go(self) -> None:
+        """The signal does again what it did."""
+        loop, self._loop = self._loop, None
+        if loop is not None and _HANGUP is not None and not loop.is_closed():
+            loop.remove_signal_handler(_HANGUP)
+
+
+def _is_free(hangup: signal.Signals) -> bool:
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    return signal.getsignal(hangup) is signal.SIG_DFL and not _has_terminal()
+
+
+def _has_terminal() -> bool:
+    """Whether there is a terminal whose end this process is told by the same signal."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    os.close(terminal)
+    return True

@@ -1,0 +1,186 @@
+"""What must hold between values that stand apart: in one file, and between the files of the tenants.
+
+These look at the raw data and skip what cannot be read, so that they are made, and reported, even when another part of
+the same file is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from sidecar.policy import fields as of
+from sidecar.policy.keys import read_hash
+from sidecar.policy.problems import Path, Problem, quoted, suggestion
+from sidecar.policy.source import Document
+from sidecar.policy.units import Ambiguous, count, share
+
+Found = Iterator[tuple[Path, str]]
+N = TypeVar("N", int, Fraction)
+
+
+def entries(data: object, *names: str) -> dict[str, object]:
+    """The mapping at `names` inside `data`; empty where there is none."""
+    for name in names:
+        data = data.get(name) if isinstance(data, dict) else None
+    return data if isinstance(data, dict) else {}
+
+
+def pool_problems(document: Document) -> list[Problem]:
+    """The mistakes of a pool's file that only show when several of its values are seen together."""
+    tiers = entries(document.data, "tiers")
+    found = [
+        *_ladder(tiers),
+        *_empty_limits(tiers, entries(document.data, "capacity")),
+        *_endpoints(entries(document.data, "endpoints")),
+    ]
+    return [document.problem(path, message) for path, message in found]
+
+
+def _ladder(tiers: dict[str, object]) -> Found:
+    promised = sum((_reserve(body) for body in tiers.values()), start=Fraction(0))
+    if promised > 1:
+        yield ("tiers",), f"the reserves add up to {of.percent(promised)} of the pool; promise 100% at most"
+    for place, name in enumerate(tiers):
+        if place and entries(tiers, name).get("always_first") is True:
+            first = next(iter(tiers))
+            yield (
+                ("tiers", name, "always_first"),
+                f"only the first tier, {first}, may be always first; remove this line",
+            )
+
+
+def _empty_limits(tiers: dict[str, object], capacity: dict[str, object]) -> Found:
+    """Limits that are above 0% as they are written, and less than one token or one request of this pool."""
+    for name in tiers:
+        limit = _read(share, entries(tiers, name).get("limit"))
+        for kind in ("tokens", "requests"):
+            size = _read(count, capacity.get(kind))
+            if limit and size and limit * size < 1:
+                message = f"{of.percent(limit)} of {size} {kind} is less than one, and admits nothing, ever"
+                yield ("tiers", name, "limit"), f"{message}; write a larger share"
+
+
+def _reserve(body: object) -> Fraction:
+    return _read(share, entries({"body": body}, "body").get("reserve")) or Fraction(0)
+
+
+def _read(reader: Callable[[object], N], value: object) -> N | None:
+    """The value; None where it is absent, or wrong, which is reported where it stands."""
+    try:
+        return reader(value)
+    except ValueError:
+        return None
+
+
+def _endpoints(endpoints: dict[str, object]) -> Found:
+    for path in endpoints:
+        body = entries(endpoints, path)
+        forward_to = body.get("forward_to")
+        if "api" not in body and of.infer_api(forward_to if isinstance(forward_to, str) else path) is None:
+            known = ", ".join(api.value for api in of.STANDARD_APIS.values())
+            yield (
+                ("endpoints", path),
+                f"the path does not tell the shape of its requests; write api: with one of {known}",
+            )
+
+
+def tenant_problems(documents: Sequence[Document]) -> list[Problem]:
+    """Tenants of one name, and keys that two tenants, or two lines, share."""
+    problems: list[Problem] = []
+    names: dict[str, str] = {}
+    keys: dict[str, Problem] = {}
+    for document in documents:
+        name = (document.data or {}).get("tenant")
+        if isinstance(name, str) and names.setdefault(name, document.file) != document.file:
+            other = document.problem(("tenant",), "").place
+            problems.append(
+                Problem("tenant", f"{quoted(name)} is also the tenant of {names[name]}; write another name", other)
+            )
+        problems += _repeated_keys(document, keys)
+    return problems
+
+
+def _repeated_keys(document: Document, seen: dict[str, Problem]) -> Iterator[Problem]:
+    listed = (document.data or {}).get("keys")
+    for place, entry in enumerate(listed if isinstance(listed, list) else []):
+        try:
+            digest = read_hash(entry)
+        except ValueError:
+            continue
+        here = document.problem(("keys", place), "")
+        first = seen.setdefault(digest, here)
+        if first is not here:
+            message = f"this key is also at {first.place}; give every tenant keys of its own"
+            yield document.problem(("keys", place), message)
+
+
+_KEY = "[key]"  # what pydantic puts at the end of the path when a mapping's key, not its value, is wrong
+
+
+def sentence(model: type[BaseModel], error: ErrorDetails) -> tuple[Path, str]:
+    """The path and the message, *what is wrong; what would be right*, of one error in validating `model`."""
+    path: Path = error["loc"]
+    if path and path[-1] == _KEY:
+        path = path[:-1]
+    return path, _message(model, path, error)
+
+
+def _message(model: type[BaseModel], path: Path, error: ErrorDetails) -> str:
+    kind = error["type"]
+    if kind in {"value_error", "assertion_error"}:
+        return str(error.get("ctx", {})["error"])
+    around = _model_at(model, path[:-1])
+    name = str(path[-1]) if path else ""
+    if kind == "extra_forbidden":
+        return f"no such key; {suggestion(name, list(_keys(around)), 'the keys here are')}"
+    if kind == "missing":
+        return f"missing; write {_example(around, name)}"
+    found = error.get("input")
+    what = "nothing" if found is None else "a list" if isinstance(found, list) else "a single value"
+    needed = _example(_model_at(model, path), "")
+    if isinstance(found, (dict, Ambiguous)):
+        return f"cannot be understood here; write {needed}"
+    return f"{what} where a mapping belongs; write {needed}"
+
+
+def _example(model: type[BaseModel], name: str) -> str:
+    """How the key `name` is written; without a name, or for one that has no example, the keys there are."""
+    field = _keys(model).get(name)
+    if field is None or not field.examples:
+        return "a mapping with " + ", ".join(_keys(model))
+    return f"{name}: {_flow(field.examples[0])}"
+
+
+def _keys(model: type[BaseModel]) -> Mapping[str, FieldInfo]:
+    """The keys of a mapping as an operator writes them."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def _flow(value: object) -> str:
+    """A value as an operator writes it on one line of YAML."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_flow(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    return f'"{value}"' if ":" in str(value) else str(value)
+
+
+def _model_at(model: type[BaseModel], path: Path) -> type[BaseModel]:
+    """The model that describes the mapping at `path`; the nearest around it where there is none."""
+    for part in path:
+        field = _keys(model).get(str(part))
+        model = (_nested(field.annotation) if field else None) or model
+    return model
+
+
+def _nested(annotation: Any) -> type[BaseModel] | None:
+    """The model inside an annotation such as `Aging | None` or `dict[str, Annotated[TierBody, ...]]`."""
+    if inner := get_args(annotation):  # asked first: on Python 3.10 `dict[...]` passes for a class
+        return next((found for part in inner if (found := _nested(part))), None)
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None

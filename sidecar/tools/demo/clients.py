@@ -1,0 +1,133 @@
+"""Who sends what, when: one fixed, seeded sequence of requests that every run replays.
+
+An open loop: nobody waits for an answer before sending. Every tier's requests come as a Poisson process of their own;
+critical, high and normal together fill the engine, and with low and batch it is asked for about a third more than it
+can do. All tiers arrive alike, so that at equal priority they wait alike.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from sidecar.tools import loadgen
+from sidecar.tools.loadgen import Planned, Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One kind of traffic. `header` is the tier that its client asks for, None where the key says it."""
+
+    tier: str
+    key: str
+    per_second: float
+    header: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request. `at_s` counts from the start of the run, sizes are in tokens."""
+
+    at_s: float
+    stream: Stream
+    prompt_tokens: int
+    output_tokens: int
+
+
+STREAMS = (
+    Stream("critical", "sk-demo-interactive", per_second=5, header="critical"),
+    Stream("high", "sk-demo-interactive", per_second=36),
+    Stream("normal", "sk-demo-standard", per_second=74),
+    Stream("low", "sk-demo-standard", per_second=10, header="low"),
+    Stream("batch", "sk-demo-research", per_second=24),
+)
+PROMPT_TOKENS = (40, 320)
+OUTPUT_TOKENS = (16, 48)
+
+
+def arrivals(duration_s: float, seed: int = 1) -> list[Arrival]:
+    """All requests of one run, in order of their times."""
+    rng = random.Random(seed)
+    found: list[Arrival] = []
+    for stream in STREAMS:
+        times: list[float] = []
+        at_s = rng.expovariate(stream.per_second)
+        while at_s < duration_s:
+            times.append(at_s)
+            at_s += rng.expovariate(stream.per_second)
+        found += [Arrival(at_s, stream, rng.randint(*PROMPT_TOKENS), rng.randint(*OUTPUT_TOKENS)) for at_s in times]
+    return sorted(found, key=lambda arrival: arrival.at_s)
+
+
+ANSWER_WITHIN_S = 60.0
+DOOR_SEED = 1
+"""Of the choice among several doors, so that every demo of the same arrivals spreads them alike."""
+PATH = "/v1/chat/completions"
+_TEXT = "the queue serves a token under load while every tenant waits for some work before lunch and then goes home "
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one client saw. `ttft_s` is None where no answer came; `request_id` is the engine's own.
+
+    `door` is the position of the server that was asked among the run's.
+    """
+
+    arrival: Arrival
+    ttft_s: float | None
+    door_wait_s: float
+    request_id: str | None
+    door: int = 0
+
+
+Asking = Callable[[Stream], tuple[Mapping[str, str], Mapping[str, object]]]
+"""A request's headers and additional body members: what the three runs differ in."""
+
+
+async def play(
+    ports: Sequence[int], arrivals: Sequence[Arrival], asking: Asking, report: Callable[[float, Progress], None]
+) -> list[Seen]:
+    """Sends all arrivals to servers on loopback, each to one by chance, and returns what came back, in the same order.
+
+    `report` is called about four times a second with the seconds since the start.
+    """
+    seen = await loadgen.play(
+        [f"http://127.0.0.1:{port}" for port in ports],
+        [_planned(arrival, asking) for arrival in arrivals],
+        timeout_s=ANSWER_WITHIN_S,
+        report=report,
+        pick=random.Random(DOOR_SEED),
+    )
+    return [_seen(arrival, one) for arrival, one in zip(arrivals, seen, strict=True)]
+
+
+def _planned(arrival: Arrival, asking: Asking) -> Planned:
+    headers, members = asking(arrival.stream)
+    body = {
+        "model": "emulated",
+        "messages": [{"role": "user", "content": _prompt(arrival.prompt_tokens)}],
+        "max_tokens": arrival.output_tokens,
+        "stream": True,
+        **members,
+    }
+    return Planned(arrival.at_s, PATH, headers, msgspec.json.encode(body))
+
+
+def _seen(arrival: Arrival, seen: loadgen.Seen) -> Seen:
+    """The engine's own id is what follows the API's prefix in that of the answer."""
+    return Seen(
+        arrival=arrival,
+        ttft_s=seen.ttft_s if seen.is_complete else None,
+        door_wait_s=float(seen.headers.get("x-admission-wait-ms", 0)) / 1000,
+        request_id=None if seen.request_id is None else seen.request_id.rpartition("-")[2],
+        door=seen.url_index,
+    )
+
+
+def _prompt(tokens: int) -> str:
+    """Text of about that many tokens, at the usual four bytes each."""
+    size = tokens * 4
+    return (_TEXT * (size // len(_TEXT) + 1))[:size]

@@ -1,0 +1,101 @@
+"""What a run's clients saw, joined with the engine's record: waits, starvation, shares and utilization by tier.
+
+The waiting of all three runs is measured the same way, at the door and in the engine together: from the arrival of a
+request to the moment the engine gave it a slot. The arrival is that at the engine, less the wait at the door; the way
+from a replica to the engine, milliseconds, is in the TTFT but in no wait. Starvation is the part of the waiting after
+a request that arrived later got a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sidecar.tools.demo.clients import Seen
+from sidecar.tools.emulator.generation import Served
+from sidecar.tools.loadgen import quantile, starvation_s
+
+QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
+FILLED_AFTER_S = 2.0
+"""Shares and utilization are those of the overload: from here on, when the engine is full, to the last arrival. A run
+of less than twice as long counts from its middle."""
+Distribution = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TierMeasurement:
+    """One tier in one run. `share` is its part of the tokens that got a slot during the overload."""
+
+    requests: int
+    share: float
+    ttft_s: Distribution
+    queue_wait_s: Distribution
+    starvation_s: Distribution
+
+
+@dataclass(frozen=True, slots=True)
+class RunMeasurement:
+    """One run. `utilization` is the part of the engine's slots that was in use during the overload.
+
+    `replicas` is how many sidecars stood before the engine, and `answered_by_replica` what each of them answered.
+    """
+
+    name: str
+    utilization: float
+    failed: int
+    tiers: Mapping[str, TierMeasurement]
+    replicas: int = 0
+    answered_by_replica: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    seen: Seen
+    arrived_s: float
+    admitted_s: float
+    end_s: float
+
+    @property
+    def tokens(self) -> int:
+        return self.seen.arrival.prompt_tokens + self.seen.arrival.output_tokens
+
+
+def measure(name: str, tiers: Sequence[str], seen: Sequence[Seen], log: Sequence[Served], slots: int) -> RunMeasurement:
+    """The figures of a run. `tiers` gives the order of the table, most important first."""
+    requests = _join(seen, log)
+    if not requests:
+        return RunMeasurement(name, 0.0, len(seen), {})
+    arrivals = sorted(request.arrived_s for request in requests)
+    began_s, ended_s = min(arrivals[0] + FILLED_AFTER_S, (arrivals[0] + arrivals[-1]) / 2), arrivals[-1]
+    busy_s = sum(max(0.0, min(r.end_s, ended_s) - max(r.admitted_s, began_s)) for r in requests)
+    starved_s = starvation_s([r.arrived_s for r in requests], [r.admitted_s for r in requests])
+    starvation = {id(request): seconds for request, seconds in zip(requests, starved_s, strict=True)}
+    in_time = [request for request in requests if began_s <= request.admitted_s <= ended_s]
+    all_tokens = sum(request.tokens for request in in_time) or 1
+    found: dict[str, TierMeasurement] = {}
+    for tier in tiers:
+        mine = [request for request in requests if request.seen.arrival.stream.tier == tier]
+        if mine:
+            found[tier] = TierMeasurement(
+                requests=len(mine),
+                share=sum(r.tokens for r in in_time if r.seen.arrival.stream.tier == tier) / all_tokens,
+                ttft_s=_distribution([r.seen.ttft_s or 0.0 for r in mine]),
+                queue_wait_s=_distribution([r.admitted_s - r.arrived_s for r in mine]),
+                starvation_s=_distribution([starvation[id(r)] for r in mine]),
+            )
+    utilization = busy_s / (slots * max(ended_s - began_s, 1e-9))
+    return RunMeasurement(name, utilization, len(seen) - len(requests), found)
+
+
+def _join(seen: Sequence[Seen], log: Sequence[Served]) -> list[_Request]:
+    served = {record.request_id: record for record in log}
+    joined: list[_Request] = []
+    for one in seen:
+        record = served.get(one.request_id or "")
+        if record is not None and record.admitted_s is not None and one.ttft_s is not None:
+            joined.append(_Request(one, record.arrival_s - one.door_wait_s, record.admitted_s, record.end_s))
+    return joined
+
+
+def _distribution(values: Sequence[float]) -> Distribution:
+    return {name: quantile(values, part) for name, part in QUANTILES.items()}

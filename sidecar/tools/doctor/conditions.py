@@ -1,0 +1,267 @@
+"""The four things that must be true before a priority acts, each with what was seen of it and what would mend it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from sidecar.tools.doctor import advice
+from sidecar.tools.doctor.burst import Burst, Queueing, seems_switched_off
+from sidecar.tools.doctor.judgment import Effect, Judgment
+from sidecar.tools.doctor.probe import Check, Probed
+from sidecar.tools.doctor.survey import Survey
+
+SEEN = (Effect.BY_PRIORITY, Effect.INVERTED)
+"""Effects that show that the field arrives and is used."""
+
+
+class State(str, Enum):
+    """What is known of a condition."""
+
+    WORKS = "works"
+    BROKEN = "broken"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One of the four. `fix` is what to change, None where nothing is broken or nobody knows."""
+
+    name: str
+    state: State
+    evidence: str
+    fix: str | None = None
+
+
+def conditions(survey: Survey, probed: Probed) -> Sequence[Condition]:
+    """All four, in the order in which a request meets them."""
+    return (
+        _field_path(survey, probed),
+        _scheduler(survey, probed),
+        _queueing(survey, probed),
+        _direction(survey, probed),
+    )
+
+
+def read_only(survey: Survey) -> Sequence[Condition]:
+    """What can be said of the four without a request."""
+    facts, name = survey.facts, survey.engine.value
+    schema = "its schema has the field" if facts.has_field else "no page tells"
+    field = Condition("field path", State.UNKNOWN, f"{schema}; whether it gets there takes a request")
+    if facts.has_field is False:
+        field = Condition(
+            "field path", State.BROKEN, "/openapi.json has no `priority` for chat", advice.refused(survey.engine)
+        )
+    scheduler = Condition("scheduler policy", State.UNKNOWN, f"no page of {name} tells; a burst would show it")
+    if facts.by_priority is not None:
+        scheduler = _said(survey)
+    direction = Condition("direction", State.UNKNOWN, "takes a burst to see")
+    if facts.is_inverted:
+        direction = Condition("direction", State.BROKEN, _inverted_by(survey), advice.inverted(survey.engine, facts))
+    waiting = survey.gauges.waiting
+    now = "no gauge to read" if waiting is None else f"{waiting} wait in the engine now"
+    return (field, scheduler, Condition("real queueing", State.UNKNOWN, now), direction)
+
+
+def _field_path(survey: Survey, probed: Probed) -> Condition:
+    name, first = "field path", probed.checks[0]
+    if first.refusal is not None:
+        return Condition(name, State.BROKEN, first.evidence, advice.refused(survey.engine))
+    if probed.is_door:
+        return _tiers(probed, first)
+    used = probed.mixed[-1].plan.way if probed.mixed else None
+    if probed.effect in SEEN:
+        assert used is not None
+        return Condition(name, State.WORKS, f"the {used.title} changes the order in which requests are served")
+    if probed.compared is not None and probed.compared.judgment.effect in SEEN:
+        other = probed.compared.plan.way
+        assert used is not None
+        assert other is not None
+        seen = f"the {other.title} changes the order, the same values as {used.title} do not"
+        return Condition(name, State.BROKEN, seen, advice.dropped(survey.engine, used, other, survey.facts))
+    if _makes_no_difference(survey, probed):
+        where = survey.facts.source("by_priority")
+        seen = (
+            f"{where} says that the queue goes by priority, yet the {first.way.title} makes no difference: it is lost"
+        )
+        return Condition(name, State.BROKEN, f"{seen} or replaced on its way", advice.unread(survey.engine, first.way))
+    if first.arrives is not None:
+        state = State.WORKS if first.arrives else State.BROKEN
+        mend = None if first.arrives else advice.unread(survey.engine, first.way)
+        return Condition(name, state, first.evidence, mend)
+    others = "".join(f"; {one.evidence}" for one in probed.checks[1:])
+    return Condition(name, State.UNKNOWN, first.evidence + others)
+
+
+def _shows_nothing(survey: Survey, probed: Probed) -> bool:
+    """Whether requests had to wait for the engine, and their order has nothing to do with their priorities."""
+    return probed.effect is Effect.NONE and probed.queueing(survey) in (Queueing.INSIDE, Queueing.BOUNDED)
+
+
+def _makes_no_difference(survey: Survey, probed: Probed) -> bool:
+    """The same, of an engine that says that it goes by priority."""
+    return bool(survey.facts.by_priority) and not probed.is_door and _shows_nothing(survey, probed)
+
+
+def _tiers(probed: Probed, first: Check) -> Condition:
+    """At one of our own sidecars: the tiers that it gave for the three asks."""
+    name = "field path"
+    if not probed.mixed:
+        return Condition(name, State.UNKNOWN, first.evidence)
+    given = probed.mixed[-1].tiers
+    shown = ", ".join("/".join(names) if names else "none" for names in given)
+    if len({name for names in given for name in names}) < len(given):
+        more = "give a key with --key whose tenant may ask for the best tier: a sidecar clamps what a key may not have"
+        return Condition(name, State.BROKEN, f"asked for three tiers by {first.way.title}, got {shown}", more)
+    return Condition(name, State.WORKS, f"{first.way.title} = 1, 0.5, 0 gives the tiers {shown}")
+
+
+def _scheduler(survey: Survey, probed: Probed) -> Condition:
+    name = "scheduler policy"
+    seen = next((burst for burst in _judged(probed) if burst.judgment.effect in SEEN), None)
+    if seen is not None:
+        return Condition(name, State.WORKS, order(seen, probed.control))
+    if probed.effect is Effect.UNCLEAR:
+        fix = "look whether only some of several replicas or data-parallel ranks go by priority, then run this again"
+        return Condition(name, State.UNKNOWN, f"the order is unclear: {order(probed.mixed[-1], probed.control)}", fix)
+    arrives = any(one.arrives is not False and one.refusal is None for one in probed.checks)
+    if _shows_nothing(survey, probed) and arrives and not _makes_no_difference(survey, probed):
+        mend = None if probed.is_door else advice.scheduler(survey.engine)
+        return Condition(name, State.BROKEN, order(probed.mixed[-1], probed.control), mend)
+    if survey.facts.by_priority is not None and not probed.is_door:
+        return _said(survey)
+    return Condition(name, State.UNKNOWN, "nothing that could show it has happened")
+
+
+def _said(survey: Survey) -> Condition:
+    """What the engine says of its scheduler."""
+    facts, name = survey.facts, "scheduler policy"
+    where = facts.source("by_priority")
+    if facts.by_priority:
+        return Condition(name, State.WORKS, f"{where} says that the queue goes by priority; not seen to")
+    return Condition(name, State.BROKEN, f"{where} says that the queue is first come", advice.scheduler(survey.engine))
+
+
+def _queueing(survey: Survey, probed: Probed) -> Condition:
+    name = "real queueing"
+    if not probed.mixed:
+        return Condition(name, State.UNKNOWN, "no burst was sent, for the field gets nowhere")
+    burst, where = probed.mixed[-1], probed.queueing(survey)
+    is_seen = any(one.judgment.effect in SEEN for one in _judged(probed))
+    if is_seen or where in (Queueing.INSIDE, Queueing.BOUNDED):
+        return Condition(name, State.WORKS, waits(burst, probed))
+    if where is Queueing.BEFORE:
+        fix = (
+            "something in front of the engine lets only so many requests through, and orders them itself: raise its "
+            "limit, or let the sidecar be what holds requests back"
+        )
+        shown = f"but not inside the engine, whose own gauge showed {burst.waiting_inside} at most"
+        seen = f"{waits(burst, probed)}, {shown}"
+        return Condition(name, State.BROKEN, seen, fix)
+    if not probed.is_door and seems_switched_off(burst, survey.engine):
+        seen = f"{too_little(probed)}; the gauge of the router's queue stayed at 0"
+        return Condition(name, State.UNKNOWN, seen, advice.scheduler(survey.engine))
+    return Condition(name, State.UNKNOWN, too_little(probed), more(survey, burst))
+
+
+def _direction(survey: Survey, probed: Probed) -> Condition:
+    name = "direction"
+    effects = [burst.judgment.effect for burst in _judged(probed)]
+    if Effect.INVERTED in effects[:1]:
+        fix = advice.inverted(survey.engine, survey.facts)
+        if effects[1:] == [Effect.BY_PRIORITY]:
+            first, other = probed.mixed[-1].plan.way, probed.compared.plan.way if probed.compared else None
+            assert first is not None
+            assert other is not None
+            return Condition(
+                name, State.BROKEN, f"by {first.title} the least important go first, by {other.title} they go last", fix
+            )
+        return Condition(name, State.BROKEN, _inverted_by(survey), fix)
+    if Effect.BY_PRIORITY in effects:
+        return Condition(name, State.WORKS, "the more important go first, with the values that the sidecar sends")
+    if Effect.INVERTED in effects:
+        return Condition(name, State.BROKEN, _inverted_by(survey), advice.inverted(survey.engine, survey.facts))
+    if survey.facts.is_inverted:
+        return Condition(name, State.BROKEN, _inverted_by(survey), advice.inverted(survey.engine, survey.facts))
+    return Condition(name, State.UNKNOWN, "no order to see")
+
+
+def _inverted_by(survey: Survey) -> str:
+    if survey.facts.is_inverted:
+        return f"{survey.facts.source('is_inverted')} says that lower numbers go first"
+    return "the least important are served first"
+
+
+def _judged(probed: Probed) -> Sequence[Burst]:
+    return [*probed.mixed[-1:], *([probed.compared] if probed.compared is not None else [])]
+
+
+IN_ORDER = 0.9
+"""From this correlation with arrival on, requests are said to be served in the order in which they came."""
+
+
+def order(burst: Burst, control: Burst | None) -> str:
+    """In which order a burst was served."""
+    judgment = burst.judgment
+    text = f"first token after {_medians(judgment)} s from the most to the least important (medians of "
+    text += f"{judgment.waited} that waited), rank correlation {_correlation(judgment)}"
+    if control is not None and control.judgment.correlation is not None:
+        text += f"; at equal priorities {control.judgment.correlation.value:+.2f}"
+    arrival = judgment.by_arrival
+    if judgment.effect is Effect.NONE and arrival is not None and arrival.value >= IN_ORDER:
+        text += f"; served in the order of arrival ({arrival.value:+.2f})"
+    return text
+
+
+def waits(burst: Burst, probed: Probed) -> str:
+    """How long requests waited, and for what."""
+    alone_s, wait_s = probed.alone.ttft_s, burst.median_wait_s
+    text = f"{burst.judgment.waited} of {len(burst.seen)} requests waited"
+    if wait_s is not None and alone_s is not None:
+        text += f", {_seconds(wait_s)} s to the first token (median) against {_seconds(alone_s)} s alone"
+    text += f"; {burst.at_once} ran at once"
+    if probed.is_door:
+        return text + f", {burst.held_at_door} were held at the sidecar"
+    return text + (f", up to {burst.waiting_inside} waited in the engine" if burst.waiting_inside else "")
+
+
+def too_little(probed: Probed) -> str:
+    """Why a burst says nothing."""
+    tried = ", ".join(str(burst.plan.requests) for burst in probed.mixed)
+    burst = probed.mixed[-1]
+    if burst.is_refused:
+        return f"{len(burst.refused)} of {len(burst.seen)} requests were refused: {burst.refused[0].error}"
+    if burst.is_cut:
+        served = f"{burst.judgment.served} of the {burst.judgment.waited} that waited"
+        return f"not enough time: {served} were served within {burst.allowed_s:.0f} s"
+    waited = f"{burst.judgment.waited} waited and {burst.at_once} ran at once"
+    return f"not enough load: of {tried} requests at once, {waited}"
+
+
+def more(survey: Survey, burst: Burst) -> str:
+    """How to make it say something."""
+    if burst.is_refused:
+        return "run this again when the engine is less busy, or with a smaller burst (--requests)"
+    if burst.is_cut:
+        return "run this with a longer --timeout, such as 300s"
+    least = max(2 * burst.plan.requests, (survey.gauges.max_running or 0) + 40)
+    return f"run this while the engine is busy, or with --requests {least} --timeout 120s"
+
+
+def _medians(judgment: Judgment) -> str:
+    return " / ".join("none" if median is None else _seconds(median) for median in judgment.medians_s)
+
+
+def _correlation(judgment: Judgment) -> str:
+    found = judgment.correlation
+    if found is None:
+        return "none to speak of"
+    return f"{found.value:+.2f} (95%: {found.low:+.2f} to {found.high:+.2f})"
+
+
+def _seconds(seconds: float) -> str:
+    if math.isinf(seconds):
+        return "more"  # than the burst was given
+    return f"{seconds:.2f}" if seconds < 100 else f"{seconds:.0f}"

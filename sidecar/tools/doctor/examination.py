@@ -1,0 +1,164 @@
+"""One examination from the first page read to the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+
+from sidecar.engines.reading import Gauges
+from sidecar.policy.model import EngineName, Policy
+from sidecar.policy.schema import DEFAULT_FRACTION as FRACTION
+from sidecar.policy.schema import DEFAULT_WAITING as WAITING
+from sidecar.tools.doctor import probe as sizing
+from sidecar.tools.doctor.burst import Burst, Queueing
+from sidecar.tools.doctor.conditions import Condition, State, conditions, read_only
+from sidecar.tools.doctor.policy_comparison import Finding, compare, harm, sent
+from sidecar.tools.doctor.priority_fields import LEVELS, PriorityField, door, ways_to
+from sidecar.tools.doctor.probe import Probe, Probed, Say
+from sidecar.tools.doctor.survey import CannotLook, Survey, survey
+from sidecar.tools.doctor.target import Clock, Target
+from sidecar.tools.loadgen.pages import HttpPages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the user asks for. `most` bounds the requests of a burst, `allowed_s` the whole probe.
+
+    `engine` and `model` are None where they are to be read. `force` probes even where that throws out requests of
+    somebody else.
+    """
+
+    url: str
+    policy: Policy | None = None
+    engine: EngineName | None = None
+    model: str | None = None
+    headers: Mapping[str, str]
+    most: int = sizing.MOST_REQUESTS
+    allowed_s: float = 60.0
+    reads_only: bool = False
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """Everything that was found. `probed` is None where nothing was sent; `sends` is what the policy's ladder sends."""
+
+    options: Options
+    survey: Survey
+    probed: Probed | None
+    conditions: Sequence[Condition]
+    findings: Sequence[Finding]
+    capacity: Recommendation | None
+    sends: str | None
+    kept_from: str | None = None
+
+    @property
+    def state(self) -> State:
+        """Works only where all four were seen to; broken as soon as one is."""
+        states = {condition.state for condition in self.conditions}
+        if State.BROKEN in states or any(finding.is_broken for finding in self.findings):
+            return State.BROKEN
+        return State.WORKS if states == {State.WORKS} and self.probed is not None else State.UNKNOWN
+
+    @property
+    def bursts(self) -> Sequence[Burst]:
+        """All that were sent."""
+        return self.probed.bursts if self.probed is not None else ()
+
+
+async def examine(options: Options, say: Say) -> Examination:
+    """Examines a server. `say` is told what is about to be sent. Raises CannotLook."""
+    async with aiohttp.ClientSession() as session:
+        pages = HttpPages(session, options.url, options.headers)
+        found = await survey(pages, options.engine)
+        reason = harm(found) if not options.force else None
+        if options.reads_only or reason is not None:
+            return _concluded(options, found, None, reason)
+        model = options.model if options.model is not None else found.identity.model
+        if model is None:
+            raise CannotLook(f"{options.url}/v1/models lists no model; name one with --model")
+        say(_announcement(options, found))
+        probe = Probe(found, pages, options.most, Clock(options.allowed_s), say)
+        probed = await probe.run(Target(options.url, model, options.headers), _ways(options, found), _door(options))
+        return _concluded(options, found, probed)
+
+
+def _ways(options: Options, found: Survey) -> Sequence[PriorityField]:
+    """With the policy's carrier and ladder, where it is a policy for this engine."""
+    policy = options.policy
+    if policy is None or policy.engine is not found.engine:
+        return ways_to(found.engine, None, LEVELS)
+    return ways_to(found.engine, policy.carrier, max(LEVELS, len(policy.tiers)))
+
+
+def _door(options: Options) -> PriorityField:
+    return door() if options.policy is None else door(options.policy.tier_header.decode("latin-1"))
+
+
+def _announcement(options: Options, found: Survey) -> str:
+    others = found.others
+    beside = f"; {others} requests of somebody else are there, which makes the figures worse" if others else ""
+    known = found.gauges.max_running
+    size = sizing.first_size(known, options.most)
+    return (
+        f"{found.name} at {options.url}: will send bursts of short requests, the first of {size}, none of more than "
+        f"{options.most}, for answers of at most {sizing.MOST_TOKENS * sizing.LONGEST_ANSWER} tokens, all within "
+        f"{options.allowed_s:g} s (--read-only sends none){beside}"
+    )
+
+
+def _concluded(options: Options, found: Survey, probed: Probed | None, kept_from: str | None = None) -> Examination:
+    last = probed.mixed[-1] if probed is not None and probed.mixed else None
+    where = Queueing.TOO_LITTLE if probed is None else probed.queueing(found)
+    is_door = probed is not None and probed.is_door
+    return Examination(
+        options=options,
+        survey=found,
+        probed=probed,
+        conditions=read_only(found) if probed is None else conditions(found, probed),
+        findings=() if is_door else compare(options.policy, found),
+        capacity=None if is_door else recommend(found.gauges, last, where, found.others),
+        sends=sent(options.policy) if options.policy is not None else None,
+        kept_from=kept_from,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """One line of YAML, ready to paste, and why it says what it says."""
+
+    yaml: str
+    reason: str
+
+
+def recommend(gauges: Gauges, burst: Burst | None, where: Queueing, others: int | None) -> Recommendation | None:
+    """None where nothing is known of either dimension."""
+    requests, reason = gauges.max_running, "the engine says how many run at once"
+    if requests is None and burst is not None and where in (Queueing.INSIDE, Queueing.BOUNDED):
+        requests, reason = ran_at_once(burst), "as many ran at once while others waited"
+        if others:
+            reason += f", beside {others} requests of somebody else: measure again when there are none"
+    if gauges.kv_tokens is not None and gauges.max_running is not None:
+        said = f"the engine says both: {gauges.kv_tokens:,} tokens in its KV cache, {gauges.max_running:,} requests"
+        return Recommendation(f"capacity: {{from: engine, fraction: {FRACTION}, waiting: {WAITING}}}", said)
+    if gauges.kv_tokens is not None:
+        tokens = f"the engine says that its KV cache holds {gauges.kv_tokens:,} tokens"
+        if requests is None:
+            text = f"capacity: {{from: engine, fraction: {FRACTION}, waiting: {WAITING}}}"
+            return Recommendation(text, f"{tokens}, but not how many requests run at once, and no burst showed it")
+        text = f"capacity: {{from: engine, fraction: {FRACTION}, waiting: {WAITING}, requests: {requests + WAITING}}}"
+        return Recommendation(text, f"{tokens}; {requests} requests, {reason}, and {WAITING} that may wait in it")
+    if requests is None:
+        return None
+    return Recommendation(
+        f"capacity: {{requests: {requests}}}", f"{reason}; the engine does not say how many tokens its KV cache holds"
+    )
+
+
+def ran_at_once(burst: Burst) -> int:
+    """By the engine's own gauge where it shows a queue, otherwise as the clients saw it."""
+    if burst.waiting_inside and burst.running_inside:
+        return burst.running_inside
+    return burst.at_once

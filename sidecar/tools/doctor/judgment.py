@@ -1,0 +1,111 @@
+"""What a burst says about the order in which requests were served.
+
+The statistic is Spearman's rank correlation of level (0 is the most important) and time to first token, over those that
+had to wait for a slot. A scheduler that goes by priority brings it near +0.94, the most that three equal classes allow;
+one that goes by arrival near 0, because arrivals were shuffled within blocks of one request per level.
+
+Who waited: whose first token came after the first answer of the burst was complete. Before that no slot can have come
+free, so the others found one when they arrived, whatever their priority, and say nothing.
+
+Under "the order has nothing to do with the level" each assignment of levels is as likely as any other, and the
+correlation has mean 0 and variance 1 / (n - 1) exactly (Kendall, "Rank correlation methods", 1948). So its p-value
+needs no assumption about the engine. The thresholds below were chosen with `benchmarks/doctor_error_rates.py`;
+docs/doctor.md has the rates.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from sidecar.tools.loadgen import Correlation, spearman
+
+FEWEST = 24
+"""Requests that waited, below which nothing is said: eight of each level."""
+STRONG = 0.6
+"""From this correlation on an order is one by priority. One replica of two that ignores it brings it to about 0.5."""
+CERTAIN = 0.001
+"""The p-value that must come with it."""
+NEGLIGIBLE = 0.6
+"""An interval that stays within this on both sides has no place for a scheduler that goes by priority."""
+
+
+class Effect(str, Enum):
+    """What the order of the first tokens says about the priorities."""
+
+    BY_PRIORITY = "by priority"
+    INVERTED = "inverted"
+    NONE = "none"
+    UNCLEAR = "unclear"
+    TOO_FEW = "too few"
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """One request of a burst: its level, its place in the order of arrival, and when its first token came.
+
+    `first_token_s` is infinite for a request that was still waiting when the burst was cut short.
+    """
+
+    level: int
+    arrival: int
+    first_token_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Judgment:
+    """What the requests that waited say. `medians_s` is by level; `by_arrival` the correlation with arrival.
+
+    `served` are those that got their first token before the burst was cut short.
+    """
+
+    effect: Effect
+    waited: int
+    served: int
+    correlation: Correlation | None
+    by_arrival: Correlation | None
+    p_value: float | None
+    medians_s: tuple[float | None, ...]
+
+
+def judge(waited: Sequence[Observed], levels: int) -> Judgment:
+    """Judges the requests of a burst that waited."""
+    ttfts_s = [one.first_token_s for one in waited]
+    correlation = spearman([float(one.level) for one in waited], ttfts_s)
+    p_value = None if correlation is None else _p_value(correlation)
+    served = sum(not math.isinf(ttft_s) for ttft_s in ttfts_s)
+    return Judgment(
+        effect=_effect(correlation, p_value, len(waited), served),
+        waited=len(waited),
+        served=served,
+        correlation=correlation,
+        by_arrival=spearman([float(one.arrival) for one in waited], ttfts_s),
+        p_value=p_value,
+        medians_s=tuple(
+            _median([one.first_token_s for one in waited if one.level == level]) for level in range(levels)
+        ),
+    )
+
+
+def _effect(correlation: Correlation | None, p_value: float | None, waited: int, served: int) -> Effect:
+    if correlation is None or p_value is None or waited < FEWEST:
+        return Effect.TOO_FEW
+    if p_value <= CERTAIN and abs(correlation.value) >= STRONG:
+        return Effect.BY_PRIORITY if correlation.value > 0 else Effect.INVERTED
+    if served < FEWEST:  # those that were not share the last rank: an order among few can be found, not its absence
+        return Effect.TOO_FEW
+    if correlation.low > -NEGLIGIBLE and correlation.high < NEGLIGIBLE:
+        return Effect.NONE
+    return Effect.UNCLEAR
+
+
+def _p_value(correlation: Correlation) -> float:
+    """Two-sided, with the exact variance of all permutations and the normal form that they are near to from 20 on."""
+    return math.erfc(abs(correlation.value) * math.sqrt((correlation.n - 1) / 2))
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None

@@ -1,0 +1,122 @@
+"""What a policy says of the engine, against what the engine says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from sidecar.engines import dialect_of
+from sidecar.policy.model import EngineName, Policy
+from sidecar.policy.rules import UNLIMITED
+from sidecar.tools.doctor import advice
+from sidecar.tools.doctor.priority_fields import ways_to
+from sidecar.tools.doctor.survey import Survey
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Where they differ, and what to write instead. `is_broken`: no priority can act like this."""
+
+    text: str
+    fix: str
+    is_broken: bool = False
+
+
+def compare(policy: Policy | None, survey: Survey) -> Sequence[Finding]:
+    """All findings, those that break everything first. Without a policy only what the engine itself should not do."""
+    found = [*(_of_policy(policy, survey) if policy is not None else ()), *_of_engine(survey)]
+    return sorted(found, key=lambda finding: not finding.is_broken)
+
+
+def harm(survey: Survey) -> str | None:
+    """What a probe would do to requests of somebody else, None where it would just add to them."""
+    preempts = survey.facts.preempts_beyond is not None and survey.facts.default_priority is None
+    if survey.engine is EngineName.SGLANG and preempts and survey.others:
+        return (
+            f"{survey.others} requests of somebody else are there, and this SGLang (without --default-priority-value) "
+            "would throw those that have no priority out for the probe's; probe when it is idle, or with --force"
+        )
+    return None
+
+
+def sent(policy: Policy) -> str:
+    """What the policy's ladder sends to its engine."""
+    dialect = dialect_of(policy.engine, policy.carrier)
+    values = (f"{tier.name} {dialect.priority(tier.level, len(policy.tiers))}" for tier in policy.tiers)
+    ways = ways_to(policy.engine, policy.carrier, len(policy.tiers))
+    return f"by {ways[0].title}: {', '.join(values)}" if ways else "nothing: the policy's engine is none"
+
+
+def _of_policy(policy: Policy, survey: Survey) -> Iterator[Finding]:
+    name, engine = policy.engine.value, survey.engine
+    if policy.engine is EngineName.NONE:
+        yield Finding(
+            "the policy says `engine: none`: the engine is sent no priority",
+            f"write `engine: {engine.value}` to have it order what waits inside it",
+        )
+        return
+    if policy.engine is not engine:
+        yield Finding(
+            f"the policy says `engine: {name}`, but {engine.value} answers ({survey.identity.where} tells)",
+            f"write `engine: {engine.value}` into the policy",
+            is_broken=True,
+        )
+        return
+    yield from _carrier(policy, survey)
+    yield from _capacity(policy, survey)
+    yield from _spread(policy, survey)
+
+
+def _carrier(policy: Policy, survey: Survey) -> Iterator[Finding]:
+    way, since = ways_to(policy.engine, policy.carrier, len(policy.tiers))[0], advice.header_since(policy.engine)
+    if way.is_header and since is not None and advice.is_before(survey.facts.version, since):
+        yield Finding(
+            f"the policy forwards by {way.title}, which {survey.engine.value} reads from {since} on, and this is "
+            f"{survey.facts.version}",
+            "write `forward_priority: body` into the policy, or update the engine",
+            is_broken=True,
+        )
+    elif way.is_header and policy.engine is EngineName.SGLANG:
+        yield Finding(
+            f"the policy forwards by {way.title}, which SGLang does not read by default",
+            "set SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES=1 for it, or write `forward_priority: body`",
+        )
+
+
+def _capacity(policy: Policy, survey: Survey) -> Iterator[Finding]:
+    gauges, rules = survey.gauges, policy.rules
+    if gauges.kv_tokens is not None and UNLIMITED > rules.tokens > gauges.kv_tokens:
+        yield Finding(
+            f"capacity.tokens is {rules.tokens:,}, but the engine's KV cache holds {gauges.kv_tokens:,}",
+            f"write `tokens: {gauges.kv_tokens * 95 // 100}`, or `from: engine`: what is beyond waits in the engine",
+        )
+    if gauges.max_running is not None and UNLIMITED > rules.requests > gauges.max_running:
+        yield Finding(
+            f"capacity.requests is {rules.requests:,}, but the engine runs {gauges.max_running:,} at once",
+            f"write `requests: {gauges.max_running}`, or `from: engine`: what is beyond waits inside the engine",
+        )
+
+
+def _spread(policy: Policy, survey: Survey) -> Iterator[Finding]:
+    beyond = survey.facts.preempts_beyond
+    if beyond is None:
+        return
+    dialect, tiers = dialect_of(policy.engine, policy.carrier), len(policy.tiers)
+    values = [dialect.priority(tier.level, tiers) for tier in policy.tiers]
+    if max(values) - min(values) > beyond:
+        yield Finding(
+            f"the policy's priorities span {max(values) - min(values)}, and SGLang throws out running requests for a "
+            f"difference above {beyond}",
+            f"start SGLang with --priority-scheduling-preemption-threshold {max(values) - min(values)}, or with "
+            "--disable-priority-preemption",
+        )
+
+
+def _of_engine(survey: Survey) -> Iterator[Finding]:
+    facts = survey.facts
+    if survey.engine is EngineName.SGLANG and facts.by_priority and facts.default_priority is None:
+        harm = ", and any that has one throws them out while they run" if facts.preempts_beyond is not None else ""
+        yield Finding(
+            f"SGLang has no default_priority_value: requests without a priority come last of all{harm}",
+            "start SGLang with --default-priority-value 0",
+        )

@@ -1,0 +1,96 @@
+"""The ways in which a priority can travel to a server: a header, or a member of the body, and the values to send.
+
+The first way of an engine is the one that its adapter uses, with the adapter's own values. The others are only there to
+tell who is to blame: where the body works and the header does not, something in between drops the header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sidecar.engines import Priority, dialect_of
+from sidecar.policy.model import Api, Carrier, EngineName
+
+LEVELS = 3
+"""Enough to tell an order from a mere head start of one class, and few enough to have many requests of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class PriorityField:
+    """One way for a priority to travel.
+
+    `values` are sent for the levels, the most important first. `path` leads to a member of the body, or is one header's
+    name. `invalid` is a value that whoever reads this field must refuse with a 400, so that a 200 tells that nobody
+    does; None where even the engine ignores what it cannot read.
+    """
+
+    path: tuple[str, ...]
+    is_header: bool
+    values: tuple[Priority, ...]
+    invalid: Any = None
+
+    @property
+    def title(self) -> str:
+        """As an operator calls it."""
+        return f"header {self.path[0]}" if self.is_header else f"body field {'.'.join(self.path)}"
+
+    def headers(self, value: object) -> Mapping[str, str]:
+        """The headers that carry a value."""
+        return {self.path[0]: str(value)} if self.is_header else {}
+
+    def members(self, value: object) -> Mapping[str, Any]:
+        """The body's members that carry a value."""
+        if self.is_header:
+            return {}
+        for name in reversed(self.path):
+            value = {name: value}
+        assert isinstance(value, dict)
+        return value
+
+
+def ways_to(engine: EngineName, carrier: Carrier | None, tiers: int) -> Sequence[PriorityField]:
+    """How a priority can travel to an engine in the chat API, the adapter's own way first; none for no engine.
+
+    `carrier` is the policy's choice, `tiers` the length of its ladder, of which the first, the middle and the last are
+    sent.
+    """
+    if engine is EngineName.NONE:
+        return ()
+    ours = _adapters(engine, carrier, tiers)
+    others = [way for way in _others(engine, ours.values, tiers) if way.path != ours.path]
+    return (ours, *others)
+
+
+def door(header: str = "x-priority") -> PriorityField:
+    """How a tier is asked for at one of our own sidecars: a number in [0, 1], which it maps to its ladder."""
+    return PriorityField((header,), is_header=True, values=(1, 0.5, 0), invalid="no-such-tier")
+
+
+def levels_sent(tiers: int) -> Sequence[int]:
+    """The levels of a ladder that are sent: its first, its middle and its last."""
+    return (0, (tiers - 1) // 2, tiers - 1)
+
+
+def _adapters(engine: EngineName, carrier: Carrier | None, tiers: int) -> PriorityField:
+    dialect = dialect_of(engine, carrier)
+    values = tuple(dialect.priority(level, tiers) for level in levels_sent(tiers))
+    forward = dialect.forward(Api.CHAT, values[0])
+    path = (forward.headers[0][0].decode(),) if forward.headers else ("priority",)
+    return PriorityField(path, bool(forward.headers), values, _invalid(engine, is_header=bool(forward.headers)))
+
+
+def _others(engine: EngineName, values: tuple[Priority, ...], tiers: int) -> Sequence[PriorityField]:
+    if engine is EngineName.DYNAMO:
+        return (PriorityField(("nvext", "agent_hints", "priority"), False, values, _invalid(engine, is_header=False)),)
+    if engine is EngineName.TENSORRT_LLM:
+        return ()
+    return tuple(_adapters(engine, carrier, tiers) for carrier in Carrier)
+
+
+def _invalid(engine: EngineName, *, is_header: bool) -> Any:
+    """VLLM and Dynamo ignore a header that is no number; SGLang refuses it where it reads that header at all."""
+    if engine is EngineName.SGLANG:
+        return "x"
+    return None if is_header else 1.5

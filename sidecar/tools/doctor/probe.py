@@ -1,0 +1,255 @@
+"""The probe: how a field gets through, then bursts, each no larger than it has to be.
+
+    one request alone -> the field, each way -> bursts at mixed priorities until enough requests wait
+        -> where the order shows nothing, or the wrong direction: the same burst, another way
+        -> a control at equal priorities
+
+Every step is bounded by the clock, and a step that finds no time left does not begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from sidecar.engines.reading import Pages
+from sidecar.tools.doctor.burst import LONGER, TIER_HEADER, Burst, Plan, Queueing, queueing, queueing_at_door, send
+from sidecar.tools.doctor.judgment import Effect
+from sidecar.tools.doctor.priority_fields import PriorityField
+from sidecar.tools.doctor.survey import CannotLook, Survey
+from sidecar.tools.doctor.target import COMPLETIONS, Clock, Target
+from sidecar.tools.loadgen import Seen
+
+LEAST_S = 2.0
+"""No burst begins with less time left."""
+ALONE_TOKENS = 8
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Probed:
+    """What the probe saw. `mixed` are the bursts by the first way in `checks` that was accepted, the last one counts.
+
+    `compared` is the same burst by another way, `control` one at equal priorities; None where there was no reason for
+    one, or no time.
+    """
+
+    target: Target
+    alone: Seen
+    checks: list[Check] = field(default_factory=list)
+    mixed: list[Burst] = field(default_factory=list)
+    compared: Burst | None = None
+    control: Burst | None = None
+
+    @property
+    def is_door(self) -> bool:
+        """Whether one of our own sidecars answers."""
+        return TIER_HEADER in self.alone.headers
+
+    @property
+    def bursts(self) -> Sequence[Burst]:
+        """All of them."""
+        return [*self.mixed, *(burst for burst in (self.compared, self.control) if burst is not None)]
+
+    @property
+    def effect(self) -> Effect | None:
+        """Of the burst that counts; None where none was sent."""
+        return self.mixed[-1].judgment.effect if self.mixed else None
+
+    def queueing(self, survey: Survey) -> Queueing:
+        """Whether requests had to wait inside the engine."""
+        if not self.mixed:
+            return Queueing.TOO_LITTLE
+        if self.is_door:
+            return queueing_at_door(self.mixed[-1])
+        return queueing(self.mixed[-1], self.control, survey.engine, survey.gauges.max_running)
+
+
+class Probe:
+    """One run of at most `most` requests in a burst. `say` is told of each burst before it is sent."""
+
+    def __init__(self, survey: Survey, pages: Pages, most: int, clock: Clock, say: Say) -> None:
+        self._survey = survey
+        self._pages = pages
+        self._most = most
+        self._clock = clock
+        self._say = say
+        self._seeds = iter(range(1, 1_000))
+
+    async def run(self, target: Target, ways: Sequence[PriorityField], door: PriorityField) -> Probed:
+        """Probes an engine by its `ways`, its adapter's first, or one of our own sidecars by the way `door`.
+
+        Raises CannotLook where no request is answered.
+        """
+        probed = await self._first_answer(target)
+        for way in (door,) if probed.is_door else ways:
+            probed.checks.append(await check(way, probed.target, self._clock))
+        accepted = [one for one in probed.checks if one.refusal is None]
+        if accepted:
+            await self._find_load(probed, accepted[0].way)
+            await self._compare(probed, accepted[1:])
+            await self._control(probed)
+        return probed
+
+    async def _first_answer(self, target: Target) -> Probed:
+        """The simplest request that the server answers: some know no `ignore_eos`, some models have no chat."""
+        said: list[str] = []
+        for path in (target.path, COMPLETIONS):
+            for ignores_end in (True, False):
+                tried = replace(target, path=path, ignores_end=ignores_end)
+                alone = await tried.ask(tried.request("alone", ALONE_TOKENS), self._clock)
+                if alone.error is None:
+                    return Probed(tried, alone)
+                if alone.status not in (400, 404, 422, 500):
+                    raise CannotLook(_refused(tried, alone))
+                said.append(_refused(tried, alone))
+        raise CannotLook(said[0])
+
+    async def _find_load(self, probed: Probed, way: PriorityField) -> None:
+        """Bursts until enough requests waited, the bound is reached, or time is short."""
+        known = None if probed.is_door else self._survey.gauges.max_running
+        size: int | None = first_size(known, self._most)
+        while size is not None and self._clock.left_s > LEAST_S:
+            at_once = known if known is not None else probed.mixed[-1].at_once if probed.mixed else None
+            burst = await self._burst(probed, size, way, self._tokens(probed, size, at_once), f"by {way.title}")
+            probed.mixed.append(burst)
+            size = None if self._is_enough(probed) else next_size(burst, self._most)
+
+    def _is_enough(self, probed: Probed) -> bool:
+        """Whether the last burst says something, or a larger one would not say more."""
+        match probed.effect:
+            case Effect.BY_PRIORITY | Effect.INVERTED:
+                return True
+            case Effect.NONE:
+                # With neither gauge nor limit to compare with, the control's longer answers tell.
+                is_blind = probed.mixed[-1].waiting_inside is None and self._survey.gauges.max_running is None
+                return is_blind or probed.queueing(self._survey) is Queueing.INSIDE
+            case _:
+                last = probed.mixed[-1]
+                return last.is_cut or last.is_refused
+
+    async def _compare(self, probed: Probed, others: Sequence[Check]) -> None:
+        """Where the adapter's way shows nothing or the wrong direction, another one may."""
+        effect, other = probed.effect, next((one for one in others if one.arrives is not False), None)
+        if effect in (Effect.NONE, Effect.INVERTED) and other is not None and self._clock.left_s > LEAST_S:
+            plan = probed.mixed[-1].plan
+            probed.compared = await self._burst(probed, plan.requests, other.way, plan.tokens, f"by {other.way.title}")
+
+    async def _control(self, probed: Probed) -> None:
+        if probed.effect in (None, Effect.TOO_FEW) or self._clock.left_s <= LEAST_S:
+            return
+        plan, is_full = probed.mixed[-1].plan, probed.queueing(self._survey) is Queueing.INSIDE
+        probed.control = await self._burst(
+            probed, plan.requests, None, plan.tokens * (1 if is_full else LONGER), "at equal priorities, a control"
+        )
+
+    async def _burst(self, probed: Probed, requests: int, way: PriorityField | None, tokens: int, what: str) -> Burst:
+        plan = Plan(requests, tokens, way, next(self._seeds))
+        self._say(f"sending {requests} requests at once {what}, {plan.output_tokens:,} output tokens in all")
+        engine = self._survey.engine
+        return await send(plan, probed.target, engine, self._pages, self._clock)
+
+    def _tokens(self, probed: Probed, size: int, at_once: int | None) -> int:
+        return tokens(size, at_once, probed.alone, self._survey.identity.context_tokens)
+
+
+def _refused(target: Target, alone: Seen) -> str:
+    hint = "; give a key with --key" if alone.status in (401, 403) else ""
+    hint = "; name a model it serves with --model" if alone.status == 404 else hint
+    return f"POST {target.url}{target.path} with model {target.model}: {alone.error}{hint}"
+
+
+_MIDDLE = 1  # no request is harmed by a value in the middle, whatever the direction
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What became of the field.
+
+    `refusal` is the answer to a right value where that was an error, None where it was accepted. `arrives` is None
+    where it cannot be told.
+    """
+
+    way: PriorityField
+    refusal: str | None
+    arrives: bool | None
+
+    @property
+    def evidence(self) -> str:
+        """One clause for people."""
+        if self.refusal is not None:
+            return f"a request with the {self.way.title} is refused: {self.refusal}"
+        if self.arrives is None:
+            return (
+                f"the {self.way.title} is accepted; engines ignore a bad value there, so its arrival cannot be probed"
+            )
+        shown = f"{self.way.title} = {self.way.invalid!r}"
+        return (
+            f"{shown} is refused with 400, so it arrives"
+            if self.arrives
+            else f"{shown} is accepted, so nobody reads it"
+        )
+
+
+async def check(way: PriorityField, target: Target, clock: Clock) -> Check:
+    """Sends one or two requests of one token each."""
+    fine = await _sent(way, way.values[_MIDDLE], target, clock)
+    if fine.error is not None:
+        return Check(way, fine.error, None)
+    if way.invalid is None:
+        return Check(way, None, None)
+    wrong = await _sent(way, way.invalid, target, clock)
+    return Check(way, None, _tells(wrong))
+
+
+async def _sent(way: PriorityField, value: object, target: Target, clock: Clock) -> Seen:
+    return await target.ask(target.request("field", 1, way.members(value), way.headers(value)), clock)
+
+
+def _tells(wrong: Seen) -> bool | None:
+    if wrong.error is None:
+        return False
+    return True if wrong.status in (400, 422) else None
+
+
+WAITING = 36
+"""Requests that should wait: twelve of each level, half more than `judging.FEWEST`."""
+FIRST = 40
+"""Where nobody says how many run at once. It is enough for an engine that runs four."""
+GROWTH = 4
+MOST_REQUESTS = 400
+"""In one burst, unless the user allows more: some ten thousand tokens."""
+GOAL_S = 2.0
+"""For one burst, about: long enough to watch gauges, short enough for a server with work to do."""
+FEWEST_TOKENS, MOST_TOKENS = 3, 64
+LONGEST_ANSWER = 6
+"""Measured in the shortest: a burst's longest has twice its tokens, and a control may be three times as long again."""
+_SLOWER_TOGETHER = 2.0  # a token of many sequences at once, against a token of one alone: a guess that only sizes
+_MEAN_LENGTH = 1.5  # answers have one to two times the plan's tokens
+_PROMPT_TOKENS = 64  # more than the prompt has, with a chat template around it
+
+
+def first_size(max_running: int | None, most: int) -> int:
+    """The size of the first burst. `max_running` is None where the engine does not say it."""
+    return min(most, FIRST if max_running is None else max_running + WAITING)
+
+
+def next_size(burst: Burst, most: int) -> int | None:
+    """A larger size after a burst in which too few waited; None where the bound is reached."""
+    size, waited = burst.plan.requests, burst.judgment.waited
+    if size >= most:
+        return None
+    wanted = burst.at_once + WAITING if waited else size * GROWTH
+    return min(most, max(wanted, size * 3 // 2))
+
+
+def tokens(requests: int, at_once: int | None, alone: Seen, context_tokens: int | None) -> int:
+    """The shortest answer's length, so that the burst takes about its goal. `alone` is a request that had no company.
+
+    `at_once` is None where nobody knows how many run at once yet.
+    """
+    waves = max(1.0, requests / (at_once or requests / GROWTH))
+    per_token_s = (alone.tpot_s or 0.02) * _SLOWER_TOGETHER * _MEAN_LENGTH
+    wanted = int(GOAL_S / waves / max(per_token_s, 1e-4))
+    room = MOST_TOKENS if context_tokens is None else (context_tokens - _PROMPT_TOKENS) // LONGEST_ANSWER
+    return max(1, min(max(wanted, FEWEST_TOKENS), MOST_TOKENS, room))

@@ -1,0 +1,172 @@
+"""An examination for a person: the verdict first, then a line for each condition, then what to do."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from sidecar.tools.doctor.burst import Burst
+from sidecar.tools.doctor.conditions import Condition, State
+from sidecar.tools.doctor.examination import Examination
+
+WIDTH = 120
+_NAME, _STATE = 18, 9
+
+
+def report(examination: Examination) -> str:
+    """The whole text, without a line's end at its end."""
+    parts = [headline(examination), "\n".join(_condition(one) for one in examination.conditions)]
+    parts += [
+        _section("what to do", steps(examination)),
+        _capacity(examination),
+        _section("notes", _notes(examination)),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def headline(examination: Examination) -> str:
+    """The verdict in one line."""
+    survey, place = examination.survey, examination.options.url
+    who = f"{survey.name} at {place}"
+    if examination.probed is not None and examination.probed.is_door:
+        who = f"an admission sidecar at {place}, in front of {survey.name}"
+    match examination.state:
+        case State.WORKS:
+            return f"WORKS: {who} serves what is important first"
+        case State.BROKEN:
+            broken = [one.name for one in examination.conditions if one.state is State.BROKEN]
+            return f"BROKEN: {who}: {', '.join(broken) if broken else 'the policy does not fit the engine'}"
+        case State.UNKNOWN:
+            unknown = [one.name for one in examination.conditions if one.state is State.UNKNOWN]
+            why = "nothing was sent" if examination.probed is None else f"{', '.join(unknown)} could not be seen"
+            return f"UNKNOWN: {who}: {why}"
+
+
+def steps(examination: Examination) -> Sequence[str]:
+    """What to change, most urgent first, each once."""
+    fixes = [one.fix for one in examination.conditions if one.fix is not None and one.state is State.BROKEN]
+    fixes += [f"{one.text}: {one.fix}" for one in examination.findings]
+    fixes += [one.fix for one in examination.conditions if one.fix is not None and one.state is State.UNKNOWN]
+    if examination.kept_from is not None:
+        fixes.append(examination.kept_from)
+    return list(dict.fromkeys(fixes))
+
+
+def _condition(condition: Condition) -> str:
+    head = f"  {condition.name:<{_NAME}}{condition.state.value:<{_STATE}}"
+    return _wrapped(condition.evidence, head)
+
+
+def _section(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([title, *(_wrapped(line, "  ") for line in lines)]) if lines else ""
+
+
+def _capacity(examination: Examination) -> str:
+    """All of it is YAML, so that it can be copied in one piece."""
+    found = examination.capacity
+    if found is None:
+        return ""
+    return "\n".join(["capacity for the policy", f"  {found.yaml}", _wrapped(found.reason, "  # ", "  # ")])
+
+
+def _notes(examination: Examination) -> Sequence[str]:
+    survey, probed = examination.survey, examination.probed
+    notes = [f"could not be read: {line}" for line in survey.unread]
+    if survey.others:
+        notes.append(f"{survey.others} requests of somebody else were there when this began")
+    if probed is not None and probed.is_door:
+        notes.append(
+            "measured through admission, by tiers: the sidecar removes engine priorities that clients send; for the "
+            "engine's own verdict point --upstream at the engine"
+        )
+    if examination.sends is not None:
+        notes.append(f"the policy sends {examination.sends}")
+    if examination.bursts:
+        notes.append(spent(examination))
+    return notes
+
+
+def spent(examination: Examination) -> str:
+    """What the examination cost the engine."""
+    requests = sum(burst.plan.requests for burst in examination.bursts)
+    tokens = sum(one.output_tokens for burst in examination.bursts for one in burst.seen)
+    refused = sum(len(burst.refused) for burst in examination.bursts)
+    took_s = sum(max(one.end_s for one in burst.seen) for burst in examination.bursts)
+    lost = f"; {refused} were refused" if refused else ""
+    bursts = f"{len(examination.bursts)} burst{'s' * (len(examination.bursts) != 1)}"
+    return f"sent {requests} requests in {bursts}, {tokens:,} tokens, {took_s:.1f} s{lost}"
+
+
+def _wrapped(text: str, head: str, below: str | None = None) -> str:
+    """`head` comes before the first line, `below` before the others: by default as much space."""
+    return textwrap.fill(
+        text,
+        WIDTH,
+        initial_indent=head,
+        subsequent_indent=" " * len(head) if below is None else below,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def figures(examination: Examination) -> dict[str, Any]:
+    """Records, mappings and lists that can be written as JSON."""
+    survey, probed = examination.survey, examination.probed
+    return {
+        "verdict": examination.state.value,
+        "headline": headline(examination),
+        "upstream": examination.options.url,
+        "is_sidecar": probed is not None and probed.is_door,
+        "engine": survey.engine.value,
+        "identity": survey.identity,
+        "facts": survey.facts,
+        "gauges_before": survey.gauges,
+        "unread": survey.unread,
+        "conditions": examination.conditions,
+        "findings": examination.findings,
+        "steps": steps(examination),
+        "capacity": examination.capacity,
+        "policy_sends": examination.sends,
+        "fields": [
+            {"way": one.way.title, "values": one.way.values, "refusal": one.refusal, "arrives": one.arrives}
+            for one in (probed.checks if probed is not None else ())
+        ],
+        "alone_ttft_s": probed.alone.ttft_s if probed is not None else None,
+        "waited": probed.queueing(survey).value if probed is not None else None,
+        "bursts": [_burst(burst) for burst in examination.bursts],
+    }
+
+
+def _burst(burst: Burst) -> dict[str, Any]:
+    judgment, way = burst.judgment, burst.plan.way
+    return {
+        "way": None if way is None else way.title,
+        "requests": burst.plan.requests,
+        "output_tokens": sum(one.output_tokens for one in burst.seen),
+        "seed": burst.plan.seed,
+        "effect": judgment.effect.value,
+        "waited": judgment.waited,
+        "refused": len(burst.refused),
+        "errors": sorted({one.error for one in burst.seen if one.error is not None}),
+        "ran_at_once": burst.at_once,
+        "waiting_inside": burst.waiting_inside,
+        "running_inside": burst.running_inside,
+        "correlation": judgment.correlation,
+        "correlation_with_arrival": judgment.by_arrival,
+        "p_value": judgment.p_value,
+        "ttft_p50_s_by_level": [_finite(median) for median in judgment.medians_s],
+        "requests_seen": _requests(burst),
+    }
+
+
+def _requests(burst: Burst) -> Sequence[dict[str, Any]]:
+    return [
+        {"level": level, "ttft_s": one.ttft_s, "end_s": one.end_s, "status": one.status, "error": one.error}
+        for level, one in zip(burst.plan.levels(), burst.seen, strict=True)
+    ]
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or math.isinf(value) else value

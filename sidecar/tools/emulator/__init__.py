@@ -1,0 +1,12 @@
+"""An OpenAI-compatible engine without a GPU, which keeps a real engine's contract, its errors included.
+
+`Emulator(EmulatorConfig(engine=EngineName.VLLM)).app` is an ASGI app. `steps` is the step model on its own.
+"""
+
+from __future__ import annotations
+
+from sidecar.tools.emulator.app import Emulator
+from sidecar.tools.emulator.batch import StepModel
+from sidecar.tools.emulator.config import EmulatorConfig, Scheduling
+
+__all__ = ["Emulator", "EmulatorConfig", "Scheduling", "StepModel"]

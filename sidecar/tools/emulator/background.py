@@ -1,0 +1,131 @@
+"""Background responses, as vLLM (VLLM_ENABLE_RESPONSES_API_STORE=1) and SGLang (--enable-response-store) run them.
+
+`background: true` is answered at once with a queued response, or with a stream that may be left. The response runs on
+either way, and its state is told by its id. Without the store both engines refuse it; TensorRT-LLM ignores it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+import msgspec
+from pydantic import TypeAdapter, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from sidecar.policy.model import Api, EngineName
+from sidecar.tools.emulator import responses
+from sidecar.tools.emulator.dialects.base import Refusal
+from sidecar.tools.emulator.endpoint import Endpoint
+from sidecar.tools.emulator.engine import Engine
+from sidecar.tools.emulator.generation import Generation
+
+MOST_STORED = 10_000
+_FLAG = TypeAdapter(bool | None)
+_NOT_STORED = {
+    EngineName.VLLM: (
+        "This vLLM engine does not support `store=True` and therefore does not support the background mode. "
+        "To enable these features, set the environment variable `VLLM_ENABLE_RESPONSES_API_STORE=1` when launching "
+        "the vLLM server."
+    ),
+    EngineName.SGLANG: (
+        "Response store is disabled. Stateful Responses require --enable-response-store on a standalone server."
+    ),
+}
+ENGINES = frozenset(_NOT_STORED)
+"""The engines that run responses in the background."""
+
+
+class Stored(NamedTuple):
+    """One background response."""
+
+    generation: Generation
+    created: int
+
+    @property
+    def status(self) -> str:
+        """What the engine says of it."""
+        if self.generation.over:
+            return "completed" if not self.generation.remaining else "cancelled"
+        return "queued" if self.generation.admitted_s is None else "in_progress"
+
+    def answer(self) -> dict[str, Any]:
+        """The response as it stands."""
+        return {**responses.response(self.generation, self.created, self.status), "background": True}
+
+
+class Responses(Endpoint):
+    """`/v1/responses` of an engine that knows background responses, with or without a store for them."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(Api.RESPONSES, engine)
+        self._stored: OrderedDict[str, Stored] = OrderedDict()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        try:
+            raw = await request.body()
+        except ClientDisconnect:
+            return
+        if not _is_background(raw):
+            await super().__call__(scope, _replayed(raw, receive), send)
+            return
+        try:
+            stored = self._begun(raw, request)
+        except Refusal as refusal:
+            await JSONResponse(refusal.body, refusal.status)(scope, receive, send)
+            return
+        if stored.generation.ask.stream:
+            await self._answer(stored.generation, scope, receive, send)
+        else:
+            await JSONResponse(stored.answer())(scope, receive, send)
+
+    async def retrieve(self, request: Request) -> Response:
+        """GET by the response's id."""
+        stored = self._stored.get(request.path_params["response_id"])
+        return self._missing(request) if stored is None else JSONResponse(stored.answer())
+
+    async def cancel(self, request: Request) -> Response:
+        """POST to the response's `/cancel`."""
+        stored = self._stored.get(request.path_params["response_id"])
+        if stored is None:
+            return self._missing(request)
+        self.engine.abort(stored.generation)
+        return JSONResponse(stored.answer())
+
+    def _begun(self, raw: bytes, request: Request) -> Stored:
+        config = self.engine.config
+        if not config.response_store:
+            raise self.engine.dialect.refuse(self.api, HTTPStatus.BAD_REQUEST, _NOT_STORED[config.engine])
+        generation = self._submit(raw, request.headers)
+        stored = Stored(generation, int(time.time()))
+        self._stored[responses.identifier(generation)] = stored
+        if len(self._stored) > MOST_STORED:
+            self._stored.popitem(last=False)
+        return stored
+
+    def _missing(self, request: Request) -> Response:
+        message = f"Response with id '{request.path_params['response_id']}' not found."
+        refusal = self.engine.dialect.refuse(self.api, HTTPStatus.NOT_FOUND, message)
+        return JSONResponse(refusal.body, refusal.status)
+
+
+def _is_background(raw: bytes) -> bool:
+    """As pydantic reads it; what is no boolean is left to the checks of every request."""
+    try:
+        return bool(_FLAG.validate_python(msgspec.json.decode(raw, type=dict[str, Any]).get("background")))
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValidationError):
+        return False
+
+
+def _replayed(raw: bytes, receive: Receive) -> Receive:
+    first: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
+
+    async def replay() -> Message:
+        return first.pop() if first else await receive()
+
+    return replay

@@ -1,0 +1,148 @@
+"""TensorRT-LLM: `priority` in [0, 1] on chat and completions, higher first; unknown fields are refused there."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from sidecar.policy.model import Api
+from sidecar.tools.emulator.config import Scheduling
+from sidecar.tools.emulator.dialects.base import Dialect, Refusal, pydantic_errors
+from sidecar.tools.emulator.queue import TRTLLM_DEFAULT_PRIORITY, Rank
+from sidecar.tools.emulator.request import Body, InvalidField
+
+logger = logging.getLogger(__name__)
+
+# The fields of openai_protocol.py at 0076e939; both models forbid every other one.
+_SHARED_FIELDS = frozenset(
+    {
+        "add_special_tokens",
+        "best_of",
+        "conversation_params",
+        "detokenize",
+        "disaggregated_params",
+        "early_stopping",
+        "echo",
+        "frequency_penalty",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "length_penalty",
+        "logit_bias",
+        "logprobs",
+        "lora_request",
+        "max_tokens",
+        "min_p",
+        "min_tokens",
+        "model",
+        "n",
+        "presence_penalty",
+        "priority",
+        "prompt_ignore_length",
+        "repetition_penalty",
+        "response_format",
+        "seed",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "stop",
+        "stop_token_ids",
+        "stream",
+        "stream_options",
+        "temperature",
+        "thinking_token_budget",
+        "top_k",
+        "top_p",
+        "top_p_min",
+        "truncate_prompt_tokens",
+        "use_beam_search",
+        "user",
+    }
+)
+_CHAT_FIELDS = frozenset(
+    {
+        "add_generation_prompt",
+        "agent_hierarchy",
+        "cache_salt",
+        "chat_template",
+        "chat_template_kwargs",
+        "documents",
+        "injected_chat_template_kwargs",
+        "max_completion_tokens",
+        "media_io_kwargs",
+        "messages",
+        "mm_processor_kwargs",
+        "parallel_tool_calls",
+        "prompt_token_ids",
+        "prompt_token_ids_b64",
+        "reasoning_effort",
+        "thinking",
+        "tool_choice",
+        "tools",
+        "top_logprobs",
+    }
+)
+KNOWN_FIELDS = {
+    Api.CHAT: (_SHARED_FIELDS | _CHAT_FIELDS) - {"detokenize"},
+    Api.COMPLETIONS: _SHARED_FIELDS | {"prompt", "return_context_logits", "suffix"},
+}
+"""Endpoints that are missing here (responses, messages) accept any field and drop the priority."""
+
+
+class TrtllmDialect(Dialect):
+    """Almost every error is a 400; there is no limit on its queue but for embeddings."""
+
+    owned_by = "tensorrt_llm"
+
+    def check(self, api: Api, body: Body) -> None:
+        known = KNOWN_FIELDS.get(api)
+        if known is None:
+            return
+        for field in body:
+            if field not in known or (field == "priority" and not self.config.priority_field):
+                mistake = InvalidField(field, "extra_forbidden", "Extra inputs are not permitted", body[field])
+                raise self.invalid(api, mistake)
+
+    def rank(self, api: Api, body: Body, headers: Mapping[str, str]) -> Rank:
+        del headers  # none is read
+        value = body.get("priority")
+        if api not in KNOWN_FIELDS or value is None:
+            return Rank()
+        priority = _read_priority(value)
+        if self.config.scheduling is Scheduling.FCFS and priority != TRTLLM_DEFAULT_PRIORITY:
+            logger.warning(
+                "A request has a non-default priority but the FCFS waiting queue is in use; "
+                "the priority value will be ignored"
+            )
+        return Rank(priority)
+
+    def invalid(self, api: Api, mistake: InvalidField) -> Refusal:
+        del api
+        # Its own RequestValidationError handler: 400 and not FastAPI's 422, and `error` is a bare string.
+        return Refusal(HTTPStatus.BAD_REQUEST, {"error": pydantic_errors(mistake)})
+
+    def refuse(self, api: Api, status: int, message: str) -> Refusal:
+        del api
+        kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else HTTPStatus(status).phrase
+        return Refusal(status, {"object": "error", "message": message, "type": kind, "param": None, "code": status})
+
+    def queue_length(self, api: Api, waiting: int, running: int) -> int | None:
+        del running
+        return waiting if api is Api.EMBEDDINGS else None
+
+    def queue_full(self, api: Api) -> Refusal:
+        return self.refuse(api, HTTPStatus.TOO_MANY_REQUESTS, "The request queue is full.")
+
+
+def _read_priority(value: object) -> float:
+    try:
+        number = float(value) if isinstance(value, (int, float, str)) else math.nan
+    except (ValueError, OverflowError):
+        number = math.nan
+    if math.isnan(number):
+        raise InvalidField("priority", "float_parsing", "Input should be a valid number", value)
+    if number < 0:
+        raise InvalidField("priority", "greater_than_equal", "Input should be greater than or equal to 0", value)
+    if number > 1:
+        raise InvalidField("priority", "less_than_equal", "Input should be less than or equal to 1", value)
+    return number

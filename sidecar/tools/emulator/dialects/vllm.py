@@ -1,0 +1,54 @@
+"""vLLM: an int64, lower first; `X-Vllm-Priority` beats the body; unknown fields are accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from sidecar.policy.model import Api
+from sidecar.tools.emulator.dialects.base import INT64_MAX, INT64_MIN, Dialect, Refusal, header_integer, read_integer
+from sidecar.tools.emulator.queue import Rank
+from sidecar.tools.emulator.request import Body, InvalidField
+
+PRIORITY_HEADER = "x-vllm-priority"
+_HEADER_APIS = frozenset({Api.CHAT, Api.COMPLETIONS, Api.RESPONSES, Api.MESSAGES})
+
+
+class VllmDialect(Dialect):
+    """The body is validated even where the header wins, and even where fcfs then ignores both."""
+
+    owned_by = "vllm"
+
+    def rank(self, api: Api, body: Body, headers: Mapping[str, str]) -> Rank:
+        value = None
+        if "priority" in body and api is not Api.MESSAGES:
+            value = read_integer("priority", body["priority"], INT64_MIN, INT64_MAX)
+        header = header_integer(headers, PRIORITY_HEADER) if api in _HEADER_APIS else None
+        return Rank(value if header is None else header)
+
+    def invalid(self, api: Api, mistake: InvalidField) -> Refusal:
+        location = ("body",) if mistake.field == "body" else ("body", mistake.field)
+        error = {"type": mistake.kind, "loc": location, "msg": mistake.message, "input": mistake.value}
+        return self._error(api, HTTPStatus.BAD_REQUEST, f"1 validation error:\n  {error}", "Bad Request", mistake.field)
+
+    def refuse(self, api: Api, status: int, message: str) -> Refusal:
+        kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else HTTPStatus(status).phrase.replace(" ", "")
+        return self._error(api, status, message, kind, None)
+
+    def queue_length(self, api: Api, waiting: int, running: int) -> int | None:
+        del api
+        return waiting + running
+
+    def queue_full(self, api: Api) -> Refusal:
+        return self.refuse(api, HTTPStatus.SERVICE_UNAVAILABLE, "The request queue is full (--max-num-queued-reqs).")
+
+    def _error(self, api: Api, status: int, message: str, kind: str, param: str | None) -> Refusal:
+        if api is Api.MESSAGES:
+            return Refusal(status, anthropic_error(status, message))
+        return Refusal(status, {"error": {"message": message, "type": kind, "param": param, "code": int(status)}})
+
+
+def anthropic_error(status: int, message: str) -> dict[str, object]:
+    """An error in the Messages API's shape."""
+    kinds = {400: "invalid_request_error", 503: "overloaded_error"}
+    return {"type": "error", "error": {"type": kinds.get(status, "api_error"), "message": message}}

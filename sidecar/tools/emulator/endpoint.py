@@ -1,0 +1,119 @@
+"""An endpoint that generates: plain ASGI, one exchange per request, the client's disconnect always watched.
+
+Two tasks serve a request: the server's own, which writes, and one that waits for `http.disconnect`. The engine has to
+forget a client at once, also while it waits in the queue and nothing is written to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from sidecar.policy.model import Api
+from sidecar.tools.emulator.dialects.base import Refusal
+from sidecar.tools.emulator.engine import Engine
+from sidecar.tools.emulator.generation import Generation
+from sidecar.tools.emulator.request import InvalidField, read_ask
+from sidecar.tools.emulator.responses import ANSWERS, DONE, STREAMS, Stream, event, token_text
+
+_EVENT_STREAM = {
+    "type": "http.response.start",
+    "status": int(HTTPStatus.OK),
+    "headers": [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")],
+}
+
+
+class Endpoint:
+    """One API of one engine."""
+
+    def __init__(self, api: Api, engine: Engine) -> None:
+        self.api = api
+        self.engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        try:
+            generation = self._submit(await request.body(), request.headers)
+        except ClientDisconnect:
+            return
+        except Refusal as refusal:
+            await _refuse(refusal, scope, receive, send)
+            return
+        watcher = asyncio.ensure_future(self._watch(receive, generation))
+        try:
+            await self._answer(generation, scope, receive, send)
+        finally:
+            watcher.cancel()
+            self.engine.abort_late(generation)
+
+    def _submit(self, raw: bytes, headers: Mapping[str, str]) -> Generation:
+        """Everything between a body and a place in the queue. Raises Refusal."""
+        dialect = self.engine.dialect
+        try:
+            body = msgspec.json.decode(raw, type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise dialect.broken_json(self.api, str(error)) from error
+        try:
+            dialect.check(self.api, body)
+            rank = dialect.rank(self.api, body, headers)
+            ask = read_ask(self.api, body, self.engine.config.model)
+        except InvalidField as mistake:
+            raise dialect.invalid(self.api, mistake) from mistake
+        return self.engine.submit(ask, rank)
+
+    async def _watch(self, receive: Receive, generation: Generation) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.engine.abort_late(generation)
+
+    async def _answer(self, generation: Generation, scope: Scope, receive: Receive, send: Send) -> None:
+        created = int(time.time())
+        if generation.ask.stream:
+            await self._stream(STREAMS[self.api](generation, created), send)
+            return
+        await generation.ready()
+        if generation.refusal is not None:
+            await _refuse(generation.refusal, scope, receive, send)
+        elif not generation.remaining:
+            await JSONResponse(ANSWERS[self.api](generation, created))(scope, receive, send)
+
+    async def _stream(self, stream: Stream, send: Send) -> None:
+        generation = stream.generation
+        if self.engine.dialect.kick_starts_streams:
+            await generation.ready()
+        await send(_EVENT_STREAM)
+        opening = stream.opening()
+        while chunk := await _next_chunk(stream):
+            await send({"type": "http.response.body", "body": opening + chunk, "more_body": True})
+            opening = b""
+        if generation.refusal is not None:
+            tail = event({"error": dict(generation.refusal.body)}) + DONE
+        elif generation.remaining:
+            return  # the client is gone, and nobody reads
+        else:
+            tail = stream.closing()
+        await send({"type": "http.response.body", "body": tail})
+
+
+async def _next_chunk(stream: Stream) -> bytes:
+    """The next events of all choices that have something to say; empty once it is over."""
+    generation = stream.generation
+    events = []
+    for choice in await generation.take():
+        while count := choice.due():
+            text = token_text(choice.sent, count)
+            choice.sent += count
+            events.append(stream.token(choice.index, text, choice.sent == choice.output_tokens))
+    return b"".join(events)
+
+
+async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+    await JSONResponse(refusal.body, refusal.status)(scope, receive, send)

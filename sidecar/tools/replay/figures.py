@@ -1,0 +1,182 @@
+"""What the clients of a run saw, by tier and in all."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sidecar.tools.loadgen import Correlation, Distribution, Seen, spearman, starvation_s
+
+
+@dataclass(frozen=True, slots=True)
+class TierFigures:
+    """One tier in one run. Distributions are of its complete answers, None where there was nothing to measure.
+
+    `queue_wait_s` is what the door says, and None where there is no door. `starvation_s` is how long a request waited
+    for its first token after one that was sent later had its own: what clients see, door or no door. `door` is what the
+    door itself says of all answers, refusals too, None where there is none.
+    """
+
+    requests: int
+    failed: int
+    output_tokens_per_s: float
+    ttft_s: Distribution | None
+    tpot_s: Distribution | None
+    queue_wait_s: Distribution | None
+    starvation_s: Distribution | None
+    door: DoorSums | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunFigures:
+    """One run. `duration_s` is from the first request sent to the last answer's end.
+
+    `correlation` is that of importance with time to first token: negative where the more important come first. `errors`
+    counts failures by what was said. `latest_s` is how far the client itself fell behind its schedule, `stalled_s` the
+    longest time for which it did not run at all: what was measured is no more exact than that. `prompt_tokens_asked`
+    and `_counted` are the mean of what was planned and of what usage said.
+    """
+
+    name: str
+    title: str
+    requests: int
+    failed: int
+    duration_s: float
+    requests_per_s: float
+    output_tokens_per_s: float
+    correlation: Correlation | None
+    tiers: Mapping[str, TierFigures]
+    errors: Mapping[str, int]
+    latest_s: float
+    stalled_s: float
+    prompt_tokens_asked: float | None
+    prompt_tokens_counted: float | None
+
+
+def measure(
+    name: str,
+    title: str,
+    tiers: Sequence[str],
+    seen: Sequence[Seen],
+    asked: Sequence[int | None],
+    *,
+    stalled_s: float = 0.0,
+) -> RunFigures:
+    """The figures of a run. `tiers` is the ladder, most important first; `asked` the prompt tokens of every request."""
+    duration_s = max(one.end_s for one in seen) - min(one.sent_s for one in seen)
+    starved_s = _starvation(seen)
+    complete = [one for one in seen if one.is_complete]
+    levels = {tier: level for level, tier in enumerate(tiers)}
+    timed = [(levels[one.planned.label], one.ttft_s) for one in complete if one.ttft_s is not None]
+    both = [(one.prompt_tokens, size) for one, size in zip(seen, asked, strict=True) if one.prompt_tokens and size]
+    return RunFigures(
+        name=name,
+        title=title,
+        requests=len(seen),
+        failed=len(seen) - len(complete),
+        duration_s=duration_s,
+        requests_per_s=_rate(len(complete), duration_s),
+        output_tokens_per_s=_rate(sum(one.output_tokens for one in complete), duration_s),
+        correlation=spearman([-level for level, _ in timed], [ttft_s for _, ttft_s in timed]),
+        tiers={tier: figures for tier in tiers if (figures := _tier(tier, seen, starved_s, duration_s))},
+        errors=dict(Counter(one.error for one in seen if one.error is not None).most_common()),
+        latest_s=max(one.sent_s - one.planned.at_s for one in seen if one.planned.after is None),
+        stalled_s=stalled_s,
+        prompt_tokens_asked=_mean([size for _, size in both]),
+        prompt_tokens_counted=_mean([counted for counted, _ in both]),
+    )
+
+
+def starvation_by_request(seen: Sequence[Seen]) -> Sequence[float | None]:
+    """Of every request, in their order; None where no token came."""
+    starved_s = _starvation(seen)
+    return [starved_s.get(index) for index in range(len(seen))]
+
+
+def _tier(tier: str, seen: Sequence[Seen], starved_s: Mapping[int, float], duration_s: float) -> TierFigures | None:
+    mine = [(index, one) for index, one in enumerate(seen) if one.planned.label == tier]
+    complete = [(index, one) for index, one in mine if one.is_complete]
+    if not mine:
+        return None
+    return TierFigures(
+        requests=len(mine),
+        failed=len(mine) - len(complete),
+        output_tokens_per_s=_rate(sum(one.output_tokens for _, one in complete), duration_s),
+        ttft_s=_distribution([one.ttft_s for _, one in complete]),
+        tpot_s=_distribution([one.tpot_s for _, one in complete]),
+        queue_wait_s=_distribution([wait.queue_wait_s for _, one in complete if (wait := door_wait(one.headers))]),
+        starvation_s=_distribution([starved_s.get(index) for index, _ in complete]),
+        door=sums(one for _, one in mine),
+    )
+
+
+def _starvation(seen: Sequence[Seen]) -> Mapping[int, float]:
+    """By position among all. A request that got no token overtook nobody, and its own waiting never ended."""
+    served = [(index, one.sent_s, one.first_token_s) for index, one in enumerate(seen) if one.first_token_s is not None]
+    starved_s = starvation_s([sent_s for _, sent_s, _ in served], [first_s for _, _, first_s in served])
+    return {index: seconds for (index, _, _), seconds in zip(served, starved_s, strict=True)}
+
+
+def _distribution(values: Sequence[float | None]) -> Distribution | None:
+    return Distribution.of([value for value in values if value is not None])
+
+
+def _rate(number: float, duration_s: float) -> float:
+    return number / duration_s if duration_s > 0 else 0.0
+
+
+def _mean(values: Sequence[int]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+REQUEST_ID_HEADERS = ("x-admission-id", "x-request-id")
+_TIMING, _WAIT = "server-timing", "x-admission-wait-ms"
+_admission = re.compile(r"(?:^|,\s*)admission;dur=(\d+(?:\.\d+)?)").search
+_starved = re.compile(r"(?:^|,\s*)starved;dur=(\d+(?:\.\d+)?)").search
+
+
+class DoorWait(NamedTuple):
+    """One request's wait for admission, in seconds. `starvation_s` is of it what came behind the first overtaking."""
+
+    queue_wait_s: float
+    starvation_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DoorSums:
+    """What the door says of some requests together: of how many, and their seconds in sum."""
+
+    requests: int
+    queue_wait_s: float
+    starvation_s: float
+
+
+def door_wait(headers: Mapping[str, str]) -> DoorWait | None:
+    """What an answer's headers say, to the microsecond; None where there is no door."""
+    if _WAIT not in headers:
+        return None
+    timing = headers.get(_TIMING, "")
+    waited, starved = _admission(timing), _starved(timing)
+    return DoorWait(_seconds(waited), _seconds(starved))
+
+
+def request_id(headers: Mapping[str, str]) -> str | None:
+    """By which the door knows the request: `sidecar explain --request` takes it. None where there is no door."""
+    if _WAIT not in headers:
+        return None
+    return next((headers[name] for name in REQUEST_ID_HEADERS if name in headers), None)
+
+
+def sums(seen: Iterable[Seen]) -> DoorSums | None:
+    """Over all answers, refusals too; None where there is no door."""
+    waits = [wait for one in seen if (wait := door_wait(one.headers)) is not None]
+    if not waits:
+        return None
+    return DoorSums(len(waits), sum(wait.queue_wait_s for wait in waits), sum(wait.starvation_s for wait in waits))
+
+
+def _seconds(found: re.Match[str] | None) -> float:
+    return 0.0 if found is None else float(found[1]) / 1000

@@ -1,0 +1,142 @@
+"""A replay from beginning to end: what the server is, what is sent to it, and the runs, one after the other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sidecar.policy.model import EngineName
+from sidecar.tools.loadgen import Progress, Seen, play
+from sidecar.tools.replay.figures import RunFigures, door_wait, measure, request_id, starvation_by_request
+from sidecar.tools.replay.plan import Asking, By, plan
+from sidecar.tools.replay.prompts import Words, Writer, words_of
+from sidecar.tools.replay.server import Model, Server
+from sidecar.tools.replay.trace import Trace
+from sidecar.tools.replay.trace_formats import Row
+
+IGNORES_EOS = frozenset((EngineName.VLLM, EngineName.SGLANG, EngineName.TENSORRT_LLM, EngineName.DYNAMO))
+"""Engines whose schema has `ignore_eos`; one that is not known is not asked."""
+
+
+class UnknownEngine(ValueError):
+    """The engine's own priority is asked for, and nobody says which engine it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """What was found where the requests go. `engine` is `none` for one that is not known."""
+
+    urls: Sequence[str]
+    model: Model
+    engine: EngineName
+    words: Words
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What is played: the rows of a trace, with their tiers, and how they are written and sent."""
+
+    trace: Trace
+    rows: Sequence[Row]
+    row_tiers: Sequence[str]
+    tiers: Sequence[str]
+    writer: Writer
+    upstream: Upstream
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One run: its figures, and what each client saw, in the order of the rows."""
+
+    figures: RunFigures
+    seen: Sequence[Seen] = field(repr=False)
+
+
+async def find(
+    urls: Sequence[str], *, api_key: str | None, model: str | None, engine: EngineName | None, tokenizer: str | None,
+    chat: bool,
+) -> Upstream:  # fmt: skip
+    """Asks the first server what it is. What is given goes before what it says. Raises NoAnswer, NoTokenizer."""
+    async with Server(urls[0], api_key) as server:
+        said = await server.model()
+        named = said if model is None else replace(said, name=model)
+        words = await words_of(server, named.name, tokenizer, chat=chat)
+    return Upstream(urls, named, engine or said.engine or EngineName.NONE, words)
+
+
+def runs(asking: Asking, *, control: bool) -> Sequence[tuple[str, str, Asking]]:
+    """The name, the title and the asking of each run. Raises UnknownEngine."""
+    if asking.by is By.PRIORITY and asking.engine is EngineName.NONE:
+        raise UnknownEngine("the server does not say which engine it is; add --engine, such as --engine vllm")
+    titles = {
+        By.PRIORITY: f"asked by the engine's own priority ({asking.engine.value})",
+        By.TIER: f"asked by the header {asking.header}",
+        By.KEY: "asked by API key",
+    }
+    found = [("replay", titles[asking.by], asking)]
+    if control:
+        found.append(("control", "control: equal priorities", replace(asking, is_control=True)))
+    return found
+
+
+async def play_run(
+    name: str, title: str, asking: Asking, replayed: Replay, report: Callable[[float, Progress], None]
+) -> Played:
+    """Plays all requests once."""
+    writer = replace(replayed.writer, salt=name)
+    client = Progress()
+
+    def watch(elapsed_s: float, progress: Progress) -> None:
+        nonlocal client
+        client = progress
+        report(elapsed_s, progress)
+
+    requests = plan(replayed.rows, replayed.row_tiers, writer, asking)
+    seen = await play(
+        replayed.upstream.urls,
+        requests,
+        timeout_s=replayed.timeout_s,
+        report=watch,
+        pick=random.Random(replayed.writer.seed),
+    )
+    asked = [row.input_tokens if row.session is None else None for row in replayed.rows]
+    return Played(measure(name, title, replayed.tiers, seen, asked, stalled_s=client.stalled_s), seen)
+
+
+def by_request(played: Played, rows: Sequence[Row]) -> Iterator[Mapping[str, Any]]:
+    """A record of every request, for whoever wants to count something else."""
+    starved_s = starvation_by_request(played.seen)
+    for row, seen, starvation_s in zip(rows, played.seen, starved_s, strict=True):
+        wait = door_wait(seen.headers)
+        yield {
+            "run": played.figures.name,
+            "line": row.line,
+            "session_id": row.session,
+            "tier": seen.planned.label,
+            "sent_s": seen.sent_s,
+            "ttft_s": seen.ttft_s,
+            "tpot_s": seen.tpot_s,
+            "end_s": seen.end_s,
+            "queue_wait_s": wait and wait.queue_wait_s,
+            "starvation_s": starvation_s,
+            "door_starvation_s": wait and wait.starvation_s,
+            "door_request_id": request_id(seen.headers),
+            "prompt_tokens_asked": row.input_tokens,
+            "prompt_tokens": seen.prompt_tokens,
+            "output_tokens": seen.output_tokens,
+            "status": seen.status,
+            "error": seen.error,
+            "request_id": seen.request_id,
+            "upstream": seen.url_index,
+        }
+
+
+def too_long(replayed: Replay) -> int:
+    """How many requests do not fit the model's context, as far as it is known."""
+    most = replayed.upstream.model.context_tokens
+    if most is None:
+        return 0
+    return sum((row.input_tokens or 0) + (row.output_tokens or 0) > most for row in replayed.rows)

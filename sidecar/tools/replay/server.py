@@ -1,0 +1,105 @@
+"""What the server says about itself before it gets any work: its model, its engine, its context, its tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from sidecar.policy.model import EngineName
+from sidecar.tools.loadgen.answer import problem_of
+
+TIMEOUT_S = 10.0
+
+
+OWNERS = {
+    "vllm": EngineName.VLLM,
+    "sglang": EngineName.SGLANG,
+    "tensorrt_llm": EngineName.TENSORRT_LLM,
+    "nvidia": EngineName.DYNAMO,
+}
+"""`owned_by` of a model card, as each engine writes it."""
+
+
+class NoAnswer(Exception):
+    """The server cannot be asked. One line, with what it said."""
+
+
+class _Card(msgspec.Struct):
+    id: str
+    owned_by: str | None = None
+    max_model_len: int | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+class _Count(msgspec.Struct):
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model that is served first. `engine` is None where the server does not tell, as is `context_tokens`."""
+
+    name: str
+    engine: EngineName | None
+    context_tokens: int | None
+
+
+class Server:
+    """Asks a server about itself. An async context manager."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url = url
+        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
+
+    async def __aenter__(self) -> Server:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def model(self) -> Model:
+        """The first of `/v1/models`. Raises NoAnswer."""
+        body = await self._ask("GET", "/v1/models")
+        try:
+            cards = msgspec.json.decode(body, type=_Cards).data
+        except (msgspec.MsgspecError, RecursionError):
+            raise NoAnswer(f"{self.url}/v1/models answers something else than a list of models") from None
+        if not cards:
+            raise NoAnswer(f"{self.url}/v1/models has no model; is the engine still loading it?")
+        card = cards[0]
+        return Model(card.id, OWNERS.get(card.owned_by or ""), card.max_model_len)
+
+    async def count(self, body: Mapping[str, Any]) -> int | None:
+        """The tokens of a prompt, by the engine's own `/tokenize`; None where it has none, or not for such a body.
+
+        vLLM takes `prompt` or `messages`, SGLang `prompt`; both answer with `count`.
+        """
+        try:
+            return msgspec.json.decode(await self._ask("POST", "/tokenize", body), type=_Count).count
+        except (NoAnswer, msgspec.MsgspecError):
+            return None
+
+    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        try:
+            async with self._session.request(method, self.url + path, json=body) as response:
+                answer = await response.read()
+        except asyncio.TimeoutError:  # in Python 3.10 not yet the builtin TimeoutError
+            raise NoAnswer(f"{self.url} does not answer within {TIMEOUT_S:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise NoAnswer(f"{self.url} cannot be reached: {error}") from None
+        if response.status != 200:
+            said = problem_of(answer)
+            raise NoAnswer(f"{self.url}{path} answers {response.status}" + (f": {said}" if said else ""))
+        return answer

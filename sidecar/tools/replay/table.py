@@ -1,0 +1,151 @@
+"""A replay's result as a person reads it: a table by tier, totals, and what the correlation means in a sentence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from sidecar.tools.loadgen import Correlation, Distribution
+from sidecar.tools.replay.figures import RunFigures, TierFigures
+from sidecar.tools.replay.prompts import Words
+from sidecar.tools.replay.run import Played, Replay, by_request
+
+SHOWN_ERRORS = 5
+_HEAD = (
+    f"{'':14} {'requests':>8} {'failed':>6}  {'TTFT p50/p95/p99 s':>21}  {'TPOT p50 ms':>11}  "
+    f"{'queue wait p50/p95 s':>20}  {'starvation p50/p95 s':>20}  {'tokens/s':>8}"
+)
+
+
+def table(runs: Sequence[RunFigures]) -> str:
+    """Every run and tier, a line each."""
+    lines = [_HEAD]
+    for run in runs:
+        lines += ["", run.title, *(_line(tier, figures) for tier, figures in run.tiers.items()), f"  {totals(run)}"]
+        lines += [f"  {line}" for line in errors(run)]
+        lines.append(f"  {meaning(run)}")
+    return "\n".join(lines)
+
+
+def meaning(run: RunFigures) -> str:
+    """What importance has to do with the time to first token, in a sentence."""
+    found = run.correlation
+    if len(run.tiers) < 2:
+        return "One tier alone: there is nothing to put in order."
+    if found is None:
+        return "Too few answers for a correlation of importance and TTFT."
+    figures = f"Spearman of importance and TTFT: {interval(found)}"
+    if found.high < 0:
+        return f"{figures}: the more important a request, the sooner its first token."
+    if found.low > 0:
+        return f"{figures}: the wrong way round, the more important a request, the LATER its first token."
+    return f"{figures}: importance made no difference that these requests can show."
+
+
+def interval(found: Correlation) -> str:
+    """A correlation with its confidence interval and how many requests it is of."""
+    return f"{found.value:+.2f} (95% between {found.low:+.2f} and {found.high:+.2f}, n={found.n})"
+
+
+def _line(tier: str, figures: TierFigures) -> str:
+    tpot = "-" if figures.tpot_s is None else f"{figures.tpot_s.p50 * 1000:.1f}"
+    waits = f"{_cell(figures.queue_wait_s):>20}  {_cell(figures.starvation_s):>20}"
+    return (
+        f"  {tier[:12]:12} {figures.requests:>8} {figures.failed:>6}  {_cell(figures.ttft_s, tail=True):>21}  "
+        f"{tpot:>11}  {waits}  {figures.output_tokens_per_s:>8.0f}"
+    )
+
+
+def _cell(found: Distribution | None, *, tail: bool = False) -> str:
+    if found is None:
+        return "-"
+    values = [found.p50, found.p95, *([found.p99] if tail else [])]
+    return " / ".join(f"{value:.2f}" if value < 100 else f"{value:.0f}" for value in values)
+
+
+def totals(run: RunFigures) -> str:
+    """A run as a whole, in a line."""
+    return (
+        f"{run.requests} requests in {run.duration_s:.1f} s, {run.requests_per_s:.1f} answered per second, "
+        f"{run.output_tokens_per_s:.0f} output tokens per second, {run.failed} failed"
+    )
+
+
+def errors(run: RunFigures) -> Sequence[str]:
+    """What went wrong and how often, a line each, most frequent first."""
+    shown = list(run.errors.items())[:SHOWN_ERRORS]
+    more = len(run.errors) - len(shown)
+    return [*(f"{count} x {error}" for error, count in shown), *([f"and {more} other errors"] if more > 0 else [])]
+
+
+LATE_FROM_S = 0.1
+"""From here on the client, not the server, may have made a difference to what was measured."""
+ADDED_FIELDS = ("ignore_eos", "stream_options", "priority", "max_tokens")
+"""What a strict engine may refuse of the body that a replay writes."""
+
+
+def kinds(row_tiers: Sequence[str], tiers: Iterable[str]) -> str:
+    """How many requests each tier has, in the order of the ladder."""
+    counts = Counter(row_tiers)
+    return ", ".join(f"{tier} {counts[tier]}" for tier in tiers if counts[tier])
+
+
+def advice(figures: Sequence[RunFigures], words: Words) -> Sequence[str]:
+    """What may be done about what went wrong, a line each."""
+    found = [line for run in figures for error in run.errors if (line := _about(error))]
+    late_s = max(max(run.latest_s, run.stalled_s) for run in figures)
+    if late_s > LATE_FROM_S:
+        found.append(
+            f"The client itself did not get to run for up to {late_s:.2f} s: this machine is busy, and no time is more "
+            "exact than that; give it a core of its own, slow down with --speed, or run it elsewhere."
+        )
+    for run in figures[:1]:
+        asked, counted = run.prompt_tokens_asked, run.prompt_tokens_counted
+        if asked and counted and abs(counted - asked) > 0.02 * asked:
+            found.append(
+                f"The engine counted {counted:.0f} prompt tokens a request, {asked:.0f} were asked for "
+                f"(prompts by {words.source})."
+            )
+    return list(dict.fromkeys(found))
+
+
+def _about(error: str) -> str | None:
+    if error.startswith("HTTP 400") and (field := next((name for name in ADDED_FIELDS if name in error), None)):
+        what = {
+            "ignore_eos": "add --no-ignore-eos: answers may then end early",
+            "priority": "the engine is too old to take it (see `sidecar doctor`), or another one than --engine says",
+        }.get(field, "it is written by this replay; the engine's schema has no such field, or not with this value")
+        return f"The engine refused `{field}`: {what}."
+    if error.startswith("HTTP 400") and ("context" in error or "max_model_len" in error or "maximum" in error):
+        return "Requests are too long for the model: cut them with --max-input and --max-output, or --scale."
+    if error.startswith(("HTTP 401", "HTTP 403")):
+        return "The server wants a key: --api-key KEY, or --by key with --key TIER=KEY for every tier."
+    if "Too many open files" in error:
+        return "Raise the limit on open files (ulimit -n): every request under way has a connection."
+    return None
+
+
+def figures_as_json(replay: Replay, by: str, figures: Sequence[RunFigures]) -> Mapping[str, Any]:
+    """All figures, and what they are of."""
+    upstream, trace = replay.upstream, replay.trace
+    return {
+        "trace": {"name": trace.name, "format": trace.format, "requests": len(replay.rows)},
+        "upstream": list(upstream.urls),
+        "engine": upstream.engine.value,
+        "model": upstream.model.name,
+        "by": by,
+        "tiers": list(replay.tiers),
+        "prompts": {"source": upstream.words.source, "is_exact": upstream.words.is_exact},
+        "ignore_eos": replay.writer.ignore_eos,
+        "seed": replay.writer.seed,
+        "runs": figures,
+    }
+
+
+def requests_as_jsonl(played: Sequence[Played], replay: Replay) -> str:
+    """A line for every request of every run."""
+    lines = (msgspec.json.encode(record) for run in played for record in by_request(run, replay.rows))
+    return b"".join(line + b"\n" for line in lines).decode()

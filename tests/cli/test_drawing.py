@@ -1,0 +1,117 @@
+"""The overview as lines of a terminal: as wide as it is, and never a command to it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from sidecar.cli.drawing import NARROWEST, Look, draw, wrapped
+from sidecar.cluster.document import Amount, RefusalView, ReplicaView, TenantView
+from tests.cluster.views import gave_way, overview, starved, tier
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2Jname\r\n\u202e"
+
+
+def plain(lines: list[str]) -> list[str]:
+    return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines]
+
+
+def test_it_says_who_starves_and_shows_every_tier() -> None:
+    shown = overview()
+    lines = draw(shown, Look(120))
+    assert shown.headline in " ".join(lines)
+    batch = next(line for line in lines if line.startswith("batch   "))
+    assert re.search(r"20k / 20 +30 +3 m 12 s +2 m 40 s .*high 41x \(level, reserve\)$", batch)
+    bar = next(line for line in lines if line.startswith("tokens"))
+    assert "90k of 100k, 10k free" in bar
+    drawn = bar.split()[1]
+    assert (drawn.count("h"), drawn.count("b"), drawn.count("·")) == (42, 12, 6)  # 70%, 20% and 10% of 60
+    assert any(line.endswith("queue_full after 2.0 s: no place") for line in lines)
+
+
+@pytest.mark.parametrize("width", [NARROWEST, 140])
+def test_what_was_preempted_and_what_that_cost_is_below_its_tier(width: int) -> None:
+    refused = RefusalView(1.0, "batch", "acme", "queue_timeout", 503, "no room", "id", 2.0, "one", preempted=1)
+    lines = draw(overview(tier("high"), gave_way(), refusals=[refused]), Look(width))
+    (at,) = [number for number, line in enumerate(lines) if line.startswith("batch ")]
+    assert " ".join(" ".join(lines[at + 1 : at + 3]).split()).startswith("preempted 3 times, 9.6 s at the engine lost")
+    assert sum("preempted" in line for line in lines[:at]) == 0
+    if width == 140:
+        assert any(line.endswith("queue_timeout after 2.0 s, preempted 1x: no room") for line in lines)
+
+
+@pytest.mark.parametrize("width", [1, NARROWEST, 60, 80, 100, 140, 250])
+@pytest.mark.parametrize("colors", [True, False])
+def test_no_line_is_wider_than_the_terminal(width: int, colors: bool) -> None:
+    long = overview(
+        starved("a-tier-whose-name-is-long"),
+        *(tier(f"tier-{n}", n, held=Amount(n, n)) for n in range(9)),
+        gave_way("another", 9),
+        pool="p" * 100,
+        tenants=[TenantView("t" * 100, 10**9, 1, 1)],
+        replicas=[ReplicaView("r" * 40, "h" * 100, 1, 1, 3.0)],
+        refusals=[RefusalView(1.0, "t" * 50, "u" * 50, "code", 503, "m" * 300, "i" * 128, 1.0, "one")],
+        notices=["n" * 300],
+    )
+    lines = plain(draw(long, Look(width, colors)))
+    assert max(len(line) for line in lines) <= max(NARROWEST, width)
+
+
+def test_colors_only_where_they_are_wanted() -> None:
+    assert "\x1b" not in "".join(draw(overview(), Look(100, colors=False)))
+    colored = draw(overview(), Look(100, colors=True))
+    assert "\x1b[" in "".join(colored)
+    assert plain(colored) == draw(overview(), Look(100, colors=False))
+
+
+def test_a_terminal_obeys_nothing_that_comes_from_a_request() -> None:
+    shown = overview(
+        starved(HOSTILE, by=HOSTILE),
+        pool=HOSTILE,
+        engine=HOSTILE,
+        tenants=[TenantView(HOSTILE, 1, 1, 1)],
+        replicas=[ReplicaView(HOSTILE, HOSTILE, 1, 1, 0.0)],
+        refusals=[RefusalView(1.0, HOSTILE, HOSTILE, HOSTILE, 503, HOSTILE, HOSTILE, 0.0, "one")],
+        notices=[HOSTILE],
+    )
+    for width in (60, 140):
+        text = "".join(draw(shown, Look(width)))
+        assert text.isprintable()
+        assert "name" in text
+
+
+def test_an_ascii_terminal_gets_ascii() -> None:
+    for width in (50, 120):
+        "".join(draw(overview(), Look(width, unicode=False))).encode("ascii")
+
+
+def test_an_empty_and_an_unbounded_pool_can_be_drawn() -> None:
+    nothing = overview(
+        tier("only", reserve=Amount(), limit=Amount()), capacity=Amount(), free=Amount(), tenants=[], refusals=[]
+    )
+    lines = draw(nothing, Look(100))
+    assert "Nobody waits." in lines
+    assert not any(line.startswith(("tokens", "requests", "TENANT", "LAST")) for line in lines)
+
+
+def test_a_flood_of_the_same_refusal_is_one_line() -> None:
+    refusals = [
+        RefusalView(100.0 - n, "batch", "acme", "queue_full", 503, "no", f"id-{n}", 0.0, "one") for n in range(9)
+    ]
+    lines = draw(overview(refusals=refusals), Look(100))
+    assert [line.split("  ")[-1] for line in lines if "queue_full" in line] == ["queue_full (9x): no"]
+    assert sum("id-" in line for line in lines) == 1
+
+
+def test_a_replica_that_runs_another_policy_is_marked() -> None:
+    named = [ReplicaView(f"r{n}", "host", 1, 0, 0.0, run) for n, run in enumerate(("abc", "def", ""))]
+    lines = [line for line in draw(overview(replicas=named, generation="abc"), Look(100)) if line.startswith("host r")]
+    assert ["policy" in line for line in lines] == [False, True, False]
+    assert lines[1].startswith("host r1 policy def ")
+
+
+def test_text_is_broken_between_words() -> None:
+    assert wrapped("one two three", 7) == ["one two", "three"]
+    assert wrapped("abcdefghij", 4) == ["abcd", "efgh", "ij"]
+    assert wrapped("", 4) == [""]

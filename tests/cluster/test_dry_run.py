@@ -1,0 +1,136 @@
+"""The report of what enforcing would have done: its figures, its conclusion, and the table that people read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from sidecar.cli.observed import WIDTH, table
+from sidecar.cluster.dry_run import ObservedReport, observed_report
+from sidecar.cluster.merge import ReceivedReport
+from sidecar.cluster.report import ReplicaReport, pack, unpack
+from sidecar.events import Observed, Verdict
+from sidecar.policy.model import Mode
+from sidecar.telemetry.tallies import Tallies
+from tests.support.door import policy
+
+POLICY = replace(policy(), mode=Mode.OBSERVE)
+AT_S = 1_800_000_000.0
+
+
+def told(verdict: Verdict = Verdict.ADMITTED, code: str | None = None, wait_s: float = 0, **more: Any) -> Observed:
+    plain = {"at_us": 1, "request_id": "r", "generation": POLICY.generation, "tier": "batch", "tenant": "acme"}
+    return Observed(verdict=verdict, code=code, queue_wait_us=round(wait_s * 1e6), **{**plain, **more})
+
+
+def heard(
+    *all_told: Observed, replica: str = "a", waiting: int = 0, since_s: float = 60, ahead_s: float = 0
+) -> ReceivedReport:
+    """What a replica tells, as it arrives; its calendar is ahead of ours."""
+    generation = all_told[0].generation if all_told else ""
+    tallies = Tallies(lambda: generation, lambda: AT_S + ahead_s - since_s)
+    for one in all_told:
+        tallies.note(one)
+    told_of = {"generation": generation, "observed": tallies.read(20)}
+    report = ReplicaReport(replica, f"host-{replica}", AT_S + ahead_s, 1, waiting, [], [], [], **told_of)  # type: ignore[arg-type]
+    return ReceivedReport(unpack(pack(report)), 0.0, ahead_s)
+
+
+ROLLOUT = [
+    *[told()] * 4283,
+    *[told(Verdict.REFUSED, "queue_timeout", 30, tier="batch", starvation_us=29_000_000)] * 8,
+    *[told(Verdict.REFUSED, "invalid_api_key", tier=None, tenant=None)] * 3,
+    told(Verdict.REFUSED, "queue_full", tier="batch", tenant="globex"),
+    *[told(wait_s=1.25, tier="high", served_ahead={"high": 700})] * 14,
+    told(Verdict.ABANDONED, "client_left", 2.0),
+]
+
+
+def report_of(*all_heard: ReceivedReport, mode: Mode = Mode.OBSERVE) -> ObservedReport:
+    return observed_report(replace(POLICY, mode=mode), all_heard, AT_S)
+
+
+def test_it_says_in_a_sentence_what_enforcing_would_have_done() -> None:
+    assert report_of(heard(*ROLLOUT)).conclusion == (
+        "Enforcing would have refused 12 of 4,310 requests (0.3%): 8 of batch by queue_timeout, 3 by invalid_api_key, "
+        "1 of batch by queue_full. 14 (0.3%) would have waited before they were admitted, the longest 1.2 s (high); "
+        "8 would have starved, the longest 29 s (batch)."
+    )
+
+
+def test_nothing_to_say_is_said_too() -> None:
+    assert report_of(heard()).conclusion == "No request has been observed yet by this policy."
+    assert report_of(heard(told())).conclusion == (
+        "Enforcing would have refused none of 1 request. Nobody would have waited and then been admitted; nobody would "
+        "have starved."
+    )
+    assert "this policy is enforced" in report_of(heard(), mode=Mode.ENFORCE).conclusion
+
+
+def test_what_is_not_known_is_said() -> None:
+    conclusion = report_of(heard(told(), told(Verdict.UNKNOWN, "stopped"), waiting=3)).conclusion
+    assert conclusion.endswith("Of 1 it is not known (stopped). 3 more would still be waiting.")
+
+
+def test_rows_are_in_the_policys_order_and_tenants_by_size() -> None:
+    report = report_of(heard(*ROLLOUT))
+    assert [row.name for row in report.tiers] == ["high", "batch", ""]
+    assert [row.name for row in report.tenants] == ["acme", "", "globex"]
+    high = report.tiers[0]
+    assert (high.requests, high.waited, high.wait_max_s, high.served_ahead) == (14, 14, 1.25, {"high": 9800})
+    assert high.wait_p50_s == high.wait_p99_s  # all the same, and right to 5%
+    assert abs(high.wait_p50_s - 1.25) <= 0.0625
+    assert report.total.requests == sum(row.requests for row in report.tiers) == 4310
+    assert report.since_s == AT_S - 60
+
+
+def test_replicas_are_added_up_by_our_calendar_and_those_with_another_policy_are_named() -> None:
+    report = report_of(
+        heard(told(), replica="a"),
+        heard(told(), told(wait_s=2), replica="b", since_s=600, ahead_s=3600, waiting=2),
+        heard(told(generation="other"), replica="c"),
+        heard(replica="d"),
+    )
+    assert (report.replicas, report.left_out, report.undecided) == (["a", "b"], ["c"], 2)
+    assert (report.total.requests, report.total.wait_max_s) == (3, 2.0)
+    assert report.since_s == AT_S - 600
+
+
+def test_a_stranger_can_read_the_table() -> None:
+    lines = table(report_of(heard(*ROLLOUT), heard(told(generation="other"), replica="c")))
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= WIDTH
+    assert lines[0].startswith("mode: observe, policy ")
+    assert "since 2027-01-15 07:59:00 UTC (1 m 00 s), 1 replica" in lines[0]
+    assert "left out: 1 replica that observe by another policy (c)" in text
+    assert "Enforcing would have refused 12 of 4,310 requests (0.3%)" in text
+    (heading,) = (line for line in lines if line.startswith("TIER"))
+    (high,) = (line for line in lines if line.startswith("high "))
+    assert heading.split()[:6] == ["TIER", "REQUESTS", "WAITED", "P50", "P99", "LONGEST"]
+    assert high.split()[:3] == ["high", "14", "14"]
+    assert len(heading) == len(high)
+    assert "refused of tier batch: 8 queue_timeout, 1 queue_full" in text
+    assert "refused of tenant (not known): 3 invalid_api_key" in text
+    assert "tokens that went ahead while high waited: 9,800 of high" in text
+
+
+def test_without_requests_there_is_no_table() -> None:
+    assert not any("TIER" in line for line in table(report_of(heard())))
+
+
+def test_a_name_cannot_command_the_terminal() -> None:
+    report = report_of(heard(told(tier="\x1b[2J", tenant="\x1b]0;x\x07")))
+    assert "\x1b" not in "\n".join(table(report))
+
+
+def test_the_document_is_what_the_command_reads() -> None:
+    report = report_of(heard(*ROLLOUT))
+    assert msgspec.json.decode(msgspec.json.encode(report), type=ObservedReport) == report
+
+
+def test_a_report_of_an_older_replica_has_nothing_observed() -> None:
+    fields = {name: getattr(heard().report, name) for name in ReplicaReport.__struct_fields__ if name != "observed"}
+    older = msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=ReplicaReport)
+    assert older.observed is None

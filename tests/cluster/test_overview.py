@@ -1,0 +1,197 @@
+"""The overview of a real pool with real waits, and what becomes of it when other replicas tell of theirs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from sidecar.admin.app import admin_app
+from sidecar.admin.routes import LivePages
+from sidecar.cluster import overview as module
+from sidecar.cluster.document import Amount, Overview, Promised, TenantView
+from sidecar.cluster.overview import PoolOverview
+from sidecar.cluster.report import ReplicaReport, Sources, pack
+from sidecar.events import Admitted, Classified, Obstacle, Outcome, Preempted, Queued, Received, Settled
+from sidecar.policy.model import Policy, Promises
+from sidecar.pools import LocalPool, NotShared, Shared
+from sidecar.telemetry.holdings import Holding
+from sidecar.telemetry.journal import Journal
+from sidecar.telemetry.recent import Recent
+from tests.pools.pools import Clock, ask, simple
+from tests.support.serving import serving
+
+pytestmark = pytest.mark.anyio
+NOW_S = 1_700_000_003.0
+
+
+class Telling(LocalPool):
+    """A pool whose other replicas are the test's."""
+
+    others: Mapping[str, Shared] = {}
+    trouble: str | None = None
+    told = b""
+
+    async def share(self, report: bytes) -> Mapping[str, Shared]:
+        if self.trouble is not None:
+            raise NotShared(self.trouble)
+        self.told = report
+        return self.others
+
+
+def sources_of(pool: LocalPool, policy: Policy, **more: Any) -> Sources:
+    plain: dict[str, Any] = {
+        "recent": Recent(),
+        "tenants": dict,
+        "refusals": Journal().refusals,
+        "notices": list,
+    }
+    return Sources(policy=lambda: policy, pool=pool, **{**plain, **more})
+
+
+def policy_of() -> Policy:
+    policy = simple(("high", "batch"), requests=10)
+    slo = Promises(starvation_s=1800.0)
+    return replace(policy, tiers=(policy.tiers[0], replace(policy.tiers[1], slo=slo)))
+
+
+async def test_it_shows_what_the_pool_holds_and_who_waits() -> None:
+    clock, policy = Clock(), policy_of()
+    pool = LocalPool(policy, clock)
+    await pool.enter(ask(tokens=60))
+    await pool.enter(ask(tier=1, tokens=60))
+    clock.advance(1)
+    await pool.enter(ask(tier=0, tokens=30))  # came later, and goes first
+    clock.advance(2)
+    live = PoolOverview(
+        sources_of(pool, policy, tenants=lambda: {"acme": Holding(90, 2, 1)}, notices=lambda: ["look"]), lambda: NOW_S
+    )
+    shown = live.overview()
+    assert (shown.capacity, shown.held, shown.free) == (Amount(100, 10), Amount(90, 2), Amount(10, 8))
+    assert (shown.mode, shown.store, shown.notices, shown.starving) == ("local", None, ["look"], "batch")
+    assert shown.tenants == [TenantView("acme", 90, 2, 1)]
+    high, batch = shown.tiers
+    assert (high.level, high.held, high.oldest) == (0, Amount(90, 2), None)
+    assert (batch.queued, batch.slo) == (Amount(60, 1), Promised(starvation_s=1800.0))
+    assert batch.oldest is not None
+    assert (batch.oldest.wait_s, batch.oldest.starvation_s, batch.oldest.served_ahead) == (3.0, 2.0, {"high": 30})
+    assert batch.recent[-1].wait_max_s == 3.0  # although it has not ended
+    assert [(one.leases, one.waiting, one.seen_s_ago) for one in shown.replicas] == [(2, 1, 0.0)]
+
+
+async def test_who_was_preempted_and_not_admitted_again_is_a_refusal_that_says_so() -> None:
+    journal, recent, policy = Journal(now_us=lambda: 5_000_000), Recent(), policy_of()
+    events = (
+        Classified(1, "batch", "acme", "key", None, "chat", None, None, False, 10, 1),
+        Admitted(1, 0, 0, None, {}, 1, None),
+        Preempted(2_000_001, 1, 1),
+        Queued(2_000_001, Obstacle.PREEMPTED, "its room went"),
+        Settled(4_000_001, Outcome.FAILED, 503, 0, None, None, "queue_timeout"),
+    )
+    for listener in (journal, recent):
+        tell = listener.begin(Received(0, round((NOW_S - 4) * 1e9), "POST", "/", [], "mine"), None)
+        for event in events:
+            tell(event)
+    shown = PoolOverview(sources_of(LocalPool(policy), policy, recent=recent, refusals=journal.refusals), lambda: NOW_S)
+    (refusal,) = shown.overview().refusals
+    assert (refusal.request_id, refusal.code, refusal.status) == ("mine", "queue_timeout", 503)
+    assert (refusal.preempted, refusal.waited_s) == (1, 4.0)
+
+
+async def test_five_seconds_in_which_nothing_but_a_preemption_happened_are_told() -> None:
+    recent, policy = Recent(), policy_of()
+    tell = recent.begin(Received(0, round((NOW_S - 6) * 1e9), "POST", "/", [], "mine"), None)
+    tell(Classified(1, "batch", "acme", "key", None, "chat", None, None, False, 10, 1))
+    tell(Admitted(1, 0, 0, None, {}, 1, None))
+    tell(Preempted(6_000_001, 1, 1))
+    batch = PoolOverview(sources_of(LocalPool(policy), policy, recent=recent), lambda: NOW_S).overview().tiers[1]
+    assert (batch.recent[-1].preempted, batch.recent[-1].engine_lost_s) == (1, 6.0)
+
+
+async def test_what_was_made_a_moment_ago_serves_everybody_who_asks() -> None:
+    times = [NOW_S]
+    policy = policy_of()
+    live = PoolOverview(sources_of(LocalPool(policy), policy), lambda: times[0])
+    first = live.overview()
+    times[0] += module.FRESH_S * 0.9
+    assert live.overview() is first
+    times[0] += module.FRESH_S
+    assert live.overview() is not first
+    times[0] -= 3600  # the calendar was set back
+    assert live.overview().at_s == times[0]
+
+
+async def test_an_unbounded_pool_is_shown_without_bounds() -> None:
+    policy = simple(tokens=None)
+    shown = PoolOverview(sources_of(LocalPool(policy), policy)).overview()
+    assert (shown.capacity, shown.free) == (Amount(), Amount())
+    assert msgspec.json.decode(msgspec.json.encode(shown))["capacity"] == {"tokens": None, "requests": None}
+
+
+def other(name: str, **more: Any) -> ReplicaReport:
+    plain: dict[str, Any] = {"at_s": NOW_S, "leases": 5, "waiting": 6, "tiers": [], "tenants": [], "refusals": []}
+    return ReplicaReport(name, f"host-{name}", **{**plain, **more})
+
+
+async def test_other_replicas_are_shown_until_they_are_silent_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHARE_EVERY_S", 0.01)
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    times, policy = [NOW_S], policy_of()
+    pool = Telling(policy)
+    pool.others = {"two": Shared(1.5, pack(other("two"))), "old": Shared(0.1, b"of another version")}
+    live = PoolOverview(sources_of(pool, policy), lambda: times[0])
+    await live.open()
+    await asyncio.sleep(0.05)
+    shown = live.overview()
+    assert [(one.host, one.leases, one.seen_s_ago) for one in shown.replicas if one.replica == "two"] == [
+        ("host-two", 5, 1.5)
+    ]
+    assert any("replica old is not shown" in notice for notice in shown.notices)
+    pool.trouble = "the store is divided: gone"
+    await asyncio.sleep(0.05)
+    times[0] += 3
+    shown = live.overview()
+    assert [one.seen_s_ago for one in shown.replicas if one.replica == "two"] == [4.5]
+    assert "only this replica's requests are shown: the store is divided: gone" in shown.notices
+    times[0] += module.FORGET_AFTER_S
+    assert [one.replica for one in live.overview().replicas] == [live.overview().replica]
+    await live.close()
+
+
+async def test_a_defect_in_sharing_is_told_and_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHARE_EVERY_S", 0.01)
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    policy = policy_of()
+    pool = Telling(policy)
+    pool.others = 7  # type: ignore[assignment]
+    live = PoolOverview(sources_of(pool, policy, tenants=lambda: 1 / 0))
+    await live.open()
+    await asyncio.sleep(0.03)
+    live._sources = sources_of(pool, policy)
+    pool.others = {"two": Shared(0.0, pack(other("two", at_s=live._now_s())))}
+    await asyncio.sleep(0.05)
+    assert len(live.overview().replicas) == 2
+    await live.close()
+
+
+async def test_the_pages_are_served_and_the_document_is_what_top_reads() -> None:
+    policy = policy_of()
+    pages = LivePages(sources_of(LocalPool(policy), policy))
+    admin = admin_app(state=dict, readiness=list, routes=pages.routes())
+    async with serving(admin) as served, aiohttp.ClientSession(served.url) as client:
+        async with client.get("/overview") as response:
+            assert response.content_type == "application/json"
+            assert msgspec.json.decode(await response.read(), type=Overview).tiers[1].tier == "batch"
+        async with client.get("/") as response:
+            policy_header = response.headers["content-security-policy"]
+            assert response.content_type == "text/html"
+        assert "default-src 'none'" in policy_header
+        assert "unsafe" not in policy_header
+        async with client.head("/overview/stream") as response:
+            assert response.status == 200
+    await pages.close()

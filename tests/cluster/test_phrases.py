@@ -1,0 +1,91 @@
+"""Figures as people read them, and the sentence that says who starves and why."""
+
+from __future__ import annotations
+
+import pytest
+
+from sidecar.cluster.document import OldestWaiter
+from sidecar.cluster.phrases import count, duration, headline
+from sidecar.telemetry.recent import Bucket, Overtakings
+from tests.cluster.views import starved, tier
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0, "0 ms"),
+        (0.0304, "30 ms"),
+        (0.9994, "999 ms"),
+        (0.9999, "1.0 s"),
+        (9.94, "9.9 s"),
+        (9.96, "10 s"),
+        (59.4, "59 s"),
+        (59.6, "1 m 00 s"),
+        (192, "3 m 12 s"),
+        (3599.4, "59 m 59 s"),
+        (3599.6, "1 h 00 m"),
+        (7265, "2 h 01 m"),
+    ],
+)
+def test_a_duration_has_the_figures_that_matter(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (0, "0"),
+        (9_999, "9,999"),
+        (10_000, "10k"),
+        (12_345, "12.3k"),
+        (400_000, "400k"),
+        (1_000_000, "1M"),
+        (2_560_000, "2.6M"),
+        (10**10, "10G"),
+    ],
+)
+def test_a_count_is_short(number: int, said: str) -> None:
+    assert count(number) == said
+
+
+def test_the_headline_says_who_starves_who_overtook_it_and_why() -> None:
+    assert headline([tier("high"), starved()]) == (
+        "batch starves: its oldest request has waited 3 m 12 s and starved 2 m 40 s. "
+        "high overtook it 41 times in 5 minutes, because high is more important."
+    )
+
+
+def test_it_is_the_one_that_starves_most_not_the_one_that_waits_longest() -> None:
+    waits = starved("low", wait_s=500, starved_s=1)
+    assert headline([waits, starved("batch", wait_s=60, starved_s=40)]).startswith("batch starves")
+
+
+@pytest.mark.parametrize(
+    ("rule", "because"),
+    [
+        ("always_first", "because high always goes first"),
+        ("reserve", "because high held less than its reserve"),
+        ("limit", "because batch was at its limit"),
+        ("another", "by the rule another"),
+    ],
+)
+def test_every_rule_has_its_reason(rule: str, because: str) -> None:
+    by = {"low": Overtakings(1, 1, {"level": 1}), "high": Overtakings(2, 9, {rule: 2})}
+    batch = tier("batch", oldest=OldestWaiter(9, 9, {}, "one"), overtaken_by=by)
+    assert headline([batch]).endswith(f"high overtook it twice in 5 minutes, {because}.")
+
+
+def test_who_waits_without_having_been_overtaken_does_not_starve() -> None:
+    waits = tier("normal", oldest=OldestWaiter(4.2, 0.0, {}, "one"))
+    assert headline([tier("high"), waits]) == "Nobody starves. normal waits longest: 4.2 s."
+
+
+def test_when_nobody_waits_it_still_says_who_starved_before() -> None:
+    assert headline([tier("high")]) == headline([]) == "Nobody waits."
+    before = tier(
+        "batch", recent=[Bucket(0, starvation_max_s=12.0)], overtaken_by={"high": Overtakings(1, 1, {"level": 1})}
+    )
+    assert headline([tier("high"), before]) == (
+        "Nobody waits. In the last 5 minutes batch starved for up to 12 s. "
+        "high overtook it once in 5 minutes, because high is more important."
+    )

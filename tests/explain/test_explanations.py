@@ -1,0 +1,356 @@
+"""Why a request waited, asked at the admin port of a real door: who went ahead, and by which rule."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+
+from sidecar.admin.app import admin_app
+from sidecar.admin.routes import routes
+from sidecar.events import Admitted, Classified, Event, Obstacle, Queued, Received
+from sidecar.explain.builder import ExplanationBuilder
+from sidecar.explain.document import Explanation
+from sidecar.policy.compile import load
+from sidecar.policy.model import Policy
+from sidecar.policy.store import store_address
+from sidecar.pools import Pool
+from sidecar.pools.redis import RedisPool, connector
+from sidecar.telemetry import SpanObserver, Telemetry
+from sidecar.telemetry.journal import Journal
+from tests.support.door import App, Guarded, key, write_policy
+from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.serving import Served, serving
+
+pytestmark = pytest.mark.anyio
+SLOTS = 2
+POLICY = """\
+engine: vllm
+capacity: {tokens: 100k, requests: 2}
+aging: {promote_after: 50ms, ceiling: normal}
+tiers:
+  critical: {limit: 50%, always_first: true}
+  high: {reserve: 50%}
+  normal: {}
+  low: {limit: 50%}
+  batch: {queue: {max_wait: 100ms}}
+anonymous: critical
+endpoints: {/v1/chat/completions: {}}
+tenants: tenants/*.yaml
+"""
+
+
+def policy(text: str = POLICY) -> Policy:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_policy(Path(folder))
+        path.write_text(text)
+        return load(path)
+
+
+class Explained(Guarded):
+    """A door that keeps a journal, with its admin port."""
+
+    journal: Journal
+    admin: Served
+
+    async def send(self, tier: str, request_id: str, *headers: str) -> asyncio.Task[Any]:
+        """Sends a request, and returns when it waits, runs or is over."""
+        sent = asyncio.create_task(self.ask(None, f"x-priority: {tier}", f"x-request-id: {request_id}", *headers))
+        await until(lambda: self.knows(request_id, "queued", "admitted", "refused"))
+        return sent
+
+    def knows(self, request_id: str, *events: str) -> bool:
+        """Whether one of these has happened to it."""
+        record = self.journal.find(request_id)
+        return record is not None and any(getattr(record, event) is not None for event in events)
+
+    async def get(self, wanted: str) -> tuple[int, bytes]:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{self.admin.url}/requests/{quote(wanted, safe='')}") as response,
+        ):
+            return response.status, await response.read()
+
+    async def story(self, wanted: str) -> Explanation:
+        status, body = await self.get(wanted)
+        assert status == 200, body
+        return msgspec.json.decode(body, type=Explanation)
+
+
+@asynccontextmanager
+async def explained(app: App, with_policy: Policy | None = None, pool: Pool | None = None) -> AsyncIterator[Explained]:
+    used = with_policy or policy()
+    guarded = Explained(app, used)
+    guarded.journal = Journal()
+    guarded.door.observer = Telemetry(SpanObserver(TracerProvider(shutdown_on_exit=False)), [guarded.journal])
+    if pool is not None:
+        guarded.door.pool = guarded.pool = pool  # type: ignore[assignment]
+    pages = routes(
+        guarded.journal, tiers=lambda: [tier.name for tier in used.tiers], pool="lab", is_shared=pool is not None
+    )
+    admin = admin_app(state=guarded.door.state, readiness=guarded.door.readiness, routes=pages)
+    async with serving(guarded.door) as guarded.served, serving(admin) as guarded.admin:
+        yield guarded
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end_s
+        await asyncio.sleep(0.001)
+
+
+async def finished(app: App, sent: Sequence[asyncio.Task[Any]]) -> None:
+    app.release(100)
+    await asyncio.gather(*sent)
+
+
+async def test_one_that_was_overtaken_hears_by_whom_and_why() -> None:
+    app = App(is_held=True)
+    async with explained(app) as door:
+        sent = [await door.send("normal", f"holds-{n}") for n in range(SLOTS)]
+        sent.append(await door.send("low", "victim"))
+        sent.append(await door.send("high", "overtakes"))
+        story = await door.story("victim")
+        assert story.state == "waiting"
+        assert story.conclusion.startswith("has waited ")
+        assert story.conclusion.endswith(
+            "so far: the pool has no room: 38 of 100,000 tokens and 2 of 2 requests are held, and it asks for 19; "
+            "nobody went ahead of it"
+        )
+        app.release()
+        await until(lambda: door.knows("overtakes", "admitted"))
+        story = await door.story("victim")
+        assert story.state == "waiting"
+        assert story.wait is not None
+        assert story.wait.starvation_s > 0
+        assert "1 request of tier high went ahead because high held less than its reserve" in story.conclusion
+        app.release()
+        await until(lambda: door.knows("victim", "admitted"))
+        assert (await door.story("victim")).state == "running"
+        await finished(app, sent)
+        story = await door.story("victim")
+
+    assert (story.state, story.pool, story.path, story.others) == ("completed", "lab", "/v1/chat/completions", 0)
+    assert story.asked is not None
+    assert (story.asked.tier, story.asked.tenant, story.asked.source) == ("low", "anonymous", "header")
+    assert story.in_the_way is not None
+    assert story.in_the_way.obstacle == "no_room"
+    wait = story.wait
+    assert wait is not None
+    assert 0 < wait.starvation_s < wait.queue_wait_s
+    assert wait.overtaken_by == wait.first[0]
+    (group,) = wait.groups
+    assert (group.tier, group.rule, group.came_later, group.requests, group.tokens) == ("high", "reserve", True, 1, 19)
+    assert wait.unseen == []
+    ahead = wait.first[0]
+    assert (ahead.request_id, ahead.because) == ("overtakes", "high held less than its reserve")
+    assert wait.overtaken_at_s == pytest.approx(ahead.admitted_at_s, abs=0.001)
+    assert story.arrived_at_s < ahead.arrived_at_s < ahead.admitted_at_s
+    assert story.ended is not None
+    assert (story.ended.outcome, story.ended.status) == ("completed", 200)
+    assert story.trace_id is not None
+    assert ahead.trace_id not in (None, story.trace_id)
+
+
+async def test_a_tier_at_its_limit_lets_others_go_first() -> None:
+    app = App(is_held=True)
+    async with explained(app) as door:
+        sent = [await door.send("normal", "holds-normal"), await door.send("low", "holds-low")]
+        sent += [await door.send("low", "victim"), await door.send("normal", "overtakes")]
+        app.release()
+        await until(lambda: door.knows("overtakes", "admitted"))
+        await finished(app, sent)
+        story = await door.story("victim")
+    assert story.in_the_way is not None
+    assert story.in_the_way.obstacle == "limit"
+    assert story.conclusion.endswith(" starved: 1 request of tier normal went ahead because low was at its limit")
+
+
+async def test_the_tenants_of_a_tier_take_turns() -> None:
+    app = App(is_held=True)
+    async with explained(app) as door:
+        sent = [await door.send("normal", f"holds-{n}", key("acme")) for n in range(SLOTS)]
+        sent += [await door.send("normal", name, key("acme")) for name in ("earlier", "victim")]
+        sent.append(await door.send("normal", "overtakes"))
+        await finished(app, sent)
+        story = await door.story("victim")
+    assert story.wait is not None
+    assert [(group.rule, group.requests) for group in story.wait.groups] == [("fair_share", 1), ("turn", 1)]
+    assert "1 request of tier normal went ahead because the tenants of normal take turns by their share" in (
+        story.conclusion
+    )
+
+
+TIERS = ("critical", "high", "normal", "low", "batch")
+
+
+def arrives(journal: Journal, request_id: str, tier: str, at_us: int) -> Callable[[Event], None]:
+    """One that holds 5 tokens and has to wait, told by its events alone."""
+    tell = journal.begin(Received(at_us, 10**18, "POST", "/", [], request_id), None)
+    tell(Classified(at_us, tier, "t", "header", None, "chat", "m", 1, False, 5, 1))
+    tell(Queued(at_us, Obstacle.NO_ROOM, "no room"))
+    return tell
+
+
+@pytest.mark.parametrize(
+    ("waiter", "ahead", "admitted", "rule", "sentence"),
+    [
+        ("low", ("high", 20), (1, {"low": "reserve"}), "reserve", "high held less than its reserve"),
+        ("low", ("critical", 20), (0, {"low": "always_first"}), "always_first", "critical always goes first"),
+        ("low", ("high", 20), (1, {"low": "level"}), "level", "high is more important"),
+        (
+            "normal",
+            ("batch", 20),
+            (1, {"normal": "level"}),
+            "level",
+            "batch had waited so long that it ranked with high",
+        ),
+        ("low", ("batch", 20), (4, {"low": "limit"}), "limit", "low was at its limit"),
+        ("low", ("low", 20), (3, {}), "fair_share", "the tenants of low take turns by their share"),
+        ("low", ("low", 5), (3, {}), "turn", "they came earlier"),
+        ("low", ("high", 5), (1, {"low": "reserve"}), "turn", "high came earlier"),
+        ("low", ("high", 20), (1, {}), "behind", "others of low stood before it, and had come later than high"),
+        ("low", ("high", 20), (1, {"low": "new_one"}), "new_one", "of the rule new_one"),
+    ],
+)
+def test_every_rule_has_its_sentence(
+    waiter: str, ahead: tuple[str, int], admitted: tuple[int, dict[str, str]], rule: str, sentence: str
+) -> None:
+    journal = Journal(now_us=lambda: 1000)
+    (tier, arrived_us), (level, passed) = ahead, admitted
+    arrives(journal, "ahead", tier, arrived_us)(Admitted(50, 50 - arrived_us, 0, None, {}, level, None, passed))
+    arrives(journal, "waiter", waiter, 10)
+    story = ExplanationBuilder(journal, lambda: TIERS, "lab", is_shared=False).tell("waiter")
+    assert story is not None
+    assert story.wait is not None
+    (group,) = story.wait.groups
+    assert (group.rule, group.because, group.came_later) == (rule, sentence, arrived_us > 10)
+
+
+def test_what_is_not_kept_any_more_is_told_in_tokens() -> None:
+    journal = Journal(most_admissions=8, now_us=lambda: 1000)
+    victim = arrives(journal, "victim", "batch", 0)
+    for number in range(100):
+        at_us = 10 + number
+        arrives(journal, str(number), "high", at_us)(Admitted(at_us, 0, 0, None, {}, 1, None, {"batch": "reserve"}))
+    victim(Admitted(200, 200, 190, 10, {"high": 500}, 4, None))
+    story = ExplanationBuilder(journal, lambda: TIERS, "lab", is_shared=False).tell("victim")
+    assert story is not None
+    assert story.wait is not None
+    (unseen,) = story.wait.unseen
+    (group,) = story.wait.groups
+    assert unseen.tokens + group.tokens == 500
+    assert 8 <= group.requests <= 9
+    assert unseen.where == "admitted so long ago that they are not kept any more"
+
+
+async def test_a_refusal_without_a_wait_and_one_after_a_wait() -> None:
+    app = App(is_held=True)
+    async with explained(app) as door:
+        refused = await door.ask(None, "authorization: Bearer sk-nobody", "x-request-id: stranger")
+        assert refused.status == 401
+        sent = [await door.send("normal", f"holds-{n}") for n in range(SLOTS)]
+        assert (await door.ask(None, "x-priority: batch", "x-request-id: too-long")).status == 503
+        await finished(app, sent)
+        stranger, too_long = await door.story("stranger"), await door.story("too-long")
+    assert stranger.conclusion == (
+        "refused with 401 invalid_api_key: this API key is not known here; ask the operator for one, without a wait"
+    )
+    assert (stranger.state, stranger.asked, stranger.wait, stranger.admitted) == ("refused", None, None, None)
+    assert too_long.state == "refused"
+    assert too_long.refused is not None
+    assert (too_long.refused.status, too_long.refused.code) == (503, "queue_timeout")
+    assert too_long.wait is not None
+    assert too_long.wait.queue_wait_s >= 0.1
+    assert "; then refused with 503 queue_timeout: no room came free for tier batch within 0.1 s" in too_long.conclusion
+
+
+async def test_one_that_did_not_wait_says_so() -> None:
+    async with explained(App()) as door:
+        await (await door.send("normal", "quick"))
+        story = await door.story("quick")
+    assert (story.conclusion, story.wait, story.in_the_way) == ("admitted at once, without a wait", None, None)
+    assert story.admitted is not None
+    assert (story.admitted.level, story.admitted.aged_to, story.admitted.engine_priority) == (2, None, 20)
+    assert story.answered is not None
+    assert story.answered.status == 200
+
+
+async def test_one_whose_client_hung_up_says_so() -> None:
+    app = App(is_held=True)
+    async with explained(app) as door:
+        sent = [await door.send("normal", f"holds-{n}") for n in range(SLOTS)]
+        leaver = await door.send("low", "leaver")
+        leaver.cancel()
+        await door.until(waiting=0)
+        story = await door.story("leaver")
+        await finished(app, sent)
+    assert (story.state, story.refused and story.refused.code) == ("abandoned", "client_left")
+    assert story.conclusion.endswith("nobody went ahead of it; then the client hung up before it was admitted")
+
+
+async def test_what_is_not_known_is_said_with_how_long_it_is_kept() -> None:
+    async with explained(App()) as door:
+        status, body = await door.get("nobody/has?this#id")
+    assert status == 404
+    error = msgspec.json.decode(body)["error"]
+    assert error["code"] == "unknown_request"
+    assert "no request with the id or trace id 'nobody/has?this#id' is known here" in error["message"]
+    assert "at most 15 minutes" in error["message"]
+
+
+async def test_any_id_a_client_may_send_is_found_and_a_trace_too_and_the_newest_of_several() -> None:
+    odd = 'a/b?c#d%20e;f&g="h"<i>../..'
+    async with explained(App()) as door:
+        for _ in range(3):
+            await (await door.send("normal", odd))
+        story = await door.story(odd)
+        assert (story.request_id, story.others) == (odd, 2)
+        assert story.trace_id is not None
+        same = await door.story(story.trace_id)
+    assert (same.request_id, same.arrived_at_s, same.others) == (odd, story.arrived_at_s, 0)
+
+
+# -- two replicas
+
+
+async def test_in_a_shared_pool_the_other_replicas_part_is_told_in_tokens(tmp_path: Path) -> None:
+    used = policy(POLICY.replace("max_wait: 100ms", "max_wait: 10s"))
+    app, other_app = App(is_held=True), App(is_held=True)
+    with RedisServer(first_binary(), tmp_path) as server:
+        pools = [RedisPool(used, connector(store_address(server.url), "lab")) for _ in range(2)]
+        for pool in pools:
+            await pool.open()
+        async with explained(app, used, pools[0]) as door, explained(other_app, used, pools[1]) as other:
+            sent = [await door.send("normal", f"holds-{n}") for n in range(SLOTS)]
+            sent.append(await door.send("batch", "victim"))
+            there = await other.send("high", "overtakes-elsewhere")
+            app.release()
+            await until(lambda: other.knows("overtakes-elsewhere", "admitted"))
+            other_app.release()
+            await there
+            await finished(app, sent)
+            story = await door.story("victim")
+            assert (await door.get("overtakes-elsewhere"))[0] == 404
+            assert b"ask the other replicas, too" in (await door.get("overtakes-elsewhere"))[1]
+            assert (await other.story("overtakes-elsewhere")).state == "completed"
+        for pool in pools:
+            await pool.close()
+    assert story.wait is not None
+    (unseen,) = story.wait.unseen
+    assert (unseen.tier, unseen.tokens) == ("high", 19)
+    assert unseen.where == "admitted by other replicas of the pool"
+    assert (story.wait.overtaken_by, story.wait.first) == (None, [])
+    assert story.wait.starvation_s > 0
+    assert ": 19 tokens of tier high went ahead, admitted by other replicas of the pool" in story.conclusion

@@ -1,0 +1,50 @@
+"""The demo's traffic: every run of one seed gets the same, in order, and more than the engine can do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from sidecar.policy.compile import load, shipped_policies
+from sidecar.tools.demo.clients import OUTPUT_TOKENS, PROMPT_TOKENS, STREAMS, arrivals
+
+
+def test_one_seed_gives_one_sequence_and_another_seed_another() -> None:
+    assert arrivals(3.0, seed=7) == arrivals(3.0, seed=7)
+    assert arrivals(3.0, seed=7) != arrivals(3.0, seed=8)
+
+
+def test_they_come_in_order_and_within_the_run() -> None:
+    times = [arrival.at_s for arrival in arrivals(8.0)]
+    assert all(earlier <= later for earlier, later in pairwise(times))
+    assert times[0] >= 0
+    assert times[-1] < 8.0
+
+
+def test_every_stream_comes_as_often_as_it_says() -> None:
+    seconds = 60.0
+    counts = Counter(arrival.stream.tier for arrival in arrivals(seconds))
+    assert set(counts) == {stream.tier for stream in STREAMS}
+    for stream in STREAMS:
+        expected = stream.per_second * seconds
+        assert counts[stream.tier] == pytest.approx(expected, abs=5 * expected**0.5)
+
+
+def test_sizes_stay_within_their_bounds() -> None:
+    found = arrivals(8.0)
+    assert all(PROMPT_TOKENS[0] <= arrival.prompt_tokens <= PROMPT_TOKENS[1] for arrival in found)
+    assert all(OUTPUT_TOKENS[0] <= arrival.output_tokens <= OUTPUT_TOKENS[1] for arrival in found)
+
+
+def test_keys_and_tiers_are_those_of_the_shipped_policy() -> None:
+    import hashlib
+
+    policy = load(shipped_policies())
+    for stream in STREAMS:
+        tenant = policy.tenants[hashlib.sha256(stream.key.encode()).hexdigest()]
+        level = policy.level_of(stream.header or stream.tier)
+        assert level is not None
+        assert level >= tenant.max_level, f"{stream.tier} would be clamped"
+        assert stream.header is not None or level == tenant.level

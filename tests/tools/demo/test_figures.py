@@ -1,0 +1,126 @@
+"""The demo's figures, from logs written by hand whose answers are known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from sidecar.tools.demo.clients import Arrival, Seen, Stream
+from sidecar.tools.demo.figures import RunMeasurement, measure
+from sidecar.tools.emulator.generation import Served
+
+TIERS = ("high", "batch")
+
+
+def request(
+    number: int,
+    arrived_s: float,
+    admitted_s: float | None,
+    end_s: float = 100.0,
+    *,
+    tier: str = "batch",
+    tokens: int = 10,
+    ttft_s: float | None = 1.0,
+    door_wait_s: float = 0.0,
+) -> tuple[Seen, Served]:
+    """What its client saw, and the engine's line of it. It reached the engine when the door let it go."""
+    arrival = Arrival(arrived_s, Stream(tier, "sk", 1.0), tokens // 2, tokens - tokens // 2)
+    seen = Seen(arrival, ttft_s, door_wait_s, f"{number:08d}")
+    at_engine_s = arrived_s + door_wait_s
+    return seen, Served(f"{number:08d}", None, at_engine_s, admitted_s, admitted_s, end_s, aborted=False)
+
+
+def figures(requests: Sequence[tuple[Seen, Served]], slots: int = 2) -> RunMeasurement:
+    seen, log = zip(*requests, strict=True)
+    shuffled = list(log)
+    random.Random(1).shuffle(shuffled)
+    return measure("a run", TIERS, seen, shuffled, slots)
+
+
+def test_who_only_waits_its_turn_does_not_starve() -> None:
+    tier = figures([request(n, n * 1.0, 10.0 + n) for n in range(5)]).tiers["batch"]
+    assert tier.requests == 5
+    assert tier.queue_wait_s == {"p50": 10.0, "p95": 10.0, "p99": 10.0}
+    assert tier.starvation_s == {"p50": 0.0, "p95": 0.0, "p99": 0.0}
+
+
+def test_starvation_begins_when_somebody_who_came_later_goes_first() -> None:
+    run = figures(
+        [
+            request(1, 0.0, 9.0),  # overtaken at 3 and at 5: it starves from 3 on
+            request(2, 1.0, 3.0, tier="high"),
+            request(3, 2.0, 5.0, tier="high"),
+        ]
+    )
+    assert run.tiers["batch"].queue_wait_s["p50"] == 9.0
+    assert run.tiers["batch"].starvation_s["p50"] == pytest.approx(6.0, abs=1e-5)
+    assert run.tiers["high"].starvation_s["p99"] == 0.0
+
+
+def test_the_wait_at_the_door_counts_as_waiting_wherever_it_was() -> None:
+    run = figures([request(1, 0.0, 7.0, door_wait_s=6.5), request(2, 1.0, 2.0, tier="high", door_wait_s=0.5)])
+    assert run.tiers["batch"].queue_wait_s["p50"] == 7.0
+    assert run.tiers["batch"].starvation_s["p50"] == pytest.approx(5.0, abs=1e-5)
+    assert run.tiers["high"].queue_wait_s["p50"] == 1.0
+
+
+def test_starvation_is_what_comparing_every_pair_gives() -> None:
+    rng = random.Random(3)
+    requests = [request(n, at := rng.uniform(0, 50), at + rng.uniform(0, 50), tokens=n + 2) for n in range(60)]
+    order = [(seen.arrival.at_s, line.admitted_s or 0.0) for seen, line in requests]
+    expected = sorted(
+        admitted_s - min((other for at, other in order if at > arrived_s and other < admitted_s), default=admitted_s)
+        for arrived_s, admitted_s in order
+    )
+    found = figures(requests).tiers["batch"].starvation_s
+    assert found["p50"] == pytest.approx(expected[30], abs=1e-5)
+    assert found["p99"] == pytest.approx(expected[59], abs=1e-5)
+
+
+def test_shares_are_of_the_tokens_that_got_a_slot_during_the_overload() -> None:
+    run = figures(
+        [
+            request(1, 0.0, 0.0, tokens=1000),  # the engine was not full yet
+            request(2, 3.0, 4.0, tier="high", tokens=30),
+            request(3, 3.0, 5.0, tokens=10),
+            request(4, 10.0, 99.0, tokens=1000),  # nobody arrived any more
+        ]
+    )
+    assert run.tiers["high"].share == pytest.approx(0.75)
+    assert run.tiers["batch"].share == pytest.approx(0.25)
+
+
+def test_utilization_is_the_part_of_the_slots_in_use_during_the_overload() -> None:
+    # From 2 s to 10 s: one of two slots is in use all the time, the other for half of it.
+    run = figures([request(1, 0.0, 0.0, 50.0), request(2, 1.0, 1.0, 6.0), request(3, 10.0, 10.0, 12.0)])
+    assert run.utilization == pytest.approx(0.75)
+
+
+def test_a_run_too_short_to_fill_the_engine_counts_from_its_middle() -> None:
+    run = figures([request(1, 0.0, 0.0, 50.0), request(2, 1.0, 1.5, 50.0), request(3, 2.0, 2.0, 50.0)])
+    assert run.utilization == pytest.approx(0.75)
+    assert run.tiers["batch"].share == 1.0
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    requests = [request(n, 0.0, 1.0 + n, ttft_s=float(n)) for n in range(200)]
+    assert figures(requests).tiers["batch"].ttft_s == {"p50": 100.0, "p95": 190.0, "p99": 198.0}
+
+
+def test_what_failed_is_counted_and_is_in_no_figure() -> None:
+    run = figures([request(1, 0.0, 1.0), request(2, 0.0, 1.0, ttft_s=None), request(3, 0.0, None, tier="high")])
+    assert run.failed == 2
+    assert set(run.tiers) == {"batch"}
+    assert run.tiers["batch"].requests == 1
+
+
+def test_a_run_of_which_nothing_came_back_has_no_figures() -> None:
+    run = figures([request(1, 0.0, None, ttft_s=None)])
+    assert (run.failed, run.utilization, dict(run.tiers)) == (1, 0.0, {})
+
+
+def test_tiers_come_in_the_order_of_the_policy() -> None:
+    run = figures([request(1, 0.0, 1.0), request(2, 0.5, 1.0, tier="high")])
+    assert tuple(run.tiers) == TIERS

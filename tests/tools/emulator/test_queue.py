@@ -1,0 +1,73 @@
+"""Each engine's order, and leaving the queue."""
+
+from __future__ import annotations
+
+import pytest
+
+from sidecar.tools.emulator.batch import Sequence
+from sidecar.tools.emulator.queue import (
+    Order,
+    Rank,
+    WaitingQueue,
+    dynamo_order,
+    first_come,
+    sglang_order,
+    trtllm_order,
+    vllm_order,
+)
+
+
+def order_of(order: Order, *arrivals: tuple[Rank, float]) -> list[int]:
+    """In which order the arrivals are served, by their position."""
+    queue: WaitingQueue[Sequence] = WaitingQueue(order)
+    sequences = [Sequence(1, 1) for _ in arrivals]
+    for sequence, (rank, arrival_s) in zip(sequences, arrivals, strict=True):
+        queue.push(sequence, rank, arrival_s)
+    return [sequences.index(queue.pop()) for _ in arrivals]
+
+
+@pytest.mark.parametrize(
+    ("order", "values", "expected"),
+    [
+        (first_come, [9, 1, 5, None], [0, 1, 2, 3]),
+        (trtllm_order, [0.1, 0.9, None, 0.6], [1, 3, 2, 0]),
+        (vllm_order, [9, -1, None, 5], [1, 2, 3, 0]),
+        (sglang_order, [-9, 1, None, 5], [3, 1, 0, 2]),
+        (dynamo_order, [0, 7, None, 3], [1, 3, 0, 2]),
+    ],
+)
+def test_each_engine_has_its_own_direction_and_place_for_the_untagged(
+    order: Order, values: list[float | None], expected: list[int]
+) -> None:
+    arrivals = [(Rank(value), 0.1 * index) for index, value in enumerate(values)]
+    assert order_of(order, *arrivals) == expected
+
+
+@pytest.mark.parametrize("order", [first_come, trtllm_order, vllm_order, sglang_order, dynamo_order])
+def test_equals_are_served_first_come_first_served(order: Order) -> None:
+    arrivals = [(Rank(1), 0.0)] * 20
+    assert order_of(order, *arrivals) == list(range(20))
+
+
+def test_dynamo_gives_seconds_of_head_start_and_no_more() -> None:
+    assert order_of(dynamo_order, (Rank(0), 0.0), (Rank(5), 4.0)) == [1, 0]
+    assert order_of(dynamo_order, (Rank(0), 0.0), (Rank(5), 6.0)) == [0, 1]
+
+
+def test_dynamo_takes_a_negative_priority_for_zero_and_strict_before_all() -> None:
+    assert order_of(dynamo_order, (Rank(-50), 0.0), (Rank(0), 1.0)) == [0, 1]
+    assert order_of(dynamo_order, (Rank(1_000), 0.0), (Rank(0, strict=1), 9.0)) == [1, 0]
+
+
+def test_a_removed_sequence_is_never_served_and_no_longer_counted() -> None:
+    queue: WaitingQueue[Sequence] = WaitingQueue(vllm_order)
+    first, second = Sequence(1, 1), Sequence(1, 1)
+    queue.push(first, Rank(), 0.0)
+    queue.push(second, Rank(), 0.0)
+    assert queue.remove(first)
+    assert not queue.remove(first)
+    assert len(queue) == 1
+    assert queue.pop() is second
+    assert queue.peek() is None
+    with pytest.raises(IndexError):
+        queue.pop()

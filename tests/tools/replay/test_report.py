@@ -1,0 +1,165 @@
+"""The report: a page that stands alone, shows what it should in a real browser, and lets nothing out of a trace act."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sidecar.tools.replay import plots
+from sidecar.tools.replay.plots import BINS, MOST_DOTS, Axis, occupancy
+from sidecar.tools.replay.report import report
+from tests.support.browser import browser, opened
+from tests.tools.replay.seen import TIERS, played, seen
+
+needs_browser = pytest.mark.skipif(browser() is None, reason="no browser; `sh .ci/browser` installs one as root")
+HOSTILE = '</title><script>alert(1)</script><img src="http://127.0.0.1:9/x" onerror="alert(2)">\'&'
+
+
+def two_runs() -> str:
+    """A replay and its control, with a failure."""
+    found = [seen(tier, n * 0.2, 0.1 + n * 0.1 * (level + 1)) for n in range(12) for level, tier in enumerate(TIERS)]
+    found.append(seen("batch", 1.0, None, error="HTTP 503: full"))
+    control = [seen(tier, n * 0.2, 0.4 + n * 0.2) for n in range(12) for tier in TIERS]
+    runs = [played(found), played(control, name="control", title="control: equal priorities")]
+    return report("Replay of burst", ["120 requests"], ("critical", *TIERS), runs)
+
+
+def hostile() -> str:
+    """Everything that comes from somewhere else tries to break out."""
+    tiers = (HOSTILE, "batch")
+    found = [seen(tier, n * 0.2, 0.1 + n) for n in range(9) for tier in tiers]
+    found.append(seen(HOSTILE, 1.0, None, error=HOSTILE))
+    return report(HOSTILE, [HOSTILE], tiers, [played(found, tiers, title=HOSTILE)])
+
+
+def tags(page: str, name: str, kind: str = "") -> int:
+    return len(re.findall(rf'<{name}\b[^>]*class="{kind}' if kind else rf"<{name}\b", page))
+
+
+@contextmanager
+def serving_page(page: str) -> Iterator[tuple[str, list[str]]]:
+    """A web server with one page. Gives its address, and the paths that were asked for."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.send_header("content-type", "text/html; charset=utf-8")
+            self.end_headers()
+            self.wfile.write(page.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/report.html", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@needs_browser
+@pytest.mark.parametrize("page", [two_runs, hostile])
+def test_a_browser_opens_it_from_a_file_with_nothing_to_complain_about(page: object, tmp_path: Path) -> None:
+    assert callable(page)
+    file = tmp_path / "report.html"
+    file.write_text(page(), encoding="utf-8")
+    found = opened(file.as_uri(), tmp_path)
+    assert found.console == []
+    assert tags(found.dom, "script") == tags(found.dom, "img") == 0
+    if page is two_runs:
+        assert tags(found.dom, "svg") == 3 + 1 + 2 + 2 * 2  # the key, the CDF, and for each run TTFTs, waiting, running
+        assert tags(found.dom, "polyline", "line t") == 6
+        assert tags(found.dom, "polyline", "line t[0-9] control") == 3
+        assert tags(found.dom, "polygon", "area t") == 2 * 2 * 3
+        assert tags(found.dom, "path", "line failed t") == 1
+        assert "<title>high, replay: half of 12 within 0.7 s</title>" in found.dom
+
+
+@needs_browser
+def test_it_asks_the_network_for_nothing_but_itself(tmp_path: Path) -> None:
+    for page in (two_runs(), hostile()):
+        with serving_page(page) as (url, asked):
+            assert opened(url, tmp_path).console == []
+        assert asked == ["/report.html"]
+
+
+@needs_browser
+@pytest.mark.parametrize(("width", "scheme"), [(1200, 1), (390, 1), (1200, 0)])
+def test_it_is_drawn_wide_on_a_phone_and_in_the_dark(width: int, scheme: int, tmp_path: Path) -> None:
+    file, picture = tmp_path / "report.html", tmp_path / "picture.png"
+    file.write_text(two_runs(), encoding="utf-8")
+    look = (f"--window-size={width},1600", f"--blink-settings=preferredColorScheme={scheme}", f"--screenshot={picture}")
+    opened(file.as_uri(), tmp_path, *look)
+    data = picture.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")) == (width, 1600)
+    assert len(data) > 40_000, "a blank page is a tenth of that"
+
+
+def test_it_loads_nothing_and_forbids_itself_to() -> None:
+    for page in (two_runs(), hostile()):
+        assert "default-src 'none'" in page
+        assert set(re.findall(r"<[^>]*\b(?:src|href)=\"([^\"]*)\"", page)) == {"data:,"}
+        assert "<script" not in page
+        assert "@import" not in page
+        assert "url(" not in page
+
+
+def test_everything_from_elsewhere_is_escaped() -> None:
+    page = hostile()
+    assert HOSTILE not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+
+
+def test_who_has_no_requests_is_not_in_the_key() -> None:
+    page = two_runs()
+    assert "critical" not in page
+    assert tags(page, "li") == 3
+
+
+def test_runs_without_a_single_answer_have_a_report_too() -> None:
+    failed = played([seen("high", 0.0, None, error="no", runs_s=0.0)])
+    page = report("Replay", [], TIERS, [failed])
+    assert "1 x no" in page
+    assert tags(page, "svg") == 1 + 4
+
+
+def test_a_long_trace_draws_no_more_dots_than_can_be_told_apart() -> None:
+    many = played([seen("high", n * 0.01, 0.5) for n in range(MOST_DOTS * 2 + 7)])
+    page = report("Replay", [], TIERS, [many])
+    drawn = tags(page, "circle", "dot") - 1  # one is in the key
+    assert drawn == plots.shown(MOST_DOTS * 2 + 7) <= MOST_DOTS
+    assert f"{drawn} of {MOST_DOTS * 2 + 7} requests drawn" in page
+    assert len(page) < 1_000_000
+
+
+spans = st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)).map(lambda pair: (min(pair), max(pair))), max_size=20)
+
+
+@given(spans)
+def test_occupancy_keeps_every_second_of_every_span(found: Sequence[tuple[float, float]]) -> None:
+    parts = occupancy(found, 10.0)
+    assert len(parts) == BINS
+    assert min(parts) >= 0
+    assert max(parts) <= len(found) + 1e-9
+    assert sum(parts) * 10.0 / BINS == pytest.approx(sum(end - start for start, end in found), abs=1e-6)
+
+
+@given(st.floats(1e-6, 1e9))
+def test_an_axis_has_a_few_round_ticks(most: float) -> None:
+    ticks = Axis(most, 0.0, 100.0).ticks()
+    assert 2 <= len(ticks) <= 8
+    assert ticks[0] == 0
+    assert ticks[-1] <= most * 1.001
