@@ -1,4 +1,5 @@
-"""How often `sidecar doctor` takes one scheduler for another: the thresholds of `sidecar.tools.doctor.judgment`, simulated.
+"""How often `sidecar doctor` takes one scheduler for another: the thresholds of `sidecar.tools.doctor.judgment`,
+simulated.
 
 Each run draws a burst as the doctor does, plays it through an engine with so many slots, and judges the order of the
 first tokens. What differs is who gets a slot that comes free. No network and no engine: this is about chance alone.

@@ -13,7 +13,7 @@ from benchmarks.overhead import HEADERS
 from benchmarks.overhead_apps import Nowhere, bare
 from sidecar import AdmissionMiddleware
 from sidecar.events import Admitted, Classified, Event, FirstByte, Outcome, Received, Settled
-from sidecar.policy.compile import shipped_policies
+from sidecar.policy.compiler import shipped_policies
 from sidecar.telemetry import SpanObserver, Telemetry
 from sidecar.telemetry.telemetry import Listener, Trace
 

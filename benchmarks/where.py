@@ -12,7 +12,7 @@ from sidecar.asgi.usage import UsageReader
 from sidecar.classify import Asked, Classifier
 from sidecar.engines import client_headers, dialect_of
 from sidecar.payload import read
-from sidecar.policy.compile import load, shipped_policies
+from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import Api
 from sidecar.pools import Ask, LocalPool
 from sidecar.tokens import Estimator, tokens_to_hold

@@ -1,4 +1,8 @@
-"""The door in front of an LLM engine: priority tiers, reserved tokens, lending, aging, proof that nobody starves."""
+"""Admission-control middleware and proxy for LLM engines.
+
+Priority tiers, reserved tokens, lending of idle capacity, and ranks that rise with the wait, so that no request waits
+forever.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts the parts together: the only place that knows them all, telemetry included."""
+"""Composition root: the only module that knows all parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sidecar.engines import Dialect, dialect_of
 from sidecar.engines.cautious import CautiousTensorRtLlm
 from sidecar.engines.reading import Pages
 from sidecar.observability import Observability
-from sidecar.policy.compile import load
+from sidecar.policy.compiler import load
 from sidecar.policy.model import EngineName, Policy, Unguarded
 from sidecar.policy.reload import PolicyFiles
 from sidecar.policy.store import StoreAddress, store_address
@@ -55,11 +55,11 @@ class AdmissionMiddleware(Admission):
     class too. Such a server gets the rest from the environment as well: admin pages on `SIDECAR_ADMIN_PORT`, and
     telemetry by `OTEL_*`. `SIDECAR_STORE` goes before the policy's own `store`. `dialect` is how the app's engine hears
     a priority, where that is not as the policy's `engine` says; `files` are where a loaded policy came from: what
-    changes there replaces it while the server runs. `is_shown` says that `observability.routes` are served, `is_launched`
-    that the app is an engine's own server, started by one of our launchers; `takes_over_pool`, or
+    changes there replaces it while the server runs. `is_shown` says that `observability.routes` are served,
+    `is_launched` that the app is an engine's own server, started by one of our launchers; `takes_over_pool`, or
     `SIDECAR_TAKE_OVER_POOL=1`, that a shared pool with other tiers is made anew. Raises `PolicyError` with every
-    mistake of the files, and ValueError where there are none; a server that makes its middleware only when it starts
-    is told that the start failed instead.
+    mistake of the files, and ValueError where there are none; a server that makes its middleware only when it starts is
+    told that the start failed instead.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Everything the door can answer instead of the engine's response: one shallow tree.
+"""Errors that the admission controller answers in place of the engine's response, as one shallow tree.
 
-Each error knows its HTTP status, its stable `code` (what clients and dashboards match on) and, where waiting helps,
-the seconds after which a retry is worth trying. `asgi/responses.py` writes them in OpenAI's shape.
+Each error knows its HTTP status, its stable `code` (which clients and dashboards match on) and, where waiting helps,
+the seconds after which to retry. `middleware/error_responses.py` writes them in OpenAI's and Anthropic's shapes.
 """
 
 from __future__ import annotations

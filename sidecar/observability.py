@@ -1,4 +1,4 @@
-"""Everything that looks at one door, put together: its observer, the admin port's pages, and what begins and ends."""
+"""Observability of one admission controller: its observers, its samples for metrics, its admin pages, policy reload."""
 
 from __future__ import annotations
 

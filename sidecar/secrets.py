@@ -1,7 +1,7 @@
-"""Secrets of the environment: in a variable, or in a file that the variable with `_FILE` behind its name points to.
+"""Secrets of the environment: in a variable, or in the file that the variable with the suffix `_FILE` names.
 
-Docker and Kubernetes mount secrets as files; a file, unlike a variable, shows in no `docker inspect` and no child
-process. A refusal says which variable and what is wrong, and never repeats anything of what may be the secret.
+Docker and Kubernetes mount secrets as files. A file, unlike a variable, does not show in `docker inspect` or in a child
+process. An error names the variable and what is wrong, and never repeats any part of the value.
 """
 
 from __future__ import annotations

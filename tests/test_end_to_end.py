@@ -34,7 +34,7 @@ from sidecar import AdmissionMiddleware
 from sidecar.asgi.middleware import Admission
 from sidecar.asgi.proxy import ReverseProxy
 from sidecar.engines import dialect_of
-from sidecar.policy.compile import load, shipped_policies
+from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import EngineName, Policy
 from sidecar.pools import LocalPool
 from sidecar.telemetry import SpanObserver

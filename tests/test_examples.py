@@ -24,7 +24,7 @@ import pytest
 
 import sidecar
 from sidecar import errors
-from sidecar.policy.compile import load
+from sidecar.policy.compiler import load
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

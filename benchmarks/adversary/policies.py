@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from sidecar.policy.compile import load, shipped_policies
+from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import Policy
 
 CRITICAL, HIGH, NORMAL, LOW, BATCH = range(5)

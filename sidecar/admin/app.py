@@ -1,4 +1,4 @@
-"""What an operator and an orchestrator ask the process: is it alive, is it ready, what is it doing."""
+"""ASGI app of the admin port: health, readiness and state of the process."""
 
 from __future__ import annotations
 

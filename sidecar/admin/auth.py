@@ -1,9 +1,9 @@
-"""Who may see the admin pages: whoever reaches a port on loopback, or whoever has the token.
+"""Access control of the admin pages: a port on loopback is open to its machine; any other port needs the token.
 
-Without a token the port's address is the only guard, so two things are kept from getting around it through a browser on
-this machine: a name that an attacker made to point to 127.0.0.1 (DNS rebinding) is refused by its `Host`, and requests
-that a page of another site makes in the background are refused by `Sec-Fetch-Site`, which every browser sends.
-With a token the name does not matter: the attacker's page has neither the token nor, under that name, the cookie.
+Without a token the port's address is the only protection. Two attacks through a browser on this machine are refused: a
+host name that an attacker points to 127.0.0.1 (DNS rebinding), by its `Host`; and background requests of another site's
+page, by `Sec-Fetch-Site`, which every browser sends. With a token the name does not matter: the attacker's page has
+neither the token nor, under that name, the cookie.
 """
 
 from __future__ import annotations

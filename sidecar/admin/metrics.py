@@ -1,4 +1,4 @@
-"""`GET /metrics`: everything that is measured, for Prometheus to scrape."""
+"""`GET /metrics`: all metrics in Prometheus' format."""
 
 from __future__ import annotations
 

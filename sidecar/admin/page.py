@@ -1,7 +1,7 @@
-"""The page as one document: markup, style and script are files beside this one, put together once; it loads nothing.
+"""The live page as one document. Markup, style and script are files beside this one; the page loads nothing else.
 
-Its Content-Security-Policy names the very style and the very script by their hash, and allows a connection to its own
-server: whatever a request's text might smuggle into the page does not run and reaches nobody.
+Its Content-Security-Policy names this style and this script by their hashes, and allows connections to its own server
+only. A script that a request's text smuggles into the page does not run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The admin pages on a port of their own, in an event loop and a process that belong to somebody else's server."""
+"""Admin pages on a port of their own, inside a server process and an event loop that are not ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The pages of the admin port that show the pool live: `/`, `/overview`, `/overview/stream` and `/observed`."""
+"""Routes of the admin port: the live page, the overview and its event stream, the dry run, one request's
+explanation.
+"""
 
 from __future__ import annotations
 

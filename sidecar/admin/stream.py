@@ -1,7 +1,7 @@
-"""The overview as server-sent events, one a second: made once for all who look, and not at all while nobody does.
+"""Overview as server-sent events, one a second, built once for all viewers and only while there is a viewer.
 
-A viewer is sent the newest overview when it has taken the one before. So one that is slow misses some, one that takes
-nothing for ten seconds is let go, and neither keeps anything but its connection.
+A viewer gets the newest overview when it has taken the one before. A slow viewer skips some. A viewer that takes
+nothing for ten seconds is disconnected. Neither costs more than its connection.
 """
 
 from __future__ import annotations

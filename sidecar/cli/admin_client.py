@@ -1,4 +1,4 @@
-"""A running door's admin port, for the commands that read its pages."""
+"""Client of a running sidecar's admin port, for the commands that read its pages."""
 
 from __future__ import annotations
 

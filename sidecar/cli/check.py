@@ -1,7 +1,7 @@
-"""Check a policy: every mistake at once, with file and line, and warnings about what would surprise.
+"""Check a policy: report every mistake at once, with file and line, and warn about surprising settings.
 
-Mistakes go to standard error and the exit code is 1. Otherwise a summary of what the policy gives each tier is
-printed, with the warnings below it, and the exit code is 0.
+Mistakes go to standard error and the exit code is 1. Otherwise the command prints what the policy gives each tier, with
+warnings below it, and the exit code is 0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from sidecar.cli.output import write_json
 from sidecar.policy import fields as of
-from sidecar.policy.compile import Loaded, load_files
+from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.model import Policy, Teller
 from sidecar.policy.problems import PolicyError, Problem
 from sidecar.policy.rules import UNLIMITED, TierRules, largest_certain_request, largest_request

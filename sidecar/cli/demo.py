@@ -1,9 +1,10 @@
-"""Shows what admission does: an emulated TensorRT-LLM that runs 160 requests at once gets a third more than it can do.
+"""Show what admission control does: an emulated TensorRT-LLM with 160 slots gets a third more work than it can do.
 
 The same arrivals are played three times, over real HTTP on loopback: at equal priority (the control), with the engine's
-own priority, and behind admission. Tiers, tenants and keys are those of the example policies. Takes under a minute.
+own priority, and with admission control. Tiers, tenants and keys are those of the example policies. It takes less than
+a minute.
 
-With --replicas the third run is served by several sidecars, processes of their own, which share one pool in Redis.
+With --replicas the third run uses several sidecar processes, which share one pool in Redis.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plays the three runs and prints the table. Returns 1 where requests failed, or a server could not start."""
-    from sidecar.policy.compile import load, shipped_policies
+    from sidecar.policy.compiler import load, shipped_policies
     from sidecar.tools.demo.clients import arrivals
     from sidecar.tools.demo.runs import play_run, shared
     from sidecar.tools.demo.servers import CannotStart, servers

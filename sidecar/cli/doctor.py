@@ -1,10 +1,11 @@
-"""Find out whether an engine's priority does anything, and why not where it does not.
+"""Find out whether an engine's priority has an effect, and if not, why not.
 
-Reads what the engine says of itself, then sends it a few short bursts of requests at mixed and at equal priorities, and
-looks in which order they are served. Says beforehand how much it will send; --read-only sends nothing.
+The command reads what the engine says about itself. Then it sends a few short bursts of requests at mixed and at equal
+priorities, and looks at the order in which they are served. It says first how much it will send; --read-only sends
+nothing.
 
-Exit codes: 0 priority was seen to work; 1 something is broken, and the text says what; 2 a wrong command line, or
-nobody to examine; 3 it could not be seen: too little load, or nothing was sent.
+Exit codes: 0 priority was seen to work; 1 something is broken, and the text says what; 2 a wrong command line, or no
+server to examine; 3 it could not be seen: too little load, or nothing was sent.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def _policy(path: str | None) -> Policy | None:
-    from sidecar.policy.compile import load
+    from sidecar.policy.compiler import load
 
     return None if path is None else load(path)
 

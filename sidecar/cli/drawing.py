@@ -1,6 +1,6 @@
-"""The overview drawn for a terminal: lines of text, as wide as it is, in colors where it has any.
+"""Terminal drawing of the overview: lines of text, as wide as the window, in color where the terminal has it.
 
-Only text comes out: whatever is in a name or a message that a terminal would take for a command is shown as `?`.
+A character in a name or a message that a terminal would take for a command is shown as `?`.
 """
 
 from __future__ import annotations

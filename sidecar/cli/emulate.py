@@ -1,4 +1,4 @@
-"""Run an OpenAI-compatible engine emulator, which keeps the engine's contract and its errors. No GPU needed."""
+"""Run an emulated OpenAI-compatible engine, with the engine's contract and its errors. No GPU needed."""
 
 from __future__ import annotations
 

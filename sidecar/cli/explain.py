@@ -1,11 +1,11 @@
-"""Say which tier a request gets, and why; or of one that was sent, why it waited.
+"""Say which tier a request gets and why, or why a request that was sent had to wait.
 
-With POLICY and --path it takes the same decisions as the door, with the same code, for an empty pool: the exit code is
-0 for a request that would be let in, 1 for one that would be refused, or for a policy that cannot be used.
+With POLICY and --path the command takes the same decisions as the middleware, with the same code, for an empty pool.
+The exit code is 0 for a request that would be admitted, 1 for one that would be refused, or for an invalid policy.
 
-With --request it asks a running door, on its admin port, how that request fared and who went ahead of it. The
-token in SIDECAR_ADMIN_TOKEN or SIDECAR_ADMIN_TOKEN_FILE is sent along. The exit code is 0 where the door knows the
-request, else 1.
+With --request it asks a running sidecar, on its admin port, how that request fared and which requests were admitted
+before it. The token in SIDECAR_ADMIN_TOKEN or SIDECAR_ADMIN_TOKEN_FILE is sent along. The exit code is 0 where the
+sidecar knows the request, else 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which tier a request would get, and why: what the door does with it, step by step, without sending it anywhere."""
+"""Explanation of a policy's decision for one request, step by step, without sending the request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sidecar.cli.output import write_json
 from sidecar.engines import Dialect, client_headers, dialect_of, routes_of
 from sidecar.errors import AdmissionError, BodyTooLarge
 from sidecar.payload import Payload, read
-from sidecar.policy.compile import Loaded, load_files
+from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.model import Api, Endpoint, Policy, Teller, Tenant, Unguarded
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED

@@ -1,4 +1,4 @@
-"""How a request fared at a running door, and who went ahead of it: asked on its admin port, told as text."""
+"""Explanation of a request that was sent, read from a running sidecar's admin port, as text."""
 
 from __future__ import annotations
 

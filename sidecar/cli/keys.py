@@ -1,7 +1,7 @@
 """Make an API key, or hash one for a tenant's file.
 
 `new` prints a key once: give it to the client, and keep only its hash. `hash` reads a key that you already have, from a
-prompt or from standard input, because arguments of a command are visible to everybody on the machine.
+prompt or from standard input, because every user of the machine can see a command's arguments.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the commands have in common that run a real server with the door mounted in it."""
+"""Shared part of the commands that run an engine's own server with the middleware mounted in it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Say what enforcing the policy would have done to the requests that passed in `mode: observe`.
+"""Report what enforcing the policy would have done to the requests that passed in `mode: observe`.
 
-Reads the admin port of a running door (sidecar serve, or SIDECAR_ADMIN_PORT where it is mounted), and sends the token
-in SIDECAR_ADMIN_TOKEN or SIDECAR_ADMIN_TOKEN_FILE along. Nobody was held and nothing was refused: the figures are of
-what would have been. Counting begins when the process does, and anew with every change of the policy.
+The command reads the admin port of a running sidecar (`sidecar serve`, or SIDECAR_ADMIN_PORT where it is mounted), and
+sends the token in SIDECAR_ADMIN_TOKEN or SIDECAR_ADMIN_TOKEN_FILE along. No request was held or refused: the figures
+say what would have been. Counting begins when the process starts, and again with every change of the policy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What commands that print figures have in common: how far they are, and the same figures as JSON."""
+"""Shared output of the commands that print figures: progress, and the same figures as JSON."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Replay a trace against a server, open loop, and say what each tier's requests went through.
+"""Replay a trace against a server, open loop, and report each tier's latencies.
 
-TRACE is a file (mooncake_trace JSONL as AIPerf reads it, or Azure's LLM inference CSV; told from its content), or the
-built-in burst: `burst`, `burst:N`, `burst:N:INPUT:OUTPUT` sends N requests of so many tokens at once. The exit code is
-1 where requests failed, 2 for a command line or a trace that cannot be used.
+TRACE is a file (mooncake_trace JSONL as AIPerf reads it, or Azure's LLM inference CSV; recognized by its content), or
+the built-in burst: `burst`, `burst:N`, `burst:N:INPUT:OUTPUT` sends N requests of so many tokens at once. The exit code
+is 1 where requests failed, 2 for a command line or a trace that cannot be used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from sidecar.cli.output import reporter, unwritable, write_json
-from sidecar.policy.compile import load
+from sidecar.policy.compiler import load
 from sidecar.policy.model import Api, EngineName, Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.tokens import NoTokenizer

@@ -1,8 +1,8 @@
-"""Runs the door as a process of its own: a reverse proxy that admits requests to the engine by the policy.
+"""Run the proxy: a reverse proxy that admits requests to the engine by the policy.
 
-Prints one line per address once it answers. SIGTERM refuses new requests with a 503, lets the running ones finish
-for as long as --grace, and exits with 0; a second signal ends at once. The policy's files are followed while it runs:
-what is changed there replaces what runs, at once on SIGHUP.
+It prints one line per address once it answers. SIGTERM refuses new requests with a 503, lets the running ones finish
+for at most --grace, and exits with 0; a second signal ends at once. The process follows the policy's files while it
+runs: a change replaces the running policy, at once on SIGHUP.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
     from sidecar.app import AdmissionMiddleware
     from sidecar.asgi import server
     from sidecar.asgi.proxy import ReverseProxy
-    from sidecar.policy.compile import load_files
+    from sidecar.policy.compiler import load_files
     from sidecar.policy.reload import PolicyFiles
     from sidecar.policy.warnings import warnings
     from sidecar.telemetry.setup import TelemetryError, configure_from_environment

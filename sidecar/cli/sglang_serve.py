@@ -1,8 +1,8 @@
-"""Run the real SGLang server with the door mounted in its app.
+"""Run the real SGLang server with the middleware mounted in its app.
 
-Every argument but --policy is SGLang's own; `sglang serve --help` lists them. The engine orders its queue by the
-priority that it is sent only with --enable-priority-scheduling. With --tokenizer-worker-num above 1 the worker
-processes must share their pool: set SIDECAR_STORE.
+Every argument but --policy is SGLang's own; `sglang serve --help` lists them. The engine orders its queue by priority
+only with --enable-priority-scheduling. With --tokenizer-worker-num above 1 the worker processes must share their pool:
+set SIDECAR_STORE.
 
 SIDECAR_STORE, SIDECAR_ADMIN_PORT and OTEL_* are read from the environment.
 """

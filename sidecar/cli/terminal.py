@@ -1,4 +1,4 @@
-"""A terminal that is drawn on, and left as it was found however the program ends: a key, Ctrl-C, an error, a signal."""
+"""Terminal in full-screen mode, restored however the program ends: by a key, Ctrl-C, an error or a signal."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Watch the pool: who holds what, who waits and starves, who overtook whom, and what was refused.
+"""Watch the pool: what each tier holds, what waits and starves, which tier overtook which, and what was refused.
 
-Reads the admin port of a running door (sidecar serve, or SIDECAR_ADMIN_PORT where it is mounted), and sends the token
-in SIDECAR_ADMIN_TOKEN or SIDECAR_ADMIN_TOKEN_FILE along. On a terminal it draws until q or Ctrl-C; anywhere else, and
-with --once, it prints one plain picture. NO_COLOR turns the colors off.
+The command reads the admin port of a running sidecar (`sidecar serve`, or SIDECAR_ADMIN_PORT where it is mounted), and
+sends the token in SIDECAR_ADMIN_TOKEN or SIDECAR_ADMIN_TOKEN_FILE along. On a terminal it draws until q or Ctrl-C.
+Elsewhere, and with --once, it prints one plain picture. NO_COLOR turns colors off.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Run the real trtllm-serve with the door mounted in its app.
+"""Run the real trtllm-serve with the middleware mounted in its app.
 
-Every argument but --policy is trtllm-serve's own; `trtllm-serve --help` lists them. The granted priority is handed to
-the engine for every endpoint, responses and messages included. The engine orders its queue by it only with
+Every argument but --policy is trtllm-serve's own; `trtllm-serve --help` lists them. The engine gets the granted
+priority on every endpoint, responses and messages included. It orders its queue by it only with
 `scheduler_config: {waiting_queue_policy: priority}` in the file given by --config.
 
 SIDECAR_STORE, SIDECAR_ADMIN_PORT and OTEL_* are read from the environment.

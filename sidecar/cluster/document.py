@@ -1,6 +1,7 @@
-"""The overview as one document: what the page, its event stream and `sidecar top` show. JSON names are the fields'.
+"""Overview of the pool as one document: shown by the live page, its event stream and `sidecar top`.
 
-Times that end in `_s` are seconds; those called `at_s` and `t_s` are seconds since 1970. What is unbounded is None.
+JSON names are the field names. Times that end in `_s` are seconds; those called `at_s` and `t_s` are seconds since
+1970. A value without a bound is None.
 """
 
 from __future__ import annotations

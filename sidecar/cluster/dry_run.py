@@ -1,8 +1,9 @@
-"""What enforcing would have done, as one document of all replicas: what `/observed` and `sidecar observed` show.
+"""Dry-run report of all replicas: what enforcing the policy would have done. `/observed` and `sidecar observed` show
+it.
 
-JSON names are the fields'. Times that end in `_s` are seconds; those called `at_s` and `since_s` are seconds since
-1970. Quantiles are of those that would have been admitted, those without a wait included, and right to 5%; the longest
-are exact.
+JSON names are the field names. Times that end in `_s` are seconds; those called `at_s` and `since_s` are seconds since
+1970. Quantiles cover the requests that would have been admitted, with those that would not have waited, and are right
+to 5%. The longest times are exact.
 """
 
 from __future__ import annotations

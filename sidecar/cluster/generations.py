@@ -1,7 +1,7 @@
-"""Which policy each replica of a pool runs, and since when another one than this process.
+"""Policy generations of a pool: which policy each replica runs, and since when it differs from this process.
 
-A roll-out changes them one after the other, and a report is a few seconds old: a difference is worth a notice when it
-has lasted for longer than that takes, and is shown where replicas are listed at once.
+A roll-out changes replicas one after the other, and a report is a few seconds old. So a difference becomes a notice
+only when it lasts longer than that takes. The list of replicas shows it at once.
 """
 
 from __future__ import annotations

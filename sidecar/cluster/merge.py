@@ -1,4 +1,4 @@
-"""The reports of all replicas, added up: one tier's minutes, its oldest waiter, the tenants and the last refusals."""
+"""Merged reports of all replicas: a tier's last minutes, its oldest waiting request, the tenants, the last refusals."""
 
 from __future__ import annotations
 

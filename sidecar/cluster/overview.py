@@ -1,4 +1,4 @@
-"""The whole pool as one document, made from this process's own figures and what the other replicas told of theirs."""
+"""Overview builder: one document of the whole pool, from this process's figures and the other replicas' reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures as people read them, and the one sentence that says who starves, and who overtook it."""
+"""Wording of the overview: figures for people, and the headline that names the tier that starves and its cause."""
 
 from __future__ import annotations
 

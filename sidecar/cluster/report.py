@@ -1,4 +1,4 @@
-"""What one replica tells the others of itself, for the page of any of them. Small, and bounded by construction."""
+"""Report of one replica, which every replica of the pool reads to show the whole pool. Its size is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes a request's story out of what the journal keeps."""
+"""Builder of a request's explanation, from the records that the journal keeps."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One request's story as a document: what `GET /requests/{id}` answers and `sidecar explain --request` prints.
+"""Explanation of one request as a document: `GET /requests/{id}` answers it, `sidecar explain --request` prints it.
 
-JSON names are the fields'. `*_at_s` are seconds since 1970, the other `*_s` are lengths of time.
+JSON names are the field names. `*_at_s` are seconds since 1970; the other `*_s` are durations in seconds.
 """
 
 from __future__ import annotations

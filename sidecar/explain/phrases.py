@@ -1,4 +1,4 @@
-"""The sentence that says first what everything else only supports: how a request fared, and why."""
+"""Wording of an explanation: its conclusion, the rule by which another request went first, and what failed."""
 
 from __future__ import annotations
 

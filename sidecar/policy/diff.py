@@ -1,7 +1,7 @@
-"""What one policy says otherwise than another, in an operator's words: for the log, when the one replaces the other.
+"""Differences between two policies in an operator's words, for the log of a reload, and which of them need a restart.
 
-Every field of a policy is compared. Those that an operator knows by another name or in another unit are describe_changes so; a key
-of a tenant is never describe_changes, only how many there are.
+Every field of a policy is compared. A field that an operator knows by another name or unit is described that way. A
+tenant's keys are never shown, only their number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from sidecar.policy.model import Endpoint, Limits, Policy, Promises, Tenant
 from sidecar.policy.rules import UNLIMITED, EngineCapacity, PoolRules
 
 MOST_TOLD = 20
-"""So many differences are describe_changes one by one: a roll-out of a thousand tenants is one line of a log all the same."""
+"""So many differences are describe_changes one by one: a roll-out of a thousand tenants is one line of a log all
+the same."""
 
 _KEYS = {
     "default_level": "default_tier",

@@ -1,7 +1,7 @@
-"""The kinds of value that the policy's files hold: each one reader for a value, and its JSON Schema for editors.
+"""Value types of the policy files: one reader for each type, and its JSON Schema for editors.
 
-Readers raise ValueError with the operator's sentence. They are plain validators, so that pydantic never converts, and
-never words a message, itself.
+Readers raise ValueError with a sentence for the operator. They are plain validators, so that pydantic never converts a
+value and never words a message itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""API keys: made once, shown once, and only ever stored as a hash.
+"""API keys: created once, shown once, and stored only as a hash.
 
-A key is 256 random bits, so one round of SHA-256 is enough: there is nothing to guess, unlike with a password.
+A key is 256 random bits, so one round of SHA-256 is enough: unlike a password, it cannot be guessed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The policy as the running process uses it: frozen, resolved, ready to be looked up.
+"""Policy model that the running process uses: frozen, resolved, ready for lookups.
 
-Nothing here reads a file. `loading.load` turns the YAML into this; the names of tiers have become levels (0 is the most
-important), shares have become whole numbers (`rules`), durations have become seconds.
+Nothing here reads a file. `compiler.load` makes this from YAML. Tier names have become levels (0 is the most important),
+shares have become whole numbers (see `rules`), durations have become seconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is wrong with a policy, where, and what would be right: one line each, all of them at once."""
+"""Problems in a policy: what is wrong, where, and what would be right. One line each, all reported at once."""
 
 from __future__ import annotations
 

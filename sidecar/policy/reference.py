@@ -1,6 +1,6 @@
-"""The reference of the two files, out of their models. `python -m sidecar.policy.reference` writes docs/policy.md.
+"""Generated reference of the policy files. `python -m sidecar.policy.reference` writes docs/policy.md.
 
-What a key is for, how its value is written and what holds without it stand in `models` and `fields`, and nowhere else.
+The purpose of a key, the form of its value and its default are written in `schema` and `fields` only.
 """
 
 from __future__ import annotations

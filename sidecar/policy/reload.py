@@ -1,7 +1,8 @@
-"""Keeps a door to its policy's files: what was changed there replaces what runs, or is said to be of no use.
+"""Policy reload: reads changed files, and replaces the running policy or reports why it cannot.
 
-Said in the log, in metrics and wherever somebody asks: what changed, what cannot be used and why, and what needs a
-restart.
+The log, the metrics and the admin pages say what changed, what is invalid and why, and what needs a restart. SIGHUP
+reads the files at once. In a server that is not ours the signal is taken only where it has no meaning yet: a handler
+that exists stays, an ignored signal stays ignored, and a process with a terminal still ends with its terminal.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from sidecar.policy.compile import POOL_FILE, Loaded, load_files, tenant_files
+from sidecar.policy.compiler import POOL_FILE, Loaded, load_files, tenant_files
 from sidecar.policy.diff import describe_changes, needs_restart
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError

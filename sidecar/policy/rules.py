@@ -1,4 +1,4 @@
-"""The admission rules as whole numbers: what the scheduler runs on, computed once when a policy is loaded.
+"""Admission rules as whole numbers: the scheduler's input, computed once when a policy is loaded.
 
 Whole numbers (`R = ceil(reserve * C)`, `H = floor((1 - lend) * reserve * C)`, `L = floor(limit * C)`) and not
 fractions, so that every implementation of the rules compares exactly the same figures.

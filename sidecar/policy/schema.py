@@ -1,8 +1,8 @@
-"""The two files as an operator writes them: every key, its unit, its default and what it is for.
+"""Schema of the two policy files as an operator writes them: every key, its unit, its default and its purpose.
 
-Defaults stand here in the operator's own notation ("100%", "30s"), so that the JSON Schema shows them as they are
-written. What a value must be is decided by `fields`; what only holds between several values, by `crosschecks`.
-Validation needs a `fields.Context`: the names of the tiers, and the folder that paths are relative to.
+Defaults are in the operator's notation ("100%", "30s"), so that the JSON Schema shows them as they are written.
+`fields` decides what one value may be, `validate` what holds between several values. Validation needs a
+`fields.Context`: the tier names, and the folder that paths are relative to.
 """
 
 from __future__ import annotations

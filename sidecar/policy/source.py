@@ -1,8 +1,8 @@
 """One YAML file as plain data, with the line of every value.
 
-YAML is read event by event and not with `safe_load`, because `safe_load` forgets the lines, accepts a key that is
-written twice, and turns `no` into false, `010` into 8 and `12:30` into 750. Aliases and tags are refused: a policy
-needs neither, and both are how a small file becomes a large one. Whatever the bytes are, a `Document` is the answer.
+YAML is read event by event and not with `safe_load`. `safe_load` drops the lines, accepts a key that is written twice,
+and turns `no` into false, `010` into 8 and `12:30` into 750. Aliases and tags are refused: a policy needs neither, and
+both let a small file become a large one. Any bytes give a `Document`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from sidecar.asgi.middleware import Admission
 from sidecar.asgi.proxy import ReverseProxy
 from sidecar.engines import dialect_of
 from sidecar.observability import PoolSampler
-from sidecar.policy.compile import load
+from sidecar.policy.compiler import load
 from sidecar.policy.model import EngineName
 from sidecar.pools import LocalPool
 from sidecar.telemetry import SpanObserver, Telemetry

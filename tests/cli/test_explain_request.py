@@ -27,7 +27,7 @@ from sidecar.cli import main
 from sidecar.cli.explain_request import text
 from sidecar.engines import dialect_of
 from sidecar.explain.document import Explanation, RequestFacts
-from sidecar.policy.compile import load
+from sidecar.policy.compiler import load
 from sidecar.pools import LocalPool
 from sidecar.telemetry import SpanObserver, Telemetry
 from sidecar.telemetry.journal import Journal

@@ -21,7 +21,7 @@ from sidecar.admin.routes import routes
 from sidecar.events import Admitted, Classified, Event, Obstacle, Queued, Received
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.explain.document import Explanation
-from sidecar.policy.compile import load
+from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
 from sidecar.pools import Pool

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidecar.policy.compile import load
+from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.schema import PoolFile, TenantFile

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.policy.compile import load
+from sidecar.policy.compiler import load
 from tests.policy.files import SMALL, mistakes, pool, tenant
 
 HASH = "sha256:" + "0" * 64

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.policy.compile import load, load_files
+from sidecar.policy.compiler import load, load_files
 from sidecar.policy.warnings import warnings
 from tests.policy.files import pool, tenant
 

@@ -17,7 +17,7 @@ from typing import Any
 from sidecar.asgi.middleware import Admission
 from sidecar.engines import dialect_of
 from sidecar.events import Admitted, Classified, Event, Headers, Queued, Received, Refused, Settled
-from sidecar.policy.compile import load
+from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.pools import LocalPool
 from sidecar.tokens import Estimator

@@ -13,7 +13,7 @@ import pytest
 from opentelemetry import metrics
 
 from sidecar.events import StoreChanged, StoreState
-from sidecar.policy.compile import load, shipped_policies
+from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.store import store_address
 from sidecar.pools import Ask
 from sidecar.pools.redis import RedisPool, connector

@@ -1,1 +1,1 @@
-"""What `sidecar demo` shows: the same arrivals three times, and what each tier's requests went through."""
+"""Demo of `sidecar demo`: the same arrivals three times, and the latencies of each tier."""

@@ -1,8 +1,8 @@
-"""Who sends what, when: one fixed, seeded sequence of requests that every run replays.
+"""Clients of the demo: one fixed, seeded sequence of requests, which every run replays, and their results.
 
-An open loop: nobody waits for an answer before sending. Every tier's requests come as a Poisson process of their own;
-critical, high and normal together fill the engine, and with low and batch it is asked for about a third more than it
-can do. All tiers arrive alike, so that at equal priority they wait alike.
+The loop is open: no client waits for an answer before it sends the next request. Each tier's requests are a Poisson
+process. Critical, high and normal together fill the engine; with low and batch it gets about a third more work than it
+can do. All tiers arrive alike, so at equal priority they wait alike.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What a run's clients saw, joined with the engine's record: waits, starvation, shares and utilization by tier.
+"""Figures of a demo run: clients' results joined with the engine's record. Waits, starvation, shares, utilization by
+tier.
 
-The waiting of all three runs is measured the same way, at the door and in the engine together: from the arrival of a
-request to the moment the engine gave it a slot. The arrival is that at the engine, less the wait at the door; the way
-from a replica to the engine, milliseconds, is in the TTFT but in no wait. Starvation is the part of the waiting after
-a request that arrived later got a slot.
+Waiting is measured the same way in all three runs, before the engine and in it together: from the arrival of a request
+to the moment it gets a slot. The arrival is that at the engine, less the wait in the sidecar. The way from a replica to
+the engine takes milliseconds; it is part of the TTFT but of no wait. Starvation is the part of the wait after a
+request that arrived later got a slot.
 """
 
 from __future__ import annotations

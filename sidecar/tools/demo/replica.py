@@ -1,8 +1,8 @@
-"""One of many sidecars before the same engine, a process of its own: what `sidecar serve` runs, on ports of its own.
+"""One of several sidecar replicas in front of the same engine: a process that runs what `sidecar serve` runs.
 
-`python -m sidecar.tools.demo.replica POLICY POOL ENGINE` connects to the store in `SIDECAR_STORE`, and prints the port on
-which it listens, or else one line that says why the pool called `POOL` cannot be kept there. The store's address is in
-no argument: it may hold a password, and everybody on the machine can read arguments.
+`python -m sidecar.tools.demo.replica POLICY POOL ENGINE` connects to the store in `SIDECAR_STORE`, and prints the port
+it listens on, or one line that says why the store cannot hold the pool `POOL`. No argument holds the store's address:
+it may contain a password, and every user of the machine can read arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sidecar.app import STORE_VARIABLE, AdmissionMiddleware
 from sidecar.asgi import server
 from sidecar.asgi.proxy import ReverseProxy
 from sidecar.events import StoreState
-from sidecar.policy.compile import load
+from sidecar.policy.compiler import load
 from sidecar.policy.store import store_address
 from sidecar.pools import Pool
 from sidecar.pools.redis import RedisPool

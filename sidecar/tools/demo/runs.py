@@ -1,4 +1,4 @@
-"""The three runs: what their clients send, and how one of them is played."""
+"""The demo's three runs: their requests and how a run is played."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""One run's server, a process of its own: an emulated TensorRT-LLM, alone or behind the middleware.
+"""Server process of one demo run: an emulated TensorRT-LLM, alone or with the middleware mounted.
 
-`python -m sidecar.tools.demo.server door|alone POLICY` listens on a free port of loopback and prints it. `GET /demo/log`
-gives the engine's own record of every request, which the demo joins with what its clients saw. It ends when its
-standard input does.
+`python -m sidecar.tools.demo.server door|alone POLICY` listens on a free port of loopback and prints it.
+`GET /demo/log` gives the engine's record of every request, which the demo joins with its clients' results. The process
+ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def end_with_parent() -> None:
 
 def main(kind: str, policy_path: str) -> None:
     """Serves until it is terminated."""
-    from sidecar.policy.compile import load
+    from sidecar.policy.compiler import load
 
     end_with_parent()
     policy = replace(load(policy_path), store=None)  # a pool in a store is none for a demo to play with

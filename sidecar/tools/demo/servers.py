@@ -1,4 +1,4 @@
-"""The processes of a demo: an engine for each run, and before the last one, where a pool is shared, its replicas."""
+"""Processes of the demo: an engine for each run, and replicas in front of the last one where a pool is shared."""
 
 from __future__ import annotations
 

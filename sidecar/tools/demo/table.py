@@ -1,4 +1,4 @@
-"""The demo's result as a person reads it: one table, and one sentence."""
+"""The demo's result for people: one table and one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to change: the exact flag, field or header of each engine. One sentence each, for who is woken up by it."""
+"""Advice for each finding: the exact flag, field or header of each engine, in one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One burst: requests that arrive at once, in a shuffled order of levels, while the engine's own gauges are watched."""
+"""One burst: requests sent at once, in a shuffled order of levels, while the engine's gauges are read.
+
+Also says whether the requests waited inside the engine, where its scheduler orders them, and not only for a long time.
+"""
 
 from __future__ import annotations
 

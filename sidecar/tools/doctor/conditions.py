@@ -1,4 +1,4 @@
-"""The four things that must be true before a priority acts, each with what was seen of it and what would mend it."""
+"""The four conditions for a priority to have an effect, each with its evidence and its remedy."""
 
 from __future__ import annotations
 

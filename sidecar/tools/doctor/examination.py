@@ -1,4 +1,4 @@
-"""One examination from the first page read to the verdict."""
+"""One examination, from the first page read to the verdict and the recommended `capacity`."""
 
 from __future__ import annotations
 

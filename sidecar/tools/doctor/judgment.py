@@ -1,16 +1,16 @@
-"""What a burst says about the order in which requests were served.
+"""Judgment of a burst: in which order requests were served.
 
 The statistic is Spearman's rank correlation of level (0 is the most important) and time to first token, over those that
-had to wait for a slot. A scheduler that goes by priority brings it near +0.94, the most that three equal classes allow;
-one that goes by arrival near 0, because arrivals were shuffled within blocks of one request per level.
+had to wait for a slot. A scheduler that uses priority brings it near +0.94, the most that three equal classes allow.
+One that uses the arrival brings it near 0, because arrivals were shuffled within blocks of one request per level.
 
-Who waited: whose first token came after the first answer of the burst was complete. Before that no slot can have come
-free, so the others found one when they arrived, whatever their priority, and say nothing.
+A request waited if its first token came after the first answer of the burst was complete. Before that no slot can have
+become free. The other requests found a slot when they arrived, whatever their priority, and say nothing.
 
-Under "the order has nothing to do with the level" each assignment of levels is as likely as any other, and the
-correlation has mean 0 and variance 1 / (n - 1) exactly (Kendall, "Rank correlation methods", 1948). So its p-value
-needs no assumption about the engine. The thresholds below were chosen with `benchmarks/doctor_error_rates.py`;
-docs/doctor.md has the rates.
+Under "the order has nothing to do with the level" each assignment of levels is equally likely, and the correlation has
+mean 0 and variance 1 / (n - 1) exactly (Kendall, "Rank correlation methods", 1948). So its p-value needs no assumption
+about the engine. The thresholds below were chosen with `benchmarks/doctor_error_rates.py`; docs/doctor.md has the
+rates.
 """
 
 from __future__ import annotations

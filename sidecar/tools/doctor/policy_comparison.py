@@ -1,4 +1,4 @@
-"""What a policy says of the engine, against what the engine says of itself."""
+"""Comparison of a policy's statements about the engine with the engine's own."""
 
 from __future__ import annotations
 

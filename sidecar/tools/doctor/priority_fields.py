@@ -1,7 +1,7 @@
-"""The ways in which a priority can travel to a server: a header, or a member of the body, and the values to send.
+"""Priority fields: the headers and body fields that carry a priority to a server, and the values to send.
 
-The first way of an engine is the one that its adapter uses, with the adapter's own values. The others are only there to
-tell who is to blame: where the body works and the header does not, something in between drops the header.
+The first one of an engine is the one that its adapter uses, with the adapter's values. The others locate a fault: where
+the body field works and the header does not, something in between drops the header.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The probe: how a field gets through, then bursts, each no larger than it has to be.
+"""The probe: first whether a field gets through, then bursts, each no larger than necessary.
 
     one request alone -> the field, each way -> bursts at mixed priorities until enough requests wait
         -> where the order shows nothing, or the wrong direction: the same burst, another way
         -> a control at equal priorities
 
-Every step is bounded by the clock, and a step that finds no time left does not begin.
+Every step is bounded in time. A step does not begin when no time is left.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An examination for a person: the verdict first, then a line for each condition, then what to do."""
+"""Report of an examination: as text (verdict, conditions, advice), and as data with every figure."""
 
 from __future__ import annotations
 

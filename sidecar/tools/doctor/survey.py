@@ -1,4 +1,4 @@
-"""What can be read before anything is sent: who answers, what it says of itself, what it holds and who is there."""
+"""Survey of a server before any request is sent: its engine, its capacity, its load, and a sidecar in front of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server that is looked at, and how it is sent requests: streams of a few tokens, on a path that it serves."""
+"""The examined server, and how it gets requests: streams of a few tokens, on a path that it serves."""
 
 from __future__ import annotations
 

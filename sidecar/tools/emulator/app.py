@@ -1,4 +1,4 @@
-"""The emulator as an ASGI app: every endpoint of one engine."""
+"""ASGI app of the emulator: every endpoint of one engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Background responses, as vLLM (VLLM_ENABLE_RESPONSES_API_STORE=1) and SGLang (--enable-response-store) run them.
 
-`background: true` is answered at once with a queued response, or with a stream that may be left. The response runs on
-either way, and its state is told by its id. Without the store both engines refuse it; TensorRT-LLM ignores it.
+`background: true` is answered at once with a queued response, or with a stream that the client may leave. The response
+runs on either way, and its id gives its state. Without the store both engines refuse it; TensorRT-LLM ignores it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The step model: continuous batching as one loop, without I/O, clock or asyncio.
+"""Step model: continuous batching as one loop, without I/O, clock or asyncio.
 
 An engine runs one forward pass at a time over everything it has admitted. In a step
 (1) free slots are filled from the waiting queue, in the queue's order and strictly from its head: a head that does not
-fit the KV cache blocks those behind it, as in vLLM and TensorRT-LLM;
+fit the KV cache blocks the rest of the queue, as in vLLM and TensorRT-LLM;
 (2) sequences that are still in prefill share a budget of prompt tokens, oldest first (chunked prefill); a prompt's last
 token yields the sequence's first output token at the end of that same step;
 (3) every sequence past its prefill yields one token at the end of the step.

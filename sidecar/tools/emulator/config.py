@@ -1,4 +1,4 @@
-"""What is emulated: which engine, which of its switches are on, how fast it is."""
+"""Configuration of the emulator: the engine, its switches, its speed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An endpoint that generates: plain ASGI, one exchange per request, the client's disconnect always watched.
+"""Generating endpoint: plain ASGI, one object per request, with a constant watch for the client's disconnect.
 
 Two tasks serve a request: the server's own, which writes, and one that waits for `http.disconnect`. The engine has to
-forget a client at once, also while it waits in the queue and nothing is written to it.
+abort a request at once, also while it waits in the queue and nothing is written.
 """
 
 from __future__ import annotations

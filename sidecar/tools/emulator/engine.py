@@ -1,4 +1,4 @@
-"""The running engine: one task that steps the batch in real time, and the requests that hang on it.
+"""The running engine: one task that steps the batch in real time, and the requests in it.
 
 The task lives only while there is work, so an idle engine costs nothing and needs no start. Everything but that task's
 sleep is synchronous: a request that is submitted or aborted changes the state at once.

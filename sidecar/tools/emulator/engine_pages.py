@@ -1,4 +1,4 @@
-"""What an engine says about itself: models, health, its arguments, its schema. Only what a client can probe."""
+"""Pages of the emulated engine about itself: models, health, arguments, schema. Only what a client can read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One HTTP request inside the engine: its sequences, and how their tokens reach whoever answers the client."""
+"""One HTTP request inside the engine: its sequences, and the delivery of their tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/metrics` under the engines' own names, in their own formats."""
+"""`/metrics` of the emulated engines, with their names and formats."""
 
 from __future__ import annotations
 

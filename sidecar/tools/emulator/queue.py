@@ -1,7 +1,7 @@
-"""The engines' waiting queues: one heap, and each engine's own idea of who comes first.
+"""Waiting queue of the engines: one heap, with each engine's own order.
 
-No engine ages: a key is computed once, when a request arrives, and ties are first come, first served. The counter
-that breaks ties is also what makes the heap's order total.
+No engine ages requests: a key is computed once, when a request arrives, and ties are first come, first served. The
+counter that breaks ties also makes the heap's order total.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What a client asks for, read from the five request shapes: prompts in tokens, the output's length, streaming or not.
+"""Request to the engine, read from the five body shapes: prompt tokens, output length, streaming or not.
 
-Only what decides scheduling is read. Text counts a token for every four bytes of UTF-8, token ids count exactly.
+Only the fields that decide scheduling are read. Text counts a token for every four bytes of UTF-8; token ids count
+exactly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whole answers, for requests that do not stream, in each API's own shape."""
+"""Responses of the emulated engines in each API's shape: whole answers and streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An open-loop client for OpenAI-compatible servers, and the statistics of what it saw.
+"""Open-loop client for OpenAI-compatible servers, and the statistics of its results.
 
 Shared by `sidecar demo`, `sidecar replay`, `sidecar doctor` and the benchmarks.
 """

@@ -1,13 +1,13 @@
-"""Reads one answer as its bytes come in: when the first token was there, how many followed, and what went wrong.
+"""Answer parser: when the first token came, how many followed, and what went wrong.
 
-It does no I/O and knows no clock: the bytes are given together with the moment at which they came.
+It does no I/O and has no clock: the caller passes bytes together with the moment at which they came.
 
-What counts as the first token is a choice, and it is this one. Engines open a chat stream with a chunk that says the
-role and has no text; vLLM sends it together with the first token, others may send it when the request arrives. So it
-does not count. The first event that carries text (`content`, `reasoning_content`, `reasoning`, `text`, or tool calls)
-does. So does a later event of a choice with no text in it: a model with a byte-level vocabulary, and above all one with
-random weights, generates tokens that are a part of a character, for which the engine sends an empty delta. Where an
-answer is complete and had neither (its first token ended it), the first event of any choice counts.
+The definition of the first token is a choice. Engines open a chat stream with a chunk that says the role and has no
+text. vLLM sends it together with the first token; others may send it when the request arrives. So it does not count.
+The first event that carries text (`content`, `reasoning_content`, `reasoning`, `text`, or tool calls) counts. A later
+event of a choice without text counts as well: a model with a byte-level vocabulary, and above all one with random
+weights, generates tokens that are a part of a character, for which the engine sends an empty delta. Where a complete
+answer had neither (its first token ended it), the first event of any choice counts.
 
 An answer that does not stream has no first token: its client sees all of it at once.
 """

@@ -1,7 +1,7 @@
-"""An open loop: every request is sent when its time has come, whatever became of the others.
+"""Open-loop client: every request is sent at its time, whatever happens to the others.
 
-A client that waits for an answer before it sends the next request slows down with the server, and so measures the best
-of its bad moments ("coordinated omission"). This one never does.
+A client that waits for an answer before it sends the next request slows down with the server. It measures the best of
+the server's bad moments ("coordinated omission"). This client never does.
 """
 
 from __future__ import annotations

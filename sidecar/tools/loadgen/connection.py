@@ -1,7 +1,7 @@
-"""One request on one connection, which is opened before the request's time has come: connecting is never measured.
+"""One request on one connection, opened before the request's time, so that connecting is never measured.
 
-An `asyncio.Protocol` around httptools' parser, because the client shares the machine's cores with the engine it
-measures: a token costs one callback, and its time is taken as soon as its bytes are there.
+It is an `asyncio.Protocol` around httptools' parser, because the client shares the machine's cores with the engine it
+measures: a token costs one callback, and its time is taken as soon as its bytes arrive.
 """
 
 from __future__ import annotations

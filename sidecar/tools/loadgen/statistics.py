@@ -1,4 +1,4 @@
-"""The statistics of a run: quantiles, a rank correlation with its interval, and starvation as clients see it."""
+"""Statistics of a run: quantiles, a rank correlation with its interval, and starvation as clients see it."""
 
 from __future__ import annotations
 

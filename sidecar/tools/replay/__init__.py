@@ -1,1 +1,1 @@
-"""Open-loop replay of a trace against a real server, and what each tier's requests went through."""
+"""Open-loop replay of a trace against a real server, with each tier's latencies."""

@@ -1,4 +1,4 @@
-"""What the clients of a run saw, by tier and in all."""
+"""Figures of a replay, from its clients' results: by tier and in total."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From rows to requests: one run's `Planned`, with what each of them says about its tier."""
+"""Plan of a replay: when each request of a trace is sent, its length, its tier, and how it asks for that tier."""
 
 from __future__ import annotations
 

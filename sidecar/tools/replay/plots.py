@@ -1,4 +1,4 @@
-"""The plots of a report, from what clients saw: TTFT by tier, TTFT over arrival, and who waited and who ran when."""
+"""Plots of a replay as inline SVG: TTFT by tier, TTFT over arrival, and which requests waited and ran when."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Prompts of an exact length: made of words that are one token each for the tokenizer that counts.
+"""Prompts of an exact length, made of words that are one token each for the tokenizer that counts.
 
-Tokenizers split text at spaces before anything else, so what a word costs in one text it costs in all. A few dozen
-usual words are tried; those that are one token are the vocabulary. A text of n such words is n tokens, which is
-checked once on a mixed text, and so no prompt has to be counted. Where no tokenizer is at hand, or it has no such
-words, a token is taken to be four bytes, the figure that gateways use.
+Tokenizers split text at spaces before anything else, so a word costs the same in every text. A few dozen common words
+are tried; those that are one token are the vocabulary. A text of n such words is n tokens. This is checked once on a
+mixed text, so no prompt has to be counted. Without a tokenizer, or without such words, a token is assumed to be four
+bytes, the figure that gateways use.
 """
 
 from __future__ import annotations

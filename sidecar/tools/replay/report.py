@@ -1,7 +1,7 @@
-"""A replay as one page: what was run, the table, and the plots. It needs no network and no script.
+"""Replay report as one page: its settings, the table and the plots. It needs no network and no script.
 
-The page forbids itself to load anything (its Content-Security-Policy), so that a name out of a trace or an engine could
-do nothing there even if it were not escaped; all of them are.
+The page's Content-Security-Policy forbids it to load anything, so that a name from a trace or an engine could do
+nothing there even if it were not escaped. All of them are escaped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A replay from beginning to end: what the server is, what is sent to it, and the runs, one after the other."""
+"""A replay from beginning to end: the server, its requests, and the runs, one after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server says about itself before it gets any work: its model, its engine, its context, its tokenizer."""
+"""The server under test before it gets any work: its model, its engine, its context length, its tokenizer."""
 
 from __future__ import annotations
 

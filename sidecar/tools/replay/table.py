@@ -1,4 +1,4 @@
-"""A replay's result as a person reads it: a table by tier, totals, and what the correlation means in a sentence."""
+"""Replay result for people: a table by tier, totals, the meaning of the correlation, files for programs, and advice."""
 
 from __future__ import annotations
 

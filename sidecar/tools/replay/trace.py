@@ -1,6 +1,6 @@
-"""What a trace is, whatever its format: rows, each a request with a time and a size. And which format a file has.
+"""Trace of any format: rows, each a request with a time and a size.
 
-A file's format is told from its first line, never from its name.
+The first line of a file decides its format, never its name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One request of a trace, as its format says it, before it has words, a tier or an engine."""
+"""Trace formats: mooncake_trace JSONL as NVIDIA's AIPerf reads it, and Azure's LLM inference CSV (2023 and 2024)."""
 
 from __future__ import annotations
 

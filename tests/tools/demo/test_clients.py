@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from sidecar.policy.compile import load, shipped_policies
+from sidecar.policy.compiler import load, shipped_policies
 from sidecar.tools.demo.clients import OUTPUT_TOKENS, PROMPT_TOKENS, STREAMS, arrivals
 
 

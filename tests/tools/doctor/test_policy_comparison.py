@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sidecar.engines.reading import Facts, Gauges, Identity
-from sidecar.policy.compile import load
+from sidecar.policy.compiler import load
 from sidecar.policy.model import EngineName, Policy
 from sidecar.tools.doctor import advice
 from sidecar.tools.doctor.policy_comparison import Finding, compare, harm, sent

@@ -1,4 +1,4 @@
-"""What differs between engines: where a priority is read, what is refused, and in which words.
+"""Dialect of an emulated engine: where it reads a priority, what it refuses, and in which words.
 
 A dialect decides and never waits. It answers with a `Refusal`, whose body is the JSON that the engine would send.
 """

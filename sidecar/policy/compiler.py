@@ -1,4 +1,4 @@
-"""From a path to a `Policy`, or to every mistake in its files at once."""
+"""Policy compiler: from a path to a `Policy`, or to all mistakes in its files at once."""
 
 from __future__ import annotations
 
