@@ -22,7 +22,7 @@ AT_ONCE = 256
 ASK = Ask(NORMAL, "acme", 1, 1_000, 1)
 HOLD_S = (0.002, 0.008)
 ROOM_FOR_ALL = 10
-"""So many times the shipped pool: nobody waits in it, so that both designs do the same for every request."""
+"""So many times the shipped pool: none waits in it, so that both designs do the same for every request."""
 
 Pairs = Callable[[int], Awaitable[None]]
 """Does so many enters and settles."""
@@ -60,7 +60,7 @@ async def _round_trips(url: str, requests_each: int) -> Figure:
 
 
 async def all_settled(pool: RedisPool) -> None:
-    """Returns when the store has answered that nobody holds anything."""
+    """Returns when the store has answered that none holds anything."""
     while pool.state()["leases"]:  # noqa: ASYNC110 - the pool tells nobody that it is idle
         await asyncio.sleep(0)  # one pass of the loop, in which an answer may come
 

@@ -42,7 +42,7 @@ ENGINE_KEY_VARIABLE = "SIDECAR_ENGINE_KEY"
 
 _OPEN_ENGINE = (
     f"the engine's key ({ENGINE_KEY_VARIABLE}) is shown for requests without any key, too, which the policy's "
-    "`anonymous` lets in; write anonymous: deny where the engine is not for everybody"
+    "`anonymous` lets in; write anonymous: deny where the engine is not public"
 )
 _log = logging.getLogger("sidecar.app")
 
@@ -59,7 +59,7 @@ class AdmissionMiddleware(Admission):
     `is_launched` that the app is an engine's own server, started by one of our launchers; `takes_over_pool`, or
     `SIDECAR_TAKE_OVER_POOL=1`, that a shared pool with other tiers is made anew. Raises `PolicyError` with every
     mistake of the files, and ValueError where there are none; a server that makes its middleware only when it starts is
-    told that the start failed instead.
+    reports a failed start instead.
     """
 
     def __init__(

@@ -12,9 +12,9 @@ from sidecar.remaining import Allowance
 
 
 class AdmissionError(Exception):
-    """A request that ends at the door. Raised with a sentence that says what was wrong and what would be right.
+    """A request that ends without a call of the engine. Its message says what was wrong and what would be right.
 
-    `retry_after_s` is None where nobody can say when a retry of the same request would help; `never_fits` where none
+    `retry_after_s` is None where it is not known when a retry of the same request would help; `never_fits` where none
     ever will, as things are.
     """
 

@@ -45,14 +45,15 @@ from sidecar.telemetry.tenants import shown_tenants
 from sidecar.telemetry.unguarded import UnguardedLog
 
 TOLD_WITHIN_S = 0.05
-"""So late metrics, journal and log hear of a request, unless somebody asks before."""
+"""Longest delay of metrics, journal and log after a request, unless a page is read before."""
 
 
 class Observability:
-    """One per door. `files` are the policy's, None where it came from no file; `is_shared` says the pool is in a store.
+    """One per admission controller. `files` are the policy's, None where it came from no file; `is_shared` says the
+    pool is in a store.
 
-    `is_shown` says that somebody serves `routes`. Where nobody does, no more is kept of a request than its spans need.
-    `observer` and `observed` are the door's, `routes` are for the admin port beside the door's own, and `scrape` is for
+    `is_shown` says that `routes` are served. Without them, no more is kept of a request than its spans need.
+    `observer` and `observed` are the controller's, `routes` are for the admin port, and `scrape` is for
     `configure_from_environment`. `open` belongs to the server's start and `close` to its end, before the pool ends;
     without them the pages show this process alone. Raises ValueError for an environment that cannot be.
     """
@@ -85,8 +86,8 @@ class Observability:
             lambda: generations.count(self._policy.generation),
             lambda: door.pending_aborts.held(),  # noqa: PLW0108  # the controller has them later
         )
-        self._gauges = PoolMetrics(policy.pool, sampler)  # told for as long as it lives
-        # In a shared pool the pages of other replicas show what this one tells.
+        self._gauges = PoolMetrics(policy.pool, sampler)  # its gauges are read for as long as it lives
+        # In a shared pool the pages of other replicas show this one's report.
         is_looked_at = is_shown or is_shared
         keeping = [journal, recent] if is_looked_at else [OnlySampled(journal)]
         listeners = (metrics, *keeping, self._log, sampler)
@@ -132,18 +133,18 @@ class Observability:
         self._log.flush()
 
     def change_policy(self, policy: Policy) -> None:
-        """The door goes by another: what is shown, measured and marked goes by it, too."""
+        """Another policy is in force: pages, metrics and marks follow it."""
         self._policy = policy
         self._spans.change_limits(_starvation_limits_s(policy))
-        self._pages.live.tell()
+        self._pages.live.share_now()
 
     def reload(self) -> None:
-        """Looks at the policy's files at once: somebody says that they are ready."""
+        """Reads the policy's files at once."""
         if self._watch is not None:
             self._watch.look_at_once()
 
     def notices(self) -> Sequence[str]:
-        """What whoever is on call should know of the policy's files, and of replicas that run another one."""
+        """Notices for the operator about the policy's files, and about replicas that run another policy."""
         return [*(() if self._watch is None else self._watch.notices()), *self._pages.live.notices()]
 
     def generations(self) -> Mapping[str, Sequence[str]]:
@@ -155,7 +156,7 @@ class Observability:
 
 
 class UpToDate:
-    """Around an app that tells of requests: what has happened so far is told before it answers."""
+    """Wraps an app that shows requests: pending events are delivered before it answers."""
 
     def __init__(self, app: ASGIApp, flush: Callable[[], None]) -> None:
         self._app = app
@@ -190,11 +191,11 @@ def _spans(policy: Policy, journal: Journal) -> SpanObserver:
 
 
 WITHIN_S = 0.5
-"""So long an exporter waits for a busy event loop, and tells what it knows then: the loop may be waiting for it."""
+"""Longest wait of an exporter for a busy event loop; then it uses the last sample: the loop may be waiting for it."""
 
 
 class PoolSampler:
-    """Takes a `PoolSample` in the event loop that the pool lives in, whoever asks. It is `metrics.Sample`.
+    """Takes a `PoolSample` in the pool's event loop, from any thread. It is `metrics.Sample`.
 
     It is also a `Listener` to requests, which is how it knows the loop. `policy` is the one in force, `rejected` how
     many changed ones could not be used so far, `generations` how many different ones the pool's replicas run,

@@ -56,7 +56,7 @@ def _content(path: Path, name: str) -> str:
 
 TOKEN_VARIABLE = "SIDECAR_ADMIN_TOKEN"
 SHORTEST_TOKEN = 16
-"""Characters. Nothing at the door slows down who guesses; 16 random ones are beyond guessing."""
+"""Characters. Nothing slows down guesses; 16 random characters cannot be guessed."""
 HOW_TO_SET = f"set {TOKEN_VARIABLE}, or {TOKEN_VARIABLE}{FILE_SUFFIX} to a file that holds it"
 
 

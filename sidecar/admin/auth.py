@@ -27,20 +27,20 @@ _NEEDS_TOKEN = (
     "this needs the admin token: send `Authorization: Bearer TOKEN`, open /?token=TOKEN once in a browser, or set "
     f"{TOKEN_VARIABLE} for sidecar top and sidecar explain"
 )
-_WRONG_TOKEN = f"this is not the admin token; it is the one in {TOKEN_VARIABLE} of the door's own environment"
+_WRONG_TOKEN = f"this is not the admin token; it is the one in {TOKEN_VARIABLE} of the sidecar's own environment"
 _ALWAYS = ((b"cross-origin-resource-policy", b"same-origin"),)
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who is let in: with a `token` whoever has it; else everybody, by an address if the port `is_local`."""
+    """Access rule: with a `token` only its bearers; else every caller, by address if the port `is_local`."""
 
     token: str | None = field(default=None, repr=False)
     is_local: bool = True
 
     @property
     def is_open(self) -> bool:
-        """Whether anybody on the network may look."""
+        """Whether every caller on the network has access."""
         return self.token is None and not self.is_local
 
 
@@ -52,7 +52,7 @@ def access_of(environment: Mapping[str, str], host: str) -> Access:
 def open_port(host: str) -> str:
     """What to say where `Access.is_open`."""
     return (
-        f"the admin port on {host} shows everybody who reaches it what tenants ask and how the pool stands; "
+        f"the admin port on {host} shows every caller what tenants ask and how the pool stands; "
         f"{HOW_TO_SET}, or serve it on 127.0.0.1"
     )
 
@@ -131,12 +131,12 @@ class AdminGuard:
 
 
 def _cookie_name(request: Request) -> str:
-    # Cookies know no ports: two doors on one machine must not log each other out.
+    # Cookies ignore ports: two sidecars on one machine must not log each other out.
     return f"sidecar-admin-{(request.scope.get('server') or ('', 0))[1]}"
 
 
 def _names_this_machine(host: str | None) -> bool:
-    """Whether a `Host` is an address or localhost. A name would have to be looked up, by whoever made it point here."""
+    """Whether a `Host` is an address or localhost. An attacker controls what another name points to."""
     if host is None:  # HTTP/1.0; every browser sends one
         return True
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() and not host.endswith("]") else host

@@ -1,5 +1,5 @@
 "use strict";
-// Draws what `overview/stream` tells. Everything is written as text (textContent) or as a number, never as markup: names
+// Draws the events of `overview/stream`. Everything is written as text (textContent) or as a number, never as markup: names
 // and messages come from requests. Nodes are kept from one second to the next, so that focus and selection are, too.
 
 const RULES = { always_first: "always first", reserve: "its reserve", reserve_turn: "its turn", level: "more important", limit: "this one at its limit", passed_over: "too large to wait for" };
@@ -222,7 +222,7 @@ function overtaken(parts, tier) {
   const by = Object.entries(tier.overtaken_by).sort((a, b) => b[1].requests - a[1].requests);
   parts.byCell.classList.toggle("quiet", by.length === 0);
   keep(parts.by, by.length ? by : [["", null]], ([name]) => name, () => make("li"), (node, [name, counted]) => {
-    if (counted === null) return void (node.className = "soft", put(node, "nobody"));
+    if (counted === null) return void (node.className = "soft", put(node, "none"));
     const rules = Object.entries(counted.rules).filter(([, often]) => often >= 0.1 * counted.requests)
       .sort((a, b) => b[1] - a[1]).map(([rule]) => RULES[rule] || rule);
     put(node, `by ${name} ${count(counted.requests)}\u00d7 (${rules.join(", ")})`);
@@ -421,7 +421,7 @@ setInterval(() => {  // a stream may also fall silent without an error, and a br
   connect();
 }, CUT_AFTER_MS / 2);
 
-document.addEventListener("visibilitychange", () => {  // nobody looks: the server need not tell
+document.addEventListener("visibilitychange", () => {  // not visible: the server need not send
   if (document.hidden && source) source.close();
   else connect();
 });

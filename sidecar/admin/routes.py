@@ -73,7 +73,7 @@ def routes(journal: Journal, *, tiers: Callable[[], Sequence[str]], pool: str, i
 
     async def explain(request: Request) -> Response:
         wanted = request.path_params["id"][: LONGEST_ID + 1]
-        story = teller.tell(wanted)
+        story = teller.explain(wanted)
         if story is None:
             return JSONResponse({"error": {"code": "unknown_request", "message": _unknown(teller, wanted)}}, 404)
         return Response(msgspec.json.encode(story), media_type="application/json")

@@ -141,7 +141,7 @@ class _Viewer:
 
 
 async def receive_departure(receive: Receive) -> None:
-    """Returns when the client has hung up."""
+    """Returns when the client has disconnected."""
     message: Message = {"type": "http.request"}
     while message["type"] != "http.disconnect":
         message = await receive()

@@ -18,15 +18,15 @@ from typing import Protocol
 from sidecar.version import __version__
 
 COMMANDS = {
-    "serve": "run the door as a reverse proxy in front of an engine",
-    "trtllm-serve": "run the real trtllm-serve with the door mounted in it",
-    "sglang-serve": "run the real SGLang server with the door mounted in it",
+    "serve": "run the proxy in front of an engine",
+    "trtllm-serve": "run the real trtllm-serve with the middleware mounted in it",
+    "sglang-serve": "run the real SGLang server with the middleware mounted in it",
     "emulate": "run an OpenAI-compatible engine emulator, no GPU needed",
     "demo": "show what admission does: three runs on the same arrivals",
     "check": "check a policy: every mistake at once, with file and line",
     "explain": "say which tier a request gets, and why; or why one waited",
     "top": "watch the pool in a terminal: who waits, who starves, and why",
-    "observed": "say what enforcing would have done, of a door in mode: observe",
+    "observed": "report what enforcing would have done, in mode: observe",
     "keys": "make an API key, or hash one for a tenant's file",
     "doctor": "find out whether an engine's priority does anything, and why not",
     "replay": "play a trace against a server, and say what each tier went through",
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where its failure can be handled
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read the output has read enough, as `head` does
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the end of Python would write there again
         return 128 + signal.SIGPIPE
     return code

@@ -74,7 +74,7 @@ def _figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
 
 
 def _teller(policy: Policy) -> str | None:
-    """Who says what the policy does not, None where nobody does."""
+    """The source of what the policy leaves open, None where there is none."""
     return None if policy.engine_capacity is None else Teller.ENGINE.value
 
 
@@ -125,11 +125,12 @@ def _summary(loaded: Loaded, found: tuple[Problem, ...]) -> str:
 
 def _capacity(policy: Policy) -> str:
     written = _amounts(policy.rules.tokens, policy.rules.requests)
-    told = policy.engine_capacity
-    if told is None:
+    from_engine = policy.engine_capacity
+    if from_engine is None:
         return written
     rest = (
-        f"what the engine holds, {of.percent(told.fraction)} of its tokens, and {told.waiting} requests that wait in it"
+        f"what the engine holds, {of.percent(from_engine.fraction)} of its tokens, and {from_engine.waiting} requests "
+        "that wait in it"
     )
     return f"{written}, and otherwise {rest}" if written else rest
 
@@ -210,9 +211,9 @@ def _people(policy: Policy) -> str:
         upto = "" if own == best else f", may ask for {best}"
         lines.append(f"  {name}: {own}{upto}; {keys} key{'s' * (keys != 1)}, weight {tenant.weight}")
     shown = [*lines[:20], f"  ... and {len(lines) - 20} more"] if len(lines) > 20 else lines
-    nobody = policy.tiers[policy.anonymous.level].name if policy.anonymous else "refused"
+    without_key = policy.tiers[policy.anonymous.level].name if policy.anonymous else "refused"
     count = "1 tenant" if len(tenants) == 1 else f"{len(tenants)} tenants"
-    return "\n".join([count, *shown, f"  without a key: {nobody}"])
+    return "\n".join([count, *shown, f"  without a key: {without_key}"])
 
 
 def _paths(policy: Policy) -> str:

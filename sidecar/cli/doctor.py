@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--policy", metavar="PATH", help="compare with this policy, and probe with its carrier and ladder")
     add("--json", metavar="FILE", help="also write everything as JSON, - for standard output")
     add("--read-only", "--skip-probe", action="store_true", help="only read, send no request that generates")
-    add("--engine", choices=_ENGINES, help="who it is, where its pages do not tell")
+    add("--engine", choices=_ENGINES, help="which engine it is, where its pages do not say")
     add("--model", help="model to ask for (default: the first one that it lists)")
     add("--key", metavar="KEY", help="API key of the engine, or of the sidecar, sent as `Authorization: Bearer KEY`")
     add("--header", action="append", default=[], type=_header, metavar="NAME:VALUE", help="sent with every request")

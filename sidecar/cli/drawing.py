@@ -47,7 +47,7 @@ def printable(text: str) -> str:
 
 
 def draw(overview: Overview, look: Look) -> list[str]:
-    """All lines, the most important first: whoever has few lines to show cuts the end off."""
+    """All lines, the most important first, so that a short window cuts off the end."""
     look = Look(max(NARROWEST, look.width), look.colors, look.unicode)
     return [
         *_head(overview, look),

@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until told to stop. Returns 2 for arguments that contradict each other, 1 where it cannot listen."""
+    """Serves until stopped. Returns 2 for arguments that contradict each other, 1 where it cannot listen."""
     import uvicorn
 
     from sidecar.tools.emulator import Emulator

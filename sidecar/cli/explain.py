@@ -14,7 +14,7 @@ import argparse
 from typing import NoReturn
 
 ADMIN = "http://127.0.0.1:9464"
-"""Where `sidecar serve` has its admin port, unless it is told otherwise."""
+"""Where `sidecar serve` has its admin port by default."""
 EXAMPLE = """  sidecar explain policies/ --path /v1/chat/completions --key sk-demo-standard --header 'x-priority: high'
   sidecar explain policies/ --path /v1/completions --body request.json --json -
   sidecar explain --request 4f0c3a517d2e4b1c8a6f9b0d2c1e3a57"""
@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--body", metavar="FILE", help="its JSON body; - reads standard input (default: a small valid one)")
     did = parser.add_argument_group("how a request fared")
     did.add_argument("--request", metavar="ID", help="its x-request-id, as the answer said it, or its trace id")
-    help_admin = f"the door's admin port; repeat it for replicas (default {ADMIN})"
+    help_admin = f"the sidecar's admin port; repeat it for replicas (default {ADMIN})"
     did.add_argument("--admin", action="append", metavar="URL", help=help_admin)
     parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - writes it to standard output")
 
@@ -57,9 +57,9 @@ def _refuse_what_does_not_go_together(args: argparse.Namespace) -> None:
         if args.path is None:
             _refuse(args, "POLICY needs --path as well, e.g. --path /v1/chat/completions")
         if args.admin:
-            _refuse(args, "--admin goes with --request: POLICY is explained without asking anybody")
+            _refuse(args, "--admin goes with --request: POLICY is explained without a running sidecar")
     elif args.policy is not None:
-        _refuse(args, "POLICY and --request do not go together: how a request fared is asked of the running door")
+        _refuse(args, "POLICY and --request do not go together: --request asks a running sidecar")
     elif would:
         _refuse(args, f"--{would[0]} does not go with --request, which is about a request that was sent")
     elif not args.request.strip():

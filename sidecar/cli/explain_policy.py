@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Explanation:
-    """Follows one request through the door, and keeps what was found even where it ends in a refusal."""
+    """Follows one request through admission, and keeps its findings also where it ends in a refusal."""
 
     def __init__(self, loaded: Loaded, estimator: Estimator) -> None:
         self._loaded = loaded

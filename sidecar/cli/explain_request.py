@@ -27,7 +27,7 @@ class _NoStory(Exception):
 
 
 def run(wanted: str, admins: Sequence[str], json_target: str | None) -> int:
-    """Returns 0 where a door knows the request, else 1, with a line for each that does not."""
+    """Returns 0 where a sidecar knows the request, else 1, with a line for each that does not."""
     story, refusals = asyncio.run(_ask(admins, wanted))
     if story is None:
         print("\n".join(f"sidecar: {refusal}" for refusal in refusals), file=sys.stderr)
@@ -38,7 +38,7 @@ def run(wanted: str, admins: Sequence[str], json_target: str | None) -> int:
 
 
 async def _ask(admins: Sequence[str], wanted: str) -> tuple[Explanation | None, list[str]]:
-    """The first story that is found, one door after the other, and what was said instead before that."""
+    """The first explanation found, sidecar by sidecar, and the other answers before it."""
     refusals: list[str] = []
     async with aiohttp.ClientSession() as session:
         for admin in admins:
@@ -61,7 +61,7 @@ async def _story(session: aiohttp.ClientSession, admin: str, wanted: str) -> Exp
         error = msgspec.json.decode(page.text, type=_Unknown).error
     except msgspec.MsgspecError:
         raise _NoStory(
-            f"{admin} answered {page.status}, but not as a door's admin port does; "
+            f"{admin} answered {page.status}, but not as a sidecar's admin port does; "
             "give --admin the address that `sidecar serve` prints as `admin on`"
         ) from None
     raise _NoStory(f"{admin}: {error.message}")
@@ -128,7 +128,7 @@ def _preempted(attempt: PreemptedAttempt) -> Iterator[tuple[float, str, str]]:
 def _who(story: Explanation) -> Iterator[tuple[str, str]]:
     asked = story.asked
     if asked is None:
-        yield "asked by", "somebody who was refused before it was known who" if story.refused else "not known yet"
+        yield "asked by", "not known: refused before the key was read" if story.refused else "not known yet"
         return
     clamped = f"; {asked.clamped_from} was asked for, which is more than it may have" if asked.clamped_from else ""
     lowered = (
@@ -189,7 +189,7 @@ def _at(story: Explanation, at_s: float) -> str:
 def _went_ahead(story: Explanation, wait: WaitDetails) -> list[str]:
     requests, tokens = sum(g.requests for g in wait.groups), sum(g.tokens for g in wait.groups)
     if not requests and not wait.unseen:
-        return ["", "Nobody was admitted while it waited."]
+        return ["", "No request was admitted while it waited."]
     lines = ["", f"Admitted while it waited: {counted(requests, 'request')}, {counted(tokens, 'token')}"]
     if wait.groups:
         lines += _table(["tier", "", "because", "requests", "tokens"], [_group(group) for group in wait.groups])

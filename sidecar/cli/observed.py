@@ -25,7 +25,7 @@ EXAMPLE = """  sidecar observed
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
     add = parser.add_argument
-    add("--admin", type=admin_url, default=ADMIN, metavar="URL", help="the door's admin port (default %(default)s)")
+    add("--admin", type=admin_url, default=ADMIN, metavar="URL", help="the sidecar's admin port (default %(default)s)")
     add("--json", metavar="FILE", help="write the same figures as JSON as well, - for standard output alone")
 
 
@@ -76,8 +76,8 @@ def table(report: ObservedReport) -> list[str]:
 
 _LEGEND = (
     "WAITED: for 10 ms or more, and then admitted. P50, P99: the wait of all that were admitted, to 5%. STARVED: "
-    "overtaken by one that came later for 10 ms or more, admitted or not. LEFT: the client hung up before it would "
-    "have been admitted."
+    "overtaken by one that came later for 10 ms or more, admitted or not. LEFT: the client disconnected before it "
+    "would have been admitted."
 )
 
 

@@ -261,7 +261,7 @@ def _add_asking(group: argparse._ArgumentGroup) -> None:
     add("--control", action="store_true", help="play it again with equal priorities, and show both")
     add("--policy", metavar="DIR", help="a policy file or folder: its tiers, tier header and tokenizer")
     add("--key", action=_Keys, default={}, metavar="TIER=KEY", help="a tier's API key, for --by key; repeated")
-    add("--api-key", type=_header_value, metavar="KEY", help="the key that everybody sends otherwise")
+    add("--api-key", type=_header_value, metavar="KEY", help="the key for tiers without one")
     add("--engine", type=_engine, metavar="NAME",
         help=f"{', '.join(name.value for name in EngineName)} (default: what the server says it is)")  # fmt: skip
 

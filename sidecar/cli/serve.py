@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     with own_logging(settings):
         failure = _serve(args, announces_twice=settings.format == "json")
-    if failure is not None:  # behind the last line of the log, which has a thread of its own
+    if failure is not None:  # after the last line of the log, which has a thread of its own
         print(f"sidecar: {failure}", file=sys.stderr)
     return 0 if failure is None else 1
 
@@ -122,7 +122,7 @@ def _drain(door: Door) -> None:
 
 
 def _announce(line: str) -> None:
-    # Flushed: whoever started us may be waiting for it on a pipe.
+    # Flushed: the process that started us may be waiting for it on a pipe.
     print(line, flush=True)
 
 

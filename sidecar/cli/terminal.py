@@ -53,7 +53,7 @@ class Screen:
         while (left_s := end_s - time.monotonic()) > 0 and shutil.get_terminal_size() == self._size:
             readable, _, _ = select.select([sys.stdin], [], [], min(left_s, _GLANCE_S))
             if readable:
-                return os.read(sys.stdin.fileno(), 1).decode("ascii", "replace") or "q"  # its end: nobody is there
+                return os.read(sys.stdin.fileno(), 1).decode("ascii", "replace") or "q"  # end of input
         return ""
 
 

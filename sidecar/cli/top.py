@@ -32,7 +32,7 @@ _PLAIN_WIDTH = 110
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
     add = parser.add_argument
-    add("--admin", type=admin_url, default=ADMIN, metavar="URL", help="the door's admin port (default %(default)s)")
+    add("--admin", type=admin_url, default=ADMIN, metavar="URL", help="the sidecar's admin port (default %(default)s)")
     add("--once", action="store_true", help="print one picture and end")
     add("--interval", type=_seconds, default=1.0, metavar="TIME", help="between two pictures (default 1s)")
     add("--json", metavar="FILE", help="write the overview once as JSON, - for standard output, and end")

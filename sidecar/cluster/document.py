@@ -64,9 +64,9 @@ class TenantView(msgspec.Struct, frozen=True):
 
 
 class RefusalView(msgspec.Struct, frozen=True):
-    """A request that ended at the door. `tier` and `tenant` are None where it was refused before they were known.
+    """A request that was refused. `tier` and `tenant` are None where it was refused before they were known.
 
-    `status` is None where nobody was there to answer to. `preempted` is how often it had been admitted, and lost that.
+    `status` is None where the client had disconnected. `preempted` is how often it was admitted and lost its room.
     """
 
     at_s: float

@@ -148,14 +148,14 @@ def _refused(total: Tally, by_tier: Mapping[str, Tally]) -> str:
 
 
 def _waited(total: Tally, by_tier: Mapping[str, Tally]) -> str:
-    sentence = "Nobody would have waited and then been admitted"
+    sentence = "No request would have waited and then been admitted"
     if total.waited:
         longest = max(by_tier, key=lambda name: by_tier[name].wait_max_us)
         most = f"{duration(total.wait_max_us / 1e6)} ({longest})"
         share = _share(total.waited, total.requests)
         sentence = f"{total.waited:,} ({share}) would have waited before they were admitted, the longest {most}"
     if not total.starved:
-        return f"{sentence}; nobody would have starved."
+        return f"{sentence}; none would have starved."
     starved = max(by_tier, key=lambda name: by_tier[name].starvation_max_us)
     most = f"{duration(total.starvation_max_us / 1e6)} ({starved})"
     return f"{sentence}; {total.starved:,} would have starved, the longest {most}."

@@ -22,7 +22,7 @@ class Generations:
         self._differs: dict[str, tuple[str, str, float]] = {}  # replica -> both generations, and since when
 
     def hear(self, reports: Iterable[ReplicaReport], own: str, at_s: float) -> None:
-        """The other replicas that are there, as they are now; whoever does not say what it runs is left out."""
+        """The other replicas that are there, as they are now, without those that do not say what they run."""
         self._others = {report.replica: report for report in reports if report.generation}
         differs: dict[str, tuple[str, str, float]] = {}
         for replica, report in self._others.items():

@@ -81,7 +81,7 @@ def refusals(all_heard: Iterable[ReceivedReport]) -> list[RefusalView]:
 
 
 def replicas(all_heard: Iterable[ReceivedReport]) -> list[ReplicaView]:
-    """Everybody that was heard of, in the order of their names."""
+    """All replicas with a report, in the order of their names."""
     found = [
         ReplicaView(
             one.report.replica,

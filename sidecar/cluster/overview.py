@@ -27,7 +27,7 @@ RETRY_S = 0.5
 FORGET_AFTER_S = 10.0
 """A replica that was not heard of for so long is dead to the pool, too."""
 FRESH_S = 0.5
-"""Within this everybody who asks gets the same document: what viewers cost does not grow with them."""
+"""Age up to which callers get the same document, so that the cost does not grow with the viewers."""
 
 _log = logging.getLogger("sidecar.live")
 
@@ -35,8 +35,8 @@ _log = logging.getLogger("sidecar.live")
 class PoolOverview:
     """What the pages of the admin port show. Use it from one event loop; it costs nothing per request.
 
-    `open` begins to look at who waits, and to tell the other replicas, every two seconds; `close` ends it. Without them
-    it still answers, for this process alone. `generations` is told which policies the others run; `now_s` is the
+    `open` begins to report to the other replicas every two seconds; `close` ends it. Without them
+    it still answers, for this process alone. `generations` gets the policies that the others run; `now_s` is the
     calendar's clock.
     """
 
@@ -68,12 +68,12 @@ class PoolOverview:
             with contextlib.suppress(asyncio.CancelledError):
                 await sharing
 
-    def tell(self) -> None:
-        """There is news: the others are told at once."""
+    def share_now(self) -> None:
+        """Reports to the other replicas at once, without the usual delay."""
         self._news.set()
 
     def notices(self) -> list[str]:
-        """What whoever is on call should know of the other replicas."""
+        """Notices for the operator about the other replicas."""
         return self._generations.notices(self._sources.policy().generation, self._now_s())
 
     def generations(self) -> Mapping[str, Sequence[str]]:
@@ -154,7 +154,7 @@ class PoolOverview:
                 await asyncio.wait_for(self._news.wait(), SHARE_EVERY_S if is_heard else RETRY_S)
 
     async def _share(self) -> bool:
-        """Tells the others, and hears them. False where the store is not there."""
+        """Sends this replica's report and reads the others'. False where the store cannot be reached."""
         self._news.clear()
         report = self._own(self._sources.pool.state(), self._now_s())
         try:

@@ -9,7 +9,7 @@ from sidecar.policy.model import Mode
 from sidecar.telemetry.recent import Overtakings
 
 STARVES_FROM_S = 0.05
-"""Whoever was overtaken for less is not said to starve: that is the time of a decision or two."""
+"""A request that was overtaken for less is not shown as starving: a decision or two take that long."""
 
 
 def duration(seconds: float) -> str:
@@ -53,19 +53,19 @@ def starving(tiers: Sequence[TierView]) -> str | None:
 
 
 def headline(tiers: Sequence[TierView]) -> str:
-    """Who starves most now and who overtook it; else who waits longest; else that nobody waits."""
+    """The tier that starves most now and what overtook it; else the one that waits longest; else that none waits."""
     most = starving(tiers)
     if most is not None:
         return _starves(next(tier for tier in tiers if tier.tier == most))
     longest = max(tiers, key=_wait_s, default=None)
     if longest is not None and longest.oldest is not None:
-        return f"Nobody starves. {longest.tier} waits longest: {duration(_wait_s(longest))}."
-    return f"Nobody waits.{_starved_before(tiers)}"
+        return f"No request starves. {longest.tier} waits longest: {duration(_wait_s(longest))}."
+    return f"No request waits.{_starved_before(tiers)}"
 
 
 def said_of(mode: Mode, sentence: str) -> str:
-    """The sentence as it is to be read in that mode: where nobody is held, it is about those who would be."""
-    return f"Nobody is held (mode: observe). If they were: {sentence}" if mode is Mode.OBSERVE else sentence
+    """The sentence for that mode: in `observe`, it is about the requests that would be held."""
+    return f"No request is held (mode: observe). If they were: {sentence}" if mode is Mode.OBSERVE else sentence
 
 
 def _starves(tier: TierView) -> str:
@@ -75,7 +75,7 @@ def _starves(tier: TierView) -> str:
 
 
 def overtaker(overtaken_by: Mapping[str, Overtakings], tier: str) -> str:
-    """Who overtook a tier most often in the last five minutes and why, as a sentence; empty where nobody did."""
+    """What overtook a tier most often in the last five minutes and why, as a sentence; empty where nothing did."""
     if not overtaken_by:
         return ""
     by, counted = max(overtaken_by.items(), key=lambda pair: pair[1].requests)

@@ -75,7 +75,7 @@ class Sources:
     """Where the overview gets its figures. All are called in the event loop, at most a few times a second.
 
     `policy` is the one in force. `tenants` are those that hold or wait for something in this process; `refusals` the
-    last requests that were refused, at most so many, newest first; `notices` what whoever is on call should know;
+    last requests that were refused, at most so many, newest first; `notices` are for the operator;
     `observed` what enforcing would have done, of at most so many tenants.
     """
 

@@ -27,7 +27,7 @@ from sidecar.telemetry.journal import JITTER_US, Journal, Record
 from sidecar.telemetry.preemption import engine_time_us
 
 MOST_TOLD = 64
-"""Of those ahead, how many are told one by one; the groups count them all."""
+"""Most of those ahead that are listed one by one; the groups count them all."""
 
 OTHER_REPLICAS = "admitted by other replicas of the pool"
 NOT_KEPT = "admitted so long ago that they are not kept any more"
@@ -37,8 +37,8 @@ GONE = "admitted, and gone before they ran"
 
 @dataclass(frozen=True, slots=True)
 class ExplanationBuilder:
-    """Tells stories. `tiers` are the names of the policy in force, most important first; `is_shared` says that other
-    replicas admit out of the same pool.
+    """Builds explanations. `tiers` are the names of the policy in force, most important first; `is_shared` says that
+    other replicas admit out of the same pool.
     """
 
     journal: Journal
@@ -46,7 +46,7 @@ class ExplanationBuilder:
     pool: str
     is_shared: bool
 
-    def tell(self, request_or_trace_id: str) -> Explanation | None:
+    def explain(self, request_or_trace_id: str) -> Explanation | None:
         """The newest request of this id, None where none is kept."""
         found = self.journal.all_of(request_or_trace_id)
         return self.story(found[0], others=len(found) - 1) if found else None
@@ -89,14 +89,14 @@ class ExplanationBuilder:
 
     def _waited(self, record: Record, now_us: int) -> WaitDetails | None:
         """None where it did not wait."""
-        told = record.waited
-        if record.classified is None or (record.queued is None if told is None else not told.queue_wait_us):
+        waited = record.waited
+        if record.classified is None or (record.queued is None if waited is None else not waited.queue_wait_us):
             return None
         counted = self.journal.ahead_of(record)
         records = [each for each in counted if each.admitted is None or not record.ran_at(each.admitted.at_us)]
         ahead = [self._ahead(each, record) for each in records]
-        if told is not None:
-            wait_us, starvation_us, overtaken_us = told.queue_wait_us, told.starvation_us, told.overtaken_at_us
+        if waited is not None:
+            wait_us, starvation_us, overtaken_us = waited.queue_wait_us, waited.starvation_us, waited.overtaken_at_us
         else:
             later = (each.waited for each in records if each.arrived_us > record.arrived_us)
             overtaken_us = next((admitted.at_us for admitted in later if admitted is not None), None)
@@ -131,16 +131,16 @@ class ExplanationBuilder:
         )
 
     def _unseen(self, record: Record, ahead: Sequence[Record]) -> list[UnknownAhead]:
-        """What the pool counted beyond what is kept here. While it still waits, the pool has not told."""
-        told = record.waited
-        if told is None:
+        """What the pool counted beyond what is kept here. While it still waits, the pool has not reported it."""
+        waited = record.waited
+        if waited is None:
             return []
         counted: dict[str, int] = {}
         for known in (each.classified for each in ahead):
             if known is not None:
                 counted[known.tier] = counted.get(known.tier, 0) + known.tokens
-        missing = {tier: tokens - counted.get(tier, 0) for tier, tokens in told.served_ahead.items()}
-        where = self._where(told.at_us - told.queue_wait_us)
+        missing = {tier: tokens - counted.get(tier, 0) for tier, tokens in waited.served_ahead.items()}
+        where = self._where(waited.at_us - waited.queue_wait_us)
         return [UnknownAhead(tier, tokens, where) for tier, tokens in missing.items() if tokens > 0]
 
     def _where(self, since_us: int) -> str:
@@ -166,9 +166,9 @@ def _overtaken_by(
     records: Sequence[Record], ahead: Sequence[AdmittedAhead], overtaken_us: int | None
 ) -> AdmittedAhead | None:
     """The first that had come later, if it was here: at another replica, or too long ago, it may not have been."""
-    for record, told in zip(records, ahead, strict=True):
-        if told.came_later and record.admitted is not None and overtaken_us is not None:
-            return told if record.admitted.at_us <= overtaken_us + JITTER_US else None
+    for record, entry in zip(records, ahead, strict=True):
+        if entry.came_later and record.admitted is not None and overtaken_us is not None:
+            return entry if record.admitted.at_us <= overtaken_us + JITTER_US else None
     return None
 
 

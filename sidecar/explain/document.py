@@ -83,7 +83,9 @@ class WaitDetails(msgspec.Struct, frozen=True):
 
 
 class AdmissionDetails(msgspec.Struct, frozen=True):
-    """It was admitted, at this aged level; `engine_priority` is what the engine was told, None where nothing was."""
+    """It was admitted, at this aged level; `engine_priority` is the priority sent to the engine, None where none
+    was.
+    """
 
     admitted_at_s: float
     level: int
@@ -95,7 +97,7 @@ class PreemptedAttempt(msgspec.Struct, frozen=True):
     """It was admitted, and preempted before its first byte: `engine_s` of the engine's time are lost.
 
     `queue_wait_s` is how long it had waited until then, since its arrival or the preemption before. `waited_again_s` is
-    how long it waited behind it, or has up to now.
+    how long it waited after it, or has up to now.
     """
 
     admitted_at_s: float
@@ -125,7 +127,7 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """It ended at the door. `status` is None where nobody was there to answer to."""
+    """It was refused. `status` is None where the client had disconnected."""
 
     refused_at_s: float
     status: int | None

@@ -76,8 +76,8 @@ def _reason(in_the_way: Obstacle | None, wait: WaitDetails) -> str:
     came_first = sum(group.requests for group in wait.groups)
     way = "there was no room" if in_the_way is None else in_the_way.explanation
     if came_first:
-        return f"{way}; nobody overtook it, {counted(came_first, 'request')} that had come earlier went first"
-    return f"{way}; nobody went ahead of it"
+        return f"{way}; no request overtook it, {counted(came_first, 'request')} that had come earlier went first"
+    return f"{way}; no request went ahead of it"
 
 
 def _went_ahead(overtook: Sequence[AheadGroup]) -> str:
@@ -94,7 +94,7 @@ def _went_ahead(overtook: Sequence[AheadGroup]) -> str:
 
 
 def failure(story: Explanation) -> str | None:
-    """Half a sentence; None where nothing went wrong, or where it was the door that turned the request away."""
+    """Half a sentence; None where nothing went wrong, or where the request was refused."""
     ended = story.ended
     if ended is None or story.refused is not None:
         return None
@@ -106,7 +106,7 @@ def failure(story: Explanation) -> str | None:
 
 def _what(ended: Ending) -> str | None:
     if ended.outcome == Outcome.CLIENT_LEFT:
-        return "the client hung up"
+        return "the client disconnected"
     return what_failed(ended.outcome, ended.status, ended.error)
 
 

@@ -226,7 +226,7 @@ def _microseconds(duration: Fraction | None) -> int | None:
 
 def _endpoint(path: str, body: EndpointBody, levels: dict[str, int]) -> Endpoint:
     api = body.api or infer_api(body.forward_to or path)
-    assert isinstance(api, Api)  # crosschecks refuses a path that does not tell
+    assert isinstance(api, Api)  # `validate` refuses a path that does not say
     return Endpoint(path, api, None if body.tier is None else levels[body.tier], body.forward_to)
 
 

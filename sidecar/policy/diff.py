@@ -29,7 +29,7 @@ _KEYS = {
     "max_level": "max_tier",
     "max_body_bytes": "max_body",
 }
-"""Fields that have another name in the file; of all others, the unit behind the name is left out."""
+"""Fields that have another name in the file; of all others, the unit after the name is left out."""
 _UNITS = ("_us", "_s")
 _LEVELS = frozenset({"default_level", "level", "max_level", "downgrade_level"})
 
@@ -203,7 +203,7 @@ def needs_restart(running: Policy, changed: Policy) -> list[str]:
     """The keys, as the operator writes them, in which `changed` cannot replace `running`; none where it can.
 
     A running process has its engine's dialect, its pool and its store, and everything that waits or is held stands in a
-    tier by its level; who tells how large the pool is was decided when it was made.
+    tier by its level; the source of the pool's size was decided when it was made.
     """
     keys = {
         "engine": running.engine is not changed.engine,

@@ -80,7 +80,7 @@ def percent(part: Fraction) -> str:
 
 
 def infer_api(path: str) -> Api | None:
-    """The shape of the requests on a path, told from how it ends."""
+    """The shape of the requests on a path, from its ending."""
     return next((api for suffix, api in STANDARD_APIS.items() if path.endswith(suffix)), None)
 
 

@@ -1,7 +1,7 @@
 """Policy model that the running process uses: frozen, resolved, ready for lookups.
 
-Nothing here reads a file. `compiler.load` makes this from YAML. Tier names have become levels (0 is the most important),
-shares have become whole numbers (see `rules`), durations have become seconds.
+Nothing here reads a file. `compiler.load` makes this from YAML. Tier names have become levels (0 is the most
+important), shares have become whole numbers (see `rules`), durations have become seconds.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Carrier(str, Enum):
 
 
 class Mode(str, Enum):
-    """Whether the door holds anybody: `observe` lets everybody pass, and records what `enforce` would have done."""
+    """Whether requests are held: `observe` passes all, and records what `enforce` would have done."""
 
     ENFORCE = "enforce"
     OBSERVE = "observe"
@@ -108,7 +108,7 @@ class Promises:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One tier as the door sees it; its shares of the pool are in `PoolRules.tiers[level]`.
+    """One tier as the middleware sees it; its shares of the pool are in `PoolRules.tiers[level]`.
 
     `max_waiting` is the most requests that may queue (None: unbounded), `max_wait_s` the longest a request may queue
     (None: unbounded), `default_output_tokens` what a request without a maximum of its own is taken to produce,

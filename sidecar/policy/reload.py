@@ -34,20 +34,20 @@ _log = logging.getLogger("sidecar.policy")
 
 
 class UsesPolicy(Protocol):
-    """What goes by a policy."""
+    """An object that applies a policy."""
 
     @property
     def policy(self) -> Policy:
         """The one in force."""
 
     def change_policy(self, policy: Policy) -> None:
-        """Goes by another. Raises, and nothing has changed, where it cannot."""
+        """Applies another policy. Raises, with nothing changed, where it cannot."""
 
 
 class PolicyReloader:
     """One per process. `rejections` counts the changes that could not be used.
 
-    The disk is read in a thread, so that one which hangs holds up nobody. `every_s` is for tests.
+    The disk is read in a thread, so that a disk that hangs holds up no request. `every_s` is for tests.
     """
 
     def __init__(self, files: PolicyFiles, governed: UsesPolicy, every_s: float = LOOK_EVERY_S) -> None:
@@ -73,12 +73,12 @@ class PolicyReloader:
                 await task
 
     def look_at_once(self) -> None:
-        """Somebody says that the files are as they should be. Call it in the event loop."""
+        """Reads the files at once. Call it in the event loop."""
         _log.info("asked to read the policy's files", extra={"event": "policy_asked"})
         self._asked.set()
 
     def notices(self) -> Sequence[str]:
-        """What whoever is on call should know."""
+        """Notices for the operator."""
         return () if self._notice is None else (self._notice,)
 
     async def _look_on(self) -> None:
@@ -136,7 +136,7 @@ class PolicyReloader:
         _log.error("%s", self._notice, extra={"event": "policy_rejected"})
 
     def _keep_out(self, keys: Sequence[str], generation: str | None) -> None:
-        """All of it: half of a policy is none that anybody has written."""
+        """Keeps all of it out: no operator has written one half of a policy."""
         self.rejections += 1
         self._notice = (
             f"the policy's files have changed to generation {generation}, which needs a restart for {', '.join(keys)}: "
@@ -183,7 +183,7 @@ class Look:
 
 @dataclass(slots=True)
 class _Change:
-    """Files that are not as they were told, since when they stand so, and what they say where that was read."""
+    """Files that differ from those reported last: since when, and their content where it was read."""
 
     signature: _Signature
     since_s: float
@@ -203,13 +203,13 @@ class PolicyFiles:
 
     @property
     def is_changing(self) -> bool:
-        """Whether they are other files than those told of: a look soon will say more."""
+        """Whether the files differ from those reported last; another look soon will say more."""
         return self._change is not None
 
     def look(self, *, at_once: bool = False) -> Look | None:
         """What the files say now; None where they say what they said, or are not still yet. Reads the disk.
 
-        `at_once` reads and tells them as they are, whatever was told: somebody says that they are ready.
+        `at_once` reads and reports them as they are, also where nothing has changed.
         """
         signature = self._signature()
         if at_once:
@@ -304,7 +304,7 @@ def _is_free(hangup: signal.Signals) -> bool:
 
 
 def _has_terminal() -> bool:
-    """Whether there is a terminal whose end this process is told by the same signal."""
+    """Whether the process has a terminal, whose end the same signal reports."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
     except OSError:

@@ -59,7 +59,7 @@ class PoolRules:
 
 @dataclass(frozen=True, slots=True)
 class EngineCapacity:
-    """A pool whose size the engine tells: `tokens` and `requests` are None where they are to be read from it.
+    """A pool whose size the engine reports: `tokens` and `requests` are None where they are to be read from it.
 
     `fraction` is the part of the engine's tokens that the pool may fill. `waiting` is how many requests may wait inside
     the engine so that it never runs dry: the pool is larger by so many requests than what runs at once.
@@ -71,7 +71,7 @@ class EngineCapacity:
     requests: int | None = None
 
     def size(self, kv_tokens: int | None, max_running: int | None) -> tuple[int | None, int | None]:
-        """The pool's (tokens, requests) for an engine that holds so much; None for what nobody says."""
+        """The pool's (tokens, requests) for an engine that holds so much; None for what is not known."""
         tokens, requests = self.tokens, self.requests
         if tokens is None and kv_tokens is not None:
             tokens = math.floor(self.fraction * kv_tokens)

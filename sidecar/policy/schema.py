@@ -28,8 +28,8 @@ def _default(as_written: object, *, description: str, examples: list[Any] | None
 DEFAULT_FRACTION = "95%"
 """Engines keep some blocks for themselves, and an estimate may be a little low."""
 DEFAULT_WAITING = 2
-"""Few, because the engine serves them before whoever comes next. With none, a slot that comes free stays empty for the
-way to the door and back; with two, vLLM on the CPU kept its throughput (benchmarks/real_engines.py)."""
+"""Few, because the engine serves them before the next request. With none, a slot that comes free stays empty for the
+way to the middleware and back; with two, vLLM on the CPU kept its throughput (benchmarks/real_engines.py)."""
 
 
 class FileModel(BaseModel):
@@ -58,7 +58,7 @@ class Capacity(FileModel):
     waiting: of.Count = _default(
         DEFAULT_WAITING,
         description="With `from: engine`: requests that may wait inside the engine, so that it never runs dry. While "
-        "more wait there, nobody is admitted.",
+        "more wait there, no request is admitted.",
         examples=[8],
     )
 
@@ -87,7 +87,7 @@ class Aging(FileModel):
 
 
 class Slo(FileModel):
-    """What a tier promises; telemetry compares and alerts go by it, admission does not depend on it."""
+    """What a tier promises. Telemetry and alerts compare with it; admission does not depend on it."""
 
     ttft: of.PositiveDuration | None = Field(
         None, description="Time to the first token, in 99 of 100.", examples=["500ms"]
@@ -174,7 +174,7 @@ class EndpointBody(FileModel):
     forward_to: of.UrlPath | None = Field(
         None, description="The path the engine knows. Default: the same path.", examples=["/v1/completions"]
     )
-    api: of.ApiName | None = Field(None, description="The shape of its requests. Default: told from the path.")
+    api: of.ApiName | None = Field(None, description="The shape of its requests. Default: from the path.")
 
 
 class LimitsBody(FileModel):
@@ -196,7 +196,7 @@ class LimitsBody(FileModel):
 
 
 def _nothing_means_defaults(value: object) -> object:
-    """`batch:` with nothing behind it is a tier, or an endpoint, with every default."""
+    """`batch:` with nothing after it is a tier, or an endpoint, with every default."""
     return {} if value is None else value
 
 
@@ -205,9 +205,9 @@ _EndpointBody = Annotated[EndpointBody, BeforeValidator(_nothing_means_defaults)
 
 
 class PoolFile(FileModel):
-    """One pool: an engine deployment, the tiers that share it, and how a request's tier is told."""
+    """One pool: an engine deployment, the tiers that share it, and the sources of a request's tier."""
 
-    engine: of.EngineChoice = Field(description="The engine behind the door.", examples=["tensorrt-llm"])
+    engine: of.EngineChoice = Field(description="The engine that serves the requests.", examples=["tensorrt-llm"])
     forward_priority: of.CarrierChoice | None = Field(
         None, description="How the priority travels to the engine. Default: the engine's own way.", examples=["body"]
     )
@@ -311,7 +311,7 @@ class PoolFile(FileModel):
     )
     forward_key: of.Flag = _default(
         False,  # the engine has no use for it, and its log may show it
-        description="Whether the API key that a client showed at the door reaches the engine, too. By default it is "
+        description="Whether the API key that a client sent reaches the engine too. By default it is "
         "removed, and the engine's own, SIDECAR_ENGINE_KEY in the environment, put in its place.",
     )
 
@@ -340,7 +340,7 @@ class PoolFile(FileModel):
     @classmethod
     def _some_engine_tells_its_capacity(cls, capacity: Capacity, info: ValidationInfo) -> Capacity:
         if capacity.told_by is not None and info.data.get("engine") is EngineName.NONE:
-            raise ValueError("the engine none tells nothing; write tokens, requests or both")
+            raise ValueError("the engine none reports nothing; write tokens, requests or both")
         return capacity
 
     @field_validator("forward_priority")

@@ -6,7 +6,7 @@
     redis+cluster://[[user]:password@]host[:6379],...                        rediss+cluster:// with TLS
 
 An address may hold a password. No text of an address, and no refusal of one, ever shows it: a refusal quotes nothing of
-what may be one, so that it holds for the addresses, too, in which the password cannot be told from the rest.
+what may be one, so that it holds for the addresses, too, in which the password cannot be separated from the rest.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def store_address(text: str) -> StoreAddress:
     userinfo, at, hosts = authority.rpartition("@")
     username, password = _credentials(userinfo) if at else (None, None)
     if asks and not query:
-        raise ValueError("a ? with no option behind it; remove it")
+        raise ValueError("a ? with no option after it; remove it")
     options = read_options(query, _known(kind, tls))
     master_name, db = _place(kind, path, options)
     return StoreAddress(
@@ -144,7 +144,7 @@ def _scheme(text: str) -> tuple[StoreKind, bool, str]:
 
 
 def _one_at_sign(authority: str, behind: str) -> None:
-    """Refuses an @ that may be a part of a password, as then nobody can tell where the password ends."""
+    """Refuses an @ that may be a part of a password, because the end of the password would not be known."""
     if authority.count("@") > 1 or "@" in behind:
         raise ValueError(
             "an @ that is not the one before the host or the path; name user and password once, there, "
@@ -174,7 +174,7 @@ def _place(kind: StoreKind, path: str, options: dict[str, OptionValue]) -> tuple
         if not _MASTER_NAME.fullmatch(name):
             raise ValueError(
                 "the master's name is missing, or is none that sentinels know (A-Z, a-z, 0-9 and . _ -); "
-                "write it behind the hosts, such as redis+sentinel://127.0.0.1:26379/mymaster/0"
+                "write it after the hosts, such as redis+sentinel://127.0.0.1:26379/mymaster/0"
             )
         return name, database(path or "0")
     db = database(path or "0")
@@ -286,7 +286,7 @@ _ALL: Readers = {**TLS, **SENTINEL, **SOCKET}
 _ELSEWHERE = (
     (TLS, "is only for an address with TLS; write rediss:// (or rediss+sentinel://, rediss+cluster://), or remove it"),
     (SENTINEL, "is only for sentinels; write redis+sentinel://, or remove it"),
-    (SOCKET, "is only for unix://; write the database behind the host, such as redis://127.0.0.1:6379/0"),
+    (SOCKET, "is only for unix://; write the database after the host, such as redis://127.0.0.1:6379/0"),
 )
 
 

@@ -105,7 +105,7 @@ def share(value: object) -> Fraction:
 
 
 def _as_share(written: str) -> str:
-    """What somebody who wrote `20`, or `0.2`, most likely meant."""
+    """The most likely meaning of `20`, or `0.2`."""
     if not _BARE.fullmatch(written):
         return "20%"
     number = Fraction(written)

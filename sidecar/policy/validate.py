@@ -86,7 +86,7 @@ def _endpoints(endpoints: dict[str, object]) -> Found:
             known = ", ".join(api.value for api in of.STANDARD_APIS.values())
             yield (
                 ("endpoints", path),
-                f"the path does not tell the shape of its requests; write api: with one of {known}",
+                f"the path does not say the shape of its requests; write api: with one of {known}",
             )
 
 

@@ -16,7 +16,7 @@ MOSTLY_RESERVED = Fraction(80, 100)
 """Above this, the prototype of the rules showed that priorities hardly matter under overload (scheduling.md)."""
 
 MANY_RESERVES = 8
-"""A tier that accepts a request of more reserves than this is told how long it owes for one."""
+"""A tier that accepts a request of more reserves than this gets a warning of how long it owes for one."""
 
 MOST_EXCESS = 1_000
 """The most whole reserves that the scheduler counts as too much (`scheduling.tier.MOST_EXCESS`)."""

@@ -18,6 +18,7 @@ import pytest
 from sidecar.asgi.middleware import Admission
 from sidecar.engines import dialect_of
 from sidecar.events import Admitted, Observed, Preempted, Refused
+from sidecar.policy import compiler
 from sidecar.policy.model import Mode, Policy
 from sidecar.pools import LocalPool
 from sidecar.tokens import Estimator

@@ -55,7 +55,7 @@ def settled(outcome: Outcome, status: int | None, error: str | None, at_s: float
         ((Outcome.FAILED, None, "CancelledError"), "the server stopped before the answer was complete"),
         ((Outcome.FAILED, None, "ZeroDivisionError"), "the app around the engine failed with ZeroDivisionError"),
         ((Outcome.FAILED, None, None), "the app around the engine failed with an error"),
-        ((Outcome.CLIENT_LEFT, 200, None), "the client hung up"),
+        ((Outcome.CLIENT_LEFT, 200, None), "the client disconnected"),
         ((Outcome.COMPLETED, 502, None), "answered with an error, status 502"),
         ((Outcome.COMPLETED, 400, None), "answered with an error, status 400"),
     ],
@@ -71,7 +71,7 @@ def test_what_went_wrong_comes_before_a_wait_too() -> None:
     story = told(no_room, waited, settled(Outcome.FAILED, 200, "ResponseCut"))
     assert story.conclusion == (
         "the engine broke off in the middle of its answer, 0.50 s after it was admitted; "
-        "waited 2.00 s: no room; nobody went ahead of it"
+        "waited 2.00 s: no room; no request went ahead of it"
     )
 
 

@@ -53,7 +53,7 @@ HASH = "sha256:" + "0" * 64
         ("endpoints: {v1/completions: {}}", 'endpoints.v1/completions: "v1/completions" is not a path; '),
         (
             "endpoints: {/v1/x: {}}",
-            "endpoints./v1/x: the path does not tell the shape of its requests; write api: with",
+            "endpoints./v1/x: the path does not say the shape of its requests; write api: with",
         ),
         ("endpoints: {/v1/x: {api: chats}}", 'endpoints./v1/x.api: "chats" is no API; did you mean "chat"?'),
         ("tenants: nobody/*.yaml", "tenants: no file matches nobody/*.yaml; write a pattern such as tenants/*.yaml, "),

@@ -139,7 +139,7 @@ NO_PASSWORD = "an @ without a password before it; write user:password@, or :pass
         (
             "redis+sentinel://host/",
             "the master's name is missing, or is none that sentinels know (A-Z, a-z, 0-9 and . _ -); "
-            "write it behind the hosts, such as redis+sentinel://127.0.0.1:26379/mymaster/0",
+            "write it after the hosts, such as redis+sentinel://127.0.0.1:26379/mymaster/0",
         ),
         ("redis+sentinel://host/main/x", "the database is not a number; write one such as 0"),
         ("unix://run/redis.sock", "a host where a socket's path belongs; write three slashes: unix:///run/redis.sock"),
@@ -156,7 +156,7 @@ def test_a_wrong_address_says_what_would_be_right(text: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("redis://host?", "a ? with no option behind it; remove it"),
+        ("redis://host?", "a ? with no option after it; remove it"),
         ("rediss://host?ssl_ca_cert=/a", 'a query option that does not exist; did you mean "ssl_ca_certs"?'),
         (
             "redis://host?timeout=5",
@@ -166,7 +166,7 @@ def test_a_wrong_address_says_what_would_be_right(text: str, said: str) -> None:
         ("redis://host?ssl_cert_reqs=none", f"ssl_cert_reqs{TLS_ONLY}"),
         (
             "redis://host?db=1",
-            "db is only for unix://; write the database behind the host, such as redis://127.0.0.1:6379/0",
+            "db is only for unix://; write the database after the host, such as redis://127.0.0.1:6379/0",
         ),
         (
             "redis://host?sentinel_password=hunter2",

@@ -64,7 +64,7 @@ def arrivals(duration_s: float, seed: int = 1) -> list[Arrival]:
 
 ANSWER_WITHIN_S = 60.0
 DOOR_SEED = 1
-"""Of the choice among several doors, so that every demo of the same arrivals spreads them alike."""
+"""Seed of the choice among replicas, so that every demo spreads the same arrivals alike."""
 PATH = "/v1/chat/completions"
 _TEXT = "the queue serves a token under load while every tenant waits for some work before lunch and then goes home "
 

@@ -28,7 +28,7 @@ from sidecar.tools.demo.server import end_with_parent
 STORE_WITHIN_S = 2.0
 """Some attempts to reach the store: where many processes start at once, the first may be too slow."""
 GRACE_S = 1.0
-"""When a demo is over no request is under way; when it is broken off nobody waits for one."""
+"""When a demo is over no request is under way; when it is broken off no client waits for one."""
 
 
 def main(policy_path: str, pool: str, engine: str) -> None:

@@ -28,11 +28,11 @@ SCHEDULER = {
         f"holds `{DYNAMO_POLICY}`, or the deprecated --router-queue-threshold 0; 1.6 and 1.7 take both"
     ),
 }
-"""By engine, how its queue is made to go by priority."""
+"""By engine, how its queue is made to use priority."""
 
 
 def scheduler(engine: EngineName) -> str:
-    """How an engine's queue is made to go by priority."""
+    """How an engine's queue is made to use priority."""
     return SCHEDULER.get(engine, "switch on the engine's priority scheduling")
 
 
@@ -62,7 +62,7 @@ def dropped(engine: EngineName, way: PriorityField, other: PriorityField, facts:
 
 
 def unread(engine: EngineName, way: PriorityField) -> str:
-    """A wrong value is accepted: nobody reads the field."""
+    """A wrong value is accepted: the field is not read."""
     return (
         f"let every proxy between here and the engine pass the {way.title} unchanged, and see that the engine's "
         f"version has it ({engine.value})"

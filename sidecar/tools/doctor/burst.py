@@ -213,7 +213,7 @@ FULL = 0.8
 
 
 LONGER = 3
-"""By this factor a control's answers are longer, where nobody could tell that the engine was full."""
+"""By this factor a control's answers are longer, where no gauge shows that the engine was full."""
 
 
 SAME = 1.7
@@ -248,7 +248,7 @@ class Queueing(str, Enum):
 
 
 def queueing(burst: Burst, control: Burst | None, engine: EngineName, max_running: int | None) -> Queueing:
-    """Where a burst's requests waited. `BOUNDED` is for certain a queue, but nobody says whose."""
+    """Where a burst's requests waited. `BOUNDED` is certainly a queue, but it is not known whose."""
     if burst.judgment.waited < FEWEST:
         return Queueing.TOO_LITTLE
     if _shows_on_gauge(burst) or (max_running is not None and burst.at_once >= FULL * max_running):

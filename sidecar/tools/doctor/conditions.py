@@ -27,7 +27,7 @@ class State(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One of the four. `fix` is what to change, None where nothing is broken or nobody knows."""
+    """One of the four. `fix` is what to change, None where nothing is broken or no remedy is known."""
 
     name: str
     state: State
@@ -48,13 +48,13 @@ def conditions(survey: Survey, probed: Probed) -> Sequence[Condition]:
 def read_only(survey: Survey) -> Sequence[Condition]:
     """What can be said of the four without a request."""
     facts, name = survey.facts, survey.engine.value
-    schema = "its schema has the field" if facts.has_field else "no page tells"
+    schema = "its schema has the field" if facts.has_field else "no page says"
     field = Condition("field path", State.UNKNOWN, f"{schema}; whether it gets there takes a request")
     if facts.has_field is False:
         field = Condition(
             "field path", State.BROKEN, "/openapi.json has no `priority` for chat", advice.refused(survey.engine)
         )
-    scheduler = Condition("scheduler policy", State.UNKNOWN, f"no page of {name} tells; a burst would show it")
+    scheduler = Condition("scheduler policy", State.UNKNOWN, f"no page of {name} says so; a burst would show it")
     if facts.by_priority is not None:
         scheduler = _said(survey)
     direction = Condition("direction", State.UNKNOWN, "takes a burst to see")
@@ -83,9 +83,7 @@ def _field_path(survey: Survey, probed: Probed) -> Condition:
         return Condition(name, State.BROKEN, seen, advice.dropped(survey.engine, used, other, survey.facts))
     if _makes_no_difference(survey, probed):
         where = survey.facts.source("by_priority")
-        seen = (
-            f"{where} says that the queue goes by priority, yet the {first.way.title} makes no difference: it is lost"
-        )
+        seen = f"{where} says that the queue uses priority, yet the {first.way.title} makes no difference: it is lost"
         return Condition(name, State.BROKEN, f"{seen} or replaced on its way", advice.unread(survey.engine, first.way))
     if first.arrives is not None:
         state = State.WORKS if first.arrives else State.BROKEN
@@ -101,7 +99,7 @@ def _shows_nothing(survey: Survey, probed: Probed) -> bool:
 
 
 def _makes_no_difference(survey: Survey, probed: Probed) -> bool:
-    """The same, of an engine that says that it goes by priority."""
+    """The same, of an engine that says that it uses priority."""
     return bool(survey.facts.by_priority) and not probed.is_door and _shows_nothing(survey, probed)
 
 
@@ -124,7 +122,7 @@ def _scheduler(survey: Survey, probed: Probed) -> Condition:
     if seen is not None:
         return Condition(name, State.WORKS, order(seen, probed.control))
     if probed.effect is Effect.UNCLEAR:
-        fix = "look whether only some of several replicas or data-parallel ranks go by priority, then run this again"
+        fix = "look whether only some of several replicas or data-parallel ranks use priority, then run this again"
         return Condition(name, State.UNKNOWN, f"the order is unclear: {order(probed.mixed[-1], probed.control)}", fix)
     arrives = any(one.arrives is not False and one.refusal is None for one in probed.checks)
     if _shows_nothing(survey, probed) and arrives and not _makes_no_difference(survey, probed):
@@ -140,7 +138,7 @@ def _said(survey: Survey) -> Condition:
     facts, name = survey.facts, "scheduler policy"
     where = facts.source("by_priority")
     if facts.by_priority:
-        return Condition(name, State.WORKS, f"{where} says that the queue goes by priority; not seen to")
+        return Condition(name, State.WORKS, f"{where} says that the queue uses priority; not seen to")
     return Condition(name, State.BROKEN, f"{where} says that the queue is first come", advice.scheduler(survey.engine))
 
 

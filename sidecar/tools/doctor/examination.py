@@ -27,7 +27,7 @@ class Options:
     """What the user asks for. `most` bounds the requests of a burst, `allowed_s` the whole probe.
 
     `engine` and `model` are None where they are to be read. `force` probes even where that throws out requests of
-    somebody else.
+    other clients.
     """
 
     url: str
@@ -69,7 +69,7 @@ class Examination:
 
 
 async def examine(options: Options, say: Say) -> Examination:
-    """Examines a server. `say` is told what is about to be sent. Raises CannotLook."""
+    """Examines a server. `say` gets a line about what is about to be sent. Raises CannotLook."""
     async with aiohttp.ClientSession() as session:
         pages = HttpPages(session, options.url, options.headers)
         found = await survey(pages, options.engine)
@@ -99,7 +99,7 @@ def _door(options: Options) -> PriorityField:
 
 def _announcement(options: Options, found: Survey) -> str:
     others = found.others
-    beside = f"; {others} requests of somebody else are there, which makes the figures worse" if others else ""
+    beside = f"; {others} requests of other clients are there, which makes the figures worse" if others else ""
     known = found.gauges.max_running
     size = sizing.first_size(known, options.most)
     return (
@@ -139,7 +139,7 @@ def recommend(gauges: Gauges, burst: Burst | None, where: Queueing, others: int 
     if requests is None and burst is not None and where in (Queueing.INSIDE, Queueing.BOUNDED):
         requests, reason = ran_at_once(burst), "as many ran at once while others waited"
         if others:
-            reason += f", beside {others} requests of somebody else: measure again when there are none"
+            reason += f", beside {others} requests of other clients: measure again when there are none"
     if gauges.kv_tokens is not None and gauges.max_running is not None:
         said = f"the engine says both: {gauges.kv_tokens:,} tokens in its KV cache, {gauges.max_running:,} requests"
         return Recommendation(f"capacity: {{from: engine, fraction: {FRACTION}, waiting: {WAITING}}}", said)

@@ -30,7 +30,7 @@ STRONG = 0.6
 CERTAIN = 0.001
 """The p-value that must come with it."""
 NEGLIGIBLE = 0.6
-"""An interval that stays within this on both sides has no place for a scheduler that goes by priority."""
+"""An interval that stays within this on both sides leaves no room for a scheduler that uses priority."""
 
 
 class Effect(str, Enum):

@@ -29,11 +29,11 @@ def compare(policy: Policy | None, survey: Survey) -> Sequence[Finding]:
 
 
 def harm(survey: Survey) -> str | None:
-    """What a probe would do to requests of somebody else, None where it would just add to them."""
+    """What a probe would do to other clients' requests, None where it would just add to them."""
     preempts = survey.facts.preempts_beyond is not None and survey.facts.default_priority is None
     if survey.engine is EngineName.SGLANG and preempts and survey.others:
         return (
-            f"{survey.others} requests of somebody else are there, and this SGLang (without --default-priority-value) "
+            f"{survey.others} requests of other clients are there, and this SGLang (without --default-priority-value) "
             "would throw those that have no priority out for the probe's; probe when it is idle, or with --force"
         )
     return None
@@ -57,7 +57,7 @@ def _of_policy(policy: Policy, survey: Survey) -> Iterator[Finding]:
         return
     if policy.engine is not engine:
         yield Finding(
-            f"the policy says `engine: {name}`, but {engine.value} answers ({survey.identity.where} tells)",
+            f"the policy says `engine: {name}`, but {engine.value} answers ({survey.identity.where} says so)",
             f"write `engine: {engine.value}` into the policy",
             is_broken=True,
         )

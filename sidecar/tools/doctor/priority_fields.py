@@ -14,7 +14,7 @@ from sidecar.engines import Priority, dialect_of
 from sidecar.policy.model import Api, Carrier, EngineName
 
 LEVELS = 3
-"""Enough to tell an order from a mere head start of one class, and few enough to have many requests of each."""
+"""Enough to separate an order from a mere head start of one class, and few enough to have many requests of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class PriorityField:
     """One way for a priority to travel.
 
     `values` are sent for the levels, the most important first. `path` leads to a member of the body, or is one header's
-    name. `invalid` is a value that whoever reads this field must refuse with a 400, so that a 200 tells that nobody
+    name. `invalid` is a value that every reader of this field refuses with a 400, so that a 200 shows that no one
     does; None where even the engine ignores what it cannot read.
     """
 

@@ -66,7 +66,7 @@ class Probed:
 
 
 class Probe:
-    """One run of at most `most` requests in a burst. `say` is told of each burst before it is sent."""
+    """One run of at most `most` requests in a burst. `say` gets a line about each burst before it is sent."""
 
     def __init__(self, survey: Survey, pages: Pages, most: int, clock: Clock, say: Say) -> None:
         self._survey = survey
@@ -121,7 +121,7 @@ class Probe:
             case Effect.BY_PRIORITY | Effect.INVERTED:
                 return True
             case Effect.NONE:
-                # With neither gauge nor limit to compare with, the control's longer answers tell.
+                # With neither gauge nor limit to compare with, the control's longer answers show it.
                 is_blind = probed.mixed[-1].waiting_inside is None and self._survey.gauges.max_running is None
                 return is_blind or probed.queueing(self._survey) is Queueing.INSIDE
             case _:
@@ -167,7 +167,7 @@ class Check:
     """What became of the field.
 
     `refusal` is the answer to a right value where that was an error, None where it was accepted. `arrives` is None
-    where it cannot be told.
+    where it is not known.
     """
 
     way: PriorityField
@@ -185,9 +185,7 @@ class Check:
             )
         shown = f"{self.way.title} = {self.way.invalid!r}"
         return (
-            f"{shown} is refused with 400, so it arrives"
-            if self.arrives
-            else f"{shown} is accepted, so nobody reads it"
+            f"{shown} is refused with 400, so it arrives" if self.arrives else f"{shown} is accepted, so it is not read"
         )
 
 
@@ -215,7 +213,7 @@ def _tells(wrong: Seen) -> bool | None:
 WAITING = 36
 """Requests that should wait: twelve of each level, half more than `judging.FEWEST`."""
 FIRST = 40
-"""Where nobody says how many run at once. It is enough for an engine that runs four."""
+"""Used where no page says how many run at once. It is enough for an engine that runs four."""
 GROWTH = 4
 MOST_REQUESTS = 400
 """In one burst, unless the user allows more: some ten thousand tokens."""
@@ -246,7 +244,7 @@ def next_size(burst: Burst, most: int) -> int | None:
 def tokens(requests: int, at_once: int | None, alone: Seen, context_tokens: int | None) -> int:
     """The shortest answer's length, so that the burst takes about its goal. `alone` is a request that had no company.
 
-    `at_once` is None where nobody knows how many run at once yet.
+    `at_once` is None while it is not known how many run at once.
     """
     waves = max(1.0, requests / (at_once or requests / GROWTH))
     per_token_s = (alone.tpot_s or 0.02) * _SLOWER_TOGETHER * _MEAN_LENGTH

@@ -75,7 +75,7 @@ def _notes(examination: Examination) -> Sequence[str]:
     survey, probed = examination.survey, examination.probed
     notes = [f"could not be read: {line}" for line in survey.unread]
     if survey.others:
-        notes.append(f"{survey.others} requests of somebody else were there when this began")
+        notes.append(f"{survey.others} requests of other clients were there when this began")
     if probed is not None and probed.is_door:
         notes.append(
             "measured through admission, by tiers: the sidecar removes engine priorities that clients send; for the "

@@ -9,7 +9,7 @@ from sidecar.policy.model import EngineName
 
 
 class CannotLook(Exception):
-    """There is nobody to look at, or not like this. The message is one line that says what to change."""
+    """There is no server to examine, or not with these options. The message is one line that says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +29,21 @@ class Survey:
 
     @property
     def others(self) -> int | None:
-        """Requests of somebody else that were there; None where no gauge tells."""
+        """Requests of other clients that were there; None where no gauge says."""
         known = [count for count in (self.gauges.running, self.gauges.waiting) if count is not None]
         return sum(known) if known else None
 
 
-async def survey(pages: Pages, told: EngineName | None) -> Survey:
-    """Reads. `told` is the engine that the user names. Raises CannotLook."""
+async def survey(pages: Pages, named: EngineName | None) -> Survey:
+    """Reads the pages. `named` is the engine that the user names. Raises CannotLook."""
     try:
         identity = await identify(pages)
     except Unread as reason:
         raise CannotLook(str(reason)) from None
-    engine = identity.engine if told is None else told
+    engine = identity.engine if named is None else named
     if engine is None:
         raise CannotLook(
-            "no page there tells which engine it is (asked /v1/models, /openapi.json, /server_info, /metrics); "
+            "no page there says which engine it is (asked /v1/models, /openapi.json, /server_info, /metrics); "
             "name it with --engine vllm, tensorrt-llm, sglang or dynamo, and give --key if its pages want one"
         )
     unread: list[str] = []

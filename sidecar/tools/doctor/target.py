@@ -12,7 +12,7 @@ from sidecar.tools.loadgen import Planned, Seen, play
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PATIENCE_S = 10.0
-"""For the answer to a single request, even from an engine that works on somebody else's queue."""
+"""For the answer to a single request, even from an engine that works on other clients' requests."""
 
 
 class Clock:

@@ -97,7 +97,7 @@ class Endpoint:
         if generation.refusal is not None:
             tail = event({"error": dict(generation.refusal.body)}) + DONE
         elif generation.remaining:
-            return  # the client is gone, and nobody reads
+            return  # the client has disconnected
         else:
             tail = stream.closing()
         await send({"type": "http.response.body", "body": tail})

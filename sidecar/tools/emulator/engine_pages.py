@@ -27,7 +27,7 @@ def models(config: EmulatorConfig, dialect: Dialect, created: int) -> dict[str, 
 
 
 def server_info(config: EmulatorConfig) -> dict[str, Any] | None:
-    """`/server_info`; None where the engine has none. TensorRT-LLM's does not tell its queue's policy."""
+    """`/server_info`; None where the engine has none. TensorRT-LLM's does not say its queue's policy."""
     if config.engine is EngineName.TENSORRT_LLM:
         return {
             "disaggregated_params": None,
@@ -86,7 +86,7 @@ def dynamo_health(config: EmulatorConfig) -> dict[str, Any]:
 
 
 def openapi(config: EmulatorConfig) -> dict[str, Any]:
-    """`/openapi.json` as far as a probe reads it: has the chat request a priority? Dynamo's tells its name alone."""
+    """`/openapi.json` as far as a probe reads it: has the chat request a priority? Dynamo's says its name alone."""
     if config.engine is EngineName.DYNAMO:
         version = VERSIONS[config.engine] if config.lists_workers else "1.7.0"
         info = {"title": "NVIDIA Dynamo OpenAI Frontend", "version": version}

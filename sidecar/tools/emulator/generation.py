@@ -42,7 +42,7 @@ class Choice(Sequence):
     def due(self) -> int:
         """How many tokens the stream's next chunk has; 0 while it is not full. The first token travels alone.
 
-        Its time is what everybody measures.
+        Its time is the measured one.
         """
         pending = self.emitted - self.sent
         if pending and not self.sent:

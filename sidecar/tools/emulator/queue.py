@@ -99,7 +99,7 @@ class WaitingQueue(Generic[S]):
         heapq.heappush(self._heap, entry)
 
     def peek(self) -> S | None:
-        """Who is next, None when nobody waits."""
+        """The next request, None when none waits."""
         while self._heap:
             if (sequence := self._heap[0].sequence) is not None:
                 return sequence
@@ -107,10 +107,10 @@ class WaitingQueue(Generic[S]):
         return None
 
     def pop(self) -> S:
-        """Takes out who is next. Raises IndexError when nobody waits."""
+        """Takes out the next request. Raises IndexError when none waits."""
         sequence = self.peek()
         if sequence is None:
-            raise IndexError("nobody waits")
+            raise IndexError("no request waits")
         heapq.heappop(self._heap)
         del self._entries[sequence]
         return sequence
@@ -124,7 +124,10 @@ class WaitingQueue(Generic[S]):
         return True
 
     def worst(self) -> S | None:
-        """Who would be served last; None when nobody waits. O(n): engines do this only when their queue is full."""
+        """The request that would be served last; None when none waits.
+
+        O(n): engines do this only when their queue is full.
+        """
         return max(self._entries, key=lambda sequence: self._entries[sequence], default=None)
 
     def outranks(self, rank: Rank, sequence: S) -> bool:

@@ -316,9 +316,7 @@ STREAMS: Mapping[Api, type[ChatStream | CompletionStream | ResponsesStream | Mes
 }
 
 
-_WORDS = (
-    " the quick brown fox jumps over a lazy dog while seven engines wait for tokens and nobody starves in the queue"
-)
+_WORDS = " the quick brown fox jumps over a lazy dog while seven engines wait for tokens and none starves in the queue"
 WORDS = tuple(f" {word}".encode() for word in _WORDS.split())
 
 

@@ -129,7 +129,7 @@ class Answer:
         self._note(event)
         for index, choice in enumerate(event.choices or ()):
             self._chunk(choice, now_s, is_first_choice=index == 0)
-        # SGLang tells an overload like this, under a 200 that was sent before it was known; the emulator follows its
+        # SGLang reports an overload like this, under a 200 that was sent before it was known; the emulator follows its
         # versions that send the bare object, without `error` around it.
         may_be_problem = event.error is not None or (event.choices is None and event.usage is None)
         if may_be_problem and (problem := problem_of(data)):

@@ -123,7 +123,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
 
     def end(self, error: str) -> None:
-        """Breaks the exchange off: the connection is closed at once, so that the server stops working on it."""
+        """Closes the connection at once, so that the server stops working on the request."""
         if not self.done.done():
             self.error = error
             self._settle()

@@ -74,7 +74,7 @@ def starvation_s(sent: Sequence[float], first_token: Sequence[float]) -> list[fl
     """How long each request starved, in seconds: while a request that was sent later had its first token already.
 
     That is the time from the first such moment to its own first token, and 0 where nothing that was sent later went
-    first. Both sequences are in the same order; moments that are equal to the microsecond overtake nobody.
+    first. Both sequences are in the same order; moments that are equal to the microsecond overtake none.
     """
     order = sorted(range(len(sent)), key=lambda index: (sent[index], first_token[index]))
     rank = {index: position for position, index in enumerate(order)}

@@ -15,9 +15,9 @@ from sidecar.tools.loadgen import Correlation, Distribution, Seen, spearman, sta
 class TierFigures:
     """One tier in one run. Distributions are of its complete answers, None where there was nothing to measure.
 
-    `queue_wait_s` is what the door says, and None where there is no door. `starvation_s` is how long a request waited
-    for its first token after one that was sent later had its own: what clients see, door or no door. `door` is what the
-    door itself says of all answers, refusals too, None where there is none.
+    `queue_wait_s` is reported by the sidecar, and None without one. `starvation_s` is how long a request waited for its
+    first token after one that was sent later had its own: what clients see, with or without a sidecar. `door` is what
+    the sidecar reports of all answers, refusals included, None without one.
     """
 
     requests: int
@@ -114,7 +114,7 @@ def _tier(tier: str, seen: Sequence[Seen], starved_s: Mapping[int, float], durat
 
 
 def _starvation(seen: Sequence[Seen]) -> Mapping[int, float]:
-    """By position among all. A request that got no token overtook nobody, and its own waiting never ended."""
+    """By position among all. A request that got no token overtook none, and its own waiting never ended."""
     served = [(index, one.sent_s, one.first_token_s) for index, one in enumerate(seen) if one.first_token_s is not None]
     starved_s = starvation_s([sent_s for _, sent_s, _ in served], [first_s for _, _, first_s in served])
     return {index: seconds for (index, _, _), seconds in zip(served, starved_s, strict=True)}
@@ -139,7 +139,7 @@ _starved = re.compile(r"(?:^|,\s*)starved;dur=(\d+(?:\.\d+)?)").search
 
 
 class DoorWait(NamedTuple):
-    """One request's wait for admission, in seconds. `starvation_s` is of it what came behind the first overtaking."""
+    """One request's wait for admission, in seconds. `starvation_s` is the part of it after the first overtaking."""
 
     queue_wait_s: float
     starvation_s: float
@@ -147,7 +147,7 @@ class DoorWait(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DoorSums:
-    """What the door says of some requests together: of how many, and their seconds in sum."""
+    """Sums of the sidecar's reports: the number of requests, and their seconds."""
 
     requests: int
     queue_wait_s: float
@@ -155,7 +155,7 @@ class DoorSums:
 
 
 def door_wait(headers: Mapping[str, str]) -> DoorWait | None:
-    """What an answer's headers say, to the microsecond; None where there is no door."""
+    """The wait in an answer's headers, to the microsecond; None without a sidecar."""
     if _WAIT not in headers:
         return None
     timing = headers.get(_TIMING, "")
@@ -164,14 +164,14 @@ def door_wait(headers: Mapping[str, str]) -> DoorWait | None:
 
 
 def request_id(headers: Mapping[str, str]) -> str | None:
-    """By which the door knows the request: `sidecar explain --request` takes it. None where there is no door."""
+    """The request's id for `sidecar explain --request`. None without a sidecar."""
     if _WAIT not in headers:
         return None
     return next((headers[name] for name in REQUEST_ID_HEADERS if name in headers), None)
 
 
 def sums(seen: Iterable[Seen]) -> DoorSums | None:
-    """Over all answers, refusals too; None where there is no door."""
+    """Over all answers, refusals included; None without a sidecar."""
     waits = [wait for one in seen if (wait := door_wait(one.headers)) is not None]
     if not waits:
         return None

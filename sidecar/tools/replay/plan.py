@@ -142,7 +142,7 @@ def _sized(tokens: int | None, scale: float, most: int | None) -> int | None:
 
 USUAL_LADDER = ("critical", "high", "normal", "low", "batch")
 EVEN_MIX = {"high": 1.0, "normal": 1.0, "batch": 1.0}
-"""Where nobody says anything: three tiers, as in the published figures."""
+"""The default: three tiers, as in the published figures."""
 
 
 class BadTier(ValueError):
@@ -190,7 +190,7 @@ def _conversation(row: Row) -> str:
 
 
 def _named(row: Row, tiers: Sequence[str]) -> str:
-    """A name, or a number from 0 to 1 with 1 the most important, mapped as the door does it."""
+    """A name, or a number from 0 to 1 with 1 the most important, mapped as the middleware does it."""
     said, last = row.priority, len(tiers) - 1
     if isinstance(said, str) and said in tiers:
         return said
@@ -217,7 +217,7 @@ TIER_HEADER = "x-priority"
 
 
 class By(str, Enum):
-    """What tells the server a request's tier."""
+    """How the server learns a request's tier."""
 
     PRIORITY = "priority"
     TIER = "tier"
@@ -226,9 +226,9 @@ class By(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """What every request of a run says. `header` is the door's tier header; `keys` are the tiers' API keys.
+    """What every request of a run says. `header` is the sidecar's tier header; `keys` are the tiers' API keys.
 
-    `api_key` is sent for a tier without one. With `is_control` nobody says anything, and all send `api_key`.
+    `api_key` is sent for a tier without one. With `is_control` no request asks for a tier, and all send `api_key`.
     """
 
     by: By

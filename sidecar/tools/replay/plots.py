@@ -125,7 +125,7 @@ def _ttfts(seen: Sequence[Seen], tier: str) -> list[float]:
 
 
 def _thinned(steps: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Leaves out steps that nobody could see: those less than a fifth of a unit away."""
+    """Leaves out steps that are too small to see: those less than a fifth of a unit away."""
     last: tuple[float, float] | None = None
     for index, step in enumerate(steps):
         if last is None or index == len(steps) - 1 or abs(step[0] - last[0]) + abs(step[1] - last[1]) > 0.2:
@@ -149,7 +149,7 @@ def _every(count: int) -> int:
 
 
 def _mark(level: int, x: float, y: float, title: str | None) -> str:
-    """A shape for each tier too, for who cannot tell the colors apart."""
+    """A shape for each tier too, for readers who cannot distinguish the colors."""
     kind = f"dot {color(level)}"
     shape = level % 4
     if shape == 0:
@@ -186,7 +186,7 @@ def text(content: str, x: float, y: float, **attributes: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Values from 0 to `most`, drawn from `start` to `end`. `unit` stands behind the last tick."""
+    """Values from 0 to `most`, drawn from `start` to `end`. `unit` stands after the last tick."""
 
     most: float
     start: float

@@ -21,7 +21,7 @@ IGNORES_EOS = frozenset((EngineName.VLLM, EngineName.SGLANG, EngineName.TENSORRT
 
 
 class UnknownEngine(ValueError):
-    """The engine's own priority is asked for, and nobody says which engine it is."""
+    """The engine's own priority is asked for, and the engine is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ async def play_run(
 
 
 def by_request(played: Played, rows: Sequence[Row]) -> Iterator[Mapping[str, Any]]:
-    """A record of every request, for whoever wants to count something else."""
+    """A record of every request, for other statistics."""
     starved_s = starvation_by_request(played.seen)
     for row, seen, starvation_s in zip(rows, played.seen, starved_s, strict=True):
         wait = door_wait(seen.headers)

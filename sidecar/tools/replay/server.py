@@ -46,7 +46,7 @@ class _Count(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The model that is served first. `engine` is None where the server does not tell, as is `context_tokens`."""
+    """The model that is served first. `engine` is None where the server does not say, as is `context_tokens`."""
 
     name: str
     engine: EngineName | None

@@ -19,7 +19,7 @@ BURST_REQUESTS, BURST_INPUT_TOKENS, BURST_OUTPUT_TOKENS = 120, 64, 32
 MOST_BURST_REQUESTS = 100_000
 LONGEST_S = 7 * 24 * 3600.0
 MOST_PROBLEMS = 20
-"""Told of one file. Whoever has more has one mistake, many times."""
+"""Most problems reported of one file: more than these are one mistake, many times."""
 _BURST = re.compile(r"burst(?::(\d{1,9})(?::(\d{1,9}):(\d{1,9}))?)?")
 _BOM = b"\xef\xbb\xbf"
 
@@ -97,7 +97,7 @@ def _read(name: str, file: Iterable[bytes], limit: int | None) -> Trace:
 
 
 def _text(line: bytes, number: int) -> str | BadRow:
-    """A line as text; a problem is kept, to be told in its turn."""
+    """A line as text; a problem is kept, and reported in its turn."""
     line = line.removeprefix(_BOM) if number == 1 else line
     try:
         return line.decode("utf-8").rstrip("\r\n")
