@@ -6,7 +6,7 @@ import glob
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from pathlib import Path as FilePath
 from types import MappingProxyType
@@ -25,6 +25,9 @@ from sidecar.policy.validate import entries, pool_problems, sentence, tenant_pro
 
 POOL_FILE = "policy.yaml"
 M = TypeVar("M", bound=FileModel)
+
+_SHARE_KEYS = [field.name for field in fields(Shares) if field.name in TierBody.model_fields]
+"""Keys of a tier that the rules take as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +185,8 @@ def _shares(pool: PoolFile) -> tuple[Shares, ...]:
     return tuple(
         Shares(
             name=name,
-            reserve=body.reserve,
-            lend=body.lend,
-            limit=body.limit,
-            always_first=body.always_first,
-            preemptible=body.preemptible,
             preempt_after_us=_microseconds(body.preempt_after),
+            **{key: getattr(body, key) for key in _SHARE_KEYS},
         )
         for name, body in pool.tiers.items()
     )
