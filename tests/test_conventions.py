@@ -1,4 +1,4 @@
-"""The house rules that a machine can check."""
+"""Conventions that a machine can check."""
 
 from __future__ import annotations
 
