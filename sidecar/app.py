@@ -146,7 +146,7 @@ class AdmissionMiddleware(Admission):
 
 
 def _unguarded(app: ASGIApp, *, is_launched: bool, is_mounted_by_name: bool) -> Unguarded | None:
-    """What applies to paths that are not guarded where the policy does not say; None where only the app can tell."""
+    """Treatment of unguarded paths where the policy does not say; None where only the app can say."""
     if is_launched or isinstance(app, ReverseProxy):
         return Unguarded.DENY
     return None if is_mounted_by_name else Unguarded.GENERATING

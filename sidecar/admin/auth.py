@@ -21,7 +21,7 @@ from sidecar.asgi.types import ASGIApp, Message, Receive, Scope, Send
 from sidecar.secrets import HOW_TO_SET, TOKEN_VARIABLE, admin_token
 
 OPEN_PATHS = frozenset(("/healthz", "/readyz"))
-"""What an orchestrator's probes ask, who have no token."""
+"""Paths of an orchestrator's probes, which have no token."""
 
 _NEEDS_TOKEN = (
     "this needs the admin token: send `Authorization: Bearer TOKEN`, open /?token=TOKEN once in a browser, or set "
@@ -50,7 +50,7 @@ def access_of(environment: Mapping[str, str], host: str) -> Access:
 
 
 def open_port(host: str) -> str:
-    """What to say where `Access.is_open`."""
+    """Warning where `Access.is_open`."""
     return (
         f"the admin port on {host} shows every caller what tenants ask and how the pool stands; "
         f"{HOW_TO_SET}, or serve it on 127.0.0.1"

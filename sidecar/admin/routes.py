@@ -23,7 +23,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class LivePages:
-    """What shows the pool. `open` and `close` belong to the server's start and end, `close` before the pool's own."""
+    """The pages that show the pool.
+
+    `open` and `close` belong to the server's start and end, `close` before the pool's own.
+    """
 
     def __init__(self, sources: Sources, generations: Generations | None = None) -> None:
         self.live = PoolOverview(sources, generations=generations)

@@ -34,7 +34,7 @@ COMMANDS = {
 
 
 class Command(Protocol):
-    """What a command module offers."""
+    """Interface of a command module."""
 
     EXAMPLE: str
 

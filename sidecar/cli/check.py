@@ -181,7 +181,7 @@ def _amount_table(policy: Policy) -> str:
 
 
 def _sizes(policy: Policy) -> Sequence[str]:
-    """What the last two columns of either table mean."""
+    """Meaning of the last two columns of either table."""
     first = policy.rules.tiers[0]
     emergency = f", even while {first.name} holds its limit" if first.always_first else ""
     return (
@@ -217,7 +217,7 @@ def _people(policy: Policy) -> str:
 
 
 def _paths(policy: Policy) -> str:
-    """What is guarded, and what becomes of the rest."""
+    """The guarded paths, and the treatment of the others."""
     chosen = "deny before an engine's server, generating in an app"
     chosen = chosen if policy.unguarded is None else policy.unguarded.value
     return f"{len(policy.endpoints)} guarded paths; unguarded: {chosen}; background: {policy.background.value}"

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sharing(replicas: int | None, store: str | None, refuse: Callable[[str], NoReturn]) -> Sharing | None:
-    """What --replicas and --store ask for together. Calls `refuse` for replicas that would share nothing."""
+    """The setup that --replicas and --store ask for together. Calls `refuse` for replicas that would share nothing."""
     from sidecar.tools.demo.runs import Sharing
 
     if store is None:

@@ -180,7 +180,7 @@ def spark(tier: TierView, look: Look) -> str:
 
 
 def overtaken(tier: TierView) -> str:
-    """Who overtook a tier in the last five minutes, how often, by which rule."""
+    """The tiers that overtook a tier in the last five minutes, how often, by which rule."""
     said = [
         f"{by} {count(counted.requests)}x ({', '.join(printable(rule).replace('_', ' ') for rule in counted.rules)})"
         for by, counted in tier.overtaken_by.items()

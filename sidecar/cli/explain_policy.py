@@ -84,7 +84,7 @@ class _Explanation:
         return self._found
 
     def _unguarded(self, path: str) -> list[Found]:
-        """What becomes of requests on a path that is not guarded, by where the middleware stands."""
+        """Treatment of requests on an unguarded path, by where the middleware is mounted."""
         chosen, routes = self._policy.unguarded, routes_of(self._policy.engine)
         modes = [chosen] if chosen is not None else [Unguarded.DENY, Unguarded.GENERATING]
         return [
@@ -155,7 +155,7 @@ class _Explanation:
         return f"tenant {tenant.name}"
 
     def _size(self, payload: Payload, made: Classification, headers: dict[bytes, bytes]) -> None:
-        """What it would hold. Raises RequestTooLarge, as the pool does."""
+        """The tokens and requests that it would hold. Raises RequestTooLarge, as the pool does."""
         tier, counter = self._policy.tiers[made.level], self._estimator.counter
         if counter is None:
             prompt = self._estimator.prompt_tokens(payload, made.tenant.name)
@@ -212,13 +212,13 @@ def _text(found: Found) -> str:
         return "\n".join([f"{found['path']} is not guarded.", *lines, f"The policy guards {paths}."])
     lines = [f"POST {found['path']}, read as {found['api']}" + ("" if found["body_given"] else ", with a small body")]
     if "tenant" in found:
-        lines += ["", "1. Who asks", *_who(found["tenant"])]
+        lines += ["", "1. The tenant", *_who(found["tenant"])]
     if "sources" in found:
         lines += ["", "2. Which tier: the sources in the policy's order; the first that answers wins", *_which(found)]
     if "holds" in found:
         lines += ["", "3. How much it holds until it is answered", *_how_much(found)]
     if "engine" in found:
-        lines += ["", f"4. What the engine is told ({found['engine']['name']})", *_told(found)]
+        lines += ["", f"4. The priority sent to the engine ({found['engine']['name']})", *_told(found)]
     error = found.get("error")
     if error:
         return "\n".join([*lines, "", f"Refused: {error['status']} {error['code']}", f"   {error['message']}"])

@@ -122,7 +122,7 @@ class _Command:
         )
 
     def _shared_key(self) -> str | None:
-        """Who has no key of its own says this one: the server's own, or that of the tier in the middle."""
+        """The key for tiers without one: the server's own, or that of the tier in the middle."""
         keys = list(self.args.key.values())
         return self.args.api_key or (keys[len(keys) // 2] if keys else None)
 
@@ -181,7 +181,7 @@ def _policy(path: str | None) -> Policy | None:
 
 
 def _heading(replay: Replay, jitter_s: float) -> list[str]:
-    """What is about to happen, in a few lines; also the head of the report."""
+    """The plan of the replay, in a few lines; also the head of the report."""
     upstream, trace = replay.upstream, replay.trace
     engine = "an engine that does not say what it is" if upstream.engine is EngineName.NONE else upstream.engine.value
     last_s = max(row.at_s or 0.0 for row in replay.rows)

@@ -30,7 +30,7 @@ class OldestWaiter(msgspec.Struct, frozen=True):
 
 
 class Promised(msgspec.Struct, frozen=True):
-    """What a tier promises; None where nothing."""
+    """The promises of a tier; None where there is none."""
 
     ttft_s: float | None = None
     queue_wait_s: float | None = None

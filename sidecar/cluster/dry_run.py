@@ -126,7 +126,7 @@ _MOST_NAMED = 3
 
 
 def conclusion(mode: Mode, total: Tally, by_tier: Mapping[str, Tally], undecided: int) -> str:
-    """What enforcing would have done, in sentences; `undecided` requests would still be waiting."""
+    """The effect of enforcing, in sentences; `undecided` requests would still be waiting."""
     if mode is not Mode.OBSERVE:
         return "Nothing is observed: this policy is enforced. Write `mode: observe` into it to see what it would do."
     if not total.requests:

@@ -15,7 +15,7 @@ LASTING_S = 5.0
 
 
 class Generations:
-    """What the others said last. Times are seconds on one calendar, `at_s` is now."""
+    """The last reports of the other replicas. Times are seconds on one calendar, `at_s` is now."""
 
     def __init__(self) -> None:
         self._others: dict[str, ReplicaReport] = {}
@@ -44,7 +44,7 @@ class Generations:
         return found
 
     def notices(self, own: str, at_s: float) -> list[str]:
-        """What lasts, in a sentence for each generation that is not `own`."""
+        """Differences that last, in a sentence for each generation that is not `own`."""
         lasting: dict[str, list[tuple[str, float]]] = {}
         for replica, (theirs, ours, since_s) in self._differs.items():
             if ours == own and at_s - since_s >= LASTING_S:

@@ -42,7 +42,7 @@ def recent(tier: str, all_heard: Iterable[ReceivedReport], at_s: float) -> list[
 
 
 def overtaken_by(tier: str, all_heard: Iterable[ReceivedReport]) -> dict[str, Overtakings]:
-    """Who overtook a tier, over all replicas, most often first."""
+    """The tiers that overtook a tier, over all replicas, most often first."""
     summed: dict[str, Overtakings] = {}
     for told in (told for one in all_heard for told in _of(tier, one)):
         for by, counted in told.overtaken_by.items():

@@ -33,7 +33,7 @@ _log = logging.getLogger("sidecar.live")
 
 
 class PoolOverview:
-    """What the pages of the admin port show. Use it from one event loop; it costs nothing per request.
+    """Overview for the pages of the admin port. Use it from one event loop; it costs nothing per request.
 
     `open` begins to report to the other replicas every two seconds; `close` ends it. Without them
     it still answers, for this process alone. `generations` gets the policies that the others run; `now_s` is the
@@ -91,7 +91,7 @@ class PoolOverview:
         return self._made
 
     def observed(self) -> ObservedReport:
-        """What enforcing would have done to the requests of all replicas, as far as they are heard of."""
+        """The dry-run report of all replicas that have reported."""
         at_s = self._now_s()
         report = self._own(self._sources.pool.state(), at_s)
         others, _ = self._heard(at_s, but=report.replica)
@@ -203,6 +203,6 @@ def _tier(policy: Policy, state: Mapping[str, Any], all_heard: list[ReceivedRepo
 
 
 def _free(capacity: Amount, held: Amount) -> Amount:
-    """What is left; a pool that shrank may hold more than it has."""
+    """The free amount; a pool that shrank may hold more than it has."""
     pairs = ((capacity.tokens, held.tokens), (capacity.requests, held.requests))
     return Amount(*(None if most is None else max(0, most - (taken or 0)) for most, taken in pairs))

@@ -89,7 +89,7 @@ class Sources:
 
 
 def own_report(sources: Sources, state: Mapping[str, Any], replica: str, host: str, at_s: float) -> ReplicaReport:
-    """What this process has to say at `at_s`; `state` is its pool's. Notes in `recent` how long the oldest waits."""
+    """The report of this process at `at_s`; `state` is its pool's. Notes in `recent` how long the oldest waits."""
     own = state["store"]["own"] if "store" in state else state
     tiers = [
         _tier(sources.recent, tier.name, grant, replica, at_s)

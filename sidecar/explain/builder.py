@@ -131,7 +131,10 @@ class ExplanationBuilder:
         )
 
     def _unseen(self, record: Record, ahead: Sequence[Record]) -> list[UnknownAhead]:
-        """What the pool counted beyond what is kept here. While it still waits, the pool has not reported it."""
+        """Tokens that the pool counted beyond the records kept here.
+
+        While it still waits, the pool has not reported it.
+        """
         waited = record.waited
         if waited is None:
             return []
@@ -219,7 +222,7 @@ def _gave_way(record: Record, now_us: int) -> list[PreemptedAttempt]:
 
 
 def _in_the_way(record: Record) -> Obstacle | None:
-    """What made it wait when it came; what made it wait again is a preemption."""
+    """The cause of its first wait; a later wait is caused by a preemption."""
     queued = record.lost[0].queued if record.lost else record.queued
     if queued is None:
         return None

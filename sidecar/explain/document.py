@@ -9,7 +9,7 @@ import msgspec
 
 
 class RequestFacts(msgspec.Struct, frozen=True):
-    """Who asks and for what: the tier granted, what decided it, and what the request holds until it is answered."""
+    """The tenant and the request: the granted tier, its source, and the tokens that the request holds."""
 
     tenant: str
     tier: str

@@ -111,7 +111,7 @@ def _what(ended: Ending) -> str | None:
 
 
 TURN, FAIR_SHARE, BEHIND = "turn", "fair_share", "behind"
-"""What no event says: it had come earlier; the tenants of one tier take turns; others of its own tier stood before."""
+"""Rules that no event reports: it came earlier; the tenants of one tier take turns; others of its tier were first."""
 
 
 def rule_of(ahead: Record, waiter: Record) -> str:

@@ -17,7 +17,7 @@ from sidecar.policy.rules import UNLIMITED, EngineCapacity, PoolRules
 
 MOST_TOLD = 20
 """So many differences are describe_changes one by one: a roll-out of a thousand tenants is one line of a log all
-the same."""
+"""Most differences that are listed one by one, so that a roll-out of a thousand tenants is still one log line."""
 
 _KEYS = {
     "default_level": "default_tier",
@@ -157,7 +157,7 @@ def _changed(about: str, before: str, after: str) -> Iterator[str]:
 
 
 def _key(name: str) -> str:
-    """What a field is called in the file."""
+    """The name of a field in the file."""
     known = _KEYS.get(name)
     if known is not None:
         return known

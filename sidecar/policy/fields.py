@@ -62,7 +62,7 @@ E = TypeVar("E", bound=Enum)
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a value's reader must know beyond the value: the pool's tiers (empty if unreadable), the file's folder."""
+    """Context of a value's reader: the pool's tiers (empty if unreadable), the file's folder."""
 
     tiers: tuple[str, ...]
     folder: FilePath
@@ -199,7 +199,7 @@ def _store(value: object) -> StoreAddress:
 
 
 def _rate(value: object) -> int:
-    """What a minute may bring. Bounded, so that what a bucket holds stays a whole number that a double has exactly."""
+    """Amount per minute. Bounded, so that what a bucket holds stays a whole number that a double has exactly."""
     count = units.positive_count(value)
     if count > MOST_PER_MINUTE:
         raise ValueError(f"{count} is more than a limit can count; write 100M or less, or remove it for no limit")

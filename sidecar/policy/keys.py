@@ -24,7 +24,7 @@ def digest(key: bytes) -> str:
 
 
 def hash_line(key: str) -> str:
-    """What a tenant's file holds in place of the key."""
+    """The hash that a tenant's file holds in place of the key."""
     return PREFIX + digest(key.encode())
 
 

@@ -59,13 +59,13 @@ class Mode(str, Enum):
 
 
 class Teller(str, Enum):
-    """Who says how large the pool is, other than the policy itself."""
+    """Source of the pool's size, other than the policy itself."""
 
     ENGINE = "engine"
 
 
 class Unguarded(str, Enum):
-    """What happens to a request on a path that the policy does not guard. See `asgi.unguarded`."""
+    """Treatment of a request on a path that the policy does not guard. See `middleware.unguarded`."""
 
     DENY = "deny"
     GENERATING = "generating"
@@ -73,21 +73,21 @@ class Unguarded(str, Enum):
 
 
 class Background(str, Enum):
-    """What happens to a response that runs on after its request is answered: refused, or followed with its lease."""
+    """Treatment of a response that runs on after its request is answered: refused, or followed with its lease."""
 
     REFUSE = "refuse"
     HOLD = "hold"
 
 
 class StoreLoss(str, Enum):
-    """What happens while the store cannot be reached: every replica goes on with its part, or refuses with 503."""
+    """Behavior while the store cannot be reached: every replica uses its part of the pool, or refuses with 503."""
 
     DIVIDE = "divide"
     CLOSED = "closed"
 
 
 class Unsized(str, Enum):
-    """What becomes of a request whose prompt the body does not size."""
+    """Treatment of a request whose body does not show the size of its prompt."""
 
     HOLD = "hold"
     REFUSE = "refuse"
@@ -99,7 +99,7 @@ MAX_CHOICES = 8
 
 @dataclass(frozen=True, slots=True)
 class Promises:
-    """What a tier promises, in seconds; None where it promises nothing."""
+    """The promises of a tier, in seconds; None where there is none."""
 
     ttft_s: float | None = None
     queue_wait_s: float | None = None
@@ -154,7 +154,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who asks. `level` is its tier, `max_level` the most important one it may ask for (0 is the best).
+    """One tenant. `level` is its tier, `max_level` the most important one it may ask for (0 is the best).
 
     `downgrade_level` is the tier that what is over the limits falls to, None where it is refused.
     """

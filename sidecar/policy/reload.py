@@ -159,14 +159,14 @@ class PolicyReloader:
 STILL_S = 0.2
 """A change that was not followed by another for so long is read: editors and copies write on within milliseconds."""
 STILL_BROKEN_S = 1.0
-"""So long a change that cannot be used may yet be half of one. What is in force stays in force meanwhile, anyhow."""
+"""Time for which an invalid change may still be incomplete. The running policy stays in force meanwhile."""
 
 _Signature = frozenset[tuple[str, int, int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the files say: a policy, or in `problem` why they cannot be used."""
+    """Content of the files: a policy, or in `problem` the reason why they cannot be used."""
 
     loaded: Loaded | None
     problem: str | None
@@ -207,7 +207,7 @@ class PolicyFiles:
         return self._change is not None
 
     def look(self, *, at_once: bool = False) -> Look | None:
-        """What the files say now; None where they say what they said, or are not still yet. Reads the disk.
+        """The files' content now; None where nothing has changed, or where they are still changing. Reads the disk.
 
         `at_once` reads and reports them as they are, also where nothing has changed.
         """

@@ -167,9 +167,9 @@ def largest_admissible(rules: PoolRules, level: int) -> tuple[int, int]:
 def largest_request(rules: PoolRules, level: int) -> tuple[int, int]:
     """The size limit of a tier: the most (tokens, requests) that one of its requests may hold when it comes.
 
-    What could be admitted at all, and, for a tier with a reserve, no more than the pool less the reserves of all other
-    tiers, or its own reserve where that is more. A larger request could wait for room that the floors of the others
-    never leave. A tier without a reserve has no promise to keep.
+    It is what could be admitted at all and, for a tier with a reserve, no more than the pool less the reserves of all
+    other tiers, or its own reserve where that is more. A larger request could wait for room that the floors of the
+    others never leave. A tier without a reserve has no promise to keep.
     """
     tokens, requests = largest_admissible(rules, level)
     own = rules.tiers[level]
@@ -206,7 +206,10 @@ def has_reserve(tier: TierRules) -> bool:
 
 
 def _beside(capacity: int, floors: list[int], level: int) -> int:
-    """What the floors of the other tiers leave of one dimension. Unlimited where it is, and for a tier without one."""
+    """The part of one dimension that the other tiers' floors leave.
+
+    Unlimited where it is, and for a tier without a floor.
+    """
     if capacity == UNLIMITED or not floors[level]:
         return UNLIMITED
     return capacity - sum(floors) + floors[level]

@@ -39,7 +39,7 @@ class FileModel(BaseModel):
 
 
 class Capacity(FileModel):
-    """What the engine holds at once. One of the two is enough; a request must fit in both.
+    """The capacity of the engine. One of the two is enough; a request must fit in both.
 
     With `from: engine` whatever is not written is read from the engine, again and again: it follows changes, and keeps
     the last good value where it can be read no more.
@@ -87,7 +87,7 @@ class Aging(FileModel):
 
 
 class Slo(FileModel):
-    """What a tier promises. Telemetry and alerts compare with it; admission does not depend on it."""
+    """The promises of a tier. Telemetry and alerts compare with it; admission does not depend on it."""
 
     ttft: of.PositiveDuration | None = Field(
         None, description="Time to the first token, in 99 of 100.", examples=["500ms"]
@@ -168,7 +168,7 @@ class TierBody(FileModel):
 
 
 class EndpointBody(FileModel):
-    """What happens to requests on one path."""
+    """Treatment of requests on one path."""
 
     tier: of.TierName | None = Field(None, description="The tier of requests on this path.", examples=["batch"])
     forward_to: of.UrlPath | None = Field(

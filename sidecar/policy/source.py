@@ -36,7 +36,7 @@ LARGEST_FILE_BYTES = 2**20
 """A tenant with ten thousand keys fits; a log file given by mistake does not."""
 
 DEEPEST = 12
-"""A policy is four levels deep. What is far deeper is not a policy, and must not exhaust the stack."""
+"""A policy is four levels deep. A far deeper file is no policy, and must not exhaust the stack."""
 
 _LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser is ten times faster
 _RESOLVER = Resolver()
@@ -223,7 +223,7 @@ def _plain(text: str) -> object:
 
 
 def _meaning(kind: str, text: str) -> str:
-    """What YAML makes of an ambiguous scalar, as far as it is worth saying."""
+    """YAML's reading of an ambiguous scalar, where it is worth a hint."""
     if kind == "bool":
         return "true" if text.lower() in {"yes", "on"} else "false"
     if kind == "int" and len(text) <= 20:

@@ -67,7 +67,7 @@ def scalar(value: object, what: str, example: str) -> str:
 
 
 def kind(value: object) -> str:
-    """What a value is, in an operator's words."""
+    """Kind of a value, in an operator's words."""
     if isinstance(value, dict):
         return "a mapping"
     return "a list" if isinstance(value, list) else "a single value"

@@ -1,4 +1,4 @@
-"""What must hold between values that stand apart: in one file, and between the files of the tenants.
+"""Validation across values: in one file, and between the tenants' files.
 
 These look at the raw data and skip what cannot be read, so that they are made, and reported, even when another part of
 the same file is wrong.

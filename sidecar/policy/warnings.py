@@ -30,7 +30,7 @@ Found = Iterator[tuple[Path, str]]
 
 
 def warnings(policy: Policy, place: Callable[[Path], Place | None] = lambda _path: None) -> tuple[Problem, ...]:
-    """What `sidecar check` says about a policy without mistakes. `place` knows the files' lines: `Loaded.place`."""
+    """The warnings of `sidecar check` about a valid policy. `place` knows the files' lines: `Loaded.place`."""
     found = [*_pool(policy), *_tiers(policy), *_tenants(policy)]
     return tuple(Problem(dotted(path), message, place(path)) for path, message in found)
 
@@ -121,7 +121,7 @@ def _tiers(policy: Policy) -> Found:
 
 
 def _preemption(tier: TierRules, rules: PoolRules) -> Found:
-    """What one tier says of preemption, where no other says its part of it."""
+    """One tier's preemption key without its counterpart in another tier."""
     above, below = rules.tiers[: tier.level], rules.tiers[tier.level + 1 :]
     if tier.preempt_after_us is not None and not any(other.preemptible for other in below):
         yield (

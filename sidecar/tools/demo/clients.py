@@ -71,7 +71,7 @@ _TEXT = "the queue serves a token under load while every tenant waits for some w
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one client saw. `ttft_s` is None where no answer came; `request_id` is the engine's own.
+    """One client's result. `ttft_s` is None where no answer came; `request_id` is the engine's own.
 
     `door` is the position of the server that was asked among the run's.
     """

@@ -35,7 +35,7 @@ class Run:
 
     @property
     def heading(self) -> str:
-        """What runs, for the table."""
+        """Heading of the run in the table."""
         return self.title if self.sharing is None else f"{self.title}, {self.sharing}"
 
 

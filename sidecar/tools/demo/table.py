@@ -26,7 +26,7 @@ def table(runs: Sequence[RunMeasurement], played: Sequence[Run] = RUNS) -> str:
 
 
 def sentence(runs: Sequence[RunMeasurement]) -> str:
-    """What it shows, with the figures of this very run."""
+    """The conclusion, with the figures of this run."""
     control, engine, admission = runs
     first, last = "high", "batch"
     if any(tier not in run.tiers for run in runs for tier in (first, last)):

@@ -79,7 +79,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """What was seen of a burst, which was cut short after `allowed_s` seconds.
+    """Observations of a burst, which was cut short after `allowed_s` seconds.
 
     `gauges` are the engine's own, in the order in which they were read meanwhile.
     """
@@ -115,7 +115,7 @@ class Burst:
 
     @property
     def judgment(self) -> Judgment:
-        """What the order says, of those that had to wait."""
+        """Judgment of the order of the requests that had to wait."""
         waited = [
             Observed(level, arrival, math.inf if one.first_token_s is None else one.first_token_s)
             for arrival, (level, one) in enumerate(zip(self.plan.levels(), self.seen, strict=True))

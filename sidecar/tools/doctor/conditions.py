@@ -18,7 +18,7 @@ SEEN = (Effect.BY_PRIORITY, Effect.INVERTED)
 
 
 class State(str, Enum):
-    """What is known of a condition."""
+    """State of a condition."""
 
     WORKS = "works"
     BROKEN = "broken"
@@ -46,7 +46,7 @@ def conditions(survey: Survey, probed: Probed) -> Sequence[Condition]:
 
 
 def read_only(survey: Survey) -> Sequence[Condition]:
-    """What can be said of the four without a request."""
+    """The four conditions as far as they are known without a request."""
     facts, name = survey.facts, survey.engine.value
     schema = "its schema has the field" if facts.has_field else "no page says"
     field = Condition("field path", State.UNKNOWN, f"{schema}; whether it gets there takes a request")
@@ -134,7 +134,7 @@ def _scheduler(survey: Survey, probed: Probed) -> Condition:
 
 
 def _said(survey: Survey) -> Condition:
-    """What the engine says of its scheduler."""
+    """The engine's own statement about its scheduler."""
     facts, name = survey.facts, "scheduler policy"
     where = facts.source("by_priority")
     if facts.by_priority:

@@ -24,7 +24,7 @@ from sidecar.tools.loadgen.pages import HttpPages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the user asks for. `most` bounds the requests of a burst, `allowed_s` the whole probe.
+    """Options of the user. `most` bounds the requests of a burst, `allowed_s` the whole probe.
 
     `engine` and `model` are None where they are to be read. `force` probes even where that throws out requests of
     other clients.

@@ -34,7 +34,7 @@ NEGLIGIBLE = 0.6
 
 
 class Effect(str, Enum):
-    """What the order of the first tokens says about the priorities."""
+    """Effect of the priorities on the order of the first tokens."""
 
     BY_PRIORITY = "by priority"
     INVERTED = "inverted"
@@ -57,7 +57,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Judgment:
-    """What the requests that waited say. `medians_s` is by level; `by_arrival` the correlation with arrival.
+    """Judgment from the requests that waited. `medians_s` is by level; `by_arrival` the correlation with arrival.
 
     `served` are those that got their first token before the burst was cut short.
     """

@@ -29,7 +29,7 @@ def compare(policy: Policy | None, survey: Survey) -> Sequence[Finding]:
 
 
 def harm(survey: Survey) -> str | None:
-    """What a probe would do to other clients' requests, None where it would just add to them."""
+    """Effect of a probe on other clients' requests, None where it would just add to them."""
     preempts = survey.facts.preempts_beyond is not None and survey.facts.default_priority is None
     if survey.engine is EngineName.SGLANG and preempts and survey.others:
         return (
@@ -40,7 +40,7 @@ def harm(survey: Survey) -> str | None:
 
 
 def sent(policy: Policy) -> str:
-    """What the policy's ladder sends to its engine."""
+    """The priorities that the policy's tiers send to the engine."""
     dialect = dialect_of(policy.engine, policy.carrier)
     values = (f"{tier.name} {dialect.priority(tier.level, len(policy.tiers))}" for tier in policy.tiers)
     ways = ways_to(policy.engine, policy.carrier, len(policy.tiers))

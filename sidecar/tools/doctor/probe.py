@@ -28,7 +28,8 @@ Say = Callable[[str], None]
 
 @dataclass(slots=True)
 class Probed:
-    """What the probe saw. `mixed` are the bursts by the first way in `checks` that was accepted, the last one counts.
+    """Observations of the probe. `mixed` are the bursts by the first way in `checks` that was accepted, the last one
+    counts.
 
     `compared` is the same burst by another way, `control` one at equal priorities; None where there was no reason for
     one, or no time.
@@ -164,7 +165,7 @@ _MIDDLE = 1  # no request is harmed by a value in the middle, whatever the direc
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What became of the field.
+    """Fate of the field on its way to the engine.
 
     `refusal` is the answer to a right value where that was an error, None where it was accepted. `arrives` is None
     where it is not known.

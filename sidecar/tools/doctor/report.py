@@ -45,7 +45,7 @@ def headline(examination: Examination) -> str:
 
 
 def steps(examination: Examination) -> Sequence[str]:
-    """What to change, most urgent first, each once."""
+    """Changes to make, most urgent first, each once."""
     fixes = [one.fix for one in examination.conditions if one.fix is not None and one.state is State.BROKEN]
     fixes += [f"{one.text}: {one.fix}" for one in examination.findings]
     fixes += [one.fix for one in examination.conditions if one.fix is not None and one.state is State.UNKNOWN]
@@ -89,7 +89,7 @@ def _notes(examination: Examination) -> Sequence[str]:
 
 
 def spent(examination: Examination) -> str:
-    """What the examination cost the engine."""
+    """Cost of the examination for the engine."""
     requests = sum(burst.plan.requests for burst in examination.bursts)
     tokens = sum(one.output_tokens for burst in examination.bursts for one in burst.seen)
     refused = sum(len(burst.refused) for burst in examination.bursts)

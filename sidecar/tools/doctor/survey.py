@@ -14,7 +14,7 @@ class CannotLook(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What was read. `unread` has a line for each page that should have been there."""
+    """The pages that were read. `unread` has a line for each page that should have been there."""
 
     identity: Identity
     engine: EngineName

@@ -48,7 +48,7 @@ class Stored(NamedTuple):
 
     @property
     def status(self) -> str:
-        """What the engine says of it."""
+        """The response as the engine reports it."""
         if self.generation.over:
             return "completed" if not self.generation.remaining else "cancelled"
         return "queued" if self.generation.admitted_s is None else "in_progress"

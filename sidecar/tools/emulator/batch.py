@@ -62,7 +62,7 @@ class Sequence:
 
     @property
     def tokens(self) -> int:
-        """What the sequence holds of the KV cache while it runs."""
+        """KV-cache tokens that the sequence holds while it runs."""
         return self.prompt_tokens + self.output_tokens
 
 
@@ -82,7 +82,7 @@ class Queue(Protocol[S_co]):
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[S]):
-    """What a step began with. `admitted` left the queue now; `end` is due after `duration_s` seconds."""
+    """Start of a step. `admitted` left the queue now; `end` is due after `duration_s` seconds."""
 
     admitted: list[S]
     prefill_tokens: int
@@ -91,7 +91,7 @@ class Step(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class Output(Generic[S]):
-    """What a step produced: one token for each of `emitted`; `finished` have left the batch."""
+    """Result of a step: one token for each of `emitted`; `finished` have left the batch."""
 
     emitted: list[S]
     finished: list[S]

@@ -59,5 +59,5 @@ class EmulatorConfig:
 
     @property
     def kv_capacity_tokens(self) -> int:
-        """What the KV metrics are a share of; unbounded KV counts as room for every slot's whole context."""
+        """Denominator of the KV metrics; unbounded KV counts as room for every slot's whole context."""
         return self.steps.kv_tokens or self.steps.max_num_seqs * self.context_tokens

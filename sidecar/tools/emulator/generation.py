@@ -91,7 +91,7 @@ class Generation:
 
     @property
     def output_tokens(self) -> int:
-        """What was generated so far, over all choices."""
+        """Tokens generated so far, over all choices."""
         return sum(choice.emitted for choice in self.choices)
 
     def emit(self, choice: Choice) -> None:

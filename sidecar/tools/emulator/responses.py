@@ -178,7 +178,7 @@ class Stream(ABC):
 
     @abstractmethod
     def opening(self) -> bytes:
-        """What comes before the first token, and travels with it."""
+        """Events before the first token, sent together with it."""
 
     @abstractmethod
     def token(self, index: int, text: bytes, last: bool) -> bytes:
@@ -186,7 +186,7 @@ class Stream(ABC):
 
     @abstractmethod
     def closing(self) -> bytes:
-        """What comes after the last token."""
+        """Events after the last token."""
 
 
 class ChoiceStream(Stream):

@@ -39,7 +39,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """A chunk of a stream, or a whole answer. What else is in it is skipped."""
+    """A chunk of a stream, or a whole answer. Other fields are skipped."""
 
     id: str | None = None
     choices: list[_Choice] | None = None
@@ -72,12 +72,13 @@ class Answer:
 
     @property
     def output_tokens(self) -> int:
-        """What the engine's usage says, or else the events that stood for a token: 0 for an answer without either."""
+        """Output tokens by the engine's usage, or else the number of events with a token; 0 for an answer without
+        either."""
         return self._token_events if self._usage_tokens is None else self._usage_tokens
 
     @property
     def text(self) -> str:
-        """What the model wrote, of its first choice."""
+        """The model's text, of its first choice."""
         return "".join(self._text)
 
     def feed(self, data: bytes, now_s: float) -> None:
@@ -180,7 +181,7 @@ class Answer:
 
 
 def problem_of(body: bytes) -> str | None:
-    """What a JSON error body says, in one line: its code where it has one, and its message. None for anything else.
+    """A JSON error body in one line: its code where it has one, and its message. None for anything else.
 
     Understands OpenAI's `{"error": {"message", "code"}}`, TensorRT-LLM's `{"error": "..."}`, the bare
     `{"message", "code"}` of SGLang, and FastAPI's `{"detail": ...}`.

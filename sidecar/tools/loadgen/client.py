@@ -46,7 +46,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the client of one request saw. Times are in seconds since the run's start.
+    """One request's result at its client. Times are in seconds since the run's start.
 
     `first_token_s` is None where no token came, and for an answer that does not stream (see `answer`). `status` is None
     where no answer came at all. `error` is one line that says what went wrong, and None where nothing did.

@@ -63,7 +63,7 @@ class Target:
 
 
 class Connection(asyncio.Protocol):
-    """What the server answers to one request; `done` is set at its end, however it comes."""
+    """The server's answer to one request; `done` is set at its end, however it comes."""
 
     def __init__(self) -> None:
         self.done = asyncio.get_running_loop().create_future()

@@ -26,7 +26,7 @@ def plan(rows: Sequence[Row], tiers: Sequence[str], writer: Writer, asking: Aski
     """The requests of one run, in the order of `rows`; `label` is the tier, also where nothing is said about it.
 
     Turns of one conversation follow each other: one with a time is sent then, but not before its predecessor's answer
-    has ended; one without, its delay after that. What the model answered goes into the next turn, as in AIPerf.
+    has ended; one without, its delay after that. The model's answer goes into the next turn, as in AIPerf.
     """
     last: dict[str, int] = {}
     conversations: dict[str, Conversation] = {}
@@ -72,7 +72,7 @@ QUANTIZED_FROM_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """What is changed about every request: times are divided by `speed`, lengths multiplied by `scale`, then capped.
+    """Changes applied to every request: times are divided by `speed`, lengths multiplied by `scale`, then capped.
 
     Rows after `duration_s` of the replay are left out.
     """
@@ -226,7 +226,7 @@ class By(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """What every request of a run says. `header` is the sidecar's tier header; `keys` are the tiers' API keys.
+    """Tier settings of a run's requests. `header` is the sidecar's tier header; `keys` are the tiers' API keys.
 
     `api_key` is sent for a tier without one. With `is_control` no request asks for a tier, and all send `api_key`.
     """

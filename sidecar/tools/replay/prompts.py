@@ -153,7 +153,7 @@ class Writer:
         return [{"role": "user", "content": row.text if row.text is not None else self._made_up(row)}]
 
     def body(self, row: Row, messages: Sequence[Message], members: Mapping[str, Any]) -> bytes:
-        """The whole body. What a row's `extra` says goes before what is usual, and how it asks before that."""
+        """The whole body. A row's `extra` overrides the defaults, and the fields that ask for a tier override both."""
         if row.payload is not None:
             return msgspec.json.encode({**row.payload, **row.extra, **members})
         prompt: dict[str, Any] = {"messages": messages}
@@ -176,7 +176,7 @@ class Writer:
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far, by the trace and by the model."""
+    """The conversation so far, from the trace and the model."""
 
     messages: list[Message] = field(default_factory=list)
 

@@ -26,7 +26,7 @@ class UnknownEngine(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """What was found where the requests go. `engine` is `none` for one that is not known."""
+    """The server that gets the requests. `engine` is `none` for one that is not known."""
 
     urls: Sequence[str]
     model: Model
@@ -36,7 +36,7 @@ class Upstream:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What is played: the rows of a trace, with their tiers, and how they are written and sent."""
+    """One replay: the rows of a trace, with their tiers, and how they are written and sent."""
 
     trace: Trace
     rows: Sequence[Row]
@@ -59,7 +59,7 @@ async def find(
     urls: Sequence[str], *, api_key: str | None, model: str | None, engine: EngineName | None, tokenizer: str | None,
     chat: bool,
 ) -> Upstream:  # fmt: skip
-    """Asks the first server what it is. What is given goes before what it says. Raises NoAnswer, NoTokenizer."""
+    """Asks the first server what it is. Given options override its answers. Raises NoAnswer, NoTokenizer."""
     async with Server(urls[0], api_key) as server:
         said = await server.model()
         named = said if model is None else replace(said, name=model)

@@ -31,7 +31,7 @@ def table(runs: Sequence[RunFigures]) -> str:
 
 
 def meaning(run: RunFigures) -> str:
-    """What importance has to do with the time to first token, in a sentence."""
+    """The relation of importance and time to first token, in a sentence."""
     found = run.correlation
     if len(run.tiers) < 2:
         return "One tier alone: there is nothing to put in order."
@@ -75,7 +75,7 @@ def totals(run: RunFigures) -> str:
 
 
 def errors(run: RunFigures) -> Sequence[str]:
-    """What went wrong and how often, a line each, most frequent first."""
+    """Failures with their number, a line each, most frequent first."""
     shown = list(run.errors.items())[:SHOWN_ERRORS]
     more = len(run.errors) - len(shown)
     return [*(f"{count} x {error}" for error, count in shown), *([f"and {more} other errors"] if more > 0 else [])]
@@ -84,7 +84,7 @@ def errors(run: RunFigures) -> Sequence[str]:
 LATE_FROM_S = 0.1
 """From here on the client, not the server, may have made a difference to what was measured."""
 ADDED_FIELDS = ("ignore_eos", "stream_options", "priority", "max_tokens")
-"""What a strict engine may refuse of the body that a replay writes."""
+"""Fields of a replay's body that a strict engine may refuse."""
 
 
 def kinds(row_tiers: Sequence[str], tiers: Iterable[str]) -> str:
@@ -94,7 +94,7 @@ def kinds(row_tiers: Sequence[str], tiers: Iterable[str]) -> str:
 
 
 def advice(figures: Sequence[RunFigures], words: Words) -> Sequence[str]:
-    """What may be done about what went wrong, a line each."""
+    """Advice on the failures, a line each."""
     found = [line for run in figures for error in run.errors if (line := _about(error))]
     late_s = max(max(run.latest_s, run.stalled_s) for run in figures)
     if late_s > LATE_FROM_S:

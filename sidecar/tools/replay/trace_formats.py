@@ -175,7 +175,7 @@ def _check_messages(found: _MooncakeRow) -> None:
 
 
 def _priority(found: _MooncakeRow, extra: dict[str, Any]) -> str | float | None:
-    """What the row says about its tier; taken out of `extra`, because how it is asked for is the replay's choice."""
+    """The row's tier; taken out of `extra`, because the replay decides how to ask for it."""
     said = [found.tier, found.priority, *(extra.pop(name, None) for name in _TIER_FIELDS)]
     values = [value for value in said if value is not None]
     if not values:

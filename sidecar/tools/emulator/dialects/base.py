@@ -72,7 +72,10 @@ class Dialect(ABC):
         return self.refuse(api, HTTPStatus.BAD_REQUEST, message)
 
     def queue_length(self, api: Api, waiting: int, running: int) -> int | None:
-        """What `max_queued` bounds; None where this endpoint is never refused. Waiting alone unless overridden."""
+        """The count that `max_queued` bounds; None where this endpoint is never refused.
+
+        Waiting alone unless overridden.
+        """
         del api, running
         return waiting
 
