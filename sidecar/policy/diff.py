@@ -16,7 +16,6 @@ from sidecar.policy.model import Endpoint, Limits, Policy, Promises, Tenant
 from sidecar.policy.rules import UNLIMITED, EngineCapacity, PoolRules
 
 MOST_TOLD = 20
-"""So many differences are describe_changes one by one: a roll-out of a thousand tenants is one line of a log all
 """Most differences that are listed one by one, so that a roll-out of a thousand tenants is still one log line."""
 
 _KEYS = {

@@ -19,7 +19,7 @@ VERSIONS = {
 
 
 def models(config: EmulatorConfig, dialect: Dialect, created: int) -> dict[str, Any]:
-    """`/v1/models`: the one model. Any other name is served all """Most differences that are listed one by one, so that a roll-out of a thousand tenants is still one log line."""
+    """`/v1/models`: the one model. Any other name is served all the same."""
     card: dict[str, Any] = {"id": config.model, "object": "model", "created": created, "owned_by": dialect.owned_by}
     if config.engine in (EngineName.VLLM, EngineName.SGLANG):
         card["max_model_len"] = config.context_tokens

@@ -73,7 +73,8 @@ class Answer:
     @property
     def output_tokens(self) -> int:
         """Output tokens by the engine's usage, or else the number of events with a token; 0 for an answer without
-        either."""
+        either.
+        """
         return self._token_events if self._usage_tokens is None else self._usage_tokens
 
     @property
