@@ -1,4 +1,4 @@
-"""Whether everybody tells the same: 1,000 replayed requests, and their waits added up from four places.
+"""Agreement of all reports: 1,000 replayed requests, and their waits added up from four places.
 
     python -m benchmarks.agreement [--requests 1000] [--json FILE]
 
@@ -81,9 +81,9 @@ def measure(requests: int) -> Mapping[str, Sums]:
             command(*emulated, "--port", "0") as (engine,),
             command(
                 "serve", "--upstream", engine, "--policy", name, "--port", "0", "--admin-port", "0", **variables
-            ) as (door, admin),
+            ) as (proxy, admin),
         ):
-            told = replayed(folder, door)
+            told = replayed(folder, proxy)
             scraped = from_metrics_page(admin)
         return {
             "answers": told,
@@ -106,10 +106,10 @@ def write_trace(path: Path, requests: int) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def replayed(folder: Path, door: str) -> Sums:
+def replayed(folder: Path, proxy: str) -> Sums:
     """Plays the trace; what the answers said."""
     out = folder / "figures.json"
-    arguments = ["replay", str(folder / "trace.jsonl"), "--upstream", door, "--policy", str(folder)]
+    arguments = ["replay", str(folder / "trace.jsonl"), "--upstream", proxy, "--policy", str(folder)]
     arguments += ["--by", "tier", "--mix", MIX, "--json", str(out)]
     done = subprocess.run(
         [sys.executable, "-m", "sidecar.cli", *arguments], check=False, capture_output=True, text=True

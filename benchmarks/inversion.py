@@ -3,13 +3,13 @@
     python -m benchmarks.inversion [--part 1] [--part 2] [--json FILE]
 
 An emulated engine behind `sidecar serve`, and clients that send when their time has come, whatever became of the
-others. Everything that is compared runs at the same time, an engine and a door for each.
+others. Everything that is compared runs at the same time, an engine and a proxy for each.
 
 Part 1, a backlog. The engine does 8 requests a second (8 slots, 20 tokens of 50 ms). 200 bulk requests come at 0, and 3
 interactive ones a second, evenly, for 60 s. Interactive has a reserve of 50% that it does not lend, bulk one of 25%,
 which is what keeps it from starving: nothing ages. Interactive's time to first token is compared with what it is behind
-the same door alone, for the whole run and in the worst 5 seconds; bulk's throughput with its own reserve, in its worst
-5 seconds; and both with the same load on the engine without the door. A fourth run shows what a starvation override
+the same proxy alone, for the whole run and in the worst 5 seconds; bulk's throughput with its own reserve, in its worst
+5 seconds; and both with the same load on the engine without the proxy. A fourth run shows what a starvation override
 does, which our policies have as `aging`, with a warning: bulk may age up to interactive there, and then takes the room
 that interactive does not lend.
 
@@ -111,7 +111,7 @@ async def played(runs: Mapping[str, tuple[str, Sequence[Planned]]]) -> tuple[dic
 
 
 def backlog() -> tuple[dict[str, list[Seen]], float]:
-    """Plays it: `alone`, `door`, `engine` (without the door) and `aging` (behind a door where bulk ages)."""
+    """Plays it: `alone`, `proxy`, `engine` (without the proxy) and `aging` (behind a proxy where bulk ages)."""
     every_s = 1 / INTERACTIVE_PER_S
     interactive = [
         request("interactive", turn * every_s, OUTPUT_TOKENS, stream=True)
@@ -120,10 +120,10 @@ def backlog() -> tuple[dict[str, list[Seen]], float]:
     both = [*(request("bulk", 0.0, OUTPUT_TOKENS, stream=False) for _ in range(BULK)), *interactive]
     with ExitStack() as running:
         engine = running.enter_context(_engine(SLOTS))
-        alone, _ = running.enter_context(_door(running, BACKLOG_POLICY, SLOTS))
-        door, _ = running.enter_context(_door(running, BACKLOG_POLICY, SLOTS))
-        aging, _ = running.enter_context(_door(running, BACKLOG_POLICY + AGING, SLOTS))
-        runs = {"door": (door, both), "engine": (engine[0], both), "aging": (aging, both)}
+        alone, _ = running.enter_context(_proxy(running, BACKLOG_POLICY, SLOTS))
+        proxy, _ = running.enter_context(_proxy(running, BACKLOG_POLICY, SLOTS))
+        aging, _ = running.enter_context(_proxy(running, BACKLOG_POLICY + AGING, SLOTS))
+        runs = {"proxy": (proxy, both), "engine": (engine[0], both), "aging": (aging, both)}
         return asyncio.run(played({"alone": (alone, interactive), **runs}))
 
 
@@ -131,8 +131,8 @@ def backlog_report(seen: Mapping[str, Sequence[Seen]]) -> list[Line]:
     """Figures and targets of part 1."""
     ttft_s = {name: quantile(_ttfts(answers), 0.99) for name, answers in seen.items()}
     worst_s = {name: worst_window_s(answers) for name, answers in seen.items()}
-    times, worst_times = ttft_s["door"] / ttft_s["alone"], worst_s["door"] / worst_s["alone"]
-    least = {name: least_throughput(seen[name]) for name in ("door", "engine")}
+    times, worst_times = ttft_s["proxy"] / ttft_s["alone"], worst_s["proxy"] / worst_s["alone"]
+    least = {name: least_throughput(seen[name]) for name in ("proxy", "engine")}
     reserved = BULK_RESERVE * SLOTS / (OUTPUT_TOKENS * STEP_MS / 1000)
     failed = sum(not one.is_complete for answers in seen.values() for one in answers)
     return [
@@ -141,12 +141,12 @@ def backlog_report(seen: Mapping[str, Sequence[Seen]]) -> list[Line]:
         *(Line(f"interactive p99 TTFT, worst 5 s, {_WORDS[name]}", f"{worst_s[name]:.3f} s") for name in seen),
         Line("  of alone, worst 5 s", f"{worst_times:.2f}"),
         Line(
-            "bulk requests/s, worst 5 s, behind the door",
-            f"{least['door']:.2f}",
+            "bulk requests/s, worst 5 s, with the proxy",
+            f"{least['proxy']:.2f}",
             f"at least {reserved:g}, its reserve",
-            least["door"] >= reserved,
+            least["proxy"] >= reserved,
         ),
-        Line("bulk requests/s, worst 5 s, engine without the door", f"{least['engine']:.2f}"),
+        Line("bulk requests/s, worst 5 s, engine without the proxy", f"{least['engine']:.2f}"),
         *(Line(f"all bulk done after, {_WORDS[name]}", f"{_last_end_s(seen[name]):.1f} s") for name in least),
         Line("requests without a complete answer", str(failed), "0", failed == 0),
     ]
@@ -170,7 +170,12 @@ def least_throughput(answers: Sequence[Seen]) -> float:
     return min(sum(start_s < end_s <= start_s + WINDOW_S for end_s in ends) for start_s in windows) / WINDOW_S
 
 
-_WORDS = {"alone": "alone", "door": "behind the door", "engine": "engine without the door", "aging": "door with aging"}
+_WORDS = {
+    "alone": "alone",
+    "proxy": "with the proxy",
+    "engine": "engine without the proxy",
+    "aging": "proxy with aging",
+}
 
 
 def _ttfts(answers: Sequence[Seen]) -> list[float]:
@@ -185,16 +190,16 @@ def _last_end_s(answers: Sequence[Seen]) -> float:
 
 
 def full_engine() -> tuple[dict[str, list[Seen]], float, float | None]:
-    """Plays it, `with` preemption and `without`; and the seconds of engine time that were lost, as the door tells."""
+    """Plays it, `with` preemption and `without`; and the seconds of engine time that were lost, as the proxy tells."""
     plan = [
         *(request("bulk", 0.0, LONG_TOKENS, stream=False) for _ in range(HELD)),
         *(request("critical", BURST_AT_S, OUTPUT_TOKENS, stream=True) for _ in range(BURST)),
     ]
     preempting = FULL_POLICY.format(preempts=", preempt_after: 100ms", preemptible=", preemptible: true")
     with ExitStack() as running:
-        door, admin = running.enter_context(_door(running, preempting, HELD))
-        other, _ = running.enter_context(_door(running, FULL_POLICY.format(preempts="", preemptible=""), HELD))
-        seen, stalled_s = asyncio.run(played({"with": (door, plan), "without": (other, plan)}))
+        proxy, admin = running.enter_context(_proxy(running, preempting, HELD))
+        other, _ = running.enter_context(_proxy(running, FULL_POLICY.format(preempts="", preemptible=""), HELD))
+        seen, stalled_s = asyncio.run(played({"with": (proxy, plan), "without": (other, plan)}))
         return seen, stalled_s, metric(admin, "admission_preempted_engine_time_seconds_total")
 
 
@@ -232,7 +237,7 @@ def metric(admin: str, name: str) -> float | None:
 
 
 def _waits(answers: Sequence[Seen], tier: str) -> list[float]:
-    """As the door told them: from a request's arrival to its admission."""
+    """As the proxy told them: from a request's arrival to its admission."""
     return [int(one.headers["x-admission-wait-ms"]) / 1000 for one in answers if one.planned.label == tier]
 
 
@@ -245,8 +250,8 @@ def _engine(slots: int) -> AbstractContextManager[Sequence[str]]:
     )
 
 
-def _door(running: ExitStack, policy: str, slots: int) -> AbstractContextManager[Sequence[str]]:
-    """A door before an engine of its own; its addresses are the door's and the admin port's."""
+def _proxy(running: ExitStack, policy: str, slots: int) -> AbstractContextManager[Sequence[str]]:
+    """A proxy before an engine of its own; its addresses are the proxy's and the admin port's."""
     folder = running.enter_context(tempfile.TemporaryDirectory())
     (Path(folder) / "policy.yaml").write_text(policy)
     (engine,) = running.enter_context(_engine(slots))

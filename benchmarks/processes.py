@@ -30,7 +30,7 @@ def command(*arguments: str, module: str = "sidecar.cli", **variables: str) -> I
 def start(
     *arguments: str, module: str = "sidecar.cli", stderr: TextIO | None = None, **variables: str
 ) -> subprocess.Popen[str]:
-    """Starts it. Whoever does ends it."""
+    """Starts it. The caller ends it."""
     line = [sys.executable, "-m", module, *arguments]
     environment = {**os.environ, "SIDECAR_LOG_LEVEL": "error", **variables}
     return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True)

@@ -85,7 +85,7 @@ def requests(seed: int, way: str, *, says_tier: bool) -> list[Planned]:
     """One burst of a `way` to serve it, in the round that `seed` stands for.
 
     The order of arrival is the same for every way of a round, the words are not: several share an engine, and its
-    prefix cache would help whoever comes later.
+    prefix cache would help later requests.
     """
     tiers = [TIERS[number % len(TIERS)] for number in range(REQUESTS)]
     random.Random(seed).shuffle(tiers)

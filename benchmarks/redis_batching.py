@@ -61,7 +61,7 @@ async def _round_trips(url: str, requests_each: int) -> Figure:
 
 async def all_settled(pool: RedisPool) -> None:
     """Returns when the store has answered that none holds anything."""
-    while pool.state()["leases"]:  # noqa: ASYNC110 - the pool tells nobody that it is idle
+    while pool.state()["leases"]:  # noqa: ASYNC110 - the pool does not report that it is idle
         await asyncio.sleep(0)  # one pass of the loop, in which an answer may come
 
 

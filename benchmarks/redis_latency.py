@@ -1,4 +1,4 @@
-"""What an admission adds to a request when nobody is in its way: one round trip, and what the pool does around it."""
+"""What an admission adds to a request when nothing is in its way: one round trip, and what the pool does around it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def _admission_ns(pool: RedisPool) -> int:
     lease = await pool.enter(ASK)
     spent_ns = time.perf_counter_ns() - began_ns
     if lease.grant is None:
-        raise RuntimeError("nobody was in its way, and it was not admitted at once")
+        raise RuntimeError("nothing was in its way, and it was not admitted at once")
     lease.settle()
     await all_settled(pool)
     return spent_ns

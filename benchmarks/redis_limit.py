@@ -41,7 +41,7 @@ class Seen:
         self.by_requests = max(self.by_requests, self.held)
 
 
-class Witness(Connection):
+class RecordingConnection(Connection):
     """Notes what every answer says is held, which the script computes behind all operations of its call."""
 
     def __init__(self, client: Any, pool: str, seen: Seen) -> None:
@@ -101,6 +101,6 @@ def _watched(url: str, policy: Policy, seen: Seen) -> Connect:
     plain = connector(store_address(url), policy.pool)
 
     async def connect() -> Connection:
-        return Witness((await plain())._client, policy.pool, seen)
+        return RecordingConnection((await plain())._client, policy.pool, seen)
 
     return connect

@@ -50,8 +50,8 @@ async def _script_cost(url: str, many: int, rounds: int) -> Figure:
 class Queue:
     """A full pool with `waiting` tickets in front of it, from many tenants of several tiers.
 
-    Each pair of operations is a newcomer at the back and the end of the oldest lease, which admits whoever is next. The
-    next newcomer is of the tier that was admitted: so the queue keeps its length, and every tier its part of it.
+    Each pair of operations is a newcomer at the back and the end of the oldest lease, which admits the next request.
+    The next newcomer is of the tier that was admitted: so the queue keeps its length, and every tier its part of it.
     """
 
     def __init__(self, client: Any, waiting: int) -> None:

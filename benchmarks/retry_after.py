@@ -3,11 +3,11 @@
     python -m benchmarks.retry_after [--seconds 100] [--json FILE]
 
 An emulated engine that does 8 requests a second behind `sidecar serve`, one tier whose queue has 16 places, one tenant
-for everybody. An open loop sends 120% and 150% of that; nobody who is refused gives up, so that what comes back comes
+for all clients. An open loop sends 120% and 150% of that; no refused client gives up, so that what comes back comes
 on top. A third of the clients is OpenAI's own (`openai.AsyncOpenAI`), a third obeys `retry-after-ms`, a third
 `retry-after` in whole seconds, and of these two nothing tells a second attempt from a first one but its body.
 
-Beside it, at the same time, the same load on a door with the old rule: it says when the queue will have been
+Beside it, at the same time, the same load on a proxy with the old rule: it says when the queue will have been
 worked off, and promises nothing. The command fails where less than 80% of those who came back when told got in
 at once, where the old rule does not fall short of that (then the load was none), or where the promises cost the
 engine more than 3% of its work.
@@ -38,7 +38,7 @@ SLOTS, STEP_MS, OUTPUT_TOKENS = 8, 50, 20
 PER_S = SLOTS / (OUTPUT_TOKENS * STEP_MS / 1000)
 PLACES = 16
 LOADS = (1.2, 1.5)
-DOORS = {"promises": "sidecar.cli", "old rule": "benchmarks.retry_after_old"}
+PROXIES = {"promises": "sidecar.cli", "old rule": "benchmarks.retry_after_old"}
 LEAST_IN = 0.8
 MOST_LOST = 0.03
 POLICY = f"""\
@@ -52,13 +52,16 @@ tenants: tenants.yaml
 endpoints:
   /v1/chat/completions: {{}}
 """
-KEY = "sk-everybody"
-TENANT = f'tenant: everybody\nkeys: ["sha256:{hashlib.sha256(KEY.encode()).hexdigest()}"]\ntier: chat\n'
+KEY = "sk-shared"
+TENANT = f'tenant: shared\nkeys: ["sha256:{hashlib.sha256(KEY.encode()).hexdigest()}"]\ntier: chat\n'
 
 
 @dataclass(slots=True)
 class Figures:
-    """Of one door under one load. `came_back` counts tries after a refusal, `got_in` those of them that were let in."""
+    """Of one proxy under one load.
+
+    `came_back` counts tries after a refusal, `got_in` those of them that were let in.
+    """
 
     sent: int = 0
     refused: int = 0
@@ -75,18 +78,18 @@ class Figures:
 
 
 class Clients:
-    """All clients of one door. What happens behind `until_s` of the monotonic clock is not counted."""
+    """All clients of one proxy. What happens behind `until_s` of the monotonic clock is not counted."""
 
-    def __init__(self, door: str, until_s: float) -> None:
+    def __init__(self, proxy: str, until_s: float) -> None:
         self.by_kind = {"openai": Figures(), "milliseconds": Figures(), "whole seconds": Figures()}
-        self._url = f"{door}/v1/chat/completions"
+        self._url = f"{proxy}/v1/chat/completions"
         self._until_s = until_s
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), headers={"authorization": f"Bearer {KEY}"}
         )
         self._openai = openai.AsyncOpenAI(
             api_key=KEY,
-            base_url=f"{door}/v1",
+            base_url=f"{proxy}/v1",
             max_retries=50,
             http_client=httpx2.AsyncClient(
                 event_hooks={"response": [self._on_openai_response]},
@@ -108,7 +111,7 @@ class Clients:
             attempt += 1
 
     async def close(self) -> None:
-        """Lets go of the connections."""
+        """Closes the connections."""
         await self._session.close()
         await self._openai.close()
 
@@ -130,7 +133,7 @@ class Clients:
     def _count(self, kind: str, attempt: int, status: int, headers: Mapping[str, str]) -> None:
         """A refusal is answered at once. Who is let in is answered later: its tries are counted when they end."""
         if status not in (200, 503):
-            raise RuntimeError(f"the door answered {status}")
+            raise RuntimeError(f"the proxy answered {status}")
         figures, is_in = self.by_kind[kind], status == 200
         if time.monotonic() > self._until_s:
             return
@@ -153,11 +156,11 @@ def _body(number: int) -> dict[str, object]:
     return {"model": "emulated", "messages": messages, "max_tokens": OUTPUT_TOKENS}
 
 
-async def play(door: str, load: float, seconds: float) -> Mapping[str, Figures]:
-    """The load on one door for so long; what its clients saw meanwhile, by their kind."""
+async def play(proxy: str, load: float, seconds: float) -> Mapping[str, Figures]:
+    """The load on one proxy for so long; what its clients saw meanwhile, by their kind."""
     luck = random.Random(round(load * 10))
     began_s = time.monotonic()
-    clients = Clients(door, began_s + seconds)
+    clients = Clients(proxy, began_s + seconds)
     tasks: list[asyncio.Task[None]] = []
     at_s = luck.expovariate(load * PER_S)
     while at_s < seconds:
@@ -175,26 +178,26 @@ async def play(door: str, load: float, seconds: float) -> Mapping[str, Figures]:
 
 
 async def play_all(
-    doors: Mapping[tuple[str, float], str], seconds: float
+    proxies: Mapping[tuple[str, float], str], seconds: float
 ) -> dict[tuple[str, float], dict[str, Figures]]:
     """All at the same time."""
-    found = await asyncio.gather(*(play(address, load, seconds) for (_, load), address in doors.items()))
-    return {which: dict(figures) for which, figures in zip(doors, found, strict=True)}
+    found = await asyncio.gather(*(play(address, load, seconds) for (_, load), address in proxies.items()))
+    return {which: dict(figures) for which, figures in zip(proxies, found, strict=True)}
 
 
 def measure(seconds: float) -> dict[tuple[str, float], dict[str, Figures]]:
-    """Both rules under every load, side by side: an engine and a door for each."""
+    """Both rules under every load, side by side: an engine and a proxy for each."""
     emulated = ("emulate", "--engine", "vllm", "--max-num-seqs", str(SLOTS), "--step-ms", str(STEP_MS), "--port", "0")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
         (Path(folder) / "policy.yaml").write_text(POLICY)
         (Path(folder) / "tenants.yaml").write_text(TENANT)
-        doors = {}
+        proxies = {}
         for load in LOADS:
-            for rule, module in DOORS.items():
+            for rule, module in PROXIES.items():
                 (engine,) = running.enter_context(command(*emulated))
                 serve = ("serve", "--upstream", engine, "--policy", folder, "--port", "0", "--admin-port", "0")
-                doors[rule, load], _ = running.enter_context(command(*serve, module=module))
-        return asyncio.run(play_all(doors, seconds))
+                proxies[rule, load], _ = running.enter_context(command(*serve, module=module))
+        return asyncio.run(play_all(proxies, seconds))
 
 
 def total(figures: Sequence[Figures]) -> Figures:
@@ -205,7 +208,7 @@ def total(figures: Sequence[Figures]) -> Figures:
 
 
 def table(found: Mapping[tuple[str, float], Mapping[str, Figures]], seconds: float) -> str:
-    """A line for each kind of client, a block for each door."""
+    """A line for each kind of client, a block for each proxy."""
     head = (
         f"{'':34}{'refusals':>10}{'told, mean':>12}{'most':>8}{'came back':>11}{'got in':>8}{'share':>8}{'done/s':>8}"
     )
@@ -224,7 +227,7 @@ def misses(found: Mapping[tuple[str, float], Mapping[str, Figures]]) -> list[str
     """What was not reached, a sentence each."""
     missed = []
     for load in LOADS:
-        new, old = (total([*found[rule, load].values()]) for rule in DOORS)
+        new, old = (total([*found[rule, load].values()]) for rule in PROXIES)
         if new.share_in < LEAST_IN:
             missed.append(f"at {load:.0%} {new.share_in:.0%} got in on the next try; at least {LEAST_IN:.0%} should")
         if old.share_in >= LEAST_IN:

@@ -12,7 +12,7 @@ from sidecar.pools.pool import Ask
 
 
 class Guessed(Places):
-    """A free place is anybody's; the refused are told when the queue will have been worked off."""
+    """A free place is free for all; the refused are told when the queue will have been worked off."""
 
     def refuse_what_is_promised(self, ask: Ask, queued: int, now_us: int) -> None:
         """Nothing is."""

@@ -4,8 +4,8 @@ Three schedulers live in one process, with 100, 100,000 and 1,000,000 tickets wa
 tenants. They take turns, round by round, so that a slow moment of the machine hits all of them alike. One cycle is
 enter + dispatch + settle, in two shapes:
 
-- at once: the newcomer belongs to a tier below its reserve and is admitted while everybody else waits on;
-- behind the queue: a lease is settled, the newcomer goes to the back and whoever is at the head is admitted instead.
+- at once: the newcomer belongs to a tier below its reserve and is admitted while all others wait on;
+- after the queue: a lease is settled, the newcomer goes to the back and the head is admitted instead.
 
 Times are processor time: other programs on the machine disturb it less. The garbage collector stays on, as in
 production; its passes are timed apart and are part of the figures. The target: a cycle with 100,000 waiting costs at

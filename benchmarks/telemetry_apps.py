@@ -111,37 +111,37 @@ def contributed_metrics() -> ASGIApp:
 
 
 def admission() -> ASGIApp:
-    """With admission that nobody observes."""
-    door = _door()
-    door.observer = None
-    return door
+    """With admission that no one observes."""
+    middleware = _middleware()
+    middleware.observer = None
+    return middleware
 
 
 def everything() -> ASGIApp:
     """With admission and all of our telemetry: every span recorded, metrics, journal, log."""
     _trace(ParentBased(ALWAYS_ON))
     _measure_as_we_do()
-    return _door()
+    return _middleware()
 
 
 def sampled_out() -> ASGIApp:
     """The same, but that no trace is sampled."""
     _trace(ParentBased(TraceIdRatioBased(0.0)))
     _measure_as_we_do()
-    return _door()
+    return _middleware()
 
 
 def metrics_alone() -> ASGIApp:
     """The same without tracing: metrics, journal, log."""
     _measure_as_we_do()
-    return _door()
+    return _middleware()
 
 
 def spans_alone() -> ASGIApp:
-    """Spans, and nobody else who listens but whom the door has anyway; no provider for metrics."""
+    """Spans, and nobody else who listens but whom the proxy has anyway; no provider for metrics."""
     _trace(ParentBased(ALWAYS_ON))
-    return _door()
+    return _middleware()
 
 
-def _door() -> AdmissionMiddleware:
+def _middleware() -> AdmissionMiddleware:
     return AdmissionMiddleware(app, os.environ["SIDECAR_POLICY"])

@@ -22,7 +22,7 @@ A_TRACE = Trace(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)
 
 
 def received() -> Received:
-    """The benchmark's own request, as the door tells of it."""
+    """The benchmark's own request, as the proxy tells of it."""
     headers = [(name.lower().encode(), value.encode()) for name, value in HEADERS]
     return Received(5_000_000, 1_790_000_000_000_000_000, "POST", "/v1/chat/completions", headers, "request-1")
 
@@ -38,7 +38,7 @@ def events() -> Sequence[Event]:
 
 
 def parts() -> Mapping[str, float]:
-    """Microseconds of each, the least of several repeats. Called in an event loop, as a door's listeners are."""
+    """Microseconds of each, the least of several repeats. Called in an event loop, as a proxy's listeners are."""
     found = {
         "spans, every one recorded": _least_us(_spans(ParentBased(ALWAYS_ON))),
         "spans, none sampled": _least_us(_spans(ALWAYS_OFF)),

@@ -104,10 +104,10 @@ def run_overload(backend: Phoenix, protocol: str) -> None:
         emulated = ("emulate", "--engine", "vllm", "--max-num-seqs", "4", "--step-ms", "20")
         with (
             command(*emulated) as engine,
-            command("serve", "--upstream", engine, "--policy", str(policy), "--admin-port", "0", **variables) as door,
+            command("serve", "--upstream", engine, "--policy", str(policy), "--admin-port", "0", **variables) as proxy,
             client_tracers(backend) as tracers,
         ):
-            asyncio.run(play(scenario(), door, tracers))
+            asyncio.run(play(scenario(), proxy, tracers))
 
 
 @contextlib.contextmanager
@@ -126,9 +126,9 @@ def client_tracers(backend: Phoenix) -> Iterator[Mapping[str, trace.Tracer]]:
             provider.shutdown()
 
 
-async def play(asked: Sequence[Asked], door: str, tracers: Mapping[str, trace.Tracer]) -> None:
+async def play(asked: Sequence[Asked], proxy: str, tracers: Mapping[str, trace.Tracer]) -> None:
     """Sends every request when its time has come. Raises where one is not answered with 200."""
-    async with aiohttp.ClientSession(door) as session:
+    async with aiohttp.ClientSession(proxy) as session:
         await asyncio.gather(*(_ask(one, session, tracers[one.tier]) for one in asked))
 
 
@@ -206,7 +206,7 @@ def by_trace(spans: Sequence[Stored]) -> Mapping[str, Mapping[str, Stored]]:
 
 
 def starved(traces: Mapping[str, Mapping[str, Stored]]) -> Mapping[str, Stored]:
-    """The trace in which somebody starved longest. Raises ValueError where nobody did."""
+    """The trace in which a request starved longest. Raises ValueError where none did."""
     return max(
         (one for one in traces.values() if "admission.starved" in one),
         key=lambda one: one["admission.starved"].length_s,

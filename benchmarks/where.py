@@ -1,4 +1,4 @@
-"""Where admission's microseconds go: each part of the door's work on its own, on the benchmark's own request."""
+"""Where admission's microseconds go: each part of the proxy's work on its own, on the benchmark's own request."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
     python -m benchmarks.soak [--minutes 30] [--seed N] [--json FILE]
 
 Two replicas of `sidecar serve` share a pool in a real Redis, before an emulated engine. Clients of eight tenants in
-five tiers, two of them with limits of their own, send 120% of what the engine can do, streaming and not; some hang up
-in the queue or in the middle of an answer, some come again when they are told to. Meanwhile, by a seeded chance: the
-engine is killed and started, Redis is killed, paused and flushed, the policy is changed, broken and mended.
+five tiers, two of them with limits of their own, send 120% of what the engine can do, streaming and not; some
+disconnect in the queue or in the middle of an answer, some come again when they are told to. Meanwhile, by a seeded
+chance: the engine is killed and started, Redis is killed, paused and flushed, the policy is changed, broken and mended.
 
 A soak that is long enough to judge memory begins with as many short requests as the replicas remember (2 to 5 minutes,
 which are not counted in): from five minutes behind them on, memory should stay as it is.
@@ -57,7 +57,7 @@ class Result:
 async def soak(place: Setting, seconds: float, seed: int) -> Result:
     """Load and faults for so long, then the count."""
     luck = random.Random(seed)
-    clients, faults = Clients(place.doors, luck.randrange(2**32)), Faults(place, random.Random(luck.random()))
+    clients, faults = Clients(place.proxies, luck.randrange(2**32)), Faults(place, random.Random(luck.random()))
     pids = {f"replica {number}": replica.pid for number, replica in enumerate(place.replicas)}
     watch = Watch(pids)
     looking = asyncio.ensure_future(watch.look())
@@ -98,7 +98,7 @@ async def _settled(place: Setting) -> list[str]:
 
 
 async def _tell(clients: Clients, faults: Faults, watch: Watch) -> None:
-    """A line a minute for whoever looks on."""
+    """A line a minute for progress."""
     began_s = time.monotonic()
     while True:
         await asyncio.sleep(60)  # the minutes before the load included
@@ -113,7 +113,7 @@ def table(result: Result) -> str:
     ledger, counted = result.ledger, result.counted
     lines = ["what went wrong on purpose"]
     lines += [f"  {number:5}  {what}" for what, number in sorted(result.faults.made.items())]
-    lines += ["", "how requests ended at the door, by the code of the answer"]
+    lines += ["", "how requests ended at the proxy, by the code of the answer"]
     lines += [f"  {number:5}  {code}" for code, number in sorted(ledger.codes.items())]
     lines += [f"  {ledger.broken_off:5}  admitted, and broken off or failed with the engine"]
     lines += [f"  {result.primed:5}  short requests before, which fill what the replicas remember"]

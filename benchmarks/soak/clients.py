@@ -24,7 +24,7 @@ GIVE_UP_S = 90.0
 PRIMING = Traffic("chat", "high", 0.0, 0.0)
 PRIMING_AT_ONCE = 32
 AFTER_ADMISSION = frozenset(("engine_unreachable", "engine_timeout"))
-"""Errors that an admitted request ends with; all others end a request at the door."""
+"""Errors that an admitted request ends with; all others end a request at the proxy."""
 
 ADMITTED, REFUSED, LEFT, LOST = "admitted", "refused", "left", "lost"
 
@@ -33,8 +33,8 @@ ADMITTED, REFUSED, LEFT, LOST = "admitted", "refused", "left", "lost"
 class Ledger:
     """The clients' own account, by tier: requests sent, and how each ended.
 
-    `left` counts those whose client hung up before it was told anything; `lost` those that had no complete ending: that
-    should never be. A tier's name is empty where the door cannot have known it: a key that was not valid.
+    `left` counts those whose client disconnected before it was told anything; `lost` those that had no complete ending:
+    that should never be. A tier's name is empty where the proxy cannot have known it: a key that was not valid.
     """
 
     sent: Counter[str] = field(default_factory=Counter)
@@ -57,9 +57,9 @@ class Lost(Exception):
 class Clients:
     """An open loop of Poisson arrivals over both replicas."""
 
-    def __init__(self, doors: Sequence[str], seed: int) -> None:
+    def __init__(self, proxies: Sequence[str], seed: int) -> None:
         self.ledger = Ledger()
-        self._doors = [(str(door.hostname), door.port or 0) for door in map(urlsplit, doors)]
+        self._doors = [(str(proxy.hostname), proxy.port or 0) for proxy in map(urlsplit, proxies)]
         self._luck = random.Random(seed)
         self._tasks: set[asyncio.Task[None]] = set()
         self._number = 0
@@ -81,7 +81,7 @@ class Clients:
     async def prime(self, requests: int, within_s: float) -> None:
         """Sends short requests, a few at a time, until so many have ended, or for so long.
 
-        A door remembers its last requests, a number of them: this fills that memory, which the load alone would take
+        A proxy remembers its last requests, a number of them: this fills that memory, which the load alone would take
         half an hour for.
         """
         end_s = time.monotonic() + within_s
@@ -90,8 +90,8 @@ class Clients:
             while self.primed < requests and time.monotonic() < end_s:
                 self.primed += 1
                 body = _written({"max_tokens": 1, "messages": [{"role": "user", "content": f"Say {self.primed}."}]})
-                door = self._doors[self.primed % len(self._doors)]
-                await self._ask(PRIMING, body, GIVE_UP_S, leaves=False, door=door)
+                proxy = self._doors[self.primed % len(self._doors)]
+                await self._ask(PRIMING, body, GIVE_UP_S, leaves=False, proxy=proxy)
 
         await asyncio.gather(*(one_after_another() for _ in range(PRIMING_AT_ONCE)))
 
@@ -114,18 +114,18 @@ class Clients:
         leaves = not traffic.removable and luck.random() < HANG_UP_SHARE
         stays_s = luck.uniform(0.05, 4.0) if leaves else GIVE_UP_S
         body = _body(traffic, number, luck)
-        retry_s = await self._ask(traffic, body, stays_s, leaves=leaves, door=luck.choice(self._doors))
+        retry_s = await self._ask(traffic, body, stays_s, leaves=leaves, proxy=luck.choice(self._doors))
         if retry_s is not None and retry_s < LONGEST_RETRY_S and luck.random() < COME_BACK_SHARE:
             await asyncio.sleep(retry_s)
-            await self._ask(traffic, body, GIVE_UP_S, leaves=False, door=luck.choice(self._doors), attempt=1)
+            await self._ask(traffic, body, GIVE_UP_S, leaves=False, proxy=luck.choice(self._doors), attempt=1)
 
     async def _ask(
-        self, traffic: Traffic, body: bytes, stays_s: float, *, leaves: bool, door: tuple[str, int], attempt: int = 0
+        self, traffic: Traffic, body: bytes, stays_s: float, *, leaves: bool, proxy: tuple[str, int], attempt: int = 0
     ) -> float | None:
         """One request, counted once. Returns when to come again, None where it was not refused."""
         answer = Answer()
         try:
-            await asyncio.wait_for(answer.read(door, _head(traffic, body, attempt) + body), stays_s)
+            await asyncio.wait_for(answer.read(proxy, _head(traffic, body, attempt) + body), stays_s)
         except asyncio.TimeoutError:
             if not leaves:
                 self._lose(traffic, f"no end within {stays_s:g} s, {len(answer.received)} bytes came")
@@ -171,9 +171,9 @@ class Answer:
     def __init__(self) -> None:
         self.received = bytearray()
 
-    async def read(self, door: tuple[str, int], request: bytes) -> None:
-        """Sends the request and reads to the end of the connection. Canceled, it hangs up."""
-        reader, writer = await asyncio.open_connection(*door)
+    async def read(self, proxy: tuple[str, int], request: bytes) -> None:
+        """Sends the request and reads to the end of the connection. Canceled, it disconnects."""
+        reader, writer = await asyncio.open_connection(*proxy)
         try:
             writer.write(request)
             while data := await reader.read(65536):
@@ -190,7 +190,7 @@ class Answer:
         return {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head)}
 
     def is_admitted(self) -> bool:
-        """Whether the door let it in, as far as its client can tell. Comments while it waits say nothing yet."""
+        """Whether the proxy let it in, as far as its client can tell. Comments while it waits say nothing yet."""
         if b"x-admission-wait-ms" in self.received and self._status() in (200, 502, 504):
             return True
         code = self.code()

@@ -31,10 +31,10 @@ class Verdict:
 
 
 def accounting(ledger: Ledger, counted: Counted) -> list[Verdict]:
-    """Clients' account against the doors'.
+    """Clients' account against the proxies'.
 
-    A client that hung up before it was told anything cannot know how its request ended: the door does, so the doors'
-    three figures must be those of the clients plus, among them, exactly those who left.
+    A client that disconnected before it was told anything cannot know how its request ended: the proxy does, so the
+    proxies' three figures must be those of the clients plus, among them, exactly those who left.
     """
     verdicts = []
     early = counted.abandoned[""]
@@ -58,14 +58,14 @@ def accounting(ledger: Ledger, counted: Counted) -> list[Verdict]:
 
 
 def _by_hand(tier: str, ledger: Ledger, counted: Counted) -> Verdict:
-    """What the clients know for certain is in the doors' figures, and the rest are those who left."""
+    """What the clients know for certain is in the proxies' figures, and the rest are those who left."""
     admitted = counted.admitted[tier] - ledger.ended[tier, ADMITTED]
     refused = counted.refused[tier] - ledger.ended[tier, REFUSED]
     abandoned, left = counted.abandoned[tier], ledger.ended[tier, LEFT]
     is_so = min(admitted, refused) >= 0 and (not tier or admitted + refused + abandoned <= left)
     name = tier or "key not valid"
     return Verdict(
-        f"{name}: what clients saw is what the door counted",
+        f"{name}: what clients saw is what the proxy counted",
         f"{counted.admitted[tier]} admitted, {counted.refused[tier]} refused, {abandoned} abandoned; clients "
         f"{ledger.ended[tier, ADMITTED]}, {ledger.ended[tier, REFUSED]}, and {left} left untold",
         is_so,
@@ -77,7 +77,7 @@ def _ended(counted: Counted, tier: str) -> int:
 
 
 def nothing_left(left: Sequence[str]) -> Verdict:
-    """At the end, when nobody asks any more."""
+    """At the end, when no request comes any more."""
     return Verdict("no lease, ticket or request is left", "; ".join(left) or "none", not left)
 
 

@@ -28,7 +28,7 @@ class Traffic:
     """One tenant's. `share` is its part of the load, `streams` the part of its requests that stream.
 
     `limits` is in the words of its file. One that is `removable` is taken out of the policy now and then, and put back:
-    meanwhile its key is answered with 401. Its clients never hang up, so that its tier is always known.
+    meanwhile its key is answered with 401. Its clients never disconnect, so that its tier is always known.
     """
 
     tenant: str
@@ -99,14 +99,14 @@ tenants: tenants/*.yaml
 
 @dataclass(slots=True)
 class Setting:
-    """Everything that runs. `doors` and `admins` are addresses, of each replica in turn."""
+    """Everything that runs. `proxies` and `admins` are addresses, of each replica in turn."""
 
     folder: Path
     redis: RedisServer
     engine_port: int
     engine: subprocess.Popen[str]
     replicas: Sequence[subprocess.Popen[str]] = ()
-    doors: Sequence[str] = ()
+    proxies: Sequence[str] = ()
     admins: Sequence[str] = ()
     engines_started: int = 1
     knobs: Knobs = field(default_factory=Knobs)
@@ -159,7 +159,7 @@ def running(folder: Path) -> Iterator[Setting]:
         try:
             processes += (_replica(setting, number) for number in range(REPLICAS))
             setting.replicas = tuple(processes)
-            setting.doors, setting.admins = zip(*(addresses(process, 2) for process in processes), strict=True)
+            setting.proxies, setting.admins = zip(*(addresses(process, 2) for process in processes), strict=True)
             yield setting
         finally:
             for process in [*processes, setting.engine]:

@@ -1,4 +1,4 @@
-"""What is looked at from outside while a soak runs, and at its end: memory, handles, the doors' own pages, Redis."""
+"""What is looked at from outside while a soak runs, and at its end: memory, handles, the proxies' own pages, Redis."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def states(setting: Setting) -> list[Mapping[str, Any]]:
 
 
 def left_over(setting: Setting) -> list[str]:
-    """What should be gone when nobody asks for anything any more, a line each."""
+    """What should be gone when no request comes any more, a line each."""
     found = []
     for number, state in enumerate(states(setting)):
         pool = state["pool"]

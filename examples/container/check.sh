@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds the image with buildah, and runs it as Kubernetes does: as nobody, without a capability, on a root file system that
+# Builds the image with buildah, and runs it as Kubernetes does: as an unprivileged user, without a capability, on a root file system that
 # is read-only. Linux, as root; wants buildah and python3, no daemon, and port 9464. Leaves nothing behind.
 #   sh examples/container/check.sh
 #   BASE=registry.example.com/python:3.13-slim sh examples/container/check.sh
@@ -81,7 +81,7 @@ kill -TERM "$(innermost "$outer")"
 tries=0
 while kill -0 "$outer" 2> /dev/null; do
     tries=$((tries + 1))
-    [ "$tries" -le 30 ] || fail "as process 1 it does not end when it is told to"
+    [ "$tries" -le 30 ] || fail "as process 1 it does not end on SIGTERM"
     sleep 0.5
 done
 wait "$outer" || fail "as process 1 it does not end in order"
@@ -89,6 +89,6 @@ outer=
 grep -q '"event": "stopped"' "$log" || fail "it does not say that it stopped"
 
 if eval "inside $health" 2> /dev/null; then
-    fail "it is called healthy when nobody answers"
+    fail "it is called healthy when nothing answers"
 fi
 echo "built, runs as user $user on a read-only root, healthy, ends in order; our layers are $(du -sm "$root/opt/sidecar" | cut -f1) MB"

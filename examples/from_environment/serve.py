@@ -26,7 +26,7 @@ def imported(name: str) -> Any:
 
 
 def main() -> None:
-    """Serves until it is told to stop."""
+    """Serves until it is stopped."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--middleware", action="append", default=[], metavar="NAME", help="package.module.Class")
     parser.add_argument("--port", type=int, default=8000)

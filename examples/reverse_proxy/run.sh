@@ -1,12 +1,12 @@
 #!/bin/sh
-# An emulated TensorRT-LLM, the door before it as a process of its own, and three requests. Stops both at the end.
+# An emulated TensorRT-LLM, the sidecar before it as a process of its own, and three requests. Stops both at the end.
 set -eu
 cd "$(dirname "$0")/../.."
 
 logs=$(mktemp -d)
 pids=
 stop() {
-    # The door first: it finishes what runs, and would answer 502 without the engine.
+    # The sidecar first: it finishes what runs, and would answer 502 without the engine.
     for pid in $pids; do
         kill "$pid" 2>/dev/null || true
         wait "$pid" || true
@@ -31,7 +31,7 @@ ask() {
     echo
     echo "$1"
     shift
-    curl --silent --show-error --include "$door/v1/chat/completions" -H 'content-type: application/json' "$@" \
+    curl --silent --show-error --include "$sidecar/v1/chat/completions" -H 'content-type: application/json' "$@" \
         -d '{"model": "emulated", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}' |
         grep -iE '^(HTTP|x-admission)|"content"|"error"'
 }
@@ -39,11 +39,11 @@ ask() {
 sidecar emulate --engine tensorrt-llm --port 0 >"$logs/engine" 2>&1 &
 pids=$!
 engine=$(address "$logs/engine")
-sidecar serve --upstream "$engine" --policy policies/ --port 0 --admin-port 0 >"$logs/door" 2>&1 &
+sidecar serve --upstream "$engine" --policy policies/ --port 0 --admin-port 0 >"$logs/sidecar" 2>&1 &
 pids="$! $pids"
-door=$(address "$logs/door")
-echo "clients -> $door (sidecar serve) -> $engine (emulated TensorRT-LLM)"
+sidecar=$(address "$logs/sidecar")
+echo "clients -> $sidecar (sidecar serve) -> $engine (emulated TensorRT-LLM)"
 
 ask 'The interactive tenant, by its key:' -H 'authorization: Bearer sk-demo-interactive'
 ask 'The research tenant asks for more than it may:' -H 'authorization: Bearer sk-demo-research' -H 'x-priority: high'
-ask 'A key that nobody has:' -H 'authorization: Bearer sk-nobody'
+ask 'An unknown key:' -H 'authorization: Bearer sk-unknown'

@@ -1,5 +1,5 @@
 #!/bin/sh
-# SGLang with the door in its app. Further arguments are SGLang's.
+# SGLang with the sidecar in its app. Further arguments are SGLang's.
 #   MODEL=meta-llama/... sh examples/sglang/serve.sh [--port 30000 ...]
 # Untagged requests would count as less important than any other, and be preempted by them: they get a value.
 set -eu

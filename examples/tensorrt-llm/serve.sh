@@ -1,5 +1,5 @@
 #!/bin/sh
-# trtllm-serve with the door in its app, on one node with four GB300. Further arguments are trtllm-serve's.
+# trtllm-serve with the sidecar in its app, on one node with four GB300. Further arguments are trtllm-serve's.
 #   MODEL=nvidia/... sh examples/tensorrt-llm/serve.sh [--port 8000 ...]
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# vLLM with the door in its app. Further arguments are vLLM's.
+# vLLM with the sidecar in its app. Further arguments are vLLM's.
 #   MODEL=meta-llama/... sh examples/vllm/serve.sh [--port 8000 ...]
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)

@@ -1,4 +1,4 @@
-"""What the dashboard shows, section by section, and what each panel tells its reader."""
+"""Sections of the dashboard, and the meaning of each panel."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def waiting() -> list[Json]:
         ),
         graph(
             "Time to first token",
-            "From arrival at the door to the first byte of a streamed answer. What of it is not queue wait is the "
+            "From arrival at the sidecar to the first byte of a streamed answer. What of it is not queue wait is the "
             "engine's. A point opens the trace of a request. Dashed: slo.ttft.",
             "s",
             [*quantiles("admission_time_to_first_token_seconds"), promised("admission_slo_ttft_seconds")],
@@ -84,7 +84,7 @@ def waiting() -> list[Json]:
         ),
         graph(
             "Gave up waiting",
-            "Left the queue before their turn: the client hung up, or the server ended.",
+            "Left the queue before their turn: the client disconnected, or the server ended.",
             "reqps",
             [
                 Query(

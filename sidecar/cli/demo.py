@@ -113,7 +113,7 @@ def _store(text: str) -> str:
 
 
 def _keep(place: Place, out: TextIO) -> None:
-    port, *others = place.doors
+    port, *others = place.sidecars
     beside = f" The other replicas are on the ports {', '.join(map(str, others))}." if others else ""
     print(
         f"""

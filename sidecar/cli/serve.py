@@ -82,28 +82,31 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
         if access.is_open:
             _log.warning("%s", open_port(args.admin_host), extra={"event": "admin_port_open"})
         files = PolicyFiles(args.policy)
-        door = AdmissionMiddleware(
+        middleware = AdmissionMiddleware(
             ReverseProxy(args.upstream),
             loaded.policy,
             files=files,
             is_shown=True,
             takes_over_pool=args.take_over_pool,
         )
-        end_telemetry = configure_from_environment(scrape=door.observability.scrape)
+        end_telemetry = configure_from_environment(scrape=middleware.observability.scrape)
         pages = admin_app(
-            state=door.state, readiness=door.readiness, notices=door.notices, routes=door.observability.routes
+            state=middleware.state,
+            readiness=middleware.readiness,
+            notices=middleware.notices,
+            routes=middleware.observability.routes,
         )
         server.run(
             server.serve(
-                door,
+                middleware,
                 host=args.host,
                 port=args.port,
                 admin=AdminGuard(pages, access),
                 admin_host=args.admin_host,
                 admin_port=args.admin_port,
-                drain=lambda: _drain(door),
-                drained=door.drained,
-                reload=door.observability.reload,
+                drain=lambda: _drain(middleware),
+                drained=middleware.drained,
+                reload=middleware.observability.reload,
                 grace_s=args.grace,
                 announce=_announce_and_log if announces_twice else _announce,
             )
@@ -115,10 +118,10 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
     return None
 
 
-def _drain(door: Door) -> None:
-    door.drain()
-    new_ones = "pass until the port closes" if door.is_observing else "are refused"
-    _log.info("%d requests are under way, new ones %s", door.under_way, new_ones, extra={"event": "draining"})
+def _drain(middleware: Door) -> None:
+    middleware.drain()
+    new_ones = "pass until the port closes" if middleware.is_observing else "are refused"
+    _log.info("%d requests are under way, new ones %s", middleware.under_way, new_ones, extra={"event": "draining"})
 
 
 def _announce(line: str) -> None:

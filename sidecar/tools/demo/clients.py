@@ -73,14 +73,14 @@ _TEXT = "the queue serves a token under load while every tenant waits for some w
 class Seen:
     """One client's result. `ttft_s` is None where no answer came; `request_id` is the engine's own.
 
-    `door` is the position of the server that was asked among the run's.
+    `sidecar` is the position of the server that was asked among the run's.
     """
 
     arrival: Arrival
     ttft_s: float | None
     door_wait_s: float
     request_id: str | None
-    door: int = 0
+    sidecar: int = 0
 
 
 Asking = Callable[[Stream], tuple[Mapping[str, str], Mapping[str, object]]]
@@ -123,7 +123,7 @@ def _seen(arrival: Arrival, seen: loadgen.Seen) -> Seen:
         ttft_s=seen.ttft_s if seen.is_complete else None,
         door_wait_s=float(seen.headers.get("x-admission-wait-ms", 0)) / 1000,
         request_id=None if seen.request_id is None else seen.request_id.rpartition("-")[2],
-        door=seen.url_index,
+        sidecar=seen.url_index,
     )
 
 

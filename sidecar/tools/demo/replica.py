@@ -34,26 +34,26 @@ GRACE_S = 1.0
 def main(policy_path: str, pool: str, engine: str) -> None:
     """Serves until it is terminated."""
     end_with_parent()
-    door = AdmissionMiddleware(ReverseProxy(engine), replace(load(policy_path), pool=pool))
-    server.run(_serve(door))
+    middleware = AdmissionMiddleware(ReverseProxy(engine), replace(load(policy_path), pool=pool))
+    server.run(_serve(middleware))
 
 
-async def _serve(door: AdmissionMiddleware) -> None:
-    if reason := await _why_not_shared(door.pool):
+async def _serve(middleware: AdmissionMiddleware) -> None:
+    if reason := await _why_not_shared(middleware.pool):
         _say(f"the store {store_address(os.environ[STORE_VARIABLE])} cannot be used: {reason}")
-        await door.pool.close()
+        await middleware.pool.close()
         return
     await server.serve(
-        door,
+        middleware,
         host="127.0.0.1",
         port=0,
-        admin=admin_app(state=door.state, readiness=door.readiness, notices=door.notices),
+        admin=admin_app(state=middleware.state, readiness=middleware.readiness, notices=middleware.notices),
         admin_host="127.0.0.1",
         admin_port=0,
-        drain=door.drain,
-        drained=door.drained,
+        drain=middleware.drain,
+        drained=middleware.drained,
         grace_s=GRACE_S,
-        announce=lambda line: _say(line.rpartition(":")[2]),  # the door's port comes first
+        announce=lambda line: _say(line.rpartition(":")[2]),  # the sidecar's port comes first
     )
 
 

@@ -22,14 +22,14 @@ from sidecar.tools.loadgen import Progress
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One way to serve the arrivals. `behind_door` is whether the middleware stands before the engine.
+    """One way to serve the arrivals. `has_admission` is whether the middleware stands before the engine.
 
     It stands in the engine's own process, or, where the pool is shared, in replicas of their own.
     """
 
     name: str
     title: str
-    behind_door: bool
+    has_admission: bool
     asking: Callable[[Policy], Asking]
     sharing: Sharing | None = None
 
@@ -43,7 +43,7 @@ class Run:
 class Place:
     """Where a run is played, in ports of loopback: the servers that its clients ask, and the engine behind them."""
 
-    doors: Sequence[int]
+    sidecars: Sequence[int]
     engine: int
 
 
@@ -74,9 +74,9 @@ def _says_who_it_is(_: Policy) -> Asking:
 
 
 RUNS = (
-    Run("control", "control: equal priority", behind_door=False, asking=_says_nothing),
-    Run("engine", "engine priority only", behind_door=False, asking=_says_engine_priority),
-    Run("admission", "admission", behind_door=True, asking=_says_who_it_is),
+    Run("control", "control: equal priority", has_admission=False, asking=_says_nothing),
+    Run("engine", "engine priority only", has_admission=False, asking=_says_engine_priority),
+    Run("admission", "admission", has_admission=True, asking=_says_who_it_is),
 )
 
 
@@ -90,18 +90,18 @@ def play_run(
     run: Run, place: Place, arrivals: Sequence[Arrival], policy: Policy, report: Callable[[float, Progress], None]
 ) -> RunMeasurement:
     """Plays the arrivals at one place and measures what happened."""
-    seen = asyncio.run(play(place.doors, arrivals, run.asking(policy), report))
+    seen = asyncio.run(play(place.sidecars, arrivals, run.asking(policy), report))
     with urllib.request.urlopen(f"http://127.0.0.1:{place.engine}{LOG_PATH}") as response:
         log = msgspec.json.decode(response.read(), type=list[Served])
     figures = measure(run.name, [tier.name for tier in policy.tiers], seen, log, policy.rules.requests)
-    if not run.behind_door:
+    if not run.has_admission:
         return figures
-    answered = [_answered(seen, door) for door in range(len(place.doors))]
-    return replace(figures, replicas=len(place.doors), answered_by_replica=answered)
+    answered = [_answered(seen, sidecar) for sidecar in range(len(place.sidecars))]
+    return replace(figures, replicas=len(place.sidecars), answered_by_replica=answered)
 
 
-def _answered(seen: Sequence[Seen], door: int) -> int:
-    return sum(one.door == door and one.ttft_s is not None for one in seen)
+def _answered(seen: Sequence[Seen], sidecar: int) -> int:
+    return sum(one.sidecar == sidecar and one.ttft_s is not None for one in seen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Server process of one demo run: an emulated TensorRT-LLM, alone or with the middleware mounted.
 
-`python -m sidecar.tools.demo.server door|alone POLICY` listens on a free port of loopback and prints it.
+`python -m sidecar.tools.demo.server admission|alone POLICY` listens on a free port of loopback and prints it.
 `GET /demo/log` gives the engine's record of every request, which the demo joins with its clients' results. The process
 ends when its standard input does.
 """
@@ -81,7 +81,7 @@ def main(kind: str, policy_path: str) -> None:
     end_with_parent()
     policy = replace(load(policy_path), store=None)  # a pool in a store is none for a demo to play with
     emulator = emulated_engine(policy)
-    app: ASGIApp = AdmissionMiddleware(emulator.app, policy) if kind == "door" else emulator.app
+    app: ASGIApp = AdmissionMiddleware(emulator.app, policy) if kind == "admission" else emulator.app
     listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
     sys.stdout.write(f"{listener.getsockname()[1]}\n")
     sys.stdout.flush()

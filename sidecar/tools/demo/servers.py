@@ -29,13 +29,13 @@ def servers(runs: Sequence[Run], policy_path: Path) -> Iterator[Mapping[str, Pla
     with _processes(engines) as ports, contextlib.ExitStack() as replicas:
         places: dict[str, Place] = {}
         for run, engine in zip(runs, ports, strict=True):
-            doors = (engine,) if run.sharing is None else replicas.enter_context(_replicas(run, engine, policy_path))
-            places[run.name] = Place(tuple(doors), engine)
+            sidecars = (engine,) if run.sharing is None else replicas.enter_context(_replicas(run, engine, policy_path))
+            places[run.name] = Place(tuple(sidecars), engine)
         yield places
 
 
 def _kind(run: Run) -> str:
-    return "door" if run.behind_door and run.sharing is None else "alone"
+    return "admission" if run.has_admission and run.sharing is None else "alone"
 
 
 def _replicas(run: Run, engine: int, policy_path: Path) -> contextlib.AbstractContextManager[Sequence[int]]:

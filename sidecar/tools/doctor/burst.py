@@ -158,7 +158,7 @@ class Burst:
         return max((one.running for one in self.gauges if one.running is not None), default=None)
 
     @property
-    def held_at_door(self) -> int:
+    def held_at_sidecar(self) -> int:
         """Requests that one of our own sidecars says it held."""
         return sum(one.headers.get(WAIT_HEADER, "0") != "0" for one in self.seen)
 
@@ -273,6 +273,6 @@ def _shows_on_gauge(burst: Burst) -> bool:
     return (burst.waiting_inside or 0) >= ON_GAUGE * burst.judgment.waited
 
 
-def queueing_at_door(burst: Burst) -> Queueing:
+def queueing_at_sidecar(burst: Burst) -> Queueing:
     """The same for one of our own sidecars, which says of each request how long it held it."""
-    return Queueing.INSIDE if burst.held_at_door >= FEWEST else Queueing.TOO_LITTLE
+    return Queueing.INSIDE if burst.held_at_sidecar >= FEWEST else Queueing.TOO_LITTLE

@@ -69,7 +69,7 @@ def _field_path(survey: Survey, probed: Probed) -> Condition:
     name, first = "field path", probed.checks[0]
     if first.refusal is not None:
         return Condition(name, State.BROKEN, first.evidence, advice.refused(survey.engine))
-    if probed.is_door:
+    if probed.is_sidecar:
         return _tiers(probed, first)
     used = probed.mixed[-1].plan.way if probed.mixed else None
     if probed.effect in SEEN:
@@ -100,7 +100,7 @@ def _shows_nothing(survey: Survey, probed: Probed) -> bool:
 
 def _makes_no_difference(survey: Survey, probed: Probed) -> bool:
     """The same, of an engine that says that it uses priority."""
-    return bool(survey.facts.by_priority) and not probed.is_door and _shows_nothing(survey, probed)
+    return bool(survey.facts.by_priority) and not probed.is_sidecar and _shows_nothing(survey, probed)
 
 
 def _tiers(probed: Probed, first: Check) -> Condition:
@@ -126,9 +126,9 @@ def _scheduler(survey: Survey, probed: Probed) -> Condition:
         return Condition(name, State.UNKNOWN, f"the order is unclear: {order(probed.mixed[-1], probed.control)}", fix)
     arrives = any(one.arrives is not False and one.refusal is None for one in probed.checks)
     if _shows_nothing(survey, probed) and arrives and not _makes_no_difference(survey, probed):
-        mend = None if probed.is_door else advice.scheduler(survey.engine)
+        mend = None if probed.is_sidecar else advice.scheduler(survey.engine)
         return Condition(name, State.BROKEN, order(probed.mixed[-1], probed.control), mend)
-    if survey.facts.by_priority is not None and not probed.is_door:
+    if survey.facts.by_priority is not None and not probed.is_sidecar:
         return _said(survey)
     return Condition(name, State.UNKNOWN, "nothing that could show it has happened")
 
@@ -158,7 +158,7 @@ def _queueing(survey: Survey, probed: Probed) -> Condition:
         shown = f"but not inside the engine, whose own gauge showed {burst.waiting_inside} at most"
         seen = f"{waits(burst, probed)}, {shown}"
         return Condition(name, State.BROKEN, seen, fix)
-    if not probed.is_door and seems_switched_off(burst, survey.engine):
+    if not probed.is_sidecar and seems_switched_off(burst, survey.engine):
         seen = f"{too_little(probed)}; the gauge of the router's queue stayed at 0"
         return Condition(name, State.UNKNOWN, seen, advice.scheduler(survey.engine))
     return Condition(name, State.UNKNOWN, too_little(probed), more(survey, burst))
@@ -220,8 +220,8 @@ def waits(burst: Burst, probed: Probed) -> str:
     if wait_s is not None and alone_s is not None:
         text += f", {_seconds(wait_s)} s to the first token (median) against {_seconds(alone_s)} s alone"
     text += f"; {burst.at_once} ran at once"
-    if probed.is_door:
-        return text + f", {burst.held_at_door} were held at the sidecar"
+    if probed.is_sidecar:
+        return text + f", {burst.held_at_sidecar} were held at the sidecar"
     return text + (f", up to {burst.waiting_inside} waited in the engine" if burst.waiting_inside else "")
 
 

@@ -15,7 +15,7 @@ from sidecar.tools.doctor import probe as sizing
 from sidecar.tools.doctor.burst import Burst, Queueing
 from sidecar.tools.doctor.conditions import Condition, State, conditions, read_only
 from sidecar.tools.doctor.policy_comparison import Finding, compare, harm, sent
-from sidecar.tools.doctor.priority_fields import LEVELS, PriorityField, door, ways_to
+from sidecar.tools.doctor.priority_fields import LEVELS, PriorityField, sidecar_tier, ways_to
 from sidecar.tools.doctor.probe import Probe, Probed, Say
 from sidecar.tools.doctor.survey import CannotLook, Survey, survey
 from sidecar.tools.doctor.target import Clock, Target
@@ -94,7 +94,7 @@ def _ways(options: Options, found: Survey) -> Sequence[PriorityField]:
 
 
 def _door(options: Options) -> PriorityField:
-    return door() if options.policy is None else door(options.policy.tier_header.decode("latin-1"))
+    return sidecar_tier() if options.policy is None else sidecar_tier(options.policy.tier_header.decode("latin-1"))
 
 
 def _announcement(options: Options, found: Survey) -> str:
@@ -112,14 +112,14 @@ def _announcement(options: Options, found: Survey) -> str:
 def _concluded(options: Options, found: Survey, probed: Probed | None, kept_from: str | None = None) -> Examination:
     last = probed.mixed[-1] if probed is not None and probed.mixed else None
     where = Queueing.TOO_LITTLE if probed is None else probed.queueing(found)
-    is_door = probed is not None and probed.is_door
+    is_sidecar = probed is not None and probed.is_sidecar
     return Examination(
         options=options,
         survey=found,
         probed=probed,
         conditions=read_only(found) if probed is None else conditions(found, probed),
-        findings=() if is_door else compare(options.policy, found),
-        capacity=None if is_door else recommend(found.gauges, last, where, found.others),
+        findings=() if is_sidecar else compare(options.policy, found),
+        capacity=None if is_sidecar else recommend(found.gauges, last, where, found.others),
         sends=sent(options.policy) if options.policy is not None else None,
         kept_from=kept_from,
     )

@@ -63,7 +63,7 @@ def ways_to(engine: EngineName, carrier: Carrier | None, tiers: int) -> Sequence
     return (ours, *others)
 
 
-def door(header: str = "x-priority") -> PriorityField:
+def sidecar_tier(header: str = "x-priority") -> PriorityField:
     """How a tier is asked for at one of our own sidecars: a number in [0, 1], which it maps to its ladder."""
     return PriorityField((header,), is_header=True, values=(1, 0.5, 0), invalid="no-such-tier")
 

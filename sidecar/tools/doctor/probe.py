@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from sidecar.engines.reading import Pages
-from sidecar.tools.doctor.burst import LONGER, TIER_HEADER, Burst, Plan, Queueing, queueing, queueing_at_door, send
+from sidecar.tools.doctor.burst import LONGER, TIER_HEADER, Burst, Plan, Queueing, queueing, queueing_at_sidecar, send
 from sidecar.tools.doctor.judgment import Effect
 from sidecar.tools.doctor.priority_fields import PriorityField
 from sidecar.tools.doctor.survey import CannotLook, Survey
@@ -43,7 +43,7 @@ class Probed:
     control: Burst | None = None
 
     @property
-    def is_door(self) -> bool:
+    def is_sidecar(self) -> bool:
         """Whether one of our own sidecars answers."""
         return TIER_HEADER in self.alone.headers
 
@@ -61,8 +61,8 @@ class Probed:
         """Whether requests had to wait inside the engine."""
         if not self.mixed:
             return Queueing.TOO_LITTLE
-        if self.is_door:
-            return queueing_at_door(self.mixed[-1])
+        if self.is_sidecar:
+            return queueing_at_sidecar(self.mixed[-1])
         return queueing(self.mixed[-1], self.control, survey.engine, survey.gauges.max_running)
 
 
@@ -77,13 +77,13 @@ class Probe:
         self._say = say
         self._seeds = iter(range(1, 1_000))
 
-    async def run(self, target: Target, ways: Sequence[PriorityField], door: PriorityField) -> Probed:
-        """Probes an engine by its `ways`, its adapter's first, or one of our own sidecars by the way `door`.
+    async def run(self, target: Target, ways: Sequence[PriorityField], sidecar_tier: PriorityField) -> Probed:
+        """Probes an engine by its `ways`, its adapter's first, or one of our own sidecars by the way `sidecar_tier`.
 
         Raises CannotLook where no request is answered.
         """
         probed = await self._first_answer(target)
-        for way in (door,) if probed.is_door else ways:
+        for way in (sidecar_tier,) if probed.is_sidecar else ways:
             probed.checks.append(await check(way, probed.target, self._clock))
         accepted = [one for one in probed.checks if one.refusal is None]
         if accepted:
@@ -108,7 +108,7 @@ class Probe:
 
     async def _find_load(self, probed: Probed, way: PriorityField) -> None:
         """Bursts until enough requests waited, the bound is reached, or time is short."""
-        known = None if probed.is_door else self._survey.gauges.max_running
+        known = None if probed.is_sidecar else self._survey.gauges.max_running
         size: int | None = first_size(known, self._most)
         while size is not None and self._clock.left_s > LEAST_S:
             at_once = known if known is not None else probed.mixed[-1].at_once if probed.mixed else None

@@ -30,7 +30,7 @@ def headline(examination: Examination) -> str:
     """The verdict in one line."""
     survey, place = examination.survey, examination.options.url
     who = f"{survey.name} at {place}"
-    if examination.probed is not None and examination.probed.is_door:
+    if examination.probed is not None and examination.probed.is_sidecar:
         who = f"an admission sidecar at {place}, in front of {survey.name}"
     match examination.state:
         case State.WORKS:
@@ -76,7 +76,7 @@ def _notes(examination: Examination) -> Sequence[str]:
     notes = [f"could not be read: {line}" for line in survey.unread]
     if survey.others:
         notes.append(f"{survey.others} requests of other clients were there when this began")
-    if probed is not None and probed.is_door:
+    if probed is not None and probed.is_sidecar:
         notes.append(
             "measured through admission, by tiers: the sidecar removes engine priorities that clients send; for the "
             "engine's own verdict point --upstream at the engine"
@@ -118,7 +118,7 @@ def figures(examination: Examination) -> dict[str, Any]:
         "verdict": examination.state.value,
         "headline": headline(examination),
         "upstream": examination.options.url,
-        "is_sidecar": probed is not None and probed.is_door,
+        "is_sidecar": probed is not None and probed.is_sidecar,
         "engine": survey.engine.value,
         "identity": survey.identity,
         "facts": survey.facts,
