@@ -209,7 +209,7 @@ function waits(parts, tier) {
   put(parts.queued, queued ? `${count(queued)}\u00a0request${queued === 1 ? "" : "s"}` : "none");
   put(parts.tokens, queued ? `${count(tier.queued.tokens)} tokens` : "");
   parts.queued.className = queued ? "" : "soft";
-  put(parts.oldest, oldest ? `waits ${duration(oldest.wait_s)}` : "nobody waits");
+  put(parts.oldest, oldest ? `waits ${duration(oldest.wait_s)}` : "none waits");
   parts.oldest.className = oldest ? "" : "soft";
   const starved = oldest && oldest.starvation_s >= 0.05;
   put(parts.starved, starved ? `starved ${duration(oldest.starvation_s)}` : "");
@@ -266,7 +266,7 @@ function spark(parts, tier) {
   const shows = promised !== null && promised < top;
   line(parts.p, shows ? y(promised) : -9);
   const worst = Math.max(...starved, 0);
-  const said = most ? `up to ${duration(most)}${worst ? `, starved ${duration(worst)}` : ""}` : "nobody waited";
+  const said = most ? `up to ${duration(most)}${worst ? `, starved ${duration(worst)}` : ""}` : "none waited";
   put(parts.most, said);
   parts.spark.setAttribute("aria-label", `last 5 minutes: ${said}`);
 }
@@ -379,7 +379,7 @@ function show(overview) {
   tenants(overview);
   replicas(overview);
   refusals(overview);
-  say(overview.starving ? `${overview.starving} starves` : waits ? "nobody starves" : "nobody waits");
+  say(overview.starving ? `${overview.starving} starves` : waits ? "none starves" : "none waits");
 }
 
 // For screen readers: only what changed, not every second's figures.

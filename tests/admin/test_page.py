@@ -122,9 +122,9 @@ async def test_rows_stay_and_keep_their_focus_while_figures_change(tools: str) -
         await page.until("document.getElementById('tier-rows').children[0].innerText.includes('low')")
         text = await page.text()
         assert "batch" not in text
-        assert "Nobody waits." in text
+        assert "No request waits." in text
         assert "No request was refused lately." in text
-        assert "Nobody holds anything." in text
+        assert "No tenant holds anything." in text
 
 
 async def test_a_flood_of_the_same_refusal_is_one_line(tools: str) -> None:

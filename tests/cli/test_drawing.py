@@ -91,7 +91,7 @@ def test_an_empty_and_an_unbounded_pool_can_be_drawn() -> None:
         tier("only", reserve=Amount(), limit=Amount()), capacity=Amount(), free=Amount(), tenants=[], refusals=[]
     )
     lines = draw(nothing, Look(100))
-    assert "Nobody waits." in lines
+    assert "No request waits." in lines
     assert not any(line.startswith(("tokens", "requests", "TENANT", "LAST")) for line in lines)
 
 

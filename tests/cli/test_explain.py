@@ -57,7 +57,7 @@ def test_every_step_is_explained_to_a_stranger(policy: Path, capsys: pytest.Capt
         == f"""\
 POST /v1/chat/completions, read as chat, with a small body
 
-1. Who asks
+1. The tenant
    acme, by its API key: tier batch, may ask for up to normal
 
 2. Which tier: the sources in the policy's order; the first that answers wins
@@ -75,7 +75,7 @@ POST /v1/chat/completions, read as chat, with a small body
    1 of the pool's requests: one for each sequence
    tier normal accepts at most 800 tokens and 8 requests: the pool less what more important tiers keep free
 
-4. What the engine is told (tensorrt-llm)
+4. The priority sent to the engine (tensorrt-llm)
    body member "priority": 0.5
 
 It gets tier normal and holds 26 tokens.

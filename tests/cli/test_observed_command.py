@@ -78,7 +78,7 @@ def test_any_of_two_replicas_tells_what_enforcing_would_have_done_to_the_request
         assert "2 replicas" in said.splitlines()[0]
         assert report["conclusion"][:40] in said
         overview = asyncio.run(doors[1].overview())
-        assert overview["headline"].startswith("Nobody is held (mode: observe).")
+        assert overview["headline"].startswith("No request is held (mode: observe).")
         assert any("mode: observe" in notice for notice in overview["notices"])
 
 

@@ -125,8 +125,8 @@ def test_it_draws_in_a_terminal_of_its_own_until_q(admin: Admin) -> None:
         assert ENTERS in drawn
         assert "\x1b[1;31m" in drawn  # the headline, in red
         shown = msgspec.json.decode(admin.body, type=Overview)
-        admin.body = msgspec.json.encode(msgspec.structs.replace(shown, headline="Nobody waits.", starving=None))
-        screen.until("Nobody waits.")
+        admin.body = msgspec.json.encode(msgspec.structs.replace(shown, headline="No request waits.", starving=None))
+        screen.until("No request waits.")
         screen.press(b"q")
         code, rest = screen.ends()
         assert (code, rest.count(LEAVES)) == (0, 1)

@@ -77,15 +77,15 @@ def test_every_rule_has_its_reason(rule: str, because: str) -> None:
 
 def test_who_waits_without_having_been_overtaken_does_not_starve() -> None:
     waits = tier("normal", oldest=OldestWaiter(4.2, 0.0, {}, "one"))
-    assert headline([tier("high"), waits]) == "Nobody starves. normal waits longest: 4.2 s."
+    assert headline([tier("high"), waits]) == "No request starves. normal waits longest: 4.2 s."
 
 
 def test_when_nobody_waits_it_still_says_who_starved_before() -> None:
-    assert headline([tier("high")]) == headline([]) == "Nobody waits."
+    assert headline([tier("high")]) == headline([]) == "No request waits."
     before = tier(
         "batch", recent=[Bucket(0, starvation_max_s=12.0)], overtaken_by={"high": Overtakings(1, 1, {"level": 1})}
     )
     assert headline([tier("high"), before]) == (
-        "Nobody waits. In the last 5 minutes batch starved for up to 12 s. "
+        "No request waits. In the last 5 minutes batch starved for up to 12 s. "
         "high overtook it once in 5 minutes, because high is more important."
     )

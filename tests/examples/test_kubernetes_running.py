@@ -117,7 +117,7 @@ def test_a_request_that_waits_moves_what_the_scaler_goes_by(pod: Pod, tmp_path: 
     filled_in = {"Series": series_of(rule), "LabelMatchers": f'instance="{target}"', "GroupBy": "instance"}
     query = re.sub(r"<<\.(\w+)>>", lambda found: filled_in[found[1]], rule["metricsQuery"])
     with prometheus(tmp_path, [target]) as server:
-        until(lambda: [sample.value for sample in server.query(query)] == [0.0], "nobody waits", TIMEOUT_S)
+        until(lambda: [sample.value for sample in server.query(query)] == [0.0], "none waits", TIMEOUT_S)
         # 600 of 950 tokens each: the second waits until the first has ended, in half a minute.
         in_the_background(pod.door.url, KEY, 600)
         in_the_background(pod.door.url, KEY, 600)

@@ -126,7 +126,7 @@ async def test_one_that_was_overtaken_hears_by_whom_and_why() -> None:
         assert story.conclusion.startswith("has waited ")
         assert story.conclusion.endswith(
             "so far: the pool has no room: 38 of 100,000 tokens and 2 of 2 requests are held, and it asks for 19; "
-            "nobody went ahead of it"
+            "no request went ahead of it"
         )
         app.release()
         await until(lambda: door.knows("overtakes", "admitted"))
@@ -231,7 +231,7 @@ def test_every_rule_has_its_sentence(
     (tier, arrived_us), (level, passed) = ahead, admitted
     arrives(journal, "ahead", tier, arrived_us)(Admitted(50, 50 - arrived_us, 0, None, {}, level, None, passed))
     arrives(journal, "waiter", waiter, 10)
-    story = ExplanationBuilder(journal, lambda: TIERS, "lab", is_shared=False).tell("waiter")
+    story = ExplanationBuilder(journal, lambda: TIERS, "lab", is_shared=False).explain("waiter")
     assert story is not None
     assert story.wait is not None
     (group,) = story.wait.groups
@@ -245,7 +245,7 @@ def test_what_is_not_kept_any_more_is_told_in_tokens() -> None:
         at_us = 10 + number
         arrives(journal, str(number), "high", at_us)(Admitted(at_us, 0, 0, None, {}, 1, None, {"batch": "reserve"}))
     victim(Admitted(200, 200, 190, 10, {"high": 500}, 4, None))
-    story = ExplanationBuilder(journal, lambda: TIERS, "lab", is_shared=False).tell("victim")
+    story = ExplanationBuilder(journal, lambda: TIERS, "lab", is_shared=False).explain("victim")
     assert story is not None
     assert story.wait is not None
     (unseen,) = story.wait.unseen
@@ -297,7 +297,7 @@ async def test_one_whose_client_hung_up_says_so() -> None:
         story = await door.story("leaver")
         await finished(app, sent)
     assert (story.state, story.refused and story.refused.code) == ("abandoned", "client_left")
-    assert story.conclusion.endswith("nobody went ahead of it; then the client hung up before it was admitted")
+    assert story.conclusion.endswith("no request went ahead of it; then the client hung up before it was admitted")
 
 
 async def test_what_is_not_known_is_said_with_how_long_it_is_kept() -> None:

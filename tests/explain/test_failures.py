@@ -38,7 +38,7 @@ def told(*events: Event, now_s: float = 60, ahead: bool = False) -> Explanation:
         other = journal.begin(Received(5 * SECOND, 10**18, "POST", "/", [], "important"), None)
         other(Classified(5 * SECOND, "high", "acme", "key", None, "chat", "m", 1, False, 9, 1))
         other(Admitted(5 * SECOND, 0, 0, None, {}, 0, None, {"batch": "level"}))
-    story = ExplanationBuilder(journal, lambda: ("high", "batch"), "lab", is_shared=False).tell("mine")
+    story = ExplanationBuilder(journal, lambda: ("high", "batch"), "lab", is_shared=False).explain("mine")
     assert story is not None
     return story
 
