@@ -1,17 +1,22 @@
-"""Routes of the admin port: the live page, the overview and its event stream, the dry run, one request's
-explanation.
+"""Routes of the admin port: live page, overview and its event stream, dry-run report, explanation of a request.
+
+The live page's markup, style and script are files beside this one; it loads nothing else. Its Content-Security-Policy
+names this style and this script by their hashes, and allows connections to its own server only. A script that a
+request's text smuggles into the page does not run.
 """
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Callable, Sequence
+from hashlib import sha256
+from importlib.resources import files
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from sidecar.admin.page import HEADERS, PAGE
 from sidecar.admin.stream import Stream
 from sidecar.cluster.generations import Generations
 from sidecar.cluster.overview import PoolOverview
@@ -92,3 +97,25 @@ def _unknown(teller: ExplanationBuilder, wanted: str) -> str:
         f"for at most {minutes:g} minutes the last that ended, since it started"
     )
     return f"{sentence}; the pool is shared, so ask the other replicas, too" if teller.is_shared else sentence
+
+
+def _text(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+_STYLE, _SCRIPT = _text("page.css"), _text("page.js")
+PAGE = _text("page.html").replace("/*style*/", _STYLE).replace("/*script*/", _SCRIPT).encode()
+POLICY = (
+    f"default-src 'none'; style-src {_hash(_STYLE)}; script-src {_hash(_SCRIPT)}; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "cache-control": "no-store",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}

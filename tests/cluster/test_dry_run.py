@@ -63,8 +63,8 @@ def test_it_says_in_a_sentence_what_enforcing_would_have_done() -> None:
 def test_nothing_to_say_is_said_too() -> None:
     assert report_of(heard()).conclusion == "No request has been observed yet by this policy."
     assert report_of(heard(told())).conclusion == (
-        "Enforcing would have refused none of 1 request. No request would have waited and then been admitted; none would "
-        "have starved."
+        "Enforcing would have refused none of 1 request. No request would have waited and then been admitted; none "
+        "would have starved."
     )
     assert "this policy is enforced" in report_of(heard(), mode=Mode.ENFORCE).conclusion
 
