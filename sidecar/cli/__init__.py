@@ -18,6 +18,7 @@ from typing import Protocol
 from sidecar.version import __version__
 
 COMMANDS = {
+    "init": "write a starter policy that fits an engine, with a key for each tenant",
     "serve": "run the door as a reverse proxy in front of an engine",
     "trtllm-serve": "run the real trtllm-serve with the door mounted in it",
     "sglang-serve": "run the real SGLang server with the door mounted in it",

@@ -1,0 +1,142 @@
+"""Text of a starter policy: the files that `sidecar init` writes, with their comments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import yaml
+
+from sidecar.engines import routes_of
+from sidecar.policy.fields import infer_api
+from sidecar.policy.keys import hash_line
+from sidecar.policy.policy import EngineName
+from sidecar.policy.problems import printable
+
+FEWEST_FOR_RESERVES = 4
+"""Requests at once that three tiers can divide: each reserve is at least one of them, and one is left."""
+FEWEST_FOR_FIVE = 20
+"""Requests at once that five tiers can divide: the reserves, each rounded up, are about half of them."""
+
+_FIVE = """\
+  critical: {reserve: 5%, limit: 30%, always_first: true}  # Incidents, and nothing else.
+  high: {reserve: 20%, lend: 60%}      # A person watches the answer appear.
+  normal: {reserve: 10%}               # Everything that names no tier.
+  low: {reserve: 10%}                  # Work that can wait for minutes.
+  batch:                               # Work that can wait for hours, such as nightly runs.
+    reserve: 10%
+    limit: 60%                         # Keeps 40% of the pool for the tiers above. Raise it where only batch runs.
+    queue: {max_requests: 10k, max_wait: 30m}
+"""
+_THREE = """\
+  high: {reserve: 20%, lend: 60%}      # A person watches the answer appear.
+  normal: {reserve: 10%}               # Everything that names no tier.
+  batch:                               # Work that can wait for hours, such as nightly runs.
+    reserve: 10%
+    limit: 60%                         # Keeps 40% of the pool for the tiers above. Raise it where only batch runs.
+    queue: {max_requests: 10k, max_wait: 30m}
+"""
+_THREE_IN_ORDER = """\
+  high: {}                             # A person watches the answer appear.
+  normal: {}                           # Everything that names no tier.
+  batch: {queue: {max_requests: 10k, max_wait: 30m}}  # Work that can wait for hours, such as nightly runs.
+"""
+_KEYS_OF_A_TIER = """\
+#   reserve   the share of the pool that the tier can always get back
+#   lend      the share of an idle reserve that other tiers may use; the rest stays free for an instant start
+#   limit     the largest share of the pool that the tier may hold
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ladder:
+    """The tiers of a starter policy as YAML, the best tier that aging reaches, and the reason for their number."""
+
+    names: Sequence[str]
+    yaml: str
+    ceiling: str
+    reason: str
+
+
+def ladder(tiers: int | None, requests: int | None) -> Ladder:
+    """Three or five tiers: the number that was asked for, or else what a pool of so many requests can divide."""
+    known = "an unknown number of" if requests is None else f"{requests:,}"
+    reason = f"the engine runs {known} requests at once, and five tiers need {FEWEST_FOR_FIVE} or more"
+    if tiers is not None:
+        reason = "as many as asked for"
+    count = tiers or (5 if (requests or 0) >= FEWEST_FOR_FIVE else 3)
+    if count == 5:
+        return Ladder(names=("critical", "high", "normal", "low", "batch"), yaml=_FIVE, ceiling="normal", reason=reason)
+    names = ("high", "normal", "batch")
+    if requests is not None and requests < FEWEST_FOR_RESERVES:
+        reason = f"room for {requests} cannot be divided, so no tier has a reserve"
+        return Ladder(names=names, yaml=_THREE_IN_ORDER, ceiling="high", reason=reason)
+    return Ladder(names=names, yaml=_THREE, ceiling="normal", reason=reason)
+
+
+def pool_file(*, origin: str, engine: EngineName, capacity: str, capacity_reason: str, tiers: Ladder) -> str:
+    """The text of `policy.yaml`. `origin` is the engine's name, version and address; `capacity` a line of YAML."""
+    number = {3: "Three", 5: "Five"}[len(tiers.names)]
+    return f"""\
+# Starter policy, written by `sidecar init` for {printable(origin, 200)}.
+# Check a change with `sidecar check`. A running sidecar applies it within a second, without a restart.
+# `sidecar init --example --dir example/` writes a longer example.
+
+# observe: every request passes at once, and `sidecar observed` reports what enforcing would have done.
+# enforce: requests wait, and are refused, by this policy.
+mode: observe
+
+engine: {engine.value}
+
+# The size of the pool, in tokens and requests: {capacity_reason}.
+{capacity}
+
+# A request that has waited for 5 minutes counts as one tier more important, but never as better than {tiers.ceiling}.
+aging: {{promote_after: 5m, ceiling: {tiers.ceiling}}}
+
+# Most important first. {number} tiers: {tiers.reason}.
+{_KEYS_OF_A_TIER if "reserve" in tiers.yaml else ""}tiers:
+{tiers.yaml}
+default_tier: normal
+anonymous: normal    # The tier of requests without an API key. `deny` refuses them with 401.
+
+# The paths on which requests are admitted. Other paths pass only if they read, or if they are known to be harmless.
+endpoints:
+{_endpoints(engine)}
+tenants: tenants/*.yaml
+"""
+
+
+def tenant_file(name: str, tier: str, key: str) -> str:
+    """The text of a tenant's file. Only the hash of `key` is in it."""
+    plain = name if yaml.safe_load(name) == name else f'"{name}"'
+    return f"""\
+# A tenant: one client, or all that share its keys. Written by `sidecar init`.
+tenant: {plain}
+
+# Hashes of its API keys. `sidecar keys new` makes a key; two may stand here while clients change to a new one.
+keys:
+  - "{hash_line(key)}"
+
+tier: {tier}
+# max_tier: {tier}    # The best tier that it may ask for, with the header `x-priority`. Default: its own tier.
+# limits: {{requests_per_minute: 600, concurrent_requests: 32}}
+"""
+
+
+def tenant_tiers(tenants: Mapping[str, str | None], tiers: Sequence[str]) -> dict[str, str]:
+    """A tier for each tenant: the one it names, else `high` for the first, `batch` for the last, `normal` between."""
+    last = len(tenants) - 1
+    usual = ["high" if place == 0 else "batch" if place == last else "normal" for place in range(len(tenants))]
+    found = {name: tier or usual[place] for place, (name, tier) in enumerate(tenants.items())}
+    for name, tier in found.items():
+        if tier not in tiers:
+            raise ValueError(f"tenant {name}: there is no tier {printable(tier)}; the tiers are {', '.join(tiers)}")
+    return found
+
+
+def _endpoints(engine: EngineName) -> str:
+    """The paths of the engine whose requests admission can size."""
+    known = {path: api for path, api in routes_of(engine).generating.items() if api is not None}
+    bodies = {path: "{}" if infer_api(path) else f"{{api: {api.value}}}" for path, api in known.items()}
+    return "".join(f"  {path}: {body}\n" for path, body in bodies.items())
