@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -78,27 +79,27 @@ def pool_file(*, origin: str, engine: EngineName, capacity: str, capacity_reason
     """The text of `policy.yaml`. `origin` is the engine's name, version and address; `capacity` a line of YAML."""
     number = {3: "Three", 5: "Five"}[len(tiers.names)]
     return f"""\
-# Starter policy, written by `sidecar init` for {printable(origin, 200)}.
+{_comment(f"Starter policy, written by `sidecar init` for {printable(origin, 200)}.")}
 # Check a change with `sidecar check`. A running sidecar applies it within a second, without a restart.
 # `sidecar init --example --dir example/` writes a longer example.
 
 # observe: every request passes at once, and `sidecar observed` reports what enforcing would have done.
-# enforce: requests wait, and are refused, by this policy.
+# enforce: requests wait, and are refused, as this policy says.
 mode: observe
 
 engine: {engine.value}
 
-# The size of the pool, in tokens and requests: {capacity_reason}.
+{_comment(f"The size of the pool, in tokens and requests: {capacity_reason}.")}
 {capacity}
 
 # A request that has waited for 5 minutes counts as one tier more important, but never as better than {tiers.ceiling}.
 aging: {{promote_after: 5m, ceiling: {tiers.ceiling}}}
 
-# Most important first. {number} tiers: {tiers.reason}.
+{_comment(f"Most important first. {number} tiers: {tiers.reason}.")}
 {_KEYS_OF_A_TIER if "reserve" in tiers.yaml else ""}tiers:
 {tiers.yaml}
 default_tier: normal
-anonymous: normal    # The tier of requests without an API key. `deny` refuses them with 401.
+anonymous: normal    # The tier of requests without an API key; `deny` refuses them. An unknown key is always refused.
 
 # The paths on which requests are admitted. Other paths pass only if they read, or if they are known to be harmless.
 endpoints:
@@ -133,6 +134,10 @@ def tenant_tiers(tenants: Mapping[str, str | None], tiers: Sequence[str]) -> dic
         if tier not in tiers:
             raise ValueError(f"tenant {name}: there is no tier {printable(tier)}; the tiers are {', '.join(tiers)}")
     return found
+
+
+def _comment(text: str) -> str:
+    return textwrap.fill(text, 120, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
 
 
 def _endpoints(engine: EngineName) -> str:
