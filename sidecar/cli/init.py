@@ -18,16 +18,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
 
 if TYPE_CHECKING:
+    from sidecar.doctor.capacity import Recommendation
     from sidecar.doctor.survey import Survey
-    from sidecar.engines.reading import Gauges
-    from sidecar.policy.policy import EngineName
 
 EXAMPLE = """  sidecar init --upstream http://127.0.0.1:8000
   sidecar init --upstream http://127.0.0.1:8000 --requests 256 --tenants chat,tools=normal,nightly --dir policies/
@@ -40,28 +39,19 @@ EMULATED_REQUESTS = 8
 MOST_REQUESTS = 1_000_000
 """More than any engine runs at once: a larger number is a mistake, on the command line and on a page alike."""
 _UNBOUNDED = (
-    "which does not say how many requests run at once (vLLM: --max-num-seqs; `sidecar doctor` measures it); "
-    "--requests N bounds them from the start"
+    "how many requests it runs at once (vLLM: --max-num-seqs) is learned under load, or given with --requests N; "
+    "`sidecar doctor` measures it"
+)
+_SAYS_NOTHING = "reports neither the tokens of its KV cache nor how many requests it runs at once"
+_GIVE_REQUESTS = (
+    "give the second with --requests N (vLLM: --max-num-seqs, SGLang: --max-running-requests, "
+    "TensorRT-LLM: max_batch_size)"
 )
 _ENGINES = ("vllm", "tensorrt-llm", "sglang", "dynamo", "none")
 
 
 class CannotWrite(Exception):
     """No policy can be written. The message is one line that says what to change."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The engine that the policy is for. `reason` says where the line of YAML in `capacity` comes from.
-
-    `requests` is how many the engine runs at once, None where it is not known.
-    """
-
-    engine: EngineName
-    origin: str
-    capacity: str
-    reason: str
-    requests: int | None
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -124,104 +114,83 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
 
     folder = Path(args.dir)
     _refuse_existing(folder, [POOL_FILE])  # before anything is asked of the engine
-    found = asyncio.run(_read(args)) if args.upstream else _emulated(args)
-    ladder = starter.ladder(args.tiers, found.requests)
-    tiers = starter.tenant_tiers(args.tenants, ladder.names)
-    keys = {name: new_key() for name in tiers}
-    files = {f"{TENANTS}/{name}.yaml": starter.tenant_file(name, tier, keys[name]) for name, tier in tiers.items()}
-    files[POOL_FILE] = starter.pool_file(
-        origin=found.origin,
-        engine=found.engine,
-        capacity=found.capacity,
-        capacity_reason=found.reason,
-        tiers=ladder,
-    )
-    written = write_files(folder, files, _check)
+    read = asyncio.run(_read(args)) if args.upstream else _emulated(args)
+    at_once = args.requests or read.gauges.max_running
+    capacity = _capacity(read, args.requests)
+    tiers = starter.tiers_for(args.tiers, at_once)
+    by_tenant = starter.tier_by_tenant(args.tenants, tiers.bodies)
+    keys = {name: new_key() for name in by_tenant}
+    origin = _origin(args, read, at_once)
+    files = {f"{TENANTS}/{name}.yaml": starter.tenant_file(name, tier, keys[name]) for name, tier in by_tenant.items()}
+    files[POOL_FILE] = starter.pool_file(origin, read.engine, capacity, tiers)
     figures = {
-        "engine": found.engine.value,
-        "capacity": {"yaml": found.capacity, "reason": found.reason},
-        "tiers": {"names": ladder.names, "reason": ladder.reason},
-        "files": written,
-        "tenants": [{"tenant": name, "tier": tier, "key": keys[name]} for name, tier in tiers.items()],
+        "engine": read.engine.value,
+        "capacity": {"yaml": capacity.yaml, "reason": capacity.reason},
+        "tiers": {"names": list(tiers.bodies), "reason": tiers.reason},
+        "files": write_files(folder, files, _check),
+        "tenants": [{"tenant": name, "tier": tier, "key": keys[name]} for name, tier in by_tenant.items()],
     }
     if args.json != STANDARD_OUTPUT:
-        print(_text(args, found, figures))
+        print(_text(args, origin, figures))
     return figures
 
 
-async def _read(args: argparse.Namespace) -> Found:
-    """Reads the engine's pages. Raises CannotLook and CannotWrite."""
+async def _read(args: argparse.Namespace) -> Survey:
+    """The engine's pages, without a figure that no engine has. Raises CannotLook."""
     import aiohttp
 
     from sidecar.doctor.survey import survey
     from sidecar.load.pages import HttpPages
     from sidecar.policy.policy import EngineName
-    from sidecar.policy.problems import masked
 
     headers = {} if args.key is None else {"authorization": f"Bearer {args.key}"}
     async with aiohttp.ClientSession() as session:
         pages = HttpPages(session, args.upstream, headers)
         read = await survey(pages, None if args.engine is None else EngineName(args.engine))
-    capacity, reason, requests = _capacity(read, args.requests)
-    return Found(
-        engine=read.engine,
-        origin=f"{read.name} at {masked(args.upstream)}",
-        capacity=capacity,
-        reason=reason,
-        requests=requests,
-    )
+    is_believable = (read.gauges.max_running or 0) <= MOST_REQUESTS
+    return read if is_believable else replace(read, gauges=replace(read.gauges, max_running=None))
 
 
-def _emulated(args: argparse.Namespace) -> Found:
+def _emulated(args: argparse.Namespace) -> Survey:
+    """What the emulated engine would say that the user is going to start."""
+    from sidecar.doctor.survey import Survey
+    from sidecar.engines.reading import Facts, Gauges, Identity
     from sidecar.policy.policy import EngineName
 
-    engine = EngineName(args.engine or "vllm")
-    requests = args.requests or EMULATED_REQUESTS
-    origin = f"an emulated engine: sidecar emulate --engine {engine.value} --max-num-seqs {requests}"
-    reason = "as many requests as the emulated engine runs at once"
-    return Found(
-        engine=engine, origin=origin, capacity=f"capacity: {{requests: {requests}}}", reason=reason, requests=requests
-    )
+    if args.engine == EngineName.NONE.value:
+        raise CannotWrite("there is no emulated engine called none; give an --upstream with --engine none")
+    engine = EngineName(args.engine or EngineName.VLLM.value)
+    identity, facts = Identity(engine, "the command line", None), Facts(engine=engine)
+    return Survey(identity, engine, facts, Gauges(max_running=args.requests or EMULATED_REQUESTS))
 
 
-def _capacity(read: Survey, given: int | None) -> tuple[str, str, int | None]:
-    """The line of YAML, its reason, and how many requests run at once. `given` is that number from the command line."""
-    from sidecar.doctor.capacity import recommend
+def _origin(args: argparse.Namespace, read: Survey, at_once: int | None) -> str:
+    """What the policy is written for, printable, whatever the engine's pages hold."""
+    from sidecar.policy.problems import printable
+
+    if args.upstream is None:
+        return f"an emulated engine: sidecar emulate --engine {read.engine.value} --max-num-seqs {at_once}"
+    return f"{printable(read.name)} at {printable(args.upstream, 200)}"
+
+
+def _capacity(read: Survey, given: int | None) -> Recommendation:
+    """As `sidecar doctor` recommends it without a burst. `given` is how many requests run at once, if the user says."""
+    from sidecar.doctor.capacity import Recommendation, recommend
     from sidecar.doctor.queueing import Queueing
     from sidecar.policy.models import DEFAULT_WAITING as WAITING
 
-    gauges = _believable(read.gauges)
+    gauges = read.gauges
     if given is not None and gauges.kv_tokens is not None:
-        reason = (
-            f"tokens as the engine reports them, {given:,} requests that run at once and {WAITING} that may wait in it"
-        )
-        return f"capacity: {{from: engine, requests: {given + WAITING}}}", reason, given
+        why = f"tokens as the engine reports them; {given:,} requests run at once, and {WAITING} may wait in the engine"
+        return Recommendation(f"capacity: {{from: engine, requests: {given + WAITING}}}", why)
     if given is not None:
-        reason = f"{given:,} requests, as asked for; the engine does not report the size of its KV cache"
-        return f"capacity: {{requests: {given}}}", reason, given
+        return Recommendation(f"capacity: {{requests: {given}}}", f"{given:,} requests run at once, as the user says")
     found = recommend(gauges, None, Queueing.TOO_LITTLE, read.others)
-    if found is not None and gauges.max_running is None:
-        return found.yaml, f"{gauges.kv_tokens:,} tokens as the engine reports them, {_UNBOUNDED}", None
     if found is None:
-        unread = "".join(f"; {line}" for line in read.unread)
-        raise CannotWrite(
-            f"{read.name} reports neither the tokens of its KV cache nor how many requests it runs at once{unread}; "
-            "give the second with --requests N (vLLM: --max-num-seqs, SGLang: --max-running-requests, TensorRT-LLM: "
-            "max_batch_size)"
-        )
-    return found.yaml, found.reason, gauges.max_running
-
-
-def _believable(gauges: Gauges) -> Gauges:
-    """The same without figures that no engine has."""
-    from sidecar.policy.units import LARGEST_COUNT
-
-    requests, tokens = gauges.max_running, gauges.kv_tokens
-    return replace(
-        gauges,
-        max_running=requests if requests is not None and requests <= MOST_REQUESTS else None,
-        kv_tokens=tokens if tokens is not None and tokens <= LARGEST_COUNT else None,
-    )
+        raise CannotWrite("; ".join([f"{read.engine.value} {_SAYS_NOTHING}", *read.unread, _GIVE_REQUESTS]))
+    if gauges.max_running is None:
+        return Recommendation(found.yaml, f"{gauges.kv_tokens:,} tokens, as the engine reports them; {_UNBOUNDED}")
+    return found
 
 
 def write_files(folder: Path, files: Mapping[str, str], check: Callable[[Path], object]) -> list[str]:
@@ -272,24 +241,27 @@ def _refuse_existing(folder: Path, names: Sequence[str] | Mapping[str, str]) -> 
 
 def _check(folder: Path) -> None:
     """Refuses a starter policy that does not fit, such as five tiers for a pool of three requests."""
-    from sidecar.policy.loading import load_files
+    from sidecar.policy.loading import load
+    from sidecar.policy.problems import PolicyError
     from sidecar.policy.warnings import warnings
 
-    if found := warnings(load_files(folder).policy):
-        raise CannotWrite(f"these tiers do not fit this pool: {found[0]} (try --tiers 3)")
+    try:
+        found = warnings(load(folder))
+    except PolicyError as refused:
+        found = refused.problems
+    if found:
+        raise CannotWrite(f"these tiers do not fit this pool: {found[0].path}: {found[0].message} (try --tiers 3)")
 
 
-def _text(args: argparse.Namespace, found: Found, figures: Mapping[str, Any]) -> str:
-    names, folder = figures["tiers"]["names"], shlex.quote(args.dir)
+def _text(args: argparse.Namespace, origin: str, figures: Mapping[str, Any]) -> str:
     width = max(map(len, args.tenants))
-    pool = shlex.quote(str(Path(args.dir, POOL_FILE)))
-    serve = f"sidecar serve --upstream {shlex.quote(args.upstream or 'http://127.0.0.1:8000')} --policy {folder}"
-    wants_key = "  (its own API key in SIDECAR_ENGINE_KEY)" if args.key else ""
+    upstream, folder = shlex.quote(args.upstream or "http://127.0.0.1:8000"), shlex.quote(args.dir)
+    with_key = "SIDECAR_ENGINE_KEY=... " if args.key else ""
     lines = [
-        f"a policy for {found.origin}",
-        f"  {found.capacity}",
-        f"    {found.reason}",
-        f"  tiers: {', '.join(names)}",
+        f"a policy for {origin}",
+        f"  {figures['capacity']['yaml']}",
+        f"    {figures['capacity']['reason']}",
+        f"  tiers: {', '.join(figures['tiers']['names'])}",
         f"    {figures['tiers']['reason']}",
         *(f"wrote {path}" for path in figures["files"]),
         "",
@@ -297,12 +269,12 @@ def _text(args: argparse.Namespace, found: Found, figures: Mapping[str, Any]) ->
         *(f"  {one['tenant']:<{width}}  {one['tier']:<8}  {one['key']}" for one in figures["tenants"]),
         "",
         "next",
-        *([] if args.upstream else [f"  {found.origin.partition(': ')[2]}"]),
-        f"  {serve}{wants_key}",
+        *([] if args.upstream else [f"  {origin.partition(': ')[2]}"]),
+        f"  {with_key}sidecar serve --upstream {upstream} --policy {folder}",
         "      mode: observe, so every request passes; send your traffic to port 8080",
         "  sidecar observed",
         "      what enforcing would have done",
-        f"  sed -i.bak 's/^mode: observe/mode: enforce/' {pool}",
+        f"  sed -i.bak 's/^mode: observe/mode: enforce/' {shlex.quote(str(Path(args.dir, POOL_FILE)))}",
         "      enforces it; the running sidecar follows within a second",
     ]
     return "\n".join(lines)

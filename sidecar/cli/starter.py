@@ -3,45 +3,37 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import yaml
 
+from sidecar.doctor.capacity import Recommendation
 from sidecar.engines import routes_of
 from sidecar.policy.fields import infer_api
 from sidecar.policy.keys import hash_line
 from sidecar.policy.policy import EngineName
-from sidecar.policy.problems import printable
 
 FEWEST_FOR_RESERVES = 4
 """Requests at once that three tiers can divide: each reserve is at least one of them, and one is left."""
 FEWEST_FOR_FIVE = 20
 """Requests at once that five tiers can divide: the reserves, each rounded up, are about half of them."""
 
-_FIVE = """\
-  critical: {reserve: 5%, limit: 30%, always_first: true}  # Incidents, and nothing else.
-  high: {reserve: 20%, lend: 60%}      # A person watches the answer appear.
-  normal: {reserve: 10%}               # Everything that names no tier.
-  low: {reserve: 10%}                  # Work that can wait for minutes.
-  batch:                               # Work that can wait for hours, such as nightly runs.
+_TIERS = {
+    "critical": "{reserve: 5%, limit: 30%, always_first: true}  # Incidents: always first, up to its limit.",
+    "high": "{reserve: 20%, lend: 60%}      # A person watches the answer appear.",
+    "normal": "{reserve: 10%}               # Everything that names no tier.",
+    "low": "{reserve: 10%}                  # Work that can wait for minutes.",
+    "batch": """                              # Work that can wait for hours, such as nightly runs.
     reserve: 10%
-    limit: 60%                         # Keeps 40% of the pool for the tiers above. Raise it where only batch runs.
-    queue: {max_requests: 10k, max_wait: 30m}
-"""
-_THREE = """\
-  high: {reserve: 20%, lend: 60%}      # A person watches the answer appear.
-  normal: {reserve: 10%}               # Everything that names no tier.
-  batch:                               # Work that can wait for hours, such as nightly runs.
-    reserve: 10%
-    limit: 60%                         # Keeps 40% of the pool for the tiers above. Raise it where only batch runs.
-    queue: {max_requests: 10k, max_wait: 30m}
-"""
-_THREE_IN_ORDER = """\
-  high: {}                             # A person watches the answer appear.
-  normal: {}                           # Everything that names no tier.
-  batch: {queue: {max_requests: 10k, max_wait: 30m}}  # Work that can wait for hours, such as nightly runs.
-"""
+    limit: 60%                         # Keeps 40% of the pool for the other tiers. Raise it where only batch runs.
+    queue: {max_requests: 10k, max_wait: 30m}""",
+}
+_WITHOUT_RESERVES = {
+    "high": "{}                             # A person watches the answer appear.",
+    "normal": "{}                           # Everything that names no tier.",
+    "batch": "{queue: {max_requests: 10k, max_wait: 30m}}  # Work that can wait for hours, such as nightly runs.",
+}
 _KEYS_OF_A_TIER = """\
 #   reserve   the share of the pool that the tier can always get back
 #   lend      the share of an idle reserve that other tiers may use; the rest stays free for an instant start
@@ -49,37 +41,34 @@ _KEYS_OF_A_TIER = """\
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ladder:
-    """The tiers of a starter policy as YAML, the best tier that aging reaches, and the reason for their number."""
+@dataclass(frozen=True, slots=True)
+class StarterTiers:
+    """The tiers of a starter policy: YAML by name, the best tier that aging reaches, the reason for this choice."""
 
-    names: Sequence[str]
-    yaml: str
+    bodies: Mapping[str, str]
     ceiling: str
     reason: str
 
 
-def ladder(tiers: int | None, requests: int | None) -> Ladder:
-    """Three or five tiers: the number that was asked for, or else what a pool of so many requests can divide."""
-    known = "an unknown number of" if requests is None else f"{requests:,}"
+def tiers_for(wanted: int | None, at_once: int | None) -> StarterTiers:
+    """Three or five tiers: as many as wanted, or else what an engine that runs so many requests at once can divide."""
+    known = "an unknown number of" if at_once is None else f"{at_once:,}"
     reason = f"the engine runs {known} requests at once, and five tiers need {FEWEST_FOR_FIVE} or more"
-    if tiers is not None:
+    if wanted is not None:
         reason = "as many as asked for"
-    count = tiers or (5 if (requests or 0) >= FEWEST_FOR_FIVE else 3)
-    if count == 5:
-        return Ladder(names=("critical", "high", "normal", "low", "batch"), yaml=_FIVE, ceiling="normal", reason=reason)
-    names = ("high", "normal", "batch")
-    if requests is not None and requests < FEWEST_FOR_RESERVES:
-        reason = f"room for {requests} cannot be divided, so no tier has a reserve"
-        return Ladder(names=names, yaml=_THREE_IN_ORDER, ceiling="high", reason=reason)
-    return Ladder(names=names, yaml=_THREE, ceiling="normal", reason=reason)
+    if (wanted or 5) == 5 and (wanted or (at_once or 0) >= FEWEST_FOR_FIVE):
+        return StarterTiers(_TIERS, "normal", reason)
+    if at_once is not None and at_once < FEWEST_FOR_RESERVES:
+        return StarterTiers(_WITHOUT_RESERVES, "high", f"{reason}; {known} cannot be divided, so no tier has a reserve")
+    return StarterTiers({name: _TIERS[name] for name in _WITHOUT_RESERVES}, "normal", reason)
 
 
-def pool_file(*, origin: str, engine: EngineName, capacity: str, capacity_reason: str, tiers: Ladder) -> str:
-    """The text of `policy.yaml`. `origin` is the engine's name, version and address; `capacity` a line of YAML."""
-    number = {3: "Three", 5: "Five"}[len(tiers.names)]
+def pool_file(origin: str, engine: EngineName, capacity: Recommendation, tiers: StarterTiers) -> str:
+    """The text of `policy.yaml`. `origin` is what it is written for, printable."""
+    number = {3: "Three", 5: "Five"}[len(tiers.bodies)]
+    lines = "\n".join(f"  {name}: {body}" for name, body in tiers.bodies.items())
     return f"""\
-{_comment(f"Starter policy, written by `sidecar init` for {printable(origin, 200)}.")}
+{_comment(f"Starter policy, written by `sidecar init` for {origin}.")}
 # Check a change with `sidecar check`. A running sidecar applies it within a second, without a restart.
 # `sidecar init --example --dir example/` writes a longer example.
 
@@ -89,15 +78,16 @@ mode: observe
 
 engine: {engine.value}
 
-{_comment(f"The size of the pool, in tokens and requests: {capacity_reason}.")}
-{capacity}
+{_comment(f"The size of the pool, in tokens and requests: {capacity.reason}.")}
+{capacity.yaml}
 
 # A request that has waited for 5 minutes counts as one tier more important, but never as better than {tiers.ceiling}.
 aging: {{promote_after: 5m, ceiling: {tiers.ceiling}}}
 
 {_comment(f"Most important first. {number} tiers: {tiers.reason}.")}
-{_KEYS_OF_A_TIER if "reserve" in tiers.yaml else ""}tiers:
-{tiers.yaml}
+{"" if tiers.bodies is _WITHOUT_RESERVES else _KEYS_OF_A_TIER}tiers:
+{lines}
+
 default_tier: normal
 anonymous: normal    # The tier of requests without an API key; `deny` refuses them. An unknown key is always refused.
 
@@ -125,14 +115,14 @@ tier: {tier}
 """
 
 
-def tenant_tiers(tenants: Mapping[str, str | None], tiers: Sequence[str]) -> dict[str, str]:
+def tier_by_tenant(tenants: Mapping[str, str | None], tiers: Collection[str]) -> dict[str, str]:
     """A tier for each tenant: the one it names, else `high` for the first, `batch` for the last, `normal` between."""
     last = len(tenants) - 1
     usual = ["high" if place == 0 else "batch" if place == last else "normal" for place in range(len(tenants))]
     found = {name: tier or usual[place] for place, (name, tier) in enumerate(tenants.items())}
     for name, tier in found.items():
         if tier not in tiers:
-            raise ValueError(f"tenant {name}: there is no tier {printable(tier)}; the tiers are {', '.join(tiers)}")
+            raise ValueError(f"tenant {name}: there is no tier {tier}; the tiers are {', '.join(tiers)}")
     return found
 
 
