@@ -115,8 +115,9 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
     folder = Path(args.dir)
     _refuse_existing(folder, [POOL_FILE])  # before anything is asked of the engine
     read = asyncio.run(_read(args)) if args.upstream else _emulated(args)
-    at_once = args.requests or read.gauges.max_running
-    capacity = _capacity(read, args.requests)
+    given = args.requests or (None if args.upstream else EMULATED_REQUESTS)
+    at_once = given or read.gauges.max_running
+    capacity = _capacity(read, given)
     tiers = starter.tiers_for(args.tiers, at_once)
     by_tenant = starter.tier_by_tenant(args.tenants, tiers.bodies)
     keys = {name: new_key() for name in by_tenant}
@@ -152,7 +153,7 @@ async def _read(args: argparse.Namespace) -> Survey:
 
 
 def _emulated(args: argparse.Namespace) -> Survey:
-    """What the emulated engine would say that the user is going to start."""
+    """An emulated engine that the user is going to start: it is asked nothing."""
     from sidecar.doctor.survey import Survey
     from sidecar.engines.reading import Facts, Gauges, Identity
     from sidecar.policy.policy import EngineName
@@ -161,7 +162,7 @@ def _emulated(args: argparse.Namespace) -> Survey:
         raise CannotWrite("there is no emulated engine called none; give an --upstream with --engine none")
     engine = EngineName(args.engine or EngineName.VLLM.value)
     identity, facts = Identity(engine, "the command line", None), Facts(engine=engine)
-    return Survey(identity, engine, facts, Gauges(max_running=args.requests or EMULATED_REQUESTS))
+    return Survey(identity, engine, facts, Gauges())
 
 
 def _origin(args: argparse.Namespace, read: Survey, at_once: int | None) -> str:
@@ -174,7 +175,7 @@ def _origin(args: argparse.Namespace, read: Survey, at_once: int | None) -> str:
 
 
 def _capacity(read: Survey, given: int | None) -> Recommendation:
-    """As `sidecar doctor` recommends it without a burst. `given` is how many requests run at once, if the user says."""
+    """As `sidecar doctor` recommends it without a burst. `given` is how many requests run at once, if the user says it."""
     from sidecar.doctor.capacity import Recommendation, recommend
     from sidecar.doctor.queueing import Queueing
     from sidecar.policy.models import DEFAULT_WAITING as WAITING
@@ -184,7 +185,10 @@ def _capacity(read: Survey, given: int | None) -> Recommendation:
         why = f"tokens as the engine reports them; {given:,} requests run at once, and {WAITING} may wait in the engine"
         return Recommendation(f"capacity: {{from: engine, requests: {given + WAITING}}}", why)
     if given is not None:
-        return Recommendation(f"capacity: {{requests: {given}}}", f"{given:,} requests run at once, as the user says")
+        return Recommendation(
+            f"capacity: {{requests: {given}}}",
+            f"{given:,} requests run at once; the tokens of the KV cache are not known",
+        )
     found = recommend(gauges, None, Queueing.TOO_LITTLE, read.others)
     if found is None:
         raise CannotWrite("; ".join([f"{read.engine.value} {_SAYS_NOTHING}", *read.unread, _GIVE_REQUESTS]))
