@@ -175,7 +175,7 @@ def _origin(args: argparse.Namespace, read: Survey, at_once: int | None) -> str:
 
 
 def _capacity(read: Survey, given: int | None) -> Recommendation:
-    """As `sidecar doctor` recommends it without a burst. `given` is how many requests run at once, if the user says it."""
+    """As `sidecar doctor` recommends it without a burst. `given` is how many requests run at once, where known."""
     from sidecar.doctor.capacity import Recommendation, recommend
     from sidecar.doctor.queueing import Queueing
     from sidecar.policy.models import DEFAULT_WAITING as WAITING
