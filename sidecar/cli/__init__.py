@@ -18,6 +18,7 @@ from typing import Protocol
 from sidecar.version import __version__
 
 COMMANDS = {
+    "init": "write a starter policy that fits an engine, with a key for each tenant",
     "serve": "run the proxy in front of an engine",
     "trtllm-serve": "run the real trtllm-serve with the middleware mounted in it",
     "sglang-serve": "run the real SGLang server with the middleware mounted in it",

@@ -1,0 +1,310 @@
+"""Write a starter policy that fits an engine: one file for the pool, one for each tenant, each tenant with a new key.
+
+Reads what the engine says of itself, and sends it no request that generates. Without --upstream it asks no one, and
+writes a policy for `sidecar emulate`. The policy begins with `mode: observe`: every request passes. A key is printed
+once; the files hold its hash. No file is ever overwritten: all files are written, or none.
+
+Exit codes: 0 the files were written; 1 they, or the JSON file, were not, and one line says why; 2 a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sidecar.cli.output import STANDARD_OUTPUT, write_json
+
+if TYPE_CHECKING:
+    from sidecar.tools.doctor.examination import Recommendation
+    from sidecar.tools.doctor.survey import Survey
+
+EXAMPLE = """  sidecar init --upstream http://127.0.0.1:8000
+  sidecar init --upstream http://127.0.0.1:8000 --requests 256 --tenants chat,tools=normal,nightly --dir policies/
+  sidecar init                       for `sidecar emulate --engine vllm`
+  sidecar init --example             the annotated example that is shipped, with keys that everyone knows"""
+
+POOL_FILE, TENANTS = "policy.yaml", "tenants"
+EMULATED_REQUESTS = 8
+"""What `sidecar emulate` runs at once unless it is asked otherwise."""
+MOST_REQUESTS = 1_000_000
+"""More than any engine runs at once: a larger number is a mistake, on the command line and on a page alike."""
+_UNBOUNDED = (
+    "how many requests it runs at once (vLLM: --max-num-seqs) is learned under load, or given with --requests N; "
+    "`sidecar doctor` measures it"
+)
+_SAYS_NOTHING = "reports neither the tokens of its KV cache nor how many requests it runs at once"
+_GIVE_REQUESTS = (
+    "give the second with --requests N (vLLM: --max-num-seqs, SGLang: --max-running-requests, "
+    "TensorRT-LLM: max_batch_size)"
+)
+_ENGINES = ("vllm", "tensorrt-llm", "sglang", "dynamo", "none")
+
+
+class CannotWrite(Exception):
+    """No policy can be written. The message is one line that says what to change."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's own arguments."""
+    from sidecar.cli.replay import server_url
+
+    add = parser.add_argument
+    source = parser.add_mutually_exclusive_group().add_argument
+    source("--upstream", type=server_url, metavar="URL", help="the engine, e.g. http://127.0.0.1:8000")
+    source("--example", action="store_true", help="copy the shipped example, and nothing else")
+    add("--dir", default="policies", metavar="DIR", help="folder for the files; made if missing (default %(default)s/)")
+    add(
+        "--tenants",
+        type=_tenants,
+        default=_tenants("chat,nightly"),
+        metavar="NAME[=TIER],...",
+        help="the clients of the engine (default chat,nightly). Without =TIER the first is high, the last batch, the "
+        "others normal",
+    )
+    add("--tiers", type=int, choices=(3, 5), help="number of tiers (default: 5 where the engine runs enough requests)")
+    add("--requests", type=_requests, metavar="N", help="requests that the engine runs at once, if it does not say")
+    add("--engine", choices=_ENGINES, help="which engine it is, if its pages do not say (without --upstream: vllm)")
+    add("--key", metavar="KEY", help="API key of the engine, sent as `Authorization: Bearer KEY`")
+    add("--json", metavar="FILE", help="also write what was done as JSON, - for standard output; only - has the keys")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the files. See the module for the exit codes."""
+    from sidecar.tools.doctor.survey import CannotLook
+
+    try:
+        figures = _example(args) if args.example else _starter(args)
+    except (CannotWrite, CannotLook, ValueError, FileNotFoundError) as error:
+        print(f"sidecar init: {error}; nothing was written", file=sys.stderr)
+        return 1
+    if args.json not in (None, STANDARD_OUTPUT):
+        figures = {**figures, "tenants": [{**one, "key": None} for one in figures["tenants"]]}
+    return 0 if write_json(args.json, figures) else 1
+
+
+def _example(args: argparse.Namespace) -> dict[str, Any]:
+    from sidecar.policy.compiler import load_files, shipped_policies
+
+    shipped = shipped_policies()
+    paths = (path for path in shipped.rglob("*") if path.suffix in (".yaml", ".json"))
+    files = {str(path.relative_to(shipped)): path.read_text("utf-8") for path in paths}
+    written = write_files(Path(args.dir), files, load_files)
+    if args.json != STANDARD_OUTPUT:
+        print(
+            "\n".join([*(f"wrote {path}" for path in written), "", "its keys are for trying out: everyone knows them"])
+        )
+    return {"files": written, "tenants": []}
+
+
+def _starter(args: argparse.Namespace) -> dict[str, Any]:
+    """Reads the engine, writes the files and prints what was done. Returns the same as figures."""
+    from sidecar.cli import starter
+    from sidecar.policy.keys import new_key
+
+    folder = Path(args.dir)
+    _refuse_existing(folder, [POOL_FILE])  # before anything is asked of the engine
+    read = asyncio.run(_read(args)) if args.upstream else _emulated(args)
+    given = args.requests or (None if args.upstream else EMULATED_REQUESTS)
+    at_once = given or read.gauges.max_running
+    capacity = _capacity(read, given)
+    tiers = starter.tiers_for(args.tiers, at_once)
+    by_tenant = starter.tier_by_tenant(args.tenants, tiers.bodies)
+    keys = {name: new_key() for name in by_tenant}
+    origin = _origin(args, read, at_once)
+    files = {f"{TENANTS}/{name}.yaml": starter.tenant_file(name, tier, keys[name]) for name, tier in by_tenant.items()}
+    files[POOL_FILE] = starter.pool_file(origin, read.engine, capacity, tiers)
+    figures = {
+        "engine": read.engine.value,
+        "capacity": {"yaml": capacity.yaml, "reason": capacity.reason},
+        "tiers": {"names": list(tiers.bodies), "reason": tiers.reason},
+        "files": write_files(folder, files, _check),
+        "tenants": [{"tenant": name, "tier": tier, "key": keys[name]} for name, tier in by_tenant.items()],
+    }
+    if args.json != STANDARD_OUTPUT:
+        print(_text(args, origin, figures))
+    return figures
+
+
+async def _read(args: argparse.Namespace) -> Survey:
+    """The engine's pages, without a figure that no engine has. Raises CannotLook."""
+    import aiohttp
+
+    from sidecar.policy.model import EngineName
+    from sidecar.tools.doctor.survey import survey
+    from sidecar.tools.loadgen.pages import HttpPages
+
+    headers = {} if args.key is None else {"authorization": f"Bearer {args.key}"}
+    async with aiohttp.ClientSession() as session:
+        pages = HttpPages(session, args.upstream, headers)
+        read = await survey(pages, None if args.engine is None else EngineName(args.engine))
+    is_believable = (read.gauges.max_running or 0) <= MOST_REQUESTS
+    return read if is_believable else replace(read, gauges=replace(read.gauges, max_running=None))
+
+
+def _emulated(args: argparse.Namespace) -> Survey:
+    """An emulated engine that the user is going to start: it is asked nothing."""
+    from sidecar.engines.reading import Facts, Gauges, Identity
+    from sidecar.policy.model import EngineName
+    from sidecar.tools.doctor.survey import Survey
+
+    if args.engine == EngineName.NONE.value:
+        raise CannotWrite("there is no emulated engine called none; give an --upstream with --engine none")
+    engine = EngineName(args.engine or EngineName.VLLM.value)
+    identity, facts = Identity(engine, "the command line", None), Facts(engine=engine)
+    return Survey(identity, engine, facts, Gauges())
+
+
+def _origin(args: argparse.Namespace, read: Survey, at_once: int | None) -> str:
+    """What the policy is written for, printable, whatever the engine's pages hold."""
+    from sidecar.policy.problems import printable
+
+    if args.upstream is None:
+        return f"an emulated engine: sidecar emulate --engine {read.engine.value} --max-num-seqs {at_once}"
+    return f"{printable(read.name)} at {printable(args.upstream, 200)}"
+
+
+def _capacity(read: Survey, given: int | None) -> Recommendation:
+    """As `sidecar doctor` recommends it without a burst. `given` is how many requests run at once, where known."""
+    from sidecar.policy.schema import DEFAULT_WAITING as WAITING
+    from sidecar.tools.doctor.burst import Queueing
+    from sidecar.tools.doctor.examination import Recommendation, recommend
+
+    gauges = read.gauges
+    if given is not None and gauges.kv_tokens is not None:
+        why = f"tokens as the engine reports them; {given:,} requests run at once, and {WAITING} may wait in the engine"
+        return Recommendation(f"capacity: {{from: engine, requests: {given + WAITING}}}", why)
+    if given is not None:
+        return Recommendation(
+            f"capacity: {{requests: {given}}}",
+            f"{given:,} requests run at once; the tokens of the KV cache are not known",
+        )
+    found = recommend(gauges, None, Queueing.TOO_LITTLE, read.others)
+    if found is None:
+        raise CannotWrite("; ".join([f"{read.engine.value} {_SAYS_NOTHING}", *read.unread, _GIVE_REQUESTS]))
+    if gauges.max_running is None:
+        return Recommendation(found.yaml, f"{gauges.kv_tokens:,} tokens, as the engine reports them; {_UNBOUNDED}")
+    return found
+
+
+def write_files(folder: Path, files: Mapping[str, str], check: Callable[[Path], object]) -> list[str]:
+    """Writes all files or none, and returns their paths.
+
+    They are written into a folder of their own, where `check` may refuse them by an exception, and then linked to their
+    places. A link never replaces a file. Raises CannotWrite for what cannot be written.
+    """
+    _refuse_existing(folder, files)
+    made: list[Path] = []
+    try:
+        needed = folder / TENANTS
+        for path in reversed([path for path in (needed, *needed.parents) if not path.exists()]):
+            path.mkdir()
+            made.append(path)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".sidecar-init-") as staged:
+            for name, text in files.items():
+                path = Path(staged, name)
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+            check(Path(staged))
+            for name in sorted(
+                files, key=lambda name: name == POOL_FILE
+            ):  # last, so that it never names half its tenants
+                os.link(Path(staged, name), folder / name)
+                made.append(folder / name)
+    except BaseException as failure:
+        for path in reversed(made):
+            with suppress(OSError):
+                path.rmdir() if path.is_dir() else path.unlink()
+        if isinstance(failure, OSError):
+            raise CannotWrite(
+                f"cannot write into {folder}: {failure.strerror or failure}; name another with --dir"
+            ) from None
+        raise
+    return [str(folder / name) for name in sorted(files)]
+
+
+def _refuse_existing(folder: Path, names: Sequence[str] | Mapping[str, str]) -> None:
+    """Refuses a folder that has a policy, or tenants that would become part of the new one."""
+    there = [folder / name for name in names if os.path.lexists(folder / name)]
+    there += sorted(folder.glob(f"{TENANTS}/*.yaml"))
+    if there:
+        raise CannotWrite(
+            f"{there[0]} exists, and no file is overwritten; move it away, or name another folder with --dir"
+        )
+
+
+def _check(folder: Path) -> None:
+    """Refuses a starter policy that does not fit, such as five tiers for a pool of three requests."""
+    from sidecar.policy.compiler import load
+    from sidecar.policy.problems import PolicyError
+    from sidecar.policy.warnings import warnings
+
+    try:
+        found = warnings(load(folder))
+    except PolicyError as refused:
+        found = refused.problems
+    if found:
+        raise CannotWrite(f"these tiers do not fit this pool: {found[0].path}: {found[0].message} (try --tiers 3)")
+
+
+def _text(args: argparse.Namespace, origin: str, figures: Mapping[str, Any]) -> str:
+    width = max(map(len, args.tenants))
+    upstream, folder = shlex.quote(args.upstream or "http://127.0.0.1:8000"), shlex.quote(args.dir)
+    with_key = "SIDECAR_ENGINE_KEY=... " if args.key else ""
+    lines = [
+        f"a policy for {origin}",
+        f"  {figures['capacity']['yaml']}",
+        f"    {figures['capacity']['reason']}",
+        f"  tiers: {', '.join(figures['tiers']['names'])}",
+        f"    {figures['tiers']['reason']}",
+        *(f"wrote {path}" for path in figures["files"]),
+        "",
+        "keys for the clients, shown this once; the files hold their hashes",
+        *(f"  {one['tenant']:<{width}}  {one['tier']:<8}  {one['key']}" for one in figures["tenants"]),
+        "",
+        "next",
+        *([] if args.upstream else [f"  {origin.partition(': ')[2]}"]),
+        f"  {with_key}sidecar serve --upstream {upstream} --policy {folder}",
+        "      mode: observe, so every request passes; send your traffic to port 8080",
+        "  sidecar observed",
+        "      what enforcing would have done",
+        f"  sed -i.bak 's/^mode: observe/mode: enforce/' {shlex.quote(str(Path(args.dir, POOL_FILE)))}",
+        "      enforces it; the running sidecar follows within a second",
+    ]
+    return "\n".join(lines)
+
+
+def _tenants(text: str) -> Mapping[str, str | None]:
+    """Names and their tiers: `chat,tools=normal,nightly`."""
+    from pydantic import TypeAdapter, ValidationError
+
+    from sidecar.policy.fields import TenantName
+
+    found: dict[str, str | None] = {}
+    for part in text.split(","):
+        name, equals, tier = (piece.strip() for piece in part.partition("="))
+        try:
+            TypeAdapter(TenantName).validate_python(name)
+        except ValidationError as refused:
+            raise argparse.ArgumentTypeError(str(refused.errors()[0]["ctx"]["error"])) from None
+        if name.casefold() in map(str.casefold, found):  # its file's name must differ on every file system
+            raise argparse.ArgumentTypeError(f"the tenant {name} is named twice; write each name once")
+        if equals and not re.fullmatch(r"[a-z]+", tier):
+            raise argparse.ArgumentTypeError(f"{part!r} names no tier; write NAME or NAME=TIER, such as nightly=batch")
+        found[name] = tier or None
+    return found
+
+
+def _requests(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:9]) <= MOST_REQUESTS or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of requests; write one from 1 to {MOST_REQUESTS:,}")
+    return int(text)

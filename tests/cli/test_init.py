@@ -1,0 +1,419 @@
+"""`sidecar init` as a user runs it: before emulated engines of every dialect, and before pages that lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sidecar.cli import main
+from sidecar.cli.init import write_files
+from sidecar.policy.compiler import load_files, shipped_policies
+from sidecar.policy.keys import hash_line
+from sidecar.policy.model import EngineName, Mode
+from sidecar.policy.warnings import warnings
+from tests.support.commands import address, command
+
+DIALECTS = ("vllm", "tensorrt-llm", "sglang", "dynamo")
+FAST = ("--max-num-seqs", "32", "--step-ms", "1", "--kv-tokens", "50000")
+NO_ONE = "http://127.0.0.1:9"  # the discard port: no one listens there
+KEY = re.compile(r"sk-[\w-]{43}")
+
+
+def init(*arguments: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "sidecar.cli", "init", *arguments]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def check(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What `sidecar check` says, without a mistake and without a warning."""
+    capsys.readouterr()
+    assert main(["check", str(folder), "--json", "-"]) == 0
+    checked: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert checked["warnings"] == []
+    return checked
+
+
+def asked(url: str, key: str) -> tuple[int, Mapping[str, str]]:
+    body = json.dumps({"model": "emulated", "max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]})
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", body.encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            answer.read()
+            return answer.status, dict(answer.headers)
+    except urllib.error.HTTPError as refused:
+        with refused:
+            return refused.code, dict(refused.headers)
+
+
+Pages = Mapping[str, tuple[int, str]]
+
+
+@contextmanager
+def pages(by_path: Pages) -> Iterator[str]:
+    """A server with these pages, and 404 for any other."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, text = by_path.get(self.path, (404, "not found"))
+            self.send_response(status)
+            self.send_header("content-length", str(len(text.encode())))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            """Says nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def owned_by(owner: str) -> tuple[int, str]:
+    return 200, json.dumps({"data": [{"id": "m", "owned_by": owner}]})
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_policy_for_each_engine_passes_check_and_serves_the_printed_key(
+    dialect: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "policies"
+    with command("emulate", "--engine", dialect, "--port", "0", *FAST) as engine:
+        url = address(engine)
+        ended = init("--upstream", f"{url}/v1", "--dir", str(folder))
+        assert (ended.returncode, ended.stderr) == (0, "")
+        policy = load_files(folder).policy
+        assert (policy.engine, policy.mode) == (EngineName(dialect), Mode.OBSERVE)
+        assert policy.engine_capacity is not None
+        checked = check(folder, capsys)
+        tiers = 3 if dialect == "vllm" else 5  # vLLM behind a network does not say how many requests it runs at once
+        assert (len(checked["tiers"]), checked["tenants"]) == (tiers, ["chat", "nightly"])
+        chat, nightly = KEY.findall(ended.stdout)
+        text = "".join(files_of(folder).values())
+        assert not KEY.search(text)
+        assert text.count(hash_line(chat)) == text.count(hash_line(nightly)) == 1
+
+        ports = ("--port", "0", "--admin-port", "0")
+        with command("serve", "--upstream", url, "--policy", str(folder), *ports) as serving:
+            door = address(serving)
+            status, headers = asked(door, chat)
+            assert (status, headers["x-admission-mode"], headers["x-admission-tier"]) == (200, "observe", "high")
+            assert asked(door, "sk-no-tenant-has-this-one")[0] == 200
+
+            last = re.findall(r"^  (sed .*)$", ended.stdout, re.MULTILINE)[0]
+            subprocess.run(last, shell=True, check=True)  # the command as it is printed
+            until_s = time.monotonic() + 20
+            while asked(door, "sk-no-tenant-has-this-one")[0] != 401:
+                assert time.monotonic() < until_s
+                time.sleep(0.1)
+            status, headers = asked(door, nightly)
+            assert (status, headers["x-admission-tier"]) == (200, "batch")
+            assert "x-admission-mode" not in headers
+        check(folder, capsys)
+
+
+def test_without_an_upstream_it_fits_an_emulated_engine_and_asks_no_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "new" / "policies"
+    assert main(["init", "--dir", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "  sidecar emulate --engine vllm --max-num-seqs 8\n" in printed
+    checked = check(folder, capsys)
+    assert (checked["engine"], checked["capacity"]["requests"]) == ("vllm", 8)
+    assert load_files(folder).policy.mode is Mode.OBSERVE
+
+
+def test_an_engine_that_is_not_known_is_written_with_the_number_of_requests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pages({"/v1/models": owned_by("someone")}) as url:
+        ask = ["init", "--upstream", url, "--dir", str(tmp_path / "p")]
+        assert main(ask) == 1
+        assert "no page there tells which engine it is" in capsys.readouterr().err
+        assert main([*ask, "--engine", "none"]) == 1
+        assert "none reports neither the tokens of its KV cache" in capsys.readouterr().err
+        assert not (tmp_path / "p").exists()
+        assert main([*ask, "--engine", "none", "--requests", "24"]) == 0
+    checked = check(tmp_path / "p", capsys)
+    assert (checked["engine"], checked["capacity"]["requests"], len(checked["tiers"])) == ("none", 24, 5)
+
+
+def test_the_number_of_requests_bounds_a_pool_whose_tokens_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with command("emulate", "--engine", "vllm", "--port", "0", *FAST) as engine:
+        assert main(["init", "--upstream", address(engine), "--requests", "256", "--dir", str(tmp_path / "p")]) == 0
+    checked = check(tmp_path / "p", capsys)
+    assert checked["capacity"] == {"tokens": None, "requests": 258, "from": "engine"}
+    assert len(checked["tiers"]) == 5
+
+
+def test_tenants_get_the_tier_they_name_or_one_by_their_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = "chat, on,1e3=batch,team@example.org,nightly"  # two of them mean something else in YAML
+    assert main(["init", "--dir", str(tmp_path / "p"), "--tenants", names]) == 0
+    tenants = {tenant.name: tenant.level for tenant in load_files(tmp_path / "p").policy.tenants.values()}
+    assert tenants == {"chat": 0, "on": 1, "1e3": 2, "team@example.org": 1, "nightly": 2}
+    assert len(set(KEY.findall(capsys.readouterr().out))) == 5
+    check(tmp_path / "p", capsys)
+
+
+@pytest.mark.parametrize("name", ["policy.yaml", "tenants/chat.yaml", "tenants/other.yaml"])
+@pytest.mark.parametrize("more", [(), ("--example",), ("--upstream", NO_ONE)])
+def test_no_file_is_overwritten_and_none_is_written_beside_it(
+    name: str, more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / name
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    assert main(["init", "--dir", str(tmp_path), *more]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.endswith("; nothing was written\n")
+    if not more or name == "policy.yaml":
+        assert f"{mine} exists, and no file is overwritten" in said.err
+    assert files_of(tmp_path) == {name: "mine"}
+
+
+def test_a_link_to_nothing_is_not_overwritten_either(tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").symlink_to(tmp_path / "elsewhere")
+    assert main(["init", "--dir", str(tmp_path)]) == 1
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_folder_with_other_files_takes_the_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    assert main(["init", "--dir", str(tmp_path)]) == 0
+    assert sorted(files_of(tmp_path)) == ["README.md", "policy.yaml", "tenants/chat.yaml", "tenants/nightly.yaml"]
+    check(tmp_path, capsys)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_run_that_fails_leaves_nothing(failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    links, link = iter(range(3)), os.link
+
+    def full(source: Path, target: Path) -> None:
+        if next(links) == failing:
+            raise OSError(28, "No space left on device", str(target))
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", full)
+    assert main(["init", "--dir", str(tmp_path / "a" / "b")]) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+    def meanwhile(_: Path) -> None:
+        (tmp_path / "policy.yaml").write_text("mine")
+
+    with pytest.raises(Exception, match="cannot write into"):
+        write_files(tmp_path, {"policy.yaml": "ours", "tenants/chat.yaml": "ours"}, meanwhile)
+    assert files_of(tmp_path) == {"policy.yaml": "mine"}
+    assert [path.name for path in tmp_path.iterdir()] == ["policy.yaml"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="everything is writable to root")
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    assert main(["init", "--dir", str(tmp_path / "p")]) == 1
+    assert "Permission denied; name another with --dir; nothing was written" in capsys.readouterr().err
+
+
+def test_a_file_in_the_folders_place_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "p").write_text("mine")
+    assert main(["init", "--dir", str(tmp_path / "p")]) == 1
+    assert re.search(r"cannot write into \S+/p: (File exists|Not a directory);", capsys.readouterr().err)
+    assert files_of(tmp_path) == {"p": "mine"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tenants", "chat,../x"], '"../x" is not a tenant\'s name; write up to 100 of A-Z'),
+        (["--tenants", "chat,"], "a tenant's name"),
+        (["--tenants", "anonymous"], '"anonymous" stands for requests without a key'),
+        (["--tenants", "chat,Chat"], "the tenant Chat is named twice; write each name once"),
+        (["--tenants", "chat="], "'chat=' names no tier; write NAME or NAME=TIER"),
+        (["--tiers", "4"], "invalid choice: 4"),
+        (["--requests", "0"], "'0' is no number of requests; write one from 1 to 1,000,000"),
+        (["--requests", "9" * 5000], "is no number of requests"),
+        (["--upstream", "ftp://engine"], "is no server's address"),
+        (["--upstream", NO_ONE, "--example"], "not allowed with argument"),
+    ],
+)
+def test_a_wrong_command_line_is_a_two(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["init", "--dir", str(tmp_path / "p"), *arguments])
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--upstream", NO_ONE], "cannot reach http://127.0.0.1:9"),
+        (["--tenants", "chat=critical"], "tenant chat: there is no tier critical; the tiers are high, normal, batch"),
+        (
+            ["--tiers", "5", "--requests", "2"],
+            "these tiers do not fit this pool: tiers.critical.limit: 30% of 2 requests is less",
+        ),
+    ],
+)
+def test_what_cannot_be_written_is_a_one(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", "--dir", str(tmp_path / "p"), *arguments]) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.startswith("sidecar init: ")
+    assert error.endswith("; nothing was written\n")
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+HOSTILE = 'x\n  evil: {reserve: 100%}\nmode: enforce # "\\\u2028\u0085\x00\x1b[2J' + "y" * 10_000
+NO_FIGURES: Pages = {"/v1/models": owned_by("vllm"), "/metrics": (200, "# nothing")}
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"/v1/models": (200, "<html>It works!</html>")},
+        {"/v1/models": (200, "[" * 100_000)},
+        {"/v1/models": (200, json.dumps({"data": {"owned_by": "vllm"}}))},
+        {"/v1/models": (500, "")},
+        {"/v1/models": (401, "who are you"), "/metrics": (401, "")},
+        NO_FIGURES,
+        {**NO_FIGURES, "/metrics": (200, 'vllm:cache_config_info{num_gpu_blocks="0",block_size="16"} 1')},
+        {**NO_FIGURES, "/metrics": (200, f'vllm:cache_config_info{{kv_cache_size_tokens="{"9" * 400}"}} 1')},
+        {"/v1/models": owned_by("tensorrt_llm"), "/server_info": (200, json.dumps({"max_batch_size": 10**300}))},
+    ],
+)  # fmt: skip
+def test_pages_that_say_nothing_of_use_end_in_one_line(
+    found: Pages, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pages(found) as url:
+        assert main(["init", "--upstream", url, "--dir", str(tmp_path / "p")]) == 1
+    error = capsys.readouterr().err
+    assert re.search(r"no page there tells which engine it is|reports neither the tokens of its KV cache", error)
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_version_that_is_no_version_changes_nothing_in_the_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = 'vllm:cache_config_info{num_gpu_blocks="1000",block_size="16"} 1'
+    found = {**NO_FIGURES, "/metrics": (200, metrics), "/version": (200, json.dumps({"version": HOSTILE}))}
+    with pages(found) as url:
+        assert main(["init", "--upstream", url, "--dir", str(tmp_path / "p")]) == 0
+    assert all(char.isprintable() or char == "\n" for char in capsys.readouterr().out)
+    text = (tmp_path / "p" / "policy.yaml").read_text()
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert [tier["tier"] for tier in check(tmp_path / "p", capsys)["tiers"]] == ["high", "normal", "batch"]
+    assert load_files(tmp_path / "p").policy.mode is Mode.OBSERVE
+
+
+def test_the_engines_key_is_sent_and_written_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    secret = "sk-the-engines-own-key-0123456789"
+    upstream = "http://user:password@127.0.0.1:9"
+    assert main(["init", "--upstream", upstream, "--key", secret, "--dir", str(tmp_path / "p")]) == 1
+    assert "password" not in capsys.readouterr().err
+    with command("emulate", "--engine", "sglang", "--port", "0", *FAST) as engine:
+        url = address(engine)
+        assert main(["init", "--upstream", url, "--key", secret, "--dir", str(tmp_path / "p")]) == 0
+        url = url.replace("//", "//user:password@")
+        assert main(["init", "--upstream", url, "--dir", str(tmp_path / "q")]) == 0
+    assert secret not in "".join(files_of(tmp_path / "p").values())
+    assert "password" not in "".join(files_of(tmp_path / "q").values())
+
+
+FIGURES = st.one_of(st.none(), st.integers(-1, 60), st.integers(0, 2**54), st.floats(allow_nan=True))
+METRICS = {
+    "trtllm_kv_cache_max_blocks": FIGURES,
+    "trtllm_kv_cache_tokens_per_block": FIGURES,
+    "trtllm_max_num_active_requests": FIGURES,
+}
+
+
+@settings(max_examples=40)
+@given(figures=st.fixed_dictionaries(METRICS), tiers=st.sampled_from([(), ("--tiers", "3")]))
+def test_whatever_figures_the_engine_reports_the_policy_passes_check(
+    figures: dict[str, float | None], tiers: tuple[str, ...]
+) -> None:
+    metrics = "\n".join(f"{name} {value}" for name, value in figures.items() if value is not None)
+    found: Pages = {"/v1/models": owned_by("tensorrt_llm"), "/prometheus/metrics": (200, metrics)}
+    with pages(found) as url, TemporaryDirectory() as folder:
+        code = main(["init", "--upstream", url, "--dir", folder, *tiers])
+        if code == 0:
+            loaded = load_files(folder)
+            assert warnings(loaded.policy) == ()
+            assert loaded.policy.mode is Mode.OBSERVE
+        else:
+            assert code == 1
+            assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("requests", [*range(1, 26), 160, 1_000_000])
+def test_the_tiers_fit_any_number_of_requests(requests: int, tmp_path: Path) -> None:
+    assert main(["init", "--requests", str(requests), "--dir", str(tmp_path)]) == 0
+    policy = load_files(tmp_path).policy
+    assert warnings(policy) == ()
+    assert len(policy.tiers) == (5 if requests >= 20 else 3)
+    assert all(shares.reserve for shares in policy.shares) is (requests >= 4)
+
+
+def test_json_on_standard_output_has_the_keys_and_a_file_has_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", "--dir", str(tmp_path / "a"), "--json", "-"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert sorted(printed) == ["capacity", "engine", "files", "tenants", "tiers"]
+    assert [(one["tenant"], one["tier"]) for one in printed["tenants"]] == [("chat", "high"), ("nightly", "batch")]
+    text = "".join(files_of(tmp_path / "a").values())
+    assert all(hash_line(one["key"]) in text for one in printed["tenants"])
+
+    assert main(["init", "--dir", str(tmp_path / "b"), "--json", str(tmp_path / "init.json")]) == 0
+    assert [one["key"] for one in json.loads((tmp_path / "init.json").read_text())["tenants"]] == [None, None]
+    assert len(KEY.findall(capsys.readouterr().out)) == 2
+
+
+def test_the_example_is_the_shipped_policy_file_by_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--example", "--dir", str(tmp_path / "p")]) == 0
+    assert files_of(tmp_path / "p") == files_of(shipped_policies())
+    assert "everyone knows them" in capsys.readouterr().out
+    assert main(["init", "--example", "--dir", str(tmp_path / "p")]) == 1
+
+
+def test_it_is_listed_with_the_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "write a starter policy that fits an engine" in capsys.readouterr().out
