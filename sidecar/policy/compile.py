@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from pathlib import Path as FilePath
 from types import MappingProxyType
 from typing import TypeVar
@@ -15,8 +16,9 @@ from typing import TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from sidecar.policy.fields import ANONYMOUS, Context, infer_api
-from sidecar.policy.model import Api, Endpoint, Limits, Policy, Promises, Tenant, Tier
+from sidecar.apis import Api, infer_api
+from sidecar.policy.fields import ANONYMOUS, Context
+from sidecar.policy.model import Endpoint, Limits, Policy, Promises, Tenant, Tier
 from sidecar.policy.problems import Path, Place, PolicyError, Problem, printable
 from sidecar.policy.rules import EngineCapacity, PoolRules, Shares, pool_rules
 from sidecar.policy.schema import EndpointBody, FileModel, LimitsBody, PoolFile, Slo, TenantFile, TierBody
@@ -260,9 +262,9 @@ def _anonymous(pool: PoolFile, levels: dict[str, int]) -> Tenant | None:
     return Tenant(ANONYMOUS, level=level, max_level=level)
 
 
-def shipped_policies() -> FilePath:
+def shipped_policies() -> Path:
     """The folder with `policy.yaml` and `tenants/`. Raises FileNotFoundError where a packager left it out."""
-    package = FilePath(__file__).resolve().parent.parent
+    package = Path(__file__).resolve().parent.parent
     for folder in (package / "policies", package.parent / "policies"):
         if (folder / "policy.yaml").is_file():
             return folder

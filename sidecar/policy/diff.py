@@ -12,6 +12,7 @@ from enum import Enum
 from fractions import Fraction
 from typing import Any
 
+from sidecar.engines.base import Engine
 from sidecar.policy.model import Endpoint, Limits, Policy, Promises, Tenant
 from sidecar.policy.rules import UNLIMITED, EngineCapacity, PoolRules
 
@@ -170,6 +171,8 @@ def _value(name: str, value: Any) -> str:
         return "none"
     if isinstance(value, Enum):
         return str(value.value)
+    if isinstance(value, type) and issubclass(value, Engine):
+        return value.name
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Fraction):
@@ -208,7 +211,7 @@ def needs_restart(running: Policy, changed: Policy) -> list[str]:
         "engine": running.engine is not changed.engine,
         "forward_priority": running.carrier is not changed.carrier,
         "capacity.from": (running.engine_capacity is None) != (changed.engine_capacity is None),
-        "tiers (their names and order)": _tier_names(running) != _tier_names(changed),
+        "tiers (their names and order)": _names(running) != _names(changed),
         "tokenizer": running.tokenizer != changed.tokenizer,
         "store": running.store != changed.store,
         "pool": running.pool != changed.pool,
@@ -217,5 +220,5 @@ def needs_restart(running: Policy, changed: Policy) -> list[str]:
     return [key for key, is_another in keys.items() if is_another]
 
 
-def _tier_names(policy: Policy) -> list[str]:
+def _names(policy: Policy) -> list[str]:
     return [tier.name for tier in policy.tiers]

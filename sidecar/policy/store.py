@@ -251,7 +251,7 @@ def _option_file(value: str, name: str) -> OptionValue:
     return file_path(value, name, "/etc/redis/ca.pem")
 
 
-def _text_option(value: str, name: str) -> OptionValue:
+def _option_text(value: str, name: str) -> OptionValue:
     if not value:
         raise ValueError(f"{name} is empty; write it, or remove the option")
     return decoded(value, name)
@@ -279,8 +279,8 @@ TLS: Readers = {
     "ssl_cert_reqs": _one_of("none", "optional", "required"),
     "ssl_check_hostname": _option_flag,
 }
-SENTINEL: Readers = {"sentinel_username": _text_option, "sentinel_password": _text_option}
-SOCKET: Readers = {"db": _text_option}
+SENTINEL: Readers = {"sentinel_username": _option_text, "sentinel_password": _option_text}
+SOCKET: Readers = {"db": _option_text}
 _ALL: Readers = {**TLS, **SENTINEL, **SOCKET}
 
 _ELSEWHERE = (

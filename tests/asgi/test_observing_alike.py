@@ -16,9 +16,8 @@ import msgspec
 import pytest
 
 from sidecar.asgi.middleware import Admission
-from sidecar.engines import dialect_of
 from sidecar.events import Admitted, Observed, Preempted, Refused
-from sidecar.policy import compile
+from sidecar.policy import compiler
 from sidecar.policy.model import Mode, Policy
 from sidecar.pools import LocalPool
 from sidecar.tokens import Estimator
@@ -104,7 +103,7 @@ async def play(with_policy: Policy, plan: list[Planned], recorder: Recorder | No
         Engine(),
         policy=with_policy,
         pool=LocalPool(with_policy, virtual_now_us),
-        dialect=dialect_of(with_policy.engine, with_policy.carrier),
+        dialect=with_policy.engine(with_policy.carrier),
         estimator=Estimator(),
         observer=recorder,
         observed=found.append,
@@ -135,7 +134,7 @@ def policies(folder: Path, **changes: str) -> dict[Mode, Policy]:
     for tier, settings in changes.items():
         written = written.replace(f"  {tier}: {{", f"  {tier}: {{{settings}")
     path.write_text(written)
-    loaded = compile.load(path)
+    loaded = compiler.load(path)
     return {mode: replace(loaded, mode=mode) for mode in Mode}
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from sidecar.cli import main
 from sidecar.policy.store import store_address
-from sidecar.tools.demo import runs as demo_runs
+from sidecar.tools.demo import runs as running
 from sidecar.tools.demo import servers
 from sidecar.tools.demo.figures import RunMeasurement
 from tests.support.redis_servers import RedisServer, first_binary, free_port
@@ -122,17 +122,17 @@ def no_servers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Play], None]:
     """Replaces the servers, and the playing of a run by what the test gives."""
 
     @contextmanager
-    def nowhere(runs: Sequence[demo_runs.Run], _: Path) -> Iterator[dict[str, demo_runs.Place]]:
-        yield {run.name: demo_runs.Place([1], 1) for run in runs}
+    def nowhere(runs: Sequence[running.Run], _: Path) -> Iterator[dict[str, running.Place]]:
+        yield {run.name: running.Place([1], 1) for run in runs}
 
     def replace(play: Play) -> None:
         monkeypatch.setattr(servers, "servers", nowhere)
-        monkeypatch.setattr(demo_runs, "play_run", play)
+        monkeypatch.setattr(running, "play_run", play)
 
     return replace
 
 
-def figures_of(run: demo_runs.Run, *_: Any) -> RunMeasurement:
+def figures_of(run: running.Run, *_: Any) -> RunMeasurement:
     return {figures.name: figures for figures in three()}[run.name]
 
 
@@ -157,7 +157,7 @@ def test_a_failed_request_is_a_failed_demo(
 def test_every_run_gets_the_same_arrivals(no_servers: Callable[[Play], None]) -> None:
     played = []
 
-    def play(run: demo_runs.Run, _: demo_runs.Place, arrivals: Any, *__: Any) -> RunMeasurement:
+    def play(run: running.Run, _: running.Place, arrivals: Any, *__: Any) -> RunMeasurement:
         played.append((run.name, arrivals))
         return figures_of(run)
 

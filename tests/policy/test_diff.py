@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sidecar.policy.compiler import load
 
-from sidecar.policy.compile import load
+from sidecar.engines import ENGINES
 from sidecar.policy.diff import MOST_TOLD, describe_changes, differences
 from sidecar.policy.model import Policy
 from tests.support.door import policy, write_policy
@@ -169,6 +170,8 @@ def changed(before: Policy, name: str) -> Policy:
         return replace(before, **{name: None})
     if hasattr(type(value), "__members__"):
         return replace(before, **{name: next(other for other in type(value) if other is not value)})
+    if name == "engine":
+        return replace(before, engine=next(other for other in ENGINES.values() if other is not value))
     if isinstance(value, bool):
         return replace(before, **{name: not value})
     return replace(before, **{name: OTHERS[type(value)] if value is not None else 7.5})

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sidecar.policy.compiler import load
+
 from sidecar.asgi.middleware import Admission
-from sidecar.engines import dialect_of
 from sidecar.events import Admitted, Classified, Event, Headers, Queued, Received, Refused, Settled
-from sidecar.policy.compile import load
 from sidecar.policy.model import Policy
 from sidecar.pools import LocalPool
 from sidecar.tokens import Estimator
@@ -260,7 +260,7 @@ class Guarded:
     def __init__(self, app: Any, policy: Policy) -> None:
         self.recorder = Recorder()
         self.pool = LocalPool(policy)
-        dialect = dialect_of(policy.engine, policy.carrier)
+        dialect = policy.engine(policy.carrier)
         self.door = Admission(
             app, policy=policy, pool=self.pool, dialect=dialect, estimator=Estimator(), observer=self.recorder
         )

@@ -1,6 +1,6 @@
 """An OpenAI-compatible engine without a GPU, which keeps a real engine's contract, its errors included.
 
-`Emulator(EmulatorConfig(engine=EngineName.VLLM)).app` is an ASGI app. `steps` is the step model on its own.
+`Emulator(EmulatorConfig(engine=Vllm)).app` is an ASGI app. `steps` is the step model on its own.
 """
 
 from __future__ import annotations

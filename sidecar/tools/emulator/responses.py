@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from sidecar.policy.model import Api
+from sidecar.apis import Api
 from sidecar.tools.emulator.generation import Choice, Generation
 
 Answer: TypeAlias = dict[str, Any]
@@ -288,9 +288,9 @@ class MessagesStream(Stream):
     ).removesuffix(b'"}}\n\n')
 
     def opening(self) -> bytes:
-        started = {**message(self.generation), "content": [], "stop_reason": None}
+        message = {**message(self.generation), "content": [], "stop_reason": None}
         block = {"type": "text", "text": ""}
-        return event({"type": "message_start", "message": started}, "message_start") + event(
+        return event({"type": "message_start", "message": message}, "message_start") + event(
             {"type": "content_block_start", "index": 0, "content_block": block}, "content_block_start"
         )
 

@@ -79,7 +79,7 @@ def _read(name: str, file: Iterable[bytes], limit: int | None) -> Trace:
                 raise text
             if read is None:
                 read = _reader(text)
-                if read is trace_formats.read_azure_row:
+                if read is trace_formats.read_row:
                     continue
             rows.append(read(text, number))
         except BadRow as problem:
@@ -91,9 +91,7 @@ def _read(name: str, file: Iterable[bytes], limit: int | None) -> Trace:
         raise BadTrace("\n".join([*islice(problems, MOST_PROBLEMS), *more]))
     if not rows:
         raise BadTrace(f"{name}: no request in it; write mooncake_trace JSONL, or Azure's CSV")
-    return Trace(
-        name, "Azure CSV" if read is trace_formats.read_azure_row else "mooncake_trace", _from_zero(name, rows)
-    )
+    return Trace(name, "Azure CSV" if read is trace_formats.read_row else "mooncake_trace", _from_zero(name, rows))
 
 
 def _text(line: bytes, number: int) -> str | BadRow:
@@ -107,9 +105,9 @@ def _text(line: bytes, number: int) -> str | BadRow:
 
 def _reader(first: str) -> Callable[[str, int], Row]:
     if first.lstrip().startswith("{"):
-        return trace_formats.read_mooncake_row
+        return trace_formats.read_row
     if trace_formats.is_head(first):
-        return trace_formats.read_azure_row
+        return trace_formats.read_row
     raise BadRow(
         "this is the first line of no trace that is known: mooncake_trace JSONL begins with {, "
         f"Azure's CSV with {trace_formats.HEAD}"

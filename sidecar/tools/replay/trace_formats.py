@@ -58,7 +58,7 @@ def is_head(line: str) -> bool:
     return [name.strip().strip('"').lower() for name in line.split(",")] == HEAD.lower().split(",")
 
 
-def read_azure_row(line: str, number: int) -> Row:
+def read_row(line: str, number: int) -> Row:
     """Raises BadRow. Times are seconds since the epoch, to be counted from the first."""
     fields = [field.strip().strip('"') for field in line.split(",")]
     if len(fields) != 3:
@@ -118,7 +118,7 @@ class _MooncakeRow(msgspec.Struct):
 _decode = msgspec.json.Decoder(_MooncakeRow).decode
 
 
-def read_mooncake_row(line: str, number: int) -> Row:
+def read_row(line: str, number: int) -> Row:
     """Raises BadRow."""
     try:
         found = _decode(line)
