@@ -7,13 +7,13 @@ import timeit
 from collections.abc import Callable
 
 from benchmarks.overhead_apps import ANSWER
+from sidecar.apis import Api
 from sidecar.asgi.forwarding import forwarded_body, forwarded_headers
 from sidecar.asgi.usage import UsageReader
 from sidecar.classify import Asked, Classifier
-from sidecar.engines import client_headers, dialect_of
+from sidecar.engines.registry import client_headers
 from sidecar.payload import read
 from sidecar.policy.compiler import load, shipped_policies
-from sidecar.policy.model import Api
 from sidecar.pools import Ask, LocalPool
 from sidecar.tokens import Estimator, tokens_to_hold
 
@@ -23,7 +23,7 @@ REPEATS, CALLS = 7, 2000
 def where_it_goes(body: bytes, headers: tuple[tuple[str, str], ...]) -> dict[str, float]:
     """Microseconds of each part, the least of several repeats."""
     policy = load(shipped_policies())
-    dialect = dialect_of(policy.engine, policy.carrier)
+    dialect = policy.engine(policy.carrier)
     classifier, estimator, pool = Classifier(policy, dialect), Estimator(), LocalPool(policy)
     pairs = [(name.lower().encode(), value.encode()) for name, value in headers]
     pairs += [(b"content-length", b"%d" % len(body)), (b"host", b"127.0.0.1")]

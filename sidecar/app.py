@@ -18,12 +18,11 @@ from sidecar.asgi.mounted import Mounted
 from sidecar.asgi.pages import AppPages
 from sidecar.asgi.proxy import ReverseProxy
 from sidecar.asgi.types import ASGIApp
-from sidecar.engines import Dialect, dialect_of
-from sidecar.engines.cautious import CautiousTensorRtLlm
-from sidecar.engines.reading import Pages
+from sidecar.engines.base import Engine
+from sidecar.engines.pages import Pages
 from sidecar.observability import Observability
 from sidecar.policy.compiler import load
-from sidecar.policy.model import EngineName, Policy, Unguarded
+from sidecar.policy.model import Policy, Unguarded
 from sidecar.policy.reload import PolicyFiles
 from sidecar.policy.store import StoreAddress, store_address
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
@@ -67,7 +66,7 @@ class AdmissionMiddleware(Admission):
         app: ASGIApp,
         policy: str | Path | Policy | None = None,
         *,
-        dialect: Dialect | None = None,
+        dialect: Engine | None = None,
         files: PolicyFiles | None = None,
         is_shown: bool = False,
         takes_over_pool: bool = False,
@@ -96,7 +95,7 @@ class AdmissionMiddleware(Admission):
                 raise
             self.app, self.endpoints, self.has_failed = FailedStart(mistake), {}, True
             return
-        dialect = _dialect(loaded, pages) if dialect is None else dialect
+        dialect = loaded.engine.connected(loaded.carrier, pages) if dialect is None else dialect
         inner = _with_lifespan(pages, pool, dialect, self.observability, self._end_leases)
         if policy is None:
             inner = Mounted(
@@ -188,22 +187,14 @@ def store_of(policy: Policy, environment: Mapping[str, str]) -> StoreAddress | N
         raise ValueError(f"{STORE_VARIABLE}: {mistake}") from None
 
 
-def _dialect(policy: Policy, pages: Pages) -> Dialect:
-    """How the engine hears a priority. Older builds of TensorRT-LLM refuse to: they are asked first."""
-    if policy.engine is EngineName.TENSORRT_LLM:
-        return CautiousTensorRtLlm(pages)
-    return dialect_of(policy.engine, policy.carrier)
-
-
 def _with_lifespan(
-    pages: AppPages, pool: Pool, dialect: Dialect, observability: Observability, end_leases: Step
+    pages: AppPages, pool: Pool, dialect: Engine, observability: Observability, end_leases: Step
 ) -> ASGIApp:
     """The app, with a start and an end for what has one."""
-    asking = [dialect.ask] if isinstance(dialect, CautiousTensorRtLlm) else []
     closing = [end_leases, observability.close, pool.close]  # what they say last is logged
     if isinstance(pool, EngineSizedPool):
-        return Lifespan(pages, opening=[observability.open], asking=[pool.open, *asking], closing=closing)
-    return Lifespan(pages, opening=[pool.open, observability.open], asking=asking, closing=closing)
+        return Lifespan(pages, opening=[observability.open], asking=[pool.open, dialect.ask], closing=closing)
+    return Lifespan(pages, opening=[pool.open, observability.open], asking=[dialect.ask], closing=closing)
 
 
 @contextmanager

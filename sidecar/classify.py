@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from sidecar.engines import Dialect, client_members
+from sidecar.engines.base import Engine
+from sidecar.engines.registry import client_members
 from sidecar.errors import InvalidApiKey, UnknownTier
 from sidecar.payload import Payload
 from sidecar.policy.model import Endpoint, Policy, Source, Tenant
@@ -32,7 +33,7 @@ class Asked(NamedTuple):
     """What a request says of its priority.
 
     `headers` holds the last value of every header, by lower-case name; `taken` are those of them that some engine would
-    take a priority or a tenant from (`engines.client_headers`).
+    take a priority or a tenant from (`engines.registry.client_headers`).
     """
 
     endpoint: Endpoint
@@ -80,7 +81,7 @@ class Classification(msgspec.Struct):
 class Classifier:
     """Classifies requests by one policy. Immutable, and shared by all requests."""
 
-    def __init__(self, policy: Policy, dialect: Dialect) -> None:
+    def __init__(self, policy: Policy, dialect: Engine) -> None:
         self._policy = policy
         self._dialect = dialect
         self._last = len(policy.tiers) - 1

@@ -19,8 +19,9 @@ from sidecar.asgi.door import Door
 from sidecar.asgi.types import ASGIApp, Receive, Scope, Send
 from sidecar.cluster.generations import Generations
 from sidecar.cluster.report import Sources
+from sidecar.engines import NoEngine
 from sidecar.events import Received
-from sidecar.policy.model import EngineName, Policy, Tier
+from sidecar.policy.model import Policy, Tier
 from sidecar.policy.reload import PolicyFiles, PolicyReloader, ReloadSignal
 from sidecar.pools import Grant, Pool
 from sidecar.telemetry import SpanObserver, Telemetry
@@ -185,7 +186,7 @@ def _starvation_limits_s(policy: Policy) -> Mapping[str, float]:
 def _spans(policy: Policy, journal: Journal) -> SpanObserver:
     return SpanObserver(
         starvation_limits_s=_starvation_limits_s(policy),
-        provider_name=None if policy.engine is EngineName.NONE else policy.engine.value,
+        provider_name=None if policy.engine is NoEngine else policy.engine.name,
         who_was_ahead=predecessors_in(journal),
     )
 

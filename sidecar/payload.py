@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
+from sidecar.apis import Api
 from sidecar.body_fields import COMMON, HARMLESS, NOTHING, Carried, carried
 from sidecar.errors import InvalidBody
-from sidecar.policy.model import Api
 from sidecar.prompt_text import is_plain, json_bytes, measured, text_of
 
 MEDIA_TOKENS = 1024

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sidecar.apis import Api
 from sidecar.classify import Asked, Classification, Classifier, Fallback, api_key
-from sidecar.engines import client_headers, dialect_of
+from sidecar.engines import ENGINES
+from sidecar.engines.registry import client_headers
 from sidecar.errors import InvalidApiKey, UnknownTier
 from sidecar.payload import read
-from sidecar.policy.model import Api, Endpoint, EngineName, Policy, Source, Tenant, Tier
+from sidecar.policy.model import Endpoint, Policy, Source, Tenant, Tier
 from sidecar.policy.rules import Shares, pool_rules
 
 TIERS = ("critical", "high", "normal", "low", "batch")
@@ -43,7 +45,7 @@ def policy_of(
         anonymous=ANONYMOUS,
         default_level=min(2, len(tiers) - 1),
         sources=sources,
-        engine=EngineName(engine),
+        engine=ENGINES[engine],
         carrier=None,
         engine_levels=(),
         tier_header=b"x-priority",
@@ -57,7 +59,7 @@ def policy_of(
 
 
 def classifier_of(policy: Policy) -> Classifier:
-    return Classifier(policy, dialect_of(policy.engine, policy.carrier))
+    return Classifier(policy, policy.engine(policy.carrier))
 
 
 def asked_with(

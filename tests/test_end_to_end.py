@@ -33,9 +33,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from sidecar import AdmissionMiddleware
 from sidecar.asgi.middleware import Admission
 from sidecar.asgi.proxy import ReverseProxy
-from sidecar.engines import dialect_of
+from sidecar.engines import Dynamo, Sglang, TensorRtLlm, Vllm
 from sidecar.policy.compiler import load, shipped_policies
-from sidecar.policy.model import EngineName, Policy
+from sidecar.policy.model import Policy
 from sidecar.pools import LocalPool
 from sidecar.telemetry import SpanObserver
 from sidecar.tokens import Estimator
@@ -334,31 +334,31 @@ STATED = {
     "x-dynamo-request-priority": "77",
     "x-dynamo-request-strict-priority": "7",
 }
-HINTED: Mapping[EngineName, Mapping[str, Any]] = {
-    EngineName.TENSORRT_LLM: {"priority": 0.77},
-    EngineName.VLLM: {"priority": -77, "nvext": {"agent_hints": {"priority": 77}}},
-    EngineName.SGLANG: {"priority": 77, "nvext": {"agent_hints": {"priority": 77}}},
-    EngineName.DYNAMO: {"priority": 77, "nvext": {"agent_hints": {"priority": 77, "strict_priority": 7}}},
+HINTED: Mapping[type[Engine], Mapping[str, Any]] = {
+    TensorRtLlm: {"priority": 0.77},
+    Vllm: {"priority": -77, "nvext": {"agent_hints": {"priority": 77}}},
+    Sglang: {"priority": 77, "nvext": {"agent_hints": {"priority": 77}}},
+    Dynamo: {"priority": 77, "nvext": {"agent_hints": {"priority": 77, "strict_priority": 7}}},
 }
 """What a client might send to get ahead at the engine: both are gone behind the door."""
 EXPECTED = {
-    EngineName.TENSORRT_LLM: {"critical": 1.0, "high": 0.75, "normal": 0.5, "batch": 0.0},
-    EngineName.VLLM: {"critical": 0, "high": 10, "normal": 20, "batch": 40},
-    EngineName.SGLANG: {"critical": 8, "high": 6, "normal": 4, "batch": 0},
-    EngineName.DYNAMO: {"critical": 20, "high": 15, "normal": 10, "batch": 0},
+    TensorRtLlm: {"critical": 1.0, "high": 0.75, "normal": 0.5, "batch": 0.0},
+    Vllm: {"critical": 0, "high": 10, "normal": 20, "batch": 40},
+    Sglang: {"critical": 8, "high": 6, "normal": 4, "batch": 0},
+    Dynamo: {"critical": 20, "high": 15, "normal": 10, "batch": 0},
 }
 
 
-def emulator_of(engine: EngineName, slots: int, step_s: float = 0.002) -> Emulator:
+def emulator_of(engine: type[Engine], slots: int, step_s: float = 0.002) -> Emulator:
     steps = StepModel(max_num_seqs=slots, step_s=step_s)
     return Emulator(EmulatorConfig(engine=engine, steps=steps, header_overrides=True))
 
 
 @contextlib.asynccontextmanager
-async def proxied(engine: EngineName, folder: Path) -> AsyncIterator[tuple[Emulator, str]]:
+async def proxied(engine: type[Engine], folder: Path) -> AsyncIterator[tuple[Emulator, str]]:
     """An engine with one slot behind the proxy, whose pool lets ten requests go to it at once."""
     emulator = emulator_of(engine, 1)
-    policy = load(write_policy(folder, engine.value, requests=10, sources="header, endpoint, key"))
+    policy = load(write_policy(folder, engine.name, requests=10, sources="header, endpoint, key"))
     async with (
         serving(emulator.app) as upstream,
         serving(AdmissionMiddleware(ReverseProxy(upstream.url), policy)) as door,
@@ -367,9 +367,9 @@ async def proxied(engine: EngineName, folder: Path) -> AsyncIterator[tuple[Emula
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("engine", EXPECTED, ids=lambda engine: engine.value)
+@pytest.mark.parametrize("engine", EXPECTED, ids=lambda engine: engine.name)
 async def test_each_engine_serves_in_the_order_of_the_tiers_whatever_clients_tell_it(
-    engine: EngineName, tmp_path: Path
+    engine: type[Engine], tmp_path: Path
 ) -> None:
     askers = [(RESEARCH, None), (STANDARD, None), (INTERACTIVE, None), (INTERACTIVE, "critical")] * 2
     async with (
@@ -539,7 +539,7 @@ async def traced_overload(folder: Path, count: int) -> Traces:
         engine,
         policy=policy,
         pool=pool,
-        dialect=dialect_of(policy.engine, policy.carrier),
+        dialect=policy.engine(policy.carrier),
         estimator=Estimator(),
         observer=SpanObserver(provider),
     )

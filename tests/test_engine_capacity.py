@@ -14,7 +14,7 @@ import pytest
 
 from sidecar.app import AdmissionMiddleware
 from sidecar.asgi.proxy import ReverseProxy
-from sidecar.policy.model import EngineName
+from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.support.serving import serving
 
@@ -46,16 +46,16 @@ class Door:
 
 
 @asynccontextmanager
-async def engine_of(engine: EngineName, **steps: Any) -> AsyncIterator[tuple[Emulator, str]]:
+async def engine_of(engine: type[Engine], **steps: Any) -> AsyncIterator[tuple[Emulator, str]]:
     emulator = Emulator(EmulatorConfig(engine=engine, steps=StepModel(step_s=0.002, **steps)))
     async with serving(emulator.app) as served:
         yield emulator, served.url
 
 
 @asynccontextmanager
-async def door_of(folder: Path, engine: EngineName, upstream: str, waiting: int = 4) -> AsyncIterator[Door]:
+async def door_of(folder: Path, engine: type[Engine], upstream: str, waiting: int = 4) -> AsyncIterator[Door]:
     path = folder / "policy.yaml"
-    path.write_text(POLICY.format(engine=engine.value, waiting=waiting))
+    path.write_text(POLICY.format(engine=engine.name, waiting=waiting))
     middleware = AdmissionMiddleware(ReverseProxy(upstream), path)
     async with serving(middleware) as served, aiohttp.ClientSession() as session:
         yield Door(middleware, served.url, session)
@@ -69,8 +69,8 @@ async def until(condition: Callable[[], Any]) -> None:
     raise AssertionError("never happened")
 
 
-@pytest.mark.parametrize("engine", [EngineName.SGLANG, EngineName.TENSORRT_LLM, EngineName.DYNAMO])
-async def test_the_pool_is_as_large_as_the_engine_behind_the_network_says(tmp_path: Path, engine: EngineName) -> None:
+@pytest.mark.parametrize("engine", [Sglang, TensorRtLlm, Dynamo])
+async def test_the_pool_is_as_large_as_the_engine_behind_the_network_says(tmp_path: Path, engine: type[Engine]) -> None:
     async with engine_of(engine, max_num_seqs=6, kv_tokens=900) as (_, url), door_of(tmp_path, engine, url) as door:
         assert door.pool()["capacity"] == {"tokens": 900, "requests": 10}
         assert (await door.ask())[0] == 200
@@ -79,7 +79,7 @@ async def test_the_pool_is_as_large_as_the_engine_behind_the_network_says(tmp_pa
 
 
 async def test_vllm_behind_a_network_bounds_tokens_alone_and_its_queue_bounds_the_rest(tmp_path: Path) -> None:
-    vllm = EngineName.VLLM
+    vllm = Vllm
     async with (
         engine_of(vllm, max_num_seqs=2, kv_tokens=9_000_000) as (emulator, url),
         door_of(tmp_path, vllm, url, waiting=3) as door,
@@ -97,17 +97,17 @@ async def test_vllm_behind_a_network_bounds_tokens_alone_and_its_queue_bounds_th
 
 
 async def test_an_engine_that_starts_after_its_door_is_waited_for_with_an_answer(tmp_path: Path) -> None:
-    async with engine_of(EngineName.SGLANG, max_num_seqs=6, kv_tokens=900) as (_, url):
+    async with engine_of(Sglang, max_num_seqs=6, kv_tokens=900) as (_, url):
         pass  # its port is free again, and nobody listens on it
-    async with door_of(tmp_path, EngineName.SGLANG, url) as door:
+    async with door_of(tmp_path, Sglang, url) as door:
         status, refusal = await door.ask()
         assert (status, refusal["error"]["code"]) == (503, "capacity_unknown")
         assert "has not said yet how much it holds" in door.middleware.readiness()[0]
 
 
 async def test_a_lost_engine_leaves_its_capacity_behind(tmp_path: Path) -> None:
-    async with engine_of(EngineName.SGLANG, max_num_seqs=6, kv_tokens=900) as (_, url):
-        door_context = door_of(tmp_path, EngineName.SGLANG, url)
+    async with engine_of(Sglang, max_num_seqs=6, kv_tokens=900) as (_, url):
+        door_context = door_of(tmp_path, Sglang, url)
         door = await door_context.__aenter__()
     try:
         await until(door.middleware.notices)

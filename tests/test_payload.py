@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sidecar.apis import Api
 from sidecar.errors import InvalidBody
 from sidecar.payload import LARGEST_COUNT, MEDIA_TOKENS, Payload, read
-from sidecar.policy.model import Api
 from sidecar.tokens import Estimator
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS = Api

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sidecar.apis import Api
 from sidecar.payload import MEDIA_TOKENS, Payload, read
-from sidecar.policy.model import Api
 from sidecar.tokens import (
     BYTES_PER_TOKEN,
     LONGEST_MODEL_NAME,

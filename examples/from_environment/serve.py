@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 
-from sidecar.policy.model import EngineName
+from sidecar.engines import Vllm
 from sidecar.tools.emulator import Emulator, EmulatorConfig
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--middleware", action="append", default=[], metavar="NAME", help="package.module.Class")
     parser.add_argument("--port", type=int, default=8000)
     arguments = parser.parse_args()
-    app = Emulator(EmulatorConfig(engine=EngineName.VLLM)).app
+    app = Emulator(EmulatorConfig(engine=Vllm)).app
     for name in arguments.middleware:
         app.add_middleware(imported(name))
     # Starlette constructs middleware when the app starts; "on" makes a mistake in the policy end the server at once.

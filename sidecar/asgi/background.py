@@ -22,7 +22,7 @@ import msgspec
 
 from sidecar.asgi.pages import OWN, page_of
 from sidecar.asgi.types import ASGIApp, Message, Scope, Send
-from sidecar.engines.reading import Page, Unread
+from sidecar.engines.pages import Page, Unread
 from sidecar.errors import BackgroundNotAllowed, InvalidBody
 from sidecar.events import Outcome
 from sidecar.granted import SCOPE_KEY

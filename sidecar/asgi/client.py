@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from sidecar.apis import Api
 from sidecar.asgi.keep_alive import KeptAlive
 from sidecar.asgi.types import Message, Receive, Send
 from sidecar.events import Headers
-from sidecar.policy.model import Api
 
 
 class Client:

@@ -12,7 +12,7 @@ from sidecar.asgi.pending_aborts import PendingAborts
 from sidecar.asgi.rounds import Rounds
 from sidecar.asgi.ruling import ruling
 from sidecar.asgi.types import ASGIApp
-from sidecar.engines import Dialect
+from sidecar.engines.base import Engine
 from sidecar.events import ObservedObserver, Observer, UnguardedObserver
 from sidecar.policy.model import Mode, Policy, Unguarded
 from sidecar.pools import Pool
@@ -43,7 +43,7 @@ class Door:
         *,
         policy: Policy,
         pool: Pool,
-        dialect: Dialect,
+        dialect: Engine,
         estimator: Estimator,
         observer: Observer | None,
         observed: ObservedObserver | None = None,
@@ -127,7 +127,7 @@ class Door:
     def state(self) -> Mapping[str, object]:
         """What the door is doing, for people and dashboards: JSON types only."""
         return {
-            "policy": {"generation": self.policy.generation, "engine": self.policy.engine.value},
+            "policy": {"generation": self.policy.generation, "engine": self.policy.engine.name},
             "mode": self.policy.mode.value,
             "draining": self.is_draining,
             "under_way": self.under_way,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from enum import Enum
 from functools import partial
 
+from sidecar.apis import Api
 from sidecar.asgi.allowances import entered, refusal_headers, used_tokens
 from sidecar.asgi.attempt import Attempt
 from sidecar.asgi.background import BackgroundRequest, Ended
@@ -34,11 +35,11 @@ from sidecar.asgi.types import Message, Receive, Scope, Send
 from sidecar.asgi.understanding import Understood, declared_length, longest_wait_s
 from sidecar.asgi.usage import UsageReader
 from sidecar.asgi.waiting import WaitedTooLong, comments, wait
-from sidecar.engines import Forward
+from sidecar.engines.base import Forward
 from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, InvalidHeader, QueueTimeout
 from sidecar.events import Obstacle, Outcome
 from sidecar.granted import SCOPE_KEY, Granted, current
-from sidecar.policy.model import Api, Endpoint
+from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant, Lease
 
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from sidecar.asgi.types import Scope
 from sidecar.asgi.understanding import Understood
-from sidecar.engines import CLIENT_MEMBERS, Forward
+from sidecar.engines.base import Forward
+from sidecar.engines.registry import CLIENT_MEMBERS
 from sidecar.events import Headers
 from sidecar.granted import Granted
 from sidecar.payload import Payload

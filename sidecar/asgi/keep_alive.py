@@ -12,9 +12,9 @@ from http import HTTPStatus
 
 import msgspec
 
+from sidecar.apis import Api
 from sidecar.asgi.types import Message, Send
 from sidecar.events import Headers
-from sidecar.policy.model import Api
 
 EVENTS = b"text/event-stream"
 LONGEST_ERROR = 64 * 1024

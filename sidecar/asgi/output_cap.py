@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from sidecar.apis import Api
+from sidecar.engines import Engine
 from sidecar.errors import OutputTooLong
 from sidecar.payload import Payload
-from sidecar.policy.model import Api, EngineName, Tenant
+from sidecar.policy.model import Tenant
 from sidecar.splice import insert, remove
 
 _FIELDS = {
@@ -16,13 +18,7 @@ _FIELDS = {
 """Where each API names the maximum, for every choice; the first is written. Embeddings have no output."""
 
 
-_OWN_DEFAULTS = {EngineName.VLLM: 16, EngineName.SGLANG: 16}
-"""Tokens of a text completion that says nothing of its maximum, as OpenAI's API has it (`CompletionRequest.max_tokens`
-of both). A cap above is never written: it would make such an answer longer. Dynamo has none: its frontend
-(`lib/llm/src/preprocessor.rs`), or else its vLLM worker, gives such a request the rest of the model's context."""
-
-
-def cap_of(api: Api, payload: Payload, body: bytes, tenant: Tenant, engine: EngineName) -> int | None:
+def cap_of(api: Api, payload: Payload, body: bytes, tenant: Tenant, engine: type[Engine]) -> int | None:
     """The cap that the body must be given, None where it stays below by itself. Raises OutputTooLong.
 
     A 0 is no maximum to engines that take it for an absent one, where an answer without tokens makes no sense.
@@ -36,8 +32,9 @@ def cap_of(api: Api, payload: Payload, body: bytes, tenant: Tenant, engine: Engi
             f"{_FIELDS[api][-1]}: {asked} is more than the {most} tokens that one answer to tenant {tenant.name} may "
             f"have; send {most} or less"
         )
-    if api is Api.COMPLETIONS and most >= _OWN_DEFAULTS.get(engine, most + 1) and remove(body, ("max_tokens",)) is body:
-        return None
+    default = engine.default_completion_tokens
+    if api is Api.COMPLETIONS and default is not None and most >= default and remove(body, ("max_tokens",)) is body:
+        return None  # a cap above the engine's default would make the answer longer
     is_unbounded = payload.max_output_tokens is None or (asked == 0 and api is not Api.COMPLETIONS)
     return most if is_unbounded else None
 

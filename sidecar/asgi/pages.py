@@ -6,7 +6,7 @@ import asyncio
 from urllib.parse import quote, urlsplit
 
 from sidecar.asgi.types import ASGIApp, Message, Receive, Scope, Send
-from sidecar.engines.reading import NoAnswer, Page, Unread
+from sidecar.engines.pages import NoAnswer, Page, Unread
 
 ANSWER_WITHIN_S = 2.0
 """A page is a matter of milliseconds, also for an engine at work; whoever waits for it longer learns nothing new."""
@@ -17,7 +17,7 @@ _UNREACHABLE = frozenset((502, 504))
 
 
 class AppPages:
-    """Around an app, which it passes everything to: asks it for pages as a client would. See `reading.Pages`.
+    """Around an app, which it passes everything to: asks it for pages as a client would. See `engines.pages.Pages`.
 
     Neither the network nor the event loop is left where the engine serves in this process. `key` is sent as an API key.
     `host` is what the server calls the app, as soon as it has called it.

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from sidecar.asgi.understanding import Intake, Understood, longest_wait_s
 from sidecar.classify import Classifier
-from sidecar.engines import Dialect, Routes, routes_of
-from sidecar.engines.abort_latency import AbortLatency, abort_latency
+from sidecar.engines.base import AbortLatency, Engine, Routes, abort_latency
 from sidecar.policy.model import Endpoint, Policy
 from sidecar.tokens import Estimator
 
@@ -42,7 +41,7 @@ class Ruling:
 
 
 def ruling(
-    policy: Policy, dialect: Dialect, estimator: Estimator, engine_key: bytes | None, *, is_proxied: bool = False
+    policy: Policy, dialect: Engine, estimator: Estimator, engine_key: bytes | None, *, is_proxied: bool = False
 ) -> Ruling:
     """The ruling by a policy. `engine_key` goes on to the engine in place of the tenant's.
 
@@ -57,5 +56,5 @@ def ruling(
         priorities=tuple(dialect.priority(tier.level, len(policy.tiers)) for tier in policy.tiers),
         tier_names=tuple(tier.name.encode() for tier in policy.tiers),
         abort_latency=abort_latency(dialect, policy.abort_latency_s, is_proxied=is_proxied),
-        routes=routes_of(policy.engine),
+        routes=policy.engine.routes,
     )

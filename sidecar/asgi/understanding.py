@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from sidecar.apis import Api
 from sidecar.asgi.background import refuse_background
 from sidecar.asgi.credentials import Credentials
 from sidecar.asgi.output_cap import cap_of, capped
 from sidecar.asgi.types import Scope
 from sidecar.classify import Asked, Classification, Classifier
-from sidecar.engines import client_headers
+from sidecar.engines.registry import client_headers
 from sidecar.errors import InvalidBody, InvalidHeader, TooManyChoices, UnsizedPrompt
 from sidecar.events import Headers
 from sidecar.payload import Payload, read
-from sidecar.policy.model import Api, Endpoint, Policy, Tenant, Unsized
+from sidecar.policy.model import Endpoint, Policy, Tenant, Unsized
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.units import duration_s
 from sidecar.pools import Ask

@@ -14,20 +14,20 @@ import hmac
 import logging
 from enum import Enum
 
+from sidecar.apis import STANDARD_APIS, STANDARD_PATHS, infer_api
 from sidecar.asgi.credentials import refuse_two_keys
 from sidecar.asgi.door import Door
 from sidecar.asgi.forwarding import forwarded_headers
-from sidecar.asgi.host import is_engine_server
 from sidecar.asgi.naming import request_id
 from sidecar.asgi.responses import send_error, speaks_anthropic
 from sidecar.asgi.types import Message, Receive, Scope, Send
 from sidecar.classify import api_key
-from sidecar.engines import Routes
-from sidecar.engines.routes import plain_path
+from sidecar.engines import NoEngine
+from sidecar.engines.base import Routes, plain_path
+from sidecar.engines.discovery import is_engine_server
 from sidecar.errors import AdmissionError, NotGuarded
 from sidecar.events import UnguardedRequest
-from sidecar.policy.fields import STANDARD_APIS, STANDARD_PATHS, infer_api
-from sidecar.policy.model import EngineName, Policy, Unguarded
+from sidecar.policy.model import Policy, Unguarded
 
 READING = frozenset(("GET", "HEAD", "OPTIONS"))
 """Methods that change nothing (RFC 9110, section 9.2.1), but for an engine's `Routes.changing_reads`."""
@@ -106,7 +106,7 @@ def treatment(mode: Unguarded, policy: Policy, routes: Routes, method: str, path
         is_refused = mode is Unguarded.DENY and plain_path(path) in routes.changing_reads
         return Treatment.REFUSED if is_refused else Treatment.PASSES
     if method != WEBSOCKET and routes.harmless_route(path) is not None:
-        is_engines = mode is Unguarded.DENY or policy.engine is not EngineName.NONE  # else it is the app's own
+        is_engines = mode is Unguarded.DENY or policy.engine is not NoEngine  # else it is the app's own
         return Treatment.NEEDS_KEY if is_engines else Treatment.PASSES
     if mode is Unguarded.DENY or _may_generate(policy, routes, method, path):
         return Treatment.REFUSED

@@ -6,12 +6,12 @@ import asyncio
 import math
 from dataclasses import dataclass
 
+from sidecar.apis import Api
 from sidecar.asgi.body import ClientLeft
 from sidecar.asgi.client import Client
 from sidecar.asgi.keep_alive import STREAMING
 from sidecar.asgi.types import Message
 from sidecar.events import Headers
-from sidecar.policy.model import Api
 from sidecar.pools import Grant, Lease
 
 

@@ -63,7 +63,7 @@ def _figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
         "ok": True,
         "files": list(loaded.files),
         "generation": policy.generation,
-        "engine": policy.engine.value,
+        "engine": policy.engine.name,
         "capacity": {**_both(policy.rules.tokens, policy.rules.requests), "from": _teller(policy)},
         "tiers": [_tier_figures(policy, tier) for tier in policy.rules.tiers],
         "unguarded": None if policy.unguarded is None else policy.unguarded.value,
@@ -111,7 +111,7 @@ def _certain(policy: Policy, level: int) -> tuple[int, int]:
 def _summary(loaded: Loaded, found: tuple[Problem, ...]) -> str:
     policy = loaded.policy
     parts = [
-        f"{loaded.pool.file}: engine {policy.engine.value}, capacity {_capacity(policy)}",
+        f"{loaded.pool.file}: engine {policy.engine.name}, capacity {_capacity(policy)}",
         _tier_table(policy),
         _people(policy),
         _paths(policy),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from sidecar.cli.output import unwritable, write_json
+from sidecar.engines import ENGINES
 from sidecar.policy import units
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ EXAMPLE = """  sidecar doctor --upstream http://127.0.0.1:8000
   sidecar doctor --upstream http://127.0.0.1:8000 --read-only"""
 
 WRONG, UNSEEN = 2, 3
-_ENGINES = ("vllm", "tensorrt-llm", "sglang", "dynamo")
 _LONGEST_S = 600.0
 _MOST = 4_096
 
@@ -40,7 +40,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--policy", metavar="PATH", help="compare with this policy, and probe with its carrier and ladder")
     add("--json", metavar="FILE", help="also write everything as JSON, - for standard output")
     add("--read-only", "--skip-probe", action="store_true", help="only read, send no request that generates")
-    add("--engine", choices=_ENGINES, help="which engine it is, where its pages do not say")
+    engines = [name for name, engine in ENGINES.items() if engine.carriers]
+    add("--engine", choices=engines, help="which engine it is, where its pages do not say")
     add("--model", help="model to ask for (default: the first one that it lists)")
     add("--key", metavar="KEY", help="API key of the engine, or of the sidecar, sent as `Authorization: Bearer KEY`")
     add("--header", action="append", default=[], type=_header, metavar="NAME:VALUE", help="sent with every request")
@@ -69,7 +70,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> Options:
     """The arguments as options. Raises ValueError, PolicyError included, for what cannot be read."""
-    from sidecar.policy.model import EngineName
     from sidecar.tools.doctor.examination import Options
 
     headers = dict(args.header)
@@ -78,7 +78,7 @@ def _options(args: argparse.Namespace) -> Options:
     return Options(
         url=args.upstream,
         policy=_policy(args.policy),
-        engine=None if args.engine is None else EngineName(args.engine),
+        engine=None if args.engine is None else ENGINES[args.engine],
         model=args.model,
         headers=headers,
         most=args.requests,

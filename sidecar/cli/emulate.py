@@ -67,11 +67,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace) -> EmulatorConfig:
     """The arguments as a configuration. Raises ValueError."""
-    from sidecar.policy.model import EngineName
+    from sidecar.engines import ENGINES
     from sidecar.tools.emulator import EmulatorConfig, Scheduling, StepModel
 
     return EmulatorConfig(
-        engine=EngineName(args.engine),
+        engine=ENGINES[args.engine],
         scheduling=Scheduling(args.scheduling),
         steps=StepModel(
             max_num_seqs=args.max_num_seqs,

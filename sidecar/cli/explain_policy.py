@@ -9,16 +9,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sidecar.apis import Api
 from sidecar.asgi.background import refuse_background
 from sidecar.asgi.understanding import longest_wait_s, refuse_what_is_too_much
 from sidecar.asgi.unguarded import treatment
 from sidecar.classify import Answer, Asked, Classification, Classifier
 from sidecar.cli.output import write_json
-from sidecar.engines import Dialect, client_headers, dialect_of, routes_of
+from sidecar.engines.base import Engine
+from sidecar.engines.registry import client_headers
 from sidecar.errors import AdmissionError, BodyTooLarge
 from sidecar.payload import Payload, read
 from sidecar.policy.compiler import Loaded, load_files
-from sidecar.policy.model import Api, Endpoint, Policy, Teller, Tenant, Unguarded
+from sidecar.policy.model import Endpoint, Policy, Teller, Tenant, Unguarded
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED
 from sidecar.pools import Ask
@@ -63,7 +65,7 @@ class _Explanation:
         self._loaded = loaded
         self._policy: Policy = loaded.policy
         self._estimator = estimator
-        self._dialect: Dialect = dialect_of(loaded.policy.engine, loaded.policy.carrier)
+        self._dialect: Engine = loaded.policy.engine(loaded.policy.carrier)
         self._classifier = Classifier(loaded.policy, self._dialect)
         self._names = [tier.name for tier in loaded.policy.tiers]
         self._found: Found = {}
@@ -85,7 +87,7 @@ class _Explanation:
 
     def _unguarded(self, path: str) -> list[Found]:
         """Treatment of requests on an unguarded path, by where the middleware is mounted."""
-        chosen, routes = self._policy.unguarded, routes_of(self._policy.engine)
+        chosen, routes = self._policy.unguarded, self._policy.engine.routes
         modes = [chosen] if chosen is not None else [Unguarded.DENY, Unguarded.GENERATING]
         return [
             {
@@ -197,7 +199,7 @@ class _Explanation:
         priority = self._dialect.priority(level, len(self._names))
         forward = self._dialect.forward(api, priority)
         return {
-            "name": self._policy.engine.value,
+            "name": self._policy.engine.name,
             "priority": priority if forward.is_sent else None,
             "headers": {name.decode(): value.decode() for name, value in forward.headers},
             "member": None if forward.member is None else {"priority": json.loads(forward.member)},

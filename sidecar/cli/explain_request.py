@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
-from sidecar.engines.reading import Unread
+from sidecar.engines.pages import Unread
 from sidecar.explain.document import AdmittedAhead, AheadGroup, Explanation, PreemptedAttempt, WaitDetails
 from sidecar.explain.phrases import counted, seconds
 from sidecar.secrets import HOW_TO_SET, token_header

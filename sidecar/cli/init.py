@@ -124,7 +124,7 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
     files = {f"{TENANTS}/{name}.yaml": starter.tenant_file(name, tier, keys[name]) for name, tier in by_tenant.items()}
     files[POOL_FILE] = starter.pool_file(origin, read.engine, capacity, tiers)
     figures = {
-        "engine": read.engine.value,
+        "engine": read.engine.name,
         "capacity": {"yaml": capacity.yaml, "reason": capacity.reason},
         "tiers": {"names": list(tiers.bodies), "reason": tiers.reason},
         "files": write_files(folder, files, _check),
@@ -139,29 +139,29 @@ async def _read(args: argparse.Namespace) -> Survey:
     """The engine's pages, without a figure that no engine has. Raises CannotLook."""
     import aiohttp
 
-    from sidecar.policy.model import EngineName
+    from sidecar.engines.registry import ENGINES
     from sidecar.tools.doctor.survey import survey
     from sidecar.tools.loadgen.pages import HttpPages
 
     headers = {} if args.key is None else {"authorization": f"Bearer {args.key}"}
     async with aiohttp.ClientSession() as session:
         pages = HttpPages(session, args.upstream, headers)
-        read = await survey(pages, None if args.engine is None else EngineName(args.engine))
+        read = await survey(pages, None if args.engine is None else ENGINES[args.engine])
     is_believable = (read.gauges.max_running or 0) <= MOST_REQUESTS
     return read if is_believable else replace(read, gauges=replace(read.gauges, max_running=None))
 
 
 def _emulated(args: argparse.Namespace) -> Survey:
     """An emulated engine that the user is going to start: it is asked nothing."""
-    from sidecar.engines.reading import Facts, Gauges, Identity
-    from sidecar.policy.model import EngineName
+    from sidecar.engines.base import Facts, Gauges
+    from sidecar.engines.discovery import Identity
+    from sidecar.engines.registry import ENGINES
     from sidecar.tools.doctor.survey import Survey
 
-    if args.engine == EngineName.NONE.value:
-        raise CannotWrite("there is no emulated engine called none; give an --upstream with --engine none")
-    engine = EngineName(args.engine or EngineName.VLLM.value)
-    identity, facts = Identity(engine, "the command line", None), Facts(engine=engine)
-    return Survey(identity, engine, facts, Gauges())
+    engine = ENGINES[args.engine or "vllm"]
+    if not engine.carriers:
+        raise CannotWrite(f"there is no emulated engine called {engine.name}; give an --upstream with --engine none")
+    return Survey(Identity(engine, "the command line", None), engine, Facts(), Gauges())
 
 
 def _origin(args: argparse.Namespace, read: Survey, at_once: int | None) -> str:
@@ -169,7 +169,7 @@ def _origin(args: argparse.Namespace, read: Survey, at_once: int | None) -> str:
     from sidecar.policy.problems import printable
 
     if args.upstream is None:
-        return f"an emulated engine: sidecar emulate --engine {read.engine.value} --max-num-seqs {at_once}"
+        return f"an emulated engine: sidecar emulate --engine {read.engine.name} --max-num-seqs {at_once}"
     return f"{printable(read.name)} at {printable(args.upstream, 200)}"
 
 
@@ -190,7 +190,7 @@ def _capacity(read: Survey, given: int | None) -> Recommendation:
         )
     found = recommend(gauges, None, Queueing.TOO_LITTLE, read.others)
     if found is None:
-        raise CannotWrite("; ".join([f"{read.engine.value} {_SAYS_NOTHING}", *read.unread, _GIVE_REQUESTS]))
+        raise CannotWrite("; ".join([f"{read.engine.name} {_SAYS_NOTHING}", *read.unread, _GIVE_REQUESTS]))
     if gauges.max_running is None:
         return Recommendation(found.yaml, f"{gauges.kv_tokens:,} tokens, as the engine reports them; {_UNBOUNDED}")
     return found

@@ -17,26 +17,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
+from sidecar.apis import Api
 from sidecar.cli.output import reporter, unwritable, write_json
+from sidecar.engines import ENGINES, Engine, NoEngine
 from sidecar.policy.compiler import load
-from sidecar.policy.model import Api, EngineName, Policy
+from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.tokens import NoTokenizer
 from sidecar.tools.loadgen.connection import Target
 from sidecar.tools.replay.plan import TIER_HEADER, Asking, BadTier, By, Sizing, assign, ladder, rounding_s, schedule
 from sidecar.tools.replay.prompts import Writer
 from sidecar.tools.replay.report import report
-from sidecar.tools.replay.run import (
-    IGNORES_EOS,
-    Played,
-    Replay,
-    UnknownEngine,
-    Upstream,
-    find,
-    play_run,
-    runs,
-    too_long,
-)
+from sidecar.tools.replay.run import Played, Replay, UnknownEngine, Upstream, find, play_run, runs, too_long
 from sidecar.tools.replay.server import NoAnswer
 from sidecar.tools.replay.table import advice, figures_as_json, kinds, requests_as_jsonl, table
 from sidecar.tools.replay.trace import BadTrace, Trace, read_trace
@@ -128,7 +120,7 @@ class _Command:
 
     def _asking(self, tiers: Sequence[str], upstream: Upstream) -> Asking:
         engine = upstream.engine
-        if engine is EngineName.NONE and self.policy is not None:
+        if engine is NoEngine and self.policy is not None:
             engine = self.policy.engine
         header = TIER_HEADER if self.policy is None else self.policy.tier_header.decode()
         return Asking(self.args.by, tiers, engine, header, self.args.key, self._shared_key())
@@ -141,7 +133,7 @@ class _Command:
             words=upstream.words,
             seed=args.seed,
             block_tokens=Sizing(scale=args.scale).block_tokens,
-            ignore_eos=upstream.engine in IGNORES_EOS if args.ignore_eos is None else args.ignore_eos,
+            ignore_eos=upstream.engine.has_ignore_eos if args.ignore_eos is None else args.ignore_eos,
         )
 
     def _told(self, heading: Sequence[str], replay: Replay, played: Sequence[Played]) -> int:
@@ -183,7 +175,7 @@ def _policy(path: str | None) -> Policy | None:
 def _heading(replay: Replay, jitter_s: float) -> list[str]:
     """The plan of the replay, in a few lines; also the head of the report."""
     upstream, trace = replay.upstream, replay.trace
-    engine = "an engine that does not say what it is" if upstream.engine is EngineName.NONE else upstream.engine.value
+    engine = "an engine that does not say what it is" if upstream.engine is NoEngine else upstream.engine.name
     last_s = max(row.at_s or 0.0 for row in replay.rows)
     when = f"within {last_s:.1f} s" if last_s else "at once"
     lines = [
@@ -263,7 +255,7 @@ def _add_asking(group: argparse._ArgumentGroup) -> None:
     add("--key", action=_Keys, default={}, metavar="TIER=KEY", help="a tier's API key, for --by key; repeated")
     add("--api-key", type=_header_value, metavar="KEY", help="the key for tiers without one")
     add("--engine", type=_engine, metavar="NAME",
-        help=f"{', '.join(name.value for name in EngineName)} (default: what the server says it is)")  # fmt: skip
+        help=f"{', '.join(ENGINES)} (default: what the server says it is)")  # fmt: skip
 
 
 def _add_sizing(group: argparse._ArgumentGroup) -> None:
@@ -312,12 +304,11 @@ def mix(text: str) -> Mapping[str, float]:
     return {name: number for name, number in found.items() if number > 0}
 
 
-def _engine(text: str) -> EngineName:
-    try:
-        return EngineName(text)
-    except ValueError:
-        names = ", ".join(name.value for name in EngineName)
-        raise argparse.ArgumentTypeError(f"{text!r} is no engine that is known; write one of {names}") from None
+def _engine(text: str) -> type[Engine]:
+    if text not in ENGINES:
+        names = ", ".join(ENGINES)
+        raise argparse.ArgumentTypeError(f"{text!r} is no engine that is known; write one of {names}")
+    return ENGINES[text]
 
 
 def _count(text: str) -> int:

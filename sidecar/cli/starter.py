@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import yaml
 
-from sidecar.engines import routes_of
-from sidecar.policy.fields import infer_api
+from sidecar.apis import infer_api
+from sidecar.engines.base import Engine
 from sidecar.policy.keys import hash_line
-from sidecar.policy.model import EngineName
 from sidecar.tools.doctor.examination import Recommendation
 
 FEWEST_FOR_RESERVES = 4
@@ -63,7 +62,7 @@ def tiers_for(wanted: int | None, at_once: int | None) -> StarterTiers:
     return StarterTiers({name: _TIERS[name] for name in _WITHOUT_RESERVES}, "normal", reason)
 
 
-def pool_file(origin: str, engine: EngineName, capacity: Recommendation, tiers: StarterTiers) -> str:
+def pool_file(origin: str, engine: type[Engine], capacity: Recommendation, tiers: StarterTiers) -> str:
     """The text of `policy.yaml`. `origin` is what it is written for, printable."""
     number = {3: "Three", 5: "Five"}[len(tiers.bodies)]
     lines = "\n".join(f"  {name}: {body}" for name, body in tiers.bodies.items())
@@ -76,7 +75,7 @@ def pool_file(origin: str, engine: EngineName, capacity: Recommendation, tiers: 
 # enforce: requests wait, and are refused, as this policy says.
 mode: observe
 
-engine: {engine.value}
+engine: {engine.name}
 
 {_comment(f"The size of the pool, in tokens and requests: {capacity.reason}.")}
 {capacity.yaml}
@@ -130,8 +129,8 @@ def _comment(text: str) -> str:
     return textwrap.fill(text, 120, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
 
 
-def _endpoints(engine: EngineName) -> str:
+def _endpoints(engine: type[Engine]) -> str:
     """The paths of the engine whose requests admission can size."""
-    known = {path: api for path, api in routes_of(engine).generating.items() if api is not None}
+    known = {path: api for path, api in engine.routes.generating.items() if api is not None}
     bodies = {path: "{}" if infer_api(path) else f"{{api: {api.value}}}" for path, api in known.items()}
     return "".join(f"  {path}: {body}\n" for path, body in bodies.items())

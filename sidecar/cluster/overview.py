@@ -109,7 +109,7 @@ class PoolOverview:
         return Overview(
             replica=report.replica,
             pool=policy.pool,
-            engine=policy.engine.value,
+            engine=policy.engine.name,
             generation=policy.generation,
             at_s=round(at_s, 3),
             mode="shared" if "store" in state else "local",

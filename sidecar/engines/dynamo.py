@@ -3,66 +3,149 @@
 A top-level `priority` is a 400 there, and so is an unknown key inside `nvext`. The header overrides the body and needs
 no rewriting. It acts only in `--router-mode kv` with queueing on. The value is never negated for the backend: Dynamo
 does that itself.
+
+The frontend reports each worker's figures once, however many workers there are: they are multiplied by the workers. 1.7
+reports on `/metrics` in which state the router has each of them; 1.6 lists them on `/health`. No page says whether the
+router orders its queue by priority.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
-from sidecar.engines.dialect import Forward, Priority, Stated, agent_hints, header, spread, stated_in_header
-from sidecar.engines.routes import CANCEL, COUNTING, OPENAI, Routes
-from sidecar.payload import Payload
-from sidecar.policy.model import Api
+import msgspec
 
-HEADER = b"x-dynamo-request-priority"
-STEP, MOST = 5, 30
-"""Seconds of head start between tiers, and over the whole ladder: a few dozen seconds outrank any sensible queue."""
-
-
-ROUTES = Routes(
-    generating={
-        **OPENAI,
-        "/generate": None,
-        "/inference/v1/generate": None,
-        "/v1/classify": None,
-        "/v1/score": None,
-        "/v1/rerank": None,
-        "/v1/batches": None,
-        "/v1/audio/transcriptions": None,
-        "/v1/audio/speech": None,
-        "/v1/images/generations": None,
-        "/v1/images/edits": None,
-        "/v1/videos": None,
-        "/v1/videos/generations": None,
-    },
-    harmless=COUNTING | {CANCEL, "/v1/tokenize", "/v1/detokenize"},
+from sidecar.engines.base import (
+    CANCEL,
+    COUNTING,
+    MEDIA,
+    OPENAI,
+    OPENAPI,
+    SCORING,
+    Advice,
+    Carrier,
+    Engine,
+    Facts,
+    Fingerprint,
+    Gauges,
+    Routes,
+    Stated,
+    facts_from,
 )
-"""Read from the frontend's `lib/llm/src/http/service/`."""
+from sidecar.engines.pages import Metrics, Pages, find_json, mapping, mappings, positive, read_text
+from sidecar.payload import Payload
+
+POLICY = (
+    "{default_policy_family: standard, uncached_isl_buckets: [{min_tokens: 0, bucket: all}], policy_classes: "
+    "[{name: standard, policy_family: standard, cache_bucket: all, queue_policy: fcfs, "
+    "prefill_busy_threshold_frac: 0, quantum: 1}]}"
+)
+"""The router's queue for every request, with one class of requests. Started with 1.6.1 and with 1.7.0.dev20261026."""
+WORKERS = "dynamo_frontend_router_worker_state"
+"""A sample for each worker and the state that it is in, with the value 1 (lib/llm, worker metrics of the frontend)."""
+_HINTS = ("nvext", "agent_hints")
 
 
-class Dynamo:
+class Dynamo(Engine):
     """0 for the last tier (the router takes negative values as 0), 5 seconds more for each above it."""
 
-    more_important_is_higher: ClassVar[bool] = True
-    abort_latency_s: ClassVar[float] = 0.25
+    name = "dynamo"
+    title = "Dynamo"
+    fingerprint = Fingerprint(owner="nvidia", title="dynamo", metrics="dynamo_frontend_")
+    advice = Advice(
+        scheduler="start dynamo.frontend with --router-mode kv and its queue on: --router-policy-config FILE, a YAML "
+        f"file that holds `{POLICY}`, or the deprecated --router-queue-threshold 0; 1.6 and 1.7 take both"
+    )
+
+    carriers = (Carrier.HEADER,)
+    step = 5
+    """Seconds of head start between tiers."""
+    widest = 30
+    """Over the whole ladder: a few dozen seconds outrank any sensible queue."""
+    header = b"x-dynamo-request-priority"
+    untrusted_headers = (b"x-dynamo-request-", b"x-dynamo-meta-", b"x-tenant-id")
+    untrusted_members = tuple((*_HINTS, hint) for hint in ("priority", "strict_priority", "latency_sensitivity"))
+    other_member = (*_HINTS, "priority")
+
+    abort_latency_s = 0.25
     """The frontend cancels the request's context when the connection closes, and the worker aborts. Not for a request
-    that a disaggregated worker decodes: it aborts with the first token."""
-    aborts_in_its_call: ClassVar[bool] = False
-    """The frontend is not Python: it is never mounted."""
+    that a disaggregated worker decodes: it aborts with the first token. The frontend is not Python: it is never
+    mounted."""
+    default_completion_tokens = None
+    """The frontend (`lib/llm/src/preprocessor.rs`), or else its vLLM worker, allows the rest of the model's context."""
+    has_ignore_eos = True
+    gauge_leaves_some_out = True
+    """The gauge is of the router's queue; while that is off, requests wait in the workers."""
+    overload_status = 529
+    """For requests that the workers do not take, unless DYN_HTTP_OVERLOAD_STATUS_CODE says another."""
 
-    def priority(self, level: int, levels: int) -> Priority:
-        """See `Dialect.priority`."""
-        return spread(level, levels, STEP, MOST)
-
-    def forward(self, api: Api, priority: Priority) -> Forward:  # noqa: ARG002  # the header serves every API
-        """See `Dialect.forward`."""
-        return header(HEADER, priority)
+    routes = Routes(
+        generating={
+            **OPENAI,
+            **SCORING,
+            **MEDIA,
+            "/generate": None,
+            "/v1/batches": None,
+            "/v1/videos/generations": None,
+        },
+        harmless=COUNTING | {CANCEL, "/v1/tokenize", "/v1/detokenize"},
+    )
+    """Read from the frontend's `lib/llm/src/http/service/`."""
 
     def asked(self, payload: Payload, headers: Mapping[bytes, bytes]) -> Stated | None:
-        """See `Dialect.asked`."""
-        by_header = stated_in_header(HEADER, headers)
-        hints = None if by_header is not None else agent_hints(payload)
-        if hints is None or hints.priority is None:
-            return by_header
-        return Stated(hints.priority, "nvext.agent_hints.priority")
+        """See `Engine.asked`."""
+        stated = super().asked(payload, headers)
+        if stated is not None or payload.nvext is None:
+            return stated
+        try:
+            hints = msgspec.json.decode(payload.nvext, type=_Nvext).agent_hints
+        except (msgspec.MsgspecError, RecursionError):
+            return None
+        return None if hints is None or hints.priority is None else Stated(hints.priority, ".".join(self.other_member))
+
+    @classmethod
+    async def gauges(cls, pages: Pages) -> Gauges:
+        """See `Engine.gauges`."""
+        metrics = Metrics(await read_text(pages, cls.metrics_page))
+        workers = _available(metrics) if WORKERS in metrics else await _listed(pages)
+        blocks = metrics.count("dynamo_frontend_model_total_kv_blocks")
+        size = metrics.count("dynamo_frontend_model_kv_cache_block_size")
+        return Gauges(
+            kv_tokens=positive((blocks or 0) * (size or 0) * workers),
+            max_running=positive((metrics.count("dynamo_frontend_model_max_num_seqs") or 0) * workers),
+            waiting=metrics.count("dynamo_frontend_router_queue_pending_requests"),
+        )
+
+    @classmethod
+    async def facts(cls, pages: Pages) -> Facts:
+        """See `Engine.facts`."""
+        version = mapping((await find_json(pages, OPENAPI)).get("info")).get("version")
+        return facts_from(version=(OPENAPI, version if isinstance(version, str) else None))
+
+
+class _Hints(msgspec.Struct):
+    """The priorities that clients write under `nvext.agent_hints`, each checked as the frontend does."""
+
+    priority: float | None = None
+    strict_priority: float | None = None
+    latency_sensitivity: float | None = None
+
+
+class _Nvext(msgspec.Struct):
+    agent_hints: _Hints | None = None
+
+
+def _available(metrics: Metrics) -> int:
+    """Workers that answers come from. One that only reads prompts holds no request while it is answered."""
+    return len(
+        {
+            sample.labels.get("router_worker_id")
+            for sample in metrics.samples(WORKERS)
+            if sample.labels.get("state") == "available" and sample.labels.get("worker_type") != "prefill"
+        }
+    )
+
+
+async def _listed(pages: Pages) -> int:
+    instances = mappings((await find_json(pages, "/health")).get("instances"))
+    return sum(instance.get("endpoint") == "generate" for instance in instances) or 1

@@ -1,99 +1,148 @@
 """SGLang: a 64-bit integer, higher is more important. It acts only with `--enable-priority-scheduling`.
 
 Its header is off unless `SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES=1`, and then covers chat and messages alone; responses
-accept the member and drop it (up to 0.5.23, `serving_responses.py` builds its request without it).
+accept the member and drop it (up to 0.5.23, `serving_responses.py` builds its request without it). Its settings are in
+`/server_info`, and its load is in `/v1/loads`, with or without metrics.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any
 
-from sidecar.engines.dialect import (
-    Forward,
-    Priority,
-    Stated,
-    default_carrier,
-    header,
-    member,
-    spread,
-    stated_in_body,
-    stated_in_header,
+from sidecar.apis import Api
+from sidecar.engines.base import (
+    CANCEL,
+    COUNTING,
+    MEDIA,
+    OPENAI,
+    OPENAPI,
+    SCORING,
+    Advice,
+    Carrier,
+    Engine,
+    Facts,
+    Fingerprint,
+    Gauges,
+    Routes,
+    facts_from,
+    has_priority,
 )
-from sidecar.engines.routes import CANCEL, COUNTING, OPENAI, Routes
-from sidecar.payload import Payload
-from sidecar.policy.model import Api, Carrier
+from sidecar.engines.pages import Pages, find_json, mapping, mappings, positive, read_json, total
 
-HEADER = b"x-override-priority"
-STEP, WIDEST = 2, 10
-"""The whole ladder spans at most the engine's preemption threshold (10): a wider one would evict running requests. Few
-values, because each becomes a metric label that the engine never drops."""
-
-_WITH_MEMBER = frozenset((Api.CHAT, Api.COMPLETIONS, Api.EMBEDDINGS))
-_WITH_HEADER = frozenset((Api.CHAT, Api.MESSAGES))
+SERVER_INFO = "/server_info"
 
 
-ROUTES = Routes(
-    generating={
-        **OPENAI,
-        "/generate": None,
-        "/generate_from_file": None,
-        "/inference/v1/generate": None,
-        "/encode": None,
-        "/classify": None,
-        "/v1/classify": None,
-        "/v1/score": None,
-        "/v1/rerank": None,
-        "/api/chat": None,
-        "/api/generate": None,
-        "/invocations": Api.CHAT,
-        "/vertex_generate": None,
-        "/v1/audio/transcriptions": None,
-        "/v1/audio/speech": None,
-        "/v1/images/generations": None,
-        "/v1/images/edits": None,
-        "/v1/videos": None,
-    },
-    harmless=COUNTING
-    | {CANCEL, "/v1/tokenize", "/v1/detokenize", "/parse_function_call", "/separate_reasoning", "/api/show"},
-    changing_reads=frozenset(
-        (
-            *("/flush_cache", "/clear_hicache_storage_backend", "/freeze_gc", "/slow_down", "/configure_logging"),
-            *("/start_profile", "/stop_profile", "/set_trace_level", "/get_weights_by_name"),
-            *("/release_memory_occupation", "/resume_memory_occupation", "/open_session", "/close_session"),
-            *("/start_expert_distribution_record", "/stop_expert_distribution_record"),
-            "/dump_expert_distribution_record",
-        )
-    ),
-)
-"""Read from SGLang's `srt/entrypoints/http_server.py`. `/generate`, `/encode`, `/classify` and `/v1/rerank` answer to
-PUT as well; Vertex' path has another name where AIP_PREDICT_ROUTE says so."""
-
-
-class Sglang:
+class Sglang(Engine):
     """0 for the last tier, 2 more for each above it."""
 
-    more_important_is_higher: ClassVar[bool] = True
-    abort_latency_s: ClassVar[float] = 4.5
+    name = "sglang"
+    title = "SGLang"
+    fingerprint = Fingerprint(
+        owner="sglang", server_info="enable_priority_scheduling", metrics="sglang:", packages=("sglang",)
+    )
+    advice = Advice(
+        scheduler="start SGLang with --enable-priority-scheduling --default-priority-value 0, "
+        "and without --schedule-low-priority-values-first",
+        inverted="start SGLang without --schedule-low-priority-values-first: the sidecar sends higher for more "
+        "important",
+        default_priority="--default-priority-value",
+        threshold="--priority-scheduling-preemption-threshold",
+        no_preemption="--disable-priority-preemption",
+    )
+
+    carriers = (Carrier.BODY, Carrier.HEADER)
+    step = 2
+    """Few values, because each becomes a metric label that the engine never drops."""
+    widest = 10
+    """The engine's preemption threshold: a wider ladder would preempt running requests."""
+    header = b"x-override-priority"
+    header_since = "0.5.16"
+    header_switch = "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES=1"
+    header_apis = frozenset((Api.CHAT, Api.MESSAGES))
+    member_apis = frozenset((Api.CHAT, Api.COMPLETIONS, Api.EMBEDDINGS))
+    untrusted_headers = (b"x-override-",)
+    invalid_header = invalid_member = "x"
+
+    abort_latency_s = 4.5
     """The server asks for a disconnect every SGLANG_REQUEST_STATE_WAIT_TIMEOUT seconds, 4 as shipped
     (`tokenizer_manager.py`: `_wait_one_response`); a stream's abort task waits for 2 s (`create_abort_task`). Then the
-    engine ends the step that it computes."""
-    aborts_in_its_call: ClassVar[bool] = False
-    """A stream's abort task is a background task, which some servers do not run after a disconnect."""
+    engine ends the step that it computes. It is never done within the app's call: a stream's abort task is a background
+    task, which some servers do not run after a disconnect."""
+    default_completion_tokens = 16
+    """As OpenAI's API has it (`CompletionRequest.max_tokens`)."""
+    has_ignore_eos = True
 
-    def __init__(self, carrier: Carrier | None = None) -> None:
-        self._by_header = default_carrier(carrier, Carrier.BODY) is Carrier.HEADER
+    routes = Routes(
+        generating={
+            **OPENAI,
+            **SCORING,
+            **MEDIA,
+            "/generate": None,
+            "/generate_from_file": None,
+            "/encode": None,
+            "/classify": None,
+            "/api/chat": None,
+            "/api/generate": None,
+            "/invocations": Api.CHAT,
+            "/vertex_generate": None,
+        },
+        harmless=COUNTING
+        | {CANCEL, "/v1/tokenize", "/v1/detokenize", "/parse_function_call", "/separate_reasoning", "/api/show"},
+        changing_reads=frozenset(
+            (
+                *("/flush_cache", "/clear_hicache_storage_backend", "/freeze_gc", "/slow_down", "/configure_logging"),
+                *("/start_profile", "/stop_profile", "/set_trace_level", "/get_weights_by_name"),
+                *("/release_memory_occupation", "/resume_memory_occupation", "/open_session", "/close_session"),
+                *("/start_expert_distribution_record", "/stop_expert_distribution_record"),
+                "/dump_expert_distribution_record",
+            )
+        ),
+    )
+    """Read from SGLang's `srt/entrypoints/http_server.py`. `/generate`, `/encode`, `/classify` and `/v1/rerank` answer
+    to PUT as well; Vertex' path has another name where AIP_PREDICT_ROUTE says so."""
 
-    def priority(self, level: int, levels: int) -> Priority:
-        """See `Dialect.priority`."""
-        return spread(level, levels, STEP, WIDEST)
+    @classmethod
+    async def gauges(cls, pages: Pages) -> Gauges:
+        """See `Engine.gauges`."""
+        info = mapping(await read_json(pages, SERVER_INFO))
+        ranks = mappings(info.get("internal_states"))
+        loads = mappings((await find_json(pages, "/v1/loads")).get("loads"))
+        running = total([_count(load.get("num_running_reqs")) for load in loads])
+        waiting = total([_count(load.get("num_waiting_reqs")) for load in loads])
+        return Gauges(
+            kv_tokens=total([positive(mapping(rank.get("memory_usage")).get("token_capacity")) for rank in ranks]),
+            max_running=total([positive(rank.get("effective_max_running_requests_per_dp")) for rank in ranks]),
+            running=running,
+            waiting=waiting,
+            # A rank counts the prompt that it computes in chunks neither here nor there.
+            unfinished=total([running, waiting, len(loads)]),
+        )
 
-    def forward(self, api: Api, priority: Priority) -> Forward:
-        """See `Dialect.forward`."""
-        if self._by_header and api in _WITH_HEADER:
-            return header(HEADER, priority)
-        return member(priority) if api in _WITH_MEMBER else Forward()
+    @classmethod
+    async def facts(cls, pages: Pages) -> Facts:
+        """See `Engine.facts`."""
+        info = mapping(await read_json(pages, SERVER_INFO))
+        by_priority, default = info.get("enable_priority_scheduling"), info.get("default_priority_value")
+        found = {
+            "version": _typed(info.get("version"), str),
+            "by_priority": _typed(by_priority, bool),
+            "is_inverted": bool(info.get("schedule_low_priority_values_first")),
+            "default_priority": _typed(default, int),
+            "preempts_beyond": _threshold(info) if by_priority is True else None,
+        }
+        field = has_priority(await find_json(pages, OPENAPI))
+        return facts_from(**{name: (SERVER_INFO, value) for name, value in found.items()}, has_field=(OPENAPI, field))
 
-    def asked(self, payload: Payload, headers: Mapping[bytes, bytes]) -> Stated | None:
-        """See `Dialect.asked`."""
-        return stated_in_header(HEADER, headers) or stated_in_body(payload)
+
+def _threshold(info: Mapping[str, Any]) -> int | None:
+    is_off = info.get("disable_priority_preemption") is True
+    return None if is_off else _typed(info.get("priority_scheduling_preemption_threshold"), int)
+
+
+def _typed(value: Any, kind: type) -> Any:
+    return value if isinstance(value, kind) else None
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and value >= 0 else None

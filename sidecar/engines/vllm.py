@@ -1,86 +1,141 @@
-"""vLLM: a 64-bit integer, LOWER is more important. It acts only with `--scheduling-policy priority`.
+"""vLLM: a 64-bit integer, lower is more important. It acts only with `--scheduling-policy priority`.
 
-The header (from 0.28 on) beats the body, needs no rewriting and covers messages; embeddings read the body only.
+The header (from 0.28 on) overrides the body, needs no rewriting and covers messages; embeddings read the body only.
+Its pages report the size of the KV cache and the requests that run and wait, but neither `max_num_seqs` nor the
+scheduling policy. A middleware in its own process knows those, and `VLLM_SERVER_DEV_MODE=1` opens `/server_info`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any
 
-from sidecar.engines.dialect import (
-    Forward,
-    Priority,
-    Stated,
-    default_carrier,
-    header,
-    member,
-    stated_in_body,
-    stated_in_header,
+from sidecar.apis import Api
+from sidecar.engines.base import (
+    CANCEL,
+    COHERE,
+    COUNTING,
+    MEDIA,
+    OPENAI,
+    OPENAPI,
+    SCORING,
+    Advice,
+    Carrier,
+    Engine,
+    Facts,
+    Fingerprint,
+    Gauges,
+    Routes,
+    facts_from,
+    has_priority,
 )
-from sidecar.engines.routes import CANCEL, COUNTING, OPENAI, Routes
-from sidecar.payload import Payload
-from sidecar.policy.model import Api, Carrier
+from sidecar.engines.pages import Metrics, Pages, find_json, mapping, positive, read_text, total
 
-HEADER = b"x-vllm-priority"
-STEP = 10
-"""Between tiers. At least 2, because the engine serves a tool's follow-up turn at its priority minus 1."""
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
 
-
-ROUTES = Routes(
-    generating={
-        **OPENAI,
-        "/v1/chat/completions/batch": None,
-        "/invocations": Api.CHAT,
-        "/inference/v1/generate": None,
-        "/generate": None,
-        "/pooling": None,
-        "/classify": None,
-        "/v1/classify": None,
-        "/score": None,
-        "/v1/score": None,
-        "/generative_scoring": None,
-        "/rerank": None,
-        "/v1/rerank": None,
-        "/v2/rerank": None,
-        "/v2/embed": None,
-        "/v2/chat": None,
-        "/v1/decisions": None,
-        "/v1/audio/transcriptions": None,
-        "/v1/audio/translations": None,
-        "/v1/audio/speech": None,
-        "/v1/images/generations": None,
-        "/v1/images/edits": None,
-        "/v1/videos": None,
-    },
-    harmless=COUNTING | {CANCEL, "/v1/chat/completions/render", "/v1/completions/render", "/ping"},
-)
-"""Read from vLLM 0.33 (`entrypoints/`), and vLLM-Omni for images, videos and speech. `/invocations` takes chat, text
-completions, embeddings and more: as chat it is guarded for chat alone."""
+SERVER_INFO = "/server_info?config_format=json"
+IN_PROCESS = "the server's own configuration"
 
 
-class Vllm:
+class Vllm(Engine):
     """Level times ten: the most important tier is 0, the engine's own default."""
 
-    more_important_is_higher: ClassVar[bool] = False
-    abort_latency_s: ClassVar[float] = 0.25
-    """The server hears of the closed connection at once (`with_cancellation`, `StreamingResponse`); the engine ends the
-    step that it computes. About 0.1 s was seen; twice that, and a margin for the way there."""
-    aborts_in_its_call: ClassVar[bool] = True
+    name = "vllm"
+    title = "vLLM"
+    fingerprint = Fingerprint(owner="vllm", metrics="vllm:", packages=("vllm", "vllm_omni"))
+    advice = Advice(scheduler="start vLLM with --scheduling-policy priority")
+
+    carriers = (Carrier.HEADER, Carrier.BODY)
+    more_important_is_higher = False
+    step = 10
+    """At least 2, because the engine serves a tool's follow-up turn at its priority minus 1."""
+    header = b"x-vllm-priority"
+    header_since = "0.28.0"
+    header_apis = frozenset(Api) - {Api.EMBEDDINGS}
+    member_apis = frozenset(Api) - {Api.MESSAGES}
+
+    abort_latency_s = 0.25
+    """The server gets the disconnect at once (`with_cancellation`, `StreamingResponse`); the engine ends the step that
+    it computes. About 0.1 s was seen; twice that, and a margin for the way there."""
+    aborts_in_its_call = True
     """The call is canceled, and `AsyncLLM.generate` aborts the request before it passes the cancellation on."""
+    default_completion_tokens = 16
+    """As OpenAI's API has it (`CompletionRequest.max_tokens`)."""
+    has_ignore_eos = True
 
-    def __init__(self, carrier: Carrier | None = None) -> None:
-        self._by_header = default_carrier(carrier, Carrier.HEADER) is Carrier.HEADER
+    routes = Routes(
+        generating={
+            **OPENAI,
+            **SCORING,
+            **MEDIA,
+            **COHERE,
+            "/v1/chat/completions/batch": None,
+            "/invocations": Api.CHAT,
+            "/generate": None,
+            "/pooling": None,
+            "/classify": None,
+            "/score": None,
+            "/generative_scoring": None,
+            "/rerank": None,
+            "/v1/decisions": None,
+            "/v1/audio/translations": None,
+        },
+        harmless=COUNTING | {CANCEL, "/v1/chat/completions/render", "/v1/completions/render", "/ping"},
+    )
+    """Read from vLLM 0.33 (`entrypoints/`), and vLLM-Omni for images, videos and speech. `/invocations` takes chat,
+    text completions, embeddings and more: as chat it is guarded for chat alone."""
 
-    def priority(self, level: int, levels: int) -> Priority:  # noqa: ARG002  # the ladder's length does not matter here
-        """See `Dialect.priority`."""
-        return level * STEP
+    @classmethod
+    async def gauges(cls, pages: Pages) -> Gauges:
+        """See `Engine.gauges`."""
+        metrics = Metrics(await read_text(pages, cls.metrics_page))
+        settings, _ = await _settings(pages)
+        ranks = positive(mapping(settings.get("parallel_config")).get("data_parallel_size")) or 1
+        most = positive(mapping(settings.get("scheduler_config")).get("max_num_seqs"))
+        running, waiting = metrics.count("vllm:num_requests_running"), metrics.count("vllm:num_requests_waiting")
+        return Gauges(
+            kv_tokens=total([_kv_tokens(sample) for sample in metrics.samples("vllm:cache_config_info")]),
+            max_running=None if most is None else most * ranks,
+            running=running,
+            waiting=waiting,
+            unfinished=total([running, waiting]),
+        )
 
-    def forward(self, api: Api, priority: Priority) -> Forward:
-        """See `Dialect.forward`."""
-        by_header = self._by_header or api is Api.MESSAGES
-        return header(HEADER, priority) if by_header and api is not Api.EMBEDDINGS else member(priority)
+    @classmethod
+    async def facts(cls, pages: Pages) -> Facts:
+        """See `Engine.facts`."""
+        settings, place = await _settings(pages)
+        scheduling = mapping(settings.get("scheduler_config")).get("policy")
+        version = (await find_json(pages, "/version")).get("version")
+        return facts_from(
+            version=("/version", version if isinstance(version, str) else None),
+            by_priority=(place, None if scheduling is None else str(scheduling) == "priority"),
+            has_field=(OPENAPI, has_priority(await find_json(pages, OPENAPI))),
+        )
 
-    def asked(self, payload: Payload, headers: Mapping[bytes, bytes]) -> Stated | None:
-        """See `Dialect.asked`."""
-        return stated_in_header(HEADER, headers) or stated_in_body(payload)
+
+async def _settings(pages: Pages) -> tuple[Mapping[str, Any], str]:
+    """The two configurations that matter, as far as they can be had, and from where."""
+    config = getattr(getattr(pages.host, "state", None), "vllm_config", None)
+    if config is None:
+        return mapping((await find_json(pages, SERVER_INFO)).get("vllm_config")), SERVER_INFO
+    scheduler, parallel = getattr(config, "scheduler_config", None), getattr(config, "parallel_config", None)
+    settings = {
+        "scheduler_config": {name: getattr(scheduler, name, None) for name in ("policy", "max_num_seqs")},
+        "parallel_config": {"data_parallel_size": getattr(parallel, "data_parallel_size", None)},
+    }
+    return settings, IN_PROCESS
+
+
+def _kv_tokens(info: Sample) -> int | None:
+    """One rank's. New releases say it outright; blocks times their size is wrong for models that mix cache layouts."""
+    outright = _number(info.labels.get("kv_cache_size_tokens"))
+    if outright is not None:
+        return outright
+    blocks, size = _number(info.labels.get("num_gpu_blocks")), _number(info.labels.get("block_size"))
+    return None if blocks is None or size is None else blocks * size
+
+
+def _number(text: str | None) -> int | None:
+    return positive(int(text)) if text is not None and text.isdecimal() and len(text) < 20 else None

@@ -1,7 +1,9 @@
 """Policy: YAML files compiled to one immutable value, with every mistake reported at once, by file and line."""
 
+from sidecar.apis import Api
+from sidecar.engines.base import Carrier
 from sidecar.policy.compiler import Loaded, load, load_files
-from sidecar.policy.model import Api, Carrier, Endpoint, EngineName, Limits, Policy, Source, StoreLoss, Tenant, Tier
+from sidecar.policy.model import Endpoint, Limits, Policy, Source, StoreLoss, Tenant, Tier
 from sidecar.policy.problems import Place, PolicyError, Problem
 from sidecar.policy.store import StoreAddress, StoreKind, store_address
 
@@ -9,7 +11,6 @@ __all__ = [
     "Api",
     "Carrier",
     "Endpoint",
-    "EngineName",
     "Limits",
     "Loaded",
     "Place",

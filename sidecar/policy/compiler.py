@@ -15,8 +15,9 @@ from typing import TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from sidecar.policy.fields import ANONYMOUS, Context, infer_api
-from sidecar.policy.model import Api, Endpoint, Limits, Policy, Promises, Tenant, Tier
+from sidecar.apis import Api, infer_api
+from sidecar.policy.fields import ANONYMOUS, Context
+from sidecar.policy.model import Endpoint, Limits, Policy, Promises, Tenant, Tier
 from sidecar.policy.problems import Path, Place, PolicyError, Problem, printable
 from sidecar.policy.rules import EngineCapacity, PoolRules, Shares, pool_rules
 from sidecar.policy.schema import EndpointBody, FileModel, LimitsBody, PoolFile, Slo, TenantFile, TierBody

@@ -12,6 +12,7 @@ from enum import Enum
 from fractions import Fraction
 from typing import Any
 
+from sidecar.engines.base import Engine
 from sidecar.policy.model import Endpoint, Limits, Policy, Promises, Tenant
 from sidecar.policy.rules import UNLIMITED, EngineCapacity, PoolRules
 
@@ -170,6 +171,8 @@ def _value(name: str, value: Any) -> str:
         return "none"
     if isinstance(value, Enum):
         return str(value.value)
+    if isinstance(value, type) and issubclass(value, Engine):
+        return value.name
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Fraction):

@@ -16,37 +16,18 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, PlainValidator, ValidationInfo, WithJsonSchema
 
+from sidecar.apis import Api
+from sidecar.engines import ENGINES, Engine
+from sidecar.engines.base import Carrier
 from sidecar.policy import units
 from sidecar.policy.keys import read_hash
-from sidecar.policy.model import (
-    Api,
-    Background,
-    Carrier,
-    EngineName,
-    Mode,
-    Source,
-    StoreLoss,
-    Teller,
-    Unguarded,
-    Unsized,
-)
+from sidecar.policy.model import Background, Mode, Source, StoreLoss, Teller, Unguarded, Unsized
 from sidecar.policy.problems import printable, quoted, unknown
 from sidecar.policy.store import EXAMPLE, SCHEMES, StoreAddress, store_address
 
 DENY = "deny"
 REJECT = "reject"
 ANONYMOUS = "anonymous"
-
-STANDARD_APIS = {
-    "/chat/completions": Api.CHAT,
-    "/completions": Api.COMPLETIONS,
-    "/responses": Api.RESPONSES,
-    "/messages": Api.MESSAGES,
-    "/embeddings": Api.EMBEDDINGS,
-}
-"""The end of a path and the shape of its requests. The first that fits counts."""
-
-STANDARD_PATHS = tuple(f"/v1{suffix}" for suffix in STANDARD_APIS)
 
 _TIER_NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")  # no digit first: a client may ask by number too; fits a metric label
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
@@ -77,11 +58,6 @@ def context(info: ValidationInfo) -> Context:
 def percent(part: Fraction) -> str:
     """A share as it is written in the file."""
     return f"{float(part * 100):g}%"
-
-
-def infer_api(path: str) -> Api | None:
-    """The shape of the requests on a path, from its ending."""
-    return next((api for suffix, api in STANDARD_APIS.items() if path.endswith(suffix)), None)
 
 
 def _tier(value: object, info: ValidationInfo) -> str:
@@ -136,6 +112,13 @@ def _choice(kind: type[E], noun: str) -> Callable[[object], E]:
         return kind(name)
 
     return read
+
+
+def _engine(value: object) -> type[Engine]:
+    name = units.text(value, "engine", next(iter(ENGINES)))
+    if name not in ENGINES:
+        raise ValueError(unknown("engine", name, list(ENGINES)))
+    return ENGINES[name]
 
 
 def listed(example: str) -> BeforeValidator:
@@ -260,7 +243,9 @@ TenantName = Annotated[str, PlainValidator(_tenant), _schema("A name.", pattern=
 UrlPath = Annotated[str, PlainValidator(_url_path), _schema("A path on the server.", pattern="^/")]
 HeaderName = Annotated[str, PlainValidator(_header), _schema("A header's name.")]
 ExistingFile = Annotated[str, PlainValidator(_existing_file), _schema("A file, relative to this one.")]
-EngineChoice = Annotated[EngineName, PlainValidator(_choice(EngineName, "engine")), _enum(EngineName)]
+EngineChoice = Annotated[
+    type[Engine], PlainValidator(_engine), WithJsonSchema({"type": "string", "enum": list(ENGINES)})
+]
 CarrierChoice = Annotated[Carrier, PlainValidator(_choice(Carrier, "carrier")), _enum(Carrier)]
 CapacityTeller = Annotated[Teller, PlainValidator(_choice(Teller, "teller of a capacity")), _enum(Teller)]
 ApiName = Annotated[Api, PlainValidator(_choice(Api, "API")), _enum(Api)]

@@ -10,28 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from sidecar.apis import Api
+from sidecar.engines.base import Carrier, Engine
 from sidecar.policy.rules import UNLIMITED, EngineCapacity, PoolRules, Shares, pool_rules
 from sidecar.policy.store import StoreAddress
-
-
-class Api(str, Enum):
-    """The request shapes that are understood: where the prompt and the maximum output live differs."""
-
-    CHAT = "chat"
-    COMPLETIONS = "completions"
-    RESPONSES = "responses"
-    MESSAGES = "messages"
-    EMBEDDINGS = "embeddings"
-
-
-class EngineName(str, Enum):
-    """The engines whose priority dialect is spoken; `none` forwards no priority."""
-
-    TENSORRT_LLM = "tensorrt-llm"
-    VLLM = "vllm"
-    SGLANG = "sglang"
-    DYNAMO = "dynamo"
-    NONE = "none"
 
 
 class Source(str, Enum):
@@ -42,13 +24,6 @@ class Source(str, Enum):
     ENDPOINT = "endpoint"
     KEY = "key"
     ENGINE = "engine"
-
-
-class Carrier(str, Enum):
-    """How the granted priority travels to the engine."""
-
-    HEADER = "header"
-    BODY = "body"
 
 
 class Mode(str, Enum):
@@ -191,7 +166,7 @@ class Policy:
     anonymous: Tenant | None
     default_level: int
     sources: tuple[Source, ...]
-    engine: EngineName
+    engine: type[Engine]
     carrier: Carrier | None
     engine_levels: tuple[tuple[float, int], ...]
     tier_header: bytes

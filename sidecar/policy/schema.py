@@ -15,9 +15,11 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from sidecar.policy import engines
+from sidecar.apis import STANDARD_PATHS
+from sidecar.engines import NoEngine
+from sidecar.engines.base import Carrier
 from sidecar.policy import fields as of
-from sidecar.policy.model import MAX_CHOICES, Carrier, EngineName, Source
+from sidecar.policy.model import MAX_CHOICES, Source
 
 
 def _default(as_written: object, *, description: str, examples: list[Any] | None = None) -> Any:
@@ -252,7 +254,7 @@ class PoolFile(FileModel):
         examples=[{"high": 10, "normal": 5, "batch": 0}],
     )
     endpoints: Annotated[dict[of.UrlPath, _EndpointBody], of.mapped("{/v1/chat/completions: {}}")] = _default(
-        {path: {} for path in of.STANDARD_PATHS},
+        {path: {} for path in STANDARD_PATHS},
         description="The guarded paths; `unguarded` says what happens on all others. Default: the five standard /v1 "
         "paths.",
     )
@@ -339,14 +341,17 @@ class PoolFile(FileModel):
     @field_validator("capacity")
     @classmethod
     def _some_engine_tells_its_capacity(cls, capacity: Capacity, info: ValidationInfo) -> Capacity:
-        if capacity.told_by is not None and info.data.get("engine") is EngineName.NONE:
+        if capacity.told_by is not None and info.data.get("engine") is NoEngine:
             raise ValueError("the engine none reports nothing; write tokens, requests or both")
         return capacity
 
     @field_validator("forward_priority")
     @classmethod
     def _engine_can_carry(cls, carrier: Carrier | None, info: ValidationInfo) -> Carrier | None:
-        return engines.carried_by(info.data.get("engine"), carrier)
+        engine = info.data.get("engine")
+        if carrier is not None and engine is not None:
+            engine.check_carrier(carrier)
+        return carrier
 
     @field_validator("default_tier")
     @classmethod
@@ -363,9 +368,13 @@ class PoolFile(FileModel):
     def _thresholds_fit(cls, thresholds: dict[str, float] | None, info: ValidationInfo) -> dict[str, float] | None:
         sources = info.data.get("sources")
         engine = info.data.get("engine")
-        if sources is None or not isinstance(engine, EngineName):
+        if sources is None or engine is None:
             return thresholds
-        return engines.thresholds_of(engine, Source.ENGINE in sources, thresholds, of.context(info).tiers)
+        if Source.ENGINE in sources:
+            engine.check_thresholds(thresholds, of.context(info).tiers)
+        elif thresholds is not None:
+            raise ValueError("only read for the source engine; add engine to sources, or remove this")
+        return thresholds
 
 
 class TenantFile(FileModel):

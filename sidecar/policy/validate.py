@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from sidecar.apis import STANDARD_APIS, infer_api
 from sidecar.policy import fields as of
 from sidecar.policy.keys import read_hash
 from sidecar.policy.problems import Path, Problem, quoted, suggestion
@@ -82,8 +83,8 @@ def _endpoints(endpoints: dict[str, object]) -> Found:
     for path in endpoints:
         body = entries(endpoints, path)
         forward_to = body.get("forward_to")
-        if "api" not in body and of.infer_api(forward_to if isinstance(forward_to, str) else path) is None:
-            known = ", ".join(api.value for api in of.STANDARD_APIS.values())
+        if "api" not in body and infer_api(forward_to if isinstance(forward_to, str) else path) is None:
+            known = ", ".join(api.value for api in STANDARD_APIS.values())
             yield (
                 ("endpoints", path),
                 f"the path does not say the shape of its requests; write api: with one of {known}",

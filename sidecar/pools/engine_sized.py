@@ -18,7 +18,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from sidecar.engines.reading import Gauges, Pages, Unread, followed, read_gauges
+from sidecar.engines.base import Gauges
+from sidecar.engines.pages import Pages, Unread
 from sidecar.errors import CapacityUnknown
 from sidecar.events import Obstacle
 from sidecar.policy.model import Policy
@@ -50,7 +51,7 @@ class EngineSizedPool:
         self._policy = policy
         self._told: EngineCapacity = policy.engine_capacity
         self._pool = pool
-        self._pages = followed(policy.engine, pages)
+        self._pages = policy.engine.followed(pages)
         self._read_every_s = read_every_s
         self._size: tuple[int | None, int | None] | None = None
         self._gauges = Gauges()
@@ -176,7 +177,7 @@ class EngineSizedPool:
     async def _read(self) -> None:
         asked_us = self.now_us()
         try:
-            gauges = await read_gauges(self._policy.engine, self._pages)
+            gauges = await self._policy.engine.gauges(self._pages)
         except Unread as error:
             self._failed(str(error))
             return
@@ -242,7 +243,7 @@ class EngineSizedPool:
                 _log.warning(
                     "%s does not say how many %s it holds at once: nothing bounds them until it is seen to be full; "
                     "better write the number beside it, such as capacity: {from: engine, %s: %s}",
-                    self._policy.engine.value,
+                    self._policy.engine.name,
                     name,
                     name,
                     example,

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from sidecar.policy.model import EngineName
+from sidecar.engines import Sglang
 from sidecar.servers.starting import CannotStart, announce_processes, begin, imported
 
 INSTALL = "pip install sglang, or run `sidecar serve` in front of a server elsewhere"
@@ -32,7 +32,7 @@ _PASS_BY = {
 
 def run(policy_path: str | None, arguments: Sequence[str]) -> None:
     """Runs the real server with `arguments` until it ends. Raises CannotStart or PolicyError."""
-    policy = begin(policy_path, EngineName.SGLANG)
+    policy = begin(policy_path, Sglang)
     if os.environ.get(_RUST_VARIABLE, "").lower() in _TRUE:
         raise CannotStart(f"{_RUST_VARIABLE} serves without the Python app; unset it, or run `sidecar serve` in front")
     if os.environ.get(APP_VARIABLE, APP) != APP:

@@ -14,8 +14,9 @@ from sidecar.admin.port import try_ports
 from sidecar.app import POLICY_VARIABLE, store_of
 from sidecar.asgi.server import CannotServe
 from sidecar.asgi.workers import PROCESSES_VARIABLE, refuse_separate_pools
+from sidecar.engines import Engine, NoEngine
 from sidecar.policy.compiler import load_files
-from sidecar.policy.model import EngineName, Policy
+from sidecar.policy.model import Policy
 from sidecar.policy.warnings import warnings
 
 TRIED_VARIABLE = "SIDECAR_ADMIN_PORTS_TRIED"
@@ -28,7 +29,7 @@ class CannotStart(Exception):
     """Why the server was not started, in a line for whoever typed the command."""
 
 
-def begin(policy_path: str | None, engine: EngineName) -> Policy:
+def begin(policy_path: str | None, engine: type[Engine]) -> Policy:
     """Leaves the policy's place in the environment, where the middleware looks for it in every process of the server.
 
     Logs the policy's warnings. Raises CannotStart, or PolicyError with every mistake of the files.
@@ -37,8 +38,8 @@ def begin(policy_path: str | None, engine: EngineName) -> Policy:
     if not path:
         raise CannotStart(f"no policy: give --policy PATH or set {POLICY_VARIABLE} to a policy file or its folder")
     loaded = load_files(path)
-    if loaded.policy.engine not in {engine, EngineName.NONE}:
-        raise CannotStart(f"the policy is for {loaded.policy.engine.value}; write `engine: {engine.value}` in {path}")
+    if loaded.policy.engine not in {engine, NoEngine}:
+        raise CannotStart(f"the policy is for {loaded.policy.engine.name}; write `engine: {engine.name}` in {path}")
     for warning in warnings(loaded.policy, loaded.place):
         logger.warning("sidecar: warning: %s", warning, extra={"event": "policy_warning"})
     os.environ[POLICY_VARIABLE] = os.path.abspath(path)

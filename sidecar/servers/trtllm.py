@@ -20,9 +20,9 @@ from typing import Any
 
 from sidecar.app import AdmissionMiddleware
 from sidecar.asgi.workers import PROCESSES_VARIABLE
+from sidecar.engines import Engine, NoEngine
 from sidecar.engines.tensorrt_llm import Route, TensorRtLlm
 from sidecar.granted import granted
-from sidecar.policy.model import EngineName
 from sidecar.servers.starting import CannotStart, announce_processes, begin, count_given, imported
 
 INSTALL = (
@@ -36,7 +36,7 @@ _FIELDS = {"event": "engine_priority"}
 
 def run(policy_path: str | None, arguments: Sequence[str]) -> None:
     """Runs the real command with `arguments`; ends as it ends, by SystemExit. Raises CannotStart or PolicyError."""
-    policy = begin(policy_path, EngineName.TENSORRT_LLM)
+    policy = begin(policy_path, TensorRtLlm)
     announce_processes(count_given(arguments, "--num_serve_frontends"), policy)
     main = imported("tensorrt_llm.commands.serve", INSTALL).main
     _refuse_other_servers(arguments, main)
@@ -45,7 +45,7 @@ def run(policy_path: str | None, arguments: Sequence[str]) -> None:
     main(args=list(arguments), prog_name="trtllm-serve")
 
 
-def mount_in(server_class: type[Any], engine: EngineName) -> None:
+def mount_in(server_class: type[Any], engine: type[Engine]) -> None:
     """Gives every server of this class the door; `engine` is the policy's."""
     construct = server_class.__init__
 
@@ -67,19 +67,19 @@ def _refuse_other_servers(arguments: Sequence[str], main: Any) -> None:
         raise CannotStart("--num_http_workers starts processes without the door; run `sidecar serve` in front instead")
 
 
-def _mount(server: Any, engine: EngineName) -> None:
+def _mount(server: Any, engine: type[Engine]) -> None:
     # `llm` is what the argument and the attribute were called before main renamed them.
     generator = server.generator if hasattr(server, "generator") else server.llm
     # From the YAML file, too, and in the frontends that the first one starts.
     frontends = getattr(_arguments(generator), "num_serve_frontends", 1)
     os.environ[PROCESSES_VARIABLE] = str(max(frontends, int(os.environ.get(PROCESSES_VARIABLE, "1"))))
-    if engine is EngineName.NONE:
+    if engine is NoEngine:
         server.app.add_middleware(AdmissionMiddleware, is_launched=True)
         return
     route = _route(server.app, generator)
     if route is Route.HANDED_OVER:
         generator.generate_async = _with_granted_priority(generator.generate_async)
-    server.app.add_middleware(AdmissionMiddleware, dialect=TensorRtLlm(route), is_launched=True)
+    server.app.add_middleware(AdmissionMiddleware, dialect=TensorRtLlm(route=route), is_launched=True)
 
 
 def _route(app: Any, generator: Any) -> Route:

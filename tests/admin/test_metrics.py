@@ -24,10 +24,9 @@ from sidecar.admin.app import admin_app
 from sidecar.admin.metrics import metrics_routes
 from sidecar.asgi.middleware import Admission
 from sidecar.asgi.proxy import ReverseProxy
-from sidecar.engines import dialect_of
+from sidecar.engines import Vllm
 from sidecar.observability import PoolSampler
 from sidecar.policy.compiler import load
-from sidecar.policy.model import EngineName
 from sidecar.pools import LocalPool
 from sidecar.telemetry import SpanObserver, Telemetry
 from sidecar.telemetry.metrics import PoolMetrics, RequestMetrics
@@ -113,13 +112,13 @@ async def stacked(folder: Path) -> AsyncIterator[Stack]:
     sampler = PoolSampler(pool, lambda: policy, lambda: 3)
     requests = RequestMetrics(policy.pool, meter_provider=meters)
     kept = [PoolMetrics(policy.pool, sampler, meters)]
-    emulator = Emulator(EmulatorConfig(engine=EngineName.VLLM, steps=StepModel(max_num_seqs=4, step_s=0.001)))
+    emulator = Emulator(EmulatorConfig(engine=Vllm, steps=StepModel(max_num_seqs=4, step_s=0.001)))
     async with serving(emulator.app) as engine, aiohttp.ClientSession() as session:
         door = Admission(
             ReverseProxy(engine.url),
             policy=policy,
             pool=pool,
-            dialect=dialect_of(policy.engine, policy.carrier),
+            dialect=policy.engine(policy.carrier),
             estimator=Estimator(),
             observer=Telemetry(SpanObserver(tracers), [sampler, requests]),
         )

@@ -13,11 +13,10 @@ import aiohttp
 import pytest
 
 from sidecar.app import AdmissionMiddleware
-from sidecar.engines import dialect_of
-from sidecar.engines.abort_latency import abort_latency
-from sidecar.policy.model import EngineName
+from sidecar.engines import ENGINES
+from sidecar.engines.base import abort_latency
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
-from sidecar.tools.emulator.engine import Engine
+from sidecar.tools.emulator.engine import EmulatedEngine
 from tests.support.door import CHAT, chat
 from tests.support.process import python
 from tests.support.serving import serving
@@ -45,7 +44,7 @@ def write_policy(folder: Path, engine: str, more: str = "", pool: int = POOL) ->
 def engine_that_notices_after(seconds: float, engine: str = "sglang") -> Emulator:
     """Computes everything at once, and computes on for so long after a disconnect."""
     steps = StepModel(step_s=0.02, max_num_seqs=1000)
-    return Emulator(EmulatorConfig(engine=EngineName(engine), steps=steps, abort_latency_s=seconds))
+    return Emulator(EmulatorConfig(engine=ENGINES[engine], steps=steps, abort_latency_s=seconds))
 
 
 async def hang_up(port: int, body: bytes = ENDLESS) -> None:
@@ -57,7 +56,7 @@ async def hang_up(port: int, body: bytes = ENDLESS) -> None:
                 await asyncio.wait_for(reader.read(), PATIENCE_S)
 
 
-async def attack(port: int, engine: Engine) -> None:
+async def attack(port: int, engine: EmulatedEngine) -> None:
     """Clients that hang up and come back at once, until the engine has aborted twice what the pool holds."""
     end_s = asyncio.get_running_loop().time() + 40
 
@@ -144,7 +143,7 @@ ASKED_EVERY_S = {"sglang": 4.0, "tensorrt-llm": 1.0, "vllm": 0.1, "dynamo": 0.1}
 
 @pytest.mark.parametrize("engine", [*ASKED_EVERY_S, "none"])
 def test_each_engine_is_given_the_time_that_it_needs_and_a_step(engine: str) -> None:
-    dialect = dialect_of(EngineName(engine), None)
+    dialect = ENGINES[engine]()
     slowest_s = max(ASKED_EVERY_S.values())
     assert dialect.abort_latency_s > ASKED_EVERY_S.get(engine, slowest_s)
     proxied = abort_latency(dialect, None, is_proxied=True)

@@ -17,8 +17,8 @@ from starlette.routing import Mount
 
 from sidecar.asgi.background import Patience
 from sidecar.asgi.proxy import ReverseProxy
+from sidecar.engines import Vllm
 from sidecar.events import Outcome, Settled, Verdict
-from sidecar.policy.model import EngineName
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.support import door
 from tests.support.door import Answer, App, Caller, Guarded, guarding, key, policy
@@ -43,7 +43,7 @@ def asks(**members: Any) -> dict[str, Any]:
 
 def emulator(**settings: Any) -> Emulator:
     steps = StepModel(max_num_seqs=64, step_s=settings.pop("step_s", 0.01))
-    return Emulator(EmulatorConfig(engine=EngineName.VLLM, response_store=True, steps=steps, **settings))
+    return Emulator(EmulatorConfig(engine=Vllm, response_store=True, steps=steps, **settings))
 
 
 @dataclass

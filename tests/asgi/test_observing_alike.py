@@ -16,7 +16,6 @@ import msgspec
 import pytest
 
 from sidecar.asgi.middleware import Admission
-from sidecar.engines import dialect_of
 from sidecar.events import Admitted, Observed, Preempted, Refused
 from sidecar.policy import compiler
 from sidecar.policy.model import Mode, Policy
@@ -104,7 +103,7 @@ async def play(with_policy: Policy, plan: list[Planned], recorder: Recorder | No
         Engine(),
         policy=with_policy,
         pool=LocalPool(with_policy, virtual_now_us),
-        dialect=dialect_of(with_policy.engine, with_policy.carrier),
+        dialect=with_policy.engine(with_policy.carrier),
         estimator=Estimator(),
         observer=recorder,
         observed=found.append,

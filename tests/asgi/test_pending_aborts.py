@@ -14,8 +14,8 @@ import pytest
 
 from sidecar.app import AdmissionMiddleware
 from sidecar.asgi.proxy import ReverseProxy
+from sidecar.engines import Sglang
 from sidecar.events import Classified, Outcome, Settled
-from sidecar.policy.model import EngineName
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.asgi.test_preemption import CRITICAL, rules
 from tests.support.door import (
@@ -318,7 +318,7 @@ async def test_what_the_engine_is_seen_to_have_released_is_free(tmp_path: Path) 
     path = tmp_path / "policy.yaml"
     path.write_text(FROM_ENGINE)
     steps = StepModel(step_s=0.01, max_num_seqs=64, kv_tokens=1_000_000)
-    emulator = Emulator(EmulatorConfig(engine=EngineName.SGLANG, steps=steps, abort_latency_s=2.0))
+    emulator = Emulator(EmulatorConfig(engine=Sglang, steps=steps, abort_latency_s=2.0))
     body = json.dumps(chat(stream=True, max_tokens=10_000)).encode()
     async with serving(emulator.app) as upstream:
         middleware = AdmissionMiddleware(ReverseProxy(upstream.url), path)

@@ -11,11 +11,12 @@ from fastapi import APIRouter, FastAPI
 from starlette.routing import Mount
 
 from sidecar import AdmissionMiddleware
+from sidecar.apis import Api
 from sidecar.asgi.proxy import ReverseProxy
-from sidecar.engines import routes_of
-from sidecar.engines.routes import OPENAI, plain_path
+from sidecar.engines import ENGINES, Engine, Vllm
+from sidecar.engines.base import OPENAI, plain_path
 from sidecar.events import UnguardedRequest
-from sidecar.policy.model import Api, EngineName, Unguarded
+from sidecar.policy.model import Unguarded
 from tests.support.door import CHAT, SMALL, Answer, App, Caller, guarding, key, policy, write_policy
 from tests.support.engine import answering, raw_engine
 from tests.support.serving import serving
@@ -378,21 +379,21 @@ async def test_an_apps_route_is_counted_by_its_template() -> None:
 # The lists themselves
 
 
-@pytest.mark.parametrize("engine", EngineName)
-def test_no_path_is_both_harmless_and_generating(engine: EngineName) -> None:
-    routes = routes_of(engine)
+@pytest.mark.parametrize("engine", ENGINES.values())
+def test_no_path_is_both_harmless_and_generating(engine: type[Engine]) -> None:
+    routes = engine.routes
     for path in routes.harmless:
         assert routes.generating_route(path.replace("{id}", "resp_1")) is None, path
     for path in [*routes.generating, *routes.websockets]:
         assert routes.harmless_route(path) is None
         assert routes.generating_route(path) == path
         assert plain_path(path) == path, "or no request would ever match it"
-    assert set(SEEN.get(engine.value, ())) <= set(routes.generating)
+    assert set(SEEN.get(engine.name, ())) <= set(routes.generating)
 
 
 @pytest.mark.parametrize("found", ["..", ".", "a/b", "a%2fb", "%2e%2e", "a?b", "a;b", "", "a" * 300, "ä"])
 def test_an_identifier_is_never_another_path(found: str) -> None:
-    assert routes_of(EngineName.VLLM).harmless_route(f"/v1/responses/{found}/cancel") is None
+    assert Vllm.routes.harmless_route(f"/v1/responses/{found}/cancel") is None
 
 
 @pytest.mark.parametrize(("engine", "shown"), [("vllm", "vLLM"), ("sglang", "SGLang"), ("dynamo", "Dynamo")])
@@ -410,7 +411,7 @@ def page_says(engine: str, shown: str) -> None:
     text = (Path(__file__).parents[2] / "docs" / "endpoints.md").read_text(encoding="utf-8")
     (row,) = (line for line in text.splitlines() if line.startswith(f"| {shown} |"))
     _, _, generating, harmless, _ = row.split("|")
-    routes = routes_of(EngineName(engine))
+    routes = ENGINES[engine].routes
     assert set(re.findall("`([^`]+)`", generating)) == set(routes.generating) - set(OPENAI)
     assert set(re.findall("`([^`]+)`", harmless)) == set(routes.harmless)
     assert routes.websockets == {"/v1/realtime"}
@@ -419,4 +420,4 @@ def page_says(engine: str, shown: str) -> None:
 def test_the_choice_is_read_from_the_policy() -> None:
     assert policy().unguarded is None
     assert policy("unguarded: generating\n").unguarded is Unguarded.GENERATING
-    assert routes_of(EngineName.VLLM).generating["/invocations"] is Api.CHAT
+    assert Vllm.routes.generating["/invocations"] is Api.CHAT

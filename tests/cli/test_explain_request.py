@@ -25,7 +25,6 @@ from sidecar.asgi.middleware import Admission
 from sidecar.asgi.proxy import ReverseProxy
 from sidecar.cli import main
 from sidecar.cli.explain_request import text
-from sidecar.engines import dialect_of
 from sidecar.explain.document import Explanation, RequestFacts
 from sidecar.policy.compiler import load
 from sidecar.pools import LocalPool
@@ -97,7 +96,7 @@ async def running(folder: Path) -> AsyncIterator[Running]:
             ReverseProxy(upstream),
             policy=policy,
             pool=LocalPool(policy),
-            dialect=dialect_of(policy.engine, policy.carrier),
+            dialect=policy.engine(policy.carrier),
             estimator=Estimator(),
             observer=Telemetry(SpanObserver(), [journal]),
         )

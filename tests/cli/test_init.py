@@ -25,9 +25,10 @@ from hypothesis import strategies as st
 
 from sidecar.cli import main
 from sidecar.cli.init import write_files
+from sidecar.engines.registry import ENGINES
 from sidecar.policy.compiler import load_files, shipped_policies
 from sidecar.policy.keys import hash_line
-from sidecar.policy.model import EngineName, Mode
+from sidecar.policy.model import Mode
 from sidecar.policy.warnings import warnings
 from tests.support.commands import address, command
 
@@ -106,7 +107,7 @@ def test_a_policy_for_each_engine_passes_check_and_serves_the_printed_key(
         ended = init("--upstream", f"{url}/v1", "--dir", str(folder))
         assert (ended.returncode, ended.stderr) == (0, "")
         policy = load_files(folder).policy
-        assert (policy.engine, policy.mode) == (EngineName(dialect), Mode.OBSERVE)
+        assert (policy.engine, policy.mode) == (ENGINES[dialect], Mode.OBSERVE)
         assert policy.engine_capacity is not None
         checked = check(folder, capsys)
         tiers = 3 if dialect == "vllm" else 5  # vLLM behind a network does not say how many requests it runs at once
@@ -153,7 +154,7 @@ def test_an_engine_that_is_not_known_is_written_with_the_number_of_requests(
     with pages({"/v1/models": owned_by("someone")}) as url:
         ask = ["init", "--upstream", url, "--dir", str(tmp_path / "p")]
         assert main(ask) == 1
-        assert "no page there tells which engine it is" in capsys.readouterr().err
+        assert "no page there says which engine it is" in capsys.readouterr().err
         assert main([*ask, "--engine", "none"]) == 1
         assert "none reports neither the tokens of its KV cache" in capsys.readouterr().err
         assert not (tmp_path / "p").exists()
@@ -322,7 +323,7 @@ def test_pages_that_say_nothing_of_use_end_in_one_line(
     with pages(found) as url:
         assert main(["init", "--upstream", url, "--dir", str(tmp_path / "p")]) == 1
     error = capsys.readouterr().err
-    assert re.search(r"no page there tells which engine it is|reports neither the tokens of its KV cache", error)
+    assert re.search(r"no page there says which engine it is|reports neither the tokens of its KV cache", error)
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 

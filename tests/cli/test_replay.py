@@ -18,8 +18,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from sidecar import AdmissionMiddleware
 from sidecar.cli import main
+from sidecar.engines import Engine
 from sidecar.policy.keys import hash_line
-from sidecar.policy.model import EngineName
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from sidecar.tools.emulator.config import Scheduling
 from tests.support.serving import serving
@@ -59,7 +59,7 @@ def runs_of(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 async def test_priority_is_seen_to_work_on_every_engine_and_the_control_shows_none(
-    engine: EngineName, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: type[Engine], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures, lines = tmp_path / "figures.json", tmp_path / "requests.jsonl"
     async with emulated(engine, slots=2, step_s=0.002) as client:
@@ -70,7 +70,7 @@ async def test_priority_is_seen_to_work_on_every_engine_and_the_control_shows_no
         sizes = {(line.priority is None) for line in client.engine.log}
     out, error = capsys.readouterr()
     assert (code, "answered    90  under way     0" in error) == (0, True)
-    assert f"({engine.value}, model emulated)" in out
+    assert f"({engine.name}, model emulated)" in out
     assert "high 30, normal 30, batch 30; prompt tokens by 4 bytes a token (no tokenizer at hand); seed 1" in out
     assert "the more important a request, the sooner its first token." in out
     assert "importance made no difference that these requests can show." in out

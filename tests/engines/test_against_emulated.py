@@ -7,10 +7,11 @@ from itertools import pairwise
 
 import pytest
 
+from sidecar.apis import Api
 from sidecar.asgi.forwarding import forwarded_body
-from sidecar.engines import Forward, dialect_of
+from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
+from sidecar.engines.base import Carrier, Forward
 from sidecar.payload import read
-from sidecar.policy.model import Api, Carrier, EngineName
 from sidecar.tools.emulator.config import EmulatorConfig
 from sidecar.tools.emulator.dialects.base import Dialect as Emulated
 from sidecar.tools.emulator.dialects.dynamo import DynamoDialect
@@ -21,15 +22,15 @@ from sidecar.tools.emulator.queue import ORDERS, Key, Rank
 from sidecar.tools.emulator.request import read_ask
 
 ENGINES = {
-    EngineName.TENSORRT_LLM: TrtllmDialect,
-    EngineName.VLLM: VllmDialect,
-    EngineName.SGLANG: SglangDialect,
-    EngineName.DYNAMO: DynamoDialect,
+    TensorRtLlm: TrtllmDialect,
+    Vllm: VllmDialect,
+    Sglang: SglangDialect,
+    Dynamo: DynamoDialect,
 }
 WAYS = [
-    (EngineName.TENSORRT_LLM, None),
-    *((engine, carrier) for engine in (EngineName.VLLM, EngineName.SGLANG) for carrier in Carrier),
-    (EngineName.DYNAMO, None),
+    (TensorRtLlm, None),
+    *((engine, carrier) for engine in (Vllm, Sglang) for carrier in Carrier),
+    (Dynamo, None),
 ]
 # What the client sent: its own priorities, which must not reach the engine.
 HINTS = b'"nvext":{"agent_hints":{"priority":99,"osl":3}},"priority":99'
@@ -42,11 +43,11 @@ BODIES = {
 }
 
 
-def heard(engine: EngineName, api: Api, body: bytes, forward: Forward) -> Rank:
+def heard(engine: type[Engine], api: Api, body: bytes, forward: Forward) -> Rank:
     """The priority as the emulated engine reads it. Raises Refusal or InvalidField where it does not accept it."""
     emulated: Emulated = ENGINES[engine](EmulatorConfig(engine=engine, header_overrides=True))
     decoded = json.loads(forwarded_body(body, read(api, body), forward))
-    if engine is EngineName.TENSORRT_LLM:
+    if engine is TensorRtLlm:
         decoded.pop("nvext", None)  # it knows no such field, whoever sends it
     emulated.check(api, decoded)
     read_ask(api, decoded, "m")
@@ -54,12 +55,12 @@ def heard(engine: EngineName, api: Api, body: bytes, forward: Forward) -> Rank:
 
 
 @pytest.mark.parametrize("api", list(Api))
-@pytest.mark.parametrize(("engine", "carrier"), WAYS, ids=[f"{e.value}-{c and c.value}" for e, c in WAYS])
+@pytest.mark.parametrize(("engine", "carrier"), WAYS, ids=[f"{e.name}-{c and c.value}" for e, c in WAYS])
 @pytest.mark.parametrize("levels", [1, 2, 5, 11])
 def test_each_level_is_accepted_and_served_in_order(
-    engine: EngineName, carrier: Carrier | None, api: Api, levels: int
+    engine: type[Engine], carrier: Carrier | None, api: Api, levels: int
 ) -> None:
-    spoken = dialect_of(engine, carrier)
+    spoken = engine(carrier)
     body = BODIES[api] % HINTS
     keys: list[Key] = []
     for level in range(levels):

@@ -9,24 +9,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sidecar.apis import Api
 from sidecar.asgi.forwarding import forwarded_body
-from sidecar.engines import CLIENT_MEMBERS, Dialect, Forward, client_headers, client_members, dialect_of
+from sidecar.engines import ENGINES, Dynamo, NoEngine, Sglang, Vllm
+from sidecar.engines.base import Carrier, Engine, Forward
+from sidecar.engines.registry import CLIENT_MEMBERS, client_headers, client_members
 from sidecar.engines.tensorrt_llm import Route, TensorRtLlm
 from sidecar.payload import read
-from sidecar.policy.model import Api, Carrier, EngineName
 from sidecar.splice import remove
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS = Api
-TRTLLM, VLLM, SGLANG, DYNAMO, NONE = EngineName
+TRTLLM, VLLM, SGLANG, DYNAMO, NONE = TensorRtLlm, Vllm, Sglang, Dynamo, NoEngine
 TALKING = (TRTLLM, VLLM, SGLANG, DYNAMO)
 LADDERS = range(1, 21)
 
 
-def dialect(engine: EngineName, carrier: Carrier | None = None) -> Dialect:
-    return dialect_of(engine, carrier)
+def dialect(engine: type[Engine], carrier: Carrier | None = None) -> Engine:
+    return engine(carrier)
 
 
-def ladder(engine: EngineName, levels: int) -> list[float]:
+def ladder(engine: type[Engine], levels: int) -> list[float]:
     return [dialect(engine).priority(level, levels) for level in range(levels)]
 
 
@@ -39,20 +41,20 @@ def ladder(engine: EngineName, levels: int) -> list[float]:
         (DYNAMO, [20, 15, 10, 5, 0]),
     ],
 )
-def test_five_tiers_are_told_as(engine: EngineName, values: list[float]) -> None:
+def test_five_tiers_are_told_as(engine: type[Engine], values: list[float]) -> None:
     assert ladder(engine, 5) == values
 
 
 @pytest.mark.parametrize("levels", LADDERS)
 @pytest.mark.parametrize("engine", TALKING)
-def test_a_more_important_level_is_never_told_as_a_less_important_one(engine: EngineName, levels: int) -> None:
+def test_a_more_important_level_is_never_told_as_a_less_important_one(engine: type[Engine], levels: int) -> None:
     sign = 1 if dialect(engine).more_important_is_higher else -1
     values = ladder(engine, levels)
     assert all(sign * better >= sign * worse for better, worse in pairwise(values))
 
 
 @pytest.mark.parametrize(("engine", "most"), [(TRTLLM, 20), (VLLM, 20), (SGLANG, 11), (DYNAMO, 20)])
-def test_levels_stay_apart_as_far_as_the_range_allows(engine: EngineName, most: int) -> None:
+def test_levels_stay_apart_as_far_as_the_range_allows(engine: type[Engine], most: int) -> None:
     for levels in range(1, most + 1):
         assert len(set(ladder(engine, levels))) == levels
 
@@ -92,15 +94,15 @@ COVERAGE = {
 HEADERS = {VLLM: b"x-vllm-priority", SGLANG: b"x-override-priority", DYNAMO: b"x-dynamo-request-priority"}
 
 
-def expected_forward(engine: EngineName, way: str, priority: float) -> Forward:
+def expected_forward(engine: type[Engine], way: str, priority: float) -> Forward:
     written = repr(priority).encode()
     if way == HEADER:
         return Forward(headers=((HEADERS[engine], written),))
     return Forward(member=written) if way == BODY else Forward()
 
 
-@pytest.mark.parametrize(("engine", "carrier"), COVERAGE, ids=[f"{e.value}-{c and c.value}" for e, c in COVERAGE])
-def test_a_priority_travels_where_each_endpoint_reads_it(engine: EngineName, carrier: Carrier | None) -> None:
+@pytest.mark.parametrize(("engine", "carrier"), COVERAGE, ids=[f"{e.name}-{c and c.value}" for e, c in COVERAGE])
+def test_a_priority_travels_where_each_endpoint_reads_it(engine: type[Engine], carrier: Carrier | None) -> None:
     spoken = dialect(engine, carrier)
     for api, way in zip(Api, COVERAGE[engine, carrier], strict=True):
         for level in range(5):
@@ -114,13 +116,13 @@ def test_a_priority_travels_where_each_endpoint_reads_it(engine: EngineName, car
 def test_in_the_engines_own_process_no_body_is_rewritten_for_it(route: Route, is_sent: bool) -> None:
     """And the values are the same: whoever hands them over finds them in the grant."""
     for api in Api:
-        forward = TensorRtLlm(route).forward(api, 0.75)
+        forward = TensorRtLlm(route=route).forward(api, 0.75)
         assert (forward.headers, forward.member, forward.is_sent) == ((), None, is_sent)
-    assert [TensorRtLlm(route).priority(level, 5) for level in range(5)] == ladder(TRTLLM, 5)
+    assert [TensorRtLlm(route=route).priority(level, 5) for level in range(5)] == ladder(TRTLLM, 5)
 
 
 @pytest.mark.parametrize("engine", TALKING)
-def test_a_member_is_the_json_of_its_value(engine: EngineName) -> None:
+def test_a_member_is_the_json_of_its_value(engine: type[Engine]) -> None:
     for level in range(7):
         priority = dialect(engine).priority(level, 7)
         member = dialect(engine).forward(CHAT, priority).member
@@ -172,6 +174,6 @@ def test_what_the_engine_could_not_read_is_not_an_ask(sent: object) -> None:
         assert dialect(engine).asked(payload, {}) is None
 
 
-@pytest.mark.parametrize("engine", EngineName)
-def test_nothing_sent_is_nothing_asked(engine: EngineName) -> None:
+@pytest.mark.parametrize("engine", ENGINES.values())
+def test_nothing_sent_is_nothing_asked(engine: type[Engine]) -> None:
     assert dialect(engine).asked(read(CHAT, b'{"messages":[1]}'), {b"x-priority": b"1"}) is None

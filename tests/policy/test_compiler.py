@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from sidecar.apis import Api
+from sidecar.engines import Vllm
+from sidecar.engines.base import Carrier
 from sidecar.policy.compiler import load, load_files
-from sidecar.policy.model import Api, Carrier, EngineName, Limits, Source, Tenant
+from sidecar.policy.model import Limits, Source, Tenant
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import Shares, pool_rules
 from tests.policy.files import SMALL, mistakes, pool, tenant
@@ -100,7 +103,7 @@ def test_an_endpoint_is_understood_by_the_path_it_is_forwarded_to(tmp_path: Path
 
 def test_an_engine_may_be_told_its_other_carrier(tmp_path: Path) -> None:
     policy = load(pool(tmp_path, f"{SMALL}forward_priority: body\n"))
-    assert (policy.engine, policy.carrier) == (EngineName.VLLM, Carrier.BODY)
+    assert (policy.engine, policy.carrier) == (Vllm, Carrier.BODY)
 
 
 def test_a_tokenizer_is_found_beside_the_policy(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sidecar.engines import ENGINES
 from sidecar.policy.compiler import load
 from sidecar.policy.diff import MOST_TOLD, describe_changes, differences
 from sidecar.policy.model import Policy
@@ -169,6 +170,8 @@ def changed(before: Policy, name: str) -> Policy:
         return replace(before, **{name: None})
     if hasattr(type(value), "__members__"):
         return replace(before, **{name: next(other for other in type(value) if other is not value)})
+    if name == "engine":
+        return replace(before, engine=next(other for other in ENGINES.values() if other is not value))
     if isinstance(value, bool):
         return replace(before, **{name: not value})
     return replace(before, **{name: OTHERS[type(value)] if value is not None else 7.5})

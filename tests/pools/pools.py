@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Protocol
 
-from sidecar.policy.model import EngineName, Policy, Source, Tier
+from sidecar.engines import NoEngine
+from sidecar.policy.model import Policy, Source, Tier
 from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, pool_rules
 from sidecar.pools import Ask, LocalPool, Pool
 from sidecar.pools.sizes import Sizes
@@ -80,7 +81,7 @@ def policy_of(rules: PoolRules, *, max_waiting: int | None = None, max_request_t
         anonymous=None,
         default_level=0,
         sources=(Source.KEY,),
-        engine=EngineName.NONE,
+        engine=NoEngine,
         carrier=None,
         engine_levels=(),
         tier_header=b"x-priority",

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from sidecar.engines.reading import Page, Unread
+from sidecar.engines import Vllm
+from sidecar.engines.pages import Page, Unread
 from sidecar.errors import CapacityUnknown, RequestTooLarge
-from sidecar.policy.model import EngineName, Policy
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import EngineCapacity, Shares
 from sidecar.pools import EngineSizedPool, LocalPool
 from tests.pools.pools import ask, simple
@@ -53,7 +54,7 @@ class Engine:
 def policy_of(fraction: str = "1", waiting: int = 2, **written: int) -> Policy:
     capacity = EngineCapacity(Fraction(fraction), waiting, **written)
     shares = (Shares("high", Fraction(1, 5)), Shares("low"))
-    return replace(simple(tokens=None), engine=EngineName.VLLM, engine_capacity=capacity, shares=shares)
+    return replace(simple(tokens=None), engine=Vllm, engine_capacity=capacity, shares=shares)
 
 
 @asynccontextmanager

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from sidecar.asgi.middleware import Admission
-from sidecar.engines import dialect_of
 from sidecar.events import Admitted, Classified, Event, Headers, Queued, Received, Refused, Settled
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
@@ -260,7 +259,7 @@ class Guarded:
     def __init__(self, app: Any, policy: Policy) -> None:
         self.recorder = Recorder()
         self.pool = LocalPool(policy)
-        dialect = dialect_of(policy.engine, policy.carrier)
+        dialect = policy.engine(policy.carrier)
         self.door = Admission(
             app, policy=policy, pool=self.pool, dialect=dialect, estimator=Estimator(), observer=self.recorder
         )

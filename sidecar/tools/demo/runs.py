@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from sidecar.engines import dialect_of
 from sidecar.policy.model import Policy
 from sidecar.policy.store import StoreAddress, store_address
 from sidecar.tools.demo.clients import Arrival, Asking, Seen, Stream, play
@@ -53,7 +52,7 @@ def _says_nothing(_: Policy) -> Asking:
 
 def _says_engine_priority(policy: Policy) -> Asking:
     """The engine's own field, with the value that the middleware would send for the tier."""
-    dialect = dialect_of(policy.engine, None)
+    dialect = policy.engine()
 
     def asking(stream: Stream) -> tuple[Mapping[str, str], Mapping[str, object]]:
         level = policy.level_of(stream.tier)

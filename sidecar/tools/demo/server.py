@@ -19,7 +19,8 @@ import uvicorn
 
 from sidecar.app import AdmissionMiddleware
 from sidecar.asgi.types import ASGIApp, Receive, Scope, Send
-from sidecar.policy.model import EngineName, Policy
+from sidecar.engines import TensorRtLlm
+from sidecar.policy.model import Policy
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 
 LOG_PATH = "/demo/log"
@@ -36,7 +37,7 @@ def emulated_engine(policy: Policy) -> Emulator:
     """An engine that holds exactly what the policy's pool says it holds."""
     return Emulator(
         EmulatorConfig(
-            engine=EngineName.TENSORRT_LLM,
+            engine=TensorRtLlm,
             steps=StepModel(
                 max_num_seqs=policy.rules.requests,
                 prefill_tokens_per_step=PREFILL_TOKENS_PER_STEP,

@@ -15,8 +15,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
 
-from sidecar.engines.reading import Gauges, Pages, Unread, read_gauges
-from sidecar.policy.model import EngineName
+from sidecar.engines import Engine
+from sidecar.engines.base import Gauges
+from sidecar.engines.pages import Pages, Unread
 from sidecar.tools.doctor.judgment import FEWEST, Judgment, Observed, judge
 from sidecar.tools.doctor.priority_fields import LEVELS, PriorityField
 from sidecar.tools.doctor.target import Clock, Target
@@ -28,8 +29,6 @@ TIER_HEADER, WAIT_HEADER = "x-admission-tier", "x-admission-wait-ms"
 CUT_WITHIN_S = 0.1
 """A request that ended so shortly before the cut was ended by it."""
 WATCH_EVERY_S = 0.2
-STALE = frozenset({EngineName.TENSORRT_LLM, EngineName.NONE})
-"""Engines without gauges to watch: TensorRT-LLM's stand still between finished requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +180,7 @@ class Burst:
         return one.first_token_s is None and one.end_s - one.sent_s >= self.allowed_s - CUT_WITHIN_S
 
 
-async def send(plan: Plan, target: Target, engine: EngineName, pages: Pages, clock: Clock) -> Burst:
+async def send(plan: Plan, target: Target, engine: type[Engine], pages: Pages, clock: Clock) -> Burst:
     """Sends a burst and watches. Canceling it breaks all its requests off."""
     allowed_s = clock.left_s * LONGEST_PART
     async with _watching(engine, pages) as gauges:
@@ -190,7 +189,7 @@ async def send(plan: Plan, target: Target, engine: EngineName, pages: Pages, clo
 
 
 @asynccontextmanager
-async def _watching(engine: EngineName, pages: Pages) -> AsyncIterator[list[Gauges]]:
+async def _watching(engine: type[Engine], pages: Pages) -> AsyncIterator[list[Gauges]]:
     found: list[Gauges] = []
     task = asyncio.ensure_future(_watch(engine, pages, found))
     try:
@@ -201,41 +200,25 @@ async def _watching(engine: EngineName, pages: Pages) -> AsyncIterator[list[Gaug
             await task
 
 
-async def _watch(engine: EngineName, pages: Pages, found: list[Gauges]) -> None:
-    while engine not in STALE:
+async def _watch(engine: type[Engine], pages: Pages, found: list[Gauges]) -> None:
+    while not engine.gauges_stand_still:
         with contextlib.suppress(Unread):
-            found.append(await read_gauges(engine, pages))
+            found.append(await engine.gauges(pages))
         await asyncio.sleep(WATCH_EVERY_S)
 
 
 FULL = 0.8
 """Of what the engine says it can run: clients see a little less, for a first token comes after its slot."""
-
-
 LONGER = 3
 """By this factor a control's answers are longer, where no gauge shows that the engine was full."""
-
-
 SAME = 1.7
 """At most this much more ran at once then, on average: the number is held by a bound. Otherwise it grows by `LONGER`.
 
 A little growth is the first tokens' doing: a slot is taken before them, and clients do not see it yet."""
-
-
 ON_GAUGE = 0.25
 """Of the requests that waited, for a reading to be their queue: a request that just came in is counted for a step."""
-
-
 FEWEST_READINGS = 3
 """Of the gauge within one burst, for its silence to mean anything."""
-
-
-_ELSEWHERE = frozenset({EngineName.DYNAMO})
-"""Its gauge is the router's queue; while that is off, requests wait in the workers, which do not show."""
-
-
-OVERLOADED = 529
-"""Dynamo's status for what its workers do not take, unless DYN_HTTP_OVERLOAD_STATUS_CODE says another."""
 
 
 class Queueing(str, Enum):
@@ -247,7 +230,7 @@ class Queueing(str, Enum):
     TOO_LITTLE = "too little load"
 
 
-def queueing(burst: Burst, control: Burst | None, engine: EngineName, max_running: int | None) -> Queueing:
+def queueing(burst: Burst, control: Burst | None, engine: type[Engine], max_running: int | None) -> Queueing:
     """Where a burst's requests waited. `BOUNDED` is certainly a queue, but it is not known whose."""
     if burst.judgment.waited < FEWEST:
         return Queueing.TOO_LITTLE
@@ -256,13 +239,14 @@ def queueing(burst: Burst, control: Burst | None, engine: EngineName, max_runnin
     if control is None or control.plan.tokens < LONGER * burst.plan.tokens or _grows(burst, control):
         return Queueing.TOO_LITTLE
     readings = [one.waiting for one in burst.gauges if one.waiting is not None]
-    is_watched = engine not in _ELSEWHERE and len(readings) >= FEWEST_READINGS
+    is_watched = not engine.gauge_leaves_some_out and len(readings) >= FEWEST_READINGS
     return Queueing.BEFORE if is_watched else Queueing.BOUNDED
 
 
-def seems_switched_off(burst: Burst, engine: EngineName) -> bool:
-    """Whether Dynamo's router shows no queue: requests beyond what the workers take are refused, and none waits."""
-    return engine is EngineName.DYNAMO and burst.is_answered_by(OVERLOADED) and burst.waiting_inside == 0
+def seems_switched_off(burst: Burst, engine: type[Engine]) -> bool:
+    """Whether the engine shows no queue: requests beyond its size are refused, and none waits."""
+    status = engine.overload_status
+    return status is not None and burst.is_answered_by(status) and burst.waiting_inside == 0
 
 
 def _grows(burst: Burst, control: Burst) -> bool:

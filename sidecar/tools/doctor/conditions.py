@@ -47,12 +47,12 @@ def conditions(survey: Survey, probed: Probed) -> Sequence[Condition]:
 
 def read_only(survey: Survey) -> Sequence[Condition]:
     """The four conditions as far as they are known without a request."""
-    facts, name = survey.facts, survey.engine.value
+    facts, name = survey.facts, survey.engine.name
     schema = "its schema has the field" if facts.has_field else "no page says"
     field = Condition("field path", State.UNKNOWN, f"{schema}; whether it gets there takes a request")
     if facts.has_field is False:
         field = Condition(
-            "field path", State.BROKEN, "/openapi.json has no `priority` for chat", advice.refused(survey.engine)
+            "field path", State.BROKEN, "/openapi.json has no `priority` for chat", survey.engine.advice.refused
         )
     scheduler = Condition("scheduler policy", State.UNKNOWN, f"no page of {name} says so; a burst would show it")
     if facts.by_priority is not None:
@@ -68,7 +68,7 @@ def read_only(survey: Survey) -> Sequence[Condition]:
 def _field_path(survey: Survey, probed: Probed) -> Condition:
     name, first = "field path", probed.checks[0]
     if first.refusal is not None:
-        return Condition(name, State.BROKEN, first.evidence, advice.refused(survey.engine))
+        return Condition(name, State.BROKEN, first.evidence, survey.engine.advice.refused)
     if probed.is_sidecar:
         return _tiers(probed, first)
     used = probed.mixed[-1].plan.way if probed.mixed else None
@@ -126,7 +126,7 @@ def _scheduler(survey: Survey, probed: Probed) -> Condition:
         return Condition(name, State.UNKNOWN, f"the order is unclear: {order(probed.mixed[-1], probed.control)}", fix)
     arrives = any(one.arrives is not False and one.refusal is None for one in probed.checks)
     if _shows_nothing(survey, probed) and arrives and not _makes_no_difference(survey, probed):
-        mend = None if probed.is_sidecar else advice.scheduler(survey.engine)
+        mend = None if probed.is_sidecar else survey.engine.advice.scheduler
         return Condition(name, State.BROKEN, order(probed.mixed[-1], probed.control), mend)
     if survey.facts.by_priority is not None and not probed.is_sidecar:
         return _said(survey)
@@ -139,7 +139,7 @@ def _said(survey: Survey) -> Condition:
     where = facts.source("by_priority")
     if facts.by_priority:
         return Condition(name, State.WORKS, f"{where} says that the queue uses priority; not seen to")
-    return Condition(name, State.BROKEN, f"{where} says that the queue is first come", advice.scheduler(survey.engine))
+    return Condition(name, State.BROKEN, f"{where} says that the queue is first come", survey.engine.advice.scheduler)
 
 
 def _queueing(survey: Survey, probed: Probed) -> Condition:
@@ -160,7 +160,7 @@ def _queueing(survey: Survey, probed: Probed) -> Condition:
         return Condition(name, State.BROKEN, seen, fix)
     if not probed.is_sidecar and seems_switched_off(burst, survey.engine):
         seen = f"{too_little(probed)}; the gauge of the router's queue stayed at 0"
-        return Condition(name, State.UNKNOWN, seen, advice.scheduler(survey.engine))
+        return Condition(name, State.UNKNOWN, seen, survey.engine.advice.scheduler)
     return Condition(name, State.UNKNOWN, too_little(probed), more(survey, burst))
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from sidecar.engines.reading import Gauges
-from sidecar.policy.model import EngineName, Policy
+from sidecar.engines import Engine
+from sidecar.engines.base import Gauges
+from sidecar.policy.model import Policy
 from sidecar.policy.schema import DEFAULT_FRACTION as FRACTION
 from sidecar.policy.schema import DEFAULT_WAITING as WAITING
 from sidecar.tools.doctor import probe as sizing
@@ -32,7 +33,7 @@ class Options:
 
     url: str
     policy: Policy | None = None
-    engine: EngineName | None = None
+    engine: type[Engine] | None = None
     model: str | None = None
     headers: Mapping[str, str]
     most: int = sizing.MOST_REQUESTS

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sidecar.engines import dialect_of
-from sidecar.policy.model import EngineName, Policy
+from sidecar.engines import NoEngine
+from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED
 from sidecar.tools.doctor import advice
 from sidecar.tools.doctor.priority_fields import ways_to
@@ -31,34 +31,36 @@ def compare(policy: Policy | None, survey: Survey) -> Sequence[Finding]:
 def harm(survey: Survey) -> str | None:
     """Effect of a probe on other clients' requests, None where it would just add to them."""
     preempts = survey.facts.preempts_beyond is not None and survey.facts.default_priority is None
-    if survey.engine is EngineName.SGLANG and preempts and survey.others:
+    engine = survey.engine
+    if preempts and survey.others:
         return (
-            f"{survey.others} requests of other clients are there, and this SGLang (without --default-priority-value) "
-            "would throw those that have no priority out for the probe's; probe when it is idle, or with --force"
+            f"{survey.others} requests of other clients are there, and this {engine.title} (without "
+            f"{engine.advice.default_priority}) would throw those that have no priority out for the probe's; probe "
+            "when it is idle, or with --force"
         )
     return None
 
 
 def sent(policy: Policy) -> str:
     """The priorities that the policy's tiers send to the engine."""
-    dialect = dialect_of(policy.engine, policy.carrier)
+    dialect = policy.engine(policy.carrier)
     values = (f"{tier.name} {dialect.priority(tier.level, len(policy.tiers))}" for tier in policy.tiers)
     ways = ways_to(policy.engine, policy.carrier, len(policy.tiers))
     return f"by {ways[0].title}: {', '.join(values)}" if ways else "nothing: the policy's engine is none"
 
 
 def _of_policy(policy: Policy, survey: Survey) -> Iterator[Finding]:
-    name, engine = policy.engine.value, survey.engine
-    if policy.engine is EngineName.NONE:
+    name, engine = policy.engine.name, survey.engine
+    if policy.engine is NoEngine:
         yield Finding(
             "the policy says `engine: none`: the engine is sent no priority",
-            f"write `engine: {engine.value}` to have it order what waits inside it",
+            f"write `engine: {engine.name}` to have it order what waits inside it",
         )
         return
     if policy.engine is not engine:
         yield Finding(
-            f"the policy says `engine: {name}`, but {engine.value} answers ({survey.identity.where} says so)",
-            f"write `engine: {engine.value}` into the policy",
+            f"the policy says `engine: {name}`, but {engine.name} answers ({survey.identity.where} says so)",
+            f"write `engine: {engine.name}` into the policy",
             is_broken=True,
         )
         return
@@ -68,18 +70,18 @@ def _of_policy(policy: Policy, survey: Survey) -> Iterator[Finding]:
 
 
 def _carrier(policy: Policy, survey: Survey) -> Iterator[Finding]:
-    way, since = ways_to(policy.engine, policy.carrier, len(policy.tiers))[0], advice.header_since(policy.engine)
+    way, since = ways_to(policy.engine, policy.carrier, len(policy.tiers))[0], policy.engine.header_since
     if way.is_header and since is not None and advice.is_before(survey.facts.version, since):
         yield Finding(
-            f"the policy forwards by {way.title}, which {survey.engine.value} reads from {since} on, and this is "
+            f"the policy forwards by {way.title}, which {survey.engine.name} reads from {since} on, and this is "
             f"{survey.facts.version}",
             "write `forward_priority: body` into the policy, or update the engine",
             is_broken=True,
         )
-    elif way.is_header and policy.engine is EngineName.SGLANG:
+    elif way.is_header and policy.engine.header_switch is not None:
         yield Finding(
-            f"the policy forwards by {way.title}, which SGLang does not read by default",
-            "set SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES=1 for it, or write `forward_priority: body`",
+            f"the policy forwards by {way.title}, which {policy.engine.title} does not read by default",
+            f"set {policy.engine.header_switch} for it, or write `forward_priority: body`",
         )
 
 
@@ -101,22 +103,22 @@ def _spread(policy: Policy, survey: Survey) -> Iterator[Finding]:
     beyond = survey.facts.preempts_beyond
     if beyond is None:
         return
-    dialect, tiers = dialect_of(policy.engine, policy.carrier), len(policy.tiers)
+    dialect, tiers = policy.engine(policy.carrier), len(policy.tiers)
     values = [dialect.priority(tier.level, tiers) for tier in policy.tiers]
-    if max(values) - min(values) > beyond:
+    span, title, known = max(values) - min(values), policy.engine.title, policy.engine.advice
+    if span > beyond:
         yield Finding(
-            f"the policy's priorities span {max(values) - min(values)}, and SGLang throws out running requests for a "
-            f"difference above {beyond}",
-            f"start SGLang with --priority-scheduling-preemption-threshold {max(values) - min(values)}, or with "
-            "--disable-priority-preemption",
+            f"the policy's priorities span {span}, and {title} throws out running requests for a difference above "
+            f"{beyond}",
+            f"start {title} with {known.threshold} {span}, or with {known.no_preemption}",
         )
 
 
 def _of_engine(survey: Survey) -> Iterator[Finding]:
-    facts = survey.facts
-    if survey.engine is EngineName.SGLANG and facts.by_priority and facts.default_priority is None:
+    facts, option, title = survey.facts, survey.engine.advice.default_priority, survey.engine.title
+    if option is not None and facts.by_priority and facts.default_priority is None:
         harm = ", and any that has one throws them out while they run" if facts.preempts_beyond is not None else ""
         yield Finding(
-            f"SGLang has no default_priority_value: requests without a priority come last of all{harm}",
-            "start SGLang with --default-priority-value 0",
+            f"{title} runs without {option}: requests without a priority come last of all{harm}",
+            f"start {title} with {option} 0",
         )

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sidecar.engines import Priority, dialect_of
-from sidecar.policy.model import Api, Carrier, EngineName
+from sidecar.apis import Api
+from sidecar.engines import Engine
+from sidecar.engines.base import Carrier, Priority
 
 LEVELS = 3
 """Enough to separate an order from a mere head start of one class, and few enough to have many requests of each."""
@@ -50,17 +51,19 @@ class PriorityField:
         return value
 
 
-def ways_to(engine: EngineName, carrier: Carrier | None, tiers: int) -> Sequence[PriorityField]:
+def ways_to(engine: type[Engine], carrier: Carrier | None, tiers: int) -> Sequence[PriorityField]:
     """How a priority can travel to an engine in the chat API, the adapter's own way first; none for no engine.
 
     `carrier` is the policy's choice, `tiers` the length of its ladder, of which the first, the middle and the last are
     sent.
     """
-    if engine is EngineName.NONE:
+    if not engine.carriers:
         return ()
-    ours = _adapters(engine, carrier, tiers)
-    others = [way for way in _others(engine, ours.values, tiers) if way.path != ours.path]
-    return (ours, *others)
+    ours = _way(engine, carrier, tiers)
+    others = [_way(engine, other, tiers) for other in engine.carriers]
+    if engine.other_member is not None:
+        others.append(PriorityField(engine.other_member, False, ours.values, engine.invalid_member))
+    return (ours, *(way for way in others if way.path != ours.path))
 
 
 def sidecar_tier(header: str = "x-priority") -> PriorityField:
@@ -73,24 +76,11 @@ def levels_sent(tiers: int) -> Sequence[int]:
     return (0, (tiers - 1) // 2, tiers - 1)
 
 
-def _adapters(engine: EngineName, carrier: Carrier | None, tiers: int) -> PriorityField:
-    dialect = dialect_of(engine, carrier)
-    values = tuple(dialect.priority(level, tiers) for level in levels_sent(tiers))
-    forward = dialect.forward(Api.CHAT, values[0])
-    path = (forward.headers[0][0].decode(),) if forward.headers else ("priority",)
-    return PriorityField(path, bool(forward.headers), values, _invalid(engine, is_header=bool(forward.headers)))
-
-
-def _others(engine: EngineName, values: tuple[Priority, ...], tiers: int) -> Sequence[PriorityField]:
-    if engine is EngineName.DYNAMO:
-        return (PriorityField(("nvext", "agent_hints", "priority"), False, values, _invalid(engine, is_header=False)),)
-    if engine is EngineName.TENSORRT_LLM:
-        return ()
-    return tuple(_adapters(engine, carrier, tiers) for carrier in Carrier)
-
-
-def _invalid(engine: EngineName, *, is_header: bool) -> Any:
-    """VLLM and Dynamo ignore a header that is no number; SGLang refuses it where it reads that header at all."""
-    if engine is EngineName.SGLANG:
-        return "x"
-    return None if is_header else 1.5
+def _way(engine: type[Engine], carrier: Carrier | None, tiers: int) -> PriorityField:
+    """The engine's own, as the sidecar sends it."""
+    own = engine(carrier)
+    values = tuple(own.priority(level, tiers) for level in levels_sent(tiers))
+    headers = own.forward(Api.CHAT, values[0]).headers
+    if headers:
+        return PriorityField((headers[0][0].decode(),), True, values, engine.invalid_header)
+    return PriorityField(("priority",), False, values, engine.invalid_member)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from sidecar.engines.reading import Pages
+from sidecar.engines.pages import Pages
 from sidecar.tools.doctor.burst import LONGER, TIER_HEADER, Burst, Plan, Queueing, queueing, queueing_at_sidecar, send
 from sidecar.tools.doctor.judgment import Effect
 from sidecar.tools.doctor.priority_fields import PriorityField

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from sidecar.tools.doctor.burst import Burst
@@ -114,14 +115,15 @@ def _wrapped(text: str, head: str, below: str | None = None) -> str:
 def figures(examination: Examination) -> dict[str, Any]:
     """Records, mappings and lists that can be written as JSON."""
     survey, probed = examination.survey, examination.probed
+    identified = survey.identity.engine
     return {
         "verdict": examination.state.value,
         "headline": headline(examination),
         "upstream": examination.options.url,
         "is_sidecar": probed is not None and probed.is_sidecar,
-        "engine": survey.engine.value,
-        "identity": survey.identity,
-        "facts": survey.facts,
+        "engine": survey.engine.name,
+        "identity": {**asdict(survey.identity), "engine": identified and identified.name},
+        "facts": {"engine": survey.engine.name, **asdict(survey.facts)},
         "gauges_before": survey.gauges,
         "unread": survey.unread,
         "conditions": examination.conditions,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sidecar.engines.reading import Facts, Gauges, Identity, Pages, Unread, identify, read_facts, read_gauges
-from sidecar.policy.model import EngineName
+from sidecar.engines import ENGINES, Engine
+from sidecar.engines.base import Facts, Gauges
+from sidecar.engines.discovery import Identity, identify
+from sidecar.engines.pages import Pages, Unread
 
 
 class CannotLook(Exception):
@@ -17,7 +19,7 @@ class Survey:
     """The pages that were read. `unread` has a line for each page that should have been there."""
 
     identity: Identity
-    engine: EngineName
+    engine: type[Engine]
     facts: Facts
     gauges: Gauges
     unread: tuple[str, ...] = ()
@@ -25,7 +27,7 @@ class Survey:
     @property
     def name(self) -> str:
         """The engine and its version, for people."""
-        return f"{self.engine.value} {self.facts.version}" if self.facts.version else self.engine.value
+        return f"{self.engine.name} {self.facts.version}" if self.facts.version else self.engine.name
 
     @property
     def others(self) -> int | None:
@@ -34,7 +36,7 @@ class Survey:
         return sum(known) if known else None
 
 
-async def survey(pages: Pages, named: EngineName | None) -> Survey:
+async def survey(pages: Pages, named: type[Engine] | None) -> Survey:
     """Reads the pages. `named` is the engine that the user names. Raises CannotLook."""
     try:
         identity = await identify(pages)
@@ -42,18 +44,19 @@ async def survey(pages: Pages, named: EngineName | None) -> Survey:
         raise CannotLook(str(reason)) from None
     engine = identity.engine if named is None else named
     if engine is None:
+        *others, last = (name for name, known in ENGINES.items() if known.carriers)
         raise CannotLook(
             "no page there says which engine it is (asked /v1/models, /openapi.json, /server_info, /metrics); "
-            "name it with --engine vllm, tensorrt-llm, sglang or dynamo, and give --key if its pages want one"
+            f"name it with --engine {', '.join(others)} or {last}, and give --key if its pages want one"
         )
     unread: list[str] = []
-    facts, gauges = Facts(engine=engine), Gauges()
+    facts, gauges = Facts(), Gauges()
     try:
-        facts = await read_facts(engine, pages)
+        facts = await engine.facts(pages)
     except Unread as reason:
         unread.append(str(reason))
     try:
-        gauges = await read_gauges(engine, pages)
+        gauges = await engine.gauges(pages)
     except Unread as reason:
         unread.append(str(reason))
     return Survey(identity, engine, facts, gauges, tuple(unread))

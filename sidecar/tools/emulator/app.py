@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from sidecar.policy.model import Api, EngineName
+from sidecar.apis import Api
+from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
 from sidecar.tools.emulator import background, engine_pages
 from sidecar.tools.emulator.config import EmulatorConfig
 from sidecar.tools.emulator.dialects.base import Dialect
@@ -21,14 +22,14 @@ from sidecar.tools.emulator.dialects.sglang import SglangDialect
 from sidecar.tools.emulator.dialects.tensorrt_llm import TrtllmDialect
 from sidecar.tools.emulator.dialects.vllm import VllmDialect
 from sidecar.tools.emulator.endpoint import Endpoint
-from sidecar.tools.emulator.engine import Engine
+from sidecar.tools.emulator.engine import EmulatedEngine
 from sidecar.tools.emulator.metrics import METRICS_TEXT, Exposition, trtllm_iterations
 
-DIALECTS: Mapping[EngineName, type[Dialect]] = {
-    EngineName.TENSORRT_LLM: TrtllmDialect,
-    EngineName.VLLM: VllmDialect,
-    EngineName.SGLANG: SglangDialect,
-    EngineName.DYNAMO: DynamoDialect,
+DIALECTS: Mapping[type[Engine], type[Dialect]] = {
+    TensorRtLlm: TrtllmDialect,
+    Vllm: VllmDialect,
+    Sglang: SglangDialect,
+    Dynamo: DynamoDialect,
 }
 
 PATHS = {
@@ -49,7 +50,7 @@ class Emulator:
     def __init__(self, config: EmulatorConfig) -> None:
         self.config = config
         self.dialect = DIALECTS[config.engine](config)
-        self.engine = Engine(config, self.dialect)
+        self.engine = EmulatedEngine(config, self.dialect)
         self._started = int(time.time())
         self.app = Starlette(routes=self._routes(), lifespan=self._lifespan)
 
@@ -71,13 +72,13 @@ class Emulator:
             Route("/health", self._health),
             Route(metrics_path, self._metrics_text),
         ]
-        if self.config.engine is EngineName.TENSORRT_LLM:
+        if self.config.engine is TensorRtLlm:
             routes.append(Route("/metrics", self._iterations))
-        if self.config.engine in (EngineName.TENSORRT_LLM, EngineName.VLLM):
+        if self.config.engine in (TensorRtLlm, Vllm):
             routes.append(_constant("/version", {"version": engine_pages.VERSIONS[self.config.engine]}))
         if info := engine_pages.server_info(self.config):
             routes.append(_constant("/server_info", info))
-        if self.config.engine is EngineName.SGLANG:
+        if self.config.engine is Sglang:
             routes.append(Route("/v1/loads", self._loads))
         routes.append(_constant("/openapi.json", engine_pages.openapi(self.config)))
         return routes
@@ -99,7 +100,7 @@ class Emulator:
 
     async def _health(self, request: Request) -> Response:
         del request
-        if self.config.engine is EngineName.DYNAMO:
+        if self.config.engine is Dynamo:
             return JSONResponse(engine_pages.dynamo_health(self.config))
         return Response(status_code=200)
 

@@ -17,24 +17,23 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from sidecar.policy.model import Api, EngineName
+from sidecar.apis import Api
+from sidecar.engines import Sglang, Vllm
 from sidecar.tools.emulator import responses
 from sidecar.tools.emulator.dialects.base import Refusal
 from sidecar.tools.emulator.endpoint import Endpoint
-from sidecar.tools.emulator.engine import Engine
+from sidecar.tools.emulator.engine import EmulatedEngine
 from sidecar.tools.emulator.generation import Generation
 
 MOST_STORED = 10_000
 _FLAG = TypeAdapter(bool | None)
 _NOT_STORED = {
-    EngineName.VLLM: (
+    Vllm: (
         "This vLLM engine does not support `store=True` and therefore does not support the background mode. "
         "To enable these features, set the environment variable `VLLM_ENABLE_RESPONSES_API_STORE=1` when launching "
         "the vLLM server."
     ),
-    EngineName.SGLANG: (
-        "Response store is disabled. Stateful Responses require --enable-response-store on a standalone server."
-    ),
+    Sglang: ("Response store is disabled. Stateful Responses require --enable-response-store on a standalone server."),
 }
 ENGINES = frozenset(_NOT_STORED)
 """The engines that run responses in the background."""
@@ -61,7 +60,7 @@ class Stored(NamedTuple):
 class Responses(Endpoint):
     """`/v1/responses` of an engine that knows background responses, with or without a store for them."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EmulatedEngine) -> None:
         super().__init__(Api.RESPONSES, engine)
         self._stored: OrderedDict[str, Stored] = OrderedDict()
 

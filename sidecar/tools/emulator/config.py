@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from sidecar.policy.model import EngineName
+from sidecar.engines import Engine, NoEngine
 from sidecar.tools.emulator.batch import StepModel
 
 
@@ -31,7 +31,7 @@ class EmulatorConfig:
     --enable-response-store.
     """
 
-    engine: EngineName
+    engine: type[Engine]
     scheduling: Scheduling = Scheduling.PRIORITY
     steps: StepModel = field(default_factory=StepModel)
     max_queued: int | None = None
@@ -48,7 +48,7 @@ class EmulatorConfig:
     response_store: bool = False
 
     def __post_init__(self) -> None:
-        if self.engine is EngineName.NONE:
+        if self.engine is NoEngine:
             raise ValueError("choose an engine to emulate: tensorrt-llm, vllm, sglang or dynamo")
         if self.max_queued is not None and self.max_queued < 0:
             raise ValueError("max_queued must not be negative; None is unbounded")

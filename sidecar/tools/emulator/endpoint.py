@@ -17,9 +17,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from sidecar.policy.model import Api
+from sidecar.apis import Api
 from sidecar.tools.emulator.dialects.base import Refusal
-from sidecar.tools.emulator.engine import Engine
+from sidecar.tools.emulator.engine import EmulatedEngine
 from sidecar.tools.emulator.generation import Generation
 from sidecar.tools.emulator.request import InvalidField, read_ask
 from sidecar.tools.emulator.responses import ANSWERS, DONE, STREAMS, Stream, event, token_text
@@ -34,7 +34,7 @@ _EVENT_STREAM = {
 class Endpoint:
     """One API of one engine."""
 
-    def __init__(self, api: Api, engine: Engine) -> None:
+    def __init__(self, api: Api, engine: EmulatedEngine) -> None:
         self.api = api
         self.engine = engine
 

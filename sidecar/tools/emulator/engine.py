@@ -36,7 +36,7 @@ class Load:
     kv_tokens_held: int
 
 
-class Engine:
+class EmulatedEngine:
     """The state that every endpoint shares. Needs a running event loop only to submit.
 
     `finished`, `aborted` and `refused` count requests, `peak` the most that were in it at once; `running` and `waiting`
@@ -63,7 +63,7 @@ class Engine:
         self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return f"<Engine {self.config.engine.value}: {self.running} running, {self.waiting} waiting>"
+        return f"<EmulatedEngine {self.config.engine.name}: {self.running} running, {self.waiting} waiting>"
 
     @property
     def running(self) -> int:

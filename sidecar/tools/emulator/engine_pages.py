@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from sidecar.policy.model import EngineName
+from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
 from sidecar.tools.emulator.config import EmulatorConfig, Scheduling
 from sidecar.tools.emulator.dialects.base import INT64_MAX, INT64_MIN, Dialect
 from sidecar.tools.emulator.engine import Load
 
 VERSIONS = {
-    EngineName.TENSORRT_LLM: "1.4.0rc1",
-    EngineName.VLLM: "0.33.0",
-    EngineName.SGLANG: "0.5.23",
-    EngineName.DYNAMO: "1.6.1",
+    TensorRtLlm: "1.4.0rc1",
+    Vllm: "0.33.0",
+    Sglang: "0.5.23",
+    Dynamo: "1.6.1",
 }
 """The versions whose contracts are emulated."""
 
@@ -21,21 +21,21 @@ VERSIONS = {
 def models(config: EmulatorConfig, dialect: Dialect, created: int) -> dict[str, Any]:
     """`/v1/models`: the one model. Any other name is served all the same."""
     card: dict[str, Any] = {"id": config.model, "object": "model", "created": created, "owned_by": dialect.owned_by}
-    if config.engine in (EngineName.VLLM, EngineName.SGLANG):
+    if config.engine in (Vllm, Sglang):
         card["max_model_len"] = config.context_tokens
     return {"object": "list", "data": [card]}
 
 
 def server_info(config: EmulatorConfig) -> dict[str, Any] | None:
     """`/server_info`; None where the engine has none. TensorRT-LLM's does not say its queue's policy."""
-    if config.engine is EngineName.TENSORRT_LLM:
+    if config.engine is TensorRtLlm:
         return {
             "disaggregated_params": None,
             "max_batch_size": config.steps.max_num_seqs,
             "kv_cache_hash_algo": "default",
             "tokens_per_block": 32,
         }
-    if config.engine is not EngineName.SGLANG:
+    if config.engine is not Sglang:
         return None
     return {
         "model_path": config.model,
@@ -87,7 +87,7 @@ def dynamo_health(config: EmulatorConfig) -> dict[str, Any]:
 
 def openapi(config: EmulatorConfig) -> dict[str, Any]:
     """`/openapi.json` as far as a probe reads it: has the chat request a priority? Dynamo's says its name alone."""
-    if config.engine is EngineName.DYNAMO:
+    if config.engine is Dynamo:
         version = VERSIONS[config.engine] if config.lists_workers else "1.7.0"
         info = {"title": "NVIDIA Dynamo OpenAI Frontend", "version": version}
         return {"openapi": "3.1.0", "info": info, "paths": {}, "components": {}}
@@ -106,10 +106,10 @@ def openapi(config: EmulatorConfig) -> dict[str, Any]:
     }
 
 
-def _priority_schema(engine: EngineName) -> dict[str, Any]:
-    if engine is EngineName.TENSORRT_LLM:
+def _priority_schema(engine: type[Engine]) -> dict[str, Any]:
+    if engine is TensorRtLlm:
         number = {"type": "number", "minimum": 0.0, "maximum": 1.0}
         return {"anyOf": [number, {"type": "null"}], "title": "Priority"}
-    if engine is EngineName.VLLM:
+    if engine is Vllm:
         return {"type": "integer", "minimum": INT64_MIN, "maximum": INT64_MAX, "default": 0, "title": "Priority"}
     return {"anyOf": [{"type": "integer"}, {"type": "null"}], "title": "Priority"}

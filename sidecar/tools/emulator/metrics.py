@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sidecar.policy.model import EngineName
+from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
 from sidecar.tools.emulator.config import Scheduling
-from sidecar.tools.emulator.engine import Engine, Histogram, Load
+from sidecar.tools.emulator.engine import EmulatedEngine, Histogram, Load
 
 
 class Exposition:
@@ -54,7 +54,7 @@ def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-def trtllm_text(engine: Engine) -> str:
+def trtllm_text(engine: EmulatedEngine) -> str:
     """`/prometheus/metrics`. The gauges freeze between finished requests, as the real collector's do."""
     load, config = engine.load_at_last_finish, engine.config
     page = Exposition(model_name=config.model, engine_type="pytorch")
@@ -72,14 +72,14 @@ def trtllm_text(engine: Engine) -> str:
     return str(page)
 
 
-def trtllm_iterations(engine: Engine) -> list[dict[str, Any]]:
+def trtllm_iterations(engine: EmulatedEngine) -> list[dict[str, Any]]:
     """`/metrics`: JSON, one object per iteration since the last call. Reading is destructive."""
     stats = [_iteration(engine, number, load) for number, load in engine.iterations]
     engine.iterations.clear()
     return stats
 
 
-def _iteration(engine: Engine, number: int, load: Load) -> dict[str, Any]:
+def _iteration(engine: EmulatedEngine, number: int, load: Load) -> dict[str, Any]:
     capacity = engine.config.kv_capacity_tokens
     return {
         "iter": number,
@@ -95,7 +95,7 @@ def _iteration(engine: Engine, number: int, load: Load) -> dict[str, Any]:
     }
 
 
-def vllm_text(engine: Engine) -> str:
+def vllm_text(engine: EmulatedEngine) -> str:
     """Its `/metrics`."""
     load, config = engine.load, engine.config
     page = Exposition(engine="0", model_name=config.model)
@@ -114,7 +114,7 @@ def vllm_text(engine: Engine) -> str:
     return str(page)
 
 
-def sglang_text(engine: Engine) -> str:
+def sglang_text(engine: EmulatedEngine) -> str:
     """Its `/metrics`. Under priority scheduling the queue gauges have a label: the total, and one per value seen."""
     load, config = engine.load, engine.config
     by_priority = config.scheduling is Scheduling.PRIORITY
@@ -147,7 +147,7 @@ _WORKER = {
 }
 
 
-def dynamo_text(engine: Engine) -> str:
+def dynamo_text(engine: EmulatedEngine) -> str:
     """The frontend's `/metrics`."""
     load, config = engine.load, engine.config
     page = Exposition(model=config.model)
@@ -168,10 +168,10 @@ def dynamo_text(engine: Engine) -> str:
     return str(page)
 
 
-METRICS_TEXT: Mapping[EngineName, tuple[str, Callable[[Engine], str]]] = {
-    EngineName.TENSORRT_LLM: ("/prometheus/metrics", trtllm_text),
-    EngineName.VLLM: ("/metrics", vllm_text),
-    EngineName.SGLANG: ("/metrics", sglang_text),
-    EngineName.DYNAMO: ("/metrics", dynamo_text),
+METRICS_TEXT: Mapping[type[Engine], tuple[str, Callable[[EmulatedEngine], str]]] = {
+    TensorRtLlm: ("/prometheus/metrics", trtllm_text),
+    Vllm: ("/metrics", vllm_text),
+    Sglang: ("/metrics", sglang_text),
+    Dynamo: ("/metrics", dynamo_text),
 }
 """Where each engine has its Prometheus text, and what writes it."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeAlias
 
-from sidecar.policy.model import EngineName
+from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
 from sidecar.tools.emulator.batch import S
 
 
@@ -65,11 +65,11 @@ def dynamo_order(rank: Rank, arrival_s: float) -> Key:
     return (-rank.strict, arrival_s - max(rank.value or 0, 0))
 
 
-ORDERS: Mapping[EngineName, Order] = {
-    EngineName.TENSORRT_LLM: trtllm_order,
-    EngineName.VLLM: vllm_order,
-    EngineName.SGLANG: sglang_order,
-    EngineName.DYNAMO: dynamo_order,
+ORDERS: Mapping[type[Engine], Order] = {
+    TensorRtLlm: trtllm_order,
+    Vllm: vllm_order,
+    Sglang: sglang_order,
+    Dynamo: dynamo_order,
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from sidecar.policy.model import Api
+from sidecar.apis import Api
 
 Body: TypeAlias = Mapping[str, Any]
 

@@ -1,4 +1,4 @@
-"""An engine's pages over the network: `sidecar.engines.reading.Pages` with aiohttp, bounded in time and size."""
+"""An engine's pages over the network: `sidecar.engines.pages.Pages` with aiohttp, bounded in time and size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import aiohttp
 
-from sidecar.engines.reading import Page, Unread
+from sidecar.engines.pages import Page, Unread
 
 PATIENCE_S = 5.0
 """For one page: an engine under load answers later than an idle one, and who does not answer by then is of no use."""

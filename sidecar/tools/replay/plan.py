@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 
-from sidecar.engines import dialect_of
-from sidecar.policy.model import Api, EngineName, Policy
+from sidecar.apis import Api
+from sidecar.engines import Engine, NoEngine
+from sidecar.policy.model import Policy
 from sidecar.tools.loadgen import Planned
 from sidecar.tools.replay.prompts import PATHS, Conversation, Writer
 from sidecar.tools.replay.trace_formats import BLOCK_TOKENS, Row
@@ -233,7 +234,7 @@ class Asking:
 
     by: By
     tiers: Sequence[str]
-    engine: EngineName = EngineName.NONE
+    engine: type[Engine] = NoEngine
     header: str = TIER_HEADER
     keys: Mapping[str, str] = field(default_factory=dict, repr=False)
     api_key: str | None = field(default=None, repr=False)
@@ -246,7 +247,7 @@ class Asking:
             return headers, {}
         if self.by is By.TIER:
             return {**headers, self.header: tier}, {}
-        dialect = dialect_of(self.engine, None)
+        dialect = self.engine()
         forward = dialect.forward(api, dialect.priority(self.tiers.index(tier), len(self.tiers)))
         own = {name.decode(): value.decode() for name, value in forward.headers}
         return {**headers, **own}, {} if forward.member is None else {"priority": msgspec.json.decode(forward.member)}

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from sidecar.policy.model import Api
+from sidecar.apis import Api
 from sidecar.tokens import TokenizerCounter
 from sidecar.tools.replay.server import Server
 from sidecar.tools.replay.trace_formats import Row

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sidecar.policy.model import EngineName
+from sidecar.engines import Engine, NoEngine
 from sidecar.tools.loadgen import Progress, Seen, play
 from sidecar.tools.replay.figures import RunFigures, door_wait, measure, request_id, starvation_by_request
 from sidecar.tools.replay.plan import Asking, By, plan
@@ -15,9 +15,6 @@ from sidecar.tools.replay.prompts import Words, Writer, words_of
 from sidecar.tools.replay.server import Model, Server
 from sidecar.tools.replay.trace import Trace
 from sidecar.tools.replay.trace_formats import Row
-
-IGNORES_EOS = frozenset((EngineName.VLLM, EngineName.SGLANG, EngineName.TENSORRT_LLM, EngineName.DYNAMO))
-"""Engines whose schema has `ignore_eos`; one that is not known is not asked."""
 
 
 class UnknownEngine(ValueError):
@@ -30,7 +27,7 @@ class Upstream:
 
     urls: Sequence[str]
     model: Model
-    engine: EngineName
+    engine: type[Engine]
     words: Words
 
 
@@ -56,7 +53,7 @@ class Played:
 
 
 async def find(
-    urls: Sequence[str], *, api_key: str | None, model: str | None, engine: EngineName | None, tokenizer: str | None,
+    urls: Sequence[str], *, api_key: str | None, model: str | None, engine: type[Engine] | None, tokenizer: str | None,
     chat: bool,
 ) -> Upstream:  # fmt: skip
     """Asks the first server what it is. Given options override its answers. Raises NoAnswer, NoTokenizer."""
@@ -64,15 +61,15 @@ async def find(
         said = await server.model()
         named = said if model is None else replace(said, name=model)
         words = await words_of(server, named.name, tokenizer, chat=chat)
-    return Upstream(urls, named, engine or said.engine or EngineName.NONE, words)
+    return Upstream(urls, named, engine or said.engine or NoEngine, words)
 
 
 def runs(asking: Asking, *, control: bool) -> Sequence[tuple[str, str, Asking]]:
     """The name, the title and the asking of each run. Raises UnknownEngine."""
-    if asking.by is By.PRIORITY and asking.engine is EngineName.NONE:
+    if asking.by is By.PRIORITY and asking.engine is NoEngine:
         raise UnknownEngine("the server does not say which engine it is; add --engine, such as --engine vllm")
     titles = {
-        By.PRIORITY: f"asked by the engine's own priority ({asking.engine.value})",
+        By.PRIORITY: f"asked by the engine's own priority ({asking.engine.name})",
         By.TIER: f"asked by the header {asking.header}",
         By.KEY: "asked by API key",
     }

@@ -11,19 +11,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from sidecar.policy.model import EngineName
+from sidecar.engines import Engine
+from sidecar.engines.discovery import engine_of_owner
 from sidecar.tools.loadgen.answer import problem_of
 
 TIMEOUT_S = 10.0
-
-
-OWNERS = {
-    "vllm": EngineName.VLLM,
-    "sglang": EngineName.SGLANG,
-    "tensorrt_llm": EngineName.TENSORRT_LLM,
-    "nvidia": EngineName.DYNAMO,
-}
-"""`owned_by` of a model card, as each engine writes it."""
 
 
 class NoAnswer(Exception):
@@ -49,7 +41,7 @@ class Model:
     """The model that is served first. `engine` is None where the server does not say, as is `context_tokens`."""
 
     name: str
-    engine: EngineName | None
+    engine: type[Engine] | None
     context_tokens: int | None
 
 
@@ -79,7 +71,7 @@ class Server:
         if not cards:
             raise NoAnswer(f"{self.url}/v1/models has no model; is the engine still loading it?")
         card = cards[0]
-        return Model(card.id, OWNERS.get(card.owned_by or ""), card.max_model_len)
+        return Model(card.id, engine_of_owner(card.owned_by), card.max_model_len)
 
     async def count(self, body: Mapping[str, Any]) -> int | None:
         """The tokens of a prompt, by the engine's own `/tokenize`; None where it has none, or not for such a body.

@@ -134,7 +134,7 @@ def figures_as_json(replay: Replay, by: str, figures: Sequence[RunFigures]) -> M
     return {
         "trace": {"name": trace.name, "format": trace.format, "requests": len(replay.rows)},
         "upstream": list(upstream.urls),
-        "engine": upstream.engine.value,
+        "engine": upstream.engine.name,
         "model": upstream.model.name,
         "by": by,
         "tiers": list(replay.tiers),

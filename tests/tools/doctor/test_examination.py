@@ -10,8 +10,9 @@ import yaml
 
 from sidecar.app import AdmissionMiddleware
 from sidecar.asgi.proxy import ReverseProxy
+from sidecar.engines import dynamo
 from sidecar.policy.compiler import load
-from sidecar.tools.doctor import advice, burst, probe
+from sidecar.tools.doctor import burst, probe
 from sidecar.tools.doctor.burst import Queueing
 from sidecar.tools.doctor.conditions import State
 from sidecar.tools.doctor.examination import Examination, Options, examine
@@ -117,10 +118,10 @@ async def test_a_proxy_in_between_is_found_out(engine: Any, edit: Edit, expected
 
 
 def test_dynamos_advice_has_a_file_that_can_be_copied() -> None:
-    held = yaml.safe_load(advice.DYNAMO_POLICY)
+    held = yaml.safe_load(dynamo.POLICY)
     assert list(held) == ["default_policy_family", "uncached_isl_buckets", "policy_classes"]
     assert held["policy_classes"][0]["prefill_busy_threshold_frac"] == 0
-    assert "--router-queue-threshold 0" in advice.scheduler(DYNAMO)
+    assert "--router-queue-threshold 0" in DYNAMO.advice.scheduler
 
 
 async def test_a_dynamo_that_refuses_all_but_what_runs_is_told_to_switch_its_queue_on() -> None:
@@ -229,7 +230,7 @@ async def test_the_capacity_it_recommends_is_a_policy_that_loads(engine: Any, li
     assert found.capacity is not None
     assert found.capacity.yaml == line
     path = tmp_path / "policy.yaml"
-    path.write_text(f"engine: {engine.value}\n{line}\ntiers: {{high: {{}}, normal: {{}}}}\n")
+    path.write_text(f"engine: {engine.name}\n{line}\ntiers: {{high: {{}}, normal: {{}}}}\n")
     assert load(path).engine_capacity is not None
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.engines.reading import Facts, Gauges, Identity
+from sidecar.engines import Engine
+from sidecar.engines.base import Facts, Gauges
+from sidecar.engines.discovery import Identity
 from sidecar.policy.compiler import load
-from sidecar.policy.model import EngineName, Policy
+from sidecar.policy.model import Policy
 from sidecar.tools.doctor import advice
 from sidecar.tools.doctor.policy_comparison import Finding, compare, harm, sent
 from sidecar.tools.doctor.survey import Survey
@@ -30,13 +32,13 @@ def written(folder: Path, text: str) -> Policy:
 
 
 def survey(
-    engine: EngineName = VLLM,
+    engine: type[Engine] = VLLM,
     version: str | None = "0.33.0",
     kv_tokens: int | None = None,
     max_running: int | None = None,
     **facts: object,
 ) -> Survey:
-    known = Facts(engine=engine, version=version, **facts)  # type: ignore[arg-type]  # tests name what they mean
+    known = Facts(version=version, **facts)  # type: ignore[arg-type]  # tests name what they mean
     gauges = Gauges(kv_tokens=kv_tokens, max_running=max_running)
     return Survey(Identity(engine, "/v1/models", "m"), engine, known, gauges)
 
@@ -117,7 +119,7 @@ def test_an_engine_that_is_told_nothing(tmp_path: Path) -> None:
 
 def test_what_the_ladder_sends(policy: Policy, tmp_path: Path) -> None:
     assert sent(policy) == "by header x-vllm-priority: high 0, normal 10, low 20"
-    other = written(tmp_path, f"engine: {TRTLLM.value}\ncapacity: {{requests: 50}}\n")
+    other = written(tmp_path, f"engine: {TRTLLM.name}\ncapacity: {{requests: 50}}\n")
     assert sent(other) == "by body field priority: high 1.0, normal 0.5, low 0.0"
 
 

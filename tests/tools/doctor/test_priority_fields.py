@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from sidecar.engines import dialect_of
-from sidecar.policy.model import Api, Carrier, EngineName
+from sidecar.apis import Api
+from sidecar.engines import Engine, NoEngine
+from sidecar.engines.base import Carrier
 from sidecar.tools.doctor.priority_fields import levels_sent, ways_to
 from sidecar.tools.doctor.target import Target
 from tests.tools.emulator.emulated import DYNAMO, ENGINES, SGLANG, TRTLLM, VLLM
@@ -15,8 +16,8 @@ from tests.tools.emulator.emulated import DYNAMO, ENGINES, SGLANG, TRTLLM, VLLM
 
 @pytest.mark.parametrize("tiers", [3, 5])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_first_way_is_the_adapters_own(engine: EngineName, tiers: int) -> None:
-    way, dialect = ways_to(engine, None, tiers)[0], dialect_of(engine, None)
+def test_the_first_way_is_the_adapters_own(engine: type[Engine], tiers: int) -> None:
+    way, dialect = ways_to(engine, None, tiers)[0], engine()
     for level, value in zip(levels_sent(tiers), way.values, strict=True):
         forward = dialect.forward(Api.CHAT, dialect.priority(level, tiers))
         sent = {name.encode(): text.encode() for name, text in way.headers(value).items()}
@@ -33,11 +34,11 @@ def test_the_first_way_is_the_adapters_own(engine: EngineName, tiers: int) -> No
         (SGLANG, None, ["body field priority", "header x-override-priority"]),
         (TRTLLM, None, ["body field priority"]),
         (DYNAMO, None, ["header x-dynamo-request-priority", "body field nvext.agent_hints.priority"]),
-        (EngineName.NONE, None, []),
+        (NoEngine, None, []),
     ],
 )
 def test_the_other_ways_are_there_to_tell_who_is_to_blame(
-    engine: EngineName, carrier: Carrier | None, titles: list[str]
+    engine: type[Engine], carrier: Carrier | None, titles: list[str]
 ) -> None:
     assert [way.title for way in ways_to(engine, carrier, 3)] == titles
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import aiohttp
 
-from sidecar.policy.model import EngineName
+from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
-from sidecar.tools.emulator.engine import Engine
+from sidecar.tools.emulator.engine import EmulatedEngine
 from tests.support.serving import serving
 
 TRTLLM, VLLM, SGLANG, DYNAMO = (
-    EngineName.TENSORRT_LLM,
-    EngineName.VLLM,
-    EngineName.SGLANG,
-    EngineName.DYNAMO,
+    TensorRtLlm,
+    Vllm,
+    Sglang,
+    Dynamo,
 )
 ENGINES = (TRTLLM, VLLM, SGLANG, DYNAMO)
 
@@ -46,7 +46,7 @@ BODIES: Mapping[str, dict[str, Any]] = {
 class Client:
     """A server's engine to look into, and its HTTP side."""
 
-    engine: Engine
+    engine: EmulatedEngine
     url: str
     session: aiohttp.ClientSession
 
@@ -72,7 +72,7 @@ class Client:
         async with self.session.get(self.url + path) as response:
             return response.status, await response.text()
 
-    async def until(self, condition: Callable[[Engine], bool]) -> None:
+    async def until(self, condition: Callable[[EmulatedEngine], bool]) -> None:
         """Waits for the engine to get there; two seconds are far more than it ever needs."""
         for _ in range(2_000):
             if condition(self.engine):
@@ -101,7 +101,7 @@ class Client:
 
 @asynccontextmanager
 async def emulated(
-    engine: EngineName, *, slots: int = 1, step_s: float = 0.001, **settings: Any
+    engine: type[Engine], *, slots: int = 1, step_s: float = 0.001, **settings: Any
 ) -> AsyncIterator[Client]:
     """One engine on a free port: one slot and a step a millisecond, unless said otherwise."""
     settings.setdefault("steps", StepModel(max_num_seqs=slots, step_s=step_s))
@@ -110,7 +110,7 @@ async def emulated(
         yield Client(emulator.engine, served.url, session)
 
 
-def served_order(engine: Engine) -> list[float | None]:
+def served_order(engine: EmulatedEngine) -> list[float | None]:
     """The priorities in the order of their first tokens, the request that filled the slot left out."""
     served = sorted(
         (line for line in engine.log if line.first_token_s is not None), key=lambda line: line.first_token_s or 0

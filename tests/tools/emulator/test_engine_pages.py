@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.policy.model import EngineName
+from sidecar.engines import Engine, NoEngine
 from sidecar.tools.emulator import EmulatorConfig, Scheduling
 from tests.tools.emulator.emulated import DYNAMO, ENGINES, SGLANG, TRTLLM, VLLM, emulated
 
@@ -64,7 +64,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-async def test_the_metrics_have_the_engines_own_names(engine: EngineName) -> None:
+async def test_the_metrics_have_the_engines_own_names(engine: type[Engine]) -> None:
     async with emulated(engine) as client:
         await client.post()
         path = "/prometheus/metrics" if engine is TRTLLM else "/metrics"
@@ -133,7 +133,7 @@ async def test_trtllms_schema_tells_that_it_has_the_field() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-async def test_an_engine_is_healthy_and_names_its_model(engine: EngineName) -> None:
+async def test_an_engine_is_healthy_and_names_its_model(engine: type[Engine]) -> None:
     async with emulated(engine, model="llama") as client:
         assert (await client.get("/health"))[0] == 200
         models = json.loads((await client.get("/v1/models"))[1])
@@ -141,7 +141,7 @@ async def test_an_engine_is_healthy_and_names_its_model(engine: EngineName) -> N
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"engine": EngineName.NONE}, {"max_queued": -1}, {"output_tokens": 0}, {"tokens_per_chunk": 0}]
+    "wrong", [{"engine": NoEngine}, {"max_queued": -1}, {"output_tokens": 0}, {"tokens_per_chunk": 0}]
 )
 def test_a_configuration_that_no_engine_has_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"emulate|must"):

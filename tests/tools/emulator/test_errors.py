@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from sidecar.policy.model import EngineName
+from sidecar.engines import Engine
 from sidecar.tools.emulator import StepModel
 from tests.tools.emulator.emulated import DYNAMO, ENGINES, SGLANG, TRTLLM, VLLM, emulated
 
 pytestmark = pytest.mark.anyio
 
 
-def message(engine: EngineName, body: Any) -> str:
+def message(engine: type[Engine], body: Any) -> str:
     """The sentence in an engine's error, after its shape was checked to the last key."""
     if engine is TRTLLM and set(body) == {"error"}:
         text = body["error"]
@@ -69,7 +69,7 @@ async def test_trtllm_accepts_any_field_where_its_models_allow_extras(api: str) 
 
 @pytest.mark.parametrize("engine", [VLLM, SGLANG])
 @pytest.mark.parametrize("value", [1.5, "soon", 2**63, -(2**63) - 1, [1]])
-async def test_a_body_priority_that_is_no_int64_is_a_400(engine: EngineName, value: object) -> None:
+async def test_a_body_priority_that_is_no_int64_is_a_400(engine: type[Engine], value: object) -> None:
     async with emulated(engine) as client:
         status, body = await client.post(priority=value)
     assert status == 400
@@ -77,7 +77,7 @@ async def test_a_body_priority_that_is_no_int64_is_a_400(engine: EngineName, val
 
 
 @pytest.mark.parametrize("engine", [VLLM, SGLANG])
-async def test_unknown_fields_are_accepted(engine: EngineName) -> None:
+async def test_unknown_fields_are_accepted(engine: type[Engine]) -> None:
     async with emulated(engine) as client:
         assert (await client.post(tier="gold", nvext={"agent_hints": {"priority": "x"}}))[0] == 200
 
@@ -115,7 +115,7 @@ async def test_dynamo_refuses_what_its_types_do_not_hold(fields: dict[str, Any],
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-async def test_a_body_that_is_no_json_object_is_a_400(engine: EngineName) -> None:
+async def test_a_body_that_is_no_json_object_is_a_400(engine: type[Engine]) -> None:
     async with emulated(engine) as client:
         for raw in (b"{", b"", b"[]", b'"text"', b'{"messages": [}', b'{"model": "\xff"}'):
             status, body = await client.post(raw=raw)
@@ -143,7 +143,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-async def test_wrong_types_are_a_400_and_hold_nothing(engine: EngineName) -> None:
+async def test_wrong_types_are_a_400_and_hold_nothing(engine: type[Engine]) -> None:
     async with emulated(engine) as client:
         for api, fields in WRONG:
             status, body = await client.post(api, **fields)
@@ -153,7 +153,7 @@ async def test_wrong_types_are_a_400_and_hold_nothing(engine: EngineName) -> Non
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-async def test_a_request_that_can_never_fit_is_a_400(engine: EngineName) -> None:
+async def test_a_request_that_can_never_fit_is_a_400(engine: type[Engine]) -> None:
     async with emulated(engine, context_tokens=100) as client:
         status, body = await client.post("completions", prompt=[1] * 99)
         assert (status, "maximum context length is 100" in message(engine, body)) == (400, True)

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from sidecar.policy.model import EngineName
+from sidecar.engines import Engine
 from sidecar.tools.emulator import Scheduling
 from tests.tools.emulator.emulated import DYNAMO, ENGINES, SGLANG, TRTLLM, VLLM, emulated, served_order
 
 pytestmark = pytest.mark.anyio
 
 
-def tagged(engine: EngineName, value: float) -> dict[str, Any]:
+def tagged(engine: type[Engine], value: float) -> dict[str, Any]:
     """The body field that carries a priority to this engine."""
     return {"nvext": {"agent_hints": {"priority": value}}} if engine is DYNAMO else {"priority": value}
 
 
-async def order(engine: EngineName, requests: list[dict[str, Any]], **settings: Any) -> list[float | None]:
+async def order(engine: type[Engine], requests: list[dict[str, Any]], **settings: Any) -> list[float | None]:
     """Queues the requests one after the other behind a full slot and returns the order of their first tokens."""
     async with emulated(engine, **settings) as client:
         busy = await client.occupied()
@@ -38,20 +38,20 @@ async def order(engine: EngineName, requests: list[dict[str, Any]], **settings: 
     ],
 )
 async def test_the_body_orders_the_queue_in_the_engines_direction(
-    engine: EngineName, values: list[float], expected: list[float]
+    engine: type[Engine], values: list[float], expected: list[float]
 ) -> None:
     assert await order(engine, [tagged(engine, value) for value in values]) == expected
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-async def test_under_fcfs_a_priority_is_accepted_and_ignored(engine: EngineName) -> None:
+async def test_under_fcfs_a_priority_is_accepted_and_ignored(engine: type[Engine]) -> None:
     values = [1, 0, 1, 0]
     requests = [tagged(engine, value) for value in values]
     assert await order(engine, requests, scheduling=Scheduling.FCFS) == values
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-async def test_equal_priorities_are_first_come_first_served(engine: EngineName) -> None:
+async def test_equal_priorities_are_first_come_first_served(engine: type[Engine]) -> None:
     async with emulated(engine) as client:
         busy = await client.occupied()
         tasks = [await client.queued(**tagged(engine, 1)) for _ in range(5)]
@@ -79,7 +79,7 @@ async def test_vllm_falls_back_to_the_body_for_a_header_it_cannot_parse() -> Non
 
 @pytest.mark.parametrize("engine", [TRTLLM, SGLANG])
 @pytest.mark.parametrize("api", ["responses", "messages"])
-async def test_responses_and_messages_accept_a_priority_and_drop_it(engine: EngineName, api: str) -> None:
+async def test_responses_and_messages_accept_a_priority_and_drop_it(engine: type[Engine], api: str) -> None:
     requests = [{"api": api, "priority": value} for value in (0, 1)]
     assert await order(engine, requests) == [None, None]
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import openai
 import pytest
 
-from sidecar.policy.model import EngineName
+from sidecar.engines import Engine
 from sidecar.tools.emulator import StepModel
 from tests.tools.emulator.emulated import BODIES, ENGINES, MESSAGES, PATHS, SGLANG, TRTLLM, VLLM, Client, emulated
 
@@ -23,7 +23,7 @@ async def openai_client(client: Client) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-async def test_the_openai_client_reads_a_chat_stream(engine: EngineName) -> None:
+async def test_the_openai_client_reads_a_chat_stream(engine: type[Engine]) -> None:
     async with emulated(engine) as client, openai_client(client) as sdk:
         stream = await sdk.chat.completions.create(
             model="m",

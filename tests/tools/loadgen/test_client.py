@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sidecar.policy.model import EngineName
+from sidecar.engines import Engine
 from sidecar.tools.loadgen import Planned, Progress, Seen, play
 from sidecar.tools.loadgen.connection import Target
 from tests.tools.emulator.emulated import ENGINES, SGLANG, VLLM, emulated
@@ -88,7 +88,7 @@ DONE = b"data: [DONE]\n\n"
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("path", [PATH, "/v1/completions"])
-async def test_every_engine_is_understood(engine: EngineName, path: str) -> None:
+async def test_every_engine_is_understood(engine: type[Engine], path: str) -> None:
     prompt = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
     members = {"model": "m", "max_tokens": 5, "stream": True, "stream_options": {"include_usage": True}}
     async with emulated(engine, step_s=0.01) as client:
@@ -121,7 +121,7 @@ async def test_an_overload_inside_a_stream_of_sglang_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-async def test_a_refusal_is_told_in_the_engines_own_words(engine: EngineName) -> None:
+async def test_a_refusal_is_told_in_the_engines_own_words(engine: type[Engine]) -> None:
     async with emulated(engine) as client:
         seen = await one(client.url, chat(max_tokens=-1))
     assert seen.error is not None

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from sidecar.policy.model import Api, EngineName
+from sidecar.apis import Api
+from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
 from sidecar.tools.loadgen import Planned
 from sidecar.tools.replay.plan import Asking, By, plan
 from sidecar.tools.replay.prompts import Words, Writer
@@ -39,13 +40,13 @@ def asked(asking: Asking, tier: str, api: Api = Api.CHAT) -> tuple[Mapping[str, 
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
-        (EngineName.TENSORRT_LLM, [({}, {"priority": 1.0}), ({}, {"priority": 0.5}), ({}, {"priority": 0.0})]),
-        (EngineName.VLLM, [({"x-vllm-priority": value}, {}) for value in ("0", "10", "20")]),
-        (EngineName.SGLANG, [({}, {"priority": 4}), ({}, {"priority": 2}), ({}, {"priority": 0})]),
-        (EngineName.DYNAMO, [({"x-dynamo-request-priority": value}, {}) for value in ("10", "5", "0")]),
+        (TensorRtLlm, [({}, {"priority": 1.0}), ({}, {"priority": 0.5}), ({}, {"priority": 0.0})]),
+        (Vllm, [({"x-vllm-priority": value}, {}) for value in ("0", "10", "20")]),
+        (Sglang, [({}, {"priority": 4}), ({}, {"priority": 2}), ({}, {"priority": 0})]),
+        (Dynamo, [({"x-dynamo-request-priority": value}, {}) for value in ("10", "5", "0")]),
     ],
 )
-def test_by_priority_says_what_the_door_would_say(engine: EngineName, said: list[Any]) -> None:
+def test_by_priority_says_what_the_door_would_say(engine: type[Engine], said: list[Any]) -> None:
     asking = Asking(By.PRIORITY, TIERS, engine)
     assert [asked(asking, tier) for tier in TIERS] == said
     assert asked(replace(asking, is_control=True), "high") == ({}, {})
@@ -92,7 +93,7 @@ def test_an_answer_of_any_length_is_not_asked_to_go_on_forever() -> None:
 
 def test_a_row_s_extra_goes_before_what_is_usual_and_the_priority_before_that() -> None:
     row = Row(1, 0.0, input_tokens=4, output_tokens=7, extra={"max_tokens": 3, "nvext": {"a": 1}, "priority": 99})
-    [request] = planned(row, asking=Asking(By.PRIORITY, TIERS, EngineName.SGLANG))
+    [request] = planned(row, asking=Asking(By.PRIORITY, TIERS, Sglang))
     found = body(request)
     assert (found["max_tokens"], found["nvext"], found["priority"]) == (3, {"a": 1}, 4)
 

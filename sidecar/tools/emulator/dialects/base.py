@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, ClassVar
 
-from sidecar.policy.model import Api
+from sidecar.apis import Api
 from sidecar.tools.emulator.config import EmulatorConfig, Scheduling
 from sidecar.tools.emulator.queue import ORDERS, Order, Rank, first_come
 from sidecar.tools.emulator.request import Body, InvalidField

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-from sidecar.policy.model import Api
+from sidecar.apis import Api
 from sidecar.tools.emulator.config import Scheduling
 from sidecar.tools.emulator.dialects.base import Dialect, Refusal, header_integer
 from sidecar.tools.emulator.queue import Rank

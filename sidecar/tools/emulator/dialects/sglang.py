@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from http import HTTPStatus
 
-from sidecar.policy.model import Api
+from sidecar.apis import Api
 from sidecar.tools.emulator.config import Scheduling
 from sidecar.tools.emulator.dialects.base import INT64_MAX, INT64_MIN, Dialect, Refusal, header_integer, read_integer
 from sidecar.tools.emulator.queue import Order, Rank, sglang_inverted_order

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from http import HTTPStatus
 
-from sidecar.policy.model import Api
+from sidecar.apis import Api
 from sidecar.tools.emulator.config import Scheduling
 from sidecar.tools.emulator.dialects.base import Dialect, Refusal, pydantic_errors
 from sidecar.tools.emulator.queue import TRTLLM_DEFAULT_PRIORITY, Rank

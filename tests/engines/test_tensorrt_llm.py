@@ -7,10 +7,10 @@ import logging
 
 import pytest
 
+from sidecar.apis import Api
 from sidecar.asgi.pages import AppPages
-from sidecar.engines.cautious import ASK_AFTER_FAILURE_S, ASK_AGAIN_S, CautiousTensorRtLlm
-from sidecar.engines.reading import NoAnswer, Page
-from sidecar.policy.model import Api
+from sidecar.engines.pages import NoAnswer, Page
+from sidecar.engines.tensorrt_llm import ASK_AFTER_FAILURE_S, ASK_AGAIN_S, ProbedTensorRtLlm
 from tests.engines.test_reading import Written, emulated
 from tests.tools.emulator.emulated import TRTLLM
 
@@ -39,7 +39,7 @@ async def settled() -> None:
 
 
 async def test_a_build_with_the_field_is_sent_a_priority() -> None:
-    dialect = CautiousTensorRtLlm(Replaced(True))
+    dialect = ProbedTensorRtLlm(Replaced(True))
     await dialect.ask()
     assert dialect.forward(Api.CHAT, 1.0).member == b"1.0"
     assert not dialect.forward(Api.RESPONSES, 1.0).is_sent
@@ -47,7 +47,7 @@ async def test_a_build_with_the_field_is_sent_a_priority() -> None:
 
 async def test_a_build_without_the_field_is_sent_none_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     now_s = [0.0]
-    dialect = CautiousTensorRtLlm(Replaced(False), lambda: now_s[0])
+    dialect = ProbedTensorRtLlm(Replaced(False), lambda: now_s[0])
     await dialect.ask()
     for _ in range(3):
         now_s[0] += ASK_AGAIN_S
@@ -60,7 +60,7 @@ async def test_a_build_without_the_field_is_sent_none_and_that_is_said_once(capl
 
 async def test_an_engine_that_is_not_known_yet_is_sent_none_and_asked() -> None:
     engine, now_s = Replaced(None), [100.0]
-    dialect = CautiousTensorRtLlm(engine, lambda: now_s[0])
+    dialect = ProbedTensorRtLlm(engine, lambda: now_s[0])
     assert not dialect.forward(Api.CHAT, 1.0).is_sent
     await settled()
     asked = engine.asked
@@ -77,7 +77,7 @@ async def test_an_engine_that_is_not_known_yet_is_sent_none_and_asked() -> None:
 
 async def test_another_build_behind_the_same_address_is_noticed() -> None:
     engine, now_s = Replaced(True), [100.0]
-    dialect = CautiousTensorRtLlm(engine, lambda: now_s[0])
+    dialect = ProbedTensorRtLlm(engine, lambda: now_s[0])
     await dialect.ask()
     engine.has_field = None  # while it is away, what was known stays
     now_s[0] += ASK_AGAIN_S
@@ -92,13 +92,13 @@ async def test_another_build_behind_the_same_address_is_noticed() -> None:
 
 
 async def test_an_app_that_is_not_trtllm_serve_is_sent_what_the_policy_says() -> None:
-    dialect = CautiousTensorRtLlm(Written({"/openapi.json": '{"openapi": "3.1.0", "paths": {}}'}))
+    dialect = ProbedTensorRtLlm(Written({"/openapi.json": '{"openapi": "3.1.0", "paths": {}}'}))
     await dialect.ask()
     assert dialect.forward(Api.CHAT, 1.0).is_sent
 
 
 async def test_an_engine_that_hides_its_schema_is_sent_none_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    dialect = CautiousTensorRtLlm(Written({}))
+    dialect = ProbedTensorRtLlm(Written({}))
     for _ in range(2):
         await dialect.ask()
     assert not dialect.forward(Api.CHAT, 1.0).is_sent

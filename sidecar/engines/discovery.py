@@ -1,0 +1,94 @@
+"""Discovery of the engine behind a server, from its pages or from the routes of an app.
+
+`/v1/models` is read first, and `/metrics` last, because trtllm-serve's must not be read: reading takes its figures away
+from every other collector. A proxy in between may write its own name into the models; then other pages are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sidecar.engines.base import OPENAPI, Engine
+from sidecar.engines.pages import Metrics, Pages, find_json, find_text, mapping, mappings
+from sidecar.engines.registry import ENGINES
+
+_SERVER_INFO = "/server_info"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The server that answers: `engine` is None where no page says it, `where` the page, `model` the first one served.
+
+    `context_tokens` is the longest request that the model takes, prompt and output together.
+    """
+
+    engine: type[Engine] | None
+    where: str
+    model: str | None
+    context_tokens: int | None = None
+
+
+async def identify(pages: Pages) -> Identity:
+    """Reads which engine a server is. Raises Unread where it does not answer."""
+    card = next(iter(mappings((await find_json(pages, "/v1/models")).get("data"))), {})
+    model, context = card.get("id"), card.get("max_model_len")
+    engine, where = engine_of_owner(card.get("owned_by")), "/v1/models"
+    if engine is None:
+        engine, where = await _by_pages(pages)
+    return Identity(
+        engine,
+        where,
+        model if isinstance(model, str) else None,
+        context if isinstance(context, int) and context > 0 else None,
+    )
+
+
+def engine_of_owner(owner: object) -> type[Engine] | None:
+    """The engine that writes this `owned_by` into its model cards; None for any other."""
+    named = str(owner).lower()
+    return next((engine for engine in ENGINES.values() if engine.fingerprint.owner == named), None)
+
+
+async def _by_pages(pages: Pages) -> tuple[type[Engine] | None, str]:
+    title = str(mapping((await find_json(pages, OPENAPI)).get("info")).get("title")).lower()
+    for engine in ENGINES.values():
+        if engine.fingerprint.title is not None and engine.fingerprint.title in title:
+            return engine, OPENAPI
+    info = await find_json(pages, _SERVER_INFO)
+    for engine in ENGINES.values():
+        if engine.fingerprint.server_info in info:
+            return engine, _SERVER_INFO
+    # Engines' own pages come before the one that must not be read of every engine.
+    for path in sorted({engine.metrics_page for engine in ENGINES.values()}, key=lambda path: path == "/metrics"):
+        metrics = Metrics(await find_text(pages, path))
+        for engine in ENGINES.values():
+            if engine.fingerprint.metrics is not None and metrics.has_prefix(engine.fingerprint.metrics):
+                return engine, path
+    return None, "no page"
+
+
+def is_engine_server(app: object) -> bool:
+    """Whether most of an app's routes are handled by functions of an engine's package.
+
+    `vllm serve --middleware` constructs the middleware with the next app alone: only the routes show where it is
+    mounted. An app with routes of its own that includes an engine's router among them is an app.
+    """
+    known = {package for engine in ENGINES.values() for package in engine.fingerprint.packages}
+    packages = list(_packages(app, set()))
+    return 2 * sum(package in known for package in packages) > len(packages)
+
+
+def _packages(app: object, seen: set[int]) -> Iterator[str]:
+    """The top package of every route's handler, also below mounts and included routers."""
+    if id(app) in seen:
+        return
+    seen.add(id(app))
+    # FastAPI (0.165) keeps an included router as one route, which holds the router.
+    routes = getattr(app, "routes", None) or getattr(getattr(app, "original_router", None), "routes", None)
+    for route in routes or ():
+        endpoint = getattr(route, "endpoint", None)
+        if endpoint is None:
+            yield from _packages(route, seen)
+        else:
+            yield str(getattr(endpoint, "__module__", "")).partition(".")[0]
