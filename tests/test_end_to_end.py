@@ -29,15 +29,16 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from sidecar.policy.compiler import load, shipped_policies
 
 from sidecar import AdmissionMiddleware
 from sidecar.asgi.middleware import Admission
 from sidecar.asgi.proxy import ReverseProxy
 from sidecar.engines import dialect_of
-from sidecar.policy.compile import load, shipped_policies
 from sidecar.policy.model import EngineName, Policy
 from sidecar.pools import LocalPool
-from sidecar.telemetry import SpanObserver
+from sidecar.telemetry.dispatch import EventDispatcher
+from sidecar.telemetry.spans.tracer import RequestTracer
 from sidecar.tokens import Estimator
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.support.commands import address, command
@@ -541,7 +542,7 @@ async def traced_overload(folder: Path, count: int) -> Traces:
         pool=pool,
         dialect=dialect_of(policy.engine, policy.carrier),
         estimator=Estimator(),
-        observer=SpanObserver(provider),
+        observer=EventDispatcher(RequestTracer(provider), ()),
     )
     async with serving(Traced(door)) as served:
         await overload(served.url, count)

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import measuring as measuring_sdk
 import pytest
 from opentelemetry import metrics
+from sidecar.policy.compiler import load, shipped_policies
 
 from sidecar.events import StoreChanged, StoreState
-from sidecar.policy.compile import load, shipped_policies
 from sidecar.policy.store import store_address
 from sidecar.pools import Ask
 from sidecar.pools.redis import RedisPool, connector
@@ -177,7 +177,7 @@ def test_a_broken_sdk_never_raises_and_is_logged_once(caplog, provider):
         store(changed(state))
 
     (record,) = caplog.records
-    assert record.name == "sidecar.telemetry.store"
+    assert record.name == "sidecar.telemetry.metrics.store"
     assert "store metrics failed" in record.message
     assert record.exc_info is not None
 
