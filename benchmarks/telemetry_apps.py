@@ -23,7 +23,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, Sampler, Tr
 from benchmarks.overhead_apps import CHUNK, CHUNKS, Nowhere, bare
 from sidecar import AdmissionMiddleware
 from sidecar.asgi.types import ASGIApp, Receive, Scope, Send
-from sidecar.telemetry.signals import meter_provider_for
+from sidecar.telemetry import sdk_bypass
+from sidecar.telemetry.setup import meter_provider_for
 
 EXPORT_EVERY_MS = 5_000.0
 """Twelve times as often as the SDK's default, so that exports fall into every round."""
@@ -129,6 +130,18 @@ def sampled_out() -> ASGIApp:
     _trace(ParentBased(TraceIdRatioBased(0.0)))
     _measure_as_we_do()
     return _middleware()
+
+
+def everything_by_sdk() -> ASGIApp:
+    """Everything, without our bypass of the SDK."""
+    os.environ[sdk_bypass.VARIABLE] = "off"
+    return everything()
+
+
+def sampled_out_by_sdk() -> ASGIApp:
+    """The same, but that no trace is sampled."""
+    os.environ[sdk_bypass.VARIABLE] = "off"
+    return sampled_out()
 
 
 def metrics_alone() -> ASGIApp:

@@ -14,11 +14,12 @@ from benchmarks.overhead_apps import Nowhere, bare
 from sidecar import AdmissionMiddleware
 from sidecar.events import Admitted, Classified, Event, FirstByte, Outcome, Received, Settled
 from sidecar.policy.compiler import shipped_policies
-from sidecar.telemetry import SpanObserver, Telemetry
-from sidecar.telemetry.telemetry import Listener, Trace
+from sidecar.telemetry.dispatch import EventDispatcher, Listener
+from sidecar.telemetry.request_record import RequestRecord, TraceIds
+from sidecar.telemetry.spans.tracer import RequestTracer
 
 REPEATS, CALLS = 9, 1500
-A_TRACE = Trace(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)
+A_TRACE = TraceIds(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)
 
 
 def received() -> Received:
@@ -44,7 +45,7 @@ def parts() -> Mapping[str, float]:
         "spans, none sampled": _least_us(_spans(ALWAYS_OFF)),
     }
     observer = AdmissionMiddleware(bare, str(shipped_policies()), is_shown=True).observer
-    assert isinstance(observer, Telemetry)
+    assert isinstance(observer, EventDispatcher)
     for listener in observer.listeners:
         found[type(listener).__name__] = _least_us(_told(listener))
     return found
@@ -53,14 +54,13 @@ def parts() -> Mapping[str, float]:
 def _spans(sampler: Sampler) -> Callable[[], object]:
     provider = TracerProvider(sampler=sampler)
     provider.add_span_processor(BatchSpanProcessor(Nowhere()))
-    observer, request, story = SpanObserver(provider), received(), events()
+    observer, request, story = EventDispatcher(RequestTracer(provider), ()), received(), events()
 
     def part() -> None:
         observation = observer.received(request)
         assert observation is not None
         for number, event in enumerate(story):
-            if observation.is_recording:
-                observation.on_event(event)
+            observation.on_event(event)
             if number == 1:
                 observation.headers()
 
@@ -68,13 +68,17 @@ def _spans(sampler: Sampler) -> Callable[[], object]:
 
 
 def _told(listener: Listener) -> Callable[[], object]:
-    request, story = received(), events()
+    """The listener's own part, with the record's."""
+    request, story, handlers = received(), events(), listener.handlers
 
     def part() -> None:
-        tell = listener.begin(request, A_TRACE)
-        if tell is not None:
-            for event in story:
-                tell(event)
+        record = RequestRecord.of(request, A_TRACE)
+        if Received in handlers:
+            handlers[Received](record, request)
+        for event in story:
+            record.add(event)
+            if type(event) in handlers:
+                handlers[type(event)](record, event)
 
     return part
 

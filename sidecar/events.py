@@ -1,13 +1,13 @@
-"""Frozen records of what happened to a request, and the seam that telemetry subscribes to.
+"""Records of the events of a request, and the interfaces by which telemetry receives them.
 
-The door tells one `Observation` per request, in the order of the classes below; at most one of each, `Received` first,
-`Refused` or `Settled` last. Only a request that is preempted begins anew: behind `Preempted` come `Queued` and, if it
-is admitted again, `Admitted`; it ends in `Settled` either way. A request that passes in `mode: observe` is told of as
-it really went (admitted, without a wait), or with `Settled` alone where it would have been refused before its tier was
-known; `Observed` comes anywhere in between, where it is known in time. Times are whole microseconds of the process's
-monotonic clock (`*_us`); `Received` also has the wall clock, so that an observer can place the others in calendar time.
-Records are msgspec Structs because they are made on every request: ten times cheaper than a frozen dataclass, and as
-immutable.
+The middleware reports to one `Observation` per request, in the order of the classes below: at most one of each,
+`Received` first, `Refused` or `Settled` last. Only a request that is preempted begins again: after `Preempted` come
+`Queued` and, if it is admitted again, `Admitted`; it ends in `Settled` either way. A request that passes in `mode:
+observe` is reported as it really went (admitted, without a wait), or with `Settled` alone where it would have been
+refused before its tier was known; `Observed` comes anywhere in between, where it is known in time. Times are whole
+microseconds of the process's monotonic clock (`*_us`); `Received` also has the wall clock, so that an observer can
+place the others in calendar time. Records are msgspec Structs because they are made on every request: ten times cheaper
+than a frozen dataclass, and as immutable.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Outcome(str, Enum):
 
 
 class Received(msgspec.Struct, frozen=True, gc=False):
-    """A guarded request reached the door. `headers` are the client's, for trace context: they hold its API key.
+    """A guarded request reached the middleware. `headers` are the client's, for trace context: they hold its API key.
 
-    `request_id` is the client's own `x-request-id`, or one that was made for it; the client is told.
+    `request_id` is the client's own `x-request-id`, or one that was made for it; the response has it.
     """
 
     at_us: int
@@ -44,7 +44,7 @@ class Received(msgspec.Struct, frozen=True, gc=False):
 
 
 class Classified(msgspec.Struct, frozen=True, gc=False):
-    """Who asks, for which tier, and what it will hold. `tier` is the one granted; `clamped_from` the one asked for.
+    """The request's tenant, its tier, and the tokens it will hold. `clamped_from` is the tier that was asked for.
 
     `preemptible` says that what it is admitted with may be taken back until its first byte goes out; `downgraded_from`
     is the tier it would have had, had its tenant not been over its limits.
@@ -89,7 +89,7 @@ class Admitted(msgspec.Struct, frozen=True, gc=False):
     """The request holds its lease. `overtaken_at_us` is None where nothing that came later went first.
 
     `served_ahead` counts, by tier, the tokens admitted while it waited; `level` is its aged level in whole levels;
-    `engine_priority` is what the engine was told, None where nothing was forwarded. `passed` says whom it overtook: of
+    `engine_priority` was sent to the engine, None where nothing was forwarded. `passed` has those it overtook: of
     every other tier whose first in line had come before it, by which rule it went first all the same: `always_first`,
     `reserve`, `reserve_turn`, `level`, `limit` or `passed_over` (`scheduling.Rule` says what each means).
     """
@@ -108,7 +108,7 @@ class Preempted(msgspec.Struct, frozen=True, gc=False):
     """The request gave its room to a more important one before its first byte, and waits again from now on.
 
     `admitted_us` is when it had been admitted: what the engine has done since is lost. `times` counts how often it has
-    happened to this request. A later `Admitted` tells its whole wait, from the arrival on. Where there is none, because
+    happened to this request. A later `Admitted` has its whole wait, from the arrival on. Where there is none, because
     it was refused or left while it waited again, `Settled` has no tokens used, and the refusal's code as its `error`.
     """
 
@@ -118,10 +118,10 @@ class Preempted(msgspec.Struct, frozen=True, gc=False):
 
 
 class Refused(msgspec.Struct, frozen=True, gc=False):
-    """The request ended at the door: an error was answered, or nobody was there to answer to (`status` is None).
+    """The middleware ended the request: it answered with an error, or had no one to answer (`status` is None).
 
-    The latter is `client_left` (it hung up) or `canceled` (the server stopped). The waiting figures are zero where it
-    never waited.
+    The latter is `client_left` (the client disconnected) or `canceled` (the server stopped). The waiting figures
+    are zero where it never waited.
     """
 
     at_us: int
@@ -147,7 +147,7 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
     `input_tokens` and `output_tokens` are the engine's own count, None where it sent none. `tokens_used` is the best
     known: the engine's count, or else the estimate of the prompt and the chunks that went out. `error` is a word from
     a small set (an error code, an exception's class), None where the request did not fail. `wait` is what `Refused`
-    would have told, of a request that was preempted and ended while it waited again; None where that is not known.
+    would have said, for a request that was preempted and ended while it waited again; None where that is not known.
     """
 
     at_us: int
@@ -161,7 +161,7 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
 
 
 class Verdict(str, Enum):
-    """What enforcing would have done to a request, as far as that can be known."""
+    """The end that enforcing would have given a request, as far as that can be known."""
 
     ADMITTED = "admitted"
     REFUSED = "refused"
@@ -170,9 +170,9 @@ class Verdict(str, Enum):
 
 
 class Observed(msgspec.Struct, frozen=True, gc=False):
-    """What enforcing would have done to a request that passed in `mode: observe`, by the policy of that `generation`.
+    """The end that enforcing would have given a request that passed in `mode: observe`, by the policy of `generation`.
 
-    `code` is the refusal's; `client_left` where the client would have hung up before it was admitted; why it is
+    `code` is the refusal's; `client_left` where the client would have disconnected before it was admitted; why it is
     unknown where it is; None where it would have been admitted. `tier` and `tenant` are None where the request would
     have been refused before they were known. The waiting figures are those of `Admitted`.
     """
@@ -193,7 +193,7 @@ Event = Classified | Queued | Admitted | Preempted | Observed | Refused | FirstB
 
 
 class Observation(Protocol):
-    """What is told about one request. Must not raise and must not block: it is called on the request's path."""
+    """The receiver of one request's events. Must not raise and must not block: it is called on the request's path."""
 
     def headers(self) -> Headers:
         """Headers that carry the trace context on to the engine; they replace the client's own of the same names."""
@@ -203,10 +203,10 @@ class Observation(Protocol):
 
 
 class Observer(Protocol):
-    """Makes an `Observation` for a request, or None where nobody looks at this one."""
+    """Makes an `Observation` for a request, or None where this one is not observed."""
 
     def listens(self) -> bool:
-        """Whether anybody looks at requests now. Asked for every one of them, so that the rest costs nothing."""
+        """Whether requests are observed now. Asked for every one of them, so that the rest costs nothing."""
 
     def received(self, event: Received) -> Observation | None:
         """Called once per guarded request, before anything else happens to it."""
@@ -230,7 +230,7 @@ class StoreChanged(msgspec.Struct, frozen=True, gc=False):
 
 
 StoreObserver = Callable[[StoreChanged], None]
-"""Told of every change of a store's state. Must not raise and must not block."""
+"""Called with every change of a store's state. Must not raise and must not block."""
 
 
 class UnguardedRequest(msgspec.Struct, frozen=True, gc=False):
@@ -247,9 +247,9 @@ class UnguardedRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 UnguardedObserver = Callable[[UnguardedRequest], None]
-"""Told once of every such request. Must not raise and must not block."""
+"""Called once for every such request. Must not raise and must not block."""
 
 
 ObservedObserver = Callable[[Observed], None]
-"""Told once of every request that passed in `mode: observe`, perhaps after its end. Must not raise and must not block.
+"""Called once for every request that passed in `mode: observe`, perhaps after its end. Must not raise or block.
 """

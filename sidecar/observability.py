@@ -24,26 +24,17 @@ from sidecar.events import Received
 from sidecar.policy.model import Policy, Tier
 from sidecar.policy.reload import PolicyFiles, PolicyReloader, ReloadSignal
 from sidecar.pools import Grant, Pool
-from sidecar.telemetry import SpanObserver, Telemetry
+from sidecar.telemetry.dispatch import EventDispatcher, Fanout, Listener
+from sidecar.telemetry.dry_run import DryRunLog, DryRunMetrics, DryRunStats
 from sidecar.telemetry.journal import Journal
-from sidecar.telemetry.logs.request_log import RequestLog
-from sidecar.telemetry.metrics import (
-    ObservedMetrics,
-    PoolMetrics,
-    PoolSample,
-    RequestMetrics,
-    TierSample,
-    UnguardedMetrics,
-)
-from sidecar.telemetry.observed import Listeners, ObservedLog, ToldOfObserved
-from sidecar.telemetry.quiet import Quiet
+from sidecar.telemetry.logs.request_log import RequestLog, UnguardedLog
+from sidecar.telemetry.metrics import PoolMetrics, PoolSample, RequestMetrics, TierSample
+from sidecar.telemetry.metrics.endpoint import MetricsEndpoint
+from sidecar.telemetry.metrics.tenants import shown_tenants
 from sidecar.telemetry.recent import Recent
-from sidecar.telemetry.scrape import Scrape
-from sidecar.telemetry.spans.predecessors import predecessors_in
-from sidecar.telemetry.tallies import Tallies
-from sidecar.telemetry.telemetry import Listener, Tell, Trace
-from sidecar.telemetry.tenants import shown_tenants
-from sidecar.telemetry.unguarded import UnguardedLog
+from sidecar.telemetry.request_record import EventHandlers, RequestRecord
+from sidecar.telemetry.spans.links import links_from
+from sidecar.telemetry.spans.tracer import RequestTracer
 
 TOLD_WITHIN_S = 0.05
 """Longest delay of metrics, journal and log after a request, unless a page is read before."""
@@ -70,12 +61,14 @@ class Observability:
         is_shared: bool,
         is_shown: bool,
     ) -> None:
-        self.scrape = Scrape()
+        self.scrape = MetricsEndpoint()
         self._policy = policy
         self._watch = None if files is None else PolicyReloader(files, door)
         self._hangup = ReloadSignal(self.reload)
         self._log = RequestLog()
-        journal, recent = Journal(), Recent()
+        # In a shared pool the pages of other replicas show the requests of this one.
+        is_looked_at = is_shown or is_shared
+        journal, recent = Journal(is_sampled_only=not is_looked_at), Recent()
         metrics = RequestMetrics(
             policy.pool, tiers=[tier.name for tier in policy.tiers], tenants_shown=shown_tenants(environment)
         )
@@ -88,17 +81,13 @@ class Observability:
             lambda: door.pending_aborts.held(),  # noqa: PLW0108  # the controller has them later
         )
         self._gauges = PoolMetrics(policy.pool, sampler)  # its gauges are read for as long as it lives
-        # In a shared pool the pages of other replicas show this one's report.
-        is_looked_at = is_shown or is_shared
-        keeping = [journal, recent] if is_looked_at else [OnlySampled(journal)]
-        listeners = (metrics, *keeping, self._log, sampler)
+        listeners: list[Listener] = [metrics, journal, self._log, sampler, *([recent] if is_looked_at else [])]
         self._spans = _spans(policy, journal)
-        telemetry = Telemetry(self._spans, listeners, delay_s=TOLD_WITHIN_S)
-        self.observer: Telemetry | Quiet = telemetry if is_looked_at else Quiet(telemetry, self._log)
-        tallies = Tallies(lambda: self._policy.generation, time.time)
-        self.observed = ToldOfObserved([tallies.note, ObservedMetrics(metrics).note, ObservedLog(self._log).note])
-        unguarded = UnguardedMetrics(metrics), UnguardedLog(self._log)
-        self.unguarded = Listeners([listener.note for listener in unguarded])
+        failure_log = None if is_looked_at else self._log
+        self.observer = EventDispatcher(self._spans, listeners, delay_s=TOLD_WITHIN_S, failure_log=failure_log)
+        tallies = DryRunStats(lambda: self._policy.generation, time.time)
+        self.observed = Fanout([tallies.note, DryRunMetrics(metrics).note, DryRunLog(self._log).note])
+        self.unguarded = Fanout([metrics.note_unguarded, UnguardedLog(self._log).note])
         self._pages = LivePages(
             Sources(
                 policy=lambda: self._policy,
@@ -168,26 +157,15 @@ class UpToDate:
         await self._app(scope, receive, send)
 
 
-class OnlySampled:
-    """A listener to requests whose trace is recorded, and to no other."""
-
-    def __init__(self, listener: Listener) -> None:
-        self._listener = listener
-
-    def begin(self, received: Received, trace: Trace | None) -> Tell | None:
-        """See `Listener.begin`."""
-        return self._listener.begin(received, trace) if trace is not None and trace.is_sampled else None
-
-
 def _starvation_limits_s(policy: Policy) -> Mapping[str, float]:
     return {tier.name: tier.slo.starvation_s for tier in policy.tiers if tier.slo.starvation_s is not None}
 
 
-def _spans(policy: Policy, journal: Journal) -> SpanObserver:
-    return SpanObserver(
+def _spans(policy: Policy, journal: Journal) -> RequestTracer:
+    return RequestTracer(
         starvation_limits_s=_starvation_limits_s(policy),
         provider_name=None if policy.engine is NoEngine else policy.engine.name,
-        who_was_ahead=predecessors_in(journal),
+        find_links=links_from(journal),
     )
 
 
@@ -217,10 +195,11 @@ class PoolSampler:
         self._generations = generations
         self._aborting = aborting
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.handlers: EventHandlers = {Received: self._note_loop}
         self._latest: PoolSample | None = None
 
-    def begin(self, received: Received, trace: Trace | None) -> None:  # noqa: ARG002
-        """See `Listener.begin`. No request is of interest, but where it is served."""
+    def _note_loop(self, _: RequestRecord, __: Received) -> None:
+        """No request is of interest, only the loop that serves it."""
         if self._loop is None or self._loop.is_closed():
             self._loop = asyncio.get_running_loop()
 

@@ -37,7 +37,8 @@ from sidecar.engines import Dynamo, Sglang, TensorRtLlm, Vllm
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import Policy
 from sidecar.pools import LocalPool
-from sidecar.telemetry import SpanObserver
+from sidecar.telemetry.dispatch import EventDispatcher
+from sidecar.telemetry.spans.tracer import RequestTracer
 from sidecar.tokens import Estimator
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.support.commands import address, command
@@ -541,7 +542,7 @@ async def traced_overload(folder: Path, count: int) -> Traces:
         pool=pool,
         dialect=policy.engine(policy.carrier),
         estimator=Estimator(),
-        observer=SpanObserver(provider),
+        observer=EventDispatcher(RequestTracer(provider), ()),
     )
     async with serving(Traced(door)) as served:
         await overload(served.url, count)

@@ -11,7 +11,8 @@ from time import localtime, strftime
 from typing import NamedTuple
 
 from sidecar.cluster.document import Overview, RefusalView, ReplicaView, TenantView, TierView
-from sidecar.cluster.phrases import STARVES_FROM_S, count, duration, preempted
+from sidecar.cluster.phrases import STARVES_FROM_S, count, preempted
+from sidecar.durations import short_duration
 
 NARROWEST = 40
 _LABEL, _BAR_LEAST, _BAR_MOST = 9, 20, 60
@@ -161,8 +162,8 @@ def _oldest(tier: TierView, look: Look) -> str:
     if tier.oldest is None:
         return f"{'-':>9}  {'-':>9}"
     starves = tier.oldest.starvation_s >= STARVES_FROM_S
-    starved = f"{duration(tier.oldest.starvation_s) if starves else '-':>9}"
-    return f"{duration(tier.oldest.wait_s):>9}  {look.paint(starved, _RED, _BOLD) if starves else starved}"
+    starved = f"{short_duration(tier.oldest.starvation_s) if starves else '-':>9}"
+    return f"{short_duration(tier.oldest.wait_s):>9}  {look.paint(starved, _RED, _BOLD) if starves else starved}"
 
 
 def spark(tier: TierView, look: Look) -> str:
@@ -233,7 +234,7 @@ def _refusals(refusals: Sequence[RefusalView], look: Look) -> list[str]:
 
 def _refusal(newest: RefusalView, times: int, look: Look) -> list[str]:
     clock = strftime("%H:%M:%S", localtime(newest.at_s))
-    waited = f" after {duration(newest.waited_s)}" if newest.waited_s else ""
+    waited = f" after {short_duration(newest.waited_s)}" if newest.waited_s else ""
     who = "not known" if newest.tier is None else f"{newest.tier}, {newest.tenant}"
     often = f" ({times}x)" if times > 1 else ""
     gave_way = f", preempted {newest.preempted}x" if newest.preempted else ""

@@ -14,9 +14,10 @@ import aiohttp
 import msgspec
 
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
+from sidecar.durations import exact_duration
 from sidecar.engines.pages import Unread
 from sidecar.explain.document import AdmittedAhead, AheadGroup, Explanation, PreemptedAttempt, WaitDetails
-from sidecar.explain.phrases import counted, seconds
+from sidecar.explain.phrases import counted
 from sidecar.secrets import HOW_TO_SET, token_header
 from sidecar.telemetry.logs.formats import one_line
 from sidecar.tools.loadgen.pages import HttpPages
@@ -121,7 +122,7 @@ def _steps(story: Explanation) -> Iterator[tuple[str, str]]:
 def _preempted(attempt: PreemptedAttempt) -> Iterator[tuple[float, str, str]]:
     """When, what, and what is to be said of it."""
     yield attempt.admitted_at_s, "admitted", ""
-    lost = f"{seconds(attempt.engine_s)} at the engine are lost"
+    lost = f"{exact_duration(attempt.engine_s)} at the engine are lost"
     yield attempt.preempted_at_s, "preempted", f": {lost}; its room went to a more important request"
 
 
@@ -183,7 +184,7 @@ def _how_it_ended(story: Explanation) -> Iterator[tuple[str, str]]:
 
 
 def _at(story: Explanation, at_s: float) -> str:
-    return f"{clock(at_s)}, after {seconds(at_s - story.arrived_at_s)}"
+    return f"{clock(at_s)}, after {exact_duration(at_s - story.arrived_at_s)}"
 
 
 def _went_ahead(story: Explanation, wait: WaitDetails) -> list[str]:
@@ -208,8 +209,8 @@ def _group(group: AheadGroup) -> list[str]:
 
 def _one(story: Explanation, ahead: AdmittedAhead) -> list[str]:
     since_s = ahead.arrived_at_s - story.arrived_at_s
-    arrived = f"{seconds(abs(since_s))} {'later' if ahead.came_later else 'earlier'}"
-    after = seconds(ahead.admitted_at_s - story.arrived_at_s)
+    arrived = f"{exact_duration(abs(since_s))} {'later' if ahead.came_later else 'earlier'}"
+    after = exact_duration(ahead.admitted_at_s - story.arrived_at_s)
     return [
         clock(ahead.admitted_at_s),
         after,

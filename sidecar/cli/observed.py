@@ -16,7 +16,8 @@ from sidecar.cli.admin_client import ADMIN, CannotSee, admin_url, page_of
 from sidecar.cli.drawing import printable, wrapped
 from sidecar.cli.output import STANDARD_OUTPUT, unwritable, write_json
 from sidecar.cluster.dry_run import ObservedReport, ObservedRow
-from sidecar.cluster.phrases import count, duration
+from sidecar.cluster.phrases import count
+from sidecar.durations import short_duration
 
 EXAMPLE = """  sidecar observed
   sidecar observed --admin http://10.0.0.7:9464 --json observed.json"""
@@ -86,7 +87,7 @@ def _what(report: ObservedReport) -> str:
     facts = [f"mode: {report.mode}", f"policy {report.generation}"]
     if report.since_s is not None:
         began = strftime("%Y-%m-%d %H:%M:%S UTC", gmtime(report.since_s))
-        facts.append(f"since {began} ({duration(report.at_s - report.since_s)})")
+        facts.append(f"since {began} ({short_duration(report.at_s - report.since_s)})")
         facts.append("1 replica" if replicas == 1 else f"{replicas} replicas")
     return ", ".join(facts)
 
@@ -128,7 +129,7 @@ def _tokens(served_ahead: Mapping[str, int]) -> str:
 
 
 def _time(seconds: float) -> str:
-    return duration(seconds) if seconds else "-"
+    return short_duration(seconds) if seconds else "-"
 
 
 def _counted(by_code: Mapping[str, int]) -> str:

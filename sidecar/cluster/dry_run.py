@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from sidecar.cluster.merge import ReceivedReport
-from sidecar.cluster.phrases import duration
+from sidecar.durations import short_duration
 from sidecar.policy.model import Mode, Policy
-from sidecar.telemetry.tallies import Tally, added_up
+from sidecar.telemetry.dry_run import DryRunCounts, added_up
 
 
 class ObservedRow(msgspec.Struct, frozen=True):
@@ -92,15 +92,15 @@ def _generation(one: ReceivedReport) -> str | None:
     return None if one.report.observed is None else one.report.observed.generation
 
 
-def _by_name(all_told: Iterable[dict[str, Tally]]) -> dict[str, Tally]:
-    summed: dict[str, Tally] = {}
+def _by_name(all_told: Iterable[dict[str, DryRunCounts]]) -> dict[str, DryRunCounts]:
+    summed: dict[str, DryRunCounts] = {}
     for told in all_told:
         for name, tally in told.items():
-            summed.setdefault(name, Tally()).add(tally)
+            summed.setdefault(name, DryRunCounts()).add(tally)
     return summed
 
 
-def _row(name: str, tally: Tally) -> ObservedRow:
+def _row(name: str, tally: DryRunCounts) -> ObservedRow:
     return ObservedRow(
         name=name,
         requests=tally.requests,
@@ -125,7 +125,7 @@ def _most_first(counted: dict[str, int]) -> dict[str, int]:
 _MOST_NAMED = 3
 
 
-def conclusion(mode: Mode, total: Tally, by_tier: Mapping[str, Tally], undecided: int) -> str:
+def conclusion(mode: Mode, total: DryRunCounts, by_tier: Mapping[str, DryRunCounts], undecided: int) -> str:
     """The effect of enforcing, in sentences; `undecided` requests would still be waiting."""
     if mode is not Mode.OBSERVE:
         return "Nothing is observed: this policy is enforced. Write `mode: observe` into it to see what it would do."
@@ -134,7 +134,7 @@ def conclusion(mode: Mode, total: Tally, by_tier: Mapping[str, Tally], undecided
     return " ".join([_refused(total, by_tier), _waited(total, by_tier), *_not_known(total, undecided)])
 
 
-def _refused(total: Tally, by_tier: Mapping[str, Tally]) -> str:
+def _refused(total: DryRunCounts, by_tier: Mapping[str, DryRunCounts]) -> str:
     refused = sum(total.refused.values())
     sentence = f"Enforcing would have refused {_of_all(refused, total.requests)}"
     reasons = sorted(
@@ -147,21 +147,21 @@ def _refused(total: Tally, by_tier: Mapping[str, Tally]) -> str:
     return f"{sentence}: {', '.join(named)}." if named else f"{sentence}."
 
 
-def _waited(total: Tally, by_tier: Mapping[str, Tally]) -> str:
+def _waited(total: DryRunCounts, by_tier: Mapping[str, DryRunCounts]) -> str:
     sentence = "No request would have waited and then been admitted"
     if total.waited:
         longest = max(by_tier, key=lambda name: by_tier[name].wait_max_us)
-        most = f"{duration(total.wait_max_us / 1e6)} ({longest})"
+        most = f"{short_duration(total.wait_max_us / 1e6)} ({longest})"
         share = _share(total.waited, total.requests)
         sentence = f"{total.waited:,} ({share}) would have waited before they were admitted, the longest {most}"
     if not total.starved:
         return f"{sentence}; none would have starved."
     starved = max(by_tier, key=lambda name: by_tier[name].starvation_max_us)
-    most = f"{duration(total.starvation_max_us / 1e6)} ({starved})"
+    most = f"{short_duration(total.starvation_max_us / 1e6)} ({starved})"
     return f"{sentence}; {total.starved:,} would have starved, the longest {most}."
 
 
-def _not_known(total: Tally, undecided: int) -> list[str]:
+def _not_known(total: DryRunCounts, undecided: int) -> list[str]:
     unknown = sum(total.unknown.values())
     said = [f"Of {unknown:,} it is not known ({', '.join(total.unknown)})."] if unknown else []
     return [*said, f"{undecided:,} more would still be waiting."] if undecided else said

@@ -5,25 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from sidecar.cluster.document import TierView
+from sidecar.durations import short_duration
 from sidecar.policy.model import Mode
 from sidecar.telemetry.recent import Overtakings
 
 STARVES_FROM_S = 0.05
 """A request that was overtaken for less is not shown as starving: a decision or two take that long."""
-
-
-def duration(seconds: float) -> str:
-    """A time, with as many figures as matter."""
-    if seconds < 0.9995:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} m {whole % 60:02} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} m"
 
 
 def count(number: int) -> str:
@@ -43,7 +30,7 @@ def preempted(tier: TierView) -> str:
     """How often a tier's requests were preempted in the last five minutes, and what that cost; empty where none was."""
     number = sum(bucket.preempted for bucket in tier.recent)
     lost_s = sum(bucket.engine_lost_s for bucket in tier.recent)
-    return f"preempted {times(number)}, {duration(lost_s)} at the engine lost" if number else ""
+    return f"preempted {times(number)}, {short_duration(lost_s)} at the engine lost" if number else ""
 
 
 def starving(tiers: Sequence[TierView]) -> str | None:
@@ -59,7 +46,7 @@ def headline(tiers: Sequence[TierView]) -> str:
         return _starves(next(tier for tier in tiers if tier.tier == most))
     longest = max(tiers, key=_wait_s, default=None)
     if longest is not None and longest.oldest is not None:
-        return f"No request starves. {longest.tier} waits longest: {duration(_wait_s(longest))}."
+        return f"No request starves. {longest.tier} waits longest: {short_duration(_wait_s(longest))}."
     return f"No request waits.{_starved_before(tiers)}"
 
 
@@ -69,7 +56,7 @@ def said_of(mode: Mode, sentence: str) -> str:
 
 
 def _starves(tier: TierView) -> str:
-    waits, starved = duration(_wait_s(tier)), duration(_starvation_s(tier))
+    waits, starved = short_duration(_wait_s(tier)), short_duration(_starvation_s(tier))
     reason = overtaker(tier.overtaken_by, tier.tier)
     return f"{tier.tier} starves: its oldest request has waited {waits} and starved {starved}. {reason}".rstrip()
 
@@ -100,7 +87,7 @@ def _starved_before(tiers: Sequence[TierView]) -> str:
         return ""
     most = max(longest, key=lambda name: longest[name])
     reason = next(overtaker(tier.overtaken_by, tier.tier) for tier in tiers if tier.tier == most)
-    return f" In the last 5 minutes {most} starved for up to {duration(longest[most])}. {reason}".rstrip()
+    return f" In the last 5 minutes {most} starved for up to {short_duration(longest[most])}. {reason}".rstrip()
 
 
 def _wait_s(tier: TierView) -> float:

@@ -12,10 +12,10 @@ import msgspec
 from sidecar.cluster.document import OldestWaiter, RefusalView, TenantView
 from sidecar.policy.model import Policy
 from sidecar.pools import Grant, Pool
-from sidecar.telemetry.holdings import Holding
-from sidecar.telemetry.journal import Record
+from sidecar.telemetry.dry_run import DryRunReport
+from sidecar.telemetry.metrics.tenants import TenantHolding
 from sidecar.telemetry.recent import Bucket, Overtakings, Recent
-from sidecar.telemetry.tallies import Standing
+from sidecar.telemetry.request_record import RequestRecord
 
 MOST_TENANTS, MOST_REFUSALS, MOST_MESSAGE = 20, 20, 400
 _MOST_BYTES = 2**20
@@ -46,7 +46,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     tenants: list[TenantView]
     refusals: list[RefusalView]
     generation: str = ""
-    observed: Standing | None = None
+    observed: DryRunReport | None = None
 
 
 class Unreadable(Exception):
@@ -82,10 +82,10 @@ class Sources:
     policy: Callable[[], Policy]
     pool: Pool
     recent: Recent
-    tenants: Callable[[], Mapping[str, Holding]]
-    refusals: Callable[[int], Sequence[Record]]
+    tenants: Callable[[], Mapping[str, TenantHolding]]
+    refusals: Callable[[int], Sequence[RequestRecord]]
     notices: Callable[[], Sequence[str]]
-    observed: Callable[[int], Standing | None] = lambda _: None
+    observed: Callable[[int], DryRunReport | None] = lambda _: None
 
 
 def own_report(sources: Sources, state: Mapping[str, Any], replica: str, host: str, at_s: float) -> ReplicaReport:
@@ -117,7 +117,7 @@ def _has_any(bucket: Bucket) -> bool:
     return bool(bucket.admitted or bucket.refused or bucket.wait_max_s or bucket.ttft_max_s or bucket.preempted)
 
 
-def _refusal(record: Record, replica: str) -> RefusalView:
+def _refusal(record: RequestRecord, replica: str) -> RefusalView:
     refused, classified = record.refused, record.classified
     assert refused is not None
     return RefusalView(

@@ -23,8 +23,8 @@ from sidecar.explain.document import (
     WaitDetails,
 )
 from sidecar.explain.phrases import aged_to, because, conclusion, rule_of
-from sidecar.telemetry.journal import JITTER_US, Journal, Record
-from sidecar.telemetry.preemption import engine_time_us
+from sidecar.telemetry.journal import Journal
+from sidecar.telemetry.request_record import JITTER_US, RequestRecord, engine_time_us
 
 MOST_TOLD = 64
 """Most of those ahead that are listed one by one; the groups count them all."""
@@ -51,7 +51,7 @@ class ExplanationBuilder:
         found = self.journal.all_of(request_or_trace_id)
         return self.story(found[0], others=len(found) - 1) if found else None
 
-    def story(self, record: Record, others: int = 0) -> Explanation:
+    def story(self, record: RequestRecord, others: int = 0) -> Explanation:
         """Everything that is known of it now."""
         trace = record.trace
         now_us = self.journal.now_us()
@@ -80,14 +80,14 @@ class ExplanationBuilder:
         )
         return msgspec.structs.replace(story, conclusion=conclusion(story))
 
-    def _let_in(self, record: Record) -> AdmissionDetails | None:
+    def _let_in(self, record: RequestRecord) -> AdmissionDetails | None:
         admitted, classified = record.admitted, record.classified
         if admitted is None or classified is None:
             return None
         risen_to = aged_to(classified.tier, admitted.level, self.tiers())
         return AdmissionDetails(record.wall_s(admitted.at_us), admitted.level, risen_to, admitted.engine_priority)
 
-    def _waited(self, record: Record, now_us: int) -> WaitDetails | None:
+    def _waited(self, record: RequestRecord, now_us: int) -> WaitDetails | None:
         """None where it did not wait."""
         waited = record.waited
         if record.classified is None or (record.queued is None if waited is None else not waited.queue_wait_us):
@@ -112,7 +112,7 @@ class ExplanationBuilder:
             first=ahead[:MOST_TOLD],
         )
 
-    def _ahead(self, ahead: Record, record: Record) -> AdmittedAhead:
+    def _ahead(self, ahead: RequestRecord, record: RequestRecord) -> AdmittedAhead:
         classified, admitted = ahead.classified, ahead.admitted
         assert classified is not None
         assert admitted is not None
@@ -130,7 +130,7 @@ class ExplanationBuilder:
             admitted_at_s=ahead.wall_s(admitted.at_us),
         )
 
-    def _unseen(self, record: Record, ahead: Sequence[Record]) -> list[UnknownAhead]:
+    def _unseen(self, record: RequestRecord, ahead: Sequence[RequestRecord]) -> list[UnknownAhead]:
         """Tokens that the pool counted beyond the records kept here.
 
         While it still waits, the pool has not reported it.
@@ -154,7 +154,7 @@ class ExplanationBuilder:
         return GONE if is_kept else NOT_KEPT
 
 
-def state_of(record: Record) -> str:
+def state_of(record: RequestRecord) -> str:
     """In a word, how far the request has come."""
     if record.refused is not None:  # also where it was settled: it was preempted, and not admitted again
         return "abandoned" if record.refused.status is None else "refused"
@@ -166,7 +166,7 @@ def state_of(record: Record) -> str:
 
 
 def _overtaken_by(
-    records: Sequence[Record], ahead: Sequence[AdmittedAhead], overtaken_us: int | None
+    records: Sequence[RequestRecord], ahead: Sequence[AdmittedAhead], overtaken_us: int | None
 ) -> AdmittedAhead | None:
     """The first that had come later, if it was here: at another replica, or too long ago, it may not have been."""
     for record, entry in zip(records, ahead, strict=True):
@@ -186,7 +186,7 @@ def _groups(ahead: Sequence[AdmittedAhead]) -> list[AheadGroup]:
     return sorted(groups, key=lambda group: (not group.came_later, -group.requests))
 
 
-def _asked(record: Record) -> RequestFacts | None:
+def _asked(record: RequestRecord) -> RequestFacts | None:
     known = record.classified
     if known is None:
         return None
@@ -205,7 +205,7 @@ def _asked(record: Record) -> RequestFacts | None:
     )
 
 
-def _gave_way(record: Record, now_us: int) -> list[PreemptedAttempt]:
+def _gave_way(record: RequestRecord, now_us: int) -> list[PreemptedAttempt]:
     end = record.waited
     ends_us = [*(lost.admitted.at_us for lost in record.lost[1:]), now_us if end is None else end.at_us]
     began_us = [record.arrived_us, *(lost.preempted.at_us for lost in record.lost)]
@@ -221,7 +221,7 @@ def _gave_way(record: Record, now_us: int) -> list[PreemptedAttempt]:
     ]
 
 
-def _in_the_way(record: Record) -> Obstacle | None:
+def _in_the_way(record: RequestRecord) -> Obstacle | None:
     """The cause of its first wait; a later wait is caused by a preemption."""
     queued = record.lost[0].queued if record.lost else record.queued
     if queued is None:
@@ -229,7 +229,7 @@ def _in_the_way(record: Record) -> Obstacle | None:
     return Obstacle(record.wall_s(queued.at_us), queued.obstacle.value, queued.explanation)
 
 
-def _ended(record: Record) -> Ending | None:
+def _ended(record: RequestRecord) -> Ending | None:
     settled = record.settled
     if settled is None:
         return None
@@ -244,7 +244,7 @@ def _ended(record: Record) -> Ending | None:
     )
 
 
-def _turned_away(record: Record) -> Refusal | None:
+def _turned_away(record: RequestRecord) -> Refusal | None:
     refused = record.refused
     if refused is None:
         return None

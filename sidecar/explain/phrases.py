@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sidecar.durations import exact_duration
 from sidecar.events import Admitted, Classified, Outcome
 from sidecar.explain.document import AheadGroup, Ending, Explanation, Obstacle, PreemptedAttempt, Refusal, WaitDetails
-from sidecar.telemetry.failures import what_failed
-from sidecar.telemetry.journal import Record
+from sidecar.telemetry.request_record import RequestRecord, failure_description
 
 
 def conclusion(story: Explanation) -> str:
@@ -23,8 +23,8 @@ def _waited(story: Explanation) -> str:
         return _without_wait(story)
     has = "has waited" if story.state == "waiting" else "waited"
     so_far = " so far" if story.state == "waiting" else ""
-    starved = f", of which {seconds(wait.starvation_s)} starved" if wait.starvation_s else ""
-    sentence = f"{has} {seconds(wait.queue_wait_s)}{so_far}{starved}: {_reason(story.in_the_way, wait)}"
+    starved = f", of which {exact_duration(wait.starvation_s)} starved" if wait.starvation_s else ""
+    sentence = f"{has} {exact_duration(wait.queue_wait_s)}{so_far}{starved}: {_reason(story.in_the_way, wait)}"
     return sentence if story.refused is None else f"{sentence}; then {_turned_away(story.refused)}"
 
 
@@ -41,9 +41,11 @@ def _preempted(story: Explanation) -> str:
     *before, last = story.preempted
     is_waiting = story.state == "waiting"
     parts = [_at_first(story.preempted[0])]
-    parts += [f"{_gave_way(each)}; waited again for {seconds(each.waited_again_s)}" for each in before]
+    parts += [f"{_gave_way(each)}; waited again for {exact_duration(each.waited_again_s)}" for each in before]
     again = "has waited again" if is_waiting else "waited again"
-    parts.append(f"{_gave_way(last)}; {again} for {seconds(last.waited_again_s)}{' so far' if is_waiting else ''}")
+    parts.append(
+        f"{_gave_way(last)}; {again} for {exact_duration(last.waited_again_s)}{' so far' if is_waiting else ''}"
+    )
     overtook = [] if story.wait is None else [group for group in story.wait.groups if group.came_later]
     if overtook:
         parts.append(_went_ahead(overtook))
@@ -53,11 +55,13 @@ def _preempted(story: Explanation) -> str:
 
 
 def _at_first(first: PreemptedAttempt) -> str:
-    return f"waited {seconds(first.queue_wait_s)}" if first.queue_wait_s else "admitted at once"
+    return f"waited {exact_duration(first.queue_wait_s)}" if first.queue_wait_s else "admitted at once"
 
 
 def _gave_way(attempt: PreemptedAttempt) -> str:
-    return f"preempted after {seconds(attempt.engine_s)} at the engine: its room went to a more important request"
+    return (
+        f"preempted after {exact_duration(attempt.engine_s)} at the engine: its room went to a more important request"
+    )
 
 
 def _turned_away(refused: Refusal) -> str:
@@ -101,20 +105,20 @@ def failure(story: Explanation) -> str | None:
     what = _what(ended)
     if what is None or story.admitted is None:
         return what
-    return f"{what}, {seconds(ended.settled_at_s - story.admitted.admitted_at_s)} after it was admitted"
+    return f"{what}, {exact_duration(ended.settled_at_s - story.admitted.admitted_at_s)} after it was admitted"
 
 
 def _what(ended: Ending) -> str | None:
     if ended.outcome == Outcome.CLIENT_LEFT:
         return "the client disconnected"
-    return what_failed(ended.outcome, ended.status, ended.error)
+    return failure_description(ended.outcome, ended.status, ended.error)
 
 
 TURN, FAIR_SHARE, BEHIND = "turn", "fair_share", "behind"
 """Rules that no event reports: it came earlier; the tenants of one tier take turns; others of its tier were first."""
 
 
-def rule_of(ahead: Record, waiter: Record) -> str:
+def rule_of(ahead: RequestRecord, waiter: RequestRecord) -> str:
     """The rule by which `ahead` was admitted before `waiter`: one of the scheduler's, or one of the three here."""
     classified, admitted, waiting = _tiers(ahead, waiter)
     if ahead.arrived_us <= waiter.arrived_us:
@@ -124,7 +128,7 @@ def rule_of(ahead: Record, waiter: Record) -> str:
     return admitted.passed.get(waiting.tier, BEHIND)
 
 
-def because(rule: str, ahead: Record, waiter: Record, tiers: Sequence[str]) -> str:
+def because(rule: str, ahead: RequestRecord, waiter: RequestRecord, tiers: Sequence[str]) -> str:
     """The rule as half a sentence. `tiers` are the names of the policy's, most important first."""
     classified, admitted, waiting = _tiers(ahead, waiter)
     by, tier = classified.tier, waiting.tier
@@ -153,18 +157,11 @@ def _rank(by: str, tier: str, level: int, tiers: Sequence[str]) -> str:
     return f"{by} is more important"
 
 
-def _tiers(ahead: Record, waiter: Record) -> tuple[Classified, Admitted, Classified]:
+def _tiers(ahead: RequestRecord, waiter: RequestRecord) -> tuple[Classified, Admitted, Classified]:
     assert ahead.classified is not None
     assert ahead.admitted is not None
     assert waiter.classified is not None
     return ahead.classified, ahead.admitted, waiter.classified
-
-
-def seconds(length_s: float) -> str:
-    """A length of time with as many figures as matter."""
-    if length_s < 0.0995:
-        return f"{length_s * 1000:.3g} ms"
-    return f"{length_s:.2f} s" if length_s < 9.995 else f"{length_s:.1f} s" if length_s < 99.95 else f"{length_s:.0f} s"
 
 
 def counted(number: int, noun: str) -> str:

@@ -12,6 +12,7 @@ from enum import Enum
 from fractions import Fraction
 from typing import Any
 
+from sidecar.durations import policy_duration
 from sidecar.engines.base import Engine
 from sidecar.policy.model import Endpoint, Limits, Policy, Promises, Tenant
 from sidecar.policy.rules import UNLIMITED, EngineCapacity, PoolRules
@@ -82,7 +83,7 @@ class _Telling:
     def _aging(self, rules: PoolRules) -> str:
         if rules.promote_after_us is None:
             return "none"
-        return f"{_seconds(rules.promote_after_us / 1e6)} up to {self._before.tiers[rules.ceiling].name}"
+        return f"{policy_duration(rules.promote_after_us / 1e6)} up to {self._before.tiers[rules.ceiling].name}"
 
     def _record(self, about: str, before: Any, after: Any, but: set[str] | None = None) -> Iterator[str]:
         """Every field of two records of one type, but those in `but`."""
@@ -178,9 +179,9 @@ def _value(name: str, value: Any) -> str:
     if isinstance(value, Fraction):
         return f"{float(100 * value):g}%"
     if name.endswith("_us"):
-        return _seconds(value / 1e6)
+        return policy_duration(value / 1e6)
     if name.endswith("_s"):
-        return _seconds(value)
+        return policy_duration(value)
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, bytes):
@@ -188,13 +189,6 @@ def _value(name: str, value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(_value(name, one) for one in value) or "none"
     return str(value)
-
-
-def _seconds(seconds: float) -> str:
-    for size_s, unit in ((3600, "h"), (60, "m")):
-        if seconds >= size_s and seconds % size_s == 0:
-            return f"{seconds / size_s:g}{unit}"
-    return f"{seconds:g}s" if seconds >= 1 or seconds == 0 else f"{seconds * 1000:g}ms"
 
 
 def _bounded(amount: int) -> str:

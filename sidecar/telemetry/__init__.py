@@ -1,8 +1,8 @@
-"""Spans and metrics from events, through the OpenTelemetry API: nearly free without an SDK, never raising."""
+"""Spans, metrics and logs from events, through the OpenTelemetry API: nearly free without an SDK, never raising."""
 
+from sidecar.telemetry.dispatch import EventDispatcher
+from sidecar.telemetry.metrics.store import StoreMetrics
 from sidecar.telemetry.setup import TelemetryError, configure_from_environment
-from sidecar.telemetry.spans.observer import SpanObserver
-from sidecar.telemetry.store import StoreMetrics
-from sidecar.telemetry.telemetry import Telemetry
+from sidecar.telemetry.spans.tracer import RequestTracer
 
-__all__ = ["SpanObserver", "StoreMetrics", "Telemetry", "TelemetryError", "configure_from_environment"]
+__all__ = ["EventDispatcher", "RequestTracer", "StoreMetrics", "TelemetryError", "configure_from_environment"]

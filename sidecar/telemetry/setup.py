@@ -1,7 +1,8 @@
-"""Installs the OpenTelemetry SDK where the environment asks for it; `sidecar serve` calls this once, at start.
+"""Setup of the OpenTelemetry SDK where the environment asks for it; `sidecar serve` calls this once, at start.
 
-So does a server that is configured by the environment alone. In anybody else's app we never do: whoever owns the
-process installs the SDK, and we follow.
+So does a server that is configured by the environment alone. In another application we never do: its owner installs the
+SDK, and we use that. The SDK is imported by the functions that need it, so that a process which asked for nothing does
+not load it.
 """
 
 from __future__ import annotations
@@ -9,21 +10,31 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, Union
 
-from sidecar.telemetry.scrape import Scrape
-from sidecar.telemetry.signals import GRPC, HTTP, METRICS, TRACES, Exporter, Shutdown, Signal
+from opentelemetry import metrics, trace
+
+from sidecar.telemetry.metrics.endpoint import MetricsEndpoint
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import MetricExporter
     from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace.export import SpanExporter
 
     from sidecar.telemetry.metrics.prometheus import PrometheusReader
 
 PROMETHEUS = "prometheus"
+HTTP, GRPC = "http/protobuf", "grpc"
 
-_SIGNALS: tuple[Signal[Any], ...] = (TRACES, METRICS)
+Exporter = TypeVar("Exporter")
+Shutdown = Callable[[], None]
+MetricsOut = Union["MetricExporter", "PrometheusReader"]
+"""An exporter is sent the metrics at intervals; a reader collects them when it wants."""
 
 logger = logging.getLogger(__name__)
 
@@ -32,18 +43,131 @@ class TelemetryError(ValueError):
     """The environment asks for telemetry that cannot be had; the message says which variable and what to do."""
 
 
-def configure_from_environment(service_name: str = "admission-sidecar", scrape: Scrape | None = None) -> Shutdown:
+@dataclass(frozen=True)
+class Signal(Generic[Exporter]):
+    """Traces or metrics: the variables that ask for them, and their parts of the SDK.
+
+    Of `endpoints` and `protocols` the first variable that is set counts. `module` has the OTLP `exporter` in the
+    package of each protocol, `console` are a module and a name. `install` makes the global provider, and returns the
+    function that sends the rest and ends it; `is_free` says that the process has no provider yet.
+    """
+
+    name: str
+    exporter: str
+    console: tuple[str, str]
+    module: str
+    is_free: Callable[[], bool]
+    install: Callable[[list[Exporter], Resource], Shutdown]
+
+    @property
+    def exporters(self) -> str:
+        """The variable that lists the exporters."""
+        return f"OTEL_{self.name.upper()}_EXPORTER"
+
+    @property
+    def endpoints(self) -> tuple[str, str]:
+        """The variables that name an endpoint."""
+        return f"OTEL_EXPORTER_OTLP_{self.name.upper()}_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
+
+    @property
+    def protocols(self) -> tuple[str, str]:
+        """The variables that name a protocol."""
+        return f"OTEL_EXPORTER_OTLP_{self.name.upper()}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
+
+    def otlp(self, protocol: str) -> Exporter:
+        """An exporter for this protocol. Raises ImportError without its package."""
+        package = {HTTP: "http", GRPC: "grpc"}[protocol]
+        made: Exporter = _made(f"opentelemetry.exporter.otlp.proto.{package}.{self.module}", self.exporter)
+        return made
+
+
+def _made(module: str, name: str) -> Any:
+    return getattr(import_module(module), name)()
+
+
+def _has_no_tracer_provider() -> bool:
+    return isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+
+
+def has_no_meter_provider() -> bool:
+    """Whether the process has no SDK for metrics yet."""
+    # The stand-in before one is set has no public name, as the tracers' has; it is the API's own and not the no-op.
+    provider = metrics.get_meter_provider()
+    is_the_apis = type(provider).__module__.startswith("opentelemetry.metrics")
+    return is_the_apis and not isinstance(provider, metrics.NoOpMeterProvider)
+
+
+def _install_tracer_provider(exporters: list[SpanExporter], resource: Resource) -> Shutdown:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    # Without the SDK's own exit handler: the caller shuts down, once, when the last request is done.
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    for exporter in exporters:
+        provider.add_span_processor(BatchSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    return provider.shutdown
+
+
+def meter_provider_for(out: list[MetricsOut], resource: Resource) -> MeterProvider:
+    """One of ours, not the global one yet. We add durations up where every one of `out` takes that."""
+    from opentelemetry.sdk.metrics import MeterProvider
+
+    from sidecar.telemetry.metrics.views import views, views_without_histograms
+    from sidecar.telemetry.sdk_bypass.histograms import add_up_for
+    from sidecar.telemetry.sdk_bypass.readers import SummedExport, SumsReader, takes_sums
+
+    # Where one cannot take our sums the SDK counts for all: a duration is counted once, and in one way.
+    are_summed = all(takes_sums(each) for each in out)
+    readers = [each if isinstance(each, SumsReader) else SummedExport(each) for each in out]
+    seen = views_without_histograms() if are_summed else views()
+    provider = MeterProvider(readers, resource, shutdown_on_exit=False, views=seen)
+    if are_summed:
+        sums = add_up_for(provider)
+        for reader in readers:
+            reader.read(sums)
+    return provider
+
+
+def _install_meter_provider(out: list[MetricsOut], resource: Resource) -> Shutdown:
+    provider = meter_provider_for(out, resource)
+    metrics.set_meter_provider(provider)
+    return provider.shutdown
+
+
+TRACES: Signal[SpanExporter] = Signal(
+    name="traces",
+    exporter="OTLPSpanExporter",
+    console=("opentelemetry.sdk.trace.export", "ConsoleSpanExporter"),
+    module="trace_exporter",
+    is_free=_has_no_tracer_provider,
+    install=_install_tracer_provider,
+)
+METRICS: Signal[MetricsOut] = Signal(
+    name="metrics",
+    exporter="OTLPMetricExporter",
+    console=("opentelemetry.sdk.metrics.export", "ConsoleMetricExporter"),
+    module="metric_exporter",
+    is_free=has_no_meter_provider,
+    install=_install_meter_provider,
+)
+_SIGNALS: tuple[Signal[Any], ...] = (TRACES, METRICS)
+
+
+def configure_from_environment(
+    service_name: str = "admission-sidecar", scrape: MetricsEndpoint | None = None
+) -> Shutdown:
     """Install a global provider for each signal that an `OTEL_*` variable asks for; the SDK reads the others itself.
 
-    `service_name` is what the service is called where neither OTEL_SERVICE_NAME nor OTEL_RESOURCE_ATTRIBUTES says.
-    `scrape` is what answers `GET /metrics`, None where the process has no such page; with one, metrics are there to be
-    scraped unless OTEL_METRICS_EXPORTER lists others. Returns what to call at shutdown, to send what is still held; it
+    `service_name` is the service's name where neither OTEL_SERVICE_NAME nor OTEL_RESOURCE_ATTRIBUTES says.
+    `scrape` answers `GET /metrics`; it is None where the process has no such page; with one, metrics are there to be
+    scraped unless OTEL_METRICS_EXPORTER lists others. Returns a function to call at shutdown, which sends the rest; it
     never raises, and does nothing where nothing was installed, as when the process has a provider already. Raises
     TelemetryError for what cannot be had; nothing is installed then.
     """
     asked = [(signal, names) for signal in _SIGNALS if (names := _exporter_names(signal, os.environ, scrape))]
     if scrape is not None:
-        scrape.refused(_why_not_scraped(os.environ))
+        scrape.close(_why_not_scraped(os.environ))
     installs = [_prepared(signal, names, scrape) for signal, names in asked if signal.is_free()]
     if not installs:
         return _nothing
@@ -51,17 +175,17 @@ def configure_from_environment(service_name: str = "admission-sidecar", scrape: 
     return partial(_end, [install(resource) for install in installs])
 
 
-def _exporter_names(signal: Signal[Any], environ: Mapping[str, str], scrape: Scrape | None) -> list[str]:
+def _exporter_names(signal: Signal[Any], environ: Mapping[str, str], endpoint: MetricsEndpoint | None) -> list[str]:
     """The exporters asked for: those of the signal's variable, or else `otlp` where an endpoint is named.
 
-    OpenTelemetry's own default is `otlp` to localhost. Ours is nothing: a process that nobody configured must not
-    spend its time on a Collector that is not there. A page that nobody scrapes costs little.
+    OpenTelemetry's own default is `otlp` to localhost. Ours is nothing: a process that is not configured must not
+    spend its time on a Collector that is not there. A page that is not scraped costs little.
     """
     if _is_disabled(environ):
         return []
     names = [name.strip().lower() for name in environ.get(signal.exporters, "").split(",") if name.strip()]
     if not names:
-        names += [PROMETHEUS] if signal is METRICS and scrape is not None else []
+        names += [PROMETHEUS] if signal is METRICS and endpoint is not None else []
         names += ["otlp"] if any(environ.get(endpoint) for endpoint in signal.endpoints) else []
     return [name for name in dict.fromkeys(names) if name != "none"]
 
@@ -82,18 +206,20 @@ def _why_not_scraped(environ: Mapping[str, str]) -> str:
     return f"{METRICS.exporters} is {environ.get(METRICS.exporters)}; with {PROMETHEUS} in it the metrics would be here"
 
 
-def _prepared(signal: Signal[Exporter], names: list[str], scrape: Scrape | None) -> Callable[[Resource], Shutdown]:
-    """What installs the signal. All that can be wrong with the environment is wrong before."""
-    return partial(signal.install, [_exporter(signal, name, scrape) for name in names])
+def _prepared(
+    signal: Signal[Exporter], names: list[str], endpoint: MetricsEndpoint | None
+) -> Callable[[Resource], Shutdown]:
+    """A function that installs the signal. Every mistake in the environment is raised here, before it is called."""
+    return partial(signal.install, [_exporter(signal, name, endpoint) for name in names])
 
 
-def _exporter(signal: Signal[Any], name: str, scrape: Scrape | None) -> Any:
+def _exporter(signal: Signal[Any], name: str, endpoint: MetricsEndpoint | None) -> Any:
     if name == "otlp":
         return _otlp_exporter(signal)
     if name == "console":
-        return signal.console()
+        return _made(*signal.console)
     if name == PROMETHEUS and signal is METRICS:
-        return _scraped(scrape)
+        return _prometheus(endpoint)
     known = f"{PROMETHEUS}, otlp" if signal is METRICS else "otlp"
     raise TelemetryError(f'{signal.exporters}: "{name}" is not supported; write {known}, console or none')
 
@@ -101,13 +227,13 @@ def _exporter(signal: Signal[Any], name: str, scrape: Scrape | None) -> Any:
 def _otlp_exporter(signal: Signal[Exporter]) -> Exporter:
     variable = next((name for name in signal.protocols if os.environ.get(name)), None)
     protocol = HTTP if variable is None else os.environ[variable].strip()
-    if protocol not in signal.otlp:
+    if protocol not in (HTTP, GRPC):
         raise TelemetryError(
             f'{variable}: "{protocol}" is not supported; write {HTTP} (a Collector listens for it on port 4318) or '
             f"{GRPC} (on port 4317)"
         )
     try:
-        return signal.otlp[protocol]()
+        return signal.otlp(protocol)
     except ImportError as error:
         extra = "otlp-grpc" if protocol == GRPC else "otlp"
         raise TelemetryError(
@@ -116,8 +242,8 @@ def _otlp_exporter(signal: Signal[Exporter]) -> Exporter:
         ) from error
 
 
-def _scraped(scrape: Scrape | None) -> PrometheusReader:
-    if scrape is None:
+def _prometheus(endpoint: MetricsEndpoint | None) -> PrometheusReader:
+    if endpoint is None:
         raise TelemetryError(
             f'{METRICS.exporters}: "{PROMETHEUS}" is what the admin port serves at /metrics, and there is none; set '
             "SIDECAR_ADMIN_PORT, or write otlp, console or none"
@@ -125,7 +251,7 @@ def _scraped(scrape: Scrape | None) -> PrometheusReader:
     from sidecar.telemetry.metrics.prometheus import PrometheusReader
 
     reader = PrometheusReader()
-    scrape.opened(reader)
+    endpoint.open(reader)
     return reader
 
 

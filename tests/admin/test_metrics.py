@@ -25,15 +25,17 @@ from sidecar.admin.metrics import metrics_routes
 from sidecar.asgi.middleware import Admission
 from sidecar.asgi.proxy import ReverseProxy
 from sidecar.engines import Vllm
+from sidecar.events import Received
 from sidecar.observability import PoolSampler
 from sidecar.policy.compiler import load
 from sidecar.pools import LocalPool
-from sidecar.telemetry import SpanObserver, Telemetry
+from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.metrics import PoolMetrics, RequestMetrics
+from sidecar.telemetry.metrics.endpoint import MetricsEndpoint
 from sidecar.telemetry.metrics.histograms import HAS_CONTEXT
 from sidecar.telemetry.metrics.prometheus import PrometheusReader
 from sidecar.telemetry.metrics.views import views
-from sidecar.telemetry.scrape import Scrape
+from sidecar.telemetry.spans.tracer import RequestTracer
 from sidecar.tokens import Estimator
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.support.serving import serving
@@ -60,7 +62,7 @@ class Stack:
     """A door and its admin port, with everything that it measures."""
 
     door: Admission
-    scrape: Scrape
+    scrape: MetricsEndpoint
     spans: InMemorySpanExporter
     session: aiohttp.ClientSession
     url: str = ""
@@ -103,11 +105,11 @@ def matches(sample: Sample, name: str, labels: dict[str, str]) -> bool:
 async def stacked(folder: Path) -> AsyncIterator[Stack]:
     (folder / "policy.yaml").write_text(POLICY)
     policy = load(folder)
-    reader, spans, scrape = PrometheusReader(), InMemorySpanExporter(), Scrape()
+    reader, spans, scrape = PrometheusReader(), InMemorySpanExporter(), MetricsEndpoint()
     meters = MeterProvider([reader], shutdown_on_exit=False, views=views())
     tracers = TracerProvider(shutdown_on_exit=False)
     tracers.add_span_processor(SimpleSpanProcessor(spans))
-    scrape.opened(reader)
+    scrape.open(reader)
     pool = LocalPool(policy)
     sampler = PoolSampler(pool, lambda: policy, lambda: 3)
     requests = RequestMetrics(policy.pool, meter_provider=meters)
@@ -120,7 +122,7 @@ async def stacked(folder: Path) -> AsyncIterator[Stack]:
             pool=pool,
             dialect=policy.engine(policy.carrier),
             estimator=Estimator(),
-            observer=Telemetry(SpanObserver(tracers), [sampler, requests]),
+            observer=EventDispatcher(RequestTracer(tracers), [sampler, requests]),
         )
         pages = admin_app(state=door.state, readiness=door.readiness, routes=metrics_routes(scrape))
         async with serving(door) as served, serving(pages, lifespan="off") as admin:
@@ -184,10 +186,10 @@ async def test_an_exemplar_leads_to_the_span_of_that_very_request(tmp_path: Path
 
 @pytest.mark.anyio
 async def test_without_metrics_the_page_says_why(tmp_path: Path) -> None:
-    scrape = Scrape()
+    scrape = MetricsEndpoint()
     pages = admin_app(state=dict, readiness=tuple, routes=metrics_routes(scrape))
     async with serving(pages, lifespan="off") as admin, aiohttp.ClientSession() as session:
-        scrape.refused("OTEL_SDK_DISABLED is true, so that this process has no metrics; unset it to have them here")
+        scrape.close("OTEL_SDK_DISABLED is true, so that this process has no metrics; unset it to have them here")
         async with session.get(f"{admin.url}/metrics") as answer:
             assert (answer.status, await answer.text()) == (
                 404,
@@ -205,8 +207,8 @@ async def test_the_page_is_written_outside_of_the_event_loop() -> None:
             threads.append(threading.get_ident())
             return f"for {accept}\n".encode(), "text/plain"
 
-    scrape = Scrape()
-    scrape.opened(Written())
+    scrape = MetricsEndpoint()
+    scrape.open(Written())
     pages = admin_app(state=dict, readiness=tuple, routes=metrics_routes(scrape))
     async with (
         serving(pages, lifespan="off") as admin,
@@ -273,7 +275,7 @@ def test_a_pool_whose_loop_has_ended_is_sampled_where_it_is(tmp_path: Path) -> N
     sampler = PoolSampler(LocalPool(policy), lambda: policy)
 
     async def live() -> None:
-        sampler.begin(None, None)  # type: ignore[arg-type]
+        sampler.handlers[Received](None, None)  # type: ignore[arg-type]
 
     asyncio.run(live())
     sample = sampler()

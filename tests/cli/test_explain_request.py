@@ -28,8 +28,9 @@ from sidecar.cli.explain_request import text
 from sidecar.explain.document import Explanation, RequestFacts
 from sidecar.policy.compiler import load
 from sidecar.pools import LocalPool
-from sidecar.telemetry import SpanObserver, Telemetry
+from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.journal import Journal
+from sidecar.telemetry.spans.tracer import RequestTracer
 from sidecar.tokens import Estimator
 from tests.support.door import KEYS, write_policy
 from tests.support.process import python
@@ -98,7 +99,7 @@ async def running(folder: Path) -> AsyncIterator[Running]:
             pool=LocalPool(policy),
             dialect=policy.engine(policy.carrier),
             estimator=Estimator(),
-            observer=Telemetry(SpanObserver(), [journal]),
+            observer=EventDispatcher(RequestTracer(), [journal]),
         )
         pages = routes(journal, tiers=lambda: ("high", "normal", "batch"), pool=policy.pool, is_shared=False)
         admin = admin_app(state=door.state, readiness=door.readiness, routes=pages)

@@ -13,7 +13,7 @@ from sidecar.cluster.merge import ReceivedReport
 from sidecar.cluster.report import ReplicaReport, pack, unpack
 from sidecar.events import Observed, Verdict
 from sidecar.policy.model import Mode
-from sidecar.telemetry.tallies import Tallies
+from sidecar.telemetry.dry_run import DryRunStats
 from tests.support.door import policy
 
 POLICY = replace(policy(), mode=Mode.OBSERVE)
@@ -30,7 +30,7 @@ def heard(
 ) -> ReceivedReport:
     """What a replica tells, as it arrives; its calendar is ahead of ours."""
     generation = all_told[0].generation if all_told else ""
-    tallies = Tallies(lambda: generation, lambda: AT_S + ahead_s - since_s)
+    tallies = DryRunStats(lambda: generation, lambda: AT_S + ahead_s - since_s)
     for one in all_told:
         tallies.note(one)
     told_of = {"generation": generation, "observed": tallies.read(20)}

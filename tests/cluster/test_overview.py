@@ -20,11 +20,12 @@ from sidecar.cluster.report import ReplicaReport, Sources, pack
 from sidecar.events import Admitted, Classified, Obstacle, Outcome, Preempted, Queued, Received, Settled
 from sidecar.policy.model import Policy, Promises
 from sidecar.pools import LocalPool, NotShared, Shared
-from sidecar.telemetry.holdings import Holding
 from sidecar.telemetry.journal import Journal
+from sidecar.telemetry.metrics.tenants import TenantHolding
 from sidecar.telemetry.recent import Recent
 from tests.pools.pools import Clock, ask, simple
 from tests.support.serving import serving
+from tests.telemetry.span_stories import begin
 
 pytestmark = pytest.mark.anyio
 NOW_S = 1_700_000_003.0
@@ -69,7 +70,8 @@ async def test_it_shows_what_the_pool_holds_and_who_waits() -> None:
     await pool.enter(ask(tier=0, tokens=30))  # came later, and goes first
     clock.advance(2)
     live = PoolOverview(
-        sources_of(pool, policy, tenants=lambda: {"acme": Holding(90, 2, 1)}, notices=lambda: ["look"]), lambda: NOW_S
+        sources_of(pool, policy, tenants=lambda: {"acme": TenantHolding(90, 2, 1)}, notices=lambda: ["look"]),
+        lambda: NOW_S,
     )
     shown = live.overview()
     assert (shown.capacity, shown.held, shown.free) == (Amount(100, 10), Amount(90, 2), Amount(10, 8))
@@ -94,7 +96,7 @@ async def test_who_was_preempted_and_not_admitted_again_is_a_refusal_that_says_s
         Settled(4_000_001, Outcome.FAILED, 503, 0, None, None, "queue_timeout"),
     )
     for listener in (journal, recent):
-        tell = listener.begin(Received(0, round((NOW_S - 4) * 1e9), "POST", "/", [], "mine"), None)
+        tell = begin(listener, Received(0, round((NOW_S - 4) * 1e9), "POST", "/", [], "mine"), None)
         for event in events:
             tell(event)
     shown = PoolOverview(sources_of(LocalPool(policy), policy, recent=recent, refusals=journal.refusals), lambda: NOW_S)
@@ -105,7 +107,7 @@ async def test_who_was_preempted_and_not_admitted_again_is_a_refusal_that_says_s
 
 async def test_five_seconds_in_which_nothing_but_a_preemption_happened_are_told() -> None:
     recent, policy = Recent(), policy_of()
-    tell = recent.begin(Received(0, round((NOW_S - 6) * 1e9), "POST", "/", [], "mine"), None)
+    tell = begin(recent, Received(0, round((NOW_S - 6) * 1e9), "POST", "/", [], "mine"), None)
     tell(Classified(1, "batch", "acme", "key", None, "chat", None, None, False, 10, 1))
     tell(Admitted(1, 0, 0, None, {}, 1, None))
     tell(Preempted(6_000_001, 1, 1))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sidecar.cluster.document import OldestWaiter
-from sidecar.cluster.phrases import count, duration, headline
+from sidecar.cluster.phrases import count, headline
+from sidecar.durations import short_duration
 from sidecar.telemetry.recent import Bucket, Overtakings
 from tests.cluster.views import starved, tier
 
@@ -28,7 +29,7 @@ from tests.cluster.views import starved, tier
     ],
 )
 def test_a_duration_has_the_figures_that_matter(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
+    assert short_duration(seconds) == said
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,13 @@ from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
 from sidecar.pools import Pool
 from sidecar.pools.redis import RedisPool, connector
-from sidecar.telemetry import SpanObserver, Telemetry
+from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.journal import Journal
+from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.support.door import App, Guarded, key, write_policy
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import Served, serving
+from tests.telemetry.span_stories import begin
 
 pytestmark = pytest.mark.anyio
 SLOTS = 2
@@ -92,7 +94,7 @@ async def explained(app: App, with_policy: Policy | None = None, pool: Pool | No
     used = with_policy or policy()
     guarded = Explained(app, used)
     guarded.journal = Journal()
-    guarded.door.observer = Telemetry(SpanObserver(TracerProvider(shutdown_on_exit=False)), [guarded.journal])
+    guarded.door.observer = EventDispatcher(RequestTracer(TracerProvider(shutdown_on_exit=False)), [guarded.journal])
     if pool is not None:
         guarded.door.pool = guarded.pool = pool  # type: ignore[assignment]
     pages = routes(
@@ -197,7 +199,7 @@ TIERS = ("critical", "high", "normal", "low", "batch")
 
 def arrives(journal: Journal, request_id: str, tier: str, at_us: int) -> Callable[[Event], None]:
     """One that holds 5 tokens and has to wait, told by its events alone."""
-    tell = journal.begin(Received(at_us, 10**18, "POST", "/", [], request_id), None)
+    tell = begin(journal, Received(at_us, 10**18, "POST", "/", [], request_id), None)
     tell(Classified(at_us, tier, "t", "header", None, "chat", "m", 1, False, 5, 1))
     tell(Queued(at_us, Obstacle.NO_ROOM, "no room"))
     return tell

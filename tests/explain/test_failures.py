@@ -22,6 +22,7 @@ from sidecar.events import (
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.explain.document import Explanation
 from sidecar.telemetry.journal import Journal
+from tests.telemetry.span_stories import begin
 
 SECOND = 1_000_000
 ADMITTED = Admitted(SECOND, 0, 0, None, {}, 2, None)
@@ -30,12 +31,12 @@ ADMITTED = Admitted(SECOND, 0, 0, None, {}, 2, None)
 def told(*events: Event, now_s: float = 60, ahead: bool = False) -> Explanation:
     """The story of a batch request that came at 1 s; with `ahead`, of an important one that came and went in at 5 s."""
     journal = Journal(now_us=lambda: round(now_s * SECOND))
-    tell = journal.begin(Received(SECOND, 10**18, "POST", "/v1/completions", [], "mine"), None)
+    tell = begin(journal, Received(SECOND, 10**18, "POST", "/v1/completions", [], "mine"), None)
     tell(Classified(SECOND, "batch", "acme", "key", None, "chat", "m", 1, False, 5, 1))
     for event in events:
         tell(event)
     if ahead:
-        other = journal.begin(Received(5 * SECOND, 10**18, "POST", "/", [], "important"), None)
+        other = begin(journal, Received(5 * SECOND, 10**18, "POST", "/", [], "important"), None)
         other(Classified(5 * SECOND, "high", "acme", "key", None, "chat", "m", 1, False, 9, 1))
         other(Admitted(5 * SECOND, 0, 0, None, {}, 0, None, {"batch": "level"}))
     story = ExplanationBuilder(journal, lambda: ("high", "batch"), "lab", is_shared=False).explain("mine")

@@ -1,6 +1,6 @@
 """Event sequences as the door tells them, and the spans they leave, for the tests in this folder."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
@@ -22,7 +22,9 @@ from sidecar.events import (
     Refused,
     Settled,
 )
-from sidecar.telemetry import SpanObserver
+from sidecar.telemetry.dispatch import EventDispatcher, Listener
+from sidecar.telemetry.request_record import RequestRecord, TraceIds
+from sidecar.telemetry.spans.tracer import RequestTracer
 
 ARRIVAL_US = 5_000_000
 ARRIVAL_NS = 1_790_000_000_123_456_789
@@ -120,6 +122,20 @@ TWICE_PREEMPTED = (
 """It waits for 1 s, 2 s and 0.5 s, the engine works for 2 s and 0.5 s in vain, and it starves from 3 s on."""
 
 
+def begin(listener: Listener, received: Received, trace: TraceIds | None = None) -> Callable[[Event], None]:
+    """Begins a request for one listener alone; the returned function gives it the request's next event."""
+    record = RequestRecord.of(received, trace)
+
+    def give(event: Event | Received) -> None:
+        if not isinstance(event, Received):
+            record.add(event)
+        if type(event) in listener.handlers:
+            listener.handlers[type(event)](record, event)
+
+    give(received)
+    return give
+
+
 class SomebodysOwn(SpanProcessor):
     """A processor that we do not know: with one, spans go through the API."""
 
@@ -133,7 +149,8 @@ class Tracing:
         self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
         if not by_shortcut:
             self.provider.add_span_processor(SomebodysOwn())
-        self.observer = SpanObserver(self.provider, **settings)
+        self.tracer = RequestTracer(self.provider, **settings)
+        self.observer = EventDispatcher(self.tracer, ())
 
     def play(self, *events: Event, headers: Headers = ()) -> dict[str, ReadableSpan]:
         """The spans by name, after one request to which all of this happened."""

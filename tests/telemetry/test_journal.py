@@ -15,8 +15,9 @@ from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools.figures import grant_of
 from sidecar.scheduling import Admission, Scheduler
 from sidecar.telemetry import journal as journals
-from sidecar.telemetry.journal import Journal, Record
-from sidecar.telemetry.telemetry import Trace
+from sidecar.telemetry.journal import Journal
+from sidecar.telemetry.request_record import RequestRecord, TraceIds
+from tests.telemetry.span_stories import begin
 
 TIERS = ("high", "normal", "batch")
 SHARES = (
@@ -73,7 +74,7 @@ class Door:
 
     def arrive(self, tier: int, tokens: int, tenant: str) -> None:
         request_id = str(len(self.tells))
-        self.tells[request_id] = tell = self.journal.begin(received(request_id, self.step()), None)
+        self.tells[request_id] = tell = begin(self.journal, received(request_id, self.step()), None)
         tell(classified(self.step(), TIERS[tier], tokens, tenant))
         now_us = self.step()
         self.scheduler.submit(request_id, tier=tier, tokens=tokens, tenant=tenant, now_us=now_us)
@@ -136,7 +137,7 @@ class Door:
         self.told.append((ticket.id, event))
 
 
-def tokens(records: Iterable[Record]) -> Counter[str]:
+def tokens(records: Iterable[RequestRecord]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for known in (record.classified for record in records):
         assert known is not None
@@ -144,7 +145,7 @@ def tokens(records: Iterable[Record]) -> Counter[str]:
     return counts
 
 
-def first(records: Iterable[Record]) -> int | None:
+def first(records: Iterable[RequestRecord]) -> int | None:
     return next((record.admitted.at_us for record in records if record.admitted is not None), None)
 
 
@@ -234,15 +235,15 @@ def test_one_that_waits_knows_who_went_ahead_so_far() -> None:
 
 def healthy(journal: Journal, request_id: str, at_us: int) -> None:
     """One that goes straight through."""
-    tell = journal.begin(received(request_id, at_us), None)
+    tell = begin(journal, received(request_id, at_us), None)
     for event in (classified(at_us), admitted(at_us), settled(at_us + 1)):
         tell(event)
 
 
 def test_a_request_is_found_by_its_id_and_by_its_trace() -> None:
     journal = Journal(now_us=Clock())
-    journal.begin(received("mine"), Trace(0xABC, 0xDEF, True))
-    journal.begin(received("other"), Trace(0xABD, 0xDEF, True))
+    begin(journal, received("mine"), TraceIds(0xABC, 0xDEF, True))
+    begin(journal, received("other"), TraceIds(0xABD, 0xDEF, True))
     found = journal.find("mine")
     assert found is not None
     assert (found.request_id, found.path, found.wall_s(1_500_000)) == ("mine", "/v1/completions", 1e9 + 1.5)
@@ -265,7 +266,7 @@ def test_one_that_waits_stays_while_others_come_and_go() -> None:
     clock = Clock()
     journal = Journal(most_admissions=8, most_ended=8, now_us=clock)
     for name, events in (("waits", 2), ("runs", 3)):
-        tell = journal.begin(received(name), None)
+        tell = begin(journal, received(name), None)
         for event in (classified(1), Queued(2, Obstacle.NO_ROOM, "no room"), admitted(3, 2))[:events]:
             tell(event)
     for number in range(100):
@@ -276,15 +277,15 @@ def test_one_that_waits_stays_while_others_come_and_go() -> None:
 
 def test_what_goes_well_does_not_push_out_what_waited_nor_do_refusals() -> None:
     journal = Journal(most_admissions=8, most_ended=8, now_us=Clock())
-    tell = journal.begin(received("waited"), None)
+    tell = begin(journal, received("waited"), None)
     for event in (classified(1), Queued(2, Obstacle.NO_ROOM, "no room"), admitted(3, 2), settled(4)):
         tell(event)
-    tell = journal.begin(received("failed"), None)
+    tell = begin(journal, received("failed"), None)
     for event in (classified(1), admitted(1), settled(4, Outcome.FAILED)):
         tell(event)
     for number in range(3000):
         healthy(journal, f"healthy {number}", 10 + number)
-        journal.begin(received("stranger"), None)(Refused(10 + number, "invalid_api_key", "unknown", 401))
+        begin(journal, received("stranger"), None)(Refused(10 + number, "invalid_api_key", "unknown", 401))
     assert journal.find("waited") is not None
     assert journal.find("failed") is not None
     assert journal.find("healthy 2000") is None
@@ -294,11 +295,11 @@ def test_what_goes_well_does_not_push_out_what_waited_nor_do_refusals() -> None:
 def test_everything_is_bounded_and_the_oldest_goes_first() -> None:
     journal = Journal(most_admissions=40, most_ended=8, now_us=Clock())
     for number in range(journals.MOST_OPEN + 500):
-        tell = journal.begin(received(f"open {number}", number), None)
+        tell = begin(journal, received(f"open {number}", number), None)
         if number % 2:
             tell(Refused(number, "queue_full", "full", 503))
     for number in range(1000):
-        tell = journal.begin(received(f"waited {number}", number), None)
+        tell = begin(journal, received(f"waited {number}", number), None)
         for event in (classified(number), Queued(number, Obstacle.NO_ROOM, "no"), admitted(number, 1), settled(number)):
             tell(event)
     kept = [number for number in range(1000) if journal.find(f"waited {number}")]
@@ -312,7 +313,7 @@ def test_open_requests_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journals, "MOST_OPEN", 10)
     journal = Journal(now_us=Clock())
     for number in range(25):
-        journal.begin(received(str(number), number), None)
+        begin(journal, received(str(number), number), None)
     assert [number for number in range(25) if journal.find(str(number))] == [*range(15, 25)]
 
 
@@ -320,7 +321,7 @@ def test_what_ended_is_forgotten_after_its_time() -> None:
     clock = Clock()
     journal = Journal(retention_s=10, now_us=clock)
     healthy(journal, "healthy", 1_000_000)
-    journal.begin(received("refused"), None)(Refused(2_000_000, "queue_full", "full", 503))
+    begin(journal, received("refused"), None)(Refused(2_000_000, "queue_full", "full", 503))
     clock.now_us = 10_500_000
     assert [record.request_id for record in journal.refusals(5)] == ["refused"]
     assert journal.find("healthy") is not None
@@ -335,7 +336,7 @@ def test_what_ended_is_forgotten_after_its_time() -> None:
 def test_the_last_refusals_come_first_and_departures_are_none() -> None:
     journal = Journal(now_us=Clock())
     for number, (code, status) in enumerate([("queue_full", 503), ("client_left", None), ("invalid_api_key", 401)]):
-        journal.begin(received(str(number), number), None)(Refused(number, code, "so it is", status))
+        begin(journal, received(str(number), number), None)(Refused(number, code, "so it is", status))
     assert [record.request_id for record in journal.refusals(5)] == ["2", "0"]
     assert [record.request_id for record in journal.refusals(1)] == ["2"]
     assert journal.find("1") is not None
@@ -343,7 +344,7 @@ def test_the_last_refusals_come_first_and_departures_are_none() -> None:
 
 def test_no_key_is_kept_and_no_model_name_of_a_megabyte() -> None:
     journal = Journal(now_us=Clock())
-    tell = journal.begin(received("mine"), None)
+    tell = begin(journal, received("mine"), None)
     tell(classified(1, model="m" * 2**20))
     record = journal.find("mine")
     assert record is not None

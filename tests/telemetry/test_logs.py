@@ -32,17 +32,19 @@ from sidecar.events import (
     Refused,
     Settled,
 )
-from sidecar.telemetry import SpanObserver, Telemetry
-from sidecar.telemetry.logs.flood import Flood
+from sidecar.telemetry.dispatch import EventDispatcher
+from sidecar.telemetry.logs.flood import FloodGuard
 from sidecar.telemetry.logs.formats import JsonFormatter, TextFormatter
 from sidecar.telemetry.logs.request_log import RequestLog
 from sidecar.telemetry.logs.setup import LogSettings, log_settings, mounted_logging, own_logging
 from sidecar.telemetry.logs.writer import LineWriter
-from sidecar.telemetry.telemetry import Trace
+from sidecar.telemetry.request_record import TraceIds
+from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.support.door import KEYS, App, Guarded, chat, key, policy
 from tests.support.serving import serving
+from tests.telemetry.span_stories import begin
 
-TRACE = Trace(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)
+TRACE = TraceIds(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)
 CLASSIFIED = Classified(1, "batch", "acme", "key", None, "chat", "m", 5, False, 10, 1)
 ADMITTED = Admitted(3_000_000, 2_000_000, 500_000, 2_500_000, {"high": 5}, 2, None)
 FULL = Refused(5_000_000, "queue_timeout", "no room", 503, 4_000_000, 1_500_000, 3_500_000, {"high": 5})
@@ -58,8 +60,8 @@ def lines(level: str = "info", format: str = "json") -> Iterator[list[str]]:
     written += stream.getvalue().splitlines()
 
 
-def tell(log: RequestLog, *events: Event, request_id: str = "mine", trace: Trace | None = TRACE) -> None:
-    told = log.begin(Received(0, 10**18, "POST", "/v1/completions", [], request_id), trace)
+def tell(log: RequestLog, *events: Event, request_id: str = "mine", trace: TraceIds | None = TRACE) -> None:
+    told = begin(log, Received(0, 10**18, "POST", "/v1/completions", [], request_id), trace)
     for event in events:
         told(event)
 
@@ -176,7 +178,7 @@ def test_a_line_tells_how_often_its_request_was_preempted_and_what_that_cost() -
 def test_one_that_is_not_admitted_again_is_a_line_as_of_a_wait_in_vain(end: Settled, event: str, message: str) -> None:
     with lines() as written:
         tell(RequestLog(), CLASSIFIED, ADMITTED, *PREEMPTED, end)
-        assert RequestLog().has_a_line_for(end)
+        assert RequestLog().is_logged(end)
     (line,) = map(json.loads, written)
     assert (line["event"], line["code"], line["message"]) == (event, end.error, message)
     assert (line["preemptions"], line["engine_lost_s"]) == (1, 1.5)
@@ -254,7 +256,7 @@ class Clock:
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 0.7)), max_size=200), st.integers(1, 4))
 def test_everything_is_either_said_or_counted(said: list[tuple[str, float]], lines_per_s: int) -> None:
     clock = Clock()
-    flood: Flood[str] = Flood(lines_per_s, clock)
+    flood: FloodGuard[str] = FloodGuard(lines_per_s, clock)
     allowed, counted = 0, 0
     for kind, pause_s in said:
         clock.now_s += pause_s
@@ -268,7 +270,7 @@ def test_everything_is_either_said_or_counted(said: list[tuple[str, float]], lin
 
 def test_of_a_kind_only_so_many_pass_in_a_second() -> None:
     clock = Clock()
-    flood: Flood[str] = Flood(3, clock)
+    flood: FloodGuard[str] = FloodGuard(3, clock)
     passed = []
     for tick in range(400):
         clock.now_s = tick / 100
@@ -280,7 +282,7 @@ def test_of_a_kind_only_so_many_pass_in_a_second() -> None:
 
 
 def test_kinds_without_number_do_not_grow_it_without_bound() -> None:
-    flood: Flood[str] = Flood(1)
+    flood: FloodGuard[str] = FloodGuard(1)
     for number in range(10_000):
         assert flood.allows(str(number))
     assert len(flood._windows) <= 1000
@@ -326,6 +328,7 @@ STALLED = """
 import logging, sys, threading, time
 from sidecar.telemetry.logs.setup import LogSettings, own_logging
 from sidecar.telemetry.logs.writer import LineWriter
+
 if {blocks}:
     LineWriter.emit = logging.StreamHandler.emit
     LineWriter.stream, LineWriter.terminator = sys.stderr, "\\n"
@@ -418,7 +421,7 @@ async def test_a_door_logs_refusals_and_departures_and_neither_keys_nor_prompts(
     app = App(is_held=True)
     with lines() as written:
         guarded = Guarded(app, policy(requests="1", max_requests="0"))
-        guarded.door.observer = Telemetry(SpanObserver(), [guarded_log := RequestLog()])
+        guarded.door.observer = EventDispatcher(RequestTracer(), [guarded_log := RequestLog()])
         async with serving(guarded.door) as guarded.served:
             holding = asyncio.create_task(guarded.ask(chat(), key("acme")))
             await guarded.until(leases=1)

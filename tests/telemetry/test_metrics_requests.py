@@ -11,31 +11,31 @@ from measuring import Measuring
 from opentelemetry import metrics
 from opentelemetry.context import get_current
 from opentelemetry.sdk.metrics.export import MetricsData
-from span_stories import ARRIVAL_US, admitted, classified, first_byte, queued, received, refused, settled
+from span_stories import ARRIVAL_US, admitted, begin, classified, first_byte, queued, received, refused, settled
 
 from sidecar.events import FirstByte, Outcome, Settled
-from sidecar.telemetry.holdings import Holding
 from sidecar.telemetry.metrics.histograms import HAS_CONTEXT, ROUND_TRIPS, WAITS
-from sidecar.telemetry.store import StoreMetrics
-from sidecar.telemetry.telemetry import Trace
+from sidecar.telemetry.metrics.store import StoreMetrics
+from sidecar.telemetry.metrics.tenants import TenantHolding
+from sidecar.telemetry.request_record import TraceIds
 
-SAMPLED = Trace(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)
+SAMPLED = TraceIds(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)
 
 INSTALLED_LATER = """
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from span_stories import admitted, classified, received
+from span_stories import begin, admitted, classified, received
 from sidecar.telemetry.metrics import RequestMetrics
 
 before = RequestMetrics("before")
 for event in (classified(), admitted()):
-    tell = before.begin(received(), None)
+    tell = begin(before, received(), None)
     tell(classified())
     tell(admitted())
 reader = InMemoryMetricReader()
 metrics.set_meter_provider(MeterProvider([reader], shutdown_on_exit=False))
-tell = RequestMetrics("after").begin(received(), None)
+tell = begin(RequestMetrics("after"), received(), None)
 tell(classified())
 tell(admitted())
 (resource,) = reader.get_metrics_data().resource_metrics
@@ -51,7 +51,7 @@ def measuring():
 
 
 def play(listener, *events, trace=None):
-    tell = listener.begin(received(), trace)
+    tell = begin(listener, received(), trace)
     for event in events:
         tell(event)
 
@@ -166,17 +166,17 @@ def test_tenants_beyond_the_first_few_are_others(measuring):
 
 def test_what_a_tenant_holds_and_waits_for_follows_its_requests(measuring):
     listener = measuring.requests()
-    tell, later = listener.begin(received(), None), listener.begin(received(), None)
+    tell, later = begin(listener, received(), None), begin(listener, received(), None)
     for event in (classified(), admitted()):
         tell(event)
     for event in (classified(), queued()):
         later(event)
-    assert listener.held() == {"acme": Holding(800, 1, 1)}
+    assert listener.held() == {"acme": TenantHolding(800, 1, 1)}
     assert measuring.values("admission.tenant.tokens_held") == {("default", "acme"): 800}
 
     later(admitted(100, 50))
     tell(settled(1000))
-    assert listener.held() == {"acme": Holding(800, 1, 0)}
+    assert listener.held() == {"acme": TenantHolding(800, 1, 0)}
 
     later(settled(2000))
     assert listener.held() == {}
@@ -292,7 +292,7 @@ def test_a_broken_sdk_is_logged_and_requests_go_on(measuring, caplog):
     (record,) = caplog.records
     assert "no meter today" in caplog.text
     assert "metrics of requests failed" in record.message
-    assert broken.held() == {"acme": Holding(800, 1, 0)}
+    assert broken.held() == {"acme": TenantHolding(800, 1, 0)}
 
 
 def test_every_metric_says_what_it_is(measuring):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sidecar.events import Admitted, Classified, Event, Obstacle, Outcome, Preempted, Queued, Received, Settled
-from sidecar.telemetry.journal import Journal, Record
+from sidecar.telemetry.journal import Journal
+from sidecar.telemetry.request_record import RequestRecord
+from tests.telemetry.span_stories import begin
 
 
 def arrives(journal: Journal, request_id: str, at_us: int, tier: str = "batch") -> Callable[[Event], None]:
     """One that holds 5 tokens and stands in line."""
-    tell = journal.begin(Received(at_us, 10**18, "POST", "/", [], request_id), None)
+    tell = begin(journal, Received(at_us, 10**18, "POST", "/", [], request_id), None)
     tell(Classified(at_us, tier, "acme", "key", None, "chat", "m", 5, False, 5, 1))
     tell(Queued(at_us, Obstacle.NO_ROOM, "no room"))
     return tell
@@ -30,7 +32,7 @@ def settled(at_us: int, outcome: Outcome, status: int | None, error: str | None)
     return Settled(at_us, outcome, status, 0, None, None, error)
 
 
-def found(journal: Journal, request_id: str) -> Record:
+def found(journal: Journal, request_id: str) -> RequestRecord:
     (record,) = journal.all_of(request_id)
     return record
 
@@ -107,7 +109,7 @@ def test_one_that_is_not_admitted_again_is_among_the_refused_or_has_left() -> No
 
 def test_one_that_was_admitted_at_once_and_preempted_is_kept_as_one_that_waited() -> None:
     journal = Journal(most_admissions=8, most_ended=8, now_us=lambda: 100)
-    tell = journal.begin(Received(1, 10**18, "POST", "/", [], "victim"), None)
+    tell = begin(journal, Received(1, 10**18, "POST", "/", [], "victim"), None)
     tell(Classified(1, "batch", "acme", "key", None, "chat", "m", 5, False, 5, 1))
     tell(admitted(2, 2))
     preempt(tell, 30, 2)

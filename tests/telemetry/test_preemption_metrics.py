@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 from measuring import Measuring
-from span_stories import ARRIVAL_US, TWICE_PREEMPTED, admitted, classified, in_vain, preempted, received, settled
+from span_stories import ARRIVAL_US, TWICE_PREEMPTED, admitted, begin, classified, in_vain, preempted, received, settled
 
 from sidecar.events import FirstByte, Outcome
-from sidecar.telemetry.holdings import Holding
+from sidecar.telemetry.metrics.tenants import TenantHolding
 
 BATCH = ("default", "batch")
 
@@ -17,7 +17,7 @@ def measuring():
 
 
 def play(listener, *events):
-    tell = listener.begin(received(), None)
+    tell = begin(listener, received(), None)
     for event in events:
         tell(event)
     return tell
@@ -95,13 +95,13 @@ def test_one_that_is_not_admitted_again_is_admitted_and_settled_and_nothing_else
 def test_while_it_waits_again_it_holds_nothing(measuring):
     listener = measuring.requests()
     tell = play(listener, classified(), admitted())
-    assert listener.held() == {"acme": Holding(800, 1, 0)}
+    assert listener.held() == {"acme": TenantHolding(800, 1, 0)}
     for event in preempted(500, 60):
         tell(event)
-    assert listener.held() == {"acme": Holding(0, 0, 1)}
+    assert listener.held() == {"acme": TenantHolding(0, 0, 1)}
     assert measuring.values("admission.tenant.tokens_held") == {("default", "acme"): 0}
     tell(admitted(900, 850))
-    assert listener.held() == {"acme": Holding(800, 1, 0)}
+    assert listener.held() == {"acme": TenantHolding(800, 1, 0)}
     tell(settled(1000))
     assert listener.held() == {}
 

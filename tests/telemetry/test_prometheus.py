@@ -11,17 +11,17 @@ from prometheus_client import REGISTRY
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as plain
-from span_stories import admitted, classified, first_byte, queued, received, refused, settled
+from span_stories import admitted, begin, classified, first_byte, queued, received, refused, settled
 
 from sidecar.telemetry.metrics import PoolMetrics, PoolSample, RequestMetrics, TierSample
 from sidecar.telemetry.metrics.histograms import HAS_CONTEXT
 from sidecar.telemetry.metrics.prometheus import MOST_EXEMPLAR_CHARACTERS, PrometheusReader
 from sidecar.telemetry.metrics.views import views
-from sidecar.telemetry.telemetry import Trace
+from sidecar.telemetry.request_record import TraceIds
 from tests.support.prometheus import program
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.8,text/plain;version=0.0.4;q=0.5"
-SAMPLED = Trace(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)
+SAMPLED = TraceIds(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)
 needs_exemplars = pytest.mark.skipif(not HAS_CONTEXT, reason="this OpenTelemetry has no exemplars yet")
 
 
@@ -32,7 +32,7 @@ class Scraped:
         self.requests = RequestMetrics("default", meter_provider=self.provider)
 
     def play(self, *events, trace=None, request=None):
-        tell = self.requests.begin(request or received(), trace)
+        tell = begin(self.requests, request or received(), trace)
         for event in events:
             tell(event)
 
@@ -141,7 +141,7 @@ def test_the_plain_text_has_no_exemplars(scraped):
 def test_labels_may_hold_anything(scraped):
     name = 'a "quoted"\nback\\slash'
     requests = RequestMetrics(name, meter_provider=scraped.provider)
-    tell = requests.begin(received(), None)
+    tell = begin(requests, received(), None)
     tell(refused("queue_full", 503))
 
     (sample,) = scraped.plain()["admission_refused"].samples
@@ -196,7 +196,7 @@ def test_upstreams_exporter_still_has_no_exemplars():
     upstream = pytest.importorskip("opentelemetry.exporter.prometheus")
     provider = MeterProvider([upstream.PrometheusMetricReader()], shutdown_on_exit=False)
     requests = RequestMetrics("default", meter_provider=provider)
-    tell = requests.begin(received(), SAMPLED)
+    tell = begin(requests, received(), SAMPLED)
     tell(classified())
     tell(admitted())
 

@@ -17,9 +17,10 @@ from span_stories import (
 )
 
 from sidecar.events import Received
-from sidecar.telemetry import SpanObserver, Telemetry
+from sidecar.telemetry.dispatch import EventDispatcher
+from sidecar.telemetry.request_record import TraceIds
 from sidecar.telemetry.spans.propagation import client_trace
-from sidecar.telemetry.telemetry import Trace
+from sidecar.telemetry.spans.tracer import RequestTracer
 
 
 def sent(tracing, *headers):
@@ -138,8 +139,8 @@ def test_the_configured_propagator_is_the_one_that_reads_and_writes(monkeypatch)
 
 
 def test_without_an_sdk_nobody_looks_at_the_request():
-    assert SpanObserver().received(received([TRACEPARENT])) is None
-    assert SpanObserver(trace.NoOpTracerProvider()).received(received([TRACEPARENT])) is None
+    assert EventDispatcher(RequestTracer(), ()).received(received([TRACEPARENT])) is None
+    assert EventDispatcher(RequestTracer(trace.NoOpTracerProvider()), ()).received(received([TRACEPARENT])) is None
 
 
 def test_an_sdk_that_is_switched_off_is_none(monkeypatch):
@@ -149,7 +150,7 @@ def test_an_sdk_that_is_switched_off_is_none(monkeypatch):
 
 
 def test_an_sdk_that_is_installed_later_is_found(monkeypatch):
-    observer = SpanObserver()
+    observer = EventDispatcher(RequestTracer(), ())
     assert observer.received(received()) is None
     tracing = Tracing()
     monkeypatch.setattr("opentelemetry.trace._TRACER_PROVIDER", tracing.provider)
@@ -176,16 +177,17 @@ def test_an_sdk_that_is_installed_later_is_found(monkeypatch):
 def test_without_tracing_a_request_is_known_by_the_trace_that_the_client_names(
     value: bytes, found: tuple[int, int] | None
 ) -> None:
-    assert client_trace([(b"accept", b"*/*"), (b"traceparent", value)]) == found
+    ids = client_trace([(b"accept", b"*/*"), (b"traceparent", value)])
+    assert (ids and ids[:2]) == found
 
 
 def test_a_process_without_tracing_tells_its_listeners_of_the_clients_trace() -> None:
-    told: list[Trace | None] = []
+    told: list[TraceIds | None] = []
 
     class Ear:
-        def begin(self, _: Received, trace: Trace | None) -> None:
-            told.append(trace)
+        def __init__(self) -> None:
+            self.handlers = {Received: lambda record, _: told.append(record.trace)}
 
-    spans = SpanObserver(NoOpTracerProvider())
-    Telemetry(spans, [Ear()]).received(received([TRACEPARENT]))
-    assert told == [Trace(TRACE_ID, CLIENT_SPAN_ID, False)]
+    spans = RequestTracer(NoOpTracerProvider())
+    EventDispatcher(spans, [Ear()]).received(received([TRACEPARENT]))
+    assert told == [TraceIds(TRACE_ID, CLIENT_SPAN_ID, False)]

@@ -21,6 +21,7 @@ from sidecar.events import (
     Settled,
 )
 from sidecar.telemetry.recent import BUCKET_S, BUCKETS, MOST_TIERS, Bucket, Recent, TierRecent
+from tests.telemetry.span_stories import begin
 
 NOW_S = 1_700_000_003
 """Three seconds into a bucket; the process's own clock is far from it."""
@@ -35,7 +36,7 @@ class Request:
     """One request told to `recent`, as the door would, in calendar seconds."""
 
     def __init__(self, recent: Recent, at_s: float, tier: str = "batch", *, tokens: int = 100, stream: bool = True):
-        self.tell = recent.begin(Received(us(at_s), round(at_s * 1e9), "POST", "/", (), "id"), None)
+        self.tell = begin(recent, Received(us(at_s), round(at_s * 1e9), "POST", "/", (), "id"), None)
         self.tell(Classified(us(at_s), tier, "acme", "key", None, "chat", None, None, stream, tokens, 1))
 
     def admitted(
@@ -109,7 +110,7 @@ def test_one_that_is_not_admitted_again_is_refused_or_has_left() -> None:
 
 def test_a_request_that_nobody_could_classify_belongs_to_no_tier() -> None:
     recent = Recent()
-    tell = recent.begin(Received(us(NOW_S), NOW_S * 10**9, "POST", "/", (), "id"), None)
+    tell = begin(recent, Received(us(NOW_S), NOW_S * 10**9, "POST", "/", (), "id"), None)
     tell(Refused(us(NOW_S), "invalid_api_key", "no", 401))
     assert filled(recent.read("batch", NOW_S)) == filled(recent.read("", NOW_S)) == []
 

@@ -10,15 +10,15 @@ from opentelemetry.sdk.metrics import MeterProvider
 from span_stories import Tracing
 
 from sidecar.telemetry import TelemetryError, configure_from_environment
-from sidecar.telemetry.scrape import NotScraped, Scrape
+from sidecar.telemetry.metrics.endpoint import MetricsEndpoint, MetricsUnavailable
 from tests.support.otlp import otlp_over_grpc
 
 INSTALL = """
-from span_stories import admitted, classified, first_byte, received, settled
+from span_stories import begin, admitted, classified, first_byte, received, settled
 from sidecar.events import StoreChanged, StoreState
-from sidecar.telemetry import SpanObserver, StoreMetrics, configure_from_environment
+from sidecar.telemetry import EventDispatcher, RequestTracer, StoreMetrics, configure_from_environment
 
-observer = SpanObserver()
+observer = EventDispatcher(RequestTracer(), ())
 assert observer.received(received()) is None
 shutdown = configure_from_environment()
 """
@@ -33,9 +33,9 @@ store(StoreChanged(1, StoreState.SHARED, "reached"))
 """
 NO_SDK = """
 import sys
-from sidecar.telemetry import SpanObserver, StoreMetrics, configure_from_environment
+from sidecar.telemetry import EventDispatcher, RequestTracer, StoreMetrics, configure_from_environment
 
-observer, store = SpanObserver(), StoreMetrics("default")
+observer, store = EventDispatcher(RequestTracer(), ()), StoreMetrics("default")
 configure_from_environment()()
 assert "opentelemetry.trace" in sys.modules
 assert not [name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))]
@@ -304,21 +304,21 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(monkeypatch,
 
 SCRAPED = """
 from sidecar.telemetry.metrics import RequestMetrics
-from sidecar.telemetry.scrape import NotScraped, Scrape
+from sidecar.telemetry.metrics.endpoint import MetricsEndpoint, MetricsUnavailable
 
-scrape = Scrape()
+scrape = MetricsEndpoint()
 shutdown = configure_from_environment(scrape=scrape)
-tell = RequestMetrics("default").begin(received(), None)
+tell = begin(RequestMetrics("default"), received(), None)
 tell(classified())
 tell(admitted())
 try:
     text, _ = scrape.text("application/openmetrics-text; version=1.0.0")
     print(text.decode())
-except NotScraped as reason:
+except MetricsUnavailable as reason:
     print(f"not scraped: {reason}")
 """
 IMPORTS = """
-from span_stories import admitted, classified, received
+from span_stories import begin, admitted, classified, received
 from sidecar.telemetry import configure_from_environment
 """
 ADMITTED = 'admission_admitted_total{admission_pool="default",admission_tier="batch"} 1.0'
@@ -364,8 +364,8 @@ def test_why_there_is_nothing_to_scrape_is_said(before, variables, reason):
 
 
 def test_before_the_metrics_are_set_up_a_scraper_is_told_to_come_back():
-    with pytest.raises(NotScraped, match="not set up yet"):
-        Scrape().text(None)
+    with pytest.raises(MetricsUnavailable, match="not set up yet"):
+        MetricsEndpoint().text(None)
 
 
 def test_what_is_ready_to_be_scraped_does_not_load_the_sdk():

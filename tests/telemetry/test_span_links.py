@@ -5,10 +5,9 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
 from span_stories import ARRIVAL_NS, Tracing, admitted, classified, queued, settled, span_id
 
 from sidecar.events import Admitted, Classified, Obstacle, Outcome, Preempted, Queued, Received, Refused, Settled
-from sidecar.telemetry import Telemetry
+from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.journal import Journal
-from sidecar.telemetry.spans.links import MOST_LINKS
-from sidecar.telemetry.spans.predecessors import predecessors_in
+from sidecar.telemetry.spans.links import MOST_LINKS, links_from
 
 MS = 1000
 
@@ -20,14 +19,14 @@ class Door:
         self.now_us = 0
         self.asked = 0
         journal = Journal(now_us=lambda: self.now_us)
-        who_was_ahead = predecessors_in(journal)
+        find_links = links_from(journal)
 
         def counted(*arguments):
             self.asked += 1
-            return who_was_ahead(*arguments)
+            return find_links(*arguments)
 
-        self.tracing = Tracing(**tracing, who_was_ahead=counted)
-        self.telemetry = Telemetry(self.tracing.observer, [journal])
+        self.tracing = Tracing(**tracing, find_links=counted)
+        self.telemetry = EventDispatcher(self.tracing.tracer, [journal])
 
     def arrives(self, name, tier, waits=True):
         self.now_us += MS
@@ -222,7 +221,7 @@ def test_a_failing_lookup_costs_the_links_and_not_the_spans(caplog):
     def broken(*arguments):
         raise RuntimeError("no journal today")
 
-    tracing = Tracing(who_was_ahead=broken)
+    tracing = Tracing(find_links=broken)
     spans = tracing.play(classified(), queued(), admitted(2_100_000, 2_099_950), settled(3_000_000))
 
     assert set(spans) == {"admission", "admission.queued", "engine"}

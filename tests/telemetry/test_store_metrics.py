@@ -177,7 +177,7 @@ def test_a_broken_sdk_never_raises_and_is_logged_once(caplog, provider):
         store(changed(state))
 
     (record,) = caplog.records
-    assert record.name == "sidecar.telemetry.store"
+    assert record.name == "sidecar.telemetry.metrics.store"
     assert "store metrics failed" in record.message
     assert record.exc_info is not None
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidecar.telemetry.tenants import LOOK_EVERY_US, OTHER, SHOWN, Tenants, shown_tenants
+from sidecar.telemetry.metrics.tenants import LOOK_EVERY_US, OTHER, SHOWN, TenantLabels, shown_tenants
 
 NAMES = ["acme", "globex", "initech", "umbrella", "hooli", OTHER]
 REQUESTS = st.lists(
@@ -24,11 +24,11 @@ def admitted(tenants):
 @settings(max_examples=300, deadline=None, database=None)
 @given(shown=st.integers(0, 4), requests=REQUESTS)
 def test_every_request_is_in_one_series_and_no_series_shrinks(shown, requests):
-    tenants, at_us, before = Tenants(shown), 1_000_000, {}
+    tenants, at_us, before = TenantLabels(shown), 1_000_000, {}
     highest: Counter[str] = Counter()  # every series as it was when it was last told, however long ago
     for number, (name, tokens, later_us) in enumerate(requests, start=1):
         at_us += later_us
-        tenant = tenants.asks(name, tokens, at_us)
+        tenant = tenants.note_request(name, tokens, at_us)
         changed = admitted(tenants)
         tenant.counts.admitted += 1
         told = admitted(tenants)
@@ -50,10 +50,10 @@ def test_every_request_is_in_one_series_and_no_series_shrinks(shown, requests):
 @given(requests=REQUESTS)
 def test_a_reader_that_comes_in_time_misses_nothing(requests):
     """It adds up what each series grew by, as Prometheus' `increase` does: a series that is new grew from 0."""
-    tenants, at_us, seen, total = Tenants(2), 1_000_000, Counter(), 0
+    tenants, at_us, seen, total = TenantLabels(2), 1_000_000, Counter(), 0
     for name, tokens, later_us in requests:
         at_us += min(later_us, LOOK_EVERY_US // 2)
-        tenants.asks(name, tokens, at_us).counts.admitted += 1
+        tenants.note_request(name, tokens, at_us).counts.admitted += 1
         if later_us:  # a reading
             for series, value in admitted(tenants).items():
                 total += value - seen[series]
@@ -64,37 +64,37 @@ def test_a_reader_that_comes_in_time_misses_nothing(requests):
 
 
 def test_a_tenant_that_grows_takes_the_place_of_the_smallest_and_starts_at_nothing():
-    tenants = Tenants(2)
+    tenants = TenantLabels(2)
     for name, tokens in (("acme", 500), ("globex", 100), ("initech", 150)):
-        tenants.asks(name, tokens, 0).counts.admitted += 1
+        tenants.note_request(name, tokens, 0).counts.admitted += 1
     assert admitted(tenants) == {"acme": 1, "globex": 1, OTHER: 1}
 
-    tenants.asks("initech", 5_000, 1).counts.admitted += 1
+    tenants.note_request("initech", 5_000, 1).counts.admitted += 1
     assert tenants.name_of("initech") == OTHER
-    tenants.asks("initech", 1, LOOK_EVERY_US + 2).counts.admitted += 1
+    tenants.note_request("initech", 1, LOOK_EVERY_US + 2).counts.admitted += 1
 
     assert admitted(tenants) == {"acme": 1, "globex": 1, "initech": 1, OTHER: 2}
-    tenants.asks("globex", 1, LOOK_EVERY_US + 3).counts.admitted += 1
+    tenants.note_request("globex", 1, LOOK_EVERY_US + 3).counts.admitted += 1
     assert admitted(tenants) == {"acme": 1, "globex": 1, "initech": 1, OTHER: 3}
-    tenants.asks("acme", 1, 2 * LOOK_EVERY_US + 3)
+    tenants.note_request("acme", 1, 2 * LOOK_EVERY_US + 3)
     assert admitted(tenants) == {"acme": 1, "initech": 1, OTHER: 3}
 
 
 def test_two_that_are_alike_do_not_change_places():
-    tenants = Tenants(1)
+    tenants = TenantLabels(1)
     for at_us in range(0, 10 * LOOK_EVERY_US, LOOK_EVERY_US):
-        tenants.asks("acme", 100, at_us)
-        tenants.asks("globex", 150, at_us)
+        tenants.note_request("acme", 100, at_us)
+        tenants.note_request("globex", 150, at_us)
 
     assert set(admitted(tenants)) == {"acme", OTHER}
 
 
 def test_a_tenant_that_is_named_again_goes_on_where_it_was():
-    tenants, at_us = Tenants(1), 0
+    tenants, at_us = TenantLabels(1), 0
     for name in ("acme", "globex", "globex", "acme", "acme"):
         for _ in range(8):
             at_us += LOOK_EVERY_US
-            tenants.asks(name, 1_000, at_us).counts.admitted += 1
+            tenants.note_request(name, 1_000, at_us).counts.admitted += 1
     told = admitted(tenants)
 
     assert told["acme"] > 8
@@ -102,16 +102,16 @@ def test_a_tenant_that_is_named_again_goes_on_where_it_was():
 
 
 def test_without_places_all_are_others():
-    tenants = Tenants(0)
-    tenants.asks("acme", 1, 1).counts.refused += 1
+    tenants = TenantLabels(0)
+    tenants.note_request("acme", 1, 1).counts.refused += 1
 
     assert {name: counts.refused for name, counts in tenants.series().items()} == {OTHER: 1}
 
 
 def test_as_many_tenants_as_places_need_no_others():
-    tenants = Tenants(2)
+    tenants = TenantLabels(2)
     for name in ("globex", "acme"):
-        tenants.asks(name, 1, 1)
+        tenants.note_request(name, 1, 1)
 
     assert admitted(tenants) == {"acme": 0, "globex": 0}
 

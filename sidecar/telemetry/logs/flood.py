@@ -1,4 +1,4 @@
-"""Bounds how often the same kind of thing is said, and counts what is left out: nothing goes unmentioned."""
+"""The bound on lines of one kind: the first few of every second pass, the others are counted."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Generic, TypeVar
 Kind = TypeVar("Kind")
 
 LINES_PER_S = 20
-"""Of one kind: enough for whoever reads along, and 20 lines cost an event loop less than a thousandth of a second."""
+"""Of one kind: enough for a reader, and 20 lines cost an event loop less than a thousandth of a second."""
 WINDOW_S = 1.0
 MOST_KINDS = 1000
-"""Windows that are kept. There are that many only where text varies that should not."""
+"""Windows that are kept. There are so many kinds only where a text varies that should not."""
 
 
 class _Window:
@@ -24,7 +24,7 @@ class _Window:
         self.left_out = 0
 
 
-class Flood(Generic[Kind]):
+class FloodGuard(Generic[Kind]):
     """Lets the first few of each kind pass in every second. Use it from one thread, or under a lock.
 
     `now_s` is for tests.
@@ -36,7 +36,7 @@ class Flood(Generic[Kind]):
         self._windows: dict[Kind, _Window] = {}
 
     def allows(self, kind: Kind) -> bool:
-        """Whether one more may be said; else it is counted."""
+        """Whether one more may be written; else it is counted."""
         now_s = self._now_s()
         window = self._windows.get(kind)
         if window is None or (now_s - window.began_s >= WINDOW_S and not window.left_out):
@@ -48,7 +48,7 @@ class Flood(Generic[Kind]):
         return False
 
     def left_out(self) -> list[tuple[Kind, int]]:
-        """What was left out since it was asked last, of every kind. Whoever asks must say it; the kinds begin anew."""
+        """The number left out of every kind since the last call, for the caller to report; the counts begin again."""
         counts = [(kind, window.left_out) for kind, window in self._windows.items() if window.left_out]
         for kind, _ in counts:
             del self._windows[kind]

@@ -1,7 +1,7 @@
-"""How a log line looks: one JSON object for a container's log, or one line of text for a person at a terminal.
+"""The formats of a log line: one JSON object for a container's log, or one line of text for a terminal.
 
 A line stays one line, whatever a client, an engine or an exception has put in it. Of a record's fields only those known
-here are shown, so no formatter writes what somebody else's library attached to its record.
+here are shown, so no formatter writes fields that another library attached to its record.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ FIELDS = (
     "tokens_used",
     "left_out",
 )
-"""In this order. `event` comes before them, and `message` behind it."""
+"""In this order. `event` comes before them, and `message` after it."""
 
 _is_unprintable = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class JsonFormatter(logging.Formatter):
-    """`time` is RFC 3339 in UTC with milliseconds; `event` says what happened, None for other people's loggers."""
+    """`time` is RFC 3339 in UTC with milliseconds; `event` says what happened, None for other libraries' loggers."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -73,7 +73,7 @@ def one_line(text: str) -> str:
 
 
 def _event(record: logging.LogRecord) -> str | None:
-    """What happened, in a word. An exception that one of ours logs is a defect of ours, and says no more than that."""
+    """The event's name. An exception that a logger of ours logs is a defect of ours, and has no other name."""
     is_ours = record.name.partition(".")[0] == "sidecar"
     return getattr(record, "event", "defect" if is_ours and record.exc_info else None)
 

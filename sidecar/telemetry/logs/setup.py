@@ -1,4 +1,4 @@
-"""Where log lines go, from how much on, and how they look: for a process of our own, and mounted in somebody else's."""
+"""The setup of logging: destination, level and format, for our own process and mounted in another application."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LogSettings(NamedTuple):
 def log_settings(
     environment: Mapping[str, str], level: str | None = None, format: str | None = None, *, stream: TextIO | None = None
 ) -> LogSettings:
-    """What was asked for by argument, else by the environment; else INFO, as text to a terminal and as JSON elsewhere.
+    """The settings by argument, else by the environment; else INFO, as text to a terminal and as JSON elsewhere.
 
     Raises ValueError with what would be right.
     """
@@ -44,7 +44,7 @@ def log_settings(
 def own_logging(settings: LogSettings, stream: TextIO | None = None) -> Iterator[None]:
     """Takes over the logging of the process while the block runs: every logger's lines go to standard error.
 
-    Of other people's loggers only warnings are written, and errors.
+    Of other libraries' loggers only warnings are written, and errors.
     """
     others = max(logging.WARNING, _number(settings.level))
     with _written(logging.getLogger(), settings, others, stream), _leveled(OURS, _number(settings.level)):
@@ -53,9 +53,9 @@ def own_logging(settings: LogSettings, stream: TextIO | None = None) -> Iterator
 
 @contextmanager
 def mounted_logging(environment: Mapping[str, str], stream: TextIO | None = None) -> Iterator[None]:
-    """In somebody else's process: nothing, as its own logging decides, unless one of the variables is set.
+    """In another application's process: nothing, as its own logging decides, unless one of the variables is set.
 
-    Then our lines, and nobody else's, go to standard error while the block runs. Raises ValueError, as `log_settings`.
+    Then our lines, and no others, go to standard error while the block runs. Raises ValueError, as `log_settings`.
     """
     if not any(environment.get(name, "").strip() for name in (LEVEL_VARIABLE, FORMAT_VARIABLE)):
         yield

@@ -1,4 +1,4 @@
-"""The counters: what is counted for each, in plain numbers, and as what it is told."""
+"""The counters: the plain numbers that are counted, and the metric of each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from sidecar.events import Outcome
 from sidecar.telemetry import semconv
-from sidecar.telemetry.tenants import Tenants
+from sidecar.telemetry.metrics.tenants import TenantLabels
 
 Counted = dict[tuple[str, ...], int]
 """A number for every combination of the labels' values."""
@@ -17,7 +17,7 @@ _OVERTAKING = (TIER, semconv.BY, semconv.ADMISSION_RULE)
 
 
 class Counters:
-    """What the requests to one pool added up to. Its attributes are those that `COUNTERS` names."""
+    """The sums of the requests to one pool. Its attributes are those that `COUNTERS` names."""
 
     __slots__ = (
         "abandoned", "admitted", "clamped", "downgraded", "estimate_errors", "observed", "overtaken",
@@ -25,7 +25,7 @@ class Counters:
         "tokens_used", "unguarded",
     )  # fmt: skip
 
-    def __init__(self, tenants: Tenants) -> None:
+    def __init__(self, tenants: TenantLabels) -> None:
         self.tenants = tenants
         self.admitted: Counted = {}
         self.refused: Counted = {}
@@ -44,7 +44,7 @@ class Counters:
         self.estimate_errors: Counted = {}
 
     def know(self, tier: str) -> None:
-        """Has what every tier has told from the start: of a series that begins at 1, Prometheus does not see the 1."""
+        """Reports every series of a tier from the start: where one begins at 1, Prometheus does not see the 1."""
         preempted = self.preemptions, self.preempted_engine_us
         for counted in (self.admitted, self.tokens_estimated, self.tokens_used, *preempted):
             counted.setdefault((tier,), 0)

@@ -1,8 +1,8 @@
-"""Histograms of seconds, through whichever OpenTelemetry API the process has.
+"""Histograms of durations, through any version of the OpenTelemetry API.
 
-Older APIs know neither buckets for an instrument (before 1.30) nor a measurement's context, which exemplars come from
-(before 1.28). An SDK of ours gets the buckets another way then (`views`); one of the host's has its own. Where it is
-ours, durations are added up in `summed`, and the API's histogram is left alone.
+Older APIs have neither buckets for an instrument (before 1.30) nor a measurement's context, which exemplars come from
+(before 1.28). An SDK of ours gets the buckets another way then (`views`); one of the host's has its own. Where the SDK
+is ours, durations are added up in `sdk_bypass.histograms`, and the API's histogram is not used.
 """
 
 from __future__ import annotations
@@ -12,21 +12,27 @@ from collections.abc import Mapping
 from inspect import signature
 from typing import Final, NamedTuple
 
-from opentelemetry.context import Context
-from opentelemetry.metrics import Histogram, Meter, MeterProvider, get_meter
+from opentelemetry.context import Context, create_key, get_value, set_value
+from opentelemetry.metrics import Histogram as ApiHistogram
+from opentelemetry.metrics import Meter, MeterProvider, get_meter
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
 from sidecar.telemetry import semconv
-from sidecar.telemetry.metrics.summed import Series, sums_of
+from sidecar.telemetry.request_record import RequestRecord
+from sidecar.telemetry.sdk_bypass.histograms import Series, sums_of
 from sidecar.version import __version__
 
 HAS_BUCKETS: Final = "explicit_bucket_boundaries_advisory" in signature(Meter.create_histogram).parameters
-HAS_CONTEXT: Final = "context" in signature(Histogram.record).parameters
+HAS_CONTEXT: Final = "context" in signature(ApiHistogram.record).parameters
 
 WAITS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600)
 ROUND_TRIPS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
+_REQUEST_ID: Final = create_key("admission-request-id")
+_SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 
-class Timing(NamedTuple):
+
+class DurationMetric(NamedTuple):
     """One histogram of seconds."""
 
     name: str
@@ -34,80 +40,90 @@ class Timing(NamedTuple):
     description: str
 
 
-QUEUE_WAIT: Final = Timing(
+QUEUE_WAIT: Final = DurationMetric(
     semconv.QUEUE_WAIT, WAITS, "From a request's arrival to its lease, or to the end of its wait without one."
 )
-STARVATION: Final = Timing(
+STARVATION: Final = DurationMetric(
     semconv.STARVATION,
     WAITS,
     "From when a later request first went ahead to the end of the wait, of those that starved.",
 )
-TIME_TO_FIRST_TOKEN: Final = Timing(
+TIME_TO_FIRST_TOKEN: Final = DurationMetric(
     semconv.TIME_TO_FIRST_TOKEN, WAITS, "From a request's arrival to the first byte of its streamed answer."
 )
-OBSERVED_QUEUE_WAIT: Final = Timing(
+OBSERVED_QUEUE_WAIT: Final = DurationMetric(
     semconv.OBSERVED_QUEUE_WAIT, WAITS, "How long a request that passed would have waited if it had been held."
 )
-OBSERVED_STARVATION: Final = Timing(
+OBSERVED_STARVATION: Final = DurationMetric(
     semconv.OBSERVED_STARVATION, WAITS, "How long of that it would have starved, of those that would have."
 )
-STORE_ROUND_TRIP: Final = Timing(semconv.STORE_ROUND_TRIP, ROUND_TRIPS, "One call to the shared pool's store.")
+STORE_ROUND_TRIP: Final = DurationMetric(semconv.STORE_ROUND_TRIP, ROUND_TRIPS, "One call to the shared pool's store.")
 
-TIMINGS: Final = (
+DURATIONS: Final = (
     QUEUE_WAIT, STARVATION, TIME_TO_FIRST_TOKEN, OBSERVED_QUEUE_WAIT, OBSERVED_STARVATION, STORE_ROUND_TRIP
 )  # fmt: skip
 
 
-class Seconds:
+class DurationHistogram:
     """A histogram that can be recorded to whatever the API's age. `meter_provider` None is the global one."""
 
-    __slots__ = ("_histogram", "_meter_provider", "_timing")
+    __slots__ = ("_histogram", "_meter_provider", "_metric")
 
-    def __init__(self, timing: Timing, meter_provider: MeterProvider | None) -> None:
-        self._timing = timing
+    def __init__(self, metric: DurationMetric, meter_provider: MeterProvider | None) -> None:
+        self._metric = metric
         self._meter_provider = meter_provider
-        self._histogram = _histogram(get_meter("sidecar", __version__, meter_provider), timing)
+        meter = get_meter("sidecar", __version__, meter_provider)
+        buckets = {"explicit_bucket_boundaries_advisory": list(metric.buckets)} if HAS_BUCKETS else {}
+        self._histogram = meter.create_histogram(metric.name, "s", metric.description, **buckets)
 
-    def labeled(self, labels: Mapping[str, str]) -> Labeled:
-        """What durations with these labels are recorded to. Made once and held on to: that is what makes it quick."""
-        return Labeled(self, labels)
+    def labeled(self, labels: Mapping[str, str]) -> LabeledHistogram:
+        """The histogram under these labels. Made once and kept: that makes a measurement quick."""
+        return LabeledHistogram(self, labels)
 
     def series(self, labels: Mapping[str, str]) -> Series | None:
         """Where durations are added up; None where the provider is not ours, or not there yet."""
         sums = sums_of(self._meter_provider)
-        return None if sums is None else sums.series(self._timing.name, self._timing.buckets, labels)
+        return None if sums is None else sums.series(self._metric.name, self._metric.buckets, labels)
 
     def record(self, seconds: float, labels: Mapping[str, str], context: Context | None) -> None:
-        """Leaves one duration to OpenTelemetry. In a provider whose sums are ours, it is not counted."""
+        """Gives one duration to OpenTelemetry. In a provider whose sums are ours, it is not counted."""
         if HAS_CONTEXT:
             self._histogram.record(seconds, labels, context)
         else:
             self._histogram.record(seconds, labels)
 
 
-class Labeled:
+class LabeledHistogram:
     """A histogram under its labels."""
 
-    __slots__ = ("_labels", "_seconds", "_series")
+    __slots__ = ("_histogram", "_labels", "_series")
 
-    def __init__(self, seconds: Seconds, labels: Mapping[str, str]) -> None:
-        self._seconds = seconds
+    def __init__(self, histogram: DurationHistogram, labels: Mapping[str, str]) -> None:
+        self._histogram = histogram
         self._labels = labels
         self._series: Series | None = None
 
-    def record(self, seconds: float, context: Context | None = None) -> None:
-        """Notes one duration. An exemplar of it leads to the span in `context`."""
+    def record(self, seconds: float, request: RequestRecord | None = None) -> None:
+        """Notes one duration. The request is its exemplar where the request's trace is recorded."""
         series = self._series
         if series is None:
-            series = self._series = self._seconds.series(self._labels)
+            series = self._series = self._histogram.series(self._labels)
+        is_sampled = request is not None and request.trace is not None and request.trace.is_sampled
         if series is not None and 0 <= seconds < math.inf:
-            series.add(seconds, context)
-        else:  # or what makes no sense: the SDK says so in its log
-            self._seconds.record(seconds, self._labels, context)
+            series.add(seconds, request if is_sampled else None)
+        else:  # or it is no duration: the SDK logs that
+            context = exemplar_context(request) if request is not None and is_sampled else None
+            self._histogram.record(seconds, self._labels, context)
 
 
-def _histogram(meter: Meter, timing: Timing) -> Histogram:
-    if not HAS_BUCKETS:
-        return meter.create_histogram(timing.name, "s", timing.description)
-    buckets = list(timing.buckets)
-    return meter.create_histogram(timing.name, "s", timing.description, explicit_bucket_boundaries_advisory=buckets)
+def exemplar_context(request: RequestRecord) -> Context:
+    """A context with the request's `admission` span and its id: the SDK makes exemplars from it."""
+    assert request.trace is not None
+    ids = SpanContext(request.trace.trace_id, request.trace.span_id, is_remote=False, trace_flags=_SAMPLED)
+    return set_value(_REQUEST_ID, request.request_id, set_span_in_context(NonRecordingSpan(ids), Context()))
+
+
+def request_id_of(context: Context) -> str | None:
+    """The id that `exemplar_context` wrote."""
+    request_id = get_value(_REQUEST_ID, context)
+    return request_id if isinstance(request_id, str) else None

@@ -1,28 +1,26 @@
 """The OpenTelemetry instruments, one set for each provider, which all pools of the process share.
 
 OpenTelemetry knows an instrument by its name, and the SDK drops the callback of a second one: so there is one of each,
-and it looks at every pool. Whatever is read here is read in an exporter's thread.
+and it looks at every pool. All reading happens in an exporter's thread.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from weakref import ref
 
 from opentelemetry import metrics
-from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 
 from sidecar.telemetry import semconv
-from sidecar.telemetry.holdings import Holdings
 from sidecar.telemetry.metrics import histograms
 from sidecar.telemetry.metrics.counters import COUNTERS, TENANT_COUNTERS, Counter, Counters
-from sidecar.telemetry.metrics.gauges import POOL_GAUGES, TIER_GAUGES, PoolGauge, TierGauge
-from sidecar.telemetry.metrics.histograms import Seconds
-from sidecar.telemetry.metrics.samples import PoolSample, Sample
-from sidecar.telemetry.tenants import Tenants
+from sidecar.telemetry.metrics.gauges import POOL_GAUGES, TIER_GAUGES, PoolGauge, PoolSample, Sample, TierGauge
+from sidecar.telemetry.metrics.histograms import DurationHistogram
+from sidecar.telemetry.metrics.tenants import TenantHoldings, TenantLabels
 from sidecar.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -33,7 +31,7 @@ FRESH_S = 0.02
 Observations = Iterable[Observation]
 
 
-class Gauged:
+class WatchedPool:
     """A pool that the gauges look at for as long as this lives."""
 
     def __init__(self, pool: str, sample: Sample) -> None:
@@ -41,10 +39,10 @@ class Gauged:
         self.sample = sample
 
 
-class Held:
-    """A door whose tenants' holdings are told for as long as this lives."""
+class WatchedTenants:
+    """A middleware whose tenants' holdings are reported for as long as this lives."""
 
-    def __init__(self, pool: str, holdings: Holdings) -> None:
+    def __init__(self, pool: str, holdings: TenantHoldings) -> None:
         self.pool = pool
         self.holdings = holdings
 
@@ -56,36 +54,37 @@ class Instruments:
         meter = metrics.get_meter("sidecar", __version__, meter_provider)
         # Replaced, never changed: an exporter's thread reads them.
         self._counters: Mapping[str, Counters] = {}
-        self._gauged: tuple[ref[Gauged], ...] = ()
-        self._held: tuple[ref[Held], ...] = ()
+        self._gauged: tuple[ref[WatchedPool], ...] = ()
+        self._held: tuple[ref[WatchedTenants], ...] = ()
         self._samples: Mapping[str, PoolSample] = {}
         self._sampled_at_s = float("-inf")
         self._reported = False
-        self.queue_wait = Seconds(histograms.QUEUE_WAIT, meter_provider)
-        self.starvation = Seconds(histograms.STARVATION, meter_provider)
-        self.time_to_first_token = Seconds(histograms.TIME_TO_FIRST_TOKEN, meter_provider)
-        self.observed_queue_wait = Seconds(histograms.OBSERVED_QUEUE_WAIT, meter_provider)
-        self.observed_starvation = Seconds(histograms.OBSERVED_STARVATION, meter_provider)
-        for counter in COUNTERS:
-            _observe_counter(meter, counter, partial(self._counted, counter))
-        for counter in TENANT_COUNTERS:
-            _observe_counter(meter, counter, partial(self._counted_of_tenants, counter))
+        self.queue_wait = DurationHistogram(histograms.QUEUE_WAIT, meter_provider)
+        self.starvation = DurationHistogram(histograms.STARVATION, meter_provider)
+        self.time_to_first_token = DurationHistogram(histograms.TIME_TO_FIRST_TOKEN, meter_provider)
+        self.observed_queue_wait = DurationHistogram(histograms.OBSERVED_QUEUE_WAIT, meter_provider)
+        self.observed_starvation = DurationHistogram(histograms.OBSERVED_STARVATION, meter_provider)
+        for counters, read in ((COUNTERS, self._counted), (TENANT_COUNTERS, self._counted_of_tenants)):
+            for counter in counters:
+                meter.create_observable_counter(
+                    counter.name, [partial(read, counter)], counter.unit, counter.description
+                )
         self._create_gauges(meter)
 
     def counters(self, pool: str, tenants_shown: int) -> Counters:
-        """Those of the pool called so: of two doors to it in one process, both add to them."""
+        """Those of the pool of this name: two middlewares on it in one process both add to them."""
         counters = self._counters.get(pool)
         if counters is None:
-            counters = Counters(Tenants(tenants_shown))
+            counters = Counters(TenantLabels(tenants_shown))
             self._counters = {**self._counters, pool: counters}
         return counters
 
-    def watch(self, gauged: Gauged) -> None:
-        """Look at this pool. Of two of one name the later is told."""
+    def watch(self, gauged: WatchedPool) -> None:
+        """Looks at this pool. Of two of one name the later is reported."""
         self._gauged = (*(watched for watched in self._gauged if watched() is not None), ref(gauged))
 
-    def watch_tenants(self, held: Held) -> None:
-        """Tell what the tenants of this door hold; of two doors to one pool, what they hold together."""
+    def watch_tenants(self, held: WatchedTenants) -> None:
+        """Reports the holdings of this middleware's tenants; of two middlewares on one pool, their sum."""
         self._held = (*(watched for watched in self._held if watched() is not None), ref(held))
 
     def _create_gauges(self, meter: metrics.Meter) -> None:
@@ -111,7 +110,7 @@ class Instruments:
             "Changed policies that could not be used; the one before stayed in force.",
         )
 
-    # -- what is counted
+    # -- counters
 
     def _counted(self, counter: Counter, _: CallbackOptions) -> Observations:
         for pool, counters in self._counters.items():
@@ -126,7 +125,7 @@ class Instruments:
                 labels = {semconv.POOL: pool, semconv.ADMISSION_TENANT: tenant}
                 yield Observation(getattr(counts, counter.counted), labels)
 
-    # -- what stands
+    # -- gauges
 
     def _sampled(self) -> Mapping[str, PoolSample]:
         now_s = time.monotonic()
@@ -136,7 +135,7 @@ class Instruments:
             self._sampled_at_s = time.monotonic()
         return self._samples
 
-    def _taken(self, gauged: Gauged) -> PoolSample | None:
+    def _taken(self, gauged: WatchedPool) -> PoolSample | None:
         try:
             return gauged.sample()
         except Exception:
@@ -171,9 +170,9 @@ class Instruments:
     def _read_tenants(self, _: CallbackOptions) -> Observations:
         for pool, counters in self._counters.items():
             by_name = dict.fromkeys(counters.tenants.series(), 0)
-            for door in (watched() for watched in self._held):
-                if door is not None and door.pool == pool:
-                    for tenant, holding in door.holdings.held().items():
+            for middleware in (watched() for watched in self._held):
+                if middleware is not None and middleware.pool == pool:
+                    for tenant, holding in middleware.holdings.held().items():
                         name = counters.tenants.name_of(tenant)
                         by_name[name] = by_name.get(name, 0) + holding.tokens_held
             for name, tokens in by_name.items():
@@ -186,7 +185,16 @@ def instruments_of(meter_provider: metrics.MeterProvider | None) -> Instruments:
     return Instruments(meter_provider)
 
 
-def _observe_counter(
-    meter: metrics.Meter, counter: Counter, observe: Callable[[CallbackOptions], Observations]
-) -> None:
-    meter.create_observable_counter(counter.name, [observe], counter.unit, counter.description)
+class PoolMetrics:
+    """Has the gauges report a pool for as long as this lives. Costs nothing until they are read.
+
+    `sample` is called in the thread that reads the metrics. `meter_provider` None means the global one. Nothing here
+    raises.
+    """
+
+    def __init__(self, pool: str, sample: Sample, meter_provider: MeterProvider | None = None) -> None:
+        self._gauged = WatchedPool(pool, sample)
+        try:
+            instruments_of(meter_provider).watch(self._gauged)
+        except Exception:
+            logger.exception("the metrics of pool %s failed; the pool goes on without", pool)

@@ -1,4 +1,4 @@
-"""What the SDK collects, in Prometheus' own format, with exemplars. Imports the SDK and prometheus_client.
+"""The metrics page in Prometheus' own format, with exemplars. Imports the SDK and prometheus_client.
 
 OpenTelemetry's own exporter (opentelemetry-exporter-prometheus, 0.66b2) writes no exemplars: its `_convert_buckets`
 makes pairs of a bucket and its count, where prometheus_client takes a third member. Support is being asked for in
@@ -22,7 +22,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from sidecar.telemetry.metrics.summed_readers import SumsReader
+from sidecar.telemetry.sdk_bypass.readers import SumsReader
 from sidecar.telemetry.semconv import ADMISSION_REQUEST_ID
 
 MOST_EXEMPLAR_CHARACTERS: Final = 128
@@ -92,7 +92,7 @@ class PrometheusReader(SumsReader):
     def _note_exemplars(
         self, name: str, labels: Labels, bounds: Sequence[str], point: export.HistogramDataPoint
     ) -> None:
-        """The SDK tells each exemplar once; whoever scrapes next is to see it, too, until there is a newer one."""
+        """The SDK gives each exemplar once; later scrapes must see it as well, until there is a newer one."""
         for exemplar in getattr(point, "exemplars", ()):  # an SDK before 1.28 has none
             place = bisect_left(point.explicit_bounds, exemplar.value)
             self._exemplars[_key(name, labels, bounds[place])] = Exemplar(
@@ -101,7 +101,7 @@ class PrometheusReader(SumsReader):
 
 
 class _Collected(Collector):
-    """What prometheus_client writes down."""
+    """The metrics that prometheus_client writes."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families

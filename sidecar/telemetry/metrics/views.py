@@ -1,6 +1,6 @@
-"""What our instruments need of an SDK that is ours to set up. Imports it.
+"""Views for an SDK that is ours to set up: exemplars that name the request beside its span, and buckets. Imports it.
 
-Exemplars that name the request beside its span, and buckets where the API cannot say them.
+The buckets are only for an API that cannot set them itself.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any
 from opentelemetry.sdk import metrics as sdk
 from opentelemetry.sdk.metrics.view import DropAggregation, ExplicitBucketHistogramAggregation, View
 
-from sidecar.telemetry.metrics.exemplars import request_id_of
-from sidecar.telemetry.metrics.histograms import HAS_BUCKETS, TIMINGS
+from sidecar.telemetry.metrics.histograms import DURATIONS, HAS_BUCKETS, request_id_of
 from sidecar.telemetry.semconv import ADMISSION_REQUEST_ID
 
 HAS_EXEMPLARS = "exemplar_reservoir_factory" in signature(View.__init__).parameters
@@ -21,15 +20,15 @@ HAS_EXEMPLARS = "exemplar_reservoir_factory" in signature(View.__init__).paramet
 def views() -> list[View]:
     """For every histogram of ours."""
     return [
-        View(instrument_name=timing.name, meter_name="sidecar", **_buckets(timing.buckets), **_exemplars())
-        for timing in TIMINGS
+        View(instrument_name=metric.name, meter_name="sidecar", **_buckets(metric.buckets), **_exemplars())
+        for metric in DURATIONS
     ]
 
 
 def views_without_histograms() -> list[View]:
-    """For a provider whose durations are added up by ourselves: that the SDK tells none of them, too."""
+    """For a provider whose durations we add up: the SDK must not report them as well."""
     return [
-        View(instrument_name=timing.name, meter_name="sidecar", aggregation=DropAggregation()) for timing in TIMINGS
+        View(instrument_name=metric.name, meter_name="sidecar", aggregation=DropAggregation()) for metric in DURATIONS
     ]
 
 

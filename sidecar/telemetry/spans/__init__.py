@@ -1,1 +1,1 @@
-"""The spans of a request's stay at the door."""
+"""The spans of a request, from its arrival to its end."""

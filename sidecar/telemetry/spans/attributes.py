@@ -1,4 +1,4 @@
-"""What each event writes on the spans, as attributes. Names are `semconv`'s; nothing here touches a span."""
+"""Attributes of the spans, for each event. Names are `semconv`'s; nothing here touches a span."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ Attributes = dict[str, str | int | float | bool]
 
 CANCELED = "canceled"
 ABANDONED = frozenset({Outcome.CLIENT_LEFT.value, CANCELED})
-"""The codes of `Refused` for which nothing was answered: nobody was there, or the server gave up."""
+"""The codes of `Refused` without an answer: the client disconnected, or the server stopped."""
 
 
 def of_classification(event: Classified) -> Attributes:
-    """Who asks, for which tier."""
+    """The tenant and the tier."""
     attributes: Attributes = {
         semconv.ADMISSION_TIER: event.tier,
         semconv.ADMISSION_TENANT: event.tenant,
@@ -28,7 +28,7 @@ def of_classification(event: Classified) -> Attributes:
 
 
 def of_admission(event: Admitted) -> Attributes:
-    """That it was admitted, at which level, and whom it overtook by which rule."""
+    """That it was admitted, at which level, and which tiers it overtook by which rule."""
     attributes: Attributes = {semconv.ADMISSION_DECISION: "admitted", semconv.ADMISSION_LEVEL: event.level}
     if event.engine_priority is not None:
         attributes[semconv.ADMISSION_ENGINE_PRIORITY] = event.engine_priority
@@ -38,7 +38,7 @@ def of_admission(event: Admitted) -> Attributes:
 
 
 def of_refusal(event: Refused, classified: Classified | None) -> Attributes:
-    """Why it ended at the door. What the client did wrong (4xx) has a reason, and is no error of this server's.
+    """Why the middleware ended it. A client's mistake (4xx) has a reason, and is no error of this server's.
 
     That is the HTTP conventions' rule, for `error.type` as for the span's status.
     """
@@ -57,7 +57,7 @@ def of_refusal(event: Refused, classified: Classified | None) -> Attributes:
 
 
 def of_preemption(event: Preempted) -> Attributes:
-    """How often it had to begin anew."""
+    """How often it was preempted."""
     return {semconv.ADMISSION_PREEMPTIONS: event.times}
 
 
@@ -67,7 +67,7 @@ def is_servers_failure(event: Refused) -> bool:
 
 
 def of_observed(event: Observed) -> Attributes:
-    """What enforcing would have done to it."""
+    """The end that enforcing would have given it."""
     attributes: Attributes = {
         semconv.OBSERVED_DECISION: event.verdict.value,
         semconv.OBSERVED_QUEUE_WAIT_S: event.queue_wait_us / 1e6,
@@ -106,7 +106,7 @@ def of_settlement(event: Settled) -> Attributes:
 
 
 def of_engine_request(classified: Classified, provider_name: str | None) -> Attributes:
-    """What the GenAI conventions want to be known when a call to a model starts."""
+    """The attributes that the GenAI conventions want when a call to a model starts."""
     attributes: Attributes = {
         semconv.GEN_AI_OPERATION_NAME: semconv.OPERATIONS.get(classified.api, classified.api),
         semconv.GEN_AI_REQUEST_STREAM: classified.stream,
@@ -121,7 +121,7 @@ def of_engine_request(classified: Classified, provider_name: str | None) -> Attr
 
 
 def of_engine_usage(event: Settled) -> Attributes:
-    """What the engine says it used, where it said so."""
+    """The engine's own token counts, where it sent them."""
     attributes: Attributes = {}
     if event.input_tokens is not None:
         attributes[semconv.GEN_AI_USAGE_INPUT_TOKENS] = event.input_tokens
@@ -133,7 +133,7 @@ def of_engine_usage(event: Settled) -> Attributes:
 def engine_failure(event: Settled, *, from_status: int) -> tuple[str, str] | None:
     """`error.type` and the status description where the engine failed, or answered `from_status` and above.
 
-    A client that left is no failure.
+    A client's disconnect is no failure.
     """
     if event.outcome is Outcome.CLIENT_LEFT:
         return None

@@ -1,6 +1,6 @@
 """Trace context in and out: the client's headers to a parent, a span to the headers that go on to the engine.
 
-`OTEL_PROPAGATORS` is respected: what the process has configured reads and writes them.
+`OTEL_PROPAGATORS` is respected: the propagators that the process has configured read and write them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from sidecar.events import Headers
+from sidecar.telemetry.request_record import TraceIds
 
 
 class _HeaderGetter(Getter[Headers]):
@@ -62,19 +63,19 @@ def parent_of(headers: Headers) -> tuple[Context, SpanKind]:
     return propagate.extract(headers, Context(), _GETTER), SpanKind.SERVER
 
 
-def client_trace(headers: Headers) -> tuple[int, int] | None:
-    """The ids of the trace and the span that a client's W3C `traceparent` names, for a process without tracing."""
+def client_trace(headers: Headers) -> TraceIds | None:
+    """The ids in a client's W3C `traceparent`: by these a request is found where the process makes no spans."""
     for name, value in headers:
         if name == _TRACEPARENT and (found := _traceparent(value)):
             trace_id, span_id = int(found[1], 16), int(found[2], 16)
-            return (trace_id, span_id) if trace_id and span_id else None
+            return TraceIds(trace_id, span_id, is_sampled=False) if trace_id and span_id else None
     return None
 
 
 def injected(context: SpanContext, client_headers: Headers) -> Headers:
     """The headers that carry a span's context on, in place of the client's own.
 
-    Nothing but the span goes on, so that baggage is not written anew: the client's own passes as it came.
+    Nothing but the span goes on, so that baggage is not written again: the client's own passes unchanged.
     """
     propagator = propagate.get_global_textmap()
     if _is_trace_context_alone(propagator):
@@ -92,7 +93,7 @@ def injected(context: SpanContext, client_headers: Headers) -> Headers:
 
 
 def _trace_context(context: SpanContext) -> list[tuple[bytes, bytes]]:
-    """What W3C's propagator writes, written at a seventh of its cost: it is done for every request."""
+    """The headers of W3C's propagator at a seventh of its cost: they are written for every request."""
     traceparent = b"00-%032x-%016x-%02x" % (context.trace_id, context.span_id, context.trace_flags)
     if not context.trace_state:
         return [(_TRACEPARENT, traceparent)]

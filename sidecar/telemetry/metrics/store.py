@@ -1,4 +1,4 @@
-"""Whether the stores of shared pools are there, as metrics. Made through the OpenTelemetry API alone.
+"""Metrics of shared pools' stores: whether they are available, their changes, and their round trips.
 
 OpenTelemetry knows an instrument by its name, and the SDK drops the callback of a second one. So a process has one
 gauge for each provider, which looks at every pool that lives.
@@ -13,7 +13,7 @@ from weakref import ref
 from opentelemetry import metrics
 
 from sidecar.events import StoreChanged, StoreState
-from sidecar.telemetry.metrics.histograms import STORE_ROUND_TRIP, Labeled, Seconds
+from sidecar.telemetry.metrics.histograms import STORE_ROUND_TRIP, DurationHistogram, LabeledHistogram
 from sidecar.telemetry.semconv import POOL, STORE_AVAILABLE, STORE_CHANGES, STORE_STATE
 from sidecar.version import __version__
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class StoreMetrics:
-    """Whether one pool's store decides now, which it does not before the first contact, every change, every call.
+    """One pool's store: whether it decides now (not before the first contact), every change, every call.
 
     `meter_provider` None means the global one; an SDK that is installed later is found. A pool that is gone is not
     reported any more. Nothing here raises: the first failure is logged, and the pool goes on.
@@ -31,7 +31,7 @@ class StoreMetrics:
         self.pool = pool
         self.is_available = False
         self._instruments: _Instruments | None = None
-        self._round_trip: Labeled | None = None
+        self._round_trip: LabeledHistogram | None = None
         self._reported = False
         try:
             self._instruments = _instruments_of(meter_provider)
@@ -73,7 +73,7 @@ class _Instruments:
         self.changes = meter.create_counter(
             STORE_CHANGES, description="How often the store was reached, lost or back, by the state that followed."
         )
-        self.round_trip = Seconds(STORE_ROUND_TRIP, meter_provider)
+        self.round_trip = DurationHistogram(STORE_ROUND_TRIP, meter_provider)
         meter.create_observable_gauge(
             STORE_AVAILABLE, [self._observe], description="1 while the shared pool's store decides, else 0."
         )
@@ -83,7 +83,7 @@ class _Instruments:
         self._watched = (*(watched for watched in self._watched if watched() is not None), ref(store))
 
     def _observe(self, _: metrics.CallbackOptions) -> list[metrics.Observation]:
-        # Of two middlewares on one pool, each with its own way to the store, the one that is worse off is told.
+        # Of two middlewares on one pool, each with its own way to the store, the worse one is reported.
         available: dict[str, int] = {}
         for store in (watched() for watched in self._watched):
             if store is not None:

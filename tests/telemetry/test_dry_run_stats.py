@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from sidecar.events import Observed, Verdict
-from sidecar.telemetry.tallies import OTHERS, WAITS_FROM_US, Standing, Tallies, Tally, added_up
+from sidecar.telemetry.dry_run import OTHER_TENANTS, WAITS_FROM_US, DryRunCounts, DryRunReport, DryRunStats, added_up
 
 
 def observed(wait_us: int = 0, verdict: Verdict = Verdict.ADMITTED, code: str | None = None, **more: Any) -> Observed:
@@ -18,8 +18,8 @@ def observed(wait_us: int = 0, verdict: Verdict = Verdict.ADMITTED, code: str | 
     return Observed(verdict=verdict, code=code, queue_wait_us=wait_us, **{**plain, **more})
 
 
-def tally_of(waits_us: list[int]) -> Tally:
-    tally = Tally()
+def tally_of(waits_us: list[int]) -> DryRunCounts:
+    tally = DryRunCounts()
     for wait_us in waits_us:
         tally.note(observed(wait_us))
     return tally
@@ -35,7 +35,7 @@ def test_a_quantile_is_right_to_5_percent(share: float, none_of: int) -> None:
 
 
 def test_nobody_waited() -> None:
-    assert Tally().wait_us(0.99) == 0
+    assert DryRunCounts().wait_us(0.99) == 0
     assert tally_of([0, 0]).wait_us(1.0) == 0
 
 
@@ -49,7 +49,7 @@ def test_what_a_store_takes_to_answer_is_no_wait() -> None:
 
 
 def test_every_request_is_counted_once_by_what_became_of_it() -> None:
-    tally = Tally()
+    tally = DryRunCounts()
     tally.note(observed())
     tally.note(observed(9_000_000, Verdict.REFUSED, "queue_timeout", starvation_us=40_000, served_ahead={"high": 7}))
     tally.note(observed(0, Verdict.REFUSED, "queue_full"))
@@ -70,7 +70,7 @@ def test_tallies_of_replicas_add_up_to_the_tally_of_all() -> None:
         )
         for _ in range(300)
     ]
-    parts, whole = [Tally(), Tally(), Tally()], Tally()
+    parts, whole = [DryRunCounts(), DryRunCounts(), DryRunCounts()], DryRunCounts()
     for number, one in enumerate(told):
         parts[number % 3].note(one)
         whole.note(one)
@@ -79,9 +79,9 @@ def test_tallies_of_replicas_add_up_to_the_tally_of_all() -> None:
 
 
 def test_tallies_share_nothing() -> None:
-    first, second = Tally(), Tally()
+    first, second = DryRunCounts(), DryRunCounts()
     first.note(observed(20_000, Verdict.REFUSED, "queue_full", served_ahead={"high": 1}))
-    assert second == Tally()
+    assert second == DryRunCounts()
 
 
 class Process:
@@ -89,9 +89,9 @@ class Process:
 
     def __init__(self) -> None:
         self.generation, self.now_s = "g1", 100.0
-        self.tallies = Tallies(lambda: self.generation, lambda: self.now_s)
+        self.tallies = DryRunStats(lambda: self.generation, lambda: self.now_s)
 
-    def read(self, most_tenants: int = 20) -> Standing:
+    def read(self, most_tenants: int = 20) -> DryRunReport:
         standing = self.tallies.read(most_tenants)
         assert standing is not None
         return standing
@@ -129,7 +129,7 @@ def test_of_many_tenants_the_largest_are_named_and_nothing_is_lost() -> None:
         for _ in range(number + 1):
             process.tallies.note(observed(tenant=f"t{number}"))
     standing = process.read(5)
-    assert list(standing.by_tenant) == ["t29", "t28", "t27", "t26", "t25", OTHERS]
+    assert list(standing.by_tenant) == ["t29", "t28", "t27", "t26", "t25", OTHER_TENANTS]
     assert sum(tally.requests for tally in standing.by_tenant.values()) == 30 * 31 // 2
     assert len(process.read(30).by_tenant) == 30
 
@@ -137,5 +137,5 @@ def test_of_many_tenants_the_largest_are_named_and_nothing_is_lost() -> None:
 def test_what_travels_to_other_replicas_is_the_same_there() -> None:
     process = Process()
     process.tallies.note(observed(123_456, served_ahead={"high": 3}))
-    travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(process.read()), type=Standing)
+    travelled = msgspec.msgpack.decode(msgspec.msgpack.encode(process.read()), type=DryRunReport)
     assert travelled == process.read()

@@ -1,21 +1,23 @@
-"""Spans made without the SDK's spans: its processors are handed the records that they would be handed anyway.
+"""Spans without the SDK's span objects: its processors get the same records that they would get anyway.
 
-Only where that makes no difference: the processors do nothing when a span begins, the sampler lets a child follow its
+Only where the result is the same: the processors do nothing when a span begins, the sampler lets a child follow its
 parent and writes nothing of its own, ids are random, the limits are beyond what we write, and the SDK does not count
-its own spans. Some of what is looked at has no public name: a test compares the two ways span by span.
+its own spans. Some of what is checked has no public name: a test compares the two ways span by span.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, Tracer
 
+from sidecar.telemetry import sdk_bypass
 from sidecar.telemetry.spans.attributes import Attributes
-from sidecar.telemetry.spans.recording import Moment, OpenSpan, Starter, ThroughApi
+from sidecar.telemetry.spans.open_span import Moment, OpenSpan
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanLimits, SpanProcessor
@@ -30,16 +32,16 @@ _RANDOM = 0x02
 _UNSET = Status(StatusCode.UNSET)
 
 
-def starter_of(tracer: Tracer) -> Starter:
-    """The shortcut where it makes no difference, else the API."""
+def bypass_of(tracer: Tracer) -> SpanBypass | None:
+    """The bypass where it makes no difference, else None."""
+    if not sdk_bypass.is_enabled():
+        return None
     from opentelemetry.sdk.trace import Tracer as SdkTracer
 
-    if type(tracer) is SdkTracer and _is_as_it_comes(tracer):
-        return Shortcut(tracer)
-    return ThroughApi(tracer)
+    return SpanBypass(tracer) if type(tracer) is SdkTracer and _is_unmodified(tracer) else None
 
 
-class Shortcut:
+class SpanBypass:
     """Begins spans that become a record when they end. Holds for as long as `is_current`."""
 
     def __init__(self, tracer: SdkTracer) -> None:
@@ -61,8 +63,10 @@ class Shortcut:
         tracer = self._tracer
         return tracer.sampler is self._sampler and _processors(tracer) is self.processors and _is_enabled(tracer)
 
-    def start(self, name: str, parent: Context, kind: SpanKind, start_ns: int, attributes: Attributes) -> OpenSpan:
-        """See `Starter.start`. Decides as the SDK's `start_span` does, in its order."""
+    def start(
+        self, name: str, parent: Context, kind: SpanKind, start_ns: int, attributes: Attributes
+    ) -> tuple[SpanContext, OpenSpan | None]:
+        """The context of a span, and the span where it is sampled. Decides as the SDK's `start_span`, in its order."""
         above: SpanContext | None = trace.get_current_span(parent).get_span_context()
         if above is None or not above.is_valid:
             above, trace_id, random = None, self._new_trace_id(), self._random
@@ -72,71 +76,54 @@ class Shortcut:
         is_sampled = sampled.decision is self._record_and_sample
         flags = TraceFlags((TraceFlags.SAMPLED if is_sampled else TraceFlags.DEFAULT) | random)
         context = SpanContext(trace_id, self.new_span_id(), False, flags, sampled.trace_state)
-        return _Direct(
-            self, name, context=context, above=above, kind=kind, start_ns=start_ns, attributes=attributes, links=()
-        )
+        if not is_sampled:
+            return context, None
+        return context, DirectSpan(self, name, context, above, kind, start_ns, attributes, ())
 
 
-class _Direct:
-    """A span that becomes a record when it ends."""
+@dataclass(slots=True, eq=False)
+class DirectSpan:
+    """A span that becomes a record when it ends. `above` is its parent's context."""
 
-    __slots__ = ("_above", "_attributes", "_kind", "_links", "_name", "_shortcut", "_start_ns", "context")
-
-    def __init__(
-        self,
-        shortcut: Shortcut,
-        name: str,
-        *,
-        context: SpanContext,
-        above: SpanContext | None,
-        kind: SpanKind,
-        start_ns: int,
-        attributes: Attributes | None,
-        links: Sequence[Link],
-    ) -> None:
-        self._shortcut = shortcut
-        self._name = name
-        self.context = context
-        self._above = above
-        self._kind = kind
-        self._start_ns = start_ns
-        self._attributes = attributes
-        self._links = links
-
-    @property
-    def is_recording(self) -> bool:
-        return self.context.trace_flags.sampled
+    bypass: SpanBypass
+    name: str
+    context: SpanContext
+    above: SpanContext | None
+    kind: SpanKind
+    start_ns: int
+    attributes: Attributes | None
+    links: Sequence[Link]
 
     def child(
         self, name: str, kind: SpanKind, start_ns: int, attributes: Attributes | None, links: Sequence[Link] = ()
     ) -> OpenSpan:
-        shortcut, own = self._shortcut, self.context
-        context = SpanContext(own.trace_id, shortcut.new_span_id(), False, own.trace_flags, own.trace_state)
-        return _Direct(
-            shortcut, name, context=context, above=own, kind=kind, start_ns=start_ns, attributes=attributes, links=links
-        )
+        """See `OpenSpan.child`."""
+        own = self.context
+        context = SpanContext(own.trace_id, self.bypass.new_span_id(), False, own.trace_flags, own.trace_state)
+        return DirectSpan(self.bypass, name, context, own, kind, start_ns, attributes, links)
 
     def end(self, at_ns: int, attributes: Attributes, events: Sequence[Moment] = (), error: str | None = None) -> None:
-        shortcut = self._shortcut
-        record = shortcut.record(
-            name=self._name,
+        """See `OpenSpan.end`."""
+        bypass = self.bypass
+        record = bypass.record(
+            name=self.name,
             context=self.context,
-            parent=self._above,
-            resource=shortcut.resource,
-            attributes={**self._attributes, **attributes} if self._attributes else attributes,
-            events=[shortcut.event(name, {}, moment_ns) for name, moment_ns in events],
-            links=self._links,
-            kind=self._kind,
+            parent=self.above,
+            resource=bypass.resource,
+            attributes={**self.attributes, **attributes} if self.attributes else attributes,
+            events=[bypass.event(name, {}, moment_ns) for name, moment_ns in events],
+            links=self.links,
+            kind=self.kind,
             status=_UNSET if error is None else Status(StatusCode.ERROR, error),
-            start_time=self._start_ns,
+            start_time=self.start_ns,
             end_time=at_ns,
-            instrumentation_scope=shortcut.scope,
+            instrumentation_scope=bypass.scope,
         )
-        for processor in shortcut.processors:
+        for processor in bypass.processors:
             processor.on_end(record)
 
 
-def _is_as_it_comes(tracer: SdkTracer) -> bool:
+def _is_unmodified(tracer: SdkTracer) -> bool:
     from opentelemetry.sdk.trace import SynchronousMultiSpanProcessor
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
     from opentelemetry.sdk.trace.id_generator import RandomIdGenerator

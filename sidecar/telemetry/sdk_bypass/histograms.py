@@ -1,15 +1,13 @@
-"""Durations, added up by ourselves where the metrics' provider is ours. Needs no SDK, and is read in any thread.
+"""Durations that are added up by us where the metrics' provider is ours. Imports no SDK, and is read in any thread.
 
-Why: OpenTelemetry's SDK (1.45) has no instrument that is bound to its labels. For every measurement it cleans, copies
-and hashes them again. Measured in one run on one core, CPython 3.11: 9.4 us a duration by the SDK, 0.5 us here; of a
-request whose trace is kept 14 us and 1.9 us; each with the processor's caches swept before, 66 to 250 us and 20 to 30.
-What is added up here is given to each reader as the SDK's own records (see `summed_readers`): an exporter cannot tell
-who counted.
+OpenTelemetry's SDK (1.45) has no instrument that is bound to its labels: for every measurement it cleans, copies and
+hashes them again. Measured in one run on one core, CPython 3.11: 9.4 us a duration by the SDK, 0.5 us here; with an
+exemplar 14 us and 1.9 us; each with the processor's caches swept before, 66 to 250 us and 20 to 30. Each reader gets
+the sums as the SDK's own records (see `readers`): an exporter cannot tell which of the two counted.
 
-Every series has a lock, for the length of five additions or of one copy. Two doors in two event loops may be on one
+Every series has a lock, for the length of five additions or of one copy. Two middlewares in two event loops may share a
 pool, so that a series may have two writers; `+=` is no single step of two threads even under the interpreter's lock,
-and a reader may come between the copy of the counts and that of their sum. A free lock is in the figures above. Whoever
-waits for one waits for that copy.
+and a reader may come between the copy of the counts and that of their sum. A free lock is in the figures above.
 """
 
 from __future__ import annotations
@@ -22,25 +20,33 @@ from threading import Lock
 from typing import NamedTuple
 
 from opentelemetry import metrics
-from opentelemetry.context import Context
 
-from sidecar.telemetry.metrics.exemplars import Kept, kept_of
+from sidecar.telemetry.request_record import RequestRecord, TraceIds
+
+
+class DurationExemplar(NamedTuple):
+    """A duration of a request whose trace is recorded, and where to look that up. `at_ns` is Unix time."""
+
+    seconds: float
+    at_ns: int
+    trace: TraceIds
+    request_id: str
 
 
 class Total(NamedTuple):
-    """A series at one moment. `kept` has the last exemplar of each bucket, or None."""
+    """A series at one moment. `exemplars` has the last exemplar of each bucket, or None."""
 
     counts: tuple[int, ...]
     sum_s: float
     min_s: float
     max_s: float
-    kept: tuple[Kept | None, ...]
+    exemplars: tuple[DurationExemplar | None, ...]
 
 
 class Series:
     """One histogram under one set of labels. `bounds` are the upper ends of its buckets, in seconds."""
 
-    __slots__ = ("_counts", "_kept", "_lock", "_max_s", "_min_s", "_sum_s", "bounds", "labels", "since_ns")
+    __slots__ = ("_counts", "_exemplars", "_lock", "_max_s", "_min_s", "_sum_s", "bounds", "labels", "since_ns")
 
     def __init__(self, bounds: Sequence[float], labels: Mapping[str, str]) -> None:
         self.bounds = tuple(bounds)
@@ -51,12 +57,14 @@ class Series:
         self._sum_s = 0.0
         self._min_s = math.inf
         self._max_s = -math.inf
-        self._kept: list[Kept | None] = [None] * len(self._counts)
+        self._exemplars: list[DurationExemplar | None] = [None] * len(self._counts)
 
-    def add(self, seconds: float, context: Context | None) -> None:
-        """Counts one duration; it is finite and not negative. A kept trace in `context` makes it an exemplar."""
+    def add(self, seconds: float, sampled: RequestRecord | None) -> None:
+        """Counts one duration; it is finite and not negative. A request whose trace is recorded is its exemplar."""
         place = bisect_left(self.bounds, seconds)
-        kept = None if context is None else kept_of(seconds, context)
+        exemplar = None
+        if sampled is not None and sampled.trace is not None:
+            exemplar = DurationExemplar(seconds, time.time_ns(), sampled.trace, sampled.request_id)
         with self._lock:
             self._counts[place] += 1
             self._sum_s += seconds
@@ -64,24 +72,24 @@ class Series:
                 self._min_s = seconds
             if seconds > self._max_s:  # noqa: PLR1730
                 self._max_s = seconds
-            if kept is not None:
-                self._kept[place] = kept
+            if exemplar is not None:
+                self._exemplars[place] = exemplar
 
     def total(self) -> Total:
-        """What it added up to, all of one moment."""
+        """The sums, all of one moment."""
         with self._lock:
-            return Total(tuple(self._counts), self._sum_s, self._min_s, self._max_s, tuple(self._kept))
+            return Total(tuple(self._counts), self._sum_s, self._min_s, self._max_s, tuple(self._exemplars))
 
 
 class Sums:
-    """Every series of one provider, by the name of its metric. They stay: what was counted is never taken back."""
+    """Every series of one provider, by the name of its metric. They stay: a count is never taken back."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._series: dict[str, dict[frozenset[tuple[str, str]], Series]] = {}
 
     def series(self, name: str, bounds: Sequence[float], labels: Mapping[str, str]) -> Series:
-        """The one of these labels: whoever has equal ones adds to the same."""
+        """The one of these labels: equal labels share one series."""
         key = frozenset(labels.items())
         with self._lock:
             of_metric = self._series.setdefault(name, {})
@@ -99,7 +107,7 @@ _SUMS: dict[metrics.MeterProvider, Sums] = {}
 
 
 def add_up_for(provider: metrics.MeterProvider) -> Sums:
-    """Have durations added up here from now on, for a provider of ours whose readers are told of it."""
+    """Adds durations up here from now on, for a provider of ours whose readers read the sums."""
     return _SUMS.setdefault(provider, Sums())
 
 

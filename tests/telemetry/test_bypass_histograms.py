@@ -15,21 +15,28 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import Histogram
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
-from span_stories import admitted, classified, first_byte, received, refused
+from span_stories import admitted, begin, classified, first_byte, received, refused
 from test_setup import run
 
 from sidecar.events import Observed, Verdict
-from sidecar.telemetry.metrics import ObservedMetrics, RequestMetrics
-from sidecar.telemetry.metrics.histograms import HAS_CONTEXT, QUEUE_WAIT, TIMINGS, WAITS, Labeled, Seconds
+from sidecar.telemetry.dry_run import DryRunMetrics
+from sidecar.telemetry.metrics import RequestMetrics
+from sidecar.telemetry.metrics.histograms import (
+    DURATIONS,
+    HAS_CONTEXT,
+    QUEUE_WAIT,
+    WAITS,
+    DurationHistogram,
+    LabeledHistogram,
+)
 from sidecar.telemetry.metrics.prometheus import PrometheusReader
-from sidecar.telemetry.metrics.summed import sums_of
+from sidecar.telemetry.metrics.store import StoreMetrics
 from sidecar.telemetry.metrics.views import HAS_EXEMPLARS, views
+from sidecar.telemetry.request_record import RequestRecord, TraceIds
+from sidecar.telemetry.sdk_bypass.histograms import sums_of
 from sidecar.telemetry.semconv import ADMISSION_REQUEST_ID
-from sidecar.telemetry.signals import meter_provider_for
-from sidecar.telemetry.store import StoreMetrics
-from sidecar.telemetry.telemetry import Trace
+from sidecar.telemetry.setup import meter_provider_for
 from tests.support.otlp import otlp_over_http
 
 pytestmark = pytest.mark.skipif(not (HAS_CONTEXT and HAS_EXEMPLARS), reason="this OpenTelemetry has no exemplars yet")
@@ -87,13 +94,13 @@ class Counting:
         self.provider = provider
         self.requests = RequestMetrics("default", meter_provider=provider)
         self.another_door = RequestMetrics("default", meter_provider=provider)
-        self.observed = ObservedMetrics(self.requests)
+        self.observed = DryRunMetrics(self.requests)
         self.store = StoreMetrics("default", provider)
 
     def play(self, number, request):
         about = msgspec.structs.replace(received(), request_id=request.id)
         door = self.another_door if number % 3 == 0 else self.requests
-        tell = door.begin(about, Trace(number + 1, number + 2, request.is_kept))
+        tell = begin(door, about, TraceIds(number + 1, number + 2, request.is_kept))
         tell(msgspec.structs.replace(classified(), tier=request.tier))
         waited = {"queue_wait_us": request.wait_us, "starvation_us": request.starvation_us}
         if request.code:
@@ -219,7 +226,7 @@ def test_a_collector_cannot_tell_who_counted(seed):
     ours, theirs = exporting(by_us, requests), exporting(by_the_sdk, requests)
 
     assert len(ours) == len(theirs) == 5
-    assert {name for name, *_ in ours[-1]} == {timing.name for timing in TIMINGS}
+    assert {name for name, *_ in ours[-1]} == {duration.name for duration in DURATIONS}
     for mine, others in zip(ours, theirs, strict=True):
         assert {key: content(*of) for key, of in mine.items()} == {key: content(*of) for key, of in others.items()}
     assert any(point.exemplars for export in ours for _, point in export.values())
@@ -263,12 +270,13 @@ def test_a_reader_that_reads_while_two_threads_write_never_sees_half_a_measureme
     switches_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
 
-    def write(labeled: Labeled) -> None:
+    def write(labeled: LabeledHistogram) -> None:
         for _ in range(writes):
             labeled.record(seconds)
 
     writers = [
-        threading.Thread(target=write, args=[Seconds(QUEUE_WAIT, provider).labeled(dict(LABELS))]) for _ in range(2)
+        threading.Thread(target=write, args=[DurationHistogram(QUEUE_WAIT, provider).labeled(dict(LABELS))])
+        for _ in range(2)
     ]
     try:
         for writer in writers:
@@ -287,7 +295,7 @@ def test_a_reader_that_reads_while_two_threads_write_never_sees_half_a_measureme
             writer.join()
     ((series,), kept) = sums.of(QUEUE_WAIT.name), (None,) * (len(WAITS) + 1)
     total = series.total()
-    assert (sum(total.counts), total.sum_s, total.kept) == (2 * writes, 2 * writes * seconds, kept)
+    assert (sum(total.counts), total.sum_s, total.exemplars) == (2 * writes, 2 * writes * seconds, kept)
 
 
 def test_what_reaches_the_sdk_while_a_provider_of_ours_is_installed_is_not_told_beside_our_sum():
@@ -306,19 +314,19 @@ def test_what_reaches_the_sdk_while_a_provider_of_ours_is_installed_is_not_told_
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_only_a_trace_that_is_kept_makes_an_exemplar(is_kept):
     provider = meter_provider_for([PrometheusReader()], Resource.get_empty())
-    span = NonRecordingSpan(SpanContext(7, 8, is_remote=False, trace_flags=TraceFlags(int(is_kept))))
+    request = RequestRecord.of(received(), TraceIds(7, 8, is_kept))
 
-    Seconds(QUEUE_WAIT, provider).labeled(LABELS).record(0, set_span_in_context(span))
+    DurationHistogram(QUEUE_WAIT, provider).labeled(LABELS).record(0, request)
 
     (series,) = sums_of(provider).of(QUEUE_WAIT.name)
-    assert [kept.trace_id for kept in series.total().kept if kept is not None] == [7] * is_kept
+    assert [kept.trace.trace_id for kept in series.total().exemplars if kept is not None] == [7] * is_kept
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
 def test_what_is_no_duration_is_left_to_the_sdk_which_says_so(caplog, seconds):
     provider = meter_provider_for([PrometheusReader()], Resource.get_empty())
 
-    Seconds(QUEUE_WAIT, provider).labeled(LABELS).record(seconds)
+    DurationHistogram(QUEUE_WAIT, provider).labeled(LABELS).record(seconds)
 
     assert [series.total().sum_s for series in sums_of(provider).of(QUEUE_WAIT.name)] == [0]
     assert "Record amount" in caplog.text
@@ -368,20 +376,20 @@ def test_the_exporters_that_can_be_asked_for_take_our_sums(exporter):
 
 
 MADE_BEFORE = """
-from span_stories import admitted, classified, received
+from span_stories import begin, admitted, classified, received
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from sidecar.telemetry import configure_from_environment
 from sidecar.telemetry.metrics import RequestMetrics
-from sidecar.telemetry.metrics.summed import sums_of
+from sidecar.telemetry.sdk_bypass.histograms import sums_of
 from sidecar.telemetry.metrics.prometheus import PrometheusReader
 from sidecar.telemetry.metrics.views import views
-from sidecar.telemetry.scrape import Scrape
+from sidecar.telemetry.metrics.endpoint import MetricsEndpoint
 
-made_before, scrape, reader = RequestMetrics("default"), Scrape(), PrometheusReader()
+made_before, scrape, reader = RequestMetrics("default"), MetricsEndpoint(), PrometheusReader()
 
 def one_request():
-    tell = made_before.begin(received(), None)
+    tell = begin(made_before, received(), None)
     tell(classified())
     tell(admitted())
 
@@ -393,7 +401,7 @@ configure_from_environment(scrape=scrape)
 THE_HOSTS = """
 metrics.set_meter_provider(MeterProvider([reader], shutdown_on_exit=False, views=views()))
 configure_from_environment(scrape=scrape)
-scrape.opened(reader)
+scrape.open(reader)
 """
 THEN = """
 one_request()
@@ -406,3 +414,17 @@ print("added up" if sums_of(None) is not None else "left to the SDK", line.split
 @pytest.mark.parametrize(("install", "who"), [(OURS, "added up"), (THE_HOSTS, "left to the SDK")])
 def test_an_instrument_that_was_made_before_the_provider_counts_each_duration_once(install, who):
     assert run(MADE_BEFORE, install, THEN).stdout.splitlines() == [f"{who} 2.0"]
+
+
+def test_a_variable_has_the_sdk_count(monkeypatch):
+    monkeypatch.setenv("SIDECAR_SDK_BYPASS", "off")
+    reader = PrometheusReader()
+    provider = meter_provider_for([reader], Resource.get_empty())
+    assert sums_of(provider) is None
+
+    Counting(provider).play(1, Request("batch", "", 1_900_000, 0, 5, "a", True, False))
+
+    (count,) = [
+        value for (name, *_), (value, _) in scraped(reader).items() if name == "admission_queue_wait_seconds_count"
+    ]
+    assert count == 1

@@ -1,4 +1,4 @@
-"""Gives the readers of a provider of ours what is added up in `summed`, as the SDK's own records. Imports the SDK."""
+"""Readers of a provider of ours, which get the sums of `histograms` as the SDK's own records. Imports the SDK."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from opentelemetry.sdk.environment_variables import OTEL_METRICS_EXEMPLAR_FILTER
 from opentelemetry.sdk.metrics import export, view
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from sidecar.telemetry.metrics.exemplars import Kept
-from sidecar.telemetry.metrics.histograms import HAS_CONTEXT, TIMINGS, Timing
-from sidecar.telemetry.metrics.summed import Series, Sums
+from sidecar.telemetry import sdk_bypass
+from sidecar.telemetry.metrics.histograms import DURATIONS, HAS_CONTEXT, DurationMetric
 from sidecar.telemetry.metrics.views import HAS_EXEMPLARS
+from sidecar.telemetry.sdk_bypass.histograms import DurationExemplar, Series, Sums
 from sidecar.telemetry.semconv import ADMISSION_REQUEST_ID
 from sidecar.version import __version__
 
@@ -25,29 +25,42 @@ _BUCKETED: Final = (view.DefaultAggregation, view.ExplicitBucketHistogramAggrega
 _TRACE_BASED: Final = "trace_based"
 
 
-class Reading:
-    """What one reader is told of sums."""
+class SumsReader(export.MetricReader):
+    """A reader that gets sums as well, where there are any. All metrics that it receives go through `with_sums`.
 
-    def __init__(self, sums: Sums) -> None:
+    The SDK sends a reader nothing where it has collected nothing. That hides no sum: each duration of the middleware
+    comes with a counter, and the store's with a gauge.
+    """
+
+    _sums: Sums | None = None
+
+    def read(self, sums: Sums) -> None:
+        """Reads these too, from now on."""
         self._sums = sums
-        self._told: dict[Series, tuple[Kept | None, ...]] = {}
+        self._read_exemplars: dict[Series, tuple[DurationExemplar | None, ...]] = {}
 
-    def added_to(self, data: export.MetricsData) -> export.MetricsData:
-        """What the SDK collected, with the sums in the scope of our other metrics."""
-        found = [metric for timing in TIMINGS if (metric := self._metric(timing)) is not None]
+    def with_sums(self, data: export.MetricsData) -> export.MetricsData:
+        """The SDK's metrics, with the sums in the scope of our other metrics."""
+        if self._sums is None:
+            return data
+        found = [metric for duration in DURATIONS if (metric := self._metric(self._sums, duration)) is not None]
         first, *others = data.resource_metrics  # a provider has one resource
         return export.MetricsData([replace(first, scope_metrics=_added(first.scope_metrics, found)), *others])
 
-    def _metric(self, timing: Timing) -> export.Metric | None:
+    def _metric(self, sums: Sums, duration: DurationMetric) -> export.Metric | None:
         now_ns = time.time_ns()
-        points = [self._point(series, now_ns) for series in self._sums.of(timing.name)]
+        points = [self._point(series, now_ns) for series in sums.of(duration.name)]
         if not points:
             return None
         data = export.Histogram(points, export.AggregationTemporality.CUMULATIVE)
-        return export.Metric(timing.name, timing.description, "s", data)
+        return export.Metric(duration.name, duration.description, "s", data)
 
     def _point(self, series: Series, now_ns: int) -> export.HistogramDataPoint:
         total = series.total()
+        # Each exemplar is read once, as from the SDK.
+        before = self._read_exemplars.get(series, (None,) * len(total.exemplars))
+        self._read_exemplars[series] = total.exemplars
+        pairs = zip(total.exemplars, before, strict=True)
         return export.HistogramDataPoint(
             attributes=series.labels,
             start_time_unix_nano=series.since_ns,
@@ -58,44 +71,20 @@ class Reading:
             explicit_bounds=series.bounds,
             min=total.min_s,
             max=total.max_s,
-            exemplars=self._exemplars(series, total.kept),
+            exemplars=[_exemplar(now) for now, then in pairs if now is not None and now is not then],
         )
-
-    def _exemplars(self, series: Series, kept: tuple[Kept | None, ...]) -> list[sdk.Exemplar]:
-        """Those that this reader has not been told of: each is told once, as the SDK does it."""
-        before = self._told.get(series, (None,) * len(kept))
-        self._told[series] = kept
-        return [_exemplar(now) for now, then in zip(kept, before, strict=True) if now is not None and now is not then]
-
-
-class SumsReader(export.MetricReader):
-    """A reader that is told of sums, too, where there are any. Whatever it received goes through `with_sums`.
-
-    The SDK tells a reader nothing where it has collected nothing. That hides no sum: each of the door's durations comes
-    with a counter, and the store's with a gauge.
-    """
-
-    _reading: Reading | None = None
-
-    def read(self, sums: Sums) -> None:
-        """Tell these too, from now on."""
-        self._reading = Reading(sums)
-
-    def with_sums(self, data: export.MetricsData) -> export.MetricsData:
-        """What the SDK collected, and what is added up beside it."""
-        return data if self._reading is None else self._reading.added_to(data)
 
 
 class SummedExport(SumsReader, export.PeriodicExportingMetricReader):
-    """Sends to an exporter every so often, as the SDK's own does, with the sums."""
+    """The SDK's reader for an exporter, with the sums."""
 
     def _receive_metrics(self, metrics_data: export.MetricsData, *args: Any, **kwargs: Any) -> None:
         super()._receive_metrics(self.with_sums(metrics_data), *args, **kwargs)
 
 
 def takes_sums(out: export.MetricExporter | SumsReader) -> bool:
-    """Whether it wants what we add up: from the beginning on, in our buckets, with the exemplars of kept traces."""
-    if not (HAS_CONTEXT and HAS_EXEMPLARS):  # else it has no exemplars
+    """Whether it wants what we add up: from the beginning on, in our buckets, with the exemplars of recorded traces."""
+    if not (sdk_bypass.is_enabled() and HAS_CONTEXT and HAS_EXEMPLARS):  # else it has no exemplars
         return False
     if os.environ.get(OTEL_METRICS_EXEMPLAR_FILTER, _TRACE_BASED) != _TRACE_BASED:
         return False
@@ -103,7 +92,7 @@ def takes_sums(out: export.MetricExporter | SumsReader) -> bool:
 
 
 def _is_cumulative(exporter: export.MetricExporter) -> bool:
-    # What an exporter prefers has no public name; of one that does not have this either we know nothing.
+    # The preferences of an exporter have no public name. Where the name is missing they are unknown: no sums then.
     preferred = getattr(exporter, "_preferred_temporality", {sdk.Histogram: None}) or {}
     cumulative = export.AggregationTemporality.CUMULATIVE
     return preferred.get(sdk.Histogram, cumulative) is cumulative
@@ -120,6 +109,6 @@ def _added(scopes: Sequence[export.ScopeMetrics], found: list[export.Metric]) ->
     return [replace(each, metrics=[*each.metrics, *found]) if each.scope.name == SCOPE else each for each in scopes]
 
 
-def _exemplar(kept: Kept) -> sdk.Exemplar:
-    attributes = {} if kept.request_id is None else {ADMISSION_REQUEST_ID: kept.request_id}
-    return sdk.Exemplar(attributes, kept.seconds, kept.at_ns, kept.span_id, kept.trace_id)
+def _exemplar(kept: DurationExemplar) -> sdk.Exemplar:
+    attributes = {ADMISSION_REQUEST_ID: kept.request_id}
+    return sdk.Exemplar(attributes, kept.seconds, kept.at_ns, kept.trace.span_id, kept.trace.trace_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import get_args
 
 import pytest
 from opentelemetry import metrics
@@ -10,11 +11,11 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.trace import NoOpTracerProvider
 from span_stories import TRACE_ID, TRACEPARENT, Tracing, admitted, classified, queued, received, refused, settled
 
-from sidecar.events import Event, Outcome, Received
-from sidecar.telemetry import SpanObserver, Telemetry
+from sidecar.events import Event, Outcome
+from sidecar.telemetry.dispatch import EventDispatcher, Listener
 from sidecar.telemetry.logs.request_log import REQUESTS, RequestLog
-from sidecar.telemetry.quiet import Quiet
-from sidecar.telemetry.telemetry import Trace
+from sidecar.telemetry.request_record import RequestRecord
+from sidecar.telemetry.spans.tracer import RequestTracer
 
 HEALTHY = [classified(), admitted(), settled(1000)]
 
@@ -22,18 +23,18 @@ HEALTHY = [classified(), admitted(), settled(1000)]
 class Ear:
     def __init__(self) -> None:
         self.heard: list[Event] = []
+        self.handlers = dict.fromkeys(get_args(Event), self.hear)
 
-    def begin(self, _: Received, trace: Trace | None) -> object:
-        return self.heard.append
+    def hear(self, _: RequestRecord, event: Event) -> None:
+        self.heard.append(event)
 
 
-def quiet(spans: SpanObserver | None = None, *listeners: object) -> Quiet:
+def quiet(spans: RequestTracer | None = None, *listeners: Listener) -> EventDispatcher:
     log = RequestLog()
-    telemetry = Telemetry(spans or SpanObserver(NoOpTracerProvider()), [*listeners, log])
-    return Quiet(telemetry, log)
+    return EventDispatcher(spans or RequestTracer(NoOpTracerProvider()), [*listeners, log], failure_log=log)
 
 
-def play(observer: Quiet, *events: Event) -> None:
+def play(observer: EventDispatcher, *events: Event) -> None:
     observation = observer.received(received([TRACEPARENT]))
     assert observation is not None
     for event in events:
@@ -78,7 +79,7 @@ def test_at_debug_every_request_is_a_line(caplog: pytest.LogCaptureFixture) -> N
 
 def test_with_tracing_everybody_hears(caplog: pytest.LogCaptureFixture) -> None:
     tracing, ear = Tracing(), Ear()
-    play(quiet(tracing.observer, ear), *HEALTHY)
+    play(quiet(tracing.tracer, ear), *HEALTHY)
     assert ear.heard == HEALTHY
     assert {span.name for span in tracing.exporter.get_finished_spans()} == {"admission", "engine"}
 

@@ -1,16 +1,17 @@
-"""Which tenants are named in metrics: the largest few; the rest is `other`.
+"""Tenants in metrics: the largest few are named, the others are `other`; and the holdings of each tenant.
 
 A metric with a label for every tenant would grow without bounds, so only so many have a series of their own. The first
 to come have one; when there are more, the largest by what they ask for have it, looked at every few minutes. Counts go
 to the tenant's own series while it is named, and to `other` while it is not, and stay there: every series only grows,
 a tenant that is named for the first time starts at 0, one that is named again goes on where it was, and all series
-together have counted everything once. A tenant that is named no longer is shown, standing still, until the next look:
-whoever reads the metrics in between has seen the last of it.
+together have counted everything once. The series of a tenant that is named no longer is shown, unchanged, until the
+next look: a reader in between has read its last value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 OTHER = "other"
 SHOWN = 20
@@ -22,7 +23,7 @@ TIMES_LARGER = 2
 """So much larger than a named tenant another must be to take its place: two that are alike do not change places."""
 
 
-class Counts:
+class TenantCounts:
     """One series of each tenant metric. Only grows."""
 
     __slots__ = ("admitted", "refused", "tokens_used")
@@ -31,19 +32,19 @@ class Counts:
         self.admitted = self.refused = self.tokens_used = 0
 
 
-class Tenant:
+class TenantSeries:
     """One tenant. `counts` is where its requests are to be counted at this moment."""
 
     __slots__ = ("counts", "name", "own", "recent_tokens")
 
-    def __init__(self, name: str, counts: Counts) -> None:
+    def __init__(self, name: str, counts: TenantCounts) -> None:
         self.name = name
         self.counts = counts
-        self.own = Counts()
+        self.own = TenantCounts()
         self.recent_tokens = 0
 
 
-class Tenants:
+class TenantLabels:
     """All tenants of one pool in this process, as many as its policy has; at most `shown` are named at a time.
 
     Counted in one thread; `series` and `name_of` may be called from any other.
@@ -51,15 +52,15 @@ class Tenants:
 
     def __init__(self, shown: int = SHOWN) -> None:
         self._shown = shown
-        self._tenants: dict[str, Tenant] = {}
-        self._other = Counts()
+        self._tenants: dict[str, TenantSeries] = {}
+        self._other = TenantCounts()
         # Replaced, never changed: an exporter's thread reads them.
         self._named: frozenset[str] = frozenset()
-        self._standing_still: frozenset[str] = frozenset()
+        self._unchanged: frozenset[str] = frozenset()
         self._look_at_us = 0
 
-    def asks(self, name: str, tokens: int, at_us: int) -> Tenant:
-        """A request of this tenant came, for so many tokens, at so many microseconds of a monotonic clock."""
+    def note_request(self, name: str, tokens: int, at_us: int) -> TenantSeries:
+        """Notes a request of this tenant, for so many tokens, at so many microseconds of a monotonic clock."""
         if at_us >= self._look_at_us:
             self._look(at_us)
         tenant = self._tenants.get(name)
@@ -68,51 +69,101 @@ class Tenants:
         tenant.recent_tokens += tokens
         return tenant
 
-    def series(self) -> Mapping[str, Counts]:
+    def counts(self, name: str) -> TenantCounts:
+        """Where the requests of a tenant are counted at this moment; the tenant had a request before."""
+        return self._tenants[name].counts
+
+    def series(self) -> Mapping[str, TenantCounts]:
         """Every series, by the tenant's name in metrics."""
-        shown = {name: self._tenants[name].own for name in sorted(self._named | self._standing_still)}
+        shown = {name: self._tenants[name].own for name in sorted(self._named | self._unchanged)}
         return shown if len(self._tenants) == len(self._named) else {**shown, OTHER: self._other}
 
     def name_of(self, tenant: str) -> str:
-        """What a tenant is called in metrics."""
+        """A tenant's name in metrics."""
         return tenant if tenant in self._named else OTHER
 
-    def _new(self, name: str) -> Tenant:
-        tenant = self._tenants[name] = Tenant(name, self._other)
+    def _new(self, name: str) -> TenantSeries:
+        tenant = self._tenants[name] = TenantSeries(name, self._other)
         if len(self._named) < self._shown and name != OTHER:
             self._name(tenant)
         return tenant
 
     def _look(self, at_us: int) -> None:
-        """Names those who have become larger than some that are named."""
+        """Names the tenants that have become larger than some that are named."""
         self._look_at_us = at_us + LOOK_EVERY_US
-        self._standing_still = frozenset()
+        self._unchanged = frozenset()
         named = sorted((self._tenants[name] for name in self._named), key=_size)
         others = [tenant for name, tenant in self._tenants.items() if name not in self._named and name != OTHER]
         for smallest, largest in zip(named, sorted(others, key=_size, reverse=True), strict=False):
             if largest.recent_tokens <= TIMES_LARGER * smallest.recent_tokens:
                 break
-            self._standing_still |= {smallest.name}
+            self._unchanged |= {smallest.name}
             self._named -= {smallest.name}
             smallest.counts = self._other
             self._name(largest)
         for tenant in self._tenants.values():
-            tenant.recent_tokens //= 2  # what was long ago counts less and less
+            tenant.recent_tokens //= 2  # older requests count less and less
 
-    def _name(self, tenant: Tenant) -> None:
+    def _name(self, tenant: TenantSeries) -> None:
         self._named |= {tenant.name}
         tenant.counts = tenant.own
 
 
-def _size(tenant: Tenant) -> int:
+def _size(tenant: TenantSeries) -> int:
     return tenant.recent_tokens
 
 
 def shown_tenants(environment: Mapping[str, str]) -> int:
-    """How many tenants the environment wants to be named in metrics. Raises ValueError for what is no such number."""
+    """How many tenants the environment wants to be named in metrics. Raises ValueError for any other text."""
     written = environment.get(SHOWN_VARIABLE, "").strip()
     if not written:
         return SHOWN
     if not written.isdecimal() or int(written) > MOST_SHOWN:
         raise ValueError(f"{SHOWN_VARIABLE}: {written!r} is no number of tenants; write one from 0 to {MOST_SHOWN}")
     return int(written)
+
+
+class TenantHolding(NamedTuple):
+    """One tenant's held tokens and leases, and its requests that wait."""
+
+    tokens_held: int = 0
+    leases: int = 0
+    waiting: int = 0
+
+
+class TenantHoldings:
+    """The holdings of one middleware's tenants; no larger than what is active. Changed in one thread, read in any."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, TenantHolding] = {}
+
+    def begin_wait(self, tenant: str) -> None:
+        """One more request of this tenant waits."""
+        self._add(tenant, 0, 0, 1)
+
+    def end_wait(self, tenant: str) -> None:
+        """A request of this tenant waits no longer."""
+        self._add(tenant, 0, 0, -1)
+
+    def begin_lease(self, tenant: str, tokens: int) -> None:
+        """One more lease, of so many tokens."""
+        self._add(tenant, tokens, 1, 0)
+
+    def end_lease(self, tenant: str, tokens: int) -> None:
+        """One lease less."""
+        self._add(tenant, -tokens, -1, 0)
+
+    def held(self) -> Mapping[str, TenantHolding]:
+        """Every tenant that holds or waits for something."""
+        return self._tenants.copy()
+
+    def _add(self, tenant: str, tokens: int, leases: int, waiting: int) -> None:
+        before = self._tenants.get(tenant, _NOTHING_HELD)
+        now = TenantHolding(before[0] + tokens, before[1] + leases, before[2] + waiting)
+        if now.leases or now.waiting:
+            self._tenants[tenant] = now
+        else:
+            self._tenants.pop(tenant, None)
+
+
+_NOTHING_HELD = TenantHolding()

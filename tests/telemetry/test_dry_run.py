@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from sidecar.events import Admitted, Classified, Observed, Verdict
+from sidecar.telemetry.dispatch import Fanout
+from sidecar.telemetry.dry_run import DryRunLog, DryRunMetrics
 from sidecar.telemetry.logs.flood import LINES_PER_S
 from sidecar.telemetry.logs.request_log import RequestLog
-from sidecar.telemetry.metrics import ObservedMetrics
-from sidecar.telemetry.observed import ObservedLog, ToldOfObserved
 from tests.telemetry.measuring import Measuring
-from tests.telemetry.span_stories import Tracing, received, settled
+from tests.telemetry.span_stories import Tracing, begin, received, settled
 
 CLASSIFIED = Classified(1, "batch", "acme", "key", None, "chat", "m", 5, False, 10, 1)
 
@@ -30,8 +30,8 @@ NO_KEY = observed(Verdict.REFUSED, "invalid_api_key", tier=None, tenant=None)
 def test_metrics_of_what_would_have_been_have_names_of_their_own() -> None:
     measuring = Measuring()
     requests = measuring.requests()
-    told = ObservedMetrics(requests)
-    tell = requests.begin(received(), None)
+    told = DryRunMetrics(requests)
+    tell = begin(requests, received(), None)
     for event in (CLASSIFIED, Admitted(2, 0, 0, None, {}, 1, None), WAITED):
         tell(event)
     for one in (observed(Verdict.ADMITTED), WAITED, TIMED_OUT, TIMED_OUT, NO_KEY):
@@ -54,7 +54,7 @@ def test_metrics_of_what_would_have_been_have_names_of_their_own() -> None:
 
 def test_a_line_for_each_that_would_have_been_refused_and_none_for_the_others(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "sidecar.requests")
-    log = ObservedLog(RequestLog())
+    log = DryRunLog(RequestLog())
     for one in (WAITED, TIMED_OUT, observed(Verdict.UNKNOWN, "stopped"), NO_KEY):
         log.note(one)
     lines = [(record.event, record.code, record.message) for record in caplog.records]  # type: ignore[attr-defined]
@@ -69,7 +69,7 @@ def test_a_flood_of_them_is_cut_short_and_counted(caplog: pytest.LogCaptureFixtu
     caplog.set_level(logging.INFO, "sidecar.requests")
     request_log = RequestLog()
     for _ in range(LINES_PER_S + 30):
-        ObservedLog(request_log).note(TIMED_OUT)
+        DryRunLog(request_log).note(TIMED_OUT)
     request_log.flush()
     *lines, last = caplog.records
     assert len(lines) == LINES_PER_S
@@ -92,7 +92,7 @@ def test_whoever_fails_to_listen_silences_nobody_and_raises_nothing(caplog: pyte
     def broken(_: Observed) -> None:
         raise RuntimeError("no")
 
-    told = ToldOfObserved([broken, heard.append])
+    told = Fanout([broken, heard.append])
     told(WAITED)
     told(NO_KEY)
     assert heard == [WAITED, NO_KEY]

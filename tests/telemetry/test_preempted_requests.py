@@ -15,10 +15,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.policy.compiler import load
-from sidecar.telemetry import SpanObserver, Telemetry
+from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.recent import Recent
-from sidecar.telemetry.spans.predecessors import predecessors_in
+from sidecar.telemetry.spans.links import links_from
+from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.support.door import App, Guarded, answer, guarding, whole_body
 
 pytestmark = pytest.mark.anyio
@@ -69,8 +70,8 @@ class Watched:
         self.exporter = InMemorySpanExporter()
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        spans = SpanObserver(provider, who_was_ahead=predecessors_in(self.journal))
-        guarded.door.observer = Telemetry(spans, [self.journal, self.recent, self.metrics])
+        spans = RequestTracer(provider, find_links=links_from(self.journal))
+        guarded.door.observer = EventDispatcher(spans, [self.journal, self.recent, self.metrics])
 
     def story(self, request_id: str) -> Any:
         story = ExplanationBuilder(self.journal, lambda: ("critical", "batch"), "lab", is_shared=False).tell(request_id)

@@ -7,9 +7,14 @@ from opentelemetry.trace import TracerProvider as TracerProviderApi
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from span_stories import Tracing, admitted, classified, received, settled
 
-from sidecar.telemetry import SpanObserver
+from sidecar.telemetry.dispatch import EventDispatcher
+from sidecar.telemetry.spans.tracer import RequestTracer
 
 WHOLE_STORY = (classified(), admitted(), settled(1000))
+
+
+def observing(provider):
+    return EventDispatcher(RequestTracer(provider), ())
 
 
 def go_through(observer):
@@ -34,13 +39,13 @@ class BrokenAtEnd(SpanProcessor):
 def test_a_broken_processor_never_raises_and_is_logged_once(processor, caplog):
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(processor)
-    observer = SpanObserver(provider)
+    observer = observing(provider)
 
     for _ in range(3):
         go_through(observer)
 
     (record,) = caplog.records
-    assert record.name == "sidecar.telemetry.spans.observer"
+    assert record.name == "sidecar.telemetry.spans.tracer"
     assert "tracing failed" in record.message
     assert record.exc_info is not None
 
@@ -54,7 +59,7 @@ def test_a_broken_exporter_never_raises():
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(BrokenExporter()))
 
-    go_through(SpanObserver(provider))
+    go_through(observing(provider))
 
 
 class BrokenProvider(TracerProviderApi):
@@ -63,7 +68,7 @@ class BrokenProvider(TracerProviderApi):
 
 
 def test_a_broken_provider_leaves_the_request_unobserved(caplog):
-    assert SpanObserver(BrokenProvider()).received(received()) is None
+    assert observing(BrokenProvider()).received(received()) is None
     assert len(caplog.records) == 1
 
 
@@ -73,7 +78,7 @@ def test_a_broken_propagator_leaves_the_clients_headers_as_they_are(caplog, samp
     observation = tracing.observer.received(received())
     if not sampled:
         provider = UnrecordedProvider()
-        observation = SpanObserver(provider).received(received())
+        observation = observing(provider).received(received())
 
     class BrokenPropagator(TraceContextTextMapPropagator):
         def inject(self, *arguments, **named):
@@ -111,7 +116,7 @@ class UnrecordedProvider(TracerProviderApi):
 def test_a_tracer_that_neither_records_nor_has_a_context_is_as_none():
     nothing = SpanContext(0, 0, is_remote=False)
 
-    assert SpanObserver(UnrecordedProvider(nothing)).received(received()) is None
+    assert observing(UnrecordedProvider(nothing)).received(received()) is None
 
 
 def test_an_event_that_does_not_belong_there_ends_no_request(caplog):

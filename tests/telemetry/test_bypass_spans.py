@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace.sampling import (
     Sampler,
     TraceIdRatioBased,
 )
+from opentelemetry.trace import Link, SpanContext, TraceFlags
 from span_stories import (
     TRACEPARENT,
     TWICE_PREEMPTED,
@@ -31,9 +32,7 @@ from span_stories import (
 )
 
 from sidecar.events import Outcome
-from sidecar.telemetry.spans.links import Predecessor, Predecessors
-from sidecar.telemetry.spans.recording import ThroughApi
-from sidecar.telemetry.spans.shortcut import Shortcut, starter_of
+from sidecar.telemetry.sdk_bypass.spans import bypass_of
 
 STARVED = admitted(2_100_000, 2_099_950, starvation_us=1_400_000, served_ahead={"high": 900})
 STORIES = {
@@ -62,8 +61,10 @@ SAMPLERS = {
 
 
 def ahead(*_):
-    one = Predecessor(0xABC, 0xDEF, "request-0", "high", "level")
-    return Predecessors([one._replace(rule=None)], [one, one])
+    ids = SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    about = {"admission.tier": "high", "admission.request_id": "request-0"}
+    overtook = Link(ids, {**about, "admission.rule": "level"})
+    return [Link(ids, about)], [overtook, overtook]
 
 
 def everything_of(span, roots):
@@ -90,9 +91,9 @@ def everything_of(span, roots):
 
 
 def told(sampler, story, headers, *, by_shortcut):
-    tracing = Tracing(sampler, by_shortcut=by_shortcut, who_was_ahead=ahead, provider_name="vllm")
+    tracing = Tracing(sampler, by_shortcut=by_shortcut, find_links=ahead, provider_name="vllm")
     observation = tracing.observer.received(received(headers))
-    assert isinstance(tracing.observer._starter, Shortcut if by_shortcut else ThroughApi)
+    assert (tracing.tracer._bypass is not None) == by_shortcut
     for event in story:
         observation.on_event(event)
     passed_on = [
@@ -100,7 +101,7 @@ def told(sampler, story, headers, *, by_shortcut):
     ]
     spans = tracing.exporter.get_finished_spans()
     roots = {span_id(span): span.name for span in spans}
-    return observation.is_recording, passed_on, [everything_of(span, roots) for span in spans]
+    return observation._spans is not None, passed_on, [everything_of(span, roots) for span in spans]
 
 
 @pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
@@ -175,20 +176,20 @@ OWN = {
 @pytest.mark.parametrize("make", OWN.values(), ids=OWN)
 def test_whatever_is_somebodys_own_is_respected(make):
     made = make()
-    assert isinstance(starter_of(made.get_tracer("x")), ThroughApi)
+    assert bypass_of(made.get_tracer("x")) is None
     made.shutdown()
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
 def test_an_sdk_as_it_comes_takes_the_shortcut(sampler):
-    assert isinstance(starter_of(provider(sampler=sampler).get_tracer("x")), Shortcut)
+    assert bypass_of(provider(sampler=sampler).get_tracer("x")) is not None
 
 
 def test_an_sdk_that_counts_its_spans_is_let_count(monkeypatch):
     monkeypatch.setenv("OTEL_PYTHON_SDK_INTERNAL_METRICS_ENABLED", "true")
     tracer = provider().get_tracer("x")
 
-    assert isinstance(starter_of(tracer), ThroughApi) or not hasattr(tracer, "_tracer_metrics")
+    assert bypass_of(tracer) is None or not hasattr(tracer, "_tracer_metrics")
 
 
 def test_a_processor_that_is_added_later_is_told_of_the_next_request():
@@ -206,3 +207,10 @@ def test_a_processor_that_is_added_later_is_told_of_the_next_request():
         observation.on_event(event)
 
     assert seen == ["admission", "engine"]
+
+
+def test_a_variable_turns_it_off(monkeypatch):
+    assert bypass_of(provider().get_tracer("x")) is not None
+    monkeypatch.setenv("SIDECAR_SDK_BYPASS", "off")
+
+    assert bypass_of(provider().get_tracer("x")) is None

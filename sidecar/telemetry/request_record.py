@@ -1,0 +1,193 @@
+"""The record of one request: everything that telemetry knows of it, gathered from its events.
+
+Metrics, journal, log, recent figures and spans all read this record; none keeps a state of a request of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from sidecar.events import (
+    Admitted,
+    Classified,
+    Event,
+    FirstByte,
+    Observed,
+    Outcome,
+    Preempted,
+    Queued,
+    Received,
+    Refused,
+    Settled,
+)
+
+LONGEST_MODEL: Final = 128
+"""Characters of a model's name that are kept: the client chooses the name, and its length."""
+JITTER_US: Final = 10_000
+"""The most time between two reports of one moment of a shared store, as they reach this process."""
+
+
+class TraceIds(NamedTuple):
+    """The ids of a request's `admission` span, by which an operator finds it in a tracing backend."""
+
+    trace_id: int
+    span_id: int
+    is_sampled: bool
+
+
+class PreemptedAttempt(msgspec.Struct, frozen=True, gc=False):
+    """An admission that was taken back, and the wait before it, None where there was none."""
+
+    queued: Queued | None
+    admitted: Admitted
+    preempted: Preempted
+
+
+class RequestRecord(msgspec.Struct, gc=False, eq=False):
+    """One guarded request: its arrival (`at_us` on the pool's clock, `wall_ns` in calendar time), and its events.
+
+    For a preempted request, `queued` and `admitted` are of the last attempt, and `lost` has the earlier ones. Where it
+    was not admitted again, `refused` is how its wait ended, beside `settled`. `copy_of` is the request itself where
+    this is a copy that the journal keeps of an admission that was taken back. The client's headers are not kept: they
+    hold its API key.
+    """
+
+    request_id: str
+    trace: TraceIds | None
+    method: str
+    path: str
+    at_us: int
+    wall_ns: int
+    classified: Classified | None = None
+    queued: Queued | None = None
+    admitted: Admitted | None = None
+    refused: Refused | None = None
+    first_byte: FirstByte | None = None
+    settled: Settled | None = None
+    observed: Observed | None = None
+    lost: tuple[PreemptedAttempt, ...] = ()
+    copy_of: RequestRecord | None = None
+
+    @staticmethod
+    def of(received: Received, trace: TraceIds | None) -> RequestRecord:
+        """The record of a request that has just arrived."""
+        return RequestRecord(
+            received.request_id, trace, received.method, received.path, received.at_us, received.wall_ns
+        )
+
+    def add(self, event: Event) -> None:
+        """Adds one event. An object that is no event changes nothing."""
+        if type(event) is Preempted:
+            if self.admitted is not None:
+                self.lost = (*self.lost, PreemptedAttempt(self.queued, self.admitted, event))
+                self.queued = self.admitted = None
+            return
+        if type(event) is Classified and event.model is not None and len(event.model) > LONGEST_MODEL:
+            event = msgspec.structs.replace(event, model=event.model[:LONGEST_MODEL])
+        elif type(event) is Settled and self.lost and self.admitted is None:
+            self.refused = _end_of_wait(self.lost[-1].admitted, event)
+        name = _FIELDS.get(type(event))
+        if name is not None:
+            setattr(self, name, event)
+
+    @property
+    def arrived_us(self) -> int:
+        """When it entered the queue: after its body was read, in the order in which the pool accepted the requests."""
+        return self.at_us if self.classified is None else self.classified.at_us
+
+    @property
+    def ended_us(self) -> int | None:
+        """When it was settled or refused, None while it waits or runs."""
+        end = self.settled or self.refused
+        return None if end is None else end.at_us
+
+    @property
+    def waited(self) -> Admitted | Refused | None:
+        """The end of its wait, None while it waits."""
+        return self.admitted or self.refused
+
+    @property
+    def engine_lost_us(self) -> int:
+        """The engine's time that was lost in attempts that were taken back."""
+        return sum(engine_time_us(attempt.preempted) for attempt in self.lost)
+
+    def ran_at(self, at_us: int) -> bool:
+        """Whether it was at the engine then, in an attempt that was taken back: no one went ahead of it."""
+        # The pool admits the preempting request a moment before the preemption is reported.
+        return any(attempt.admitted.at_us <= at_us < attempt.preempted.at_us - JITTER_US for attempt in self.lost)
+
+    def wall_s(self, at_us: int) -> float:
+        """Calendar time, in Unix seconds, of a moment on the pool's clock."""
+        return self.wall_ns / 1e9 + (at_us - self.at_us) / 1e6
+
+
+EventHandlers = Mapping[type, Callable[[RequestRecord, Any], None]]
+"""By the type of event, `Received` included: called with the request's record, which has the event already."""
+
+_FIELDS: Final[dict[type, str]] = {
+    Classified: "classified",
+    Queued: "queued",
+    Admitted: "admitted",
+    Refused: "refused",
+    FirstByte: "first_byte",
+    Settled: "settled",
+    Observed: "observed",
+}
+
+
+def engine_time_us(preempted: Preempted) -> int:
+    """The engine's time that a preemption lost."""
+    return preempted.at_us - preempted.admitted_us
+
+
+def _end_of_wait(last: Admitted, settled: Settled) -> Refused:
+    """The end of a wait that began again after `last`, of a request that was not admitted again.
+
+    The request was admitted once, so it ends in `Settled`. Where that does not report the wait, it is computed: the
+    request has waited since its arrival, and counts as not starved unless it had been overtaken before.
+    """
+    end = settled.wait
+    if end is None:
+        overtaken_us = last.overtaken_at_us
+        end = Refused(
+            at_us=settled.at_us,
+            code=settled.error or settled.outcome.value,
+            message="it waited again, as its room had gone to a more important request",
+            status=settled.status,
+            queue_wait_us=settled.at_us - (last.at_us - last.queue_wait_us),
+            starvation_us=0 if overtaken_us is None else settled.at_us - overtaken_us,
+            overtaken_at_us=overtaken_us,
+            served_ahead=last.served_ahead,
+        )
+    if end.status is not None:
+        return end
+    if settled.outcome is Outcome.CLIENT_LEFT:
+        message = "the client hung up while the request waited again, preempted"
+    else:
+        message = "the server gave the request up while it waited again, preempted"
+    return msgspec.structs.replace(end, message=message)
+
+
+_FAILURES: Final = {
+    "ResponseCut": "the engine broke off in the middle of its answer",
+    "incomplete_response": "the answer ended before it was complete",
+    "engine_unreachable": "the engine could not be reached, or broke off before it answered",
+    "engine_timeout": "the engine did not answer in time",
+    "CancelledError": "the server stopped before the answer was complete",
+}
+"""A clause for each known value of `Settled.error`."""
+
+
+def failure_description(outcome: str, status: int | None, error: str | None) -> str | None:
+    """A clause that says how a settled request failed; None where it did not fail, and where its client disconnected.
+
+    `outcome` is the value of an `Outcome`, or one that another replica, of another version, has written.
+    """
+    if outcome == Outcome.FAILED:
+        return _FAILURES.get(error or "", f"the app around the engine failed with {error or 'an error'}")
+    if outcome == Outcome.COMPLETED and status is not None and status >= 400:
+        return _FAILURES.get(error or "", f"answered with an error, status {status}")
+    return None

@@ -1,0 +1,125 @@
+"""The tracer of requests: it begins the `admission` span of each, and with it the spans of one request.
+
+    admission               SERVER    arrival to settlement or refusal; child of the client's `traceparent`
+      admission.queued      INTERNAL  queued to admission or disconnect; only if it waited
+      admission.starved     INTERNAL  first overtaken to admission or disconnect; only if it starved
+      engine                CLIENT    admission to settlement; its context is what the engine is sent
+
+Only `admission` is open while a request waits: a waiting request costs nothing. No span is made current: the context
+goes from span to span by argument. All of this runs on the request's path, so nothing raises; the first failure is
+logged, and the request goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+from opentelemetry import trace
+from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvider, SpanContext
+
+from sidecar.events import Received
+from sidecar.telemetry import semconv
+from sidecar.telemetry.sdk_bypass.spans import SpanBypass, bypass_of
+from sidecar.telemetry.spans.attributes import Attributes
+from sidecar.telemetry.spans.links import FindLinks
+from sidecar.telemetry.spans.open_span import ApiSpan, OpenSpan
+from sidecar.telemetry.spans.propagation import parent_of
+from sidecar.telemetry.spans.request_spans import RequestSpans, SpanSettings
+from sidecar.version import __version__
+
+logger = logging.getLogger(__name__)
+
+
+class RequestTracer:
+    """Begins the spans of every request. One per process; holds nothing of any request.
+
+    `tracer_provider` None means the global one, looked up at each request: an SDK that is installed later is found.
+    `starvation_limits_s` has the seconds that a tier promises to starve at most: a request that starved longer is
+    marked, so that a Collector can keep its trace whatever it samples. `provider_name` is the engine's name, for
+    `gen_ai.provider.name`. `find_links` finds the links of spans; without it they have none.
+    """
+
+    def __init__(
+        self,
+        tracer_provider: trace.TracerProvider | None = None,
+        *,
+        starvation_limits_s: Mapping[str, float] | None = None,
+        provider_name: str | None = None,
+        find_links: FindLinks | None = None,
+    ) -> None:
+        self._given_provider = tracer_provider
+        self._provider: trace.TracerProvider | None = None
+        self._tracer: trace.Tracer | None = None
+        self._bypass: SpanBypass | None = None
+        self._is_reported = False
+        limits_s = {} if starvation_limits_s is None else dict(starvation_limits_s)
+        self._settings = SpanSettings(self.report, limits_s, provider_name, find_links)
+
+    def change_limits(self, starvation_limits_s: Mapping[str, float]) -> None:
+        """Follows another policy's promises. Requests that have begun keep those that they began with."""
+        self._settings = replace(self._settings, starvation_limits_s=dict(starvation_limits_s))
+
+    def is_active(self) -> bool:
+        """Whether there is an SDK that may record."""
+        try:
+            return self._current() is not None
+        except Exception:
+            self.report()
+            return False
+
+    def begin(self, event: Received) -> tuple[SpanContext, RequestSpans | None] | None:
+        """Starts `admission`: its context, and the request's spans where they are recorded.
+
+        None without an SDK, or where tracing failed: the client's headers then pass unchanged. A request that is not
+        recorded has a context all the same, so that the engine does not record it either.
+        """
+        try:
+            tracer = self._current()
+            if tracer is None:
+                return None
+            context, span = self._start(tracer, event)
+            if span is not None:
+                return context, RequestSpans(self._settings, event, span)
+            return (context, None) if context.is_valid else None
+        except Exception:
+            self.report()
+            return None
+
+    def report(self) -> None:
+        """Log the exception being handled, the first time only: one broken exporter must not write a line a request."""
+        if not self._is_reported:
+            self._is_reported = True
+            logger.exception("tracing failed; requests go on without, and further failures are not logged")
+
+    def _current(self) -> trace.Tracer | None:
+        """The tracer now, None where nothing records spans."""
+        provider = self._given_provider or trace.get_tracer_provider()
+        if provider is not self._provider:
+            self._tracer = _tracer_of(provider)
+            self._bypass = None if self._tracer is None else bypass_of(self._tracer)
+            self._provider = provider
+        elif self._bypass is not None and self._tracer is not None and not self._bypass.is_current():
+            self._bypass = bypass_of(self._tracer)
+        return self._tracer
+
+    def _start(self, tracer: trace.Tracer, event: Received) -> tuple[SpanContext, OpenSpan | None]:
+        parent, kind = parent_of(event.headers)
+        request: Attributes = {
+            semconv.HTTP_REQUEST_METHOD: event.method,
+            semconv.URL_PATH: event.path,
+            semconv.ADMISSION_REQUEST_ID: event.request_id,
+        }
+        if self._bypass is not None:
+            return self._bypass.start(semconv.ADMISSION, parent, kind, event.wall_ns, request)
+        span = tracer.start_span(semconv.ADMISSION, parent, kind, request, start_time=event.wall_ns)
+        return span.get_span_context(), ApiSpan(tracer, span, parent) if span.is_recording() else None
+
+
+def _tracer_of(provider: trace.TracerProvider) -> trace.Tracer | None:
+    """The provider's tracer, or None where it records nothing (no SDK, or an SDK switched off by OTEL_SDK_DISABLED)."""
+    if isinstance(provider, ProxyTracerProvider | NoOpTracerProvider):
+        return None
+    tracer = provider.get_tracer("sidecar", __version__)
+    return None if isinstance(tracer, NoOpTracer) else tracer
