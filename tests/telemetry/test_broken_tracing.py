@@ -5,10 +5,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, Tracer
 from opentelemetry.trace import TracerProvider as TracerProviderApi
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from span_stories import Tracing, admitted, classified, received, settled
 
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.spans.tracer import RequestTracer
+from tests.telemetry.span_stories import Tracing, admitted, classified, received, settled
 
 WHOLE_STORY = (classified(), admitted(), settled(1000))
 

@@ -16,7 +16,6 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
-from span_stories import admitted, begin, classified, first_byte, received, refused
 from test_setup import run
 
 from sidecar.events import Observed, Verdict
@@ -38,6 +37,7 @@ from sidecar.telemetry.sdk_bypass.histograms import sums_of
 from sidecar.telemetry.semconv import ADMISSION_REQUEST_ID
 from sidecar.telemetry.setup import meter_provider_for
 from tests.support.otlp import otlp_over_http
+from tests.telemetry.span_stories import admitted, begin, classified, first_byte, received, refused
 
 pytestmark = pytest.mark.skipif(not (HAS_CONTEXT and HAS_EXEMPLARS), reason="this OpenTelemetry has no exemplars yet")
 
@@ -376,7 +376,7 @@ def test_the_exporters_that_can_be_asked_for_take_our_sums(exporter):
 
 
 MADE_BEFORE = """
-from span_stories import begin, admitted, classified, received
+from tests.telemetry.span_stories import begin, admitted, classified, received
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from sidecar.telemetry import configure_from_environment

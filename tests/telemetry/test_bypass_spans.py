@@ -14,7 +14,10 @@ from opentelemetry.sdk.trace.sampling import (
     TraceIdRatioBased,
 )
 from opentelemetry.trace import Link, SpanContext, TraceFlags
-from span_stories import (
+
+from sidecar.events import Outcome
+from sidecar.telemetry.sdk_bypass.spans import bypass_of
+from tests.telemetry.span_stories import (
     TRACEPARENT,
     TWICE_PREEMPTED,
     SomebodysOwn,
@@ -30,9 +33,6 @@ from span_stories import (
     settled,
     span_id,
 )
-
-from sidecar.events import Outcome
-from sidecar.telemetry.sdk_bypass.spans import bypass_of
 
 STARVED = admitted(2_100_000, 2_099_950, starvation_us=1_400_000, served_ahead={"high": 900})
 STORIES = {

@@ -9,13 +9,23 @@ import pytest
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.trace import NoOpTracerProvider
-from span_stories import TRACE_ID, TRACEPARENT, Tracing, admitted, classified, queued, received, refused, settled
 
 from sidecar.events import Event, Outcome
 from sidecar.telemetry.dispatch import EventDispatcher, Listener
 from sidecar.telemetry.logs.request_log import REQUESTS, RequestLog
 from sidecar.telemetry.request_record import RequestRecord
 from sidecar.telemetry.spans.tracer import RequestTracer
+from tests.telemetry.span_stories import (
+    TRACE_ID,
+    TRACEPARENT,
+    Tracing,
+    admitted,
+    classified,
+    queued,
+    received,
+    refused,
+    settled,
+)
 
 HEALTHY = [classified(), admitted(), settled(1000)]
 

@@ -4,10 +4,10 @@ import gc
 import time
 
 import pytest
-from measuring import Measuring
 
 from sidecar.telemetry.metrics import PoolMetrics, PoolSample, TierSample
 from sidecar.telemetry.metrics.instruments import FRESH_S
+from tests.telemetry.measuring import Measuring
 
 HIGH = TierSample(
     tier="high",

@@ -7,17 +7,27 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from measuring import Measuring
 from opentelemetry import metrics
 from opentelemetry.context import get_current
 from opentelemetry.sdk.metrics.export import MetricsData
-from span_stories import ARRIVAL_US, admitted, begin, classified, first_byte, queued, received, refused, settled
 
 from sidecar.events import FirstByte, Outcome, Settled
 from sidecar.telemetry.metrics.histograms import HAS_CONTEXT, ROUND_TRIPS, WAITS
 from sidecar.telemetry.metrics.store import StoreMetrics
 from sidecar.telemetry.metrics.tenants import TenantHolding
 from sidecar.telemetry.request_record import TraceIds
+from tests.telemetry.measuring import Measuring
+from tests.telemetry.span_stories import (
+    ARRIVAL_US,
+    admitted,
+    begin,
+    classified,
+    first_byte,
+    queued,
+    received,
+    refused,
+    settled,
+)
 
 SAMPLED = TraceIds(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)
 
@@ -25,7 +35,7 @@ INSTALLED_LATER = """
 from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from span_stories import begin, admitted, classified, received
+from tests.telemetry.span_stories import begin, admitted, classified, received
 from sidecar.telemetry.metrics import RequestMetrics
 
 before = RequestMetrics("before")

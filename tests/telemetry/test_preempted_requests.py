@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from measuring import Measuring
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -21,6 +20,7 @@ from sidecar.telemetry.recent import Recent
 from sidecar.telemetry.spans.links import links_from
 from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.support.door import App, Guarded, answer, guarding, whole_body
+from tests.telemetry.measuring import Measuring
 
 pytestmark = pytest.mark.anyio
 POLICY = """\

@@ -2,11 +2,21 @@
 
 import msgspec
 import pytest
-from measuring import Measuring
-from span_stories import ARRIVAL_US, TWICE_PREEMPTED, admitted, begin, classified, in_vain, preempted, received, settled
 
 from sidecar.events import FirstByte, Outcome
 from sidecar.telemetry.metrics.tenants import TenantHolding
+from tests.telemetry.measuring import Measuring
+from tests.telemetry.span_stories import (
+    ARRIVAL_US,
+    TWICE_PREEMPTED,
+    admitted,
+    begin,
+    classified,
+    in_vain,
+    preempted,
+    received,
+    settled,
+)
 
 BATCH = ("default", "batch")
 

@@ -2,7 +2,9 @@
 
 import pytest
 from opentelemetry.trace import StatusCode
-from span_stories import (
+
+from sidecar.events import Admitted
+from tests.telemetry.span_stories import (
     TRACEPARENT,
     TWICE_PREEMPTED,
     Tracing,
@@ -18,8 +20,6 @@ from span_stories import (
     span_id,
     value_of,
 )
-
-from sidecar.events import Admitted
 
 
 @pytest.fixture(params=[True, False], ids=["by the shortcut", "through the API"])

@@ -11,7 +11,6 @@ from prometheus_client import REGISTRY
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as plain
-from span_stories import admitted, begin, classified, first_byte, queued, received, refused, settled
 
 from sidecar.telemetry.metrics import PoolMetrics, PoolSample, RequestMetrics, TierSample
 from sidecar.telemetry.metrics.histograms import HAS_CONTEXT
@@ -19,6 +18,7 @@ from sidecar.telemetry.metrics.prometheus import MOST_EXEMPLAR_CHARACTERS, Prome
 from sidecar.telemetry.metrics.views import views
 from sidecar.telemetry.request_record import TraceIds
 from tests.support.prometheus import program
+from tests.telemetry.span_stories import admitted, begin, classified, first_byte, queued, received, refused, settled
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.8,text/plain;version=0.0.4;q=0.5"
 SAMPLED = TraceIds(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)

@@ -2,7 +2,13 @@ import pytest
 from opentelemetry import baggage, context, trace
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 from opentelemetry.trace import NoOpTracerProvider, SpanKind
-from span_stories import (
+
+from sidecar.events import Received
+from sidecar.telemetry.dispatch import EventDispatcher
+from sidecar.telemetry.request_record import TraceIds
+from sidecar.telemetry.spans.propagation import client_trace
+from sidecar.telemetry.spans.tracer import RequestTracer
+from tests.telemetry.span_stories import (
     CLIENT_SPAN_ID,
     TRACE_ID,
     TRACEPARENT,
@@ -15,12 +21,6 @@ from span_stories import (
     span_id,
     value_of,
 )
-
-from sidecar.events import Received
-from sidecar.telemetry.dispatch import EventDispatcher
-from sidecar.telemetry.request_record import TraceIds
-from sidecar.telemetry.spans.propagation import client_trace
-from sidecar.telemetry.spans.tracer import RequestTracer
 
 
 def sent(tracing, *headers):

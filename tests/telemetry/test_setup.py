@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from opentelemetry import metrics, trace
 from opentelemetry.sdk.metrics import MeterProvider
-from span_stories import Tracing
 
 from sidecar.telemetry import TelemetryError, configure_from_environment
 from sidecar.telemetry.metrics.endpoint import MetricsEndpoint, MetricsUnavailable
 from tests.support.otlp import otlp_over_grpc
+from tests.telemetry.span_stories import Tracing
 
 INSTALL = """
-from span_stories import begin, admitted, classified, first_byte, received, settled
+from tests.telemetry.span_stories import begin, admitted, classified, first_byte, received, settled
 from sidecar.events import StoreChanged, StoreState
 from sidecar.telemetry import EventDispatcher, RequestTracer, StoreMetrics, configure_from_environment
 
@@ -318,7 +318,7 @@ except MetricsUnavailable as reason:
     print(f"not scraped: {reason}")
 """
 IMPORTS = """
-from span_stories import begin, admitted, classified, received
+from tests.telemetry.span_stories import begin, admitted, classified, received
 from sidecar.telemetry import configure_from_environment
 """
 ADMITTED = 'admission_admitted_total{admission_pool="default",admission_tier="batch"} 1.0'

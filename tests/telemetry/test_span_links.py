@@ -2,12 +2,12 @@
 
 import pytest
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
-from span_stories import ARRIVAL_NS, Tracing, admitted, classified, queued, settled, span_id
 
 from sidecar.events import Admitted, Classified, Obstacle, Outcome, Preempted, Queued, Received, Refused, Settled
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.spans.links import MOST_LINKS, links_from
+from tests.telemetry.span_stories import ARRIVAL_NS, Tracing, admitted, classified, queued, settled, span_id
 
 MS = 1000
 

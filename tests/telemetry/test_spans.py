@@ -1,6 +1,9 @@
 import pytest
 from opentelemetry.trace import SpanKind, StatusCode
-from span_stories import (
+
+from sidecar import errors
+from sidecar.events import Outcome
+from tests.telemetry.span_stories import (
     Tracing,
     admitted,
     classified,
@@ -14,9 +17,6 @@ from span_stories import (
     settled,
     span_id,
 )
-
-from sidecar import errors
-from sidecar.events import Outcome
 
 
 def every_error():
