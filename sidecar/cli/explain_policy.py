@@ -17,7 +17,7 @@ from sidecar.cli.output import write_json
 from sidecar.engines import Dialect, client_headers, dialect_of, routes_of
 from sidecar.errors import AdmissionError, BodyTooLarge
 from sidecar.payload import Payload, read
-from sidecar.policy.compile import Loaded, load_files
+from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.model import Api, Endpoint, Policy, Teller, Tenant, Unguarded
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED

@@ -19,7 +19,7 @@ from sidecar.app import STORE_VARIABLE, AdmissionMiddleware
 from sidecar.asgi import server
 from sidecar.asgi.proxy import ReverseProxy
 from sidecar.events import StoreState
-from sidecar.policy.compile import load
+from sidecar.policy.compiler import load
 from sidecar.policy.store import store_address
 from sidecar.pools import Pool
 from sidecar.pools.redis import RedisPool
