@@ -16,7 +16,7 @@ from redis.asyncio import ConnectionPool, Redis
 from benchmarks.redis_setup import NORMAL, Figure, plain_client, replica, shipped_policy
 from sidecar.policy.model import Policy
 from sidecar.pools import Ask
-from sidecar.pools.redis import RedisPool, script
+from sidecar.pools.redis import RedisPool, protocol
 
 AT_ONCE = 256
 ASK = Ask(NORMAL, "acme", 1, 1_000, 1)
@@ -112,12 +112,12 @@ class CallEach:
         self._sha = ""
 
     async def __aenter__(self) -> CallEach:
-        self._sha = await self._client.script_load(script.SOURCE)
-        await self._call(script.SYNC, 1, script.rules_text(self._policy, self._policy.rules), 1, 0)
+        self._sha = await self._client.script_load(protocol.SOURCE)
+        await self._call(protocol.SYNC, 1, protocol.rules_text(self._policy, self._policy.rules), 1, 0)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._call(script.BYE, 0)
+        await self._call(protocol.BYE, 0)
         await self._client.aclose()
         await self._client.connection_pool.aclose()
 
@@ -128,15 +128,15 @@ class CallEach:
     async def _caller(self, pairs_each: int) -> None:
         for _ in range(pairs_each):
             lease_id = next(self._ids)
-            enter = (script.ENTER, lease_id, ASK.tier, ASK.tenant, ASK.weight, ASK.tokens, ASK.requests)
-            answer = await self._call(script.CALL, 0, *enter)
+            enter = (protocol.ENTER, lease_id, ASK.tier, ASK.tenant, ASK.weight, ASK.tokens, ASK.requests)
+            answer = await self._call(protocol.CALL, 0, *enter)
             if answer[3] != [b"%d" % lease_id]:
                 raise RuntimeError(f"a request was to be admitted as it came, and the answer was {answer}")
-            await self._call(script.CALL, 0, script.END, lease_id)
+            await self._call(protocol.CALL, 0, protocol.END, lease_id)
 
-    async def _call(self, kind: bytes, *arguments: script.Argument) -> list[Any]:
-        root = script.root_key(self._policy.pool)
+    async def _call(self, kind: bytes, *arguments: protocol.Argument) -> list[Any]:
+        root = protocol.root_key(self._policy.pool)
         answer: list[Any] = await self._client.evalsha(self._sha, 1, root, kind, "call-each", 1, *arguments)
-        if answer[0] != script.OK:
+        if answer[0] != protocol.OK:
             raise RuntimeError(f"the script answered {answer}")
         return answer

@@ -12,7 +12,7 @@ import uvloop
 
 from benchmarks.redis_batching import ASK, all_settled
 from benchmarks.redis_setup import Figure, plain_client, replica, shipped_policy
-from sidecar.pools.redis import RedisPool, script
+from sidecar.pools.redis import RedisPool, protocol
 
 BARE = "return 1"
 
@@ -59,9 +59,9 @@ async def _admission_ns(pool: RedisPool) -> int:
 
 async def _bare_ns(client: Any, sha: str, pool: RedisPool) -> int:
     """A call with the same arguments to a script that does nothing, and the same pause behind it."""
-    enter = (script.ENTER, 1, ASK.tier, ASK.tenant, ASK.weight, ASK.tokens, ASK.requests)
+    enter = (protocol.ENTER, 1, ASK.tier, ASK.tenant, ASK.weight, ASK.tokens, ASK.requests)
     began_ns = time.perf_counter_ns()
-    await client.execute_command("EVALSHA", sha, 1, script.root_key("bare"), script.CALL, pool.name, 1, 0, *enter)
+    await client.execute_command("EVALSHA", sha, 1, protocol.root_key("bare"), protocol.CALL, pool.name, 1, 0, *enter)
     spent_ns = time.perf_counter_ns() - began_ns
     await asyncio.sleep(0)
     return spent_ns

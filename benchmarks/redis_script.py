@@ -13,7 +13,7 @@ import uvloop
 
 from benchmarks.redis_setup import BATCH, HIGH, LOW, NORMAL, Figure, plain_client, shipped_policy
 from sidecar.policy.model import Policy
-from sidecar.pools.redis import script
+from sidecar.pools.redis import protocol
 
 FEW, MANY = 100, 100_000
 TIERS = (HIGH, NORMAL, LOW, BATCH)
@@ -66,17 +66,17 @@ class Queue:
 
     async def fill(self) -> None:
         """Makes the pool, and lets enter until so many wait."""
-        self._sha = await self._client.script_load(script.SOURCE)
-        reply = await self._call(script.SYNC, 1, script.rules_text(self._policy, self._policy.rules), 1, 0)
+        self._sha = await self._client.script_load(protocol.SOURCE)
+        reply = await self._call(protocol.SYNC, 1, protocol.rules_text(self._policy, self._policy.rules), 1, 0)
         while missing := self.waiting - reply.waiting:
             tiers = islice(cycle(TIERS), min(missing, FILL_PER_CALL))
             enters = chain.from_iterable(map(self._enter, tiers))
-            reply = await self._call(script.CALL, 0, *enters)
+            reply = await self._call(protocol.CALL, 0, *enters)
             self._leases += [lease_id for lease_id, _ in reply.grants]
 
     async def empty(self) -> None:
         """The replica says good-bye: the pool has nothing left."""
-        await self._call(script.BYE, 0)
+        await self._call(protocol.BYE, 0)
 
     async def microseconds_each(self, calls: int) -> float:
         """What the server spent on one operation, in so many calls."""
@@ -86,27 +86,27 @@ class Queue:
         return (await self._spent_us() - before_us) / (calls * 2 * PAIRS)
 
     async def _pairs(self) -> None:
-        arguments: list[script.Argument] = []
+        arguments: list[protocol.Argument] = []
         for tier in self._next_tiers:
-            arguments += [*self._enter(tier), script.END, self._leases.popleft()]
-        reply = await self._call(script.CALL, 0, *arguments)
+            arguments += [*self._enter(tier), protocol.END, self._leases.popleft()]
+        reply = await self._call(protocol.CALL, 0, *arguments)
         admitted = [lease_id for lease_id, _ in reply.grants]
         if len(admitted) != PAIRS or reply.waiting != self.waiting:
             raise RuntimeError(f"{len(admitted)} were admitted for {PAIRS}, and {reply.waiting} wait")
         self._leases += admitted
         self._next_tiers = [self._tiers.pop(lease_id) for lease_id in admitted]
 
-    def _enter(self, tier: int) -> list[script.Argument]:
+    def _enter(self, tier: int) -> list[protocol.Argument]:
         lease_id = next(self._ids)
         self._tiers[lease_id] = tier
-        return [script.ENTER, lease_id, tier, f"tenant-{lease_id % TENANTS}", 1, TOKENS, 1]
+        return [protocol.ENTER, lease_id, tier, f"tenant-{lease_id % TENANTS}", 1, TOKENS, 1]
 
-    async def _call(self, kind: bytes, *arguments: script.Argument) -> script.Reply:
-        root = script.root_key(self._policy.pool)
+    async def _call(self, kind: bytes, *arguments: protocol.Argument) -> protocol.Reply:
+        root = protocol.root_key(self._policy.pool)
         answer = await self._client.evalsha(self._sha, 1, root, kind, "crowd", 1, *arguments)
-        if answer[0] != script.OK:
+        if answer[0] != protocol.OK:
             raise RuntimeError(f"the script answered {answer}")
-        return script.read_reply(answer)
+        return protocol.read_reply(answer)
 
     async def _spent_us(self) -> int:
         figures = await self._client.info("commandstats")

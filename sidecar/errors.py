@@ -6,9 +6,26 @@ the seconds after which to retry. `middleware/error_responses.py` writes them in
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-from sidecar.remaining import Allowance
+
+class RemainingLimit(NamedTuple):
+    """One limit: the amount per minute, the amount allowed now, and the microseconds until the whole amount is."""
+
+    per_minute: int
+    left: int
+    reset_us: int
+
+
+class RemainingLimits(NamedTuple):
+    """What is left of a tenant's limits, None for a limit that it does not have. Every response reports it.
+
+    `is_downgraded` says that the request was over the limits and entered at a lower tier: it counts in none of them.
+    """
+
+    requests: RemainingLimit | None = None
+    tokens: RemainingLimit | None = None
+    is_downgraded: bool = False
 
 
 class AdmissionError(Exception):
@@ -153,7 +170,7 @@ class TenantLimit(AdmissionError):
     code = "tenant_limit"
     kind = "rate_limit_error"
 
-    def __init__(self, message: str, *, retry_after_s: float | None, allowance: Allowance) -> None:
+    def __init__(self, message: str, *, retry_after_s: float | None, allowance: RemainingLimits) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
         self.never_fits = retry_after_s is None
         self.allowance = allowance

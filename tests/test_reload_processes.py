@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from sidecar.policy.compiler import load
-from sidecar.pools.redis.script import root_key
+from sidecar.pools.redis.protocol import root_key
 from tests.cluster.replicas import Replica, address, started
 from tests.support.door import CHAT, chat, key, write_policy
 from tests.support.ports import free_ports

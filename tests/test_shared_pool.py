@@ -25,7 +25,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from sidecar import AdmissionMiddleware
 from sidecar.app import STORE_VARIABLE
 from sidecar.pools import Ask
-from sidecar.pools.redis.script import BEAT_S, SILENCE_S, root_key
+from sidecar.pools.redis.protocol import BEAT_S, SILENCE_S, root_key
 from tests.support.door import Recorder
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import serving

@@ -16,7 +16,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.soak.setting import POOL, Setting
-from sidecar.pools.redis.script import root_key
+from sidecar.pools.redis.protocol import root_key
 
 SAMPLE_EVERY_S = 5.0
 MIB = 2**20

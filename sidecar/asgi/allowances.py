@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from sidecar.asgi.understanding import Understood
 from sidecar.asgi.usage import UsageReader
 from sidecar.classify import Classification
-from sidecar.errors import AdmissionError, QueueFull, TenantLimit
+from sidecar.errors import AdmissionError, QueueFull, RemainingLimit, RemainingLimits, TenantLimit
 from sidecar.pools import Lease, Pool
-from sidecar.remaining import Allowance, Remaining
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -48,7 +47,7 @@ def limits_headers(understood: Understood, lease: Lease, tier_names: Sequence[by
     yield from allowance_headers(lease.allowance)
 
 
-def allowance_headers(allowance: Allowance | None) -> Iterator[tuple[bytes, bytes]]:
+def allowance_headers(allowance: RemainingLimits | None) -> Iterator[tuple[bytes, bytes]]:
     """What an answer says of its tenant's limits; nothing for a tenant without."""
     if allowance is not None:
         yield from _of(b"requests", allowance.requests)
@@ -60,7 +59,7 @@ def refusal_headers(error: AdmissionError) -> Headers:
     return allowance_headers(error.allowance) if isinstance(error, TenantLimit) else ()
 
 
-def _of(name: bytes, remaining: Remaining | None) -> Iterator[tuple[bytes, bytes]]:
+def _of(name: bytes, remaining: RemainingLimit | None) -> Iterator[tuple[bytes, bytes]]:
     if remaining is not None:
         yield b"x-ratelimit-limit-" + name, b"%d" % remaining.per_minute
         yield b"x-ratelimit-remaining-" + name, b"%d" % remaining.left

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
-from sidecar.errors import AdmissionError
+from sidecar.errors import AdmissionError, RemainingLimits
 from sidecar.events import Obstacle
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules
@@ -17,9 +17,8 @@ from sidecar.pools.places import Places
 from sidecar.pools.pool import Ask, Grant, Shared
 from sidecar.pools.sizes import Sizes
 from sidecar.pools.tenant_limits import TenantLimits
-from sidecar.remaining import Allowance
 from sidecar.scheduling import Admission, Scheduler, Ticket
-from sidecar.scheduling.allowance import Charge
+from sidecar.scheduling.rate_limit import Charge
 
 
 class LocalLease:
@@ -28,7 +27,7 @@ class LocalLease:
     __slots__ = ("_error", "_future", "_id", "_pool", "allowance", "ask", "charge", "grant", "on_preempt")
 
     def __init__(
-        self, pool: LocalPool, lease_id: str, ask: Ask, charge: Charge | None, allowance: Allowance | None
+        self, pool: LocalPool, lease_id: str, ask: Ask, charge: Charge | None, allowance: RemainingLimits | None
     ) -> None:
         self.ask = ask
         self.charge = charge

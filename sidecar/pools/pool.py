@@ -8,10 +8,10 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from sidecar.errors import RemainingLimits
 from sidecar.events import Obstacle
 from sidecar.policy.model import Limits, Policy
 from sidecar.policy.rules import PoolRules
-from sidecar.remaining import Allowance
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False):
@@ -80,7 +80,7 @@ class Lease(Protocol):
     def tier(self) -> int: ...
 
     @property
-    def allowance(self) -> Allowance | None: ...
+    def allowance(self) -> RemainingLimits | None: ...
 
     def wait(self) -> asyncio.Future[Grant]:
         """The grant, as soon as there is one. Cancel-safe: whoever stops waiting calls `leave`.

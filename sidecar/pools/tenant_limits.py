@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from sidecar.errors import TenantLimit
+from sidecar.errors import RemainingLimits, TenantLimit
 from sidecar.policy.model import Limits
 from sidecar.pools.pool import Ask
 from sidecar.pools.sizes import Sizes
-from sidecar.remaining import Allowance
-from sidecar.scheduling.allowance import UNIT, Allowances, Charge, Limit, Over
+from sidecar.scheduling.rate_limit import UNIT, Charge, ExceededLimit, Limit, RateLimiter
 
 
 class TenantLimits:
@@ -17,7 +16,7 @@ class TenantLimits:
 
     def __init__(self, sizes: Sizes) -> None:
         self._sizes = sizes
-        self._allowances = Allowances()
+        self._allowances = RateLimiter()
 
     def within(self, ask: Ask, now_us: int) -> Ask:
         """What goes in: `ask` itself within its limits, and beyond them the same at a lower tier, without limits.
@@ -34,7 +33,7 @@ class TenantLimits:
             raise tenant_limit(ask, over, self._allowances.allowance(ask.tenant, ask.limits, now_us))
         return lower
 
-    def charge(self, asked: Ask, entered: Ask, now_us: int) -> tuple[Charge | None, Allowance | None]:
+    def charge(self, asked: Ask, entered: Ask, now_us: int) -> tuple[Charge | None, RemainingLimits | None]:
         """Charges what goes in within its limits. Also returns what is left of them, None for a tenant without."""
         if asked.limits is None:
             return None, None
@@ -75,14 +74,14 @@ def downgraded(ask: Ask, sizes: Sizes) -> Ask | None:
     return None if sizes.too_large(lower) else lower
 
 
-def tenant_limit(ask: Ask, over: Over, allowance: Allowance) -> TenantLimit:
+def tenant_limit(ask: Ask, over: ExceededLimit, allowance: RemainingLimits) -> TenantLimit:
     """The refusal: which limit, how much of it is left, and when the request would conform."""
     assert ask.limits is not None
     after_s = None if over.fits_after_us is None else over.fits_after_us / 1e6
     return TenantLimit(_sentence(ask, ask.limits, over, allowance), retry_after_s=after_s, allowance=allowance)
 
 
-def _sentence(ask: Ask, limits: Limits, over: Over, allowance: Allowance) -> str:
+def _sentence(ask: Ask, limits: Limits, over: ExceededLimit, allowance: RemainingLimits) -> str:
     if over.limit is Limit.CONCURRENT:
         return (
             f"tenant {ask.tenant} has {limits.concurrent_requests:,} requests waiting or running, which is its limit "
@@ -108,5 +107,5 @@ def _sentence(ask: Ask, limits: Limits, over: Over, allowance: Allowance) -> str
     )
 
 
-def _seconds(over: Over) -> str:
+def _seconds(over: ExceededLimit) -> str:
     return f"{(over.fits_after_us or 0) / 1e6:.3f} s"

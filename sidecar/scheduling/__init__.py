@@ -1,4 +1,4 @@
-"""The admission rules: no I/O, no clock, no event loop."""
+"""The admission rules, without I/O, clock or event loop."""
 
 from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.ticket import Admission, Rule, Ticket, Wait

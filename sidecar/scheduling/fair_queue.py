@@ -1,10 +1,10 @@
-"""Start-time fair queueing over the tenants of one tier.
+"""The queue of one tier: start-time fair queueing over its tenants.
 
-Source: Goyal, Vin, Cheng, "Start-time Fair Queueing" (SIGCOMM 1996), but for when a ticket is tagged and charged. A
+Source: Goyal, Vin, Cheng, "Start-time Fair Queueing" (SIGCOMM 1996); tickets are tagged and charged later here. A
 ticket gets its start tag when it becomes the first of its tenant: `start = max(V, finish of its tenant)`, where V is
-the tier's virtual time. Its tenant is charged when it is admitted: `finish = start + tokens / weight`, and then
-`V = max(V, start)`. The head is the smallest start tag; equal tags go by arrival. Tags start afresh when no ticket of
-the tier waits. So a ticket that leaves the queue costs its tenant nothing, however many leave.
+the tier's virtual time. Its tenant is charged when it is admitted: `finish = start + tokens / weight`, and then `V =
+max(V, start)`. The head is the smallest start tag; equal tags go by arrival. Tags start afresh when no ticket of the
+tier waits. So a ticket that leaves the queue costs its tenant nothing, however many leave.
 
 Bound (theorem 1 there): over any interval in which two tenants wait, the tokens admitted for them, each divided by its
 weight, differ by at most one maximal ticket of each, divided by its weight.
@@ -12,15 +12,15 @@ weight, differ by at most one maximal ticket of each, divided by its weight.
 Tags are doubles, and one addition and one division make each, so that Lua computes the very same ones. A tenant whose
 finish V has passed needs no memory: a tier that is never empty remembers only tenants that wait or are ahead of V.
 
-A tenant's tickets stand in a lane, a linked list in the order in which they arrived, and only the first of each lane is
-in a heap: the cost of one operation depends on how many tenants wait, not on how many tickets. There are two heaps,
-because a tier that owes (see `scheduler`) admits tickets no larger than its reserve before a larger head: one for the
-tenants whose first is no larger than the reserve, one for the others.
+The tickets of a tenant form a lane, a linked list in order of arrival. Only the first of each lane is in a heap: the
+cost of one operation depends on how many tenants wait, not on how many tickets. There are two heaps, because a tier
+that owes (see `scheduler`) admits tickets no larger than its reserve before a larger head: one for the tenants whose
+first is no larger than the reserve, one for the others.
 
 A full queue's places are shared as service is. A tenant's share of them is `places * weight / weights`, the weights
 being those of all tenants that wait. A newcomer whose tenant would still be within its share takes the place of the
-newest ticket of the tenant that is furthest above its own (`displaced`). So a flood fills no more of the queue than
-what the others leave. That costs O(tenants), for such a newcomer alone.
+newest ticket of the tenant that is furthest above its own (`displaced`). So a flood fills only the part of the queue
+that the others leave. This costs O(tenants), for such a newcomer alone.
 
 A ticket that was preempted returns to the queue at V, and is older than those that start there. Its tenant was charged
 when it was first admitted. It stands in no lane.
@@ -34,7 +34,7 @@ from heapq import heapify, heappop, heappush
 from sidecar.scheduling.ticket import Ticket
 
 SPARE_ENTRIES = 64
-"""Entries of tickets and tenants that have left, allowed beyond the live ones before they are swept out."""
+"""Entries of tickets and tenants that are gone, allowed beyond the live ones before they are swept out."""
 
 Entry = tuple[float, int, Ticket]
 
@@ -111,8 +111,8 @@ class FairQueue:
         if lane.last is None:
             self._tag(ticket, lane)
         else:
-            lane.last.behind = ticket
-            ticket.ahead = lane.last
+            lane.last.next = ticket
+            ticket.previous = lane.last
         lane.last = ticket
         self._weights += ticket.weight - (lane.weight if lane.waiting else 0)
         lane.weight = ticket.weight
@@ -166,7 +166,7 @@ class FairQueue:
         return lane.waiting, self._weights + weight - lane.weight
 
     def admit(self, ticket: Ticket) -> None:
-        """Takes a ticket out that a tenant is charged for: the tier's virtual time moves on to its start."""
+        """Takes out a ticket that its tenant is charged for: the tier's virtual time moves on to its start."""
         self._virtual = max(self._virtual, ticket.start)
         if not ticket.preemptions:
             self._lanes[ticket.tenant].finish = ticket.start + ticket.tokens / ticket.weight
@@ -209,20 +209,20 @@ class FairQueue:
             ticket.queued = False
             self._returned -= 1
             return
-        ahead, behind = ticket.ahead, ticket.behind
-        ticket.queued, ticket.ahead, ticket.behind = False, None, None
+        previous, following = ticket.previous, ticket.next
+        ticket.queued, ticket.previous, ticket.next = False, None, None
         lane = self._lanes[ticket.tenant]
         lane.waiting -= 1
         if not lane.waiting:
             self._weights -= lane.weight
-        if behind is None:
-            lane.last = ahead
+        if following is None:
+            lane.last = previous
         else:
-            behind.ahead = ahead
-        if ahead is not None:
-            ahead.behind = behind
-        elif behind is not None:
-            self._tag(behind, lane)
+            following.previous = previous
+        if previous is not None:
+            previous.next = following
+        elif following is not None:
+            self._tag(following, lane)
 
     def _sweep(self) -> None:
         self._small = list(self._live(self._small))
@@ -235,7 +235,7 @@ class FairQueue:
         return (entry for entry in heap if entry[2].queued)
 
     def _forget_finished(self) -> None:
-        """Drops the tenants of whom none waits and whose next ticket starts at V anyway."""
+        """Drops the tenants without waiting tickets whose next ticket starts at V anyway."""
         self._lanes = {
             tenant: lane for tenant, lane in self._lanes.items() if lane.last is not None or lane.finish > self._virtual
         }

@@ -1,9 +1,8 @@
-"""When a waiting ticket was first overtaken, in O(log n) and without touching the tickets that wait.
+"""The record of overtaking: when each waiting ticket was first overtaken, in O(log n).
 
 A ticket is overtaken by the first admission of a ticket that arrived after it. The latest arrival admitted so far only
-grows, so the moments at which it grew, kept in order, answer for every ticket by binary search: its overtaking is the
-first step whose arrival is later than its own. Arrivals are the tickets' sequence numbers, because equal times go by
-order of submission.
+grows. The moments at which it grew are kept in order, and a binary search finds the first step with a later arrival
+than a ticket: its overtaking. Arrivals are sequence numbers, because equal times are ordered by submission.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class Overtaking:
     def admitted(self, arrival: int, now_us: int) -> None:
         """Notes that the ticket which arrived as number `arrival` was admitted at `now_us`.
 
-        Nobody stands between a step and the very next arrival, so newcomers that go straight in one after the other
-        stay one step: whoever they overtook was overtaken by the first of them.
+        No ticket stands between a step and the very next arrival. So newcomers that are admitted at once, one after the
+        other, stay one step: the first of them overtook all that the others overtook.
         """
         if self._arrivals and arrival == self._arrivals[-1] + 1:
             self._arrivals[-1] = arrival
@@ -39,21 +38,21 @@ class Overtaking:
 
     def first_after(self, arrival: int) -> int | None:
         """When the ticket that arrived as number `arrival` was first overtaken, None where it was not."""
-        if not self._arrivals or arrival >= self._arrivals[-1]:  # most often: a newcomer that went straight in
+        if not self._arrivals or arrival >= self._arrivals[-1]:  # most often: a newcomer that was admitted at once
             return None
         return self._moments[bisect_right(self._arrivals, arrival)]
 
     def is_long(self, waiting: int) -> bool:
-        """Whether there are many more steps than the `waiting` tickets can ask for."""
+        """Whether there are many more steps than the `waiting` tickets need."""
         return len(self._arrivals) > 2 * waiting + SPARE_STEPS
 
     def forget(self) -> None:
-        """Drops every step: nobody waits, so nobody can ask."""
+        """Drops every step: no ticket waits."""
         self._arrivals.clear()
         self._moments.clear()
 
     def forget_all_but(self, arrivals: Iterable[int]) -> None:
-        """Drops the steps that no ticket of the given arrivals, which ascend, nor any later one, can ask for."""
+        """Drops the steps that no ticket of the given, ascending arrivals needs, nor any later ticket."""
         last = len(self._arrivals) - 1
         kept: list[int] = []
         index = 0

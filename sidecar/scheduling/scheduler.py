@@ -1,32 +1,32 @@
-"""The four admission rules, without I/O and without a clock: time is an argument, in whole microseconds.
+"""The scheduler: four admission rules, without I/O and without a clock. Time is an argument, in whole microseconds.
 
 For every tier q: U its leases, C the pool; R = ceil(reserve * C) its floor, H = floor((1 - lend) * reserve * C) its
 headroom, L = floor(limit * C), each in tokens and in requests.
 
-1. Order. Four classes (`tier.Rank`): tickets of an `always_first` tier; tickets inside their tier's reserve
+1. Order (`order`). Four classes: tickets of an `always_first` tier; tickets inside their tier's reserve
    (U + t <= R in both dimensions); tickets that have a turn, because their tier is below its reserve (U < R in both
    dimensions) and owes nothing; all others. Among turns the tier whose last admission is longest ago comes first;
-   then, and in the other classes, by aged level, then by arrival. A ticket admitted by a turn that makes its tier hold
-   x whole reserves too much makes it owe: when its lease ends after a time h, the tier has no turn for x * h. While a
-   tier owes, its tickets of t <= R may go before a larger one at its head.
+   then, and in the other classes, by aged level, then by arrival. A ticket admitted by a turn may make its tier hold
+   x whole reserves too much. The tier then owes: when the lease ends after a time h, the tier has no turn for x * h.
+   While a tier owes, its tickets of t <= R may go before a larger one at its head.
 2. Room. A ticket t at aged level e fits when, in each dimension,
    t <= C - sum(U) - sum over tiers q more important than e, other than its own, of max(0, H_q - U_q).
    A tier with a limit is a candidate only while U + t <= L.
 3. No overtaking, where it helps. The first ticket in order that does not fit holds its place, and nothing after it is
-   admitted, if it would fit once everything after it had released what it holds beyond its reserve. Otherwise it is
-   passed over: it is admitted as soon as there is room.
+   admitted, if it would fit once all after it had released what they hold beyond their reserves. Otherwise the ticket
+   is passed over: it is admitted as soon as there is room.
 4. Aging. A waiting ticket rises one level per `promote_after`, never past the ceiling; usage stays with its own tier.
 
 Preemption (`preemption`) takes room back for the first ticket in order that has waited `preempt_after` of its own tier.
-It bends none of the four rules: a victim's room is free only once it is released, and is then given away by them. A
+The four rules stay in force. The room of a victim is free only once it is released, and the rules then decide on it. A
 victim waits again with its original arrival.
 
-Held back (the engine's own queue is too long): one ticket at a time, the next when the one before has ended. Tiers with
-a ticket inside the reserve or with a turn take it in turn, after an `always_first` tier; other tickets go only while
-nothing is held.
+Held back (the engine's own queue is too long): one ticket at a time is admitted, the next when the one before has
+ended. An `always_first` tier comes first. Tiers with a ticket inside the reserve or with a turn then take it in turn.
+Other tickets are admitted only while nothing is held.
 
-Inside a tier fair queueing over tenants chooses the head (`fair_queue`). A decision looks at two heads per tier at
-most: O(tiers * log tiers) and O(tiers) for each ticket that is passed over, and O(log n) for the queue, whatever waits.
+Inside a tier fair queueing over tenants chooses the head (`fair_queue`). A decision reads at most two heads per tier:
+O(tiers * log tiers), O(tiers) for each ticket that is passed over, and O(log n) for the queue, whatever waits.
 
 Bounded wait. Let D be the longest time a lease is held, with the reserves at most C in sum, sizes within the size limit
 (`policy.rules.largest_request`), every limit at least its tier's reserve, every `always_first` tier within its reserve,
@@ -34,7 +34,7 @@ and the pool not held back; k tiers have a reserve. As the head of its tier a ti
 (a) within D of the moment at which it is inside its reserve;
 (b) within 2 D if it is no larger than the reserve;
 (c) within (k + 1) D of becoming head and of its tier owing nothing more, if it is larger. A tier owes at most
-    D * t_max / R for each of its leases by a turn that run at once; they are more than one only where leases shrink.
+    D * t_max / R for each of its leases by a turn that run at once. More than one of them run only where leases shrink.
 `tests/scheduling/wait_bounds.py` states all clauses, for a whole wait and for several tenants, too, and measures them.
 """
 
@@ -44,12 +44,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import sub
 
 from sidecar.policy.rules import PoolRules
+from sidecar.scheduling.order import Candidate, OrderClass, order_of
 from sidecar.scheduling.overtaking import Overtaking
 from sidecar.scheduling.preemption import Preemption
 from sidecar.scheduling.ticket import Admission, Rule, Ticket, Wait
-from sidecar.scheduling.tier import Candidate, Rank, Tier
+from sidecar.scheduling.tier import TierState
 
-_ALWAYS_FIRST, _TURN, _OTHER = Rank.ALWAYS_FIRST, Rank.TURN, Rank.OTHER
+_ALWAYS_FIRST, _, _TURN, _OTHER = OrderClass
 
 
 class Scheduler:
@@ -62,37 +63,38 @@ class Scheduler:
 
     def __init__(self, rules: PoolRules) -> None:
         self.rules = rules
-        self._promote_after_us = rules.promote_after_us or 1  # without aging, a level's score is the level itself
-        self._tiers = tuple(Tier(tier, rules) for tier in rules.tiers)
+        self._tiers = tuple(TierState(tier) for tier in rules.tiers)
+        self._order = order_of(rules, self._tiers)
         self._all_tokens = 0
         self._all_requests = 0
         self._served = (0,) * len(rules.tiers)
-        self._waiting: dict[str, Ticket] = {}  # in order of arrival, where nobody came back
+        self._waiting: dict[str, Ticket] = {}  # in order of arrival, unless a victim has returned
         self._has_returned = False
         self._leases: dict[str, Ticket] = {}
-        self._preemption = Preemption(self._tiers, self)
+        self._preemption = Preemption(self._tiers, self._order, self)
         self._overtaking = Overtaking()
         self._sequence = 0
         self._admissions = 0
         self._held_back_until_us = 0
-        self._went_while_held_back: str | None = None
+        self._admitted_while_held_back: str | None = None
 
     def change_rules(self, rules: PoolRules) -> None:
-        """Other rules for the same tiers, from now on. What is held, or waits, stays; what waits ages by the new ones.
+        """Applies other rules for the same tiers from now on. All leases and tickets stay. Tickets age by the new
+        rules.
 
-        What is held may be more than the new pool: admission then stops until it drains. A ticket that the new pool
-        could never hold waits until the caller cancels it, and does not hold up the others (rule 3).
+        The leases may hold more than the new pool: admission then stops until they end. A ticket that the new pool
+        could never hold waits until the caller cancels it. By rule 3 it does not hold the others up.
         """
         self.rules = rules
-        self._promote_after_us = rules.promote_after_us or 1
         for tier, tier_rules in zip(self._tiers, rules.tiers, strict=True):
-            tier.change_rules(tier_rules, rules)
+            tier.change_rules(tier_rules)
+        self._order.change_rules(rules)
 
     def hold_back(self, until_us: int) -> None:
         """Admits one ticket at a time before `until_us`, the next when the one before has ended.
 
-        That is for a pool whose engine has more waiting inside it than it should. The one ticket keeps the floors in
-        force, and sees to it that a figure that stands still does not stop the pool for good.
+        This is for a pool whose engine has too many requests waiting inside. The one ticket keeps the floors in force.
+        It also keeps the pool from stopping for good where the engine's figure no longer changes.
         """
         self._held_back_until_us = until_us
 
@@ -108,7 +110,7 @@ class Scheduler:
         weight: int = 1,
         preemptions: int = 0,
     ) -> Ticket:
-        """Puts a request in its tier's queue, to the front where it was preempted so often by another scheduler.
+        """Puts a request in the queue of its tier; at the front where another scheduler has preempted it so often.
 
         Raises ValueError where the id is taken or a size is not positive.
         """
@@ -127,9 +129,9 @@ class Scheduler:
         return ticket
 
     def register(self, ticket_id: str, *, tier: int, tokens: int, requests: int) -> None:
-        """Takes over a lease that was granted elsewhere. It may outgrow the pool: admission then stops until it drains.
+        """Registers a lease that was granted elsewhere. It may outgrow the pool: admission then stops until leases end.
 
-        It is never preempted: whether its first byte has gone out is not known here.
+        It is never preempted: its first byte may have gone out already.
 
         Raises ValueError where the id is taken.
         """
@@ -142,14 +144,14 @@ class Scheduler:
         """Admits every ticket that the rules let in now, in order."""
         admissions: list[Admission] = []
         while self._waiting and self._has_any_room():
-            candidate = self._next(now_us)
+            candidate = self._next_admission(now_us)
             if candidate is None:
                 break
             admissions.append(self._admit(candidate, now_us))
         return admissions
 
     def settle(self, ticket_id: str, now_us: int) -> bool:
-        """Gives a lease back. False, and nothing changes, where there is no such lease: settling twice is harmless."""
+        """Ends a lease. False, and nothing changes, where there is no such lease: settling twice is harmless."""
         lease = self._leases.pop(ticket_id, None)
         if lease is None:
             return False
@@ -159,13 +161,13 @@ class Scheduler:
         return True
 
     def preempt(self, now_us: int) -> list[Ticket]:
-        """The leases newly chosen to give their room to the first that may preempt. Call it after `dispatch`.
+        """The leases newly chosen as victims for the first ticket that may preempt. Call it after `dispatch`.
 
-        Nothing is free yet: each of them holds its room until `requeue` or `settle`.
+        No room is free yet: each of them holds its room until `requeue` or `settle`.
         """
         if not self._preemption.leases or not self._waiting or self.is_held_back(now_us):
             return []
-        order = self._in_rule_order(now_us)
+        order = self._order.in_order(now_us)
         for place, candidate in enumerate(order):
             preempt_after_us = self._tiers[candidate.ticket.tier].rules.preempt_after_us
             if preempt_after_us is not None and now_us - candidate.arrived_us >= preempt_after_us:
@@ -173,14 +175,14 @@ class Scheduler:
         return []
 
     def keep(self, ticket_id: str) -> bool:
-        """A lease's first byte goes out: it is never preempted any more. Whether it had been chosen."""
+        """The first byte of a lease goes out, so it is never preempted. Returns whether it had been chosen."""
         return self._preemption.keep(ticket_id)
 
     def requeue(self, ticket_id: str, now_us: int) -> bool:
-        """A chosen lease's engine has released it: it gives its room back and waits again, by its original arrival.
+        """The engine has released a victim: it gives its room back and waits again, by its original arrival.
 
-        From now on it counts as overtaken, if it was not before. False, and nothing changes, where it was not chosen,
-        or is over.
+        From now on it counts as overtaken, if it was not before. False, and nothing changes, where it was not chosen or
+        has ended.
         """
         ticket = self._preemption.released(ticket_id)
         if ticket is None:
@@ -196,7 +198,7 @@ class Scheduler:
         return True
 
     def cancel(self, ticket_id: str, now_us: int) -> Wait | None:
-        """Takes a waiting ticket out and says how it had waited. None, and nothing changes, where none waits."""
+        """Takes a waiting ticket out and returns its wait. None, and nothing changes, where no such ticket waits."""
         ticket = self._waiting.pop(ticket_id, None)
         if ticket is None:
             return None
@@ -206,7 +208,7 @@ class Scheduler:
         return wait
 
     def resize(self, ticket_id: str, tokens: int) -> bool:
-        """Sets what a lease holds. It may outgrow the pool, which stops admission until it drains.
+        """Sets the tokens that a lease holds. It may outgrow the pool: admission then stops until leases end.
 
         False, and nothing changes, where there is no such lease. Raises ValueError for a size below 1.
         """
@@ -220,33 +222,21 @@ class Scheduler:
         return True
 
     def next_change_us(self, now_us: int) -> int | None:
-        """When `dispatch` could next admit somebody though nothing else happens, None where time changes nothing.
+        """When `dispatch` could next admit a ticket though nothing else happens, None where time changes nothing.
 
-        Time matters when the pool is held back no longer, when a tier owes nothing more, and through aging when a head
-        reaches a whole level: it then stops owing a tier its headroom, or, at the ceiling, joins the tickets that rank
-        by arrival. `preempt` could choose a lease when a head has waited `preempt_after`.
+        Time matters when the pool is held back no longer, when a tier owes nothing more, and when the order changes
+        (`order.changes_us`). `preempt` could choose a lease when a head has waited `preempt_after`.
         """
         if not self._waiting:
             return None
         changes = [tier.owes_until_us for tier in self._tiers if tier.queue.count and tier.owes_until_us > now_us]
         heads = [head for tier in self._tiers if tier.queue.count for head in tier.heads(now_us)]
-        changes += self._promotions_us(heads, now_us)
+        changes += self._order.changes_us(heads, now_us)
         if any(tier.rules.preemptible for tier in self._tiers) and self.rules.max_preemptions:
             changes += self._preemptions_us(heads, now_us)
         if self._held_back_until_us > now_us:
             changes.append(self._held_back_until_us)
         return min(changes, default=None)
-
-    def _promotions_us(self, heads: Iterable[Ticket], now_us: int) -> Iterator[int]:
-        promote_after_us = self.rules.promote_after_us
-        if promote_after_us is None:
-            return iter(())
-        return (
-            head.arrived_us + rise * promote_after_us
-            for head in heads
-            if head.tier > self.rules.ceiling
-            if (rise := (now_us - head.arrived_us) // promote_after_us + 1) <= head.tier - self.rules.ceiling
-        )
 
     def _preemptions_us(self, heads: Iterable[Ticket], now_us: int) -> Iterator[int]:
         return (
@@ -261,7 +251,7 @@ class Scheduler:
         return self._tiers[tier].held_tokens, self._tiers[tier].held_requests
 
     def oldest(self, now_us: int) -> Sequence[Wait | None]:
-        """How the oldest ticket of every tier has waited so far, None for a tier in which nobody waits."""
+        """How the oldest ticket of every tier has waited so far, None for a tier without waiting tickets."""
         found: list[Wait | None] = [None] * len(self._tiers)
         missing = sum(tier.queue.count > 0 for tier in self._tiers)
         for ticket in self._in_order():
@@ -310,35 +300,33 @@ class Scheduler:
 
     def fits(self, candidate: Candidate) -> bool:
         """Rule 2: room for the ticket beside the leases and the headroom of every more important tier."""
-        ticket, score = candidate.ticket, candidate.score
+        ticket = candidate.ticket
         tokens = self.rules.tokens - self._all_tokens - ticket.tokens
         requests = self.rules.requests - self._all_requests - ticket.requests
-        for tier in self._tiers:
-            if tier.score >= score:
-                break
-            if tier.rules.level != ticket.tier:
-                if tier.held_tokens < tier.rules.headroom_tokens:
-                    tokens -= tier.rules.headroom_tokens - tier.held_tokens
-                if tier.held_requests < tier.rules.headroom_requests:
-                    requests -= tier.rules.headroom_requests - tier.held_requests
+        for tier in self._tiers[: candidate.headroom_level]:
+            rules = tier.rules
+            if rules.level != ticket.tier:
+                if tier.held_tokens < rules.headroom_tokens:
+                    tokens -= rules.headroom_tokens - tier.held_tokens
+                if tier.held_requests < rules.headroom_requests:
+                    requests -= rules.headroom_requests - tier.held_requests
         return tokens >= 0 and requests >= 0
 
     def holds_its_place(self, candidate: Candidate) -> bool:
         """Rule 3: whether the ticket would fit once all after it had released what they hold beyond their reserves."""
-        ticket, score, rank = candidate.ticket, candidate.score, candidate.rank
-        if rank is _ALWAYS_FIRST:
+        ticket, order_class = candidate.ticket, candidate.order_class
+        if order_class is _ALWAYS_FIRST:
             return True
         tokens, requests = self.rules.tokens - ticket.tokens, self.rules.requests - ticket.requests
-        for tier in self._tiers:
-            rules = tier.rules
-            if rules.level == ticket.tier:
+        for level, tier in enumerate(self._tiers):
+            if level == ticket.tier:
                 continue
-            is_better = tier.score < score
+            rules = tier.rules
             kept_tokens, kept_requests = tier.held_tokens, tier.held_requests
-            if not (rules.always_first or (rank is _OTHER and is_better)):
+            if not (rules.always_first or (order_class is _OTHER and level < candidate.yields_to)):
                 kept_tokens = min(kept_tokens, rules.reserve_tokens)
                 kept_requests = min(kept_requests, rules.reserve_requests)
-            if is_better:
+            if level < candidate.headroom_level:
                 kept_tokens = max(kept_tokens, rules.headroom_tokens)
                 kept_requests = max(kept_requests, rules.headroom_requests)
             tokens -= kept_tokens
@@ -348,50 +336,32 @@ class Scheduler:
     def _has_any_room(self) -> bool:
         return self._all_tokens < self.rules.tokens and self._all_requests < self.rules.requests
 
-    def _next(self, now_us: int) -> Candidate | None:
+    def _next_admission(self, now_us: int) -> Candidate | None:
         """The ticket that is admitted next: the first in order that fits, unless one before it holds its place."""
-        is_held_back = now_us < self._held_back_until_us
-        for candidate in self._one_at_a_time(now_us) if is_held_back else self._in_rule_order(now_us):
+        for candidate in self._candidates(now_us):
             if self.fits(candidate):
                 return candidate
             if self.holds_its_place(candidate):
                 return None
         return None
 
-    def _in_rule_order(self, now_us: int) -> list[Candidate]:
-        """Rules 1 and 4: the candidates, the first first."""
-        found: list[Candidate] = []
-        for tier in self._tiers:
-            if not tier.queue.count:
-                continue
-            limited = tier.rules.limited
-            found += [
-                tier.candidate(head, now_us) for head in tier.heads(now_us) if not (limited and tier.is_at_limit(head))
-            ]
-        if len(found) > 1:
-            found.sort()
-        return found
-
-    def _one_at_a_time(self, now_us: int) -> list[Candidate]:
-        """The candidates while the pool is held back: the tier that was longest without an admission is next."""
-        if self._went_while_held_back in self._leases:
+    def _candidates(self, now_us: int) -> list[Candidate]:
+        """The candidates in order. While the pool is held back, none until the ticket that was admitted has ended."""
+        if now_us >= self._held_back_until_us:
+            return self._order.in_order(now_us)
+        if self._admitted_while_held_back in self._leases:
             return []
-        least = Rank.TURN if self._all_requests else Rank.OTHER
-        allowed = [candidate for candidate in self._in_rule_order(now_us) if candidate.rank <= least]
-        return sorted(
-            allowed,
-            key=lambda candidate: (_CLAIMS[candidate.rank], self._tiers[candidate.ticket.tier].latest_admission),
-        )  # stable: the rule order decides between two heads of one tier, and between tiers without any admission
+        return self._order.in_turn(now_us, is_idle=not self._all_requests)
 
     def _admit(self, candidate: Candidate, now_us: int) -> Admission:
         ticket = candidate.ticket
         tier = self._tiers[ticket.tier]
         wait = self._wait(ticket, now_us)
         passed = self._passed(candidate, now_us) if len(self._waiting) > 1 else ()
-        if candidate.rank is _TURN:
+        if candidate.order_class is _TURN:
             ticket.excess = tier.excess(ticket)
         if now_us < self._held_back_until_us:
-            self._went_while_held_back = ticket.id
+            self._admitted_while_held_back = ticket.id
         ticket.admitted_us = now_us
         self._admissions += 1
         tier.latest_admission = self._admissions
@@ -406,7 +376,7 @@ class Scheduler:
         self._served = tuple(served)
         self._overtaking.admitted(ticket.sequence, now_us)
         self._forget_overtaking()
-        return Admission(ticket, wait, -(-candidate.score // self._promote_after_us), passed)
+        return Admission(ticket, wait, candidate.engine_level, passed)
 
     def _release(self, lease: Ticket, now_us: int) -> None:
         self.book(lease.tier, -lease.tokens, -lease.requests)
@@ -414,7 +384,7 @@ class Scheduler:
             self._tiers[lease.tier].owe(lease, now_us)
 
     def _may_return(self, ticket: Ticket, wait: Wait) -> None:
-        """A lease that may be preempted: its wait then goes on where it was, and it was not served before itself."""
+        """A lease that may be preempted. Its wait then goes on, and its own tokens do not count as served before it."""
         self._preemption.admitted(ticket)
         ticket.overtaken_us = wait.overtaken_at_us
         served = list(ticket.served_before)
@@ -422,24 +392,22 @@ class Scheduler:
         ticket.served_before = tuple(served)
 
     def _passed(self, candidate: Candidate, now_us: int) -> Sequence[tuple[int, Rule]]:
-        """The tiers whose head had come before the ticket, each with the rule; what is held is as it was decided on."""
+        """The tiers whose head arrived before the ticket, each with the rule. The amounts held are those of the
+        decision.
+        """
         passed: list[tuple[int, Rule]] = []
         for level, tier in enumerate(self._tiers):
             head = tier.queue.head()
-            if head is None or level == candidate.ticket.tier or not _came_before(head, candidate.ticket):
+            if head is None or level == candidate.ticket.tier or not _arrived_before(head, candidate.ticket):
                 continue
-            rule = Rule.LIMIT if tier.is_at_limit(head) else self._rule(candidate, tier.candidate(head, now_us), now_us)
+            if tier.is_at_limit(head):
+                rule = Rule.LIMIT
+            elif now_us < self._held_back_until_us:
+                rule = Rule.ALWAYS_FIRST if candidate.order_class is _ALWAYS_FIRST else Rule.TURN
+            else:
+                rule = self._order.rule(candidate, self._order.candidate(tier, head, now_us))
             passed.append((level, rule))
         return passed
-
-    def _rule(self, candidate: Candidate, head: Candidate, now_us: int) -> Rule:
-        if now_us < self._held_back_until_us:
-            return Rule.ALWAYS_FIRST if candidate.rank is _ALWAYS_FIRST else Rule.TURN
-        if head < candidate:
-            return Rule.PASSED_OVER
-        if candidate.rank < head.rank:
-            return _RULE_OF[candidate.rank]
-        return Rule.TURN if candidate.rank is _TURN else Rule.LEVEL
 
     def _wait(self, ticket: Ticket, now_us: int) -> Wait:
         overtaken_at_us = ticket.overtaken_us
@@ -453,25 +421,19 @@ class Scheduler:
         )
 
     def _forget_overtaking(self) -> None:
-        """Keeps the record of overtaking in proportion to the tickets that can still ask for it."""
+        """Keeps the record of overtaking in proportion to the tickets that still need it."""
         if not self._waiting:
             self._overtaking.forget()
         elif self._overtaking.is_long(len(self._waiting)):
             self._overtaking.forget_all_but(waiting.sequence for waiting in self._in_order())
 
     def _in_order(self) -> Iterable[Ticket]:
-        """Who waits, in order of arrival."""
+        """The waiting tickets, in order of arrival."""
         if self._has_returned:
             self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].sequence))
             self._has_returned = False
         return self._waiting.values()
 
 
-_CLAIMS = {Rank.ALWAYS_FIRST: 0, Rank.INSIDE: 1, Rank.TURN: 1, Rank.OTHER: 2}
-"""Which tickets go first while the pool is held back."""
-
-_RULE_OF = {Rank.ALWAYS_FIRST: Rule.ALWAYS_FIRST, Rank.INSIDE: Rule.RESERVE, Rank.TURN: Rule.TURN}
-
-
-def _came_before(ticket: Ticket, other: Ticket) -> bool:
+def _arrived_before(ticket: Ticket, other: Ticket) -> bool:
     return (ticket.arrived_us, ticket.sequence) < (other.arrived_us, other.sequence)

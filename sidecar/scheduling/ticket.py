@@ -1,4 +1,4 @@
-"""One request's place: a ticket while it waits, a lease once it is admitted, and what its wait is reported as."""
+"""The ticket of one request, a lease once it is admitted, and the report of its wait."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Rule(str, Enum):
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request in the scheduler. `tokens` and `requests` are what it holds, or will hold.
+    """A request in the scheduler. `tokens` and `requests` are the amounts that it holds, or will hold.
 
     `sequence` is its place in the order of arrival, `served_before` the served-token counters as they stood then;
-    `start` is its fair-queueing tag, set when it becomes the first of its tenant, and `queued` whether it still is in
-    its tier's queue, `ahead` and `behind` its neighbors there among the tickets of its tenant. `preemptions` counts how
-    often it gave its lease back unused and waited again; `overtaken_us` is then its first overtaking, if need be the
-    moment at which it came back. A lease was admitted at `admitted_us`; `excess` is how many whole reserves too much
-    its tier held with it, where it was admitted by a turn.
+    `start` is its fair-queueing tag, set when it becomes the first of its tenant. `queued` says whether it is still in
+    the queue of its tier; `previous` and `next` are its neighbors there among the tickets of its tenant. `preemptions`
+    counts how often it was preempted; `overtaken_us` is then its first overtaking, at the latest the moment of its
+    first return. A lease was admitted at `admitted_us`; `excess` is how many whole reserves too much its tier held with
+    it, where it was admitted by a turn.
     """
 
     id: str
@@ -46,8 +46,8 @@ class Ticket:
     served_before: tuple[int, ...]
     start: float = 0.0
     queued: bool = False
-    ahead: Ticket | None = field(default=None, repr=False)
-    behind: Ticket | None = field(default=None, repr=False)
+    previous: Ticket | None = field(default=None, repr=False)
+    next: Ticket | None = field(default=None, repr=False)
     preemptions: int = 0
     overtaken_us: int | None = None
     admitted_us: int = 0
@@ -55,10 +55,10 @@ class Ticket:
 
 
 class Wait(NamedTuple):
-    """How a ticket's wait went, up to its admission or its departure.
+    """The wait of a ticket, up to its admission or its cancellation.
 
-    `overtaken_at_us` is the first admission of a ticket that arrived later, None where there was none; starvation is
-    what the wait lasted from then on. `served_ahead[level]` counts the tokens admitted while it waited.
+    `overtaken_at_us` is the first admission of a ticket that arrived later, None where there was none. Starvation is
+    the part of the wait after it. `served_ahead[level]` counts the tokens admitted while the ticket waited.
     """
 
     queue_wait_us: int
@@ -68,10 +68,10 @@ class Wait(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """A ticket that became a lease. `level` is its aged level in whole levels: what an engine may be told.
+    """A ticket that became a lease. `level` is the level that the engine receives as its priority.
 
-    `passed` pairs the levels of the other tiers whose head had come before the ticket with the rule by which the ticket
-    went first all the same.
+    `passed` pairs the levels of the other tiers whose head had arrived before the ticket with the rule by which the
+    ticket was admitted first.
     """
 
     ticket: Ticket

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sidecar.pools.redis.script import root_key
+from sidecar.pools.redis.protocol import root_key
 from tests.cluster.replicas import POLICY, Replica, overload, replicas
 from tests.support.redis_servers import RedisServer, first_binary
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from sidecar.policy.model import Policy
 from sidecar.pools.pool import Ask
-from sidecar.pools.redis import script
-from sidecar.pools.redis.script import Argument, Reply
+from sidecar.pools.redis import protocol
+from sidecar.pools.redis.protocol import Argument, Reply
 from tests.pools.pools import Clock
 from tests.pools.shared import CLOCK_KEY, CLOCKED_SOURCE
 
@@ -20,7 +20,7 @@ class Scripted:
         self.clock = clock
         self.policy = policy
         self.name = name
-        self.root = script.root_key(policy.pool)
+        self.root = protocol.root_key(policy.pool)
         self.fence = 0
         self.listed = 0
 
@@ -30,33 +30,33 @@ class Scripted:
         answer: list[Any] = self.client.eval(CLOCKED_SOURCE, 1, self.root, *arguments)
         return answer
 
-    def call(self, *operations: Argument, kind: bytes = script.CALL) -> Reply:
+    def call(self, *operations: Argument, kind: bytes = protocol.CALL) -> Reply:
         """Operations, and what came of them."""
         answer = self.answer(kind, self.name, self.fence, self.listed, *operations)
-        assert answer[0] == script.OK, answer
-        reply = script.read_reply(answer)
+        assert answer[0] == protocol.OK, answer
+        reply = protocol.read_reply(answer)
         self.listed = reply.listed
         return reply
 
     def sync(self, *statements: Argument, known: int = 0, installs: bool = True, unsaid: int = 0) -> Reply:
         """States what the replica has, under a new fence."""
-        return self.stated(script.SYNC, known, int(installs), unsaid, *statements)
+        return self.stated(protocol.SYNC, known, int(installs), unsaid, *statements)
 
     def begin(self, *statements: Argument, known: int = 0) -> Reply:
         """States the first part of what it has; calls state the rest."""
-        return self.stated(script.BEGIN, known, script.KEEPS, 0, *statements)
+        return self.stated(protocol.BEGIN, known, protocol.KEEPS, 0, *statements)
 
     def stated(self, kind: bytes, known: int, brings: int, unsaid: int, *statements: Argument) -> Reply:
         """A statement, or its first part, under a new fence."""
         answer = self.statement(kind, known, brings, unsaid, *statements)
-        assert answer[0] == script.OK, answer
+        assert answer[0] == protocol.OK, answer
         self.listed = 0
-        return script.read_reply(answer)
+        return protocol.read_reply(answer)
 
     def statement(self, kind: bytes, known: int, brings: int, unsaid: int, *statements: Argument) -> list[Any]:
         """The script's raw answer to one."""
         self.fence += 1
-        text = script.rules_text(self.policy, self.policy.rules)
+        text = protocol.rules_text(self.policy, self.policy.rules)
         return self.answer(kind, self.name, self.fence, known, text, brings, unsaid, *statements)
 
     def enter(self, ticket: int, ask: Ask) -> Reply:
@@ -72,4 +72,4 @@ class Scripted:
 
 def entering(ticket: int, ask: Ask) -> tuple[Argument, ...]:
     """The operation by which a ticket enters."""
-    return (script.ENTER, ticket, ask.tier, ask.tenant, ask.weight, ask.tokens, ask.requests)
+    return (protocol.ENTER, ticket, ask.tier, ask.tenant, ask.weight, ask.tokens, ask.requests)

@@ -16,7 +16,7 @@ from sidecar.policy.store import store_address
 from sidecar.pools import Pool
 from sidecar.pools.redis import RedisPool
 from sidecar.pools.redis.connection import ANSWER_WITHIN_S, Connection, connector
-from sidecar.pools.redis.script import SOURCE, Argument
+from sidecar.pools.redis.protocol import SOURCE, Argument
 from tests.pools.pools import Clock, allow_any_size
 from tests.support.redis_servers import RedisServer
 

@@ -20,7 +20,7 @@ from sidecar.pools.redis import loss as loss_module
 from sidecar.pools.redis.alone import Alone, LastKnown, first_part, fits_into, nth
 from sidecar.pools.redis.lease import Left, RedisLease
 from sidecar.pools.redis.loss import Loss
-from sidecar.pools.redis.script import BEAT_S
+from sidecar.pools.redis.protocol import BEAT_S
 from sidecar.pools.sizes import Sizes
 from sidecar.scheduling import Admission, Scheduler
 from tests.pools.load import until

@@ -15,7 +15,7 @@ from sidecar.errors import QueueFull, RequestTooLarge
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import EngineCapacity, Shares, pool_rules
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
-from sidecar.pools.redis.script import root_key, rules_text
+from sidecar.pools.redis.protocol import root_key, rules_text
 from sidecar.scheduling import Scheduler
 from tests.pools.load import until
 from tests.pools.pools import Clock, Harness, ask, policy_of, simple

@@ -19,8 +19,8 @@ from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools import LocalPool
 from sidecar.pools.local import LocalLease
-from sidecar.pools.redis import script
-from sidecar.pools.redis.script import Argument, WaitReply
+from sidecar.pools.redis import protocol
+from sidecar.pools.redis.protocol import Argument, WaitReply
 from tests.pools.pools import Clock, allow_any_size, ask, policy_of
 from tests.pools.scripted import Scripted, entering
 from tests.support.redis_servers import RedisServer
@@ -167,7 +167,7 @@ class Local:
         lease = self.leases[ticket]
         known = self.pool._scheduler._leases[lease._id]
         held = ask(lease.ask.tier, known.tokens, requests=lease.ask.requests, tenant=lease.ask.tenant)
-        return tuple(script.requeue(ticket, held, 0, known.preemptions + 1))
+        return tuple(protocol.requeue(ticket, held, 0, known.preemptions + 1))
 
     async def play(self, operations: list[tuple[Any, ...]]) -> Answers:
         answers = Answers()
@@ -235,15 +235,15 @@ class Lua:
                     self.levels[ticket] = wanted.tier
                     arguments += entering(ticket, wanted)
                 case ("end", ticket):
-                    arguments += (script.END, ticket)
+                    arguments += (protocol.END, ticket)
                 case ("resize", ticket, tokens):
-                    arguments += (script.RESIZE, ticket, tokens)
+                    arguments += (protocol.RESIZE, ticket, tokens)
                 case ("keep", ticket):
-                    arguments += (script.KEEP, ticket, self.levels[ticket])
+                    arguments += (protocol.KEEP, ticket, self.levels[ticket])
                 case ("back", _, said):
                     arguments += said
                 case ("hold_back", _, for_us):
-                    arguments += (script.BACK, for_us)
+                    arguments += (protocol.BACK, for_us)
         self.reply = reply = self.replica.call(*arguments)
         self._note(reply)
         assert self._steps() <= reply.waiting
@@ -255,7 +255,7 @@ class Lua:
             list(reply.displaced),
         )
 
-    def _note(self, reply: script.Reply) -> None:
+    def _note(self, reply: protocol.Reply) -> None:
         self.tiers |= {level: tuple(tier[:5]) for level, tier in reply.tiers}
 
     def _steps(self) -> int:

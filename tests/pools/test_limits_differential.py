@@ -13,14 +13,13 @@ import redis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from sidecar.errors import QueueFull, TenantLimit
+from sidecar.errors import QueueFull, RemainingLimits, TenantLimit
 from sidecar.policy.model import Limits, Policy
 from sidecar.pools import Ask, LocalPool
 from sidecar.pools.local import LocalLease
-from sidecar.pools.redis import script
+from sidecar.pools.redis import protocol
 from sidecar.pools.redis.limited import _remaining
 from sidecar.pools.tenant_limits import downgraded, tenant_limit
-from sidecar.remaining import Allowance
 from tests.pools import scripted
 from tests.pools.pools import Clock, simple
 from tests.pools.scripted import Scripted
@@ -90,14 +89,14 @@ class Lua:
     def enter(self, ticket: int, ask: Ask) -> Answer:
         lower = downgraded(ask, self._sizes) if ask.limits else None
         self._asks[ticket] = ask
-        reply = self._call(script.enter(ticket, ask, None if lower is None else lower.tier))
+        reply = self._call(protocol.enter(ticket, ask, None if lower is None else lower.tier))
         if ticket in reply.refused:
             return ("full",)
         if ask.limits is None:
             return ("in", ask.tier, None)
         (verdict,) = reply.verdicts
         limits = ask.limits
-        allowance = Allowance(
+        allowance = RemainingLimits(
             _remaining(limits.requests_per_minute, verdict.requests),
             _remaining(limits.tokens_per_minute, verdict.tokens),
             verdict.is_downgraded,
@@ -108,13 +107,13 @@ class Lua:
         return ("in", verdict.level, allowance)
 
     def end(self, ticket: int, used: int | None) -> None:
-        self._call(script.end(ticket, self._asks[ticket], used))
+        self._call(protocol.end(ticket, self._asks[ticket], used))
         self._held.discard(ticket)
 
     def held(self) -> set[int]:
         return self._held
 
-    def _call(self, arguments: Any) -> script.Reply:
+    def _call(self, arguments: Any) -> protocol.Reply:
         reply = self.replica.call(*arguments)
         self._held |= {ticket for ticket, _ in reply.grants}
         return reply

@@ -11,8 +11,8 @@ import redis
 from sidecar.errors import StoreUnavailable, TenantLimit
 from sidecar.policy.model import Limits
 from sidecar.pools import Ask
-from sidecar.pools.redis import script
-from sidecar.scheduling.allowance import Limit, Over
+from sidecar.pools.redis import protocol
+from sidecar.scheduling.rate_limit import ExceededLimit, Limit
 from tests.pools.load import nothing_left, recovered, replicas, until
 from tests.pools.pools import Clock, simple
 from tests.pools.scripted import Scripted
@@ -54,8 +54,8 @@ def scripted(store: RedisServer) -> Iterator[tuple[Scripted, Scripted, Clock]]:
         yield a, b, clock
 
 
-def over(replica: Scripted, ticket: int, ask: Ask) -> Over | None:
-    (verdict,) = replica.call(*script.enter(ticket, ask, None)).verdicts
+def over(replica: Scripted, ticket: int, ask: Ask) -> ExceededLimit | None:
+    (verdict,) = replica.call(*protocol.enter(ticket, ask, None)).verdicts
     return verdict.over
 
 
@@ -77,10 +77,10 @@ async def test_all_replicas_share_one_allowance(store: RedisServer) -> None:
 def test_what_a_dead_replica_had_running_is_free_again(scripted: tuple[Scripted, Scripted, Clock]) -> None:
     dead, other, clock = scripted
     assert [over(dead, ticket, asks(TWO)) for ticket in (1, 2)] == [None, None]
-    assert over(other, 1, asks(TWO)) == Over(Limit.CONCURRENT, 0)
+    assert over(other, 1, asks(TWO)) == ExceededLimit(Limit.CONCURRENT, 0)
     for _ in range(6):
         clock.advance(2)
-        other.call(kind=script.BEAT)
+        other.call(kind=protocol.BEAT)
     assert over(other, 2, asks(TWO)) is None
     assert other.client.keys("*:m:replica-a") == []
 
@@ -91,13 +91,13 @@ def test_what_a_dead_replica_had_running_is_charged_its_estimate_and_what_waited
     dead, other, clock = scripted
     limits = Limits(tokens_per_minute=60_000)
     over(dead, 1, asks(limits, 50_000))
-    dead.call(*script.enter(2, Ask(0, "filler", 1, 50_000, 1), None))
+    dead.call(*protocol.enter(2, Ask(0, "filler", 1, 50_000, 1), None))
     over(dead, 3, asks(limits, 10_000))
     assert dead.call().waiting == 1
     for _ in range(6):
         clock.advance(2)
-        other.call(kind=script.BEAT)
-    (verdict,) = other.call(*script.enter(1, asks(limits, 60_001), None)).verdicts
+        other.call(kind=protocol.BEAT)
+    (verdict,) = other.call(*protocol.enter(1, asks(limits, 60_001), None)).verdicts
     assert verdict.tokens == (60_000 - (50_000 - 12_000), 38_000_000)
 
 
@@ -105,20 +105,20 @@ def test_a_replica_that_says_good_bye_frees_what_its_tenants_had(scripted: tuple
     leaving, other, _ = scripted
     over(leaving, 1, asks(TWO))
     over(leaving, 2, asks(TWO))
-    leaving.call(kind=script.BYE)
+    leaving.call(kind=protocol.BYE)
     assert over(other, 1, asks(TWO)) is None
 
 
 def test_tenants_back_at_rest_are_forgotten(scripted: tuple[Scripted, Scripted, Clock]) -> None:
     replica, _, clock = scripted
     for ticket in range(100):
-        replica.call(*script.enter(ticket, Ask(0, f"t{ticket}", 1, 10, 1, limits=TOKENS), None))
-        replica.call(*script.end(ticket, asks(TOKENS), 10))
+        replica.call(*protocol.enter(ticket, Ask(0, f"t{ticket}", 1, 10, 1, limits=TOKENS), None))
+        replica.call(*protocol.end(ticket, asks(TOKENS), 10))
     (accounts,) = replica.client.keys("*:a")
     assert replica.client.hlen(accounts) == 100
     for _ in range(200):
         clock.advance(1)
-        replica.call(kind=script.BEAT)
+        replica.call(kind=protocol.BEAT)
     assert replica.client.hlen(accounts) < 3
 
 
@@ -144,9 +144,9 @@ async def test_after_an_empty_store_buckets_are_full_and_what_runs_still_counts(
 def test_a_request_that_was_not_told_is_charged_once(scripted: tuple[Scripted, Scripted, Clock]) -> None:
     replica, other, _ = scripted
     over(replica, 1, asks(TOKENS, 400))  # the answer was lost
-    replica.sync(script.UNTOLD, 1, known=2, installs=False)
+    replica.sync(protocol.UNTOLD, 1, known=2, installs=False)
     assert over(replica, 1, asks(TOKENS, 400)) is None
-    (verdict,) = other.call(*script.enter(1, asks(TOKENS, 601), None)).verdicts
+    (verdict,) = other.call(*protocol.enter(1, asks(TOKENS, 601), None)).verdicts
     assert verdict.tokens == (200, 40_000_000)
 
 

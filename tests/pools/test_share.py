@@ -13,8 +13,8 @@ import pytest
 from sidecar.policy.store import store_address
 from sidecar.pools import NotShared, Pool
 from sidecar.pools.redis import RedisPool, connector
+from sidecar.pools.redis.protocol import root_key
 from sidecar.pools.redis.reports import MOST_BYTES
-from sidecar.pools.redis.script import root_key
 from tests.pools.conftest import SERVERS
 from tests.pools.pools import Harness, LocalHarness, ask, simple
 from tests.pools.shared import FakeHarness, RedisHarness

@@ -13,9 +13,9 @@ import pytest
 import redis
 
 from sidecar.policy.store import store_address
-from sidecar.pools.redis import RedisPool, connector, script
+from sidecar.pools.redis import RedisPool, connector, protocol
 from sidecar.pools.redis.outbox import MOST_OPERATIONS
-from sidecar.pools.redis.script import BEAT_S, SILENCE_S, Reply
+from sidecar.pools.redis.protocol import BEAT_S, SILENCE_S, Reply
 from sidecar.pools.redis.statement import STATED_AT_ONCE
 from tests.pools.load import Load, nothing_left, recovered, replicas, until
 from tests.pools.pools import ask, simple
@@ -87,7 +87,7 @@ def silent(seen: Sequence[Scripted]) -> None:
     for _ in range(5):
         seen[0].clock.advance(BEAT_S - 0.05)
         for replica in seen:
-            replica.call(kind=script.BEAT)
+            replica.call(kind=protocol.BEAT)
     seen[0].clock.advance(SILENCE_S - 5 * (BEAT_S - 0.05) + 0.01)
 
 
@@ -115,7 +115,7 @@ def test_the_tickets_of_a_dead_replica_are_not_admitted_while_it_is_swept(client
     crowd(dead, 400)
     one.enter(1, ask(tier=1, tokens=10))
     silent([one])
-    first = one.call(script.END, 0)
+    first = one.call(protocol.END, 0)
     replies = [first, *steps(one, lambda reply: reply.waiting == 0)]
     assert granted(first) == [1], "a live ticket does not wait until all of the dead are ended"
     assert [ticket for reply in replies for ticket in granted(reply)] == [1]
@@ -129,7 +129,7 @@ def test_a_good_bye_with_many_waiting_is_short_and_others_end_the_rest(counting:
     crowd(leaving, MANY, held=10)
     one.enter(1, ask(tokens=10))
     counting.most = 0
-    reply = leaving.call(kind=script.BYE)
+    reply = leaving.call(kind=protocol.BYE)
     assert (reply.leases, reply.held_tokens) == (1, 10), "its own are free, and the other's is admitted"
     first, *_ = steps(one, lambda reply: reply.waiting == 0)
     assert counting.most < MOST_COMMANDS
@@ -139,7 +139,7 @@ def test_a_good_bye_with_many_waiting_is_short_and_others_end_the_rest(counting:
 def test_what_a_dead_replica_was_charged_comes_back_in_slices_too(counting: Any) -> None:
     pool = Replicas(counting, simple(tokens=10))
     one, dead = pool.one("a"), pool.one("dead")
-    metered = lambda ticket: (script.METERED_ENTER, ticket, 0, "t", 1, 1, 1, -1, -1, MANY, 1_000_000, -1)  # noqa: E731
+    metered = lambda ticket: (protocol.METERED_ENTER, ticket, 0, "t", 1, 1, 1, -1, -1, MANY, 1_000_000, -1)  # noqa: E731
     for start in range(0, 1_000, 100):
         dead.call(*(part for ticket in range(start, start + 100) for part in metered(ticket)))
     silent([one])
@@ -162,7 +162,7 @@ def test_a_replica_that_comes_back_while_it_is_swept_keeps_what_is_left(client: 
     one.call()
     left = one.call().waiting
     assert 0 < left < 1_000
-    statements = [part for ticket in range(1_000) for part in script.statement(ticket, waiting(ticket), 1_000_000)]
+    statements = [part for ticket in range(1_000) for part in protocol.statement(ticket, waiting(ticket), 1_000_000)]
     reply = dead.sync(*statements, known=2, installs=False)
     assert (reply.waiting, reply.replicas, reply.is_stating) == (1_000, 2, False)
     one.clock.advance(1)
@@ -176,15 +176,16 @@ def test_many_tickets_are_stated_by_many_calls_and_what_was_not_stated_is_ended_
     kept = range(10, 2_000)
     counting.most = 0
     one.begin(
-        *(part for lease in range(9) for part in script.statement(lease, waiting(lease), None)), script.LEASES_STATED
+        *(part for lease in range(9) for part in protocol.statement(lease, waiting(lease), None)),
+        protocol.LEASES_STATED,
     )
     for start in range(kept[0], kept[-1] + 1, 100):
         tickets = range(start, min(start + 100, 2_000))
-        one.call(*(part for ticket in tickets for part in script.statement(ticket, waiting(ticket), 0)))
+        one.call(*(part for ticket in tickets for part in protocol.statement(ticket, waiting(ticket), 0)))
     one.call(*entering(5_000, waiting(0)))  # one that comes meanwhile is not ended with the rest
-    replies = [one.call(script.ALL_STATED)]
+    replies = [one.call(protocol.ALL_STATED)]
     while replies[-1].is_stating:
-        replies.append(one.call(script.ALL_STATED))
+        replies.append(one.call(protocol.ALL_STATED))
     assert counting.most < MOST_COMMANDS
     assert len(replies) > 3
     assert (replies[-1].leases, replies[-1].waiting) == (10, len(kept) + 1 - 1)
@@ -195,12 +196,12 @@ def test_a_statement_that_breaks_off_is_begun_again(client: Any) -> None:
     pool = Replicas(client, simple(tokens=10))
     one, other = pool.one("a"), pool.one("b")
     crowd(one, 50, held=10)
-    one.begin(*script.statement(0, waiting(0), None))
+    one.begin(*protocol.statement(0, waiting(0), None))
     assert other.call().is_on_hold
-    reply = one.sync(*(part for lease in range(10) for part in script.statement(lease, waiting(lease), None)))
+    reply = one.sync(*(part for lease in range(10) for part in protocol.statement(lease, waiting(lease), None)))
     assert (reply.is_on_hold, reply.leases, reply.waiting, reply.is_stating) == (False, 10, 0, False)
     one.begin()
-    one.call(kind=script.BYE)
+    one.call(kind=protocol.BYE)
     assert not other.call().is_on_hold
 
 

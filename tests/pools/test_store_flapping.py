@@ -14,7 +14,7 @@ from sidecar.policy.model import Policy
 from sidecar.pools.redis import RedisPool
 from sidecar.pools.redis.alone import first_part
 from sidecar.pools.redis.connection import Connection, StoreError
-from sidecar.pools.redis.script import BEAT_S, SILENCE_S
+from sidecar.pools.redis.protocol import BEAT_S, SILENCE_S
 from tests.pools.load import Load, nothing_left, recovered, replicas, store_of, until
 from tests.pools.pools import ask, simple
 from tests.pools.scripted import Scripted, entering

@@ -1,4 +1,4 @@
-"""What every pool does about tenants' own limits. The buckets themselves: `tests/scheduling/test_allowance.py`."""
+"""What every pool does about tenants' own limits. The buckets themselves: `tests/scheduling/test_rate_limit.py`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from sidecar.errors import QueueFull, RequestTooLarge, TenantLimit
+from sidecar.errors import QueueFull, RemainingLimit, RemainingLimits, RequestTooLarge, TenantLimit
 from sidecar.policy.model import Limits
 from sidecar.pools import Ask, Pool
-from sidecar.remaining import Allowance, Remaining
 from tests.pools.pools import Clock, Harness, simple
 
 pytestmark = pytest.mark.anyio
@@ -36,7 +35,7 @@ async def left(harness: Harness, pool: Pool, limits: Limits = EACH) -> tuple[int
 async def test_a_lease_says_what_is_left_and_one_without_limits_nothing(harness: Harness) -> None:
     pool = await harness.pool(simple(tokens=100_000), Clock())
     lease = await pool.enter(asks(100))
-    assert lease.allowance == Allowance(Remaining(60, 59, 1_000_000), Remaining(600, 500, 10_000_000))
+    assert lease.allowance == RemainingLimits(RemainingLimit(60, 59, 1_000_000), RemainingLimit(600, 500, 10_000_000))
     assert lease.tier == 0
     assert (await pool.enter(asks(limits=None))).allowance is None
 
@@ -70,7 +69,7 @@ async def test_requests_are_limited_and_others_tenants_are_not_concerned(harness
     with pytest.raises(TenantLimit, match="2 requests per minute") as raised:
         await pool.enter(asks(limits=limits))
     assert raised.value.retry_after_s == 30
-    assert raised.value.allowance == Allowance(Remaining(2, 0, 60_000_000), None)
+    assert raised.value.allowance == RemainingLimits(RemainingLimit(2, 0, 60_000_000), None)
     await pool.enter(asks(limits=limits, tenant="other"))
 
 
@@ -154,7 +153,9 @@ async def test_what_is_over_goes_in_at_the_lower_tier_uncharged(harness: Harness
     assert (first.tier, second.tier) == (0, 1)
     assert first.allowance is not None
     assert not first.allowance.is_downgraded
-    assert second.allowance == Allowance(Remaining(60, 59, 1_000_000), Remaining(600, 0, 60_000_000), True)
+    assert second.allowance == RemainingLimits(
+        RemainingLimit(60, 59, 1_000_000), RemainingLimit(600, 0, 60_000_000), True
+    )
     await harness.quiet(pool)
     tiers: Any = pool.state()["tiers"]
     assert [tier["held"]["tokens"] for tier in tiers] == [600, 600]
@@ -201,4 +202,6 @@ async def test_nothing_is_left_of_many_requests_but_what_they_used(harness: Harn
     assert await left(harness, pool, limits) == (5950, 59_500)
     clock.advance(60)
     leases = [await pool.enter(asks(100, limits)) for _ in range(50)]
-    assert leases[0].allowance == Allowance(Remaining(6000, 5999, 10_000), Remaining(60_000, 59_900, 100_000))
+    assert leases[0].allowance == RemainingLimits(
+        RemainingLimit(6000, 5999, 10_000), RemainingLimit(60_000, 59_900, 100_000)
+    )

@@ -1,4 +1,4 @@
-"""Schedulers that are wrong on purpose, one mistake each. A check that lets its scheduler pass proves nothing."""
+"""Schedulers that are wrong on purpose, one mistake each. A check that passes its scheduler proves nothing."""
 
 from __future__ import annotations
 
@@ -7,24 +7,36 @@ from dataclasses import replace
 from sidecar.policy.rules import PoolRules
 from sidecar.scheduling import Admission, Rule, Scheduler, Ticket, Wait
 from sidecar.scheduling.fair_queue import FairQueue, Lane
-from sidecar.scheduling.preemption import Candidate, Preemption
-from sidecar.scheduling.tier import Rank, Tier
+from sidecar.scheduling.order import Candidate, LevelOrder, OrderClass
+from sidecar.scheduling.preemption import Preemption
+from sidecar.scheduling.tier import TierState
+
+
+class OtherOrder(Scheduler):
+    """Orders its candidates by a mistaken order."""
+
+    Order = LevelOrder
+
+    def __init__(self, rules: PoolRules) -> None:
+        super().__init__(rules)
+        self._order = self._preemption._order = self.Order(rules, self._tiers)
 
 
 class DoNothing(Scheduler):
-    """Admits nobody."""
+    """Admits nothing."""
 
     def dispatch(self, now_us: int) -> list[Admission]:
         return []
 
 
-class FirstComeFirstServed(Scheduler):
-    """Knows no tiers: the oldest ticket goes first."""
+class FirstComeFirstServed(OtherOrder):
+    """Ignores tiers: the oldest ticket comes first."""
 
-    def _in_rule_order(self, now_us: int) -> list[Candidate]:
-        heads = [head for tier in self._tiers if (head := tier.queue.head()) is not None]
-        ranked = [Candidate(Rank.ALWAYS_FIRST, 0, 0, head.arrived_us, head.sequence, head) for head in heads]
-        return sorted(ranked)
+    class Order(LevelOrder):
+        def in_order(self, now_us: int) -> list[Candidate]:
+            heads = [head for tier in self._tiers if (head := tier.queue.head()) is not None]
+            places = [(OrderClass.ALWAYS_FIRST, 0, 0, head.arrived_us, head.sequence, head) for head in heads]
+            return sorted(Candidate(*place, 0, 0, 0) for place in places)
 
 
 class SmallOnesSlipPast(Scheduler):
@@ -35,7 +47,7 @@ class SmallOnesSlipPast(Scheduler):
 
 
 class HoldsEveryPlace(Scheduler):
-    """Lets nothing pass a ticket that cannot fit for long, either."""
+    """Lets no ticket pass one that cannot fit for long."""
 
     def holds_its_place(self, candidate: Candidate) -> bool:
         return True
@@ -49,21 +61,25 @@ class OwesNothing(Scheduler):
         super()._release(lease, now_us)
 
 
-class GivesTurnsByLevel(Scheduler):
-    """The more important tier has every turn."""
+class GivesTurnsByLevel(OtherOrder):
+    """Gives every turn to the more important tier."""
 
-    def _in_rule_order(self, now_us: int) -> list[Candidate]:
-        return sorted(candidate._replace(turn=0) for candidate in super()._in_rule_order(now_us))
+    class Order(LevelOrder):
+        def in_order(self, now_us: int) -> list[Candidate]:
+            return sorted(candidate._replace(turn=0) for candidate in super().in_order(now_us))
 
 
-class CountsAFloorWhenTheTierIsEmpty(Scheduler):
-    """A turn counts as being inside: the rule of before."""
+class CountsAFloorWhenTheTierIsEmpty(OtherOrder):
+    """Counts a turn as being inside the reserve, which was an earlier rule."""
 
-    def _in_rule_order(self, now_us: int) -> list[Candidate]:
-        return sorted(
-            candidate._replace(rank=Rank.INSIDE, turn=0) if candidate.rank is Rank.TURN else candidate
-            for candidate in super()._in_rule_order(now_us)
-        )
+    class Order(LevelOrder):
+        def in_order(self, now_us: int) -> list[Candidate]:
+            return sorted(
+                candidate._replace(order_class=OrderClass.INSIDE, turn=0)
+                if candidate.order_class is OrderClass.TURN
+                else candidate
+                for candidate in super().in_order(now_us)
+            )
 
 
 class AdmitsNothingWhileHeldBack(Scheduler):
@@ -74,7 +90,7 @@ class AdmitsNothingWhileHeldBack(Scheduler):
 
 
 class ChargesTicketsThatLeave(Scheduler):
-    """A tenant whose clients give up pays for it."""
+    """Charges a tenant for tickets that are canceled."""
 
     def cancel(self, ticket_id: str, now_us: int) -> Wait | None:
         ticket = self._waiting.get(ticket_id)
@@ -84,12 +100,13 @@ class ChargesTicketsThatLeave(Scheduler):
         return super().cancel(ticket_id, now_us)
 
 
-class LargerOnesPassNothing(Scheduler):
-    """While a tier owes, all of it waits for a head that is larger than its reserve."""
+class LargerOnesPassNothing(OtherOrder):
+    """Lets a tier that owes wait for a head that is larger than its reserve."""
 
-    def _in_rule_order(self, now_us: int) -> list[Candidate]:
-        order = super()._in_rule_order(now_us)
-        return [candidate for candidate in order if candidate.ticket is self._tiers[candidate.ticket.tier].queue.head()]
+    class Order(LevelOrder):
+        def in_order(self, now_us: int) -> list[Candidate]:
+            heads = [tier.queue.head() for tier in self._tiers]
+            return [it for it in super().in_order(now_us) if it.ticket is heads[it.ticket.tier]]
 
 
 class PutsATierLastAfterATurnOnly(Scheduler):
@@ -99,16 +116,16 @@ class PutsATierLastAfterATurnOnly(Scheduler):
         tier = self._tiers[candidate.ticket.tier]
         before = tier.latest_admission
         admission = super()._admit(candidate, now_us)
-        if candidate.rank is not Rank.TURN:
+        if candidate.order_class is not OrderClass.TURN:
             tier.latest_admission = before
         return admission
 
 
 class IgnoresHeadroom(Scheduler):
-    """Lets everybody into the room that more important tiers keep."""
+    """Admits tickets to the headroom of more important tiers."""
 
     def fits(self, candidate: Candidate) -> bool:
-        return super().fits(candidate._replace(score=0))
+        return super().fits(candidate._replace(headroom_level=0))
 
 
 class HasNoFloors(Scheduler):
@@ -120,21 +137,19 @@ class HasNoFloors(Scheduler):
             tier.rules = replace(tier.rules, reserve_tokens=0, reserve_requests=0, always_first=False)
 
 
-class AgesPastTheCeiling(Scheduler):
-    """Linear aging up to the top, whatever the ceiling says."""
+class AgesPastTheCeiling(OtherOrder):
+    """Ages linearly up to the top, whatever the ceiling says."""
 
-    def __init__(self, rules: PoolRules) -> None:
-        super().__init__(rules)
-        for tier in self._tiers:
-            tier._ceiling_score = 0
-            tier._ages = rules.promote_after_us is not None
+    class Order(LevelOrder):
+        def change_rules(self, rules: PoolRules) -> None:
+            super().change_rules(replace(rules, ceiling=0))
 
 
 class LastInFirstOut(Scheduler):
     """Takes a tier's newest ticket instead of its head: a tenant overtakes itself."""
 
-    def _next(self, now_us: int) -> Candidate | None:
-        found = super()._next(now_us)
+    def _next_admission(self, now_us: int) -> Candidate | None:
+        found = super()._next_admission(now_us)
         if found is None:
             return None
         mine = [ticket for ticket in self._waiting.values() if ticket.tier == found.ticket.tier]
@@ -149,7 +164,7 @@ class KnowsNoWeights(Scheduler):
 
 
 class ServesTenantsByArrival(Scheduler):
-    """Knows every tenant, and charges none: the oldest ticket of a tier is its head."""
+    """Charges no tenant: the oldest ticket of a tier is its head."""
 
     class Queue(FairQueue):
         def _tag(self, first: Ticket, lane: Lane) -> None:
@@ -176,7 +191,7 @@ class ForgetsTheSecondDimension(Scheduler):
 
 
 class SettlesTwice(Scheduler):
-    """Says yes to every settle."""
+    """Returns True for every settle."""
 
     def settle(self, ticket_id: str, now_us: int) -> bool:
         super().settle(ticket_id, now_us)
@@ -204,7 +219,7 @@ class CallsEveryWaitStarvation(Scheduler):
 
 
 class CallsEveryOvertakingTheReserve(Scheduler):
-    """Says whom a ticket overtook, and always the same reason."""
+    """Reports the tiers that a ticket passed, always with the same rule."""
 
     def _passed(self, candidate: Candidate, now_us: int) -> list[tuple[int, Rule]]:
         return [(tier, Rule.RESERVE) for tier, _ in super()._passed(candidate, now_us)]
@@ -233,14 +248,14 @@ class Preempting(Scheduler):
 
     def __init__(self, rules: PoolRules) -> None:
         super().__init__(rules)
-        self._preemption = self.Rules(self._tiers, self)
+        self._preemption = self.Rules(self._tiers, self._order, self)
 
 
 class PreemptsEveryTier(Preempting):
     """Takes from the ticket's own tier, and from more important ones, too."""
 
     class Rules(Preemption):
-        def _candidates(self, served: Candidate, rules: PoolRules, now_us: int) -> list[Ticket]:
+        def _eligible(self, served: Candidate, rules: PoolRules, now_us: int) -> list[Ticket]:
             return [lease for lease in self.leases.values() if lease.id not in self._victims]
 
 
@@ -248,8 +263,8 @@ class PreemptsForEver(Preempting):
     """Takes from the same request as often as it likes."""
 
     class Rules(Preemption):
-        def _candidates(self, served: Candidate, rules: PoolRules, now_us: int) -> list[Ticket]:
-            return super()._candidates(served, replace(rules, max_preemptions=10**6), now_us)
+        def _eligible(self, served: Candidate, rules: PoolRules, now_us: int) -> list[Ticket]:
+            return super()._eligible(served, replace(rules, max_preemptions=10**6), now_us)
 
 
 class PreemptsFloors(Scheduler):
@@ -257,18 +272,18 @@ class PreemptsFloors(Scheduler):
 
     def __init__(self, rules: PoolRules) -> None:
         super().__init__(rules)
-        self._preemption = Preemption([Floorless(tier.rules, rules) for tier in self._tiers], self)
+        self._preemption = Preemption([Floorless(tier.rules) for tier in self._tiers], self._order, self)
         for real, floorless in zip(self._tiers, self._preemption._tiers, strict=True):
             floorless.queue = real.queue
 
 
-class Floorless(Tier):
+class Floorless(TierState):
     def has_its_reserve_without(self, lease: Ticket) -> bool:
         return True
 
 
 class PreemptsMoreThanIsNeeded(Preempting):
-    """Spares nobody who turned out not to be needed."""
+    """Spares no lease, needed or not."""
 
     class Rules(Preemption):
         def _needed(self, order, chosen):
@@ -276,26 +291,30 @@ class PreemptsMoreThanIsNeeded(Preempting):
 
 
 class PreemptsInVain(Preempting):
-    """Takes what there is, though the ticket will not fit."""
+    """Chooses a lease even though the ticket will not fit."""
 
     class Rules(Preemption):
         def _enough(self, order, rules, now_us):
-            return super()._enough(order, rules, now_us) or self._candidates(order[-1], rules, now_us)[:1]
+            return super()._enough(order, rules, now_us) or self._eligible(order[-1], rules, now_us)[:1]
 
 
 class PreemptsForTheFirstInOrderOnly(Preempting):
     """Serves the first in order, or no ticket."""
 
     def preempt(self, now_us: int) -> list[Ticket]:
-        first = next(iter(self._in_rule_order(now_us)), None)
+        first = next(iter(self._order.in_order(now_us)), None)
         if first is None or self._tiers[first.ticket.tier].rules.preempt_after_us is None:
             return []
         return super().preempt(now_us)
 
 
 class PreemptsWhatComesBackFirst(Preempting):
-    """Takes from those that stand before the ticket once they are back."""
+    """Takes from leases that would come before the ticket once they are back."""
 
-    class Rules(Preemption):
-        def _stands_before(self, other, served, now_us):
+    def __init__(self, rules: PoolRules) -> None:
+        super().__init__(rules)
+        self._preemption._order = self.Order(rules, self._tiers)
+
+    class Order(LevelOrder):
+        def comes_before(self, ticket: Ticket, candidate: Candidate, now_us: int) -> bool:
             return False

@@ -1,112 +1,112 @@
-"""The invariants of the admission rules, each one function that raises where a witness saw it broken."""
+"""The invariants of the admission rules, each one function that raises where a recorder saw it broken."""
 
 from __future__ import annotations
 
 from oracle import INSIDE, OTHER, TURN
-from witness import Witness
+from recorder import Recorder
 
 
-def leases_never_exceed_the_pool_but_for_resizes_that_outgrow_it(witness: Witness) -> None:
-    for decision in witness.latest:
-        for used, capacity in zip(decision.used_after, witness.record.policy.capacity, strict=True):
+def leases_never_exceed_the_pool_but_for_resizes_that_outgrow_it(recorder: Recorder) -> None:
+    for decision in recorder.latest:
+        for used, capacity in zip(decision.used_after, recorder.record.policy.capacity, strict=True):
             assert capacity is None or used <= capacity, f"{decision.request.id} filled {used} of {capacity}"
-    assert witness.outgrown or not witness.over_the_pool()
+    assert recorder.outgrown or not recorder.over_the_pool()
 
 
-def no_ticket_waits_that_the_rules_let_in(witness: Witness) -> None:
-    if witness.dispatched:
-        following = witness.record.next_admission(witness.now_us)
+def no_ticket_waits_that_the_rules_let_in(recorder: Recorder) -> None:
+    if recorder.dispatched:
+        following = recorder.record.next_admission(recorder.now_us)
         assert following is None, f"{following.id} fits and waits"
 
 
-def every_ticket_that_is_admitted_was_next_and_fitted(witness: Witness) -> None:
-    for decision in witness.latest:
+def every_ticket_that_is_admitted_was_next_and_fitted(recorder: Recorder) -> None:
+    for decision in recorder.latest:
         assert decision.first_in_order == decision.request.id, f"{decision.request.id} went before its time"
         assert decision.fitted, f"{decision.request.id} did not fit"
 
 
-def a_floor_is_a_floor(witness: Witness) -> None:
+def a_floor_is_a_floor(recorder: Recorder) -> None:
     """While the pool is held back, the tickets inside their reserve and those with a turn are one class."""
-    if witness.record.is_held_back(witness.now_us):
+    if recorder.record.is_held_back(recorder.now_us):
         return
-    for decision in witness.latest:
-        if decision.rank > INSIDE:
+    for decision in recorder.latest:
+        if decision.order_class > INSIDE:
             assert not decision.inside_and_first, f"{decision.request.id} went before {decision.inside_and_first}"
 
 
-def turns_go_round(witness: Witness) -> None:
-    for decision in witness.latest:
-        if decision.rank == TURN:
+def turns_go_round(recorder: Recorder) -> None:
+    for decision in recorder.latest:
+        if decision.order_class == TURN:
             assert not decision.turns_before, f"{decision.request.id} went before {decision.turns_before}"
-        if decision.rank == OTHER and not witness.record.is_held_back(witness.now_us):
+        if decision.order_class == OTHER and not recorder.record.is_held_back(recorder.now_us):
             assert not decision.turns_before, f"{decision.request.id} went before {decision.turns_before}"
 
 
-def no_tenant_overtakes_itself_inside_a_tier(witness: Witness) -> None:
-    for decision in witness.latest:
+def no_tenant_overtakes_itself_inside_a_tier(recorder: Recorder) -> None:
+    for decision in recorder.latest:
         assert decision.earlier_of_same_tenant == (), decision.request.id
 
 
-def service_of_backlogged_tenants_differs_by_one_largest_ticket_each(witness: Witness) -> None:
-    assert witness.unfair == []
+def service_of_backlogged_tenants_differs_by_one_largest_ticket_each(recorder: Recorder) -> None:
+    assert recorder.unfair == []
 
 
-def every_ticket_ends_once_and_ending_it_twice_changes_nothing(witness: Witness) -> None:
-    record, scheduler = witness.record, witness.scheduler
-    assert witness.disagreements == []
-    assert all(ends == 1 for ends in witness.ends.values()), witness.ends
+def every_ticket_ends_once_and_ending_it_twice_changes_nothing(recorder: Recorder) -> None:
+    record, scheduler = recorder.record, recorder.scheduler
+    assert recorder.disagreements == []
+    assert all(ends == 1 for ends in recorder.ends.values()), recorder.ends
     still_here = len(record.waiting()) + len(record.held())
-    assert len(record.submitted) == len(witness.ends) + still_here
+    assert len(record.submitted) == len(recorder.ends) + still_here
     assert (scheduler.waiting(), scheduler.leases()) == (len(record.waiting()), len(record.held()))
 
 
-def the_figures_of_every_tier_are_those_of_the_record(witness: Witness) -> None:
-    for tier in range(len(witness.record.policy.tiers)):
-        waiting = witness.record.waiting(tier)
-        assert witness.scheduler.held(tier) == witness.record.used(tier)
-        assert witness.scheduler.queued(tier) == (sum(r.tokens for r in waiting), len(waiting))
+def the_figures_of_every_tier_are_those_of_the_record(recorder: Recorder) -> None:
+    for tier in range(len(recorder.record.policy.tiers)):
+        waiting = recorder.record.waiting(tier)
+        assert recorder.scheduler.held(tier) == recorder.record.used(tier)
+        assert recorder.scheduler.queued(tier) == (sum(r.tokens for r in waiting), len(waiting))
 
 
-def starvation_is_what_the_record_of_all_admissions_says(witness: Witness) -> None:
-    for decision in witness.latest:
+def starvation_is_what_the_record_of_all_admissions_says(recorder: Recorder) -> None:
+    for decision in recorder.latest:
         reported = decision.reported
         assert 0 <= reported.starvation_us <= reported.queue_wait_us
         assert reported == decision.recorded
 
 
-def whom_it_overtook_and_by_which_rule_is_what_the_record_says(witness: Witness) -> None:
-    for decision in witness.latest:
+def whom_it_overtook_and_by_which_rule_is_what_the_record_says(recorder: Recorder) -> None:
+    for decision in recorder.latest:
         assert decision.said_to_overtake == decision.overtakes, decision.request.id
 
 
-def a_ticket_preempts_only_once_it_has_waited_long_enough(witness: Witness) -> None:
-    for choice in witness.chosen:
+def a_ticket_preempts_only_once_it_has_waited_long_enough(recorder: Recorder) -> None:
+    for choice in recorder.chosen:
         assert choice.had_waited_long_enough, choice
 
 
-def victims_are_less_important_preemptible_and_not_kept(witness: Witness) -> None:
-    for choice in witness.chosen:
+def victims_are_less_important_preemptible_and_not_kept(recorder: Recorder) -> None:
+    for choice in recorder.chosen:
         assert choice.not_allowed == (), choice
 
 
-def nobody_is_preempted_more_often_than_the_policy_says(witness: Witness) -> None:
-    for choice in witness.chosen:
+def nobody_is_preempted_more_often_than_the_policy_says(recorder: Recorder) -> None:
+    for choice in recorder.chosen:
         assert choice.preempted_too_often == (), choice
 
 
-def a_victims_tier_is_not_below_its_reserve_without_it(witness: Witness) -> None:
-    for choice in witness.chosen:
+def a_victims_tier_is_not_below_its_reserve_without_it(recorder: Recorder) -> None:
+    for choice in recorder.chosen:
         assert choice.below_their_reserve == (), choice
 
 
-def victims_are_enough_and_none_of_them_could_be_spared(witness: Witness) -> None:
-    for choice in witness.chosen:
+def victims_are_enough_and_none_of_them_could_be_spared(recorder: Recorder) -> None:
+    for choice in recorder.chosen:
         assert choice.is_enough, choice
         assert choice.unneeded == (), choice
 
 
-def freed_room_goes_to_whom_it_was_freed_for(witness: Witness) -> None:
-    for choice in witness.chosen:
+def freed_room_goes_to_whom_it_was_freed_for(recorder: Recorder) -> None:
+    for choice in recorder.chosen:
         assert choice.next_in == choice.expected_next, choice
 
 

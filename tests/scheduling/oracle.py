@@ -1,7 +1,7 @@
 """A slow, literal reading of the admission rules: lists and exact fractions, no queue, no counter that is kept.
 
-Nothing of `sidecar.scheduling` is used here. Whatever the page says is computed anew from the list of all requests ever
-submitted, so that a mistake in one of the scheduler's running figures cannot be repeated here.
+Nothing of `sidecar.scheduling` is used here. Every figure is computed anew from the list of all requests, so that a
+mistake in a running figure of the scheduler cannot be repeated here.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ MOST_EXCESS = 1_000
 
 
 class Answer(NamedTuple):
-    """What an admission must be reported as."""
+    """The report of an admission."""
 
     id: str
     queue_wait_us: int
@@ -88,14 +88,14 @@ class Oracle:
         self.policy = policy
         self.divide = divide
         self.submitted: list[Request] = []
-        self.admitted: list[tuple[Request, int, int]] = []  # who, when, and how many tokens
+        self.admitted: list[tuple[Request, int, int]] = []  # the request, the moment, and its tokens
         self.virtual: dict[int, Fraction | float] = {}
         self.finish: dict[tuple[int, str], Fraction | float] = {}
         self.owes_until_us: dict[int, int] = {}
         self.held_back_until_us = 0
         self.went_while_held_back: str | None = None
 
-    # What happens to a pool.
+    # Operations.
 
     def submit(
         self,
@@ -143,7 +143,7 @@ class Oracle:
         return answers
 
     def admit(self, id: str, now_us: int) -> Answer:
-        """Makes a waiting request a lease, whether the rules would or not."""
+        """Makes a waiting request a lease, even where the rules would not."""
         request = next(request for request in self.waiting() if request.id == id)
         answer = self.answer(request, now_us)
         request.excess = self._excess(request) if self.class_of(request, now_us) == TURN else 0
@@ -177,7 +177,7 @@ class Oracle:
         self._ended(request, now_us)
         return True
 
-    # The words of the page.
+    # Definitions.
 
     def waiting(self, tier: int | None = None) -> list[Request]:
         return [r for r in self.submitted if r.state == "waiting" and tier in (None, r.tier)]
@@ -235,8 +235,8 @@ class Oracle:
     # The four rules.
 
     def heads(self, now_us: int) -> list[Request]:
-        """The next ticket of every tier; where the tier owes, and that one is larger than the reserve, the next that
-        is not, too.
+        """The next ticket of every tier. Where the tier owes, and that ticket is larger than the reserve, also the next
+        that is not.
         """
         heads = []
         for tier in range(len(self.policy.tiers)):
@@ -296,23 +296,23 @@ class Oracle:
         order = {ALWAYS_FIRST: 0, INSIDE: 1, TURN: 1, OTHER: 2}[self.class_of(request, now_us)]
         return order, self.last_admission(request.tier), *self.place(request, now_us)
 
-    def holds_its_place(self, request: Request, now_us: int, rank: int | None = None) -> bool:
+    def holds_its_place(self, request: Request, now_us: int, order_class: int | None = None) -> bool:
         """Rule 3: whether it would fit once everything after it had released what it holds beyond its reserve."""
-        rank = self.class_of(request, now_us) if rank is None else rank
-        if rank == ALWAYS_FIRST:
+        order_class = self.class_of(request, now_us) if order_class is None else order_class
+        if order_class == ALWAYS_FIRST:
             return True
         for dimension, size in enumerate((request.tokens, request.requests)):
             capacity = self.policy.capacity[dimension]
             others = [q for q in range(len(self.policy.tiers)) if q != request.tier]
-            kept = sum(self._kept(q, request, rank, dimension, now_us) for q in others)
+            kept = sum(self._kept(q, request, order_class, dimension, now_us) for q in others)
             if capacity is not None and size > capacity - kept:
                 return False
         return True
 
-    def _kept(self, tier: int, request: Request, rank: int, dimension: int, now_us: int) -> int:
+    def _kept(self, tier: int, request: Request, order_class: int, dimension: int, now_us: int) -> int:
         used, reserve = self.used(tier)[dimension], self.reserve(tier)[dimension]
         is_better = tier < self.aged_level(request, now_us)
-        keeps_all = self.policy.tiers[tier].always_first or (rank == OTHER and is_better)
+        keeps_all = self.policy.tiers[tier].always_first or (order_class == OTHER and is_better)
         kept = used if keeps_all or reserve is None else min(used, reserve)
         return max(kept, self.headroom(tier)[dimension] or 0) if is_better else kept
 
@@ -416,7 +416,7 @@ class Oracle:
         """Whether the last of `before` would fit without some leases, and every ticket of it that fits or holds its
         place, one after the other.
         """
-        ranks = {request.id: self.class_of(request, now_us) for request in before}
+        classes = {request.id: self.class_of(request, now_us) for request in before}
         held_tokens = {request.id: request.held_tokens for request in before}
         fitted = []
         with self._without(gone):
@@ -425,7 +425,7 @@ class Oracle:
                 if is_in:
                     request.state, request.held_tokens = "held", request.tokens
                     fitted.append(request)
-                elif self.holds_its_place(request, now_us, ranks[request.id]):
+                elif self.holds_its_place(request, now_us, classes[request.id]):
                     break
             for request in fitted:
                 request.state, request.held_tokens = "waiting", held_tokens[request.id]
@@ -449,7 +449,7 @@ class Oracle:
         """Whether another, whose tier has its reserve, is before a ticket in order."""
         return self._place(other, OTHER, now_us) < self.place(asking, now_us)
 
-    # What a wait is reported as.
+    # Reports of waits.
 
     def overtaken_at_us(self, request: Request) -> int | None:
         """The first admission of a ticket that arrived later while it waited, or the moment it was first preempted."""
@@ -483,21 +483,21 @@ class Oracle:
     def _why_first(self, request: Request, head: Request, now_us: int) -> str:
         if not self.is_candidate(head):
             return "limit"
-        rank, other = self.class_of(request, now_us), self.class_of(head, now_us)
+        order_class, other = self.class_of(request, now_us), self.class_of(head, now_us)
         if self.is_held_back(now_us):
-            return "always_first" if rank == ALWAYS_FIRST else "reserve_turn"
+            return "always_first" if order_class == ALWAYS_FIRST else "reserve_turn"
         if self.place(head, now_us) < self.place(request, now_us):
             return "passed_over"
-        if rank < other:
-            return {ALWAYS_FIRST: "always_first", INSIDE: "reserve", TURN: "reserve_turn"}[rank]
-        return "reserve_turn" if rank == TURN else "level"
+        if order_class < other:
+            return {ALWAYS_FIRST: "always_first", INSIDE: "reserve", TURN: "reserve_turn"}[order_class]
+        return "reserve_turn" if order_class == TURN else "level"
 
     def place(self, head: Request, now_us: int) -> tuple:
         return self._place(head, self.class_of(head, now_us), now_us)
 
-    def _place(self, head: Request, rank: int, now_us: int) -> tuple:
-        turn = self.last_admission(head.tier) if rank == TURN else -1
-        return (rank, turn, self.aged_level(head, now_us), head.arrived_us, head.number)
+    def _place(self, head: Request, order_class: int, now_us: int) -> tuple:
+        turn = self.last_admission(head.tier) if order_class == TURN else -1
+        return (order_class, turn, self.aged_level(head, now_us), head.arrived_us, head.number)
 
     def _excess(self, request: Request) -> int:
         """The whole reserves too much that a turn gives, in the dimension in which they are most."""

@@ -10,10 +10,8 @@ from fractions import Fraction
 from oracle import Policy
 from simulation import Arrival, Outcome, simulate
 
-from sidecar.policy.rules import PoolRules, Shares
+from sidecar.policy.rules import Shares
 from sidecar.scheduling import Admission, Scheduler, Ticket
-from sidecar.scheduling.preemption import Candidate
-from sidecar.scheduling.tier import Rank
 
 CAPACITY = 20_000
 MEAN_TOKENS = 500
@@ -56,19 +54,15 @@ def request(luck: random.Random, tier: int, number: int, at_us: int) -> Arrival:
 class Partitions(Scheduler):
     """The rule that was not chosen: guaranteed shares and free overtaking.
 
-    A request is admitted whenever it fits its own tier's unused share, or what the others' unused shares leave; nobody
-    holds a place for anybody.
+    A request is admitted whenever it fits its own tier's unused share, or what the others' unused shares leave. No
+    ticket holds its place.
     """
-
-    def __init__(self, rules: PoolRules) -> None:
-        super().__init__(rules)
-        self._now_us = 0
 
     def dispatch(self, now_us: int) -> list[Admission]:
         admitted = []
         for tier in self._tiers:
             while (head := tier.queue.head()) is not None and self._has_room(head):
-                admitted.append(self._admit(Candidate(Rank.OTHER, 0, tier.score, 0, 0, head), now_us))
+                admitted.append(self._admit(self._order.candidate(tier, head, now_us), now_us))
         return admitted
 
     def _has_room(self, ticket: Ticket) -> bool:

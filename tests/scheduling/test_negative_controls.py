@@ -7,9 +7,9 @@ import random
 import broken
 import invariants
 import pytest
+from recorder import Recorder
 from strategies import WEIGHTS, preempting_policy, random_policy
 from test_scenarios import SCENARIOS, as_recorded, play, rules_of
-from witness import Witness
 
 from sidecar.scheduling import Scheduler
 
@@ -57,29 +57,29 @@ def verdict(kind: type[Scheduler], check, seed: int) -> bool:
     """Whether a check holds through sixty random operations."""
     luck = random.Random(seed)
     policy = random_policy(luck) if seed % 2 else preempting_policy(luck)
-    witness = Witness(kind(policy.rules()), policy)
+    recorder = Recorder(kind(policy.rules()), policy)
     if not seed % 2:
-        fill(witness)
+        fill(recorder)
     try:
         for number in range(60):
-            operate(witness, luck, number)
-            check(witness)
-            witness.dispatch()
-            witness.preempt()
-            check(witness)
+            operate(recorder, luck, number)
+            check(recorder)
+            recorder.dispatch()
+            recorder.preempt()
+            check(recorder)
     except AssertionError:
         return False
     return True
 
 
-def fill(witness: Witness) -> None:
+def fill(recorder: Recorder) -> None:
     """The pool is full of the least important tier."""
     for number in range(6):
-        witness.submit(f"low-{number}", tier=len(witness.record.policy.tiers) - 1, tokens=(number % 3 + 1) * 5)
-    witness.dispatch()
+        recorder.submit(f"low-{number}", tier=len(recorder.record.policy.tiers) - 1, tokens=(number % 3 + 1) * 5)
+    recorder.dispatch()
 
 
-def operate(witness: Witness, luck: random.Random, number: int) -> None:
+def operate(recorder: Recorder, luck: random.Random, number: int) -> None:
     """One random operation; submissions come first, so that there is a backlog to judge."""
     often = {
         "submit": 4 if number < 40 else 1,
@@ -93,36 +93,36 @@ def operate(witness: Witness, luck: random.Random, number: int) -> None:
         "back": 2,
     }
     what = luck.choices(list(often), list(often.values()))[0]
-    victims = [lease.id for lease in witness.record.held() if lease.chosen]
-    held = [lease.id for lease in witness.record.held()]
+    victims = [lease.id for lease in recorder.record.held() if lease.chosen]
+    held = [lease.id for lease in recorder.record.held()]
     if what == "submit":
         tenant = luck.choice("abc")
-        tier = luck.randrange(len(witness.record.policy.tiers))
+        tier = luck.randrange(len(recorder.record.policy.tiers))
         tokens = luck.randint(1, luck.choice([4, 20]))
-        witness.submit(str(number), tier=tier, tokens=tokens, tenant=tenant, weight=WEIGHTS[tenant])
+        recorder.submit(str(number), tier=tier, tokens=tokens, tenant=tenant, weight=WEIGHTS[tenant])
     elif what == "wait":
-        witness.pass_time(luck.choice([1, 5, 20]))
+        recorder.pass_time(luck.choice([1, 5, 20]))
     elif what == "hold back":
-        witness.hold_back(luck.choice([0, 3, 20]))
+        recorder.hold_back(luck.choice([0, 3, 20]))
     elif what == "cancel":
-        if waiting := witness.record.waiting():
-            witness.cancel(luck.choice(waiting).id)
+        if waiting := recorder.record.waiting():
+            recorder.cancel(luck.choice(waiting).id)
     elif what == "again":
-        witness.settle(str(luck.randrange(60)))
+        recorder.settle(str(luck.randrange(60)))
     elif what == "back" and victims:
-        witness.requeue(luck.choice(victims))
+        recorder.requeue(luck.choice(victims))
     elif held and what == "keep":
-        witness.keep(luck.choice(held))
+        recorder.keep(luck.choice(held))
     elif held and what == "settle":
-        witness.settle(luck.choice(held))
+        recorder.settle(luck.choice(held))
     elif held and what == "resize":
-        witness.resize(luck.choice(held), luck.randint(1, 20))
+        recorder.resize(luck.choice(held), luck.randint(1, 20))
 
 
 def test_the_real_scheduler_passes_the_very_runs_that_the_broken_ones_fail():
-    def all_of_them(witness: Witness) -> None:
+    def all_of_them(recorder: Recorder) -> None:
         for check in invariants.INVARIANTS:
-            check(witness)
+            check(recorder)
 
     assert all(verdict(Scheduler, all_of_them, seed) for seed in SEEDS)
 

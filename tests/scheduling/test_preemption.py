@@ -8,8 +8,8 @@ from fractions import Fraction
 
 import pytest
 from oracle import Oracle, Policy
+from recorder import Recorder
 from strategies import WEIGHTS, preempting_policy
-from witness import Witness
 
 from sidecar.policy.rules import Shares
 from sidecar.scheduling import Scheduler
@@ -238,16 +238,16 @@ def test_random_runs_in_which_much_is_preempted_go_as_the_page_says(seed: int):
     luck = random.Random(seed)
     policy = preempting_policy(luck)
     oracle = Oracle(policy, divide=lambda tokens, weight: tokens / weight)
-    witness = Witness(Scheduler(policy.rules()), policy)
+    recorder = Recorder(Scheduler(policy.rules()), policy)
     for number in range(120):
-        step(luck, number, witness, oracle)
-        witness.dispatch()
-        assert [decision.reported for decision in witness.latest] == oracle.dispatch(witness.now_us)
-        assert witness.preempt() == oracle.preempt(witness.now_us)
-        assert witness.disagreements == []
+        step(luck, number, recorder, oracle)
+        recorder.dispatch()
+        assert [decision.reported for decision in recorder.latest] == oracle.dispatch(recorder.now_us)
+        assert recorder.preempt() == oracle.preempt(recorder.now_us)
+        assert recorder.disagreements == []
 
 
-def step(luck: random.Random, number: int, witness: Witness, oracle: Oracle) -> None:
+def step(luck: random.Random, number: int, recorder: Recorder, oracle: Oracle) -> None:
     """One random operation on both: the important ones come, and end soon; victims let go soon."""
     tiers = len(oracle.policy.tiers)
     important = [request for request in oracle.held() if request.tier < tiers - 1]
@@ -257,23 +257,23 @@ def step(luck: random.Random, number: int, witness: Witness, oracle: Oracle) -> 
         tier = tiers - 1 if what == "low" else luck.randrange(tiers - 1)
         tenant, tokens = luck.choice("abc"), luck.randint(3, 25)
         ticket = {"tier": tier, "tokens": tokens, "tenant": tenant, "weight": WEIGHTS[tenant]}
-        witness.submit(str(number), **ticket)
-        oracle.submit(str(number), now_us=witness.now_us, **ticket)
+        recorder.submit(str(number), **ticket)
+        oracle.submit(str(number), now_us=recorder.now_us, **ticket)
     elif what == "end" and (ending := important or (oracle.held() if luck.random() < 0.2 else [])):
         name = luck.choice(ending).id
-        witness.settle(name)
-        oracle.settle(name, witness.now_us)
+        recorder.settle(name)
+        oracle.settle(name, recorder.now_us)
     elif what == "back" and victims:
         name = luck.choice(victims).id
-        witness.requeue(name)
-        oracle.requeue(name, witness.now_us)
+        recorder.requeue(name)
+        oracle.requeue(name, recorder.now_us)
     elif what == "keep" and oracle.held() and luck.random() < 0.3:
         name = luck.choice(oracle.held()).id
-        witness.keep(name)
+        recorder.keep(name)
         oracle.keep(name)
     elif what == "resize" and oracle.held():
         name, tokens = luck.choice(oracle.held()).id, luck.choice([1, 5, 20, 60])
-        witness.resize(name, tokens)
+        recorder.resize(name, tokens)
         oracle.resize(name, tokens)
     elif what == "pass":
-        witness.pass_time(luck.choice([1, 5]))
+        recorder.pass_time(luck.choice([1, 5]))

@@ -18,8 +18,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from oracle import Oracle, Policy
+from recorder import Recorder, as_answer
 from strategies import WEIGHTS, policies, preempting_policies
-from witness import Witness, as_answer
 
 from sidecar.policy.rules import UNLIMITED, Shares, largest_admissible, largest_request
 from sidecar.scheduling import Scheduler, Ticket
@@ -34,39 +34,39 @@ FEW_REQUESTS = st.sampled_from([1, 1, 1, 2, 3])
 
 
 class Pool(RuleBasedStateMachine):
-    """Everything that can happen to a scheduler, in any order, watched by a witness and played again by the oracle."""
+    """Everything that can happen to a scheduler, in any order, watched by a recorder and played again by the oracle."""
 
     @initialize(policy=policies())
     def open(self, policy: Policy) -> None:
-        self.witness = Witness(Scheduler(policy.rules()), policy)
+        self.recorder = Recorder(Scheduler(policy.rules()), policy)
         self.oracle = Oracle(policy, divide=lambda tokens, weight: tokens / weight)
         self.count = 0
 
     @rule(tier=st.integers(0, 4), tokens=FEW_TOKENS, requests=FEW_REQUESTS, tenant=st.sampled_from("abcd"))
     def submit(self, tier: int, tokens: int, requests: int, tenant: str) -> None:
         ticket = {
-            "tier": tier % len(self.witness.record.policy.tiers),
+            "tier": tier % len(self.recorder.record.policy.tiers),
             "tokens": tokens,
             "requests": requests,
             "tenant": tenant,
             "weight": WEIGHTS[tenant],
         }
-        self.witness.submit(str(self.count), **ticket)
-        self.oracle.submit(str(self.count), now_us=self.witness.now_us, **ticket)
+        self.recorder.submit(str(self.count), **ticket)
+        self.oracle.submit(str(self.count), now_us=self.recorder.now_us, **ticket)
         self.count += 1
 
     @rule()
     def dispatch(self) -> None:
-        self.witness.dispatch()
-        answers = self.oracle.dispatch(self.witness.now_us)
-        assert answers == [decision.reported for decision in self.witness.latest]
-        assert self.oracle.preempt(self.witness.now_us) == self.witness.preempt()
+        self.recorder.dispatch()
+        answers = self.oracle.dispatch(self.recorder.now_us)
+        assert answers == [decision.reported for decision in self.recorder.latest]
+        assert self.oracle.preempt(self.recorder.now_us) == self.recorder.preempt()
 
     @precondition(lambda self: self.count)
     @rule(data=st.data())
     def keep(self, data: st.DataObject) -> None:
         name = self._any(data)
-        self.witness.keep(name)
+        self.recorder.keep(name)
         self.oracle.keep(name)
 
     @precondition(lambda self: self.count)
@@ -81,105 +81,105 @@ class Pool(RuleBasedStateMachine):
             self.dispatch()
 
     def _requeue(self, name: str) -> None:
-        self.witness.requeue(name)
-        self.oracle.requeue(name, self.witness.now_us)
+        self.recorder.requeue(name)
+        self.oracle.requeue(name, self.recorder.now_us)
 
     @precondition(lambda self: self.count)
     @rule(data=st.data())
     def settle(self, data: st.DataObject) -> None:
         name = self._any(data)
-        self.witness.settle(name)
-        self.oracle.settle(name, self.witness.now_us)
+        self.recorder.settle(name)
+        self.oracle.settle(name, self.recorder.now_us)
 
     @precondition(lambda self: self.count)
     @rule(data=st.data())
     def settle_the_oldest_lease_and_dispatch(self, data: st.DataObject) -> None:
-        for lease in self.witness.record.held()[:1]:
-            self.witness.settle(lease.id)
-            self.oracle.settle(lease.id, self.witness.now_us)
+        for lease in self.recorder.record.held()[:1]:
+            self.recorder.settle(lease.id)
+            self.oracle.settle(lease.id, self.recorder.now_us)
         self.dispatch()
 
     @precondition(lambda self: self.count)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         name = self._any(data)
-        self.witness.cancel(name)
+        self.recorder.cancel(name)
         self.oracle.cancel(name)
 
     @precondition(lambda self: self.count)
     @rule(data=st.data(), tokens=FEW_TOKENS)
     def resize(self, data: st.DataObject, tokens: int) -> None:
         name = self._any(data)
-        self.witness.resize(name, tokens)
+        self.recorder.resize(name, tokens)
         self.oracle.resize(name, tokens)
 
     @rule(for_us=st.sampled_from([0, 1, 10, 60]))
     def hold_back(self, for_us: int) -> None:
-        self.witness.hold_back(for_us)
-        self.oracle.hold_back(self.witness.now_us + for_us)
+        self.recorder.hold_back(for_us)
+        self.oracle.hold_back(self.recorder.now_us + for_us)
 
     @rule(by_us=st.sampled_from([1, 3, 7, 20, 60]))
     def time_passes(self, by_us: int) -> None:
-        self.witness.pass_time(by_us)
+        self.recorder.pass_time(by_us)
 
     @invariant()
     def leases_never_exceed_the_pool_but_for_resizes_that_outgrow_it(self) -> None:
-        invariants.leases_never_exceed_the_pool_but_for_resizes_that_outgrow_it(self.witness)
+        invariants.leases_never_exceed_the_pool_but_for_resizes_that_outgrow_it(self.recorder)
 
     @invariant()
     def no_ticket_waits_that_the_rules_let_in(self) -> None:
-        invariants.no_ticket_waits_that_the_rules_let_in(self.witness)
+        invariants.no_ticket_waits_that_the_rules_let_in(self.recorder)
 
     @invariant()
     def every_ticket_that_is_admitted_was_next_and_fitted(self) -> None:
-        invariants.every_ticket_that_is_admitted_was_next_and_fitted(self.witness)
+        invariants.every_ticket_that_is_admitted_was_next_and_fitted(self.recorder)
 
     @invariant()
     def a_floor_is_a_floor(self) -> None:
-        invariants.a_floor_is_a_floor(self.witness)
+        invariants.a_floor_is_a_floor(self.recorder)
 
     @invariant()
     def turns_go_round(self) -> None:
-        invariants.turns_go_round(self.witness)
+        invariants.turns_go_round(self.recorder)
 
     @invariant()
     def no_tenant_overtakes_itself_inside_a_tier(self) -> None:
-        invariants.no_tenant_overtakes_itself_inside_a_tier(self.witness)
+        invariants.no_tenant_overtakes_itself_inside_a_tier(self.recorder)
 
     @invariant()
     def service_of_backlogged_tenants_differs_by_one_largest_ticket_each(self) -> None:
-        invariants.service_of_backlogged_tenants_differs_by_one_largest_ticket_each(self.witness)
+        invariants.service_of_backlogged_tenants_differs_by_one_largest_ticket_each(self.recorder)
 
     @invariant()
     def every_ticket_ends_once_and_ending_it_twice_changes_nothing(self) -> None:
-        invariants.every_ticket_ends_once_and_ending_it_twice_changes_nothing(self.witness)
+        invariants.every_ticket_ends_once_and_ending_it_twice_changes_nothing(self.recorder)
 
     @invariant()
     def the_figures_of_every_tier_are_those_of_the_record(self) -> None:
-        invariants.the_figures_of_every_tier_are_those_of_the_record(self.witness)
+        invariants.the_figures_of_every_tier_are_those_of_the_record(self.recorder)
 
     @invariant()
     def starvation_is_what_the_record_of_all_admissions_says(self) -> None:
-        invariants.starvation_is_what_the_record_of_all_admissions_says(self.witness)
+        invariants.starvation_is_what_the_record_of_all_admissions_says(self.recorder)
 
     @invariant()
     def whoever_is_preempted_may_be_and_must_be(self) -> None:
-        invariants.a_ticket_preempts_only_once_it_has_waited_long_enough(self.witness)
-        invariants.victims_are_less_important_preemptible_and_not_kept(self.witness)
-        invariants.nobody_is_preempted_more_often_than_the_policy_says(self.witness)
-        invariants.a_victims_tier_is_not_below_its_reserve_without_it(self.witness)
-        invariants.victims_are_enough_and_none_of_them_could_be_spared(self.witness)
+        invariants.a_ticket_preempts_only_once_it_has_waited_long_enough(self.recorder)
+        invariants.victims_are_less_important_preemptible_and_not_kept(self.recorder)
+        invariants.nobody_is_preempted_more_often_than_the_policy_says(self.recorder)
+        invariants.a_victims_tier_is_not_below_its_reserve_without_it(self.recorder)
+        invariants.victims_are_enough_and_none_of_them_could_be_spared(self.recorder)
 
     @invariant()
     def freed_room_goes_to_whom_it_was_freed_for(self) -> None:
-        invariants.freed_room_goes_to_whom_it_was_freed_for(self.witness)
+        invariants.freed_room_goes_to_whom_it_was_freed_for(self.recorder)
 
     @invariant()
     def time_alone_admits_nobody_before_the_next_change(self) -> None:
-        if not self.witness.dispatched:
+        if not self.recorder.dispatched:
             return
-        record, now_us = self.witness.record, self.witness.now_us
-        next_us = self.witness.scheduler.next_change_us(now_us)
+        record, now_us = self.recorder.record, self.recorder.now_us
+        next_us = self.recorder.scheduler.next_change_us(now_us)
         assert next_us is None or next_us > now_us
         last_us = now_us + 1_000 if next_us is None else next_us - 1
         for at_us in {now_us + 1, (now_us + last_us) // 2, last_us} if last_us > now_us else ():
@@ -187,15 +187,15 @@ class Pool(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """However it went, once every ticket has left nothing is held and nothing is remembered."""
-        if not hasattr(self, "witness"):
+        if not hasattr(self, "recorder"):
             return
         for number in range(self.count):
-            self.witness.cancel(str(number))
-            self.witness.settle(str(number))
-            self.witness.settle(str(number))
-        invariants.every_ticket_ends_once_and_ending_it_twice_changes_nothing(self.witness)
-        assert self.witness.ends.total() == self.count
-        assert footprint(self.witness.scheduler) == 0
+            self.recorder.cancel(str(number))
+            self.recorder.settle(str(number))
+            self.recorder.settle(str(number))
+        invariants.every_ticket_ends_once_and_ending_it_twice_changes_nothing(self.recorder)
+        assert self.recorder.ends.total() == self.count
+        assert footprint(self.recorder.scheduler) == 0
 
     def _any(self, data: st.DataObject) -> str:
         """Any ticket there ever was, so that most of them are settled, canceled or resized when that is too late."""
@@ -207,7 +207,7 @@ class FullPool(Pool):
 
     @initialize(policy=preempting_policies(), sizes=st.lists(st.integers(3, 20), min_size=3, max_size=8))
     def open(self, policy: Policy, sizes: list[int]) -> None:
-        self.witness = Witness(Scheduler(policy.rules()), policy)
+        self.recorder = Recorder(Scheduler(policy.rules()), policy)
         self.oracle = Oracle(policy, divide=lambda tokens, weight: tokens / weight)
         self.count = 0
         for tokens in sizes:

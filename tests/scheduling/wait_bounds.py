@@ -32,7 +32,7 @@ from floods import Request, floor_of
 
 from sidecar.policy.rules import UNLIMITED
 from sidecar.scheduling import Scheduler, Ticket
-from sidecar.scheduling.tier import Tier
+from sidecar.scheduling.tier import TierState
 
 PAGE = ("owes_page", "one_tenant_page", "all_of_tier_page", "share_page")
 CLAUSES = (
@@ -87,7 +87,9 @@ class _Then(NamedTuple):
 class _TierWatch:
     """One tier with a reserve: since when which condition holds, and what was admitted."""
 
-    def __init__(self, tier: Tier, floor: tuple[int, int], longest_us: int, reserves: int, measured: Measured) -> None:
+    def __init__(
+        self, tier: TierState, floor: tuple[int, int], longest_us: int, reserves: int, measured: Measured
+    ) -> None:
         self.tier, self.longest_us, self.reserves, self.measured = tier, longest_us, reserves, measured
         self.floor_tokens, self.floor_requests = floor
         self.head: Ticket | None = None

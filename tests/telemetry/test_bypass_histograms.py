@@ -16,7 +16,6 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
-from test_setup import run
 
 from sidecar.events import Observed, Verdict
 from sidecar.telemetry.dry_run import DryRunMetrics
@@ -38,6 +37,7 @@ from sidecar.telemetry.semconv import ADMISSION_REQUEST_ID
 from sidecar.telemetry.setup import meter_provider_for
 from tests.support.otlp import otlp_over_http
 from tests.telemetry.span_stories import admitted, begin, classified, first_byte, received, refused
+from tests.telemetry.test_setup import run
 
 pytestmark = pytest.mark.skipif(not (HAS_CONTEXT and HAS_EXEMPLARS), reason="this OpenTelemetry has no exemplars yet")
 

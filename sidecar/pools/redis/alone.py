@@ -24,7 +24,7 @@ from sidecar.pools.dispatcher import Clock, Dispatcher
 from sidecar.pools.figures import grant_of
 from sidecar.pools.pool import Ask, Grant
 from sidecar.pools.redis.lease import RedisLease
-from sidecar.pools.redis.script import Reply
+from sidecar.pools.redis.protocol import Reply
 from sidecar.scheduling import Admission, Scheduler
 
 

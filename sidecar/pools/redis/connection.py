@@ -23,7 +23,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError
 
 from sidecar.policy.store import StoreAddress, StoreKind
-from sidecar.pools.redis.script import SOURCE, Argument, root_key
+from sidecar.pools.redis.protocol import SOURCE, Argument, root_key
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout

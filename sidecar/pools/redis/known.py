@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sidecar.pools.redis.alone import LastKnown, last_known
-from sidecar.pools.redis.script import Reply
+from sidecar.pools.redis.protocol import Reply
 
 
 class Known:

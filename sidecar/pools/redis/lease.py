@@ -8,10 +8,9 @@ from typing import Protocol
 
 import msgspec
 
-from sidecar.errors import AdmissionError
+from sidecar.errors import AdmissionError, RemainingLimits
 from sidecar.pools.pool import Ask, Grant
-from sidecar.remaining import Allowance
-from sidecar.scheduling.allowance import Charge
+from sidecar.scheduling.rate_limit import Charge
 
 Left = asyncio.Future["Grant | None"]
 
@@ -67,7 +66,7 @@ class RedisLease:
         self.ask = ask
         self.entered_us = entered_us
         self.grant: Grant | None = None
-        self.allowance: Allowance | None = None
+        self.allowance: RemainingLimits | None = None
         self.charge: Charge | None = None
         self.on_preempt: Callable[[], None] | None = None
         self.is_over = False

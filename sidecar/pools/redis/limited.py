@@ -6,23 +6,22 @@ from dataclasses import replace
 
 import msgspec
 
-from sidecar.errors import AdmissionError, StoreUnavailable, TenantLimit
+from sidecar.errors import AdmissionError, RemainingLimit, RemainingLimits, StoreUnavailable, TenantLimit
 from sidecar.policy.model import Limits
 from sidecar.pools.dispatcher import Clock
 from sidecar.pools.pool import Ask
 from sidecar.pools.redis.lease import RedisLease
-from sidecar.pools.redis.script import BEAT_S, Verdict
+from sidecar.pools.redis.protocol import BEAT_S, LimitVerdict
 from sidecar.pools.sizes import Sizes
 from sidecar.pools.tenant_limits import TenantLimits, tenant_limit
-from sidecar.remaining import Allowance, Remaining
 
 
-def judge(lease: RedisLease, verdict: Verdict) -> TenantLimit | None:
+def judge(lease: RedisLease, verdict: LimitVerdict) -> TenantLimit | None:
     """Takes over what the store decided about a request with limits. The refusal, where it is over them."""
     limits = lease.ask.limits
     if limits is None:  # told a second time
         return None
-    allowance = Allowance(
+    allowance = RemainingLimits(
         _remaining(limits.requests_per_minute, verdict.requests),
         _remaining(limits.tokens_per_minute, verdict.tokens),
         verdict.is_downgraded,
@@ -35,8 +34,8 @@ def judge(lease: RedisLease, verdict: Verdict) -> TenantLimit | None:
     return None
 
 
-def _remaining(per_minute: int | None, left: tuple[int, int] | None) -> Remaining | None:
-    return None if per_minute is None or left is None else Remaining(per_minute, *left)
+def _remaining(per_minute: int | None, left: tuple[int, int] | None) -> RemainingLimit | None:
+    return None if per_minute is None or left is None else RemainingLimit(per_minute, *left)
 
 
 class DividedLimits:

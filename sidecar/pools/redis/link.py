@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from sidecar.pools.redis import script
+from sidecar.pools.redis import protocol
 from sidecar.pools.redis.connection import ANSWER_WITHIN_S, Connect, Connection, PoolRefuses, StoreError
 from sidecar.pools.redis.lease import RedisLease
 from sidecar.pools.redis.outbox import Batch, Outbox
@@ -23,9 +23,9 @@ from sidecar.pools.redis.statement import Slice, Statement
 
 RETRY_S = 0.5
 """How often a lost store is tried: four times a heartbeat, so that its return is noticed within one."""
-BEAT_EVERY_S = 0.9 * script.BEAT_S
+BEAT_EVERY_S = 0.9 * protocol.BEAT_S
 """An idle replica hears of an empty store by its beat; the store waits for it for one heartbeat."""
-SILENT_SUBSCRIPTION_S = 2.5 * script.BEAT_S
+SILENT_SUBSCRIPTION_S = 2.5 * protocol.BEAT_S
 """The store repeats every beat to its replica; two that are not heard mean that the subscription is dead."""
 CLOSE_WITHIN_S = 1.0
 
@@ -40,16 +40,16 @@ class Replica(Protocol):
 
     name: str
 
-    def statement(self) -> tuple[Sequence[script.Argument], Statement]:
+    def statement(self) -> tuple[Sequence[protocol.Argument], Statement]:
         """What a sync says after its fence, and then of what the replica has. From now on the store decides."""
 
     def now_us(self) -> int:
         """The replica's clock."""
 
-    def synced(self, reply: script.Reply, batch: Batch) -> None:
+    def synced(self, reply: protocol.Reply, batch: Batch) -> None:
         """The store knows all leases of the statement."""
 
-    def answered(self, reply: script.Reply, batch: Batch) -> None:
+    def answered(self, reply: protocol.Reply, batch: Batch) -> None:
         """A call was answered."""
 
     def unanswered(self, batch: Batch) -> None:
@@ -172,7 +172,7 @@ class Link:
         batch = self._outbox.take()
         if self._statement is not None and not is_last:
             self._state_more(self._statement, batch)
-        kind = script.BYE if is_last else script.BEAT if batch.is_beat else script.CALL
+        kind = protocol.BYE if is_last else protocol.BEAT if batch.is_beat else protocol.CALL
         try:
             reply = await self._call(
                 connection, [kind, self._replica.name, self._fence, self._listed, *batch.arguments]
@@ -191,21 +191,21 @@ class Link:
             self._beat_later()
         return not is_last
 
-    async def _call(self, connection: Connection, arguments: Sequence[script.Argument]) -> script.Reply:
+    async def _call(self, connection: Connection, arguments: Sequence[protocol.Argument]) -> protocol.Reply:
         answer = await self._timed(connection, arguments)
-        if answer[0] == script.OK:
-            reply = script.read_reply(answer)
+        if answer[0] == protocol.OK:
+            reply = protocol.read_reply(answer)
             self._listed = reply.listed
             return reply
-        if answer[0] == script.UNKNOWN:
+        if answer[0] == protocol.UNKNOWN:
             raise _SyncNeeded
-        if answer[0] == script.FOREIGN:
+        if answer[0] == protocol.FOREIGN:
             raise PoolRefuses(answer[1].decode())
-        if answer[0] == script.ABSENT:
+        if answer[0] == protocol.ABSENT:
             raise PoolRefuses(None)
         raise StoreError("the store took a call for a late one")
 
-    async def _timed(self, connection: Connection, arguments: Sequence[script.Argument]) -> list[Any]:
+    async def _timed(self, connection: Connection, arguments: Sequence[protocol.Argument]) -> list[Any]:
         self.round_trips += 1
         began_s = time.perf_counter()
         try:
@@ -216,7 +216,7 @@ class Link:
 
     async def _probe(self, connection: Connection) -> None:
         """Finds out whether the script runs, before the replica gives up deciding by itself."""
-        await connection.call([script.CALL, self._replica.name, -1, 0])
+        await connection.call([protocol.CALL, self._replica.name, -1, 0])
 
     async def _sync(self, connection: Connection) -> None:
         """States everything that the replica has, under a new fence: late calls of older ones do nothing.
@@ -243,29 +243,29 @@ class Link:
             self._outbox.wake()
 
     async def _state_leases(
-        self, connection: Connection, header: Sequence[script.Argument], statement: Statement
-    ) -> tuple[script.Reply, list[RedisLease]]:
+        self, connection: Connection, header: Sequence[protocol.Argument], statement: Statement
+    ) -> tuple[protocol.Reply, list[RedisLease]]:
         """All leases, and as many tickets as go with them. The last answer, and the requests that were looked at."""
         part = statement.next_slice(self._replica.now_us())
         entering = list(part.entering)
-        kind = script.SYNC if statement.is_over else script.BEGIN
+        kind = protocol.SYNC if statement.is_over else protocol.BEGIN
         said = [*header, *_leases_of(part, statement, is_whole=statement.is_over)]
         reply = await self._call(connection, [kind, self._replica.name, self._fence, *said])
         while statement.has_leases:
             part = statement.next_slice(self._replica.now_us())
             entering += part.entering
             said = _leases_of(part, statement)
-            reply = await self._call(connection, [script.CALL, self._replica.name, self._fence, self._listed, *said])
+            reply = await self._call(connection, [protocol.CALL, self._replica.name, self._fence, self._listed, *said])
         return reply, entering
 
     def _state_more(self, statement: Statement, batch: Batch) -> None:
         """Adds a part of what is left to state to a call; at last, that nothing is."""
         part = statement.next_slice(self._replica.now_us())
-        end = (script.ALL_STATED,) if statement.is_over else ()
+        end = (protocol.ALL_STATED,) if statement.is_over else ()
         batch.arguments = [*part.arguments, *end, *batch.arguments]
         batch.entering = [*part.entering, *batch.entering]
 
-    def _goes_on(self, reply: script.Reply) -> None:
+    def _goes_on(self, reply: protocol.Reply) -> None:
         """Has the next call made at once, where something is left to state."""
         if reply.is_stating:
             self._outbox.wake()
@@ -285,7 +285,7 @@ class Link:
             await asyncio.sleep(RETRY_S)
 
 
-def _leases_of(part: Slice, statement: Statement, *, is_whole: bool = False) -> list[script.Argument]:
+def _leases_of(part: Slice, statement: Statement, *, is_whole: bool = False) -> list[protocol.Argument]:
     """A part with leases, and that these were all."""
     is_last = not is_whole and not statement.has_leases
-    return [*part.arguments, *((script.LEASES_STATED,) if is_last else ())]
+    return [*part.arguments, *((protocol.LEASES_STATED,) if is_last else ())]

@@ -19,7 +19,7 @@ from sidecar.pools.pool import Ask, Grant
 from sidecar.pools.redis.alone import Alone, LastKnown, first_part, fits_into, nth
 from sidecar.pools.redis.lease import RedisLease
 from sidecar.pools.redis.limited import DividedLimits
-from sidecar.pools.redis.script import BEAT_S, SILENCE_S
+from sidecar.pools.redis.protocol import BEAT_S, SILENCE_S
 from sidecar.pools.sizes import Sizes
 
 

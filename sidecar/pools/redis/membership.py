@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sidecar.pools.dispatcher import Clock
-from sidecar.pools.redis import script
+from sidecar.pools.redis import protocol
 from sidecar.pools.redis.connection import PoolRefuses
 
 
@@ -28,10 +28,10 @@ class Membership:
         A process that was refused does not make the pool, where it is gone, before its replicas had the time to.
         """
         if self._takes_over:
-            return script.TAKES_OVER
-        if self.is_refused and self._clock() - self._refused_us < script.SILENCE_S * 1e6:
-            return script.JOINS
-        return script.REPLACES if are_rules_new else script.KEEPS
+            return protocol.TAKES_OVER
+        if self.is_refused and self._clock() - self._refused_us < protocol.SILENCE_S * 1e6:
+            return protocol.JOINS
+        return protocol.REPLACES if are_rules_new else protocol.KEEPS
 
     def accepted(self) -> None:
         """The pool has taken it."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from sidecar.pools.pool import Grant
 from sidecar.pools.redis.lease import Left, RedisLease
-from sidecar.pools.redis.script import BACK, KEEP, RESIZE, Argument, end, enter, requeue
+from sidecar.pools.redis.protocol import BACK, KEEP, RESIZE, Argument, end, enter, requeue
 
 MOST_OPERATIONS = 128
 """Of one call. The script needs some 30 us for each; what is more travels in the next call."""

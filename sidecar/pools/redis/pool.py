@@ -20,7 +20,7 @@ from sidecar.pools.figures import TierFigures, pool_state
 from sidecar.pools.obstacles import obstacle
 from sidecar.pools.places import Places
 from sidecar.pools.pool import Ask, Grant, NotShared, Shared
-from sidecar.pools.redis import script
+from sidecar.pools.redis import protocol
 from sidecar.pools.redis.connection import Connect, PoolRefuses, StoreError
 from sidecar.pools.redis.known import Known
 from sidecar.pools.redis.lease import Left, RedisLease
@@ -76,8 +76,8 @@ class RedisPool:
         self._took = took
         self._reports: Reports | None = None
         self._loss: Loss | None = None
-        self._last: script.Reply | None = None
-        self._tiers = [script.TierReply(0, 0, 0, 0, 0, 0, 0)] * len(policy.tiers)
+        self._last: protocol.Reply | None = None
+        self._tiers = [protocol.TierReply(0, 0, 0, 0, 0, 0, 0)] * len(policy.tiers)
         self._waits = Waits(self._tier_names)
 
     # -- the pool's contract
@@ -240,7 +240,7 @@ class RedisPool:
 
     # -- what the link tells (`link.Replica`)
 
-    def statement(self) -> tuple[Sequence[script.Argument], Statement]:
+    def statement(self) -> tuple[Sequence[protocol.Argument], Statement]:
         """Everything that this replica has. Operations that were not sent are part of it."""
         self._leave_all_unsaid()
         if self._loss is not None:
@@ -250,12 +250,12 @@ class RedisPool:
         self._stated_rules = self._sizes.rules
         knew = self._last.expected if self._last else 0
         brings = self._membership.brings(are_rules_new=self._rules_are_new)
-        text = script.rules_text(self._policy, self._sizes.rules)
-        header: list[script.Argument] = [knew, text, brings, self._unsaid_ends]
+        text = protocol.rules_text(self._policy, self._sizes.rules)
+        header: list[protocol.Argument] = [knew, text, brings, self._unsaid_ends]
         self._unsaid_ends = 0
         return header, told
 
-    def synced(self, reply: script.Reply, batch: Batch) -> None:
+    def synced(self, reply: protocol.Reply, batch: Batch) -> None:
         """The store decides again."""
         self._membership.accepted()
         self._end_loss()
@@ -266,7 +266,7 @@ class RedisPool:
         for lease in [lease for lease in told.unjudged if not lease.is_over]:
             self._ask(lease)
 
-    def answered(self, reply: script.Reply, batch: Batch) -> None:
+    def answered(self, reply: protocol.Reply, batch: Batch) -> None:
         """Does what the store says."""
         now_us = self.now_us()
         self._last = reply
@@ -279,7 +279,7 @@ class RedisPool:
                 self._places.admitted(level, now_us, admitted)
         for verdict in reply.verdicts:
             self._judged(verdict)
-        self._told(script.Lines(reply.grants, reply.victims, reply.displaced), now_us)
+        self._told(protocol.Lines(reply.grants, reply.victims, reply.displaced), now_us)
         for lease_id in reply.refused:
             self._refuse_a_place(lease_id, now_us)
         for lease_id, wait in reply.ended:
@@ -304,7 +304,7 @@ class RedisPool:
         """What other replicas' calls gave or took; while this process decides, the next sync brings grants again."""
         if self._deciding_loss() is not None:
             return
-        self._told(script.read_lines(message.splitlines()), self.now_us())
+        self._told(protocol.read_lines(message.splitlines()), self.now_us())
 
     def lost(self, error: StoreError) -> None:
         """From now on, and after every sync that failed, this process decides."""
@@ -340,7 +340,7 @@ class RedisPool:
         lower = None if lease.ask.limits is None else downgraded(lease.ask, self._sizes)
         self._outbox.enter(lease, None if lower is None else lower.tier, promised)
 
-    def _judged(self, verdict: script.Verdict) -> None:
+    def _judged(self, verdict: protocol.LimitVerdict) -> None:
         lease = self._leases.get(verdict.lease_id)
         if lease is not None and (error := judge(lease, verdict)):
             del self._leases[lease.id]
@@ -348,7 +348,7 @@ class RedisPool:
 
     # -- grants, time, the link
 
-    def _told(self, lines: script.Lines, now_us: int) -> None:
+    def _told(self, lines: protocol.Lines, now_us: int) -> None:
         for lease_id, wait in lines.grants:
             lease = self._leases.get(lease_id)
             preemptions = wait.preemptions if wait else 0  # else it is an earlier grant, heard of late
@@ -392,7 +392,7 @@ class RedisPool:
         loop = asyncio.get_running_loop()
         if self._link is None or self._link.loop is not loop:
             self._start_over()
-            channel = script.grants_channel(self._policy.pool, self.name)
+            channel = protocol.grants_channel(self._policy.pool, self.name)
             self._outbox = Outbox()
             self._link = Link(self, self._connect, channel, self._outbox, self._fences, took=self._took)
         return self._link

@@ -14,9 +14,9 @@ from typing import Any
 
 from sidecar.pools.pool import NotShared, Shared
 from sidecar.pools.redis.connection import Connect, Connection, Script, StoreError
-from sidecar.pools.redis.script import Argument
+from sidecar.pools.redis.protocol import Argument
 
-SOURCE = files(__package__).joinpath("reports.lua").read_text(encoding="utf-8")
+SOURCE = (files(__package__) / "lua" / "gossip.lua").read_text(encoding="utf-8")
 MOST_BYTES = 64 * 1024
 _SCRIPT = Script.of(SOURCE)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from sidecar.pools.redis import script
+from sidecar.pools.redis import protocol
 from sidecar.pools.redis.lease import RedisLease
 
 STATED_AT_ONCE = 128
@@ -19,7 +19,7 @@ STATED_AT_ONCE = 128
 class Slice(NamedTuple):
     """A part of a statement: the script's arguments, and the requests that are answered by it."""
 
-    arguments: Sequence[script.Argument]
+    arguments: Sequence[protocol.Argument]
     entering: Sequence[RedisLease]
 
 
@@ -61,7 +61,7 @@ class Statement:
 
     def next_slice(self, now_us: int) -> Slice:
         """The next part."""
-        arguments: list[script.Argument] = []
+        arguments: list[protocol.Argument] = []
         leases = list(islice(self._leases, STATED_AT_ONCE))
         for lease in leases:
             arguments += self._lease(lease)
@@ -72,16 +72,16 @@ class Statement:
         self._unstated_tickets -= len(tickets)
         return Slice(arguments, [ticket for ticket in tickets if ticket.is_entering])
 
-    def _lease(self, lease: RedisLease) -> Sequence[script.Argument]:
+    def _lease(self, lease: RedisLease) -> Sequence[protocol.Argument]:
         if lease.id not in self._held:
-            return (script.UNTOLD, lease.id)
-        return (*script.statement(lease.id, lease.ask, None, lease.preemptions), *_counted(lease))
+            return (protocol.UNTOLD, lease.id)
+        return (*protocol.statement(lease.id, lease.ask, None, lease.preemptions), *_counted(lease))
 
 
-def _ticket(lease: RedisLease, now_us: int) -> Sequence[script.Argument]:
+def _ticket(lease: RedisLease, now_us: int) -> Sequence[protocol.Argument]:
     """Of one that has been ended meanwhile, too: its end follows, and finds it."""
-    return (*script.statement(lease.id, lease.ask, now_us - lease.entered_us, lease.preemptions), *_counted(lease))
+    return (*protocol.statement(lease.id, lease.ask, now_us - lease.entered_us, lease.preemptions), *_counted(lease))
 
 
-def _counted(lease: RedisLease) -> Sequence[script.Argument]:
-    return () if lease.ask.limits is None else (script.COUNTED, lease.id, lease.ask.tenant)
+def _counted(lease: RedisLease) -> Sequence[protocol.Argument]:
+    return () if lease.ask.limits is None else (protocol.COUNTED, lease.id, lease.ask.tenant)

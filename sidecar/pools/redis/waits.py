@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from sidecar.pools.figures import served_by_name
 from sidecar.pools.pool import Grant
 from sidecar.pools.redis.lease import RedisLease
-from sidecar.pools.redis.script import TierReply, WaitReply
+from sidecar.pools.redis.protocol import TierReply, WaitReply
 from sidecar.scheduling.overtaking import Overtaking
 
 

@@ -1,7 +1,7 @@
-"""A witness stands beside a scheduler, hands it every operation and writes down what it does, for others to judge.
+"""A recorder beside a scheduler: it passes every operation on and keeps the decisions for the invariants.
 
 The record is the oracle's list of requests, but the scheduler under test decides who is admitted: `Oracle.admit`
-follows it. Just before it follows, the witness notes what the page says about that decision.
+follows it. Just before it follows, the recorder notes the answers of the oracle about that decision.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from sidecar.scheduling import Admission, Scheduler
 
 
 class Decision(NamedTuple):
-    """One admission, as it was reported, beside what the record says of the moment just before it."""
+    """One admission, as it was reported, beside the state of the record just before it."""
 
     request: Request
     reported: Answer
     recorded: Answer
     first_in_order: str
     fitted: bool
-    rank: int
+    order_class: int
     inside_and_first: tuple[str, ...]
     turns_before: tuple[str, ...]
     earlier_of_same_tenant: tuple[str, ...]
@@ -34,7 +34,7 @@ class Decision(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Whom one call of `preempt` chose, beside what the record says of the moment just before it.
+    """The victims of one call of `preempt`, beside the state of the record just before it.
 
     `served` is the first that may preempt. `unneeded` are those without whom it would have fitted all the same, with
     every ticket before it, once the others were released; `next_in` is the ticket that is admitted next if all of them
@@ -69,7 +69,7 @@ class Backlog:
         return self.most - self.least
 
 
-class Witness:
+class Recorder:
     def __init__(self, scheduler: Scheduler, policy: Policy) -> None:
         self.scheduler = scheduler
         self.record = Oracle(policy, divide=lambda tokens, weight: tokens / weight)
@@ -168,20 +168,22 @@ class Witness:
         request = next(r for r in record.waiting() if r.id == admission.ticket.id)
         following = record.next_admission(now_us)
         order = record.in_order(now_us)
-        ranks = {other.id: record.class_of(other, now_us) for other in order}
+        classes = {other.id: record.class_of(other, now_us) for other in order}
         mine = [r for r in record.waiting(request.tier) if r.tenant == request.tenant]
         turn = record.last_admission(request.tier)
         facts = {
             "first_in_order": following.id if following else "",
             "fitted": record.fits(request, now_us),
-            "rank": record.class_of(request, now_us),
+            "order_class": record.class_of(request, now_us),
             "inside_and_first": tuple(
-                o.id for o in order if ranks[o.id] == INSIDE and o is not request and record.holds_its_place(o, now_us)
+                o.id
+                for o in order
+                if classes[o.id] == INSIDE and o is not request and record.holds_its_place(o, now_us)
             ),
             "turns_before": tuple(
                 o.id
                 for o in order
-                if ranks[o.id] == TURN and record.last_admission(o.tier) < turn and record.holds_its_place(o, now_us)
+                if classes[o.id] == TURN and record.last_admission(o.tier) < turn and record.holds_its_place(o, now_us)
             ),
             "said_to_overtake": {tier: rule.value for tier, rule in admission.passed},
             "overtakes": record.overtakes(request, now_us),

@@ -1,31 +1,55 @@
-"""What goes into `admission.lua` and what comes out of it: text on the wire, values here. No I/O.
+"""The protocol of the admission script: its arguments and its replies, as text and as values. No I/O.
 
-The script's own header is the contract.
+The header of `lua/admission.lua` is the contract.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
 
-from sidecar.policy.model import Policy
+from sidecar.policy.model import Policy, Tier
 from sidecar.policy.rules import PoolRules, TierRules
 from sidecar.pools.pool import Ask
 from sidecar.scheduling import Rule
-from sidecar.scheduling.allowance import Limit, Over
+from sidecar.scheduling.rate_limit import ExceededLimit, Limit
 
-SOURCE = files(__package__).joinpath("admission.lua").read_text(encoding="utf-8")
+TIER_FIELDS = [field.name for field in fields(TierRules) if field.name not in ("name", "level")]
+TIER_FIELDS.insert(TIER_FIELDS.index("preemptible"), "max_waiting")
+"""The figures of a tier in the rules' text, in order: those of `TierRules` and `Tier.max_waiting`. Lua reads them by
+these names in capitals: `rule[RESERVE_TOKENS]`. So a new field of `TierRules` reaches Lua by itself."""
+
+
+def joined(texts: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The admission script: `lua/admission.lua` with its included files. `texts` replaces files, by name.
+
+    One script, because a call costs more with each function that a script defines and each local that it captures.
+    """
+
+    def text_of(name: str) -> str:
+        return texts.get(name) or (files(__package__) / "lua" / name).read_text(encoding="utf-8").rstrip("\n")
+
+    names = ", ".join(name.upper() for name in TIER_FIELDS)
+    positions = ", ".join(map(str, range(1, len(TIER_FIELDS) + 1)))
+    whole = re.sub(r"^-- include (\S+)$", lambda line: text_of(line[1]), text_of("admission.lua"), flags=re.MULTILINE)
+    return f"local {names} = {positions}\n\n{whole}\n"
+
+
+SOURCE = joined()
 LAYOUT = 5
 """Goes up when what the keys hold changes: replicas of two versions then keep two pools, rather than one broken one."""
 
 BEAT_S = 2.0
 """A replica calls at least this often. The script knows the same figure."""
 SILENCE_S = 10.0
-"""A replica that did not call for so long is dead to the others. The script knows the same figure."""
+"""A replica without a call for so long counts as dead. The script knows the same figure."""
 
 CALL, BEAT, BEGIN, SYNC, BYE = b"call", b"beat", b"begin", b"sync", b"bye"
 ENTER, END, RESIZE, BACK, LEASE, TICKET = b"e", b"x", b"z", b"b", b"l", b"t"
@@ -35,8 +59,8 @@ ENTER_PROMISED, METERED_ENTER_PROMISED = b"E", b"M"
 LEASES_STATED, ALL_STATED = b"n", b"d"
 OK, UNKNOWN, STALE, FOREIGN, ABSENT = b"ok", b"unknown", b"stale", b"foreign", b"absent"
 JOINS, KEEPS, REPLACES, TAKES_OVER = -1, 0, 1, 2
-"""What becomes of the store's rules. KEEPS: they stay, where there are any. REPLACES: this replica's count from now on.
-JOINS: the same, but it makes no pool where there is none. TAKES_OVER: also those of another ladder of tiers."""
+"""The fate of the rules in the store. KEEPS: they stay, if there are any. REPLACES: the rules of this replica replace
+them. JOINS: the same, but it makes no pool where there is none. TAKES_OVER: also those of another ladder of tiers."""
 
 _RULES = {
     "a": Rule.ALWAYS_FIRST,
@@ -64,31 +88,16 @@ def grants_channel(pool: str, replica: str) -> str:
 
 def rules_text(policy: Policy, rules: PoolRules) -> str:
     """The rules as the script reads them, the same text for the same rules. `rules` are the policy's in some size."""
-    tiers = [
-        _tier(rule, tier.max_waiting) + _preemption(rule, rules.max_preemptions)
-        for rule, tier in zip(rules.tiers, policy.tiers, strict=True)
-    ]
+    tiers = [_tier(rule, tier, rules) for rule, tier in zip(rules.tiers, policy.tiers, strict=True)]
     pool = [rules.tokens, rules.requests, rules.promote_after_us or 0, rules.ceiling]
     return json.dumps([[tier.name for tier in rules.tiers], *pool, *tiers], separators=(",", ":"))
 
 
-def _tier(rules: TierRules, places: int | None) -> list[int]:
-    return [
-        rules.reserve_tokens,
-        rules.reserve_requests,
-        rules.headroom_tokens,
-        rules.headroom_requests,
-        rules.limit_tokens,
-        rules.limit_requests,
-        int(rules.limited),
-        int(rules.always_first),
-        -1 if places is None else places,
-    ]
-
-
-def _preemption(rules: TierRules, max_preemptions: int) -> list[int]:
-    preempt_after_us = -1 if rules.preempt_after_us is None else rules.preempt_after_us
-    return [max_preemptions if rules.preemptible else 0, preempt_after_us]
+def _tier(rule: TierRules, tier: Tier, rules: PoolRules) -> list[int]:
+    """The figures of a tier, -1 for None. `preemptible` says how often a request may be preempted, 0 for never."""
+    own = {"max_waiting": tier.max_waiting, "preemptible": rules.max_preemptions if rule.preemptible else 0}
+    figures = (own[name] if name in own else getattr(rule, name) for name in TIER_FIELDS)
+    return [-1 if figure is None else int(figure) for figure in figures]
 
 
 def enter(lease_id: int, ask: Ask, lower: int | None, promised: int | None = None) -> Sequence[Argument]:
@@ -107,14 +116,14 @@ def enter(lease_id: int, ask: Ask, lower: int | None, promised: int | None = Non
 
 
 def end(lease_id: int, ask: Ask, used_tokens: int | None) -> Sequence[Argument]:
-    """The operation that ends a lease or a wait. `used_tokens` is None where nobody knows: its estimate stands."""
+    """The operation that ends a lease or a wait. `used_tokens` is None where the number is not known."""
     if ask.limits is None:
         return (END, lease_id)
     return (METERED_END, lease_id, -1 if used_tokens is None else used_tokens)
 
 
 def statement(lease_id: int, ask: Ask, waited_us: int | None, preemptions: int = 0) -> Sequence[Argument]:
-    """What a sync says of one lease, or of a ticket that has waited for so long."""
+    """The statement of one lease, or of a ticket that has waited for so long."""
     if waited_us is None:
         return (LEASE, lease_id, ask.tier, ask.tokens, ask.requests, preemptions)
     return (TICKET, *_waiting(lease_id, ask, waited_us, preemptions))
@@ -133,7 +142,7 @@ def _waiting(lease_id: int, ask: Ask, waited_us: int, preemptions: int) -> Seque
 class TierReply(NamedTuple):
     """One tier in the store; `served` and `admitted` count tokens and requests since the pool was made.
 
-    The figures that follow them in the text are the script's own.
+    Only the script reads the figures that follow them in the text.
     """
 
     held_tokens: int
@@ -149,7 +158,7 @@ class WaitReply(NamedTuple):
     """How a ticket waited, in microseconds; `starved_us` is None where it was not overtaken.
 
     `level` is None where it was admitted as it came: it is its tier's. `passed` is as in `scheduling.Admission`.
-    `preemptions` is how often it had been preempted before: a line may be heard late, and twice.
+    `preemptions` is how often it had been preempted before: a line may arrive late, and twice.
     """
 
     wait_us: int
@@ -161,8 +170,8 @@ class WaitReply(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """What a replica is told of its own, by a reply or a message: grants, the victims with their preemptions, and the
-    tickets that gave their place in a full queue to a tenant below its share.
+    """The lines of a reply or a message: grants, the victims with their preemptions, and the tickets that gave their
+    place in a full queue to a tenant below its share.
     """
 
     grants: Sequence[tuple[int, WaitReply | None]]
@@ -170,30 +179,31 @@ class Lines(NamedTuple):
     displaced: Sequence[int] = ()
 
 
-class Verdict(NamedTuple):
-    """What became of a request with limits: in at `level`, downgraded or not, or `over` them and not in.
+class LimitVerdict(NamedTuple):
+    """The verdict on a request with limits: it entered at `level`, downgraded or not, or it is `over` them and refused.
 
-    Of both limits by the minute, what may come at once now, and the microseconds until all of it may; None for one that
-    there is not.
+    `requests` and `tokens` are the amount that is left of the limit per minute now, and the microseconds until all of
+    it is; None for no limit.
     """
 
     lease_id: int
     level: int
     is_downgraded: bool
-    over: Over | None
+    over: ExceededLimit | None
     requests: tuple[int, int] | None
     tokens: tuple[int, int] | None
 
 
 class Reply(NamedTuple):
-    """What a call brought. A grant whose wait is None was given as the ticket came.
+    """The reply of a call. A grant whose wait is None was given as the ticket came.
 
-    `latest_age_us` says how long ago the latest of all that were admitted came: whoever came earlier and waits still
-    has been overtaken. None where nobody was admitted yet.
+    `latest_age_us` is the age of the latest arrival among all admitted tickets: an earlier ticket that still waits has
+    been overtaken. None where none was admitted yet.
 
-    `expected` replicas may be alive, those included that an empty store has not heard of yet, which are `unheard`: the
-    figures lack what these hold. `is_on_hold`: nothing is admitted before replicas have stated their leases.
-    `is_stating`: the store waits for the rest of this replica's statement, or has something left to end of it.
+    `expected` replicas may be alive. They include the `unheard` ones, which an empty store does not know yet: the
+    figures lack the amounts that these hold. `is_on_hold`: nothing is admitted before replicas have stated their
+    leases. `is_stating`: the store waits for the rest of the statement of this replica, or has records of it left to
+    end.
     """
 
     replicas: int
@@ -215,7 +225,7 @@ class Reply(NamedTuple):
     displaced: Sequence[int]
     ended: Sequence[tuple[int, WaitReply | None]]
     refused: Sequence[int]
-    verdicts: Sequence[Verdict]
+    verdicts: Sequence[LimitVerdict]
 
 
 def read_reply(answer: Sequence[Any]) -> Reply:
@@ -250,16 +260,16 @@ def read_lines(texts: Sequence[bytes]) -> Lines:
     return Lines(grants, victims, displaced)
 
 
-def _read_verdict(text: bytes) -> Verdict:
+def _read_verdict(text: bytes) -> LimitVerdict:
     lease_id, kind, *rest = text.split()
     over, level = None, -1
     if kind == b"o":
         after_us = int(rest[1])
-        over, rest = Over(_LIMITS[rest[0]], None if after_us < 0 else after_us), rest[2:]
+        over, rest = ExceededLimit(_LIMITS[rest[0]], None if after_us < 0 else after_us), rest[2:]
     else:
         level, rest = int(rest[0]), rest[1:]
     requests, requests_reset_us, tokens, tokens_reset_us = map(int, rest)
-    return Verdict(
+    return LimitVerdict(
         int(lease_id),
         level,
         kind == b"d",

@@ -1,15 +1,15 @@
--- What the replicas of a pool tell each other of themselves, for people: no decision reads it.
+-- Reports of the replicas of a pool to each other, for people. No decision reads them.
 --
--- KEYS[1]  the pool's root; the reports are in the hash `<root>:reports`, replica -> 'MICROSECONDS REPORT'. It vanishes
---          when nobody has written for as long as a replica may be silent.
+-- KEYS[1]  the root of the pool. The reports are in the hash `<root>:reports`, replica -> 'MICROSECONDS REPORT'. It
+--          vanishes when none was written for as long as a replica may be silent.
 -- ARGV[1]  share | leave
 -- ARGV[2]  the replica
 -- ARGV[3]  share: its report, any bytes
 --
--- RETURN   share: {REPLICA, AGE_US, REPORT, ...} of the others, at most 128 of them. Those that are silent are removed.
+-- RETURN   share: {REPLICA, AGE_US, REPORT, ...} of the others, at most 128. Reports of silent replicas are removed.
 --          leave: {}
 --
--- Time is Redis's own.
+-- The time is that of the Redis server.
 
 local SILENCE_US, SILENCE_MS = 10000000, 10000
 local MOST = 128

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from sidecar.errors import RemainingLimit, RemainingLimits
 from sidecar.policy.model import Limits
-from sidecar.remaining import Allowance, Remaining
-from sidecar.scheduling.allowance import FEWEST_SWEPT, Allowances, Charge, Limit, Over
+from sidecar.scheduling.rate_limit import FEWEST_SWEPT, Charge, ExceededLimit, Limit, RateLimiter
 
 MINUTE_US = 60_000_000
 
@@ -55,14 +55,14 @@ def most_at_once(limits: Limits) -> int:
 @given(LIMITS, st.lists(st.tuples(PAUSES_US, PARTS), max_size=40))
 @FEW
 def test_what_conforms_is_exactly_what_the_definition_allows(limits: Limits, asked: list[tuple[int, Fraction]]) -> None:
-    allowances, literal, now_us = Allowances(), Literal(limits), 10**15
+    limiter, literal, now_us = RateLimiter(), Literal(limits), 10**15
     for pause_us, part in asked:
         now_us += pause_us
         tokens = 1 + round(part * most_at_once(limits))
-        over = allowances.over("t", limits, tokens, now_us)
+        over = limiter.over("t", limits, tokens, now_us)
         assert (over is None) == literal.has_room(tokens, now_us)
         if over is None:
-            allowances.charge("t", limits, tokens, now_us)
+            limiter.charge("t", limits, tokens, now_us)
             literal.came.append((now_us, tokens))
 
 
@@ -71,17 +71,17 @@ def test_what_conforms_is_exactly_what_the_definition_allows(limits: Limits, ask
 def test_a_refusal_says_the_very_microsecond_from_which_on_it_conforms(
     limits: Limits, asked: list[tuple[int, Fraction]]
 ) -> None:
-    allowances, now_us = Allowances(), 10**15
+    limiter, now_us = RateLimiter(), 10**15
     for pause_us, part in asked:
         now_us += pause_us
         tokens = 1 + round(part * most_at_once(limits))
-        over = allowances.over("t", limits, tokens, now_us)
+        over = limiter.over("t", limits, tokens, now_us)
         if over is not None and over.fits_after_us is not None:
-            assert allowances.over("t", limits, tokens, now_us + over.fits_after_us - 1) is not None
+            assert limiter.over("t", limits, tokens, now_us + over.fits_after_us - 1) is not None
             now_us += over.fits_after_us
-            assert allowances.over("t", limits, tokens, now_us) is None
+            assert limiter.over("t", limits, tokens, now_us) is None
         if over is None or over.fits_after_us is not None:
-            allowances.charge("t", limits, tokens, now_us)
+            limiter.charge("t", limits, tokens, now_us)
 
 
 @dataclass
@@ -109,28 +109,28 @@ def test_no_correction_ever_lets_in_more_than_charging_what_was_used_from_the_st
     limits: Limits, steps: list[tuple[object, ...]]
 ) -> None:
     """The replay charges at the arrival what was used, of all that is known by then: its level is never the higher."""
-    allowances, replay, now_us = Allowances(), Literal(limits), 10**15
+    limiter, replay, now_us = RateLimiter(), Literal(limits), 10**15
     running: list[Run] = []
     for step in steps:
         now_us += step[1]  # type: ignore[operator]
         match step:
             case ("ask", _, Fraction() as part):
                 tokens = 1 + round(part * most_at_once(limits))
-                if allowances.over("t", limits, tokens, now_us) is None:
+                if limiter.over("t", limits, tokens, now_us) is None:
                     assert replay.has_room(tokens, now_us)
-                    running.append(Run(allowances.charge("t", limits, tokens, now_us), len(replay.came), tokens))
+                    running.append(Run(limiter.charge("t", limits, tokens, now_us), len(replay.came), tokens))
                     replay.came.append((now_us, tokens))
             case ("end", _, int() as index, Fraction() as part) if running:
                 run = running.pop(index % len(running))
                 used = round(part * run.tokens)
-                allowances.correct(run.charge, used, now_us)
+                limiter.correct(run.charge, used, now_us)
                 replay.came[run.place] = (replay.came[run.place][0], used)
 
 
 @given(LIMITS, STEPS)
 @FEW
 def test_no_stretch_of_time_carries_more_than_its_bound(limits: Limits, steps: list[tuple[object, ...]]) -> None:
-    allowances, now_us = Allowances(), 10**15
+    limiter, now_us = RateLimiter(), 10**15
     running: list[Run] = []
     used: list[tuple[int, int]] = []
     for step in steps:
@@ -138,13 +138,13 @@ def test_no_stretch_of_time_carries_more_than_its_bound(limits: Limits, steps: l
         match step:
             case ("ask", _, Fraction() as part):
                 tokens = 1 + round(part * most_at_once(limits))
-                if allowances.over("t", limits, tokens, now_us) is None:
-                    running.append(Run(allowances.charge("t", limits, tokens, now_us), len(used), tokens))
+                if limiter.over("t", limits, tokens, now_us) is None:
+                    running.append(Run(limiter.charge("t", limits, tokens, now_us), len(used), tokens))
                     used.append((now_us, tokens))
             case ("end", _, int() as index, Fraction() as part) if running:
                 run = running.pop(index % len(running))
                 fewer = round(min(Fraction(1), part) * run.tokens)
-                allowances.correct(run.charge, fewer, now_us)
+                limiter.correct(run.charge, fewer, now_us)
                 used[run.place] = (used[run.place][0], fewer)
     for start, (start_us, _) in enumerate(used):
         carried = 0
@@ -155,43 +155,43 @@ def test_no_stretch_of_time_carries_more_than_its_bound(limits: Limits, steps: l
 
 
 def test_a_refund_is_of_no_use_to_a_later_minute() -> None:
-    limits, allowances = of_tokens(600), Allowances()
-    first = allowances.charge("t", limits, 600, 0)
-    assert allowances.over("t", limits, 600, MINUTE_US) is None, "all of it has drained"
-    allowances.charge("t", limits, 600, MINUTE_US)
-    allowances.correct(first, 0, MINUTE_US)
-    assert allowances.over("t", limits, 1, MINUTE_US) == Over(Limit.TOKENS, 100_000)
+    limits, limiter = of_tokens(600), RateLimiter()
+    first = limiter.charge("t", limits, 600, 0)
+    assert limiter.over("t", limits, 600, MINUTE_US) is None, "all of it has drained"
+    limiter.charge("t", limits, 600, MINUTE_US)
+    limiter.correct(first, 0, MINUTE_US)
+    assert limiter.over("t", limits, 1, MINUTE_US) == ExceededLimit(Limit.TOKENS, 100_000)
 
 
 def test_a_refund_gives_back_what_has_not_drained() -> None:
-    limits, allowances = of_tokens(600), Allowances()
-    charge = allowances.charge("t", limits, 600, 0)
-    allowances.correct(charge, 100, 20_000_000)  # 400 are left of it, 500 of it were not used
-    assert allowances.allowance("t", limits, 20_000_000).tokens == Remaining(600, 600, 0)
+    limits, limiter = of_tokens(600), RateLimiter()
+    charge = limiter.charge("t", limits, 600, 0)
+    limiter.correct(charge, 100, 20_000_000)  # 400 are left of it, 500 of it were not used
+    assert limiter.allowance("t", limits, 20_000_000).tokens == RemainingLimit(600, 600, 0)
 
 
 def test_what_others_got_back_counts_as_drained_for_whoever_came_later() -> None:
     """The first gets its 300 back, so the second's have drained within 30 s: what came since is not its own."""
-    limits, allowances = of_tokens(600), Allowances()
-    first, second = allowances.charge("t", limits, 300, 0), allowances.charge("t", limits, 300, 0)
-    allowances.correct(first, 0, 0)
-    allowances.charge("t", limits, 600, 40_000_000)
-    allowances.correct(second, 0, 45_000_000)
-    assert allowances.allowance("t", limits, 45_000_000).tokens == Remaining(600, 50, 55_000_000)
+    limits, limiter = of_tokens(600), RateLimiter()
+    first, second = limiter.charge("t", limits, 300, 0), limiter.charge("t", limits, 300, 0)
+    limiter.correct(first, 0, 0)
+    limiter.charge("t", limits, 600, 40_000_000)
+    limiter.correct(second, 0, 45_000_000)
+    assert limiter.allowance("t", limits, 45_000_000).tokens == RemainingLimit(600, 50, 55_000_000)
 
 
 def test_more_than_was_estimated_is_charged_at_once_and_has_to_drain() -> None:
-    limits, allowances = of_tokens(600), Allowances()
-    charge = allowances.charge("t", limits, 600, 0)
-    allowances.correct(charge, 900, 0)
-    assert allowances.over("t", limits, 600, 0) == Over(Limit.TOKENS, 90_000_000)
-    assert allowances.allowance("t", limits, 0).tokens == Remaining(600, 0, 90_000_000)
+    limits, limiter = of_tokens(600), RateLimiter()
+    charge = limiter.charge("t", limits, 600, 0)
+    limiter.correct(charge, 900, 0)
+    assert limiter.over("t", limits, 600, 0) == ExceededLimit(Limit.TOKENS, 90_000_000)
+    assert limiter.allowance("t", limits, 0).tokens == RemainingLimit(600, 0, 90_000_000)
 
 
 def test_an_absurd_usage_is_bounded() -> None:
-    limits, allowances = of_tokens(600), Allowances()
-    allowances.correct(allowances.charge("t", limits, 1, 0), 2**60, 0)
-    over = allowances.over("t", limits, 1, 0)
+    limits, limiter = of_tokens(600), RateLimiter()
+    limiter.correct(limiter.charge("t", limits, 1, 0), 2**60, 0)
+    over = limiter.over("t", limits, 1, 0)
     assert over is not None
     assert (over.fits_after_us or 0) * 600 < 2**53
 
@@ -200,87 +200,91 @@ def test_an_absurd_usage_is_bounded() -> None:
 
 
 def test_requests_come_at_once_up_to_the_burst_and_then_at_the_rate() -> None:
-    limits, allowances = Limits(requests_per_minute=60, burst_us=10_000_000), Allowances()
+    limits, limiter = Limits(requests_per_minute=60, burst_us=10_000_000), RateLimiter()
     for _ in range(10):
-        assert allowances.over("t", limits, 1, 0) is None
-        allowances.charge("t", limits, 1, 0)
-    assert allowances.over("t", limits, 1, 0) == Over(Limit.REQUESTS, 1_000_000)
-    assert allowances.allowance("t", limits, 500_000).requests == Remaining(60, 0, 9_500_000)
+        assert limiter.over("t", limits, 1, 0) is None
+        limiter.charge("t", limits, 1, 0)
+    assert limiter.over("t", limits, 1, 0) == ExceededLimit(Limit.REQUESTS, 1_000_000)
+    assert limiter.allowance("t", limits, 500_000).requests == RemainingLimit(60, 0, 9_500_000)
 
 
 def test_the_smallest_burst_still_lets_one_request_through() -> None:
-    limits, allowances = Limits(requests_per_minute=3, burst_us=10_000_000), Allowances()
-    allowances.charge("t", limits, 1, 0)
-    assert allowances.over("t", limits, 1, 0) == Over(Limit.REQUESTS, 20_000_000)
-    assert allowances.over("t", limits, 1, 20_000_000) is None
+    limits, limiter = Limits(requests_per_minute=3, burst_us=10_000_000), RateLimiter()
+    limiter.charge("t", limits, 1, 0)
+    assert limiter.over("t", limits, 1, 0) == ExceededLimit(Limit.REQUESTS, 20_000_000)
+    assert limiter.over("t", limits, 1, 20_000_000) is None
 
 
 def test_a_request_that_left_stays_counted_and_its_tokens_come_back() -> None:
-    limits, allowances = Limits(requests_per_minute=60, tokens_per_minute=600), Allowances()
-    charge = allowances.charge("t", limits, 100, 0)
-    allowances.correct(charge, 0, 0, was_held=False)
-    assert allowances.allowance("t", limits, 0) == Allowance(Remaining(60, 59, 1_000_000), Remaining(600, 600, 0))
+    limits, limiter = Limits(requests_per_minute=60, tokens_per_minute=600), RateLimiter()
+    charge = limiter.charge("t", limits, 100, 0)
+    limiter.correct(charge, 0, 0, was_held=False)
+    assert limiter.allowance("t", limits, 0) == RemainingLimits(
+        RemainingLimit(60, 59, 1_000_000), RemainingLimit(600, 600, 0)
+    )
 
 
 def test_what_is_undone_has_never_been() -> None:
-    limits, allowances = Limits(requests_per_minute=60, tokens_per_minute=600, concurrent_requests=1), Allowances()
-    allowances.charge("other", limits, 5, 0)
-    allowances.undo(allowances.charge("t", limits, 100, 0))
-    assert allowances.over("t", limits, 600, 0) is None
+    limits, limiter = Limits(requests_per_minute=60, tokens_per_minute=600, concurrent_requests=1), RateLimiter()
+    limiter.charge("other", limits, 5, 0)
+    limiter.undo(limiter.charge("t", limits, 100, 0))
+    assert limiter.over("t", limits, 600, 0) is None
 
 
 def test_concurrent_requests_are_counted_until_they_end_however_that_is() -> None:
-    limits, allowances = Limits(concurrent_requests=2), Allowances()
-    running = [allowances.charge("t", limits, 10, 0) for _ in range(2)]
-    assert allowances.over("t", limits, 1, 1) == Over(Limit.CONCURRENT, 0)
-    allowances.correct(running[0], 5, 4_000_000)
-    assert allowances.over("t", limits, 1, 4_000_000) is None
-    running[0] = allowances.charge("t", limits, 10, 4_000_000)
-    assert allowances.over("t", limits, 1, 4_000_000) == Over(Limit.CONCURRENT, 2_000_000), "4 s each, two at once"
-    assert allowances.allowance("t", limits, 4_000_000) == Allowance()
+    limits, limiter = Limits(concurrent_requests=2), RateLimiter()
+    running = [limiter.charge("t", limits, 10, 0) for _ in range(2)]
+    assert limiter.over("t", limits, 1, 1) == ExceededLimit(Limit.CONCURRENT, 0)
+    limiter.correct(running[0], 5, 4_000_000)
+    assert limiter.over("t", limits, 1, 4_000_000) is None
+    running[0] = limiter.charge("t", limits, 10, 4_000_000)
+    assert limiter.over("t", limits, 1, 4_000_000) == ExceededLimit(Limit.CONCURRENT, 2_000_000), (
+        "4 s each, two at once"
+    )
+    assert limiter.allowance("t", limits, 4_000_000) == RemainingLimits()
 
 
 def test_the_last_of_several_limits_to_free_is_the_one_that_is_told() -> None:
-    limits, allowances = Limits(requests_per_minute=60, tokens_per_minute=600, burst_us=1_000_000), Allowances()
-    allowances.charge("t", limits, 10, 0)
-    assert allowances.over("t", limits, 1, 0) == Over(Limit.REQUESTS, 1_000_000)
-    assert allowances.over("t", limits, 11, 0) == Over(Limit.TOKENS, None), "larger than the bucket: never"
+    limits, limiter = Limits(requests_per_minute=60, tokens_per_minute=600, burst_us=1_000_000), RateLimiter()
+    limiter.charge("t", limits, 10, 0)
+    assert limiter.over("t", limits, 1, 0) == ExceededLimit(Limit.REQUESTS, 1_000_000)
+    assert limiter.over("t", limits, 11, 0) == ExceededLimit(Limit.TOKENS, None), "larger than the bucket: never"
 
 
 def test_nothing_is_charged_for_a_look() -> None:
-    limits, allowances = Limits(requests_per_minute=1, tokens_per_minute=10), Allowances()
-    assert [allowances.over("t", limits, 10, 0) for _ in range(5)] == [None] * 5
+    limits, limiter = Limits(requests_per_minute=1, tokens_per_minute=10), RateLimiter()
+    assert [limiter.over("t", limits, 10, 0) for _ in range(5)] == [None] * 5
 
 
 # -- other limits, other tenants, memory
 
 
 def test_tenants_have_allowances_of_their_own() -> None:
-    limits, allowances = of_tokens(600), Allowances()
-    allowances.charge("a", limits, 600, 0)
-    assert allowances.over("a", limits, 1, 0) is not None
-    assert allowances.over("b", limits, 600, 0) is None
+    limits, limiter = of_tokens(600), RateLimiter()
+    limiter.charge("a", limits, 600, 0)
+    assert limiter.over("a", limits, 1, 0) is not None
+    assert limiter.over("b", limits, 600, 0) is None
 
 
 @pytest.mark.parametrize(("after", "left"), [(of_tokens(6000), 5400), (of_tokens(60), 0), (Limits(), None)])
 def test_a_changed_limit_counts_from_the_next_request_on(after: Limits, left: int | None) -> None:
-    allowances = Allowances()
-    charge = allowances.charge("t", of_tokens(600), 600, 0)
-    tokens = allowances.allowance("t", after, 0).tokens
+    limiter = RateLimiter()
+    charge = limiter.charge("t", of_tokens(600), 600, 0)
+    tokens = limiter.allowance("t", after, 0).tokens
     assert left == (None if tokens is None else tokens.left)
-    allowances.correct(charge, 600, MINUTE_US)
+    limiter.correct(charge, 600, MINUTE_US)
 
 
 def test_a_tenant_back_at_rest_is_forgotten() -> None:
-    limits, allowances = of_tokens(600), Allowances()
-    allowances.correct(allowances.charge("t", limits, 600, 0), 600, MINUTE_US)
-    assert len(allowances) == 0
+    limits, limiter = of_tokens(600), RateLimiter()
+    limiter.correct(limiter.charge("t", limits, 600, 0), 600, MINUTE_US)
+    assert len(limiter) == 0
 
 
 def test_memory_is_bounded_by_the_tenants_that_are_not_at_rest() -> None:
-    limits, allowances = of_tokens(60_000), Allowances()
+    limits, limiter = of_tokens(60_000), RateLimiter()
     for number in range(20 * FEWEST_SWEPT):
         now_us = number * 10_000
-        charge = allowances.charge(f"tenant-{number}", limits, 100, now_us)  # at rest a tenth of a second later
-        allowances.correct(charge, 100, now_us)
-        assert len(allowances) <= FEWEST_SWEPT
+        charge = limiter.charge(f"tenant-{number}", limits, 100, now_us)  # at rest a tenth of a second later
+        limiter.correct(charge, 100, now_us)
+        assert len(limiter) <= FEWEST_SWEPT

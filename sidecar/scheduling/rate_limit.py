@@ -1,4 +1,4 @@
-"""Tenants' own limits, without I/O and without a clock: time is an argument, in whole microseconds.
+"""The rate limiter of tenants, without I/O and without a clock. Time is an argument, in whole microseconds.
 
 The law is the generic cell rate algorithm (ITU-T I.371, annex A) in its form as a continuous-state leaky bucket: one
 for requests and one for tokens. A bucket drains `per_minute` units in a microsecond, and a request, or a token, is
@@ -7,19 +7,20 @@ for requests and one for tokens. A bucket drains `per_minute` units in a microse
     level + c <= capacity
 
 in both buckets, and while fewer requests than `concurrent_requests` wait or are held. Nothing is charged to one bucket
-that does not conform in the other. All of it is in whole numbers below 2^53, so that `admission.lua` computes the same.
+that does not conform in the other. All of it is in whole numbers below 2^53, so that `rate_limits.lua` computes the
+same.
 
 Bound. What conforms within any stretch of t seconds adds up to at most limit * (burst + t) / 60, and to at most one
-request where that is less: there are no windows, so there is no edge at which two allowances meet.
+request where that is less. There are no windows, so no edge at which the amounts of two windows meet.
 
-A request is charged by its estimate, and corrected by what it used. What it used beyond that is charged at once: the
-level may then exceed the capacity. What it did not use comes back, but never what has drained meanwhile: with a level
-of l right after the charge, r given back to the tenant since, and e microseconds gone,
+A request is charged by its estimate, and corrected by its use. Use beyond the estimate is charged at once: the level
+may then exceed the capacity. The unused part is refunded, but never what has drained meanwhile: with a level of l right
+after the charge, r refunded to the tenant since, and e microseconds gone,
 
     refund <= max(0, l - r - per_minute * e)
 
-so the level is never below what it would be had everybody been charged what they used from the start. A refund is of no
-use to a later minute: behind a charge no more than the capacity, and what was used beyond estimates, has to drain.
+so the level is never below the level of charges by use from the start. A refund does not help a later minute: after a
+charge at most the capacity, and all use beyond estimates, has to drain.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+from sidecar.errors import RemainingLimit, RemainingLimits
 from sidecar.policy.model import Limits
-from sidecar.remaining import Allowance, Remaining
 
 UNIT = 60_000_000
 """Of a bucket, in one request or one token: a microsecond of one per minute is one unit."""
@@ -39,15 +40,16 @@ FEWEST_SWEPT = 64
 
 
 class Limit(str, Enum):
-    """What a request was over."""
+    """The limit that a request exceeded."""
 
     REQUESTS = "requests_per_minute"
     TOKENS = "tokens_per_minute"
     CONCURRENT = "concurrent_requests"
 
 
-class Over(NamedTuple):
-    """Why a request does not conform. `fits_after_us` is exact for the two rates, and None where it never will.
+class ExceededLimit(NamedTuple):
+    """The reason why a request does not conform. `fits_after_us` is exact for the two rates, and None where it never
+    will.
 
     For `concurrent_requests` it is an estimate: the mean time that the tenant's requests took, over their number.
     """
@@ -57,7 +59,7 @@ class Over(NamedTuple):
 
 
 class Charge(NamedTuple):
-    """What one request was charged, so that it can be corrected: see the law above.
+    """The charge of one request, so that it can be corrected: see the law above.
 
     `level` is that of the tokens' bucket right after it, `refunded` the tenant's refunds until then, in tokens.
     """
@@ -94,7 +96,7 @@ class _Account:
         return not (self.concurrent or self.requests or self.tokens)
 
 
-class Allowances:
+class RateLimiter:
     """The accounts of all tenants with limits. One that is back at rest is forgotten. Not thread-safe.
 
     A changed limit counts from the next request on.
@@ -107,8 +109,8 @@ class Allowances:
     def __len__(self) -> int:
         return len(self._accounts)
 
-    def over(self, tenant: str, limits: Limits, tokens: int, now_us: int) -> Over | None:
-        """What keeps a request of so many tokens from conforming now, None where nothing does. Charges nothing."""
+    def over(self, tenant: str, limits: Limits, tokens: int, now_us: int) -> ExceededLimit | None:
+        """The reason why a request of so many tokens does not conform now, None where it does. Charges nothing."""
         account = self._drained(tenant, limits, now_us)
         waits = [
             _wait(Limit.TOKENS, limits.tokens_per_minute, _tokens_capacity(limits), account.tokens, tokens * UNIT),
@@ -130,9 +132,7 @@ class Allowances:
         return Charge(tenant, tokens, account.at_us, rate, account.tokens, account.refunded)
 
     def correct(self, charge: Charge, used_tokens: int, now_us: int, *, was_held: bool = True) -> None:
-        """The request is over, or left, and used so many tokens. `was_held`: it ran, so its time says how long others
-        will.
-        """
+        """The request has ended and used so many tokens. `was_held`: it ran, so its time counts in the mean."""
         account = self._accounts.get(charge.tenant)
         if account is None:  # its limits were taken away, and it was forgotten
             return
@@ -152,7 +152,7 @@ class Allowances:
         return Charge(tenant, 0, now_us, 0, 0, 0)
 
     def undo(self, charge: Charge) -> None:
-        """The request was charged in this very moment and does not come in: as if it had never asked."""
+        """The request was charged in this very moment and is refused: takes the charge back."""
         account = self._accounts[charge.tenant]
         account.concurrent -= 1
         if account.limits.requests_per_minute is not None:
@@ -160,10 +160,10 @@ class Allowances:
         if account.limits.tokens_per_minute is not None:
             account.tokens = max(0, account.tokens - charge.tokens * UNIT)
 
-    def allowance(self, tenant: str, limits: Limits, now_us: int, *, is_downgraded: bool = False) -> Allowance:
+    def allowance(self, tenant: str, limits: Limits, now_us: int, *, is_downgraded: bool = False) -> RemainingLimits:
         """What is left of a tenant's limits now."""
         account = self._drained(tenant, limits, now_us)
-        return Allowance(
+        return RemainingLimits(
             _remaining(limits.requests_per_minute, _requests_capacity(limits), account.requests),
             _remaining(limits.tokens_per_minute, _tokens_capacity(limits), account.tokens),
             is_downgraded,
@@ -198,7 +198,7 @@ class Allowances:
         refund = min(-over * UNIT, charge.level - (account.refunded - charge.refunded) * UNIT - drained, account.tokens)
         if refund > 0:
             account.tokens -= refund
-            account.refunded += -(-refund // UNIT)  # a part of a token counts as one: rather too little comes back
+            account.refunded += -(-refund // UNIT)  # a part of a token counts as one: rather too little is refunded
 
 
 def _requests_capacity(limits: Limits) -> int:
@@ -209,20 +209,20 @@ def _tokens_capacity(limits: Limits) -> int:
     return (limits.tokens_per_minute or 0) * limits.burst_us
 
 
-def _wait(limit: Limit, per_minute: int | None, capacity: int, level: int, cost: int) -> Over | None:
+def _wait(limit: Limit, per_minute: int | None, capacity: int, level: int, cost: int) -> ExceededLimit | None:
     if per_minute is None or level <= capacity - cost:
         return None
-    return Over(limit, None if cost > capacity else -((capacity - cost - level) // per_minute))
+    return ExceededLimit(limit, None if cost > capacity else -((capacity - cost - level) // per_minute))
 
 
-def _wait_for_others(account: _Account) -> Over | None:
+def _wait_for_others(account: _Account) -> ExceededLimit | None:
     most = account.limits.concurrent_requests
     if most is None or account.concurrent < most:
         return None
-    return Over(Limit.CONCURRENT, account.mean_us // most)
+    return ExceededLimit(Limit.CONCURRENT, account.mean_us // most)
 
 
-def _remaining(per_minute: int | None, capacity: int, level: int) -> Remaining | None:
+def _remaining(per_minute: int | None, capacity: int, level: int) -> RemainingLimit | None:
     if per_minute is None:
         return None
-    return Remaining(per_minute, max(0, capacity - level) // UNIT, -(-level // per_minute))
+    return RemainingLimit(per_minute, max(0, capacity - level) // UNIT, -(-level // per_minute))

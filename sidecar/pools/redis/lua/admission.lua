@@ -1,0 +1,189 @@
+-- The admission script for many replicas: the twin of `sidecar/scheduling`, which states the rules and the reasons.
+--
+-- KEYS[1]  the root of the pool, `admission:<layout>:{<pool>}`: a hash, the only key that must survive. Without it the
+--          pool is lost, and every replica must state what it has (a sync). All other keys begin with the root, so one
+--          hash tag keeps them on one node. They contain the birth of the root, so none of them is read after the root
+--          is lost:
+--   <root>:<birth>:beats       zset  replica -> its last heartbeat
+--   <root>:<birth>:r:<replica> hash  '#' -> its fence, and what it is stating (see `begin`); id -> its ticket or lease, as
+--                                    `ticket_record`, `lease_record`
+--   <root>:<birth>:o:<replica> list  grants that no reply has reported to it
+--   <root>:<birth>:q:<level>   zset  the first ticket of every tenant of a tier that is no larger than its reserve, and
+--                                    every ticket that was preempted, by start tag, then by sequence
+--   <root>:<birth>:g:<level>   zset  the same of those that are larger
+--   <root>:<birth>:l:<level>   zset  'TENANT TICKET' of all other tickets of a tier, by name
+--   <root>:<birth>:f:<level>   hash  tenant -> 'FINISH WAITING WEIGHT', its finish tag, how many of its tickets
+--                                    wait, and the weight of the latest
+--   <root>:<birth>:w           zset  the sequence numbers of all tickets that wait
+--   <root>:<birth>:s           zset  'MOMENT SEQUENCE' of the admissions by which some ticket was first overtaken
+--   <root>:<birth>:v           hash  'REPLICA ID' -> 'SEQUENCE ARRIVED TIMES OVERTAKEN SERVED...' of the leases of
+--                                    preemptible tiers: how they had waited, how often they were preempted before
+--   <root>:<birth>:p:<level>   zset  those of them that may be preempted, in order of admission
+--   <root>:<birth>:a           hash  tenant -> 'REQUESTS TOKENS MOMENT CONCURRENT REFUNDED MEAN_US RPM TPM': its buckets
+--   <root>:<birth>:m:<replica> hash  id -> 'TENANT TOKENS MOMENT TPM LEVEL REFUNDED': the charge to its tenant
+--   <root>:<birth>:c           hash  victims that have not released their room -> their level
+--   <root>:<birth>:k:<replica> set   the ids that it has stated, until it has stated all
+--   <root>:<birth>:d           hash  dead replica -> 'PHASE CURSOR ENDED': how much of what it had is ended
+--          Grants for other replicas are published on the channel <root>:grants:<replica>, one line each. An empty
+--          message follows a beat of the replica itself: it then knows that its subscription works.
+--
+-- No call takes long. What a dead replica had is ended by many calls, at most LEFT records each. A replica states what it
+-- has by many calls, its leases first. Nothing is admitted before all leases are stated.
+--
+-- ARGV[1]  call | beat | begin | sync | bye. A sync states everything; a begin states the first part, calls the rest
+-- ARGV[2]  the replica
+-- ARGV[3]  its fence: a call with another fence than that of its last sync is late, and does nothing
+-- ARGV[4]  call, beat: how many grants of its list the replica has read
+--          begin, sync: how many replicas it knew last, 0 for none: it is new
+-- ARGV[5]  begin, sync: the rules (`protocol.rules_text`)
+-- ARGV[6]  begin, sync: 1 where these rules replace others, 0 where they do not; 2 where they also replace those of
+--          another ladder of tiers: the pool is made anew. -1: as 1, but it makes no pool where there is none
+-- ARGV[7]  begin, sync: how many leases it ended before without being able to report them
+-- then     call, beat: operations, each idempotent by its id
+--            e ID LEVEL TENANT WEIGHT TOKENS REQUESTS   asks for a lease
+--            E ... HELD, M ... HELD                     as e and m, where the free places of the queue are promised to
+--                                                       other requests, HELD of them to its own tenant: refused unless
+--                                                       its tenant is within its share of all places with them
+--            m ID LEVEL TENANT WEIGHT TOKENS REQUESTS RPM TPM MOST BURST_US LOWER
+--                                                       the same within the limits of its tenant: per minute and at
+--                                                       once, -1 for none. A request over them enters at the level
+--                                                       LOWER; where that is -1, it is refused
+--            x ID                                       ends it, waiting or held
+--            u ID TOKENS                                the same of one that entered by `m`: it used so many tokens, -1
+--                                                       where the number is not known
+--            z ID TOKENS                                sets the tokens that it holds
+--            k ID LEVEL                                 its first byte goes out: it is never preempted
+--            p ID LEVEL TENANT WEIGHT TOKENS REQUESTS WAITED_US TIMES
+--                                                       its engine has released it: it waits again, for the TIMES-th
+--                                                       time. The rest is for a store that does not know the lease
+--            b MICROSECONDS                             holds the pool back for so long: one ticket at a time is
+--                                                       admitted. 0 ends it, and the last call counts
+--          begin, sync, and calls after a begin: all that the replica has. The rest of its records are ended at last
+--            l ID LEVEL TOKENS REQUESTS TIMES           a lease that it runs. It may have sent its first byte, so it is
+--                                                       never preempted again
+--            t ID LEVEL TENANT WEIGHT TOKENS REQUESTS WAITED_US TIMES
+--                                                       a ticket that waits. TIMES: how often it was preempted so far
+--            a ID TENANT                                after one of these: it counts among its tenant's concurrent
+--            f ID                                       entered by `m`, and its answer was lost: it asks again, and any
+--                                                       charge for it is taken back
+--            n                                          all its leases are stated, and all of `f`
+--            d                                          everything is stated: some of the rest is ended. The replica
+--                                                       repeats it until the reply reports that nothing is left
+--
+-- RETURN   {'ok', {replicas, us until time alone may change something or -1, grants listed, waiting, leases,
+--                  late ends, tokens held, requests held, us since the arrival of the latest ticket admitted so far or -1,
+--                  replicas that may be alive, 1 where nothing is admitted until replicas have stated their leases,
+--                  how many of those are missing in the figures, 1 where not all that this one had is stated or ended},
+--           tiers, grants, ended, refused, verdicts}
+--            tiers    'LEVEL [held tokens, held requests, queued tokens, queued requests, start tag, served, admitted]'
+--                     for every tier that changed, or for all in a beat or a sync
+--            grants   'ID PASSED' of a ticket that was admitted as it came, or
+--                     'ID WAIT_US STARVED_US ENGINE_LEVEL SERVED_AHEAD... PASSED', -1 where it was not overtaken.
+--                     PASSED is left out where no head of another tier had arrived earlier. Else it is 'p', then for
+--                     every level the rule by which it was admitted before that head: a always_first, r reserve, t turn,
+--                     l level, x limit, o passed over, or . for none;
+--                     then 'rTIMES' of a ticket that was preempted so often before.
+--                     '!ID TIMES': the lease of that grant is a victim, its engine must release it. '-ID': the ticket
+--                     gave its place in a full queue to a tenant below its share
+--            ended    of the tickets that were ended, as they had waited: 'ID WAIT_US STARVED_US LEVEL SERVED_AHEAD...'
+--            refused  the ids for which the queue of their tier had no place
+--            verdicts 'ID w LEVEL LEFT' of a request by `m` within the limits, 'ID d LEVEL LEFT' of one that entered at
+--                     the lower level, 'ID o LIMIT AFTER_US LEFT' of one that was refused: LIMIT is t, r or c, for
+--                     tokens, requests or concurrent, AFTER_US -1 for never. LEFT: 'REQUESTS RESET_US TOKENS RESET_US',
+--                     -1 for no limit
+--          or {'unknown'} (this replica must sync), {'stale'} (a late call), {'foreign', the pool's tiers} (replicas with
+--          another ladder live), {'absent'} (there is no pool, and this replica must not make it).
+--
+-- Numbers are whole and below 2^53. Tags are doubles. So Lua and Python compute the very same figures. Time is that of
+-- the Redis server. Lua writes numbers with 14 digits: every larger one goes through `int` or `tag`.
+
+local call, fmt, concat, match = redis.call, string.format, table.concat, string.match
+
+local BEAT_US = 2000000     -- the time between two heartbeats of a replica
+local SILENCE_US = 10000000 -- a replica silent for so long is dead: the next call of another frees what it has
+local KEPT_MS = 3600000     -- a pool without a call for so long vanishes
+local LOST_US = 2200000     -- a store silent for so long may be lost to replicas: each admits to its part alone
+local LEFT = 100            -- the most records of dead replicas that one call ends: some 30 us each
+local SEEN = 1000           -- the most records that one call reads for that
+local DISCARDED = 50        -- the most that one call ends because they are first in order
+local HEADS_SEEN = 64       -- the most heads read to find a live ticket after dead ones
+local PAUSE_US = 15000      -- the time between two such calls: the store needs it for others
+local LOOKED_AT = 16        -- tenants that every beat checks for being back at rest
+
+-- The rules: {names, capacity tokens, capacity requests, promote_after or 0, ceiling, tier, tier, ...}. The positions in a
+-- tier have the names of `protocol.TIER_FIELDS`, which declares them before this text.
+local NAMES, CAPACITY_TOKENS, CAPACITY_REQUESTS, PROMOTE_AFTER, CEILING, FIRST_RULE = 1, 2, 3, 4, 5, 6
+-- The figures of the pool
+local BIRTH, NOW, OFFSET, GRACE, HOLD_SINCE, HOLD_UNTIL, HOLD_FOR, SEQUENCE, LATEST, WAITING, LEASES, LATE, REPLICAS,
+  SWEEP, BACK_UNTIL, LATEST_ARRIVED = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16
+-- NEWCOMERS: replicas that joined since the birth and knew of no pool. STATING: those that are stating their leases.
+-- DEAD: those with records left to end, from SLICE_AT on. ADMISSIONS numbers the admissions.
+local ABSENT_UNTIL, NEWCOMERS, STATING, DEAD, SLICE_AT, ADMISSIONS = 17, 18, 19, 20, 21, 22
+local META_FIELDS = ADMISSIONS
+local META_TEXT = '[' .. string.rep('%.0f,', META_FIELDS - 1) .. '%.0f]'
+-- The figures of a tier. It has no turn before OWES_UNTIL. LATEST_ADMISSION numbers its latest admission. LARGE counts
+-- the tickets in `g`. WEIGHTS is the sum of the weights of the tenants that wait.
+local HELD_TOKENS, HELD_REQUESTS, QUEUED_TOKENS, QUEUED, VIRTUAL, SERVED, ADMITTED, OWES_UNTIL, LATEST_ADMISSION, LARGE,
+  WEIGHTS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11
+-- The classes of rule 1
+local CLASS_ALWAYS_FIRST, CLASS_INSIDE, CLASS_TURN, CLASS_OTHER = 0, 1, 2, 3
+local MOST_EXCESS, LATEST_US = 1000, 9007199254740991
+
+local root, kind, me, fence = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
+local meta, rules, rules_text, now, prefix, mine, beats, waiting_key, steps_key
+local tiers, is_changed, levels = {}, {}, 0
+local all_tokens, all_requests = 0, 0
+local heads, lanes, outbox = {}, {}, {}
+local held_back_lease = false -- the lease that was admitted while the pool was held back: 'REPLICA ID'
+local held_back_lease_before = false
+local grants, ended, refused = {}, {}, {}
+local served_since = {} -- level -> tokens admitted since the newest ticket arrived
+local preempts = false -- whether any tier is preemptible
+local is_damaged = false
+local stage = '' -- what this replica is stating: see `begin`
+local pool = {verdicts = {}, dead = {}, left = LEFT, discarded = 0}
+
+local function clock_us() local time = redis.call('TIME') return time[1] * 1000000 + time[2] end
+
+-- `protocol.joined` puts a file in place of each include. The functions are fields of a table inside of `define_*`
+-- functions, because every call makes all functions anew. A function that captures a local of the chunk walks a list
+-- (`luaF_findupval`). One that captures what its surrounding function has captured copies a pointer. That is a third of
+-- the cost of a short call. No function may capture more than 60 locals, so there are several surrounding ones.
+
+local function define_tickets()
+-- include state.lua
+-- include tickets.lua
+end
+
+local function define_rules()
+-- include ordering.lua
+-- include scheduler.lua
+end
+
+-- Called only where some tier is preemptible, or was. No other call pays for it.
+local function define_preemption()
+-- include preemption.lua
+end
+
+-- Called only where an operation concerns the limits of a tenant.
+local function define_rate_limits()
+-- include rate_limits.lua
+end
+
+local function define_replicas()
+-- include replicas.lua
+end
+
+local function define_operations()
+-- include operations.lua
+end
+
+define_tickets()
+define_rules()
+define_replicas()
+define_operations()
+local is_done, result = pcall(pool.main)
+if is_done then return result end
+if not is_damaged then return error(result) end
+call('DEL', root)
+return {'unknown'}

@@ -1,0 +1,247 @@
+-- Preemption: the twin of `scheduling/preemption.py`.
+
+function pool.preemptible_key(level) return prefix .. 'p:' .. level end
+
+-- Reads how a lease of a preemptible tier had waited. A sequence of 0: it was stated, and its wait is not known.
+function pool.recall(lease)
+  local text = call('HGET', prefix .. 'v', lease.owner .. ' ' .. lease.id)
+  if not text then return false end
+  local sequence, arrived, times, overtaken, served = match(text, '^(%d+) (%d+) (%d+) (%-?%d+) ?(.*)$')
+  lease.sequence, lease.arrived, lease.times = tonumber(sequence), tonumber(arrived), tonumber(times)
+  lease.served = served
+  if overtaken ~= '-1' then lease.overtaken = tonumber(overtaken) end
+  return true
+end
+
+function pool.remember(lease, times, overtaken, served)
+  call('HSET', prefix .. 'v', lease.owner .. ' ' .. lease.id,
+    fmt('%.0f %.0f %.0f %.0f ', lease.sequence, lease.arrived, times, overtaken or -1) .. served)
+end
+
+-- A lease of a preemptible tier begins. If it is preempted, its wait goes on. The tokens of a ticket never count as served
+-- before itself.
+function pool.may_return(ticket, overtaken)
+  local level, served = ticket.level, {}
+  if ticket.served then
+    for text in string.gmatch(ticket.served, '%d+') do served[#served + 1] = text end
+  else
+    for other = 0, levels - 1 do served[other + 1] = pool.int(tiers[other][SERVED] - (served_since[other] or 0)) end
+  end
+  served[level + 1] = pool.int(tonumber(served[level + 1]) + ticket.tokens)
+  pool.remember(ticket, ticket.times or 0, overtaken, concat(served, ' '))
+  call('ZADD', pool.preemptible_key(level), pool.int(tiers[level][ADMITTED]), ticket.owner .. ' ' .. ticket.id)
+end
+
+function pool.keep(id, level)
+  local member = me .. ' ' .. id
+  call('ZREM', pool.preemptible_key(level), member)
+  call('HDEL', prefix .. 'c', member)
+end
+
+-- A lease has ended.
+function pool.forget_preemption(owner, id, level)
+  local member = owner .. ' ' .. id
+  if call('HDEL', prefix .. 'v', member) == 1 then
+    call('ZREM', pool.preemptible_key(level), member)
+    call('HDEL', prefix .. 'c', member)
+  end
+end
+
+function pool.forget_all_preemption()
+  call('DEL', prefix .. 'v', prefix .. 'c')
+  for level = 0, levels - 1 do call('DEL', pool.preemptible_key(level)) end
+end
+
+-- Whether the store does not know yet that this lease was preempted for the `times`-th time.
+function pool.is_before_return(id, record, times)
+  local lease = {owner = me, id = id}
+  return string.sub(record, 1, 1) == 'L' and (not pool.recall(lease) or lease.times < times)
+end
+
+-- An operation, or a statement: a victim gives its room back and waits again, first in its tier. The replica states what
+-- the store does not know of it.
+function pool.requeue(index)
+  local id, level, times = ARGV[index + 1], tonumber(ARGV[index + 2]), tonumber(ARGV[index + 8])
+  local record = call('HGET', mine, id)
+  if record and not pool.is_before_return(id, record, times) then return end
+  local ticket = {
+    id = id, owner = me, level = level, tokens = tonumber(ARGV[index + 5]), requests = tonumber(ARGV[index + 6]),
+    tenant = ARGV[index + 3], weight = tonumber(ARGV[index + 4]),
+  }
+  if not pool.recall(ticket) or ticket.sequence == 0 then
+    local served = {}
+    for other = 0, levels - 1 do served[other + 1] = pool.int(tiers[other][SERVED]) end
+    ticket.sequence, ticket.arrived = pool.next_sequence(), now - tonumber(ARGV[index + 7])
+    ticket.served = concat(served, ' ')
+  end
+  if record then pool.end_record(me, id, record) end
+  ticket.times, ticket.overtaken = times, ticket.overtaken or now
+  pool.put_back(ticket)
+end
+
+function pool.put_back(ticket)
+  local level, tier = ticket.level, tiers[ticket.level]
+  tier[QUEUED], tier[QUEUED_TOKENS] = tier[QUEUED] + 1, tier[QUEUED_TOKENS] + ticket.tokens
+  meta[WAITING] = meta[WAITING] + 1
+  is_changed[level], heads[level] = true, nil
+  ticket.start = tier[VIRTUAL]
+  pool.store_head(ticket)
+  call('HSET', mine, ticket.id,
+    pool.ticket_text(ticket, ticket.served .. fmt(';%.0f %.0f', ticket.times, ticket.overtaken)))
+end
+
+-- Books leases in (1) or out (-1), to see what would be without them.
+function pool.book_all(leases, sign)
+  for _, lease in ipairs(leases) do
+    local tier, tokens, requests = tiers[lease.level], sign * lease.tokens, sign * lease.requests
+    tier[HELD_TOKENS], tier[HELD_REQUESTS] = tier[HELD_TOKENS] + tokens, tier[HELD_REQUESTS] + requests
+    all_tokens, all_requests = all_tokens + tokens, all_requests + requests
+  end
+end
+
+function pool.lease_of(member)
+  local owner, id = match(member, '^(%S+) (%S+)$')
+  local level, tokens, requests = pool.read_lease(call('HGET', pool.replica_key(owner), id) or '')
+  if not level then return pool.damaged() end
+  return {owner = owner, id = id, member = member, level = level, tokens = tokens, requests = requests}
+end
+
+function pool.victims()
+  local found = {}
+  for _, member in ipairs(call('HKEYS', prefix .. 'c')) do found[#found + 1] = pool.lease_of(member) end
+  return found
+end
+
+-- The most that a ticket of a tier could ever be given.
+function pool.largest(level)
+  local rule, highest = rules[FIRST_RULE + level], level
+  if rules[PROMOTE_AFTER] > 0 then highest = math.min(level, rules[CEILING]) end
+  local tokens, requests = rules[CAPACITY_TOKENS], rules[CAPACITY_REQUESTS]
+  for other = 0, highest - 1 do
+    tokens, requests = tokens - rules[FIRST_RULE + other][HEADROOM_TOKENS], requests - rules[FIRST_RULE + other][HEADROOM_REQUESTS]
+  end
+  return math.min(rule[LIMIT_TOKENS], tokens), math.min(rule[LIMIT_REQUESTS], requests)
+end
+
+function pool.is_tier_eligible(level, served)
+  if rules[FIRST_RULE + level][PREEMPTIBLE] == 0 then return false end
+  if tiers[level][QUEUED] == 0 then return true end
+  local second = pool.second_head(level)
+  return not pool.comes_before(pool.head_of(level), served)
+    and not (second and pool.comes_before(second, served))
+end
+
+function pool.is_eligible(lease, most_tokens, most_requests, served)
+  local rule, tier = rules[FIRST_RULE + lease.level], tiers[lease.level]
+  local has_its_reserve = rule[ALWAYS_FIRST] == 0 and (tier[HELD_TOKENS] - lease.tokens >= rule[RESERVE_TOKENS]
+    or tier[HELD_REQUESTS] - lease.requests >= rule[RESERVE_REQUESTS])
+  if not has_its_reserve or lease.tokens > most_tokens or lease.requests > most_requests then return false end
+  if not pool.recall(lease) then return pool.damaged() end
+  return lease.times < rule[PREEMPTIBLE] and not pool.comes_before(lease, served)
+end
+
+-- Whether the last of the candidates is admitted, and no candidate before it holds its place without fitting.
+function pool.all_fit(order)
+  local admitted, is_in = {}, false
+  for _, candidate in ipairs(order) do
+    is_in = pool.fits(candidate)
+    if is_in then
+      admitted[#admitted + 1] = candidate.ticket
+      pool.book_all({candidate.ticket}, 1)
+    elseif pool.holds_its_place(candidate) then
+      break
+    end
+  end
+  pool.book_all(admitted, -1)
+  return is_in and admitted[#admitted] == order[#order].ticket
+end
+
+-- Books out the leases that the candidates need. Returns them, and whether they are enough.
+function pool.enough(order)
+  local chosen, served = {}, order[#order]
+  for level = levels - 1, served.ticket.level + 1, -1 do
+    if pool.is_tier_eligible(level, served) then
+      local most_tokens, most_requests = pool.largest(level)
+      for _, member in ipairs(call('ZREVRANGE', pool.preemptible_key(level), 0, -1)) do
+        local lease = pool.lease_of(member)
+        if pool.is_eligible(lease, most_tokens, most_requests, served) then
+          chosen[#chosen + 1] = lease
+          pool.book_all({lease}, -1)
+          if pool.all_fit(order) then return chosen, true end
+        end
+      end
+    end
+  end
+  return chosen, false
+end
+
+-- Spares the leases without which the candidates fit as well, the last chosen first. Books the others in again.
+function pool.needed(chosen, order)
+  local needed = {}
+  for index = #chosen, 1, -1 do
+    local lease = chosen[index]
+    pool.book_all({lease}, 1)
+    if not pool.all_fit(order) then
+      pool.book_all({lease}, -1)
+      table.insert(needed, 1, lease)
+    end
+  end
+  pool.book_all(needed, 1)
+  return needed
+end
+
+function pool.choose(order)
+  local victims, needed = pool.victims(), {}
+  pool.book_all(victims, -1)
+  if not pool.all_fit(order) then
+    local chosen, is_enough = pool.enough(order)
+    if is_enough then needed = pool.needed(chosen, order) else pool.book_all(chosen, 1) end
+  end
+  pool.book_all(victims, 1)
+  return needed
+end
+
+-- Whether any head waits that may preempt. This is cheaper than the order.
+function pool.may_preempt()
+  if meta[WAITING] == 0 or (now < meta[BACK_UNTIL] and all_requests > 0) or pool.is_on_hold() then return false end
+  for level = 0, levels - 1 do
+    if tiers[level][QUEUED] > 0 and rules[FIRST_RULE + level][PREEMPT_AFTER_US] >= 0 then return true end
+  end
+  return false
+end
+
+-- The candidates up to the first that has waited long enough, nil where there is none.
+function pool.up_to_served()
+  local order = {}
+  for _, candidate in ipairs(pool.in_order()) do
+    order[#order + 1] = candidate
+    local after = rules[FIRST_RULE + candidate.ticket.level][PREEMPT_AFTER_US]
+    if after >= 0 and now - candidate.ticket.arrived >= after then return order end
+  end
+end
+
+-- The first in order that has waited long enough receives the room of others, with every ticket before it. The victims
+-- are reported to their replicas, and hold their room until their engines have released them.
+function pool.preempt()
+  if not pool.may_preempt() then return end
+  local order = pool.up_to_served()
+  if not order then return end
+  for _, lease in ipairs(pool.choose(order)) do
+    call('ZREM', pool.preemptible_key(lease.level), lease.member)
+    call('HSET', prefix .. 'c', lease.member, lease.level)
+    pool.grant(lease.owner, '!' .. lease.id .. ' ' .. pool.int(lease.times))
+  end
+end
+
+function pool.next_preemption(soonest)
+  for level = 0, levels - 1 do
+    local after = rules[FIRST_RULE + level][PREEMPT_AFTER_US]
+    if after >= 0 and tiers[level][QUEUED] > 0 then
+      for _, head in ipairs({pool.head_of(level), pool.second_head(level)}) do
+        local change = head.arrived + after - now
+        if change > 0 and (soonest < 0 or change < soonest) then soonest = change end
+      end
+    end
+  end
+  return soonest
+end

@@ -1,0 +1,78 @@
+-- The state of the pool: its keys, its figures, its time.
+
+function pool.int(number) return fmt('%.0f', number) end
+function pool.tag(number) return fmt('%.17g', number) end
+
+function pool.queue_key(level) return prefix .. 'q:' .. level end
+function pool.large_key(level) return prefix .. 'g:' .. level end
+function pool.lane_key(level) return prefix .. 'l:' .. level end
+function pool.finish_key(level) return prefix .. 'f:' .. level end
+function pool.replica_key(replica) return prefix .. 'r:' .. replica end
+function pool.outbox_key(replica) return prefix .. 'o:' .. replica end
+
+-- An inconsistent pool was lost in part (evicted, or deleted by hand). Its root is deleted, and the replicas state all anew.
+function pool.damaged()
+  is_damaged = true
+  error('damaged')
+end
+
+-- -- the figures of the pool: read once and written once a call
+
+function pool.name_keys()
+  prefix = root .. ':' .. pool.int(meta[BIRTH]) .. ':'
+  mine, beats, waiting_key, steps_key = pool.replica_key(me), prefix .. 'beats', prefix .. 'w', prefix .. 's'
+end
+
+function pool.load()
+  local fields = call('HGETALL', root)
+  for index = 1, #fields, 2 do
+    local field, value = fields[index], fields[index + 1]
+    if field == 'meta' then
+      meta = cjson.decode(value)
+    elseif field == 'rules' then
+      rules_text, rules = value, cjson.decode(value)
+    elseif field == 'went' then
+      held_back_lease, held_back_lease_before = value, value
+    else
+      local tier = cjson.decode(value)
+      tiers[tonumber(field)] = tier
+      all_tokens, all_requests = all_tokens + tier[HELD_TOKENS], all_requests + tier[HELD_REQUESTS]
+    end
+  end
+  if not meta then return false end
+  pool.apply_rules()
+  pool.name_keys()
+  return true
+end
+
+function pool.tier_text(tier)
+  return fmt('[%.0f,%.0f,%.0f,%.0f,%.17g,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f]', unpack(tier))
+end
+
+function pool.save(is_complete)
+  local fields, texts = {'meta', fmt(META_TEXT, unpack(meta))}, {}
+  for level = 0, levels - 1 do
+    if is_complete or is_changed[level] then
+      local text = pool.tier_text(tiers[level])
+      fields[#fields + 1], fields[#fields + 2] = level, text
+      texts[#texts + 1] = level .. ' ' .. text
+    end
+  end
+  if held_back_lease and held_back_lease ~= held_back_lease_before then fields[#fields + 1], fields[#fields + 2] = 'went', held_back_lease end
+  call('HSET', root, unpack(fields))
+  if held_back_lease_before and not held_back_lease then call('HDEL', root, 'went') end
+  return texts
+end
+
+-- The time never runs backwards, whichever server answers.
+function pool.read_time()
+  now = clock_us() + meta[OFFSET]
+  if now < meta[NOW] then
+    meta[OFFSET], now = meta[OFFSET] + meta[NOW] - now, meta[NOW]
+  elseif now - meta[NOW] > LOST_US then
+    -- The store was silent, not the replicas: they get time to call, and first state what they have run meanwhile.
+    if now - meta[NOW] > 2 * BEAT_US then meta[GRACE] = now + 2 * BEAT_US end
+    pool.wait_for_all()
+  end
+  meta[NOW] = now
+end

@@ -1,0 +1,326 @@
+-- Tickets and leases: their records, the queue of a tier, and overtaking.
+
+function pool.member_of(ticket)
+  return fmt('%016.0f %s %s %.0f %.0f %.0f %.0f %s', ticket.sequence, ticket.owner, ticket.id, ticket.tokens,
+    ticket.requests, ticket.arrived, ticket.weight, ticket.tenant)
+end
+
+function pool.read_member(level, member)
+  local sequence, owner, id, tokens, requests, arrived, weight, tenant =
+    match(member, '^(%d+) (%S+) (%S+) (%d+) (%d+) (%d+) (%d+) (.*)$')
+  return {
+    id = id, owner = owner, level = level, tokens = tonumber(tokens), requests = tonumber(requests),
+    sequence = tonumber(sequence), arrived = tonumber(arrived), weight = tonumber(weight), tenant = tenant,
+    is_stored = true,
+  }
+end
+
+-- SERVED is followed by ';TIMES OVERTAKEN' where the ticket was preempted.
+function pool.ticket_text(ticket, served)
+  return fmt('W %d %.0f %.0f %.0f %.0f %.0f ', ticket.level, ticket.tokens, ticket.requests, ticket.sequence,
+    ticket.arrived, ticket.weight) .. served .. '|' .. ticket.tenant
+end
+
+function pool.ticket_record(ticket)
+  local served = {}
+  for level = 0, levels - 1 do served[level + 1] = pool.int(tiers[level][SERVED] - (served_since[level] or 0)) end
+  return pool.ticket_text(ticket, concat(served, ' '))
+end
+
+-- EXCESS and ADMITTED are 0 for a lease without an excess.
+function pool.lease_record(level, tokens, requests, excess, admitted, grant)
+  return fmt('L %d %.0f %.0f %.0f %.0f ', level, tokens, requests, excess, admitted) .. (grant or '')
+end
+
+function pool.read_lease(record)
+  local level, tokens, requests, excess, admitted, grant = match(record, '^L (%d+) (%d+) (%d+) (%d+) (%d+) (.*)$')
+  return tonumber(level), tonumber(tokens), tonumber(requests), grant, tonumber(excess), tonumber(admitted)
+end
+
+function pool.read_ticket(owner, id, record)
+  local level, tokens, requests, sequence, arrived, weight, served, tenant =
+    match(record, '^W (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) ([^|]*)|(.*)$')
+  local ticket = {
+    id = id, owner = owner, level = tonumber(level), tokens = tonumber(tokens), requests = tonumber(requests),
+    sequence = tonumber(sequence), arrived = tonumber(arrived), weight = tonumber(weight), tenant = tenant,
+    served = served, is_stored = true,
+  }
+  local before, times, overtaken = match(served, '^([^;]*);(%d+) (%d+)$')
+  if before then -- it was preempted
+    ticket.served, ticket.times, ticket.overtaken = before, tonumber(times), tonumber(overtaken)
+  end
+  return ticket
+end
+
+function pool.book(level, tokens, requests)
+  local tier = tiers[level]
+  tier[HELD_TOKENS], tier[HELD_REQUESTS] = tier[HELD_TOKENS] + tokens, tier[HELD_REQUESTS] + requests
+  all_tokens, all_requests = all_tokens + tokens, all_requests + requests
+  is_changed[level] = true
+end
+
+-- -- the queue of a tier: the twin of `scheduling/fair_queue.py`
+
+function pool.is_small(ticket)
+  local rule = rules[FIRST_RULE + ticket.level]
+  return ticket.tokens <= rule[RESERVE_TOKENS] and ticket.requests <= rule[RESERVE_REQUESTS]
+end
+
+function pool.read_lane(text)
+  local finish, waiting, weight = match(text, '^(%S+) (%d+) (%d+)$')
+  return {finish = tonumber(finish), waiting = tonumber(waiting), weight = tonumber(weight)}
+end
+
+-- The lane of a tenant: its finish tag, and how many of its tickets wait that were never preempted.
+function pool.lane_of(level, tenant)
+  local of_tier = lanes[level]
+  if not of_tier then
+    of_tier = {}
+    lanes[level] = of_tier
+  end
+  local lane = of_tier[tenant]
+  if not lane then
+    lane = pool.read_lane(call('HGET', pool.finish_key(level), tenant) or '0 0 0')
+    of_tier[tenant] = lane
+  end
+  return lane
+end
+
+function pool.save_lane(level, tenant, lane)
+  if lane.waiting == 0 and lane.finish <= tiers[level][VIRTUAL] then
+    call('HDEL', pool.finish_key(level), tenant)
+  else
+    call('HSET', pool.finish_key(level), tenant, fmt('%.17g %.0f %.0f', lane.finish, lane.waiting, lane.weight))
+  end
+end
+
+-- A ticket becomes the first of its tenant, or returns after a preemption.
+function pool.store_head(ticket)
+  local is_small = pool.is_small(ticket)
+  if not is_small then
+    tiers[ticket.level][LARGE] = tiers[ticket.level][LARGE] + 1
+    is_changed[ticket.level] = true
+  end
+  call('ZADD', is_small and pool.queue_key(ticket.level) or pool.large_key(ticket.level), pool.tag(ticket.start),
+    pool.member_of(ticket))
+end
+
+function pool.store(ticket)
+  local lane = pool.lane_of(ticket.level, ticket.tenant)
+  if lane.waiting == 0 then
+    pool.store_head(ticket)
+  else
+    call('ZADD', pool.lane_key(ticket.level), 0, ticket.tenant .. ' ' .. pool.member_of(ticket))
+  end
+  local tier = tiers[ticket.level]
+  tier[WEIGHTS] = tier[WEIGHTS] + ticket.weight - (lane.waiting > 0 and lane.weight or 0)
+  lane.waiting, lane.weight = lane.waiting + 1, ticket.weight
+  pool.save_lane(ticket.level, ticket.tenant, lane)
+  call('ZADD', waiting_key, pool.int(ticket.sequence), pool.int(ticket.sequence))
+  call('HSET', pool.replica_key(ticket.owner), ticket.id, pool.ticket_record(ticket))
+  ticket.is_stored = true
+end
+
+-- The first of the heads of a tier under one key. A ticket of a dead replica counts only where there are no others.
+function pool.read_head(level, key)
+  local found = call('ZRANGE', key, 0, meta[DEAD] > 0 and HEADS_SEEN or 0, 'WITHSCORES')
+  local first
+  for index = 1, #found, 2 do
+    local ticket = pool.read_member(level, found[index])
+    ticket.start = tonumber(found[index + 1])
+    if meta[DEAD] == 0 or not pool.is_dead(ticket.owner) then return ticket end
+    ticket.is_dead = true
+    first = first or ticket
+  end
+  return first
+end
+
+function pool.starts_earlier(ticket, other)
+  if ticket.is_dead ~= other.is_dead then return other.is_dead end
+  return ticket.start < other.start or (ticket.start == other.start and ticket.sequence < other.sequence)
+end
+
+-- {first, small}: the head of a tier with waiting tickets, and the next ticket no larger than its reserve.
+function pool.heads_of(level)
+  local found = heads[level]
+  if not found then
+    local tier, small, large = tiers[level], nil, nil
+    if tier[LARGE] > 0 then
+      large = pool.read_head(level, pool.large_key(level))
+      if not large then return pool.damaged() end
+    end
+    local rule = rules[FIRST_RULE + level]
+    if rule[RESERVE_TOKENS] > 0 and rule[RESERVE_REQUESTS] > 0 then -- else every ticket is large
+      small = pool.read_head(level, pool.queue_key(level))
+    end
+    if not small and not large then return pool.damaged() end
+    found = {first = large, small = small}
+    if not large or (small and pool.starts_earlier(small, large)) then found.first = small end
+    heads[level] = found
+  end
+  return found
+end
+
+function pool.head_of(level) return pool.heads_of(level).first end
+
+-- While the tier owes and its head is larger than the reserve: the next ticket that is not.
+function pool.second_head(level)
+  local found = pool.heads_of(level)
+  if now >= tiers[level][OWES_UNTIL] or pool.is_small(found.first) then return nil end
+  return found.small
+end
+
+-- A ticket enters its queue. The first in an empty queue need not be stored yet.
+function pool.push(ticket, tenant, weight)
+  local tier = tiers[ticket.level]
+  ticket.start, ticket.tenant, ticket.weight = 0, tenant, weight
+  local head = tier[QUEUED] > 0 and pool.head_of(ticket.level)
+  if head then
+    if not head.is_stored then pool.store(head) end
+    local lane = pool.lane_of(ticket.level, tenant)
+    ticket.start = math.max(tier[VIRTUAL], lane.finish)
+    if lane.waiting == 0 then heads[ticket.level] = nil end
+    pool.store(ticket)
+  else
+    heads[ticket.level] = {first = ticket, small = pool.is_small(ticket) and ticket or nil}
+  end
+  tier[QUEUED], tier[QUEUED_TOKENS] = tier[QUEUED] + 1, tier[QUEUED_TOKENS] + ticket.tokens
+  meta[WAITING] = meta[WAITING] + 1
+  is_changed[ticket.level] = true
+end
+
+-- When the ticket was first overtaken, nil where it was not. A step is kept while some ticket waits that it overtook
+-- first, so there are never more steps than tickets that wait.
+function pool.overtaken_at(sequence)
+  if sequence >= meta[LATEST] then return nil end
+  local found = call('ZRANGEBYSCORE', steps_key, '(' .. pool.int(sequence), '+inf', 'LIMIT', 0, 1)
+  return found[1] and tonumber(match(found[1], '^(%d+)'))
+end
+
+function pool.note_overtaking(sequence, arrived)
+  if sequence <= meta[LATEST] then return end
+  if meta[WAITING] > 0 then
+    local between = call('ZRANGEBYSCORE', waiting_key, '(' .. pool.int(meta[LATEST]), '(' .. pool.int(sequence), 'LIMIT', 0, 1)
+    if between[1] then call('ZADD', steps_key, pool.int(sequence), pool.int(now) .. ' ' .. pool.int(sequence)) end
+  end
+  meta[LATEST], meta[LATEST_ARRIVED] = sequence, arrived
+end
+
+function pool.forget_step(sequence)
+  local step = call('ZRANGEBYSCORE', steps_key, '(' .. pool.int(sequence), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
+  if not step[1] then return end
+  local before = call('ZREVRANGEBYSCORE', steps_key, pool.int(sequence), '-inf', 'WITHSCORES', 'LIMIT', 0, 1)
+  local from = before[1] and '(' .. before[2] or '-inf'
+  if not call('ZRANGEBYSCORE', waiting_key, from, '(' .. step[2], 'LIMIT', 0, 1)[1] then
+    call('ZREM', steps_key, step[1])
+  end
+end
+
+-- Takes a ticket that is first of its tenant, or returned, out of the heads of the tier. Returns whether it was there.
+function pool.remove_head(ticket, member)
+  local level = ticket.level
+  if call('ZREM', pool.queue_key(level), member) == 1 then return true end
+  if tiers[level][LARGE] > 0 and call('ZREM', pool.large_key(level), member) == 1 then
+    tiers[level][LARGE] = tiers[level][LARGE] - 1
+    return true
+  end
+  return false
+end
+
+-- The next ticket of a tenant becomes its first.
+function pool.advance(level, tenant, lane)
+  local found = call('ZRANGEBYLEX', pool.lane_key(level), '[' .. tenant .. ' ', '(' .. tenant .. '!', 'LIMIT', 0, 1)
+  if not found[1] then return pool.damaged() end
+  call('ZREM', pool.lane_key(level), found[1])
+  local first = pool.read_member(level, string.sub(found[1], #tenant + 2))
+  first.start = math.max(tiers[level][VIRTUAL], lane.finish)
+  pool.store_head(first)
+end
+
+function pool.leave_lane(ticket)
+  local level, tenant, member = ticket.level, ticket.tenant, pool.member_of(ticket)
+  if ticket.times then
+    if not pool.remove_head(ticket, member) then return pool.damaged() end
+    return
+  end
+  local lane = pool.lane_of(level, tenant)
+  lane.waiting = lane.waiting - 1
+  if lane.waiting == 0 then tiers[level][WEIGHTS] = tiers[level][WEIGHTS] - lane.weight end
+  if pool.remove_head(ticket, member) then
+    if lane.waiting > 0 then pool.advance(level, tenant, lane) end
+  elseif call('ZREM', pool.lane_key(level), tenant .. ' ' .. member) == 0 then
+    return pool.damaged()
+  end
+  pool.save_lane(level, tenant, lane)
+end
+
+-- Takes a ticket out of its queue. The caller changes the record of its replica.
+function pool.remove(ticket)
+  local level = ticket.level
+  local tier = tiers[level]
+  tier[QUEUED], tier[QUEUED_TOKENS] = tier[QUEUED] - 1, tier[QUEUED_TOKENS] - ticket.tokens
+  meta[WAITING] = meta[WAITING] - 1
+  is_changed[level], heads[level] = true, nil
+  if ticket.is_stored then
+    pool.leave_lane(ticket)
+    call('ZREM', waiting_key, pool.int(ticket.sequence))
+    if tier[QUEUED] == 0 then
+      call('DEL', pool.finish_key(level))
+      tier[VIRTUAL], tier[WEIGHTS], lanes[level] = 0, 0, nil
+    end
+  end
+end
+
+-- Charges the tenant for a ticket. The virtual time of the tier moves on to its start.
+function pool.charge_tenant(ticket)
+  local tier = tiers[ticket.level]
+  tier[VIRTUAL] = math.max(tier[VIRTUAL], ticket.start)
+  if not ticket.times then
+    pool.lane_of(ticket.level, ticket.tenant).finish = ticket.start + ticket.tokens / ticket.weight
+  end
+end
+
+-- Sorts the first tickets of a tier with another reserve anew into small and large ones.
+function pool.sort_heads(level)
+  local small, large = pool.queue_key(level), pool.large_key(level)
+  local found = {call('ZRANGE', small, 0, -1, 'WITHSCORES'), call('ZRANGE', large, 0, -1, 'WITHSCORES')}
+  call('DEL', small, large)
+  tiers[level][LARGE], heads[level] = 0, nil
+  for _, entries in ipairs(found) do
+    for index = 1, #entries, 2 do
+      local ticket = pool.read_member(level, entries[index])
+      ticket.start = tonumber(entries[index + 1])
+      pool.store_head(ticket)
+    end
+  end
+end
+
+-- The wait of the ticket so far, as text after its id, and whether it was overtaken.
+function pool.wait_text(ticket, aged_level)
+  local overtaken = ticket.overtaken or pool.overtaken_at(ticket.sequence)
+  local parts = {pool.int(now - ticket.arrived), overtaken and pool.int(now - overtaken) or '-1', pool.int(aged_level)}
+  local level = 0
+  for served in string.gmatch(ticket.served, '%d+') do
+    parts[#parts + 1] = pool.int(tiers[level][SERVED] - tonumber(served))
+    level = level + 1
+  end
+  return concat(parts, ' '), overtaken
+end
+
+-- Forgets the step that a ticket needed. A ticket that was preempted needs none: it keeps its own moment.
+function pool.settle_steps(sequence, was_overtaken)
+  if meta[WAITING] == 0 then
+    call('DEL', steps_key)
+  elseif was_overtaken then
+    pool.forget_step(sequence)
+  end
+end
+
+function pool.grant(owner, text)
+  local texts = grants
+  if owner ~= me then
+    outbox[owner] = outbox[owner] or {}
+    texts = outbox[owner]
+  end
+  texts[#texts + 1] = text
+end
