@@ -23,7 +23,7 @@ import uvloop
 
 from benchmarks.redis_setup import BATCH, CRITICAL, HIGH, LOW, NORMAL, Figure, replica, shipped_policy
 from sidecar.pools import Ask, LocalPool, Pool
-from sidecar.pools.redis.alone import nth
+from sidecar.pools.redis.partition import nth
 
 TARGET = 5
 OVERLOAD = 1.5

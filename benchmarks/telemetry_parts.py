@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler
+from sidecar.policy.compiler import shipped_policies
 
 from benchmarks.overhead import HEADERS
 from benchmarks.overhead_apps import Nowhere, bare
 from sidecar import AdmissionMiddleware
 from sidecar.events import Admitted, Classified, Event, FirstByte, Outcome, Received, Settled
-from sidecar.policy.compile import shipped_policies
 from sidecar.telemetry import SpanObserver, Telemetry
 from sidecar.telemetry.telemetry import Listener, Trace
 

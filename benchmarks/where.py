@@ -6,13 +6,14 @@ import contextlib
 import timeit
 from collections.abc import Callable
 
+from sidecar.policy.compiler import load, shipped_policies
+
 from benchmarks.overhead_apps import ANSWER
 from sidecar.asgi.forwarding import forwarded_body, forwarded_headers
 from sidecar.asgi.usage import UsageReader
 from sidecar.classify import Asked, Classifier
 from sidecar.engines import client_headers, dialect_of
 from sidecar.payload import read
-from sidecar.policy.compile import load, shipped_policies
 from sidecar.policy.model import Api
 from sidecar.pools import Ask, LocalPool
 from sidecar.tokens import Estimator, tokens_to_hold

@@ -22,7 +22,7 @@ from sidecar.engines import Dialect, dialect_of
 from sidecar.engines.cautious import CautiousTensorRtLlm
 from sidecar.engines.reading import Pages
 from sidecar.observability import Observability
-from sidecar.policy.compile import load
+from sidecar.policy.compiler import load
 from sidecar.policy.model import EngineName, Policy, Unguarded
 from sidecar.policy.reload import PolicyFiles
 from sidecar.policy.store import StoreAddress, store_address

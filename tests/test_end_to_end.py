@@ -29,12 +29,12 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from sidecar.policy.compiler import load, shipped_policies
 
 from sidecar import AdmissionMiddleware
 from sidecar.asgi.middleware import Admission
 from sidecar.asgi.proxy import ReverseProxy
 from sidecar.engines import dialect_of
-from sidecar.policy.compile import load, shipped_policies
 from sidecar.policy.model import EngineName, Policy
 from sidecar.pools import LocalPool
 from sidecar.telemetry import SpanObserver

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import pytest
+from sidecar.policy.compiler import load
 
-from sidecar.policy.compile import load
 from sidecar.pools.redis.script import root_key
 from tests.cluster.replicas import Replica, address, started
 from tests.support.door import CHAT, chat, key, write_policy

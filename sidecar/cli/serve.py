@@ -69,7 +69,7 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
     from sidecar.app import AdmissionMiddleware
     from sidecar.asgi import server
     from sidecar.asgi.proxy import ReverseProxy
-    from sidecar.policy.compile import load_files
+    from sidecar.policy.compiler import load_files
     from sidecar.policy.reload import PolicyFiles
     from sidecar.policy.warnings import warnings
     from sidecar.telemetry.setup import TelemetryError, configure_from_environment

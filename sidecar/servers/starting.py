@@ -14,7 +14,7 @@ from sidecar.admin.port import try_ports
 from sidecar.app import POLICY_VARIABLE, store_of
 from sidecar.asgi.server import CannotServe
 from sidecar.asgi.workers import PROCESSES_VARIABLE, refuse_separate_pools
-from sidecar.policy.compile import load_files
+from sidecar.policy.compiler import load_files
 from sidecar.policy.model import EngineName, Policy
 from sidecar.policy.warnings import warnings
 

@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
+from sidecar.policy.compiler import load
 
 from sidecar.admin.app import admin_app
 from sidecar.admin.metrics import metrics_routes
@@ -26,7 +27,6 @@ from sidecar.asgi.middleware import Admission
 from sidecar.asgi.proxy import ReverseProxy
 from sidecar.engines import dialect_of
 from sidecar.observability import PoolSampler
-from sidecar.policy.compile import load
 from sidecar.policy.model import EngineName
 from sidecar.pools import LocalPool
 from sidecar.telemetry import SpanObserver, Telemetry

@@ -18,7 +18,7 @@ import pytest
 from sidecar.asgi.middleware import Admission
 from sidecar.engines import dialect_of
 from sidecar.events import Admitted, Observed, Preempted, Refused
-from sidecar.policy import compile
+from sidecar.policy import compiler
 from sidecar.policy.model import Mode, Policy
 from sidecar.pools import LocalPool
 from sidecar.tokens import Estimator
@@ -135,7 +135,7 @@ def policies(folder: Path, **changes: str) -> dict[Mode, Policy]:
     for tier, settings in changes.items():
         written = written.replace(f"  {tier}: {{", f"  {tier}: {{{settings}")
     path.write_text(written)
-    loaded = compile.load(path)
+    loaded = compiler.load(path)
     return {mode: replace(loaded, mode=mode) for mode in Mode}
 
 

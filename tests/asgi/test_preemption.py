@@ -35,7 +35,7 @@ CRITICAL = "x-priority: critical"
 
 
 def rules(tmp_path: Any, requests: int = 1, most: int = 2, more: str = "") -> Policy:
-    from sidecar.policy.compile import load
+    from sidecar.policy.compiler import load
 
     file = tmp_path / "policy.yaml"
     file.write_text(TIERS.format(requests=requests, most=most, more=more))

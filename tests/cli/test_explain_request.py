@@ -15,6 +15,7 @@ from typing import Any
 
 import openai
 import pytest
+from sidecar.policy.compiler import load
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
@@ -27,7 +28,6 @@ from sidecar.cli import main
 from sidecar.cli.explain_request import text
 from sidecar.engines import dialect_of
 from sidecar.explain.document import Explanation, RequestFacts
-from sidecar.policy.compile import load
 from sidecar.pools import LocalPool
 from sidecar.telemetry import SpanObserver, Telemetry
 from sidecar.telemetry.journal import Journal

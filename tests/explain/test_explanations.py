@@ -15,13 +15,13 @@ import aiohttp
 import msgspec
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
+from sidecar.policy.compiler import load
 
 from sidecar.admin.app import admin_app
 from sidecar.admin.routes import routes
 from sidecar.events import Admitted, Classified, Event, Obstacle, Queued, Received
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.explain.document import Explanation
-from sidecar.policy.compile import load
 from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
 from sidecar.pools import Pool

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sidecar.policy.compiler import Loaded, load_files
 
 from sidecar.asgi.ruling import ruling
 from sidecar.engines import dialect_of
-from sidecar.policy.compile import Loaded, load_files
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.warnings import warnings

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from sidecar.policy.compiler import load
 
-from sidecar.policy.compile import load
 from sidecar.policy.model import Policy
 from sidecar.policy.reload import PolicyFiles, PolicyReloader
 from tests.support.door import write_policy

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from sidecar.errors import QueueFull, TenantLimit
 from sidecar.policy.model import Limits, Policy
 from sidecar.pools import Ask, LocalPool
-from sidecar.pools.local import LocalLease
+from sidecar.pools.base import Lease
+from sidecar.pools.limits import downgraded, tenant_limit
 from sidecar.pools.redis import script
-from sidecar.pools.redis.limited import _remaining
-from sidecar.pools.tenant_limits import downgraded, tenant_limit
+from sidecar.pools.redis.pool import _remaining
 from sidecar.remaining import Allowance
 from tests.pools import scripted
-from tests.pools.pools import Clock, simple
+from tests.pools.harness import Clock, simple
 from tests.pools.scripted import Scripted
 from tests.support.redis_servers import RedisServer
 
@@ -57,7 +57,7 @@ class Local:
     """The pool of one process."""
 
     pool: LocalPool
-    leases: dict[int, LocalLease] = field(default_factory=dict)
+    leases: dict[int, Lease] = field(default_factory=dict)
 
     async def enter(self, ticket: int, ask: Ask) -> Answer:
         try:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sidecar.policy.compiler import shipped_policies
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from sidecar.admin.app import admin_app
 from sidecar.admin.auth import Access, AdminGuard, access_of, is_loopback
-from sidecar.policy.compile import shipped_policies
 from tests.support.commands import address, command
 from tests.support.door import Answer
 from tests.support.serving import Served, serving

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from sidecar.policy.compiler import load
 
-from sidecar.policy.compile import load
 from sidecar.policy.problems import PolicyError
 from tests.support.commands import address, command
 from tests.support.door import CHAT, SMALL, write_policy

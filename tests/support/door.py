@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sidecar.policy.compiler import load
+
 from sidecar.asgi.middleware import Admission
 from sidecar.engines import dialect_of
 from sidecar.events import Admitted, Classified, Event, Headers, Queued, Received, Refused, Settled
-from sidecar.policy.compile import load
 from sidecar.policy.model import Policy
 from sidecar.pools import LocalPool
 from sidecar.tokens import Estimator

@@ -76,7 +76,7 @@ def end_with_parent() -> None:
 
 def main(kind: str, policy_path: str) -> None:
     """Serves until it is terminated."""
-    from sidecar.policy.compile import load
+    from sidecar.policy.compiler import load
 
     end_with_parent()
     policy = replace(load(policy_path), store=None)  # a pool in a store is none for a demo to play with

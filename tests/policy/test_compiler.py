@@ -6,8 +6,8 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from sidecar.policy.compiler import load, load_files
 
-from sidecar.policy.compile import load, load_files
 from sidecar.policy.model import Api, Carrier, EngineName, Limits, Source, Tenant
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import Shares, pool_rules
