@@ -23,7 +23,7 @@ import uvloop
 
 from benchmarks.redis_setup import BATCH, CRITICAL, HIGH, LOW, NORMAL, Figure, replica, shipped_policy
 from sidecar.pools import Ask, LocalPool, Pool
-from sidecar.pools.redis.alone import nth
+from sidecar.pools.redis.partition import equal_part
 
 TARGET = 5
 OVERLOAD = 1.5
@@ -135,7 +135,7 @@ async def _request(pool: Pool, arrival: Arrival, part: Part, admitted: Counter[i
 async def _pool(part: Part) -> AsyncIterator[Pool]:
     policy = shipped_policy(part.pool)
     if part.url is None:
-        yield LocalPool(replace(policy, rules=nth(policy.rules, part.replicas)))
+        yield LocalPool(replace(policy, rules=equal_part(policy.rules, part.replicas)))
         return
     async with replica(part.url, policy) as pool:
         yield pool

@@ -7,12 +7,12 @@ import sys
 from sidecar.cli import main
 from sidecar.errors import QueueFull
 from sidecar.pools import local
-from sidecar.pools.places import Places
-from sidecar.pools.pool import Ask
+from sidecar.pools.base import Ask
+from sidecar.pools.queue_places import QueuePlaces
 
 
-class Guessed(Places):
-    """A free place is free for all; the refused are told when the queue will have been worked off."""
+class Guessed(QueuePlaces):
+    """A free place is anybody's; the refused are told when the queue will have been worked off."""
 
     def refuse_what_is_promised(self, ask: Ask, queued: int, now_us: int) -> None:
         """Nothing is."""
@@ -23,5 +23,5 @@ class Guessed(Places):
 
 
 if __name__ == "__main__":
-    vars(local)["Places"] = Guessed
+    vars(local)["QueuePlaces"] = Guessed
     sys.exit(main())

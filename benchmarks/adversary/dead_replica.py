@@ -147,7 +147,7 @@ async def _swept(pools: Sequence[RedisPool], seen: Seen) -> None:
     while seen.swept_after_s < SWEPT_WITHIN_S:
         seen.swept_after_s = time.monotonic() - began_s
         seen.left = max(int(str(pool.state()["waiting"])) for pool in pools)
-        if not seen.left and all(pool.standing.state is StoreState.SHARED for pool in pools):
+        if not seen.left and all(pool.status.state is StoreState.SHARED for pool in pools):
             return
         await asyncio.sleep(POLL_S)
 

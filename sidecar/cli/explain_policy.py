@@ -24,7 +24,7 @@ from sidecar.policy.model import Endpoint, Policy, Teller, Tenant, Unguarded
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED
 from sidecar.pools import Ask
-from sidecar.pools.sizes import Sizes
+from sidecar.pools.limits import SizeLimits
 from sidecar.tokens import Estimator, NoTokenizer, TokenizerCounter, tokens_to_hold
 
 SMALLEST = {
@@ -163,12 +163,12 @@ class _Explanation:
             prompt = self._estimator.prompt_tokens(payload, made.tenant.name)
         else:
             prompt = asyncio.run(self._estimator.counted_prompt_tokens(payload, counter))
-        sizes = Sizes(self._policy)
+        sizes = SizeLimits(self._policy)
         tokens, requests = sizes.limits(made.level)
         sequences = payload.prompts * payload.choices
         held = tokens_to_hold(payload, prompt, tier.default_output_tokens)
         if payload.unsized is not None and tokens < UNLIMITED:
-            held = max(held, Sizes(self._policy).limits(made.level)[0])
+            held = max(held, SizeLimits(self._policy).limits(made.level)[0])
         self._found["holds"] = {
             "tokens": held,
             "unsized": payload.unsized,

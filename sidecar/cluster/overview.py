@@ -19,7 +19,7 @@ from sidecar.cluster.merge import ReceivedReport
 from sidecar.cluster.phrases import headline, said_of, starving
 from sidecar.cluster.report import ReplicaReport, Sources, Unreadable, own_report, pack, unpack
 from sidecar.policy.model import Policy
-from sidecar.pools import NotShared, Shared
+from sidecar.pools import NotShared, PeerReport
 
 SHARE_EVERY_S = 2.0
 RETRY_S = 0.5
@@ -48,7 +48,7 @@ class PoolOverview:
         self._now_s = now_s
         self._news = asyncio.Event()
         self._host = socket.gethostname()
-        self._others: Mapping[str, Shared] = {}
+        self._others: Mapping[str, PeerReport] = {}
         self._others_at_s = 0.0
         self._trouble: str | None = None
         self._made: Overview | None = None

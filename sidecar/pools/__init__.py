@@ -1,7 +1,7 @@
-"""Where leases live: in one process, or in a store that many share."""
+"""The pools of leases: in one process, in a store that many share, or as large as the engine says."""
 
-from sidecar.pools.engine_sized import EngineSizedPool
+from sidecar.pools.base import Ask, Grant, Lease, NotShared, PeerReport, Pool
+from sidecar.pools.engine_capacity import EngineSizedPool
 from sidecar.pools.local import LocalPool
-from sidecar.pools.pool import Ask, Grant, Lease, NotShared, Pool, Shared
 
-__all__ = ["Ask", "EngineSizedPool", "Grant", "Lease", "LocalPool", "NotShared", "Pool", "Shared"]
+__all__ = ["Ask", "EngineSizedPool", "Grant", "Lease", "LocalPool", "NotShared", "PeerReport", "Pool"]

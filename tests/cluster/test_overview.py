@@ -19,11 +19,11 @@ from sidecar.cluster.overview import PoolOverview
 from sidecar.cluster.report import ReplicaReport, Sources, pack
 from sidecar.events import Admitted, Classified, Obstacle, Outcome, Preempted, Queued, Received, Settled
 from sidecar.policy.model import Policy, Promises
-from sidecar.pools import LocalPool, NotShared, Shared
+from sidecar.pools import LocalPool, NotShared, PeerReport
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.metrics.tenants import TenantHolding
 from sidecar.telemetry.recent import Recent
-from tests.pools.pools import Clock, ask, simple
+from tests.pools.harness import Clock, ask, simple
 from tests.support.serving import serving
 from tests.telemetry.span_stories import begin
 
@@ -34,11 +34,11 @@ NOW_S = 1_700_000_003.0
 class Telling(LocalPool):
     """A pool whose other replicas are the test's."""
 
-    others: Mapping[str, Shared] = {}
+    others: Mapping[str, PeerReport] = {}
     trouble: str | None = None
     told = b""
 
-    async def share(self, report: bytes) -> Mapping[str, Shared]:
+    async def share(self, report: bytes) -> Mapping[str, PeerReport]:
         if self.trouble is not None:
             raise NotShared(self.trouble)
         self.told = report
@@ -145,7 +145,7 @@ async def test_other_replicas_are_shown_until_they_are_silent_for_too_long(monke
     monkeypatch.setattr(module, "RETRY_S", 0.01)
     times, policy = [NOW_S], policy_of()
     pool = Telling(policy)
-    pool.others = {"two": Shared(1.5, pack(other("two"))), "old": Shared(0.1, b"of another version")}
+    pool.others = {"two": PeerReport(1.5, pack(other("two"))), "old": PeerReport(0.1, b"of another version")}
     live = PoolOverview(sources_of(pool, policy), lambda: times[0])
     await live.open()
     await asyncio.sleep(0.05)
@@ -175,7 +175,7 @@ async def test_a_defect_in_sharing_is_told_and_does_not_end_it(monkeypatch: pyte
     await live.open()
     await asyncio.sleep(0.03)
     live._sources = sources_of(pool, policy)
-    pool.others = {"two": Shared(0.0, pack(other("two", at_s=live._now_s())))}
+    pool.others = {"two": PeerReport(0.0, pack(other("two", at_s=live._now_s())))}
     await asyncio.sleep(0.05)
     assert len(live.overview().replicas) == 2
     await live.close()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pools.pools import Harness, LocalHarness
-from tests.pools.shared import FakeHarness, RedisHarness
+from tests.pools.harness import Harness, LocalHarness
+from tests.pools.redis_harness import FakeHarness, RedisHarness
 from tests.support.redis_servers import RedisServer, binaries, first_binary
 
 BINARIES = {binary.name: binary for binary in binaries()}

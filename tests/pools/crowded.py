@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from sidecar.policy.store import store_address
 from sidecar.pools.redis import RedisPool, connector
-from tests.pools.pools import ask, simple
+from tests.pools.harness import ask, simple
 from tests.pools.replica import say
 
 

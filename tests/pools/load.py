@@ -13,9 +13,9 @@ from typing import Any
 from sidecar.errors import AdmissionError
 from sidecar.policy.model import Policy, StoreLoss
 from sidecar.policy.store import store_address
-from sidecar.pools.dispatcher import Clock, monotonic_us
 from sidecar.pools.redis import RedisPool, connector
-from tests.pools.pools import ask
+from sidecar.pools.runtime import Clock, monotonic_us
+from tests.pools.harness import ask
 
 LONGEST_WAIT_S = 30.0
 """No request of these tests may wait longer, whatever is done to the store."""
@@ -120,7 +120,7 @@ async def replicas(
 async def heard_of_each_other(pools: Sequence[RedisPool]) -> None:
     """Returns when every pool knows how many there are: a beat, at most."""
     for pool in pools:
-        pool._outbox.beat()
+        pool._batches.beat()
     await until(lambda: all(store_of(pool)["replicas"] in (None, len(pools)) for pool in pools))
 
 
@@ -151,12 +151,10 @@ async def nothing_left(pools: Sequence[RedisPool]) -> None:
         )
 
     for pool in pools:
-        pool._outbox.beat()
+        pool._batches.beat()
     await until(is_empty, within_s=5, what="leases or tickets are left")
 
 
 async def recovered(pools: Sequence[RedisPool], within_s: float = 5.0) -> float:
     """Waits until every pool shares the store again."""
-    return await until(
-        lambda: all(pool.standing.state.value == "shared" for pool in pools), within_s, "not shared again"
-    )
+    return await until(lambda: all(pool.status.state.value == "shared" for pool in pools), within_s, "not shared again")

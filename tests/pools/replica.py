@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from sidecar.policy.store import store_address
 from sidecar.pools.redis import RedisPool, connector
-from tests.pools.pools import ask, simple
+from tests.pools.harness import ask, simple
 
 
 async def main(url: str, name: str, leases: int, tokens: int) -> None:
@@ -26,7 +26,7 @@ async def main(url: str, name: str, leases: int, tokens: int) -> None:
         await reader(None, sys.stdin.readline)
         held.pop().settle()
         await asyncio.sleep(0.1)
-        say(f"settled, {pool.standing.state.value}, own {len(held)}")
+        say(f"settled, {pool.status.state.value}, own {len(held)}")
     await pool.close()
 
 

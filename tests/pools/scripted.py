@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from sidecar.policy.model import Policy
-from sidecar.pools.pool import Ask
+from sidecar.pools.base import Ask
 from sidecar.pools.redis import protocol
 from sidecar.pools.redis.protocol import Argument, Reply
-from tests.pools.pools import Clock
-from tests.pools.shared import CLOCK_KEY, CLOCKED_SOURCE
+from tests.pools.harness import Clock
+from tests.pools.redis_harness import CLOCK_KEY, CLOCKED_SOURCE
 
 
 class Scripted:

@@ -17,11 +17,11 @@ from sidecar.policy.rules import EngineCapacity, Shares, pool_rules
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
 from sidecar.pools.redis.protocol import root_key, rules_text
 from sidecar.scheduling import Scheduler
+from tests.pools.harness import Clock, Harness, ask, policy_of, simple
 from tests.pools.load import until
-from tests.pools.pools import Clock, Harness, ask, policy_of, simple
-from tests.pools.shared import RedisHarness
-from tests.pools.test_engine_sized import Engine, following
-from tests.pools.test_engine_sized import policy_of as sized_by_engine
+from tests.pools.redis_harness import RedisHarness
+from tests.pools.test_engine_capacity import Engine, following
+from tests.pools.test_engine_capacity import policy_of as sized_by_engine
 from tests.support.redis_servers import RedisServer, first_binary
 
 pytestmark = pytest.mark.anyio
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.anyio
 
 def change(pool: Any, policy: Policy) -> None:
     """As a reload does it: the pool's name is the same."""
-    pool.change_policy(replace(policy, pool=pool._policy.pool))
+    pool.change_policy(replace(policy, pool=pool._sizes.policy.pool))
 
 
 def shared_out(*shares: Shares, tokens: int = 100, promote_after_s: float | None = None) -> Policy:
@@ -251,9 +251,9 @@ async def test_of_replicas_with_different_figures_the_latest_stated_count_and_no
     latest = json.loads(rules_text(policies[order[1]], policies[order[1]].rules))
     for _ in range(3):
         for pool in pools:
-            pool._link.restate()  # as behind a lost connection
+            pool._session.restate()  # as behind a lost connection
             await harness.quiet(pool)
-            pool._outbox.beat()
+            pool._batches.beat()
             await harness.quiet(pool)
             assert stored(redis_server, harness.name) == latest
     await harness.close()

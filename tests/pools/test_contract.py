@@ -17,8 +17,8 @@ from sidecar.events import Obstacle
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import PoolRules, Shares, pool_rules
 from sidecar.pools import Grant, Lease, Pool
-from sidecar.pools.drain_rate import LEAST_S, MOST_S
-from tests.pools.pools import Clock, Harness, ask, policy_of, simple
+from sidecar.pools.queue_places import LEAST_S, MOST_S
+from tests.pools.harness import Clock, Harness, ask, policy_of, simple
 from tests.scheduling.test_scenarios import SCENARIOS, rules_of
 
 pytestmark = pytest.mark.anyio
@@ -438,7 +438,7 @@ async def test_what_stands_in_a_requests_way_is_said_with_figures(harness: Harne
     assert await obstacle_of(1, 30) == (Obstacle.HEADROOM, "what is free is kept for high")
     assert await obstacle_of(1, 1) == (
         Obstacle.BEHIND,
-        "1 other waits already, in low: nobody goes past the first in order",
+        "1 other request waits already, in low: none goes before the first in order",
     )
     assert await obstacle_of(2, 15) == (
         Obstacle.LIMIT,

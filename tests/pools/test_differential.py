@@ -18,10 +18,10 @@ from sidecar.errors import QueueFull
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools import LocalPool
-from sidecar.pools.local import LocalLease
+from sidecar.pools.base import Lease
 from sidecar.pools.redis import protocol
 from sidecar.pools.redis.protocol import Argument, WaitReply
-from tests.pools.pools import Clock, allow_any_size, ask, policy_of
+from tests.pools.harness import Clock, allow_any_size, ask, policy_of
 from tests.pools.scripted import Scripted, entering
 from tests.support.redis_servers import RedisServer
 
@@ -137,35 +137,39 @@ class Local:
         self.pool = LocalPool(policy, clock)
         allow_any_size(self.pool._sizes)
         self.names = [tier.name for tier in policy.tiers]
-        self.leases: dict[int, LocalLease] = {}
-        self.order: list[LocalLease] = []
+        self.leases: dict[int, Lease] = {}
+        self.order: list[Lease] = []
         self.displaced: list[int] = []
-        displace = self.pool._displace
+        runtime = self.pool._runtime
+        displaced, admit = runtime.displaced, runtime._admit
 
-        def displaced(lease_id: str, queued: int, now_us: int) -> None:
-            self.displaced += [ticket for ticket, lease in self.leases.items() if lease._id == lease_id]
-            displace(lease_id, queued, now_us)
-
-        self.pool._displace = displaced  # type: ignore[method-assign]
-        admitted = self.pool._dispatcher._on_admission
+        def noted_displaced(*place: Any) -> Lease | None:
+            found = displaced(*place)
+            self.displaced += [ticket for ticket, lease in self.leases.items() if lease is found]
+            return found
 
         def noted(admission: Any, now_us: int) -> None:
             self.order.append(self.pool._waiting[admission.ticket.id])
-            admitted(admission, now_us)
+            admit(admission, now_us)
 
-        self.pool._dispatcher._on_admission = noted
+        def chosen(ticket_id: str) -> None:
+            self.chosen.append(ticket_id)
+            runtime._preemptible[ticket_id]._is_chosen = True
+
         self.chosen: list[str] = []
-        self.pool._dispatcher._on_preemption = self.chosen.append
+        runtime.displaced = noted_displaced  # type: ignore[method-assign]
+        runtime._admit = noted  # type: ignore[method-assign]
+        runtime._choose = chosen  # type: ignore[method-assign]
 
     def victims(self) -> list[int]:
         """The tickets that were chosen and have not let go, in order."""
-        by_id = {lease._id: ticket for ticket, lease in self.leases.items()}
-        return [by_id[victim] for victim in self.pool._scheduler._preemption._victims]
+        by_id = {lease.ticket_id: ticket for ticket, lease in self.leases.items()}
+        return [by_id[victim] for victim in self.pool._runtime.scheduler._preemption._victims]
 
     def requeue_of(self, ticket: int) -> tuple[Argument, ...]:
         """What a replica would say of one of them."""
         lease = self.leases[ticket]
-        known = self.pool._scheduler._leases[lease._id]
+        known = self.pool._runtime.scheduler._leases[lease.ticket_id]
         held = ask(lease.ask.tier, known.tokens, requests=lease.ask.requests, tenant=lease.ask.tenant)
         return tuple(protocol.requeue(ticket, held, 0, known.preemptions + 1))
 
@@ -173,12 +177,12 @@ class Local:
         answers = Answers()
         for operation in operations:
             await self._play(operation, answers)
-        self.pool._dispatcher.dispatch(self.pool.now_us())
+        self.pool._runtime.dispatch(self.pool.now_us())
         ids = {id(lease): ticket for ticket, lease in self.leases.items()}
         answers.admitted = [(ids[id(lease)], self._figures(lease.grant)) for lease in self.order]
         self.order.clear()
-        ticket_of = {lease._id: ticket for ticket, lease in self.leases.items()}
-        leases = self.pool._scheduler._leases
+        ticket_of = {lease.ticket_id: ticket for ticket, lease in self.leases.items()}
+        leases = self.pool._runtime.scheduler._leases
         answers.victims = [(ticket_of[victim], leases[victim].preemptions) for victim in self.chosen]
         self.chosen.clear()
         answers.displaced, self.displaced = self.displaced, []
@@ -211,7 +215,7 @@ class Local:
 
     def stands(self) -> tuple[Any, ...]:
         levels = range(len(self.names))
-        scheduler = self.pool._scheduler
+        scheduler = self.pool._runtime.scheduler
         tags = [tier.queue._virtual for tier in scheduler._tiers]
         tiers = [(*scheduler.held(level), *scheduler.queued(level), tags[level]) for level in levels]
         return (tiers, scheduler.waiting(), scheduler.leases(), scheduler.next_change_us(self.pool.now_us()))

@@ -13,11 +13,11 @@ import pytest
 
 from sidecar.errors import StoreUnavailable
 from sidecar.policy.model import Policy, StoreLoss
-from sidecar.pools.dispatcher import monotonic_us
 from sidecar.pools.redis import RedisPool
+from sidecar.pools.runtime import monotonic_us
 from tests.pools.conftest import BINARIES, SERVERS, Servers
+from tests.pools.harness import ask, simple
 from tests.pools.load import Load, nothing_left, recovered, replicas, store_of, until
-from tests.pools.pools import ask, simple
 from tests.support.certificates import needs_openssl, started_with_tls
 from tests.support.fault_proxy import FaultProxy
 from tests.support.redis_servers import RedisServer, first_binary
@@ -167,7 +167,7 @@ async def test_a_paused_store_divides_the_pool_and_never_exceeds_it(patient_serv
         async with load.going_on(50):
             await asyncio.sleep(0.5)
             await do(patient_server, "CLIENT", "PAUSE", 10_000, "ALL")
-            await until(lambda: all(pool.standing.state.value == "divided" for pool in pools), 4, "divided")
+            await until(lambda: all(pool.status.state.value == "divided" for pool in pools), 4, "divided")
             before = load.admitted
             await asyncio.sleep(3)
             assert load.admitted - before > 200  # goes on without the store
@@ -182,7 +182,7 @@ async def test_a_paused_store_divides_the_pool_and_never_exceeds_it(patient_serv
 async def test_an_idle_replica_gets_its_part_at_once_when_the_pool_was_idle(server: RedisServer) -> None:
     async with replicas(policy(), [server.url] * 3) as pools:
         server.kill()
-        await until(lambda: all(pool.standing.state.value == "divided" for pool in pools), 4, "divided")
+        await until(lambda: all(pool.status.state.value == "divided" for pool in pools), 4, "divided")
         leases = [await pools[0].enter(ask(tokens=10)) for _ in range(5)]
         assert [lease.grant is not None for lease in leases] == [True] * 4 + [False]  # 40 of 120
         with pytest.raises(StoreUnavailable, match="does not fit into this replica's part"):
@@ -200,7 +200,7 @@ async def test_closed_refuses_new_requests_and_lets_the_running_ones_end(server:
     async with replicas(policy(), [server.url] * 2, on_loss=StoreLoss.CLOSED) as pools:
         running, waiting = await pools[0].enter(ask(tokens=100)), await pools[0].enter(ask(tokens=100))
         server.kill()
-        await until(lambda: pools[0].standing.state.value == "closed", 4, "closed")
+        await until(lambda: pools[0].status.state.value == "closed", 4, "closed")
         with pytest.raises(StoreUnavailable) as refused:
             await pools[0].enter(ask())
         assert refused.value.status == 503
@@ -244,7 +244,7 @@ async def test_the_log_says_once_that_the_store_is_lost_and_once_that_it_is_back
     async with replicas(policy(), [server.url]) as (pool,):
         with caplog.at_level(logging.INFO, "sidecar.store"):
             server.kill()
-            await until(lambda: pool.standing.state.value == "divided", 4)
+            await until(lambda: pool.status.state.value == "divided", 4)
             await asyncio.sleep(1.5)  # several attempts
             server.restart()
             await recovered([pool])

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.policy.rules import UNLIMITED, Shares, pool_rules
-from sidecar.pools.figures import TierFigures, pool_state
-from sidecar.pools.lending import Loan, loans
+from sidecar.pools.stats import Loan, TierUsage, loans, pool_state
 
 TIERS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30)), min_size=1, max_size=6)
 
@@ -94,7 +93,7 @@ def test_a_pool_without_bounds_lends_nothing() -> None:
 
 def test_the_pools_state_says_who_borrows_and_who_lends() -> None:
     rules = pool_rules(tokens=100, requests=None, tiers=(Shares("high", reserve=0.4), Shares("batch")))  # type: ignore[arg-type]
-    figures = [TierFigures(10, 1, 0, 0), TierFigures(90, 3, 0, 0)]
+    figures = [TierUsage(10, 1, 0, 0), TierUsage(90, 3, 0, 0)]
 
     tiers = pool_state(rules, figures, leases=4, waiting=0)["tiers"]
 

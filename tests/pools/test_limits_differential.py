@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from sidecar.errors import QueueFull, RemainingLimits, TenantLimit
 from sidecar.policy.model import Limits, Policy
 from sidecar.pools import Ask, LocalPool
-from sidecar.pools.local import LocalLease
+from sidecar.pools.base import Lease
+from sidecar.pools.limits import downgraded, tenant_limit
 from sidecar.pools.redis import protocol
-from sidecar.pools.redis.limited import _remaining
-from sidecar.pools.tenant_limits import downgraded, tenant_limit
+from sidecar.pools.redis.pool import _remaining
 from tests.pools import scripted
-from tests.pools.pools import Clock, simple
+from tests.pools.harness import Clock, simple
 from tests.pools.scripted import Scripted
 from tests.support.redis_servers import RedisServer
 
@@ -56,7 +56,7 @@ class Local:
     """The pool of one process."""
 
     pool: LocalPool
-    leases: dict[int, LocalLease] = field(default_factory=dict)
+    leases: dict[int, Lease] = field(default_factory=dict)
 
     async def enter(self, ticket: int, ask: Ask) -> Answer:
         try:

@@ -13,8 +13,8 @@ from sidecar.policy.model import Limits
 from sidecar.pools import Ask
 from sidecar.pools.redis import protocol
 from sidecar.scheduling.rate_limit import ExceededLimit, Limit
+from tests.pools.harness import Clock, simple
 from tests.pools.load import nothing_left, recovered, replicas, until
-from tests.pools.pools import Clock, simple
 from tests.pools.scripted import Scripted
 from tests.support.fault_proxy import FaultProxy
 from tests.support.redis_servers import RedisServer, first_binary
@@ -173,7 +173,7 @@ async def test_without_the_store_every_replica_has_its_part_of_the_limits(store:
     async with replicas(simple(tokens=100_000), [store.url] * 2) as pools:
         running = await pools[0].enter(asks(limits, 100))
         store.kill()
-        await until(lambda: all(pool.standing.state.value == "divided" for pool in pools), 4, "divided")
+        await until(lambda: all(pool.status.state.value == "divided" for pool in pools), 4, "divided")
         beside = await pools[0].enter(asks(limits, 200))
         with pytest.raises(TenantLimit, match="2 requests waiting or running"):
             await pools[0].enter(asks(limits, 1))

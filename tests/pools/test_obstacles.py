@@ -6,7 +6,7 @@ import pytest
 
 from sidecar.events import Obstacle
 from sidecar.pools import LocalPool
-from tests.pools.pools import Clock, ask, simple
+from tests.pools.harness import Clock, ask, simple
 
 pytestmark = pytest.mark.anyio
 

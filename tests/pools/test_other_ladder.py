@@ -14,8 +14,8 @@ from sidecar.errors import StoreUnavailable
 from sidecar.policy.model import Policy, StoreLoss
 from sidecar.policy.store import store_address
 from sidecar.pools.redis import RedisPool, connector
+from tests.pools.harness import ask, simple
 from tests.pools.load import Load, nothing_left, replicas, until
-from tests.pools.pools import ask, simple
 from tests.support.redis_servers import RedisServer
 
 pytestmark = pytest.mark.anyio
@@ -61,7 +61,7 @@ async def test_the_newcomer_is_refused_and_says_what_differs(
                         await pool.enter(ask())
                     await asyncio.sleep(1.2)  # it tries again
                     assert pool.readiness() == (reason,)
-            assert [other.standing.state.value for other in pools] == ["shared"] * 2
+            assert [other.status.state.value for other in pools] == ["shared"] * 2
         assert (load.peak, load.refused) == (CAPACITY, {})
         await nothing_left(pools)
     assert reason.startswith("the pool refuses this process: pool faults has the tiers high, low, and the policy of ")
@@ -78,7 +78,7 @@ async def test_the_newcomer_is_refused_also_when_the_store_loses_everything(redi
             for _ in range(2):
                 await do(redis_server, "FLUSHALL")
                 await asyncio.sleep(2.2)
-                assert [other.standing.state.value for other in pools] == ["shared"] * 2
+                assert [other.status.state.value for other in pools] == ["shared"] * 2
                 assert "refuses this process" in pool.readiness()[0]
         for lease in running:
             assert lease.settle()
@@ -134,4 +134,4 @@ async def test_taking_over_is_on_purpose_and_those_that_had_the_pool_admit_nothi
             assert running.settle()
             await do(redis_server, "FLUSHALL")  # it takes over once, and the others do not take back
             await asyncio.sleep(2.2)
-            assert (pool.standing.state.value, old.standing.state.value) == ("shared", "closed")
+            assert (pool.status.state.value, old.status.state.value) == ("shared", "closed")

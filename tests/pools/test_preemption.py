@@ -12,7 +12,7 @@ from sidecar.errors import RequestTooLarge
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools import Lease, Pool
-from tests.pools.pools import Clock, Harness, ask, policy_of
+from tests.pools.harness import Clock, Harness, ask, policy_of
 
 pytestmark = pytest.mark.anyio
 

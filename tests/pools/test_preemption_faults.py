@@ -12,8 +12,8 @@ from sidecar.errors import StoreUnavailable
 from sidecar.policy.model import StoreLoss
 from sidecar.pools.redis import RedisPool
 from tests.pools.conftest import SERVERS, Servers
+from tests.pools.harness import ask
 from tests.pools.load import heard_of_each_other, nothing_left, recovered, replicas, until
-from tests.pools.pools import ask
 from tests.pools.test_preemption import HIGH, LOW, Holder, enter, preempting
 from tests.support.redis_servers import RedisServer
 
@@ -115,10 +115,10 @@ async def test_a_return_that_was_not_answered_is_stated_again(
         high = await enter(two, HIGH, 60)
         await told(victim)
         with monkeypatch.context() as lossy:
-            lossy.setattr(one._outbox, "requeue", lambda lease, waited_us: None)
+            lossy.setattr(one._batches, "requeue", lambda lease, waited_us: None)
             again = victim.lease.requeue()
-        assert one._link is not None
-        one._link.restate()
+        assert one._session is not None
+        one._session.restate()
         await asyncio.wait_for(high.lease.wait(), 5)
         assert not again.done()
         high.lease.settle()
@@ -132,8 +132,8 @@ async def test_what_a_sync_restated_is_not_preempted_but_a_return_under_way_stil
         older, victim = await enter(one, LOW, 50), await enter(one, LOW, 50)
         high = await enter(two, HIGH, 40)
         await told(victim)
-        assert one._link is not None
-        one._link.restate()
+        assert one._session is not None
+        one._session.restate()
         await heard_of_each_other([one, two])
         await asyncio.sleep(0.1)
         assert (older.told, victim.told, high.lease.grant) == (0, 1, None)
@@ -178,7 +178,7 @@ async def test_a_store_that_is_gone_when_a_victim_comes_back(server: RedisServer
         server.kill()
         try:
             state = "divided" if on_loss is StoreLoss.DIVIDE else "closed"
-            await until(lambda: pool.standing.state.value == state, 5, state)
+            await until(lambda: pool.status.state.value == state, 5, state)
             again = victim.lease.requeue()
             if on_loss is StoreLoss.DIVIDE:
                 await asyncio.wait_for(high.lease.wait(), 5)
@@ -200,7 +200,7 @@ async def test_a_replica_alone_preempts_among_its_own(server: RedisServer) -> No
     async with replicas(POLICY, [server.url]) as (pool,):
         server.kill()
         try:
-            await until(lambda: pool.standing.state.value == "divided", 5, "divided")
+            await until(lambda: pool.status.state.value == "divided", 5, "divided")
             victim, kept = await enter(pool, LOW, 50), await enter(pool, LOW, 50)
             kept.lease.keep()
             high = await enter(pool, HIGH, 40)
@@ -277,7 +277,7 @@ async def waited_for(event: asyncio.Event, seconds: float) -> bool:
 async def test_a_victim_whose_patience_ends_while_the_store_is_closed_is_refused(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sidecar.pools.redis.loss.SILENCE_S", 0.2)
+    monkeypatch.setattr("sidecar.pools.redis.outage.SILENCE_S", 0.2)
     async with replicas(POLICY, [server.url], on_loss=StoreLoss.CLOSED) as (pool,):
         victim = await enter(pool, LOW, 100)
         high = await enter(pool, HIGH, 60)
@@ -285,7 +285,7 @@ async def test_a_victim_whose_patience_ends_while_the_store_is_closed_is_refused
         await told(victim)
         server.kill()
         try:
-            await until(lambda: pool.standing.state.value == "closed", 5, "closed")
+            await until(lambda: pool.status.state.value == "closed", 5, "closed")
             with pytest.raises(StoreUnavailable):
                 await asyncio.wait_for(waiting, 5)
             with pytest.raises(StoreUnavailable):

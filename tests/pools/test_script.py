@@ -15,7 +15,7 @@ from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools.redis import protocol
 from sidecar.pools.redis.protocol import BEAT_S, SILENCE_S, Reply, TierReply
 from tests.pools.conftest import SERVERS
-from tests.pools.pools import Clock, ask, policy_of, simple
+from tests.pools.harness import Clock, ask, policy_of, simple
 from tests.pools.scripted import Scripted, entering
 from tests.support.redis_servers import RedisServer
 

@@ -20,7 +20,7 @@ from sidecar.scheduling import Scheduler, Ticket
 from sidecar.scheduling.order import Candidate, LevelOrder
 from sidecar.scheduling.tier import TierState
 from tests.pools import scripted
-from tests.pools.shared import CLOCK_KEY, CLOCK_LINE
+from tests.pools.redis_harness import CLOCK_KEY, CLOCK_LINE
 from tests.pools.test_differential import (
     FEW,
     OPERATIONS,

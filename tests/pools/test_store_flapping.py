@@ -12,11 +12,11 @@ import pytest
 
 from sidecar.policy.model import Policy
 from sidecar.pools.redis import RedisPool
-from sidecar.pools.redis.alone import first_part
 from sidecar.pools.redis.connection import Connection, StoreError
+from sidecar.pools.redis.partition import first_part
 from sidecar.pools.redis.protocol import BEAT_S, SILENCE_S
+from tests.pools.harness import ask, simple
 from tests.pools.load import Load, nothing_left, recovered, replicas, store_of, until
-from tests.pools.pools import ask, simple
 from tests.pools.scripted import Scripted, entering
 from tests.pools.test_script import Replicas, client, granted
 from tests.pools.test_script import replicas as scripted_replicas
@@ -213,16 +213,16 @@ async def test_a_store_that_is_lost_while_it_waits_for_others_leaves_everyone_wh
         async with replicas(policy(), [server.url] * 3) as pools:
             held = [await pools[2].enter(ask(tokens=1)) for _ in range(9)]
             for pool in pools:
-                pool._outbox.beat()
+                pool._batches.beat()
             await until(lambda: all(pool._last.held_tokens == 9 for pool in pools if pool._last), 4)
             server.kill()
-            await until(lambda: all(pool.standing.state.value == "divided" for pool in pools), 4)
+            await until(lambda: all(pool.status.state.value == "divided" for pool in pools), 4)
             reaches = hide_store_from(pools[2])
             server.restart()
             await recovered(pools[:2], 5)
             assert all(pool._last.expected == 3 for pool in pools[:2] if pool._last)
             server.kill()
-            await until(lambda: all(pool.standing.state.value == "divided" for pool in pools), 4)
+            await until(lambda: all(pool.status.state.value == "divided" for pool in pools), 4)
             leases = [await pool.enter(ask(tokens=1)) for pool in pools[:2] for _ in range(4)]
             assert [lease.grant is not None for lease in leases] == [False] * 8  # it may have given what was free
             reaches()
@@ -241,7 +241,7 @@ def hide_store_from(pool: RedisPool) -> Callable[[], None]:
     async def unreachable() -> Connection:
         raise StoreError("not for this replica")
 
-    link: Any = pool._link
+    link: Any = pool._session
     connect, link._connect = link._connect, unreachable
 
     def reaches() -> None:

@@ -10,7 +10,7 @@ import pytest
 from sidecar.errors import QueueFull, RemainingLimit, RemainingLimits, RequestTooLarge, TenantLimit
 from sidecar.policy.model import Limits
 from sidecar.pools import Ask, Pool
-from tests.pools.pools import Clock, Harness, simple
+from tests.pools.harness import Clock, Harness, simple
 
 pytestmark = pytest.mark.anyio
 EACH = Limits(requests_per_minute=60, tokens_per_minute=600, concurrent_requests=3)

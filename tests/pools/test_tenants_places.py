@@ -8,8 +8,8 @@ import pytest
 
 from sidecar.errors import QueueFull
 from sidecar.pools import Lease, Pool
-from sidecar.pools.drain_rate import LEAST_S, MOST_S
-from tests.pools.pools import Clock, Harness, ask, simple
+from sidecar.pools.queue_places import LEAST_S, MOST_S
+from tests.pools.harness import Clock, Harness, ask, simple
 
 pytestmark = pytest.mark.anyio
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sidecar.events import Admitted, Classified, Event, Obstacle, Outcome, Preempted, Queued, Received, Refused, Settled
 from sidecar.policy.rules import Shares, pool_rules
-from sidecar.pools.figures import grant_of
+from sidecar.pools.stats import grant_of
 from sidecar.scheduling import Admission, Scheduler
 from sidecar.telemetry import journal as journals
 from sidecar.telemetry.journal import Journal

@@ -212,7 +212,7 @@ async def test_every_call_to_a_store_is_timed_whether_it_is_answered_or_not(tmp_
         redis.kill()
         lease.settle()
         end_s = time.monotonic() + 10
-        while pool.standing.state is StoreState.SHARED:  # no event says so
+        while pool.status.state is StoreState.SHARED:  # no event says so
             assert time.monotonic() < end_s
             await asyncio.sleep(0.01)
         assert len(took_s) == pool.round_trips > answered

@@ -1,4 +1,4 @@
-"""The pool of many processes: its state and its rules live in Redis (or Valkey), in one Lua script."""
+"""The pool of many processes. Its state is in Redis (or Valkey), and its rules are one Lua script there."""
 
 from sidecar.pools.redis.connection import Connect, connector
 from sidecar.pools.redis.pool import RedisPool

@@ -1,8 +1,8 @@
-"""The way to the server that keeps the pool, and the only module that knows the Redis client.
+"""The connection to the server that keeps the pool. No other module knows the Redis client.
 
-Its defaults are wrong for a door: ten retries take four seconds to say that the server is down, and a script that timed
-out is sent again although it may have run. So nothing is retried here, every call has a short limit, and whatever goes
-wrong becomes one `StoreError`, after which the connection is of no use: the pool makes another, and states what it has.
+The client's defaults do not fit: it needs ten retries and four seconds to report that the server is down, and it sends
+a script that timed out again although that may have run. So nothing is retried here, every call has a short limit, and
+every failure becomes one `StoreError`. The connection is then of no use: the pool makes another, and resyncs.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ else:
 CONNECT_WITHIN_S = 0.5
 """A server in reach accepts within a millisecond; TLS and a look-up of its name take some more."""
 ANSWER_WITHIN_S = 1.5
-"""How long a connection that works is waited for. A server that forks, or runs another client's command, is silent for
-less; it looks like one that hangs, and is not lost. A connection that is closed or refused is known at once."""
+"""The longest silence of a connection that works. A server that forks, or runs another client's command, is silent for
+less; it is not lost, although it looks like one that hangs. A connection that is closed or refused fails at once."""
 GREETING_WITHIN_S = 0.25
-"""The same of a connection that is new, after which the server is lost."""
+"""The same for a new connection, after which the server is lost."""
 
 _FOREIGN_ERRORS = (RedisError, OSError, EOFError, asyncio.TimeoutError, ValueError)
 
@@ -114,7 +114,7 @@ class Connection:
         raise StoreError(f"nothing was heard for {silence_s:g} s")
 
     async def close(self) -> None:
-        """Lets go of the server, whatever state the connection is in."""
+        """Closes the connection, in any state."""
         self.is_closed = True
         try:
             async with timeout(GREETING_WITHIN_S):
@@ -125,11 +125,11 @@ class Connection:
 
 
 Connect = Callable[[], Awaitable[Connection]]
-"""Makes a connection to whichever server keeps the pool now. Raises StoreError."""
+"""Makes a connection to the server that keeps the pool now. Raises StoreError."""
 
 
 def connector(address: StoreAddress, pool: str) -> Connect:
-    """How to get to the server at `address` that keeps the pool called `pool`."""
+    """Makes connections to the server at `address` that keeps the pool called `pool`."""
     locate = {
         StoreKind.SERVER: _stated,
         StoreKind.SOCKET: _stated,
@@ -160,7 +160,7 @@ def connector(address: StoreAddress, pool: str) -> Connect:
 
 
 def _settings(address: StoreAddress) -> dict[str, Any]:
-    """What every client of the address is told."""
+    """The settings of every client of the address."""
     tls = {"ssl": True} if address.tls else {}
     options = {name: value for name, value in address.options if not name.startswith("sentinel_")}
     return {
@@ -210,11 +210,11 @@ async def _owner_in_cluster(address: StoreAddress, pool: str) -> dict[str, Any]:
 
 
 class _as_store_errors(contextlib.AbstractContextManager[None]):  # noqa: N801 - reads like the function it stands for
-    """Maps whatever the client raises, once."""
+    """Maps the client's errors, once."""
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None and is_foreign(error):
-            told = error.__context__ if isinstance(error.__context__, ssl.SSLError) else error  # older clients hide it
-            words = str(told).splitlines() or [""]
+            cause = error.__context__ if isinstance(error.__context__, ssl.SSLError) else error  # older clients hide it
+            words = str(cause).splitlines() or [""]
             said = f": {words[0]}" if words[0] else ""
-            raise StoreError(f"{type(told).__name__}{said}") from error
+            raise StoreError(f"{type(cause).__name__}{said}") from error

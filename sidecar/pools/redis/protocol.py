@@ -17,7 +17,7 @@ import msgspec
 
 from sidecar.policy.model import Policy, Tier
 from sidecar.policy.rules import PoolRules, TierRules
-from sidecar.pools.pool import Ask
+from sidecar.pools.base import Ask
 from sidecar.scheduling import Rule
 from sidecar.scheduling.rate_limit import ExceededLimit, Limit
 

@@ -63,9 +63,9 @@ async def _why_not_shared(pool: Pool) -> str | None:
     logging.disable(logging.WARNING)  # every replica would say it; the demo does so once
     deadline_s = time.monotonic() + STORE_WITHIN_S
     await pool.open()
-    while pool.standing.state is not StoreState.SHARED:
+    while pool.status.state is not StoreState.SHARED:
         if time.monotonic() > deadline_s:
-            return pool.standing.reason
+            return pool.status.reason
         await asyncio.sleep(0.1)
     logging.disable(logging.NOTSET)
     return None

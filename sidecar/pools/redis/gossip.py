@@ -1,7 +1,7 @@
-"""What replicas tell each other of themselves through the store. No decision depends on it.
+"""Gossip of replicas through the store: each leaves a report for the others. No decision depends on it.
 
-On a connection of its own, which is opened when it is first needed: behind a large answer no admission waits, and a
-failure here is nobody's loss of the store. The script's header is the contract.
+It has a connection of its own, opened when it is first needed: no admission waits for a large answer, and a failure
+here does not count as a loss of the store. The header of `reports.lua` is the contract.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib.resources import files
 from itertools import islice
 from typing import Any
 
-from sidecar.pools.pool import NotShared, Shared
+from sidecar.pools.base import NotShared, PeerReport
 from sidecar.pools.redis.connection import Connect, Connection, Script, StoreError
 from sidecar.pools.redis.protocol import Argument
 
@@ -21,8 +21,8 @@ MOST_BYTES = 64 * 1024
 _SCRIPT = Script.of(SOURCE)
 
 
-class Reports:
-    """One replica's, called `replica`. Use it from one event loop."""
+class Gossip:
+    """The reports that one replica leaves and reads. Use it from one event loop."""
 
     def __init__(self, replica: str, connect: Connect) -> None:
         self._replica = replica
@@ -30,46 +30,46 @@ class Reports:
         self._connection: Connection | None = None
         self._turn = asyncio.Lock()
 
-    async def share(self, report: bytes) -> Mapping[str, Shared]:
+    async def share(self, report: bytes) -> Mapping[str, PeerReport]:
         """See `Pool.share`."""
         if len(report) > MOST_BYTES:
             raise NotShared(f"a report of {len(report)} bytes is more than the {MOST_BYTES} that it may have")
         async with self._turn:
             try:
                 return await self._shared(report)
-            except BaseException as error:  # also canceled: whatever is still on its way must not be the next answer
-                await self._let_go()
+            except BaseException as error:  # also canceled: a late answer must not be taken for the next
+                await self._disconnect()
                 if isinstance(error, StoreError):
                     raise NotShared(str(error)) from None
                 raise
 
-    async def _shared(self, report: bytes) -> Mapping[str, Shared]:
+    async def _shared(self, report: bytes) -> Mapping[str, PeerReport]:
         arguments: list[Argument] = ["share", self._replica, report]
         if self._connection is not None:
             try:
                 return _read(await self._connection.run(_SCRIPT, arguments))
-            except StoreError:  # a server that was away in between: a connection that worked is made anew, once
-                await self._let_go()
+            except StoreError:  # the server may have been away in between: a connection that worked is made anew, once
+                await self._disconnect()
         self._connection = await self._connect()
         return _read(await self._connection.run(_SCRIPT, arguments))
 
     async def close(self) -> None:
-        """Takes its own report back, where it has left one and the store is there to hear it."""
+        """Removes this replica's report, where it has left one and the store can be reached."""
         async with self._turn:
             try:
                 if self._connection is not None:
                     await self._connection.run(_SCRIPT, ["leave", self._replica])
             except StoreError:
-                pass  # it vanishes by itself
+                pass  # the report expires
             finally:
-                await self._let_go()
+                await self._disconnect()
 
-    async def _let_go(self) -> None:
+    async def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
 
 
-def _read(answer: list[Any]) -> Mapping[str, Shared]:
+def _read(answer: list[Any]) -> Mapping[str, PeerReport]:
     triples = zip(*(islice(answer, start, None, 3) for start in range(3)), strict=True)
-    return {name.decode(): Shared(int(age_us) / 1e6, report) for name, age_us, report in triples}
+    return {name.decode(): PeerReport(int(age_us) / 1e6, report) for name, age_us, report in triples}

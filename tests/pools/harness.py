@@ -11,7 +11,7 @@ from sidecar.engines import NoEngine
 from sidecar.policy.model import Policy, Source, Tier
 from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, pool_rules
 from sidecar.pools import Ask, LocalPool, Pool
-from sidecar.pools.sizes import Sizes
+from sidecar.pools.limits import SizeLimits
 
 
 class Clock:
@@ -56,14 +56,14 @@ class LocalHarness:
         await asyncio.sleep(0)
 
     async def poke(self, pool: Pool) -> None:
-        pool._dispatcher.dispatch(pool.now_us())  # type: ignore[attr-defined]
+        pool._runtime.dispatch(pool.now_us())  # type: ignore[attr-defined]
         await asyncio.sleep(0)
 
     async def close(self) -> None:
         pass
 
 
-def allow_any_size(sizes: Sizes) -> None:
+def allow_any_size(sizes: SizeLimits) -> None:
     """Some scenarios ask for what never fits, and want to see it wait."""
     sizes.largest = ((UNLIMITED, UNLIMITED),) * len(sizes.largest)
 

@@ -1,4 +1,4 @@
-"""How a replica stands with its store: known to the readiness page, and every change told to the log and to metrics."""
+"""The status of a replica's store, for the readiness page; every change goes to the log and to metrics."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from sidecar.events import StoreChanged, StoreObserver, StoreState
-from sidecar.pools.dispatcher import Clock
+from sidecar.pools.runtime import Clock
 
 _log = logging.getLogger("sidecar.store")
 
 
-class Standing:
-    """The state, why, and since when. CONNECTING stands only until the first answer, or the first failure."""
+class StoreStatus:
+    """The state, its reason and its age. CONNECTING ends with the first answer, or the first failure."""
 
     def __init__(self, pool: str, clock: Clock, observer: StoreObserver | None) -> None:
         self.state = StoreState.CONNECTING
@@ -25,29 +25,29 @@ class Standing:
 
     @property
     def since_s(self) -> float:
-        """How long it has been so, in seconds."""
+        """The age of the state, in seconds."""
         return (self._clock() - self._since_us) / 1e6
 
-    def told(self) -> Mapping[str, object]:
-        """The same for people and dashboards: JSON types only."""
+    def state_for_people(self) -> Mapping[str, object]:
+        """The status for people and dashboards: JSON types only."""
         state, since_s = self.state.value, round(self.since_s, 3)
         return {"state": state, "since_s": since_s, "reason": self.reason, "pool": self._pool}
 
     def readiness(self) -> Sequence[str]:
-        """Why nobody is admitted at present; empty while somebody is."""
+        """Why no request is admitted at present; empty while requests are."""
         if self.state is StoreState.CLOSED:
             what = "the pool refuses this process" if self._is_refused else "store lost, requests are refused"
             return (f"{what}: {self.reason}",)
         return ("store not reached yet",) if self.state is StoreState.CONNECTING else ()
 
     def notices(self) -> Sequence[str]:
-        """What whoever is on call should know although requests are being admitted."""
+        """Warnings for the operator although requests are being admitted."""
         if self.state is not StoreState.DIVIDED:
             return ()
         return (f"store lost, this replica admits to its part of the pool: {self.reason}",)
 
     def change(self, state: StoreState, reason: str, *, is_refused: bool = False) -> None:
-        """Notes a state, and tells of it where it is a new one. `is_refused`: closed to this process, by the pool."""
+        """Notes a state, and reports a new one. `is_refused`: the pool is there, and refuses this process."""
         self.reason = reason
         was_refused, self._is_refused = self._is_refused, is_refused
         if is_refused and not was_refused:
@@ -68,5 +68,5 @@ class Standing:
             self._observer(StoreChanged(self._since_us, state, reason))
 
     def _fields(self, state: StoreState) -> dict[str, str]:
-        """What a log line about the state has beside its text."""
+        """The fields of a log line about the state."""
         return {"event": f"store_{state.value}", "pool": self._pool}

@@ -1,14 +1,14 @@
-"""A pool that is as large as its engine says (`capacity: {from: engine}`), and waits while enough waits in the engine.
+"""The capacity of an engine, as the size of its pool (`capacity: {from: engine}`).
 
-The engine is read once a second. Its size becomes the pool's, by the policy's fraction; a size that changes is
-followed, one that cannot be read any more is kept, and said so. Until it was first read nobody is admitted.
+The engine is read once a second. The pool's size is the policy's fraction of the engine's, and follows its changes. A
+size that cannot be read any more is kept, with a warning. Before the first reading no request is admitted.
 
-An engine that does not say how many requests it runs at once shows it when some wait inside it: as many as run then.
+An engine may not say how many requests it runs at once. Then as many as run while some wait inside it are its limit.
 
-When more requests wait inside the engine than the policy's `waiting`, nobody is admitted until they are fewer: in there
-no tier is reserved anything. Requests wait for a moment whenever they arrive, so that a figure above the target counts
-only when it is still there a moment later. What is held back ends by itself when the engine is read no more, and one
-request may go even so while nothing is held: no figure that stands still stops the pool for good.
+While more requests wait inside the engine than the policy's `waiting`, the pool is held back: inside the engine no tier
+has a reserve. Every request waits there for a moment when it arrives, so a figure above the target counts only when the
+next reading confirms it. Holding back ends by itself when the engine is not read any more, and one request at a time is
+admitted all the same: a figure that stays the same cannot stop the pool for good.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from sidecar.engines.pages import Pages, Unread
 from sidecar.errors import CapacityUnknown
 from sidecar.events import Obstacle
 from sidecar.policy.model import Policy
-from sidecar.policy.rules import EngineCapacity, PoolRules
-from sidecar.pools.obstacles import HELD_BACK
-from sidecar.pools.pool import Ask, Grant, Lease, Pool, Shared
+from sidecar.policy.rules import EngineCapacity
+from sidecar.pools.base import Ask, Lease, Pool
+from sidecar.pools.stats import HELD_BACK
 
 READ_EVERY_S = 1.0
 CONFIRM_AFTER_S = 0.1
-"""An engine's step, in which it takes in what has just arrived, is a fraction of this."""
+"""An engine takes new requests in with its next step, which is a fraction of this."""
 READ_WHILE_HELD_BACK_S = 0.25
 LONGEST_STEP_US = 900_000
-"""No step of an engine is as long; the engine is read about so often."""
+"""Longer than any step of an engine, and about as long as the time between two readings."""
 HELD_BACK_S = 3.0
-"""For so long a figure counts that is not read again: a few times what one reading may take."""
+"""How long a figure counts that is not read again: a few times as long as one reading may take."""
 
 _log = logging.getLogger("sidecar.capacity")
 
 
 class EngineSizedPool:
-    """Around another pool, which it opens as soon as its size is known. See `Pool`.
+    """A pool around another one, which it opens as soon as the engine's size is known. See `Pool`.
 
-    `on_unfinished` is told how many requests the engine has at most, and when that was asked, by the pool's clock.
-    `read_every_s` is for tests.
+    `on_unfinished` is called with the most requests that the engine may have unfinished, and with when that was asked,
+    by the pool's clock. `read_every_s` is for tests.
     """
 
     def __init__(self, policy: Policy, pool: Pool, pages: Pages, read_every_s: float = READ_EVERY_S) -> None:
         assert policy.engine_capacity is not None
         self._policy = policy
-        self._told: EngineCapacity = policy.engine_capacity
+        self._capacity: EngineCapacity = policy.engine_capacity
         self._pool = pool
         self._pages = policy.engine.followed(pages)
         self._read_every_s = read_every_s
@@ -67,6 +67,10 @@ class EngineSizedPool:
         self.now_us = pool.now_us
         self.retry_after_s = pool.retry_after_s
         self.most_tokens = pool.most_tokens
+        self.change_rules = pool.change_rules
+        self.hold_back = pool.hold_back
+        self.oldest = pool.oldest
+        self.share = pool.share
 
     async def open(self) -> None:
         """See `Pool.open`. Returns when the engine was read, or could not be."""
@@ -93,25 +97,17 @@ class EngineSizedPool:
             )
         return await self._pool.enter(ask)
 
-    def change_rules(self, rules: PoolRules) -> None:
-        """See `Pool.change_rules`."""
-        self._pool.change_rules(rules)
-
     def change_policy(self, policy: Policy) -> None:
         """See `Pool.change_policy`. The size is what the engine last said, by the new fraction and figures."""
         assert policy.engine_capacity is not None
-        self._policy, self._told = policy, policy.engine_capacity
-        if self._size is not None:  # else nobody is in, and the first reading sizes it
+        self._policy, self._capacity = policy, policy.engine_capacity
+        if self._size is not None:  # else no request was admitted yet, and the first reading sizes the pool
             self._size, _ = self._sized(self._gauges)
             policy = replace(policy, rules=policy.rules_of(*self._size))
         self._pool.change_policy(policy)
 
-    def hold_back(self, for_s: float) -> None:
-        """See `Pool.hold_back`."""
-        self._pool.hold_back(for_s)
-
     def state(self) -> Mapping[str, object]:
-        """See `Pool.state`; `engine` is what it last said."""
+        """See `Pool.state`; `engine` has its latest figures."""
         gauges = self._gauges
         engine = {
             "kv_tokens": gauges.kv_tokens,
@@ -139,23 +135,15 @@ class EngineSizedPool:
                 f"going on with {_amounts(self._size)}"
             )
         if self._is_held_back:
-            found.append(f"{self._gauges.waiting} requests wait inside the engine, more than {self._told.waiting}")
+            found.append(f"{self._gauges.waiting} requests wait inside the engine, more than {self._capacity.waiting}")
         return found
-
-    def oldest(self) -> Sequence[Grant | None]:
-        """See `Pool.oldest`."""
-        return self._pool.oldest()
 
     def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
         """See `Pool.obstacle`."""
         return HELD_BACK if self._is_held_back else self._pool.obstacle(ask)
 
-    async def share(self, report: bytes) -> Mapping[str, Shared]:
-        """See `Pool.share`."""
-        return await self._pool.share(report)
-
     def _is_following(self) -> bool:
-        """Whether the engine is being read, by this event loop: one that has ended reads no more."""
+        """Whether the engine is being read in this event loop: one that has ended reads no more."""
         return self._following is not None and self._following.get_loop() is asyncio.get_running_loop()
 
     async def _follow(self) -> None:
@@ -163,8 +151,8 @@ class EngineSizedPool:
             try:
                 await self._read()
             except Exception as defect:
-                told = "a defect in the sidecar; going on as if the engine could not be read"
-                _log.exception(told, extra={"event": "defect"})
+                message = "a defect in the sidecar; going on as if the engine could not be read"
+                _log.exception(message, extra={"event": "defect"})
                 self._failed(f"{type(defect).__name__}: {defect}")
             self._has_read.set()
             await asyncio.sleep(self._pause_s())
@@ -181,7 +169,7 @@ class EngineSizedPool:
         except Unread as error:
             self._failed(str(error))
             return
-        self._tell_unfinished(gauges.unfinished, asked_us)
+        self._report_unfinished(gauges.unfinished, asked_us)
         self._learn(gauges)
         size, missing = self._sized(gauges)
         if size == (None, None):
@@ -193,9 +181,9 @@ class EngineSizedPool:
             self._succeeded()
         else:
             self._failed(missing)
-        self._heed(gauges)
+        self._hold_back_if_waiting(gauges)
 
-    def _tell_unfinished(self, unfinished: int | None, asked_us: int) -> None:
+    def _report_unfinished(self, unfinished: int | None, asked_us: int) -> None:
         """Adds two readings up: each may leave out requests that the engine's present step computes."""
         before = self._unfinished
         if unfinished is None:
@@ -206,15 +194,15 @@ class EngineSizedPool:
                 self.on_unfinished(before[0] + unfinished, before[1])
 
     def _learn(self, gauges: Gauges) -> None:
-        """Notes how many ran while more waited than should, for more than a moment: the engine takes no more."""
+        """Notes how many requests ran while too many waited, in two readings: the engine runs no more than these."""
         is_full = self._is_above_target and self._has_too_many_waiting(gauges)
         if is_full and gauges.running and gauges.running > (self._most_seen_running or 0):
             self._most_seen_running = gauges.running
 
     def _sized(self, gauges: Gauges) -> tuple[tuple[int | None, int | None], str | None]:
-        """The pool's size, and what the engine said before and says no more: that is kept."""
+        """The pool's size, and a sentence about a figure that the engine does not report any more: it is kept."""
         most = self._most_seen_running if gauges.max_running is None else gauges.max_running
-        tokens, requests = self._told.size(gauges.kv_tokens, most)
+        tokens, requests = self._capacity.size(gauges.kv_tokens, most)
         known_tokens, known_requests = self._size or (None, None)
         missing = None
         if tokens is None and known_tokens is not None:
@@ -231,13 +219,13 @@ class EngineSizedPool:
         if before is None:
             known = "the engine's capacity is known, the pool has %s"
             _log.info(known, _amounts(size), extra={"event": "capacity_known"})
-            self._say_what_is_unbounded(size)
+            self._warn_of_unbounded(size)
             await self._pool.open()
         else:
             changed = "the engine's capacity changed, the pool has %s instead of %s"
             _log.warning(changed, _amounts(size), _amounts(before), extra={"event": "capacity_changed"})
 
-    def _say_what_is_unbounded(self, size: tuple[int | None, int | None]) -> None:
+    def _warn_of_unbounded(self, size: tuple[int | None, int | None]) -> None:
         for amount, name, example in zip(size, ("tokens", "requests"), ("400k", "160"), strict=True):
             if amount is None:
                 _log.warning(
@@ -251,10 +239,10 @@ class EngineSizedPool:
                 )
 
     def _has_too_many_waiting(self, gauges: Gauges) -> bool:
-        return gauges.waiting is not None and gauges.waiting > self._told.waiting
+        return gauges.waiting is not None and gauges.waiting > self._capacity.waiting
 
-    def _heed(self, gauges: Gauges) -> None:
-        """Holds the pool back while too much waits inside the engine, and has for more than a moment."""
+    def _hold_back_if_waiting(self, gauges: Gauges) -> None:
+        """Holds the pool back while too many requests wait inside the engine, by two readings in a row."""
         was_above, self._is_above_target = self._is_above_target, self._has_too_many_waiting(gauges)
         if self._is_above_target and was_above:
             self._is_held_back = True
@@ -272,9 +260,9 @@ class EngineSizedPool:
 
     def _failed(self, trouble: str) -> None:
         is_new, self._trouble = trouble != self._trouble, trouble
-        self._is_above_target = self._is_held_back = False  # what was held back ends by itself
+        self._is_above_target = self._is_held_back = False  # holding back ends by itself
         if is_new and self._size is None:
-            unknown = "the engine's capacity is not known, nobody is admitted: %s"
+            unknown = "the engine's capacity is not known, no request is admitted: %s"
             _log.warning(unknown, trouble, extra={"event": "capacity_unknown"})
         elif is_new:
             _log.warning(

@@ -14,11 +14,11 @@ import redis
 
 from sidecar.policy.store import store_address
 from sidecar.pools.redis import RedisPool, connector, protocol
-from sidecar.pools.redis.outbox import MOST_OPERATIONS
+from sidecar.pools.redis.batch import MOST_OPERATIONS
 from sidecar.pools.redis.protocol import BEAT_S, SILENCE_S, Reply
-from sidecar.pools.redis.statement import STATED_AT_ONCE
+from sidecar.pools.redis.resync import STATED_AT_ONCE
+from tests.pools.harness import ask, simple
 from tests.pools.load import Load, nothing_left, recovered, replicas, until
-from tests.pools.pools import ask, simple
 from tests.pools.scripted import Scripted, entering
 from tests.pools.test_faults import child
 from tests.pools.test_script import Replicas, client, granted
@@ -221,15 +221,15 @@ def longest_s(server: RedisServer) -> float:
 async def test_many_that_come_or_leave_at_once_travel_in_calls_of_bounded_size(redis_server: RedisServer) -> None:
     async with replicas(simple(tokens=10), [redis_server.url], name="burst") as (pool,):
         sizes: list[int] = []
-        link: Any = pool._link
-        take = link._outbox.take
+        link: Any = pool._session
+        take = link._batches.take
 
         def taken() -> Any:
             batch = take()
             sizes.append(batch.operations)
             return batch
 
-        link._outbox.take = taken
+        link._batches.take = taken
         leases = await enter_many(pool, 1_000)
         left = [lease.leave() if lease.grant is None else None for lease in leases]
         waits = [await figures for figures in left if figures is not None]
@@ -273,7 +273,7 @@ async def flushed_with(folder: Path, waiting_each: Sequence[int]) -> None:
                 await until(
                     lambda: pools[0]._last is not None and pools[0]._last.waiting >= everyone, 120, "all stated"
                 )
-                assert [pool.standing.state.value for pool in pools] == ["shared"] * len(pools)
+                assert [pool.status.state.value for pool in pools] == ["shared"] * len(pools)
                 for lease in [lease for crowd in crowds for lease in crowd]:
                     await lease.leave() if lease.id % 1_000 == 0 else lease.leave()
             assert load.peak <= 10
@@ -311,7 +311,7 @@ async def killed_with(folder: Path, count: int) -> None:
                     await asyncio.sleep(0.01)
                 process.kill()
                 while not (pools[0]._last is not None and pools[0]._last.waiting < 20):
-                    states |= {pool.standing.state.value for pool in pools}
+                    states |= {pool.status.state.value for pool in pools}
                     assert time.monotonic() < ends_s
                     await asyncio.sleep(0.01)
                 before = load.admitted
@@ -335,7 +335,7 @@ async def test_a_store_that_is_slow_is_not_lost(silent_s: float, redis_server: R
                 await do(redis_server, "CLIENT", "PAUSE", str(round(silent_s * 1_000)), "ALL")
                 ends_s = time.monotonic() + silent_s + 0.3
                 while time.monotonic() < ends_s:
-                    assert [pool.standing.state.value for pool in pools] == ["shared"] * 2
+                    assert [pool.status.state.value for pool in pools] == ["shared"] * 2
                     await asyncio.sleep(0.02)
         assert load.refused == {}
         await nothing_left(pools)
@@ -348,7 +348,7 @@ async def test_a_store_that_hangs_is_lost_within_four_seconds(redis_server: Redi
         async with load.going_on(20):
             redis_server.pause()
             try:
-                await until(lambda: all(pool.standing.state.value == "divided" for pool in pools), 5, "divided")
+                await until(lambda: all(pool.status.state.value == "divided" for pool in pools), 5, "divided")
             finally:
                 redis_server.resume()
             await recovered(pools)
@@ -363,7 +363,7 @@ async def test_a_closed_connection_is_known_at_once(tmp_path: Path) -> None:
         await pool.open()
         server.kill()
         lease = await asyncio.wait_for(pool.enter(ask()), 1)
-        assert pool.standing.state.value == "divided"
+        assert pool.status.state.value == "divided"
         assert lease.grant is not None
         lease.settle()
         await pool.close()

@@ -10,21 +10,22 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_struct
 
 from sidecar.errors import AdmissionError, QueueFull, StoreUnavailable
 from sidecar.policy.model import Policy, StoreLoss
 from sidecar.policy.rules import UNLIMITED, PoolRules, Shares, TierRules, largest_admissible, pool_rules
 from sidecar.pools import Ask, Grant
-from sidecar.pools.dispatcher import monotonic_us
-from sidecar.pools.redis import loss as loss_module
-from sidecar.pools.redis.alone import Alone, LastKnown, first_part, fits_into, nth
-from sidecar.pools.redis.lease import Left, RedisLease
-from sidecar.pools.redis.loss import Loss
+from sidecar.pools.base import Lease, WaitOutcome
+from sidecar.pools.limits import SizeLimits
+from sidecar.pools.redis import outage as outage_module
+from sidecar.pools.redis.outage import Outage
+from sidecar.pools.redis.partition import LastKnown, Partition, equal_part, first_part, fits_into
 from sidecar.pools.redis.protocol import BEAT_S
-from sidecar.pools.sizes import Sizes
+from sidecar.pools.runtime import monotonic_us
 from sidecar.scheduling import Admission, Scheduler
+from tests.pools.harness import Clock, ask, policy_of, simple
 from tests.pools.load import until
-from tests.pools.pools import Clock, ask, policy_of, simple
 
 SHARES = [Fraction(0), Fraction(1, 10), Fraction(1, 3), Fraction(1, 2), Fraction(1)]
 WEIGHTS = {"a": 1, "b": 2, "c": 3}
@@ -116,7 +117,7 @@ def test_parts_of_one_moment_never_hold_more_than_the_pool_together(moment: Mome
 def test_equal_parts_at_once_would_hold_more_than_the_pool() -> None:
     """The property above can fail: dividing by the number of replicas is not enough while others still run more."""
     moment = Moment(simple(tokens=100).rules, ((80, 0), (0, 0)))
-    parts = [nth(moment.rules, 2).tokens for _ in moment.own]
+    parts = [equal_part(moment.rules, 2).tokens for _ in moment.own]
     assert sum(max(own, part) for (own, _), part in zip(moment.own, parts, strict=True)) == 130
 
 
@@ -152,7 +153,7 @@ def test_a_pool_that_was_outgrown_is_not_outgrown_further(of_pool: PoolRules, ow
 @given(rules(), st.integers(1, 20))
 @settings(max_examples=200, deadline=None)
 def test_equal_parts_are_the_pool_but_for_rounding(of_pool: PoolRules, replicas: int) -> None:
-    for whole, part in zip(dimensions(of_pool), dimensions(nth(of_pool, replicas)), strict=True):
+    for whole, part in zip(dimensions(of_pool), dimensions(equal_part(of_pool, replicas)), strict=True):
         if whole != UNLIMITED:
             assert whole - replicas < part * replicas <= whole
 
@@ -161,7 +162,7 @@ def test_equal_parts_are_the_pool_but_for_rounding(of_pool: PoolRules, replicas:
 @settings(max_examples=300, deadline=None)
 def test_every_tier_has_the_same_share_of_a_part_as_of_the_pool(moment: Moment) -> None:
     whole = moment.rules
-    for part in [nth(whole, len(moment.own)), *(first_part(whole, known) for known in moment.known)]:
+    for part in [equal_part(whole, len(moment.own)), *(first_part(whole, known) for known in moment.known)]:
         assert (part.promote_after_us, part.ceiling) == (whole.promote_after_us, whole.ceiling)
         for of_part, of_pool in zip(part.tiers, whole.tiers, strict=True):
             assert as_stated(of_part) == as_stated(of_pool)
@@ -192,7 +193,7 @@ def test_the_floors_of_all_parts_are_at_most_the_pools_but_for_rounding(moment: 
 @settings(max_examples=200, deadline=None)
 def test_a_dimension_without_bounds_stays_without_bounds(moment: Moment) -> None:
     whole = moment.rules
-    for part in [nth(whole, len(moment.own)), *(first_part(whole, known) for known in moment.known)]:
+    for part in [equal_part(whole, len(moment.own)), *(first_part(whole, known) for known in moment.known)]:
         for dimension, capacity in enumerate(dimensions(whole)):
             if capacity == UNLIMITED:
                 assert dimensions(part)[dimension] == UNLIMITED
@@ -216,51 +217,63 @@ def figures(tier: TierRules) -> tuple[tuple[int, int, int], tuple[int, int, int]
 # -- the part at work
 
 
+class _Recorded(Lease):
+    """Notes with its replica every grant that a part gives."""
+
+    def granted(self, grant: Grant) -> None:
+        if isinstance(self._owner, Replica) and self._owner.is_alone:
+            self._owner.granted.append((self.id, grant))
+        super().granted(grant)
+
+
 @dataclass
 class Replica:
     """Stands in for the pool around a part: it has the leases, and passes on what they do."""
 
     clock: Any = field(default_factory=Clock)
-    leases: dict[int, RedisLease] = field(default_factory=dict)
-    decides: Alone | Loss | None = None
+    leases: dict[int, Lease] = field(default_factory=dict)
+    decides: Partition | Outage | None = None
+    is_alone: bool = False
     granted: list[tuple[int, Grant]] = field(default_factory=list)
     _ids: int = 0
 
-    def lease(self, wanted: Ask) -> RedisLease:
+    def lease(self, wanted: Ask) -> Lease:
         """A new one, which nobody has looked at."""
         self._ids += 1
-        return RedisLease(self, self._ids, wanted, self.clock(), asyncio.get_running_loop().create_future())
+        return _Recorded(self, self._ids, wanted, self.clock(), asyncio.get_running_loop().create_future())
 
-    def held(self, wanted: Ask) -> RedisLease:
+    def held(self, wanted: Ask) -> Lease:
         """One that the store had granted."""
         lease = self.waiting(wanted)
         lease.granted(Grant(self.clock(), 0, 0, None, {}, wanted.tier))
         return lease
 
-    def waiting(self, wanted: Ask) -> RedisLease:
+    def waiting(self, wanted: Ask) -> Lease:
         """One that the store had let wait."""
         lease = self.entering(wanted)
         lease.waits()
         return lease
 
-    def entering(self, wanted: Ask) -> RedisLease:
+    def entering(self, wanted: Ask) -> Lease:
         """One that the store was still to look at."""
         lease = self.lease(wanted)
         self.leases[lease.id] = lease
         return lease
 
-    def goes_alone(self, part: PoolRules) -> Alone:
+    def goes_alone(self, part: PoolRules) -> Partition:
         """From now on `part` decides."""
-        if isinstance(self.decides, Alone):
+        if isinstance(self.decides, Partition):
             self.decides.stop()
-        self.decides = Alone(part, self.leases.values(), self.clock, self._grant)
+        self.is_alone = True
+        self.decides = Partition(part, self.leases.values(), self.clock)
         return self.decides
 
-    def enter(self, wanted: Ask) -> RedisLease:
+    def enter(self, wanted: Ask) -> Lease:
         """A request that comes while a part decides."""
-        assert isinstance(self.decides, Alone)
+        assert isinstance(self.decides, Partition)
         lease = self.entering(wanted)
-        self.decides.enter(lease)
+        self.decides.submit(lease)
+        self.decides.dispatch(self.clock())
         lease.waits()
         return lease
 
@@ -269,23 +282,21 @@ class Replica:
         running = [lease.ask for lease in self.leases.values() if lease.grant is not None]
         return sum(running_ask.tokens for running_ask in running), sum(running_ask.requests for running_ask in running)
 
-    def end(self, lease: RedisLease, left: Left | None, used_tokens: int | None = 0) -> None:
+    def end(self, lease: Lease, outcome: WaitOutcome | None, used_tokens: int | None = 0) -> None:
         del self.leases[lease.id]
         assert self.decides is not None
-        wait = self.decides.end(lease) if isinstance(self.decides, Alone) else self.decides.left(lease)
-        if left is not None:
-            left.set_result(wait)
+        wait = (
+            self.decides.end(lease, self.clock()) if isinstance(self.decides, Partition) else self.decides.ended(lease)
+        )
+        if outcome is not None:
+            outcome.set_result(wait)
 
-    def change_size(self, lease: RedisLease, freed_tokens: int) -> None:
+    def change_size(self, lease: Lease, tokens: int) -> None:
+        lease.ask = replace_struct(lease.ask, tokens=tokens)
         assert self.decides is not None
-        if isinstance(self.decides, Alone):
-            self.decides.resize(lease)
-        else:
-            self.decides.resized(lease)
-
-    def _grant(self, lease: RedisLease, grant: Grant) -> None:
-        self.granted.append((lease.id, grant))
-        lease.granted(grant)
+        partition = self.decides if isinstance(self.decides, Partition) else self.decides.partition
+        if partition is not None:
+            partition.resize(lease, tokens)
 
 
 def part_of(tokens: int, *, requests: int | None = None, **more: Any) -> PoolRules:
@@ -461,7 +472,7 @@ class Model:
                 self.enter(lease, lease.entered_us)
         self.dispatch(replica.clock())
 
-    def enter(self, lease: RedisLease, now_us: int) -> None:
+    def enter(self, lease: Lease, now_us: int) -> None:
         tokens, requests = self._largest[lease.ask.tier]
         if lease.ask.tokens <= tokens and lease.ask.requests <= requests:
             wanted = lease.ask
@@ -470,11 +481,11 @@ class Model:
                 str(lease.id), tier=wanted.tier, tenant=wanted.tenant, weight=wanted.weight, now_us=now_us, **size
             )
 
-    def end(self, lease: RedisLease, now_us: int) -> None:
+    def end(self, lease: Lease, now_us: int) -> None:
         if not self._scheduler.settle(str(lease.id), now_us):
             self._scheduler.cancel(str(lease.id), now_us)
 
-    def resize(self, lease: RedisLease) -> None:
+    def resize(self, lease: Lease) -> None:
         self._scheduler.resize(str(lease.id), lease.ask.tokens)
 
     def dispatch(self, now_us: int) -> None:
@@ -499,7 +510,7 @@ async def test_a_part_admits_as_the_scheduler_does(part: PoolRules, before: Any,
             replica.clock.us += action[1]
     model = Model(part, replica)
     alone = replica.goes_alone(part)
-    alone._dispatcher._wake_in_time = lambda now_us: None  # type: ignore[method-assign]  # here the test moves the time
+    alone._wake_in_time = lambda now_us: None  # type: ignore[method-assign]  # here the test moves the time
     alone.stop()
     for action in after:
         play(action, replica, part, model)
@@ -538,11 +549,11 @@ def play(action: Any, replica: Replica, part: PoolRules, model: Model | None = N
                 model.resize(lease)
         case ("pass", us):
             replica.clock.us += us
-            assert isinstance(replica.decides, Alone)
-            replica.decides._dispatcher.dispatch(replica.clock())
+            assert isinstance(replica.decides, Partition)
+            replica.decides.dispatch(replica.clock())
 
 
-def chosen(replica: Replica, which: int) -> RedisLease | None:
+def chosen(replica: Replica, which: int) -> Lease | None:
     leases = list(replica.leases.values())
     return leases[which % len(leases)] if leases else None
 
@@ -570,7 +581,7 @@ async def test_replicas_that_lost_their_store_in_one_moment_never_hold_more_than
     known = [LastKnown(replicas, *total(group), *replica.holds()) for replica in group]
     for replica, figures_known in zip(group, known, strict=True):
         alone = replica.goes_alone(first_part(of_pool, figures_known))
-        alone._dispatcher._wake_in_time = lambda now_us: None  # type: ignore[method-assign]
+        alone._wake_in_time = lambda now_us: None  # type: ignore[method-assign]
         alone.stop()
     for which, actions in after:
         for action in actions:
@@ -590,13 +601,13 @@ def total(group: list[Replica]) -> tuple[int, int]:
 
 @pytest.fixture
 def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "SILENCE_S", PATIENCE_S)
+    monkeypatch.setattr(outage_module, "SILENCE_S", PATIENCE_S)
 
 
-def losing(replica: Replica, policy: Policy, known: LastKnown | None, on_loss: StoreLoss = StoreLoss.DIVIDE) -> Loss:
+def losing(replica: Replica, policy: Policy, known: LastKnown | None, on_loss: StoreLoss = StoreLoss.DIVIDE) -> Outage:
     """The store is lost: from now on nothing but this decides."""
     policy = replace(policy, on_store_loss=on_loss)
-    loss = replica.decides = Loss(policy, Sizes(policy), replica.leases, known, replica.clock)
+    loss = replica.decides = Outage(SizeLimits(policy), replica.leases, known, replica.clock)
     loss.begin(known)
     return loss
 
@@ -611,7 +622,7 @@ def busy(others: int, own: int = 0, replicas: int = 2) -> LastKnown:
     return LastKnown(replicas, others + own, (others + own) // 10, own, own // 10)
 
 
-def new(replica: Replica, loss: Loss, wanted: Ask) -> RedisLease:
+def new(replica: Replica, loss: Outage, wanted: Ask) -> Lease:
     """A request that comes now; raises what it is refused with."""
     lease = replica.lease(wanted)
     loss.enter(lease)
@@ -621,7 +632,7 @@ def new(replica: Replica, loss: Loss, wanted: Ask) -> RedisLease:
     return lease
 
 
-def refusal(lease: RedisLease) -> AdmissionError:
+def refusal(lease: Lease) -> AdmissionError:
     """What a request that waited was refused with, by now."""
     error = lease.wait().exception()
     assert isinstance(error, AdmissionError)
@@ -684,8 +695,8 @@ async def test_a_tier_that_never_queues_gets_in_at_once_or_not_at_all() -> None:
     assert refused.value.retry_after_s == BEAT_S
     assert new(replica, loss, ask(0, 20)).grant is not None
     assert list(replica.leases) == [1, 5]
-    assert loss.alone is not None
-    assert loss.alone.queued(0) == 0
+    assert loss.partition is not None
+    assert loss.partition.queued(0) == 0
     loss.end()
 
 
@@ -827,7 +838,7 @@ async def test_with_the_end_of_the_loss_nobody_is_refused_or_admitted_here_any_m
     loss.end()
     await asyncio.sleep(2 * PATIENCE_S)
     assert (too_large.is_over, too_large.grant, waiting.grant) == (False, None, None)
-    assert loss.alone is None
+    assert loss.partition is None
     assert await waiting.leave() is None
 
 

@@ -17,7 +17,7 @@ from sidecar.pools import Pool
 from sidecar.pools.redis import RedisPool
 from sidecar.pools.redis.connection import ANSWER_WITHIN_S, Connection, connector
 from sidecar.pools.redis.protocol import SOURCE, Argument
-from tests.pools.pools import Clock, allow_any_size
+from tests.pools.harness import Clock, allow_any_size
 from tests.support.redis_servers import RedisServer
 
 CLOCK_LINE = "local function clock_us() local time = redis.call('TIME') return time[1] * 1000000 + time[2] end"
@@ -97,7 +97,7 @@ class SharedHarness:
         opened = self._opened[id(pool)]
         assert opened.connection is not None
         begun = opened.connection.begun
-        opened.pool._outbox.wake()
+        opened.pool._batches.wake()
         end_s = time.monotonic() + 10
         while opened.connection.answered <= begun or opened.connection.answered != opened.connection.begun:
             assert time.monotonic() < end_s

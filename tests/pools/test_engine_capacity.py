@@ -18,7 +18,7 @@ from sidecar.errors import CapacityUnknown, RequestTooLarge
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import EngineCapacity, Shares
 from sidecar.pools import EngineSizedPool, LocalPool
-from tests.pools.pools import ask, simple
+from tests.pools.harness import ask, simple
 
 pytestmark = pytest.mark.anyio
 EVERY_S = 0.01
@@ -244,7 +244,7 @@ async def test_what_waits_for_a_moment_only_stops_nobody() -> None:
 
 
 async def test_an_engine_that_is_lost_while_it_was_full_stops_nobody_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sidecar.pools.engine_sized.HELD_BACK_S", 0.2)
+    monkeypatch.setattr("sidecar.pools.engine_capacity.HELD_BACK_S", 0.2)
     engine = Engine()
     async with following(engine, policy_of(waiting=0)) as pool:
         await pool.enter(ask())

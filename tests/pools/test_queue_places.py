@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.pools.drain_rate import LEAST_S, MOST_S
-from sidecar.pools.pool import Ask
-from sidecar.pools.promises import GRACE_S, LEAD_S, PROMISED, Promises
+from sidecar.pools.base import Ask
+from sidecar.pools.queue_places import GRACE_S, LEAD_S, LEAST_S, MOST_S, PROMISED, Promises
 
 START_US = 1_000_000_000
 PLACES = 20

@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 
 from sidecar.policy.rules import PoolRules, Shares, pool_rules
-from sidecar.pools.sizes import Sizes
-from tests.pools.pools import ask, policy_of
+from sidecar.pools.limits import SizeLimits
+from tests.pools.harness import ask, policy_of
 
 FIRST = Shares("high", reserve=Fraction(1, 5), lend=Fraction(1, 2))
 
@@ -27,7 +27,7 @@ REASONS = [
 
 @pytest.mark.parametrize(("low", "allowed", "reason"), REASONS, ids=[f"{most}: {why}" for _, most, why in REASONS])
 def test_the_refusal_names_the_size_limit_and_what_sets_it(low: Shares, allowed: int, reason: str) -> None:
-    sizes = Sizes(policy_of(_rules(low)))
+    sizes = SizeLimits(policy_of(_rules(low)))
     assert sizes.too_large(ask(tier=1, tokens=allowed, requests=allowed)) is None
     assert str(sizes.too_large(ask(tier=1, tokens=allowed + 1))) == (
         f"this request would hold {allowed + 1} tokens (prompt and maximum output); "
@@ -41,12 +41,12 @@ def test_the_refusal_names_the_size_limit_and_what_sets_it(low: Shares, allowed:
 
 def test_a_tier_that_may_hold_everything_says_so() -> None:
     assert "tier high allows 100, the whole pool;" in str(
-        Sizes(policy_of(_rules(Shares("low")))).too_large(ask(tokens=101))
+        SizeLimits(policy_of(_rules(Shares("low")))).too_large(ask(tokens=101))
     )
 
 
 def test_the_least_of_what_bounds_a_request_is_named() -> None:
-    sizes = Sizes(policy_of(_rules(Shares("low", reserve=Fraction(1, 10))), max_request_tokens=30))
+    sizes = SizeLimits(policy_of(_rules(Shares("low", reserve=Fraction(1, 10))), max_request_tokens=30))
     assert "tier low allows 30, its max_request_tokens;" in str(sizes.too_large(ask(tier=1, tokens=31)))
 
 
@@ -57,11 +57,11 @@ def test_a_reserve_that_is_more_than_the_others_leave() -> None:
         requests=3,
         tiers=(Shares("high", reserve=Fraction(1, 2)), Shares("low", reserve=Fraction(1, 2))),
     )
-    said = str(Sizes(policy_of(rules)).too_large(ask(tier=1, requests=3)))
+    said = str(SizeLimits(policy_of(rules)).too_large(ask(tier=1, requests=3)))
     assert "tier low allows 2, the tier's reserve; ask for fewer" in said
 
 
 def test_a_request_that_waits_is_judged_by_what_the_pool_could_hold() -> None:
-    sizes = Sizes(policy_of(_rules(Shares("low", reserve=Fraction(1, 10)))))
+    sizes = SizeLimits(policy_of(_rules(Shares("low", reserve=Fraction(1, 10)))))
     assert sizes.outgrown(ask(tier=1, tokens=90)) is None
     assert "allows 90, the pool less what more important tiers keep free" in str(sizes.outgrown(ask(tier=1, tokens=91)))

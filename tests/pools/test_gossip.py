@@ -13,11 +13,11 @@ import pytest
 from sidecar.policy.store import store_address
 from sidecar.pools import NotShared, Pool
 from sidecar.pools.redis import RedisPool, connector
+from sidecar.pools.redis.gossip import MOST_BYTES
 from sidecar.pools.redis.protocol import root_key
-from sidecar.pools.redis.reports import MOST_BYTES
 from tests.pools.conftest import SERVERS
-from tests.pools.pools import Harness, LocalHarness, ask, simple
-from tests.pools.shared import FakeHarness, RedisHarness
+from tests.pools.harness import Harness, LocalHarness, ask, simple
+from tests.pools.redis_harness import FakeHarness, RedisHarness
 from tests.support.redis_servers import RedisServer, first_binary
 
 pytestmark = pytest.mark.anyio
@@ -119,7 +119,7 @@ async def test_a_lost_store_is_said_and_admission_goes_on(spare: RedisServer) ->
     spare.restart()
     for _ in range(100):
         await asyncio.sleep(0.05)
-        if pool.standing.state.value == other.standing.state.value == "shared":
+        if pool.status.state.value == other.status.state.value == "shared":
             break
     await other.share(b"back")
     assert await reports(pool) == [b"back"]
@@ -139,7 +139,7 @@ async def test_a_store_that_hangs_while_a_report_is_on_its_way_loses_no_admissio
     await asyncio.wait((sharing,))
     lease = await asyncio.wait_for(pool.enter(ask()), 1)
     assert lease.grant is not None
-    assert pool.standing.state.value == "shared"
+    assert pool.status.state.value == "shared"
     assert await reports(pool) == []
     await pool.close()
 

@@ -1,0 +1,336 @@
+"""The interface of every pool, and the lease that a request waits for, holds, and gives back exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from sidecar.errors import AdmissionError, RemainingLimits
+from sidecar.events import Obstacle
+from sidecar.policy.model import Limits, Policy
+from sidecar.policy.rules import PoolRules
+from sidecar.scheduling.rate_limit import Charge
+
+
+class Ask(msgspec.Struct, frozen=True, gc=False):
+    """The tokens and requests that a request wants to hold until it is settled. `tier` is a level.
+
+    `request` is the same when a client sends the same request again, and almost never the same for another one.
+    `attempt` is the client's own count of how often it has sent it before, None where it does not say.
+    `limits` are its tenant's, None where nothing of it is counted. A request over them falls to the level `downgrade`,
+    or is refused where that is None.
+    """
+
+    tier: int
+    tenant: str
+    weight: int
+    tokens: int
+    requests: int
+    request: int = 0
+    attempt: int | None = None
+    limits: Limits | None = None
+    downgrade: int | None = None
+
+
+class Grant(msgspec.Struct, frozen=True, gc=False):
+    """How a wait ended, in a lease or not. Times in microseconds; `level` is the aged level in whole levels.
+
+    `at_us` is the moment of the decision and `overtaken_at_us` that of the first overtaking, None where no later
+    request went first; both are on the clock of `Pool.now_us`. `served_ahead` counts the tokens admitted meanwhile, by
+    the tier's name; tiers with none are left out. `passed` has the tiers that it overtook: see `events.Admitted`.
+    """
+
+    at_us: int
+    queue_wait_us: int
+    starvation_us: int
+    overtaken_at_us: int | None
+    served_ahead: Mapping[str, int]
+    level: int
+    passed: Mapping[str, str] = {}
+
+
+class NotShared(Exception):
+    """Reports cannot be exchanged with the other replicas. The message is one line, without secrets."""
+
+
+class PeerReport(NamedTuple):
+    """Another replica's report of itself, and its age in seconds by the store's clock."""
+
+    age_s: float
+    report: bytes
+
+
+WaitOutcome = asyncio.Future["Grant | None"]
+"""How a wait ended that its caller gave up, as soon as the pool knows."""
+
+
+class LeaseOwner(Protocol):
+    """A pool, as its leases see it. A lease calls each method only where its state allows it."""
+
+    def end(self, lease: Lease, outcome: WaitOutcome | None, used_tokens: int | None = 0) -> None:
+        """The lease, or its wait, is over. It used `used_tokens`; None where that is unknown.
+
+        The owner resolves `outcome` with how the request had waited.
+        """
+
+    def change_size(self, lease: Lease, tokens: int) -> None:
+        """The lease holds so many tokens from now on."""
+
+    def keep(self, lease: Lease, *, was_chosen: bool) -> None:
+        """The lease is not to be preempted any more. `was_chosen`: another request waits for its room in vain."""
+
+    def requeue(self, lease: Lease) -> None:
+        """The lease gives its room back and waits again."""
+
+
+class Lease:
+    """One request in a pool: waiting, then held, then over. It ends once, by `settle` or by `leave`.
+
+    `tier` is the level at which it waits and is charged: the one asked for, or a lower one where its tenant was over
+    its limits. `allowance` is what was left of them when the request entered, None for a tenant without limits.
+
+    The holder sets `on_preempt` as soon as it has the lease. The pool calls it on the event loop, at most once a grant
+    and never after the end, when a more important request is to have the room. The holder aborts its request in the
+    engine and then calls `requeue`; the room is not free before. A lease without `on_preempt` is never preempted.
+
+    The rest is for pools. `ticket_id` is the lease's `id` in a scheduler, and `entered_us` when it came, by the pool's
+    clock. `preemptions` counts how often it gave its room back and waited again. `charge` is what this process charged
+    its tenant. `served_before` are the tokens of every tier that the store had admitted when it first answered about
+    the request. Where a pool does not look at a request at once, `answered` is done as soon as it has.
+    """
+
+    __slots__ = (
+        "_answered",
+        "_error",
+        "_future",
+        "_is_chosen",
+        "_is_kept",
+        "_owner",
+        "allowance",
+        "ask",
+        "charge",
+        "entered_us",
+        "grant",
+        "id",
+        "is_over",
+        "on_preempt",
+        "preemptions",
+        "served_before",
+        "ticket_id",
+    )
+
+    def __init__(
+        self,
+        owner: LeaseOwner,
+        lease_id: int,
+        ask: Ask,
+        entered_us: int,
+        answered: asyncio.Future[None] | None = None,
+    ) -> None:
+        self.id = lease_id
+        self.ticket_id = str(lease_id)
+        self.ask = ask
+        self.entered_us = entered_us
+        self.grant: Grant | None = None
+        self.allowance: RemainingLimits | None = None
+        self.charge: Charge | None = None
+        self.on_preempt: Callable[[], None] | None = None
+        self.is_over = False
+        self.preemptions = 0
+        self.served_before: Sequence[int] = ()
+        self._is_chosen = self._is_kept = False
+        self._owner = owner
+        self._answered = answered
+        self._future: asyncio.Future[Grant] | None = None
+        self._error: AdmissionError | None = None
+
+    @property
+    def tier(self) -> int:
+        """The level at which the request waits and is charged."""
+        return self.ask.tier
+
+    @property
+    def is_entering(self) -> bool:
+        """Whether the pool has not looked at the request yet."""
+        return self._answered is not None and not self._answered.done()
+
+    def wait(self) -> asyncio.Future[Grant]:
+        """The grant, as soon as there is one. Cancel-safe: a caller that stops waiting calls `leave`.
+
+        Raises StoreUnavailable where the store was lost and nothing else can admit this request.
+        """
+        if self._future is None:
+            self._future = asyncio.get_running_loop().create_future()
+            if self.grant is not None:
+                self._future.set_result(self.grant)
+            elif self._error is not None:
+                self._future.set_exception(self._error)
+        return self._future
+
+    def settle(self, used_tokens: int | None = None) -> bool:
+        """Gives the lease back. False, and nothing changes, where it is not held.
+
+        Its tenant's allowance is charged for `used_tokens` instead of the estimate; None: the estimate stands.
+        """
+        if self.grant is None or self.is_over:
+            return False
+        self.is_over = True
+        self._owner.end(self, None, used_tokens)
+        return True
+
+    def leave(self) -> WaitOutcome:
+        """Stops waiting, at once. The result says how the wait had gone, as soon as the pool knows.
+
+        None, and nothing changes, where it does not wait.
+        """
+        outcome: WaitOutcome = asyncio.get_running_loop().create_future()
+        if self.grant is not None or self.is_over:
+            outcome.set_result(None)
+        else:
+            self.is_over = True
+            self._owner.end(self, outcome)
+        return outcome
+
+    def resize(self, tokens: int) -> bool:
+        """Sets what the lease holds, at least 1 token. False, and nothing changes, where it is not held."""
+        if tokens < 1:
+            raise ValueError(f"a lease holds at least 1 token, not {tokens}")
+        if self.grant is None or self.is_over:
+            return False
+        self._owner.change_size(self, tokens)
+        return True
+
+    def keep(self) -> None:
+        """The first byte is sent: the lease is never preempted from now on. Nothing changes where it is not held."""
+        if self.grant is not None and not self.is_over and not self._is_kept:
+            was_chosen, self._is_kept, self._is_chosen = self._is_chosen, True, False
+            self._owner.keep(self, was_chosen=was_chosen)
+
+    def requeue(self) -> asyncio.Future[Grant]:
+        """Gives the room back and waits again, by the original arrival. `grant` is None until the wait ends.
+
+        Allowed once after `on_preempt`, where the lease was not kept or settled since; otherwise it raises
+        RuntimeError. The wait may also end in RequestTooLarge: the pool may have shrunk.
+        """
+        if not self._is_chosen or self.is_over:
+            raise RuntimeError("a lease is requeued once, after on_preempt, where it is still held and was not kept")
+        self._owner.requeue(self)
+        return self.wait()
+
+    # -- for its pool
+
+    def waits(self) -> None:
+        """The pool has looked at the request: it is not entering any more."""
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_result(None)
+
+    def granted(self, grant: Grant) -> None:
+        """The lease is held; once a wait."""
+        self.grant = grant
+        if self._answered is not None:
+            self.waits()
+        if self._future is not None and not self._future.done():
+            self._future.set_result(grant)
+
+    def refused(self, error: AdmissionError) -> None:
+        """The request is over: it will never be admitted."""
+        self.is_over = True
+        if self._answered is not None and not self._answered.done():
+            self._answered.set_exception(error)
+            return
+        self._error = error
+        if self._future is not None and not self._future.done():
+            self._future.set_exception(error)
+            self._future.exception()  # asyncio logs an error that no one reads, and the caller may have gone
+
+    def chosen(self, preemptions: int) -> None:
+        """The lease is to give its room back, if this is about its present grant: that after so many preemptions.
+
+        The holder is called later: it must not come back to a pool that is about to admit another request.
+        """
+        if self.grant is None or self.is_over or self._is_chosen or preemptions != self.preemptions:
+            return
+        if self._is_kept:
+            self._owner.keep(self, was_chosen=True)  # the choice was made before the pool heard of `keep`
+            return
+        self._is_chosen = True
+        asyncio.get_running_loop().call_soon(self._preempt)
+
+    def waits_again(self) -> None:
+        """The lease gave its room back."""
+        self.preemptions += 1
+        self.grant = self._future = None
+        self._is_chosen = False
+
+    def _preempt(self) -> None:
+        if not self._is_chosen or self.is_over:
+            return
+        if self.on_preempt is None:
+            self.keep()
+        else:
+            self.on_preempt()
+
+
+class Pool(Protocol):
+    """The leases of one engine, in one process or in a store that many share."""
+
+    def change_rules(self, rules: PoolRules) -> None:
+        """The pool has another size, with the same tiers. Waiting requests that it could never admit are refused."""
+
+    def change_policy(self, policy: Policy) -> None:
+        """Another policy with the same tiers (see `policy.replacing`): its rules, queues and limits count at once.
+
+        Requests keep their places and what they hold. A pool that holds more than its new size admits no request until
+        that has drained. Otherwise as `change_rules`.
+        """
+
+    def hold_back(self, for_s: float) -> None:
+        """Admits one request at a time for so many seconds; 0 ends it."""
+
+    def now_us(self) -> int:
+        """The clock that grants refer to, in whole microseconds; monotonic."""
+
+    async def open(self) -> None:
+        """Gets ready. The server's start calls it; `enter` does where no start was seen."""
+
+    async def close(self) -> None:
+        """Gives back everything that is still held, and closes all connections. The server's end calls it."""
+
+    async def enter(self, ask: Ask) -> Lease:
+        """Puts a request into the pool, and returns when the pool has looked at it: its lease is held, or waits.
+
+        Raises, in this order, RequestTooLarge where it could never be admitted, TenantLimit where its tenant is over
+        its own limits and nothing lower is open to it, QueueFull where its tier's queue is full, and StoreUnavailable
+        where the leases cannot be reached. When it is canceled, nothing of the request stays in the pool.
+        """
+
+    def most_tokens(self, level: int) -> int:
+        """The most tokens that one request of a tier may hold, in a pool of the present size."""
+
+    def retry_after_s(self, tier: int) -> float:
+        """Seconds after which a request of this tier may expect to be admitted, by how fast its queue drains."""
+
+    def state(self) -> Mapping[str, object]:
+        """The pool's present state, for people and dashboards: JSON types only."""
+
+    def oldest(self) -> Sequence[Grant | None]:
+        """How the oldest request of every tier in this process has waited so far; None where none waits."""
+
+    def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
+        """Why a waiting request could not be admitted when it came, and a sentence about it with figures."""
+
+    def readiness(self) -> Sequence[str]:
+        """Why this pool admits no request at present; empty while it does."""
+
+    def notices(self) -> Sequence[str]:
+        """Warnings for the operator although requests are being admitted."""
+
+    async def share(self, report: bytes) -> Mapping[str, PeerReport]:
+        """Leaves `report`, of at most 64 KiB, to the other replicas of this pool, and returns theirs by their names.
+
+        A replica without a report in the last 10 seconds is left out. A pool of one process has no others. Raises
+        NotShared where the store cannot be reached. No request is ever admitted later for it.
+        """

@@ -1,0 +1,159 @@
+"""The lease runtime: leases that wait, run and end by one scheduler, on the clock of one event loop.
+
+It connects a scheduler with its leases and its timer. The local pool has one for as long as it lives; a replica that
+has lost its store has one for its part of the pool (`redis.partition`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from sidecar.policy.rules import PoolRules
+from sidecar.pools.base import Ask, Grant, Lease
+from sidecar.pools.stats import TierUsage, grant_of
+from sidecar.scheduling import Admission, Scheduler, Wait
+
+Clock = Callable[[], int]
+
+
+def monotonic_us() -> int:
+    """The process's monotonic clock in whole microseconds."""
+    return time.monotonic_ns() // 1000
+
+
+class LeaseRuntime:
+    """Belongs to the event loop of its first wait. After every change it admits whatever the rules let in.
+
+    `on_admitted` is called with the tier and the moment of every admission.
+    """
+
+    def __init__(self, rules: PoolRules, clock: Clock, on_admitted: Callable[[int, int], None] | None = None) -> None:
+        self.scheduler = Scheduler(rules)
+        self.waiting: dict[str, Lease] = {}
+        self._preemptible: dict[str, Lease] = {}  # leases that may be preempted
+        self._clock = clock
+        self._on_admitted = on_admitted
+        self._names = tuple(tier.name for tier in rules.tiers)
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at_us = 0
+
+    def submit(self, lease: Lease) -> None:
+        """Puts a request in its tier's queue, to the front after a preemption. `dispatch` admits it at the earliest."""
+        ask = lease.ask
+        self.scheduler.submit(
+            lease.ticket_id,
+            tier=ask.tier,
+            tokens=ask.tokens,
+            requests=ask.requests,
+            tenant=ask.tenant,
+            weight=ask.weight,
+            now_us=lease.entered_us,
+            preemptions=lease.preemptions,
+        )
+        self.waiting[lease.ticket_id] = lease
+
+    def dispatch(self, now_us: int) -> None:
+        """Admits every request that the rules let in now; for the first that they do not, leases are preempted."""
+        for admission in self.scheduler.dispatch(now_us):
+            self._admit(admission, now_us)
+        if self.scheduler.waiting():
+            for victim in self.scheduler.preempt(now_us):
+                self._choose(victim.id)
+            self._wake_in_time(now_us)
+
+    def cancel(self, lease: Lease, now_us: int) -> Wait | None:
+        """Takes a waiting request out of its queue. None, and nothing changes, where it does not wait."""
+        wait = self.scheduler.cancel(lease.ticket_id, now_us)
+        if wait is not None:
+            del self.waiting[lease.ticket_id]
+        return wait
+
+    def end(self, lease: Lease, now_us: int) -> Grant | None:
+        """Gives a lease back, or ends a wait and returns how it had gone."""
+        if self._preemptible:
+            self._preemptible.pop(lease.ticket_id, None)
+        wait = None if self.scheduler.settle(lease.ticket_id, now_us) else self.cancel(lease, now_us)
+        if self.waiting:
+            self.dispatch(now_us)
+        return None if wait is None else grant_of(self._names, wait, now_us, lease.ask.tier)
+
+    def resize(self, lease: Lease, tokens: int) -> None:
+        """A lease holds another number of tokens."""
+        if self.scheduler.resize(lease.ticket_id, tokens) and self.waiting:
+            self.dispatch(self._clock())
+
+    def keep(self, lease: Lease) -> None:
+        """A lease is not to be preempted any more. Where it had been chosen, another one may be."""
+        if self._preemptible.pop(lease.ticket_id, None) and self.scheduler.keep(lease.ticket_id) and self.waiting:
+            self.dispatch(self._clock())
+
+    def requeue(self, lease: Lease, now_us: int) -> bool:
+        """A chosen lease gives its room back and waits again. False, and nothing changes, where it was not chosen here.
+
+        `dispatch` admits it at the earliest.
+        """
+        if self._preemptible.pop(lease.ticket_id, None) is None or not self.scheduler.requeue(lease.ticket_id, now_us):
+            return False
+        self.waiting[lease.ticket_id] = lease
+        return True
+
+    def hold_back(self, for_us: int) -> None:
+        """Admits one request at a time for so long."""
+        now_us = self._clock()
+        self.scheduler.hold_back(now_us + for_us)
+        self.dispatch(now_us)
+
+    def queued(self, tier: int) -> int:
+        """The requests of a tier that wait."""
+        return self.scheduler.queued(tier)[1]
+
+    def displaced(self, ask: Ask, places: int) -> Lease | None:
+        """The waiting request whose place in a full queue a new one takes: see `Scheduler.displaced`."""
+        ticket = self.scheduler.displaced(ask.tier, ask.tenant, ask.weight, places)
+        return None if ticket is None else self.waiting[ticket.id]
+
+    def usage(self) -> list[TierUsage]:
+        """What every tier holds and has waiting."""
+        scheduler = self.scheduler
+        return [TierUsage(*scheduler.held(tier), *scheduler.queued(tier)) for tier in range(len(self._names))]
+
+    def oldest(self) -> list[Grant | None]:
+        """How the oldest request of every tier has waited so far; None where none waits."""
+        now_us = self._clock()
+        return [
+            None if wait is None else grant_of(self._names, wait, now_us, level)
+            for level, wait in enumerate(self.scheduler.oldest(now_us))
+        ]
+
+    def stop(self) -> None:
+        """Stops the timer: without a change nothing is admitted any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _admit(self, admission: Admission, now_us: int) -> None:
+        ticket = admission.ticket
+        lease = self.waiting.pop(ticket.id)
+        if self.scheduler.rules.tiers[ticket.tier].preemptible:
+            self._preemptible[ticket.id] = lease
+        if self._on_admitted is not None:
+            self._on_admitted(ticket.tier, now_us)
+        lease.granted(grant_of(self._names, admission.wait, now_us, admission.level, admission.passed))
+
+    def _choose(self, ticket_id: str) -> None:
+        lease = self._preemptible[ticket_id]
+        lease.chosen(lease.preemptions)
+
+    def _wake_in_time(self, now_us: int) -> None:
+        change_us = self.scheduler.next_change_us(now_us)
+        if change_us is None or (self._timer is not None and self._timer_at_us <= change_us):
+            return
+        self.stop()
+        self._timer_at_us = change_us
+        self._timer = asyncio.get_running_loop().call_later((change_us - now_us) / 1e6, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.dispatch(self._clock())

@@ -1,0 +1,163 @@
+"""Statistics of a pool for people: a wait as a grant, the tiers as JSON, loans between tiers, the cause of a wait.
+
+Loans. A reserve that its tier does not use is lent to any tier. Tokens have no color, so it is a matter of accounting
+which tier borrowed from which. Tokens that tiers hold above their own reserves come first out of the unreserved ones.
+The rest is borrowed: it is split among the borrowers in proportion to what each holds above its reserve, and among the
+lenders in proportion to the idle part of its reserve that each lends. Headroom is lent last: only more important tiers
+may use it. Both sides add up to the same total exactly. The scheduler does not know these figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from sidecar.events import Obstacle
+from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules
+from sidecar.pools.base import Ask, Grant
+from sidecar.scheduling import Rule, Wait
+
+
+class TierUsage(NamedTuple):
+    """What one tier holds and has waiting, in tokens and requests."""
+
+    held_tokens: int
+    held_requests: int
+    queued_tokens: int
+    queued_requests: int
+
+
+def grant_of(
+    names: Sequence[str], wait: Wait, at_us: int, level: int, passed: Sequence[tuple[int, Rule]] = ()
+) -> Grant:
+    """A wait that ended at `at_us` at an aged `level`. `names` are the tiers', most important first."""
+    ahead = served_by_name(names, wait.served_ahead) if any(wait.served_ahead) else {}
+    overtaken = {names[tier]: rule.value for tier, rule in passed} if passed else {}
+    return Grant(at_us, wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, ahead, level, overtaken)
+
+
+def served_by_name(names: Sequence[str], served: Sequence[int]) -> Mapping[str, int]:
+    """Tokens by the tier's name; tiers with none are left out."""
+    return {name: tokens for name, tokens in zip(names, served, strict=True) if tokens}
+
+
+def pool_state(rules: PoolRules, tiers: Sequence[TierUsage], *, leases: int, waiting: int) -> dict[str, object]:
+    """The pool's present state, in JSON types; an unbounded figure is null. `borrowed` and `lent` are tokens."""
+    held, reserves = [tier.held_tokens for tier in tiers], [tier.reserve_tokens for tier in rules.tiers]
+    lending = loans(held, reserves, [tier.headroom_tokens for tier in rules.tiers], rules.tokens)
+    return {
+        "capacity": {"tokens": bounded(rules.tokens), "requests": bounded(rules.requests)},
+        "leases": leases,
+        "waiting": waiting,
+        "tiers": [_tier_state(*tier) for tier in zip(rules.tiers, tiers, lending, strict=True)],
+    }
+
+
+def _tier_state(rules: TierRules, figures: TierUsage, loan: Loan) -> Mapping[str, object]:
+    return {
+        "tier": rules.name,
+        "held": {"tokens": figures.held_tokens, "requests": figures.held_requests},
+        "queued": {"tokens": figures.queued_tokens, "requests": figures.queued_requests},
+        "reserve": {"tokens": bounded(rules.reserve_tokens), "requests": bounded(rules.reserve_requests)},
+        "limit": {"tokens": bounded(rules.limit_tokens), "requests": bounded(rules.limit_requests)},
+        "borrowed": loan.borrowed,
+        "lent": loan.lent,
+    }
+
+
+def bounded(figure: int) -> int | None:
+    """A figure for people: None where it has no bounds."""
+    return None if figure == UNLIMITED else figure
+
+
+class Loan(NamedTuple):
+    """One tier's tokens: those it holds out of other tiers' reserves, and those of its own reserve that others hold."""
+
+    borrowed: int
+    lent: int
+
+
+def loans(held: Sequence[int], reserves: Sequence[int], headrooms: Sequence[int], capacity: int) -> Sequence[Loan]:
+    """The loan of each tier, in the order given. `headrooms` are the parts of reserves that are not lent.
+
+    The pool may hold more than its capacity, as when it has shrunk. The excess came out of no reserve.
+    """
+    above = [max(0, mine - reserve) for mine, reserve in zip(held, reserves, strict=True)]
+    idle = [max(0, reserve - mine) for mine, reserve in zip(held, reserves, strict=True)]
+    unreserved = max(0, capacity - sum(reserves))
+    kept = [max(0, headroom - mine) for mine, headroom in zip(held, headrooms, strict=True)]
+    lent = [whole - part for whole, part in zip(idle, kept, strict=True)]
+    total = min(max(0, sum(above) - unreserved), sum(idle))
+    of_lent = min(total, sum(lent))
+    parts = [sum(pair) for pair in zip(_split(of_lent, lent), _split(total - of_lent, kept), strict=True)]
+    return [Loan(*loan) for loan in zip(_split(total, above), parts, strict=True)]
+
+
+def _split(total: int, weights: Sequence[int]) -> Sequence[int]:
+    """Whole parts in proportion to the weights, none above its weight; the largest fractions are rounded up."""
+    whole = sum(weights)
+    if total == 0:
+        return [0] * len(weights)
+    parts = [total * weight // whole for weight in weights]
+    by_fraction = sorted(range(len(weights)), key=lambda at: (-(total * weights[at] % whole), at))
+    for at in by_fraction[: total - sum(parts)]:
+        parts[at] += 1
+    return parts
+
+
+HELD_BACK = (Obstacle.HELD_BACK, "too many requests wait inside the engine: the pool is held back")
+
+
+def obstacle(rules: PoolRules, tiers: Sequence[TierUsage], ask: Ask) -> tuple[Obstacle, str]:
+    """The first cause that kept `ask` from being admitted, by rules 2 and 3, and a sentence. `tiers` include `ask`.
+
+    The figures may be a heartbeat old where the pool is shared; the decision is the scheduler's, or the script's.
+    """
+    own, held = rules.tiers[ask.tier], tiers[ask.tier]
+    if own.limited and (
+        held.held_tokens + ask.tokens > own.limit_tokens or held.held_requests + ask.requests > own.limit_requests
+    ):
+        figures = _of(held.held_tokens, own.limit_tokens, held.held_requests, own.limit_requests)
+        asked = _size(ask, own.limit_tokens, own.limit_requests)
+        return Obstacle.LIMIT, f"tier {own.name} is at its limit: it holds {figures}, and it asks for {asked}"
+    tokens, requests = sum(tier.held_tokens for tier in tiers), sum(tier.held_requests for tier in tiers)
+    if tokens + ask.tokens > rules.tokens or requests + ask.requests > rules.requests:
+        figures = _of(tokens, rules.tokens, requests, rules.requests)
+        asked = _size(ask, rules.tokens, rules.requests)
+        return Obstacle.NO_ROOM, f"the pool has no room: {figures} are held, and it asks for {asked}"
+    kept = [
+        tier.name
+        for tier, figures in zip(rules.tiers[: ask.tier], tiers, strict=False)
+        if figures.held_tokens < tier.headroom_tokens or figures.held_requests < tier.headroom_requests
+    ]
+    ahead = [tier.name for tier, figures in zip(rules.tiers, tiers, strict=True) if figures.queued_requests]
+    others = sum(figures.queued_requests for figures in tiers) - 1
+    if others > 0:
+        wait = "other request waits" if others == 1 else "other requests wait"
+        return (
+            Obstacle.BEHIND,
+            f"{others} {wait} already, in {_list(ahead)}: none goes before the first in order",
+        )
+    return Obstacle.HEADROOM, f"what is free is kept for {_list(kept)}" if kept else "there is no room beside others"
+
+
+def _of(tokens: int, most_tokens: int, requests: int, most_requests: int) -> str:
+    parts = []
+    if most_tokens < UNLIMITED:
+        parts.append(f"{tokens:,} of {most_tokens:,} tokens")
+    if most_requests < UNLIMITED:
+        parts.append(f"{requests:,} of {most_requests:,} requests")
+    return " and ".join(parts)
+
+
+def _size(ask: Ask, most_tokens: int, most_requests: int) -> str:
+    """The bounded part of an ask, in the order of `_of`; a single request is not mentioned beside its tokens."""
+    if most_tokens == UNLIMITED:
+        return f"{ask.requests:,}"
+    if ask.requests == 1 or most_requests == UNLIMITED:
+        return f"{ask.tokens:,}"
+    return f"{ask.tokens:,} and {ask.requests} requests"
+
+
+def _list(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
