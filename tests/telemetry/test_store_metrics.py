@@ -8,7 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import measuring as measuring_sdk
+from tests.telemetry import measuring as measuring_sdk
 import pytest
 from opentelemetry import metrics
 
