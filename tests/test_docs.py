@@ -1,18 +1,37 @@
-"""The pages for people: every link inside the repository leads somewhere, and every page of docs/ is in its index."""
+"""The pages for people: links lead somewhere, the index is complete, words are field terms, and the README is short."""
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
-from tests.support.markdown import anchors, links
+from tests.support.markdown import anchors, links, prose
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 ELSEWHERE = ("http://", "https://", "mailto:")
+README_WORDS = 900
+"""The most that a reader takes in before a first try: about four minutes. Counted as `wc -w` counts, code included."""
+PRIVATE = {
+    "admission controller, the middleware, the proxy": r"doors?|house|lookout",
+    "request, ticket, lease": r"(?:an|the|whole) exchange|exchanges|(?:a|its|the|whole) stay|strangers?",
+    "policy snapshot": r"rulings?",
+    "release, abort": r"let(?:s|ting)? go",
+    "after, before": r"behind",
+    "uses, applies, follows": r"go(?:es)? by",
+    "reported, said in the response": r"told",
+    "disconnect": r"hangs? up|hung up|departures?",
+    "dry run, shadow request": r"witness(?:es)?|overheard",
+    "no one, the caller, the client, the operator": r"nobody|whoever|anybody|everybody|somebody",
+}
+HONEST = ("behind Envoy", "behind one address", "Who goes ahead of whom", "What to expect:")
+"""Two places in a network, a panel of the dashboard, the label of a list."""
+SUBJECT = re.compile(r"(?:^[-* ]*|[.:;!] )(?:Who|Whoever|What)\b[^.?|]*(?:[.|]|$)", re.MULTILINE)
+"""A sentence whose subject is Who or What; a question, a heading, a cell and a label in bold may begin with it."""
 
 
 def is_hidden(path: Path) -> bool:
@@ -22,6 +41,13 @@ def is_hidden(path: Path) -> bool:
 
 PAGES = [path for path in sorted(ROOT.rglob("*.md")) if not is_hidden(path)]
 SHOWN = [str(path.relative_to(ROOT)) for path in PAGES]
+WORDED = [
+    ROOT / "README.md",
+    *sorted(DOCS.rglob("*.md")),
+    ROOT / "otel" / "README.md",
+    ROOT / "benchmarks" / "README.md",
+]
+WORDED += sorted((ROOT / "examples").rglob("*.md"))
 
 
 def broken(page: Path) -> list[str]:
@@ -35,6 +61,51 @@ def leads_somewhere(page: Path, link: str) -> bool:
     if not target.exists():
         return False
     return not anchor or (target.suffix == ".md" and unquote(anchor) in anchors(target))
+
+
+def plain(text: str) -> str:
+    """Sentences alone: without code, targets of links, comments, and the phrases that are allowed."""
+    text = re.sub(r"`+[^`]*`+|\]\([^)]*\)|<!--.*?-->", "", prose(text), flags=re.DOTALL)
+    for allowed in HONEST:
+        text = text.replace(allowed, "")
+    return text
+
+
+def private_words(text: str) -> list[str]:
+    """The words of a page that have a field term, each with the term; and sentences that begin with Who or What."""
+    found = [
+        f"{match[0]}: say {said}"
+        for said, words in PRIVATE.items()
+        for match in re.finditer(rf"\b(?:{words})\b", plain(text), re.IGNORECASE)
+    ]
+    labels = re.sub(r"^#[^\n]*$|\*\*.*?\*\*", "", plain(text), flags=re.MULTILINE | re.DOTALL)
+    return found + [match[0].strip() for match in SUBJECT.finditer(labels)]
+
+
+@pytest.mark.parametrize("page", WORDED, ids=[str(path.relative_to(ROOT)) for path in WORDED])
+def test_a_page_uses_field_terms(page: Path) -> None:
+    assert private_words(page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("The door admits it.", 1),
+        ("It goes by the policy.", 1),
+        ("Nobody waits behind it.", 2),
+        ("Who waits ages.", 1),
+        ("It waits. What comes first is admitted.", 1),
+        ("Its stay at the engine.", 1),
+        ("What waits? Leases stay. `told` ```\ndoor\n``` [a panel](door.md), Who goes ahead of whom.", 0),
+    ],
+)
+def test_a_private_word_is_found(text: str, found: int) -> None:
+    """A negative control."""
+    assert len(private_words(text)) == found
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= README_WORDS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=SHOWN)
