@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -52,6 +53,8 @@ class Perf:
             self._instructions(lambda prefix, _env, _names, _count: call([*prefix, "true"]), "", 0)
         except CannotCount as reason:
             return str(reason)
+        except RuntimeError:
+            return "perf does not run, or may not count"
         return None
 
     def measure(self, run: Run, names: Sequence[str]) -> dict[str, float]:
@@ -78,7 +81,13 @@ class Callgrind:
     def missing(self) -> str | None:
         """See `Counter.missing`."""
         absent = [program for program in ("valgrind", "vgdb") if shutil.which(program) is None]
-        return f"{' and '.join(absent)} not installed" if absent else None
+        if absent:
+            return f"{' and '.join(absent)} not installed"
+        try:
+            call(["valgrind", "-q", "--tool=none", sys.executable, "-c", "pass"])
+        except RuntimeError:
+            return "valgrind cannot run this Python"
+        return None
 
     def measure(self, run: Run, names: Sequence[str]) -> dict[str, float]:
         """See `Counter.measure`."""
