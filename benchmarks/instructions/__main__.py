@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.instructions import budgets, mounted, proxied
-from benchmarks.instructions.counters import COUNTERS, CannotCount, Counter
+from benchmarks.instructions.counters import COUNTERS, IDLE, CannotCount, Counter
 from sidecar.policy.shipped import shipped_policies
 
 
@@ -59,7 +59,7 @@ MOUNTED = (
     "observed",
     "observed_chunk",
 )
-PROXIED = ("proxied", "proxied_chunk")
+PROXIED = ("proxied", "proxied_chunk", IDLE)
 
 
 def measure(counter: Counter) -> dict[str, float]:

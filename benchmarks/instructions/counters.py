@@ -17,8 +17,13 @@ from typing import Protocol
 
 from benchmarks.instructions.marks import CALLGRIND_VARIABLE
 
-Run = Callable[[Sequence[str], Mapping[str, str], Sequence[str], int], None]
-"""Runs a program: the command that counts it, its environment, the names of its parts, repetitions of each part."""
+Run = Callable[[Sequence[str], Mapping[str, str], Mapping[str, int]], Mapping[str, float]]
+"""Runs a program: the command that counts it, its environment, and the repetitions of each of its parts.
+
+Returns the seconds that each part took, where background tasks of the program are counted as well: it then has the part
+`IDLE`, in which nothing else runs.
+"""
+IDLE = "idle"
 
 
 class CannotCount(Exception):
@@ -29,8 +34,6 @@ class Counter(Protocol):
     """A tool that counts instructions."""
 
     name: str
-    count: int
-    """Repetitions of each part. More of them change no figure by 1%."""
 
     def missing(self) -> str | None:
         """Why this machine cannot use the tool; None where it can."""
@@ -40,17 +43,17 @@ class Counter(Protocol):
 
 
 class Perf:
-    """`perf stat`: the processor's own counter. One program with no repetitions, one with `count`; the difference."""
+    """`perf stat`: the processor's own counter. The difference of two runs."""
 
     name = "perf"
-    count = 10_000
+    repetitions = 10_000
 
     def missing(self) -> str | None:
         """See `Counter.missing`. Virtual machines and containers often have no such counter."""
         if shutil.which("perf") is None:
             return "perf is not installed"
         try:
-            self._instructions(lambda prefix, _env, _names, _count: call([*prefix, "true"]), "", 0)
+            self._instructions(_run_true, "", 0)
         except CannotCount as reason:
             return str(reason)
         except RuntimeError:
@@ -59,16 +62,18 @@ class Perf:
 
     def measure(self, run: Run, names: Sequence[str]) -> dict[str, float]:
         """See `Counter.measure`."""
+        more = self.repetitions
         return {
-            name: (self._instructions(run, name, self.count) - self._instructions(run, name, 0)) / self.count
+            name: (self._instructions(run, name, more) - self._instructions(run, name, 0)) / more
             for name in names
+            if name != IDLE  # background tasks do not matter in the seconds that this takes
         }
 
     def _instructions(self, run: Run, name: str, count: int) -> int:
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "stat"
             command = ["perf", "stat", "-x", ",", "-e", "instructions:u", "-o", str(output), "--"]
-            run(command, fixed_environment(), [name], count)
+            run(command, fixed_environment(), {name: count})
             return perf_total(output.read_text() if output.exists() else "")
 
 
@@ -76,7 +81,9 @@ class Callgrind:
     """`valgrind --tool=callgrind`: a simulated processor, fifty times slower, the same figures in every run."""
 
     name = "callgrind"
-    count = 500
+    repetitions = 500
+    chunks = 5_000
+    """Repetitions of the parts that stream: each is small beside the background tasks, which run by the clock."""
 
     def missing(self) -> str | None:
         """See `Counter.missing`."""
@@ -95,13 +102,17 @@ class Callgrind:
             output = Path(folder) / "dump"
             command = ["valgrind", "-q", "--tool=callgrind", "--instr-atstart=no", "--dump-before=getppid"]
             command += [f"--callgrind-out-file={output}"]
-            run(command, {**fixed_environment(), CALLGRIND_VARIABLE: "1"}, names, self.count)
+            parts = {name: self.chunks if name.endswith("_chunk") else self.repetitions for name in names}
+            seconds = run(command, {**fixed_environment(), CALLGRIND_VARIABLE: "1"}, parts)
             # One dump before each mark: up to the first begin, its counted part, up to the second begin, ...
             found = len(list(Path(folder).glob("dump.*")))
             if found != 2 * len(names):
                 raise CannotCount(f"callgrind wrote {found} dumps instead of {2 * len(names)}")
-            counted = [callgrind_total(Path(f"{output}.{2 * part + 2}").read_text()) for part in range(len(names))]
-        return {name: total / self.count for name, total in zip(names, counted, strict=True)}
+            dumps = [Path(f"{output}.{2 * part + 2}") for part in range(len(names))]
+            totals = {name: callgrind_total(dump.read_text()) for name, dump in zip(names, dumps, strict=True)}
+        # On a busy machine a part takes longer, and more background tasks fall into it.
+        idle_per_s = totals.pop(IDLE) / seconds[IDLE] if IDLE in totals else 0.0
+        return {name: (total - idle_per_s * seconds.get(name, 0.0)) / parts[name] for name, total in totals.items()}
 
 
 COUNTERS: tuple[Counter, ...] = (Perf(), Callgrind())
@@ -130,6 +141,11 @@ def fixed_environment() -> dict[str, str]:
     """The environment without settings of ours or of OpenTelemetry, and with one order of sets in every run."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SIDECAR_", "OTEL_", "PYTHON"))}
     return {**kept, "PYTHONHASHSEED": "0"}
+
+
+def _run_true(prefix: Sequence[str], _environment: Mapping[str, str], _parts: Mapping[str, int]) -> dict[str, float]:
+    call([*prefix, "true"])
+    return {}
 
 
 def call(command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Counted program: requests to an ASGI app inside one process, without sockets. Also the pool and the scheduler alone.
 
-    python -m benchmarks.instructions.mounted POLICY COUNT PART [PART ...]
+    python -m benchmarks.instructions.mounted POLICY PART=COUNT [PART=COUNT ...]
 
 Each part warms up, then repeats COUNT times between two marks. The `observed` parts install an OpenTelemetry SDK for
 the whole process: they come last.
@@ -216,18 +216,19 @@ def around_app(name: str, app: ASGIApp, policy: Policy) -> ASGIApp:
     return AdmissionMiddleware(app, policy)
 
 
-async def _run(names: Sequence[str], policy: Policy, count: int) -> None:
-    for name in names:
-        await part(name, policy, count)
+async def _run(policy: Policy, parts: Sequence[str]) -> None:
+    for name, _, count in (each.partition("=") for each in parts):
+        await part(name, policy, int(count))
 
 
 def run(
-    prefix: Sequence[str], environment: Mapping[str, str], names: Sequence[str], count: int, *, policy: Path
-) -> None:
+    prefix: Sequence[str], environment: Mapping[str, str], parts: Mapping[str, int], *, policy: Path
+) -> dict[str, float]:
     """Runs this module under the command `prefix`: see `counters.Run`."""
-    program = [sys.executable, "-m", "benchmarks.instructions.mounted", str(policy), str(count), *names]
-    call([*prefix, *program], environment)
+    program = [sys.executable, "-m", "benchmarks.instructions.mounted", str(policy)]
+    call([*prefix, *program, *(f"{name}={count}" for name, count in parts.items())], environment)
+    return {}
 
 
 if __name__ == "__main__":
-    uvloop.run(_run(sys.argv[3:], load(sys.argv[1]), int(sys.argv[2])))
+    uvloop.run(_run(load(sys.argv[1]), sys.argv[2:]))

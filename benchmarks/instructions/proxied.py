@@ -14,16 +14,19 @@ import re
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.instructions import marks
+from benchmarks.instructions.counters import IDLE
 from benchmarks.load import exchange, post
 
 ENDS_WITHIN_S = 900
 WARM_UP = 200
 """Requests, and chunks of the stream, before the first mark."""
+IDLE_S = 10.0
 _MARKED = b"marked\n"
 
 
@@ -77,12 +80,14 @@ class Proxy:
         self.pid = pid
         self.port = port
 
-    async def count(self, part: Callable[[int], Awaitable[None]], count: int) -> None:
-        """Warms one part up, then repeats it `count` times between two marks."""
-        await part(WARM_UP)
+    async def count(self, part: Callable[[int], Awaitable[None]], count: int, *, warm_up: int = WARM_UP) -> float:
+        """Warms one part up, then repeats it `count` times between two marks. Returns the seconds between them."""
+        await part(warm_up)
         await self._mark(signal.SIGUSR1)
+        began_s = time.monotonic()
         await part(count)
         await self._mark(signal.SIGUSR2)
+        return time.monotonic() - began_s
 
     async def _mark(self, mark: signal.Signals) -> None:
         os.kill(self.pid, mark)
@@ -99,8 +104,8 @@ async def line_of(process: asyncio.subprocess.Process, pattern: re.Pattern[bytes
     raise RuntimeError(f"sidecar serve ended before a line like {pattern.pattern!r}")
 
 
-async def drive(proxy: Proxy, engine: Engine, names: Sequence[str], count: int) -> None:
-    """Sends the requests of each part over one connection."""
+async def drive(proxy: Proxy, engine: Engine, parts: Mapping[str, int]) -> dict[str, float]:
+    """Sends the requests of each part over one connection. Returns the seconds that each part took."""
     from benchmarks.overhead import BODY, HEADERS, REQUEST
 
     stream = post("/v1/chat/completions", BODY.replace(b"{", b'{"stream": true, ', 1), HEADERS)
@@ -117,21 +122,25 @@ async def drive(proxy: Proxy, engine: Engine, names: Sequence[str], count: int) 
             engine.send_chunk()
             await reader.readuntil(b"\n\n")
 
-    for name in names:
+    seconds = {}
+    for name, count in parts.items():
         if name == "proxied":
-            await proxy.count(requests, count)
+            seconds[name] = await proxy.count(requests, count)
+        elif name == IDLE:
+            seconds[name] = await proxy.count(lambda repetitions: asyncio.sleep(repetitions * IDLE_S), 1, warm_up=0)
         else:
             writer.write(stream)
             await reader.readuntil(b"\r\n\r\n")
-            await proxy.count(chunks, count)
+            seconds[name] = await proxy.count(chunks, count)
             engine.end_stream()
             await reader.readuntil(b"0\r\n\r\n")
     writer.close()
+    return seconds
 
 
 async def _run(
-    prefix: Sequence[str], environment: Mapping[str, str], names: Sequence[str], count: int, policy: Path
-) -> None:
+    prefix: Sequence[str], environment: Mapping[str, str], parts: Mapping[str, int], policy: Path
+) -> dict[str, float]:
     from benchmarks.overhead_apps import ANSWER, CHUNK
 
     engine = Engine(ANSWER, CHUNK)
@@ -146,7 +155,7 @@ async def _run(
         try:
             pid = int((await line_of(process, re.compile(rb"^pid (\d+)")))[1])
             port = int((await line_of(process, re.compile(rb"http://127\.0\.0\.1:(\d+)")))[1])
-            await drive(Proxy(process, pid, port), engine, names, count)
+            seconds = await drive(Proxy(process, pid, port), engine, parts)
             os.kill(pid, signal.SIGTERM)
             await process.wait()
         except (RuntimeError, asyncio.IncompleteReadError) as error:
@@ -157,13 +166,14 @@ async def _run(
                 process.kill()
                 await process.wait()
     listener.close()
+    return seconds
 
 
 def run(
-    prefix: Sequence[str], environment: Mapping[str, str], names: Sequence[str], count: int, *, policy: Path
-) -> None:
-    """Runs `sidecar serve` under the command `prefix`, and sends it what `names` say: see `counters.Run`."""
-    asyncio.run(asyncio.wait_for(_run(prefix, environment, names, count, policy), ENDS_WITHIN_S))
+    prefix: Sequence[str], environment: Mapping[str, str], parts: Mapping[str, int], *, policy: Path
+) -> dict[str, float]:
+    """Runs `sidecar serve` under the command `prefix`, and sends it the requests of `parts`: see `counters.Run`."""
+    return asyncio.run(asyncio.wait_for(_run(prefix, environment, parts, policy), ENDS_WITHIN_S))
 
 
 def serve(arguments: Sequence[str]) -> int:

@@ -15,6 +15,7 @@ import pytest
 from benchmarks.instructions import __main__ as command
 from benchmarks.instructions import budgets, marks, mounted, proxied
 from benchmarks.instructions.counters import (
+    IDLE,
     Callgrind,
     CannotCount,
     Perf,
@@ -68,24 +69,43 @@ def test_the_output_of_callgrind_is_read() -> None:
 
 
 def test_perf_subtracts_what_a_program_costs_without_repetitions() -> None:
-    def run(prefix: Sequence[str], _environment: Mapping[str, str], names: Sequence[str], count: int) -> None:
-        each = {"mounted": 400, "pool": 90}[names[0]]
+    def run(prefix: Sequence[str], _environment: Mapping[str, str], parts: Mapping[str, int]) -> dict[str, float]:
+        [(name, count)] = parts.items()
+        each = {"mounted": 400, "pool": 90}[name]
         Path(prefix[prefix.index("-o") + 1]).write_text(f"{5_000_000 + each * count},,instructions:u,1,100.00,,\n")
+        return {}
 
-    assert Perf().measure(run, ["mounted", "pool"]) == {"mounted": 400, "pool": 90}
+    assert Perf().measure(run, ["mounted", "pool", IDLE]) == {"mounted": 400, "pool": 90}
+
+
+def dumps(prefix: Sequence[str], totals: Sequence[int]) -> None:
+    output = prefix[-1].removeprefix("--callgrind-out-file=")
+    for number, total in enumerate(totals, start=1):
+        Path(f"{output}.{number}").write_text(f"totals: {total}\n")
 
 
 def test_callgrind_counts_what_is_between_two_marks() -> None:
-    def run(prefix: Sequence[str], environment: Mapping[str, str], names: Sequence[str], count: int) -> None:
+    def run(prefix: Sequence[str], environment: Mapping[str, str], parts: Mapping[str, int]) -> dict[str, float]:
         assert environment[marks.CALLGRIND_VARIABLE]
         assert environment["PYTHONHASHSEED"] == "0"
-        output = prefix[-1].removeprefix("--callgrind-out-file=")
-        for number, total in enumerate([9_000_000, 400 * count, 1_000_000, 90 * count][: 2 * len(names)], start=1):
-            Path(f"{output}.{number}").write_text(f"totals: {total}\n")
+        dumps(prefix, [9_000_000, 400 * parts["mounted"], 1_000_000, 90 * parts["mounted_chunk"]])
+        return {}
 
-    assert Callgrind().measure(run, ["mounted", "pool"]) == {"mounted": 400, "pool": 90}
+    measured = Callgrind().measure(run, ["mounted", "mounted_chunk"])
+    assert measured == {"mounted": 400, "mounted_chunk": 90}
     with pytest.raises(CannotCount, match="4 dumps instead of 6"):
-        Callgrind().measure(run, ["mounted", "pool", "scheduler"])
+        Callgrind().measure(run, ["mounted", "mounted_chunk", "pool"])
+
+
+@pytest.mark.parametrize("slower", [1, 3])
+def test_background_tasks_are_subtracted_however_long_a_busy_machine_took(slower: int) -> None:
+    def run(prefix: Sequence[str], _environment: Mapping[str, str], parts: Mapping[str, int]) -> dict[str, float]:
+        seconds = {"proxied": 10.0 * slower, IDLE: 5.0}
+        work = {"proxied": 400 * parts["proxied"], IDLE: 0}
+        dumps(prefix, [n for name in parts for n in (7, work[name] + round(2_000_000 * seconds[name]))])
+        return seconds
+
+    assert Callgrind().measure(run, ["proxied", IDLE]) == {"proxied": 400}
 
 
 @NEEDS_VALGRIND
@@ -93,14 +113,16 @@ def test_callgrind_counts_a_real_program_the_same_twice() -> None:
     """Twice the repetitions are twice the instructions; the rest of the program is not counted."""
     program = (
         "import sys; from benchmarks.instructions import marks\n"
-        "for name in sys.argv[2:]:\n"
+        "for repetitions in sys.argv[1:]:\n"
         "    marks.begin()\n"
-        "    for i in range(int(sys.argv[1]) * int(name)): str(i)\n"
+        "    for i in range(int(repetitions)): str(i)\n"
         "    marks.end()\n"
     )
 
-    def run(prefix: Sequence[str], environment: Mapping[str, str], names: Sequence[str], count: int) -> None:
-        call([*prefix, sys.executable, "-c", program, str(count), *names], environment)
+    def run(prefix: Sequence[str], environment: Mapping[str, str], parts: Mapping[str, int]) -> dict[str, float]:
+        repetitions = [str(int(name) * count) for name, count in parts.items()]
+        call([*prefix, sys.executable, "-c", program, *repetitions], environment)
+        return {}
 
     first, second = (Callgrind().measure(run, ["10", "20"]) for _ in range(2))
     assert first["20"] == pytest.approx(2 * first["10"], rel=0.02)
@@ -220,8 +242,10 @@ def test_a_middleware_that_became_slow_is_caught(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_mounted_program_runs_every_part() -> None:
-    mounted.run([], fixed_environment(), command.MOUNTED, 3, policy=shipped_policies())
+    mounted.run([], fixed_environment(), dict.fromkeys(command.MOUNTED, 3), policy=shipped_policies())
 
 
-def test_the_served_program_runs_every_part() -> None:
-    proxied.run([], fixed_environment(), command.PROXIED, 3, policy=shipped_policies())
+def test_the_served_program_runs_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxied, "IDLE_S", 0.1)
+    seconds = proxied.run([], fixed_environment(), dict.fromkeys(command.PROXIED, 3), policy=shipped_policies())
+    assert seconds.keys() == set(command.PROXIED)
