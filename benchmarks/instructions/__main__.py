@@ -2,10 +2,10 @@
 
     python -m benchmarks.instructions [--check | --write] [--tool perf|callgrind] [--json FILE]
 
-Instructions repeat where microseconds do not: a figure differs by less than 1% between runs, whatever else the machine
-does. Linux perf counts where it is permitted, else valgrind's callgrind. `--check` exits with 1 where a figure exceeds
-its budget in benchmarks/budgets.json by more than 5%. It says NOT CHECKED, and exits with 0, where this machine has no
-tool or the file has no budgets for the tool and this Python. `--write` writes the budgets.
+Instructions repeat where microseconds do not: a mounted figure differs by less than 1% between runs, whatever else the
+machine does. Linux perf counts where it is permitted, else valgrind's callgrind. `--check` exits with 1 where a figure
+exceeds its budget in benchmarks/budgets.json by more than 5%. It says NOT CHECKED, and exits with 0, where this machine
+has no tool or the file has no budgets for the tool and this Python. `--write` writes the budgets.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ PROXIED = ("proxied", "proxied_chunk", IDLE)
 
 
 def measure(counter: Counter) -> dict[str, float]:
-    """All figures, in instructions. The two programs run at the same time: it changes no count."""
+    """All figures, in instructions. The two programs run at the same time."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as threads:
         policy = Path(folder) / "policies"
         shutil.copytree(shipped_policies(), policy)
