@@ -8,7 +8,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.telemetry import measuring as measuring_sdk
 import pytest
 from opentelemetry import metrics
 
@@ -19,6 +18,7 @@ from sidecar.pools import Ask
 from sidecar.pools.redis import RedisPool, connector
 from sidecar.telemetry import StoreMetrics
 from tests.support.redis_servers import RedisServer, first_binary, until
+from tests.telemetry import measuring as measuring_sdk
 
 INSTALLED_LATER = """
 from opentelemetry import metrics

@@ -1,0 +1,1 @@
+"""Instructions per request and per streamed chunk, held to committed budgets."""

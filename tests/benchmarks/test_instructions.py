@@ -1,0 +1,251 @@
+"""Budgets of instructions: what exceeds one fails, and what cannot be compared is never passed over in silence."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from benchmarks.instructions import __main__ as command
+from benchmarks.instructions import budgets, marks, mounted, proxied
+from benchmarks.instructions.counters import (
+    IDLE,
+    Callgrind,
+    CannotCount,
+    Perf,
+    call,
+    callgrind_total,
+    fixed_environment,
+    perf_total,
+)
+from benchmarks.overhead_apps import bare
+from sidecar import AdmissionMiddleware
+from sidecar.asgi.types import ASGIApp, Receive, Scope, Send
+from sidecar.policy.compiler import shipped_policies
+
+NEEDS_VALGRIND = pytest.mark.skipif(None in map(shutil.which, ("valgrind", "vgdb")), reason="valgrind is not installed")
+HERE = {"build": budgets.python_build(), "packages": budgets.installed_packages()}
+PERF_OUTPUT = "# started on Sun Nov 22 05:08:26 2026\n\n{}\n"
+
+
+def entry(**instructions: int) -> budgets.Entry:
+    return budgets.Entry(budgets.python_build(), budgets.installed_packages(), instructions)
+
+
+@pytest.mark.parametrize(
+    ("lines", "total"),
+    [
+        ("2718281828,,instructions:u,915000000,100.00,1.21,insn per cycle", 2_718_281_828),
+        (
+            "2000,,cpu_core/instructions:u/,900,90.00,,\n3000,,cpu_atom/instructions:u/,100,10.00,,",
+            5000,
+        ),
+        ("2000,,cpu_core/instructions:u/,900,90.00,,\n<not counted>,,cpu_atom/instructions:u/,0,0.00,,", 2000),
+    ],
+)
+def test_the_output_of_perf_is_read(lines: str, total: int) -> None:
+    assert perf_total(PERF_OUTPUT.format(lines)) == total
+
+
+@pytest.mark.parametrize(
+    "lines", ["", "<not supported>,,instructions:u,0,100.00,,", "<not counted>,,instructions:u,0,0.00,,"]
+)
+def test_a_processor_without_a_counter_is_no_figure(lines: str) -> None:
+    with pytest.raises(CannotCount):
+        perf_total(PERF_OUTPUT.format(lines))
+
+
+def test_the_output_of_callgrind_is_read() -> None:
+    dump = "version: 1\ncreator: callgrind-3.19.0\npid: 7\nevents: Ir\n\nfn=(1)\n1 7\n\ntotals: 46991974\n"
+    assert callgrind_total(dump) == 46_991_974
+    with pytest.raises(CannotCount, match="no totals"):
+        callgrind_total("version: 1\n")
+
+
+def test_perf_subtracts_what_a_program_costs_without_repetitions() -> None:
+    def run(prefix: Sequence[str], _environment: Mapping[str, str], parts: Mapping[str, int]) -> dict[str, float]:
+        [(name, count)] = parts.items()
+        each = {"mounted": 400, "pool": 90}[name]
+        Path(prefix[prefix.index("-o") + 1]).write_text(f"{5_000_000 + each * count},,instructions:u,1,100.00,,\n")
+        return {}
+
+    assert Perf().measure(run, ["mounted", "pool", IDLE]) == {"mounted": 400, "pool": 90}
+
+
+def dumps(prefix: Sequence[str], totals: Sequence[int]) -> None:
+    output = prefix[-1].removeprefix("--callgrind-out-file=")
+    for number, total in enumerate(totals, start=1):
+        Path(f"{output}.{number}").write_text(f"totals: {total}\n")
+
+
+def test_callgrind_counts_what_is_between_two_marks() -> None:
+    def run(prefix: Sequence[str], environment: Mapping[str, str], parts: Mapping[str, int]) -> dict[str, float]:
+        assert environment[marks.CALLGRIND_VARIABLE]
+        assert environment["PYTHONHASHSEED"] == "0"
+        dumps(prefix, [9_000_000, 400 * parts["mounted"], 1_000_000, 90 * parts["mounted_chunk"]])
+        return {}
+
+    measured = Callgrind().measure(run, ["mounted", "mounted_chunk"])
+    assert measured == {"mounted": 400, "mounted_chunk": 90}
+    with pytest.raises(CannotCount, match="4 dumps instead of 6"):
+        Callgrind().measure(run, ["mounted", "mounted_chunk", "pool"])
+
+
+@pytest.mark.parametrize("slower", [1, 3])
+def test_background_tasks_are_subtracted_however_long_a_busy_machine_took(slower: int) -> None:
+    def run(prefix: Sequence[str], _environment: Mapping[str, str], parts: Mapping[str, int]) -> dict[str, float]:
+        seconds = {"proxied": 10.0 * slower, IDLE: 5.0}
+        work = {"proxied": 400 * parts["proxied"], IDLE: 0}
+        dumps(prefix, [n for name in parts for n in (7, work[name] + round(2_000_000 * seconds[name]))])
+        return seconds
+
+    assert Callgrind().measure(run, ["proxied", IDLE]) == {"proxied": 400}
+
+
+@NEEDS_VALGRIND
+def test_callgrind_counts_a_real_program_the_same_twice() -> None:
+    """Twice the repetitions are twice the instructions; the rest of the program is not counted."""
+    program = (
+        "import sys; from benchmarks.instructions import marks\n"
+        "for repetitions in sys.argv[1:]:\n"
+        "    marks.begin()\n"
+        "    for i in range(int(repetitions)): str(i)\n"
+        "    marks.end()\n"
+    )
+
+    def run(prefix: Sequence[str], environment: Mapping[str, str], parts: Mapping[str, int]) -> dict[str, float]:
+        repetitions = [str(int(name) * count) for name, count in parts.items()]
+        call([*prefix, sys.executable, "-c", program, *repetitions], environment)
+        return {}
+
+    first, second = (Callgrind().measure(run, ["10", "20"]) for _ in range(2))
+    assert first["20"] == pytest.approx(2 * first["10"], rel=0.02)
+    assert first == pytest.approx(second, rel=0.01)
+    assert 1_000 < first["10"] < 50_000
+
+
+def test_a_budget_lowered_by_six_percent_fails_and_by_four_percent_passes() -> None:
+    measured = {"mounted": 400_000.0, "pool": 90_000.0}
+    tight = budgets.compare(measured, entry(mounted=376_000, pool=90_000), "perf")
+    assert tight.exceeded == ["mounted: 400,000 instructions, +6.4% to the budget of 376,000"]
+    assert budgets.compare(measured, entry(mounted=384_000, pool=90_000), "perf").exceeded == []
+
+
+def test_the_command_names_the_figure_the_budget_and_the_packages_that_changed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    older = budgets.Entry(HERE["build"], {**HERE["packages"], "starlette": "0.1"}, {"mounted": 376_000})
+    assert command.check({"mounted": 400_000.0}, older, "perf") == 1
+    said = capsys.readouterr().err
+    assert "BUDGET EXCEEDED: mounted: 400,000 instructions, +6.4% to the budget of 376,000" in said
+    assert "starlette 0.1 -> " in said
+    assert command.check({"mounted": 380_000.0}, older, "perf") == 0
+
+
+def test_a_figure_far_below_its_budget_asks_for_a_lower_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.check({"mounted": 300_000.0}, entry(mounted=400_000), "perf") == 0
+    assert "lower it with --write: mounted: 300,000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("of", "reason"),
+    [
+        (None, f"no budgets for perf and Python {budgets.python_minor()}"),
+        (budgets.Entry("CPython s390x", {}, {"mounted": 1}), "of the build 'CPython s390x'"),
+        (entry(pool=1), "no budget for mounted"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_loudly_and_fails_nothing(
+    of: budgets.Entry | None, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.check({"mounted": 400_000.0}, of, "perf") == 0
+    said = capsys.readouterr()
+    assert "NOT CHECKED" in said.err
+    assert reason in said.err
+    assert "within" not in said.out
+
+
+def test_a_machine_without_any_tool_is_not_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    monkeypatch.setattr(sys, "argv", ["instructions", "--check"])
+    assert command.main() == 0
+    said = capsys.readouterr().err
+    assert "NOT CHECKED: perf: perf is not installed; callgrind: valgrind and vgdb not installed" in said
+
+
+def test_written_budgets_leave_those_of_other_tools_and_pythons_alone(tmp_path: Path) -> None:
+    file = tmp_path / "budgets.json"
+    other = {**HERE, "instructions": {"mounted": 7}}
+    file.write_text(json.dumps({"perf": {"3.9": other}}))
+    budgets.write(file, "perf", {"mounted": 400_000.4, "pool": 90_000})
+    budgets.write(file, "perf", {"pool": 80_000})
+    assert budgets.read(file)["perf"]["3.9"] == other
+    assert budgets.entry_of(file, "perf") == entry(mounted=400_000, pool=80_000)
+    assert budgets.entry_of(file, "callgrind") is None
+
+
+def test_every_committed_entry_has_every_budget() -> None:
+    wanted = {name for name, figure in command.FIGURES.items() if figure.has_budget}
+    entries = [entry for by_python in budgets.read(budgets.FILE).values() for entry in by_python.values()]
+    assert entries
+    assert all(set(entry["instructions"]) == wanted for entry in entries)
+
+
+class Slow:
+    """A middleware with work of its own: it asks for something in every header, again and again."""
+
+    def __init__(self, app: ASGIApp, times: int) -> None:
+        self.app = app
+        self.times = times
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        for _ in range(self.times):
+            any(name == b"x-slow" for name, _ in scope["headers"])
+        await self.app(scope, receive, send)
+
+
+def bytecodes(app: ASGIApp, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Bytecodes per request between the marks: they repeat as instructions do, and every machine can count them."""
+    counted = 0
+
+    def local(frame: FrameType, event: str, _argument: object) -> object:
+        nonlocal counted
+        frame.f_trace_opcodes = True
+        counted += event == "opcode"
+        return local
+
+    with monkeypatch.context() as patched:
+        patched.setattr(marks, "begin", lambda: sys.settrace(local))
+        patched.setattr(marks, "end", lambda: sys.settrace(None))
+        asyncio.run(mounted.requests(app, 20))
+    return counted / 20
+
+
+def test_a_middleware_that_became_slow_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def added(times: int) -> float:
+        app = AdmissionMiddleware(bare, shipped_policies())
+        return bytecodes(Slow(app, times) if times else app, monkeypatch) - bytecodes(bare, monkeypatch)
+
+    usual = added(0)
+    budget = entry(mounted=round(usual))
+    assert added(0) == pytest.approx(usual, rel=0.01)
+    assert command.check({"mounted": added(0)}, budget, "perf") == 0
+    assert command.check({"mounted": added(times=10)}, budget, "perf") == 1
+
+
+def test_the_mounted_program_runs_every_part() -> None:
+    mounted.run([], fixed_environment(), dict.fromkeys(command.MOUNTED, 3), policy=shipped_policies())
+
+
+def test_the_served_program_runs_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxied, "IDLE_S", 0.1)
+    seconds = proxied.run([], fixed_environment(), dict.fromkeys(command.PROXIED, 3), policy=shipped_policies())
+    assert seconds.keys() == set(command.PROXIED)
