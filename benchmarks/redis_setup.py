@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sidecar.policy.compiler import load, shipped_policies
+
 from sidecar.events import StoreChanged, StoreState
-from sidecar.policy.compile import load, shipped_policies
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import TierRules
 from sidecar.policy.store import store_address

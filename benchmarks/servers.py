@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from sidecar.policy.compile import shipped_policies
+from sidecar.policy.compiler import shipped_policies
 
 START_WITHIN_S = 60.0
 

@@ -19,10 +19,10 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, Sampler, TraceIdRatioBased
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from benchmarks.overhead_apps import CHUNK, CHUNKS, Nowhere, bare
 from sidecar import AdmissionMiddleware
-from sidecar.asgi.types import ASGIApp, Receive, Scope, Send
 from sidecar.telemetry.signals import meter_provider_for
 
 EXPORT_EVERY_MS = 5_000.0
@@ -113,7 +113,7 @@ def contributed_metrics() -> ASGIApp:
 def admission() -> ASGIApp:
     """With admission that nobody observes."""
     door = _door()
-    door.observer = None
+    door.controller.observer = None
     return door
 
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler
+from sidecar.policy.compiler import shipped_policies
 
 from benchmarks.overhead import HEADERS
 from benchmarks.overhead_apps import Nowhere, bare
 from sidecar import AdmissionMiddleware
 from sidecar.events import Admitted, Classified, Event, FirstByte, Outcome, Received, Settled
-from sidecar.policy.compile import shipped_policies
 from sidecar.telemetry import SpanObserver, Telemetry
 from sidecar.telemetry.telemetry import Listener, Trace
 
@@ -43,7 +43,7 @@ def parts() -> Mapping[str, float]:
         "spans, every one recorded": _least_us(_spans(ParentBased(ALWAYS_ON))),
         "spans, none sampled": _least_us(_spans(ALWAYS_OFF)),
     }
-    observer = AdmissionMiddleware(bare, str(shipped_policies()), is_shown=True).observer
+    observer = AdmissionMiddleware(bare, str(shipped_policies()), is_shown=True).controller.observer
     assert isinstance(observer, Telemetry)
     for listener in observer.listeners:
         found[type(listener).__name__] = _least_us(_told(listener))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sidecar.classify import Asked, Classification, Classifier, Fallback, api_key
 from sidecar.engines import client_headers, dialect_of
 from sidecar.errors import InvalidApiKey, UnknownTier
-from sidecar.payload import read
+from sidecar.payload.decode import decode
 from sidecar.policy.model import Api, Endpoint, EngineName, Policy, Source, Tenant, Tier
 from sidecar.policy.rules import Shares, pool_rules
 
@@ -67,7 +67,7 @@ def asked_with(
     if raw is not None:
         body = b'{"messages":[1],"priority":%b}' % raw
     headers = headers or {}
-    return Asked(Endpoint(CHAT.path, Api.CHAT, level), read(Api.CHAT, body), headers, client_headers(headers))
+    return Asked(Endpoint(CHAT.path, Api.CHAT, level), decode(Api.CHAT, body), headers, client_headers(headers))
 
 
 def classified(policy: Policy, asked: Asked, tenant: Tenant = ROOT) -> Classification:

@@ -29,18 +29,18 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from sidecar.policy.compiler import load, shipped_policies
 
 from sidecar import AdmissionMiddleware
-from sidecar.asgi.middleware import Admission
-from sidecar.asgi.proxy import ReverseProxy
 from sidecar.engines import dialect_of
-from sidecar.policy.compile import load, shipped_policies
 from sidecar.policy.model import EngineName, Policy
 from sidecar.pools import LocalPool
+from sidecar.proxy.proxy import ReverseProxy
 from sidecar.telemetry import SpanObserver
 from sidecar.tokens import Estimator
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.support.commands import address, command
+from tests.support.middleware import TestedMiddleware
 from tests.support.serving import serving
 
 INTERACTIVE, STANDARD, RESEARCH = "sk-demo-interactive", "sk-demo-standard", "sk-demo-research"
@@ -535,7 +535,7 @@ async def traced_overload(folder: Path, count: int) -> Traces:
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     pool, engine = Watched(policy), Engine(emulator_of(policy.engine, SLOTS, step_s=0.005))
-    door = Admission(
+    door = TestedMiddleware(
         engine,
         policy=policy,
         pool=pool,

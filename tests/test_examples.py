@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sidecar.policy.compiler import load
 
 import sidecar
 from sidecar import errors
-from sidecar.policy.compile import load
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import pytest
+from sidecar.policy.compiler import load
 
-from sidecar.policy.compile import load
 from sidecar.pools.redis.script import root_key
 from tests.cluster.replicas import Replica, address, started
-from tests.support.door import CHAT, chat, key, write_policy
+from tests.support.middleware import CHAT, chat, key, write_policy
 from tests.support.ports import free_ports
 from tests.support.redis_servers import RedisServer, first_binary
 

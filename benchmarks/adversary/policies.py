@@ -10,8 +10,8 @@ from shutil import copytree
 from typing import Any
 
 import yaml
+from sidecar.policy.compiler import load, shipped_policies
 
-from sidecar.policy.compile import load, shipped_policies
 from sidecar.policy.model import Policy
 
 CRITICAL, HIGH, NORMAL, LOW, BATCH = range(5)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from sidecar.policy.compile import load, shipped_policies
+from sidecar.policy.compiler import load, shipped_policies
+
 from sidecar.policy.rules import PoolRules, TierRules
 
 WRITTEN = Path(__file__).with_name("pool.svg")

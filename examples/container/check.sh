@@ -66,7 +66,7 @@ if inside touch /written 2> /dev/null; then
 fi
 inside "$entry" --version
 inside python3 -c 'import hiredis, redis, opentelemetry.exporter.otlp.proto.grpc, opentelemetry.exporter.otlp.proto.http'
-policies=$(inside python3 -c 'from sidecar.policy.compile import shipped_policies; print(shipped_policies())')
+policies=$(inside python3 -c 'from sidecar.policy.compiler import shipped_policies; print(shipped_policies())')
 inside "$entry" check "$policies" > "$log" || fail "it does not find its own example policies"
 
 inside "$entry" serve --upstream http://127.0.0.1:9 --policy "$policies" --port 0 > "$log" 2>&1 &

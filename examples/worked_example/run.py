@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sidecar.policy.compile import load
+from sidecar.policy.compiler import load
+
 from sidecar.scheduling import Admission, Scheduler
 
 # (second, what happens, request, tier, tokens)

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from sidecar.admin.page import HEADERS, PAGE
+from sidecar.admin.routes import HEADERS, PAGE
 from sidecar.admin.stream import Stream
 from sidecar.cluster.generations import Generations
 from sidecar.cluster.overview import PoolOverview

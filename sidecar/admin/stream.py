@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Callable
 
-from sidecar.asgi.types import Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout

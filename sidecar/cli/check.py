@@ -13,7 +13,7 @@ from typing import Any
 
 from sidecar.cli.output import write_json
 from sidecar.policy import fields as of
-from sidecar.policy.compile import Loaded, load_files
+from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.model import Policy, Teller
 from sidecar.policy.problems import PolicyError, Problem
 from sidecar.policy.rules import UNLIMITED, TierRules, largest_certain_request, largest_request

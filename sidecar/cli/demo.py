@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plays the three runs and prints the table. Returns 1 where requests failed, or a server could not start."""
-    from sidecar.policy.compile import load, shipped_policies
+    from sidecar.policy.compiler import load, shipped_policies
     from sidecar.tools.demo.clients import arrivals
     from sidecar.tools.demo.runs import play_run, shared
     from sidecar.tools.demo.servers import CannotStart, servers

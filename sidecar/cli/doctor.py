@@ -88,7 +88,7 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def _policy(path: str | None) -> Policy | None:
-    from sidecar.policy.compile import load
+    from sidecar.policy.compiler import load
 
     return None if path is None else load(path)
 

@@ -9,15 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sidecar.asgi.background import refuse_background
-from sidecar.asgi.understanding import longest_wait_s, refuse_what_is_too_much
-from sidecar.asgi.unguarded import treatment
 from sidecar.classify import Answer, Asked, Classification, Classifier
 from sidecar.cli.output import write_json
 from sidecar.engines import Dialect, client_headers, dialect_of, routes_of
 from sidecar.errors import AdmissionError, BodyTooLarge
-from sidecar.payload import Payload, read
-from sidecar.policy.compile import Loaded, load_files
+from sidecar.middleware.intake import longest_wait_s, refuse_background, refuse_what_is_too_much
+from sidecar.middleware.unguarded import treatment
+from sidecar.payload.decode import Payload, decode
+from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.model import Api, Endpoint, Policy, Teller, Tenant, Unguarded
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED
@@ -101,7 +100,7 @@ class _Explanation:
         self._found["tenant"] = self._tenant(tenant)
         if len(body) > self._policy.max_body_bytes:
             raise BodyTooLarge(f"the body has {len(body)} bytes; {self._policy.max_body_bytes} are allowed")
-        payload = read(endpoint.api, body)
+        payload = decode(endpoint.api, body)
         refuse_background(payload, self._policy.background)
         asked = Asked(endpoint, payload, headers, client_headers(headers))
         answers = self._classifier.answers(asked, tenant)

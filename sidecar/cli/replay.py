@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from sidecar.cli.output import reporter, unwritable, write_json
-from sidecar.policy.compile import load
+from sidecar.policy.compiler import load
 from sidecar.policy.model import Api, EngineName, Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.tokens import NoTokenizer

@@ -17,7 +17,7 @@ from sidecar.policy import units
 from sidecar.telemetry.logs.setup import FORMATTERS, LEVELS, log_settings, own_logging
 
 if TYPE_CHECKING:
-    from sidecar.asgi.door import Door
+    from sidecar.middleware.controller import AdmissionController
 
 _log = logging.getLogger("sidecar.serve")
 
@@ -67,11 +67,11 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
     from sidecar.admin.app import admin_app
     from sidecar.admin.auth import AdminGuard, access_of, open_port
     from sidecar.app import AdmissionMiddleware
-    from sidecar.asgi import server
-    from sidecar.asgi.proxy import ReverseProxy
-    from sidecar.policy.compile import load_files
+    from sidecar.policy.compiler import load_files
     from sidecar.policy.reload import PolicyFiles
     from sidecar.policy.warnings import warnings
+    from sidecar.proxy.proxy import ReverseProxy
+    from sidecar.server import server
     from sidecar.telemetry.setup import TelemetryError, configure_from_environment
 
     try:
@@ -101,7 +101,7 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
                 admin=AdminGuard(pages, access),
                 admin_host=args.admin_host,
                 admin_port=args.admin_port,
-                drain=lambda: _drain(door),
+                drain=lambda: _drain(door.controller),
                 drained=door.drained,
                 reload=door.observability.reload,
                 grace_s=args.grace,
@@ -115,7 +115,7 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
     return None
 
 
-def _drain(door: Door) -> None:
+def _drain(door: AdmissionController) -> None:
     door.drain()
     new_ones = "pass until the port closes" if door.is_observing else "are refused"
     _log.info("%d requests are under way, new ones %s", door.under_way, new_ones, extra={"event": "draining"})

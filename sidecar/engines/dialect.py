@@ -12,9 +12,9 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 
-from sidecar.payload import Payload
+from sidecar.payload.decode import Payload
+from sidecar.payload.edit import remove
 from sidecar.policy.model import Api, Carrier
-from sidecar.splice import remove
 
 Priority = int | float
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from sidecar.engines.dialect import Forward, Priority, Stated, agent_hints, header, spread, stated_in_header
 from sidecar.engines.routes import CANCEL, COUNTING, OPENAI, Routes
-from sidecar.payload import Payload
+from sidecar.payload.decode import Payload
 from sidecar.policy.model import Api
 
 HEADER = b"x-dynamo-request-priority"

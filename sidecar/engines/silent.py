@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from sidecar.engines.dialect import Forward, Priority, Stated
 from sidecar.engines.routes import CANCEL, COUNTING, OPENAI, Routes
-from sidecar.payload import Payload
+from sidecar.payload.decode import Payload
 from sidecar.policy.model import Api
 
 ROUTES = Routes(

@@ -2,7 +2,7 @@
 
 Other schemas accept the member and drop it, and builds before the field answer 400 to it. It acts only with
 `scheduler_config.waiting_queue_policy: priority`. Whoever runs in the server's own process can hand the granted value
-to `LLM.generate_async` instead, which serves responses and messages too (`sidecar.servers.trtllm`).
+to `LLM.generate_async` instead, which serves responses and messages too (`sidecar.launchers.trtllm`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from sidecar.engines.dialect import Forward, Priority, Stated, member, stated_in_body
 from sidecar.engines.routes import COUNTING, OPENAI, Routes
-from sidecar.payload import Payload
+from sidecar.payload.decode import Payload
 from sidecar.policy.model import Api
 
 _WITH_FIELD = frozenset((Api.CHAT, Api.COMPLETIONS))

@@ -19,7 +19,7 @@ from sidecar.engines.dialect import (
     stated_in_header,
 )
 from sidecar.engines.routes import CANCEL, COUNTING, OPENAI, Routes
-from sidecar.payload import Payload
+from sidecar.payload.decode import Payload
 from sidecar.policy.model import Api, Carrier
 
 HEADER = b"x-vllm-priority"

@@ -1,6 +1,6 @@
 """The policy: from YAML files to one immutable value, with every mistake at once, by file and line."""
 
-from sidecar.policy.compile import Loaded, load, load_files
+from sidecar.policy.compiler import Loaded, load, load_files
 from sidecar.policy.model import Api, Carrier, Endpoint, EngineName, Limits, Policy, Source, StoreLoss, Tenant, Tier
 from sidecar.policy.problems import Place, PolicyError, Problem
 from sidecar.policy.store import StoreAddress, StoreKind, store_address

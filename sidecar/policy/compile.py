@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from pathlib import Path as FilePath
 from types import MappingProxyType
 from typing import TypeVar
@@ -260,9 +261,9 @@ def _anonymous(pool: PoolFile, levels: dict[str, int]) -> Tenant | None:
     return Tenant(ANONYMOUS, level=level, max_level=level)
 
 
-def shipped_policies() -> FilePath:
+def shipped_policies() -> Path:
     """The folder with `policy.yaml` and `tenants/`. Raises FileNotFoundError where a packager left it out."""
-    package = FilePath(__file__).resolve().parent.parent
+    package = Path(__file__).resolve().parent.parent
     for folder in (package / "policies", package.parent / "policies"):
         if (folder / "policy.yaml").is_file():
             return folder

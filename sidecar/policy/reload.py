@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from sidecar.policy.compile import POOL_FILE, Loaded, load_files, tenant_files
+from sidecar.policy.compiler import POOL_FILE, Loaded, load_files, tenant_files
 from sidecar.policy.diff import describe_changes, needs_restart
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError

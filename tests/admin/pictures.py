@@ -17,8 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import aiohttp
+from sidecar.policy.compiler import shipped_policies
 
-from sidecar.policy.compile import shipped_policies
 from tests.cluster.replicas import CHAT, address, started
 from tests.support.devtools import headless, tab
 from tests.support.png import smaller

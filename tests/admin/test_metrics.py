@@ -19,16 +19,15 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
+from sidecar.policy.compiler import load
 
 from sidecar.admin.app import admin_app
 from sidecar.admin.metrics import metrics_routes
-from sidecar.asgi.middleware import Admission
-from sidecar.asgi.proxy import ReverseProxy
 from sidecar.engines import dialect_of
 from sidecar.observability import PoolSampler
-from sidecar.policy.compile import load
 from sidecar.policy.model import EngineName
 from sidecar.pools import LocalPool
+from sidecar.proxy.proxy import ReverseProxy
 from sidecar.telemetry import SpanObserver, Telemetry
 from sidecar.telemetry.metrics import PoolMetrics, RequestMetrics
 from sidecar.telemetry.metrics.histograms import HAS_CONTEXT
@@ -37,6 +36,7 @@ from sidecar.telemetry.metrics.views import views
 from sidecar.telemetry.scrape import Scrape
 from sidecar.tokens import Estimator
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
+from tests.support.middleware import TestedMiddleware
 from tests.support.serving import serving
 
 POLICY = """\
@@ -60,7 +60,7 @@ PAST_FRESH_S = 0.03
 class Stack:
     """A door and its admin port, with everything that it measures."""
 
-    door: Admission
+    door: TestedMiddleware
     scrape: Scrape
     spans: InMemorySpanExporter
     session: aiohttp.ClientSession
@@ -115,7 +115,7 @@ async def stacked(folder: Path) -> AsyncIterator[Stack]:
     kept = [PoolMetrics(policy.pool, sampler, meters)]
     emulator = Emulator(EmulatorConfig(engine=EngineName.VLLM, steps=StepModel(max_num_seqs=4, step_s=0.001)))
     async with serving(emulator.app) as engine, aiohttp.ClientSession() as session:
-        door = Admission(
+        door = TestedMiddleware(
             ReverseProxy(engine.url),
             policy=policy,
             pool=pool,

@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
 
-from sidecar.admin.page import HEADERS, PAGE
+from sidecar.admin.routes import HEADERS, PAGE
 from sidecar.admin.stream import Stream
 from sidecar.cluster.document import Amount, Promised, RefusalView, ReplicaView, TenantView
 from tests.cluster.replicas import Replica, overload, replicas

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from sidecar.policy.compiler import shipped_policies
 
 from sidecar.cli import main
-from sidecar.policy.compile import shipped_policies
 
 POLICIES = str(shipped_policies())
 NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there

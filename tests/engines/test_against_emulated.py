@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from sidecar.asgi.forwarding import forwarded_body
 from sidecar.engines import Forward, dialect_of
-from sidecar.payload import read
+from sidecar.middleware.forwarding import forwarded_body
+from sidecar.payload.decode import decode
 from sidecar.policy.model import Api, Carrier, EngineName
 from sidecar.tools.emulator.config import EmulatorConfig
 from sidecar.tools.emulator.dialects.base import Dialect as Emulated
@@ -45,7 +45,7 @@ BODIES = {
 def heard(engine: EngineName, api: Api, body: bytes, forward: Forward) -> Rank:
     """The priority as the emulated engine reads it. Raises Refusal or InvalidField where it does not accept it."""
     emulated: Emulated = ENGINES[engine](EmulatorConfig(engine=engine, header_overrides=True))
-    decoded = json.loads(forwarded_body(body, read(api, body), forward))
+    decoded = json.loads(forwarded_body(body, decode(api, body), forward))
     if engine is EngineName.TENSORRT_LLM:
         decoded.pop("nvext", None)  # it knows no such field, whoever sends it
     emulated.check(api, decoded)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
+from sidecar.policy.compiler import load
 
-from sidecar.policy.compile import load
 from sidecar.policy.units import duration_s
 from tests.examples.command_lines import EXAMPLES, ROOT, named_files, parsed, replaced, shell_lines, unknown_variables
 from tests.examples.running import TIMEOUT_S, asked, doors, fetched

@@ -11,9 +11,9 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from sidecar.policy.compiler import load
 
 from sidecar.admin.auth import access_of
-from sidecar.policy.compile import load
 from tests.examples.command_lines import EXAMPLES, named_files, parsed, shell_lines, unknown_variables
 from tests.examples.kubernetes import (
     IN_POD,

@@ -15,20 +15,20 @@ import aiohttp
 import msgspec
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
+from sidecar.policy.compiler import load
 
 from sidecar.admin.app import admin_app
 from sidecar.admin.routes import routes
 from sidecar.events import Admitted, Classified, Event, Obstacle, Queued, Received
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.explain.document import Explanation
-from sidecar.policy.compile import load
 from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
 from sidecar.pools import Pool
 from sidecar.pools.redis import RedisPool, connector
 from sidecar.telemetry import SpanObserver, Telemetry
 from sidecar.telemetry.journal import Journal
-from tests.support.door import App, Guarded, key, write_policy
+from tests.support.middleware import App, Guarded, key, write_policy
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import Served, serving
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 from hypothesis import strategies as st
+from sidecar.policy.compiler import shipped_policies
 
-from sidecar.policy.compile import shipped_policies
 from sidecar.policy.schema import PoolFile, TenantFile
 
 SHIPPED = shipped_policies()

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
+from sidecar.policy.compiler import shipped_policies
 
-from sidecar.policy.compile import shipped_policies
 from tests.otel.files import RULES
 from tests.support.prometheus import Prometheus, prometheus
 from tests.support.redis_servers import HOST, RedisServer, ends_with_parent, first_binary, free_port, is_free, until

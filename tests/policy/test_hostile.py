@@ -10,8 +10,8 @@ from pathlib import Path
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sidecar.policy.compiler import load
 
-from sidecar.policy.compile import load
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.schema import PoolFile, TenantFile

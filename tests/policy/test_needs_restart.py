@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from sidecar.policy.compiler import load
 
-from sidecar.policy.compile import load
 from sidecar.policy.diff import needs_restart
 
 BASE = """\

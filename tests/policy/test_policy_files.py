@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+from sidecar.policy.compiler import Loaded, load, load_files
 
 from sidecar.policy import reload
-from sidecar.policy.compile import Loaded, load, load_files
 from sidecar.policy.reload import STILL_BROKEN_S, STILL_S, Look, PolicyFiles
-from tests.support.door import write_policy
+from tests.support.middleware import write_policy
 
 
 class Clock:

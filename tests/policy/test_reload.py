@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from sidecar.policy.compiler import load
 
-from sidecar.policy.compile import load
 from sidecar.policy.model import Policy
 from sidecar.policy.reload import PolicyFiles, PolicyReloader
-from tests.support.door import write_policy
+from tests.support.middleware import write_policy
 
 pytestmark = pytest.mark.anyio
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from sidecar.policy.compiler import load, load_files
 
-from sidecar.policy.compile import load, load_files
 from sidecar.policy.warnings import warnings
 from tests.policy.files import pool, tenant
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import openai
 import pytest
+from sidecar.policy.compiler import shipped_policies
 
-from sidecar.policy.compile import shipped_policies
 from tests.support.commands import address, command
 from tests.support.engine import answering, raw_engine
 from tests.support.otlp import Received, otlp_over_grpc, otlp_over_http

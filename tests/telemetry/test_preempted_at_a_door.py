@@ -12,14 +12,14 @@ from measuring import Measuring
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from sidecar.policy.compiler import load
 
 from sidecar.explain.builder import ExplanationBuilder
-from sidecar.policy.compile import load
 from sidecar.telemetry import SpanObserver, Telemetry
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.recent import Recent
 from sidecar.telemetry.spans.predecessors import predecessors_in
-from tests.support.door import App, Guarded, answer, guarding, whole_body
+from tests.support.middleware import App, Guarded, answer, guarding, whole_body
 
 pytestmark = pytest.mark.anyio
 POLICY = """\

@@ -376,7 +376,7 @@ assert not loaded, loaded
 """
     mounted = """
 from sidecar import AdmissionMiddleware
-from sidecar.policy.compile import shipped_policies
+from sidecar.policy.compiler import shipped_policies
 
 AdmissionMiddleware(None, shipped_policies())
 """

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import measuring as measuring_sdk
 import pytest
 from opentelemetry import metrics
+from sidecar.policy.compiler import load, shipped_policies
 
 from sidecar.events import StoreChanged, StoreState
-from sidecar.policy.compile import load, shipped_policies
 from sidecar.policy.store import store_address
 from sidecar.pools import Ask
 from sidecar.pools.redis import RedisPool, connector

@@ -16,9 +16,9 @@ from dataclasses import asdict, replace
 
 import msgspec
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.app import AdmissionMiddleware
-from sidecar.asgi.types import ASGIApp, Receive, Scope, Send
 from sidecar.policy.model import EngineName, Policy
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 
@@ -76,7 +76,7 @@ def end_with_parent() -> None:
 
 def main(kind: str, policy_path: str) -> None:
     """Serves until it is terminated."""
-    from sidecar.policy.compile import load
+    from sidecar.policy.compiler import load
 
     end_with_parent()
     policy = replace(load(policy_path), store=None)  # a pool in a store is none for a demo to play with

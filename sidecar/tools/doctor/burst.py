@@ -207,26 +207,16 @@ async def _watch(engine: EngineName, pages: Pages, found: list[Gauges]) -> None:
 
 FULL = 0.8
 """Of what the engine says it can run: clients see a little less, for a first token comes after its slot."""
-
-
 LONGER = 3
 """By this factor a control's answers are longer, where nobody could tell that the engine was full."""
-
-
 SAME = 1.7
 """At most this much more ran at once then, on average: the number is held by a bound. Otherwise it grows by `LONGER`.
 
 A little growth is the first tokens' doing: a slot is taken before them, and clients do not see it yet."""
-
-
 ON_GAUGE = 0.25
 """Of the requests that waited, for a reading to be their queue: a request that just came in is counted for a step."""
-
-
 FEWEST_READINGS = 3
 """Of the gauge within one burst, for its silence to mean anything."""
-
-
 _ELSEWHERE = frozenset({EngineName.DYNAMO})
 """Its gauge is the router's queue; while that is off, requests wait in the workers, which do not show."""
 

@@ -15,8 +15,6 @@ from sidecar.policy.model import EngineName
 from sidecar.tools.loadgen.answer import problem_of
 
 TIMEOUT_S = 10.0
-
-
 OWNERS = {
     "vllm": EngineName.VLLM,
     "sglang": EngineName.SGLANG,

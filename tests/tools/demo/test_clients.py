@@ -6,8 +6,8 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
+from sidecar.policy.compiler import load, shipped_policies
 
-from sidecar.policy.compile import load, shipped_policies
 from sidecar.tools.demo.clients import OUTPUT_TOKENS, PROMPT_TOKENS, STREAMS, arrivals
 
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from sidecar.policy.compiler import shipped_policies
 
-from sidecar.policy.compile import shipped_policies
 from sidecar.tools.demo.runs import RUNS, Sharing
 from sidecar.tools.demo.servers import CannotStart, servers
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import yaml
+from sidecar.policy.compiler import load
 
 from sidecar.app import AdmissionMiddleware
-from sidecar.asgi.proxy import ReverseProxy
-from sidecar.policy.compile import load
+from sidecar.proxy.proxy import ReverseProxy
 from sidecar.tools.doctor import advice, burst, probe
 from sidecar.tools.doctor.burst import Queueing
 from sidecar.tools.doctor.conditions import State

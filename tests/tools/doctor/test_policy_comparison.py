@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sidecar.policy.compiler import load
 
 from sidecar.engines.reading import Facts, Gauges, Identity
-from sidecar.policy.compile import load
 from sidecar.policy.model import EngineName, Policy
 from sidecar.tools.doctor import advice
 from sidecar.tools.doctor.policy_comparison import Finding, compare, harm, sent

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sidecar.policy.compiler import load, shipped_policies
 
-from sidecar.policy.compile import load, shipped_policies
 from sidecar.tools.replay.plan import BadTier, assign, ladder
 from sidecar.tools.replay.trace_formats import Row
 
