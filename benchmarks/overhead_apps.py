@@ -15,10 +15,10 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar import AdmissionMiddleware
-from sidecar.asgi.proxy import ReverseProxy
-from sidecar.asgi.types import ASGIApp, Receive, Scope, Send
+from sidecar.proxy.proxy import ReverseProxy
 
 ANSWER = json.dumps(
     {

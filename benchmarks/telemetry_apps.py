@@ -19,10 +19,10 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, Sampler, TraceIdRatioBased
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from benchmarks.overhead_apps import CHUNK, CHUNKS, Nowhere, bare
 from sidecar import AdmissionMiddleware
-from sidecar.asgi.types import ASGIApp, Receive, Scope, Send
 from sidecar.telemetry import sdk_bypass
 from sidecar.telemetry.setup import meter_provider_for
 
@@ -114,7 +114,7 @@ def contributed_metrics() -> ASGIApp:
 def admission() -> ASGIApp:
     """With admission that no one observes."""
     middleware = _middleware()
-    middleware.observer = None
+    middleware.controller.observer = None
     return middleware
 
 

@@ -15,6 +15,7 @@ from sidecar import AdmissionMiddleware
 from sidecar.events import Admitted, Classified, Event, FirstByte, Outcome, Received, Settled
 from sidecar.policy.compiler import shipped_policies
 from sidecar.telemetry.dispatch import EventDispatcher, Listener
+from sidecar.telemetry.dispatch import EventDispatcher as Telemetry
 from sidecar.telemetry.request_record import RequestRecord, TraceIds
 from sidecar.telemetry.spans.tracer import RequestTracer
 
@@ -44,8 +45,8 @@ def parts() -> Mapping[str, float]:
         "spans, every one recorded": _least_us(_spans(ParentBased(ALWAYS_ON))),
         "spans, none sampled": _least_us(_spans(ALWAYS_OFF)),
     }
-    observer = AdmissionMiddleware(bare, str(shipped_policies()), is_shown=True).observer
-    assert isinstance(observer, EventDispatcher)
+    observer = AdmissionMiddleware(bare, str(shipped_policies()), is_shown=True).controller.observer
+    assert isinstance(observer, Telemetry)
     for listener in observer.listeners:
         found[type(listener).__name__] = _least_us(_told(listener))
     return found

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from benchmarks.overhead_apps import ANSWER
 from sidecar.apis import Api
-from sidecar.asgi.forwarding import forwarded_body, forwarded_headers
-from sidecar.asgi.usage import UsageReader
 from sidecar.classify import Asked, Classifier
 from sidecar.engines.registry import client_headers
-from sidecar.payload import read
+from sidecar.middleware.forwarding import forwarded_body, forwarded_headers
+from sidecar.middleware.usage import UsageReader
+from sidecar.payload.decode import decode
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.pools import Ask, LocalPool
 from sidecar.tokens import Estimator, tokens_to_hold
@@ -28,7 +28,7 @@ def where_it_goes(body: bytes, headers: tuple[tuple[str, str], ...]) -> dict[str
     pairs = [(name.lower().encode(), value.encode()) for name, value in headers]
     pairs += [(b"content-length", b"%d" % len(body)), (b"host", b"127.0.0.1")]
     endpoint = policy.endpoints["/v1/chat/completions"]
-    payload = read(Api.CHAT, body)
+    payload = decode(Api.CHAT, body)
     taken = client_headers(dict(pairs))
     asked = Asked(endpoint, payload, dict(pairs), taken)
     tenant = classifier.tenant(asked.headers)
@@ -36,7 +36,7 @@ def where_it_goes(body: bytes, headers: tuple[tuple[str, str], ...]) -> dict[str
     added = [(b"content-length", b"2000")]
 
     def understand() -> None:
-        tokens_to_hold(read(Api.CHAT, body), estimator.prompt_tokens(payload, tenant.name), 512)
+        tokens_to_hold(decode(Api.CHAT, body), estimator.prompt_tokens(payload, tenant.name), 512)
 
     def classify() -> None:
         classifier.tenant(dict(pairs))

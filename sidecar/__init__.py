@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sidecar.granted import Granted, granted
+from sidecar.context import Granted, granted
 from sidecar.version import __version__
 
 if TYPE_CHECKING:

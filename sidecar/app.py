@@ -5,28 +5,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from sidecar.admin.port import PORT_VARIABLE
-from sidecar.asgi.failed_start import FailedStart
-from sidecar.asgi.lifespan import Lifespan, Step
-from sidecar.asgi.middleware import Admission
-from sidecar.asgi.mounted import Mounted
-from sidecar.asgi.pages import AppPages
-from sidecar.asgi.proxy import ReverseProxy
-from sidecar.asgi.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from sidecar.admin.app import admin_app
+from sidecar.admin.port import PORT_VARIABLE, admin_pages
 from sidecar.engines.base import Engine
+from sidecar.engines.base import Engine as Dialect
 from sidecar.engines.pages import Pages
+from sidecar.middleware.controller import AdmissionController
+from sidecar.middleware.engine_pages import EnginePages
+from sidecar.middleware.middleware import serve_scope
 from sidecar.observability import Observability
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy, Unguarded
 from sidecar.policy.reload import PolicyFiles
 from sidecar.policy.store import StoreAddress, store_address
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
+from sidecar.proxy.proxy import ReverseProxy
 from sidecar.secrets import secret, secret_for_header
+from sidecar.server.lifespan import FailedStart, Lifespan
+from sidecar.server.mounted import Mounted
 from sidecar.telemetry import StoreMetrics
 from sidecar.telemetry.logs.setup import mounted_logging
 from sidecar.telemetry.setup import configure_from_environment
@@ -46,7 +49,7 @@ _OPEN_ENGINE = (
 _log = logging.getLogger("sidecar.app")
 
 
-class AdmissionMiddleware(Admission):
+class AdmissionMiddleware:
     """Admission control around an ASGI app, in one line: `app.add_middleware(AdmissionMiddleware, policy="policies/")`.
 
     `policy` is a file, a folder with `policy.yaml` in it, or a loaded `Policy`; without one the environment variable
@@ -57,9 +60,12 @@ class AdmissionMiddleware(Admission):
     changes there replaces it while the server runs. `is_shown` says that `observability.routes` are served,
     `is_launched` that the app is an engine's own server, started by one of our launchers; `takes_over_pool`, or
     `SIDECAR_TAKE_OVER_POOL=1`, that a shared pool with other tiers is made anew. Raises `PolicyError` with every
-    mistake of the files, and ValueError where there are none; a server that makes its middleware only when it starts is
-    reports a failed start instead.
+    mistake of the files, and ValueError where there are none. In an event loop it does not raise: the server reports
+    a failed start, and the middleware has neither a `controller` nor a `observability`.
     """
+
+    controller: AdmissionController
+    observability: Observability
 
     def __init__(
         self,
@@ -73,82 +79,118 @@ class AdmissionMiddleware(Admission):
         is_launched: bool = False,
     ) -> None:
         try:
-            if isinstance(policy, Policy):
-                loaded = policy
-            else:
-                path = policy or _policy_path(os.environ)
-                loaded = load(path)
-                files = PolicyFiles(path)
-            engine_key = secret_for_header(os.environ, ENGINE_KEY_VARIABLE)
-            if engine_key is not None and loaded.anonymous is not None and not loaded.forward_key:
-                _log.warning("%s", _OPEN_ENGINE, extra={"event": "engine_open"})
-            pages = AppPages(app, engine_key)
-            pool = _pool(loaded, os.environ, pages, takes_over=takes_over_pool)
-            estimator = Estimator(None if loaded.tokenizer is None else TokenizerCounter(loaded.tokenizer))
-            is_shared = self._is_shared = store_of(loaded, os.environ) is not None
-            is_shown = is_shown or (policy is None and _has_admin_port(os.environ))
-            self.observability = Observability(
-                self, loaded, pool, files, os.environ, is_shared=is_shared, is_shown=is_shown
+            loaded, files = (policy, files) if isinstance(policy, Policy) else _load(policy, os.environ)
+            self.controller, self.observability = _composed(
+                app,
+                loaded,
+                files,
+                dialect,
+                is_by_name=policy is None,
+                is_shown=is_shown,
+                is_launched=is_launched,
+                takes_over=takes_over_pool,
             )
         except ValueError as mistake:
             if not _is_in_event_loop():
                 raise
-            self.app, self.endpoints, self.has_failed = FailedStart(mistake), {}, True
-            return
-        dialect = loaded.engine.connected(loaded.carrier, pages) if dialect is None else dialect
-        inner = _with_lifespan(pages, pool, dialect, self.observability, self._end_leases)
-        if policy is None:
-            inner = Mounted(
-                inner,
-                self,
-                routes=self.observability.routes,
-                is_shared=is_shared,
-                environment=os.environ,
-                telemetry=partial(_mounted_telemetry, self.observability, os.environ),
-            )
-        super().__init__(
-            inner,
-            policy=loaded,
-            pool=pool,
-            dialect=dialect,
-            estimator=estimator,
-            observer=self.observability.observer,
-            observed=self.observability.observed,
-            is_proxied=isinstance(app, ReverseProxy),
-            engine_key=engine_key,
-            unguarded=_unguarded(app, is_launched=is_launched, is_mounted_by_name=policy is None),
-            unguarded_observer=self.observability.unguarded,
-        )
-        if isinstance(pool, EngineSizedPool):
-            pool.on_unfinished = self.pending_aborts.seen
+            self._serve: ASGIApp = FailedStart(mistake)
+        else:
+            self._serve = partial(serve_scope, self.controller)
 
-    async def _end_leases(self) -> None:
-        await self.followed.close()
-        await self.shadows.close()
-        # Other replicas of a shared pool would fill the room before the engine has it.
-        await self.pending_aborts.close(waits=self._is_shared)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one ASGI scope."""
+        await self._serve(scope, receive, send)
 
-    def change_policy(self, policy: Policy) -> None:
-        """See `Door.change_policy`."""
-        super().change_policy(policy)
-        self.observability.change_policy(policy)
+    @property
+    def policy(self) -> Policy:
+        """The policy of new requests."""
+        return self.controller.policy
 
-    def state(self) -> Mapping[str, object]:
-        """See `Door.state`; in a shared pool also which replicas run which policy."""
-        state = super().state()
-        generations = self.observability.generations()
-        return {**state, "generations": generations} if generations else state
+    @property
+    def pool(self) -> Pool:
+        """The pool of the leases."""
+        return self.controller.pool
+
+    @property
+    def under_way(self) -> int:
+        """See `AdmissionController.under_way`."""
+        return self.controller.under_way
+
+    def drain(self) -> None:
+        """See `AdmissionController.drain`."""
+        self.controller.drain()
+
+    async def drained(self) -> None:
+        """See `AdmissionController.drained`."""
+        await self.controller.drained()
+
+    def readiness(self) -> Sequence[str]:
+        """See `AdmissionController.readiness`."""
+        return self.controller.readiness()
 
     def notices(self) -> Sequence[str]:
-        """See `Door.notices`."""
-        return [*super().notices(), *self.observability.notices()]
+        """See `AdmissionController.notices`."""
+        return self.controller.notices()
+
+    def state(self) -> Mapping[str, object]:
+        """See `AdmissionController.state`."""
+        return self.controller.state()
 
 
-def _unguarded(app: ASGIApp, *, is_launched: bool, is_mounted_by_name: bool) -> Unguarded | None:
+def _load(path: str | Path | None, environment: Mapping[str, str]) -> tuple[Policy, PolicyFiles]:
+    path = path or _policy_path(environment)
+    return load(path), PolicyFiles(path)
+
+
+def _composed(
+    app: ASGIApp,
+    policy: Policy,
+    files: PolicyFiles | None,
+    dialect: Dialect | None,
+    *,
+    is_by_name: bool,
+    is_shown: bool,
+    is_launched: bool,
+    takes_over: bool,
+) -> tuple[AdmissionController, Observability]:
+    """A controller and its monitor. `is_by_name` says that a server constructs the middleware with its app alone."""
+    environment = os.environ
+    engine_key = secret_for_header(environment, ENGINE_KEY_VARIABLE)
+    if engine_key is not None and policy.anonymous is not None and not policy.forward_key:
+        _log.warning("%s", _OPEN_ENGINE, extra={"event": "engine_open"})
+    pages = EnginePages(app, engine_key)
+    pool = _pool(policy, environment, pages, takes_over=takes_over)
+    is_shared = store_of(policy, environment) is not None
+    controller = AdmissionController(
+        pages,
+        policy=policy,
+        pool=pool,
+        dialect=policy.engine.connected(policy.carrier, pages) if dialect is None else dialect,
+        estimator=Estimator(None if policy.tokenizer is None else TokenizerCounter(policy.tokenizer)),
+        observer=None,
+        is_proxied=isinstance(app, ReverseProxy),
+        engine_key=engine_key,
+        unguarded=_unguarded(app, is_launched=is_launched, is_by_name=is_by_name),
+    )
+    is_shown = is_shown or (is_by_name and _has_admin_port(environment))
+    observability = Observability(controller, policy, pool, files, environment, is_shared=is_shared, is_shown=is_shown)
+    controller.monitor = observability
+    controller.observer, controller.observed = observability.observer, observability.observed
+    controller.unguarded_observer = observability.unguarded
+    if isinstance(pool, EngineSizedPool):
+        pool.on_unfinished = controller.pending_aborts.seen
+    controller.app = _with_lifespan(controller, observability, pages, is_shared=is_shared)
+    if is_by_name:
+        services = partial(_mounted_services, controller, observability, environment)
+        controller.app = Mounted(controller.app, services, is_shared=is_shared, environment=environment)
+    return controller, observability
+
+
+def _unguarded(app: ASGIApp, *, is_launched: bool, is_by_name: bool) -> Unguarded | None:
     """Treatment of unguarded paths where the policy does not say; None where only the app can say."""
     if is_launched or isinstance(app, ReverseProxy):
         return Unguarded.DENY
-    return None if is_mounted_by_name else Unguarded.GENERATING
+    return None if is_by_name else Unguarded.GENERATING
 
 
 def _pool(policy: Policy, environment: Mapping[str, str], pages: Pages, *, takes_over: bool) -> Pool:
@@ -188,21 +230,39 @@ def store_of(policy: Policy, environment: Mapping[str, str]) -> StoreAddress | N
 
 
 def _with_lifespan(
-    pages: AppPages, pool: Pool, dialect: Engine, observability: Observability, end_leases: Step
+    controller: AdmissionController, observability: Observability, app: ASGIApp, *, is_shared: bool
 ) -> ASGIApp:
-    """The app, with a start and an end for what has one."""
+    """The app, with the steps of the server's start and end."""
+
+    async def end_leases() -> None:
+        await controller.background.close()
+        await controller.shadows.close()
+        # Other replicas of a shared pool would fill the room before the engine has it.
+        await controller.pending_aborts.close(waits=is_shared)
+
+    pool, dialect = controller.pool, controller.dialect
     closing = [end_leases, observability.close, pool.close]  # what they say last is logged
     if isinstance(pool, EngineSizedPool):
-        return Lifespan(pages, opening=[observability.open], asking=[pool.open, dialect.ask], closing=closing)
-    return Lifespan(pages, opening=[pool.open, observability.open], asking=[dialect.ask], closing=closing)
+        return Lifespan(app, opening=[observability.open], asking=[pool.open, dialect.ask], closing=closing)
+    return Lifespan(app, opening=[pool.open, observability.open], asking=[dialect.ask], closing=closing)
 
 
-@contextmanager
-def _mounted_telemetry(observability: Observability, environment: Mapping[str, str]) -> Iterator[Callable[[], None]]:
-    """Logs and telemetry by the environment while the block runs; what it gives sends what telemetry still holds."""
-    scrape = observability.scrape if _has_admin_port(environment) else None
+@asynccontextmanager
+async def _mounted_services(
+    controller: AdmissionController, observability: Observability, environment: Mapping[str, str], processes: int
+) -> AsyncIterator[None]:
+    """Logs, telemetry and admin pages by the environment, while the block runs."""
+    pages = admin_app(
+        state=controller.state, readiness=controller.readiness, notices=controller.notices, routes=observability.routes
+    )
     with mounted_logging(environment):
-        yield configure_from_environment(scrape=scrape)
+        scrape = observability.scrape if _has_admin_port(environment) else None
+        send_the_rest = configure_from_environment(scrape=scrape)
+        try:
+            async with admin_pages(pages, environment, processes):
+                yield
+        finally:
+            await asyncio.to_thread(send_the_rest)
 
 
 def _has_admin_port(environment: Mapping[str, str]) -> bool:

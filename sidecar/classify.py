@@ -1,8 +1,8 @@
-"""Who asks, and for which tier: the API key names the tenant, the policy's sources name the tier, the tenant bounds it.
+"""Classification of a request: the API key names the tenant, and the policy's sources name the tier.
 
-The sources are asked in the policy's order and the first that answers wins; the answer is then clamped to the best tier
-that the tenant may ask for. Nothing a client says about priority is dropped in silence: what did not count is returned
-as `ignored`, and a value that means nothing is an error that lists the tiers.
+The sources are asked in the policy's order and the first that answers wins. The answer is then clamped to the best tier
+that the tenant may ask for. No priority that a client states is dropped silently: those that did not count are returned
+as `ignored`, and a value without a meaning is an error that lists the tiers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from sidecar.engines.base import Engine
 from sidecar.engines.registry import client_members
 from sidecar.errors import InvalidApiKey, UnknownTier
-from sidecar.payload import Payload
+from sidecar.payload.decode import Payload
 from sidecar.policy.model import Endpoint, Policy, Source, Tenant
 
 
@@ -30,10 +30,10 @@ class Fallback(str, Enum):
 
 
 class Asked(NamedTuple):
-    """What a request says of its priority.
+    """The parts of a request that may state a priority.
 
-    `headers` holds the last value of every header, by lower-case name; `taken` are those of them that some engine would
-    take a priority or a tenant from (`engines.registry.client_headers`).
+    `headers` holds the last value of every header, by lower-case name. `taken` are the names of headers from which some
+    engine would take a priority or a tenant (`engines.client_headers`).
     """
 
     endpoint: Endpoint
@@ -43,9 +43,9 @@ class Asked(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What one source said. `level` is None where it said nothing; `statement` is the field or header it read.
+    """One source's answer. `level` is None where it has none; `statement` is the field or header that it read.
 
-    `refusal` is what the request is answered with, where the value means nothing and no source before this one answers.
+    `refusal` is the request's error where the value has no meaning and no earlier source answers.
     """
 
     source: Source | Fallback
@@ -55,7 +55,7 @@ class Answer(NamedTuple):
     refusal: UnknownTier | None = None
 
 
-# What a request that says nothing of its priority gets to hear from most sources: made once.
+# The answers of most sources to a request that states no priority: made once.
 _NO_BODY = Answer(Source.BODY, None)
 _NO_HEADER = Answer(Source.HEADER, None)
 _NO_ENGINE = Answer(Source.ENGINE, None)
@@ -63,11 +63,11 @@ _DEFAULT = Answer(Fallback.DEFAULT, None)
 
 
 class Classification(msgspec.Struct):
-    """Whose request it is and which level it gets.
+    """A request's tenant and level.
 
-    `clamped_from` is the level asked for where the tenant may not have it, `downgraded_from` the one it would have had
-    within the tenant's limits, where it was over them. `ignored` lists the priority fields and
-    headers that the client sent and that did not count, as a client would write them.
+    `clamped_from` is the level asked for where the tenant may not have it. `downgraded_from` is the level within the
+    tenant's limits, where the request is over them. `ignored` lists the client's priority fields and headers that did
+    not count, as a client writes them.
     """
 
     tenant: Tenant
@@ -76,6 +76,11 @@ class Classification(msgspec.Struct):
     clamped_from: int | None
     ignored: tuple[str, ...]
     downgraded_from: int | None = None
+
+    def note_charged(self, level: int | None) -> None:
+        """Takes over the level that the pool charges, or has no place at, where it says one."""
+        if level is not None and level != self.level:
+            self.downgraded_from, self.level = self.level, level
 
 
 class Classifier:
@@ -104,7 +109,7 @@ class Classifier:
             if self._policy.anonymous is None:
                 raise InvalidApiKey("no API key; send `Authorization: Bearer KEY` or `x-api-key: KEY`")
             return self._policy.anonymous
-        # The digest is looked up, not the key: what timing could tell is about a hash that nobody can invert.
+        # The digest is looked up, not the key: timing could only reveal a hash, which no one can invert.
         tenant = self._policy.tenants.get(hashlib.sha256(key).hexdigest())
         if tenant is None:
             raise InvalidApiKey("this API key is not known here; ask the operator for one")
@@ -130,11 +135,11 @@ class Classifier:
         )
 
     def answers(self, asked: Asked, tenant: Tenant) -> list[Answer]:
-        """What every source of the policy says, in order, also behind the one that wins: for `sidecar explain`."""
+        """All sources' answers, in the policy's order, including those after the winner: for `sidecar explain`."""
         return [consult(asked, tenant) for consult in self._consults]
 
     def statements(self, asked: Asked) -> list[str]:
-        """Every field and header of a request that states a priority, ours or an engine's, as a client writes it."""
+        """Every field and header of a request that states a priority, the sidecar's or an engine's."""
         payload = asked.payload
         found = [] if payload.priority is None and payload.nvext is None else client_members(payload)
         found += [name.decode("latin-1") for name in asked.taken]
@@ -144,7 +149,7 @@ class Classifier:
 
     def _body(self, asked: Asked, tenant: Tenant) -> Answer:  # noqa: ARG002  # every source is asked alike
         raw = asked.payload.priority
-        # Where the engine's own priorities count, what it reads in `priority` is one of them; a name is always ours.
+        # Where the engine's own priorities count, a number in `priority` is the engine's; a name is always a tier's.
         if raw in (None, b"null") or (Source.ENGINE in self._policy.sources and self._is_engines(asked.payload)):
             return _NO_BODY
         assert raw is not None
@@ -186,7 +191,7 @@ class Classifier:
         return Answer(Source.ENGINE, level, stated.statement, f"{stated.value:g}")
 
     def _answer(self, source: Source, where: str, value: object, raw: bytes) -> Answer:
-        """A tier's name, or a number in [0, 1] with 1 the most important, mapped to the nearest rung of the ladder."""
+        """The level of a tier's name, or of a number in [0, 1] with 1 the most important, rounded to the nearest."""
         if isinstance(value, str) and (level := self._policy.level_of(value)) is not None:
             return Answer(source, level, where, _shown(raw))
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:

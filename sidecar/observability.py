@@ -11,16 +11,16 @@ from typing import Any
 
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, Mount
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admin import routes
 from sidecar.admin.metrics import metrics_routes
 from sidecar.admin.routes import LivePages
-from sidecar.asgi.door import Door
-from sidecar.asgi.types import ASGIApp, Receive, Scope, Send
 from sidecar.cluster.generations import Generations
 from sidecar.cluster.report import Sources
 from sidecar.engines import NoEngine
 from sidecar.events import Received
+from sidecar.middleware.controller import AdmissionController
 from sidecar.policy.model import Policy, Tier
 from sidecar.policy.reload import PolicyFiles, PolicyReloader, ReloadSignal
 from sidecar.pools import Grant, Pool
@@ -52,7 +52,7 @@ class Observability:
 
     def __init__(
         self,
-        door: Door,
+        door: AdmissionController,
         policy: Policy,
         pool: Pool,
         files: PolicyFiles | None,

@@ -1,12 +1,12 @@
-"""How many tokens a request will hold: its prompt and its maximum output, for every sequence it starts.
+"""Token estimates: how many tokens a request will hold, for its prompt and for the output of every sequence.
 
-Prompts are exact where they are token ids. Text is counted by its UTF-8 bytes at 4 bytes a token, the figure that
-other gateways use too, corrected by what the engine's `usage` reports. With a tokenizer (the extra `tokenizers`) it is
-counted for real, sampled where it is long.
+Prompts of token ids are exact. Text is estimated from its UTF-8 bytes, at 4 bytes a token, the figure that other
+gateways use too, corrected by the engine's reported `usage`. With a tokenizer (the extra `tokenizers`) its tokens are
+counted; long text is sampled.
 
-The correction belongs to one tenant and one model, so that no tenant's requests move another one's estimates. A tenant
-begins at 4 bytes a token; there is no figure that tenants share. Only a prompt that was understood completely teaches.
-Fields that are not known count at 4 bytes a token at most, whatever was learned: their bytes may be denser than text.
+The correction belongs to one tenant and one model, so that no tenant's requests change another tenant's estimates. A
+tenant begins at 4 bytes a token. Only a prompt that was decoded completely corrects the figure. Unknown fields count at
+4 bytes a token at most, whatever was learned: their bytes may be denser than text.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import math
 from collections import OrderedDict
 from typing import Protocol
 
-from sidecar.payload import Payload
+from sidecar.payload.decode import Payload
 
 BYTES_PER_TOKEN = 4.0
 LEARNING_RATE = 0.1
-"""Weight of the newest observation: about ten requests make a model's ratio its own."""
+"""Weight of the newest observation: after about ten requests the ratio is the model's own."""
 PLAUSIBLE_BYTES_PER_TOKEN = (1.0, 16.0)
 MODELS_REMEMBERED = 16
-"""Of each tenant. Model names come from clients; only answered requests teach, and the least recently used model of the
-same tenant is forgotten."""
+"""For each tenant. Model names come from clients, but only answered requests count, and a tenant's least recently used
+model is forgotten."""
 TENANTS_REMEMBERED = 4096
-"""Tenants come from the policy, so that no client adds one. With all of their models, 20 MB at most."""
+"""Tenants come from the policy, so no client can add one. With all of their models they take 20 MB at most."""
 LONGEST_MODEL_NAME = 256
-"""Characters. A longer name teaches nothing: no model has one, and what is remembered must stay small."""
+"""Characters. A longer name is not remembered: no model has one, and memory must stay small."""
 SAMPLED_ABOVE = 32_768
 """Characters up to which a tokenizer reads the whole text: about 30 ms. Longer text is sampled, and extrapolated."""
 
@@ -41,14 +41,14 @@ class TextCounter(Protocol):
 
 
 class Estimator:
-    """Sizes requests, and learns from what they turned out to be. One per process; not thread-safe."""
+    """Sizes requests, and learns from the engine's counts. One per process; not thread-safe."""
 
     def __init__(self, counter: TextCounter | None = None) -> None:
         self.counter = counter
         self._learned: OrderedDict[str, OrderedDict[str | None, float]] = OrderedDict()
 
     def bytes_per_token(self, tenant: str, model: str | None) -> float:
-        """What a tenant's text for a model has shown so far."""
+        """The ratio of a tenant's text for a model, as learned so far."""
         learned = self._learned.get(tenant)
         return BYTES_PER_TOKEN if learned is None else learned.get(model, BYTES_PER_TOKEN)
 
@@ -66,7 +66,7 @@ class Estimator:
         return payload.prompt_tokens + text + _unread_tokens(payload, BYTES_PER_TOKEN)
 
     def learn(self, payload: Payload, tenant: str, prompt_tokens: int) -> None:
-        """Takes in the engine's own count of a tenant's prompt, where that was text and was understood completely."""
+        """Learns from the engine's own count of a prompt, where that was text and was decoded completely."""
         if not payload.is_understood or not payload.prompt_bytes or prompt_tokens < 1:
             return
         if payload.model is not None and len(payload.model) > LONGEST_MODEL_NAME:

@@ -10,9 +10,9 @@ import pytest
 
 import sidecar
 from sidecar.app import POLICY_VARIABLE, AdmissionMiddleware
-from sidecar.asgi.middleware import Admission
+from sidecar.middleware.controller import AdmissionController
 from sidecar.policy.problems import PolicyError
-from tests.support.door import SMALL, App, Caller, policy, write_policy
+from tests.support.middleware import SMALL, App, Caller, policy, write_policy
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def test_a_policy_is_a_file_a_folder_or_a_loaded_one(tmp_path: Path, kind: str) 
     file = write_policy(tmp_path)
     of_kind = {"file": file, "folder": tmp_path, "text": str(file), "loaded": policy()}[kind]
     door = AdmissionMiddleware(App(), policy=of_kind)
-    assert isinstance(door, Admission)
+    assert isinstance(door.controller, AdmissionController)
     assert [tier.name for tier in door.policy.tiers] == ["critical", "high", "normal", "batch"]
 
 

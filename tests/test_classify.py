@@ -16,7 +16,7 @@ from sidecar.classify import Asked, Classification, Classifier, Fallback, api_ke
 from sidecar.engines import ENGINES
 from sidecar.engines.registry import client_headers
 from sidecar.errors import InvalidApiKey, UnknownTier
-from sidecar.payload import read
+from sidecar.payload.decode import decode
 from sidecar.policy.model import Endpoint, Policy, Source, Tenant, Tier
 from sidecar.policy.rules import Shares, pool_rules
 
@@ -69,7 +69,7 @@ def asked_with(
     if raw is not None:
         body = b'{"messages":[1],"priority":%b}' % raw
     headers = headers or {}
-    return Asked(Endpoint(CHAT.path, Api.CHAT, level), read(Api.CHAT, body), headers, client_headers(headers))
+    return Asked(Endpoint(CHAT.path, Api.CHAT, level), decode(Api.CHAT, body), headers, client_headers(headers))
 
 
 def classified(policy: Policy, asked: Asked, tenant: Tenant = ROOT) -> Classification:

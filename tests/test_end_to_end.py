@@ -31,17 +31,17 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from sidecar import AdmissionMiddleware
-from sidecar.asgi.middleware import Admission
-from sidecar.asgi.proxy import ReverseProxy
 from sidecar.engines import Dynamo, Sglang, TensorRtLlm, Vllm
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.model import Policy
 from sidecar.pools import LocalPool
+from sidecar.proxy.proxy import ReverseProxy
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.spans.tracer import RequestTracer
 from sidecar.tokens import Estimator
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.support.commands import address, command
+from tests.support.middleware import TestedMiddleware
 from tests.support.serving import serving
 
 INTERACTIVE, STANDARD, RESEARCH = "sk-demo-interactive", "sk-demo-standard", "sk-demo-research"
@@ -536,7 +536,7 @@ async def traced_overload(folder: Path, count: int) -> Traces:
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     pool, engine = Watched(policy), Engine(emulator_of(policy.engine, SLOTS, step_s=0.005))
-    door = Admission(
+    door = TestedMiddleware(
         engine,
         policy=policy,
         pool=pool,

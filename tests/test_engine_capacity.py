@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 
 from sidecar.app import AdmissionMiddleware
-from sidecar.asgi.proxy import ReverseProxy
 from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
+from sidecar.proxy.proxy import ReverseProxy
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from tests.support.serving import serving
 

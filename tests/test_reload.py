@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sidecar import AdmissionMiddleware
-from tests.support.door import CHAT, Answer, App, chat, chunk, key, start, whole_body, write_policy
+from tests.support.middleware import CHAT, Answer, App, chat, chunk, key, start, whole_body, write_policy
 from tests.support.serving import serving
 from tests.support.wire import exchange, post
 
@@ -238,7 +238,7 @@ async def test_endpoints_sources_and_sizes_are_those_of_the_new_policy(tmp_path:
         assert (await site.ask(json.loads(large), "x-tier: batch")).headers["x-admission-tier"] == "batch"
         assert (await site.ask(path="/v2/chat")).headers["x-admission-tier"] == "batch"
         assert "x-admission-tier" not in (await site.ask(path="/v1/embeddings")).headers
-        assert site.door.rounds.interval_s == 1.0
+        assert site.door.controller.watchdog.interval_s == 1.0
 
 
 async def test_everything_that_shows_the_policy_shows_the_new_one(tmp_path: Path) -> None:
@@ -273,13 +273,13 @@ async def test_a_door_begins_and_ends_to_observe_while_others_wait(tmp_path: Pat
 
 async def test_a_policy_that_cannot_be_used_changes_nothing_and_says_so(tmp_path: Path) -> None:
     async with reloading(App(), tmp_path) as site:
-        running = site.door.ruling
+        running = site.door.snapshot
         write_policy(tmp_path, engine="vllm", requests="9")
         await site.until(site.door.notices)
         assert "needs a restart for engine" in site.door.notices()[0]
-        assert site.door.ruling is running
+        assert site.door.snapshot is running
         assert site.pool()["capacity"]["requests"] == 4
         (tmp_path / "policy.yaml").unlink()
         await site.until(lambda: "cannot be used" in " ".join(site.door.notices()))
-        assert site.door.ruling is running
+        assert site.door.snapshot is running
         assert (await site.ask(None, key("acme"))).status == 200

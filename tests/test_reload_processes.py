@@ -18,7 +18,7 @@ import pytest
 from sidecar.policy.compiler import load
 from sidecar.pools.redis.protocol import root_key
 from tests.cluster.replicas import Replica, address, started
-from tests.support.door import CHAT, chat, key, write_policy
+from tests.support.middleware import CHAT, chat, key, write_policy
 from tests.support.ports import free_ports
 from tests.support.redis_servers import RedisServer, first_binary
 

@@ -26,7 +26,7 @@ from sidecar import AdmissionMiddleware
 from sidecar.app import STORE_VARIABLE
 from sidecar.pools import Ask
 from sidecar.pools.redis.protocol import BEAT_S, SILENCE_S, root_key
-from tests.support.door import Recorder
+from tests.support.middleware import Recorder
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import serving
 
@@ -642,7 +642,7 @@ async def test_a_first_request_that_has_to_wait_for_the_store_is_told_as_one_tha
     mounted: Callable[[str], Path],
 ) -> None:
     door = AdmissionMiddleware(app_without_admission(), policy=mounted("told"))
-    door.observer = recorder = Recorder()
+    door.controller.observer = recorder = Recorder()
     async with serving(door, lifespan="off") as served:
         for _ in range(2):
             assert (await ask(served.url)).status == 200

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.apis import Api
-from sidecar.payload import MEDIA_TOKENS, Payload, read
+from sidecar.payload.decode import MEDIA_TOKENS, Payload, decode
 from sidecar.tokens import (
     BYTES_PER_TOKEN,
     LONGEST_MODEL_NAME,
@@ -28,12 +28,12 @@ from sidecar.tokens import (
 
 
 def completion(text: str = "", *, model: str | None = "m", **fields: object) -> Payload:
-    return read(Api.COMPLETIONS, json.dumps({"prompt": text, "model": model, **fields}).encode())
+    return decode(Api.COMPLETIONS, json.dumps({"prompt": text, "model": model, **fields}).encode())
 
 
 def with_image(text: str) -> Payload:
     parts = [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": "data:,"}}]
-    return read(Api.CHAT, json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())
+    return decode(Api.CHAT, json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())
 
 
 def test_text_is_counted_at_four_bytes_a_token() -> None:
@@ -146,7 +146,7 @@ def test_a_body_that_is_not_understood_completely_teaches_nothing(beside: dict[s
     estimator = Estimator()
     body = {"messages": [{"role": "user", "content": "a" * 400}], "model": "m", **beside}
     for _ in range(50):
-        estimator.learn(read(Api.CHAT, json.dumps(body).encode()), "acme", 4000)
+        estimator.learn(decode(Api.CHAT, json.dumps(body).encode()), "acme", 4000)
     assert estimator.bytes_per_token("acme", "m") == BYTES_PER_TOKEN
 
 
@@ -176,7 +176,7 @@ def test_a_request_holds_prompt_and_output_for_every_sequence(fields: dict[str, 
 
 
 def test_embeddings_hold_their_prompts_alone() -> None:
-    payload = read(Api.EMBEDDINGS, b'{"input":[[1,2],[3]]}')
+    payload = decode(Api.EMBEDDINGS, b'{"input":[[1,2],[3]]}')
     assert tokens_to_hold(payload, Estimator().prompt_tokens(payload, "acme"), 512) == 3
 
 

@@ -24,6 +24,7 @@ from opentelemetry.sdk.metrics.export import (
 )
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from benchmarks.instructions import marks
 from benchmarks.instructions.counters import call
@@ -31,7 +32,6 @@ from benchmarks.overhead import BODY, HEADERS
 from benchmarks.overhead_apps import CHUNK, DoNothing, Nowhere, bare
 from benchmarks.scheduler import Crowd
 from sidecar import AdmissionMiddleware
-from sidecar.asgi.types import ASGIApp, Message, Receive, Scope, Send
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.pools import Ask, LocalPool

@@ -8,8 +8,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
-
-from sidecar.asgi.types import ASGIApp
+from starlette.types import ASGIApp
 
 
 def admin_app(

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sidecar.asgi.types import ASGIApp, Message, Receive, Scope, Send
 from sidecar.secrets import HOW_TO_SET, TOKEN_VARIABLE, admin_token
 
 OPEN_PATHS = frozenset(("/healthz", "/readyz"))

@@ -11,12 +11,12 @@ from socket import socket
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
 from sidecar.admin.auth import AdminGuard, access_of, open_port
-from sidecar.asgi.connection import Connection
-from sidecar.asgi.server import CannotServe, listening
-from sidecar.asgi.types import ASGIApp
+from sidecar.server.http_protocol import BoundedHttpProtocol
+from sidecar.server.server import CannotServe, listening
 
 PORT_VARIABLE, HOST_VARIABLE = "SIDECAR_ADMIN_PORT", "SIDECAR_ADMIN_HOST"
 _LOOPBACK = "127.0.0.1"
@@ -123,7 +123,7 @@ def _protocol(app: ASGIApp, state: ServerState) -> Callable[[], asyncio.Protocol
     config = uvicorn.Config(
         app,
         interface="asgi3",
-        http=Connection,
+        http=BoundedHttpProtocol,
         ws="none",
         lifespan="off",
         # Ours would replace the logging of the process.

@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Callable
 
-from sidecar.asgi.types import Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout
@@ -23,7 +23,7 @@ EVERY_S = 1.0
 MOST_VIEWERS = 32
 STALLED_S = 10.0
 
-_log = logging.getLogger("sidecar.live")
+_log = logging.getLogger("sidecar.admin")
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),

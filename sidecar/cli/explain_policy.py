@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from sidecar.apis import Api
-from sidecar.asgi.background import refuse_background
-from sidecar.asgi.understanding import longest_wait_s, refuse_what_is_too_much
-from sidecar.asgi.unguarded import treatment
 from sidecar.classify import Answer, Asked, Classification, Classifier
 from sidecar.cli.output import write_json
 from sidecar.engines.base import Engine
 from sidecar.engines.registry import client_headers
 from sidecar.errors import AdmissionError, BodyTooLarge
-from sidecar.payload import Payload, read
+from sidecar.middleware.intake import longest_wait_s, refuse_background, refuse_what_is_too_much
+from sidecar.middleware.unguarded import treatment
+from sidecar.payload.decode import Payload, decode
 from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.model import Endpoint, Policy, Teller, Tenant, Unguarded
 from sidecar.policy.problems import PolicyError
@@ -103,7 +102,7 @@ class _Explanation:
         self._found["tenant"] = self._tenant(tenant)
         if len(body) > self._policy.max_body_bytes:
             raise BodyTooLarge(f"the body has {len(body)} bytes; {self._policy.max_body_bytes} are allowed")
-        payload = read(endpoint.api, body)
+        payload = decode(endpoint.api, body)
         refuse_background(payload, self._policy.background)
         asked = Asked(endpoint, payload, headers, client_headers(headers))
         answers = self._classifier.answers(asked, tenant)

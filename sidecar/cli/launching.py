@@ -14,8 +14,8 @@ def add_policy(parser: argparse.ArgumentParser) -> None:
 
 def launch(server: Callable[[str | None, Sequence[str]], None], args: argparse.Namespace) -> int:
     """Runs the real server until it ends. Returns 1 where it was not started, with one line that says why."""
+    from sidecar.launchers.checks import CannotStart
     from sidecar.policy.problems import PolicyError
-    from sidecar.servers.starting import CannotStart
 
     try:
         server(args.policy, args.passed_on)

@@ -17,7 +17,7 @@ from sidecar.policy import units
 from sidecar.telemetry.logs.setup import FORMATTERS, LEVELS, log_settings, own_logging
 
 if TYPE_CHECKING:
-    from sidecar.asgi.door import Door
+    from sidecar.middleware.controller import AdmissionController
 
 _log = logging.getLogger("sidecar.serve")
 
@@ -67,11 +67,11 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
     from sidecar.admin.app import admin_app
     from sidecar.admin.auth import AdminGuard, access_of, open_port
     from sidecar.app import AdmissionMiddleware
-    from sidecar.asgi import server
-    from sidecar.asgi.proxy import ReverseProxy
     from sidecar.policy.compiler import load_files
     from sidecar.policy.reload import PolicyFiles
     from sidecar.policy.warnings import warnings
+    from sidecar.proxy.proxy import ReverseProxy
+    from sidecar.server import server
     from sidecar.telemetry.setup import TelemetryError, configure_from_environment
 
     try:
@@ -104,7 +104,7 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
                 admin=AdminGuard(pages, access),
                 admin_host=args.admin_host,
                 admin_port=args.admin_port,
-                drain=lambda: _drain(middleware),
+                drain=lambda: _drain(middleware.controller),
                 drained=middleware.drained,
                 reload=middleware.observability.reload,
                 grace_s=args.grace,
@@ -118,10 +118,10 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
     return None
 
 
-def _drain(middleware: Door) -> None:
-    middleware.drain()
-    new_ones = "pass until the port closes" if middleware.is_observing else "are refused"
-    _log.info("%d requests are under way, new ones %s", middleware.under_way, new_ones, extra={"event": "draining"})
+def _drain(controller: AdmissionController) -> None:
+    controller.drain()
+    new_ones = "pass until the port closes" if controller.is_observing else "are refused"
+    _log.info("%d requests are under way, new ones %s", controller.under_way, new_ones, extra={"event": "draining"})
 
 
 def _announce(line: str) -> None:

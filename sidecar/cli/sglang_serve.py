@@ -24,6 +24,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves until the real server ends. Returns 1 where it was not started, with one line that says why."""
-    from sidecar.servers import sglang
+    from sidecar.launchers import sglang
 
     return launch(sglang.run, args)

@@ -24,6 +24,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves until the real command ends. Returns 1 where it was not started, with one line that says why."""
-    from sidecar.servers import trtllm
+    from sidecar.launchers import trtllm
 
     return launch(trtllm.run, args)

@@ -29,7 +29,7 @@ FORGET_AFTER_S = 10.0
 FRESH_S = 0.5
 """Age up to which callers get the same document, so that the cost does not grow with the viewers."""
 
-_log = logging.getLogger("sidecar.live")
+_log = logging.getLogger("sidecar.cluster")
 
 
 class PoolOverview:

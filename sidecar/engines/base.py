@@ -18,7 +18,7 @@ import msgspec
 
 from sidecar.apis import STANDARD_APIS, Api
 from sidecar.engines.pages import AskedOnce, Pages, find_json, mapping
-from sidecar.payload import Payload
+from sidecar.payload.decode import Payload
 
 Priority = int | float
 

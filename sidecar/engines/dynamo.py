@@ -33,7 +33,7 @@ from sidecar.engines.base import (
     facts_from,
 )
 from sidecar.engines.pages import Metrics, Pages, find_json, mapping, mappings, positive, read_text
-from sidecar.payload import Payload
+from sidecar.payload.decode import Payload
 
 POLICY = (
     "{default_policy_family: standard, uncached_isl_buckets: [{min_tokens: 0, bucket: all}], policy_classes: "

@@ -16,8 +16,8 @@ from sidecar.engines.none import NoEngine
 from sidecar.engines.sglang import Sglang
 from sidecar.engines.tensorrt_llm import TensorRtLlm
 from sidecar.engines.vllm import Vllm
-from sidecar.payload import Payload
-from sidecar.splice import remove
+from sidecar.payload.decode import Payload
+from sidecar.payload.edit import remove
 
 GROUP = "admission_sidecar.engines"
 BUILT_IN: tuple[type[Engine], ...] = (TensorRtLlm, Vllm, Sglang, Dynamo, NoEngine)

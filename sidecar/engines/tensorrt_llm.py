@@ -2,7 +2,7 @@
 
 Other schemas accept the member and drop it, and builds before the field answer 400 to it. It acts only with
 `scheduler_config.waiting_queue_policy: priority`. A launcher in the server's own process can give the granted value to
-`LLM.generate_async` instead, which serves responses and messages too (`sidecar.servers.trtllm`).
+`LLM.generate_async` instead, which serves responses and messages too (`sidecar.launchers.trtllm`).
 
 Its Prometheus page exists with `return_perf_metrics: true` alone, and its gauges stand still between finished requests.
 The JSON at `/metrics` is never read: reading takes it away from every other collector. No page reports the policy of

@@ -22,13 +22,12 @@ from prometheus_client.samples import Sample
 
 from sidecar.admin.app import admin_app
 from sidecar.admin.metrics import metrics_routes
-from sidecar.asgi.middleware import Admission
-from sidecar.asgi.proxy import ReverseProxy
 from sidecar.engines import Vllm
 from sidecar.events import Received
 from sidecar.observability import PoolSampler
 from sidecar.policy.compiler import load
 from sidecar.pools import LocalPool
+from sidecar.proxy.proxy import ReverseProxy
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.metrics import PoolMetrics, RequestMetrics
 from sidecar.telemetry.metrics.endpoint import MetricsEndpoint
@@ -38,6 +37,7 @@ from sidecar.telemetry.metrics.views import views
 from sidecar.telemetry.spans.tracer import RequestTracer
 from sidecar.tokens import Estimator
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
+from tests.support.middleware import TestedMiddleware
 from tests.support.serving import serving
 
 POLICY = """\
@@ -61,7 +61,7 @@ PAST_FRESH_S = 0.03
 class Stack:
     """A door and its admin port, with everything that it measures."""
 
-    door: Admission
+    door: TestedMiddleware
     scrape: MetricsEndpoint
     spans: InMemorySpanExporter
     session: aiohttp.ClientSession
@@ -116,7 +116,7 @@ async def stacked(folder: Path) -> AsyncIterator[Stack]:
     kept = [PoolMetrics(policy.pool, sampler, meters)]
     emulator = Emulator(EmulatorConfig(engine=Vllm, steps=StepModel(max_num_seqs=4, step_s=0.001)))
     async with serving(emulator.app) as engine, aiohttp.ClientSession() as session:
-        door = Admission(
+        door = TestedMiddleware(
             ReverseProxy(engine.url),
             policy=policy,
             pool=pool,

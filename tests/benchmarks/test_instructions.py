@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from benchmarks.instructions import __main__ as command
 from benchmarks.instructions import budgets, marks, mounted, proxied
@@ -26,7 +27,6 @@ from benchmarks.instructions.counters import (
 )
 from benchmarks.overhead_apps import bare
 from sidecar import AdmissionMiddleware
-from sidecar.asgi.types import ASGIApp, Receive, Scope, Send
 from sidecar.policy.compiler import shipped_policies
 
 NEEDS_VALGRIND = pytest.mark.skipif(None in map(shutil.which, ("valgrind", "vgdb")), reason="valgrind is not installed")

@@ -21,18 +21,17 @@ from starlette.routing import Route
 
 from sidecar.admin.app import admin_app
 from sidecar.admin.routes import routes
-from sidecar.asgi.middleware import Admission
-from sidecar.asgi.proxy import ReverseProxy
 from sidecar.cli import main
 from sidecar.cli.explain_request import text
 from sidecar.explain.document import Explanation, RequestFacts
 from sidecar.policy.compiler import load
 from sidecar.pools import LocalPool
+from sidecar.proxy.proxy import ReverseProxy
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.spans.tracer import RequestTracer
 from sidecar.tokens import Estimator
-from tests.support.door import KEYS, write_policy
+from tests.support.middleware import KEYS, TestedMiddleware, write_policy
 from tests.support.process import python
 from tests.support.serving import serving
 
@@ -93,7 +92,7 @@ async def running(folder: Path) -> AsyncIterator[Running]:
     engine = ("-m", "sidecar.cli", "emulate", "--engine", "vllm", "--port", "0", "--step-ms", "10")
     async with python(*engine) as emulator:
         upstream = (await emulator.line(r"http://127\.0\.0\.1:\d+"))[0]
-        door = Admission(
+        door = TestedMiddleware(
             ReverseProxy(upstream),
             policy=policy,
             pool=LocalPool(policy),

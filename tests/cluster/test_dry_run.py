@@ -14,7 +14,7 @@ from sidecar.cluster.report import ReplicaReport, pack, unpack
 from sidecar.events import Observed, Verdict
 from sidecar.policy.model import Mode
 from sidecar.telemetry.dry_run import DryRunStats
-from tests.support.door import policy
+from tests.support.middleware import policy
 
 POLICY = replace(policy(), mode=Mode.OBSERVE)
 AT_S = 1_800_000_000.0

@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 
 from sidecar.apis import Api
-from sidecar.asgi.forwarding import forwarded_body
 from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
 from sidecar.engines.base import Carrier, Forward
-from sidecar.payload import read
+from sidecar.middleware.forwarding import forwarded_body
+from sidecar.payload.decode import decode
 from sidecar.tools.emulator.config import EmulatorConfig
 from sidecar.tools.emulator.dialects.base import Dialect as Emulated
 from sidecar.tools.emulator.dialects.dynamo import DynamoDialect
@@ -46,7 +46,7 @@ BODIES = {
 def heard(engine: type[Engine], api: Api, body: bytes, forward: Forward) -> Rank:
     """The priority as the emulated engine reads it. Raises Refusal or InvalidField where it does not accept it."""
     emulated: Emulated = ENGINES[engine](EmulatorConfig(engine=engine, header_overrides=True))
-    decoded = json.loads(forwarded_body(body, read(api, body), forward))
+    decoded = json.loads(forwarded_body(body, decode(api, body), forward))
     if engine is TensorRtLlm:
         decoded.pop("nvext", None)  # it knows no such field, whoever sends it
     emulated.check(api, decoded)

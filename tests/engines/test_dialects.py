@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.apis import Api
-from sidecar.asgi.forwarding import forwarded_body
 from sidecar.engines import ENGINES, Dynamo, NoEngine, Sglang, Vllm
 from sidecar.engines.base import Carrier, Engine, Forward
 from sidecar.engines.registry import CLIENT_MEMBERS, client_headers, client_members
 from sidecar.engines.tensorrt_llm import Route, TensorRtLlm
-from sidecar.payload import read
-from sidecar.splice import remove
+from sidecar.middleware.forwarding import forwarded_body
+from sidecar.payload.decode import decode
+from sidecar.payload.edit import remove
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS = Api
 TRTLLM, VLLM, SGLANG, DYNAMO, NONE = TensorRtLlm, Vllm, Sglang, Dynamo, NoEngine
@@ -131,7 +131,7 @@ def test_a_member_is_the_json_of_its_value(engine: type[Engine]) -> None:
 
 def test_engine_none_lets_the_app_read_the_level() -> None:
     assert ladder(NONE, 3) == [0, 1, 2]
-    assert dialect(NONE).asked(read(CHAT, b'{"messages":[1],"priority":5}'), {b"x-vllm-priority": b"1"}) is None
+    assert dialect(NONE).asked(decode(CHAT, b'{"messages":[1],"priority":5}'), {b"x-vllm-priority": b"1"}) is None
 
 
 def test_every_header_that_an_engine_trusts_is_taken_from_clients() -> None:
@@ -149,7 +149,7 @@ def test_every_header_that_an_engine_trusts_is_taken_from_clients() -> None:
 
 def test_every_member_that_an_engine_trusts_is_found_and_the_rest_of_nvext_left() -> None:
     body = b'{"messages":[1],"priority":1,"nvext":{"agent_hints":{"priority":1,"osl":2,"strict_priority":3},"x":1}}'
-    assert client_members(read(CHAT, body)) == [
+    assert client_members(decode(CHAT, body)) == [
         "priority",
         "nvext.agent_hints.priority",
         "nvext.agent_hints.strict_priority",
@@ -163,17 +163,17 @@ def test_every_member_that_an_engine_trusts_is_found_and_the_rest_of_nvext_left(
 def test_the_engine_hears_our_priority_whatever_a_client_wrote_in_its_place(sent: bytes, last: bool) -> None:
     parts = [b'"messages":[1]', b'"priority":%b' % sent]
     body = b"{%b}" % b",".join(parts if last else reversed(parts))
-    forwarded = forwarded_body(body, read(CHAT, body), Forward(member=b"0.25"))
+    forwarded = forwarded_body(body, decode(CHAT, body), Forward(member=b"0.25"))
     assert json.loads(forwarded, object_pairs_hook=list) == [("priority", 0.25), ("messages", [1])]
 
 
 @pytest.mark.parametrize("sent", [None, "high", True, [], {}, "5"])
 def test_what_the_engine_could_not_read_is_not_an_ask(sent: object) -> None:
-    payload = read(CHAT, json.dumps({"messages": [1], "priority": sent}).encode())
+    payload = decode(CHAT, json.dumps({"messages": [1], "priority": sent}).encode())
     for engine in (TRTLLM, VLLM, SGLANG):
         assert dialect(engine).asked(payload, {}) is None
 
 
 @pytest.mark.parametrize("engine", ENGINES.values())
 def test_nothing_sent_is_nothing_asked(engine: type[Engine]) -> None:
-    assert dialect(engine).asked(read(CHAT, b'{"messages":[1]}'), {b"x-priority": b"1"}) is None
+    assert dialect(engine).asked(decode(CHAT, b'{"messages":[1]}'), {b"x-priority": b"1"}) is None

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import Receive, Scope, Send
 
-from sidecar.asgi.pages import MOST_BYTES, AppPages
-from sidecar.asgi.types import Receive, Scope, Send
 from sidecar.engines import Engine
 from sidecar.engines.base import Facts, Gauges
 from sidecar.engines.discovery import identify
 from sidecar.engines.pages import Metrics, NoAnswer, Page, Unread
+from sidecar.middleware.engine_pages import MOST_BYTES, EnginePages
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 from sidecar.tools.emulator.config import Scheduling
 from tests.tools.emulator.emulated import DYNAMO, ENGINES, SGLANG, TRTLLM, VLLM
@@ -52,7 +52,7 @@ def emulated(engine: type[Engine], **settings: Any) -> Emulator:
 
 @pytest.mark.parametrize("engine", ENGINES)
 async def test_an_engine_says_who_it_is_and_how_much_it_holds(engine: type[Engine]) -> None:
-    pages = AppPages(emulated(engine).app)
+    pages = EnginePages(emulated(engine).app)
     identity = await identify(pages)
     assert (identity.engine, identity.where, identity.model) == (engine, "/v1/models", "m")
     gauges = await engine.gauges(pages)
@@ -66,7 +66,7 @@ async def test_an_engine_says_who_it_is_and_how_much_it_holds(engine: type[Engin
 
 @pytest.mark.parametrize("engine", ENGINES)
 async def test_a_proxy_that_renames_the_models_hides_no_engine(engine: type[Engine]) -> None:
-    inner = AppPages(emulated(engine).app)
+    inner = EnginePages(emulated(engine).app)
 
     class Renaming:
         host = None
@@ -88,13 +88,13 @@ async def test_a_proxy_that_renames_the_models_hides_no_engine(engine: type[Engi
 
 @pytest.mark.parametrize(("scheduling", "by_priority"), [(Scheduling.PRIORITY, True), (Scheduling.FCFS, False)])
 async def test_sglang_says_whether_its_queue_is_ordered(scheduling: Scheduling, by_priority: bool) -> None:
-    facts = await SGLANG.facts(AppPages(emulated(SGLANG, scheduling=scheduling, default_priority=3).app))
+    facts = await SGLANG.facts(EnginePages(emulated(SGLANG, scheduling=scheduling, default_priority=3).app))
     assert (facts.by_priority, facts.is_inverted, facts.default_priority) == (by_priority, False, 3)
     assert facts.source("by_priority") == "/server_info"
 
 
 async def test_tensorrt_llm_before_the_field_says_that_it_has_none() -> None:
-    assert (await TRTLLM.facts(AppPages(emulated(TRTLLM, priority_field=False).app))).has_field is False
+    assert (await TRTLLM.facts(EnginePages(emulated(TRTLLM, priority_field=False).app))).has_field is False
 
 
 async def test_tensorrt_llms_destructive_page_is_never_read() -> None:
@@ -193,7 +193,7 @@ async def test_a_dynamo_whose_workers_all_start_does_not_say_how_much_it_holds()
 
 
 async def test_a_newer_dynamo_is_emulated_too() -> None:
-    pages = AppPages(emulated(DYNAMO, lists_workers=False).app)
+    pages = EnginePages(emulated(DYNAMO, lists_workers=False).app)
     assert "instances" not in json.loads((await pages.get("/health")).text)
     assert "dynamo_frontend_router_worker_state" in (await pages.get("/metrics")).text
     assert (await DYNAMO.gauges(pages)).max_running == 6
@@ -349,7 +349,7 @@ async def test_an_app_that_fails_hangs_or_overflows_is_unread(monkeypatch: pytes
     async def says_nothing(scope: Scope, receive: Receive, send: Send) -> None:
         pass
 
-    monkeypatch.setattr("sidecar.asgi.pages.ANSWER_WITHIN_S", 0.05)
+    monkeypatch.setattr("sidecar.middleware.engine_pages.ANSWER_WITHIN_S", 0.05)
     for app, said in (
         (fails, "GET /x failed: RuntimeError: no"),
         (hangs, "GET /x was not answered within 0.05 s"),
@@ -357,7 +357,7 @@ async def test_an_app_that_fails_hangs_or_overflows_is_unread(monkeypatch: pytes
         (says_nothing, "GET /x was not answered"),
     ):
         with pytest.raises(Unread, match=said):
-            await AppPages(app).get("/x")
+            await EnginePages(app).get("/x")
 
 
 async def test_the_engines_key_is_shown() -> None:
@@ -368,7 +368,7 @@ async def test_the_engines_key_is_shown() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    await AppPages(app, "sk-engine").get("/server_info?config_format=json")
+    await EnginePages(app, "sk-engine").get("/server_info?config_format=json")
     assert (b"authorization", b"Bearer sk-engine") in seen[0]["headers"]
     assert (seen[0]["path"], seen[0]["query_string"]) == ("/server_info", b"config_format=json")
 

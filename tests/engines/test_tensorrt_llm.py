@@ -8,9 +8,9 @@ import logging
 import pytest
 
 from sidecar.apis import Api
-from sidecar.asgi.pages import AppPages
 from sidecar.engines.pages import NoAnswer, Page
 from sidecar.engines.tensorrt_llm import ASK_AFTER_FAILURE_S, ASK_AGAIN_S, ProbedTensorRtLlm
+from sidecar.middleware.engine_pages import EnginePages
 from tests.engines.test_reading import Written, emulated
 from tests.tools.emulator.emulated import TRTLLM
 
@@ -30,7 +30,7 @@ class Replaced:
         self.asked += 1
         if self.has_field is None:
             raise NoAnswer("away")
-        return await AppPages(emulated(TRTLLM, priority_field=self.has_field).app).get(path)
+        return await EnginePages(emulated(TRTLLM, priority_field=self.has_field).app).get(path)
 
 
 async def settled() -> None:

@@ -29,7 +29,7 @@ from sidecar.pools.redis import RedisPool, connector
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.spans.tracer import RequestTracer
-from tests.support.door import App, Guarded, key, write_policy
+from tests.support.middleware import App, Guarded, key, write_policy
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import Served, serving
 from tests.telemetry.span_stories import begin

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
-from sidecar.asgi import connection
-from sidecar.asgi.connection import Connection
+from sidecar.server import http_protocol
+from sidecar.server.http_protocol import BoundedHttpProtocol
 from tests.security.responses import Response, responses
-from tests.support.door import Guarded, policy
+from tests.support.middleware import Guarded, policy
 from tests.support.serving import serving
 from tests.support.wire import connected
 
@@ -124,7 +124,7 @@ def is_error(response: Response, sent: bytes) -> None:
 def fuzzed_door(around: Any = app, quick_s: float = QUICK_S) -> Iterator[FuzzedDoor]:
     """Serves one. What must end by itself ends after `quick_s` here."""
     trouble = Trouble()
-    before, connection.HEAD_WITHIN_S = connection.HEAD_WITHIN_S, quick_s
+    before, http_protocol.HEAD_WITHIN_S = http_protocol.HEAD_WITHIN_S, quick_s
     logging.getLogger().addHandler(trouble)
     loop, stack = asyncio.new_event_loop(), AsyncExitStack()
     quick = {
@@ -137,7 +137,7 @@ def fuzzed_door(around: Any = app, quick_s: float = QUICK_S) -> Iterator[FuzzedD
     guarded = Guarded(around, policy(engine="vllm", max_body="8KiB", **quick))
 
     async def serve() -> None:
-        settings: dict[str, Any] = {"http": Connection, "lifespan": "off", "timeout_keep_alive": quick_s}
+        settings: dict[str, Any] = {"http": BoundedHttpProtocol, "lifespan": "off", "timeout_keep_alive": quick_s}
         guarded.served = await stack.enter_async_context(serving(guarded.door, log_config=None, **settings))
 
     try:
@@ -147,4 +147,4 @@ def fuzzed_door(around: Any = app, quick_s: float = QUICK_S) -> Iterator[FuzzedD
         loop.run_until_complete(stack.aclose())
         loop.close()
         logging.getLogger().removeHandler(trouble)
-        connection.HEAD_WITHIN_S = before
+        http_protocol.HEAD_WITHIN_S = before

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.support.door import KEYS
+from tests.support.middleware import KEYS
 
 METHODS = ["POST", "POST", "POST", "POST", "GET", "HEAD", "PUT", "OPTIONS", "DELETE", "CONNECT", "PRI", "post", ""]
 TARGETS = [

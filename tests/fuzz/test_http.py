@@ -16,7 +16,7 @@ from tests.fuzz.corpus import HTTP, names
 from tests.fuzz.fuzzed_door import OURS, FuzzedDoor, fuzzed_door
 from tests.fuzz.requests import BODIES, WIRE, mutated, scopes
 from tests.fuzz.scale import cases, tried
-from tests.support.door import App, Caller, Guarded, policy
+from tests.support.middleware import App, Caller, Guarded, policy
 
 AT_ONCE = 20
 """Inputs of one example: each has a connection of its own."""

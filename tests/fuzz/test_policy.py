@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.asgi.ruling import ruling
+from sidecar.middleware.policy_snapshot import policy_snapshot
 from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
@@ -57,7 +57,7 @@ def working(loaded: Loaded) -> Policy:
     """A policy that was loaded is one that everything else takes without a word."""
     policy = loaded.policy
     assert all(str(warning) for warning in warnings(policy, loaded.place))
-    assert ruling(policy, policy.engine(policy.carrier), Estimator(), None).policy is policy
+    assert policy_snapshot(policy, policy.engine(policy.carrier), Estimator(), None).policy is policy
     assert LocalPool(policy).state()["waiting"] == 0
     return policy
 

@@ -13,7 +13,7 @@ from sidecar.engines import ENGINES
 from sidecar.policy.compiler import load
 from sidecar.policy.diff import MOST_TOLD, describe_changes, differences
 from sidecar.policy.model import Policy
-from tests.support.door import policy, write_policy
+from tests.support.middleware import policy, write_policy
 
 BASE = """\
 engine: none

@@ -10,7 +10,7 @@ import pytest
 from sidecar.policy import reload
 from sidecar.policy.compiler import Loaded, load, load_files
 from sidecar.policy.reload import STILL_BROKEN_S, STILL_S, Look, PolicyFiles
-from tests.support.door import write_policy
+from tests.support.middleware import write_policy
 
 
 class Clock:

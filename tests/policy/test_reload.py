@@ -13,7 +13,7 @@ import pytest
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.policy.reload import PolicyFiles, PolicyReloader
-from tests.support.door import write_policy
+from tests.support.middleware import write_policy
 
 pytestmark = pytest.mark.anyio
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sidecar.app import AdmissionMiddleware
-from sidecar.asgi.proxy import ReverseProxy
+from sidecar.proxy.proxy import ReverseProxy
 from tests.real.lab import dynamo, vllm
 from tests.support.redis_servers import free_port
 from tests.support.serving import serving

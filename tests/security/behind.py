@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.commands import address, command
-from tests.support.door import write_policy
 from tests.support.engine import Connection, Received, raw_engine
+from tests.support.middleware import write_policy
 from tests.support.serving import serving
 
 KINDS = ("raw", "h11", "httptools")

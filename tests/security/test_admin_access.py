@@ -22,7 +22,7 @@ from sidecar.admin.app import admin_app
 from sidecar.admin.auth import Access, AdminGuard, access_of, is_loopback
 from sidecar.policy.compiler import shipped_policies
 from tests.support.commands import address, command
-from tests.support.door import Answer
+from tests.support.middleware import Answer
 from tests.support.serving import Served, serving
 from tests.support.wire import exchange, get
 
@@ -257,7 +257,7 @@ def test_an_admin_port_for_everybody_is_warned_of(host: str, variables: Mapping[
 def test_a_mounted_door_guards_its_admin_port_by_the_same_environment(tmp_path: Path) -> None:
     code = (
         "import asyncio, aiohttp, os\nfrom sidecar import AdmissionMiddleware\n"
-        "from tests.support.door import App, write_policy\nfrom tests.support.serving import serving\n"
+        "from tests.support.middleware import App, write_policy\nfrom tests.support.serving import serving\n"
         "from pathlib import Path\n"
         "os.environ['SIDECAR_POLICY'] = str(write_policy(Path(os.environ['FOLDER'])))\n"
         "async def main():\n"

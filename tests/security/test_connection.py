@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from sidecar.asgi import connection
-from sidecar.asgi.connection import Connection
-from tests.support.door import CHAT, SMALL, Answer, App, Guarded, chunk, guarding, policy, start
+from sidecar.server import http_protocol
+from sidecar.server.http_protocol import BoundedHttpProtocol
+from tests.support.middleware import CHAT, SMALL, Answer, App, Guarded, chunk, guarding, policy, start
 from tests.support.wire import connected, exchange, get, post
 
 pytestmark = pytest.mark.anyio
@@ -23,7 +23,7 @@ WHOLE_CHUNK = b"%x\r\n%s\r\n" % (len(SMALL), SMALL)
 
 @asynccontextmanager
 async def door(app: App | None = None, engine: str = "none") -> AsyncIterator[Guarded]:
-    async with guarding(app or App(), policy(engine=engine), http=Connection) as guarded:
+    async with guarding(app or App(), policy(engine=engine), http=BoundedHttpProtocol) as guarded:
         yield guarded
 
 
@@ -74,7 +74,7 @@ async def test_a_body_of_tiny_chunks_is_no_framing_without_end() -> None:
 
 
 async def test_a_head_that_trickles_in_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEAD_WITHIN_S", 0.1)
+    monkeypatch.setattr(http_protocol, "HEAD_WITHIN_S", 0.1)
     async with door() as guarded, connected(guarded.port) as (reader, writer):
         writer.write(b"GET / HTTP/1.1\r\nhost:")
         answer = Answer.parsed(await read_all(reader))
@@ -82,7 +82,7 @@ async def test_a_head_that_trickles_in_is_a_408(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_the_second_head_of_a_connection_may_not_trickle_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEAD_WITHIN_S", 0.1)
+    monkeypatch.setattr(http_protocol, "HEAD_WITHIN_S", 0.1)
     async with door() as guarded, connected(guarded.port) as (reader, writer):
         writer.write(post(CHAT, SMALL, close=False))
         await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 5)
@@ -92,13 +92,13 @@ async def test_the_second_head_of_a_connection_may_not_trickle_either(monkeypatc
 
 
 async def test_a_connection_on_which_nobody_asks_is_closed_as_one_between_two_requests() -> None:
-    brief: Any = {"http": Connection, "timeout_keep_alive": 0.1}
+    brief: Any = {"http": BoundedHttpProtocol, "timeout_keep_alive": 0.1}
     async with guarding(App(), policy(), **brief) as guarded, connected(guarded.port) as (reader, _):
         assert await read_all(reader) == b""
 
 
 async def test_a_request_that_takes_long_is_not_a_slow_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEAD_WITHIN_S", 0.05)
+    monkeypatch.setattr(http_protocol, "HEAD_WITHIN_S", 0.05)
     app = App(is_held=True)
     async with door(app) as guarded:
         asked = asyncio.create_task(guarded.ask())
@@ -120,7 +120,7 @@ async def test_no_refusal_is_written_into_somebody_elses_response(before: bytes)
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    async with guarding(app, policy(grace="10ms"), http=Connection, lifespan="off") as guarded:
+    async with guarding(app, policy(grace="10ms"), http=BoundedHttpProtocol, lifespan="off") as guarded:
         async with connected(guarded.port) as (reader, writer):
             writer.write(post(CHAT, SMALL, close=False))
             await asyncio.wait_for(started.wait(), 5)
@@ -136,7 +136,7 @@ async def test_what_is_no_http_is_a_400_in_our_shape() -> None:
     assert answer.is_error(400, "invalid_http", "RFC 9112")
 
 
-@pytest.mark.parametrize("http", ["httptools", "h11", Connection])
+@pytest.mark.parametrize("http", ["httptools", "h11", BoundedHttpProtocol])
 @pytest.mark.parametrize("trailer", [b"x-override-priority: 99", b"authorization: Bearer sk-x", b"connection: x-a"])
 async def test_no_trailer_becomes_a_header_behind_our_back(http: object, trailer: bytes) -> None:
     """uvicorn with httptools appends trailers to the headers of the scope, which were read before they came."""
@@ -163,7 +163,7 @@ async def test_who_leaves_a_pipelined_request_behind_holds_no_room_for_the_first
             pass
         told.set()
 
-    settings: Any = {"http": Connection, "lifespan": "off"}
+    settings: Any = {"http": BoundedHttpProtocol, "lifespan": "off"}
     async with guarding(app, policy(), **settings) as guarded:
         async with connected(guarded.port) as (_, writer):
             writer.write(post(CHAT, SMALL, close=False))

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from sidecar.asgi.connection import Connection as Served
-from sidecar.asgi.proxy import ReverseProxy
+from sidecar.proxy.proxy import ReverseProxy
+from sidecar.server.http_protocol import BoundedHttpProtocol as Served
 from tests.security.responses import responses
-from tests.support.door import CHAT, SMALL, guarding, key, policy
 from tests.support.engine import Connection, raw_engine
+from tests.support.middleware import CHAT, SMALL, guarding, key, policy
 from tests.support.wire import connected, get, post
 
 pytestmark = pytest.mark.anyio

@@ -16,8 +16,8 @@ import pytest
 from sidecar.policy.compiler import load
 from sidecar.policy.problems import PolicyError
 from tests.support.commands import address, command
-from tests.support.door import CHAT, SMALL, write_policy
 from tests.support.engine import OK, Connection, raw_engine
+from tests.support.middleware import CHAT, SMALL, write_policy
 from tests.support.otlp import Received, otlp_over_http
 from tests.support.wire import connected, get, post
 

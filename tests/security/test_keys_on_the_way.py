@@ -11,10 +11,10 @@ from starlette.types import Receive, Scope, Send
 
 from sidecar import AdmissionMiddleware
 from sidecar.app import store_of
-from sidecar.asgi.credentials import Credentials
-from sidecar.asgi.proxy import ReverseProxy
-from tests.support.door import CHAT, SMALL, Answer, App, guarding, key, policy, write_policy
+from sidecar.middleware.policy_snapshot import Credentials
+from sidecar.proxy.proxy import ReverseProxy
 from tests.support.engine import RawEngine, answering, raw_engine
+from tests.support.middleware import CHAT, SMALL, Answer, App, guarding, key, policy, write_policy
 from tests.support.serving import serving
 from tests.support.wire import exchange, get, post
 

@@ -40,7 +40,7 @@ from sidecar.telemetry.logs.setup import LogSettings, log_settings, mounted_logg
 from sidecar.telemetry.logs.writer import LineWriter
 from sidecar.telemetry.request_record import TraceIds
 from sidecar.telemetry.spans.tracer import RequestTracer
-from tests.support.door import KEYS, App, Guarded, chat, key, policy
+from tests.support.middleware import KEYS, App, Guarded, chat, key, policy
 from tests.support.serving import serving
 from tests.telemetry.span_stories import begin
 
@@ -317,11 +317,11 @@ def test_what_is_left_out_at_the_end_is_told_by_flush() -> None:
 def test_a_message_of_anybody_that_is_said_too_often_is_counted_too() -> None:
     with lines() as written:
         for number in range(1000):
-            logging.getLogger("sidecar.asgi.proxy").warning("engine %s", number, extra={"event": "engine_unreachable"})
+            logging.getLogger("sidecar.proxy.proxy").warning("engine %s", number, extra={"event": "engine_unreachable"})
         logging.getLogger("sidecar.store").warning("store lost", extra={"event": "store_divided"})
     found = [json.loads(line) for line in written]
     assert [line["event"] for line in found] == ["engine_unreachable"] * 20 + ["store_divided", "left_out"]
-    assert (found[-1]["left_out"], found[-1]["logger"]) == (980, "sidecar.asgi.proxy")
+    assert (found[-1]["left_out"], found[-1]["logger"]) == (980, "sidecar.proxy.proxy")
 
 
 STALLED = """

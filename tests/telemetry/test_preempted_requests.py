@@ -19,7 +19,7 @@ from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.recent import Recent
 from sidecar.telemetry.spans.links import links_from
 from sidecar.telemetry.spans.tracer import RequestTracer
-from tests.support.door import App, Guarded, answer, guarding, whole_body
+from tests.support.middleware import App, Guarded, answer, guarding, whole_body
 from tests.telemetry.measuring import Measuring
 
 pytestmark = pytest.mark.anyio

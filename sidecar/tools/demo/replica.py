@@ -16,13 +16,13 @@ from dataclasses import replace
 
 from sidecar.admin.app import admin_app
 from sidecar.app import STORE_VARIABLE, AdmissionMiddleware
-from sidecar.asgi import server
-from sidecar.asgi.proxy import ReverseProxy
 from sidecar.events import StoreState
 from sidecar.policy.compiler import load
 from sidecar.policy.store import store_address
 from sidecar.pools import Pool
 from sidecar.pools.redis import RedisPool
+from sidecar.proxy.proxy import ReverseProxy
+from sidecar.server import server
 from sidecar.tools.demo.server import end_with_parent
 
 STORE_WITHIN_S = 2.0

@@ -16,9 +16,9 @@ from dataclasses import asdict, replace
 
 import msgspec
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.app import AdmissionMiddleware
-from sidecar.asgi.types import ASGIApp, Receive, Scope, Send
 from sidecar.engines import TensorRtLlm
 from sidecar.policy.model import Policy
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel

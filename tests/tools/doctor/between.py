@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from sidecar.asgi.proxy import ReverseProxy
-from sidecar.asgi.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sidecar.proxy.proxy import ReverseProxy
 from tests.support.serving import serving
 
 Edit = Callable[[dict[bytes, bytes], dict[str, Any]], None]

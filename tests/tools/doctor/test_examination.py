@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from sidecar.app import AdmissionMiddleware
-from sidecar.asgi.proxy import ReverseProxy
 from sidecar.engines import dynamo
 from sidecar.policy.compiler import load
+from sidecar.proxy.proxy import ReverseProxy
 from sidecar.tools.doctor import burst, probe
 from sidecar.tools.doctor.burst import Queueing
 from sidecar.tools.doctor.conditions import State

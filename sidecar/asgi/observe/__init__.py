@@ -1,1 +1,0 @@
-"""`mode: observe`: the request passes, and its shadow goes through the pool."""

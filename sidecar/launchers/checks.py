@@ -1,0 +1,83 @@
+"""Checks of every launcher before a server spends minutes on its model: policy, store, processes, admin ports."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from sidecar.admin.port import try_ports
+from sidecar.app import POLICY_VARIABLE, store_of
+from sidecar.engines import Engine, NoEngine
+from sidecar.policy.compiler import load_files
+from sidecar.policy.model import Policy
+from sidecar.policy.warnings import warnings
+from sidecar.server.server import CannotServe
+from sidecar.server.workers import PROCESSES_VARIABLE, refuse_separate_pools
+
+TRIED_VARIABLE = "SIDECAR_ADMIN_PORTS_TRIED"
+"""Set for processes that run the launcher again (TensorRT-LLM's further frontends), when the first may listen."""
+
+logger = logging.getLogger(__name__)
+
+
+class CannotStart(Exception):
+    """The server was not started. The message is one line for the operator."""
+
+
+def begin(policy_path: str | None, engine: type[Engine]) -> Policy:
+    """Loads the policy, logs its warnings, and writes its path into the environment for the server's processes.
+
+    Raises CannotStart, or PolicyError with every mistake of the files.
+    """
+    path = policy_path or os.environ.get(POLICY_VARIABLE)
+    if not path:
+        raise CannotStart(f"no policy: give --policy PATH or set {POLICY_VARIABLE} to a policy file or its folder")
+    loaded = load_files(path)
+    if loaded.policy.engine not in {engine, NoEngine}:
+        raise CannotStart(f"the policy is for {loaded.policy.engine.name}; write `engine: {engine.name}` in {path}")
+    for warning in warnings(loaded.policy, loaded.place):
+        logger.warning("sidecar: warning: %s", warning, extra={"event": "policy_warning"})
+    os.environ[POLICY_VARIABLE] = os.path.abspath(path)
+    return loaded.policy
+
+
+def announce_processes(count: int, policy: Policy) -> None:
+    """Writes the number of processes into the environment, for each of them.
+
+    Raises CannotStart where they would not share a pool, or where one of them would not get its admin port.
+    """
+    try:
+        if store_of(policy, os.environ) is None:
+            refuse_separate_pools(count)
+        if TRIED_VARIABLE not in os.environ:
+            try_ports(os.environ, count)
+    except (CannotServe, ValueError) as mistake:
+        raise CannotStart(str(mistake)) from None
+    os.environ |= {PROCESSES_VARIABLE: str(count), TRIED_VARIABLE: "1"}
+
+
+def imported(module: str, install: str) -> Any:
+    """Imports a module of the server. Raises CannotStart; `install` says how to install a missing package."""
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        raise CannotStart(f"{package} is not installed in this environment ({sys.prefix}): {install}")
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise CannotStart(f"{package} is installed, but {module} cannot be imported: {error}") from error
+
+
+def count_given(arguments: Sequence[str], option: str) -> int:
+    """The last number given for an option on another program's command line; 1 where none is given."""
+    count = 1
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == option:
+            text = value if equals else "".join(arguments[index + 1 : index + 2])
+            count = int(text) if text.isdecimal() else count
+    return count

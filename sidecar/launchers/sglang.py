@@ -1,0 +1,62 @@
+"""Launcher of SGLang's HTTP server with the middleware in its app.
+
+The app is a module's attribute. Worker processes import it by the name in an environment variable, which is set to
+`sidecar.launchers.sglang_app`. SGLang adds its own API key check later, so that check runs before the middleware.
+Read from SGLang 0.5.23: launch_server.py, cli/serve.py, srt/entrypoints/http_server.py, srt/environ.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from sidecar.engines import Sglang
+from sidecar.launchers.checks import CannotStart, announce_processes, begin, imported
+
+INSTALL = "pip install sglang, or run `sidecar serve` in front of a server elsewhere"
+APP_VARIABLE = "SGLANG_HTTP_SERVER_APP_PATH"
+APP = "sidecar.launchers.sglang_app:app"
+_RUST_VARIABLE = "SGLANG_RUST_SERVER"
+_TRUE = frozenset(("true", "1", "yes", "y"))
+_UNSUPPORTED = {
+    "enable_http2": "--enable-http2 serves with Granian, with which the middleware is not tested",
+    "grpc_mode": "--grpc-mode serves no HTTP",
+    "smg_grpc_mode": "--smg-grpc-mode serves no HTTP",
+    "grpc_port": "--grpc-port opens a port without admission",
+    "encoder_only": "--encoder-only is another server",
+    "use_ray": "--use-ray starts another server",
+}
+"""Arguments of the server with which requests would bypass the app, or reach it in an untested way."""
+
+
+def run(policy_path: str | None, arguments: Sequence[str]) -> None:
+    """Runs the real server with `arguments` until it ends. Raises CannotStart or PolicyError."""
+    policy = begin(policy_path, Sglang)
+    if os.environ.get(_RUST_VARIABLE, "").lower() in _TRUE:
+        raise CannotStart(f"{_RUST_VARIABLE} serves without the Python app; unset it, or run `sidecar serve` in front")
+    if os.environ.get(APP_VARIABLE, APP) != APP:
+        raise CannotStart(f"{APP_VARIABLE} names another app, and the sidecar's has to be there; unset it")
+    launching = imported("sglang.launch_server", INSTALL)
+    server_args = imported("sglang.srt.server_args", INSTALL).prepare_server_args(_with_model_path(arguments))
+    _refuse_unsupported(server_args)
+    announce_processes(int(getattr(server_args, "tokenizer_worker_num", 1)), policy)
+    os.environ[APP_VARIABLE] = APP
+    imported("sidecar.launchers.sglang_app", INSTALL)
+    try:
+        launching.run_server(server_args)
+    finally:  # as its own command does, because the engine's processes would stay
+        imported("sglang.srt.utils", INSTALL).kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _with_model_path(arguments: Sequence[str]) -> list[str]:
+    """`sglang serve MODEL` takes the model without its option, `python -m sglang.launch_server` does not."""
+    if arguments and not arguments[0].startswith("-"):
+        return ["--model-path", *arguments]
+    return list(arguments)
+
+
+def _refuse_unsupported(server_args: Any) -> None:
+    for name, why in _UNSUPPORTED.items():
+        if getattr(server_args, name, None):
+            raise CannotStart(f"{why}; leave it away, or run `sidecar serve` in front")

@@ -1,0 +1,160 @@
+"""Admission controller: everything that the requests of one process share. It holds nothing of a single request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from starlette.types import ASGIApp
+
+from sidecar.engines.base import Engine
+from sidecar.events import ObservedObserver, Observer, UnguardedObserver
+from sidecar.middleware.background import BackgroundResponses
+from sidecar.middleware.dry_run.registry import ShadowRegistry
+from sidecar.middleware.pending_aborts import PendingAborts
+from sidecar.middleware.policy_snapshot import policy_snapshot
+from sidecar.middleware.watchdog import Watchdog
+from sidecar.policy.model import Mode, Policy, Unguarded
+from sidecar.pools import Pool
+from sidecar.tokens import Estimator
+
+LONGEST_INTERVAL_S = 1.0
+"""The longest interval of the watchdog: a body's timeout or a disconnect may be noticed so much later."""
+SHORTEST_INTERVAL_S = 0.05
+DRY_RUN_DRAIN_S = 5.0
+"""How long the dry run still takes requests while it drains: until load balancers have noticed."""
+OBSERVES = "mode: observe: requests pass at once, the pool shows what enforcing would do"
+
+
+class Monitor(Protocol):
+    """A monitor of a controller: it follows the policy, and adds to the controller's state and notices."""
+
+    def change_policy(self, policy: Policy) -> None:
+        """The controller uses another policy from now on."""
+
+    def notices(self) -> Sequence[str]:
+        """See `AdmissionController.notices`."""
+
+    def generations(self) -> Mapping[str, Sequence[str]]:
+        """The pool's replicas by the generation of their policy; empty where the pool is not shared."""
+
+
+class AdmissionController:
+    """Decides on requests to `app`, by a policy that may change.
+
+    `engine_key` is the engine's own API key: it replaces the tenant's. `is_proxied` says that the app is a reverse
+    proxy, and the engine is another process. `unguarded` applies to other paths where the policy does not say; None
+    lets the app decide, at its first request.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        policy: Policy,
+        pool: Pool,
+        dialect: Engine,
+        estimator: Estimator,
+        observer: Observer | None,
+        observed: ObservedObserver | None = None,
+        is_proxied: bool = False,
+        engine_key: str | None = None,
+        unguarded: Unguarded | None = Unguarded.GENERATING,
+        unguarded_observer: UnguardedObserver | None = None,
+    ) -> None:
+        self.app = app
+        self.engine_key = None if engine_key is None else engine_key.encode("ascii")
+        self._is_proxied = is_proxied
+        self.snapshot = policy_snapshot(policy, dialect, estimator, self.engine_key, is_proxied=is_proxied)
+        self.pool = pool
+        self.dialect = dialect
+        self.estimator = estimator
+        self.observer = observer
+        self.observed = observed
+        self.unguarded = unguarded
+        self.unguarded_observer = unguarded_observer
+        self.monitor: Monitor | None = None
+        self.background = BackgroundResponses()
+        self.shadows = ShadowRegistry()
+        self.pending_aborts = PendingAborts(pool.now_us)
+        self.watchdog = Watchdog(_interval_s(policy), on_armed=self.pending_aborts.follow)
+        self.is_draining = False
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of new requests."""
+        return self.snapshot.policy
+
+    @property
+    def is_observing(self) -> bool:
+        """Whether new requests pass, whatever the policy would do with them (`mode: observe`)."""
+        return self.snapshot.policy.mode is Mode.OBSERVE
+
+    def change_policy(self, policy: Policy) -> None:
+        """Uses another policy from the next request on. Requests under way keep the policy that they came under.
+
+        `policy.replacing` says which policy can replace which. Raises, and changes nothing, where this one cannot.
+        """
+        snapshot = policy_snapshot(policy, self.dialect, self.estimator, self.engine_key, is_proxied=self._is_proxied)
+        self.pool.change_policy(policy)
+        self.snapshot = snapshot
+        self.watchdog.interval_s = _interval_s(policy)
+        if not self.is_observing:
+            self.shadows.end_unreal()
+        if self.monitor is not None:
+            self.monitor.change_policy(policy)
+
+    def drain(self) -> None:
+        """Refuses every new request from now on; requests that wait or run are served to their end.
+
+        The dry run refuses no request: it only reports that it is not ready.
+        """
+        self.is_draining = True
+
+    async def drained(self) -> None:
+        """Returns when no request is under way; in the dry run after `DRY_RUN_DRAIN_S` at the latest.
+
+        In the dry run the server then closes its port and serves running requests to their end.
+        """
+        if not self.is_observing:
+            await self.watchdog.emptied()
+            await self.background.emptied()
+            return
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.watchdog.emptied(), DRY_RUN_DRAIN_S)
+
+    @property
+    def under_way(self) -> int:
+        """The number of requests that wait, are served, or run on in the background."""
+        return len(self.watchdog) + len(self.background)
+
+    def readiness(self) -> Sequence[str]:
+        """Reasons why this process should get no traffic; empty when it should."""
+        return [*(["draining"] if self.is_draining else []), *self.pool.readiness()]
+
+    def notices(self) -> Sequence[str]:
+        """Problems that do not keep this process from serving."""
+        of_monitor = () if self.monitor is None else self.monitor.notices()
+        return [*([OBSERVES] if self.is_observing else []), *self.pool.notices(), *of_monitor]
+
+    def state(self) -> Mapping[str, object]:
+        """The controller's state, for people and dashboards: JSON types only."""
+        generations = {} if self.monitor is None else self.monitor.generations()
+        return {
+            "policy": {"generation": self.policy.generation, "engine": self.policy.engine.name},
+            "mode": self.policy.mode.value,
+            "draining": self.is_draining,
+            "under_way": self.under_way,
+            "shadows": len(self.shadows),
+            "aborting": self.pending_aborts.held()._asdict(),
+            "background": len(self.background),
+            "pool": self.pool.state(),
+            **({"generations": generations} if generations else {}),
+        }
+
+
+def _interval_s(policy: Policy) -> float:
+    """The watchdog's interval for a policy, in seconds."""
+    return max(SHORTEST_INTERVAL_S, min(LONGEST_INTERVAL_S, policy.body_timeout_s, policy.disconnect_grace_s))

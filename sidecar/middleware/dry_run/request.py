@@ -1,0 +1,291 @@
+"""One request in `mode: observe`: it passes at once, unchanged, while its shadow request goes through the pool.
+
+Rules for the request. The app is called at once, with the client's own messages, one by one, as it asks for them; every
+message of its response goes out as it comes. Nothing is refused, held or changed, including the client's own priority
+fields and its API key. Only headers are added to the response: `x-admission-mode: observe`, `x-admission-tier` where
+the tier is known by then, and the request's id. One change is necessary: a path that the policy maps with `forward_to`
+is mapped, because the engine need not know it. `granted()` returns None. A defect in the dry run is logged once, and
+the request goes on unwatched.
+
+Rules for its shadow (`shadow`):
+
+1. It enters the pool when the request's last byte has come, as the request would when enforcing, with the same ask.
+   A request that enforcing would refuse before that has no shadow (an unknown key, a body that is no JSON, one that is
+   too large or too late): it takes no room.
+2. It waits for as long as its tier, and its client's `x-admission-max-wait`, allow; then it would have been refused.
+   Where neither has a limit it is given up after an hour, and its result is unknown.
+3. It holds its lease for as long as the real request took, counted from its own grant, even where that request is over.
+   So the pool is as full as it would be.
+4. It may be preempted, as when enforcing, until the moment at which its first byte would have gone out. It then waits
+   again at once, and its request's time begins again with the next grant.
+5. A client that disconnects before the first byte of its response has lost its patience. That patience counts from the
+   request's arrival, so the shadow ends at that moment, waiting or holding. After a later disconnect rule 3 applies.
+6. Where the sidecar itself ends a shadow (the server stops, there are too many shadows) its result is unknown. When the
+   policy changes to `mode: enforce`, only those shadows stay that hold for a request that still runs: no real request
+   waits for the others.
+
+Limits of the dry run:
+
+- It cannot know that a refused client tries again, or that a client sends its next request later because this one had
+  to wait: the clients' requests are taken as they come.
+- A client that was served at once might have disconnected on a longer wait: the report counts long waits, not clients.
+- The engine runs everything at once now, and would run fewer requests at a time when enforcing. Where it slows down
+  under load, requests take longer than they would, the pool is fuller, and the reported waits are too long.
+- A disconnect that the app does not listen for is not seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import Message, Receive, Scope, Send
+
+from sidecar.errors import AdmissionError
+from sidecar.events import Headers, Observed, Outcome, Verdict
+from sidecar.middleware.controller import AdmissionController
+from sidecar.middleware.dry_run.shadow import CLIENT_LEFT, ShadowRequest, ShadowResult
+from sidecar.middleware.event_reporter import EventReporter
+from sidecar.middleware.forwarding import forwarded_scope
+from sidecar.middleware.intake import RequestIntake, SizedRequest
+from sidecar.middleware.response_headers import id_header, request_id
+from sidecar.middleware.usage import UsageReader
+from sidecar.policy.model import Endpoint
+from sidecar.pools import Grant
+
+UNREAD, TOO_MANY = "body_unread", "too_many_shadows"
+_MODE = (b"x-admission-mode", b"observe")
+_NO_WAIT = Grant(0, 0, 0, None, {}, 0)
+
+
+class DryRunRequest:
+    """Passes one request to a guarded endpoint, and shows it to a `RequestWatcher`. `run` is called once."""
+
+    __slots__ = ("_controller", "_endpoint", "_receive", "_scope", "_send", "_watcher")
+
+    def __init__(
+        self, controller: AdmissionController, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        self._controller = controller
+        self._endpoint = endpoint
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._watcher: RequestWatcher | None = None
+
+    async def run(self) -> None:
+        """Calls the app. Raises only what the app raises."""
+        self._controller.watchdog.add(self)
+        try:
+            self._begin_to_watch()
+            scope = self._scope if self._endpoint.forward_to is None else forwarded_scope(self._scope, self._endpoint)
+            await self._controller.app(scope, self._receive_for_app, self._send_for_app)
+        except BaseException as error:
+            self._end(error)
+            raise
+        finally:
+            self._end(None)
+            self._controller.watchdog.discard(self)
+
+    def check(self) -> None:
+        """See `Watched`. The dry run ends no request, so there is nothing to check."""
+
+    async def _receive_for_app(self) -> Message:
+        message = await self._receive()
+        if self._watcher is not None:
+            try:
+                self._watcher.on_request(message)
+            except Exception as defect:
+                self._stop_watching(defect)
+        return message
+
+    async def _send_for_app(self, message: Message) -> None:
+        if self._watcher is not None:
+            message = self._with_headers(self._watcher, message)
+        await self._send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._end(None, is_complete=True)
+
+    def _with_headers(self, watcher: RequestWatcher, message: Message) -> Message:
+        added: Headers = ()
+        headers: Headers = ()
+        try:
+            if message["type"] == "http.response.start":
+                headers = list(message.get("headers", ()))
+                message = {**message, "headers": headers}  # the app's own value may be an iterator
+                added = watcher.headers(headers)
+            watcher.on_response(message)
+        except Exception as defect:
+            self._stop_watching(defect)
+        return {**message, "headers": [*headers, *added]} if added else message
+
+    def _begin_to_watch(self) -> None:
+        try:
+            self._watcher = RequestWatcher(self._controller, self._endpoint, self._scope)
+        except Exception as defect:
+            self._stop_watching(defect)
+
+    def _end(self, error: BaseException | None, *, is_complete: bool = False) -> None:
+        if self._watcher is not None:
+            try:
+                self._watcher.on_end(error, is_complete=is_complete)
+            except Exception as defect:
+                self._stop_watching(defect)
+
+    def _stop_watching(self, defect: Exception) -> None:
+        """A defect in the dry run: the request goes on, unwatched."""
+        watcher, self._watcher = self._watcher, None
+        self._controller.shadows.report(defect)
+        if watcher is not None:
+            watcher.release()
+
+
+class RequestWatcher:
+    """Watches one request pass: what it asks for, what its response costs, and what enforcing would have done to it.
+
+    It sees every message, and the end. Its methods may raise: `DryRunRequest` lets the request go on without it.
+    `_found` is the request or, as soon as that is certain, the reason why enforcing would refuse it.
+    """
+
+    __slots__ = (
+        "_controller", "_disconnected", "_endpoint", "_found", "_intake", "_is_answered", "_is_over", "_reporter",
+        "_request_id", "_shadow", "_snapshot", "_status", "_usage",
+    )  # fmt: skip
+
+    def __init__(self, controller: AdmissionController, endpoint: Endpoint, scope: Scope) -> None:
+        headers, received_us = dict(scope["headers"]), controller.pool.now_us()
+        self._controller = controller
+        self._snapshot = controller.snapshot
+        self._endpoint = endpoint
+        self._request_id = request_id(headers)
+        self._reporter = EventReporter(
+            controller.observer, scope, self._request_id, received_us, controller.pool.now_us
+        )
+        self._usage = UsageReader()
+        self._shadow: ShadowRequest | None = None
+        self._status: int | None = None
+        self._disconnected = self._is_answered = self._is_over = False
+        self._found: SizedRequest | AdmissionError | None = None
+        self._intake = RequestIntake(controller.snapshot, endpoint, headers, received_us)
+        try:
+            self._intake.check_head(scope)
+        except AdmissionError as refusal:
+            self._refuse(refusal)
+
+    def on_request(self, message: Message) -> None:
+        """The app is about to get this message."""
+        if message["type"] == "http.disconnect":
+            self._disconnected = True
+        elif self._found is None and message["type"] == "http.request":
+            try:
+                request = self._intake.feed(message, self._now_us())
+            except AdmissionError as refusal:
+                self._refuse(refusal)
+            else:
+                if request is not None:
+                    self._begin_shadow(request)
+
+    def on_response(self, message: Message) -> None:
+        """The client is about to get this message."""
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+        elif message["type"] == "http.response.body":
+            if body := message.get("body", b""):
+                if not self._usage.has_begun:
+                    self._reporter.first_byte(self._status)
+                    if self._shadow is not None:
+                        self._shadow.begun()
+                self._usage.feed(body)
+            # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
+            self._is_answered = not message.get("more_body", False) and not self._disconnected
+
+    def headers(self, of_app: Headers) -> Headers:
+        """The headers that are added to the app's own."""
+        named = id_header(self._request_id, of_app)
+        if not isinstance(self._found, SizedRequest):
+            return (_MODE, named)
+        return (_MODE, (b"x-admission-tier", self._snapshot.tier_names[self._found.classification.level]), named)
+
+    def on_end(self, error: BaseException | None, *, is_complete: bool) -> None:
+        """The app has returned, or the last byte is out. `error` is what the app raised."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._found is None:
+            self._report_unread_body()
+        outcome, code = self._outcome(error, is_complete=is_complete)
+        usage, prompt_tokens, charged = self._usage, 0, None
+        if isinstance(self._found, SizedRequest):
+            prompt_tokens = self._found.prompt_tokens
+            charged = usage.charged_tokens(prompt_tokens, self._status)
+        if self._shadow is not None:
+            if outcome is Outcome.CLIENT_LEFT and not usage.has_begun:
+                self._shadow.disconnected()
+            else:
+                self._shadow.ended(charged)
+        if isinstance(self._found, SizedRequest) and usage.input_tokens is not None:
+            tenant = self._found.classification.tenant.name
+            self._controller.estimator.learn(self._found.payload, tenant, usage.input_tokens)
+        used = usage.used_tokens(prompt_tokens), usage.input_tokens, usage.output_tokens
+        self._reporter.settled(outcome, status=self._status, used=used, error=code)
+
+    def release(self) -> None:
+        """After a defect: the shadow ends, and holds nothing more than its request would."""
+        if self._shadow is not None:
+            self._shadow.ended()
+
+    # -- what enforcing would do
+
+    def _refuse(self, refusal: AdmissionError) -> None:
+        self._found = refusal
+        self._report(ShadowResult(Verdict.REFUSED, refusal.code, None))
+
+    def _begin_shadow(self, request: SizedRequest) -> None:
+        self._found = request
+        if not self._usage.has_begun:  # an app may answer before it has read the body
+            self._reporter.classified(request, self._endpoint, self._snapshot.policy, self._now_us())
+            self._reporter.passed(self._now_us(), request.classification.level)
+        shadow = ShadowRequest(self._controller.pool, self._snapshot, request, self._report)
+        if self._controller.shadows.follow(shadow):
+            self._shadow = shadow
+        else:
+            self._report(ShadowResult(Verdict.UNKNOWN, TOO_MANY, None))
+
+    def _report_unread_body(self) -> None:
+        """The request is over before its body was complete."""
+        try:
+            self._intake.check_time(self._now_us())
+        except AdmissionError as refusal:
+            self._report(ShadowResult(Verdict.REFUSED, refusal.code, None))
+            return
+        verdict, code = (Verdict.ABANDONED, CLIENT_LEFT) if self._disconnected else (Verdict.UNKNOWN, UNREAD)
+        self._report(ShadowResult(verdict, code, None))
+
+    def _outcome(self, error: BaseException | None, *, is_complete: bool) -> tuple[Outcome, str | None]:
+        if is_complete and self._is_answered:
+            return Outcome.COMPLETED, None
+        if self._disconnected or isinstance(error, asyncio.CancelledError):
+            return Outcome.CLIENT_LEFT, None  # even where the app made something else of it
+        return Outcome.FAILED, "incomplete_response" if error is None else type(error).__name__
+
+    def _report(self, result: ShadowResult) -> None:
+        found, tenant, policy = self._found, self._intake.tenant, self._snapshot.policy
+        wait = result.wait or _NO_WAIT
+        observed = Observed(
+            at_us=self._now_us() if result.wait is None else wait.at_us,
+            request_id=self._request_id,
+            generation=policy.generation,
+            verdict=result.verdict,
+            code=result.code,
+            tier=policy.tiers[found.classification.level].name if isinstance(found, SizedRequest) else None,
+            tenant=None if tenant is None else tenant.name,
+            queue_wait_us=wait.queue_wait_us,
+            starvation_us=wait.starvation_us,
+            served_ahead=wait.served_ahead,
+        )
+        if not self._is_over:
+            self._reporter.observed(observed)
+        if self._controller.observed is not None:
+            self._controller.observed(observed)
+
+    def _now_us(self) -> int:
+        return self._controller.pool.now_us()

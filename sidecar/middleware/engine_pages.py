@@ -1,0 +1,112 @@
+"""The engine's own pages (`/metrics`, `/v1/models`, ...), asked of the app that the middleware is mounted in.
+
+In-process engines are queried over ASGI, without a socket. A reverse proxy's engine is asked through the proxy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from urllib.parse import quote, urlsplit
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sidecar.engines.pages import NoAnswer, Page, Unread
+
+ANSWER_WITHIN_S = 2.0
+"""Timeout of a page. A page takes milliseconds, even while the engine is busy."""
+MOST_BYTES = 8 * 2**20
+INTERNAL_REQUEST = "sidecar.own"
+"""Marks the middleware's own requests, in the scope's `extensions`: the caller reports their errors itself."""
+_UNREACHABLE = frozenset((502, 504))
+
+
+class EnginePages:
+    """An app that also fetches pages from the app inside it. See `reading.Pages`.
+
+    `key` is sent as the API key. `host` is the server's application object (`scope["app"]`), known from the first call.
+    """
+
+    def __init__(self, app: ASGIApp, key: str | None = None) -> None:
+        self._app = app
+        self._key = key
+        self.host: object | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one ASGI scope: passes everything on."""
+        if self.host is None:
+            self.host = scope.get("app")
+        await self._app(scope, receive, send)
+
+    async def get(self, path: str) -> Page:
+        """See `Pages.get`."""
+        return await fetch_page(self._app, self._scope(path))
+
+    def _scope(self, path: str) -> Scope:
+        parts = urlsplit(path)
+        headers = [(b"host", b"127.0.0.1"), (b"accept", b"*/*"), (b"user-agent", b"admission-sidecar")]
+        if self._key is not None:
+            headers.append((b"authorization", f"Bearer {self._key}".encode()))
+        scope: Scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "GET",
+            "scheme": "http",
+            "path": parts.path,
+            "raw_path": quote(parts.path).encode(),
+            "query_string": parts.query.encode(),
+            "root_path": "",
+            "headers": headers,
+            "client": None,
+            "server": ("127.0.0.1", 80),
+            "state": {},
+            "extensions": {INTERNAL_REQUEST: {}},
+        }
+        if self.host is not None:
+            scope["app"] = self.host
+        return scope
+
+
+async def fetch_page(app: ASGIApp, scope: Scope) -> Page:
+    """The app's response to a request without a body. Raises Unread, or NoAnswer where it takes too long."""
+    response, asked = _Response(), f"{scope['method']} {scope['path']}"
+    try:
+        await asyncio.wait_for(app(scope, response.receive, response.send), ANSWER_WITHIN_S)
+    except asyncio.TimeoutError:  # in Python 3.10 not yet the builtin TimeoutError
+        raise NoAnswer(f"{asked} was not answered within {ANSWER_WITHIN_S:g} s") from None
+    except Unread:
+        raise
+    except Exception as error:
+        raise Unread(f"{asked} failed: {type(error).__name__}: {error}") from error
+    return response.page(asked)
+
+
+class _Response:
+    """Collects one response, as a client that does not disconnect."""
+
+    def __init__(self) -> None:
+        self._status: int | None = None
+        self._body = bytearray()
+        self._is_read = False
+
+    async def receive(self) -> Message:
+        if not self._is_read:
+            self._is_read = True
+            return {"type": "http.request", "body": b"", "more_body": False}
+        disconnect: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        return await disconnect  # canceled with the request
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+        elif message["type"] == "http.response.body":
+            self._body += message.get("body", b"")
+            if len(self._body) > MOST_BYTES:
+                raise Unread(f"a page has more than {MOST_BYTES} bytes")
+
+    def page(self, asked: str) -> Page:
+        if self._status is None:
+            raise Unread(f"{asked} was not answered")
+        if self._status in _UNREACHABLE:
+            raise NoAnswer(f"the engine cannot be reached ({asked} answered {self._status})")
+        return Page(self._status, self._body.decode("utf-8", "replace"))

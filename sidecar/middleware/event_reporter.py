@@ -1,0 +1,178 @@
+"""Event reporter: tells an observer what happens to one request. Without an observer every call is one comparison."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from starlette.types import Scope
+
+from sidecar.errors import AdmissionError
+from sidecar.events import (
+    Admitted,
+    Classified,
+    FirstByte,
+    Headers,
+    Observation,
+    Observed,
+    Observer,
+    Obstacle,
+    Outcome,
+    Preempted,
+    Queued,
+    Received,
+    Refused,
+    Settled,
+)
+from sidecar.middleware.intake import SizedRequest
+from sidecar.policy.model import Endpoint, Policy
+from sidecar.pools import Grant
+
+DISCONNECTED_CODE = "client_left"
+CANCELED_CODE = "canceled"
+
+
+class EventReporter:
+    """Reports one request. `now_us` is the pool's clock in microseconds; it is read only where an observer listens.
+
+    A request that was admitted once ends with `Settled`, even where it ends while it waits again.
+    """
+
+    __slots__ = ("_now_us", "_observation", "_was_admitted")
+
+    def __init__(
+        self, observer: Observer | None, scope: Scope, request_id: str, received_us: int, now_us: Callable[[], int]
+    ) -> None:
+        self._now_us = now_us
+        self._observation: Observation | None = None
+        self._was_admitted = False
+        if observer is not None and observer.listens():
+            method, path, headers = scope["method"], scope["path"], scope["headers"]
+            self._observation = observer.received(
+                Received(received_us, time.time_ns(), method, path, headers, request_id)
+            )
+
+    def headers(self) -> Headers:
+        """The trace context for the engine."""
+        return () if self._observation is None else self._observation.headers()
+
+    def classified(self, request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> None:
+        """The request was classified at `at_us`, and the pool has said now which tier it charges."""
+        if self._observation is None:
+            return
+        classification, payload, tiers = request.classification, request.payload, policy.tiers
+        clamped_from, downgraded_from = classification.clamped_from, classification.downgraded_from
+        self._observation.on_event(
+            Classified(
+                at_us=at_us,
+                tier=tiers[classification.level].name,
+                tenant=classification.tenant.name,
+                source=classification.source.value,
+                clamped_from=None if clamped_from is None else tiers[clamped_from].name,
+                api=endpoint.api.value,
+                model=payload.model,
+                max_output_tokens=payload.max_output_tokens,
+                stream=payload.stream,
+                tokens=request.tokens,
+                requests=request.requests,
+                downgraded_from=None if downgraded_from is None else tiers[downgraded_from].name,
+                preemptible=policy.rules.is_preemptible(classification.level),
+            )
+        )
+
+    def queued(self, obstacle: Callable[[], tuple[Obstacle, str]]) -> None:
+        """The request has to wait from now on. `obstacle` says why; it is called only where an observer listens."""
+        if self._observation is not None:
+            self._observation.on_event(Queued(self._now_us(), *obstacle()))
+
+    def waited_for_store(self, since_us: int) -> None:
+        """The pool's first answer admitted the request, but took so long that it counts as a wait."""
+        if self._observation is not None:
+            self._observation.on_event(Queued(since_us, Obstacle.STORE, "the pool took a moment to answer"))
+
+    def admitted(self, grant: Grant, engine_priority: int | float | None) -> None:
+        """The request holds its lease."""
+        self._was_admitted = True
+        if self._observation is not None:
+            self._observation.on_event(
+                Admitted(
+                    at_us=grant.at_us,
+                    queue_wait_us=grant.queue_wait_us,
+                    starvation_us=grant.starvation_us,
+                    overtaken_at_us=grant.overtaken_at_us,
+                    served_ahead=grant.served_ahead,
+                    level=grant.level,
+                    engine_priority=engine_priority,
+                    passed=grant.passed,
+                )
+            )
+
+    def passed(self, at_us: int, level: int) -> None:
+        """The request went to the app without a lease, as in the dry run, and did not wait."""
+        if self._observation is not None:
+            self._observation.on_event(Admitted(at_us, 0, 0, None, {}, level, None))
+
+    def observed(self, observed: Observed) -> None:
+        """The dry run knows what enforcing would have done."""
+        if self._observation is not None:
+            self._observation.on_event(observed)
+
+    def preempted(self, admitted_us: int, times: int) -> None:
+        """The request was preempted for the n-th time, and waits again."""
+        if self._observation is not None:
+            self._observation.on_event(Preempted(self._now_us(), admitted_us, times))
+
+    def refused(self, error: AdmissionError, wait: Grant | None) -> None:
+        """The request was answered with an error, perhaps after a wait."""
+        self._ended(error.code, error.message, error.status, wait)
+
+    def disconnected(self, wait: Grant | None) -> None:
+        """The client disconnected before it was admitted."""
+        self._ended(DISCONNECTED_CODE, "the client disconnected before it was admitted", None, wait)
+
+    def canceled(self, wait: Grant | None) -> None:
+        """The server canceled the request before it was admitted: it stops, or an app around the middleware failed."""
+        self._ended(CANCELED_CODE, "the server canceled the request before it was admitted", None, wait)
+
+    def first_byte(self, status: int | None) -> None:
+        """The response's first byte goes out."""
+        if self._observation is not None:
+            self._observation.on_event(FirstByte(self._now_us(), status or 0))
+
+    def settled(
+        self,
+        outcome: Outcome,
+        *,
+        status: int | None,
+        used: tuple[int, int | None, int | None],
+        error: str | None,
+    ) -> None:
+        """The request is over. `used` is all tokens, then the engine's own count of input and output."""
+        if self._observation is not None:
+            self._observation.on_event(Settled(self._now_us(), outcome, status, *used, error))
+
+    def _ended(self, code: str, message: str, status: int | None, wait: Grant | None) -> None:
+        if self._observation is None:
+            return
+        refused = _refused(code, message, status, self._now_us() if wait is None else wait.at_us, wait)
+        if not self._was_admitted:
+            self._observation.on_event(refused)
+            return
+        outcome = Outcome.CLIENT_LEFT if code == DISCONNECTED_CODE else Outcome.FAILED
+        waited = None if wait is None else refused
+        self._observation.on_event(Settled(self._now_us(), outcome, status, 0, None, None, code, waited))
+
+
+def _refused(code: str, message: str, status: int | None, at_us: int, wait: Grant | None) -> Refused:
+    if wait is None:
+        return Refused(at_us, code, message, status)
+    return Refused(
+        at_us=at_us,
+        code=code,
+        message=message,
+        status=status,
+        queue_wait_us=wait.queue_wait_us,
+        starvation_us=wait.starvation_us,
+        overtaken_at_us=wait.overtaken_at_us,
+        served_ahead=wait.served_ahead,
+    )

@@ -1,0 +1,333 @@
+"""Request intake: a request's headers and body become a classified and sized request, or a refusal.
+
+The intake does no I/O. Enforcing and the dry run feed it the same messages, so both run the same checks in the same
+order: one API key, a known key, the declared length, the body's time and size, its encoding, its fields, the background
+rule, the tier, the number of sequences, the output maximum, the longest wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from starlette.types import Message, Scope
+
+from sidecar.apis import Api
+from sidecar.classify import Asked, Classification
+from sidecar.engines import Engine
+from sidecar.engines.registry import client_headers
+from sidecar.errors import (
+    BackgroundNotAllowed,
+    BodyTimeout,
+    BodyTooLarge,
+    InvalidBody,
+    InvalidHeader,
+    OutputTooLong,
+    TooManyChoices,
+    UnsizedPrompt,
+)
+from sidecar.events import Headers
+from sidecar.middleware.policy_snapshot import KEY_HEADERS, PolicySnapshot
+from sidecar.payload.decode import Payload, decode
+from sidecar.payload.edit import insert, remove
+from sidecar.policy.model import Background, Endpoint, Policy, Tenant, Unsized
+from sidecar.policy.rules import UNLIMITED
+from sidecar.policy.units import duration_s
+from sidecar.pools import Ask
+from sidecar.tokens import tokens_to_hold
+
+MAX_WAIT_HEADER = b"x-admission-max-wait"
+ATTEMPT_HEADER = b"x-stainless-retry-count"
+"""Header of OpenAI's and Anthropic's clients: how often the client has tried this request before."""
+_END_BYTES = 2048
+_LONGEST_LENGTH = 18
+"""Digits of a Content-Length: an exabyte."""
+
+_MAXIMUM_FIELDS = {
+    Api.CHAT: ("max_completion_tokens", "max_tokens"),
+    Api.COMPLETIONS: ("max_tokens",),
+    Api.RESPONSES: ("max_output_tokens",),
+    Api.MESSAGES: ("max_tokens",),
+}
+"""Where each API names the output maximum of a choice; the first field is written. Embeddings have no output."""
+
+
+class SizedRequest(msgspec.Struct):
+    """A valid request: its tenant and tier (`classification`), its size, and its body.
+
+    `tokens` is what it will hold in the pool, `prompt_tokens` the estimate of its prompts. `taken` names the client's
+    headers that must not be forwarded, `added` are headers for the engine. `output_cap` is the output maximum that is
+    written into the body, because the body has none and the tenant has a limit. `max_wait_s` is the longest wait that
+    the client allows.
+    """
+
+    body: bytes
+    headers: Mapping[bytes, bytes]
+    payload: Payload
+    classification: Classification
+    taken: Sequence[bytes]
+    added: Headers
+    prompt_tokens: int
+    tokens: int
+    api: Api
+    output_cap: int | None
+    max_wait_s: float | None
+
+    @property
+    def requests(self) -> int:
+        """The sequences it will hold: one for every choice of every prompt."""
+        return self.payload.prompts * self.payload.choices
+
+    def ask(self) -> Ask:
+        """What it asks of the pool."""
+        tenant, level = self.classification.tenant, self.classification.level
+        is_counted = tenant.limits.are_counted
+        return Ask(
+            level,
+            tenant.name,
+            tenant.weight,
+            self.tokens,
+            self.requests,
+            request=_fingerprint(tenant.name, self.body),
+            attempt=_attempt(self.headers),
+            limits=tenant.limits if is_counted else None,
+            downgrade=tenant.downgrade_level if is_counted else None,
+        )
+
+    def longest_wait_s(self, policy: Policy) -> float | None:
+        """The longest wait in seconds: the tier's, or the client's where that is shorter. None: no limit."""
+        return _shorter(self.max_wait_s, policy.tiers[self.classification.level].max_wait_s)
+
+    def is_preemptible(self, policy: Policy) -> bool:
+        """Whether the request may be preempted before its first byte."""
+        # The engine would run a preempted background response to its end, and then a second time.
+        return not self.payload.background and policy.rules.is_preemptible(self.classification.level)
+
+    def hold_at_least(self, tokens: int) -> None:
+        """Raises what it holds, because its prompt cannot be sized. Unlimited tokens are not counted."""
+        if tokens < UNLIMITED:
+            self.tokens = max(self.tokens, tokens)
+
+    def drop_body(self) -> None:
+        """Frees the body, which may be megabytes, once it is forwarded or never will be."""
+        self.body = b""
+        self.payload.text = str
+
+    def body_to_forward(self) -> bytes:
+        """The client's body, with the output cap as its only maximum where there is one. Every other byte stays."""
+        body = self.body
+        if self.output_cap is None:
+            return body
+        for field in _MAXIMUM_FIELDS[self.api]:
+            body = remove(body, (field,))
+        return insert(body, _MAXIMUM_FIELDS[self.api][0], b"%d" % self.output_cap)
+
+
+class RequestIntake:
+    """The intake of one request. Call `check_head` first, then `feed` every message; each raises a refusal.
+
+    `tenant` is the request's tenant, None until its key is known.
+    """
+
+    __slots__ = ("_chunks", "_endpoint", "_headers", "_received_us", "_size", "_snapshot", "tenant")
+
+    def __init__(
+        self, snapshot: PolicySnapshot, endpoint: Endpoint, headers: Mapping[bytes, bytes], received_us: int
+    ) -> None:
+        self.tenant: Tenant | None = None
+        self._snapshot = snapshot
+        self._endpoint = endpoint
+        self._headers = headers
+        self._received_us = received_us
+        self._chunks: list[bytes] = []
+        self._size = 0
+
+    def check_head(self, scope: Scope) -> None:
+        """Checks the key and the declared length, before a byte of the body is read."""
+        headers = self._headers
+        refuse_two_keys(scope, headers)
+        self.tenant = self._snapshot.classifier.tenant(headers)
+        if b"content-length" in headers:
+            self._check_size(_declared_length(scope, headers))
+
+    def feed(self, message: Message, now_us: int) -> SizedRequest | None:
+        """Takes an `http.request` message. Returns the request once its body is complete."""
+        self.check_time(now_us)
+        chunk: bytes = message.get("body", b"")
+        self._size += len(chunk)
+        self._check_size(self._size)
+        self._chunks.append(chunk)
+        if message.get("more_body", False):
+            return None
+        body = b"".join(self._chunks)  # a single chunk is not copied
+        self._chunks.clear()
+        return self._sized(body)
+
+    def check_time(self, now_us: int) -> None:
+        """Raises BodyTimeout where the body has taken longer than the policy's `body_timeout`."""
+        most_s = self._snapshot.policy.body_timeout_s
+        if now_us - self._received_us > most_s * 1e6:
+            raise BodyTimeout(f"the body did not arrive within {most_s:g} s; send it faster")
+
+    def _check_size(self, size: int) -> None:
+        most = self._snapshot.policy.max_body_bytes
+        if size > most:
+            raise BodyTooLarge(f"the body is larger than the {most} bytes allowed here; send less")
+
+    def _sized(self, body: bytes) -> SizedRequest:
+        """Decodes and classifies a complete body, and sizes its prompts by their bytes."""
+        snapshot, endpoint, headers, tenant = self._snapshot, self._endpoint, self._headers, self.tenant
+        assert tenant is not None
+        policy = snapshot.policy
+        _refuse_other_encodings(body)
+        payload = decode(endpoint.api, body)
+        refuse_background(payload, policy.background)
+        taken = client_headers(headers)
+        classification = snapshot.classifier.classify(Asked(endpoint, payload, headers, taken), tenant)
+        refuse_what_is_too_much(endpoint.api, payload, policy)
+        cap = _output_cap(endpoint.api, payload, body, tenant, policy.engine)
+        max_wait_s = longest_wait_s(headers, None) if MAX_WAIT_HEADER in headers else None
+        prompt_tokens = snapshot.estimator.prompt_tokens(payload, tenant.name)
+        return SizedRequest(
+            body=body,
+            headers=headers,
+            payload=payload,
+            classification=classification,
+            taken=[*taken, *snapshot.credentials.taken(headers)],
+            added=snapshot.credentials.added,
+            prompt_tokens=prompt_tokens,
+            tokens=tokens_to_hold(payload, prompt_tokens, _assumed_output(policy, classification.level, cap)),
+            api=endpoint.api,
+            output_cap=cap,
+            max_wait_s=max_wait_s,
+        )
+
+
+async def count_tokens(request: SizedRequest, snapshot: PolicySnapshot) -> None:
+    """Sizes the prompts with the policy's tokenizer instead, where it names one."""
+    counter = snapshot.estimator.counter
+    if counter is not None:
+        request.prompt_tokens = await snapshot.estimator.counted_prompt_tokens(request.payload, counter)
+        output = _assumed_output(snapshot.policy, request.classification.level, request.output_cap)
+        request.tokens = tokens_to_hold(request.payload, request.prompt_tokens, output)
+
+
+def _assumed_output(policy: Policy, level: int, cap: int | None) -> int:
+    default = policy.tiers[level].default_output_tokens
+    return default if cap is None else min(default, cap)
+
+
+def longest_wait_s(headers: Mapping[bytes, bytes], of_tier_s: float | None) -> float | None:
+    """The tier's longest wait in seconds, or the client's where that is shorter. Raises InvalidHeader."""
+    raw = headers.get(MAX_WAIT_HEADER)
+    if raw is None:
+        return of_tier_s
+    try:
+        return _shorter(float(duration_s(raw.decode("latin-1").strip())), of_tier_s)
+    except ValueError as error:
+        raise InvalidHeader(f"{MAX_WAIT_HEADER.decode()}: {error}") from None
+
+
+def _shorter(one_s: float | None, other_s: float | None) -> float | None:
+    return one_s if other_s is None else other_s if one_s is None else min(one_s, other_s)
+
+
+# -- the checks
+
+
+def refuse_two_keys(scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+    """Raises InvalidHeader where a header that holds a key is given twice: the engine might read the other one."""
+    if len(headers) == len(scope["headers"]):
+        return
+    for name in KEY_HEADERS:
+        if sum(found == name for found, _ in scope["headers"]) > 1:
+            raise InvalidHeader(f"{name.decode()} is given twice; send one key, once")
+
+
+def _declared_length(scope: Scope, headers: Mapping[bytes, bytes]) -> int:
+    """The Content-Length in bytes. Raises InvalidHeader where it contradicts itself."""
+    given = headers[b"content-length"]
+    is_ambiguous = (
+        len(headers) != len(scope["headers"])
+        and len({value for name, value in scope["headers"] if name == b"content-length"}) > 1
+    )
+    if is_ambiguous or not given.isdigit() or len(given) > _LONGEST_LENGTH:
+        raise InvalidHeader("content-length is given twice, or is no number of bytes; send it once")
+    if b"transfer-encoding" in headers:  # a server after this one might believe the other header
+        raise InvalidHeader("content-length and transfer-encoding exclude each other; send one of them")
+    return int(given)
+
+
+def _refuse_other_encodings(body: bytes) -> None:
+    """Raises InvalidBody: text that `payload.decode` skips is not decoded there, and would fail at the engine."""
+    if body.isascii():
+        return
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidBody(f"the body is not UTF-8 (byte {error.start}); send JSON in UTF-8") from None
+
+
+def refuse_background(payload: Payload, choice: Background) -> None:
+    """Raises BackgroundNotAllowed where the policy refuses it, and InvalidBody for one that could not be followed."""
+    if not payload.background:
+        return
+    if choice is Background.REFUSE:
+        raise BackgroundNotAllowed(
+            "background: true is not allowed here, because such a response runs on after its request is answered; "
+            "leave it out, and send stream: true for a long answer (the policy's `background: hold` would allow it)"
+        )
+    if payload.names_response:
+        raise InvalidBody("request_id: a background response is followed by the id that the engine gives; leave it out")
+
+
+def refuse_what_is_too_much(api: Api, payload: Payload, policy: Policy) -> None:
+    """Raises TooManyChoices or UnsizedPrompt for a request that the policy allows no one.
+
+    The bound is for prompts times choices: each prompt of a list starts that many choices. Embeddings generate nothing.
+    """
+    sequences, most = payload.prompts * payload.choices, policy.max_choices
+    if sequences > most and api is not Api.EMBEDDINGS:
+        raise TooManyChoices(
+            f"this request would start {sequences} sequences (choices times prompts: {payload.choices} x "
+            f"{payload.prompts}); {most} are allowed; ask for a smaller n or best_of, or send fewer prompts at once"
+        )
+    if payload.unsized is not None and policy.unsized is Unsized.REFUSE:
+        raise UnsizedPrompt(
+            f"{payload.unsized}: the size of the prompt that it stands for is not known here; send that prompt itself, "
+            "or ask the operator for `unsized: hold`"
+        )
+
+
+def _output_cap(api: Api, payload: Payload, body: bytes, tenant: Tenant, engine: type[Engine]) -> int | None:
+    """The tenant's `max_output_tokens`, where the body must be given it; else None. Raises OutputTooLong.
+
+    A maximum of 0 counts as no maximum, but for text completions: engines treat it as absent.
+    """
+    most = tenant.limits.max_output_tokens
+    if most is None or api not in _MAXIMUM_FIELDS:
+        return None
+    asked = max(payload.max_output_tokens or 0, payload.other_maximum or 0)
+    if asked > most:
+        raise OutputTooLong(
+            f"{_MAXIMUM_FIELDS[api][-1]}: {asked} is more than the {most} tokens that one answer to tenant "
+            f"{tenant.name} may have; send {most} or less"
+        )
+    default = engine.default_completion_tokens
+    if api is Api.COMPLETIONS and default is not None and most >= default and remove(body, ("max_tokens",)) is body:
+        return None  # a cap above the engine's default would make the answer longer
+    is_unbounded = payload.max_output_tokens is None or (asked == 0 and api is not Api.COMPLETIONS)
+    return most if is_unbounded else None
+
+
+# -- how the pool recognizes a request
+
+
+def _fingerprint(tenant: str, body: bytes) -> int:
+    # The two ends of a long body: prompts often share their beginning, and differ at their end.
+    return hash((tenant, len(body), body[:_END_BYTES], body[-_END_BYTES:]))
+
+
+def _attempt(headers: Mapping[bytes, bytes]) -> int | None:
+    raw = headers.get(ATTEMPT_HEADER)
+    return int(raw) if raw is not None and len(raw) <= _LONGEST_LENGTH and raw.isdigit() else None

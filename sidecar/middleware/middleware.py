@@ -1,0 +1,38 @@
+"""ASGI middleware: requests to the policy's endpoints are admitted first; all others pass or are refused."""
+
+from __future__ import annotations
+
+import posixpath
+
+from starlette.types import Receive, Scope, Send
+
+from sidecar.middleware.controller import AdmissionController
+from sidecar.middleware.dry_run.request import DryRunRequest
+from sidecar.middleware.request import RequestHandler
+from sidecar.middleware.unguarded import pass_or_refuse, route_path
+from sidecar.policy.model import Endpoint
+
+
+async def serve_scope(controller: AdmissionController, scope: Scope, receive: Receive, send: Send) -> None:
+    """Serves one ASGI scope with the controller's app."""
+    endpoint = guarded_endpoint(controller, scope)
+    if endpoint is None:
+        await pass_or_refuse(controller, scope, receive, send)
+    elif controller.is_observing:
+        await DryRunRequest(controller, endpoint, scope, receive, send).run()
+    else:
+        # A copy of the list: uvicorn appends trailers to its own, after the headers have been checked.
+        scope = {**scope, "headers": list(scope["headers"])}
+        await RequestHandler(controller, endpoint, scope, receive, send).run()
+
+
+def guarded_endpoint(controller: AdmissionController, scope: Scope) -> Endpoint | None:
+    """The policy's endpoint for a request; None where none guards it."""
+    if scope["type"] != "http" or scope["method"] != "POST":
+        return None
+    path, endpoints = route_path(scope), controller.snapshot.endpoints
+    endpoint = endpoints.get(path)
+    if endpoint is None and ("//" in path or "/." in path or path.endswith("/")):
+        # A server after this one may read it as a guarded path: nginx merges slashes and resolves dots.
+        endpoint = endpoints.get(posixpath.normpath("/" + path.lstrip("/")))
+    return endpoint

@@ -1,0 +1,92 @@
+"""Immutable policy snapshot, compiled for requests.
+
+A request takes the current snapshot when it arrives and uses it until it ends. A new policy becomes a new snapshot; an
+existing snapshot never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sidecar.classify import Classifier
+from sidecar.engines.base import AbortLatency, Engine, Routes, abort_latency
+from sidecar.policy.model import Endpoint, Policy
+from sidecar.tokens import Estimator
+
+_AUTHORIZATION, _API_KEY = b"authorization", b"x-api-key"
+KEY_HEADERS = (_AUTHORIZATION, _API_KEY)
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Rules for API keys on the way to the engine. `engine_key` is the engine's own key, None where it has none.
+
+    A tenant's key gives access to the tenant's share of the pool, and an engine would write it into its logs. So the
+    key is removed, unless the policy says `forward_key: true` (`is_forwarded`). Then the client's headers pass
+    unchanged, and the engine's key is not added.
+    """
+
+    is_forwarded: bool = False
+    engine_key: bytes | None = field(default=None, repr=False)
+
+    def taken(self, headers: Mapping[bytes, bytes]) -> Sequence[bytes]:
+        """The names of the client's headers that hold, or may hold, a tenant's key: they must not be forwarded.
+
+        Both names, where both are there: clients of two providers send the same key in each. `Authorization` with
+        another scheme, such as Basic, holds no tenant's key and stays.
+        """
+        if self.is_forwarded:
+            return ()
+        names = []
+        if headers.get(_AUTHORIZATION, b"").lstrip()[:6].lower() == b"bearer":
+            names.append(_AUTHORIZATION)
+        if _API_KEY in headers:
+            names.append(_API_KEY)
+        return names
+
+    @property
+    def added(self) -> Sequence[tuple[bytes, bytes]]:
+        """The headers that the engine gets instead."""
+        if self.is_forwarded or self.engine_key is None:
+            return ()
+        return ((_AUTHORIZATION, b"Bearer " + self.engine_key),)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySnapshot:
+    """A policy and everything that is computed from it once. Lists by level begin with the most important tier.
+
+    `priorities` are the values that the engine gets, `tier_names` are header values. `abort_latency` is how long the
+    engine computes on after an aborted request.
+    """
+
+    policy: Policy
+    endpoints: Mapping[str, Endpoint]
+    classifier: Classifier
+    estimator: Estimator
+    credentials: Credentials
+    priorities: tuple[int | float, ...]
+    tier_names: tuple[bytes, ...]
+    abort_latency: AbortLatency
+    routes: Routes
+
+
+def policy_snapshot(
+    policy: Policy, dialect: Engine, estimator: Estimator, engine_key: bytes | None, *, is_proxied: bool = False
+) -> PolicySnapshot:
+    """Compiles a policy. Raises whatever is wrong with it, before a request has seen it.
+
+    `engine_key` replaces the tenant's key. `is_proxied` says that the engine is another process, after a reverse proxy.
+    """
+    return PolicySnapshot(
+        policy=policy,
+        endpoints=policy.endpoints,
+        classifier=Classifier(policy, dialect),
+        estimator=estimator,
+        credentials=Credentials(policy.forward_key, engine_key),
+        priorities=tuple(dialect.priority(tier.level, len(policy.tiers)) for tier in policy.tiers),
+        tier_names=tuple(tier.name.encode() for tier in policy.tiers),
+        abort_latency=abort_latency(dialect, policy.abort_latency_s, is_proxied=is_proxied),
+        routes=policy.engine.routes,
+    )

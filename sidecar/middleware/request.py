@@ -1,0 +1,520 @@
+"""One admitted request, from its first byte to its released lease.
+
+    READING -> WAITING -> RUNNING -> OVER      (WAITING ends at once where there is room)
+       |        |  ^       |  |       ^
+       |        |  +-------+  |       |        (preempted: its room goes to a more important request)
+       |        |             +-> FOLLOWED     (a background response runs on after its request is answered)
+       +--------+-> OVER                       (refused, or the client disconnected)
+
+`NEXT_STAGES` is this diagram as a table. Whatever raises or is canceled, the lease is released exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine
+from enum import IntEnum
+from functools import partial
+
+from starlette.types import Message, Receive, Scope, Send
+
+from sidecar.apis import Api
+from sidecar.context import SCOPE_KEY, Granted, current
+from sidecar.engines.base import Forward
+from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, InvalidHeader, QueueTimeout
+from sidecar.events import Obstacle, Outcome
+from sidecar.middleware.background import BackgroundEnd, BackgroundRequest
+from sidecar.middleware.controller import AdmissionController
+from sidecar.middleware.error_responses import discard_body, send_error
+from sidecar.middleware.event_reporter import EventReporter
+from sidecar.middleware.forwarding import forwarded_request, granted_of
+from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens
+from sidecar.middleware.pending_aborts import CALL_KEY, EngineCall, Held
+from sidecar.middleware.response_headers import (
+    admission_headers,
+    early_headers,
+    id_header,
+    refusal_headers,
+    request_id,
+    wait_headers,
+)
+from sidecar.middleware.sse_keepalive import STREAMING
+from sidecar.middleware.usage import UsageReader
+from sidecar.middleware.wait import ClientChannel, ClientDisconnected, Comments, WaitedTooLong, enter_pool, wait
+from sidecar.policy.model import Endpoint
+from sidecar.pools import Grant, Lease
+
+
+class Stage(IntEnum):
+    """The stages of a request."""
+
+    READING = 0
+    WAITING = 1
+    RUNNING = 2
+    FOLLOWED = 3
+    OVER = 4
+
+
+NEXT_STAGES: tuple[tuple[Stage, ...], ...] = (
+    (Stage.WAITING, Stage.OVER),  # after READING
+    (Stage.RUNNING, Stage.OVER),  # after WAITING
+    (Stage.WAITING, Stage.FOLLOWED, Stage.OVER),  # after RUNNING
+    (Stage.OVER,),  # after FOLLOWED
+    (),  # after OVER
+)
+"""The stages that may follow each stage, by its number."""
+
+
+class IllegalTransition(Exception):
+    """A request would enter a stage that cannot follow its present one: a defect in the middleware."""
+
+
+class RequestHandler:
+    """Handles one request to a guarded endpoint. `run` is called once."""
+
+    __slots__ = (
+        "_admitted_us", "_attempt", "_background", "_body", "_call", "_client", "_controller", "_endpoint", "_headers",
+        "_intake", "_lease", "_preempted_us", "_preemptions", "_receive", "_received_us", "_reporter", "_request",
+        "_request_id", "_scope", "_snapshot", "_status", "_task", "_timed_out", "_usage", "stage",
+    )  # fmt: skip
+
+    _request: SizedRequest
+    _lease: Lease
+
+    def __init__(
+        self, controller: AdmissionController, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        self.stage = Stage.READING
+        self._controller = controller
+        self._snapshot = controller.snapshot
+        self._endpoint = endpoint
+        self._scope = scope
+        self._receive = receive
+        now_us = controller.pool.now_us
+        self._client = ClientChannel(receive, send, now_us)
+        self._task = asyncio.current_task()
+        self._received_us = now_us()
+        self._headers = dict(scope["headers"])
+        self._request_id = request_id(self._headers)
+        self._reporter = EventReporter(controller.observer, scope, self._request_id, self._received_us, now_us)
+        self._intake = RequestIntake(self._snapshot, endpoint, self._headers, self._received_us)
+        self._usage = UsageReader()
+        self._body: bytes | None = None
+        self._status: int | None = None
+        self._timed_out = False
+        self._attempt: PreemptibleAttempt | None = None
+        self._call = EngineCall()
+        self._background: BackgroundRequest | None = None
+        self._preempted_us: int | None = None
+        self._preemptions = self._admitted_us = 0
+
+    async def run(self) -> None:
+        """Handles the request to its end. Raises only what the app raises."""
+        self._controller.watchdog.add(self)
+        try:
+            grant = await self._granted_or_over(self._admission())
+            while grant is not None and not await self._forward(grant):
+                grant = await self._granted_or_over(self._wait_again())
+        finally:
+            self._end()
+
+    def check(self) -> None:
+        """Ends a body that takes too long, and a request whose client disconnects while the app does not listen."""
+        now_us, policy = self._now_us(), self._snapshot.policy
+        if self.stage is Stage.READING and now_us - self._received_us > policy.body_timeout_s * 1e6:
+            if self._task is not None and self._body is None and not self._timed_out:
+                self._timed_out = True
+                self._task.cancel()
+        elif self._background is not None and self._controller.background.is_due(self._background):
+            self._settle(Outcome.FAILED, "background_timeout")
+        elif self.stage is Stage.RUNNING and self._background is None:
+            disconnected_us = self._client.disconnected_us
+            if disconnected_us is None:
+                self._client.watch()
+            elif now_us - disconnected_us > policy.disconnect_grace_s * 1e6:
+                self._settle(Outcome.CLIENT_LEFT)
+
+    def advance(self, stage: Stage) -> None:
+        """Enters a stage. Raises IllegalTransition where it cannot follow the present one."""
+        if stage not in NEXT_STAGES[self.stage]:
+            raise IllegalTransition(f"{self.stage.name} -> {stage.name}")
+        self.stage = stage
+
+    # -- up to admission
+
+    async def _granted_or_over(self, wait_for_grant: Coroutine[None, None, Grant]) -> Grant | None:
+        """The grant; None where the request ended without one."""
+        waited: Grant | None = None
+        try:
+            return await wait_for_grant
+        except ClientDisconnected as disconnected:
+            self.advance(Stage.OVER)
+            self._reporter.disconnected(disconnected.wait)
+            return None
+        except WaitedTooLong as over:
+            waited = over.wait
+            error: AdmissionError = self._queue_timeout()
+        except AdmissionError as refusal:
+            error = refusal
+        self.advance(Stage.OVER)
+        self._reporter.refused(error, waited)
+        await self._refuse(error, waited)
+        return None
+
+    async def _admission(self) -> Grant:
+        """Reads the request, enters the pool and waits."""
+        if self._controller.is_draining:
+            raise Draining("this server is shutting down and takes no new request; try another", retry_after_s=1)
+        self._intake.check_head(self._scope)
+        request = self._request = await self._read()
+        if self._snapshot.estimator.counter is not None:
+            await count_tokens(request, self._snapshot)
+        lease = await self._enter(request)
+        if request.is_preemptible(self._snapshot.policy):
+            lease.on_preempt = self._preempt
+        grant = lease.grant
+        if grant is None:
+            return await self._wait(lease.wait(), request.longest_wait_s(self._snapshot.policy))
+        if grant.queue_wait_us:
+            self._reporter.waited_for_store(grant.at_us - grant.queue_wait_us)
+        return grant
+
+    async def _read(self) -> SizedRequest:
+        """Reads the body. Raises ClientDisconnected, or the intake's refusal."""
+        try:
+            while True:
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnected
+                request = self._intake.feed(message, self._now_us())
+                if request is not None:
+                    self._body = request.body
+                    return request
+        except asyncio.CancelledError:
+            if self._timed_out and not self._is_canceled_by_server():
+                self._intake.check_time(self._now_us())  # raises BodyTimeout
+            raise
+
+    def _is_canceled_by_server(self) -> bool:
+        # 3.10 does not count cancellations: the server's in the same instant is taken for our own.
+        return sys.version_info >= (3, 11) and self._task is not None and self._task.uncancel() > 0
+
+    async def _enter(self, request: SizedRequest) -> Lease:
+        """Enters the pool, and reports the classification: only then the charged tier is known."""
+        at_us = self._now_us()
+        try:
+            self._lease = await enter_pool(self._controller.pool, request)
+            self.advance(Stage.WAITING)
+        finally:
+            self._reporter.classified(request, self._endpoint, self._snapshot.policy, at_us)
+        return self._lease
+
+    async def _wait(self, granted: asyncio.Future[Grant], most_s: float | None) -> Grant:
+        """See `wait.wait`."""
+        self._reporter.queued(self._obstacle)
+        comments, every_s, api = None, self._snapshot.policy.keep_alive_s, self._endpoint.api
+        if every_s is not None and self._request.payload.stream and api in STREAMING:
+            headers = early_headers(self._request, self._lease, self._snapshot.tier_names, self._request_id)
+            comments = Comments(every_s, api, headers)
+        return await wait(self._lease, granted, self._client, most_s, comments)
+
+    def _obstacle(self) -> tuple[Obstacle, str]:
+        """Why the request has to wait."""
+        if self._preemptions:
+            return Obstacle.PREEMPTED, "its room went to a more important request"
+        return self._controller.pool.obstacle(self._request.ask())
+
+    def _queue_timeout(self) -> QueueTimeout:
+        level, policy = self._request.classification.level, self._snapshot.policy
+        return QueueTimeout(
+            f"no room came free for tier {policy.tiers[level].name} within "
+            f"{self._request.longest_wait_s(policy):g} s; try again later",
+            retry_after_s=self._controller.pool.retry_after_s(level),
+        )
+
+    async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
+        # The rest of an unread body is not read: the connection ends with the response.
+        closes = isinstance(error, BodyTimeout | BodyTooLarge | InvalidHeader)
+        headers = [(b"connection", b"close")] if closes else []
+        headers += refusal_headers(error)
+        if waited is not None:
+            headers += wait_headers(waited)
+        send = self._send_and_go_on if isinstance(error, BodyTooLarge) else self._client.send
+        is_anthropic = self._endpoint.api is Api.MESSAGES
+        await send_error(send, error, anthropic=is_anthropic, request_id=self._request_id, headers=headers)
+        if isinstance(error, BodyTooLarge):
+            await discard_body(self._receive, self._snapshot.policy.body_timeout_s)
+            await self._client.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_and_go_on(self, message: Message) -> None:
+        # At the end of a response the server closes the connection, and a client that still sends loses the response.
+        await self._client.send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+
+    # -- after admission
+
+    async def _forward(self, grant: Grant) -> bool:
+        """Calls the app with the request as the engine should see it, and settles when the response is sent.
+
+        False where the request was preempted before its first byte: then it waits again.
+        """
+        self.advance(Stage.RUNNING)
+        controller, request, snapshot = self._controller, self._request, self._snapshot
+        priority = snapshot.priorities[grant.level]
+        forward = controller.dialect.forward(self._endpoint.api, priority)
+        self._admitted_us = grant.at_us
+        self._reporter.admitted(grant, priority if forward.is_sent else None)
+        granted = granted_of(grant, request, snapshot.policy, priority)
+        receive, send = self._receive_for_app, self._send_for_app
+        attempt: PreemptibleAttempt | None = None
+        if request.is_preemptible(snapshot.policy):
+            attempt = self._attempt = PreemptibleAttempt(self._lease, receive, send, self._client.disconnect)
+            receive, send = attempt.receive, attempt.send
+            if self._preempted_us is not None:
+                attempt.preempt()
+        token = current.set(granted)
+        try:
+            await controller.app(self._scope_for_app(forward, granted), receive, send)
+        except BaseException as error:
+            if attempt is None or not attempt.is_lost or not isinstance(error, Exception):
+                self._settle(Outcome.FAILED, type(error).__name__)
+                if self._client.keepalive is not None and isinstance(error, Exception):
+                    await self._client.keepalive.break_off()
+                raise
+        finally:
+            current.reset(token)
+        return attempt is None or not attempt.is_lost or await self._disconnects_before_abort()
+
+    def _scope_for_app(self, forward: Forward, granted: Granted) -> Scope:
+        has_begun, traced = self._client.keepalive is not None, self._reporter.headers()
+        forwarded = forwarded_request(self._scope, self._endpoint, self._request, forward, traced, has_begun=has_begun)
+        scope, self._body = forwarded
+        if self._request.payload.background:
+            self._background = BackgroundRequest(self._controller.app, scope, self._endpoint, self._request.payload)
+        scope[SCOPE_KEY] = granted
+        scope[CALL_KEY] = self._call
+        return scope
+
+    async def _receive_for_app(self) -> Message:
+        """The body in one piece; then the client's messages: the app sees a disconnect as without the middleware."""
+        body = self._body
+        if body is not None:
+            self._body = None
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await (self._client if self._background is None else self._background).receive()
+
+    async def _send_for_app(self, message: Message) -> None:
+        """Passes the response on as it comes, chunk by chunk, and settles after its last byte."""
+        kind, background = message["type"], self._background
+        send = self._client.send if background is None else background.sender(self._client.send)
+        if kind == "http.response.body":
+            self._read_response(message.get("body", b""))
+            # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
+            has_left = self._client.disconnected_us is not None and background is None
+            outcome = Outcome.CLIENT_LEFT if has_left else Outcome.COMPLETED
+            if message.get("more_body", False):
+                await send(message)
+                return
+            self._call.answered()
+            await send(message)
+            self._settle(outcome)
+            return
+        if kind == "http.response.start":
+            self._status = message["status"]
+            headers = list(message.get("headers", ()))
+            own = admission_headers(self._request, self._lease, self._snapshot.tier_names, self._preemptions)
+            message = {**message, "headers": [*headers, *own, id_header(self._request_id, headers)]}
+        await send(message)
+
+    def _read_response(self, body: bytes) -> None:
+        if body and self.stage is Stage.RUNNING:  # not what comes after a disconnect's grace: no one gets it
+            if not self._usage.has_begun:
+                self._reporter.first_byte(self._status)
+            self._usage.feed(body)
+            if self._background is not None:
+                self._background.feed(body)
+
+    # -- preemption
+
+    def _preempt(self) -> None:
+        """Called by the pool: a more important request needs the room."""
+        self._preempted_us = self._now_us()
+        if self._attempt is not None:
+            self._attempt.preempt()
+
+    async def _disconnects_before_abort(self) -> bool:
+        """Returns when the engine has aborted a preempted attempt: whether the client disconnected before that."""
+        disconnect = self._client.disconnect()
+        if not disconnect.done():
+            aborted = asyncio.get_running_loop().create_future()
+            self._when_aborted(partial(aborted.set_result, None))
+            await asyncio.wait((disconnect, aborted), return_when=asyncio.FIRST_COMPLETED)
+        if disconnect.done():
+            self._settle(Outcome.CLIENT_LEFT)
+        return disconnect.done()
+
+    async def _wait_again(self) -> Grant:
+        """Releases the room, and queues the request at its original place."""
+        self._preempted_us = self._attempt = None
+        self._call = EngineCall()
+        self._usage, self._status = UsageReader(), None
+        self._preemptions += 1
+        granted = self._lease.requeue()
+        self.advance(Stage.WAITING)
+        self._reporter.preempted(self._admitted_us, self._preemptions)
+        # The tier's longest wait is kept already: from now on only the client may limit the wait.
+        return await self._wait(granted, self._request.max_wait_s)
+
+    # -- the end
+
+    def _settle(self, outcome: Outcome, error: str | None = None) -> None:
+        """Ends a running request. Only the first call counts; a background response is followed to its own end."""
+        if self.stage is not Stage.RUNNING:
+            return
+        background, self._background = self._background, None
+        response_id = None if background is None else background.running_id()
+        if background is None or response_id is None:
+            self._release(outcome, error)
+        else:
+            self.advance(Stage.FOLLOWED)
+            self._request.drop_body()
+            self._controller.background.follow(background, response_id, self._settle_background)
+
+    def _settle_background(self, ended: BackgroundEnd) -> None:
+        self._usage.input_tokens, self._usage.output_tokens = ended.input_tokens, ended.output_tokens
+        self._client.disconnected_us = None  # a background response does not end with its client
+        self._call.answered()
+        self._release(ended.outcome, ended.error)
+
+    def _release(self, outcome: Outcome, error: str | None) -> None:
+        """Releases the lease, as soon as the engine has aborted the request, and reports what it cost."""
+        self.advance(Stage.OVER)
+        request, usage, lease = self._request, self._usage, self._lease
+        release = partial(lease.settle, usage.charged_tokens(request.prompt_tokens, self._status))
+        if self._call.may_run:
+            if lease.on_preempt is not None:
+                lease.on_preempt = _ignore  # nothing can free its room sooner
+            self._when_aborted(release)
+        else:
+            release()
+        if outcome is Outcome.FAILED and self._client.disconnected_us is not None:
+            outcome, error = Outcome.CLIENT_LEFT, None  # the disconnect is why the app failed
+        if usage.input_tokens is not None:
+            tenant = request.classification.tenant.name
+            self._controller.estimator.learn(request.payload, tenant, usage.input_tokens)
+        used = usage.used_tokens(request.prompt_tokens), usage.input_tokens, usage.output_tokens
+        self._reporter.settled(outcome, status=self._status, used=used, error=error)
+
+    def _when_aborted(self, release: Callable[[], object]) -> None:
+        """Calls `release` when the engine has aborted what it computed for this request."""
+        is_lost = self._attempt is not None and self._attempt.is_lost
+        disconnected_us = self._preempted_us if is_lost else self._client.disconnected_us
+        due_us = self._snapshot.abort_latency.due_us(self._now_us(), disconnected_us)
+        held = Held(self._request.requests, self._request.tokens)
+        self._call.when_aborted(release, self._controller.pending_aborts, due_us, held)
+
+    def _end(self) -> None:
+        """Leaves no lease, no ticket and no task, in whichever stage the request broke off."""
+        if self.stage is Stage.READING:
+            self._reporter.canceled(None)
+            self.advance(Stage.OVER)
+        elif self.stage is Stage.WAITING:
+            self._withdraw()
+            self.advance(Stage.OVER)
+        elif self.stage is Stage.RUNNING:
+            self._settle(Outcome.FAILED, "incomplete_response")
+        self._client.close()
+        self._controller.watchdog.discard(self)
+
+    def _withdraw(self) -> None:
+        """Leaves the queue, as the task was canceled. Reports the wait when the pool has said how it went."""
+        if self._lease.settle(0):
+            self._reporter.canceled(self._lease.grant)
+            return
+        left = self._lease.leave()
+        if left.done():
+            self._reporter.canceled(left.result())
+        else:
+            left.add_done_callback(lambda wait: self._reporter.canceled(wait.result()))
+
+    def _now_us(self) -> int:
+        return self._controller.pool.now_us()
+
+
+def _ignore() -> None:
+    pass
+
+
+class PreemptibleAttempt:
+    """One attempt at the engine that may be preempted before its first byte: the app's `receive` and `send` for it.
+
+    The app is aborted by an `http.disconnect`, because every serving app aborts its engine then, and few do so when
+    their task is canceled. The response of an aborted attempt is dropped; when the app has returned, the request waits
+    again. An app that does not listen cannot be aborted, and its first byte keeps the room for good. The response's
+    head waits for the first byte of the body: streaming apps send the head before the engine has begun.
+
+    `receive` and `send` are those of an attempt that is not preempted, `disconnect` gives the task that ends when the
+    client disconnects. `is_lost` says that the app was aborted: no one gets this attempt's response.
+    """
+
+    __slots__ = (
+        "_disconnect",
+        "_has_body",
+        "_is_kept",
+        "_lease",
+        "_preempted",
+        "_receive",
+        "_send",
+        "_start",
+        "is_lost",
+    )
+
+    def __init__(
+        self, lease: Lease, receive: Receive, send: Send, disconnect: Callable[[], asyncio.Task[Message]]
+    ) -> None:
+        self.is_lost = False
+        self._lease = lease
+        self._receive = receive
+        self._send = send
+        self._disconnect = disconnect
+        self._preempted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._start: Message | None = None
+        self._has_body = False
+        self._is_kept = False
+
+    def preempt(self) -> None:
+        """A more important request needs the room. May be called at any time, by the pool."""
+        if not self._preempted.done():
+            self._preempted.set_result(None)
+
+    async def receive(self) -> Message:
+        """See ASGI's `receive`."""
+        if not self._has_body:
+            self._has_body = True
+            return await self._receive()
+        if self.is_lost:  # an engine may ask again after its request's end
+            return {"type": "http.disconnect"}
+        disconnect = self._disconnect()
+        while not disconnect.done():
+            if self._preempted.done() and not self._is_kept:
+                self.is_lost = True
+                return {"type": "http.disconnect"}
+            waited = (disconnect,) if self._is_kept else (disconnect, self._preempted)
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        return disconnect.result()
+
+    async def send(self, message: Message) -> None:
+        """See ASGI's `send`."""
+        if self.is_lost:
+            return
+        if not self._is_kept:
+            if message["type"] == "http.response.start":
+                self._start = message
+                return
+            if message["type"] == "http.response.body" and not message.get("body") and message.get("more_body", False):
+                return
+            self._is_kept = True
+            self._lease.keep()
+            if self._start is not None:
+                await self._send(self._start)
+        await self._send(message)

@@ -1,0 +1,121 @@
+"""Response headers that the middleware adds: the request's id, how it was admitted, and what its tenant has left.
+
+The `x-ratelimit-*` headers are OpenAI's: the limit per minute, how much may come at once now, and the time until the
+whole limit may come at once again. Durations are written as Go writes them (`6m0s`, `1.5s`, `100ms`), because OpenAI's
+clients parse that form.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from sidecar.errors import AdmissionError, RemainingLimits, TenantLimit
+from sidecar.events import Headers
+from sidecar.middleware.intake import SizedRequest
+from sidecar.pools import Grant, Lease
+
+REQUEST_ID = b"x-request-id"
+ADMISSION_ID = b"x-admission-id"
+"""Holds the request's id where the app's response has an `x-request-id` of its own."""
+
+_is_valid_id = re.compile(rb"[\x21-\x7e]{1,128}").fullmatch
+_NO_WAIT = ((b"x-admission-wait-ms", b"0"), (b"server-timing", b"admission;dur=0.0"))
+
+
+def request_id(headers: Mapping[bytes, bytes]) -> str:
+    """The client's own id of the request, up to 128 visible ASCII characters; else a random one."""
+    own = headers.get(REQUEST_ID)
+    if own is not None and _is_valid_id(own):
+        return own.decode("ascii")
+    return f"{random.getrandbits(128):032x}"
+
+
+def id_header(request_id: str, headers: Headers) -> tuple[bytes, bytes]:
+    """The header with the request's id, for a response that has `headers` already."""
+    for name, _ in headers:
+        if name == REQUEST_ID:
+            return ADMISSION_ID, request_id.encode("ascii")
+    return REQUEST_ID, request_id.encode("ascii")
+
+
+def early_headers(
+    request: SizedRequest, lease: Lease, tier_names: Sequence[bytes], request_id: str
+) -> list[tuple[bytes, bytes]]:
+    """The headers that are known while the request still waits."""
+    named = (REQUEST_ID, request_id.encode("ascii"))
+    return [named, *_tier_headers(request, tier_names), *_limit_headers(request, lease, tier_names)]
+
+
+def admission_headers(
+    request: SizedRequest, lease: Lease, tier_names: Sequence[bytes], preemptions: int
+) -> list[tuple[bytes, bytes]]:
+    """How the request was admitted, and everything that differs from what the client asked for."""
+    assert lease.grant is not None
+    headers = [*_tier_headers(request, tier_names), *wait_headers(lease.grant)]
+    if preemptions:
+        headers.append((b"x-admission-preempted", b"%d" % preemptions))
+    headers += _limit_headers(request, lease, tier_names)
+    return headers
+
+
+def wait_headers(wait: Grant) -> Iterable[tuple[bytes, bytes]]:
+    """How long the request waited, in milliseconds, and for how much of that it starved."""
+    if not wait.queue_wait_us:
+        return _NO_WAIT
+    wait_ms, starved_ms = wait.queue_wait_us / 1000, wait.starvation_us / 1000
+    timing = (
+        b"admission;dur=%.3f, starved;dur=%.3f" % (wait_ms, starved_ms)
+        if starved_ms
+        else b"admission;dur=%.3f" % wait_ms
+    )
+    return (b"x-admission-wait-ms", b"%d" % wait_ms), (b"server-timing", timing)
+
+
+def refusal_headers(error: AdmissionError) -> Headers:
+    """The tenant's limits, for a request that is refused because of them."""
+    return tuple(_allowance_headers(error.allowance)) if isinstance(error, TenantLimit) else ()
+
+
+def _tier_headers(request: SizedRequest, tier_names: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+    classification = request.classification
+    headers = [(b"x-admission-tier", tier_names[classification.level])]
+    if classification.clamped_from is not None:
+        headers.append((b"x-admission-clamped-from", tier_names[classification.clamped_from]))
+    if classification.ignored:
+        headers.append((b"x-admission-ignored", ", ".join(classification.ignored).encode("latin-1", "replace")))
+    return headers
+
+
+def _limit_headers(request: SizedRequest, lease: Lease, tier_names: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+    headers = []
+    downgraded_from = request.classification.downgraded_from
+    if downgraded_from is not None:
+        headers.append((b"x-admission-downgraded-from", tier_names[downgraded_from]))
+    if request.output_cap is not None:
+        headers.append((b"x-admission-max-output-tokens", b"%d" % request.output_cap))
+    if lease.allowance is not None:
+        headers += _allowance_headers(lease.allowance)
+    return headers
+
+
+def _allowance_headers(allowance: RemainingLimits) -> Iterator[tuple[bytes, bytes]]:
+    for name, remaining in ((b"requests", allowance.requests), (b"tokens", allowance.tokens)):
+        if remaining is not None:
+            yield b"x-ratelimit-limit-" + name, b"%d" % remaining.per_minute
+            yield b"x-ratelimit-remaining-" + name, b"%d" % remaining.left
+            yield b"x-ratelimit-reset-" + name, duration(remaining.reset_us)
+
+
+def duration(us: int) -> bytes:
+    """A duration as Go writes it, in milliseconds, rounded up: a client that waits for so long is never too early."""
+    ms = -(-us // 1000)
+    if 0 < ms < 1000:
+        return b"%dms" % ms
+    minutes, ms = divmod(ms, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    seconds = (b"%g" % (ms / 1000)) + b"s"
+    if hours:
+        return b"%dh%dm" % (hours, minutes) + seconds
+    return b"%dm" % minutes + seconds if minutes else seconds

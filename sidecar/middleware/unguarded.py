@@ -1,0 +1,209 @@
+"""Unguarded paths: requests that no endpoint of the policy guards. Some pass, others get a 404.
+
+`deny` passes requests that only read (GET, HEAD, OPTIONS) and the engine's routes that are known to be harmless.
+`generating` passes an app's own routes as well, and refuses only what may run the model. `allow` passes everything.
+In `mode: observe` everything passes, and the count shows what enforcing would refuse.
+
+A path passes only in the exact spelling that the app gets. In `generating` a path is refused in every spelling that
+some server might read as a generating path.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from enum import Enum
+
+from starlette.types import Message, Receive, Scope, Send
+
+from sidecar.apis import STANDARD_APIS, STANDARD_PATHS, infer_api
+from sidecar.classify import api_key
+from sidecar.engines import NoEngine
+from sidecar.engines.base import Routes, plain_path
+from sidecar.engines.discovery import is_engine_server
+from sidecar.errors import AdmissionError, NotGuarded
+from sidecar.events import UnguardedRequest
+from sidecar.middleware.controller import AdmissionController
+from sidecar.middleware.error_responses import send_error, speaks_anthropic
+from sidecar.middleware.forwarding import forwarded_headers
+from sidecar.middleware.intake import refuse_two_keys
+from sidecar.middleware.response_headers import request_id
+from sidecar.policy.model import Policy, Unguarded
+
+READING = frozenset(("GET", "HEAD", "OPTIONS"))
+"""Methods that change nothing (RFC 9110, section 9.2.1), but for an engine's `Routes.changing_reads`."""
+WEBSOCKET = "WebSocket"
+OTHER = "other"
+"""The label of every path that is neither a known route of the engine's nor one that the app reports."""
+_POLICY_VIOLATION = 1008
+
+_log = logging.getLogger("sidecar.unguarded")
+
+
+async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive: Receive, send: Send) -> None:
+    """Serves one ASGI scope that no endpoint of the policy guards."""
+    if scope["type"] not in ("http", "websocket") or _only_reads(controller.snapshot.routes, scope):
+        await controller.app(scope, receive, send)
+        return
+    is_observing = controller.is_observing
+    refusal: AdmissionError | None = None
+    try:
+        passed = _checked(controller, scope)
+    except AdmissionError as error:
+        refusal, passed = error, scope
+    if refusal is not None and not is_observing:
+        _report(controller, scope, refusal, is_refused=True)
+        await _refuse(scope, receive, send, refusal)
+        return
+    try:
+        await controller.app(scope if is_observing else passed, receive, send)
+    finally:
+        _report(controller, passed, refusal, is_refused=False)
+
+
+def route_path(scope: Scope) -> str:
+    """The path as the app's router reads it: without the prefix under which the app is mounted."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path.removeprefix(root) if root else path
+
+
+def not_guarded(method: str, path: str, routes: Routes) -> NotGuarded:
+    """The refusal of a path, with the lines of the policy that would change it."""
+    route = routes.generating_route(path)
+    # An unknown path may contain a key, and the message goes into the log: such a path is never repeated.
+    is_known = path == route or path in routes.changing_reads
+    shown = path if is_known or path in STANDARD_PATHS else "PATH"
+    api = infer_api(path) or routes.generating.get(route or "")
+    if route in routes.generating and api is None:
+        guard = "Its requests have a shape that admission cannot size: use one of the guarded paths instead."
+    elif api is not None and method == "POST":
+        body = "{}" if infer_api(path) else f"{{api: {api.value}}}"
+        guard = f"To guard it, write under `endpoints:` in the policy: `{shown}: {body}`."
+    elif method == "POST":
+        apis = ", ".join(api.value for api in STANDARD_APIS.values())
+        guard = f"To guard it, write under `endpoints:` in the policy: `{shown}: {{api: SHAPE}}`, SHAPE one of {apis}."
+    else:
+        guard = "Only POST requests can be guarded."
+    return NotGuarded(
+        f"{method} {'this path' if shown == 'PATH' else shown} is not guarded by the policy of this server, and is not "
+        f"served. {guard} To serve every path without admission, write `unguarded: allow`."
+    )
+
+
+class Treatment(Enum):
+    """The treatment of a request to an unguarded path."""
+
+    PASSES = "passes"
+    NEEDS_KEY = "needs a key"
+    REFUSED = "refused"
+
+
+def treatment(mode: Unguarded, policy: Policy, routes: Routes, method: str, path: str) -> Treatment:
+    """How `mode` treats a request, or a WebSocket. The path is the one of the app's router."""
+    if mode is Unguarded.ALLOW:
+        return Treatment.PASSES
+    if method in READING:
+        is_refused = mode is Unguarded.DENY and plain_path(path) in routes.changing_reads
+        return Treatment.REFUSED if is_refused else Treatment.PASSES
+    if method != WEBSOCKET and routes.harmless_route(path) is not None:
+        is_engines = mode is Unguarded.DENY or policy.engine is not NoEngine  # else it is the app's own
+        return Treatment.NEEDS_KEY if is_engines else Treatment.PASSES
+    if mode is Unguarded.DENY or _may_generate(policy, routes, method, path):
+        return Treatment.REFUSED
+    return Treatment.PASSES
+
+
+def mode_of(controller: AdmissionController, scope: Scope) -> Unguarded:
+    """The policy's mode, or else the one that fits the app."""
+    chosen = controller.policy.unguarded
+    if chosen is not None:
+        return chosen
+    if controller.unguarded is None:
+        is_engines = is_engine_server(scope.get("app"))
+        controller.unguarded = Unguarded.DENY if is_engines else Unguarded.GENERATING
+        what = "an engine's own server" if is_engines else "an app with routes of its own"
+        message = "unguarded: %s, because the policy does not say otherwise, and this is %s"
+        _log.info(message, controller.unguarded.value, what, extra={"event": "unguarded"})
+    return controller.unguarded
+
+
+def _only_reads(routes: Routes, scope: Scope) -> bool:
+    if scope["type"] != "http" or scope["method"] not in READING:
+        return False
+    return not routes.changing_reads or plain_path(route_path(scope)) not in routes.changing_reads
+
+
+def _checked(controller: AdmissionController, scope: Scope) -> Scope:
+    """The scope for the app. Raises NotGuarded, or InvalidApiKey where a key is needed."""
+    policy, routes, path = controller.policy, controller.snapshot.routes, route_path(scope)
+    method: str = scope["method"] if scope["type"] == "http" else WEBSOCKET
+    treated = treatment(mode_of(controller, scope), policy, routes, method, path)
+    if treated is Treatment.REFUSED:
+        raise not_guarded(method, path, routes)
+    return _with_key(controller, scope) if treated is Treatment.NEEDS_KEY else scope
+
+
+def _may_generate(policy: Policy, routes: Routes, method: str, path: str) -> bool:
+    """Whether a request may run the model. Any method on a guarded path may: SGLang also answers PUT."""
+    if method == "DELETE":
+        return False
+    guarded = policy.endpoints
+    return path in guarded or plain_path(path) in guarded or routes.generating_route(path) is not None
+
+
+def _with_key(controller: AdmissionController, scope: Scope) -> Scope:
+    """The scope with the engine's key in place of the tenant's. Raises InvalidApiKey, as a guarded path would.
+
+    A client with the engine's own key passes unchanged.
+    """
+    headers = dict(scope["headers"])
+    refuse_two_keys(scope, headers)
+    snapshot, key = controller.snapshot, api_key(headers)
+    if key is not None and controller.engine_key is not None and hmac.compare_digest(key, controller.engine_key):
+        return scope
+    if key is None and snapshot.policy.anonymous is not None:
+        return scope
+    snapshot.classifier.tenant(headers)
+    taken, added = snapshot.credentials.taken(headers), snapshot.credentials.added
+    return {**scope, "headers": forwarded_headers(scope["headers"], taken, added)} if taken or added else scope
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send, refusal: AdmissionError) -> None:
+    named = request_id(dict(scope["headers"]))
+    is_anthropic = speaks_anthropic(scope["path"])
+    if scope["type"] == "http":
+        await send_error(send, refusal, anthropic=is_anthropic, request_id=named)
+        return
+    await receive()  # websocket.connect
+    if "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": refusal.code})
+        return
+
+    async def send_response(message: Message) -> None:
+        await send({**message, "type": f"websocket.{message['type']}"})
+
+    await send_error(send_response, refusal, anthropic=is_anthropic, request_id=named)
+
+
+def _report(controller: AdmissionController, scope: Scope, refusal: AdmissionError | None, *, is_refused: bool) -> None:
+    if controller.unguarded_observer is None:
+        return
+    controller.unguarded_observer(
+        UnguardedRequest(
+            route=_label(controller.snapshot.routes, scope),
+            is_refused=is_refused,
+            code=None if refusal is None else refusal.code,
+            message=None if refusal is None else refusal.message,
+        )
+    )
+
+
+def _label(routes: Routes, scope: Scope) -> str:
+    """One of a bounded number of labels: clients choose paths, and every label takes memory for good."""
+    path = route_path(scope)
+    known = routes.harmless_route(path) or routes.generating_route(path)
+    if known is not None:
+        return known
+    template = getattr(scope.get("route"), "path", None)  # FastAPI leaves the route that it found
+    return template if isinstance(template, str) and template else OTHER

@@ -1,0 +1,152 @@
+"""Wait of one request: entering the pool, then its grant, a disconnect, or the end of its time, with comments."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from starlette.types import Message, Receive, Send
+
+from sidecar.apis import Api
+from sidecar.errors import QueueFull
+from sidecar.events import Headers
+from sidecar.middleware.intake import SizedRequest
+from sidecar.middleware.sse_keepalive import SseKeepAlive
+from sidecar.pools import Grant, Lease, Pool
+
+
+class ClientDisconnected(Exception):
+    """The client disconnected before it was admitted. `wait` says how its wait went, None where it did not wait."""
+
+    def __init__(self, wait: Grant | None = None) -> None:
+        self.wait = wait
+
+
+class WaitedTooLong(Exception):
+    """The longest wait is over. `wait` says how it went."""
+
+    def __init__(self, wait: Grant | None) -> None:
+        self.wait = wait
+
+
+class Comments(NamedTuple):
+    """Comments for a streaming client while it waits, one every `every_s` seconds. `headers` begin the response."""
+
+    every_s: float
+    api: Api
+    headers: Headers
+
+
+class ClientChannel:
+    """The client's `receive` and `send`. Detects disconnects when the app is not receiving.
+
+    `disconnected_us` is when a disconnect was seen, by `now_us`, the pool's clock in microseconds; None before.
+    `send` takes the response. Once comments have begun it, `keepalive` is the rest of the response's `send`.
+    """
+
+    __slots__ = ("_disconnect", "_now_us", "_receive", "_receiving", "disconnected_us", "keepalive", "send")
+
+    def __init__(self, receive: Receive, send: Send, now_us: Callable[[], int]) -> None:
+        self.send: Send = send
+        self.keepalive: SseKeepAlive | None = None
+        self.disconnected_us: int | None = None
+        self._receive = receive
+        self._now_us = now_us
+        self._disconnect: asyncio.Task[Message] | None = None
+        self._receiving = 0
+
+    async def comment(self, text: str, comments: Comments) -> None:
+        """Sends a line that clients skip. The first one begins the response."""
+        if self.keepalive is None:
+            self.send = self.keepalive = SseKeepAlive(self.send, comments.api, comments.headers)
+        await self.keepalive.comment(text)
+
+    def disconnect(self) -> asyncio.Task[Message]:
+        """The task that ends when the client disconnects. It starts when it is first asked for."""
+        if self._disconnect is None:
+            self._disconnect = asyncio.ensure_future(self._next_message())
+        return self._disconnect
+
+    async def receive(self) -> Message:
+        """The next message, for the app: it sees a disconnect as it would without the middleware."""
+        if self._disconnect is not None:
+            return await asyncio.shield(self._disconnect)
+        self._receiving += 1
+        try:
+            return await self._next_message()
+        finally:
+            self._receiving -= 1
+
+    def watch(self) -> None:
+        """Starts to look for a disconnect, where the app does not."""
+        if self.disconnected_us is None and not self._receiving:
+            self.disconnect()
+
+    def close(self) -> None:
+        """Stops to look for a disconnect."""
+        if self._disconnect is not None and not self._disconnect.done():
+            self._disconnect.cancel()
+
+    async def _next_message(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect" and self.disconnected_us is None:
+            self.disconnected_us = self._now_us()
+        return message
+
+
+async def enter_pool(pool: Pool, request: SizedRequest, *, keeps_body: bool = True) -> Lease:
+    """Enters a request into the pool, and notes the tier at which the pool took it or refused it.
+
+    Without `keeps_body` the body is dropped before the pool answers. Raises what `Pool.enter` raises.
+    """
+    classification = request.classification
+    if request.payload.unsized is not None:
+        request.hold_at_least(pool.most_tokens(classification.level))
+    ask = request.ask()
+    if not keeps_body:
+        request.drop_body()
+    try:
+        lease = await pool.enter(ask)
+    except QueueFull as full:
+        classification.note_charged(full.level)
+        raise
+    classification.note_charged(lease.tier)
+    return lease
+
+
+async def wait(
+    lease: Lease, granted: asyncio.Future[Grant], client: ClientChannel, most_s: float | None, comments: Comments | None
+) -> Grant:
+    """Waits for the grant, a disconnect, or `most_s` seconds, whichever comes first.
+
+    Raises ClientDisconnected or WaitedTooLong, after the ticket has left the queue, and whatever `granted` raises.
+    """
+    disconnect = client.disconnect()
+    if comments is None:
+        await asyncio.wait((granted, disconnect), timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
+    else:
+        await _wait_and_comment(granted, client, math.inf if most_s is None else most_s, comments)
+    if disconnect.done():  # even at the moment of the grant: no one would read the response
+        raise ClientDisconnected(lease.grant if lease.settle(0) else await lease.leave())
+    if not granted.done():
+        raise WaitedTooLong(await lease.leave())
+    grant = granted.result()
+    if comments is not None and client.keepalive is not None:
+        await client.comment(f"admitted after {grant.queue_wait_us / 1e6:.1f} s", comments)
+    return grant
+
+
+async def _wait_and_comment(
+    granted: asyncio.Future[Grant], client: ClientChannel, most_s: float, comments: Comments
+) -> None:
+    both = (granted, client.disconnect())
+    loop = asyncio.get_running_loop()
+    ends_s = loop.time() + most_s
+    while (left_s := ends_s - loop.time()) > 0:
+        done, _ = await asyncio.wait(both, timeout=min(comments.every_s, left_s), return_when=asyncio.FIRST_COMPLETED)
+        if done:
+            return
+        if loop.time() < ends_s:
+            await client.comment("waiting for admission", comments)

@@ -1,0 +1,1 @@
+"""Request bodies: decoding what decides admission, and editing single members."""

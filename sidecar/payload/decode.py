@@ -1,0 +1,435 @@
+"""Decoding of a request's body: only the fields that decide admission.
+
+Each API has its own fields for the prompt and the maximum output; `decode` turns them into one `Payload`. A field that
+is neither one of these nor known to be harmless (`prompt_size`) counts as prompt, too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from sidecar.apis import Api
+from sidecar.errors import InvalidBody
+from sidecar.payload.prompt_size import (
+    COMMON,
+    HARMLESS,
+    NOTHING,
+    Carried,
+    carried,
+    is_plain,
+    json_bytes,
+    measured,
+    text_of,
+)
+
+MEDIA_TOKENS = 1024
+"""Tokens of an image, audio or file part. Vision encoders use 256 to about 2,000 tokens an image. The encoded bytes do
+not show it: counted as text, a small photo would be hundreds of thousands of tokens."""
+
+LARGEST_COUNT = 2**31 - 1
+"""The largest `max_tokens` or `n`: engines keep them in 32 bits, and Redis scripts count exactly up to 2**53 only."""
+
+_Raw = msgspec.Raw | msgspec.UnsetType
+_Count = int | float | None
+_Prompt = str | list[str | int | list[int]]
+
+
+class Payload(msgspec.Struct):
+    """The fields of a request that decide admission.
+
+    The prompt is the sum of `prompt_bytes`, the UTF-8 size of the text to be tokenized, and `prompt_tokens`, which are
+    known exactly (token ids) or fixed (media parts). `prompts` times `choices` sequences run at the engine, each for up
+    to `max_output_tokens` (None: the client set no maximum). `other_maximum` is a second maximum, which some engine may
+    use. `priority` and `nvext` are undecoded, None if absent. A null counts as present, because it would overrule a
+    priority that is inserted beside it. `text` returns the text that a tokenizer would count. `background` says that
+    the response runs on after its answer, `names_response` that the client chose its id.
+
+    `unread_bytes` is the size of fields that are not known to be harmless, and so count as prompt. `unsized` names a
+    field with a prompt whose size the body does not say. `is_understood` says that the prompt is only text in the API's
+    own fields: only then the engine's count of it shows how many bytes a token has.
+    """
+
+    model: str | None
+    stream: bool
+    prompt_bytes: int
+    prompt_tokens: int
+    prompts: int
+    choices: int
+    max_output_tokens: int | None
+    priority: bytes | None
+    nvext: bytes | None
+    text: Callable[[], str]
+    other_maximum: int | None = None
+    background: bool = False
+    names_response: bool = False
+    unread_bytes: int = 0
+    unsized: str | None = None
+    is_understood: bool = False
+
+
+class _Fields(msgspec.Struct, gc=False):
+    """The fields of every API."""
+
+    model: str | None = None
+    stream: bool | None = None
+    priority: _Raw = msgspec.UNSET
+    nvext: _Raw = msgspec.UNSET
+
+
+class _Chat(_Fields, gc=False):
+    messages: _Raw = msgspec.UNSET
+    tools: _Raw = msgspec.UNSET
+    response_format: _Raw = msgspec.UNSET
+    max_tokens: _Count = None
+    max_completion_tokens: _Count = None
+    n: _Count = None
+    best_of: _Count = None
+
+
+class _Completion(_Fields, gc=False):
+    prompt: _Prompt | None = None
+    max_tokens: _Count = None
+    n: _Count = None
+    best_of: _Count = None
+
+
+class _Response(_Fields, gc=False):
+    input: _Raw = msgspec.UNSET
+    instructions: _Raw = msgspec.UNSET
+    tools: _Raw = msgspec.UNSET
+    text: _Raw = msgspec.UNSET
+    max_output_tokens: _Count = None
+    background: _Raw = msgspec.UNSET
+    request_id: _Raw = msgspec.UNSET
+
+
+class _Message(_Fields, gc=False):
+    messages: _Raw = msgspec.UNSET
+    system: _Raw = msgspec.UNSET
+    tools: _Raw = msgspec.UNSET
+    max_tokens: _Count = None
+
+
+class _Embedding(_Fields, gc=False):
+    input: _Prompt | None = None
+    messages: _Raw = msgspec.UNSET
+
+
+def decode(api: Api, body: bytes) -> Payload:
+    """Decodes a body. Raises InvalidBody, which names the mistake and its field."""
+    reader = _READERS[api]
+    try:
+        fields, others = reader.decode(body)
+        _refuse_duplicates(body, fields)
+        return reader.interpret(fields, others)
+    except RecursionError:
+        raise InvalidBody("the body is nested too deeply to be read; flatten it") from None
+    except UnicodeDecodeError:
+        raise InvalidBody("the body is not valid JSON: it has text that is not UTF-8") from None
+    except msgspec.ValidationError as error:
+        raise InvalidBody(_sentence(error)) from None
+    except msgspec.DecodeError as error:
+        reason = str(error).removeprefix("JSON is malformed: ").replace("Input data was truncated", "it ends too early")
+        raise InvalidBody(f"the body is not valid JSON: {reason}") from None
+
+
+_PLAIN_NAMES = {
+    "int": "a whole number",
+    "float": "a number with a fraction",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_EXPECTED = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
+_HINTS = {"prompt": "send a string, a list of strings, or token ids", "input": "send a string or a list"}
+
+
+def _sentence(error: msgspec.ValidationError) -> str:
+    """`Expected `int`, got `str` - at `$.n`` becomes `n: expected a whole number, got a string`."""
+    what, _, where = str(error).partition(" - at ")
+    field = re.match(r"`\$\.(\w+)", where)
+    found = _EXPECTED.match(what)
+    if found is None:
+        return f"{field.group(1)}: a number out of range" if field else "the body has a number that is out of range"
+    got = "a boolean" if found.group(2) == "bool" else _PLAIN_NAMES.get(found.group(2), found.group(2))
+    if field is None:
+        return f"the body must be a JSON object, not {got}"
+    name = field.group(1)
+    if name in _HINTS:
+        return f"{name}: {got} is not expected here; {_HINTS[name]}"
+    kinds = [kind for kind in found.group(1).split(" | ") if kind not in ("null", "float")]
+    return f"{name}: expected {' or '.join(_PLAIN_NAMES.get(kind, kind) for kind in kinds)}, got {got}"
+
+
+def _refuse_duplicates(body: bytes, fields: _Fields) -> None:
+    """Raises InvalidBody for a priority that is stated twice: an engine might read the other one."""
+    if fields.priority is msgspec.UNSET and fields.nvext is msgspec.UNSET:
+        return
+    if b"\\u" in body or body.count(b"priority") > 1 or body.count(b"nvext") > 1:
+        members = json.loads(body, object_pairs_hook=tuple, parse_int=str, parse_float=str)
+        _once_each([(key, value) for key, value in members if key in ("priority", "nvext")])
+    if fields.nvext is not msgspec.UNSET:
+        json.loads(bytes(fields.nvext), object_pairs_hook=_once_each, parse_int=str, parse_float=str)
+
+
+def _once_each(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(members)
+    if len(found) < len(members):
+        twice = next(key for index, (key, _) in enumerate(members) if key in dict(members[:index]))
+        raise InvalidBody(f"{_shown(twice)}: given twice; send it once")
+    return found
+
+
+def _chat(fields: _Chat, others: Carried) -> Payload:
+    maximum = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+    name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
+    payload = _conversation(fields, others, [_required_list("messages", fields.messages)], _given(fields.tools))
+    payload.max_output_tokens = _count(0, name, maximum)
+    payload.choices = _choices(fields.n, fields.best_of)
+    if fields.response_format is not msgspec.UNSET:
+        _add_format(payload, _given(fields.response_format))
+    if fields.max_completion_tokens is not None:
+        payload.other_maximum = _count(0, "max_tokens", fields.max_tokens)
+    return payload
+
+
+def _completion(fields: _Completion, others: Carried) -> Payload:
+    if fields.prompt is not None:
+        payload = _prompts(fields, others, "prompt", fields.prompt)
+    elif others.prompts or others.unsized:  # the prompt travels elsewhere
+        payload = _conversation(fields, others, [])
+    else:
+        raise InvalidBody("prompt: missing; send a string, a list of strings, or token ids")
+    payload.max_output_tokens = _count(0, "max_tokens", fields.max_tokens)
+    payload.choices = _choices(fields.n, fields.best_of)
+    return payload
+
+
+def _response(fields: _Response, others: Carried) -> Payload:
+    source, tools = _given(fields.input), _given(fields.tools)
+    if source[:1] not in (b'"', b"[") and (source or not others.unsized):
+        raise InvalidBody(f"input: {'of the wrong type' if source else 'missing'}; {_HINTS['input']}")
+    if source[:1] == b"[":
+        _required_list("input", fields.input)
+    payload = _conversation(fields, others, [source, _given(fields.instructions)], tools)
+    payload.max_output_tokens = _count(0, "max_output_tokens", fields.max_output_tokens)
+    if not isinstance(fields.background, msgspec.UnsetType):
+        payload.background = _flag("background", _given(fields.background))
+        payload.names_response = bool(_given(fields.request_id))
+    _add_format(payload, _given(fields.text))
+    if tools:  # a tool that the server runs itself means one more prompt, and `usage` has the sum
+        payload.is_understood = False
+    return payload
+
+
+def _message(fields: _Message, others: Carried) -> Payload:
+    parts = [_required_list("messages", fields.messages), _given(fields.system)]
+    payload = _conversation(fields, others, parts, _given(fields.tools))
+    payload.max_output_tokens = _count(0, "max_tokens", fields.max_tokens)
+    return payload
+
+
+def _embedding(fields: _Embedding, others: Carried) -> Payload:
+    if fields.input is not None:
+        payload = _prompts(fields, others, "input", fields.input)
+    elif _given(fields.messages):  # some engines embed a conversation
+        payload = _conversation(fields, others, [_required_list("messages", fields.messages)])
+    else:
+        raise InvalidBody("input: missing; send a string, a list of strings, or token ids")
+    payload.max_output_tokens = 0
+    return payload
+
+
+def _choices(n: _Count, best_of: _Count) -> int:
+    """The larger number: `best_of` choices are generated, but `n` at engines that know no `best_of`."""
+    if n is None and best_of is None:
+        return 1
+    return max(_count(1, "n", n) or 1, _count(1, "best_of", best_of) or 1)
+
+
+def _conversation(fields: _Fields, others: Carried, parts: list[bytes], tools: bytes = b"") -> Payload:
+    """One prompt: a chat template writes the text of `parts`, and the JSON of `tools` unchanged."""
+    written = [tools, *others.texts] if others.texts else [tools]
+    payload = _payload(fields, others)
+    payload.text = lambda: "\n".join([*map(text_of, parts), *(part.decode("utf-8", "replace") for part in written)])
+    payload.prompt_bytes += json_bytes(tools)
+    for part in parts:
+        if is_plain(part):
+            payload.prompt_bytes += len(part)
+        else:
+            size = measured(part)
+            payload.prompt_bytes += size.text_bytes
+            payload.prompt_tokens += size.media * MEDIA_TOKENS
+            payload.unsized = payload.unsized or size.unsized
+            payload.is_understood &= not size.media and size.unsized is None
+    return payload
+
+
+def _prompts(fields: _Fields, others: Carried, name: str, prompt: _Prompt) -> Payload:
+    """A prompt, or a list of prompts, without a template."""
+    texts, tokens, prompts = _sequences(name, prompt)
+    payload = _payload(fields, others)
+    payload.text = lambda: "\n".join([*texts, *(part.decode("utf-8", "replace") for part in others.texts)])
+    payload.prompt_bytes += sum(len(text.encode("utf-8", "replace")) for text in texts)
+    payload.prompt_tokens += tokens
+    payload.prompts = max(prompts, others.prompts)
+    payload.is_understood &= not tokens
+    return payload
+
+
+def _payload(fields: _Fields, others: Carried) -> Payload:
+    """The part that all APIs share; its prompt is only that of the fields beside the API's own."""
+    return Payload(
+        model=fields.model,
+        stream=bool(fields.stream),
+        prompt_bytes=sum(map(json_bytes, others.texts)) if others.texts else 0,
+        prompt_tokens=others.tokens,
+        prompts=max(1, others.prompts),
+        choices=1,
+        max_output_tokens=None,
+        priority=_stated(fields.priority),
+        nvext=_stated(fields.nvext),
+        text=str,
+        unread_bytes=others.unread_bytes,
+        unsized=others.unsized,
+        is_understood=others.is_empty,
+    )
+
+
+def _add_format(payload: Payload, schema: bytes) -> None:
+    """Adds the response format. It counts, because some templates write it into the prompt."""
+    if schema:
+        payload.unread_bytes += json_bytes(schema)
+        payload.is_understood = False
+
+
+def _sequences(name: str, prompt: _Prompt) -> tuple[list[str], int, int]:
+    """Texts to be tokenized, tokens known exactly, and how many prompts there are."""
+    if isinstance(prompt, str):
+        return [prompt], 0, 1
+    if not prompt:
+        raise InvalidBody(f"{name}: an empty list; send at least one prompt")
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return [], len(prompt), 1
+    if kinds == {str}:
+        return [item for item in prompt if isinstance(item, str)], 0, len(prompt)
+    if kinds == {list}:
+        if not all(prompt):
+            raise InvalidBody(f"{name}: a prompt without token ids; send at least one for each")
+        return [], sum(len(item) for item in prompt if isinstance(item, list)), len(prompt)
+    raise InvalidBody(f"{name}: a list that mixes strings and token ids; send one kind")
+
+
+_KINDS = {b'"': "a string", b"{": "an object", b"t": "a boolean", b"f": "a boolean", b"n": "null"}
+
+
+def _required_list(name: str, raw: _Raw) -> bytes:
+    given = _given(raw)
+    if not given:
+        raise InvalidBody(f"{name}: missing; send a list")
+    if given[:1] != b"[":
+        # Its kind, not the value: it may be a prompt, and the message goes into logs and traces.
+        raise InvalidBody(f"{name}: expected a list, got {_KINDS.get(given[:1], 'a number')}")
+    if not given[1:-1].strip():
+        raise InvalidBody(f"{name}: an empty list; send at least one")
+    return given
+
+
+def _given(raw: _Raw) -> bytes:
+    """The bytes of a field, empty where it is absent or null."""
+    if isinstance(raw, msgspec.UnsetType):
+        return b""
+    given = bytes(raw)
+    return b"" if given == b"null" else given
+
+
+def _stated(raw: _Raw) -> bytes | None:
+    return None if isinstance(raw, msgspec.UnsetType) else bytes(raw)
+
+
+_TRUE = frozenset((True, "1", "on", "t", "true", "y", "yes"))
+_FALSE = frozenset((False, "0", "off", "f", "false", "n", "no"))
+
+
+def _flag(name: str, given: bytes) -> bool:
+    """A boolean as pydantic reads one for the engines: `"yes"`, `1` and `1.0` are true. False where it is absent."""
+    if not given:
+        return False
+    try:
+        value = msgspec.json.decode(given)
+    except (msgspec.MsgspecError, RecursionError):
+        value = None
+    if isinstance(value, str):
+        value = value.lower()
+    if isinstance(value, str | int | float) and value in _TRUE | _FALSE:
+        return value in _TRUE
+    raise InvalidBody(f"{name}: expected true or false, got {_KINDS.get(given[:1], 'another value')}")
+
+
+def _count(least: int, name: str, value: _Count) -> int | None:
+    """A whole number in range; `5.0` is one, as it is to the engines."""
+    if value is None:
+        return None
+    if isinstance(value, float):
+        if not value.is_integer():
+            raise InvalidBody(f"{name}: expected a whole number, got {value:g}")
+        value = int(value)
+    if value < least:
+        raise InvalidBody(f"{name}: {_shown(str(value))} is too small; send {least} or more")
+    if value > LARGEST_COUNT:
+        raise InvalidBody(f"{name}: {_shown(str(value))} is too large; send {LARGEST_COUNT} or less")
+    return value
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= 20 else text[:20] + "…"
+
+
+class _Reader:
+    """Decodes the bodies of one API."""
+
+    def __init__(self, fields: type[_Fields], interpret: Callable[[Any, Carried], Payload]) -> None:
+        self._own = frozenset(fields.__struct_fields__)
+        self._known = self._own | HARMLESS
+        harmless = [(name, _Raw, msgspec.UNSET) for name in COMMON]
+        strict = msgspec.defstruct(
+            f"{fields.__name__}Body", harmless, bases=(fields,), forbid_unknown_fields=True, gc=False
+        )
+        self._decode: Callable[[bytes], Any] = msgspec.json.Decoder(strict).decode
+        self.interpret = interpret
+
+    def decode(self, body: bytes) -> tuple[_Fields, Carried]:
+        """The API's own fields, and the other fields' prompt. Most bodies have no others, and are scanned once."""
+        try:
+            fields = self._decode(body)
+        except msgspec.ValidationError as error:
+            if not str(error).startswith("Object contains unknown field"):
+                raise
+            return self._decode_all(body)
+        if fields.nvext is msgspec.UNSET:
+            return fields, NOTHING
+        return fields, carried({"nvext": bytes(fields.nvext)})
+
+    def _decode_all(self, body: bytes) -> tuple[_Fields, Carried]:
+        members = _members(body)
+        own = b",".join(b'"%b":%b' % (name.encode(), members[name]) for name in members.keys() & self._own)
+        others = {name: bytes(raw) for name, raw in members.items() if name not in self._known or name == "nvext"}
+        return self._decode(b"{%b}" % own), carried(others)
+
+
+_members: Callable[[bytes], Mapping[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_READERS: Mapping[Api, _Reader] = {
+    Api.CHAT: _Reader(_Chat, _chat),
+    Api.COMPLETIONS: _Reader(_Completion, _completion),
+    Api.RESPONSES: _Reader(_Response, _response),
+    Api.MESSAGES: _Reader(_Message, _message),
+    Api.EMBEDDINGS: _Reader(_Embedding, _embedding),
+}

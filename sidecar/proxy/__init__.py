@@ -1,0 +1,1 @@
+"""Reverse proxy between the middleware and an engine in another process."""

@@ -1,0 +1,238 @@
+"""Reverse proxy as an ASGI app: the client's bytes reach the engine, and the engine's bytes reach the client.
+
+Path, query, bodies and headers are neither decoded nor re-encoded. Only the headers of one hop are removed (RFC 9110,
+section 7.6.1), and only `host` and `x-forwarded-*` are written. Nothing is held back: every read from the engine is
+sent on at once, and the engine is read no faster than the client reads.
+
+A client that disconnects cancels its request at the engine, before the response's headers as well as during a stream.
+An engine that cannot answer is a 502 or a 504. An engine that breaks off during its response raises `ResponseCut`: the
+server then closes the client's connection, so that half a response never looks complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+from multidict import CIMultiDict
+from starlette.types import Message, Receive, Scope, Send
+
+from sidecar.errors import AdmissionError, EngineTimeout, EngineUnreachable, InvalidHeader
+from sidecar.middleware.engine_pages import INTERNAL_REQUEST
+from sidecar.middleware.error_responses import send_error, speaks_anthropic
+from sidecar.middleware.pending_aborts import CALL_KEY
+from sidecar.proxy.hop_headers import can_be_written, declared_length, forwarded_headers, returned_headers, target
+from sidecar.proxy.upstream import CONNECT_TIMEOUT_S, KEEPALIVE_S, Upstream, may_be_stale, said
+
+logger = logging.getLogger(__name__)
+
+
+class ResponseCut(Exception):
+    """The engine broke off during its response. Raised to the server, which must not end the response cleanly."""
+
+
+class ReverseProxy:
+    """Forwards every HTTP request to `upstream`, an `http://` or `https://` address, with a base path or without.
+
+    `connect_timeout_s` bounds name lookup and connecting (502 when over). `response_timeout_s` bounds the engine's
+    silence, before the headers and between two chunks (504, or a cut response); None: as long as the client waits. The
+    first request opens the connection pool; the lifespan's shutdown, or `close`, closes it. Raises ValueError for an
+    invalid address.
+    """
+
+    def __init__(
+        self,
+        upstream: str,
+        *,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        response_timeout_s: float | None = None,
+        keepalive_s: float = KEEPALIVE_S,
+    ) -> None:
+        self.upstream = Upstream(
+            upstream,
+            connect_timeout_s=connect_timeout_s,
+            response_timeout_s=response_timeout_s,
+            keepalive_s=keepalive_s,
+        )
+
+    def __repr__(self) -> str:
+        return f"ReverseProxy({self.upstream.url!r})"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one ASGI scope. WebSockets are refused: no API that is admitted uses them."""
+        if scope["type"] == "http":
+            await _Forwarding(self, scope, receive, send).run()
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1011, "reason": "this proxy does not forward WebSockets"})
+        elif scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+
+    async def close(self) -> None:
+        """Closes the connections to the engine. A request that comes later opens new ones."""
+        await self.upstream.close()
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.close()
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+class _Forwarding:
+    """One request. It runs in the server's own task; a second, small task waits for a disconnect."""
+
+    __slots__ = ("_disconnected", "_proxy", "_receive", "_scope", "_send", "_task", "_was_sent", "_watcher")
+
+    def __init__(self, proxy: ReverseProxy, scope: Scope, receive: Receive, send: Send) -> None:
+        self._proxy = proxy
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._task: asyncio.Task[Any] | None = asyncio.current_task()
+        self._watcher: asyncio.Task[None] | None = None
+        self._disconnected = False
+        self._was_sent = True
+
+    async def run(self) -> None:
+        """Forwards the request and relays the response. Raises ResponseCut."""
+        try:
+            await self._forward()
+        except AdmissionError as error:
+            self._stop_watching()
+            if (call := self._scope.get(CALL_KEY)) is not None:
+                call.answered_by_proxy(was_sent=self._was_sent)
+            await send_error(self._send, error, anthropic=speaks_anthropic(self._scope["path"]))
+        except asyncio.CancelledError:
+            if not self._is_our_own_cancellation():
+                raise
+        finally:
+            self._stop_watching()
+
+    async def _forward(self) -> None:
+        first = await self._receive()
+        if first["type"] == "http.disconnect":
+            return
+        response = await self._ask_engine(first)
+        try:
+            await self._relay(response)
+        finally:
+            # A complete response has closed itself. Otherwise this closes the connection to the engine.
+            if not response.closed:
+                response.close()
+
+    async def _ask_engine(self, first: Message) -> aiohttp.ClientResponse:
+        """Maps all of aiohttp's exceptions to the sidecar's errors, here and nowhere else."""
+        try:
+            response = await self._request(first)
+        except aiohttp.ConnectionTimeoutError as error:
+            self._was_sent = False
+            raise self._unreachable("it took too long to connect", error) from None
+        except (aiohttp.ServerTimeoutError, asyncio.TimeoutError):
+            raise EngineTimeout("the engine did not answer in time") from None
+        except aiohttp.ClientConnectorError as error:
+            self._was_sent = False
+            raise self._unreachable("no connection to it", error) from None
+        except aiohttp.ClientConnectionError as error:
+            raise self._unreachable("it closed the connection before it answered", error) from None
+        except aiohttp.ClientError as error:
+            raise self._unreachable("its answer is not HTTP", error) from None
+        except ValueError as error:
+            # A header that the server accepted and aiohttp does not write.
+            self._was_sent = False
+            raise InvalidHeader(f"the request cannot be forwarded: {error}") from None
+        if not 200 <= response.status <= 599:
+            response.close()
+            raise self._unreachable(f"it answered with status {response.status}", None)
+        return response
+
+    async def _request(self, first: Message) -> aiohttp.ClientResponse:
+        """Sends the request, and sends it again if the engine had just closed the connection.
+
+        A proxy must not repeat a POST (RFC 9110, section 9.2.2) unless it knows that the first one was not applied.
+        After the conditions of `may_be_stale` that is nearly certain, and an error would be the worse answer. If the
+        engine had started after all, the broken connection cancels that run: it loses computing, no state. A body that
+        is streamed is never sent twice.
+        """
+        if first.get("more_body", False):
+            headers = forwarded_headers(self._scope)
+            if (length := declared_length(self._scope["headers"])) is not None:
+                headers["content-length"] = length
+            return await self._attempt(headers, self._body(first))
+        self._watcher = asyncio.create_task(self._watch())
+        body = first.get("body", b"") or None
+        sent_at_s = time.monotonic()
+        try:
+            return await self._attempt(forwarded_headers(self._scope), body)
+        except aiohttp.ClientConnectionError as error:
+            if not may_be_stale(error, time.monotonic() - sent_at_s):
+                raise
+        return await self._attempt(forwarded_headers(self._scope), body)
+
+    async def _attempt(
+        self, headers: CIMultiDict[str], body: bytes | AsyncIterator[bytes] | None
+    ) -> aiohttp.ClientResponse:
+        return await self._proxy.upstream.request(self._scope["method"], target(self._scope), headers, body)
+
+    async def _relay(self, response: aiohttp.ClientResponse) -> None:
+        content = response.content
+        headers = returned_headers(response.status, response.raw_headers)
+        if not can_be_written(headers):
+            raise self._unreachable("its answer's headers are not HTTP", None)
+        await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
+        complete = False
+        while not complete:
+            try:
+                chunk = await content.readany()
+            except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+                raise ResponseCut(f"the engine broke off in the middle of its response: {said(error)}") from None
+            complete = content.at_eof()
+            if complete:
+                self._stop_watching()
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": not complete})
+
+    async def _body(self, message: Message) -> AsyncIterator[bytes]:
+        """The request's body as it comes in. After its end the client is watched for a disconnect."""
+        while message["type"] == "http.request":
+            if body := message.get("body", b""):
+                yield body
+            if not message.get("more_body", False):
+                self._watcher = asyncio.create_task(self._watch())
+                return
+            message = await self._receive()
+        self._cancel()
+        raise ConnectionResetError("the client disconnected")
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._cancel()
+
+    def _stop_watching(self) -> None:
+        """Called before a response ends: servers also say `http.disconnect` after it, which must cancel nothing."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    def _cancel(self) -> None:
+        self._disconnected = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def _is_our_own_cancellation(self) -> bool:
+        """Whether only the client's disconnect canceled this task; the server may have done so, too."""
+        if sys.version_info >= (3, 11) and self._disconnected and self._task is not None:
+            return self._task.uncancel() == 0
+        return self._disconnected
+
+    def _unreachable(self, reason: str, error: Exception | None) -> EngineUnreachable:
+        if INTERNAL_REQUEST not in self._scope.get("extensions", {}):
+            # The address is only for the log: the client must not see it.
+            fields = {"event": "engine_unreachable"}
+            logger.warning("engine %s: %s (%s)", self._proxy.upstream.url, reason, said(error), extra=fields)
+        return EngineUnreachable(f"the engine could not be reached: {reason}")

@@ -1,0 +1,175 @@
+"""HTTP/1.1 protocol of the sidecar's own servers: uvicorn's (0.54, with httptools), with bounds and corrections.
+
+- A request's head is bounded in bytes (431) and in time (408). Otherwise a connection could hold memory, or stay open,
+  for ever, before the client has shown a key.
+- Trailers are ignored. uvicorn appends them to the request's headers after these have been checked, so that a client
+  could hand the engine a header that had been removed.
+- An offer to upgrade is declined as RFC 9110 has it: by answering in HTTP/1.1. uvicorn would lose the request's body,
+  and Java's client makes that offer (h2c) with every first request.
+- A body in another transfer coding than chunks, and two `Host` headers, are refused: a server after this one would not
+  see the first, and might read the other `Host`.
+- A disconnect is reported to the request that is served, even where the client has pipelined another request after it.
+  uvicorn reports it to the last request only, so the first would hold its room, and the engine would compute on.
+- Bytes that are no HTTP are answered in the sidecar's error format, but never within another request's response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from sidecar.errors import AdmissionError, HeadTimeout, HeadTooLarge, InvalidHttp
+from sidecar.events import Headers
+from sidecar.middleware.error_responses import error_body, error_headers
+
+MOST_HEAD_BYTES = 64 * 1024
+"""What h11 allows; nginx's default is 32 KiB, node's 16. Also for trailers, and for what frames a chunk."""
+MOST_PIPELINED = 8
+"""After so many the server stops reading. uvicorn stops after one, but then it sees no disconnect."""
+HEAD_WITHIN_S = 30.0
+"""From the first byte of a head to its end. Before it a connection may be idle as long as between two requests."""
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """Serves one connection. uvicorn makes it, by `Config(http=BoundedHttpProtocol)`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_in_head = True
+        self._head_bytes = 0
+        self._framing_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._cycles: list[RequestResponseCycle] = []
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's own narrowing
+        super().connection_made(transport)
+        # As between two requests; uvicorn would wait for the first request for ever.
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._end_head()
+        for cycle in self._unfinished():
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        self._framing_bytes += len(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self._refuse(_too_large() if self._head_bytes > MOST_HEAD_BYTES else InvalidHttp(_NO_HTTP))
+        if self.transport.is_closing():
+            return
+        if self._framing_bytes > MOST_HEAD_BYTES:
+            self._refuse(_too_large())
+        elif self._is_in_head and self._framing_bytes and self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_WITHIN_S, self._refuse, _too_slow())
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_head, self._head_bytes = True, 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_in_head:
+            return
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MOST_HEAD_BYTES:
+            raise _too_large()
+        super().on_header(name, value)
+        self._refuse_doubtful(name.lower(), value)
+
+    def on_headers_complete(self) -> None:
+        self._end_head()
+        before = self.cycle
+        super().on_headers_complete()
+        if self.cycle is not before:
+            self._cycles = [*self._unfinished(), self.cycle]
+        if 0 < len(self.pipeline) <= MOST_PIPELINED:
+            self.flow.resume_reading()
+
+    def on_body(self, body: bytes) -> None:
+        self._framing_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._framing_bytes = 0
+        self._is_in_head = True
+        super().on_message_complete()
+
+    def _refuse_doubtful(self, name: bytes, value: bytes) -> None:
+        """Raises InvalidHttp for what RFC 9112 forbids and the parser accepts (sections 3.2 and 6.1)."""
+        if not name:
+            raise InvalidHttp(_NO_HTTP)
+        if name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+            raise InvalidHttp(_NO_HTTP)
+        if name == b"host" and any(found == b"host" for found, _ in self.headers[:-1]):
+            raise InvalidHttp(_NO_HTTP)
+
+    def _feed(self, data: bytes) -> None:
+        while True:  # once more for each offer to upgrade
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:  # noqa: PERF203  # nearly always there is one round
+                data = self._head_without_upgrade() + data[offer.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+            else:
+                return
+
+    def _should_upgrade(self) -> bool:
+        return True  # so that uvicorn leaves this head to `_feed`
+
+    def _head_without_upgrade(self) -> bytes:
+        method = self.parser.get_method()
+        if method == b"CONNECT":  # it has no path to serve
+            raise httptools.HttpParserError("CONNECT")
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s: %s\r\n" % header for header in _without_upgrade(self.headers)]
+        return b"".join([b"%s %s HTTP/%s\r\n" % (method, self.url, version), *lines, b"\r\n"])
+
+    def _refuse(self, error: AdmissionError) -> None:
+        self._end_head()
+        is_answering = any(cycle.response_started for cycle in self._unfinished())
+        if not is_answering and not self.transport.is_closing():
+            body = error_body(error)
+            lines = [b"%s: %s\r\n" % header for header in error_headers(error, len(body), None)]
+            status = b"HTTP/1.1 %d %s\r\n" % (error.status, _REASONS[error.status])
+            self.transport.write(b"".join([status, *lines, b"connection: close\r\n\r\n", body]))
+        self.transport.close()
+
+    def _unfinished(self) -> list[RequestResponseCycle]:
+        """The requests without a complete response: the one that is served, and those pipelined after it."""
+        return [cycle for cycle in self._cycles if not cycle.response_complete]
+
+    def _end_head(self) -> None:
+        self._is_in_head, self._framing_bytes = False, 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+_NO_HTTP = "this is not an HTTP/1.1 request, or its parts contradict each other; send it as RFC 9112 has it"
+_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+
+
+def _without_upgrade(headers: Headers) -> Headers:
+    kept = []
+    for name, value in headers:
+        if name == b"connection":
+            tokens = [token for part in value.split(b",") if (token := part.strip()).lower() != b"upgrade"]
+            kept.append((name, b", ".join(tokens)))
+        elif name != b"upgrade":
+            kept.append((name, value))
+    return kept
+
+
+def _too_slow() -> HeadTimeout:
+    return HeadTimeout(f"the request's headers did not arrive within {HEAD_WITHIN_S:g} s; send them faster")
+
+
+def _too_large() -> HeadTooLarge:
+    return HeadTooLarge(f"the request's headers are larger than {MOST_HEAD_BYTES} bytes; send less")

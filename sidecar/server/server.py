@@ -1,0 +1,222 @@
+"""Server of `sidecar serve`: clients and admin pages in one event loop, with a graceful end.
+
+A signal calls `drain`: from then on new requests get a 503, and `/readyz` says not ready. The port still accepts
+connections, so that clients get that answer rather than a refused connection. When the running requests are `drained`,
+or the grace is over, the port closes, then the admin port. A second signal ends the waiting at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from sidecar.proxy.proxy import ResponseCut
+from sidecar.server.http_protocol import BoundedHttpProtocol
+
+# ALB and nginx close an idle connection after 60 s by default, and must be the first to close it.
+_KEEP_ALIVE_S = 75
+_ADMIN_KEEP_ALIVE_S = 5
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_HANGUP = (signal.SIGHUP,) if sys.platform != "win32" else ()
+
+
+class CannotServe(Exception):
+    """The server cannot start: a port is taken, an address is not local, the app failed. The message is one line."""
+
+
+async def serve(
+    app: ASGIApp,
+    *,
+    host: str,
+    port: int,
+    admin: ASGIApp,
+    admin_host: str,
+    admin_port: int,
+    drain: Callable[[], None],
+    drained: Callable[[], Awaitable[None]],
+    grace_s: float,
+    reload: Callable[[], None] | None = None,
+    announce: Callable[[str], None] = print,
+) -> None:
+    """Serves `app` and `admin` until SIGTERM or SIGINT; returns when both have ended. Call it in the main thread.
+
+    SIGHUP calls `reload`, where there is one: then a terminal that closes does not end the server. `announce` gets one
+    line per address as soon as it answers, with the port that was chosen for port 0. Raises CannotServe.
+    """
+    signals = _Signals(reload)
+    with listening(host, port) as client_socket, listening(admin_host, admin_port) as admin_socket, signals.caught():
+        servers = [
+            _Server("door", app, client_socket, lifespan="on", timeout_keep_alive=_KEEP_ALIVE_S),
+            _Server("admin", admin, admin_socket, lifespan="off", timeout_keep_alive=_ADMIN_KEEP_ALIVE_S),
+        ]
+        running = [asyncio.ensure_future(server.serve(sockets=[server.socket])) for server in servers]
+        await _wait_first(_all_ready(servers), *running)
+        if running[0].done():
+            raise CannotServe("the app failed to start")
+        for server in servers:
+            announce(server.address())
+        await _wait_first(signals.first.wait(), *running)
+        deadline_s = asyncio.get_running_loop().time() + grace_s
+        drain()
+        await _wait_first(drained(), signals.second.wait(), timeout_s=grace_s)
+        for server, task in zip(servers, running, strict=True):
+            await server.end(task, deadline_s, signals.second)
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Runs `main` on uvloop where that is installed: it halves the cost of a request."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
+
+
+async def _all_ready(servers: list[_Server]) -> None:
+    for server in servers:
+        await server.ready.wait()
+
+
+async def _wait_first(*awaitables: Awaitable[Any], timeout_s: float | None = None) -> None:
+    """Returns when one has ended or the time is over. Cancels the coroutines among the others, but no tasks.
+
+    Raises the exception of the one that ended.
+    """
+    own = [asyncio.ensure_future(each) for each in awaitables if not asyncio.isfuture(each)]
+    given = [each for each in awaitables if asyncio.isfuture(each)]
+    try:
+        done, _ = await asyncio.wait([*own, *given], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for ended in done:
+            ended.result()
+    finally:
+        for task in own:
+            task.cancel()
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that handles no signals and says when it is ready."""
+
+    def __init__(self, name: str, app: ASGIApp, listener: socket.socket, *, lifespan: Any, timeout_keep_alive: int):
+        config = uvicorn.Config(
+            app,
+            # uvicorn would take a bound method for an app of an older interface.
+            interface="asgi3",
+            lifespan=lifespan,
+            timeout_keep_alive=timeout_keep_alive,
+            http=BoundedHttpProtocol,
+            ws="none",
+            # The process has its own logging.
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            # A proxy passes on the engine's own headers.
+            server_header=False,
+            date_header=False,
+            # Any client could write the headers that uvicorn would trust.
+            proxy_headers=False,
+        )
+        super().__init__(config)
+        logging.getLogger("uvicorn.error").addFilter(_without_traceback)
+        self.name = name
+        self.socket = listener
+        self.ready = asyncio.Event()
+
+    def address(self) -> str:
+        host, port = self.socket.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        return f"sidecar: {self.name} on http://{shown}:{port}"
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().startup(sockets)
+        except SystemExit:  # so uvicorn says that the app failed to start; it has logged why
+            self.should_exit = True
+        if self.started:
+            self.ready.set()
+
+    async def end(self, serving: asyncio.Task[None], deadline_s: float, at_once: asyncio.Event) -> None:
+        """Closes the port. Running requests are canceled at the loop's time `deadline_s`, or when `at_once` is set.
+
+        `serving` is the task that runs this server.
+        """
+        grace_left_s = 0.0 if at_once.is_set() else max(0.0, deadline_s - asyncio.get_running_loop().time())
+        # uvicorn passes it to asyncio.wait_for, which takes fractions.
+        self.config.timeout_graceful_shutdown = grace_left_s  # type: ignore[assignment]
+        self.should_exit = True
+        await _wait_first(serving, at_once.wait())
+        for request in self.server_state.tasks:
+            request.cancel()
+        await serving
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Signals:
+    """The first signal asks for a graceful end, the second for an end; SIGHUP calls `reload`."""
+
+    def __init__(self, reload: Callable[[], None] | None) -> None:
+        self._handlers = dict.fromkeys(_SIGNALS, self._on_signal)
+        if reload is not None:
+            self._handlers |= dict.fromkeys(_HANGUP, reload)
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number, handler in self._handlers.items():
+            loop.add_signal_handler(number, handler)
+        try:
+            yield
+        finally:
+            for number in self._handlers:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+@contextlib.contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A bound socket, on which the server listens when the app is up. Raises CannotServe."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
+        )[0]
+        # Only with the protocol named asyncio turns Nagle's algorithm off, which costs 40 ms per response.
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise CannotServe(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    with listener:
+        try:
+            if sys.platform != "win32":
+                # Otherwise a restart has to wait for the last connections' TIME_WAIT.
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            # Fails here, before the start, where another process listens already.
+            listener.listen(1)
+        except OSError as error:
+            raise CannotServe(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        yield listener
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Logs an end with a known reason in one line: its traceback would only show the sidecar's own code."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, asyncio.CancelledError):
+        record.msg, record.args, record.exc_info = "a request was cut off: the server stops", (), None
+    elif isinstance(error, ResponseCut):
+        record.msg, record.args, record.exc_info = str(error), (), None
+    return True

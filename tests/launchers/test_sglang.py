@@ -1,0 +1,133 @@
+"""`sidecar sglang-serve`: the real server, here a stand-in's, with the door in its app, in one process and in two."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launchers.conftest import Refusal
+from tests.launchers.launched import Launched, launched, ours, write_policy
+from tests.support.ports import free_ports
+from tests.support.redis_servers import RedisServer, first_binary
+
+pytestmark = pytest.mark.anyio
+
+CHAT = "/v1/chat/completions"
+PRIORITIES = {"critical": 8, "high": 6, "normal": 4, "low": 2, "batch": 0}
+
+
+@asynccontextmanager
+async def sglang(folder: Path, *arguments: str, requests: int = 100, **variables: str) -> AsyncIterator[Launched]:
+    write_policy(folder, engine="sglang", requests=requests)
+    given = ("--policy", str(folder), "--enable-priority-scheduling", *arguments)
+    log = {"STAND_IN_SGLANG_LOG": str(folder / "sglang.log")}
+    async with launched(ours("sglang-serve"), *given, variables={**log, **variables}) as server:
+        yield server
+
+
+def happened(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "sglang.log").read_text().splitlines()]
+
+
+def most_at_once(events: list[dict[str, Any]]) -> int:
+    running = most = 0
+    for event in sorted(events, key=lambda event: (event["at_s"], event["what"] == "begun")):
+        running += {"begun": 1, "ended": -1}[event["what"]]
+        most = max(most, running)
+    return most
+
+
+async def ask(server: Launched, tier: str, prompt: str, most: int = 2) -> None:
+    messages = [{"role": "user", "content": prompt}]
+    status, headers, text = await server.post(CHAT, tier, messages=messages, max_tokens=most)
+    assert (status, headers["x-admission-tier"]) == (200, tier), text
+
+
+async def test_every_request_carries_its_own_priority(tmp_path: Path) -> None:
+    async with sglang(tmp_path) as server:
+        cases = [(tier, f"{tier} {index}") for tier in PRIORITIES for index in range(5)]
+        await asyncio.gather(*(ask(server, *case) for case in cases))
+        told = {event["prompt"]: event["priority"] for event in happened(tmp_path)}
+        assert told == {prompt: PRIORITIES[tier] for tier, prompt in cases}
+
+
+async def test_its_own_key_is_asked_for_before_the_door(tmp_path: Path) -> None:
+    """SGLang adds the check when it starts, behind our import of its app: nobody unknown to it takes room."""
+    async with sglang(tmp_path, "--api-key", "sk-sglang") as server:
+        status, headers, _ = await server.post(CHAT, "batch", messages=[])
+        assert status == 401
+        assert "x-admission-tier" not in headers
+
+
+async def test_a_client_that_leaves_is_aborted(tmp_path: Path) -> None:
+    async with sglang(tmp_path) as server:
+        body = {"messages": [{"role": "user", "content": "leaving"}], "max_tokens": 1000}
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(server.client.post(server.url + CHAT, json=body), 0.2)
+        deadline_s = time.monotonic() + 5
+        while happened(tmp_path)[-1]["what"] != "ended":
+            assert time.monotonic() < deadline_s
+            await asyncio.sleep(0.05)
+        assert "aborted" in [event["what"] for event in happened(tmp_path)]
+
+
+async def test_two_workers_share_one_pool(tmp_path: Path) -> None:
+    """Through a real store: never more at once than the pool has, though each worker alone would admit as many."""
+    admin = free_ports(2)
+    with RedisServer(first_binary(), tmp_path) as store:
+        variables = {"SIDECAR_STORE": store.url, "SIDECAR_ADMIN_PORT": str(admin)}
+        async with sglang(tmp_path, "--tokenizer-worker-num", "2", requests=3, **variables) as server:
+            await _both_workers_are_up(server)
+            await asyncio.gather(*(ask(server, "normal", f"n{index}", 15) for index in range(60)))
+            # The admin pages are the workers' own, each on a port of its own.
+            for port in (admin, admin + 1):
+                async with server.client.get(f"http://127.0.0.1:{port}/state") as page:
+                    assert (await page.json())["pool"]["store"]["replicas"] == 2
+    events = happened(tmp_path)
+    assert len({event["pid"] for event in events}) == 2
+    assert most_at_once(events) == 3
+
+
+async def _both_workers_are_up(server: Launched) -> None:
+    deadline_s = time.monotonic() + 10
+    while server.log.count("Application startup complete") < 2:
+        assert time.monotonic() < deadline_s, server.log
+        await asyncio.sleep(0.05)
+
+
+def test_several_workers_without_a_store_are_refused(tmp_path: Path, refusal: Refusal) -> None:
+    policy = str(write_policy(tmp_path, engine="sglang"))
+    said = refusal("sglang-serve", "m", "--policy", policy, "--tokenizer-worker-num", "2")
+    assert said.startswith("2 server processes share this engine")
+    assert "set SIDECAR_STORE=" in said
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("--enable-http2", "--enable-http2 serves with Granian"),
+        ("--grpc-mode", "serves no HTTP"),
+        ("SGLANG_RUST_SERVER=1", "SGLANG_RUST_SERVER serves without the Python app"),
+        ("SGLANG_HTTP_SERVER_APP_PATH=other:app", "SGLANG_HTTP_SERVER_APP_PATH names another app"),
+    ],
+)
+def test_ways_past_the_door_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Refusal, way: str, said: str
+) -> None:
+    name, is_variable, value = way.partition("=")
+    if is_variable:
+        monkeypatch.setenv(name, value)
+    policy = str(write_policy(tmp_path, engine="sglang"))
+    assert said in refusal("sglang-serve", "m", "--policy", policy, *([] if is_variable else [way]))
+
+
+def test_without_the_engine_it_says_how_to_get_it(tmp_path: Path, refusal: Refusal) -> None:
+    said = refusal("sglang-serve", "m", "--policy", str(write_policy(tmp_path, engine="sglang")), installed=False)
+    assert "sglang is not installed in this environment" in said

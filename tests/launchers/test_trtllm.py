@@ -1,0 +1,254 @@
+"""`sidecar trtllm-serve`: the real command, here a stand-in's, with the door in its app and its engine told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.launchers.conftest import Refusal
+from tests.launchers.launched import PRIORITIES, Launched, ended, launched, ours, write_policy
+from tests.support.ports import free_ports
+from tests.support.redis_servers import RedisServer, first_binary, free_port
+
+pytestmark = pytest.mark.anyio
+
+PRIORITY_QUEUE = "scheduler_config: {waiting_queue_policy: priority}\n"
+BODIES: dict[str, Any] = {
+    "/v1/chat/completions": lambda prompt: {"messages": [{"role": "user", "content": prompt}], "max_tokens": 3},
+    "/v1/completions": lambda prompt: {"prompt": prompt, "max_tokens": 3},
+    "/v1/responses": lambda prompt: {"input": prompt, "max_output_tokens": 3},
+    "/v1/messages": lambda prompt: {"messages": [{"role": "user", "content": prompt}], "max_tokens": 3},
+}
+
+
+@asynccontextmanager
+async def trtllm(
+    folder: Path, *arguments: str, options: str = PRIORITY_QUEUE, build: str = "main", **variables: str
+) -> AsyncIterator[Launched]:
+    if not (folder / "policy.yaml").exists():
+        write_policy(folder)
+    (folder / "serve.yaml").write_text(options)
+    given = ("--policy", str(folder), "--config", str(folder / "serve.yaml"), *arguments)
+    async with launched(ours("trtllm-serve"), *given, variables={"STAND_IN_TRTLLM": build, **variables}) as server:
+        yield server
+
+
+def warned(server: Launched) -> list[str]:
+    """What the launcher says of the engine; the policy's own warnings are another matter."""
+    return [line for line in server.log.splitlines() if line.startswith("sidecar: ") and "warning:" not in line]
+
+
+async def served(server: Launched) -> dict[str, float]:
+    """The priority of every prompt that the engine has begun."""
+    return {str(each["prompt"]): each["priority"] for each in (await server.get("/stand_in"))["served"]}
+
+
+async def test_every_endpoint_of_many_at_once_gets_its_own_priority(tmp_path: Path) -> None:
+    """Responses and messages too, whose schemas have no field; streamed and not; shuffled and all at the same time."""
+    cases = [
+        (path, tier, stream, f"{path} {tier} {stream} {index}")
+        for path in BODIES
+        for tier in PRIORITIES
+        for stream in (False, True)
+        for index in range(5)
+    ]
+    random.Random(4).shuffle(cases)
+    async with trtllm(tmp_path) as server:
+
+        async def ask(path: str, tier: str, stream: bool, prompt: str) -> None:
+            status, headers, text = await server.post(path, tier, stream=stream, **BODIES[path](prompt))
+            assert (status, headers["x-admission-tier"]) == (200, tier), text
+            assert text.endswith("data: [DONE]\n\n") == stream
+            assert "t2 " in text
+
+        await asyncio.gather(*(ask(*case) for case in cases))
+        assert await served(server) == {prompt: PRIORITIES[tier] for _, tier, _, prompt in cases}
+        assert warned(server) == []
+
+
+async def test_a_list_of_prompts_and_what_a_client_writes_itself(tmp_path: Path) -> None:
+    async with trtllm(tmp_path) as server:
+        status, headers, _ = await server.post(
+            "/v1/completions", "low", prompt=["one", "two"], max_tokens=2, priority=1.0
+        )
+        assert status == 200
+        assert headers["x-admission-ignored"] == "priority"
+        status, _, text = await server.post("/v1/completions", prompt="three", max_tokens=2, nonsense=1)
+        assert status == 400, "the server's own strictness is left as it is"
+        assert "nonsense" in json.loads(text)["error"]
+        assert await served(server) == {"one": 0.25, "two": 0.25}
+
+
+async def test_a_request_that_is_not_guarded_is_left_at_the_engines_default(tmp_path: Path) -> None:
+    write_policy(tmp_path).write_text(
+        (tmp_path / "policy.yaml").read_text().replace("  /v1/chat/completions: {}\n", "") + "unguarded: allow\n"
+    )
+    async with trtllm(tmp_path) as server:
+        path = "/v1/chat/completions"
+        assert "x-admission-tier" not in (await server.post(path, "batch", **BODIES[path]("unguarded")))[1]
+        assert await served(server) == {"unguarded": 0.5}
+
+
+async def test_the_engines_queue_follows_what_it_is_told(tmp_path: Path) -> None:
+    """One at a time: whoever finds the engine free is first, the others go by tier and not by arrival."""
+    async with trtllm(tmp_path, "--max_batch_size", "1") as server:
+        first = asyncio.ensure_future(server.post("/v1/responses", "batch", input="first", max_output_tokens=400))
+        await asyncio.sleep(0.15)
+        rest = []
+        for tier in ("batch", "low", "normal", "high", "critical"):
+            rest.append(asyncio.ensure_future(server.post("/v1/responses", tier, input=tier, max_output_tokens=2)))
+            await asyncio.sleep(0.01)
+        await asyncio.gather(first, *rest)
+        assert list(await served(server)) == ["first", "critical", "high", "normal", "low", "batch"]
+
+
+async def test_a_client_that_leaves_is_aborted_at_the_engine(tmp_path: Path) -> None:
+    async with trtllm(tmp_path) as server:
+        for path, body_of in BODIES.items():
+            body = {"model": "m", **body_of(path), "stream": True, "max_tokens": 2000}
+            if path == "/v1/responses":
+                body["max_output_tokens"] = body.pop("max_tokens")
+            async with server.client.post(server.url + path, json=body) as answer:
+                await answer.content.readany()
+                answer.close()
+        deadline_s = time.monotonic() + 5
+        while sorted((await server.get("/stand_in"))["aborted"]) != sorted(BODIES):
+            assert time.monotonic() < deadline_s
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "told", "said"),
+    [
+        ("before_field", PRIORITY_QUEUE, {"/v1/completions": 0.0, "/v1/responses": 0.0}, []),
+        (
+            "before_priority",
+            PRIORITY_QUEUE,
+            {"/v1/completions": 0.5, "/v1/responses": 0.5},
+            ["this TensorRT-LLM takes no priority"],
+        ),
+        (
+            "main",
+            "max_batch_size: 8\n",
+            {"/v1/completions": 0.5, "/v1/responses": 0.5},
+            ["set scheduler_config.waiting_queue_policy: priority"],
+        ),
+    ],
+)
+async def test_what_a_build_cannot_do_is_said_once_and_nothing_is_refused(
+    tmp_path: Path, build: str, options: str, told: dict[str, float], said: list[str]
+) -> None:
+    """Builds from before the field answer 400 to it, and an engine that serves as they come warns for each request."""
+    async with trtllm(tmp_path, build=build, options=options) as server:
+        for path in told:
+            for _ in range(2):
+                status, headers, text = await server.post(path, "batch", **BODIES[path](path))
+                assert (status, headers["x-admission-tier"]) == (200, "batch"), text
+        assert await served(server) == told
+        lines = warned(server)
+    assert len(lines) == len(said), lines
+    assert all(phrase in line for phrase, line in zip(said, lines, strict=True))
+
+
+async def test_a_policy_without_an_engine_hands_nothing_over(tmp_path: Path) -> None:
+    write_policy(tmp_path, engine="none")
+    async with trtllm(tmp_path) as server:
+        assert (await server.post("/v1/responses", "batch", input="any"))[0] == 200
+        assert await served(server) == {"any": 0.5}
+
+
+async def test_admin_pages_and_the_end(tmp_path: Path) -> None:
+    port = free_port()
+    async with trtllm(tmp_path, SIDECAR_ADMIN_PORT=str(port)) as server:
+        async with server.client.get(f"http://127.0.0.1:{port}/readyz") as page:
+            assert await page.json() == {"status": "ready", "reasons": [], "notices": []}
+        async with server.client.get(f"http://127.0.0.1:{port}/state") as page:
+            assert (await page.json())["policy"]["engine"] == "tensorrt-llm"
+        assert await server.end() == -15, "uvicorn raises the signal again when it has ended"
+        assert f"sidecar: admin on http://127.0.0.1:{port}" in server.log
+        assert "Application shutdown complete" in server.log
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await server.client.get(f"http://127.0.0.1:{port}/readyz")
+
+
+async def replica(server: Launched, admin_port: int) -> str:
+    """The name of the process behind these admin pages, which may still be on its way."""
+    deadline_s = time.monotonic() + 10
+    while time.monotonic() < deadline_s:
+        with suppress(aiohttp.ClientConnectionError):
+            async with server.client.get(f"http://127.0.0.1:{admin_port}/state") as page:
+                return str((await page.json())["pool"]["store"]["replica"])
+        await asyncio.sleep(0.05)
+    raise AssertionError(server.log)
+
+
+async def test_several_frontends_share_a_pool_in_the_store(tmp_path: Path) -> None:
+    """Each is the same command line, run again by the first."""
+    admin = free_ports(2)
+    with RedisServer(first_binary(), tmp_path) as store:
+        variables = {"SIDECAR_STORE": store.url, "SIDECAR_ADMIN_PORT": str(admin)}
+        async with trtllm(tmp_path, "--num_serve_frontends", "2", **variables) as server:
+            replicas = {await replica(server, port) for port in (admin, admin + 1)}
+            assert len(replicas) == 2
+
+
+async def test_too_many_frontends_in_the_options_file_fail_the_start(tmp_path: Path) -> None:
+    """The file is read by the real command alone: it is found out when the server starts."""
+    with pytest.raises(AssertionError, match="2 server processes share this engine"):
+        async with trtllm(tmp_path, options=f"num_serve_frontends: 2\n{PRIORITY_QUEUE}"):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["m"], "no policy: give --policy PATH or set SIDECAR_POLICY"),
+        (["m", "--policy", "nowhere.yaml"], "nowhere.yaml:1: there is no such file"),
+        (["disaggregated", "--policy", "{policy}"], "`trtllm-serve disaggregated` is another server"),
+        (["m", "--policy", "{policy}", "--grpc"], "leave --grpc away"),
+        (["m", "--policy={policy}", "--num_http_workers", "2"], "--num_http_workers starts processes without the door"),
+        (["m", "--policy", "{policy}", "--num_serve_frontends=2"], "2 server processes share this engine"),
+    ],
+)
+def test_what_cannot_be_is_one_line_before_any_model_is_loaded(
+    tmp_path: Path, refusal: Refusal, arguments: list[str], said: str
+) -> None:
+    policy = str(write_policy(tmp_path))
+    assert said in refusal("trtllm-serve", *(argument.format(policy=policy) for argument in arguments))
+
+
+def test_a_policy_for_another_engine_is_refused(tmp_path: Path, refusal: Refusal) -> None:
+    said = refusal("trtllm-serve", "m", "--policy", str(write_policy(tmp_path, engine="vllm")))
+    assert "the policy is for vllm; write `engine: tensorrt-llm`" in said
+
+
+def test_without_the_engine_it_says_how_to_get_it(tmp_path: Path, refusal: Refusal) -> None:
+    said = refusal("trtllm-serve", "m", "--policy", str(write_policy(tmp_path)), installed=False)
+    assert "tensorrt_llm is not installed in this environment" in said
+    assert "pip install tensorrt-llm" in said
+
+
+def test_arguments_that_are_wrong_are_refused_by_the_real_command(tmp_path: Path) -> None:
+    gone = ended("trtllm-serve", "m", "--policy", str(write_policy(tmp_path)), "--nix")
+    assert gone.returncode == 2
+    assert "No such option" in gone.stderr
+
+
+async def test_a_path_that_is_not_guarded_is_refused_by_default(tmp_path: Path) -> None:
+    write_policy(tmp_path).write_text(
+        (tmp_path / "policy.yaml").read_text().replace("  /v1/chat/completions: {}\n", "")
+    )
+    async with trtllm(tmp_path) as server:
+        for path in ("/v1/chat/completions", "/v1/messages/batches", "/update_weights"):
+            status, _, text = await server.post(path, "batch", **BODIES["/v1/chat/completions"]("unguarded"))
+            assert (status, json.loads(text)["error"]["code"]) == (404, "not_guarded")
+        assert await served(server) == {}

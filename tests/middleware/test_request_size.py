@@ -1,0 +1,156 @@
+"""What a request holds is what the engine will do for it: wherever its prompt travels, and for all that it starts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sidecar.events import Classified
+from tests.support.dry_run import observing
+from tests.support.middleware import CHAT, COMPLETIONS, App, Caller, Guarded, chat, guarding, key, policy
+
+pytestmark = pytest.mark.anyio
+
+RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
+IDS = list(range(3000))
+COUNTED = b'{"usage":{"prompt_tokens":%d,"completion_tokens":5}}'
+
+
+def held(guarded: Guarded) -> int:
+    """What the last request held."""
+    return guarded.recorder.stories[-1].one(Classified).tokens
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input_ids": IDS},
+        {"prompt_token_ids": IDS},
+        {"kv_transfer_params": {"prompt_token_ids": IDS}},
+        {"the_next_one": [0] * 3000},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+async def test_a_pre_tokenized_prompt_of_3000_holds_3000_and_more(fields: dict[str, Any]) -> None:
+    async with guarding(App(), policy()) as guarded:
+        assert (await guarded.ask(chat(max_tokens=1, **fields))).status == 200
+    assert 3000 <= held(guarded) <= 6000
+
+
+async def test_best_of_in_a_chat_holds_every_sequence() -> None:
+    async with guarding(App(), policy(requests="10")) as guarded:
+        assert (await guarded.ask(chat(max_tokens=50, best_of=8))).status == 200
+    story = guarded.recorder.stories[-1].one(Classified)
+    assert story.requests == 8
+    assert story.tokens >= 8 * 50
+
+
+async def test_a_thousand_hostile_requests_move_the_estimate_of_another_tenant_by_less_than_5_percent() -> None:
+    text = chat(messages=[{"role": "user", "content": "a" * 2000}])
+    guarded = Guarded(App(answer=COUNTED % 510), policy())
+    for _ in range(5):
+        await asked(guarded, text, "acme")
+    before = held(guarded)
+    guarded.door.app = App(answer=COUNTED % 2000)
+    for number in range(250):
+        for more in ({}, {"input_ids": IDS}, {"documents": [{"text": "x"}]}, {"next_release": number}):
+            await asked(guarded, {**text, **more}, "nightly")
+    assert guarded.door.estimator.bytes_per_token("nightly", "m") < 2  # what they teach stays with their tenant
+    guarded.door.app = App(answer=COUNTED % 510)
+    await asked(guarded, text, "acme")
+    assert before / 1.05 <= held(guarded) <= before * 1.05
+
+
+async def asked(guarded: Guarded, body: dict[str, Any], tenant: str) -> None:
+    """A request without a server, as a thousand of them need none."""
+    headers = [(b"authorization", key(tenant).partition(": ")[2].encode())]
+    await Caller(guarded.door, json.dumps(body).encode(), headers=headers).run()
+
+
+# choices times prompts
+
+TOO_MANY: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, chat(n=9), "9 x 1"),
+    (CHAT, chat(best_of=9), "9 x 1"),
+    (COMPLETIONS, {"prompt": ["a"] * 9}, "1 x 9"),
+    (COMPLETIONS, {"prompt": ["a"] * 3, "n": 3}, "3 x 3"),
+    (COMPLETIONS, {"prompt": [[1], [2], [3]], "best_of": 3}, "3 x 3"),
+    (COMPLETIONS, {"prompt": "a", "input_ids": [[1]] * 9}, "1 x 9"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "product"), TOO_MANY)
+async def test_more_sequences_than_the_policy_allows_are_a_400_that_says_how_many_are(
+    path: str, body: dict[str, Any], product: str
+) -> None:
+    app = App()
+    async with guarding(app, policy(requests="100")) as guarded:
+        refused = await guarded.ask(body, path=path)
+        assert refused.is_error(400, "too_many_choices", product, "8 are allowed", "smaller n or best_of")
+        await guarded.nothing_left()
+    assert app.seen == []
+
+
+async def test_as_many_as_the_policy_allows_pass_and_embeddings_are_not_counted() -> None:
+    async with guarding(App(), policy(requests="100")) as guarded:
+        assert (await guarded.ask(chat(n=8))).status == 200
+        assert (await guarded.ask({"prompt": ["a", "b"], "n": 4}, path=COMPLETIONS)).status == 200
+        assert (await guarded.ask({"input": ["a"] * 50}, path=EMBEDDINGS)).status == 200
+
+
+# what cannot be sized
+
+CONTINUED = {"input": "Go on", "previous_response_id": "resp_1", "max_output_tokens": 5}
+
+
+async def test_a_prompt_that_cannot_be_sized_is_refused_by_default() -> None:
+    app = App()
+    async with guarding(app, policy()) as guarded:
+        refused = await guarded.ask(CONTINUED, path=RESPONSES)
+        assert refused.is_error(400, "unsized_prompt", "previous_response_id", "unsized: hold")
+        await guarded.nothing_left()
+    assert app.seen == []
+
+
+@pytest.mark.parametrize(("priority", "most"), [("normal", 100_000), ("high", 32_000)])
+async def test_a_prompt_that_cannot_be_sized_holds_the_most_that_its_tier_allows(priority: str, most: int) -> None:
+    holding = policy("unsized: hold\n")
+    tiers = tuple(replace(tier, max_request_tokens=32_000 if tier.name == "high" else None) for tier in holding.tiers)
+    async with guarding(App(), replace(holding, tiers=tiers)) as guarded:
+        body = {**CONTINUED, "priority": priority}
+        assert (await guarded.ask(body, key("acme"), path=RESPONSES)).status == 200
+    assert held(guarded) == most
+
+
+async def test_a_prompt_that_cannot_be_sized_holds_its_estimate_where_tokens_are_unbounded() -> None:
+    holding = policy("unsized: hold\n")
+    async with guarding(App(), replace(holding, rules=holding.rules_of(None, 4))) as guarded:
+        assert (await guarded.ask(CONTINUED, path=RESPONSES)).status == 200
+    assert held(guarded) < 100
+
+
+# the keys are reloaded, and observed alike
+
+
+async def test_a_policy_that_replaces_another_bounds_the_next_request() -> None:
+    async with guarding(App(), policy(requests="100")) as guarded:
+        assert (await guarded.ask(chat(n=3))).status == 200
+        guarded.door.change_policy(policy("max_choices: 2\nunsized: hold\n", requests="100"))
+        assert (await guarded.ask(chat(n=3))).is_error(400, "too_many_choices", "2 are allowed")
+        assert (await guarded.ask(CONTINUED, path=RESPONSES)).status == 200
+        guarded.door.change_policy(policy("max_choices: 3\n", requests="100"))
+        assert (await guarded.ask(chat(n=3))).status == 200
+        assert (await guarded.ask(CONTINUED, path=RESPONSES)).is_error(400, "unsized_prompt")
+
+
+async def test_observing_finds_what_enforcing_would_have_refused_and_held() -> None:
+    async with observing(App(), policy()) as door:
+        assert (await door.ask(chat(n=9))).status == 200
+        assert (await door.ask(CONTINUED, path=RESPONSES)).status == 200
+        assert (await door.ask(chat(input_ids=IDS, max_tokens=1))).status == 200
+        await door.until_found(3)
+    assert [code for _, code in door.verdicts()] == ["too_many_choices", "unsized_prompt", None]
+    assert held(door) >= 3000

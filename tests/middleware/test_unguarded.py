@@ -1,0 +1,423 @@
+"""Paths that the policy does not guard: what passes, what is refused, and in which spelling."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import APIRouter, FastAPI
+from starlette.routing import Mount
+
+from sidecar import AdmissionMiddleware
+from sidecar.apis import Api
+from sidecar.engines import ENGINES, Engine, Vllm
+from sidecar.engines.base import OPENAI, plain_path
+from sidecar.events import UnguardedRequest
+from sidecar.policy.model import Unguarded
+from sidecar.proxy.proxy import ReverseProxy
+from tests.support.engine import answering, raw_engine
+from tests.support.middleware import CHAT, SMALL, Answer, App, Caller, guarding, key, policy, write_policy
+from tests.support.serving import serving
+from tests.support.wire import exchange, get, post
+
+pytestmark = pytest.mark.anyio
+
+BODY = b'{"text": "a", "sampling_params": {"max_new_tokens": 10000}}'
+SEEN = {
+    "sglang": [
+        *("/generate", "/api/chat", "/api/generate", "/invocations", "/vertex_generate"),
+        *("/v1/score", "/v1/rerank", "/encode", "/classify"),
+    ],
+    "vllm": ["/invocations", "/v1/chat/completions/batch", "/pooling", "/score", "/rerank", "/classify"],
+    "tensorrt-llm": ["/v1/messages/batches"],
+}
+"""The paths on which real servers were seen to generate without a lease."""
+GENERATING = [(engine, path) for engine, paths in SEEN.items() for path in paths]
+SPELLINGS = [
+    "//v1/score",
+    "/v1/score/",
+    "/v1//score",
+    "/V1/Score",
+    "/v1/%73core",
+    "/v1/%2573core",
+    "/v1%2fscore",
+    "/v1/score;x=1",
+    "/v1;a=b/score",
+    "/x/../v1/score",
+    "/v1/./score",
+    "/v1\\score",
+    "/v1/score%20",
+    "/v1/score%00",
+    "/tokenize/../v1/score",
+    "/tokenize%2f..%2fv1/score",
+    "/v1/responses/a/../../score",
+    "/below/a/mount/v1/score",
+]
+
+
+def request(method: str, path: str, body: bytes = BODY, *headers: str) -> bytes:
+    """One request with another method than POST."""
+    return post(path, body, *headers).replace(b"POST ", method.encode() + b" ", 1)
+
+
+# Before an engine's server: `deny`
+
+
+@pytest.mark.parametrize(("engine", "path"), GENERATING)
+async def test_no_path_generates_past_a_proxy(engine: str, path: str, tmp_path: Path) -> None:
+    policy_path = write_policy(tmp_path, engine=engine)
+    async with raw_engine(answering()) as upstream:
+        async with serving(AdmissionMiddleware(ReverseProxy(upstream.url), policy_path)) as served:
+            answer = Answer.parsed(await exchange(served.port, post(path, BODY, key("acme"))))
+            put = Answer.parsed(await exchange(served.port, request("PUT", path)))
+        assert all(taken.head.startswith(b"GET /openapi.json ") for taken in upstream.requests)  # the engine's schema
+    assert (answer.status, put.status) == (404, 404)
+    error = answer.json["error"]
+    assert answer.headers["x-should-retry"] == "false"
+    if path.startswith("/v1/messages/"):
+        assert error["type"] == "not_found_error"
+    assert error["code"] == "not_guarded"
+    assert path in error["message"]
+    assert "unguarded: allow" in error["message"]
+
+
+@pytest.mark.parametrize("path", SPELLINGS)
+async def test_no_other_spelling_reaches_the_engine(path: str, tmp_path: Path) -> None:
+    async with raw_engine(answering()) as upstream:
+        door = AdmissionMiddleware(ReverseProxy(upstream.url), write_policy(tmp_path, engine="sglang"))
+        async with serving(door) as served:
+            answer = Answer.parsed(await exchange(served.port, post(path, BODY)))
+        assert upstream.requests == []
+    assert answer.is_error(404, "not_guarded")
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/sleep", "/update_weights", "/flush_cache", "/new_in_2027"])
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
+async def test_what_changes_the_engine_or_is_not_known_is_refused(path: str, method: str, tmp_path: Path) -> None:
+    async with raw_engine(answering()) as upstream:
+        door = AdmissionMiddleware(ReverseProxy(upstream.url), write_policy(tmp_path, engine="sglang"))
+        async with serving(door) as served:
+            answer = Answer.parsed(await exchange(served.port, request(method, path)))
+        assert upstream.requests == []
+    assert answer.is_error(404, "not_guarded", "To guard it" if method == "POST" else "Only POST")
+    is_shown = path == "/flush_cache"  # any other may hold a key, and the log repeats the message
+    assert (path in answer.message) == is_shown
+
+
+@pytest.mark.parametrize(("path", "passes"), [("/flush_cache", False), ("//flush_cache", False), ("/v1/models", True)])
+async def test_sglang_changes_itself_by_get_too(path: str, passes: bool, tmp_path: Path) -> None:
+    async with raw_engine(answering()) as upstream:
+        door = AdmissionMiddleware(ReverseProxy(upstream.url), write_policy(tmp_path, engine="sglang"))
+        async with serving(door) as served:
+            answer = Answer.parsed(await exchange(served.port, get(path)))
+        assert len(upstream.requests) == int(passes)
+    assert answer.status == (200 if passes else 404)
+
+
+@pytest.mark.parametrize(
+    ("engine", "path"),
+    [
+        ("vllm", "/tokenize"),
+        ("vllm", "/v1/messages/count_tokens"),
+        ("vllm", "/v1/responses/resp_1a/cancel"),
+        ("vllm", "/v1/chat/completions/render"),
+        ("sglang", "/v1/detokenize"),
+        ("tensorrt-llm", "/v1/messages/count_tokens"),
+        ("none", "/tokenize"),
+    ],
+)
+async def test_what_is_harmless_passes(engine: str, path: str, tmp_path: Path) -> None:
+    async with raw_engine(answering()) as upstream:
+        door = AdmissionMiddleware(ReverseProxy(upstream.url), write_policy(tmp_path, engine=engine))
+        async with serving(door) as served:
+            answer = Answer.parsed(await exchange(served.port, post(path, BODY)))
+        assert [taken.body for taken in upstream.requests if taken.head.startswith(b"POST")] == [BODY]
+    assert answer.status == 200
+
+
+async def test_the_lines_of_the_policy_in_the_refusal_guard_the_path(tmp_path: Path) -> None:
+    def door(policy_path: Path, upstream: str) -> Any:
+        return AdmissionMiddleware(ReverseProxy(upstream), policy_path)
+
+    path = write_policy(tmp_path, engine="vllm")
+    async with raw_engine(answering()) as upstream:
+        async with serving(door(path, upstream.url)) as served:
+            refused = Answer.parsed(await exchange(served.port, post("/invocations", SMALL)))
+        assert refused.is_error(404, "not_guarded", "`endpoints:`", "`/invocations: {api: chat}`")
+        path.write_text(path.read_text().replace("endpoints:\n", "endpoints:\n  /invocations: {api: chat}\n"))
+        async with serving(door(path, upstream.url)) as served:
+            answer = Answer.parsed(await exchange(served.port, post("/invocations", SMALL)))
+    assert answer.status == 200
+    assert answer.headers["x-admission-tier"] == "normal"
+
+
+@pytest.mark.parametrize(("unguarded", "passes"), [("deny", False), ("generating", False), ("allow", True)])
+async def test_the_policy_decides_for_a_proxy_too(unguarded: str, passes: bool, tmp_path: Path) -> None:
+    path = write_policy(tmp_path, f"unguarded: {unguarded}\n", engine="sglang")
+    async with raw_engine(answering()) as upstream:
+        async with serving(AdmissionMiddleware(ReverseProxy(upstream.url), path)) as served:
+            await exchange(served.port, post("/generate", BODY))
+        assert len(upstream.requests) == int(passes)
+
+
+# In somebody's app: `generating`
+
+
+@pytest.mark.parametrize("path", ["/login", "/reports/generate", "/v1/models", "/users/score", "/v1/chat/history"])
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
+async def test_an_apps_own_routes_pass(path: str, method: str) -> None:
+    app = App()
+    async with serving(AdmissionMiddleware(app, policy=policy(engine="sglang"))) as served:
+        answer = Answer.parsed(await exchange(served.port, request(method, path)))
+    assert answer.status == 200
+    assert len(app.seen) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/generate", *SPELLINGS, CHAT + "/batch"])
+async def test_the_engines_generating_paths_do_not(path: str) -> None:
+    app = App()
+    engine = "vllm" if path.endswith("/batch") else "sglang"
+    async with serving(AdmissionMiddleware(app, policy=policy(engine=engine))) as served:
+        answer = Answer.parsed(await exchange(served.port, post(path, BODY)))
+    assert answer.is_error(404, "not_guarded")
+    assert app.seen == []
+
+
+async def test_a_guarded_path_is_guarded_in_every_method() -> None:
+    app = App()
+    async with serving(AdmissionMiddleware(app, policy=policy())) as served:
+        for method in ("PUT", "PATCH"):
+            answer = Answer.parsed(await exchange(served.port, request(method, CHAT, SMALL)))
+            assert answer.is_error(404, "not_guarded", "Only POST")
+    assert app.seen == []
+
+
+async def test_below_a_mount_and_a_root_path_the_spellings_are_found_as_well() -> None:
+    app = App()
+    door = AdmissionMiddleware(app, policy=policy(engine="sglang"))
+    for path, root in [("/api/generate", "/api"), ("/generate", "/api"), ("/api/%67enerate", "/api")]:
+        caller = Caller(door, BODY, path=path, root_path=root)
+        await caller.run()
+        assert caller.status == 404, path
+    assert app.seen == []
+
+
+# Which app it is
+
+
+def served_by(package: str) -> Any:
+    """A handler as one of that package's modules would define it."""
+
+    async def handler() -> str:
+        return "served"
+
+    handler.__module__ = f"{package}.entrypoints.api_server"
+    return handler
+
+
+def an_app(engine_routes: int, own_routes: int, package: str = "vllm") -> FastAPI:
+    app, router = FastAPI(docs_url=None, redoc_url=None, openapi_url=None), APIRouter()
+    for number in range(engine_routes):
+        router.add_api_route(f"/engine/{number}", served_by(package), methods=["POST"])
+    app.include_router(router)
+    for number in range(own_routes):
+        app.add_api_route(f"/own/{number}", served_by("shop"), methods=["POST"])
+    return app
+
+
+@pytest.mark.parametrize(
+    ("app", "status"),
+    [
+        (an_app(10, 0), 404),
+        (an_app(10, 2), 404),
+        (an_app(10, 0, "sglang"), 404),
+        (an_app(10, 0, "tensorrt_llm"), 404),
+        (an_app(2, 10), 200),
+        (an_app(0, 3), 200),
+        (FastAPI(routes=[Mount("/sub", an_app(0, 1)), *an_app(0, 1).routes]), 200),
+    ],
+)
+async def test_a_server_that_mounts_it_by_name_is_known_by_its_routes(
+    app: FastAPI, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`vllm serve --middleware` constructs it with the app alone, and so may an app that is no engine's."""
+    monkeypatch.setenv("SIDECAR_POLICY", str(write_policy(tmp_path, engine="vllm")))
+    app.add_middleware(AdmissionMiddleware)
+    own = "/engine/0" if status == 404 else "/own/0"
+    async with serving(app) as served:
+        answer = Answer.parsed(await exchange(served.port, post(own, b"{}")))
+    assert answer.status == status
+
+
+# WebSockets
+
+
+@pytest.mark.parametrize("path", ["/v1/realtime", "/x/v1/realtime", CHAT])
+@pytest.mark.parametrize("more", ["", "unguarded: deny\n"])
+async def test_a_websocket_that_may_generate_is_refused(path: str, more: str) -> None:
+    app = App()
+    caller = Caller(AdmissionMiddleware(app, policy=policy(more, engine="vllm")), type="websocket", path=path)
+    caller.incoming.put_nowait({"type": "websocket.connect"})
+    await caller.run()
+    assert [message["type"] for message in caller.sent] == ["websocket.close"]
+    assert app.seen == []
+
+
+async def test_a_server_that_can_is_given_an_answer_for_the_websocket() -> None:
+    extensions = {"websocket.http.response": {}}
+    door = AdmissionMiddleware(App(), policy=policy("unguarded: deny\n"))
+    caller = Caller(door, type="websocket", path="/chat", extensions=extensions)
+    caller.incoming.put_nowait({"type": "websocket.connect"})
+    await caller.run()
+    assert [message["type"] for message in caller.sent] == [
+        "websocket.http.response.start",
+        "websocket.http.response.body",
+    ]
+    assert caller.status == 404
+
+
+@pytest.mark.parametrize(("path", "more"), [("/chat", ""), ("/v1/realtime", "unguarded: allow\n")])
+async def test_other_websockets_pass(path: str, more: str) -> None:
+    caller = Caller(AdmissionMiddleware(App(), policy=policy(more, engine="vllm")), type="websocket", path=path)
+    caller.incoming.put_nowait({"type": "websocket.connect"})
+    await caller.run()
+    assert caller.sent[0]["type"] == "websocket.accept"
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "passed"),
+    [
+        ((), 401, None),
+        (("x-api-key: sk-stranger",), 401, None),
+        ((key("acme"),), 200, [b"Bearer sk-engine"]),
+        (("authorization: Bearer sk-engine",), 200, [b"Bearer sk-engine"]),
+    ],
+)
+async def test_without_anonymous_what_is_harmless_needs_a_key(
+    sent: tuple[str, ...], status: int, passed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIDECAR_ENGINE_KEY", "sk-engine")
+    path = write_policy(tmp_path, engine="vllm")
+    path.write_text(path.read_text().replace("anonymous: normal", "anonymous: deny"))
+    async with raw_engine(answering()) as upstream:
+        async with serving(AdmissionMiddleware(ReverseProxy(upstream.url), path)) as served:
+            answer = Answer.parsed(await exchange(served.port, post("/tokenize", b'{"prompt": "a"}', *sent)))
+        assert [taken.all(b"authorization") for taken in upstream.requests] == ([] if passed is None else [passed])
+        assert all(taken.all(b"x-api-key") == [] for taken in upstream.requests)
+    assert answer.status == status
+    if status == 401:
+        assert answer.is_error(401, "invalid_api_key")
+
+
+async def test_without_a_key_the_engines_own_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIDECAR_ENGINE_KEY", "sk-engine")
+    async with raw_engine(answering()) as upstream:
+        async with serving(
+            AdmissionMiddleware(ReverseProxy(upstream.url), write_policy(tmp_path, engine="vllm"))
+        ) as served:
+            await exchange(served.port, post("/tokenize", b"{}"))
+        assert upstream.requests[0].all(b"authorization") == []
+
+
+async def test_two_keys_are_a_400_there_too(tmp_path: Path) -> None:
+    async with guarding(App(), policy("unguarded: deny\n", engine="vllm")) as guarded:
+        answer = Answer.parsed(await exchange(guarded.port, post("/tokenize", b"{}", key("acme"), key("nightly"))))
+    assert answer.is_error(400, "invalid_header")
+
+
+# mode: observe, and what is counted
+
+
+async def test_observing_everything_passes_and_what_would_be_refused_is_counted() -> None:
+    app, told = App(), []
+    async with guarding(app, policy("mode: observe\nunguarded: deny\n", engine="sglang")) as guarded:
+        guarded.door.unguarded_observer = told.append
+        for path in ("/generate", "/login", "/tokenize"):
+            assert (await guarded.ask({}, path=path)).status == 200
+    assert len(app.seen) == 3
+    assert [(one.route, one.is_refused, one.code) for one in told] == [
+        ("/generate", False, "not_guarded"),
+        ("other", False, "not_guarded"),
+        ("/tokenize", False, None),
+    ]
+
+
+async def test_a_client_cannot_make_up_labels() -> None:
+    told: list[UnguardedRequest] = []
+    async with guarding(App(), policy(engine="vllm")) as guarded:
+        guarded.door.unguarded_observer = told.append
+        for number in range(50):
+            await guarded.ask({}, path=f"/made/up/{number}")
+            await guarded.ask({}, path=f"/made/up/{number}/v1/score")
+            await guarded.ask({}, path=f"/v1/responses/resp_{number}/cancel")
+            await exchange(guarded.port, get(f"/made/up/{number}"))
+    assert {(one.route, one.is_refused) for one in told} == {
+        ("other", False),
+        ("/v1/score", True),
+        ("/v1/responses/{id}/cancel", False),
+    }
+    assert len(told) == 150
+
+
+async def test_an_apps_route_is_counted_by_its_template() -> None:
+    app, told = FastAPI(), []
+    app.add_api_route("/users/{name}/login", served_by("shop"), methods=["POST"])
+    door = AdmissionMiddleware(app, policy=policy())
+    door.controller.unguarded_observer = told.append
+    async with serving(door) as served:
+        for name in ("ada", "bo"):
+            await exchange(served.port, post(f"/users/{name}/login", b"{}"))
+        await exchange(served.port, post("/nowhere", b"{}"))
+    assert [one.route for one in told] == ["/users/{name}/login"] * 2 + ["other"]
+
+
+# The lists themselves
+
+
+@pytest.mark.parametrize("engine", ENGINES.values())
+def test_no_path_is_both_harmless_and_generating(engine: type[Engine]) -> None:
+    routes = engine.routes
+    for path in routes.harmless:
+        assert routes.generating_route(path.replace("{id}", "resp_1")) is None, path
+    for path in [*routes.generating, *routes.websockets]:
+        assert routes.harmless_route(path) is None
+        assert routes.generating_route(path) == path
+        assert plain_path(path) == path, "or no request would ever match it"
+    assert set(SEEN.get(engine.name, ())) <= set(routes.generating)
+
+
+@pytest.mark.parametrize("found", ["..", ".", "a/b", "a%2fb", "%2e%2e", "a?b", "a;b", "", "a" * 300, "ä"])
+def test_an_identifier_is_never_another_path(found: str) -> None:
+    assert Vllm.routes.harmless_route(f"/v1/responses/{found}/cancel") is None
+
+
+@pytest.mark.parametrize(("engine", "shown"), [("vllm", "vLLM"), ("sglang", "SGLang"), ("dynamo", "Dynamo")])
+def test_the_page_says_what_the_code_does(engine: str, shown: str) -> None:
+    page_says(engine, shown)
+
+
+def test_the_page_says_what_the_code_does_of_the_others() -> None:
+    page_says("tensorrt-llm", "TensorRT-LLM")
+    page_says("none", "none")
+
+
+def page_says(engine: str, shown: str) -> None:
+    """Fails unless docs/endpoints.md lists exactly the engine's paths, but for those that every engine has."""
+    text = (Path(__file__).parents[2] / "docs" / "endpoints.md").read_text(encoding="utf-8")
+    (row,) = (line for line in text.splitlines() if line.startswith(f"| {shown} |"))
+    _, _, generating, harmless, _ = row.split("|")
+    routes = ENGINES[engine].routes
+    assert set(re.findall("`([^`]+)`", generating)) == set(routes.generating) - set(OPENAI)
+    assert set(re.findall("`([^`]+)`", harmless)) == set(routes.harmless)
+    assert routes.websockets == {"/v1/realtime"}
+
+
+def test_the_choice_is_read_from_the_policy() -> None:
+    assert policy().unguarded is None
+    assert policy("unguarded: generating\n").unguarded is Unguarded.GENERATING
+    assert Vllm.routes.generating["/invocations"] is Api.CHAT

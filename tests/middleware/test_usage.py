@@ -1,0 +1,125 @@
+"""What a response cost is read as it passes, however it is cut."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from sidecar.events import Settled
+from sidecar.middleware.usage import LONGEST, UsageReader
+from tests.support.middleware import SMALL, App, Caller, Guarded, policy
+
+OPENAI = {
+    "prompt_tokens": 12,
+    "completion_tokens": 34,
+    "total_tokens": 46,
+    "prompt_tokens_details": {"cached_tokens": 8},
+    "completion_tokens_details": {"reasoning_tokens": 3},
+}
+NAMED = {"input_tokens": 12, "output_tokens": 34}
+
+
+def event(body: Any) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+RESPONSES = {
+    "one JSON": json.dumps({"choices": [{"message": {"content": "x" * 500}}], "usage": OPENAI}).encode(),
+    "spaced": json.dumps({"usage": OPENAI, "id": "1"}, indent=4).encode(),
+    "stream": b"".join([event({"usage": None, "choices": [1]})] * 5 + [event({"choices": [], "usage": OPENAI})]),
+    "continuous": b"".join(event({"usage": {**OPENAI, "completion_tokens": count}}) for count in range(1, 35)),
+    "responses": event({"type": "response.completed", "response": {"usage": NAMED}}),
+    "messages": event({"type": "message_start", "message": {"usage": {"input_tokens": 12, "output_tokens": 1}}})
+    + event({"type": "content_block_delta", "delta": {"text": "hi"}})
+    + event({"type": "message_delta", "usage": {"output_tokens": 34}}),
+    "in a text": event({"choices": [{"delta": {"content": '"usage": {"prompt_tokens": 9}'}}]})
+    + event({"usage": OPENAI}),
+    "a member of that name that is none": event({"usage": "much"}) + event({"usage": OPENAI}),
+}
+
+
+@pytest.mark.parametrize("name", RESPONSES)
+def test_usage_is_found_wherever_an_engine_puts_it(name: str) -> None:
+    reader = UsageReader()
+    reader.feed(RESPONSES[name])
+    assert (reader.input_tokens, reader.output_tokens) == (12, 34)
+
+
+@pytest.mark.parametrize("name", RESPONSES)
+def test_it_is_found_byte_by_byte(name: str) -> None:
+    reader = UsageReader()
+    for byte in RESPONSES[name]:
+        reader.feed(bytes([byte]))
+    assert (reader.input_tokens, reader.output_tokens) == (12, 34)
+
+
+@pytest.mark.parametrize("name", RESPONSES)
+def test_it_is_found_wherever_the_response_is_cut_in_two(name: str) -> None:
+    body = RESPONSES[name]
+    for cut in range(len(body)):
+        reader = UsageReader()
+        reader.feed(body[:cut])
+        reader.feed(body[cut:])
+        assert (reader.input_tokens, reader.output_tokens) == (12, 34), cut
+
+
+@given(st.sampled_from(sorted(RESPONSES)), st.lists(st.integers(0, 3000), max_size=6))
+@hypothesis_settings(max_examples=200, deadline=None)
+def test_it_is_found_however_the_response_is_cut(name: str, cuts: list[int]) -> None:
+    body, reader = RESPONSES[name], UsageReader()
+    places = [0, *sorted(min(cut, len(body)) for cut in cuts), len(body)]
+    for start, end in zip(places, places[1:], strict=False):  # noqa: RUF007  # pairwise would lose an empty piece
+        reader.feed(body[start:end])
+    assert (reader.input_tokens, reader.output_tokens) == (12, 34)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b'{"choices":[]}',
+        b'{"usage":null}',
+        b'{"usage":{"prompt_tokens":"many","completion_tokens":[]}}',
+        b'{"usage":{"prompt_tokens":12,"completion_tokens":',
+        b'{"content":"\\"usage\\": {\\"prompt_tokens\\": 9}"}',
+        b'{"usage":{{{{{',
+        b"\x00\xff" * 100,
+    ],
+)
+def test_where_there_is_none_nothing_is_made_up(body: bytes) -> None:
+    reader = UsageReader()
+    reader.feed(body)
+    assert (reader.input_tokens, reader.output_tokens) == (None, None)
+
+
+@given(st.lists(st.binary(max_size=40) | st.sampled_from([b'"usage"', b":", b"{", b"}", b'{"a":', b" "]), max_size=30))
+@hypothesis_settings(max_examples=200, deadline=None)
+def test_no_response_breaks_it_and_little_is_kept(pieces: list[bytes]) -> None:
+    reader = UsageReader()
+    for piece in pieces:
+        reader.feed(piece)
+        assert len(reader._carried) <= LONGEST + 40
+
+
+def test_a_usage_without_end_is_given_up() -> None:
+    reader = UsageReader()
+    reader.feed(b'{"usage":{"x":"')
+    for _ in range(1000):
+        reader.feed(b"y" * 1000)
+    assert len(reader._carried) <= LONGEST
+
+
+@pytest.mark.anyio
+async def test_an_engines_own_count_teaches_the_estimator() -> None:
+    guarded = Guarded(App(answer=b'{"usage":{"prompt_tokens":30,"completion_tokens":5}}'), policy())
+    for _ in range(3):
+        await Caller(guarded.door, SMALL).run()
+    first, _, last = (story.events[0].tokens for story in guarded.recorder.stories)  # type: ignore[union-attr]
+    assert last > first  # the engine counts more than a token per four bytes
+    settled = guarded.recorder.stories[0].one(Settled)
+    assert (settled.tokens_used, settled.input_tokens, settled.output_tokens) == (35, 30, 5)

@@ -1,0 +1,74 @@
+"""One timer looks after everybody, only while there is somebody."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from sidecar.middleware.watchdog import Watchdog
+
+pytestmark = pytest.mark.anyio
+
+
+class Visitor:
+    def __init__(self) -> None:
+        self.visits = 0
+
+    def check(self) -> None:
+        self.visits += 1
+
+
+async def test_everybody_is_watched_every_interval_until_they_go() -> None:
+    rounds, first, second = Watchdog(0.01), Visitor(), Visitor()
+    rounds.add(first)
+    rounds.add(second)
+    await asyncio.sleep(0.035)
+    rounds.discard(second)
+    seen = second.visits
+    await asyncio.sleep(0.03)
+    rounds.discard(first)
+    assert seen == second.visits >= 2
+    assert first.visits > second.visits
+
+
+async def test_no_timer_runs_while_there_is_nobody() -> None:
+    rounds, visitor = Watchdog(0.01), Visitor()
+    assert rounds._timer is None
+    rounds.add(visitor)
+    rounds.discard(visitor)
+    await asyncio.sleep(0.03)
+    assert rounds._timer is None
+    rounds.add(visitor)
+    await asyncio.sleep(0.03)
+    assert visitor.visits >= 1
+    rounds.discard(visitor)
+
+
+async def test_who_goes_during_a_round_does_not_disturb_it() -> None:
+    rounds, other = Watchdog(0.01), Visitor()
+
+    class Goes(Visitor):
+        def check(self) -> None:
+            rounds.discard(self)
+
+    rounds.add(Goes())
+    rounds.add(other)
+    await asyncio.sleep(0.03)
+    assert other.visits >= 1
+    assert len(rounds) == 1
+    rounds.discard(other)
+
+
+async def test_everybody_who_waits_for_the_end_is_told() -> None:
+    rounds, first, second = Watchdog(1), Visitor(), Visitor()
+    await asyncio.wait_for(rounds.emptied(), 1)
+    rounds.add(first)
+    waiting = [asyncio.create_task(rounds.emptied()) for _ in range(3)]
+    await asyncio.sleep(0)
+    rounds.discard(first)
+    rounds.add(second)  # the next one is here before they look
+    await asyncio.sleep(0.01)
+    assert not any(task.done() for task in waiting)
+    rounds.discard(second)
+    await asyncio.wait_for(asyncio.gather(*waiting), 1)

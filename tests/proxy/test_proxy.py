@@ -1,0 +1,641 @@
+"""The reverse proxy, between a raw engine that says and sees every byte and clients on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from aiohttp.client_proto import ResponseHandler
+
+from sidecar.proxy.proxy import ReverseProxy
+from tests.support.engine import OK, Connection, RawEngine, Script, answering, raw_engine
+from tests.support.serving import Served, serving
+from tests.support.wire import connected, exchange, get, post
+
+pytestmark = pytest.mark.anyio
+
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@asynccontextmanager
+async def proxied(script: Script, base: str = "", **settings: float) -> AsyncIterator[tuple[RawEngine, Served]]:
+    async with raw_engine(script) as engine, serving(ReverseProxy(engine.url + base, **settings)) as door:
+        yield engine, door
+
+
+async def until_seen(reader: asyncio.StreamReader, wanted: bytes) -> bytes:
+    return await asyncio.wait_for(reader.readuntil(wanted), 2)
+
+
+def free_port() -> int:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port: int = unused.getsockname()[1]
+        return port
+
+
+# What passes
+
+
+@pytest.mark.parametrize("target", ["/a%2Fb%2e?k=%7e", "//v1//x/../y", "/v1/models?a=1&a=2&b", "/%E2%82%AC;p=1?q=%20+"])
+async def test_path_and_query_reach_the_engine_byte_for_byte(target: str) -> None:
+    async with proxied(answering()) as (engine, door):
+        await exchange(door.port, get(target))
+    assert engine.requests[0].target == target.encode()
+
+
+async def test_a_base_path_is_put_in_front() -> None:
+    async with proxied(answering(), base="/base/") as (engine, door):
+        await exchange(door.port, get("/v1/models"))
+    assert engine.requests[0].target == b"/base/v1/models"
+
+
+async def test_a_raw_path_that_a_middleware_replaced_is_the_one_that_is_asked_for() -> None:
+    async with raw_engine(answering()) as engine:
+        proxy = ReverseProxy(engine.url)
+
+        async def rewriting(scope, receive, send):  # type: ignore[no-untyped-def]
+            if scope["type"] == "http":
+                scope = {**scope, "path": "/v1/completions", "raw_path": b"/v1/completions"}
+            await proxy(scope, receive, send)
+
+        async with serving(rewriting) as door:
+            await exchange(door.port, post("/v1/batch/completions"))
+    assert engine.requests[0].target == b"/v1/completions"
+
+
+async def test_a_body_reaches_the_engine_byte_for_byte_with_its_length() -> None:
+    body = b'{"a" : 1.0e400,\n "caf\xc3\xa9":"\\ud800"}'
+    async with proxied(answering()) as (engine, door):
+        await exchange(door.port, post(body=body))
+    assert engine.requests[0].body == body
+    assert engine.requests[0].all(b"content-length") == [b"%d" % len(body)]
+
+
+async def test_no_header_is_added_but_the_forwarded_ones() -> None:
+    async with proxied(answering()) as (engine, door):
+        await exchange(door.port, get("/v1/models"))
+    assert dict(engine.requests[0].headers) == {
+        b"host": f"127.0.0.1:{engine.port}".encode(),
+        b"x-forwarded-for": b"127.0.0.1",
+        b"x-forwarded-proto": b"http",
+        b"x-forwarded-host": b"door",
+    }
+
+
+async def test_who_was_forwarded_for_before_is_kept() -> None:
+    async with proxied(answering()) as (engine, door):
+        await exchange(door.port, get("/", "x-forwarded-for: 10.0.0.1", "x-forwarded-proto: https"))
+    assert engine.requests[0].all(b"x-forwarded-for") == [b"10.0.0.1, 127.0.0.1"]
+    assert engine.requests[0].all(b"x-forwarded-proto") == [b"https"]
+
+
+async def test_hop_by_hop_headers_of_the_request_stay_here() -> None:
+    sent = [
+        "te: trailers",
+        "keep-alive: 3",
+        "proxy-authorization: x",
+        "x-hop: 1",
+        "upgrade: h2c",
+        "x-stays: 1",
+        "x-stays: 2",
+    ]
+    request = get("/", *sent).replace(b"connection: close", b"connection: close, X-Hop")
+    async with proxied(answering()) as (engine, door):
+        await exchange(door.port, request)
+    names = {name for name, _ in engine.requests[0].headers}
+    assert not names & {b"te", b"keep-alive", b"proxy-authorization", b"x-hop", b"upgrade", b"connection"}
+    assert engine.requests[0].all(b"x-stays") == [b"1", b"2"]
+
+
+async def test_header_values_in_utf8_stay_as_they_are() -> None:
+    async with proxied(answering()) as (engine, door):
+        await exchange(door.port, get("/").replace(b"host: door", b"host: door\r\nx-name: caf\xc3\xa9"))
+    assert engine.requests[0].all(b"x-name") == [b"caf\xc3\xa9"]
+
+
+async def test_response_headers_pass_with_their_duplicates_and_without_the_hop_by_hop_ones() -> None:
+    response = (
+        b"HTTP/1.1 200 OK\r\nSet-Cookie: a=1\r\nset-cookie: b=2\r\nX-Latin: caf\xe9\r\nContent-Encoding: gzip\r\n"
+        b"Keep-Alive: timeout=5\r\nConnection: X-Hop\r\nX-Hop: 1\r\ncontent-length: 2\r\n\r\n\x1f\x8b"
+    )
+    async with proxied(answering(response)) as (_, door):
+        head, _, body = (await exchange(door.port, get("/"))).partition(b"\r\n\r\n")
+    assert head.split(b"\r\n") == [
+        b"HTTP/1.1 200 OK",
+        b"set-cookie: a=1",
+        b"set-cookie: b=2",
+        b"x-latin: caf\xe9",
+        b"content-encoding: gzip",
+        b"content-length: 2",
+        b"connection: close",
+    ]
+    assert body == b"\x1f\x8b"
+
+
+async def test_redirects_are_the_clients_to_follow_and_cookies_are_not_kept() -> None:
+    response = b"HTTP/1.1 307 Temporary Redirect\r\nlocation: /x\r\nset-cookie: a=1\r\ncontent-length: 0\r\n\r\n"
+    async with proxied(answering(response)) as (engine, door):
+        assert b"location: /x" in await exchange(door.port, get("/"))
+        await exchange(door.port, get("/"))
+    assert [request.all(b"cookie") for request in engine.requests] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "response"),
+    [
+        (get("/").replace(b"GET", b"HEAD"), b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n"),
+        (get("/"), b"HTTP/1.1 204 No Content\r\nx: 1\r\n\r\n"),
+        (get("/"), b"HTTP/1.1 304 Not Modified\r\ncontent-length: 10\r\n\r\n"),
+        (post(body=b""), b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"),
+    ],
+)
+async def test_a_response_without_a_body_ends_with_its_head(request_bytes: bytes, response: bytes) -> None:
+    async with proxied(answering(response)) as (engine, door):
+        answer = await exchange(door.port, request_bytes)
+        again = await exchange(door.port, request_bytes)
+    assert answer.startswith(response.split(b"\r\n")[0])
+    assert answer.endswith(b"\r\n\r\n")
+    assert b"transfer-encoding" not in answer
+    assert again == answer
+    assert engine.connections == 1
+
+
+async def test_a_post_without_a_body_says_so() -> None:
+    async with proxied(answering()) as (engine, door):
+        await exchange(door.port, post(body=b""))
+    assert engine.requests[0].all(b"content-length") == [b"0"]
+
+
+async def test_a_head_response_keeps_the_length_it_would_have() -> None:
+    async with proxied(answering(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n")) as (_, door):
+        assert b"content-length: 10" in await exchange(door.port, get("/").replace(b"GET", b"HEAD"))
+
+
+async def test_interim_responses_are_passed_over() -> None:
+    async with proxied(answering(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + OK)) as (_, door):
+        assert (await exchange(door.port, get("/"))).startswith(b"HTTP/1.1 200 OK")
+
+
+async def test_a_response_that_ends_with_its_connection_ends_cleanly() -> None:
+    async def script(connection: Connection) -> None:
+        await connection.request()
+        await connection.send(b"HTTP/1.1 200 OK\r\n\r\nwhole")
+
+    async with proxied(script) as (_, door):
+        assert (await exchange(door.port, get("/"))).endswith(b"5\r\nwhole\r\n0\r\n\r\n")
+
+
+async def test_ten_requests_share_one_connection() -> None:
+    async with proxied(answering()) as (engine, door), aiohttp.ClientSession() as client:
+        for _ in range(10):
+            async with client.post(door.url + "/v1/completions", data=b"{}") as response:
+                assert await response.read() == b"ok"
+    assert engine.connections == 1
+
+
+@pytest.mark.alone
+async def test_a_hundred_streams_pass_every_chunk_on_its_own() -> None:
+    seen = {b"/%d" % number: asyncio.Queue[None]() for number in range(100)}
+
+    async def script(connection: Connection) -> None:
+        request = await connection.request()
+        await connection.send(STREAM)
+        for number in range(8):
+            await connection.send_chunk(b"data: %d\n\n" % number)
+            # Not before its client has seen this one: a chunk that is held back ends here.
+            await asyncio.wait_for(seen[request.target].get(), 5)
+        await connection.send_chunk(b"")
+
+    async def stream(path: bytes, port: int) -> bytes:
+        async with connected(port) as (reader, writer):
+            writer.write(post(path.decode()))
+            await until_seen(reader, b"\r\n\r\n")
+            for number in range(8):
+                await until_seen(reader, b"data: %d\n\n\r\n" % number)
+                seen[path].put_nowait(None)
+            return await asyncio.wait_for(reader.read(), 5)
+
+    async with proxied(script) as (engine, door):
+        ends = await asyncio.gather(*(stream(path, door.port) for path in seen))
+    assert set(ends) == {b"0\r\n\r\n"}
+    assert engine.connections == 100
+
+
+# Streaming up
+
+
+async def test_a_chunked_request_body_streams_to_the_engine_while_it_comes_in() -> None:
+    first_chunk = asyncio.Event()
+
+    async def script(connection: Connection) -> None:
+        await connection.head()
+        assert await connection.chunk() == b"one"
+        first_chunk.set()
+        assert await connection.chunk() == b"two"
+        assert await connection.chunk() == b""
+        await connection.send(OK)
+
+    async with proxied(script) as (engine, door), connected(door.port) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nhost: door\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n")
+        await asyncio.wait_for(first_chunk.wait(), 2)
+        writer.write(b"3\r\ntwo\r\n0\r\n\r\n")
+        assert b"200 OK" in await until_seen(reader, b"ok")
+    assert engine.requests[0].all(b"transfer-encoding") == [b"chunked"]
+    assert engine.requests[0].all(b"content-length") == []
+
+
+async def test_a_long_request_body_streams_with_its_length() -> None:
+    body = bytes(range(256)) * 4096
+    async with proxied(answering()) as (engine, door):
+        assert (await exchange(door.port, post(body=body))).endswith(b"ok")
+    assert engine.requests[0].body == body
+    assert engine.requests[0].all(b"content-length") == [b"%d" % len(body)]
+    assert engine.requests[0].all(b"transfer-encoding") == []
+
+
+async def test_a_large_body_that_comes_in_one_piece_is_sent_with_its_length() -> None:
+    body = bytes(range(256)) * 8192
+
+    async with raw_engine(answering()) as engine:
+        proxy = ReverseProxy(engine.url)
+
+        async def buffering(scope, receive_more, send):  # type: ignore[no-untyped-def]
+            messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def receive():  # type: ignore[no-untyped-def]
+                return messages.pop() if messages else await receive_more()
+
+            await proxy(scope, receive if scope["type"] == "http" else receive_more, send)
+
+        async with serving(buffering) as door:
+            assert (await exchange(door.port, get("/"))).endswith(b"ok")
+    assert engine.requests[0].body == body
+    assert engine.requests[0].all(b"content-length") == [b"%d" % len(body)]
+
+
+async def test_expect_100_continue_is_answered_here() -> None:
+    async with proxied(answering()) as (engine, door), connected(door.port) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nhost: door\r\ncontent-length: 2\r\nexpect: 100-continue\r\n\r\n")
+        assert await until_seen(reader, b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"{}")
+        await until_seen(reader, b"ok")
+    assert engine.requests[0].all(b"expect") == []
+
+
+async def test_an_answer_before_the_body_is_through_is_passed_on() -> None:
+    async def script(connection: Connection) -> None:
+        await connection.head()
+        await connection.send(b"HTTP/1.1 413 Content Too Large\r\ncontent-length: 3\r\nconnection: close\r\n\r\nbig")
+
+    async with proxied(script) as (_, door), connected(door.port) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nhost: door\r\ncontent-length: 900000\r\n\r\n" + b"x" * 100)
+        assert b"413" in await until_seen(reader, b"big")
+
+
+# The client leaves
+
+
+async def test_a_client_that_leaves_before_the_headers_cancels_its_request_at_the_engine() -> None:
+    arrived, left_at_s = asyncio.Event(), asyncio.get_running_loop().create_future()
+
+    async def script(connection: Connection) -> None:
+        await connection.request()
+        arrived.set()
+        await connection.hung_up()
+        left_at_s.set_result(time.monotonic())
+
+    async with proxied(script) as (_, door):
+        async with connected(door.port) as (_, writer):
+            writer.write(post())
+            await asyncio.wait_for(arrived.wait(), 2)
+            closed_at_s = time.monotonic()
+        assert await asyncio.wait_for(left_at_s, 2) - closed_at_s < 0.1
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_stream_cancels_it_at_the_engine() -> None:
+    left_at_s = asyncio.get_running_loop().create_future()
+
+    async def script(connection: Connection) -> None:
+        await connection.request()
+        await connection.send(STREAM)
+        await connection.send_chunk(b"data: 1\n\n")
+        await connection.hung_up()
+        left_at_s.set_result(time.monotonic())
+
+    async with proxied(script) as (_, door):
+        async with connected(door.port) as (reader, writer):
+            writer.write(post())
+            await until_seen(reader, b"data: 1\n\n")
+            closed_at_s = time.monotonic()
+        assert await asyncio.wait_for(left_at_s, 2) - closed_at_s < 0.1
+
+
+async def test_a_client_that_leaves_while_it_uploads_cancels_its_request_at_the_engine() -> None:
+    arrived, left = asyncio.Event(), asyncio.Event()
+
+    async def script(connection: Connection) -> None:
+        await connection.head()
+        arrived.set()
+        await connection.hung_up()
+        left.set()
+
+    async with proxied(script) as (_, door):
+        async with connected(door.port) as (_, writer):
+            writer.write(b"POST / HTTP/1.1\r\nhost: door\r\ncontent-length: 90\r\n\r\nx")
+            await asyncio.wait_for(arrived.wait(), 2)
+        await asyncio.wait_for(left.wait(), 2)
+
+
+async def test_a_client_that_leaves_leaves_nothing_running() -> None:
+    async def script(connection: Connection) -> None:
+        await connection.request()
+        await connection.hung_up()
+
+    async with proxied(script) as (_, door):
+        for _ in range(20):
+            async with connected(door.port) as (_reader, writer):
+                writer.write(post())
+                await asyncio.sleep(0.002)
+        await asyncio.wait_for(asyncio.gather(*door.server.server_state.tasks), 2)
+        await asyncio.sleep(0)
+        assert not door.server.server_state.tasks
+        assert not [task for task in asyncio.all_tasks() if "_watch" in repr(task)]
+
+
+async def test_a_slow_client_slows_the_engine_down() -> None:
+    sent_bytes = 0
+
+    async def script(connection: Connection) -> None:
+        nonlocal sent_bytes
+        await connection.request()
+        await connection.send(STREAM)
+        while True:
+            await connection.send_chunk(b"x" * 65536)
+            sent_bytes += 65536
+
+    async with proxied(script) as (_, door), connected(door.port) as (reader, writer):
+        writer.write(post())
+        await until_seen(reader, b"\r\n\r\n")
+        before = -1
+        while before != sent_bytes:
+            before = sent_bytes
+            await asyncio.sleep(0.1)
+        # What the sockets of both hops hold, which is a few MB on Linux; nowhere near what 0.1 s of loopback could be.
+        assert 0 < sent_bytes < 24 * 2**20
+        for _ in range(200):
+            await reader.read(65536)
+        await asyncio.sleep(0.05)
+        assert sent_bytes > before
+
+
+# The engine fails
+
+
+async def test_an_engine_that_is_not_there_is_a_502_that_keeps_its_address_to_itself() -> None:
+    async with serving(ReverseProxy(f"http://127.0.0.1:{free_port()}")) as door:
+        head, _, body = (await exchange(door.port, post())).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 502")
+    assert json.loads(body)["error"]["code"] == "engine_unreachable"
+    assert b"127.0.0.1" not in body
+
+
+async def test_anthropic_clients_get_errors_in_their_own_shape() -> None:
+    async with serving(ReverseProxy(f"http://127.0.0.1:{free_port()}")) as door:
+        _, _, body = (await exchange(door.port, post("/v1/messages"))).partition(b"\r\n\r\n")
+    assert json.loads(body)["type"] == "error"
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200", b"SSH-2.0-OpenSSH\r\n\r\n", b"HTTP/1.1 101 S\r\n\r\n"])
+async def test_an_engine_that_does_not_answer_in_http_is_a_502(answer: bytes) -> None:
+    async def script(connection: Connection) -> None:
+        await connection.request()
+        await connection.send(answer)
+
+    async with proxied(script) as (_, door):
+        assert b"engine_unreachable" in await exchange(door.port, post())
+
+
+async def test_an_engine_that_does_not_answer_in_time_is_a_504() -> None:
+    async def script(connection: Connection) -> None:
+        await connection.request()
+        await connection.hung_up()
+
+    async with proxied(script, response_timeout_s=0.05) as (engine, door):
+        assert b"engine_timeout" in await exchange(door.port, post())
+    assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [
+        b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhalf",
+        STREAM + b"4\r\nhalf\r\n",
+        pytest.param(
+            STREAM + b"4\r\nhalf\r\nnot-a-size\r\n",
+            marks=pytest.mark.skipif(not hasattr(ResponseHandler, "closed"), reason="this aiohttp tells nobody"),
+        ),
+    ],
+)
+async def test_a_response_that_breaks_off_never_looks_whole(beginning: bytes) -> None:
+    async def script(connection: Connection) -> None:
+        await connection.request()
+        head, _, body = beginning.partition(b"half")
+        await connection.send(head + b"half")
+        await asyncio.sleep(0.01)
+        await connection.send(body)
+
+    async with proxied(script) as (_, door):
+        answer = await asyncio.wait_for(exchange(door.port, post(close=False)), 2)
+    assert b"half" in answer
+    assert not answer.endswith(b"0\r\n\r\n")
+
+
+async def test_an_engine_that_falls_silent_in_the_middle_is_cut_after_the_limit() -> None:
+    async def script(connection: Connection) -> None:
+        await connection.request()
+        await connection.send(STREAM + b"4\r\nhalf\r\n")
+        await connection.hung_up()
+
+    async with proxied(script, response_timeout_s=0.05) as (_, door):
+        answer = await asyncio.wait_for(exchange(door.port, post(close=False)), 2)
+    assert b"half" in answer
+    assert not answer.endswith(b"0\r\n\r\n")
+
+
+# Connections that the engine closed
+
+
+def closing_at_second_request(partial: bytes = b"", after_s: float = 0.0) -> Script:
+    """The first connection answers once and breaks when it is used again; later ones answer."""
+    first = True
+
+    async def script(connection: Connection) -> None:
+        nonlocal first
+        if not first:
+            await answering()(connection)
+        first = False
+        await connection.request()
+        await connection.send(OK)
+        await connection.head()
+        await asyncio.sleep(after_s)
+        await connection.send(partial)
+        connection.close()
+
+    return script
+
+
+async def test_a_request_on_a_connection_that_was_just_closed_is_sent_once_more() -> None:
+    async with proxied(closing_at_second_request()) as (engine, door):
+        await exchange(door.port, post())
+        assert (await exchange(door.port, post(body=b'{"n": 2}'))).endswith(b"ok")
+    assert engine.connections == 2
+    assert engine.requests[-1].body == b'{"n": 2}'
+
+
+async def test_a_request_is_not_repeated_after_the_first_byte_of_a_response() -> None:
+    async with proxied(closing_at_second_request(partial=b"HTTP/1.1 2")) as (engine, door):
+        await exchange(door.port, post())
+        assert b"engine_unreachable" in await exchange(door.port, post())
+    assert len(engine.requests) == 2
+
+
+async def test_a_request_is_not_repeated_when_the_engine_had_time_to_start() -> None:
+    async with proxied(closing_at_second_request(after_s=0.25)) as (engine, door):
+        await exchange(door.port, post())
+        assert b"engine_unreachable" in await exchange(door.port, post())
+    assert len(engine.requests) == 2
+
+
+async def test_a_request_is_not_repeated_on_a_fresh_connection() -> None:
+    async def script(connection: Connection) -> None:
+        await connection.request()
+
+    async with proxied(script) as (engine, door):
+        assert b"engine_unreachable" in await exchange(door.port, post())
+    assert len(engine.requests) == 1
+
+
+async def test_a_body_that_was_streamed_is_not_repeated() -> None:
+    async with proxied(closing_at_second_request()) as (engine, door):
+        await exchange(door.port, post())
+        async with connected(door.port) as (reader, writer):
+            writer.write(
+                b"POST / HTTP/1.1\r\nhost: door\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n"
+            )
+            await asyncio.sleep(0.01)
+            writer.write(b"0\r\n\r\n")
+            assert b"engine_unreachable" in await reader.read()
+    assert len(engine.requests) == 2
+
+
+async def test_an_idle_connection_is_given_up_before_the_engine_does() -> None:
+    async with proxied(answering(), keepalive_s=0.02) as (engine, door):
+        await exchange(door.port, post())
+        await asyncio.sleep(0.05)
+        await exchange(door.port, post())
+    assert engine.connections == 2
+
+
+# What must not pass
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "content-length: 5\r\ncontent-length: 6",
+        "content-length: 5\r\ntransfer-encoding: chunked",
+        "transfer-encoding: chunked\r\ncontent-length: 5",
+        "transfer-encoding: xchunked",
+        "transfer-encoding: chunked, identity",
+        "content-length: +5",
+    ],
+)
+async def test_a_request_whose_length_is_ambiguous_never_reaches_the_engine_twice(head: str) -> None:
+    smuggled = b"0\r\n\r\nGET /admin HTTP/1.1\r\nhost: door\r\nconnection: close\r\n\r\n"
+    request = f"POST / HTTP/1.1\r\nhost: door\r\n{head}\r\n\r\n".encode() + smuggled
+    async with proxied(answering()) as (engine, door), connected(door.port) as (reader, writer):
+        writer.write(request)
+        writer.write_eof()
+        answer = await asyncio.wait_for(reader.read(), 2)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert engine.requests == []
+
+
+async def test_two_lengths_that_a_lenient_server_let_through_are_a_400() -> None:
+    sent: list[dict[str, object]] = []
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/",
+        "raw_path": b"/",
+        "headers": [(b"content-length", b"1"), (b"content-length", b"2")],
+    }
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b"x", "more_body": True}
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    await ReverseProxy("http://127.0.0.1:1")(scope, receive, send)  # type: ignore[arg-type]
+    assert sent[0]["status"] == 400
+
+
+@pytest.mark.parametrize("target", [b"http://other/x", b"*", b"other:80"])
+async def test_only_paths_are_asked_for(target: bytes) -> None:
+    async with proxied(answering()) as (engine, door):
+        await exchange(door.port, get("/").replace(b"GET /", b"OPTIONS " + target))
+    assert all(request.target in {b"/x", b"/"} for request in engine.requests)
+    assert all(request.all(b"host") == [f"127.0.0.1:{engine.port}".encode()] for request in engine.requests)
+
+
+async def test_a_websocket_is_refused_with_a_reason() -> None:
+    sent: list[dict[str, object]] = []
+
+    async def receive() -> dict[str, object]:
+        return {"type": "websocket.connect"}
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message)
+
+    await ReverseProxy("http://127.0.0.1:1")({"type": "websocket"}, receive, send)  # type: ignore[arg-type]
+    assert sent == [{"type": "websocket.close", "code": 1011, "reason": "this proxy does not forward WebSockets"}]
+
+
+@pytest.mark.parametrize(
+    "upstream",
+    [
+        "127.0.0.1:8000",
+        "localhost",
+        "http://",
+        "ftp://h",
+        "http://h:99999",
+        "http://u:p@h",
+        "http://h?q",
+        "http://h/#f",
+    ],
+)
+def test_an_address_that_cannot_be_an_engine_is_refused_at_once(upstream: str) -> None:
+    with pytest.raises(ValueError, match=r"upstream .*write it like http://127"):
+        ReverseProxy(upstream)
+
+
+# Its lifetime
+
+
+async def test_a_proxy_that_was_closed_opens_again() -> None:
+    async with raw_engine(answering()) as engine:
+        proxy = ReverseProxy(engine.url)
+        async with serving(proxy, lifespan="off") as door:
+            await exchange(door.port, post())
+            await proxy.close()
+            assert (await exchange(door.port, post())).endswith(b"ok")
+            await proxy.close()
+    assert engine.connections == 2

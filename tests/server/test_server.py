@@ -1,0 +1,153 @@
+"""The server in a real process: it ends without cutting off anyone, and says clearly why it cannot begin."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.engine import Connection, RawEngine, Script, answering, raw_engine
+from tests.support.process import Running, python
+from tests.support.wire import connected, exchange, get, post
+
+pytestmark = pytest.mark.anyio
+
+DOOR = str(Path(__file__).parent / "draining_door.py")
+STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@asynccontextmanager
+async def door(
+    script: Script, grace_s: float = 5.0, port: int = 0
+) -> AsyncIterator[tuple[Running, RawEngine, int, int]]:
+    async with raw_engine(script) as engine, python(DOOR, engine.url, str(port), str(grace_s)) as process:
+        door_port = int((await process.line(r"^sidecar: door on http://127.0.0.1:(\d+)$"))[1])
+        admin_port = int((await process.line(r"^sidecar: admin on http://127.0.0.1:(\d+)$"))[1])
+        yield process, engine, door_port, admin_port
+
+
+def held_open(finish: asyncio.Event) -> Script:
+    async def script(connection: Connection) -> None:
+        await connection.request()
+        await connection.send(STREAM)
+        await connection.send_chunk(b"first")
+        await finish.wait()
+        await connection.send_chunk(b"last")
+        await connection.send_chunk(b"")
+
+    return script
+
+
+async def until_draining(admin_port: int) -> None:
+    while b"draining" not in (answer := await exchange(admin_port, get("/readyz"))):
+        assert answer.startswith(b"HTTP/1.1 200")
+
+
+async def test_sigterm_refuses_new_requests_finishes_the_running_ones_and_exits_with_0() -> None:
+    finish = asyncio.Event()
+    async with door(held_open(finish)) as (process, engine, port, admin_port):
+        assert (await exchange(admin_port, get("/readyz"))).startswith(b"HTTP/1.1 200")
+        async with connected(port) as (reader, writer):
+            writer.write(post())
+            await asyncio.wait_for(reader.readuntil(b"first"), 5)
+            process.signal(signal.SIGTERM)
+            await until_draining(admin_port)
+            refused = await exchange(port, post())
+            assert b'"code":"draining"' in refused
+            assert b"retry-after: 1" in refused
+            assert len(engine.requests) == 1
+            assert (await exchange(admin_port, get("/healthz"))).startswith(b"HTTP/1.1 200")
+            finish.set()
+            assert (await asyncio.wait_for(reader.read(), 5)).endswith(b"last\r\n0\r\n\r\n")
+        assert await process.exit_code() == 0
+        assert await process.errors() == ""
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_with_nothing_running_a_signal_ends_it_at_once(number: signal.Signals) -> None:
+    async with door(answering()) as (process, _, port, _admin):
+        # An idle keep-alive connection is nobody who waits.
+        async with connected(port) as (reader, writer):
+            writer.write(post(close=False))
+            await asyncio.wait_for(reader.readuntil(b"ok"), 5)
+            asked_at_s = time.monotonic()
+            process.signal(number)
+            assert await process.exit_code() == 0
+            assert time.monotonic() - asked_at_s < 2
+        assert await process.errors() == ""
+
+
+async def test_what_still_runs_when_the_grace_is_over_is_cut_off() -> None:
+    async with door(held_open(asyncio.Event()), grace_s=0.1) as (process, _, port, _admin):
+        async with connected(port) as (reader, writer):
+            writer.write(post())
+            await asyncio.wait_for(reader.readuntil(b"first"), 5)
+            process.signal(signal.SIGTERM)
+            assert not (await asyncio.wait_for(reader.read(), 5)).endswith(b"0\r\n\r\n")
+        assert await process.exit_code() == 0
+        assert "Traceback" not in await process.errors()
+
+
+async def test_a_second_signal_ends_it_at_once() -> None:
+    async with door(held_open(asyncio.Event()), grace_s=60) as (process, _, port, admin_port):
+        async with connected(port) as (reader, writer):
+            writer.write(post())
+            await asyncio.wait_for(reader.readuntil(b"first"), 5)
+            process.signal(signal.SIGTERM)
+            await until_draining(admin_port)
+            process.signal(signal.SIGTERM)
+            await asyncio.wait_for(reader.read(), 5)
+        assert await process.exit_code() == 0
+
+
+async def test_an_engine_that_breaks_off_is_one_line_in_the_log() -> None:
+    async def script(connection: Connection) -> None:
+        await connection.request()
+        await connection.send(STREAM)
+        await connection.send_chunk(b"first")
+
+    async with door(script) as (process, _, port, _admin):
+        assert not (await exchange(port, post())).endswith(b"0\r\n\r\n")
+        process.signal(signal.SIGTERM)
+        assert await process.exit_code() == 0
+        errors = await process.errors()
+    assert "the engine broke off in the middle of its response" in errors
+    assert len(errors.splitlines()) == 1
+
+
+async def test_a_port_in_use_is_one_line_and_exit_code_1() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        async with python(DOOR, "http://127.0.0.1:1", str(port), "1") as process:
+            assert await process.exit_code() == 1
+            assert await process.errors() == f"cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+async def test_an_app_that_fails_to_start_ends_it_with_exit_code_1(tmp_path: Path) -> None:
+    program = tmp_path / "failing.py"
+    program.write_text(
+        "import asyncio, sys\n"
+        "from sidecar.server.server import CannotServe, run, serve\n"
+        "async def app(scope, receive, send):\n"
+        "    await receive()\n"
+        "    await send({'type': 'lifespan.startup.failed', 'message': 'no policy'})\n"
+        "try:\n"
+        "    run(serve(app, host='127.0.0.1', port=0, admin=app, admin_host='127.0.0.1', admin_port=0,\n"
+        "              drain=lambda: None, drained=None, grace_s=1))\n"
+        "except CannotServe as error:\n"
+        "    sys.exit(str(error))\n"
+    )
+    async with python(str(program)) as process:
+        assert await process.exit_code() == 1
+        errors = await process.errors()
+    assert "no policy" in errors
+    assert "Traceback" not in errors
+    assert errors.endswith("the app failed to start\n")
