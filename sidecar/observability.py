@@ -52,7 +52,7 @@ class Observability:
 
     def __init__(
         self,
-        door: AdmissionController,
+        controller: AdmissionController,
         policy: Policy,
         pool: Pool,
         files: PolicyFiles | None,
@@ -63,7 +63,7 @@ class Observability:
     ) -> None:
         self.scrape = MetricsEndpoint()
         self._policy = policy
-        self._watch = None if files is None else PolicyReloader(files, door)
+        self._watch = None if files is None else PolicyReloader(files, controller)
         self._hangup = ReloadSignal(self.reload)
         self._log = RequestLog()
         # In a shared pool the pages of other replicas show the requests of this one.
@@ -78,7 +78,7 @@ class Observability:
             lambda: self._policy,
             self._rejections,
             lambda: generations.count(self._policy.generation),
-            lambda: door.pending_aborts.held(),  # noqa: PLW0108  # the controller has them later
+            lambda: controller.pending_aborts.held(),  # noqa: PLW0108  # the controller has them later
         )
         self._gauges = PoolMetrics(policy.pool, sampler)  # its gauges are read for as long as it lives
         listeners: list[Listener] = [metrics, journal, self._log, sampler, *([recent] if is_looked_at else [])]
@@ -95,7 +95,7 @@ class Observability:
                 recent=recent,
                 tenants=metrics.held,
                 refusals=journal.refusals,
-                notices=lambda: [*door.readiness(), *door.notices()],
+                notices=lambda: [*controller.readiness(), *controller.notices()],
                 observed=tallies.read,
             ),
             generations,

@@ -24,9 +24,9 @@ def _no_policy_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_policy_is_a_file_a_folder_or_a_loaded_one(tmp_path: Path, kind: str) -> None:
     file = write_policy(tmp_path)
     of_kind = {"file": file, "folder": tmp_path, "text": str(file), "loaded": policy()}[kind]
-    door = AdmissionMiddleware(App(), policy=of_kind)
-    assert isinstance(door.controller, AdmissionController)
-    assert [tier.name for tier in door.policy.tiers] == ["critical", "high", "normal", "batch"]
+    middleware = AdmissionMiddleware(App(), policy=of_kind)
+    assert isinstance(middleware.controller, AdmissionController)
+    assert [tier.name for tier in middleware.policy.tiers] == ["critical", "high", "normal", "batch"]
 
 
 @pytest.mark.anyio

@@ -88,12 +88,12 @@ def write_policy(
 
 @dataclass
 class Stack:
-    """A running engine, the door before it, and both processes."""
+    """A running engine, the sidecar before it, and both processes."""
 
     url: str
     admin_url: str
     engine: subprocess.Popen[str]
-    door: subprocess.Popen[str]
+    sidecar: subprocess.Popen[str]
 
     def client(self, key: str, base: str = "/v1") -> openai.OpenAI:
         """A client that gives up at once: what it is refused, the test sees."""
@@ -116,8 +116,8 @@ def running_stack(folder: Path) -> Iterator[Stack]:
     emulated = ("emulate", "--engine", "tensorrt-llm", "--port", "0", "--step-ms", "10", "--max-num-seqs", str(SLOTS))
     with command(*emulated) as engine:
         served = ("--upstream", address(engine), "--policy", str(write_policy(folder)))
-        with command("serve", *served, "--port", "0", "--admin-port", "0") as door:
-            yield Stack(address(door), address(door), engine, door)
+        with command("serve", *served, "--port", "0", "--admin-port", "0") as sidecar:
+            yield Stack(address(sidecar), address(sidecar), engine, sidecar)
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +313,7 @@ def test_sigterm_refuses_the_new_finishes_the_running_and_ends_with_0(tmp_path: 
         chunks = iter(stream)
         next(chunks)
         assert late.models.list().data  # opens the connection on which it is refused
-        stack.door.send_signal(signal.SIGTERM)
+        stack.sidecar.send_signal(signal.SIGTERM)
         end_s = time.monotonic() + 5
         while not stack.state()["draining"]:
             assert time.monotonic() < end_s
@@ -323,7 +323,7 @@ def test_sigterm_refuses_the_new_finishes_the_running_and_ends_with_0(tmp_path: 
         rest = list(chunks)
         assert len(rest) >= 149
         assert rest[-1].choices[0].finish_reason == "length"
-        assert stack.door.wait(10) == 0
+        assert stack.sidecar.wait(10) == 0
         assert stack.engine.poll() is None
 
 
@@ -341,7 +341,7 @@ HINTED: Mapping[type[Engine], Mapping[str, Any]] = {
     Sglang: {"priority": 77, "nvext": {"agent_hints": {"priority": 77}}},
     Dynamo: {"priority": 77, "nvext": {"agent_hints": {"priority": 77, "strict_priority": 7}}},
 }
-"""What a client might send to get ahead at the engine: both are gone behind the door."""
+"""What a client might send to get ahead at the engine: both are gone behind the sidecar."""
 EXPECTED = {
     TensorRtLlm: {"critical": 1.0, "high": 0.75, "normal": 0.5, "batch": 0.0},
     Vllm: {"critical": 0, "high": 10, "normal": 20, "batch": 40},
@@ -362,9 +362,9 @@ async def proxied(engine: type[Engine], folder: Path) -> AsyncIterator[tuple[Emu
     policy = load(write_policy(folder, engine.name, requests=10, sources="header, endpoint, key"))
     async with (
         serving(emulator.app) as upstream,
-        serving(AdmissionMiddleware(ReverseProxy(upstream.url), policy)) as door,
+        serving(AdmissionMiddleware(ReverseProxy(upstream.url), policy)) as sidecar,
     ):
-        yield emulator, door.url
+        yield emulator, sidecar.url
 
 
 @pytest.mark.anyio
@@ -536,7 +536,7 @@ async def traced_overload(folder: Path, count: int) -> Traces:
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     pool, engine = Watched(policy), Engine(emulator_of(policy.engine, SLOTS, step_s=0.005))
-    door = TestedMiddleware(
+    sidecar = TestedMiddleware(
         engine,
         policy=policy,
         pool=pool,
@@ -544,7 +544,7 @@ async def traced_overload(folder: Path, count: int) -> Traces:
         estimator=Estimator(),
         observer=EventDispatcher(RequestTracer(provider), ()),
     )
-    async with serving(Traced(door)) as served:
+    async with serving(Traced(sidecar)) as served:
         await overload(served.url, count)
     spans: dict[str, dict[str, ReadableSpan]] = {}
     for span in exporter.get_finished_spans():
@@ -595,7 +595,7 @@ async def test_the_bars_of_a_trace_are_exactly_as_long_as_the_waits(tmp_path: Pa
 
 
 @pytest.mark.anyio
-async def test_the_client_the_door_and_the_engine_are_one_trace(tmp_path: Path) -> None:
+async def test_the_client_the_sidecar_and_the_engine_are_one_trace(tmp_path: Path) -> None:
     traces = await traced_overload(tmp_path, 20)
     assert len(traces.to_engine) == 20
     for traceparent in traces.to_engine:

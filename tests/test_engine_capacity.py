@@ -1,4 +1,4 @@
-"""The whole door with `capacity: {from: engine}`: a reverse proxy before an emulated engine, over real sockets."""
+"""The whole sidecar with `capacity: {from: engine}`: a reverse proxy before an emulated engine, over real sockets."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ anonymous: high
 """
 
 
-class Door:
-    """A door over a network before an engine that a test can replace."""
+class Sidecar:
+    """A sidecar over a network before an engine that a test can replace."""
 
     def __init__(self, middleware: AdmissionMiddleware, url: str, session: aiohttp.ClientSession) -> None:
         self.middleware = middleware
@@ -53,12 +53,12 @@ async def engine_of(engine: type[Engine], **steps: Any) -> AsyncIterator[tuple[E
 
 
 @asynccontextmanager
-async def door_of(folder: Path, engine: type[Engine], upstream: str, waiting: int = 4) -> AsyncIterator[Door]:
+async def sidecar_of(folder: Path, engine: type[Engine], upstream: str, waiting: int = 4) -> AsyncIterator[Sidecar]:
     path = folder / "policy.yaml"
     path.write_text(POLICY.format(engine=engine.name, waiting=waiting))
     middleware = AdmissionMiddleware(ReverseProxy(upstream), path)
     async with serving(middleware) as served, aiohttp.ClientSession() as session:
-        yield Door(middleware, served.url, session)
+        yield Sidecar(middleware, served.url, session)
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -71,10 +71,13 @@ async def until(condition: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("engine", [Sglang, TensorRtLlm, Dynamo])
 async def test_the_pool_is_as_large_as_the_engine_behind_the_network_says(tmp_path: Path, engine: type[Engine]) -> None:
-    async with engine_of(engine, max_num_seqs=6, kv_tokens=900) as (_, url), door_of(tmp_path, engine, url) as door:
-        assert door.pool()["capacity"] == {"tokens": 900, "requests": 10}
-        assert (await door.ask())[0] == 200
-        status, refusal = await door.ask(max_tokens=2000)
+    async with (
+        engine_of(engine, max_num_seqs=6, kv_tokens=900) as (_, url),
+        sidecar_of(tmp_path, engine, url) as sidecar,
+    ):
+        assert sidecar.pool()["capacity"] == {"tokens": 900, "requests": 10}
+        assert (await sidecar.ask())[0] == 200
+        status, refusal = await sidecar.ask(max_tokens=2000)
         assert (status, refusal["error"]["code"]) == (400, "request_too_large")
 
 
@@ -82,37 +85,37 @@ async def test_vllm_behind_a_network_bounds_tokens_alone_and_its_queue_bounds_th
     vllm = Vllm
     async with (
         engine_of(vllm, max_num_seqs=2, kv_tokens=9_000_000) as (emulator, url),
-        door_of(tmp_path, vllm, url, waiting=3) as door,
+        sidecar_of(tmp_path, vllm, url, waiting=3) as sidecar,
     ):
-        assert door.pool()["capacity"] == {"tokens": 9_000_000, "requests": None}
-        flood = [asyncio.ensure_future(door.ask(max_tokens=400)) for _ in range(12)]
-        await until(lambda: door.pool()["engine"]["held_back"])
-        late = [asyncio.ensure_future(door.ask(max_tokens=4)) for _ in range(6)]
-        await until(lambda: door.pool()["waiting"] == 6)
-        assert door.pool()["capacity"]["requests"] == 2 + 3, "as many as ran while others waited, and those that may"
+        assert sidecar.pool()["capacity"] == {"tokens": 9_000_000, "requests": None}
+        flood = [asyncio.ensure_future(sidecar.ask(max_tokens=400)) for _ in range(12)]
+        await until(lambda: sidecar.pool()["engine"]["held_back"])
+        late = [asyncio.ensure_future(sidecar.ask(max_tokens=4)) for _ in range(6)]
+        await until(lambda: sidecar.pool()["waiting"] == 6)
+        assert sidecar.pool()["capacity"]["requests"] == 2 + 3, "as many as ran while others waited, and those that may"
         waited = emulator.engine.waiting
-        assert door.middleware.notices() == [f"{waited} requests wait inside the engine, more than 3"]
+        assert sidecar.middleware.notices() == [f"{waited} requests wait inside the engine, more than 3"]
         assert [status for status, _ in await asyncio.gather(*flood, *late)] == [200] * 18
-        assert door.pool()["leases"] == 0
+        assert sidecar.pool()["leases"] == 0
 
 
-async def test_an_engine_that_starts_after_its_door_is_waited_for_with_an_answer(tmp_path: Path) -> None:
+async def test_an_engine_that_starts_after_its_sidecar_is_waited_for_with_an_answer(tmp_path: Path) -> None:
     async with engine_of(Sglang, max_num_seqs=6, kv_tokens=900) as (_, url):
         pass  # its port is free again, and nobody listens on it
-    async with door_of(tmp_path, Sglang, url) as door:
-        status, refusal = await door.ask()
+    async with sidecar_of(tmp_path, Sglang, url) as sidecar:
+        status, refusal = await sidecar.ask()
         assert (status, refusal["error"]["code"]) == (503, "capacity_unknown")
-        assert "has not said yet how much it holds" in door.middleware.readiness()[0]
+        assert "has not said yet how much it holds" in sidecar.middleware.readiness()[0]
 
 
 async def test_a_lost_engine_leaves_its_capacity_behind(tmp_path: Path) -> None:
     async with engine_of(Sglang, max_num_seqs=6, kv_tokens=900) as (_, url):
-        door_context = door_of(tmp_path, Sglang, url)
-        door = await door_context.__aenter__()
+        sidecar_context = sidecar_of(tmp_path, Sglang, url)
+        sidecar = await sidecar_context.__aenter__()
     try:
-        await until(door.middleware.notices)
-        assert "going on with 900 tokens and 10 requests" in door.middleware.notices()[0]
-        assert (await door.ask())[0] == 502
-        assert door.pool()["leases"] == 0
+        await until(sidecar.middleware.notices)
+        assert "going on with 900 tokens and 10 requests" in sidecar.middleware.notices()[0]
+        assert (await sidecar.ask())[0] == 502
+        assert sidecar.pool()["leases"] == 0
     finally:
-        await door_context.__aexit__(None, None, None)
+        await sidecar_context.__aexit__(None, None, None)

@@ -93,7 +93,7 @@ async def test_sighup_reads_the_files_at_once_and_ends_nothing(pool: Path, tmp_p
     log = tmp_path / "log"
     served = ("serve", "--upstream", NOBODY, "--policy", str(pool), "--port", "0", "--admin-port", "0")
     with started(log, *served, "--log-format", "json") as process:
-        door, admin = address(process, log), address(process, log)
+        sidecar, admin = address(process, log), address(process, log)
         process.send_signal(signal.SIGHUP)
         await logged(log, "policy_asked", "policy_current")
         write_policy(pool.parent, requests="9")
@@ -106,7 +106,7 @@ async def test_sighup_reads_the_files_at_once_and_ends_nothing(pool: Path, tmp_p
         ready = await until(f"{admin}/readyz", lambda ready: ready["notices"])
         assert ready["status"] == "ready", "what runs is in order"
         assert f"generation {state['policy']['generation']} stays in force: {pool}:2" in ready["notices"][0]
-        async with aiohttp.ClientSession() as client, client.post(door + CHAT, json=chat()) as response:
+        async with aiohttp.ClientSession() as client, client.post(sidecar + CHAT, json=chat()) as response:
             assert response.status == 502, "admitted, and the engine is not there"
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 10) == 0
@@ -115,7 +115,7 @@ async def test_sighup_reads_the_files_at_once_and_ends_nothing(pool: Path, tmp_p
 
 @asynccontextmanager
 async def mounted(pool: Path, log: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str, str]]:
-    """An app of somebody else with the door in it, in a session without a terminal: as in a container."""
+    """An app of somebody else with the sidecar in it, in a session without a terminal: as in a container."""
     port = free_ports(2)
     variables = {
         "SIDECAR_POLICY": str(pool),
@@ -141,14 +141,14 @@ async def test_a_mounted_app_follows_its_policy_and_takes_sighup_where_nobody_el
     pool: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    async with mounted(pool, log) as (process, door, admin), aiohttp.ClientSession() as client:
+    async with mounted(pool, log) as (process, sidecar, admin), aiohttp.ClientSession() as client:
         await until(f"{admin}/readyz", lambda ready: ready["status"] == "ready")
         name, _, value = key("acme").partition(": ")
-        async with client.post(door + CHAT, json=chat(), headers={name: value}) as response:
+        async with client.post(sidecar + CHAT, json=chat(), headers={name: value}) as response:
             assert response.status == 200
         (pool.parent / "tenants" / "acme.yaml").unlink()
         await until(f"{admin}/state", runs(pool))
-        async with client.post(door + CHAT, json=chat(), headers={name: value}) as response:
+        async with client.post(sidecar + CHAT, json=chat(), headers={name: value}) as response:
             assert response.status == 401
         process.send_signal(signal.SIGHUP)
         await logged(log, "policy_reloaded", "policy_asked", "policy_current")
@@ -183,8 +183,8 @@ def two(tmp_path: Path) -> Iterator[Two]:
 
         with serve(policies[0], logs[0]) as one, serve(policies[1], logs[1]) as other:
             pairs = zip((one, other), logs, strict=True)
-            doors = [Replica(process, address(process, log), address(process, log)) for process, log in pairs]
-            yield Two(store, doors, policies, logs)
+            sidecars = [Replica(process, address(process, log), address(process, log)) for process, log in pairs]
+            yield Two(store, sidecars, policies, logs)
 
 
 async def test_replicas_that_run_different_policies_say_so_and_do_not_fight_over_the_store(two: Two) -> None:

@@ -170,7 +170,7 @@ def spare(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[str]:
-    """The address of an emulated engine with room for everybody: what has to wait waits at the door."""
+    """The address of an emulated engine with room for everybody: what has to wait waits at the sidecar."""
     log = folder / "engine"
     emulated = ("emulate", "--engine", "vllm", "--port", "0", "--step-ms", "10", "--max-num-seqs", "64")
     with command(log, *emulated) as process:
@@ -628,37 +628,37 @@ async def test_a_mounted_app_joins_at_its_servers_start_and_leaves_at_its_end(
 async def test_without_a_lifespan_the_pool_opens_at_the_first_request(
     mounted: Callable[[str], Path], store: RedisServer
 ) -> None:
-    door = AdmissionMiddleware(app_without_admission(), policy=mounted("first"))
-    async with serving(door, lifespan="off") as served:
+    sidecar = AdmissionMiddleware(app_without_admission(), policy=mounted("first"))
+    async with serving(sidecar, lifespan="off") as served:
         assert members(store, "first") == 0
         answers = await asyncio.gather(*(ask(served.url) for _ in range(2 * SLOTS)))
         assert [answer.status for answer in answers] == [200] * 2 * SLOTS
         assert members(store, "first") == 1
-        await door.pool.close()
+        await sidecar.pool.close()
     assert (members(store, "first"), of_replicas(store, "first")) == (0, [])
 
 
 async def test_a_first_request_that_has_to_wait_for_the_store_is_told_as_one_that_waited(
     mounted: Callable[[str], Path],
 ) -> None:
-    door = AdmissionMiddleware(app_without_admission(), policy=mounted("told"))
-    door.controller.observer = recorder = Recorder()
-    async with serving(door, lifespan="off") as served:
+    sidecar = AdmissionMiddleware(app_without_admission(), policy=mounted("told"))
+    sidecar.controller.observer = recorder = Recorder()
+    async with serving(sidecar, lifespan="off") as served:
         for _ in range(2):
             assert (await ask(served.url)).status == 200
-        await door.pool.close()
+        await sidecar.pool.close()
     recorder.check()  # also: who is said to have waited was said to be queued
 
 
 async def test_a_client_in_the_same_process_needs_no_server(mounted: Callable[[str], Path], store: RedisServer) -> None:
-    door = AdmissionMiddleware(app_without_admission(), policy=mounted("in-process"))
-    transport = httpx2.ASGITransport(door)
-    async with httpx2.AsyncClient(transport=transport, base_url="http://door") as client:
+    sidecar = AdmissionMiddleware(app_without_admission(), policy=mounted("in-process"))
+    transport = httpx2.ASGITransport(sidecar)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://sidecar") as client:
         for _ in range(3):
             answer = await client.post(CHAT, json=request())
             assert (answer.status_code, answer.headers["x-admission-tier"]) == (200, "low")
         assert members(store, "in-process") == 1
-    await door.pool.close()
+    await sidecar.pool.close()
     assert (members(store, "in-process"), of_replicas(store, "in-process")) == (0, [])
 
 

@@ -59,7 +59,7 @@ class Clients:
 
     def __init__(self, proxies: Sequence[str], seed: int) -> None:
         self.ledger = Ledger()
-        self._doors = [(str(proxy.hostname), proxy.port or 0) for proxy in map(urlsplit, proxies)]
+        self._sidecars = [(str(proxy.hostname), proxy.port or 0) for proxy in map(urlsplit, proxies)]
         self._luck = random.Random(seed)
         self._tasks: set[asyncio.Task[None]] = set()
         self._number = 0
@@ -90,7 +90,7 @@ class Clients:
             while self.primed < requests and time.monotonic() < end_s:
                 self.primed += 1
                 body = _written({"max_tokens": 1, "messages": [{"role": "user", "content": f"Say {self.primed}."}]})
-                proxy = self._doors[self.primed % len(self._doors)]
+                proxy = self._sidecars[self.primed % len(self._sidecars)]
                 await self._ask(PRIMING, body, GIVE_UP_S, leaves=False, proxy=proxy)
 
         await asyncio.gather(*(one_after_another() for _ in range(PRIMING_AT_ONCE)))
@@ -114,10 +114,10 @@ class Clients:
         leaves = not traffic.removable and luck.random() < HANG_UP_SHARE
         stays_s = luck.uniform(0.05, 4.0) if leaves else GIVE_UP_S
         body = _body(traffic, number, luck)
-        retry_s = await self._ask(traffic, body, stays_s, leaves=leaves, proxy=luck.choice(self._doors))
+        retry_s = await self._ask(traffic, body, stays_s, leaves=leaves, proxy=luck.choice(self._sidecars))
         if retry_s is not None and retry_s < LONGEST_RETRY_S and luck.random() < COME_BACK_SHARE:
             await asyncio.sleep(retry_s)
-            await self._ask(traffic, body, GIVE_UP_S, leaves=False, proxy=luck.choice(self._doors), attempt=1)
+            await self._ask(traffic, body, GIVE_UP_S, leaves=False, proxy=luck.choice(self._sidecars), attempt=1)
 
     async def _ask(
         self, traffic: Traffic, body: bytes, stays_s: float, *, leaves: bool, proxy: tuple[str, int], attempt: int = 0

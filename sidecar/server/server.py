@@ -55,7 +55,7 @@ async def serve(
     signals = _Signals(reload)
     with listening(host, port) as client_socket, listening(admin_host, admin_port) as admin_socket, signals.caught():
         servers = [
-            _Server("door", app, client_socket, lifespan="on", timeout_keep_alive=_KEEP_ALIVE_S),
+            _Server("proxy", app, client_socket, lifespan="on", timeout_keep_alive=_KEEP_ALIVE_S),
             _Server("admin", admin, admin_socket, lifespan="off", timeout_keep_alive=_ADMIN_KEEP_ALIVE_S),
         ]
         running = [asyncio.ensure_future(server.serve(sockets=[server.socket])) for server in servers]

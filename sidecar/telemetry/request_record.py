@@ -165,7 +165,7 @@ def _end_of_wait(last: Admitted, settled: Settled) -> Refused:
     if end.status is not None:
         return end
     if settled.outcome is Outcome.CLIENT_LEFT:
-        message = "the client hung up while the request waited again, preempted"
+        message = "the client disconnected while the request waited again, preempted"
     else:
         message = "the server gave the request up while it waited again, preempted"
     return msgspec.structs.replace(end, message=message)

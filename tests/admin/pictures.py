@@ -1,7 +1,7 @@
 """Makes the pictures of the page in docs/pictures anew: `python -m tests.admin.pictures [SECONDS]`.
 
-Two doors of one pool in a real store, before an emulated engine that is asked for more than it can do half of the time.
-After five minutes, which is the default, the page's plots are full.
+Two sidecars of one pool in a real store, before an emulated engine that is asked for more than it can do half of the
+time. After five minutes, which is the default, the page's plots are full.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ async def ask(client: aiohttp.ClientSession, url: str, tier: str, rng: random.Ra
     content = "lorem ipsum " * rng.randint(20, 300)
     body = {"model": "m", "stream": True, "max_tokens": rng.randint(30, 90)}
     messages = [{"role": "user", "content": content}]
-    with contextlib.suppress(aiohttp.ClientError):  # the doors end before the last answers
+    with contextlib.suppress(aiohttp.ClientError):  # the sidecars end before the last answers
         async with client.post(url + CHAT, json={**body, "messages": messages}, headers=headers) as response:
             await response.read()
 
@@ -83,9 +83,9 @@ async def load(urls: list[str], tier: str) -> None:
             task.add_done_callback(asked.discard)
 
 
-async def pictures(page_url: str, doors: list[str], tools: str, seconds: float) -> None:
-    """Loads the doors, and takes the pictures when one tier starves."""
-    loads = [asyncio.ensure_future(load(doors, tier)) for tier in PER_SECOND]
+async def pictures(page_url: str, sidecars: list[str], tools: str, seconds: float) -> None:
+    """Loads the sidecars, and takes the pictures when one tier starves."""
+    loads = [asyncio.ensure_future(load(sidecars, tier)) for tier in PER_SECOND]
     await asyncio.sleep(seconds)
     async with tab(tools) as page:
         await page.look(1180, 900)
@@ -108,11 +108,11 @@ def main(seconds: float) -> None:
         emulated = ("emulate", "--engine", "vllm", "--port", "0", "--step-ms", "40", "--max-num-seqs", "48")
         engine = address(stack.enter_context(started(folder / "engine", *emulated)), folder / "engine")
         served = ("serve", "--upstream", engine, "--policy", str(policies(folder)), "--port", "0", "--admin-port", "0")
-        logs = [folder / f"door-{number}" for number in range(2)]
-        doors = [stack.enter_context(started(log, *served, SIDECAR_STORE=store.url)) for log in logs]
-        places = [(address(door, log), address(door, log)) for door, log in zip(doors, logs, strict=True)]
+        logs = [folder / f"sidecar-{number}" for number in range(2)]
+        sidecars = [stack.enter_context(started(log, *served, SIDECAR_STORE=store.url)) for log in logs]
+        places = [(address(sidecar, log), address(sidecar, log)) for sidecar, log in zip(sidecars, logs, strict=True)]
         tools = stack.enter_context(headless(folder))
-        asyncio.run(pictures(f"{places[0][1]}/", [door for door, _ in places], tools, seconds))
+        asyncio.run(pictures(f"{places[0][1]}/", [sidecar for sidecar, _ in places], tools, seconds))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""`GET /metrics` of a real door before an emulated engine: what a scraper is told while requests wait, and after it."""
+"""`GET /metrics` of a real sidecar before an emulated engine: what a scraper is told while requests wait, and after
+it."""
 
 from __future__ import annotations
 
@@ -59,9 +60,9 @@ PAST_FRESH_S = 0.03
 
 @dataclass
 class Stack:
-    """A door and its admin port, with everything that it measures."""
+    """A sidecar and its admin port, with everything that it measures."""
 
-    door: TestedMiddleware
+    sidecar: TestedMiddleware
     scrape: MetricsEndpoint
     spans: InMemorySpanExporter
     session: aiohttp.ClientSession
@@ -92,7 +93,7 @@ class Stack:
 
     async def until(self, *, leases: int, waiting: int) -> None:
         end_s = time.monotonic() + 5
-        while (state := self.door.pool.state()) and (state["leases"], state["waiting"]) != (leases, waiting):
+        while (state := self.sidecar.pool.state()) and (state["leases"], state["waiting"]) != (leases, waiting):
             assert time.monotonic() < end_s, state
             await asyncio.sleep(0.002)
 
@@ -116,7 +117,7 @@ async def stacked(folder: Path) -> AsyncIterator[Stack]:
     kept = [PoolMetrics(policy.pool, sampler, meters)]
     emulator = Emulator(EmulatorConfig(engine=Vllm, steps=StepModel(max_num_seqs=4, step_s=0.001)))
     async with serving(emulator.app) as engine, aiohttp.ClientSession() as session:
-        door = TestedMiddleware(
+        sidecar = TestedMiddleware(
             ReverseProxy(engine.url),
             policy=policy,
             pool=pool,
@@ -124,9 +125,9 @@ async def stacked(folder: Path) -> AsyncIterator[Stack]:
             estimator=Estimator(),
             observer=EventDispatcher(RequestTracer(tracers), [sampler, requests]),
         )
-        pages = admin_app(state=door.state, readiness=door.readiness, routes=metrics_routes(scrape))
-        async with serving(door) as served, serving(pages, lifespan="off") as admin:
-            yield Stack(door, scrape, spans, session, served.url, admin.url, kept)
+        pages = admin_app(state=sidecar.state, readiness=sidecar.readiness, routes=metrics_routes(scrape))
+        async with serving(sidecar) as served, serving(pages, lifespan="off") as admin:
+            yield Stack(sidecar, scrape, spans, session, served.url, admin.url, kept)
 
 
 @pytest.mark.anyio
@@ -236,7 +237,7 @@ async def test_a_sample_is_taken_in_the_pools_own_loop_whoever_asks(tmp_path: Pa
     async with stacked(tmp_path) as stack:
         await stack.ask(SHORT)
         threads: list[int] = []
-        pool = stack.door.pool
+        pool = stack.sidecar.pool
         state = pool.state
         pool.state = lambda: threads.append(threading.get_ident()) or state()  # type: ignore[method-assign,func-returns-value]
         await asyncio.sleep(PAST_FRESH_S)

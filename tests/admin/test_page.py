@@ -1,4 +1,4 @@
-"""The page in a real browser, before a real door that is overloaded."""
+"""The page in a real browser, before a real sidecar that is overloaded."""
 
 from __future__ import annotations
 
@@ -232,30 +232,30 @@ async def test_a_cut_stream_is_said_and_comes_back(tools: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with replicas(tmp_path_factory.mktemp("page"), 1) as (one,):
         yield one
 
 
-async def test_a_running_door_under_overload_is_seen_as_it_is(door: Replica, tools: str) -> None:
-    async with tab(tools) as page, overload([door.url]):
-        await page.open(f"{door.admin_url}/")
+async def test_a_running_sidecar_under_overload_is_seen_as_it_is(sidecar: Replica, tools: str) -> None:
+    async with tab(tools) as page, overload([sidecar.url]):
+        await page.open(f"{sidecar.admin_url}/")
         await page.until("document.title.startsWith('batch starves')", within_s=15)
         text = await page.until("document.getElementById('headline').textContent")
         assert "high overtook it" in text
         assert text.endswith("because high is more important.")
-        request_id = await door.refused()
+        request_id = await sidecar.refused()
         await page.until(
             f"document.querySelector('#refusal-rows a[title*=\"{request_id}\"]')?.href.endsWith('{request_id}')"
         )
         assert page.console == []
-        assert {url.removeprefix(door.admin_url) for url in page.requested} == {"/", "/overview/stream"}
+        assert {url.removeprefix(sidecar.admin_url) for url in page.requested} == {"/", "/overview/stream"}
 
 
-async def test_a_door_that_stops_waits_for_no_viewer(door: Replica) -> None:
-    """The last test: it ends the door."""
-    async with aiohttp.ClientSession() as client, client.get(f"{door.admin_url}/overview/stream") as response:
+async def test_a_sidecar_that_stops_waits_for_no_viewer(sidecar: Replica) -> None:
+    """The last test: it ends the sidecar."""
+    async with aiohttp.ClientSession() as client, client.get(f"{sidecar.admin_url}/overview/stream") as response:
         assert (await response.content.readline()).startswith(b"retry")
-        door.process.send_signal(signal.SIGTERM)
+        sidecar.process.send_signal(signal.SIGTERM)
         await asyncio.wait_for(response.content.read(), 10)
-    assert await asyncio.to_thread(door.process.wait, 10) == 0
+    assert await asyncio.to_thread(sidecar.process.wait, 10) == 0

@@ -1,4 +1,4 @@
-"""`sidecar explain`: what it prints is what the door does."""
+"""`sidecar explain`: what it prints is what the sidecar does."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_refusal_is_the_one_that_the_client_would_get(
     assert "wrong-key" not in printed
 
 
-def test_a_body_over_the_limit_is_refused_as_at_the_door(policy: Path) -> None:
+def test_a_body_over_the_limit_is_refused_as_at_the_sidecar(policy: Path) -> None:
     (policy / "policy.yaml").write_text("max_body: 10B\n" + POOL)
     code, found = explained(policy, "--path", "/v1/chat/completions")
     assert (code, found["error"]["status"]) == (1, 413)

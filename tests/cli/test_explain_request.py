@@ -1,4 +1,5 @@
-"""`sidecar explain --request`, as whoever is on call runs it: against a door with an engine and clients of its own."""
+"""`sidecar explain --request`, as whoever is on call runs it: against a sidecar with an engine and clients of its
+own."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ LENGTH = r"[\d.]+ m?s"
 
 @dataclass
 class Running:
-    """A door before an emulated engine."""
+    """A sidecar before an emulated engine."""
 
     url: str
     admin: str
@@ -92,7 +93,7 @@ async def running(folder: Path) -> AsyncIterator[Running]:
     engine = ("-m", "sidecar.cli", "emulate", "--engine", "vllm", "--port", "0", "--step-ms", "10")
     async with python(*engine) as emulator:
         upstream = (await emulator.line(r"http://127\.0\.0\.1:\d+"))[0]
-        door = TestedMiddleware(
+        sidecar = TestedMiddleware(
             ReverseProxy(upstream),
             policy=policy,
             pool=LocalPool(policy),
@@ -101,8 +102,8 @@ async def running(folder: Path) -> AsyncIterator[Running]:
             observer=EventDispatcher(RequestTracer(), [journal]),
         )
         pages = routes(journal, tiers=lambda: ("high", "normal", "batch"), pool=policy.pool, is_shared=False)
-        admin = admin_app(state=door.state, readiness=door.readiness, routes=pages)
-        async with serving(door) as served, serving(admin) as admin_served:
+        admin = admin_app(state=sidecar.state, readiness=sidecar.readiness, routes=pages)
+        async with serving(sidecar) as served, serving(admin) as admin_served:
             yield Running(served.url, admin_served.url, journal)
 
 
@@ -119,18 +120,18 @@ async def explain(*arguments: str) -> tuple[int, str, str]:
 
 @pytest.mark.anyio
 async def test_the_story_of_a_request_that_was_overtaken(tmp_path: Path) -> None:
-    async with running(tmp_path) as door:
-        holding = [await door.begin("normal", f"holds-{number}", FOREVER) for number in range(2)]
-        sent = [await door.begin("normal", "victim"), await door.begin("high", "overtakes")]
-        code, waiting, errors = await explain("--request", "victim", "--admin", door.admin)
+    async with running(tmp_path) as sidecar:
+        holding = [await sidecar.begin("normal", f"holds-{number}", FOREVER) for number in range(2)]
+        sent = [await sidecar.begin("normal", "victim"), await sidecar.begin("high", "overtakes")]
+        code, waiting, errors = await explain("--request", "victim", "--admin", sidecar.admin)
         assert (code, errors) == (0, "")
         holding[0].cancel()
-        await door.until("overtakes", "admitted")
+        await sidecar.until("overtakes", "admitted")
         await asyncio.sleep(0.05)
         holding[1].cancel()
         assert [await each for each in sent] == [6, 6]
         target = tmp_path / "story.json"
-        code, told, errors = await explain("--request", "victim", "--admin", door.admin, "--json", str(target))
+        code, told, errors = await explain("--request", "victim", "--admin", sidecar.admin, "--json", str(target))
     assert (code, errors) == (0, "")
     assert "\nhas waited " in waiting
     assert re.search(rf"^now +{CLOCK}, after {LENGTH}: waiting$", waiting, re.MULTILINE)
@@ -171,19 +172,19 @@ async def test_the_story_of_a_request_that_was_overtaken(tmp_path: Path) -> None
 @pytest.mark.anyio
 async def test_every_replica_is_asked_until_one_knows(tmp_path: Path) -> None:
     other = Starlette(routes=[Route("/requests/{id}", lambda _: PlainTextResponse("welcome"))])
-    async with running(tmp_path) as door, serving(other) as stranger:
-        await (await door.begin("high", "quick"))
-        admins = ("--admin", NOBODY, "--admin", stranger.url, "--admin", "door:9464", "--admin", door.admin)
+    async with running(tmp_path) as sidecar, serving(other) as stranger:
+        await (await sidecar.begin("high", "quick"))
+        admins = ("--admin", NOBODY, "--admin", stranger.url, "--admin", "door:9464", "--admin", sidecar.admin)
         code, told, errors = await explain("--request", "quick", *admins)
         assert (code, errors) == (0, "")
         assert "\nadmitted at once, without a wait\n" in told
         code, told, errors = await explain("--request", "nobody", *admins)
     assert (code, told) == (1, "")
-    unreachable, not_a_door, no_url, unknown = errors.splitlines()
+    unreachable, not_a_sidecar, no_url, unknown = errors.splitlines()
     assert unreachable.startswith(f"sidecar: cannot reach {NOBODY}")
-    assert f"{stranger.url} answered 200, but not as a door's admin port does" in not_a_door
-    assert "'door:9464' is not a URL; write one such as http://127.0.0.1:9464" in no_url
-    assert f"{door.admin}: no request with the id or trace id 'nobody' is known here" in unknown
+    assert f"{stranger.url} answered 200, but not as a sidecar's admin port does" in not_a_sidecar
+    assert "'sidecar:9464' is not a URL; write one such as http://127.0.0.1:9464" in no_url
+    assert f"{sidecar.admin}: no request with the id or trace id 'nobody' is known here" in unknown
 
 
 def test_what_a_client_wrote_cannot_move_the_terminal() -> None:

@@ -119,18 +119,18 @@ def test_a_policy_for_each_engine_passes_check_and_serves_the_printed_key(
 
         ports = ("--port", "0", "--admin-port", "0")
         with command("serve", "--upstream", url, "--policy", str(folder), *ports) as serving:
-            door = address(serving)
-            status, headers = asked(door, chat)
+            sidecar = address(serving)
+            status, headers = asked(sidecar, chat)
             assert (status, headers["x-admission-mode"], headers["x-admission-tier"]) == (200, "observe", "high")
-            assert asked(door, "sk-no-tenant-has-this-one")[0] == 200
+            assert asked(sidecar, "sk-no-tenant-has-this-one")[0] == 200
 
             last = re.findall(r"^  (sed .*)$", ended.stdout, re.MULTILINE)[0]
             subprocess.run(last, shell=True, check=True)  # the command as it is printed
             until_s = time.monotonic() + 20
-            while asked(door, "sk-no-tenant-has-this-one")[0] != 401:
+            while asked(sidecar, "sk-no-tenant-has-this-one")[0] != 401:
                 assert time.monotonic() < until_s
                 time.sleep(0.1)
-            status, headers = asked(door, nightly)
+            status, headers = asked(sidecar, nightly)
             assert (status, headers["x-admission-tier"]) == (200, "batch")
             assert "x-admission-mode" not in headers
         check(folder, capsys)

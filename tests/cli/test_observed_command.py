@@ -1,4 +1,4 @@
-"""`sidecar observed` as a user runs it: before two doors that observe one pool, and before a port that is none."""
+"""`sidecar observed` as a user runs it: before two sidecars that observe one pool, and before a port that is none."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.support.redis_servers import RedisServer, first_binary
 REQUESTS = 12
 
 
-async def sent(doors: list[Replica]) -> list[int]:
-    """Sends more than the pool has room for, over all doors in turn, and one with a key that nobody has."""
+async def sent(sidecars: list[Replica]) -> list[int]:
+    """Sends more than the pool has room for, over all sidecars in turn, and one with a key that nobody has."""
     body = {"model": "m", "max_tokens": 15, "messages": [{"role": "user", "content": "hello"}]}
     async with aiohttp.ClientSession() as client:
 
         async def one(number: int) -> int:
             headers = {"authorization": "Bearer sk-nobody"} if number == 0 else {}
-            async with client.post(doors[number % len(doors)].url + CHAT, json=body, headers=headers) as response:
+            async with client.post(sidecars[number % len(sidecars)].url + CHAT, json=body, headers=headers) as response:
                 assert response.headers["x-admission-mode"] == "observe"
                 await response.read()
                 return response.status
@@ -45,11 +45,11 @@ def run(*arguments: str) -> str:
     return ended.stdout
 
 
-def figures(door: Replica) -> Any:
+def figures(sidecar: Replica) -> Any:
     """The report, when both replicas have told each other of everything."""
     end_s = time.monotonic() + 15
     while True:
-        with urllib.request.urlopen(f"{door.admin_url}/observed", timeout=5) as answer:
+        with urllib.request.urlopen(f"{sidecar.admin_url}/observed", timeout=5) as answer:
             report = json.load(answer)
         if (report["total"]["requests"], report["undecided"]) == (REQUESTS, 0):
             return report
@@ -61,23 +61,23 @@ def test_any_of_two_replicas_tells_what_enforcing_would_have_done_to_the_request
     observing = POLICY.replace("engine: vllm", "engine: vllm\nmode: observe")
     with (
         RedisServer(first_binary(), tmp_path) as store,
-        replicas(tmp_path, 2, observing, SIDECAR_STORE=store.url) as doors,
+        replicas(tmp_path, 2, observing, SIDECAR_STORE=store.url) as sidecars,
     ):
-        assert asyncio.run(sent(doors)) == [200] * REQUESTS
-        for door in doors:
-            report = figures(door)
+        assert asyncio.run(sent(sidecars)) == [200] * REQUESTS
+        for sidecar in sidecars:
+            report = figures(sidecar)
             assert len(report["replicas"]) == 2
             assert report["total"]["refused"] == {"invalid_api_key": 1}
             assert report["total"]["admitted"] == REQUESTS - 1
             assert report["total"]["waited"] == REQUESTS - 1 - 4  # four have room at a time
             assert [row["name"] for row in report["tiers"]] == ["high", ""]
             assert report["conclusion"].startswith("Enforcing would have refused 1 of 12 requests (8.3%)")
-        assert json.loads(run("--admin", door.admin_url, "--json", "-"))["total"] == report["total"]
-        said = run("--admin", door.admin_url)
+        assert json.loads(run("--admin", sidecar.admin_url, "--json", "-"))["total"] == report["total"]
+        said = run("--admin", sidecar.admin_url)
         assert said.startswith("mode: observe, policy ")
         assert "2 replicas" in said.splitlines()[0]
         assert report["conclusion"][:40] in said
-        overview = asyncio.run(doors[1].overview())
+        overview = asyncio.run(sidecars[1].overview())
         assert overview["headline"].startswith("No request is held (mode: observe).")
         assert any("mode: observe" in notice for notice in overview["notices"])
 

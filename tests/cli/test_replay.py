@@ -1,4 +1,4 @@
-"""`sidecar replay` as a user runs it, against every engine's emulator on real sockets, alone and behind the door."""
+"""`sidecar replay` as a user runs it, against every engine's emulator on real sockets, alone and behind the sidecar."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def test_the_wrong_way_round_is_said_so(capsys: pytest.CaptureFixture[str]
 
 
 @asynccontextmanager
-async def door(folder: Path) -> AsyncIterator[str]:
+async def sidecar(folder: Path) -> AsyncIterator[str]:
     """Admission of two at once before an engine that serves first come, first served; a key for every tier."""
     (folder / "tenants").mkdir()
     (folder / "policy.yaml").write_text(POLICY)
@@ -123,12 +123,12 @@ async def door(folder: Path) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("by", ["tier", "key"])
-async def test_behind_the_door_the_wait_is_told_and_the_order_holds(
+async def test_behind_the_sidecar_the_wait_is_told_and_the_order_holds(
     by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = tmp_path / "figures.json"
     keys = [argument for tier in TIERS for argument in ("--key", f"{tier}=sk-{tier}")] if by == "key" else []
-    async with door(tmp_path) as url:
+    async with sidecar(tmp_path) as url:
         code = await replay(
             "burst:60:20:4", "--upstream", f"{url}/v1/", "--by", by, "--policy", str(tmp_path), "--control",
             "--json", str(figures), *keys,

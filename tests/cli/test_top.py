@@ -157,7 +157,7 @@ def test_it_follows_the_windows_size_at_once_and_says_what_does_not_fit(admin: A
         assert drawn.count("\r\n") == 7
 
 
-def test_a_door_that_goes_away_is_said_and_looked_for_again(admin: Admin) -> None:
+def test_a_sidecar_that_goes_away_is_said_and_looked_for_again(admin: Admin) -> None:
     with terminal("--admin", admin.url, "--interval", "200ms") as screen:
         screen.until("batch starves")
         admin.status = 404

@@ -31,7 +31,7 @@ endpoints:
 
 @dataclass
 class Replica:
-    """A running door."""
+    """A running sidecar."""
 
     process: subprocess.Popen[str]
     url: str
@@ -79,17 +79,20 @@ def address(process: subprocess.Popen[str], log: Path) -> str:
 
 @contextmanager
 def replicas(folder: Path, count: int, policy: str = POLICY, **environment: str) -> Iterator[list[Replica]]:
-    """So many doors before one engine; `environment` tells them the store."""
+    """So many sidecars before one engine; `environment` tells them the store."""
     path = folder / "policy.yaml"
     path.write_text(policy)
     emulated = ("emulate", "--engine", "vllm", "--port", "0", "--step-ms", "10", "--max-num-seqs", "64")
     with ExitStack() as stack:
         engine = stack.enter_context(started(folder / "engine", *emulated))
         upstream = address(engine, folder / "engine")
-        logs = [folder / f"door-{number}" for number in range(count)]
+        logs = [folder / f"sidecar-{number}" for number in range(count)]
         served = ("serve", "--upstream", upstream, "--policy", str(path), "--port", "0", "--admin-port", "0")
-        doors = [stack.enter_context(started(log, *served, **environment)) for log in logs]
-        yield [Replica(door, address(door, log), address(door, log)) for door, log in zip(doors, logs, strict=True)]
+        sidecars = [stack.enter_context(started(log, *served, **environment)) for log in logs]
+        yield [
+            Replica(sidecar, address(sidecar, log), address(sidecar, log))
+            for sidecar, log in zip(sidecars, logs, strict=True)
+        ]
 
 
 @asynccontextmanager

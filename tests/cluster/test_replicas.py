@@ -1,4 +1,4 @@
-"""Two doors of one pool in a real store: the page of either shows both."""
+"""Two sidecars of one pool in a real store: the page of either shows both."""
 
 from __future__ import annotations
 

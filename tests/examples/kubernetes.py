@@ -16,7 +16,7 @@ from tests.examples.command_lines import EXAMPLES
 
 KUBERNETES = EXAMPLES / "kubernetes"
 IN_POD = ("vllm", "trtllm")
-"""The overlays that put a door into the engine's pod."""
+"""The overlays that put a sidecar into the engine's pod."""
 OVERLAYS = (*IN_POD, "shared-pool")
 
 Manifest = Mapping[str, Any]
@@ -48,8 +48,8 @@ def pods(overlay: str) -> dict[str, Any]:
     return {name: found["spec"]["template"] for name, found in of_kind(overlay, "Deployment").items()}
 
 
-def pod_of_the_door(overlay: str) -> Any:
-    """The specification of the pod that the door is in."""
+def pod_of_the_sidecar(overlay: str) -> Any:
+    """The specification of the pod that the sidecar is in."""
     (pod,) = (pod["spec"] for pod in pods(overlay).values() if "sidecar" in containers(pod["spec"]))
     return pod
 
@@ -59,9 +59,9 @@ def containers(pod: Any) -> dict[str, Any]:
     return {container["name"]: container for container in pod["containers"]}
 
 
-def door(overlay: str) -> Any:
+def sidecar(overlay: str) -> Any:
     """The container that runs `sidecar serve`."""
-    return containers(pod_of_the_door(overlay))["sidecar"]
+    return containers(pod_of_the_sidecar(overlay))["sidecar"]
 
 
 def ports(container: Any) -> dict[str, int]:
@@ -70,8 +70,8 @@ def ports(container: Any) -> dict[str, int]:
 
 
 def mounted_config_maps(overlay: str, container: Any) -> Iterator[tuple[str, dict[str, str]]]:
-    """Where the door's container sees a ConfigMap, and what is in it."""
-    volumes = {volume["name"]: volume for volume in pod_of_the_door(overlay)["volumes"]}
+    """Where the sidecar's container sees a ConfigMap, and what is in it."""
+    volumes = {volume["name"]: volume for volume in pod_of_the_sidecar(overlay)["volumes"]}
     for mount in container["volumeMounts"]:
         if source := volumes[mount["name"]].get("configMap"):
             yield mount["mountPath"], of_kind(overlay, "ConfigMap")[source["name"]]["data"]
@@ -103,6 +103,6 @@ class ConfigMapFolder:
 
 
 def policy_folders(overlay: str, root: Path) -> dict[str, ConfigMapFolder]:
-    """The door's ConfigMaps below `root`, at the paths where the container sees them; by those paths."""
-    found = mounted_config_maps(overlay, door(overlay))
+    """The sidecar's ConfigMaps below `root`, at the paths where the container sees them; by those paths."""
+    found = mounted_config_maps(overlay, sidecar(overlay))
     return {path: ConfigMapFolder(root / path.lstrip("/"), data) for path, data in found}

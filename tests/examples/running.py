@@ -21,7 +21,7 @@ TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
-class Door:
+class Sidecar:
     """A running `sidecar serve`: where clients and where operators reach it, and its process."""
 
     url: str
@@ -44,11 +44,11 @@ class Door:
 
 
 @contextmanager
-def doors(words: Sequence[str], upstream: str, policy: object, **variables: str) -> Iterator[Door]:
+def sidecars(words: Sequence[str], upstream: str, policy: object, **variables: str) -> Iterator[Sidecar]:
     """Runs a `serve` command line as it is written, but for the engine, the policy's place and the ports."""
     here = {"--upstream": upstream, "--policy": str(policy), "--host": "127.0.0.1", "--admin-host": "127.0.0.1"}
     with command(*replaced(words, {**here, "--port": 0, "--admin-port": 0}), **variables) as process:
-        yield Door(address(process), address(process), process)
+        yield Sidecar(address(process), address(process), process)
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def in_the_background(url: str, key: str, max_tokens: int) -> threading.Thread:
     """The same, while the test goes on; however it ends."""
 
     def ask() -> None:
-        with contextlib.suppress(OSError):  # the test is over, and the door with it
+        with contextlib.suppress(OSError):  # the test is over, and the sidecar with it
             asked(url, key, max_tokens, timeout_s=60)
 
     thread = threading.Thread(target=ask, daemon=True)

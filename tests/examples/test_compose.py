@@ -1,4 +1,4 @@
-"""examples/compose: its files fit together, and its doors, engine and store run with the very commands."""
+"""examples/compose: its files fit together, and its sidecars, engine and store run with the very commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import yaml
 from sidecar.policy.compiler import load
 from sidecar.policy.units import duration_s
 from tests.examples.command_lines import EXAMPLES, ROOT, named_files, parsed, replaced, shell_lines, unknown_variables
-from tests.examples.running import TIMEOUT_S, asked, doors, fetched
+from tests.examples.running import TIMEOUT_S, asked, fetched, sidecars
 from tests.support.commands import address, command
 from tests.support.prometheus import program
 from tests.support.redis_servers import RedisServer, first_binary, until
@@ -133,7 +133,7 @@ def test_the_provisioning_finds_its_variables_and_the_dashboard() -> None:
     assert any(f":{folder}/admission.json:" in volume for volume in grafana["volumes"])
 
 
-def test_a_door_is_given_the_time_to_drain() -> None:
+def test_a_sidecar_is_given_the_time_to_drain() -> None:
     for name in DOORS:
         stops_s = duration_s(SERVICES[name]["stop_grace_period"])
         assert stops_s >= parsed(SERVICES[name]["command"]).grace + BEYOND_GRACE_S
@@ -153,7 +153,7 @@ def test_a_real_engine_takes_the_place_of_the_emulated_one() -> None:
     assert flags["scheduling-policy"] == "priority"
 
 
-def test_prometheus_takes_its_configuration_and_scrapes_every_door() -> None:
+def test_prometheus_takes_its_configuration_and_scrapes_every_sidecar() -> None:
     settings = yaml.safe_load((COMPOSE / "prometheus.yml").read_text())
     (job,) = settings["scrape_configs"]
     assert job["static_configs"][0]["targets"] == [f"{name}:9464" for name in DOORS]
@@ -174,14 +174,14 @@ def store(tmp_path: Path) -> Iterator[str]:
         yield running.url
 
 
-def test_two_doors_share_one_pool_before_the_engine(store: str) -> None:
+def test_two_sidecars_share_one_pool_before_the_engine(store: str) -> None:
     variables = {name: SERVICES[DOORS[0]]["environment"][name] for name in ("SIDECAR_STORE", "OTEL_METRICS_EXPORTER")}
     variables["SIDECAR_STORE"] = variables["SIDECAR_STORE"].replace("redis://store:6379/0", store)
     assert variables["SIDECAR_STORE"] == store
     emulated = replaced(SERVICES["engine"]["command"], {"--host": "127.0.0.1", "--port": 0})
     with command(*emulated) as process:
         engine = address(process)
-        first, second = (doors(SERVICES[name]["command"], engine, COMPOSE / "policy", **variables) for name in DOORS)
+        first, second = (sidecars(SERVICES[name]["command"], engine, COMPOSE / "policy", **variables) for name in DOORS)
         with first as one, second as other:
             until(lambda: other.page("/state")["pool"]["store"]["replicas"] == 2, "it knows of the first", TIMEOUT_S)
             assert asked(one.url, "sk-demo-interactive") == 200

@@ -20,20 +20,20 @@ from tests.examples.kubernetes import (
     KUBERNETES,
     OVERLAYS,
     containers,
-    door,
     mounted_config_maps,
     of_kind,
-    pod_of_the_door,
+    pod_of_the_sidecar,
     pods,
     policy_folders,
     ports,
     rendered,
+    sidecar,
 )
 
 OLDEST, NEWEST = "1.29", "1.37"
 """Of Kubernetes: the oldest with all that we use, and the newest whose schemas are at hand."""
 ENDS_WITHIN_S = 10
-"""What a door takes to end after its grace: it says good-bye to the store, and sends its last traces."""
+"""What a sidecar takes to end after its grace: it says good-bye to the store, and sends its last traces."""
 ADAPTER = yaml.safe_load((KUBERNETES / "monitoring" / "adapter.yaml").read_text())
 SCRAPE = yaml.safe_load((KUBERNETES / "monitoring" / "scrape.yaml").read_text())
 
@@ -61,12 +61,12 @@ def test_every_file_is_part_of_its_kustomization(folder: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_door_is_started_with_flags_and_variables_that_exist(overlay: str) -> None:
-    args = parsed(door(overlay)["args"])
-    assert ports(door(overlay)) == {"http": args.port, "admin": args.admin_port}
+def test_the_sidecar_is_started_with_flags_and_variables_that_exist(overlay: str) -> None:
+    args = parsed(sidecar(overlay)["args"])
+    assert ports(sidecar(overlay)) == {"http": args.port, "admin": args.admin_port}
     # the Service and the kubelet come from outside of the pod
     assert (args.host, args.admin_host) == ("0.0.0.0", "0.0.0.0")
-    assert unknown_variables([variable["name"] for variable in door(overlay).get("env", ())]) == []
+    assert unknown_variables([variable["name"] for variable in sidecar(overlay).get("env", ())]) == []
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -99,9 +99,9 @@ def test_what_selects_pods_selects_some(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_policy_in_the_config_maps_loads_where_the_door_looks_for_it(overlay: str, tmp_path: Path) -> None:
+def test_the_policy_in_the_config_maps_loads_where_the_sidecar_looks_for_it(overlay: str, tmp_path: Path) -> None:
     policy_folders(overlay, tmp_path)
-    policy = load(tmp_path / parsed(door(overlay)["args"]).policy.lstrip("/"))
+    policy = load(tmp_path / parsed(sidecar(overlay)["args"]).policy.lstrip("/"))
     # and where it stands in the repository
     assert load(KUBERNETES / overlay / "policy.yaml").tenants.keys() == policy.tenants.keys()
     assert {tenant.name for tenant in policy.tenants.values()} == {"interactive", "standard", "research-batch"}
@@ -117,12 +117,12 @@ def test_every_tenant_in_the_folder_is_in_the_config_map_and_shows_a_hash_alone(
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_a_changed_config_map_reaches_the_running_door(overlay: str) -> None:
-    assert {path for path, _ in mounted_config_maps(overlay, door(overlay))} == {
+def test_a_changed_config_map_reaches_the_running_sidecar(overlay: str) -> None:
+    assert {path for path, _ in mounted_config_maps(overlay, sidecar(overlay))} == {
         "/etc/admission/policy",
         "/etc/admission/tenants",
     }
-    assert not any("subPath" in mount for mount in door(overlay)["volumeMounts"])
+    assert not any("subPath" in mount for mount in sidecar(overlay)["volumeMounts"])
     # a name with a hash of the content would be another ConfigMap, and its pods other pods
     assert {"admission-policy", "admission-tenants"} <= of_kind(overlay, "ConfigMap").keys()
 
@@ -150,13 +150,13 @@ def secrets_of_the_page() -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_door_needs_no_rights(overlay: str) -> None:
-    secured = door(overlay)["securityContext"]
+def test_the_sidecar_needs_no_rights(overlay: str) -> None:
+    secured = sidecar(overlay)["securityContext"]
     assert secured["runAsNonRoot"]
     assert secured["readOnlyRootFilesystem"]
     assert secured["allowPrivilegeEscalation"] is False
     assert secured["capabilities"] == {"drop": ["ALL"]}
-    pod = pod_of_the_door(overlay)
+    pod = pod_of_the_sidecar(overlay)
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert pod["automountServiceAccountToken"] is False
     user = (EXAMPLES / "container" / "Containerfile").read_text().split("\nUSER ")[1].splitlines()[0]
@@ -164,41 +164,41 @@ def test_the_door_needs_no_rights(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_a_pod_is_given_the_time_that_its_door_takes_to_drain(overlay: str) -> None:
-    pod = pod_of_the_door(overlay)
-    assert forgotten_s(door(overlay)) >= 5
-    takes_s = forgotten_s(door(overlay)) + parsed(door(overlay)["args"]).grace + ENDS_WITHIN_S
+def test_a_pod_is_given_the_time_that_its_sidecar_takes_to_drain(overlay: str) -> None:
+    pod = pod_of_the_sidecar(overlay)
+    assert forgotten_s(sidecar(overlay)) >= 5
+    takes_s = forgotten_s(sidecar(overlay)) + parsed(sidecar(overlay)["args"]).grace + ENDS_WITHIN_S
     assert pod["terminationGracePeriodSeconds"] >= takes_s
 
 
 @pytest.mark.parametrize("overlay", IN_POD)
-def test_the_engine_outlives_the_door_and_is_left_time_to_end(overlay: str) -> None:
-    engine, pod = containers(pod_of_the_door(overlay))["engine"], pod_of_the_door(overlay)
+def test_the_engine_outlives_the_sidecar_and_is_left_time_to_end(overlay: str) -> None:
+    engine, pod = containers(pod_of_the_sidecar(overlay))["engine"], pod_of_the_sidecar(overlay)
     (waits_s,) = re.findall(r"monotonic\(\) \+ (\d+)", engine["lifecycle"]["preStop"]["exec"]["command"][-1])
-    grace_s = parsed(door(overlay)["args"]).grace
-    assert forgotten_s(door(overlay)) + grace_s < int(waits_s) < pod["terminationGracePeriodSeconds"] - 10
+    grace_s = parsed(sidecar(overlay)["args"]).grace
+    assert forgotten_s(sidecar(overlay)) + grace_s < int(waits_s) < pod["terminationGracePeriodSeconds"] - 10
 
 
 def forgotten_s(container: Any) -> int:
-    """How long a door stays as it is, while the Service forgets its pod."""
+    """How long a sidecar stays as it is, while the Service forgets its pod."""
     word, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
     assert word == "sleep"
     return int(seconds)
 
 
 @pytest.mark.parametrize("overlay", IN_POD)
-def test_nobody_reaches_the_engine_but_through_the_door(overlay: str) -> None:
-    engine = containers(pod_of_the_door(overlay))["engine"]
+def test_nobody_reaches_the_engine_but_through_the_sidecar(overlay: str) -> None:
+    engine = containers(pod_of_the_sidecar(overlay))["engine"]
     assert "ports" not in engine
     flags = dict(word.lstrip("-").split("=", 1) for word in engine["args"] if "=" in word)
-    assert parsed(door(overlay)["args"]).upstream == f"http://{flags['host']}:{flags['port']}"
+    assert parsed(sidecar(overlay)["args"]).upstream == f"http://{flags['host']}:{flags['port']}"
     assert flags["host"] == "127.0.0.1"
     for kind in ("startup", "liveness", "readiness"):
         assert f"http://127.0.0.1:{flags['port']}/health'" in engine[f"{kind}Probe"]["exec"]["command"][-1]
 
 
 def test_vllm_is_told_to_go_by_priorities_and_the_policy_knows_how_many_it_runs() -> None:
-    args = containers(pod_of_the_door("vllm"))["engine"]["args"]
+    args = containers(pod_of_the_sidecar("vllm"))["engine"]["args"]
     assert "--scheduling-policy=priority" in args
     (most,) = (int(word.partition("=")[2]) for word in args if word.startswith("--max-num-seqs="))
     policy = load(KUBERNETES / "vllm" / "policy.yaml")
@@ -212,14 +212,14 @@ def test_trtllm_serve_reads_the_options_of_the_other_example() -> None:
     options = yaml.safe_load(own.read_text())
     assert options["scheduler_config"]["waiting_queue_policy"] == "priority"
     assert options["return_perf_metrics"] is True
-    engine = containers(pod_of_the_door("trtllm"))["engine"]
+    engine = containers(pod_of_the_sidecar("trtllm"))["engine"]
     (mount,) = (mount for mount in engine["volumeMounts"] if mount["name"] == "options")
     assert f"--config={mount['mountPath']}/serve.yaml" in engine["args"]
     assert f"--tp_size={engine['resources']['limits']['nvidia.com/gpu']}" in engine["args"]
 
 
-def test_the_doors_of_a_shared_pool_cannot_start_without_their_store() -> None:
-    variables = {variable["name"]: variable for variable in door("shared-pool")["env"]}
+def test_the_sidecars_of_a_shared_pool_cannot_start_without_their_store() -> None:
+    variables = {variable["name"]: variable for variable in sidecar("shared-pool")["env"]}
     assert "optional" not in variables["SIDECAR_STORE"]["valueFrom"]["secretKeyRef"]
     (service,) = (name for name in of_kind("shared-pool", "Service") if name.endswith("store"))
     secret = secrets_of_the_page()["admission-store"]
@@ -243,12 +243,12 @@ def test_the_scaler_goes_by_the_metric_that_the_adapter_makes(overlay: str) -> N
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_admin_port_is_opened_by_a_token_that_prometheus_has(overlay: str) -> None:
-    args = parsed(door(overlay)["args"])
-    given = {variable["name"] for variable in door(overlay)["env"]}
+    args = parsed(sidecar(overlay)["args"])
+    given = {variable["name"] for variable in sidecar(overlay)["env"]}
     assert not access_of(dict.fromkeys(given, "of-the-length-of-a-token"), args.admin_host).is_open
     assert access_of({}, args.admin_host).is_open, "without it, this would show nothing"
     source = next(
-        variable["valueFrom"]["secretKeyRef"] for variable in door(overlay)["env"] if "TOKEN" in variable["name"]
+        variable["valueFrom"]["secretKeyRef"] for variable in sidecar(overlay)["env"] if "TOKEN" in variable["name"]
     )
     assert "optional" not in source
     assert SCRAPE["scrape_configs"][0]["authorization"]["credentials_file"].endswith(

@@ -1,4 +1,5 @@
-"""The doors and the store of examples/kubernetes with the arguments of their manifests, before an emulated engine."""
+"""The sidecars and the store of examples/kubernetes with the arguments of their manifests, before an emulated
+engine."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ from tests.examples.kubernetes import (
     KUBERNETES,
     ConfigMapFolder,
     containers,
-    door,
     of_kind,
-    pod_of_the_door,
+    pod_of_the_sidecar,
     pods,
     policy_folders,
     ports,
+    sidecar,
 )
-from tests.examples.running import TIMEOUT_S, Door, asked, doors, emulator, fetched, in_the_background, with_key
+from tests.examples.running import TIMEOUT_S, Sidecar, asked, emulator, fetched, in_the_background, sidecars, with_key
 from tests.support.prometheus import prometheus
 from tests.support.redis_servers import RedisServer, first_binary, until
 
@@ -41,9 +42,9 @@ ADAPTER = yaml.safe_load((KUBERNETES / "monitoring" / "adapter.yaml").read_text(
 
 @dataclass(frozen=True)
 class Pod:
-    """A door in its pod, whose tenant `standard` has KEY."""
+    """A sidecar in its pod, whose tenant `standard` has KEY."""
 
-    door: Door
+    sidecar: Sidecar
     container: Mapping[str, Any]
     tenants: ConfigMapFolder
     data: Mapping[str, str]
@@ -51,21 +52,21 @@ class Pod:
 
 @contextmanager
 def running(overlay: str, folder: Path, upstream: str, **variables: str) -> Iterator[Pod]:
-    """The door of an overlay as its manifest starts it, before an engine."""
-    container = door(overlay)
+    """The sidecar of an overlay as its manifest starts it, before an engine."""
+    container = sidecar(overlay)
     folders = policy_folders(overlay, folder)
     data = dict(of_kind(overlay, "ConfigMap")["admission-tenants"]["data"])
     data["standard.yaml"] = with_key(data["standard.yaml"], KEY)
     folders["/etc/admission/tenants"].update(data)
     policy = folder / parsed(container["args"]).policy.lstrip("/")
-    with doors(container["args"], upstream, policy, **variables) as started:
+    with sidecars(container["args"], upstream, policy, **variables) as started:
         yield Pod(started, container, folders["/etc/admission/tenants"], data)
 
 
 def status(pod: Pod, probe: str) -> int:
     """What a probe of the container is answered, at the port that it names."""
     asks = pod.container[f"{probe}Probe"]["httpGet"]
-    place = {"http": pod.door.url, "admin": pod.door.admin}[asks["port"]]
+    place = {"http": pod.sidecar.url, "admin": pod.sidecar.admin}[asks["port"]]
     assert asks["port"] in ports(pod.container)
     return fetched(place + asks["path"])[0]
 
@@ -84,9 +85,9 @@ def pod(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def test_the_probes_are_answered_and_clients_are_served_by_their_keys(pod: Pod) -> None:
     assert [status(pod, probe) for probe in ("startup", "liveness", "readiness")] == [200, 200, 200]
-    assert asked(pod.door.url, KEY) == 200
-    assert asked(pod.door.url, "sk-nobody") == 401
-    assert asked(pod.door.url, None) == 401
+    assert asked(pod.sidecar.url, KEY) == 200
+    assert asked(pod.sidecar.url, "sk-nobody") == 401
+    assert asked(pod.sidecar.url, None) == 401
 
 
 def test_the_metric_that_the_adapter_asks_for_is_on_the_page(pod: Pod) -> None:
@@ -94,7 +95,7 @@ def test_the_metric_that_the_adapter_asks_for_is_on_the_page(pod: Pod) -> None:
     series, labels = re.fullmatch(r"(\w+)\{(.*)\}", rule["seriesQuery"]).groups()
     assert 'admission_tier="normal"' in labels
     assert re.search(
-        rf'^{series}{{[^}}]*admission_tier="normal"}} ', fetched(f"{pod.door.admin}/metrics")[1], re.MULTILINE
+        rf'^{series}{{[^}}]*admission_tier="normal"}} ', fetched(f"{pod.sidecar.admin}/metrics")[1], re.MULTILINE
     )
 
 
@@ -103,32 +104,32 @@ def test_a_config_map_that_changes_gives_keys_and_takes_them(pod: Pod) -> None:
     another = "sk-another-of-the-test"
     added = with_key(pod.data["standard.yaml"], another).replace("tenant: standard", "tenant: another")
     pod.tenants.update({**pod.data, "another.yaml": added})
-    until(lambda: asked(pod.door.url, another) == 200, "the new tenant is let in", TIMEOUT_S)
+    until(lambda: asked(pod.sidecar.url, another) == 200, "the new tenant is let in", TIMEOUT_S)
     pod.tenants.update(pod.data)
-    until(lambda: asked(pod.door.url, another) == 401, "its key is worth nothing", TIMEOUT_S)
-    assert asked(pod.door.url, KEY) == 200
+    until(lambda: asked(pod.sidecar.url, another) == 401, "its key is worth nothing", TIMEOUT_S)
+    assert asked(pod.sidecar.url, KEY) == 200
 
 
 @pytest.mark.parametrize("pod", ["vllm"], indirect=True)
 def test_a_request_that_waits_moves_what_the_scaler_goes_by(pod: Pod, tmp_path: Path) -> None:
     (rule,) = ADAPTER["rules"]
-    target = pod.door.admin.removeprefix("http://")
+    target = pod.sidecar.admin.removeprefix("http://")
     # As the adapter fills it in, with labels that a Prometheus has without a cluster.
     filled_in = {"Series": series_of(rule), "LabelMatchers": f'instance="{target}"', "GroupBy": "instance"}
     query = re.sub(r"<<\.(\w+)>>", lambda found: filled_in[found[1]], rule["metricsQuery"])
     with prometheus(tmp_path, [target]) as server:
         until(lambda: [sample.value for sample in server.query(query)] == [0.0], "none waits", TIMEOUT_S)
         # 600 of 950 tokens each: the second waits until the first has ended, in half a minute.
-        in_the_background(pod.door.url, KEY, 600)
-        in_the_background(pod.door.url, KEY, 600)
+        in_the_background(pod.sidecar.url, KEY, 600)
+        in_the_background(pod.sidecar.url, KEY, 600)
         until(lambda: any(sample.value > 0 for sample in server.query(query)), "somebody waits", TIMEOUT_S)
         (sample,) = server.query(query)
         assert sample.labels == {"instance": target}
 
 
 def replicas(pod: Pod) -> object:
-    """How many doors share the pool, as this one knows."""
-    return pod.door.page("/state")["pool"]["store"]["replicas"]
+    """How many sidecars share the pool, as this one knows."""
+    return pod.sidecar.page("/state")["pool"]["store"]["replicas"]
 
 
 def series_of(rule: Mapping[str, Any]) -> str:
@@ -137,25 +138,25 @@ def series_of(rule: Mapping[str, Any]) -> str:
     return name
 
 
-def test_the_hook_of_the_engine_ends_when_the_door_has_closed(tmp_path: Path) -> None:
-    hook = containers(pod_of_the_door("vllm"))["engine"]["lifecycle"]["preStop"]["exec"]["command"]
+def test_the_hook_of_the_engine_ends_when_the_sidecar_has_closed(tmp_path: Path) -> None:
+    hook = containers(pod_of_the_sidecar("vllm"))["engine"]["lifecycle"]["preStop"]["exec"]["command"]
     assert hook[:2] == ["python3", "-c"]
     assert hook[2].count("8080") == 1
     with running("vllm", tmp_path, NOBODY) as started:
-        mine = hook[2].replace("8080", str(started.door.port))
+        mine = hook[2].replace("8080", str(started.sidecar.port))
         with subprocess.Popen([sys.executable, "-c", mine]) as waiting:
             try:
-                # It has a second to look at a door that is there: a hook that did not wait would be over.
+                # It has a second to look at a sidecar that is there: a hook that did not wait would be over.
                 with pytest.raises(subprocess.TimeoutExpired):
                     waiting.wait(1)
-                started.door.process.send_signal(signal.SIGTERM)
-                assert started.door.process.wait(20) == 0
+                started.sidecar.process.send_signal(signal.SIGTERM)
+                assert started.sidecar.process.wait(20) == 0
                 assert waiting.wait(20) == 0
             finally:
                 waiting.kill()
 
 
-def test_the_doors_of_a_shared_pool_meet_in_the_store(tmp_path: Path) -> None:
+def test_the_sidecars_of_a_shared_pool_meet_in_the_store(tmp_path: Path) -> None:
     (store,) = (
         containers(pod["spec"])["valkey"] for pod in pods("shared-pool").values() if "valkey" in containers(pod["spec"])
     )
@@ -170,8 +171,8 @@ def test_the_doors_of_a_shared_pool_meet_in_the_store(tmp_path: Path) -> None:
             running("shared-pool", tmp_path / "b", NOBODY, SIDECAR_STORE=server.url, **GUARDED) as second,
         ):
             for each in (first, second):
-                assert each.door.page("/readyz")["notices"] == []
-            assert fetched(f"{second.door.admin}/metrics")[0] == 401
+                assert each.sidecar.page("/readyz")["notices"] == []
+            assert fetched(f"{second.sidecar.admin}/metrics")[0] == 401
             until(lambda: replicas(first) == 2, "it knows of the other", TIMEOUT_S)
             # admitted by the store, and then there is no engine
-            assert asked(second.door.url, KEY) == 502
+            assert asked(second.sidecar.url, KEY) == 502

@@ -1,4 +1,4 @@
-"""Why a request waited, asked at the admin port of a real door: who went ahead, and by which rule."""
+"""Why a request waited, asked at the admin port of a real sidecar: who went ahead, and by which rule."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def policy(text: str = POLICY) -> Policy:
 
 
 class Explained(Guarded):
-    """A door that keeps a journal, with its admin port."""
+    """A sidecar that keeps a journal, with its admin port."""
 
     journal: Journal
     admin: Served
@@ -94,14 +94,14 @@ async def explained(app: App, with_policy: Policy | None = None, pool: Pool | No
     used = with_policy or policy()
     guarded = Explained(app, used)
     guarded.journal = Journal()
-    guarded.door.observer = EventDispatcher(RequestTracer(TracerProvider(shutdown_on_exit=False)), [guarded.journal])
+    guarded.sidecar.observer = EventDispatcher(RequestTracer(TracerProvider(shutdown_on_exit=False)), [guarded.journal])
     if pool is not None:
-        guarded.door.pool = guarded.pool = pool  # type: ignore[assignment]
+        guarded.sidecar.pool = guarded.pool = pool  # type: ignore[assignment]
     pages = routes(
         guarded.journal, tiers=lambda: [tier.name for tier in used.tiers], pool="lab", is_shared=pool is not None
     )
-    admin = admin_app(state=guarded.door.state, readiness=guarded.door.readiness, routes=pages)
-    async with serving(guarded.door) as guarded.served, serving(admin) as guarded.admin:
+    admin = admin_app(state=guarded.sidecar.state, readiness=guarded.sidecar.readiness, routes=pages)
+    async with serving(guarded.sidecar) as guarded.served, serving(admin) as guarded.admin:
         yield guarded
 
 
@@ -119,11 +119,11 @@ async def finished(app: App, sent: Sequence[asyncio.Task[Any]]) -> None:
 
 async def test_one_that_was_overtaken_hears_by_whom_and_why() -> None:
     app = App(is_held=True)
-    async with explained(app) as door:
-        sent = [await door.send("normal", f"holds-{n}") for n in range(SLOTS)]
-        sent.append(await door.send("low", "victim"))
-        sent.append(await door.send("high", "overtakes"))
-        story = await door.story("victim")
+    async with explained(app) as sidecar:
+        sent = [await sidecar.send("normal", f"holds-{n}") for n in range(SLOTS)]
+        sent.append(await sidecar.send("low", "victim"))
+        sent.append(await sidecar.send("high", "overtakes"))
+        story = await sidecar.story("victim")
         assert story.state == "waiting"
         assert story.conclusion.startswith("has waited ")
         assert story.conclusion.endswith(
@@ -131,17 +131,17 @@ async def test_one_that_was_overtaken_hears_by_whom_and_why() -> None:
             "no request went ahead of it"
         )
         app.release()
-        await until(lambda: door.knows("overtakes", "admitted"))
-        story = await door.story("victim")
+        await until(lambda: sidecar.knows("overtakes", "admitted"))
+        story = await sidecar.story("victim")
         assert story.state == "waiting"
         assert story.wait is not None
         assert story.wait.starvation_s > 0
         assert "1 request of tier high went ahead because high held less than its reserve" in story.conclusion
         app.release()
-        await until(lambda: door.knows("victim", "admitted"))
-        assert (await door.story("victim")).state == "running"
+        await until(lambda: sidecar.knows("victim", "admitted"))
+        assert (await sidecar.story("victim")).state == "running"
         await finished(app, sent)
-        story = await door.story("victim")
+        story = await sidecar.story("victim")
 
     assert (story.state, story.pool, story.path, story.others) == ("completed", "lab", "/v1/chat/completions", 0)
     assert story.asked is not None
@@ -167,13 +167,13 @@ async def test_one_that_was_overtaken_hears_by_whom_and_why() -> None:
 
 async def test_a_tier_at_its_limit_lets_others_go_first() -> None:
     app = App(is_held=True)
-    async with explained(app) as door:
-        sent = [await door.send("normal", "holds-normal"), await door.send("low", "holds-low")]
-        sent += [await door.send("low", "victim"), await door.send("normal", "overtakes")]
+    async with explained(app) as sidecar:
+        sent = [await sidecar.send("normal", "holds-normal"), await sidecar.send("low", "holds-low")]
+        sent += [await sidecar.send("low", "victim"), await sidecar.send("normal", "overtakes")]
         app.release()
-        await until(lambda: door.knows("overtakes", "admitted"))
+        await until(lambda: sidecar.knows("overtakes", "admitted"))
         await finished(app, sent)
-        story = await door.story("victim")
+        story = await sidecar.story("victim")
     assert story.in_the_way is not None
     assert story.in_the_way.obstacle == "limit"
     assert story.conclusion.endswith(" starved: 1 request of tier normal went ahead because low was at its limit")
@@ -181,12 +181,12 @@ async def test_a_tier_at_its_limit_lets_others_go_first() -> None:
 
 async def test_the_tenants_of_a_tier_take_turns() -> None:
     app = App(is_held=True)
-    async with explained(app) as door:
-        sent = [await door.send("normal", f"holds-{n}", key("acme")) for n in range(SLOTS)]
-        sent += [await door.send("normal", name, key("acme")) for name in ("earlier", "victim")]
-        sent.append(await door.send("normal", "overtakes"))
+    async with explained(app) as sidecar:
+        sent = [await sidecar.send("normal", f"holds-{n}", key("acme")) for n in range(SLOTS)]
+        sent += [await sidecar.send("normal", name, key("acme")) for name in ("earlier", "victim")]
+        sent.append(await sidecar.send("normal", "overtakes"))
         await finished(app, sent)
-        story = await door.story("victim")
+        story = await sidecar.story("victim")
     assert story.wait is not None
     assert [(group.rule, group.requests) for group in story.wait.groups] == [("fair_share", 1), ("turn", 1)]
     assert "1 request of tier normal went ahead because the tenants of normal take turns by their share" in (
@@ -259,13 +259,13 @@ def test_what_is_not_kept_any_more_is_told_in_tokens() -> None:
 
 async def test_a_refusal_without_a_wait_and_one_after_a_wait() -> None:
     app = App(is_held=True)
-    async with explained(app) as door:
-        refused = await door.ask(None, "authorization: Bearer sk-nobody", "x-request-id: stranger")
+    async with explained(app) as sidecar:
+        refused = await sidecar.ask(None, "authorization: Bearer sk-nobody", "x-request-id: stranger")
         assert refused.status == 401
-        sent = [await door.send("normal", f"holds-{n}") for n in range(SLOTS)]
-        assert (await door.ask(None, "x-priority: batch", "x-request-id: too-long")).status == 503
+        sent = [await sidecar.send("normal", f"holds-{n}") for n in range(SLOTS)]
+        assert (await sidecar.ask(None, "x-priority: batch", "x-request-id: too-long")).status == 503
         await finished(app, sent)
-        stranger, too_long = await door.story("stranger"), await door.story("too-long")
+        stranger, too_long = await sidecar.story("stranger"), await sidecar.story("too-long")
     assert stranger.conclusion == (
         "refused with 401 invalid_api_key: this API key is not known here; ask the operator for one, without a wait"
     )
@@ -279,9 +279,9 @@ async def test_a_refusal_without_a_wait_and_one_after_a_wait() -> None:
 
 
 async def test_one_that_did_not_wait_says_so() -> None:
-    async with explained(App()) as door:
-        await (await door.send("normal", "quick"))
-        story = await door.story("quick")
+    async with explained(App()) as sidecar:
+        await (await sidecar.send("normal", "quick"))
+        story = await sidecar.story("quick")
     assert (story.conclusion, story.wait, story.in_the_way) == ("admitted at once, without a wait", None, None)
     assert story.admitted is not None
     assert (story.admitted.level, story.admitted.aged_to, story.admitted.engine_priority) == (2, None, 20)
@@ -291,20 +291,20 @@ async def test_one_that_did_not_wait_says_so() -> None:
 
 async def test_one_whose_client_hung_up_says_so() -> None:
     app = App(is_held=True)
-    async with explained(app) as door:
-        sent = [await door.send("normal", f"holds-{n}") for n in range(SLOTS)]
-        leaver = await door.send("low", "leaver")
+    async with explained(app) as sidecar:
+        sent = [await sidecar.send("normal", f"holds-{n}") for n in range(SLOTS)]
+        leaver = await sidecar.send("low", "leaver")
         leaver.cancel()
-        await door.until(waiting=0)
-        story = await door.story("leaver")
+        await sidecar.until(waiting=0)
+        story = await sidecar.story("leaver")
         await finished(app, sent)
     assert (story.state, story.refused and story.refused.code) == ("abandoned", "client_left")
-    assert story.conclusion.endswith("no request went ahead of it; then the client hung up before it was admitted")
+    assert story.conclusion.endswith("no request went ahead of it; then the client disconnected before it was admitted")
 
 
 async def test_what_is_not_known_is_said_with_how_long_it_is_kept() -> None:
-    async with explained(App()) as door:
-        status, body = await door.get("nobody/has?this#id")
+    async with explained(App()) as sidecar:
+        status, body = await sidecar.get("nobody/has?this#id")
     assert status == 404
     error = msgspec.json.decode(body)["error"]
     assert error["code"] == "unknown_request"
@@ -314,13 +314,13 @@ async def test_what_is_not_known_is_said_with_how_long_it_is_kept() -> None:
 
 async def test_any_id_a_client_may_send_is_found_and_a_trace_too_and_the_newest_of_several() -> None:
     odd = 'a/b?c#d%20e;f&g="h"<i>../..'
-    async with explained(App()) as door:
+    async with explained(App()) as sidecar:
         for _ in range(3):
-            await (await door.send("normal", odd))
-        story = await door.story(odd)
+            await (await sidecar.send("normal", odd))
+        story = await sidecar.story(odd)
         assert (story.request_id, story.others) == (odd, 2)
         assert story.trace_id is not None
-        same = await door.story(story.trace_id)
+        same = await sidecar.story(story.trace_id)
     assert (same.request_id, same.arrived_at_s, same.others) == (odd, story.arrived_at_s, 0)
 
 
@@ -334,18 +334,18 @@ async def test_in_a_shared_pool_the_other_replicas_part_is_told_in_tokens(tmp_pa
         pools = [RedisPool(used, connector(store_address(server.url), "lab")) for _ in range(2)]
         for pool in pools:
             await pool.open()
-        async with explained(app, used, pools[0]) as door, explained(other_app, used, pools[1]) as other:
-            sent = [await door.send("normal", f"holds-{n}") for n in range(SLOTS)]
-            sent.append(await door.send("batch", "victim"))
+        async with explained(app, used, pools[0]) as sidecar, explained(other_app, used, pools[1]) as other:
+            sent = [await sidecar.send("normal", f"holds-{n}") for n in range(SLOTS)]
+            sent.append(await sidecar.send("batch", "victim"))
             there = await other.send("high", "overtakes-elsewhere")
             app.release()
             await until(lambda: other.knows("overtakes-elsewhere", "admitted"))
             other_app.release()
             await there
             await finished(app, sent)
-            story = await door.story("victim")
-            assert (await door.get("overtakes-elsewhere"))[0] == 404
-            assert b"ask the other replicas, too" in (await door.get("overtakes-elsewhere"))[1]
+            story = await sidecar.story("victim")
+            assert (await sidecar.get("overtakes-elsewhere"))[0] == 404
+            assert b"ask the other replicas, too" in (await sidecar.get("overtakes-elsewhere"))[1]
             assert (await other.story("overtakes-elsewhere")).state == "completed"
         for pool in pools:
             await pool.close()

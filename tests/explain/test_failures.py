@@ -153,7 +153,7 @@ NOT_AGAIN = "then refused with 503 queue_timeout: it waited again, as its room h
         (
             settled(Outcome.CLIENT_LEFT, None, "client_left", 9),
             "abandoned",
-            "then the client hung up while the request waited again, preempted",
+            "then the client disconnected while the request waited again, preempted",
         ),
     ],
 )

@@ -108,7 +108,7 @@ def _requests(draw: st.DrawFn) -> bytes:
         pairs.append(("content-length", str(len(body) + draw(st.integers(-3, 3)))))
     draw(st.randoms(use_true_random=False)).shuffle(pairs)
     line = f"{draw(st.sampled_from(METHODS))} {draw(st.sampled_from(TARGETS))} HTTP/{draw(st.sampled_from(VERSIONS))}"
-    head = "\r\n".join([line, *draw(st.sampled_from([["host: door"], ["host: door"], []])), *_written(pairs)])
+    head = "\r\n".join([line, *draw(st.sampled_from([["host: sidecar"], ["host: sidecar"], []])), *_written(pairs)])
     return head.encode("utf-8", "surrogatepass") + b"\r\n\r\n" + body
 
 
@@ -129,7 +129,7 @@ WIRE: st.SearchStrategy[bytes] = st.one_of(
 
 
 def scopes() -> st.SearchStrategy[dict[str, Any]]:
-    """What a lenient server might hand to the door: headers that no parser of ours would let through."""
+    """What a lenient server might hand to the sidecar: headers that no parser of ours would let through."""
     value = st.sampled_from(VALUES).map(lambda text: text.encode("utf-8")) | st.binary(max_size=8)
     names = st.sampled_from([name for name in HEADERS if name.strip()]).map(str.encode)
     return st.fixed_dictionaries(

@@ -1,4 +1,5 @@
-"""Bytes at a door on a real socket: answered, or refused in our shape; nothing logged, nothing left, nothing hangs."""
+"""Bytes at a sidecar on a real socket: answered, or refused in our shape; nothing logged, nothing left, nothing
+hangs."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fuzz.corpus import HTTP, names
-from tests.fuzz.fuzzed_door import OURS, FuzzedDoor, fuzzed_door
+from tests.fuzz.fuzzed_sidecar import OURS, FuzzedSidecar, fuzzed_sidecar
 from tests.fuzz.requests import BODIES, WIRE, mutated, scopes
 from tests.fuzz.scale import cases, tried
 from tests.support.middleware import App, Caller, Guarded, policy
@@ -26,30 +27,30 @@ SOME_WIRE = st.lists(WIRE, min_size=AT_ONCE, max_size=AT_ONCE)
 
 
 @pytest.fixture(scope="module")
-def door() -> Iterator[FuzzedDoor]:
-    with fuzzed_door() as fuzzed:
+def sidecar() -> Iterator[FuzzedSidecar]:
+    with fuzzed_sidecar() as fuzzed:
         yield fuzzed
 
 
 @pytest.fixture(scope="module")
-def patient_door() -> Iterator[FuzzedDoor]:
+def patient_sidecar() -> Iterator[FuzzedSidecar]:
     """One of which an answer can be foretold, however busy the machine is."""
-    with fuzzed_door(quick_s=1.0) as fuzzed:
+    with fuzzed_sidecar(quick_s=1.0) as fuzzed:
         yield fuzzed
 
 
 @pytest.mark.parametrize("file", HTTP, ids=names(HTTP))
-def test_what_was_found_once_stays_mended(patient_door: FuzzedDoor, file: Path) -> None:
+def test_what_was_found_once_stays_mended(patient_sidecar: FuzzedSidecar, file: Path) -> None:
     """The status of its last answer is the beginning of its name."""
-    (answers,) = patient_door.check([file.read_bytes()])
+    (answers,) = patient_sidecar.check([file.read_bytes()])
     assert answers[-1].status == int(file.stem[:3])
 
 
 def test_the_check_sees_what_it_is_there_for() -> None:
-    """A door that leaks, fails or answers in another shape would be found: a check that cannot fail is none."""
-    request = b"GET / HTTP/1.1\r\nhost: door\r\nconnection: close\r\n\r\n"
+    """A sidecar that leaks, fails or answers in another shape would be found: a check that cannot fail is none."""
+    request = b"GET / HTTP/1.1\r\nhost: sidecar\r\nconnection: close\r\n\r\n"
     for mutant in (_raises, _is_html, _is_a_503_without_a_date):
-        with fuzzed_door(mutant) as fuzzed, pytest.raises((AssertionError, ValueError)):
+        with fuzzed_sidecar(mutant) as fuzzed, pytest.raises((AssertionError, ValueError)):
             fuzzed.check([request])
 
 
@@ -71,18 +72,18 @@ async def _is_a_503_without_a_date(scope: Any, receive: Any, send: Any) -> None:
 
 @cases(few=10, many=1000)
 @given(inputs=SOME_WIRE)
-def test_whatever_comes_on_the_wire(door: FuzzedDoor, inputs: list[bytes]) -> None:
+def test_whatever_comes_on_the_wire(sidecar: FuzzedSidecar, inputs: list[bytes]) -> None:
     tried["on the wire"] += len(inputs)
-    door.check(inputs)
+    sidecar.check(inputs)
 
 
 @cases(few=200, many=15_000)
 @given(scopes(), BODIES | mutated(BODIES) | st.binary(max_size=60), st.sampled_from(ENGINES))
 def test_whatever_a_lenient_server_hands_over(scope: dict[str, Any], body: bytes, engine: str) -> None:
-    """Mounted, the door is behind somebody else's parser."""
+    """Mounted, the sidecar is behind somebody else's parser."""
     tried["handed over by a lenient server"] += 1
     guarded = Guarded(App(), POLICIES[engine])
-    caller = Caller(guarded.door, body, raw_path=scope["path"].encode(), **scope)
+    caller = Caller(guarded.sidecar, body, raw_path=scope["path"].encode(), **scope)
 
     async def run() -> None:
         await asyncio.wait_for(caller.run(), 20)

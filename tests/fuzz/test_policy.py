@@ -1,4 +1,5 @@
-"""Whatever the files hold, the answer is a policy that a door can go by, or sentences with file and line, and soon."""
+"""Whatever the files hold, the answer is a policy that a sidecar can go by, or sentences with file and line, and
+soon."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.fuzz.scale import cases, tried
 from tests.security.behind import Behind, standing
 
 schemathesis = pytest.importorskip("schemathesis")
-TOKEN = "token-of-the-fuzzed-door"  # as openapi.yaml has it
+TOKEN = "token-of-the-fuzzed-sidecar"  # as openapi.yaml has it
 DOCUMENT = yaml.safe_load((Path(__file__).parent / "openapi.yaml").read_text())
 OPERATIONS = {
     result.ok().label: result.ok() for result in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()

@@ -1,4 +1,5 @@
-"""`sidecar sglang-serve`: the real server, here a stand-in's, with the door in its app, in one process and in two."""
+"""`sidecar sglang-serve`: the real server, here a stand-in's, with the sidecar in its app, in one process and in
+two."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ async def test_every_request_carries_its_own_priority(tmp_path: Path) -> None:
         assert told == {prompt: PRIORITIES[tier] for tier, prompt in cases}
 
 
-async def test_its_own_key_is_asked_for_before_the_door(tmp_path: Path) -> None:
+async def test_its_own_key_is_asked_for_before_the_sidecar(tmp_path: Path) -> None:
     """SGLang adds the check when it starts, behind our import of its app: nobody unknown to it takes room."""
     async with sglang(tmp_path, "--api-key", "sk-sglang") as server:
         status, headers, _ = await server.post(CHAT, "batch", messages=[])
@@ -118,7 +119,7 @@ def test_several_workers_without_a_store_are_refused(tmp_path: Path, refusal: Re
         ("SGLANG_HTTP_SERVER_APP_PATH=other:app", "SGLANG_HTTP_SERVER_APP_PATH names another app"),
     ],
 )
-def test_ways_past_the_door_are_refused(
+def test_ways_past_the_sidecar_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Refusal, way: str, said: str
 ) -> None:
     name, is_variable, value = way.partition("=")

@@ -1,4 +1,4 @@
-"""`sidecar trtllm-serve`: the real command, here a stand-in's, with the door in its app and its engine told."""
+"""`sidecar trtllm-serve`: the real command, here a stand-in's, with the sidecar in its app and its engine told."""
 
 from __future__ import annotations
 
@@ -215,7 +215,10 @@ async def test_too_many_frontends_in_the_options_file_fail_the_start(tmp_path: P
         (["m", "--policy", "nowhere.yaml"], "nowhere.yaml:1: there is no such file"),
         (["disaggregated", "--policy", "{policy}"], "`trtllm-serve disaggregated` is another server"),
         (["m", "--policy", "{policy}", "--grpc"], "leave --grpc away"),
-        (["m", "--policy={policy}", "--num_http_workers", "2"], "--num_http_workers starts processes without the door"),
+        (
+            ["m", "--policy={policy}", "--num_http_workers", "2"],
+            "--num_http_workers starts processes without the sidecar",
+        ),
         (["m", "--policy", "{policy}", "--num_serve_frontends=2"], "2 server processes share this engine"),
     ],
 )

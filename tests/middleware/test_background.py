@@ -81,10 +81,10 @@ async def standing(where: str, more: str = HOLD, **settings: Any) -> AsyncIterat
             "below": Starlette(routes=[Mount("/", engine.app)]),
         }
         async with guarding(apps[where], policy(more, engine="vllm")) as guarded:
-            guarded.door.background.limits = FAST
+            guarded.sidecar.background.limits = FAST
             guarded.patience_s = 20.0
             yield Stand(guarded, engine)
-            await until(lambda: not len(guarded.door.background))
+            await until(lambda: not len(guarded.sidecar.background))
         if where == "proxied":
             await apps[where].close()
 
@@ -217,7 +217,7 @@ async def test_one_that_is_canceled_gives_its_lease_back(where: str) -> None:
 @EVERYWHERE
 async def test_one_that_takes_too_long_is_canceled_at_the_engine(where: str) -> None:
     async with standing(where) as stand:
-        stand.guarded.door.background.limits = FollowLimits(most_s=0.3, every_s=(0.01, 0.02))
+        stand.guarded.sidecar.background.limits = FollowLimits(most_s=0.3, every_s=(0.01, 0.02))
         await stand.guarded.ask(asks(max_output_tokens=50_000), path=RESPONSES)
         await stand.guarded.until(leases=0, stories=1)
         assert stand.emulator.engine.running == 0
@@ -226,8 +226,8 @@ async def test_one_that_takes_too_long_is_canceled_at_the_engine(where: str) -> 
 
 async def test_a_stream_that_takes_too_long_is_canceled_too() -> None:
     async with standing("proxied") as stand:
-        stand.guarded.door.background.limits = FollowLimits(most_s=0.3, every_s=(0.01, 0.02))
-        stand.guarded.door.watchdog.interval_s = 0.05
+        stand.guarded.sidecar.background.limits = FollowLimits(most_s=0.3, every_s=(0.01, 0.02))
+        stand.guarded.sidecar.watchdog.interval_s = 0.05
         await stand.guarded.ask(asks(stream=True, max_output_tokens=50_000), path=RESPONSES)
         await stand.guarded.until(leases=0, stories=1)
         assert stand.emulator.engine.running == 0
@@ -239,7 +239,7 @@ async def test_what_the_engine_refuses_is_settled_at_once(where: str) -> None:
         answer = await stand.guarded.ask(asks(max_output_tokens=5000), path=RESPONSES)
         assert answer.status == 400
         assert stand.guarded.leases == 0
-        assert len(stand.guarded.door.background) == 0
+        assert len(stand.guarded.sidecar.background) == 0
 
 
 async def test_an_answer_that_is_complete_needs_no_following() -> None:
@@ -257,7 +257,7 @@ async def test_it_is_never_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(middleware, "POOL", tiers.replace("batch: {{", "batch: {{preemptible: true, ", 1))
     engine = emulator()
     async with guarding(engine.app, policy(HOLD, engine="vllm", requests="1")) as guarded:
-        guarded.door.background.limits = FAST
+        guarded.sidecar.background.limits = FAST
         await guarded.ask(asks(max_output_tokens=100), key("nightly"), path=RESPONSES)
         more_important = await guarded.ask({"prompt": "a", "max_tokens": 1}, path="/v1/completions")
         assert more_important.status == 200
@@ -281,7 +281,7 @@ async def test_a_client_that_leaves_before_the_answer_does_not_hide_the_id() -> 
     async with raw_engine(script) as engine:
         proxy = ReverseProxy(engine.url)
         async with guarding(proxy, policy(HOLD)) as guarded:
-            guarded.door.background.limits = FAST
+            guarded.sidecar.background.limits = FAST
             async with connected(guarded.port) as (_, writer):
                 writer.write(post(RESPONSES, json.dumps(asks()).encode()))
                 await until(lambda: len(engine.requests) == 1)
@@ -321,7 +321,7 @@ async def test_whatever_the_engine_says_of_it_the_lease_ends(status: int, body: 
     async with raw_engine(script) as engine:
         proxy = ReverseProxy(engine.url)
         async with guarding(proxy, policy(HOLD)) as guarded:
-            guarded.door.background.limits = FAST
+            guarded.sidecar.background.limits = FAST
             await guarded.ask(asks(), path=RESPONSES)
             await guarded.until(leases=0, stories=1)
             assert guarded.recorder.stories[0].one(Settled).error == error
@@ -341,7 +341,7 @@ async def guarding_gone(engine: Emulator) -> AsyncIterator[Guarded]:
         proxy = ReverseProxy(served.url)
         guard = guarding(proxy, policy(HOLD, engine="vllm"))
         guarded = await guard.__aenter__()
-        guarded.door.background.limits = FAST
+        guarded.sidecar.background.limits = FAST
         await guarded.ask(asks(max_output_tokens=50_000), path=RESPONSES)
         assert guarded.leases == 1
     yield guarded
@@ -359,7 +359,7 @@ async def test_the_key_that_reached_the_engine_asks_for_the_response() -> None:
     async with raw_engine(script) as engine:
         proxy = ReverseProxy(engine.url)
         async with guarding(proxy, policy(HOLD + "forward_key: true\n")) as guarded:
-            guarded.door.background.limits = FAST
+            guarded.sidecar.background.limits = FAST
             await guarded.ask(asks(), "authorization: Bearer sk-acme", "accept-encoding: gzip", path=RESPONSES)
             await guarded.until(leases=0, stories=1)
         await proxy.close()
@@ -376,16 +376,16 @@ async def test_the_key_that_reached_the_engine_asks_for_the_response() -> None:
 async def test_draining_waits_for_what_runs_in_the_background() -> None:
     async with standing("proxied") as stand:
         await stand.guarded.ask(asks(max_output_tokens=100), path=RESPONSES)
-        stand.guarded.door.drain()
-        assert stand.guarded.door.under_way == 1
-        await asyncio.wait_for(stand.guarded.door.drained(), 20)
+        stand.guarded.sidecar.drain()
+        assert stand.guarded.sidecar.under_way == 1
+        await asyncio.wait_for(stand.guarded.sidecar.drained(), 20)
         assert (stand.guarded.leases, stand.emulator.engine.finished) == (0, 1)
 
 
 async def test_closing_gives_back_the_lease_and_says_what_runs_on(caplog: pytest.LogCaptureFixture) -> None:
     async with standing("proxied") as stand:
         await stand.guarded.ask(asks(max_output_tokens=50_000), path=RESPONSES)
-        await stand.guarded.door.background.close()
+        await stand.guarded.sidecar.background.close()
         assert stand.guarded.leases == 0
         assert stand.settled().error == "canceled"
         assert stand.emulator.engine.running == 1, "a restart does not destroy what its clients wait for"
@@ -395,8 +395,8 @@ async def test_closing_gives_back_the_lease_and_says_what_runs_on(caplog: pytest
 async def test_a_server_that_cancels_its_task_does_not_end_the_following() -> None:
     engine = emulator()
     guarded = Guarded(engine.app, policy(HOLD, engine="vllm"))
-    guarded.door.background.limits = FAST
-    caller = Caller(guarded.door, json.dumps(asks(stream=True, max_output_tokens=100)).encode(), path=RESPONSES)
+    guarded.sidecar.background.limits = FAST
+    caller = Caller(guarded.sidecar, json.dumps(asks(stream=True, max_output_tokens=100)).encode(), path=RESPONSES)
     task = caller.begin()
     await until(lambda: any(b"response.created" in message.get("body", b"") for message in caller.sent))
     task.cancel()
@@ -414,7 +414,7 @@ async def test_a_server_that_cancels_its_task_does_not_end_the_following() -> No
 async def test_observing_it_passes_and_enforcing_would_refuse_it() -> None:
     engine = emulator()
     observed = DryRun(engine.app, policy(engine="vllm"))
-    async with serving(observed.door) as observed.served:
+    async with serving(observed.sidecar) as observed.served:
         answer = await observed.ask(asks(), path=RESPONSES)
         assert answer.json["status"] == "queued"
         page = Answer.parsed(await exchange(observed.port, get(f"{RESPONSES}/{answer.json['id']}")))

@@ -86,7 +86,7 @@ BAD_BODIES: list[tuple[str, str, str | bytes, tuple[str, ...]]] = [
 async def test_a_bad_body_is_a_400_that_says_what_is_wrong(path: str, body: str | bytes, words: Any) -> None:
     app = App()
     guarded = Guarded(app, policy(engine="sglang"))
-    caller = Caller(guarded.door, body.encode() if isinstance(body, str) else body, path=path)
+    caller = Caller(guarded.sidecar, body.encode() if isinstance(body, str) else body, path=path)
     await caller.run()
     assert caller.status == 400
     error = caller.json["error"]
@@ -102,7 +102,7 @@ async def test_a_bad_body_is_a_400_that_says_what_is_wrong(path: str, body: str 
 async def test_no_depth_of_nesting_gets_past_one_reader_and_breaks_another(around: str) -> None:
     guarded = Guarded(App(), policy(engine="sglang"))
     for depth in [1, 10, *range(900, 1010), 5000]:
-        caller = Caller(guarded.door, nested(depth, around).encode())
+        caller = Caller(guarded.sidecar, nested(depth, around).encode())
         await caller.run()
         assert caller.status in (200, 400)
     await guarded.nothing_left()
@@ -113,7 +113,7 @@ async def test_no_depth_of_nesting_gets_past_one_reader_and_breaks_another(aroun
 
 async def test_a_declared_body_over_the_limit_is_a_413_before_it_is_read() -> None:
     async with guarding(App()) as guarded, connected(guarded.port) as (reader, writer):
-        writer.write(b"POST %s HTTP/1.1\r\nhost: door\r\ncontent-length: 65537\r\n\r\n" % CHAT.encode())
+        writer.write(b"POST %s HTTP/1.1\r\nhost: sidecar\r\ncontent-length: 65537\r\n\r\n" % CHAT.encode())
         refused = await Answer.read(reader)
         assert refused.is_error(413, "body_too_large", "65536", "less")
         assert refused.headers["connection"] == "close"
@@ -128,7 +128,7 @@ async def test_a_client_that_sends_all_of_it_reads_the_413() -> None:
 async def test_a_body_of_unknown_length_is_cut_off_at_the_limit() -> None:
     piece = b"%x\r\n%s\r\n" % (10_000, b" " * 10_000)
     async with guarding(App()) as guarded, connected(guarded.port) as (reader, writer):
-        writer.write(b"POST %s HTTP/1.1\r\nhost: door\r\ntransfer-encoding: chunked\r\n\r\n" % CHAT.encode())
+        writer.write(b"POST %s HTTP/1.1\r\nhost: sidecar\r\ntransfer-encoding: chunked\r\n\r\n" % CHAT.encode())
         for _ in range(7):
             writer.write(piece)
             await writer.drain()
@@ -143,7 +143,7 @@ async def test_a_body_without_end_is_not_read_for_ever() -> None:
         guarding(App(), policy(body_timeout="50ms")) as guarded,
         connected(guarded.port) as (reader, writer),
     ):
-        writer.write(b"POST %s HTTP/1.1\r\nhost: door\r\ncontent-length: 99999999\r\n\r\n" % CHAT.encode())
+        writer.write(b"POST %s HTTP/1.1\r\nhost: sidecar\r\ncontent-length: 99999999\r\n\r\n" % CHAT.encode())
         assert (await Answer.read(reader)).is_error(413, "body_too_large")
         assert await asyncio.wait_for(reader.read(), 2) == b""
 
@@ -195,7 +195,7 @@ async def test_a_body_that_trickles_in_is_a_408() -> None:
 async def test_a_length_that_contradicts_itself_is_a_400(http: str, framing: bytes) -> None:
     app = App()
     async with guarding(app, http=http) as guarded:
-        head = b"POST %s HTTP/1.1\r\nhost: door\r\nconnection: close\r\n%s\r\n\r\n" % (CHAT.encode(), framing)
+        head = b"POST %s HTTP/1.1\r\nhost: sidecar\r\nconnection: close\r\n%s\r\n\r\n" % (CHAT.encode(), framing)
         answer = await asyncio.wait_for(exchange(guarded.port, head + SMALL), 5)
         assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.1 413"))
     assert app.seen == []
@@ -204,7 +204,7 @@ async def test_a_length_that_contradicts_itself_is_a_400(http: str, framing: byt
 @pytest.mark.parametrize("values", [[b"10", b"11"], [b"ten"], [b"-1"], [b"9" * 5000], [b"\xb2"], [b""]])
 async def test_a_server_that_lets_such_a_length_through_gets_its_400_from_us(values: list[bytes]) -> None:
     guarded = Guarded(App(), policy())
-    caller = Caller(guarded.door, SMALL, headers=[(b"content-length", value) for value in values])
+    caller = Caller(guarded.sidecar, SMALL, headers=[(b"content-length", value) for value in values])
     await caller.run()
     assert (caller.status, caller.json["error"]["code"]) == (400, "invalid_header")
     assert "content-length" in caller.json["error"]["message"]
@@ -450,7 +450,7 @@ def test_whatever_comes_is_served_or_refused_and_nothing_is_left(
     body: bytes, path: str, engine: str, headers: list[tuple[bytes, bytes]]
 ) -> None:
     guarded = Guarded(App(), _policies(engine))
-    caller = Caller(guarded.door, body, path=path, headers=headers)
+    caller = Caller(guarded.sidecar, body, path=path, headers=headers)
 
     async def run() -> None:
         await caller.run()

@@ -20,8 +20,8 @@ async def test_new_requests_are_refused_and_those_that_wait_or_run_are_served_to
         waiting = asyncio.create_task(guarded.ask())
         await guarded.until(waiting=1)
 
-        guarded.door.drain()
-        drained = [asyncio.create_task(guarded.door.drained()) for _ in range(2)]
+        guarded.sidecar.drain()
+        drained = [asyncio.create_task(guarded.sidecar.drained()) for _ in range(2)]
         refused = await guarded.ask()
         assert refused.is_error(503, "draining", "shutting down", "another")
         assert refused.headers["retry-after"] == "1"
@@ -39,25 +39,25 @@ async def test_new_requests_are_refused_and_those_that_wait_or_run_are_served_to
 
 async def test_what_is_not_guarded_is_served_while_draining() -> None:
     async with guarding(App()) as guarded:
-        guarded.door.drain()
+        guarded.sidecar.drain()
         assert (await exchange(guarded.port, get("/health"))).startswith(b"HTTP/1.1 200")
 
 
 async def test_with_nothing_under_way_it_is_drained_at_once() -> None:
-    door = Guarded(App(), policy()).door
-    door.drain()
-    await asyncio.wait_for(door.drained(), 1)
+    sidecar = Guarded(App(), policy()).sidecar
+    sidecar.drain()
+    await asyncio.wait_for(sidecar.drained(), 1)
 
 
 async def test_readiness_and_state_say_so() -> None:
-    door = Guarded(App(), policy()).door
-    assert (list(door.readiness()), door.state()["draining"]) == ([], False)
-    door.drain()
-    assert (list(door.readiness()), door.state()["draining"]) == (["draining"], True)
+    sidecar = Guarded(App(), policy()).sidecar
+    assert (list(sidecar.readiness()), sidecar.state()["draining"]) == ([], False)
+    sidecar.drain()
+    assert (list(sidecar.readiness()), sidecar.state()["draining"]) == (["draining"], True)
 
 
 async def test_draining_refuses_before_it_reads_key_or_body() -> None:
     async with guarding(App()) as guarded:
-        guarded.door.drain()
+        guarded.sidecar.drain()
         assert (await guarded.ask(b"not JSON", "x-api-key: sk-wrong")).code == "draining"
         assert (await guarded.ask(b"{", path="/v1/messages")).json["error"]["type"] == "overloaded_error"

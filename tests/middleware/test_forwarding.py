@@ -29,13 +29,13 @@ ODD = (
 async def test_an_unchanged_body_is_the_very_same_bytes() -> None:
     app = App()
     guarded = Guarded(app, policy(engine="none"))
-    await Caller(guarded.door, ODD).run()
+    await Caller(guarded.sidecar, ODD).run()
     assert app.seen[0].body is ODD
 
 
 async def test_an_engine_that_reads_a_header_gets_the_very_same_bytes_too() -> None:
     app = App()
-    await Caller(Guarded(app, policy(engine="vllm")).door, ODD).run()
+    await Caller(Guarded(app, policy(engine="vllm")).sidecar, ODD).run()
     assert app.seen[0].body is ODD
     assert app.seen[0].all(b"x-vllm-priority") == [b"20"]
 
@@ -105,7 +105,7 @@ def bodies(draw: st.DrawFn, priorities: bool) -> tuple[bytes, list[tuple[str, st
 
 def forwarded(body: bytes, with_policy: Policy, path: str = CHAT) -> bytes:
     app = App()
-    caller = Caller(Guarded(app, with_policy).door, body, path=path)
+    caller = Caller(Guarded(app, with_policy).sidecar, body, path=path)
     asyncio.run(caller.run())
     assert caller.status == 200, caller.json
     return app.seen[0].body

@@ -223,7 +223,7 @@ async def test_an_app_that_does_not_listen_loses_its_lease_when_the_grace_is_ove
             writer.write(post(CHAT, SMALL))
             await guarded.until(leases=1)
         await guarded.until(leases=0)  # though the app has not answered
-        assert len(guarded.door.watchdog) == 1
+        assert len(guarded.sidecar.watchdog) == 1
         assert guarded.recorder.ends == ["client_left"]
         app.release()
 
@@ -231,7 +231,7 @@ async def test_an_app_that_does_not_listen_loses_its_lease_when_the_grace_is_ove
 async def test_a_client_that_leaves_in_the_moment_of_its_grant_does_not_reach_the_app() -> None:
     app = App(is_held=True)
     guarded = Guarded(app, NARROW)
-    first, second = Caller(guarded.door, SMALL), Caller(guarded.door, SMALL)
+    first, second = Caller(guarded.sidecar, SMALL), Caller(guarded.sidecar, SMALL)
     running = [first.begin()]
     await guarded.until(leases=1)
     running.append(second.begin())
@@ -285,7 +285,7 @@ async def test_an_app_that_fails_gives_its_lease_back(
         await behavior(send)
 
     guarded = Guarded(app, policy())
-    caller = Caller(guarded.door, SMALL)
+    caller = Caller(guarded.sidecar, SMALL)
     if raised is None:
         await caller.run()
     else:
@@ -327,7 +327,7 @@ async def test_work_behind_the_response_does_not_hold_the_lease() -> None:
         await finish.wait()
 
     guarded = Guarded(app, policy())
-    running = Caller(guarded.door, SMALL).begin()
+    running = Caller(guarded.sidecar, SMALL).begin()
     await guarded.until(stories=1, leases=0)
     assert not running.done()
     assert guarded.recorder.ends == ["completed"]
@@ -343,7 +343,7 @@ async def test_a_failure_behind_the_response_changes_nothing_that_was_told() -> 
 
     guarded = Guarded(app, policy())
     with pytest.raises(RuntimeError, match="behind"):
-        await Caller(guarded.door, SMALL).run()
+        await Caller(guarded.sidecar, SMALL).run()
     assert guarded.recorder.ends == ["completed"]
     await guarded.nothing_left()
 
@@ -363,7 +363,7 @@ async def test_a_disconnect_that_servers_say_behind_a_response_is_no_departure()
                 await asyncio.sleep(0.01)
 
     guarded = Guarded(app, policy(body_timeout="50ms"))
-    await Server(guarded.door, SMALL).run()
+    await Server(guarded.sidecar, SMALL).run()
     assert guarded.recorder.ends == ["completed"]
 
 
@@ -374,7 +374,7 @@ async def test_an_app_that_fails_because_the_client_left_is_a_departure() -> Non
         raise RuntimeError("client gone")
 
     guarded = Guarded(app, policy())
-    caller = Caller(guarded.door, SMALL)
+    caller = Caller(guarded.sidecar, SMALL)
     running = caller.begin()
     await guarded.until(leases=1)
     caller.leave()
@@ -395,7 +395,7 @@ async def canceled(task: asyncio.Task[None]) -> None:
 
 async def test_canceled_while_reading() -> None:
     guarded = Guarded(App(), policy())
-    running = Caller(guarded.door).begin()
+    running = Caller(guarded.sidecar).begin()
     await guarded.until(stories=1)
     await canceled(running)
     assert guarded.recorder.ends == ["canceled"]
@@ -405,8 +405,8 @@ async def test_canceled_while_reading() -> None:
 async def test_canceled_while_waiting() -> None:
     app = App(is_held=True)
     guarded = Guarded(app, NARROW)
-    first = Caller(guarded.door, SMALL).begin()
-    second = Caller(guarded.door, SMALL).begin()
+    first = Caller(guarded.sidecar, SMALL).begin()
+    second = Caller(guarded.sidecar, SMALL).begin()
     await guarded.until(leases=1, waiting=1)
     await canceled(second)
     assert guarded.waiting == 0
@@ -418,7 +418,7 @@ async def test_canceled_while_waiting() -> None:
 
 async def test_canceled_while_running() -> None:
     guarded = Guarded(App(is_held=True), policy())
-    running = Caller(guarded.door, SMALL).begin()
+    running = Caller(guarded.sidecar, SMALL).begin()
     await guarded.until(leases=1)
     await canceled(running)
     settled = guarded.recorder.stories[0].one(Settled)
@@ -430,7 +430,7 @@ async def test_canceled_while_running() -> None:
 async def test_canceled_in_the_very_moment_of_the_grant(turns: int) -> None:
     app = App(is_held=True)
     guarded = Guarded(app, NARROW)
-    first, second, third = (Caller(guarded.door, SMALL).begin() for _ in range(3))
+    first, second, third = (Caller(guarded.sidecar, SMALL).begin() for _ in range(3))
     await guarded.until(leases=1, waiting=2)
     app.release()
     while guarded.waiting == 2:  # noqa: ASYNC110  # until the second's future is set, and no turn longer
@@ -447,10 +447,10 @@ async def test_canceled_in_the_very_moment_of_the_grant(turns: int) -> None:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="3.10 does not count cancellations: this one is taken for ours")
 async def test_canceled_in_the_moment_of_the_body_timeout_it_stays_canceled() -> None:
     guarded = Guarded(App(), policy(body_timeout="20ms"))
-    caller = Caller(guarded.door)
+    caller = Caller(guarded.sidecar)
     running = caller.begin()
     await guarded.until(stories=1)
-    (exchange,) = guarded.door.watchdog._watched
+    (exchange,) = guarded.sidecar.watchdog._watched
     assert isinstance(exchange, RequestHandler)
     exchange._received_us -= 10**6
     exchange.check()
@@ -461,7 +461,7 @@ async def test_canceled_in_the_moment_of_the_body_timeout_it_stays_canceled() ->
 
 async def test_a_timed_out_body_leaves_the_task_uncanceled() -> None:
     guarded = Guarded(App(), policy(body_timeout="20ms"))
-    caller = Caller(guarded.door)
+    caller = Caller(guarded.sidecar)
     running = caller.begin()
     await asyncio.wait_for(running, 2)
     assert caller.status == 408
@@ -473,7 +473,7 @@ async def test_a_server_that_is_stopped_leaves_nothing() -> None:
     app = App(is_held=True)
     guarded = Guarded(app, NARROW)
     writers = []
-    async with serving(guarded.door) as guarded.served:
+    async with serving(guarded.sidecar) as guarded.served:
         for request in (post(CHAT, SMALL), post(CHAT, SMALL), post(CHAT, SMALL)[:-3]):
             _, writer = await asyncio.open_connection("127.0.0.1", guarded.port)
             writer.write(request)
@@ -488,12 +488,12 @@ async def test_a_server_that_is_stopped_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("forgotten", ["_end", "_settle"])
-async def test_a_door_that_forgets_would_be_caught(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sidecar_that_forgets_would_be_caught(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestHandler, forgotten, lambda *_: None)
     app = App(is_held=True)
     guarded = Guarded(app, NARROW)
     guarded.patience_s = 0.05
-    tasks = [Caller(guarded.door, SMALL).begin() for _ in range(2)]
+    tasks = [Caller(guarded.sidecar, SMALL).begin() for _ in range(2)]
     await guarded.until(leases=1, waiting=1)
     for task in reversed(tasks):
         await canceled(task)

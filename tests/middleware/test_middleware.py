@@ -107,8 +107,8 @@ async def test_below_a_mount_the_endpoints_are_the_mounted_apps_own() -> None:
 
 async def test_behind_a_proxy_that_strips_the_root_path_nothing_is_put_back() -> None:
     app = App()
-    door = AdmissionMiddleware(app, policy=policy())
-    caller = Caller(door, b'{"prompt":"a"}', path="/v1/batch/completions", root_path="/api")
+    sidecar = AdmissionMiddleware(app, policy=policy())
+    caller = Caller(sidecar, b'{"prompt":"a"}', path="/v1/batch/completions", root_path="/api")
     await caller.run()
     assert (app.seen[0].scope["path"], app.seen[0].scope["raw_path"]) == (COMPLETIONS, COMPLETIONS.encode())
 
@@ -129,7 +129,7 @@ async def test_what_is_not_guarded_passes_with_the_servers_own_objects() -> None
     async def app(scope: Any, receive: Any, send: Any) -> None:
         calls.append((scope, receive, send))
 
-    door = AdmissionMiddleware(app, policy=policy())
+    sidecar = AdmissionMiddleware(app, policy=policy())
 
     async def receive() -> Any: ...
 
@@ -143,7 +143,7 @@ async def test_what_is_not_guarded_passes_with_the_servers_own_objects() -> None
         {"type": "http", "method": "POST", "path": CHAT + "/x"},
     ]
     for scope in unguarded:
-        await door(scope, receive, send)
+        await sidecar(scope, receive, send)
     assert all(
         call[0] is scope and call[1] is receive and call[2] is send
         for call, scope in zip(calls, unguarded, strict=True)
@@ -180,13 +180,13 @@ async def test_forward_to_changes_path_and_raw_path_and_keeps_the_query() -> Non
 
 
 async def test_the_clients_scope_is_not_changed() -> None:
-    caller = Caller(rewriting_door(App()), b'{"prompt":"a"}', path="/v1/batch/completions")
+    caller = Caller(rewriting_sidecar(App()), b'{"prompt":"a"}', path="/v1/batch/completions")
     before = {**caller.scope, "headers": list(caller.scope["headers"])}
     await caller.run()
     assert caller.scope == before
 
 
-def rewriting_door(app: Any) -> TestedMiddleware:
+def rewriting_sidecar(app: Any) -> TestedMiddleware:
     return AdmissionMiddleware(app, policy=policy(engine="sglang"))
 
 

@@ -56,11 +56,11 @@ class Proxied:
         async with connected(self.guarded.port) as (_, writer):
             writer.write(post(CHAT, SMALL, *headers))
             await asyncio.wait_for(self.has_begun.wait(), 5)
-        await until(lambda: len(self.guarded.door.watchdog) == 0)
+        await until(lambda: len(self.guarded.sidecar.watchdog) == 0)
 
     @property
     def held(self) -> int:
-        return self.guarded.door.pending_aborts.held().requests
+        return self.guarded.sidecar.pending_aborts.held().requests
 
 
 async def until(condition: Any) -> None:
@@ -87,8 +87,8 @@ async def proxied(script: Script | None = None, more: str = LONG, **settings: An
             try:
                 yield Proxied(guarded, has_begun)
             finally:
-                await guarded.door.pending_aborts.close(waits=False)
-                assert guarded.door.pending_aborts.held() == (0, 0)
+                await guarded.sidecar.pending_aborts.close(waits=False)
+                assert guarded.sidecar.pending_aborts.held() == (0, 0)
                 await proxy.close()
 
 
@@ -120,7 +120,7 @@ async def test_what_the_engine_did_not_answer_to_the_end_keeps_its_room(
         async with connected(found.guarded.port) as (reader, writer):
             writer.write(post(CHAT, SMALL))
             assert (await reader.read()).startswith(b"HTTP/1.1 %d" % status)
-        await until(lambda: len(found.guarded.door.watchdog) == 0)
+        await until(lambda: len(found.guarded.sidecar.watchdog) == 0)
         assert (found.guarded.leases, found.held) == (1, 1)
         end = found.guarded.recorder.stories[0].end
         assert isinstance(end, Settled)
@@ -157,7 +157,7 @@ async def test_an_answer_that_the_client_did_not_wait_for_frees_the_room_at_once
 
     guarded = Guarded(app, policy(LONG))
     with pytest.raises(OSError, match="left"):
-        await Gone(guarded.door, SMALL).run()
+        await Gone(guarded.sidecar, SMALL).run()
     assert guarded.leases == 0
 
 
@@ -169,7 +169,7 @@ async def test_the_request_ends_for_its_observers_when_it_ended() -> None:
         assert isinstance(end, Settled)
         assert end.outcome is Outcome.CLIENT_LEFT
         tokens = story.one(Classified).tokens
-        assert found.guarded.door.state()["aborting"] == {"requests": 1, "tokens": tokens}
+        assert found.guarded.sidecar.state()["aborting"] == {"requests": 1, "tokens": tokens}
         assert len(found.guarded.recorder.stories[0].events) == 3
 
 
@@ -215,18 +215,18 @@ async def test_a_thousand_disconnects_make_no_task_and_one_timer() -> None:
 async def test_a_drain_does_not_wait_for_it() -> None:
     async with proxied() as found:
         await found.hang_up()
-        found.guarded.door.drain()
-        await asyncio.wait_for(found.guarded.door.drained(), 1)
+        found.guarded.sidecar.drain()
+        await asyncio.wait_for(found.guarded.sidecar.drained(), 1)
         assert found.held == 1
 
 
 async def test_a_request_keeps_the_latency_of_the_policy_that_it_came_under() -> None:
     async with proxied() as found:
         await found.hang_up()
-        found.guarded.door.change_policy(policy("abort_latency: 0s"))
+        found.guarded.sidecar.change_policy(policy("abort_latency: 0s"))
         await found.hang_up()
         assert (found.held, found.guarded.leases) == (1, 1)
-        found.guarded.door.change_policy(policy("abort_latency: 300ms"))
+        found.guarded.sidecar.change_policy(policy("abort_latency: 300ms"))
         await found.hang_up()  # its time is over before that of the first
         assert found.held == 2
         await until(lambda: found.held == 1)
@@ -239,7 +239,7 @@ async def test_a_request_that_the_server_cancels_keeps_its_room() -> None:
         assert found.guarded.served is not None
         for task in list(found.guarded.served.server.server_state.tasks):
             task.cancel()
-        await until(lambda: len(found.guarded.door.watchdog) == 0)
+        await until(lambda: len(found.guarded.sidecar.watchdog) == 0)
         assert (found.guarded.leases, found.held) == (1, 1)
 
 
@@ -260,7 +260,7 @@ async def test_an_app_that_does_not_listen_keeps_its_room_no_shorter_than_its_en
             writer.write(post(CHAT, SMALL))
             await guarded.until(leases=1)
         left_s = time.monotonic()
-        await until(lambda: guarded.door.pending_aborts.held().requests == 1)
+        await until(lambda: guarded.sidecar.pending_aborts.held().requests == 1)
         await guarded.until(leases=0)
         assert time.monotonic() - left_s >= 0.85
         may_end.set()
@@ -292,10 +292,10 @@ def test_what_an_event_loop_leaves_is_released_in_the_next_one() -> None:
 
     async def fails() -> None:
         with pytest.raises(RuntimeError, match="gone"):
-            await Caller(guarded.door, json.dumps(chat(user="fail")).encode()).run()
+            await Caller(guarded.sidecar, json.dumps(chat(user="fail")).encode()).run()
 
     async def is_served() -> int:
-        caller = Caller(guarded.door, SMALL)
+        caller = Caller(guarded.sidecar, SMALL)
         await asyncio.wait_for(caller.run(), 5)
         return caller.status
 

@@ -342,7 +342,7 @@ async def test_a_server_that_stops_leaves_nothing_of_a_lost_attempt(tmp_path: An
                 task.cancel()
             await asyncio.gather(critical, return_exceptions=True)
         assert guarded.leases == 1
-        await guarded.door.pending_aborts.close(waits=False)
+        await guarded.sidecar.pending_aborts.close(waits=False)
     assert guarded.leases == 0
 
 

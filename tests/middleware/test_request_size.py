@@ -54,12 +54,12 @@ async def test_a_thousand_hostile_requests_move_the_estimate_of_another_tenant_b
     for _ in range(5):
         await asked(guarded, text, "acme")
     before = held(guarded)
-    guarded.door.app = App(answer=COUNTED % 2000)
+    guarded.sidecar.app = App(answer=COUNTED % 2000)
     for number in range(250):
         for more in ({}, {"input_ids": IDS}, {"documents": [{"text": "x"}]}, {"next_release": number}):
             await asked(guarded, {**text, **more}, "nightly")
-    assert guarded.door.estimator.bytes_per_token("nightly", "m") < 2  # what they teach stays with their tenant
-    guarded.door.app = App(answer=COUNTED % 510)
+    assert guarded.sidecar.estimator.bytes_per_token("nightly", "m") < 2  # what they teach stays with their tenant
+    guarded.sidecar.app = App(answer=COUNTED % 510)
     await asked(guarded, text, "acme")
     assert before / 1.05 <= held(guarded) <= before * 1.05
 
@@ -67,7 +67,7 @@ async def test_a_thousand_hostile_requests_move_the_estimate_of_another_tenant_b
 async def asked(guarded: Guarded, body: dict[str, Any], tenant: str) -> None:
     """A request without a server, as a thousand of them need none."""
     headers = [(b"authorization", key(tenant).partition(": ")[2].encode())]
-    await Caller(guarded.door, json.dumps(body).encode(), headers=headers).run()
+    await Caller(guarded.sidecar, json.dumps(body).encode(), headers=headers).run()
 
 
 # choices times prompts
@@ -138,19 +138,19 @@ async def test_a_prompt_that_cannot_be_sized_holds_its_estimate_where_tokens_are
 async def test_a_policy_that_replaces_another_bounds_the_next_request() -> None:
     async with guarding(App(), policy(requests="100")) as guarded:
         assert (await guarded.ask(chat(n=3))).status == 200
-        guarded.door.change_policy(policy("max_choices: 2\nunsized: hold\n", requests="100"))
+        guarded.sidecar.change_policy(policy("max_choices: 2\nunsized: hold\n", requests="100"))
         assert (await guarded.ask(chat(n=3))).is_error(400, "too_many_choices", "2 are allowed")
         assert (await guarded.ask(CONTINUED, path=RESPONSES)).status == 200
-        guarded.door.change_policy(policy("max_choices: 3\n", requests="100"))
+        guarded.sidecar.change_policy(policy("max_choices: 3\n", requests="100"))
         assert (await guarded.ask(chat(n=3))).status == 200
         assert (await guarded.ask(CONTINUED, path=RESPONSES)).is_error(400, "unsized_prompt")
 
 
 async def test_observing_finds_what_enforcing_would_have_refused_and_held() -> None:
-    async with observing(App(), policy()) as door:
-        assert (await door.ask(chat(n=9))).status == 200
-        assert (await door.ask(CONTINUED, path=RESPONSES)).status == 200
-        assert (await door.ask(chat(input_ids=IDS, max_tokens=1))).status == 200
-        await door.until_found(3)
-    assert [code for _, code in door.verdicts()] == ["too_many_choices", "unsized_prompt", None]
-    assert held(door) >= 3000
+    async with observing(App(), policy()) as sidecar:
+        assert (await sidecar.ask(chat(n=9))).status == 200
+        assert (await sidecar.ask(CONTINUED, path=RESPONSES)).status == 200
+        assert (await sidecar.ask(chat(input_ids=IDS, max_tokens=1))).status == 200
+        await sidecar.until_found(3)
+    assert [code for _, code in sidecar.verdicts()] == ["too_many_choices", "unsized_prompt", None]
+    assert held(sidecar) >= 3000

@@ -27,15 +27,15 @@ class WithItsOwnId(App):
 
 
 async def test_the_clients_own_id_comes_back() -> None:
-    async with guarding(App()) as door:
-        answer = await door.ask(None, "x-request-id: order-66")
+    async with guarding(App()) as sidecar:
+        answer = await sidecar.ask(None, "x-request-id: order-66")
         assert answer.headers["x-request-id"] == "order-66"
-        assert door.recorder.stories[0].received.request_id == "order-66"
+        assert sidecar.recorder.stories[0].received.request_id == "order-66"
 
 
 async def test_a_request_without_one_is_given_one_and_no_two_the_same() -> None:
-    async with guarding(App()) as door:
-        ids = {(await door.ask()).headers["x-request-id"] for _ in range(2)}
+    async with guarding(App()) as sidecar:
+        ids = {(await sidecar.ask()).headers["x-request-id"] for _ in range(2)}
     assert len(ids) == 2
     assert all(re.fullmatch("[0-9a-f]{32}", found) for found in ids)
 
@@ -50,27 +50,27 @@ def test_an_id_may_have_128_characters() -> None:
 
 
 async def test_where_the_app_has_written_its_own_ours_has_another_name() -> None:
-    async with guarding(WithItsOwnId()) as door:
-        answer = await door.ask(None, "x-request-id: order-66")
+    async with guarding(WithItsOwnId()) as sidecar:
+        answer = await sidecar.ask(None, "x-request-id: order-66")
     assert (answer.headers["x-request-id"], answer.headers["x-admission-id"]) == ("cmpl-7", "order-66")
 
 
 async def test_a_refusal_names_its_request() -> None:
-    async with guarding(App()) as door:
-        answer = await door.ask(b"{", "x-request-id: order-66")
+    async with guarding(App()) as sidecar:
+        answer = await sidecar.ask(b"{", "x-request-id: order-66")
     assert (answer.status, answer.headers["x-request-id"]) == (400, "order-66")
     assert "x-admission-wait-ms" not in answer.headers, "it never asked for a place"
 
 
 async def test_a_refusal_after_a_wait_says_how_long_it_was_and_how_much_of_it_starved() -> None:
     app = App(is_held=True)
-    async with guarding(app, policy(requests="1")) as door:
-        running = asyncio.create_task(door.ask())
-        await door.until(leases=1)
-        batch = asyncio.create_task(door.ask(None, key("nightly"), "x-admission-max-wait: 300ms"))
-        await door.until(waiting=1)
-        high = asyncio.create_task(door.ask(None, key("acme"), "x-priority: high"))
-        await door.until(waiting=2)
+    async with guarding(app, policy(requests="1")) as sidecar:
+        running = asyncio.create_task(sidecar.ask())
+        await sidecar.until(leases=1)
+        batch = asyncio.create_task(sidecar.ask(None, key("nightly"), "x-admission-max-wait: 300ms"))
+        await sidecar.until(waiting=1)
+        high = asyncio.create_task(sidecar.ask(None, key("acme"), "x-priority: high"))
+        await sidecar.until(waiting=2)
         app.release()
         await running
         answer = await batch

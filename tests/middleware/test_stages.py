@@ -66,9 +66,9 @@ async def test_a_request_goes_through_the_stages_in_order(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(RequestHandler, "advance", recorded)
     guarded = Guarded(App(), policy())
-    await Caller(guarded.door, SMALL).run()
+    await Caller(guarded.sidecar, SMALL).run()
     assert entered == [Stage.WAITING, Stage.RUNNING, Stage.OVER]
     entered.clear()
-    await Caller(guarded.door, b"no JSON").run()
+    await Caller(guarded.sidecar, b"no JSON").run()
     assert entered == [Stage.OVER]
     await guarded.nothing_left()

@@ -49,7 +49,7 @@ async def test_every_event_arrives_when_it_is_sent() -> None:
 
 async def test_one_send_of_the_app_is_one_send_to_the_server() -> None:
     guarded = Guarded(streaming(5, 0), policy())
-    caller = Caller(guarded.door, SMALL)
+    caller = Caller(guarded.sidecar, SMALL)
     await caller.run()
     sent = [(message["body"], message["more_body"]) for message in caller.sent[1:]]
     assert sent == [*[(EVENT, True)] * 5, (b"data: [DONE]\n\n", False)]
@@ -98,7 +98,7 @@ async def test_the_lease_is_given_back_behind_the_last_byte() -> None:
         leases.append(guarded.leases)
 
     guarded = Guarded(app, policy())
-    await Caller(guarded.door, SMALL).run()
+    await Caller(guarded.sidecar, SMALL).run()
     assert leases == [1, 1, 0]
 
 
@@ -111,7 +111,7 @@ async def test_the_lease_is_given_back_behind_the_last_byte() -> None:
 )
 async def test_what_a_stream_cost_is_reported(last: bytes, used: int | None, counts: Any) -> None:
     guarded = Guarded(streaming(5, 0, last=last), policy())
-    await Caller(guarded.door, SMALL).run()
+    await Caller(guarded.sidecar, SMALL).run()
     settled: Settled = guarded.recorder.stories[0].one(Settled)
     assert (settled.input_tokens, settled.output_tokens) == counts
     assert settled.outcome is Outcome.COMPLETED
@@ -124,7 +124,7 @@ async def test_what_a_stream_cost_is_reported(last: bytes, used: int | None, cou
 
 async def test_the_first_byte_is_the_bodys_and_is_told_once() -> None:
     guarded = Guarded(streaming(3, 0), policy())
-    await Caller(guarded.door, SMALL).run()
+    await Caller(guarded.sidecar, SMALL).run()
     story = guarded.recorder.stories[0]
     assert story.kinds == ["Classified", "Admitted", "FirstByte", "Settled"]
     assert story.one(FirstByte).status == 200
@@ -136,7 +136,7 @@ async def test_an_empty_response_has_no_first_byte() -> None:
         await chunk(send, b"", more=False)
 
     guarded = Guarded(app, policy())
-    await Caller(guarded.door, SMALL).run()
+    await Caller(guarded.sidecar, SMALL).run()
     assert guarded.recorder.stories[0].kinds == ["Classified", "Admitted", "Settled"]
 
 
@@ -147,7 +147,7 @@ async def test_any_kind_of_bytes_passes_as_it_is() -> None:
         await chunk(send, bytearray(b"data: two"), more=False)  # type: ignore[arg-type]
 
     guarded = Guarded(app, policy())
-    caller = Caller(guarded.door, SMALL)
+    caller = Caller(guarded.sidecar, SMALL)
     await caller.run()
     assert [bytes(message["body"]) for message in caller.sent[1:]] == [b"data: one", b"data: two"]
     assert guarded.recorder.ends == ["completed"]
@@ -160,7 +160,7 @@ async def test_messages_that_are_no_body_pass() -> None:
         await send({"type": "http.response.trailers", "headers": [(b"x-t", b"1")], "more_trailers": False})
 
     guarded = Guarded(app, policy())
-    caller = Caller(guarded.door, SMALL)
+    caller = Caller(guarded.sidecar, SMALL)
     await caller.run()
     assert caller.sent[0]["trailers"] is True
     assert caller.sent[-1]["headers"] == [(b"x-t", b"1")]

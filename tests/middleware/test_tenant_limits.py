@@ -30,13 +30,13 @@ def ratelimit(headers: dict[str, str]) -> dict[str, str]:
 
 
 async def test_what_is_over_a_limit_is_a_429_that_says_when_it_frees() -> None:
-    async with guarding(App(), limited("requests_per_minute: 6")) as door:
+    async with guarding(App(), limited("requests_per_minute: 6")) as sidecar:
         for left in range(5, -1, -1):
-            admitted = await door.ask(None, key("acme"))
+            admitted = await sidecar.ask(None, key("acme"))
             assert admitted.status == 200
             assert admitted.headers["x-ratelimit-limit-requests"] == "6"
             assert admitted.headers["x-ratelimit-remaining-requests"] == str(left)
-        refused = await door.ask(None, key("acme"))
+        refused = await sidecar.ask(None, key("acme"))
         assert refused.is_error(429, "tenant_limit", "tenant acme", "6 requests per minute", "fits in ")
         assert refused.json["error"]["type"] == "rate_limit_error"
         assert 8 <= int(refused.headers["retry-after"]) <= 10
@@ -44,33 +44,33 @@ async def test_what_is_over_a_limit_is_a_429_that_says_when_it_frees() -> None:
         assert (told["limit-requests"], told["remaining-requests"]) == ("6", "0")
         assert re.fullmatch(r"5\d(\.\d+)?s", told["reset-requests"])
         assert "limit-tokens" not in told
-        assert door.recorder.stories[-1].one(Refused).code == "tenant_limit"
+        assert sidecar.recorder.stories[-1].one(Refused).code == "tenant_limit"
 
 
 async def test_a_tenant_without_limits_hears_nothing_of_them() -> None:
-    async with guarding(App(), limited("requests_per_minute: 6")) as door:
-        assert ratelimit((await door.ask(None, key("nightly"))).headers) == {}
-        assert ratelimit((await door.ask()).headers) == {}
+    async with guarding(App(), limited("requests_per_minute: 6")) as sidecar:
+        assert ratelimit((await sidecar.ask(None, key("nightly"))).headers) == {}
+        assert ratelimit((await sidecar.ask()).headers) == {}
 
 
 async def test_what_a_request_really_used_is_what_it_is_charged() -> None:
-    async with guarding(App(answer=USAGE % 20), limited("tokens_per_minute: 6000")) as door:
-        first = await door.ask(chat(max_tokens=3000), key("acme"))
+    async with guarding(App(answer=USAGE % 20), limited("tokens_per_minute: 6000")) as sidecar:
+        first = await sidecar.ask(chat(max_tokens=3000), key("acme"))
         assert int(first.headers["x-ratelimit-remaining-tokens"]) < 3000
-        second = await door.ask(chat(max_tokens=3000), key("acme"))
+        second = await sidecar.ask(chat(max_tokens=3000), key("acme"))
         assert int(second.headers["x-ratelimit-remaining-tokens"]) > 2900, "21 of the first one's tokens were used"
 
 
 async def test_a_body_without_usage_is_charged_its_estimate() -> None:
-    async with guarding(App(), limited("tokens_per_minute: 6000")) as door:
-        await door.ask(chat(max_tokens=3000), key("acme"))
-        refused = await door.ask(chat(max_tokens=3000), key("acme"))
+    async with guarding(App(), limited("tokens_per_minute: 6000")) as sidecar:
+        await sidecar.ask(chat(max_tokens=3000), key("acme"))
+        refused = await sidecar.ask(chat(max_tokens=3000), key("acme"))
         assert refused.is_error(429, "tenant_limit", "6,000 tokens per minute", "are left")
 
 
 async def test_what_the_bucket_never_holds_is_refused_without_a_time() -> None:
-    async with guarding(App(), limited("tokens_per_minute: 600, burst: 10s")) as door:
-        refused = await door.ask(chat(max_tokens=200), key("acme"))
+    async with guarding(App(), limited("tokens_per_minute: 600, burst: 10s")) as sidecar:
+        refused = await sidecar.ask(chat(max_tokens=200), key("acme"))
         assert refused.is_error(429, "tenant_limit", "lets 100 through at once", "ask for less output")
         assert refused.headers["x-should-retry"] == "false"
         assert "retry-after" not in refused.headers
@@ -78,29 +78,29 @@ async def test_what_the_bucket_never_holds_is_refused_without_a_time() -> None:
 
 async def test_concurrent_requests_count_until_they_end_those_that_wait_too() -> None:
     app = App(is_held=True)
-    async with guarding(app, limited("concurrent_requests: 2", requests="1")) as door:
-        running = [asyncio.create_task(door.ask(None, key("acme"))) for _ in range(2)]
-        await door.until(leases=1, waiting=1)
-        refused = await door.ask(None, key("acme"))
+    async with guarding(app, limited("concurrent_requests: 2", requests="1")) as sidecar:
+        running = [asyncio.create_task(sidecar.ask(None, key("acme"))) for _ in range(2)]
+        await sidecar.until(leases=1, waiting=1)
+        refused = await sidecar.ask(None, key("acme"))
         assert refused.is_error(429, "tenant_limit", "2 requests waiting or running")
         assert int(refused.headers["retry-after"]) >= 1
         app.release(2)
         assert [(await each).status for each in running] == [200, 200]
         app.release()
-        assert (await door.ask(None, key("acme"))).status == 200
+        assert (await sidecar.ask(None, key("acme"))).status == 200
 
 
 async def test_a_client_that_hangs_up_frees_its_place() -> None:
     app = App(is_held=True)
-    async with guarding(app, limited("concurrent_requests: 1, tokens_per_minute: 6000", requests="1")) as door:
-        other = asyncio.create_task(door.ask())
-        await door.until(leases=1)
-        gone = asyncio.create_task(door.ask(chat(max_tokens=5000), key("acme")))
-        await door.until(waiting=1)
+    async with guarding(app, limited("concurrent_requests: 1, tokens_per_minute: 6000", requests="1")) as sidecar:
+        other = asyncio.create_task(sidecar.ask())
+        await sidecar.until(leases=1)
+        gone = asyncio.create_task(sidecar.ask(chat(max_tokens=5000), key("acme")))
+        await sidecar.until(waiting=1)
         gone.cancel()
-        await door.until(waiting=0)
+        await sidecar.until(waiting=0)
         app.release(2)
-        assert (await door.ask(chat(max_tokens=5000), key("acme"))).status == 200, "and its tokens came back"
+        assert (await sidecar.ask(chat(max_tokens=5000), key("acme"))).status == 200, "and its tokens came back"
         await other
 
 
@@ -113,15 +113,15 @@ DOWNGRADE = "over_limit: {downgrade: batch}\n"
 async def test_what_is_over_the_limit_may_go_in_at_a_lower_tier_and_says_so() -> None:
     app = App()
     over = limited("requests_per_minute: 1", DOWNGRADE, engine="vllm")
-    async with guarding(app, over) as door:
-        first, second = await door.ask(None, key("acme")), await door.ask(None, key("acme"))
+    async with guarding(app, over) as sidecar:
+        first, second = await sidecar.ask(None, key("acme")), await sidecar.ask(None, key("acme"))
         assert (first.headers["x-admission-tier"], second.headers["x-admission-tier"]) == ("normal", "batch")
         assert "x-admission-downgraded-from" not in first.headers
         assert second.headers["x-admission-downgraded-from"] == "normal"
         assert second.headers["x-ratelimit-remaining-requests"] == "0"
         priorities = [int(dict(seen.scope["headers"])[b"x-vllm-priority"]) for seen in app.seen]
         assert priorities[0] < priorities[1], "the engine hears the lower tier"
-        told = [story.one(Classified) for story in door.recorder.stories]
+        told = [story.one(Classified) for story in sidecar.recorder.stories]
         assert [(each.tier, each.downgraded_from) for each in told] == [("normal", None), ("batch", "normal")]
         assert [seen.scope["admission"].tier for seen in app.seen] == ["normal", "batch"]
 
@@ -129,14 +129,14 @@ async def test_what_is_over_the_limit_may_go_in_at_a_lower_tier_and_says_so() ->
 async def test_the_lower_tiers_queue_rules_what_was_downgraded() -> None:
     app = App(is_held=True)
     over = limited("requests_per_minute: 1", DOWNGRADE, requests="1", max_requests="1", max_wait="100ms")
-    async with guarding(app, over) as door:
-        running = asyncio.create_task(door.ask(None, key("acme")))
-        await door.until(leases=1)
-        waiting = asyncio.create_task(door.ask(None, key("acme")))
-        await door.until(waiting=1)
-        full = await door.ask(None, key("acme"))
+    async with guarding(app, over) as sidecar:
+        running = asyncio.create_task(sidecar.ask(None, key("acme")))
+        await sidecar.until(leases=1)
+        waiting = asyncio.create_task(sidecar.ask(None, key("acme")))
+        await sidecar.until(waiting=1)
+        full = await sidecar.ask(None, key("acme"))
         assert full.is_error(503, "queue_full", "tier batch")
-        told = door.recorder.stories[-1].one(Classified)
+        told = sidecar.recorder.stories[-1].one(Classified)
         assert (told.tier, told.downgraded_from) == ("batch", "normal")
         await asyncio.sleep(0.2)  # normal would have lost its patience by now
         app.release(2)
@@ -144,9 +144,9 @@ async def test_the_lower_tiers_queue_rules_what_was_downgraded() -> None:
 
 
 async def test_what_asks_for_a_lower_tier_anyway_stays_there() -> None:
-    async with guarding(App(), limited("requests_per_minute: 1", DOWNGRADE)) as door:
+    async with guarding(App(), limited("requests_per_minute: 1", DOWNGRADE)) as sidecar:
         for _ in range(2):
-            answered = await door.ask(chat(priority="batch"), key("acme"))
+            answered = await sidecar.ask(chat(priority="batch"), key("acme"))
             assert answered.headers["x-admission-tier"] == "batch"
             assert "x-admission-downgraded-from" not in answered.headers
 
@@ -167,8 +167,8 @@ async def test_what_asks_for_a_lower_tier_anyway_stays_there() -> None:
 )
 async def test_who_names_no_maximum_is_given_the_cap(path: str, body: dict[str, Any], field: str) -> None:
     app = App()
-    async with guarding(app, limited("max_output_tokens: 77")) as door:
-        answered = await door.ask(body, key("acme"), path=path)
+    async with guarding(app, limited("max_output_tokens: 77")) as sidecar:
+        answered = await sidecar.ask(body, key("acme"), path=path)
         assert answered.headers["x-admission-max-output-tokens"] == "77"
         sent = json.loads(app.seen[0].body)
         maxima = ("max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -194,8 +194,8 @@ async def test_a_cap_makes_no_text_completion_longer(
     engine: str, cap: int, body: dict[str, Any], given: int | None
 ) -> None:
     app = App()
-    async with guarding(app, limited(f"max_output_tokens: {cap}", engine=engine)) as door:
-        answered = await door.ask(body, key("acme"), path=COMPLETIONS)
+    async with guarding(app, limited(f"max_output_tokens: {cap}", engine=engine)) as sidecar:
+        answered = await sidecar.ask(body, key("acme"), path=COMPLETIONS)
         assert answered.headers.get("x-admission-max-output-tokens") == (None if given is None else str(given))
         assert app.seen[0].json.get("max_tokens") == given
 
@@ -208,8 +208,8 @@ async def test_a_cap_makes_no_text_completion_longer(
     ],
 )
 async def test_who_names_more_than_the_cap_is_refused(body: dict[str, Any], words: tuple[str, ...]) -> None:
-    async with guarding(App(), limited("max_output_tokens: 77")) as door:
-        assert (await door.ask(chat(**body), key("acme"))).is_error(400, "output_too_long", *words)
+    async with guarding(App(), limited("max_output_tokens: 77")) as sidecar:
+        assert (await sidecar.ask(chat(**body), key("acme"))).is_error(400, "output_too_long", *words)
 
 
 @pytest.mark.parametrize(
@@ -222,9 +222,9 @@ async def test_who_names_more_than_the_cap_is_refused(body: dict[str, Any], word
 )
 async def test_who_stays_below_the_cap_is_passed_on_as_it_came(path: str, body: dict[str, Any]) -> None:
     app = App()
-    async with guarding(app, limited("max_output_tokens: 77")) as door:
+    async with guarding(app, limited("max_output_tokens: 77")) as sidecar:
         raw = json.dumps(body).encode()
-        answered = await door.ask(raw, key("acme"), path=path)
+        answered = await sidecar.ask(raw, key("acme"), path=path)
         assert app.seen[0].body == raw
         assert "x-admission-max-output-tokens" not in answered.headers
 
@@ -262,13 +262,13 @@ COMPLETION = json.dumps(
 ).encode()
 
 
-def client_of(door: Guarded, retries: int) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{door.port}/v1", api_key="sk-acme", max_retries=retries)
+def client_of(sidecar: Guarded, retries: int) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{sidecar.port}/v1", api_key="sk-acme", max_retries=retries)
 
 
 async def test_openais_client_raises_its_rate_limit_error() -> None:
-    async with guarding(App(answer=COMPLETION), limited("requests_per_minute: 1")) as door:
-        async with client_of(door, retries=0) as client:
+    async with guarding(App(answer=COMPLETION), limited("requests_per_minute: 1")) as sidecar:
+        async with client_of(sidecar, retries=0) as client:
             hello = [{"role": "user", "content": "hi"}]
             await client.chat.completions.create(model="m", messages=hello)  # type: ignore[arg-type]
             with pytest.raises(openai.RateLimitError) as raised:
@@ -278,13 +278,13 @@ async def test_openais_client_raises_its_rate_limit_error() -> None:
 
 
 async def test_openais_client_comes_back_when_it_was_told_and_gets_in() -> None:
-    async with guarding(App(answer=COMPLETION), limited("requests_per_minute: 20, burst: 1s")) as door:
-        async with client_of(door, retries=1) as client:
+    async with guarding(App(answer=COMPLETION), limited("requests_per_minute: 20, burst: 1s")) as sidecar:
+        async with client_of(sidecar, retries=1) as client:
             hello = [{"role": "user", "content": "hi"}]
             began_s = time.monotonic()
             for _ in range(2):
                 await client.chat.completions.create(model="m", messages=hello)  # type: ignore[arg-type]
-        assert [type(story.end).__name__ for story in door.recorder.stories] == [
+        assert [type(story.end).__name__ for story in sidecar.recorder.stories] == [
             "Settled",
             "Refused",
             "Settled",

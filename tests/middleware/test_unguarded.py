@@ -86,8 +86,8 @@ async def test_no_path_generates_past_a_proxy(engine: str, path: str, tmp_path: 
 @pytest.mark.parametrize("path", SPELLINGS)
 async def test_no_other_spelling_reaches_the_engine(path: str, tmp_path: Path) -> None:
     async with raw_engine(answering()) as upstream:
-        door = AdmissionMiddleware(ReverseProxy(upstream.url), write_policy(tmp_path, engine="sglang"))
-        async with serving(door) as served:
+        sidecar = AdmissionMiddleware(ReverseProxy(upstream.url), write_policy(tmp_path, engine="sglang"))
+        async with serving(sidecar) as served:
             answer = Answer.parsed(await exchange(served.port, post(path, BODY)))
         assert upstream.requests == []
     assert answer.is_error(404, "not_guarded")
@@ -97,8 +97,8 @@ async def test_no_other_spelling_reaches_the_engine(path: str, tmp_path: Path) -
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
 async def test_what_changes_the_engine_or_is_not_known_is_refused(path: str, method: str, tmp_path: Path) -> None:
     async with raw_engine(answering()) as upstream:
-        door = AdmissionMiddleware(ReverseProxy(upstream.url), write_policy(tmp_path, engine="sglang"))
-        async with serving(door) as served:
+        sidecar = AdmissionMiddleware(ReverseProxy(upstream.url), write_policy(tmp_path, engine="sglang"))
+        async with serving(sidecar) as served:
             answer = Answer.parsed(await exchange(served.port, request(method, path)))
         assert upstream.requests == []
     assert answer.is_error(404, "not_guarded", "To guard it" if method == "POST" else "Only POST")
@@ -109,8 +109,8 @@ async def test_what_changes_the_engine_or_is_not_known_is_refused(path: str, met
 @pytest.mark.parametrize(("path", "passes"), [("/flush_cache", False), ("//flush_cache", False), ("/v1/models", True)])
 async def test_sglang_changes_itself_by_get_too(path: str, passes: bool, tmp_path: Path) -> None:
     async with raw_engine(answering()) as upstream:
-        door = AdmissionMiddleware(ReverseProxy(upstream.url), write_policy(tmp_path, engine="sglang"))
-        async with serving(door) as served:
+        sidecar = AdmissionMiddleware(ReverseProxy(upstream.url), write_policy(tmp_path, engine="sglang"))
+        async with serving(sidecar) as served:
             answer = Answer.parsed(await exchange(served.port, get(path)))
         assert len(upstream.requests) == int(passes)
     assert answer.status == (200 if passes else 404)
@@ -130,24 +130,24 @@ async def test_sglang_changes_itself_by_get_too(path: str, passes: bool, tmp_pat
 )
 async def test_what_is_harmless_passes(engine: str, path: str, tmp_path: Path) -> None:
     async with raw_engine(answering()) as upstream:
-        door = AdmissionMiddleware(ReverseProxy(upstream.url), write_policy(tmp_path, engine=engine))
-        async with serving(door) as served:
+        sidecar = AdmissionMiddleware(ReverseProxy(upstream.url), write_policy(tmp_path, engine=engine))
+        async with serving(sidecar) as served:
             answer = Answer.parsed(await exchange(served.port, post(path, BODY)))
         assert [taken.body for taken in upstream.requests if taken.head.startswith(b"POST")] == [BODY]
     assert answer.status == 200
 
 
 async def test_the_lines_of_the_policy_in_the_refusal_guard_the_path(tmp_path: Path) -> None:
-    def door(policy_path: Path, upstream: str) -> Any:
+    def sidecar(policy_path: Path, upstream: str) -> Any:
         return AdmissionMiddleware(ReverseProxy(upstream), policy_path)
 
     path = write_policy(tmp_path, engine="vllm")
     async with raw_engine(answering()) as upstream:
-        async with serving(door(path, upstream.url)) as served:
+        async with serving(sidecar(path, upstream.url)) as served:
             refused = Answer.parsed(await exchange(served.port, post("/invocations", SMALL)))
         assert refused.is_error(404, "not_guarded", "`endpoints:`", "`/invocations: {api: chat}`")
         path.write_text(path.read_text().replace("endpoints:\n", "endpoints:\n  /invocations: {api: chat}\n"))
-        async with serving(door(path, upstream.url)) as served:
+        async with serving(sidecar(path, upstream.url)) as served:
             answer = Answer.parsed(await exchange(served.port, post("/invocations", SMALL)))
     assert answer.status == 200
     assert answer.headers["x-admission-tier"] == "normal"
@@ -196,9 +196,9 @@ async def test_a_guarded_path_is_guarded_in_every_method() -> None:
 
 async def test_below_a_mount_and_a_root_path_the_spellings_are_found_as_well() -> None:
     app = App()
-    door = AdmissionMiddleware(app, policy=policy(engine="sglang"))
+    sidecar = AdmissionMiddleware(app, policy=policy(engine="sglang"))
     for path, root in [("/api/generate", "/api"), ("/generate", "/api"), ("/api/%67enerate", "/api")]:
-        caller = Caller(door, BODY, path=path, root_path=root)
+        caller = Caller(sidecar, BODY, path=path, root_path=root)
         await caller.run()
         assert caller.status == 404, path
     assert app.seen == []
@@ -267,8 +267,8 @@ async def test_a_websocket_that_may_generate_is_refused(path: str, more: str) ->
 
 async def test_a_server_that_can_is_given_an_answer_for_the_websocket() -> None:
     extensions = {"websocket.http.response": {}}
-    door = AdmissionMiddleware(App(), policy=policy("unguarded: deny\n"))
-    caller = Caller(door, type="websocket", path="/chat", extensions=extensions)
+    sidecar = AdmissionMiddleware(App(), policy=policy("unguarded: deny\n"))
+    caller = Caller(sidecar, type="websocket", path="/chat", extensions=extensions)
     caller.incoming.put_nowait({"type": "websocket.connect"})
     await caller.run()
     assert [message["type"] for message in caller.sent] == [
@@ -336,7 +336,7 @@ async def test_two_keys_are_a_400_there_too(tmp_path: Path) -> None:
 async def test_observing_everything_passes_and_what_would_be_refused_is_counted() -> None:
     app, told = App(), []
     async with guarding(app, policy("mode: observe\nunguarded: deny\n", engine="sglang")) as guarded:
-        guarded.door.unguarded_observer = told.append
+        guarded.sidecar.unguarded_observer = told.append
         for path in ("/generate", "/login", "/tokenize"):
             assert (await guarded.ask({}, path=path)).status == 200
     assert len(app.seen) == 3
@@ -350,7 +350,7 @@ async def test_observing_everything_passes_and_what_would_be_refused_is_counted(
 async def test_a_client_cannot_make_up_labels() -> None:
     told: list[UnguardedRequest] = []
     async with guarding(App(), policy(engine="vllm")) as guarded:
-        guarded.door.unguarded_observer = told.append
+        guarded.sidecar.unguarded_observer = told.append
         for number in range(50):
             await guarded.ask({}, path=f"/made/up/{number}")
             await guarded.ask({}, path=f"/made/up/{number}/v1/score")
@@ -367,9 +367,9 @@ async def test_a_client_cannot_make_up_labels() -> None:
 async def test_an_apps_route_is_counted_by_its_template() -> None:
     app, told = FastAPI(), []
     app.add_api_route("/users/{name}/login", served_by("shop"), methods=["POST"])
-    door = AdmissionMiddleware(app, policy=policy())
-    door.controller.unguarded_observer = told.append
-    async with serving(door) as served:
+    sidecar = AdmissionMiddleware(app, policy=policy())
+    sidecar.controller.unguarded_observer = told.append
+    async with serving(sidecar) as served:
         for name in ("ada", "bo"):
             await exchange(served.port, post(f"/users/{name}/login", b"{}"))
         await exchange(served.port, post("/nowhere", b"{}"))

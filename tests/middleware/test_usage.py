@@ -118,7 +118,7 @@ def test_a_usage_without_end_is_given_up() -> None:
 async def test_an_engines_own_count_teaches_the_estimator() -> None:
     guarded = Guarded(App(answer=b'{"usage":{"prompt_tokens":30,"completion_tokens":5}}'), policy())
     for _ in range(3):
-        await Caller(guarded.door, SMALL).run()
+        await Caller(guarded.sidecar, SMALL).run()
     first, _, last = (story.events[0].tokens for story in guarded.recorder.stories)  # type: ignore[union-attr]
     assert last > first  # the engine counts more than a token per four bytes
     settled = guarded.recorder.stories[0].one(Settled)

@@ -120,26 +120,26 @@ def overloaded(folder: Path) -> Iterator[Overloaded]:
     (policy / "policy.yaml").write_text(POLICY)
     shutil.copytree(shipped_policies() / "tenants", policy / "tenants")
     (policy / "tenants" / "limited.yaml").write_text(LIMITED_TENANT)
-    engine, door, admin = free_port(), free_port(), free_port()
+    engine, sidecar, admin = free_port(), free_port(), free_port()
     with ExitStack() as stack:
         store = stack.enter_context(RedisServer(first_binary(), folder))
         emulate = ("emulate", "--engine", "vllm", "--step-ms", str(STEP_MS), "--max-num-seqs", str(SLOTS))
         processes = [stack.enter_context(_running(folder / "engine.log", *emulate, "--port", str(engine)))]
         serve = ("serve", "--upstream", f"http://{HOST}:{engine}", "--policy", str(policy))
-        ports = ("--port", str(door), "--admin-port", str(admin))
+        ports = ("--port", str(sidecar), "--admin-port", str(admin))
         # The console is an exporter as any other: with one, spans are recorded, and exemplars lead to them.
         variables = {"SIDECAR_STORE": store.url, "OTEL_TRACES_EXPORTER": "console"}
-        processes += [stack.enter_context(_running(folder / "door.log", *serve, *ports, **variables))]
+        processes += [stack.enter_context(_running(folder / "sidecar.log", *serve, *ports, **variables))]
         server = stack.enter_context(prometheus(folder, [f"{HOST}:{admin}"], [hurried(RULES, folder)]))
 
         def is_ready() -> bool:
             has_ended = any(process.poll() is not None for process in processes)
             return has_ended or (not is_free(engine) and server.scraped())
 
-        until(is_ready, "the engine is there, the door scraped", START_S)
+        until(is_ready, "the engine is there, the sidecar scraped", START_S)
         assert all(process.poll() is None for process in processes), "a process has ended"
-        (policy / "policy.yaml").write_text("tiers: {")  # is rejected, and the door goes on
-        url = f"http://{HOST}:{door}/v1/completions"
+        (policy / "policy.yaml").write_text("tiers: {")  # is rejected, and the sidecar goes on
+        url = f"http://{HOST}:{sidecar}/v1/completions"
 
         def is_at_its_height(now_s: float) -> bool:
             return fired(server, now_s) >= CALLED_FOR and is_up(server, now_s) and has_had_its_way(server, now_s)

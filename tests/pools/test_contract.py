@@ -1,4 +1,4 @@
-"""What every pool promises to the door, whatever is behind it. Times are the test's own, but for one timer."""
+"""What every pool promises to the sidecar, whatever is behind it. Times are the test's own, but for one timer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preemption as every pool promises it to the door, whatever is behind it."""
+"""Preemption as every pool promises it to the sidecar, whatever is behind it."""
 
 from __future__ import annotations
 

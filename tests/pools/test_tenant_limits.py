@@ -106,7 +106,7 @@ async def test_what_left_the_queue_gets_its_tokens_back_and_stays_counted(harnes
     assert await left(harness, pool) == (59, 600)
 
 
-async def test_a_resized_lease_is_charged_against_its_estimate_at_the_door(harness: Harness) -> None:
+async def test_a_resized_lease_is_charged_against_its_estimate_at_the_sidecar(harness: Harness) -> None:
     pool = await harness.pool(simple(tokens=100_000), Clock())
     lease = await pool.enter(asks(300))
     lease.resize(50)

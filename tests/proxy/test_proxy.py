@@ -25,8 +25,8 @@ STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encodi
 
 @asynccontextmanager
 async def proxied(script: Script, base: str = "", **settings: float) -> AsyncIterator[tuple[RawEngine, Served]]:
-    async with raw_engine(script) as engine, serving(ReverseProxy(engine.url + base, **settings)) as door:
-        yield engine, door
+    async with raw_engine(script) as engine, serving(ReverseProxy(engine.url + base, **settings)) as sidecar:
+        yield engine, sidecar
 
 
 async def until_seen(reader: asyncio.StreamReader, wanted: bytes) -> bytes:
@@ -45,14 +45,14 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("target", ["/a%2Fb%2e?k=%7e", "//v1//x/../y", "/v1/models?a=1&a=2&b", "/%E2%82%AC;p=1?q=%20+"])
 async def test_path_and_query_reach_the_engine_byte_for_byte(target: str) -> None:
-    async with proxied(answering()) as (engine, door):
-        await exchange(door.port, get(target))
+    async with proxied(answering()) as (engine, sidecar):
+        await exchange(sidecar.port, get(target))
     assert engine.requests[0].target == target.encode()
 
 
 async def test_a_base_path_is_put_in_front() -> None:
-    async with proxied(answering(), base="/base/") as (engine, door):
-        await exchange(door.port, get("/v1/models"))
+    async with proxied(answering(), base="/base/") as (engine, sidecar):
+        await exchange(sidecar.port, get("/v1/models"))
     assert engine.requests[0].target == b"/base/v1/models"
 
 
@@ -65,22 +65,22 @@ async def test_a_raw_path_that_a_middleware_replaced_is_the_one_that_is_asked_fo
                 scope = {**scope, "path": "/v1/completions", "raw_path": b"/v1/completions"}
             await proxy(scope, receive, send)
 
-        async with serving(rewriting) as door:
-            await exchange(door.port, post("/v1/batch/completions"))
+        async with serving(rewriting) as sidecar:
+            await exchange(sidecar.port, post("/v1/batch/completions"))
     assert engine.requests[0].target == b"/v1/completions"
 
 
 async def test_a_body_reaches_the_engine_byte_for_byte_with_its_length() -> None:
     body = b'{"a" : 1.0e400,\n "caf\xc3\xa9":"\\ud800"}'
-    async with proxied(answering()) as (engine, door):
-        await exchange(door.port, post(body=body))
+    async with proxied(answering()) as (engine, sidecar):
+        await exchange(sidecar.port, post(body=body))
     assert engine.requests[0].body == body
     assert engine.requests[0].all(b"content-length") == [b"%d" % len(body)]
 
 
 async def test_no_header_is_added_but_the_forwarded_ones() -> None:
-    async with proxied(answering()) as (engine, door):
-        await exchange(door.port, get("/v1/models"))
+    async with proxied(answering()) as (engine, sidecar):
+        await exchange(sidecar.port, get("/v1/models"))
     assert dict(engine.requests[0].headers) == {
         b"host": f"127.0.0.1:{engine.port}".encode(),
         b"x-forwarded-for": b"127.0.0.1",
@@ -90,8 +90,8 @@ async def test_no_header_is_added_but_the_forwarded_ones() -> None:
 
 
 async def test_who_was_forwarded_for_before_is_kept() -> None:
-    async with proxied(answering()) as (engine, door):
-        await exchange(door.port, get("/", "x-forwarded-for: 10.0.0.1", "x-forwarded-proto: https"))
+    async with proxied(answering()) as (engine, sidecar):
+        await exchange(sidecar.port, get("/", "x-forwarded-for: 10.0.0.1", "x-forwarded-proto: https"))
     assert engine.requests[0].all(b"x-forwarded-for") == [b"10.0.0.1, 127.0.0.1"]
     assert engine.requests[0].all(b"x-forwarded-proto") == [b"https"]
 
@@ -107,16 +107,16 @@ async def test_hop_by_hop_headers_of_the_request_stay_here() -> None:
         "x-stays: 2",
     ]
     request = get("/", *sent).replace(b"connection: close", b"connection: close, X-Hop")
-    async with proxied(answering()) as (engine, door):
-        await exchange(door.port, request)
+    async with proxied(answering()) as (engine, sidecar):
+        await exchange(sidecar.port, request)
     names = {name for name, _ in engine.requests[0].headers}
     assert not names & {b"te", b"keep-alive", b"proxy-authorization", b"x-hop", b"upgrade", b"connection"}
     assert engine.requests[0].all(b"x-stays") == [b"1", b"2"]
 
 
 async def test_header_values_in_utf8_stay_as_they_are() -> None:
-    async with proxied(answering()) as (engine, door):
-        await exchange(door.port, get("/").replace(b"host: door", b"host: door\r\nx-name: caf\xc3\xa9"))
+    async with proxied(answering()) as (engine, sidecar):
+        await exchange(sidecar.port, get("/").replace(b"host: sidecar", b"host: sidecar\r\nx-name: caf\xc3\xa9"))
     assert engine.requests[0].all(b"x-name") == [b"caf\xc3\xa9"]
 
 
@@ -125,8 +125,8 @@ async def test_response_headers_pass_with_their_duplicates_and_without_the_hop_b
         b"HTTP/1.1 200 OK\r\nSet-Cookie: a=1\r\nset-cookie: b=2\r\nX-Latin: caf\xe9\r\nContent-Encoding: gzip\r\n"
         b"Keep-Alive: timeout=5\r\nConnection: X-Hop\r\nX-Hop: 1\r\ncontent-length: 2\r\n\r\n\x1f\x8b"
     )
-    async with proxied(answering(response)) as (_, door):
-        head, _, body = (await exchange(door.port, get("/"))).partition(b"\r\n\r\n")
+    async with proxied(answering(response)) as (_, sidecar):
+        head, _, body = (await exchange(sidecar.port, get("/"))).partition(b"\r\n\r\n")
     assert head.split(b"\r\n") == [
         b"HTTP/1.1 200 OK",
         b"set-cookie: a=1",
@@ -141,9 +141,9 @@ async def test_response_headers_pass_with_their_duplicates_and_without_the_hop_b
 
 async def test_redirects_are_the_clients_to_follow_and_cookies_are_not_kept() -> None:
     response = b"HTTP/1.1 307 Temporary Redirect\r\nlocation: /x\r\nset-cookie: a=1\r\ncontent-length: 0\r\n\r\n"
-    async with proxied(answering(response)) as (engine, door):
-        assert b"location: /x" in await exchange(door.port, get("/"))
-        await exchange(door.port, get("/"))
+    async with proxied(answering(response)) as (engine, sidecar):
+        assert b"location: /x" in await exchange(sidecar.port, get("/"))
+        await exchange(sidecar.port, get("/"))
     assert [request.all(b"cookie") for request in engine.requests] == [[], []]
 
 
@@ -157,9 +157,9 @@ async def test_redirects_are_the_clients_to_follow_and_cookies_are_not_kept() ->
     ],
 )
 async def test_a_response_without_a_body_ends_with_its_head(request_bytes: bytes, response: bytes) -> None:
-    async with proxied(answering(response)) as (engine, door):
-        answer = await exchange(door.port, request_bytes)
-        again = await exchange(door.port, request_bytes)
+    async with proxied(answering(response)) as (engine, sidecar):
+        answer = await exchange(sidecar.port, request_bytes)
+        again = await exchange(sidecar.port, request_bytes)
     assert answer.startswith(response.split(b"\r\n")[0])
     assert answer.endswith(b"\r\n\r\n")
     assert b"transfer-encoding" not in answer
@@ -168,19 +168,19 @@ async def test_a_response_without_a_body_ends_with_its_head(request_bytes: bytes
 
 
 async def test_a_post_without_a_body_says_so() -> None:
-    async with proxied(answering()) as (engine, door):
-        await exchange(door.port, post(body=b""))
+    async with proxied(answering()) as (engine, sidecar):
+        await exchange(sidecar.port, post(body=b""))
     assert engine.requests[0].all(b"content-length") == [b"0"]
 
 
 async def test_a_head_response_keeps_the_length_it_would_have() -> None:
-    async with proxied(answering(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n")) as (_, door):
-        assert b"content-length: 10" in await exchange(door.port, get("/").replace(b"GET", b"HEAD"))
+    async with proxied(answering(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n")) as (_, sidecar):
+        assert b"content-length: 10" in await exchange(sidecar.port, get("/").replace(b"GET", b"HEAD"))
 
 
 async def test_interim_responses_are_passed_over() -> None:
-    async with proxied(answering(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + OK)) as (_, door):
-        assert (await exchange(door.port, get("/"))).startswith(b"HTTP/1.1 200 OK")
+    async with proxied(answering(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + OK)) as (_, sidecar):
+        assert (await exchange(sidecar.port, get("/"))).startswith(b"HTTP/1.1 200 OK")
 
 
 async def test_a_response_that_ends_with_its_connection_ends_cleanly() -> None:
@@ -188,14 +188,14 @@ async def test_a_response_that_ends_with_its_connection_ends_cleanly() -> None:
         await connection.request()
         await connection.send(b"HTTP/1.1 200 OK\r\n\r\nwhole")
 
-    async with proxied(script) as (_, door):
-        assert (await exchange(door.port, get("/"))).endswith(b"5\r\nwhole\r\n0\r\n\r\n")
+    async with proxied(script) as (_, sidecar):
+        assert (await exchange(sidecar.port, get("/"))).endswith(b"5\r\nwhole\r\n0\r\n\r\n")
 
 
 async def test_ten_requests_share_one_connection() -> None:
-    async with proxied(answering()) as (engine, door), aiohttp.ClientSession() as client:
+    async with proxied(answering()) as (engine, sidecar), aiohttp.ClientSession() as client:
         for _ in range(10):
-            async with client.post(door.url + "/v1/completions", data=b"{}") as response:
+            async with client.post(sidecar.url + "/v1/completions", data=b"{}") as response:
                 assert await response.read() == b"ok"
     assert engine.connections == 1
 
@@ -222,8 +222,8 @@ async def test_a_hundred_streams_pass_every_chunk_on_its_own() -> None:
                 seen[path].put_nowait(None)
             return await asyncio.wait_for(reader.read(), 5)
 
-    async with proxied(script) as (engine, door):
-        ends = await asyncio.gather(*(stream(path, door.port) for path in seen))
+    async with proxied(script) as (engine, sidecar):
+        ends = await asyncio.gather(*(stream(path, sidecar.port) for path in seen))
     assert set(ends) == {b"0\r\n\r\n"}
     assert engine.connections == 100
 
@@ -242,8 +242,8 @@ async def test_a_chunked_request_body_streams_to_the_engine_while_it_comes_in() 
         assert await connection.chunk() == b""
         await connection.send(OK)
 
-    async with proxied(script) as (engine, door), connected(door.port) as (reader, writer):
-        writer.write(b"POST / HTTP/1.1\r\nhost: door\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n")
+    async with proxied(script) as (engine, sidecar), connected(sidecar.port) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nhost: sidecar\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n")
         await asyncio.wait_for(first_chunk.wait(), 2)
         writer.write(b"3\r\ntwo\r\n0\r\n\r\n")
         assert b"200 OK" in await until_seen(reader, b"ok")
@@ -253,8 +253,8 @@ async def test_a_chunked_request_body_streams_to_the_engine_while_it_comes_in() 
 
 async def test_a_long_request_body_streams_with_its_length() -> None:
     body = bytes(range(256)) * 4096
-    async with proxied(answering()) as (engine, door):
-        assert (await exchange(door.port, post(body=body))).endswith(b"ok")
+    async with proxied(answering()) as (engine, sidecar):
+        assert (await exchange(sidecar.port, post(body=body))).endswith(b"ok")
     assert engine.requests[0].body == body
     assert engine.requests[0].all(b"content-length") == [b"%d" % len(body)]
     assert engine.requests[0].all(b"transfer-encoding") == []
@@ -274,15 +274,15 @@ async def test_a_large_body_that_comes_in_one_piece_is_sent_with_its_length() ->
 
             await proxy(scope, receive if scope["type"] == "http" else receive_more, send)
 
-        async with serving(buffering) as door:
-            assert (await exchange(door.port, get("/"))).endswith(b"ok")
+        async with serving(buffering) as sidecar:
+            assert (await exchange(sidecar.port, get("/"))).endswith(b"ok")
     assert engine.requests[0].body == body
     assert engine.requests[0].all(b"content-length") == [b"%d" % len(body)]
 
 
 async def test_expect_100_continue_is_answered_here() -> None:
-    async with proxied(answering()) as (engine, door), connected(door.port) as (reader, writer):
-        writer.write(b"POST / HTTP/1.1\r\nhost: door\r\ncontent-length: 2\r\nexpect: 100-continue\r\n\r\n")
+    async with proxied(answering()) as (engine, sidecar), connected(sidecar.port) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nhost: sidecar\r\ncontent-length: 2\r\nexpect: 100-continue\r\n\r\n")
         assert await until_seen(reader, b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         writer.write(b"{}")
         await until_seen(reader, b"ok")
@@ -294,8 +294,8 @@ async def test_an_answer_before_the_body_is_through_is_passed_on() -> None:
         await connection.head()
         await connection.send(b"HTTP/1.1 413 Content Too Large\r\ncontent-length: 3\r\nconnection: close\r\n\r\nbig")
 
-    async with proxied(script) as (_, door), connected(door.port) as (reader, writer):
-        writer.write(b"POST / HTTP/1.1\r\nhost: door\r\ncontent-length: 900000\r\n\r\n" + b"x" * 100)
+    async with proxied(script) as (_, sidecar), connected(sidecar.port) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nhost: sidecar\r\ncontent-length: 900000\r\n\r\n" + b"x" * 100)
         assert b"413" in await until_seen(reader, b"big")
 
 
@@ -311,8 +311,8 @@ async def test_a_client_that_leaves_before_the_headers_cancels_its_request_at_th
         await connection.hung_up()
         left_at_s.set_result(time.monotonic())
 
-    async with proxied(script) as (_, door):
-        async with connected(door.port) as (_, writer):
+    async with proxied(script) as (_, sidecar):
+        async with connected(sidecar.port) as (_, writer):
             writer.write(post())
             await asyncio.wait_for(arrived.wait(), 2)
             closed_at_s = time.monotonic()
@@ -329,8 +329,8 @@ async def test_a_client_that_leaves_in_the_middle_of_a_stream_cancels_it_at_the_
         await connection.hung_up()
         left_at_s.set_result(time.monotonic())
 
-    async with proxied(script) as (_, door):
-        async with connected(door.port) as (reader, writer):
+    async with proxied(script) as (_, sidecar):
+        async with connected(sidecar.port) as (reader, writer):
             writer.write(post())
             await until_seen(reader, b"data: 1\n\n")
             closed_at_s = time.monotonic()
@@ -346,9 +346,9 @@ async def test_a_client_that_leaves_while_it_uploads_cancels_its_request_at_the_
         await connection.hung_up()
         left.set()
 
-    async with proxied(script) as (_, door):
-        async with connected(door.port) as (_, writer):
-            writer.write(b"POST / HTTP/1.1\r\nhost: door\r\ncontent-length: 90\r\n\r\nx")
+    async with proxied(script) as (_, sidecar):
+        async with connected(sidecar.port) as (_, writer):
+            writer.write(b"POST / HTTP/1.1\r\nhost: sidecar\r\ncontent-length: 90\r\n\r\nx")
             await asyncio.wait_for(arrived.wait(), 2)
         await asyncio.wait_for(left.wait(), 2)
 
@@ -358,14 +358,14 @@ async def test_a_client_that_leaves_leaves_nothing_running() -> None:
         await connection.request()
         await connection.hung_up()
 
-    async with proxied(script) as (_, door):
+    async with proxied(script) as (_, sidecar):
         for _ in range(20):
-            async with connected(door.port) as (_reader, writer):
+            async with connected(sidecar.port) as (_reader, writer):
                 writer.write(post())
                 await asyncio.sleep(0.002)
-        await asyncio.wait_for(asyncio.gather(*door.server.server_state.tasks), 2)
+        await asyncio.wait_for(asyncio.gather(*sidecar.server.server_state.tasks), 2)
         await asyncio.sleep(0)
-        assert not door.server.server_state.tasks
+        assert not sidecar.server.server_state.tasks
         assert not [task for task in asyncio.all_tasks() if "_watch" in repr(task)]
 
 
@@ -380,7 +380,7 @@ async def test_a_slow_client_slows_the_engine_down() -> None:
             await connection.send_chunk(b"x" * 65536)
             sent_bytes += 65536
 
-    async with proxied(script) as (_, door), connected(door.port) as (reader, writer):
+    async with proxied(script) as (_, sidecar), connected(sidecar.port) as (reader, writer):
         writer.write(post())
         await until_seen(reader, b"\r\n\r\n")
         before = -1
@@ -399,16 +399,16 @@ async def test_a_slow_client_slows_the_engine_down() -> None:
 
 
 async def test_an_engine_that_is_not_there_is_a_502_that_keeps_its_address_to_itself() -> None:
-    async with serving(ReverseProxy(f"http://127.0.0.1:{free_port()}")) as door:
-        head, _, body = (await exchange(door.port, post())).partition(b"\r\n\r\n")
+    async with serving(ReverseProxy(f"http://127.0.0.1:{free_port()}")) as sidecar:
+        head, _, body = (await exchange(sidecar.port, post())).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 502")
     assert json.loads(body)["error"]["code"] == "engine_unreachable"
     assert b"127.0.0.1" not in body
 
 
 async def test_anthropic_clients_get_errors_in_their_own_shape() -> None:
-    async with serving(ReverseProxy(f"http://127.0.0.1:{free_port()}")) as door:
-        _, _, body = (await exchange(door.port, post("/v1/messages"))).partition(b"\r\n\r\n")
+    async with serving(ReverseProxy(f"http://127.0.0.1:{free_port()}")) as sidecar:
+        _, _, body = (await exchange(sidecar.port, post("/v1/messages"))).partition(b"\r\n\r\n")
     assert json.loads(body)["type"] == "error"
 
 
@@ -418,8 +418,8 @@ async def test_an_engine_that_does_not_answer_in_http_is_a_502(answer: bytes) ->
         await connection.request()
         await connection.send(answer)
 
-    async with proxied(script) as (_, door):
-        assert b"engine_unreachable" in await exchange(door.port, post())
+    async with proxied(script) as (_, sidecar):
+        assert b"engine_unreachable" in await exchange(sidecar.port, post())
 
 
 async def test_an_engine_that_does_not_answer_in_time_is_a_504() -> None:
@@ -427,8 +427,8 @@ async def test_an_engine_that_does_not_answer_in_time_is_a_504() -> None:
         await connection.request()
         await connection.hung_up()
 
-    async with proxied(script, response_timeout_s=0.05) as (engine, door):
-        assert b"engine_timeout" in await exchange(door.port, post())
+    async with proxied(script, response_timeout_s=0.05) as (engine, sidecar):
+        assert b"engine_timeout" in await exchange(sidecar.port, post())
     assert len(engine.requests) == 1
 
 
@@ -451,8 +451,8 @@ async def test_a_response_that_breaks_off_never_looks_whole(beginning: bytes) ->
         await asyncio.sleep(0.01)
         await connection.send(body)
 
-    async with proxied(script) as (_, door):
-        answer = await asyncio.wait_for(exchange(door.port, post(close=False)), 2)
+    async with proxied(script) as (_, sidecar):
+        answer = await asyncio.wait_for(exchange(sidecar.port, post(close=False)), 2)
     assert b"half" in answer
     assert not answer.endswith(b"0\r\n\r\n")
 
@@ -463,8 +463,8 @@ async def test_an_engine_that_falls_silent_in_the_middle_is_cut_after_the_limit(
         await connection.send(STREAM + b"4\r\nhalf\r\n")
         await connection.hung_up()
 
-    async with proxied(script, response_timeout_s=0.05) as (_, door):
-        answer = await asyncio.wait_for(exchange(door.port, post(close=False)), 2)
+    async with proxied(script, response_timeout_s=0.05) as (_, sidecar):
+        answer = await asyncio.wait_for(exchange(sidecar.port, post(close=False)), 2)
     assert b"half" in answer
     assert not answer.endswith(b"0\r\n\r\n")
 
@@ -492,24 +492,24 @@ def closing_at_second_request(partial: bytes = b"", after_s: float = 0.0) -> Scr
 
 
 async def test_a_request_on_a_connection_that_was_just_closed_is_sent_once_more() -> None:
-    async with proxied(closing_at_second_request()) as (engine, door):
-        await exchange(door.port, post())
-        assert (await exchange(door.port, post(body=b'{"n": 2}'))).endswith(b"ok")
+    async with proxied(closing_at_second_request()) as (engine, sidecar):
+        await exchange(sidecar.port, post())
+        assert (await exchange(sidecar.port, post(body=b'{"n": 2}'))).endswith(b"ok")
     assert engine.connections == 2
     assert engine.requests[-1].body == b'{"n": 2}'
 
 
 async def test_a_request_is_not_repeated_after_the_first_byte_of_a_response() -> None:
-    async with proxied(closing_at_second_request(partial=b"HTTP/1.1 2")) as (engine, door):
-        await exchange(door.port, post())
-        assert b"engine_unreachable" in await exchange(door.port, post())
+    async with proxied(closing_at_second_request(partial=b"HTTP/1.1 2")) as (engine, sidecar):
+        await exchange(sidecar.port, post())
+        assert b"engine_unreachable" in await exchange(sidecar.port, post())
     assert len(engine.requests) == 2
 
 
 async def test_a_request_is_not_repeated_when_the_engine_had_time_to_start() -> None:
-    async with proxied(closing_at_second_request(after_s=0.25)) as (engine, door):
-        await exchange(door.port, post())
-        assert b"engine_unreachable" in await exchange(door.port, post())
+    async with proxied(closing_at_second_request(after_s=0.25)) as (engine, sidecar):
+        await exchange(sidecar.port, post())
+        assert b"engine_unreachable" in await exchange(sidecar.port, post())
     assert len(engine.requests) == 2
 
 
@@ -517,17 +517,17 @@ async def test_a_request_is_not_repeated_on_a_fresh_connection() -> None:
     async def script(connection: Connection) -> None:
         await connection.request()
 
-    async with proxied(script) as (engine, door):
-        assert b"engine_unreachable" in await exchange(door.port, post())
+    async with proxied(script) as (engine, sidecar):
+        assert b"engine_unreachable" in await exchange(sidecar.port, post())
     assert len(engine.requests) == 1
 
 
 async def test_a_body_that_was_streamed_is_not_repeated() -> None:
-    async with proxied(closing_at_second_request()) as (engine, door):
-        await exchange(door.port, post())
-        async with connected(door.port) as (reader, writer):
+    async with proxied(closing_at_second_request()) as (engine, sidecar):
+        await exchange(sidecar.port, post())
+        async with connected(sidecar.port) as (reader, writer):
             writer.write(
-                b"POST / HTTP/1.1\r\nhost: door\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n"
+                b"POST / HTTP/1.1\r\nhost: sidecar\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n"
             )
             await asyncio.sleep(0.01)
             writer.write(b"0\r\n\r\n")
@@ -536,10 +536,10 @@ async def test_a_body_that_was_streamed_is_not_repeated() -> None:
 
 
 async def test_an_idle_connection_is_given_up_before_the_engine_does() -> None:
-    async with proxied(answering(), keepalive_s=0.02) as (engine, door):
-        await exchange(door.port, post())
+    async with proxied(answering(), keepalive_s=0.02) as (engine, sidecar):
+        await exchange(sidecar.port, post())
         await asyncio.sleep(0.05)
-        await exchange(door.port, post())
+        await exchange(sidecar.port, post())
     assert engine.connections == 2
 
 
@@ -558,9 +558,9 @@ async def test_an_idle_connection_is_given_up_before_the_engine_does() -> None:
     ],
 )
 async def test_a_request_whose_length_is_ambiguous_never_reaches_the_engine_twice(head: str) -> None:
-    smuggled = b"0\r\n\r\nGET /admin HTTP/1.1\r\nhost: door\r\nconnection: close\r\n\r\n"
-    request = f"POST / HTTP/1.1\r\nhost: door\r\n{head}\r\n\r\n".encode() + smuggled
-    async with proxied(answering()) as (engine, door), connected(door.port) as (reader, writer):
+    smuggled = b"0\r\n\r\nGET /admin HTTP/1.1\r\nhost: sidecar\r\nconnection: close\r\n\r\n"
+    request = f"POST / HTTP/1.1\r\nhost: sidecar\r\n{head}\r\n\r\n".encode() + smuggled
+    async with proxied(answering()) as (engine, sidecar), connected(sidecar.port) as (reader, writer):
         writer.write(request)
         writer.write_eof()
         answer = await asyncio.wait_for(reader.read(), 2)
@@ -590,8 +590,8 @@ async def test_two_lengths_that_a_lenient_server_let_through_are_a_400() -> None
 
 @pytest.mark.parametrize("target", [b"http://other/x", b"*", b"other:80"])
 async def test_only_paths_are_asked_for(target: bytes) -> None:
-    async with proxied(answering()) as (engine, door):
-        await exchange(door.port, get("/").replace(b"GET /", b"OPTIONS " + target))
+    async with proxied(answering()) as (engine, sidecar):
+        await exchange(sidecar.port, get("/").replace(b"GET /", b"OPTIONS " + target))
     assert all(request.target in {b"/x", b"/"} for request in engine.requests)
     assert all(request.all(b"host") == [f"127.0.0.1:{engine.port}".encode()] for request in engine.requests)
 
@@ -633,9 +633,9 @@ def test_an_address_that_cannot_be_an_engine_is_refused_at_once(upstream: str) -
 async def test_a_proxy_that_was_closed_opens_again() -> None:
     async with raw_engine(answering()) as engine:
         proxy = ReverseProxy(engine.url)
-        async with serving(proxy, lifespan="off") as door:
-            await exchange(door.port, post())
+        async with serving(proxy, lifespan="off") as sidecar:
+            await exchange(sidecar.port, post())
             await proxy.close()
-            assert (await exchange(door.port, post())).endswith(b"ok")
+            assert (await exchange(sidecar.port, post())).endswith(b"ok")
             await proxy.close()
     assert engine.connections == 2

@@ -1,4 +1,4 @@
-"""What the server behind the door is given, told in the response."""
+"""What the server behind the sidecar is given, told in the response."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Seen:
-    """A middleware for between the door and vLLM: adds `x-seen-priority`, the header that vLLM reads."""
+    """A middleware for between the sidecar and vLLM: adds `x-seen-priority`, the header that vLLM reads."""
 
     def __init__(self, app: Any) -> None:
         self.app = app

@@ -48,14 +48,14 @@ def test_mounted_into_vllm_it_knows_tokens_and_sequences(tmp_path: Path) -> None
 async def test_behind_a_network_vllm_tells_its_tokens_alone(tmp_path: Path) -> None:
     path = policy(tmp_path, "vllm", "{from: engine, fraction: 50%, requests: 7}")
     with vllm() as engine:
-        door = AdmissionMiddleware(ReverseProxy(engine.url), path)
-        async with serving(door):
-            assert pool_of(door.state()) == {"tokens": VLLM_TOKENS // 2, "requests": 7}
+        sidecar = AdmissionMiddleware(ReverseProxy(engine.url), path)
+        async with serving(sidecar):
+            assert pool_of(sidecar.state()) == {"tokens": VLLM_TOKENS // 2, "requests": 7}
 
 
 async def test_dynamos_frontend_tells_what_its_workers_hold(tmp_path: Path) -> None:
     path = policy(tmp_path, "dynamo", "{from: engine, fraction: 100%}")
     with dynamo(sequences=4) as url:
-        door = AdmissionMiddleware(ReverseProxy(url), path)
-        async with serving(door):
-            assert pool_of(door.state()) == {"tokens": 16_384, "requests": 4 + 2}
+        sidecar = AdmissionMiddleware(ReverseProxy(url), path)
+        async with serving(sidecar):
+            assert pool_of(sidecar.state()) == {"tokens": 16_384, "requests": 4 + 2}

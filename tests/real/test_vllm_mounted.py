@@ -101,12 +101,12 @@ async def test_every_endpoint_is_admitted_and_vllm_is_told_the_priority(engine: 
             assert headers["x-admission-ignored"] == "x-vllm-priority"
 
 
-async def test_the_door_stands_before_vllms_own_key_and_shows_it_for_its_tenants(engine: Engine) -> None:
+async def test_the_sidecar_stands_before_vllms_own_key_and_shows_it_for_its_tenants(engine: Engine) -> None:
     status, headers, _ = await ask(engine.url, {})
     assert (status, headers["x-admission-tier"]) == (200, "batch"), "the policy lets them in who have no key"
     for stranger in ("sk-other", ENGINE_KEY):
         status, headers, answer = await ask(engine.url, {"authorization": f"Bearer {stranger}"})
-        assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), "the door's refusal"
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), "the sidecar's refusal"
         assert "x-seen-priority" not in headers
 
 

@@ -19,12 +19,12 @@ from tests.support.serving import serving
 
 KINDS = ("raw", "h11", "httptools")
 WITHIN_S = 10.0
-LAST = b"GET /last HTTP/1.1\r\nhost: door\r\nconnection: close\r\n\r\n"
+LAST = b"GET /last HTTP/1.1\r\nhost: sidecar\r\nconnection: close\r\n\r\n"
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One request as the server behind the door understood it. Headers are in order, names in lower case."""
+    """One request as the server behind the sidecar understood it. Headers are in order, names in lower case."""
 
     method: bytes
     target: bytes
@@ -38,7 +38,7 @@ class Seen:
 
 @dataclass
 class Behind:
-    """A door and the server behind it. `seen` is all that the server got, in order."""
+    """A sidecar and the server behind it. `seen` is all that the server got, in order."""
 
     kind: str
     port: int = 0
@@ -49,7 +49,7 @@ class Behind:
     def send(self, request: bytes, last: bytes = LAST) -> bytes:
         """Sends bytes on a connection of their own and, behind the first answer, `last`; returns all that came back.
 
-        The door closes behind `last`, or before, if it refuses what came first.
+        The sidecar closes behind `last`, or before, if it refuses what came first.
         """
         answer = b""
         with socket.create_connection(("127.0.0.1", self.port), WITHIN_S) as connection:
@@ -64,7 +64,7 @@ class Behind:
                 while part := connection.recv(65536):
                     answer += part
             except ConnectionError:
-                pass  # the door closes behind a refusal, also while we still send
+                pass  # the sidecar closes behind a refusal, also while we still send
         return answer
 
     def echo(self, seen: Seen) -> bytes:

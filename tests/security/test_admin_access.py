@@ -43,7 +43,7 @@ async def admin(access: Access) -> AsyncIterator[Served]:
 async def ask(served: Served, path: str, *headers: str, host: str | None = None) -> Answer:
     request = get(path, *headers)
     sent_host = b"" if host == "" else b"host: %s\r\n" % (host or f"127.0.0.1:{served.port}").encode()
-    return Answer.parsed(await exchange(served.port, request.replace(b"host: door\r\n", sent_host)))
+    return Answer.parsed(await exchange(served.port, request.replace(b"host: sidecar\r\n", sent_host)))
 
 
 def is_refused(answer: Answer, status: int, code: str) -> bool:
@@ -86,7 +86,7 @@ async def test_the_token_opens_every_page_and_probes_need_none() -> None:
     async with admin(Access(TOKEN, is_local=False)) as served:
         for path in ("/", "/state", "/overview", "/metrics"):
             assert (await ask(served, path, BEARER)).status == 200
-            assert (await ask(served, path, BEARER.replace("Bearer", "bearer"), host="door.example")).status == 200
+            assert (await ask(served, path, BEARER.replace("Bearer", "bearer"), host="sidecar.example")).status == 200
         assert [(await ask(served, path, host="any.example")).status for path in PROBES] == [200, 200]
 
 
@@ -163,7 +163,7 @@ async def test_a_page_of_another_site_gets_nothing_in_the_background(access: Acc
         ("0.0.0.0", False),
         ("::", False),
         ("10.0.0.7", False),
-        ("door.example", False),
+        ("sidecar.example", False),
     ],
 )
 def test_loopback_is_told_from_the_network(host: str, expected: bool) -> None:
@@ -183,7 +183,7 @@ def test_a_token_that_can_be_guessed_is_refused_and_none_is_shown() -> None:
 
 
 @contextmanager
-def door(*more: str, **variables: str) -> Iterator[str]:
+def sidecar(*more: str, **variables: str) -> Iterator[str]:
     """`sidecar serve`; gives its admin port."""
     policies = str(shipped_policies())
     ours = ("serve", "--upstream", NOBODY, "--policy", policies, "--port", "0", "--admin-port", "0", *more)
@@ -210,7 +210,7 @@ def told(*arguments: str, **variables: str) -> tuple[int, str, str]:
 def test_serve_top_and_explain_with_a_token_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
-    with door(SIDECAR_ADMIN_TOKEN_FILE=str(file)) as url:
+    with sidecar(SIDECAR_ADMIN_TOKEN_FILE=str(file)) as url:
         with_token = {"authorization": f"Bearer {TOKEN}"}
         assert [status_of(url + path) for path in PROBES] == [200, 200]
         assert [status_of(url + path) for path in ("/", "/metrics", "/state", "/requests/x")] == [401] * 4
@@ -254,7 +254,7 @@ def test_an_admin_port_for_everybody_is_warned_of(host: str, variables: Mapping[
         assert "set SIDECAR_ADMIN_TOKEN, or SIDECAR_ADMIN_TOKEN_FILE to a file that holds it" in warned[0]
 
 
-def test_a_mounted_door_guards_its_admin_port_by_the_same_environment(tmp_path: Path) -> None:
+def test_a_mounted_sidecar_guards_its_admin_port_by_the_same_environment(tmp_path: Path) -> None:
     code = (
         "import asyncio, aiohttp, os\nfrom sidecar import AdmissionMiddleware\n"
         "from tests.support.middleware import App, write_policy\nfrom tests.support.serving import serving\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.security.test_admin_access import TOKEN, door
+from tests.security.test_admin_access import TOKEN, sidecar
 from tests.support.browser import browser
 from tests.support.devtools import headless, tab
 
@@ -17,7 +17,7 @@ pytestmark = [
 
 
 async def test_a_browser_needs_the_token_once(tmp_path: Path) -> None:
-    with door(SIDECAR_ADMIN_TOKEN=TOKEN) as url, headless(tmp_path) as tools:
+    with sidecar(SIDECAR_ADMIN_TOKEN=TOKEN) as url, headless(tmp_path) as tools:
         async with tab(tools) as page:
             await page.open(url)
             assert "this needs the admin token" in await page.text()

@@ -17,12 +17,12 @@ from tests.support.wire import connected, exchange, get, post
 pytestmark = pytest.mark.anyio
 
 PIECE = b"x-a: " + b"a" * 1000 + b"\r\n"
-CHUNKED = b"POST %s HTTP/1.1\r\nhost: door\r\ntransfer-encoding: chunked\r\n\r\n" % CHAT.encode()
+CHUNKED = b"POST %s HTTP/1.1\r\nhost: sidecar\r\ntransfer-encoding: chunked\r\n\r\n" % CHAT.encode()
 WHOLE_CHUNK = b"%x\r\n%s\r\n" % (len(SMALL), SMALL)
 
 
 @asynccontextmanager
-async def door(app: App | None = None, engine: str = "none") -> AsyncIterator[Guarded]:
+async def sidecar(app: App | None = None, engine: str = "none") -> AsyncIterator[Guarded]:
     async with guarding(app or App(), policy(engine=engine), http=BoundedHttpProtocol) as guarded:
         yield guarded
 
@@ -31,20 +31,20 @@ async def read_all(reader: asyncio.StreamReader) -> bytes:
     return await asyncio.wait_for(reader.read(), 10)
 
 
-@pytest.mark.parametrize("beginning", [b"GET / HTTP/1.1\r\nx: ", b"GET /", b"GET / HTTP/1.1\r\nhost: door\r\n"])
+@pytest.mark.parametrize("beginning", [b"GET / HTTP/1.1\r\nx: ", b"GET /", b"GET / HTTP/1.1\r\nhost: sidecar\r\n"])
 async def test_a_head_without_end_is_cut_off(beginning: bytes) -> None:
     """Whatever it is that never ends: a value, a target, the list of headers."""
-    async with door() as guarded, connected(guarded.port) as (reader, writer):
+    async with sidecar() as guarded, connected(guarded.port) as (reader, writer):
         writer.write(beginning)
         for _ in range(80):
-            writer.write(PIECE if beginning.endswith(b"door\r\n") else b"a" * 1000)
+            writer.write(PIECE if beginning.endswith(b"sidecar\r\n") else b"a" * 1000)
         answer = Answer.parsed(await read_all(reader))
     assert answer.is_error(431, "headers_too_large", "65536 bytes", "less")
     assert answer.headers["connection"] == "close"
 
 
 async def test_a_large_head_that_comes_at_once_is_refused_too() -> None:
-    async with door() as guarded:
+    async with sidecar() as guarded:
         answer = Answer.parsed(await exchange(guarded.port, get("/", *["x-a: " + "a" * 1000] * 66)))
         assert answer.is_error(431, "headers_too_large")
         fits = Answer.parsed(await exchange(guarded.port, post(CHAT, SMALL, *["x-a: " + "a" * 1000] * 60)))
@@ -53,7 +53,7 @@ async def test_a_large_head_that_comes_at_once_is_refused_too() -> None:
 
 @pytest.mark.parametrize("framing", [WHOLE_CHUNK + b"0\r\n" + PIECE * 80, WHOLE_CHUNK + b"1;" + b"e" * 80_000])
 async def test_trailers_and_extensions_without_end_are_cut_off(framing: bytes) -> None:
-    async with door() as guarded, connected(guarded.port) as (reader, writer):
+    async with sidecar() as guarded, connected(guarded.port) as (reader, writer):
         writer.write(CHUNKED)
         for at in range(0, len(framing), 10_000):
             writer.write(framing[at : at + 10_000])
@@ -66,8 +66,8 @@ async def test_trailers_and_extensions_without_end_are_cut_off(framing: bytes) -
 async def test_a_body_of_tiny_chunks_is_no_framing_without_end() -> None:
     app = App()
     body = b'{"messages":["%s"]}' % (b"h" * 20_000)
-    async with door(app) as guarded, connected(guarded.port) as (reader, writer):
-        writer.write(CHUNKED.replace(b"host: door", b"host: door\r\nconnection: close"))
+    async with sidecar(app) as guarded, connected(guarded.port) as (reader, writer):
+        writer.write(CHUNKED.replace(b"host: sidecar", b"host: sidecar\r\nconnection: close"))
         writer.write(b"".join(b"1;extension=1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
         assert (await read_all(reader)).startswith(b"HTTP/1.1 200 ")
     assert app.seen[0].body == body
@@ -75,7 +75,7 @@ async def test_a_body_of_tiny_chunks_is_no_framing_without_end() -> None:
 
 async def test_a_head_that_trickles_in_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "HEAD_WITHIN_S", 0.1)
-    async with door() as guarded, connected(guarded.port) as (reader, writer):
+    async with sidecar() as guarded, connected(guarded.port) as (reader, writer):
         writer.write(b"GET / HTTP/1.1\r\nhost:")
         answer = Answer.parsed(await read_all(reader))
         assert answer.is_error(408, "headers_timeout", "0.1 s", "faster")
@@ -83,7 +83,7 @@ async def test_a_head_that_trickles_in_is_a_408(monkeypatch: pytest.MonkeyPatch)
 
 async def test_the_second_head_of_a_connection_may_not_trickle_either(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "HEAD_WITHIN_S", 0.1)
-    async with door() as guarded, connected(guarded.port) as (reader, writer):
+    async with sidecar() as guarded, connected(guarded.port) as (reader, writer):
         writer.write(post(CHAT, SMALL, close=False))
         await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 5)
         await asyncio.sleep(0.15)  # nothing asked: this is for the keep-alive to bound
@@ -100,7 +100,7 @@ async def test_a_connection_on_which_nobody_asks_is_closed_as_one_between_two_re
 async def test_a_request_that_takes_long_is_not_a_slow_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "HEAD_WITHIN_S", 0.05)
     app = App(is_held=True)
-    async with door(app) as guarded:
+    async with sidecar(app) as guarded:
         asked = asyncio.create_task(guarded.ask())
         await guarded.until(leases=1)
         await asyncio.sleep(0.15)
@@ -131,7 +131,7 @@ async def test_no_refusal_is_written_into_somebody_elses_response(before: bytes)
 
 
 async def test_what_is_no_http_is_a_400_in_our_shape() -> None:
-    async with door() as guarded:
+    async with sidecar() as guarded:
         answer = Answer.parsed(await exchange(guarded.port, b"\x16\x03\x01\x02\x00 TLS to a port without\r\n\r\n"))
     assert answer.is_error(400, "invalid_http", "RFC 9112")
 
@@ -145,7 +145,7 @@ async def test_no_trailer_becomes_a_header_behind_our_back(http: object, trailer
         guarding(app, policy(engine="sglang"), http=http) as guarded,
         connected(guarded.port) as (reader, writer),
     ):
-        writer.write(CHUNKED.replace(b"host: door", b"host: door\r\nconnection: close\r\nx-a: 1") + WHOLE_CHUNK)
+        writer.write(CHUNKED.replace(b"host: sidecar", b"host: sidecar\r\nconnection: close\r\nx-a: 1") + WHOLE_CHUNK)
         await guarded.until(stories=1)
         writer.write(b"0\r\n%s\r\n\r\n" % trailer)
         assert (await read_all(reader)).startswith(b"HTTP/1.1 200 ")
@@ -178,7 +178,7 @@ async def test_each_of_several_offers_is_declined_by_itself() -> None:
     app = App()
     offer = ("connection: upgrade", "upgrade: websocket")
     whole = post(CHAT, SMALL, *offer, close=False) * 3 + post(CHAT, SMALL)
-    async with door(app) as guarded, connected(guarded.port) as (reader, writer):
+    async with sidecar(app) as guarded, connected(guarded.port) as (reader, writer):
         writer.write(whole)
         answer = await read_all(reader)
     assert answer.count(b"HTTP/1.1 200 ") == 4
@@ -189,7 +189,7 @@ async def test_a_javas_first_request_keeps_its_body() -> None:
     """Its client offers h2c with it; whoever does not take the offer must read the request as it is."""
     app = App()
     offer = ("connection: Upgrade, HTTP2-Settings, close", "upgrade: h2c", "http2-settings: AAEAAEAA")
-    async with door(app) as guarded:
+    async with sidecar(app) as guarded:
         answer = Answer.parsed(await exchange(guarded.port, post(CHAT, SMALL, *offer, close=False)))
     assert answer.status == 200
     assert app.seen[0].body == SMALL

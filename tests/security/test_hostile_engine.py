@@ -62,8 +62,8 @@ async def test_whatever_it_answers_a_client_reads_one_response_and_the_next_one_
 
     async with (
         raw_engine(script) as engine,
-        guarding(ReverseProxy(engine.url), policy(), http=Served) as door,
-        connected(door.port) as (reader, writer),
+        guarding(ReverseProxy(engine.url), policy(), http=Served) as sidecar,
+        connected(sidecar.port) as (reader, writer),
     ):
         writer.write(post(CHAT, SMALL, key("acme"), "x-first: 1", close=False))
         writer.write(get("/next"))
@@ -77,11 +77,11 @@ async def test_whatever_it_answers_a_client_reads_one_response_and_the_next_one_
     assert [(other.status, other.body, other.is_whole) for other in others] == [(200, b"next", True)] * first.is_whole
 
 
-async def test_the_doors_own_word_on_the_tier_is_the_last() -> None:
+async def test_the_sidecars_own_word_on_the_tier_is_the_last() -> None:
     async def script(connection: Connection) -> None:
         await connection.request()
         await connection.send(OK + b"x-admission-tier: critical\r\ncontent-length: 2\r\n\r\nok")
 
-    async with raw_engine(script) as engine, guarding(ReverseProxy(engine.url), policy(), http=Served) as door:
-        answer = await door.ask(None, key("nightly"))
+    async with raw_engine(script) as engine, guarding(ReverseProxy(engine.url), policy(), http=Served) as sidecar:
+        answer = await sidecar.ask(None, key("nightly"))
     assert answer.headers["x-admission-tier"] == "batch"

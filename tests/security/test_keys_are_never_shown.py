@@ -1,4 +1,5 @@
-"""Marked keys through a real door with everything turned on, and all that the process ever said, searched for them."""
+"""Marked keys through a real sidecar with everything turned on, and all that the process ever said, searched for
+them."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ DIGEST = hashlib.sha256(KNOWN.encode()).hexdigest()
 
 
 def odd_places(key: str) -> list[bytes]:
-    """Requests that show a key where the door looks for one, and where clients put it by mistake."""
+    """Requests that show a key where the sidecar looks for one, and where clients put it by mistake."""
     bearer = f"authorization: Bearer {key}"
     return [
         post(CHAT, SMALL, bearer),
@@ -111,8 +112,10 @@ async def test_no_key_is_in_anything_that_the_process_says(log_format: str, tmp_
     with otlp_over_http() as collector:
         async with raw_engine(script) as engine:
             served = ("serve", "--upstream", engine.url, "--policy", str(policy(tmp_path)), "--port", "0")
-            with command(*served, "--admin-port", "0", OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, **variables) as door:
-                url, admin = address(door), address(door)
+            with command(
+                *served, "--admin-port", "0", OTEL_EXPORTER_OTLP_ENDPOINT=collector.url, **variables
+            ) as sidecar:
+                url, admin = address(sidecar), address(sidecar)
                 port = int(url.rpartition(":")[2])
                 first = post(CHAT, SMALL, f"authorization: Bearer {KNOWN}", "x-request-id: the-first")
                 told["the first"] = await said_by(port, first)
@@ -121,7 +124,7 @@ async def test_no_key_is_in_anything_that_the_process_says(log_format: str, tmp_
                     for number, request in enumerate(odd_places(key)):
                         told[f"answer {number}"] = await said_by(port, request)
                 told |= await pages(admin)
-                told |= await asyncio.to_thread(the_rest, door, collector)
+                told |= await asyncio.to_thread(the_rest, sidecar, collector)
             at_the_engine = [
                 request.head.decode("latin-1") for request in engine.requests if b"/v1/chat" in request.head
             ]
@@ -136,7 +139,7 @@ async def test_no_key_is_in_anything_that_the_process_says(log_format: str, tmp_
         assert MARK not in text, (where, text[max(0, text.find(MARK) - 300) :][:600])
         assert DIGEST not in text, where
 
-    # And the engine's key went where it belongs, the tenants' nowhere: but for what no door can know to be a key.
+    # And the engine's key went where it belongs, the tenants' nowhere: but for what no sidecar can know to be a key.
     assert at_the_engine
     assert all(f"Bearer {ENGINE_KEY}" in head for head in at_the_engine)
     known = [head for head in at_the_engine if KNOWN in head]
@@ -144,11 +147,11 @@ async def test_no_key_is_in_anything_that_the_process_says(log_format: str, tmp_
     assert places == {"api-key", "cookie", f"POST {CHAT}?api_key={KNOWN} HTTP/1.1"}
 
 
-def the_rest(door: subprocess.Popen[str], collector: Received) -> dict[str, str]:
-    """Ends the door: its log, what it printed, and all that was sent to the collector."""
-    door.send_signal(signal.SIGTERM)
-    out, log = door.communicate(timeout=20)
-    assert door.returncode == 0
+def the_rest(sidecar: subprocess.Popen[str], collector: Received) -> dict[str, str]:
+    """Ends the sidecar: its log, what it printed, and all that was sent to the collector."""
+    sidecar.send_signal(signal.SIGTERM)
+    out, log = sidecar.communicate(timeout=20)
+    assert sidecar.returncode == 0
     if log.startswith("{"):
         assert [json.loads(line) for line in log.splitlines()]
     return {

@@ -1,4 +1,4 @@
-"""A tenant's key ends at the door; the engine's own goes on. As the app, or a server behind the proxy, sees it."""
+"""A tenant's key ends at the sidecar; the engine's own goes on. As the app, or a server behind the proxy, sees it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BASIC = "authorization: Basic dXNlcjpwYXNz"
 
 
 async def passed_on(*headers: str, more: str = "") -> list[tuple[bytes, bytes]]:
-    """What of the two headers the app behind a door gets to see."""
+    """What of the two headers the app behind a sidecar gets to see."""
     app = App()
     async with guarding(app, policy(more)) as guarded:
         assert (await guarded.ask(None, *headers)).status == 200
@@ -39,15 +39,15 @@ async def passed_on(*headers: str, more: str = "") -> list[tuple[bytes, bytes]]:
         ("authorization: bEARER   sk-acme",),
         ("x-api-key: sk-acme",),
         ("authorization: Bearer sk-acme", "x-api-key: sk-acme"),
-        ("authorization: Bearer\tsk-acme",),  # no key to the door, and still nothing that should go on
+        ("authorization: Bearer\tsk-acme",),  # no key to the sidecar, and still nothing that should go on
         ("x-api-key: sk-acme", "connection: close, x-api-key"),
     ],
 )
-async def test_a_tenants_key_ends_at_the_door(sent: Sequence[str]) -> None:
+async def test_a_tenants_key_ends_at_the_sidecar(sent: Sequence[str]) -> None:
     assert await passed_on(*sent) == []
 
 
-async def test_a_scheme_that_is_not_the_doors_stays() -> None:
+async def test_a_scheme_that_is_not_the_sidecars_stays() -> None:
     assert await passed_on(BASIC, "x-api-key: sk-acme") == [(b"authorization", b"Basic dXNlcjpwYXNz")]
 
 
@@ -66,7 +66,7 @@ async def test_a_policy_may_let_the_key_pass() -> None:
 )
 @pytest.mark.parametrize("more", ["", "forward_key: true\n"])
 async def test_two_keys_in_one_header_are_a_400(twice: Sequence[str], more: str) -> None:
-    """The door would account the request to one tenant, and whoever is behind it take it for the other's."""
+    """The sidecar would account the request to one tenant, and whoever is behind it take it for the other's."""
     app = App()
     async with guarding(app, policy(more)) as guarded:
         refused = await guarded.ask(None, *twice)
@@ -80,11 +80,11 @@ async def test_two_keys_in_one_header_are_a_400(twice: Sequence[str], more: str)
 
 @asynccontextmanager
 async def before_an_engine(folder: Path, more: str = "") -> AsyncIterator[tuple[RawEngine, int]]:
-    """A door as `sidecar serve` makes it, before a raw engine, with what the environment says."""
+    """A sidecar as `sidecar serve` makes it, before a raw engine, with what the environment says."""
     path = write_policy(folder, more, engine="vllm")
     async with raw_engine(answering()) as engine:
-        door = AdmissionMiddleware(ReverseProxy(engine.url), path)
-        async with serving(door) as served:
+        sidecar = AdmissionMiddleware(ReverseProxy(engine.url), path)
+        async with serving(sidecar) as served:
             yield engine, served.port
 
 
@@ -128,7 +128,7 @@ async def test_a_refusal_never_reaches_the_engine_with_its_key(tmp_path: Path, m
     assert engine.requests == []
 
 
-async def test_a_servers_own_key_check_behind_the_door_is_passed_with_the_engines_key(
+async def test_a_servers_own_key_check_behind_the_sidecar_is_passed_with_the_engines_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As vLLM's `--api-key`, whose middleware stands behind a `--middleware`; the tenant shows its own key."""
@@ -142,8 +142,8 @@ async def test_a_servers_own_key_check_behind_the_door_is_passed_with_the_engine
             return
         await app(scope, receive, send)
 
-    door = AdmissionMiddleware(checking, write_policy(tmp_path, engine="vllm"))
-    async with serving(door) as served:
+    sidecar = AdmissionMiddleware(checking, write_policy(tmp_path, engine="vllm"))
+    async with serving(sidecar) as served:
         statuses = [
             Answer.parsed(await exchange(served.port, sent)).status
             for sent in (
@@ -156,7 +156,7 @@ async def test_a_servers_own_key_check_behind_the_door_is_passed_with_the_engine
 
 
 @pytest.mark.parametrize("named", ["X-Vllm-Priority", "authorization", "x-vllm-priority , Authorization"])
-async def test_a_client_cannot_have_the_proxy_drop_what_the_door_has_written(
+async def test_a_client_cannot_have_the_proxy_drop_what_the_sidecar_has_written(
     named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request without its priority would go first: vLLM's default of 0 is before everything that we write."""

@@ -17,8 +17,8 @@ GUARDED, UNGUARDED = b"/v1/chat/completions", b"/v1/files"
 BODY = b'{"messages":["hi"]}'
 LENGTH = b"content-length: 19"
 CHUNKS = b"13\r\n" + BODY + b"\r\n0\r\n\r\n"
-SMUGGLED = b"GET /smuggled HTTP/1.1\r\nhost: door\r\n\r\n"
-STRANGER = b"POST /stranger HTTP/1.1\r\nhost: door\r\ncontent-length: 3\r\nconnection: close\r\n\r\nabc"
+SMUGGLED = b"GET /smuggled HTTP/1.1\r\nhost: sidecar\r\n\r\n"
+STRANGER = b"POST /stranger HTTP/1.1\r\nhost: sidecar\r\ncontent-length: 3\r\nconnection: close\r\n\r\nabc"
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -109,7 +109,7 @@ def names(cases: list[Case]) -> dict[str, Any]:
 
 
 def request(path: bytes, case: Case) -> bytes:
-    return b"POST %s HTTP/1.1\r\nhost: door\r\n%s\r\n\r\n%s" % (path, case.head, case.rest)
+    return b"POST %s HTTP/1.1\r\nhost: sidecar\r\n%s\r\n\r\n%s" % (path, case.head, case.rest)
 
 
 def untouched(behind: Behind) -> None:
@@ -163,10 +163,10 @@ def is_framed_once(seen: Seen) -> None:
     assert seen.all(b"x-vllm-priority") == ([b"20"] if seen.target == GUARDED else [])
 
 
-@pytest.mark.parametrize("second", [b"", b"GET /smuggled HTTP/1.1\r\nhost: door\r\n\r\n"])
+@pytest.mark.parametrize("second", [b"", b"GET /smuggled HTTP/1.1\r\nhost: sidecar\r\n\r\n"])
 def test_pipelined_requests_are_answered_in_order_each_its_own(behind: Behind, second: bytes) -> None:
     count = len(behind.seen)
-    first = b"POST %s HTTP/1.1\r\nhost: door\r\n%s\r\n\r\n%s" % (GUARDED, LENGTH, BODY)
+    first = b"POST %s HTTP/1.1\r\nhost: sidecar\r\n%s\r\n\r\n%s" % (GUARDED, LENGTH, BODY)
     answer = behind.send(first * 3 + second)
     seen = behind.seen[count:]
     assert [each.target for each in seen] == [GUARDED] * 3 + ([b"/smuggled"] if second else []) + [b"/last"]
@@ -186,7 +186,7 @@ def test_pipelined_requests_are_answered_in_order_each_its_own(behind: Behind, s
 )
 def test_a_target_names_a_path_and_nothing_else(behind: Behind, line: bytes, target: bytes) -> None:
     count = len(behind.seen)
-    behind.send(b"%s\r\nhost: door\r\n%s\r\n\r\n%s" % (line, LENGTH, BODY))
+    behind.send(b"%s\r\nhost: sidecar\r\n%s\r\n\r\n%s" % (line, LENGTH, BODY))
     first, _ = behind.seen[count:]
     assert (first.target, first.body) == (target, BODY)
     assert len(first.all(b"host")) == 1
@@ -210,7 +210,7 @@ def test_a_target_names_a_path_and_nothing_else(behind: Behind, line: bytes, tar
 )
 def test_a_line_that_is_no_request_is_a_400(behind: Behind, line: bytes) -> None:
     count = len(behind.seen)
-    assert behind.send(b"%s\r\nhost: door\r\n%s\r\n\r\n%s" % (line, LENGTH, BODY)).startswith(b"HTTP/1.1 400 ")
+    assert behind.send(b"%s\r\nhost: sidecar\r\n%s\r\n\r\n%s" % (line, LENGTH, BODY)).startswith(b"HTTP/1.1 400 ")
     assert behind.seen[count:] == []
     untouched(behind)
 
@@ -229,7 +229,7 @@ def test_a_line_that_is_no_request_is_a_400(behind: Behind, line: bytes) -> None
     ],
 )
 def test_a_guarded_path_is_guarded_however_it_is_written(behind: Behind, path: bytes) -> None:
-    """What is behind us may merge slashes and resolve dots: else a request could so pass the door by."""
+    """What is behind us may merge slashes and resolve dots: else a request could so pass the sidecar by."""
     count = len(behind.seen)
     answer = behind.send(request(path, Case("", LENGTH)))
     assert b"x-admission-tier: normal" in answer
@@ -265,7 +265,7 @@ def test_no_value_of_a_client_ends_a_header_of_ours(behind: Behind, header: byte
 def test_what_is_told_back_of_ignored_priorities_is_in_one_line(behind: Behind, where: str) -> None:
     body = b'{"messages":["hi"],"nvext":{"agent_hints":{"priority":1,"x\\r\\nset-cookie: a=1":2}}}'
     header = b"x-override-a\xc3\xa9: 1\r\n" if where == "header" else b""
-    request_bytes = b"POST %s HTTP/1.1\r\nhost: door\r\n%scontent-length: %d\r\n\r\n%s" % (
+    request_bytes = b"POST %s HTTP/1.1\r\nhost: sidecar\r\n%scontent-length: %d\r\n\r\n%s" % (
         GUARDED,
         header,
         len(body),

@@ -1,4 +1,4 @@
-"""A stand-in for the composed door, run as a process by test_server: counts what runs, refuses while draining."""
+"""A stand-in for the composed sidecar, run as a process by test_server: counts what runs, refuses while draining."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server.server import CannotServe, run, serve
 
 
-class Door:
+class Sidecar:
     def __init__(self, upstream: str) -> None:
         self._proxy = ReverseProxy(upstream)
         self._running = 0
@@ -47,18 +47,18 @@ class Door:
 
 if __name__ == "__main__":
     upstream, port, grace_s = sys.argv[1:]
-    door = Door(upstream)
+    sidecar = Sidecar(upstream)
     try:
         run(
             serve(
-                door.app,
+                sidecar.app,
                 host="127.0.0.1",
                 port=int(port),
-                admin=admin_app(state=dict, readiness=door.readiness),
+                admin=admin_app(state=dict, readiness=sidecar.readiness),
                 admin_host="127.0.0.1",
                 admin_port=0,
-                drain=door.drain,
-                drained=door.drained,
+                drain=sidecar.drain,
+                drained=sidecar.drained,
                 grace_s=float(grace_s),
                 announce=lambda line: print(line, flush=True),  # noqa: T201 - what the test waits for
             )

@@ -1,4 +1,4 @@
-"""A door that a server constructs from its environment alone: admin pages, telemetry, and what fails the start."""
+"""A sidecar that a server constructs from its environment alone: admin pages, telemetry, and what fails the start."""
 
 from __future__ import annotations
 

@@ -18,18 +18,18 @@ from tests.support.wire import connected, exchange, get, post
 
 pytestmark = pytest.mark.anyio
 
-DOOR = str(Path(__file__).parent / "draining_door.py")
+DOOR = str(Path(__file__).parent / "draining_sidecar.py")
 STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 @asynccontextmanager
-async def door(
+async def sidecar(
     script: Script, grace_s: float = 5.0, port: int = 0
 ) -> AsyncIterator[tuple[Running, RawEngine, int, int]]:
     async with raw_engine(script) as engine, python(DOOR, engine.url, str(port), str(grace_s)) as process:
-        door_port = int((await process.line(r"^sidecar: door on http://127.0.0.1:(\d+)$"))[1])
+        sidecar_port = int((await process.line(r"^sidecar: sidecar on http://127.0.0.1:(\d+)$"))[1])
         admin_port = int((await process.line(r"^sidecar: admin on http://127.0.0.1:(\d+)$"))[1])
-        yield process, engine, door_port, admin_port
+        yield process, engine, sidecar_port, admin_port
 
 
 def held_open(finish: asyncio.Event) -> Script:
@@ -51,7 +51,7 @@ async def until_draining(admin_port: int) -> None:
 
 async def test_sigterm_refuses_new_requests_finishes_the_running_ones_and_exits_with_0() -> None:
     finish = asyncio.Event()
-    async with door(held_open(finish)) as (process, engine, port, admin_port):
+    async with sidecar(held_open(finish)) as (process, engine, port, admin_port):
         assert (await exchange(admin_port, get("/readyz"))).startswith(b"HTTP/1.1 200")
         async with connected(port) as (reader, writer):
             writer.write(post())
@@ -73,7 +73,7 @@ async def test_sigterm_refuses_new_requests_finishes_the_running_ones_and_exits_
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_with_nothing_running_a_signal_ends_it_at_once(number: signal.Signals) -> None:
-    async with door(answering()) as (process, _, port, _admin):
+    async with sidecar(answering()) as (process, _, port, _admin):
         # An idle keep-alive connection is nobody who waits.
         async with connected(port) as (reader, writer):
             writer.write(post(close=False))
@@ -86,7 +86,7 @@ async def test_with_nothing_running_a_signal_ends_it_at_once(number: signal.Sign
 
 
 async def test_what_still_runs_when_the_grace_is_over_is_cut_off() -> None:
-    async with door(held_open(asyncio.Event()), grace_s=0.1) as (process, _, port, _admin):
+    async with sidecar(held_open(asyncio.Event()), grace_s=0.1) as (process, _, port, _admin):
         async with connected(port) as (reader, writer):
             writer.write(post())
             await asyncio.wait_for(reader.readuntil(b"first"), 5)
@@ -97,7 +97,7 @@ async def test_what_still_runs_when_the_grace_is_over_is_cut_off() -> None:
 
 
 async def test_a_second_signal_ends_it_at_once() -> None:
-    async with door(held_open(asyncio.Event()), grace_s=60) as (process, _, port, admin_port):
+    async with sidecar(held_open(asyncio.Event()), grace_s=60) as (process, _, port, admin_port):
         async with connected(port) as (reader, writer):
             writer.write(post())
             await asyncio.wait_for(reader.readuntil(b"first"), 5)
@@ -114,7 +114,7 @@ async def test_an_engine_that_breaks_off_is_one_line_in_the_log() -> None:
         await connection.send(STREAM)
         await connection.send_chunk(b"first")
 
-    async with door(script) as (process, _, port, _admin):
+    async with sidecar(script) as (process, _, port, _admin):
         assert not (await exchange(port, post())).endswith(b"0\r\n\r\n")
         process.signal(signal.SIGTERM)
         assert await process.exit_code() == 0

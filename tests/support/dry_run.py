@@ -21,7 +21,7 @@ class DryRun(Guarded):
     def __init__(self, app: Any, with_policy: Policy) -> None:
         super().__init__(app, replace(with_policy, mode=Mode.OBSERVE))
         self.found: list[Observed] = []
-        self.door.observed = self.found.append
+        self.sidecar.observed = self.found.append
 
     def verdicts(self) -> list[tuple[Verdict, str | None]]:
         """What became of every request, in the order in which that was known."""
@@ -39,9 +39,9 @@ class DryRun(Guarded):
         """Fails unless the pool is empty, at once or very soon, and every request was told of once."""
         await self.until(leases=0, waiting=0)
         end_s = time.monotonic() + self.patience_s
-        while (len(self.door.shadows) or len(self.door.watchdog)) and time.monotonic() < end_s:  # noqa: ASYNC110  # no event says so
+        while (len(self.sidecar.shadows) or len(self.sidecar.watchdog)) and time.monotonic() < end_s:  # noqa: ASYNC110  # no event says so
             await asyncio.sleep(0.001)
-        assert (len(self.door.shadows), len(self.door.watchdog)) == (0, 0)
+        assert (len(self.sidecar.shadows), len(self.sidecar.watchdog)) == (0, 0)
         ids = [one.request_id for one in self.found]
         assert len(ids) == len(set(ids)) == len(self.recorder.stories)
         assert all(
@@ -53,6 +53,6 @@ class DryRun(Guarded):
 async def observing(app: Any, with_policy: Policy | None = None, **settings: Any) -> AsyncIterator[DryRun]:
     """Serves `app` in a dry run; at the end of the block nothing may be left of any shadow."""
     observed = DryRun(app, with_policy or policy())
-    async with serving(observed.door, **settings) as observed.served:
+    async with serving(observed.sidecar, **settings) as observed.served:
         yield observed
         await observed.no_shadow_left()

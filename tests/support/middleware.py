@@ -270,7 +270,7 @@ class Guarded:
         self.recorder = Recorder()
         self.pool = LocalPool(policy)
         dialect = policy.engine(policy.carrier)
-        self.door = TestedMiddleware(
+        self.sidecar = TestedMiddleware(
             app, policy=policy, pool=self.pool, dialect=dialect, estimator=Estimator(), observer=self.recorder
         )
         self.served: Served | None = None
@@ -309,9 +309,9 @@ class Guarded:
         """Fails unless no lease, ticket, task or story is open, at once or very soon."""
         await self.until(leases=0, waiting=0)
         end_s = time.monotonic() + self.patience_s
-        while (len(self.door.watchdog) or tasks_of_ours()) and time.monotonic() < end_s:  # noqa: ASYNC110  # no event says so
+        while (len(self.sidecar.watchdog) or tasks_of_ours()) and time.monotonic() < end_s:  # noqa: ASYNC110  # no event says so
             await asyncio.sleep(0.001)
-        assert len(self.door.watchdog) == 0
+        assert len(self.sidecar.watchdog) == 0
         assert tasks_of_ours() == []
         assert self.pool._waiting == {}
         self.recorder.check()
@@ -327,7 +327,7 @@ def tasks_of_ours() -> list[str]:
 async def guarding(app: Any, with_policy: Policy | None = None, **settings: Any) -> AsyncIterator[Guarded]:
     """Serves `app` behind the middleware with uvicorn; at the end of the block nothing may be left of any request."""
     guarded = Guarded(app, with_policy or policy())
-    async with serving(guarded.door, **settings) as guarded.served:
+    async with serving(guarded.sidecar, **settings) as guarded.served:
         yield guarded
         await guarded.nothing_left()
 

@@ -28,13 +28,13 @@ async def exchange(port: int, request: bytes) -> bytes:
 
 def post(path: str = "/v1/completions", body: bytes = b"{}", *headers: str, close: bool = True) -> bytes:
     """A POST with a right length; `close` asks the server to close the connection after its response."""
-    lines = [f"POST {path} HTTP/1.1", "host: door", f"content-length: {len(body)}", *headers]
+    lines = [f"POST {path} HTTP/1.1", "host: sidecar", f"content-length: {len(body)}", *headers]
     lines += ["connection: close"] if close else []
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
 
 
 def get(path: str, *headers: str) -> bytes:
     """A GET after which the server closes the connection."""
-    return "\r\n".join([f"GET {path} HTTP/1.1", "host: door", "connection: close", *headers]).encode("latin-1") + (
+    return "\r\n".join([f"GET {path} HTTP/1.1", "host: sidecar", "connection: close", *headers]).encode("latin-1") + (
         b"\r\n\r\n"
     )

@@ -1,4 +1,4 @@
-"""Event sequences as the door tells them, and the spans they leave, for the tests in this folder."""
+"""Event sequences as the sidecar tells them, and the spans they leave, for the tests in this folder."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

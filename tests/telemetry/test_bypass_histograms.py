@@ -93,14 +93,14 @@ class Counting:
     def __init__(self, provider):
         self.provider = provider
         self.requests = RequestMetrics("default", meter_provider=provider)
-        self.another_door = RequestMetrics("default", meter_provider=provider)
+        self.another_sidecar = RequestMetrics("default", meter_provider=provider)
         self.observed = DryRunMetrics(self.requests)
         self.store = StoreMetrics("default", provider)
 
     def play(self, number, request):
         about = msgspec.structs.replace(received(), request_id=request.id)
-        door = self.another_door if number % 3 == 0 else self.requests
-        tell = begin(door, about, TraceIds(number + 1, number + 2, request.is_kept))
+        sidecar = self.another_sidecar if number % 3 == 0 else self.requests
+        tell = begin(sidecar, about, TraceIds(number + 1, number + 2, request.is_kept))
         tell(msgspec.structs.replace(classified(), tier=request.tier))
         waited = {"queue_wait_us": request.wait_us, "starvation_us": request.starvation_us}
         if request.code:

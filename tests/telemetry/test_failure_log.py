@@ -1,4 +1,4 @@
-"""A door that nobody looks at logs what went wrong, and tells everybody as soon as there is somebody."""
+"""A sidecar that nobody looks at logs what went wrong, and tells everybody as soon as there is somebody."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ class Clock:
         return self.now_us
 
 
-class Door:
-    """What the door does without a network: asks the scheduler, and tells the journal, on a clock of its own."""
+class Sidecar:
+    """What the sidecar does without a network: asks the scheduler, and tells the journal, on a clock of its own."""
 
     def __init__(self) -> None:
         rules = pool_rules(tokens=40, requests=4, tiers=SHARES, promote_after_us=30, ceiling=0, max_preemptions=2)
@@ -164,70 +164,70 @@ OPERATIONS = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(OPERATIONS)
 def test_who_was_ahead_adds_up_to_what_the_scheduler_counted(operations: list[tuple[object, ...]]) -> None:
-    door = Door()
+    sidecar = Sidecar()
     for name, *arguments in operations:
-        getattr(door, str(name))(*arguments)
-    door.wake()
-    for request_id, event in dict(door.told).items():  # the last of one that was admitted more than once
-        record = door.journal.find(request_id)
+        getattr(sidecar, str(name))(*arguments)
+    sidecar.wake()
+    for request_id, event in dict(sidecar.told).items():  # the last of one that was admitted more than once
+        record = sidecar.journal.find(request_id)
         assert record is not None
         if record.admitted is not event:
             assert record.lost  # and waits again
             continue
         if not event.queue_wait_us:
-            assert not door.journal.ahead_of(record)
+            assert not sidecar.journal.ahead_of(record)
             continue
-        assert tokens(door.journal.ahead_of(record)) == event.served_ahead
-        seen_tokens, seen_overtaken_us = door.seen_by_event[request_id]
+        assert tokens(sidecar.journal.ahead_of(record)) == event.served_ahead
+        seen_tokens, seen_overtaken_us = sidecar.seen_by_event[request_id]
         assert seen_tokens == event.served_ahead
         if not record.lost:  # else it counts as overtaken from its preemption on
-            assert first(door.journal.overtook(record)) == seen_overtaken_us == event.overtaken_at_us
-        by_event = [each for each in door.journal.ahead_of(event) if each.copy_of is not record]
-        assert by_event == [*door.journal.ahead_of(record)]
+            assert first(sidecar.journal.overtook(record)) == seen_overtaken_us == event.overtaken_at_us
+        by_event = [each for each in sidecar.journal.ahead_of(event) if each.copy_of is not record]
+        assert by_event == [*sidecar.journal.ahead_of(record)]
 
 
 def test_the_property_above_sees_waits_and_overtaking() -> None:
-    """A control: the same door, on operations that are known to make both."""
-    door = Door()
+    """A control: the same sidecar, on operations that are known to make both."""
+    sidecar = Sidecar()
     for tier in (2, 2, 2, 2, 0, 2, 0):
-        door.arrive(tier, 8, "a")
+        sidecar.arrive(tier, 8, "a")
     for _ in range(7):
-        door.settle(0)
-        door.wake()
-    overtaken = [event for _, event in door.told if event.overtaken_at_us is not None]
+        sidecar.settle(0)
+        sidecar.wake()
+    overtaken = [event for _, event in sidecar.told if event.overtaken_at_us is not None]
     assert overtaken
-    assert sum(event.queue_wait_us > 0 for _, event in door.told) >= 3
+    assert sum(event.queue_wait_us > 0 for _, event in sidecar.told) >= 3
 
 
 def test_the_property_above_sees_preemptions() -> None:
     """A control, as the one above."""
-    door = Door()
+    sidecar = Sidecar()
     for _ in range(4):
-        door.arrive(2, 8, "a")
+        sidecar.arrive(2, 8, "a")
     for _ in range(2):  # the second one finds the pool full
-        door.arrive(0, 8, "b")
-    door.preempt()
-    (victim,) = door.preempted
+        sidecar.arrive(0, 8, "b")
+    sidecar.preempt()
+    (victim,) = sidecar.preempted
     for _ in range(4):
-        door.settle(0)
-        door.wake()
-    assert [request_id for request_id, _ in door.told].count(victim) == 2
+        sidecar.settle(0)
+        sidecar.wake()
+    assert [request_id for request_id, _ in sidecar.told].count(victim) == 2
 
 
 def test_one_that_waits_knows_who_went_ahead_so_far() -> None:
-    door = Door()
+    sidecar = Sidecar()
     for _ in range(4):
-        door.arrive(1, 8, "a")
-    door.arrive(2, 8, "waiter")
-    door.arrive(0, 5, "b")
-    waiter = door.journal.find("4")
+        sidecar.arrive(1, 8, "a")
+    sidecar.arrive(2, 8, "waiter")
+    sidecar.arrive(0, 5, "b")
+    waiter = sidecar.journal.find("4")
     assert waiter is not None
-    assert not door.journal.ahead_of(waiter)
-    assert not door.journal.overtook(waiter)
-    door.settle(0)
-    door.wake()
-    assert [record.request_id for record in door.journal.ahead_of(waiter)] == ["5"]
-    assert [record.request_id for record in door.journal.overtook(waiter)] == ["5"]
+    assert not sidecar.journal.ahead_of(waiter)
+    assert not sidecar.journal.overtook(waiter)
+    sidecar.settle(0)
+    sidecar.wake()
+    assert [record.request_id for record in sidecar.journal.ahead_of(waiter)] == ["5"]
+    assert [record.request_id for record in sidecar.journal.overtook(waiter)] == ["5"]
 
 
 # -- what is kept

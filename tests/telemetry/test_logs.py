@@ -166,7 +166,7 @@ def test_a_line_tells_how_often_its_request_was_preempted_and_what_that_cost() -
         (
             settled(Outcome.CLIENT_LEFT, None, "client_left"),
             "abandoned",
-            "request mine: the client hung up while the request waited again, preempted",
+            "request mine: the client disconnected while the request waited again, preempted",
         ),
         (
             settled(Outcome.FAILED, None, "canceled"),
@@ -412,17 +412,17 @@ def test_mounted_and_asked_by_a_variable_ours_go_to_standard_error(caplog: pytes
     assert [record.name for record in caplog.records] == ["somebody"]
 
 
-# -- at the door
+# -- at the sidecar
 
 
 @pytest.mark.anyio
-async def test_a_door_logs_refusals_and_departures_and_neither_keys_nor_prompts() -> None:
+async def test_a_sidecar_logs_refusals_and_departures_and_neither_keys_nor_prompts() -> None:
     prompt = "the secret prompt " * 10
     app = App(is_held=True)
     with lines() as written:
         guarded = Guarded(app, policy(requests="1", max_requests="0"))
-        guarded.door.observer = EventDispatcher(RequestTracer(), [guarded_log := RequestLog()])
-        async with serving(guarded.door) as guarded.served:
+        guarded.sidecar.observer = EventDispatcher(RequestTracer(), [guarded_log := RequestLog()])
+        async with serving(guarded.sidecar) as guarded.served:
             holding = asyncio.create_task(guarded.ask(chat(), key("acme")))
             await guarded.until(leases=1)
             for body, headers in (

@@ -1,4 +1,4 @@
-"""Every metric and every label of requests, from the events that the door tells."""
+"""Every metric and every label of requests, from the events that the sidecar tells."""
 
 import gc
 import subprocess
@@ -211,7 +211,7 @@ def test_what_every_tier_has_is_told_before_its_first_request(measuring):
     assert measuring.values("admission.admitted") == {("default", "high"): 0, ("default", "batch"): 1}
 
 
-def test_two_pools_are_told_apart_and_two_doors_to_one_pool_are_one(measuring, caplog):
+def test_two_pools_are_told_apart_and_two_sidecars_to_one_pool_are_one(measuring, caplog):
     chat, chat_again, batch = (measuring.requests(pool) for pool in ("chat", "chat", "batch"))
     for listener in (chat, chat_again, batch):
         play(listener, classified(), admitted())
@@ -223,7 +223,7 @@ def test_two_pools_are_told_apart_and_two_doors_to_one_pool_are_one(measuring, c
     assert caplog.records == []
 
 
-def test_counts_outlive_the_door_and_holdings_do_not(measuring):
+def test_counts_outlive_the_sidecar_and_holdings_do_not(measuring):
     listener = measuring.requests()
     play(listener, classified(), admitted())
     del listener

@@ -61,7 +61,7 @@ def write_policy(folder: Path, engine: str = "vllm") -> Path:
 
 
 @dataclass
-class Door:
+class Sidecar:
     """A running `sidecar serve`."""
 
     url: str
@@ -121,7 +121,7 @@ class Door:
 
 
 @contextlib.contextmanager
-def running_door(folder: Path, upstream: str, collector: Received, protocol: str) -> Iterator[Door]:
+def running_sidecar(folder: Path, upstream: str, collector: Received, protocol: str) -> Iterator[Sidecar]:
     served = ("serve", "--upstream", upstream, "--policy", str(write_policy(folder)), "--port", "0")
     variables = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
@@ -131,7 +131,7 @@ def running_door(folder: Path, upstream: str, collector: Received, protocol: str
         "OTEL_SERVICE_NAME": "front-door",
     }
     with command(*served, "--admin-port", "0", **variables) as process:
-        yield Door(address(process), address(process), process)
+        yield Sidecar(address(process), address(process), process)
 
 
 FILLER, STARVED, URGENT, UNSAMPLED, TIMED_OUT, FULL, STREAMED = range(1, 8)
@@ -153,63 +153,63 @@ def in_thread(target: Any, *arguments: Any, **named: Any) -> threading.Thread:
     return thread
 
 
-def starvation(door: Door, answers: dict[int, Any]) -> None:
+def starvation(sidecar: Sidecar, answers: dict[int, Any]) -> None:
     """Batch waits behind batch, and is overtaken by high."""
 
     def ask(key: str, trace: int, **asked: Any) -> None:
-        answers[trace] = door.ask(key, trace, **asked)
+        answers[trace] = sidecar.ask(key, trace, **asked)
 
     threads = [in_thread(ask, RESEARCH, FILLER, tokens=200)]  # it lasts until the others wait
-    door.until(leases=1, waiting=0)
+    sidecar.until(leases=1, waiting=0)
     threads.append(in_thread(ask, RESEARCH, STARVED))
-    door.until(leases=1, waiting=1)
+    sidecar.until(leases=1, waiting=1)
     threads.append(in_thread(ask, INTERACTIVE, URGENT, tokens=20))
-    door.until(leases=1, waiting=2)
+    sidecar.until(leases=1, waiting=2)
     for thread in threads:
         thread.join()
 
 
-def refusals(door: Door) -> dict[int, tuple[int, str]]:
+def refusals(sidecar: Sidecar) -> dict[int, tuple[int, str]]:
     """One of every kind that a client can bring about."""
     at_once = {
-        UNKNOWN_KEY: door.refused("sk-nobody", UNKNOWN_KEY),
-        UNKNOWN_TIER: door.refused(STANDARD, UNKNOWN_TIER, extra_headers={"x-priority": "hihg"}),
-        TOO_LARGE: door.refused(STANDARD, TOO_LARGE, messages=[{"role": "user", "content": "x" * 5000}]),
-        TOO_MANY_TOKENS: door.refused(STANDARD, TOO_MANY_TOKENS, tokens=20_000),
-        OVER_CONTEXT: door.refused(STANDARD, OVER_CONTEXT, tokens=5_000),
+        UNKNOWN_KEY: sidecar.refused("sk-nobody", UNKNOWN_KEY),
+        UNKNOWN_TIER: sidecar.refused(STANDARD, UNKNOWN_TIER, extra_headers={"x-priority": "hihg"}),
+        TOO_LARGE: sidecar.refused(STANDARD, TOO_LARGE, messages=[{"role": "user", "content": "x" * 5000}]),
+        TOO_MANY_TOKENS: sidecar.refused(STANDARD, TOO_MANY_TOKENS, tokens=20_000),
+        OVER_CONTEXT: sidecar.refused(STANDARD, OVER_CONTEXT, tokens=5_000),
     }
-    filler = in_thread(door.ask, STANDARD, 21, tokens=200)
-    door.until(leases=1, waiting=0)
-    timed_out = door.refused(RESEARCH, TIMED_OUT, extra_headers={"x-admission-max-wait": "30ms"})
-    waiting = in_thread(door.ask, RESEARCH, 22)
-    door.until(leases=1, waiting=1)
-    full = door.refused(RESEARCH, FULL)
+    filler = in_thread(sidecar.ask, STANDARD, 21, tokens=200)
+    sidecar.until(leases=1, waiting=0)
+    timed_out = sidecar.refused(RESEARCH, TIMED_OUT, extra_headers={"x-admission-max-wait": "30ms"})
+    waiting = in_thread(sidecar.ask, RESEARCH, 22)
+    sidecar.until(leases=1, waiting=1)
+    full = sidecar.refused(RESEARCH, FULL)
     waiting.join()
     filler.join()
     return {**at_once, TIMED_OUT: timed_out, FULL: full}
 
 
-def leaving(door: Door) -> None:
+def leaving(sidecar: Sidecar) -> None:
     """A client that gives up while it waits."""
-    filler = in_thread(door.ask, STANDARD, 23, tokens=200)
-    door.until(leases=1, waiting=0)
+    filler = in_thread(sidecar.ask, STANDARD, 23, tokens=200)
+    sidecar.until(leases=1, waiting=0)
     with pytest.raises(openai.APITimeoutError):
-        door.ask(STANDARD, ABANDONED, timeout=0.05)
-    door.until(leases=1, waiting=0)
+        sidecar.ask(STANDARD, ABANDONED, timeout=0.05)
+    sidecar.until(leases=1, waiting=0)
     filler.join()
 
 
-def ending(door: Door) -> tuple[int, str]:
+def ending(sidecar: Sidecar) -> tuple[int, str]:
     """A request on a connection that is open already, to a server that shuts down."""
-    with door.client(STANDARD) as late:
+    with sidecar.client(STANDARD) as late:
         assert late.models.list().data
-        running = in_thread(door.ask, STANDARD, 24, tokens=50)
-        door.until(leases=1, waiting=0)
-        door.begin_to_end()
+        running = in_thread(sidecar.ask, STANDARD, 24, tokens=50)
+        sidecar.until(leases=1, waiting=0)
+        sidecar.begin_to_end()
         with pytest.raises(openai.InternalServerError) as refused:
-            door.ask_on(late, DRAINING)
+            sidecar.ask_on(late, DRAINING)
         running.join()
-    door.end()
+    sidecar.end()
     return refused.value.status_code, str(refused.value.code)
 
 
@@ -220,14 +220,14 @@ def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     emulated += ("--context-tokens", "1000")
     answers: dict[int, Any] = {}
     with RECEIVERS[request.param]() as received, command(*emulated) as engine:
-        with running_door(tmp_path_factory.mktemp("policies"), address(engine), received, request.param) as door:
-            starvation(door, answers)
-            answers[UNSAMPLED] = door.ask(STANDARD, UNSAMPLED, sampled=False)
+        with running_sidecar(tmp_path_factory.mktemp("policies"), address(engine), received, request.param) as sidecar:
+            starvation(sidecar, answers)
+            answers[UNSAMPLED] = sidecar.ask(STANDARD, UNSAMPLED, sampled=False)
             usage = {"include_usage": True}
-            answers[STREAMED] = door.ask(STANDARD, STREAMED, stream=True, stream_options=usage, tokens=5)
-            statuses = refusals(door)
-            leaving(door)
-            statuses[DRAINING] = ending(door)
+            answers[STREAMED] = sidecar.ask(STANDARD, STREAMED, stream=True, stream_options=usage, tokens=5)
+            statuses = refusals(sidecar)
+            leaving(sidecar)
+            statuses[DRAINING] = ending(sidecar)
         yield Story(received, statuses, answers)
 
 
@@ -406,12 +406,12 @@ async def test_the_engine_is_sent_the_engine_spans_context(tmp_path: Path, sampl
     async with raw_engine(answering(answer)) as engine:
         with (
             otlp_over_http() as received,
-            running_door(tmp_path, engine.url, received, "http/protobuf") as door,
+            running_sidecar(tmp_path, engine.url, received, "http/protobuf") as sidecar,
         ):
             asked = {"sampled": sampled, "extra_headers": {"tracestate": "rojo=1", "baggage": "user=alice"}}
-            await asyncio.to_thread(door.ask, STANDARD, 31, **asked)
-            await asyncio.to_thread(door.begin_to_end)
-            await asyncio.to_thread(door.end)
+            await asyncio.to_thread(sidecar.ask, STANDARD, 31, **asked)
+            await asyncio.to_thread(sidecar.begin_to_end)
+            await asyncio.to_thread(sidecar.end)
 
     (to_engine,) = engine.requests
     (traceparent,) = to_engine.all(b"traceparent")

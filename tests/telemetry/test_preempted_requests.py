@@ -1,4 +1,4 @@
-"""Preemption through a real door: everything that listens tells the same of it."""
+"""Preemption through a real sidecar: everything that listens tells the same of it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Engine(App):
 
 
 class Watched:
-    """A door with all that listens to it."""
+    """A sidecar with all that listens to it."""
 
     def __init__(self, guarded: Guarded, engine: Engine) -> None:
         self.guarded, self.engine = guarded, engine
@@ -71,7 +71,7 @@ class Watched:
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
         spans = RequestTracer(provider, find_links=links_from(self.journal))
-        guarded.door.observer = EventDispatcher(spans, [self.journal, self.recent, self.metrics])
+        guarded.sidecar.observer = EventDispatcher(spans, [self.journal, self.recent, self.metrics])
 
     def story(self, request_id: str) -> Any:
         story = ExplanationBuilder(self.journal, lambda: ("critical", "batch"), "lab", is_shared=False).tell(request_id)
@@ -114,62 +114,62 @@ async def watched(tmp_path: Any) -> AsyncIterator[Watched]:
 
 
 async def test_a_victim_is_told_of_alike_by_everybody(tmp_path: Any) -> None:
-    async with watched(tmp_path) as door:
-        victim = await door.sends("batch", "victim")
-        important = await door.sends("critical", "important")
-        await door.until("victim", "waiting", times=1)
-        await door.until("important", "running")
-        assert door.metrics.held()["anonymous"].leases == 1
-        assert door.metrics.held()["anonymous"].waiting == 1
-        for may_end in door.engine.may_end.values():
+    async with watched(tmp_path) as sidecar:
+        victim = await sidecar.sends("batch", "victim")
+        important = await sidecar.sends("critical", "important")
+        await sidecar.until("victim", "waiting", times=1)
+        await sidecar.until("important", "running")
+        assert sidecar.metrics.held()["anonymous"].leases == 1
+        assert sidecar.metrics.held()["anonymous"].waiting == 1
+        for may_end in sidecar.engine.may_end.values():
             may_end.set()
         assert [(await asked).status for asked in (important, victim)] == [200, 200]
-    story = door.story("victim")
+    story = sidecar.story("victim")
     (lost,) = story.preempted
     assert story.conclusion.startswith("admitted at once; preempted after ")
     assert "at the engine: its room went to a more important request; waited again for " in story.conclusion
     assert "1 request of tier critical went ahead because critical " in story.conclusion
-    measuring = door.measuring
+    measuring = sidecar.measuring
     assert measuring.values("admission.preemptions") == {BATCH: 1}
     assert measuring.values("admission.preempted.engine_time") == {BATCH: pytest.approx(lost.engine_s)}
     assert measuring.values("admission.admitted") == {BATCH: 1, ("default", "critical"): 1}
     count, wait_s = measuring.sums("admission.queue_wait")[("admitted", *BATCH)]
     assert (count, wait_s) == (1, pytest.approx(story.wait.queue_wait_s))
     assert measuring.sums("admission.starvation")[("admitted", *BATCH)] == (1, pytest.approx(story.wait.starvation_s))
-    buckets = door.recent.read("batch", story.told_at_s).buckets
+    buckets = sidecar.recent.read("batch", story.told_at_s).buckets
     assert [sum(bucket.admitted for bucket in buckets), sum(bucket.preempted for bucket in buckets)] == [1, 1]
     assert sum(bucket.engine_lost_s for bucket in buckets) == pytest.approx(lost.engine_s)
-    first, again = door.spans("victim", "engine")
+    first, again = sidecar.spans("victim", "engine")
     assert first.attributes == {**dict(first.attributes or {}), "admission.preempted": True}
-    sent = [traceparent.split(b"-")[2].decode() for traceparent in door.engine.traceparents]
-    (served,) = door.spans("important", "engine")
+    sent = [traceparent.split(b"-")[2].decode() for traceparent in sidecar.engine.traceparents]
+    (served,) = sidecar.spans("important", "engine")
     assert sent == [f"{span.context.span_id:016x}" for span in (first, served, again)]
-    (queued,) = door.spans("victim", "admission.queued")
+    (queued,) = sidecar.spans("victim", "admission.queued")
     assert (queued.attributes or {})["admission.obstacle"] == "preempted"
-    (admission,) = door.spans("victim", "admission")
+    (admission,) = sidecar.spans("victim", "admission")
     assert admission.attributes is not None
     assert admission.attributes["admission.queue_wait_s"] == pytest.approx(story.wait.queue_wait_s)
-    (starved,) = door.spans("victim", "admission.starved")
+    (starved,) = sidecar.spans("victim", "admission.starved")
     assert [(link.attributes or {})["admission.request_id"] for link in starved.links] == ["important"]
-    assert door.metrics.held() == {}
+    assert sidecar.metrics.held() == {}
 
 
 async def test_a_victim_that_runs_out_of_time_is_settled_with_its_whole_wait(tmp_path: Any) -> None:
-    async with watched(tmp_path) as door:
-        victim = await door.sends("batch", "victim", "x-admission-max-wait: 150ms")
-        important = await door.sends("critical", "important")
-        await door.until("important", "running")
+    async with watched(tmp_path) as sidecar:
+        victim = await sidecar.sends("batch", "victim", "x-admission-max-wait: 150ms")
+        important = await sidecar.sends("critical", "important")
+        await sidecar.until("important", "running")
         assert (await victim).status == 503
-        door.engine.may_end["critical"].set()
+        sidecar.engine.may_end["critical"].set()
         await important
-    story = door.story("victim")
+    story = sidecar.story("victim")
     assert (story.state, story.refused.code) == ("refused", "queue_timeout")
     assert "; then refused with 503 queue_timeout: no room came free for tier batch" in story.conclusion
     assert story.wait.starvation_s > 0  # though nobody had overtaken it when it was admitted first
-    measuring = door.measuring
+    measuring = sidecar.measuring
     assert measuring.values("admission.admitted") == {BATCH: 1, ("default", "critical"): 1}
     assert measuring.values("admission.refused") == measuring.values("admission.abandoned") == {}
     assert measuring.sums("admission.queue_wait")[("refused", *BATCH)] == (1, pytest.approx(story.wait.queue_wait_s))
     assert measuring.sums("admission.starvation")[("refused", *BATCH)] == (1, pytest.approx(story.wait.starvation_s))
-    assert [record.request_id for record in door.journal.refusals(5)] == ["victim"]
-    assert door.metrics.held() == {}
+    assert [record.request_id for record in sidecar.journal.refusals(5)] == ["victim"]
+    assert sidecar.metrics.held() == {}

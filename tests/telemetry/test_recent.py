@@ -33,7 +33,7 @@ def us(at_s: float) -> int:
 
 
 class Request:
-    """One request told to `recent`, as the door would, in calendar seconds."""
+    """One request told to `recent`, as the sidecar would, in calendar seconds."""
 
     def __init__(self, recent: Recent, at_s: float, tier: str = "batch", *, tokens: int = 100, stream: bool = True):
         self.tell = begin(recent, Received(us(at_s), round(at_s * 1e9), "POST", "/", (), "id"), None)

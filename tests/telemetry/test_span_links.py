@@ -12,7 +12,7 @@ from tests.telemetry.span_stories import ARRIVAL_NS, Tracing, admitted, classifi
 MS = 1000
 
 
-class Door:
+class Sidecar:
     """Tells a journal and the spans what happens, in the order in which it does."""
 
     def __init__(self, **tracing):
@@ -48,37 +48,37 @@ class Door:
 
 
 class Waiting:
-    def __init__(self, door, observation, since_us):
-        self.door, self.observation, self.since_us = door, observation, since_us
+    def __init__(self, sidecar, observation, since_us):
+        self.sidecar, self.observation, self.since_us = sidecar, observation, since_us
 
     def is_admitted(self, overtaken_at_us=None, passed=None):
-        self.door.now_us += MS
-        now_us = self.door.now_us
+        self.sidecar.now_us += MS
+        now_us = self.sidecar.now_us
         starvation_us = 0 if overtaken_at_us is None else now_us - overtaken_at_us
         wait_us = now_us - self.since_us
         self.observation.on_event(Admitted(now_us, wait_us, starvation_us, overtaken_at_us, {}, 0, None, passed or {}))
         return now_us
 
     def goes_straight_in(self, passed=None):
-        now_us = self.door.now_us
+        now_us = self.sidecar.now_us
         self.observation.on_event(Admitted(now_us, 0, 0, None, {}, 0, None, passed or {}))
         return now_us
 
     def is_preempted(self, admitted_us):
-        self.door.now_us += MS
-        self.observation.on_event(Preempted(self.door.now_us, admitted_us, 1))
-        self.observation.on_event(Queued(self.door.now_us, Obstacle.PREEMPTED, "its room went"))
+        self.sidecar.now_us += MS
+        self.observation.on_event(Preempted(self.sidecar.now_us, admitted_us, 1))
+        self.observation.on_event(Queued(self.sidecar.now_us, Obstacle.PREEMPTED, "its room went"))
 
     def is_refused(self, overtaken_at_us=None):
-        self.door.now_us += MS
-        now_us = self.door.now_us
+        self.sidecar.now_us += MS
+        now_us = self.sidecar.now_us
         starvation_us = 0 if overtaken_at_us is None else now_us - overtaken_at_us
         waited = (now_us - self.since_us, starvation_us, overtaken_at_us, {})
         self.observation.on_event(Refused(now_us, "queue_timeout", "too long", 503, *waited))
 
     def ends(self):
-        self.door.now_us += MS
-        self.observation.on_event(Settled(self.door.now_us, Outcome.COMPLETED, 200, 100, None, None, None))
+        self.sidecar.now_us += MS
+        self.observation.on_event(Settled(self.sidecar.now_us, Outcome.COMPLETED, 200, 100, None, None, None))
 
 
 def linked(span):
@@ -86,35 +86,35 @@ def linked(span):
 
 
 def test_starving_links_to_who_overtook_and_waiting_to_who_went_in_turn():
-    door = Door()
-    first = door.arrives("first", "batch")
-    starved = door.arrives("starved", "batch")
-    urgent = door.arrives("urgent", "high")
+    sidecar = Sidecar()
+    first = sidecar.arrives("first", "batch")
+    starved = sidecar.arrives("starved", "batch")
+    urgent = sidecar.arrives("urgent", "high")
     overtaken_us = urgent.is_admitted(passed={"batch": "level"})
     first.is_admitted(overtaken_us)
     starved.is_admitted(overtaken_us)
     for request in (urgent, first, starved):
         request.ends()
 
-    (queued,) = door.spans("starved", "admission.queued")
-    (bar,) = door.spans("starved", "admission.starved")
+    (queued,) = sidecar.spans("starved", "admission.queued")
+    (bar,) = sidecar.spans("starved", "admission.starved")
     assert linked(queued) == [{"admission.tier": "batch", "admission.request_id": "first"}]
     assert linked(bar) == [{"admission.tier": "high", "admission.request_id": "urgent", "admission.rule": "level"}]
     for link, other in ((queued.links[0], "first"), (bar.links[0], "urgent")):
-        (admission,) = door.spans(other, "admission")
+        (admission,) = sidecar.spans(other, "admission")
         assert link.context.trace_id == admission.context.trace_id
         assert link.context.span_id == span_id(admission)
         assert link.context.trace_flags.sampled
-    (queued,) = door.spans("first", "admission.queued")
+    (queued,) = sidecar.spans("first", "admission.queued")
     assert linked(queued) == []
 
 
 def test_one_that_was_preempted_links_to_who_got_its_room_and_not_to_itself():
-    door = Door()
-    victim = door.arrives("victim", "batch")
-    waiter = door.arrives("waiter", "batch")
+    sidecar = Sidecar()
+    victim = sidecar.arrives("victim", "batch")
+    waiter = sidecar.arrives("waiter", "batch")
     admitted_us = victim.is_admitted()
-    urgent = door.arrives("urgent", "high")
+    urgent = sidecar.arrives("urgent", "high")
     victim.is_preempted(admitted_us)
     overtaken_us = urgent.is_admitted(passed={"batch": "level"})
     victim.is_admitted(overtaken_us)
@@ -122,44 +122,44 @@ def test_one_that_was_preempted_links_to_who_got_its_room_and_not_to_itself():
     for request in (urgent, victim, waiter):
         request.ends()
 
-    before, again = door.spans("victim", "admission.queued")
-    (bar,) = door.spans("victim", "admission.starved")
+    before, again = sidecar.spans("victim", "admission.queued")
+    (bar,) = sidecar.spans("victim", "admission.starved")
     assert linked(before) == linked(again) == []
     assert [link["admission.request_id"] for link in linked(bar)] == ["urgent"]
-    (queued,) = door.spans("waiter", "admission.queued")
+    (queued,) = sidecar.spans("waiter", "admission.queued")
     assert [link["admission.request_id"] for link in linked(queued)] == ["victim", "victim"]  # it went in twice
 
 
 def test_one_of_the_same_tier_that_went_first_is_linked_to_without_a_rule():
-    door = Door()
-    starved = door.arrives("starved", "batch")
-    other = door.arrives("other tenant's", "batch")
+    sidecar = Sidecar()
+    starved = sidecar.arrives("starved", "batch")
+    other = sidecar.arrives("other tenant's", "batch")
     starved.is_admitted(other.is_admitted())
     starved.ends()
 
-    (bar,) = door.spans("starved", "admission.starved")
+    (bar,) = sidecar.spans("starved", "admission.starved")
     assert linked(bar) == [{"admission.tier": "batch", "admission.request_id": "other tenant's"}]
 
 
 def test_a_refusal_after_a_wait_says_who_went_ahead_too():
-    door = Door()
-    starved = door.arrives("starved", "batch")
-    overtaken_us = door.arrives("urgent", "critical", waits=False).goes_straight_in({"batch": "always_first"})
+    sidecar = Sidecar()
+    starved = sidecar.arrives("starved", "batch")
+    overtaken_us = sidecar.arrives("urgent", "critical", waits=False).goes_straight_in({"batch": "always_first"})
     starved.is_refused(overtaken_us)
 
-    (bar,) = door.spans("starved", "admission.starved")
+    (bar,) = sidecar.spans("starved", "admission.starved")
     assert linked(bar) == [
         {"admission.tier": "critical", "admission.request_id": "urgent", "admission.rule": "always_first"}
     ]
 
 
 def test_links_are_to_the_first_16():
-    door = Door()
-    ahead = [door.arrives(f"ahead-{number}", "batch") for number in range(20)]
-    starved = door.arrives("starved", "batch")
+    sidecar = Sidecar()
+    ahead = [sidecar.arrives(f"ahead-{number}", "batch") for number in range(20)]
+    starved = sidecar.arrives("starved", "batch")
     overtaken_us = None
     for number in range(20):
-        admitted_us = door.arrives(f"urgent-{number}", "high").is_admitted(passed={"batch": "level"})
+        admitted_us = sidecar.arrives(f"urgent-{number}", "high").is_admitted(passed={"batch": "level"})
         overtaken_us = admitted_us if overtaken_us is None else overtaken_us
     for request in ahead:
         request.is_admitted(overtaken_us)
@@ -167,27 +167,27 @@ def test_links_are_to_the_first_16():
     starved.ends()
     ahead[0].ends()
 
-    (queued,) = door.spans("starved", "admission.queued")
-    (bar,) = door.spans("starved", "admission.starved")
+    (queued,) = sidecar.spans("starved", "admission.queued")
+    (bar,) = sidecar.spans("starved", "admission.starved")
     ids = [[link["admission.request_id"] for link in linked(span)] for span in (queued, bar)]
     assert MOST_LINKS == 16
     assert ids == [[f"ahead-{number}" for number in range(16)], [f"urgent-{number}" for number in range(16)]]
 
 
 def test_nobody_is_asked_about_a_request_that_did_not_wait():
-    door = Door()
-    door.arrives("at once", "high", waits=False).goes_straight_in()
-    assert door.asked == 0
+    sidecar = Sidecar()
+    sidecar.arrives("at once", "high", waits=False).goes_straight_in()
+    assert sidecar.asked == 0
 
-    door.arrives("waits", "high").is_admitted()
-    assert door.asked == 1
+    sidecar.arrives("waits", "high").is_admitted()
+    assert sidecar.asked == 1
 
 
 def test_nobody_is_asked_about_a_request_that_is_sampled_out():
-    door = Door(sampler=ALWAYS_OFF)
-    door.arrives("waits", "high").is_admitted()
+    sidecar = Sidecar(sampler=ALWAYS_OFF)
+    sidecar.arrives("waits", "high").is_admitted()
 
-    assert door.asked == 0
+    assert sidecar.asked == 0
 
 
 class Switched(Sampler):
@@ -205,15 +205,15 @@ class Switched(Sampler):
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_only_a_trace_that_is_kept_is_linked_to(is_kept):
     sampler = Switched()
-    door = Door(sampler=sampler)
-    starved = door.arrives("starved", "batch")
+    sidecar = Sidecar(sampler=sampler)
+    starved = sidecar.arrives("starved", "batch")
     sampler.is_on = is_kept
-    urgent = door.arrives("urgent", "high")
+    urgent = sidecar.arrives("urgent", "high")
     sampler.is_on = True
     starved.is_admitted(urgent.is_admitted(passed={"batch": "reserve"}))
     starved.ends()
 
-    (bar,) = door.spans("starved", "admission.starved")
+    (bar,) = sidecar.spans("starved", "admission.starved")
     assert len(bar.links) == is_kept
 
 

@@ -20,7 +20,7 @@ from tests.telemetry.span_stories import (
 
 
 def every_error():
-    """Everything that the door can answer."""
+    """Everything that the sidecar can answer."""
     return [kind for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "code")]
 
 
@@ -243,14 +243,14 @@ def test_an_engine_that_failed_marks_both_spans(tracing):
 
 
 @pytest.mark.parametrize(
-    ("status", "is_doors", "is_engines"), [(500, True, True), (400, False, True), (200, False, False)]
+    ("status", "is_sidecars", "is_engines"), [(500, True, True), (400, False, True), (200, False, False)]
 )
-def test_what_the_engine_refuses_is_an_error_of_the_call_and_what_it_fails_at_of_the_door_too(
-    tracing, status, is_doors, is_engines
+def test_what_the_engine_refuses_is_an_error_of_the_call_and_what_it_fails_at_of_the_sidecar_too(
+    tracing, status, is_sidecars, is_engines
 ):
     spans = tracing.play(classified(), admitted(), settled(1000, status=status))
 
-    for span, is_error in ((spans["admission"], is_doors), (spans["engine"], is_engines)):
+    for span, is_error in ((spans["admission"], is_sidecars), (spans["engine"], is_engines)):
         assert span.status.status_code is (StatusCode.ERROR if is_error else StatusCode.UNSET)
         assert span.attributes.get("error.type") == (str(status) if is_error else None)
 

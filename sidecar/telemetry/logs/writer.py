@@ -92,7 +92,7 @@ class LineWriter(QueueHandler):
         for kind, count in left_out:
             self._write_count(kind.logger, kind.level, f"left out {count} more lines like this: {kind.message}", count)
         if lost:
-            self._write_count(__name__, logging.WARNING, f"lost {lost} lines: nobody read them in time", lost)
+            self._write_count(__name__, logging.WARNING, f"lost {lost} lines: they were not read in time", lost)
 
     def _write_count(self, logger: str, level: int, message: str, count: int) -> None:
         fields = {"event": "left_out", "left_out": count}

@@ -82,7 +82,7 @@ COUNTERS = (
         "abandoned",
         (TIER, REASON),
         "{request}",
-        "Requests given up before they got a lease: the client hung up, or the server stopped.",
+        "Requests abandoned before they got a lease: the client disconnected, or the server stopped.",
     ),
     Counter(
         semconv.SETTLED,

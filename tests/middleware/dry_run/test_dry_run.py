@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 
 ADDED = (b"x-admission-mode: ", b"x-admission-tier: ", b"x-request-id: ")
 CHUNKED = (
-    f"POST {CHAT} HTTP/1.1\r\nhost: door\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n".encode()
+    f"POST {CHAT} HTTP/1.1\r\nhost: sidecar\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n".encode()
     + b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (SMALL[:5], SMALL[5:], b'{"twice": 1}'))
     + b"0\r\n\r\n"
 )
@@ -78,7 +78,7 @@ class Recording:
 
 
 def without_ours(response: bytes) -> bytes:
-    """A response without the headers that the door adds; each must be there once."""
+    """A response without the headers that the sidecar adds; each must be there once."""
     head, separator, body = response.partition(b"\r\n\r\n")
     lines = head.split(b"\r\n")
     for name in (ADDED[0], ADDED[2]):
@@ -87,13 +87,13 @@ def without_ours(response: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("request_bytes", REQUESTS.values(), ids=REQUESTS.keys())
-async def test_byte_for_byte_as_without_a_door(request_bytes: bytes) -> None:
+async def test_byte_for_byte_as_without_a_sidecar(request_bytes: bytes) -> None:
     app = Recording()
     async with serving(app, lifespan="off") as bare:
         unguarded = await exchange(bare.port, request_bytes)
-    async with observing(app, policy(), lifespan="off") as door:
-        observed = await exchange(door.port, request_bytes)
-        await door.until_found(1)
+    async with observing(app, policy(), lifespan="off") as sidecar:
+        observed = await exchange(sidecar.port, request_bytes)
+        await sidecar.until_found(1)
     assert without_ours(observed) == unguarded
     before, behind = app.given
     assert behind == before
@@ -102,15 +102,15 @@ async def test_byte_for_byte_as_without_a_door(request_bytes: bytes) -> None:
 
 async def test_nothing_waits_for_a_full_pool() -> None:
     app = App(is_held=True)
-    async with observing(app, policy(requests="1", max_requests="1")) as door:
-        asking = [asyncio.create_task(door.ask(chat(priority="batch"))) for _ in range(6)]
-        await door.until_found(5)  # one that holds, and four that would have been refused; one waits
+    async with observing(app, policy(requests="1", max_requests="1")) as sidecar:
+        asking = [asyncio.create_task(sidecar.ask(chat(priority="batch"))) for _ in range(6)]
+        await sidecar.until_found(5)  # one that holds, and four that would have been refused; one waits
         assert len(app.seen) == 6
-        assert (door.leases, door.waiting) == (1, 1)
+        assert (sidecar.leases, sidecar.waiting) == (1, 1)
         app.release(6)
         assert [(await one).status for one in asking] == [200] * 6
-        await door.until_found(6)
-    ends = sorted(str(code) for _, code in door.verdicts())
+        await sidecar.until_found(6)
+    ends = sorted(str(code) for _, code in sidecar.verdicts())
     assert ends == ["None", "None", *["queue_full"] * 4]
 
 
@@ -125,16 +125,16 @@ async def test_every_refusal_that_enforcing_would_have_given_is_told_and_nobody_
     }
     app = App()
     enforcing = Guarded(app, policy())
-    async with serving(enforcing.door) as enforcing.served:
+    async with serving(enforcing.sidecar) as enforcing.served:
         assert [(await enforcing.ask(*asked)).code for asked in sent.values()] == list(sent)
     assert app.seen == []
-    async with observing(app) as door:
+    async with observing(app) as sidecar:
         for number, (code, asked) in enumerate(sent.items(), start=1):
-            assert (await door.ask(*asked)).status == 200
-            found = (await door.until_found(number))[-1]
+            assert (await sidecar.ask(*asked)).status == 200
+            found = (await sidecar.until_found(number))[-1]
             assert (found.verdict, found.code) == (Verdict.REFUSED, code)
             assert (found.tenant is None) == (code == "invalid_api_key")
-        assert (door.leases, door.waiting) == (0, 0)
+        assert (sidecar.leases, sidecar.waiting) == (0, 0)
     assert len(app.seen) == len(sent)
 
 
@@ -151,26 +151,26 @@ async def test_a_body_passes_piece_by_piece_and_is_understood_all_the_same() -> 
             pieces.put_nowait(message["body"])
         await answer(send, b"{}")
 
-    async with observing(app, lifespan="off") as door, connected(door.port) as (reader, writer):
+    async with observing(app, lifespan="off") as sidecar, connected(sidecar.port) as (reader, writer):
         head, _, body = post(CHAT, SMALL).partition(b"\r\n\r\n")
         writer.write(head + b"\r\n\r\n" + body[:10])
         assert await asyncio.wait_for(pieces.get(), 5) == body[:10]  # long before the rest was sent
-        assert door.found == []
+        assert sidecar.found == []
         writer.write(body[10:])
         assert await asyncio.wait_for(pieces.get(), 5) == body[10:]
         assert b"x-admission-tier: normal" in await reader.read()
-        assert (await door.until_found(1))[0].tier == "normal"
+        assert (await sidecar.until_found(1))[0].tier == "normal"
 
 
 async def test_a_body_that_never_comes_whole_would_have_been_refused() -> None:
     app = App()
-    async with observing(app, policy(body_timeout="50ms")) as door, connected(door.port) as (reader, writer):
+    async with observing(app, policy(body_timeout="50ms")) as sidecar, connected(sidecar.port) as (reader, writer):
         writer.write(post(CHAT, SMALL)[:-5])
         await asyncio.sleep(0.1)
         writer.write(SMALL[-5:])
         assert (await reader.read()).startswith(b"HTTP/1.1 200")
-        await door.until_found(1)
-        assert door.verdicts() == [(Verdict.REFUSED, "body_timeout")]
+        await sidecar.until_found(1)
+        assert sidecar.verdicts() == [(Verdict.REFUSED, "body_timeout")]
     assert app.seen[0].body == SMALL
 
 
@@ -186,7 +186,7 @@ async def test_an_answer_streams_chunk_by_chunk() -> None:
         await go_on.wait()
         await chunk(send, b"data: two\n\n", more=False)
 
-    async with observing(app, lifespan="off") as door, connected(door.port) as (reader, writer):
+    async with observing(app, lifespan="off") as sidecar, connected(sidecar.port) as (reader, writer):
         writer.write(post(CHAT, SMALL))
         await asyncio.wait_for(reader.readuntil(b"data: one\n\n"), 5)
         go_on.set()
@@ -207,14 +207,14 @@ async def test_a_client_that_hangs_up_is_noticed_by_the_app_as_ever(has_begun: b
         said.put_nowait("running")
         said.put_nowait((await receive())["type"])
 
-    async with observing(app, lifespan="off") as door:
-        async with connected(door.port) as (reader, writer):
+    async with observing(app, lifespan="off") as sidecar:
+        async with connected(sidecar.port) as (reader, writer):
             writer.write(post(CHAT, SMALL))
             assert await asyncio.wait_for(said.get(), 5) == "running"
             if has_begun:
                 await reader.readuntil(b"data: one\n\n")
         assert await asyncio.wait_for(said.get(), 5) == "http.disconnect"
-    (story,) = door.recorder.stories
+    (story,) = sidecar.recorder.stories
     assert story.one(Settled).outcome is Outcome.CLIENT_LEFT
 
 
@@ -232,15 +232,15 @@ async def test_a_client_that_hangs_up_before_its_first_byte_leaves_the_queue_as_
             await answer(send, b"{}")
         endings[1].cancel()
 
-    async with observing(app, policy(requests="1"), lifespan="off") as door:
-        running = asyncio.create_task(door.ask())
-        await door.until(leases=1)
-        async with connected(door.port) as (_, writer):
+    async with observing(app, policy(requests="1"), lifespan="off") as sidecar:
+        running = asyncio.create_task(sidecar.ask())
+        await sidecar.until(leases=1)
+        async with connected(sidecar.port) as (_, writer):
             writer.write(post(CHAT, SMALL))
-            await door.until(waiting=1)
-        await door.until(leases=1, waiting=0)  # the other still runs
-        assert door.verdicts()[1] == (Verdict.ABANDONED, "client_left")
-        assert door.found[1].queue_wait_us > 0
+            await sidecar.until(waiting=1)
+        await sidecar.until(leases=1, waiting=0)  # the other still runs
+        assert sidecar.verdicts()[1] == (Verdict.ABANDONED, "client_left")
+        assert sidecar.found[1].queue_wait_us > 0
         go_on.set()
         assert (await running).status == 200
 
@@ -251,10 +251,10 @@ async def test_what_the_app_raises_reaches_the_server() -> None:
             await whole_body(receive)
             raise RuntimeError("the app's own")
 
-    async with observing(app, lifespan="off") as door:
-        assert (await exchange(door.port, post(CHAT, SMALL))).startswith(b"HTTP/1.1 500")
-        await door.until_found(1)
-    (story,) = door.recorder.stories
+    async with observing(app, lifespan="off") as sidecar:
+        assert (await exchange(sidecar.port, post(CHAT, SMALL))).startswith(b"HTTP/1.1 500")
+        await sidecar.until_found(1)
+    (story,) = sidecar.recorder.stories
     assert (story.one(Settled).outcome, story.one(Settled).error) == (Outcome.FAILED, "RuntimeError")
 
 
@@ -263,17 +263,19 @@ async def test_an_app_that_answers_before_it_has_read_leaves_it_unknown() -> Non
         if scope["type"] == "http":
             await answer(send, b"no", 404)
 
-    async with observing(app, lifespan="off") as door:
-        assert (await exchange(door.port, post(CHAT, SMALL))).startswith(b"HTTP/1.1 404")
-        await door.until_found(1)
-    assert door.verdicts() == [(Verdict.UNKNOWN, "body_unread")]
+    async with observing(app, lifespan="off") as sidecar:
+        assert (await exchange(sidecar.port, post(CHAT, SMALL))).startswith(b"HTTP/1.1 404")
+        await sidecar.until_found(1)
+    assert sidecar.verdicts() == [(Verdict.UNKNOWN, "body_unread")]
 
 
 async def test_a_path_of_the_policys_own_goes_where_the_policy_says() -> None:
     app = App()
-    async with observing(app) as door:
-        assert (await door.ask({"prompt": "hi"}, path="/v1/batch/completions")).headers["x-admission-tier"] == "batch"
-        await door.until_found(1)
+    async with observing(app) as sidecar:
+        assert (await sidecar.ask({"prompt": "hi"}, path="/v1/batch/completions")).headers[
+            "x-admission-tier"
+        ] == "batch"
+        await sidecar.until_found(1)
     assert app.seen[0].scope["path"] == "/v1/completions"
 
 
@@ -295,41 +297,41 @@ async def test_a_defect_of_ours_is_logged_once_and_every_request_passes(
     place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = App()
-    door = DryRun(app, policy())
+    sidecar = DryRun(app, policy())
     targets: dict[str, tuple[Any, str]] = {
         "intake": (intake, "tokens_to_hold"),
-        "pool": (door.pool, "enter"),
-        "observer": (door.recorder, "received"),
-        "observed": (door.door, "observed"),
+        "pool": (sidecar.pool, "enter"),
+        "observer": (sidecar.recorder, "received"),
+        "observed": (sidecar.sidecar, "observed"),
         "overheard": (intake.RequestIntake, "feed"),
         "usage": (usage.UsageReader, "feed"),
         "headers": (request, "id_header"),
-        "shadows": (door.door.shadows, "follow"),
-        "settled": (door.door.estimator, "learn"),
+        "shadows": (sidecar.sidecar.shadows, "follow"),
+        "settled": (sidecar.sidecar.estimator, "learn"),
     }
     monkeypatch.setattr(*targets[place], broken)
     app.answer = b'{"usage": {"prompt_tokens": 3, "completion_tokens": 4}}'
-    async with serving(door.door) as door.served:
+    async with serving(sidecar.sidecar) as sidecar.served:
         for _ in range(3):
-            answered = await door.ask()
+            answered = await sidecar.ask()
             assert (answered.status, answered.body) == (200, app.answer)
-        await door.until(leases=0, waiting=0)
+        await sidecar.until(leases=0, waiting=0)
         await asyncio.sleep(0.01)
     assert [seen.body for seen in app.seen] == [SMALL] * 3
     assert len([record for record in caplog.records if "a defect in the sidecar" in record.message]) == 1
-    assert len(door.door.shadows) == len(door.door.watchdog) == 0
+    assert len(sidecar.sidecar.shadows) == len(sidecar.sidecar.watchdog) == 0
 
 
-async def test_a_pool_that_never_answers_holds_nobody_and_is_left_when_the_door_closes(
+async def test_a_pool_that_never_answers_holds_nobody_and_is_left_when_the_sidecar_closes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    door = DryRun(App(), policy())
-    monkeypatch.setattr(door.pool, "enter", never)
-    async with serving(door.door) as door.served:
-        assert [(await door.ask()).status for _ in range(3)] == [200] * 3
-        assert (len(door.door.shadows), door.found) == (3, [])
-        await asyncio.wait_for(door.door.shadows.close(), 5)
-    assert door.verdicts() == [(Verdict.UNKNOWN, "stopped")] * 3
+    sidecar = DryRun(App(), policy())
+    monkeypatch.setattr(sidecar.pool, "enter", never)
+    async with serving(sidecar.sidecar) as sidecar.served:
+        assert [(await sidecar.ask()).status for _ in range(3)] == [200] * 3
+        assert (len(sidecar.sidecar.shadows), sidecar.found) == (3, [])
+        await asyncio.wait_for(sidecar.sidecar.shadows.close(), 5)
+    assert sidecar.verdicts() == [(Verdict.UNKNOWN, "stopped")] * 3
 
 
 # Bounds
@@ -337,34 +339,34 @@ async def test_a_pool_that_never_answers_holds_nobody_and_is_left_when_the_door_
 
 async def test_there_are_only_so_many_shadows() -> None:
     app = App(is_held=True)
-    door = DryRun(app, policy())
-    door.door.shadows = ShadowRegistry(most=2)
-    async with serving(door.door) as door.served:
-        asking = [asyncio.create_task(door.ask()) for _ in range(3)]
-        await door.until_found(3)
-        assert sorted(str(code) for _, code in door.verdicts()) == ["None", "None", "too_many_shadows"]
+    sidecar = DryRun(app, policy())
+    sidecar.sidecar.shadows = ShadowRegistry(most=2)
+    async with serving(sidecar.sidecar) as sidecar.served:
+        asking = [asyncio.create_task(sidecar.ask()) for _ in range(3)]
+        await sidecar.until_found(3)
+        assert sorted(str(code) for _, code in sidecar.verdicts()) == ["None", "None", "too_many_shadows"]
         app.release(3)
         assert [(await one).status for one in asking] == [200] * 3
-        await door.no_shadow_left()
+        await sidecar.no_shadow_left()
 
 
 async def test_a_shadow_does_not_wait_for_ever_where_its_tier_would(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shadow, "LONGEST_WAIT_S", 0.02)
     app = App(is_held=True)
-    async with observing(app, policy(requests="1")) as door:
-        asking = [asyncio.create_task(door.ask(chat(priority="high"), key("acme"))) for _ in range(2)]
-        await door.until_found(2)
-        assert door.verdicts()[1] == (Verdict.UNKNOWN, "waited_too_long")
+    async with observing(app, policy(requests="1")) as sidecar:
+        asking = [asyncio.create_task(sidecar.ask(chat(priority="high"), key("acme"))) for _ in range(2)]
+        await sidecar.until_found(2)
+        assert sidecar.verdicts()[1] == (Verdict.UNKNOWN, "waited_too_long")
         app.release(2)
         await asyncio.gather(*asking)
 
 
 async def test_a_shadow_keeps_no_body() -> None:
     app = App(is_held=True)
-    async with observing(app, policy(requests="1")) as door:
-        asking = [asyncio.create_task(door.ask(chat(user="x" * 50_000))) for _ in range(2)]
-        await door.until(leases=1, waiting=1)
-        kept = [one._request for one in door.door.shadows._following.values()]
+    async with observing(app, policy(requests="1")) as sidecar:
+        asking = [asyncio.create_task(sidecar.ask(chat(user="x" * 50_000))) for _ in range(2)]
+        await sidecar.until(leases=1, waiting=1)
+        kept = [one._request for one in sidecar.sidecar.shadows._following.values()]
         assert [(len(one.body), one.payload.text()) for one in kept] == [(0, "")] * 2
         app.release(2)
         await asyncio.gather(*asking)
@@ -376,52 +378,54 @@ async def test_a_shadow_keeps_no_body() -> None:
 @pytest.mark.parametrize("began_in", Mode)
 async def test_a_request_keeps_the_mode_it_began_with(began_in: Mode) -> None:
     app = App(is_held=True)
-    door = DryRun(app, policy(requests="1"))
-    modes = {mode: replace(door.door.snapshot, policy=replace(door.door.policy, mode=mode)) for mode in Mode}
+    sidecar = DryRun(app, policy(requests="1"))
+    modes = {
+        mode: replace(sidecar.sidecar.snapshot, policy=replace(sidecar.sidecar.policy, mode=mode)) for mode in Mode
+    }
     other = next(mode for mode in Mode if mode is not began_in)
-    async with serving(door.door) as door.served:
-        door.door.snapshot = modes[began_in]
-        first = asyncio.create_task(door.ask())
-        await door.until(leases=1)
-        door.door.snapshot = modes[other]
-        second = asyncio.create_task(door.ask())
-        await door.until(waiting=1)
+    async with serving(sidecar.sidecar) as sidecar.served:
+        sidecar.sidecar.snapshot = modes[began_in]
+        first = asyncio.create_task(sidecar.ask())
+        await sidecar.until(leases=1)
+        sidecar.sidecar.snapshot = modes[other]
+        second = asyncio.create_task(sidecar.ask())
+        await sidecar.until(waiting=1)
         app.release()
         says = [((await first).headers.get("x-admission-mode")), None]
-        await door.until(waiting=0)
+        await sidecar.until(waiting=0)
         app.release()
         says[1] = (await second).headers.get("x-admission-mode")
-        await door.until(leases=0)
+        await sidecar.until(leases=0)
     assert says == (["observe", None] if began_in is Mode.OBSERVE else [None, "observe"])
 
 
 async def test_once_it_enforces_nobody_waits_for_a_shadow_whose_request_is_over() -> None:
     app = App(is_held=True)
-    door = DryRun(app, policy(requests="1"))
-    enforcing = replace(door.door.policy, mode=Mode.ENFORCE)
-    async with serving(door.door) as door.served:
-        asking = [asyncio.create_task(door.ask()) for _ in range(3)]
-        await door.until(leases=1, waiting=2)
-        door.door.change_policy(enforcing)
-        await door.until(leases=1, waiting=0)  # the first still runs
-        real = asyncio.create_task(door.ask())
-        await door.until(leases=1, waiting=1)
+    sidecar = DryRun(app, policy(requests="1"))
+    enforcing = replace(sidecar.sidecar.policy, mode=Mode.ENFORCE)
+    async with serving(sidecar.sidecar) as sidecar.served:
+        asking = [asyncio.create_task(sidecar.ask()) for _ in range(3)]
+        await sidecar.until(leases=1, waiting=2)
+        sidecar.sidecar.change_policy(enforcing)
+        await sidecar.until(leases=1, waiting=0)  # the first still runs
+        real = asyncio.create_task(sidecar.ask())
+        await sidecar.until(leases=1, waiting=1)
         app.release(3)
         assert [(await one).status for one in asking] == [200] * 3
-        await door.until(leases=1, waiting=0)
+        await sidecar.until(leases=1, waiting=0)
         app.release()
         assert (await real).status == 200
-        await door.until(leases=0)
+        await sidecar.until(leases=0)
 
-        door.door.change_policy(replace(enforcing, mode=Mode.OBSERVE))
-        asking = [asyncio.create_task(door.ask()) for _ in range(2)]
-        await door.until(leases=1, waiting=1)
+        sidecar.sidecar.change_policy(replace(enforcing, mode=Mode.OBSERVE))
+        asking = [asyncio.create_task(sidecar.ask()) for _ in range(2)]
+        await sidecar.until(leases=1, waiting=1)
         await asyncio.sleep(0.3)
         app.release(2)
         await asyncio.gather(*asking)
-        await door.until(leases=1, waiting=0)  # the second one's: it would have run for as long again
-        door.door.change_policy(enforcing)
-        await door.until(leases=0)
+        await sidecar.until(leases=1, waiting=0)  # the second one's: it would have run for as long again
+        sidecar.sidecar.change_policy(enforcing)
+        await sidecar.until(leases=0)
 
 
 @pytest.mark.parametrize("name", ["too large", "chunks", "the engine's own fields", "a query", "an unknown key"])
@@ -431,48 +435,48 @@ async def test_the_engine_behind_the_proxy_gets_the_same_bytes(name: str) -> Non
         proxy = ReverseProxy(behind.url)
         async with serving(proxy) as bare:
             await exchange(bare.port, REQUESTS[name])
-        async with observing(proxy) as door:
-            await exchange(door.port, REQUESTS[name])
-            await door.until_found(1)
+        async with observing(proxy) as sidecar:
+            await exchange(sidecar.port, REQUESTS[name])
+            await sidecar.until_found(1)
     before, observed = engine.given
     assert observed == before
 
 
 async def test_draining_refuses_nobody_and_waits_for_no_shadow() -> None:
     app = App(is_held=True)
-    async with observing(app, policy(requests="1", max_wait="1h")) as door:
-        asking = [asyncio.create_task(door.ask()) for _ in range(3)]
-        await door.until(leases=1, waiting=2)
-        door.door.drain()
-        assert list(door.door.readiness()) == ["draining"]
-        drained = asyncio.create_task(door.door.drained())
-        asking.append(asyncio.create_task(door.ask()))
-        await door.until(waiting=3)
+    async with observing(app, policy(requests="1", max_wait="1h")) as sidecar:
+        asking = [asyncio.create_task(sidecar.ask()) for _ in range(3)]
+        await sidecar.until(leases=1, waiting=2)
+        sidecar.sidecar.drain()
+        assert list(sidecar.sidecar.readiness()) == ["draining"]
+        drained = asyncio.create_task(sidecar.sidecar.drained())
+        asking.append(asyncio.create_task(sidecar.ask()))
+        await sidecar.until(waiting=3)
         assert not drained.done()
         app.release(4)
         assert [(await one).status for one in asking] == [200] * 4
         await asyncio.wait_for(drained, 2)  # its shadows wait and hold for longer
-        await asyncio.wait_for(door.door.shadows.close(), 2)
-        assert (door.leases, door.waiting) == (0, 0)
-        assert len(await door.until_found(4)) == 4
+        await asyncio.wait_for(sidecar.sidecar.shadows.close(), 2)
+        assert (sidecar.leases, sidecar.waiting) == (0, 0)
+        assert len(await sidecar.until_found(4)) == 4
 
 
-async def test_a_door_that_is_never_empty_closes_its_port_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sidecar_that_is_never_empty_closes_its_port_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sidecar.middleware.controller.DRY_RUN_DRAIN_S", 0.05)
     app = App(is_held=True)
-    async with observing(app) as door:
-        asking = asyncio.create_task(door.ask())
-        await door.until(leases=1)
-        door.door.drain()
-        await asyncio.wait_for(door.door.drained(), 2)
+    async with observing(app) as sidecar:
+        asking = asyncio.create_task(sidecar.ask())
+        await sidecar.until(leases=1)
+        sidecar.sidecar.drain()
+        await asyncio.wait_for(sidecar.sidecar.drained(), 2)
         app.release()
         assert (await asking).status == 200
 
 
 def test_the_mode_is_said_where_people_look() -> None:
-    door = DryRun(App(), policy()).door
-    assert door.state()["mode"] == "observe"
-    assert any("mode: observe" in notice for notice in door.notices())
-    enforcing = Guarded(App(), policy()).door
+    sidecar = DryRun(App(), policy()).sidecar
+    assert sidecar.state()["mode"] == "observe"
+    assert any("mode: observe" in notice for notice in sidecar.notices())
+    enforcing = Guarded(App(), policy()).sidecar
     assert enforcing.state()["mode"] == "enforce"
     assert not any("observe" in notice for notice in enforcing.notices())

@@ -82,11 +82,11 @@ class Engine:
         await send({"type": "http.response.body", "body": b"{}"})
 
 
-async def one(door: TestedMiddleware, number: int, planned: Planned) -> None:
+async def one(sidecar: TestedMiddleware, number: int, planned: Planned) -> None:
     await asyncio.sleep(planned.at_us / 1e6)
     body = chat(max_tokens=planned.tokens, priority=planned.tier)
     headers = [(b"x-request-id", b"%d" % number), (b"x-runs-us", b"%d" % planned.runs_us)]
-    caller = Caller(door, msgspec.json.encode(body), headers=headers)
+    caller = Caller(sidecar, msgspec.json.encode(body), headers=headers)
     calling = caller.begin()
     if planned.patience_us is not None:
         await asyncio.wait((calling,), timeout=planned.patience_us / 1e6)
@@ -96,9 +96,9 @@ async def one(door: TestedMiddleware, number: int, planned: Planned) -> None:
 
 
 async def play(with_policy: Policy, plan: list[Planned], recorder: Recorder | None = None) -> list[Became]:
-    """Plays a load through a door; returns what became of each request, in the order of the plan."""
+    """Plays a load through a sidecar; returns what became of each request, in the order of the plan."""
     recorder, found = recorder or Recorder(), list[Observed]()
-    door = TestedMiddleware(
+    sidecar = TestedMiddleware(
         Engine(),
         policy=with_policy,
         pool=LocalPool(with_policy, virtual_now_us),
@@ -107,10 +107,10 @@ async def play(with_policy: Policy, plan: list[Planned], recorder: Recorder | No
         observer=recorder,
         observed=found.append,
     )
-    await asyncio.gather(*(one(door, number, planned) for number, planned in enumerate(plan)))
+    await asyncio.gather(*(one(sidecar, number, planned) for number, planned in enumerate(plan)))
     await asyncio.sleep(60)  # shadows outlive their requests
-    assert len(door.shadows) == 0
-    assert (door.pool.state()["leases"], door.pool.state()["waiting"]) == (0, 0)
+    assert len(sidecar.shadows) == 0
+    assert (sidecar.pool.state()["leases"], sidecar.pool.state()["waiting"]) == (0, 0)
     became = {}
     if with_policy.mode is Mode.OBSERVE:
         became = {one.request_id: Became(one.code, one.queue_wait_us, one.starvation_us) for one in found}

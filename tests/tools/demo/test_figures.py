@@ -25,7 +25,7 @@ def request(
     ttft_s: float | None = 1.0,
     door_wait_s: float = 0.0,
 ) -> tuple[Seen, Served]:
-    """What its client saw, and the engine's line of it. It reached the engine when the door let it go."""
+    """What its client saw, and the engine's line of it. It reached the engine when the sidecar let it go."""
     arrival = Arrival(arrived_s, Stream(tier, "sk", 1.0), tokens // 2, tokens - tokens // 2)
     seen = Seen(arrival, ttft_s, door_wait_s, f"{number:08d}")
     at_engine_s = arrived_s + door_wait_s
@@ -59,7 +59,7 @@ def test_starvation_begins_when_somebody_who_came_later_goes_first() -> None:
     assert run.tiers["high"].starvation_s["p99"] == 0.0
 
 
-def test_the_wait_at_the_door_counts_as_waiting_wherever_it_was() -> None:
+def test_the_wait_at_the_sidecar_counts_as_waiting_wherever_it_was() -> None:
     run = figures([request(1, 0.0, 7.0, door_wait_s=6.5), request(2, 1.0, 2.0, tier="high", door_wait_s=0.5)])
     assert run.tiers["batch"].queue_wait_s["p50"] == 7.0
     assert run.tiers["batch"].starvation_s["p50"] == pytest.approx(5.0, abs=1e-5)

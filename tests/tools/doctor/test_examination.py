@@ -299,17 +299,17 @@ sources: [header]
 """
 
 
-async def through_a_door(tmp_path: Any, anonymous: str) -> Examination:
+async def through_a_sidecar(tmp_path: Any, anonymous: str) -> Examination:
     path = tmp_path / "policy.yaml"
     path.write_text(POLICY.replace("ANONYMOUS", anonymous))
     async with emulated(VLLM, slots=8, **FCFS) as client:
-        door = AdmissionMiddleware(ReverseProxy(client.url), load(path))
-        async with served(door) as url:
+        sidecar = AdmissionMiddleware(ReverseProxy(client.url), load(path))
+        async with served(sidecar) as url:
             return await examined(url)
 
 
 async def test_one_of_our_own_sidecars_is_probed_by_tiers(tmp_path: Any) -> None:
-    found = await through_a_door(tmp_path, "high")
+    found = await through_a_sidecar(tmp_path, "high")
     assert states(found) == (W, W, W, W), report(found)
     assert headline(found).startswith("WORKS: an admission sidecar at ")
     assert "gives the tiers high, normal, low" in found.conditions[0].evidence
@@ -317,7 +317,7 @@ async def test_one_of_our_own_sidecars_is_probed_by_tiers(tmp_path: Any) -> None
 
 
 async def test_a_key_that_may_not_ask_for_more_is_the_reason(tmp_path: Any) -> None:
-    found = await through_a_door(tmp_path, "low")
+    found = await through_a_sidecar(tmp_path, "low")
     assert found.conditions[0].state is B, report(found)
     assert "got low, low, low" in found.conditions[0].evidence
     assert "--key" in steps(found)[0]

@@ -14,7 +14,7 @@ from tests.tools.replay.seen import TIERS, played, seen
 
 
 def waited(wait_ms: float, starved_ms: float = 0.0) -> dict[str, str]:
-    """As the door's headers say it."""
+    """As the sidecar's headers say it."""
     starved = f", starved;dur={starved_ms:.1f}" if starved_ms else ""
     return {
         "x-admission-wait-ms": f"{wait_ms:.0f}",
@@ -22,7 +22,7 @@ def waited(wait_ms: float, starved_ms: float = 0.0) -> dict[str, str]:
     }
 
 
-def test_a_refusal_after_a_wait_counts_in_what_the_door_says() -> None:
+def test_a_refusal_after_a_wait_counts_in_what_the_sidecar_says() -> None:
     run = played(
         [
             seen("batch", 0.0, 1.0, headers=waited(0)),

@@ -46,7 +46,7 @@ def asked(asking: Asking, tier: str, api: Api = Api.CHAT) -> tuple[Mapping[str, 
         (Dynamo, [({"x-dynamo-request-priority": value}, {}) for value in ("10", "5", "0")]),
     ],
 )
-def test_by_priority_says_what_the_door_would_say(engine: type[Engine], said: list[Any]) -> None:
+def test_by_priority_says_what_the_sidecar_would_say(engine: type[Engine], said: list[Any]) -> None:
     asking = Asking(By.PRIORITY, TIERS, engine)
     assert [asked(asking, tier) for tier in TIERS] == said
     assert asked(replace(asking, is_control=True), "high") == ({}, {})

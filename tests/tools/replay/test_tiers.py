@@ -54,7 +54,7 @@ def test_what_a_row_says_goes_before_the_mix() -> None:
     assert list(found) == ["batch", "high", "high", "high"]
 
 
-def test_a_policy_s_ladder_is_the_ladder_and_numbers_are_mapped_to_it_as_at_the_door() -> None:
+def test_a_policy_s_ladder_is_the_ladder_and_numbers_are_mapped_to_it_as_at_the_sidecar() -> None:
     policy = load(shipped_policies())
     values = [1, 0.75, 0.5, 0.3, 0, 0.0]
     rows = [Row(line=number, input_tokens=1, priority=value) for number, value in enumerate(values)]

@@ -1,4 +1,4 @@
-"""A door to throw bytes at: served on a real socket, watched for whatever must never happen."""
+"""A sidecar to throw bytes at: served on a real socket, watched for whatever must never happen."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 
 def is_as_granted(path: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Fails where a guarded request has reached the app with a key, or with a priority that is not the door's."""
+    """Fails where a guarded request has reached the app with a key, or with a priority that is not the sidecar's."""
     seen = [(name, value) for name, value in headers if name.startswith((b"x-vllm", b"x-override", b"x-dynamo"))]
     granted = [[(b"x-vllm-priority", b"%d" % priority)] for priority in (0, 10, 20, 30)]
     assert seen == [] if "embeddings" in path else seen in granted, headers  # theirs is in the body
@@ -57,8 +57,8 @@ class Trouble(logging.Handler):
             self.records.append(record)
 
 
-class FuzzedDoor:
-    """One door, in an event loop that is run as long as there is something to answer."""
+class FuzzedSidecar:
+    """One sidecar, in an event loop that is run as long as there is something to answer."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, guarded: Guarded, trouble: Trouble) -> None:
         self._loop = loop
@@ -81,14 +81,14 @@ class FuzzedDoor:
                 while part := await asyncio.wait_for(reader.read(65536), WITHIN_S):
                     answer += part
             except ConnectionError:
-                pass  # the door closes behind a refusal, also where more was to come
+                pass  # the sidecar closes behind a refusal, also where more was to come
         return answer
 
     def check(self, inputs: Sequence[bytes]) -> list[list[Response]]:
         """Sends them all. Fails unless each is answered in order, refused in our shape, and nothing is left behind."""
         found = [is_in_order(sent, raw) for sent, raw in zip(inputs, self.answers(inputs), strict=True)]
         self._loop.run_until_complete(self._guarded.nothing_left())
-        assert self._guarded.door.under_way == 0
+        assert self._guarded.sidecar.under_way == 0
         self._guarded.recorder.stories.clear()
         records, self._trouble.records = self._trouble.records, []
         assert [record.getMessage() for record in records] == [], inputs
@@ -121,7 +121,7 @@ def is_error(response: Response, sent: bytes) -> None:
 
 
 @contextmanager
-def fuzzed_door(around: Any = app, quick_s: float = QUICK_S) -> Iterator[FuzzedDoor]:
+def fuzzed_sidecar(around: Any = app, quick_s: float = QUICK_S) -> Iterator[FuzzedSidecar]:
     """Serves one. What must end by itself ends after `quick_s` here."""
     trouble = Trouble()
     before, http_protocol.HEAD_WITHIN_S = http_protocol.HEAD_WITHIN_S, quick_s
@@ -138,11 +138,11 @@ def fuzzed_door(around: Any = app, quick_s: float = QUICK_S) -> Iterator[FuzzedD
 
     async def serve() -> None:
         settings: dict[str, Any] = {"http": BoundedHttpProtocol, "lifespan": "off", "timeout_keep_alive": quick_s}
-        guarded.served = await stack.enter_async_context(serving(guarded.door, log_config=None, **settings))
+        guarded.served = await stack.enter_async_context(serving(guarded.sidecar, log_config=None, **settings))
 
     try:
         loop.run_until_complete(serve())
-        yield FuzzedDoor(loop, guarded, trouble)
+        yield FuzzedSidecar(loop, guarded, trouble)
     finally:
         loop.run_until_complete(stack.aclose())
         loop.close()
