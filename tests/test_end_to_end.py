@@ -424,7 +424,7 @@ class Watched(LocalPool):
         self.journal: list[tuple[str, str, int]] = []
         self.asks: dict[str, Any] = {}
         self._traces: dict[str, str] = {}
-        scheduler = self._scheduler
+        scheduler = self._runtime.scheduler
         submit, dispatch = scheduler.submit, scheduler.dispatch
 
         def submitted(ticket_id: str, **ticket: Any) -> Any:

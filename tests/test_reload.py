@@ -273,13 +273,13 @@ async def test_a_sidecar_begins_and_ends_to_observe_while_others_wait(tmp_path: 
 
 async def test_a_policy_that_cannot_be_used_changes_nothing_and_says_so(tmp_path: Path) -> None:
     async with reloading(App(), tmp_path) as site:
-        running = site.sidecar.snapshot
+        running = site.sidecar.controller.snapshot
         write_policy(tmp_path, engine="vllm", requests="9")
         await site.until(site.sidecar.notices)
         assert "needs a restart for engine" in site.sidecar.notices()[0]
-        assert site.sidecar.snapshot is running
+        assert site.sidecar.controller.snapshot is running
         assert site.pool()["capacity"]["requests"] == 4
         (tmp_path / "policy.yaml").unlink()
         await site.until(lambda: "cannot be used" in " ".join(site.sidecar.notices()))
-        assert site.sidecar.snapshot is running
+        assert site.sidecar.controller.snapshot is running
         assert (await site.ask(None, key("acme"))).status == 200

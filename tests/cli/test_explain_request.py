@@ -183,7 +183,7 @@ async def test_every_replica_is_asked_until_one_knows(tmp_path: Path) -> None:
     unreachable, not_a_sidecar, no_url, unknown = errors.splitlines()
     assert unreachable.startswith(f"sidecar: cannot reach {NOBODY}")
     assert f"{stranger.url} answered 200, but not as a sidecar's admin port does" in not_a_sidecar
-    assert "'sidecar:9464' is not a URL; write one such as http://127.0.0.1:9464" in no_url
+    assert "'door:9464' is not a URL; write one such as http://127.0.0.1:9464" in no_url
     assert f"{sidecar.admin}: no request with the id or trace id 'nobody' is known here" in unknown
 
 

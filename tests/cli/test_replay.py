@@ -26,7 +26,7 @@ from tests.support.serving import serving
 from tests.tools.emulator.emulated import ENGINES, SGLANG, TRTLLM, VLLM, emulated
 
 pytestmark = pytest.mark.anyio
-REAL = Path(__file__).parents[1] / "replay" / "traces"
+REAL = Path(__file__).parents[1] / "tools" / "replay" / "traces"
 TIERS = ["high", "normal", "batch"]
 POLICY = """
 engine: vllm

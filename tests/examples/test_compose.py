@@ -24,7 +24,7 @@ from tests.support.redis_servers import RedisServer, first_binary, until
 COMPOSE = EXAMPLES / "compose"
 FILE: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
 SERVICES: dict[str, Any] = FILE["services"]
-DOORS = [name for name, service in SERVICES.items() if service.get("command", [""])[0] == "serve"]
+SIDECARS = [name for name, service in SERVICES.items() if service.get("command", [""])[0] == "serve"]
 OURS = [name for name, service in SERVICES.items() if service["image"] == "admission-sidecar"]
 KNOWN = {
     "cap_drop", "command", "depends_on", "environment", "healthcheck", "image", "ports", "profiles", "pull_policy",
@@ -96,13 +96,13 @@ def test_ports_are_published_on_this_machine_alone_and_none_twice() -> None:
     assert all(re.fullmatch(r"127\.0\.0\.1:\d+:\d+", port) for port in published)
     outside = [port.split(":")[1] for port in published]
     assert len(set(outside)) == len(outside)
-    for name in DOORS:
+    for name in SIDECARS:
         args = parsed(SERVICES[name]["command"])
         assert {int(port.split(":")[2]) for port in SERVICES[name]["ports"]} == {args.port, args.admin_port}
 
 
 def test_every_name_that_is_asked_for_is_a_service_and_every_port_one_that_it_has() -> None:
-    args = parsed(SERVICES[DOORS[0]]["command"])
+    args = parsed(SERVICES[SIDECARS[0]]["command"])
     engine = parsed(SERVICES["engine"]["command"])
     listens = {
         "engine": {engine.port},
@@ -110,11 +110,11 @@ def test_every_name_that_is_asked_for_is_a_service_and_every_port_one_that_it_ha
         "collector": {4318},
         "tempo": {4317, 3200},
         "prometheus": {9090},
-        **{name: {args.port, args.admin_port} for name in DOORS},
+        **{name: {args.port, args.admin_port} for name in SIDECARS},
     }
     written = (COMPOSE / "compose.yaml").read_text() + (COMPOSE / "prometheus.yml").read_text()
     asked_for = set(re.findall(r'(?:[a-z]+://|")([a-z][\w-]*):(\d+)', written)) - {("localhost", "")}
-    assert {name for name, _ in asked_for} >= {"engine", "store", "collector", "tempo", "prometheus", *DOORS}
+    assert {name for name, _ in asked_for} >= {"engine", "store", "collector", "tempo", "prometheus", *SIDECARS}
     assert [f"{name}:{port}" for name, port in asked_for if int(port) not in listens.get(name, ())] == []
     tempo = yaml.safe_load((COMPOSE / "tempo.yaml").read_text())
     receives = tempo["distributor"]["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"]
@@ -134,7 +134,7 @@ def test_the_provisioning_finds_its_variables_and_the_dashboard() -> None:
 
 
 def test_a_sidecar_is_given_the_time_to_drain() -> None:
-    for name in DOORS:
+    for name in SIDECARS:
         stops_s = duration_s(SERVICES[name]["stop_grace_period"])
         assert stops_s >= parsed(SERVICES[name]["command"]).grace + BEYOND_GRACE_S
 
@@ -156,7 +156,7 @@ def test_a_real_engine_takes_the_place_of_the_emulated_one() -> None:
 def test_prometheus_takes_its_configuration_and_scrapes_every_sidecar() -> None:
     settings = yaml.safe_load((COMPOSE / "prometheus.yml").read_text())
     (job,) = settings["scrape_configs"]
-    assert job["static_configs"][0]["targets"] == [f"{name}:9464" for name in DOORS]
+    assert job["static_configs"][0]["targets"] == [f"{name}:9464" for name in SIDECARS]
     mounted = [volume.split(":")[1] for volume in SERVICES["prometheus"]["volumes"]]
     assert "/etc/prometheus/rules.yaml" in mounted
     assert settings["rule_files"] == ["rules.yaml"]
@@ -175,13 +175,13 @@ def store(tmp_path: Path) -> Iterator[str]:
 
 
 def test_two_sidecars_share_one_pool_before_the_engine(store: str) -> None:
-    variables = {name: SERVICES[DOORS[0]]["environment"][name] for name in ("SIDECAR_STORE", "OTEL_METRICS_EXPORTER")}
+    variables = {name: SERVICES[SIDECARS[0]]["environment"][name] for name in ("SIDECAR_STORE", "OTEL_METRICS_EXPORTER")}
     variables["SIDECAR_STORE"] = variables["SIDECAR_STORE"].replace("redis://store:6379/0", store)
     assert variables["SIDECAR_STORE"] == store
     emulated = replaced(SERVICES["engine"]["command"], {"--host": "127.0.0.1", "--port": 0})
     with command(*emulated) as process:
         engine = address(process)
-        first, second = (sidecars(SERVICES[name]["command"], engine, COMPOSE / "policy", **variables) for name in DOORS)
+        first, second = (sidecars(SERVICES[name]["command"], engine, COMPOSE / "policy", **variables) for name in SIDECARS)
         with first as one, second as other:
             until(lambda: other.page("/state")["pool"]["store"]["replicas"] == 2, "it knows of the first", TIMEOUT_S)
             assert asked(one.url, "sk-demo-interactive") == 200
@@ -189,7 +189,7 @@ def test_two_sidecars_share_one_pool_before_the_engine(store: str) -> None:
             assert asked(other.url, None) == 200
             assert "admission_queue_wait_seconds_bucket" in fetched(f"{one.admin}/metrics")[1]
             # The commands that say whether they are healthy, as they are but for the ports.
-            is_healthy(SERVICES[DOORS[0]], {9464: one.admin_port})
+            is_healthy(SERVICES[SIDECARS[0]], {9464: one.admin_port})
             is_healthy(SERVICES["engine"], {8000: int(engine.rpartition(":")[2])})
             load_runs(SERVICES["load"]["command"], [one.url, other.url])
 
@@ -208,7 +208,7 @@ def is_healthy(service: Mapping[str, Any], ports: Mapping[int, int]) -> None:
 
 def load_runs(words: list[str], urls: list[str]) -> None:
     """The load of the example, with fewer and shorter requests."""
-    for name, url in zip(DOORS, urls, strict=True):
+    for name, url in zip(SIDECARS, urls, strict=True):
         assert f"--upstream=http://{name}:8080" in words
         words = [word.replace(f"http://{name}:8080", url) for word in words]
     assert "burst:400:256:64" in words

@@ -217,7 +217,7 @@ async def test_too_many_frontends_in_the_options_file_fail_the_start(tmp_path: P
         (["m", "--policy", "{policy}", "--grpc"], "leave --grpc away"),
         (
             ["m", "--policy={policy}", "--num_http_workers", "2"],
-            "--num_http_workers starts processes without the sidecar",
+            "--num_http_workers starts processes without the middleware",
         ),
         (["m", "--policy", "{policy}", "--num_serve_frontends=2"], "2 server processes share this engine"),
     ],

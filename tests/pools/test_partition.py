@@ -285,9 +285,10 @@ class Replica:
     def end(self, lease: Lease, outcome: WaitOutcome | None, used_tokens: int | None = 0) -> None:
         del self.leases[lease.id]
         assert self.decides is not None
-        wait = (
-            self.decides.end(lease, self.clock()) if isinstance(self.decides, Partition) else self.decides.ended(lease)
-        )
+        if isinstance(self.decides, Outage):
+            self.decides.limits.ended(lease, used_tokens, self.clock())
+        partition = self.decides if isinstance(self.decides, Partition) else self.decides.partition
+        wait = None if partition is None else partition.end(lease, self.clock())
         if outcome is not None:
             outcome.set_result(wait)
 
@@ -815,7 +816,7 @@ async def test_nothing_is_decided_while_the_store_is_being_told_everything() -> 
     loss = losing(replica, simple(tokens=100), busy(others=0, own=50))
     waiting, too_large = new(replica, loss, ask(0, 20)), replica.waiting(ask(0, 90))
     loss.pause()
-    assert loss.is_paused
+    assert loss.partition is None
     assert loss.part() == {}
     await asyncio.sleep(2 * PATIENCE_S)
     assert not too_large.is_over
@@ -823,7 +824,7 @@ async def test_nothing_is_decided_while_the_store_is_being_told_everything() -> 
     assert waiting.grant is None
 
     loss.begin(busy(others=0, own=50))  # it could not be told
-    assert not loss.is_paused
+    assert loss.partition is not None
     assert waiting.grant is not None
     assert isinstance(refusal(too_large), StoreUnavailable)
     loss.end()

@@ -22,7 +22,7 @@ from tests.support.redis_servers import RedisServer, first_binary, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 
-DOOR = "sidecar.AdmissionMiddleware"
+MIDDLEWARE = "sidecar.AdmissionMiddleware"
 ENGINE_KEY, TENANT_KEY = "sk-engine", "sk-tenant"
 POLICY = """\
 engine: vllm
@@ -64,7 +64,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory, admin_port: int) -> Iterato
         "SIDECAR_ENGINE_KEY": ENGINE_KEY,
         "OTEL_TRACES_EXPORTER": "console",
     }
-    names = ("tests.real.seen.Seen", DOOR)
+    names = ("tests.real.seen.Seen", MIDDLEWARE)
     with vllm(middleware=names, arguments=["--api-key", ENGINE_KEY], variables=variables) as running:
         yield running
 
@@ -181,7 +181,7 @@ async def test_it_ends_in_order_and_sends_its_spans(engine: Engine) -> None:
 def test_without_a_good_policy_vllm_does_not_start_and_says_why(tmp_path: Path, policy: str, said: str) -> None:
     (tmp_path / "policy.yaml").write_text(policy)
     variables = {"SIDECAR_POLICY": str(tmp_path)} if policy else {}
-    with vllm_process(middleware=[DOOR], variables=variables) as engine:
+    with vllm_process(middleware=[MIDDLEWARE], variables=variables) as engine:
         assert engine.process.wait(READY_WITHIN_S) != 0
         lines = [line for line in engine.log.splitlines() if line.startswith("ERROR:")]
     assert said in lines[0]
@@ -190,7 +190,7 @@ def test_without_a_good_policy_vllm_does_not_start_and_says_why(tmp_path: Path, 
 
 def test_two_api_servers_without_a_store_do_not_start(tmp_path: Path) -> None:
     variables = {"SIDECAR_POLICY": write_policy(tmp_path)}
-    with vllm_process(middleware=[DOOR], arguments=["--api-server-count", "2"], variables=variables) as engine:
+    with vllm_process(middleware=[MIDDLEWARE], arguments=["--api-server-count", "2"], variables=variables) as engine:
         assert engine.process.wait(READY_WITHIN_S) != 0
         assert "ERROR:    2 server processes share this engine" in engine.log
 
@@ -205,7 +205,7 @@ async def test_two_api_servers_share_a_pool_in_the_store(tmp_path: Path) -> None
             "SIDECAR_STORE": store.url,
             "SIDECAR_ADMIN_PORT": str(admin),
         }
-        with vllm(middleware=[DOOR], arguments=arguments, variables=variables) as engine:
+        with vllm(middleware=[MIDDLEWARE], arguments=arguments, variables=variables) as engine:
             most = await _most_at_once(engine.url)
             async with aiohttp.ClientSession() as client:
                 stores = []

@@ -250,7 +250,7 @@ def test_an_admin_port_for_everybody_is_warned_of(host: str, variables: Mapping[
     warned = [entry["message"] for entry in logged if entry["event"] == "admin_port_open"]
     assert bool(warned) is warns
     if warned:
-        assert "the admin port on 0.0.0.0 shows everybody who reaches it" in warned[0]
+        assert "the admin port on 0.0.0.0 shows every caller" in warned[0]
         assert "set SIDECAR_ADMIN_TOKEN, or SIDECAR_ADMIN_TOKEN_FILE to a file that holds it" in warned[0]
 
 

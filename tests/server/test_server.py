@@ -18,7 +18,7 @@ from tests.support.wire import connected, exchange, get, post
 
 pytestmark = pytest.mark.anyio
 
-DOOR = str(Path(__file__).parent / "draining_sidecar.py")
+APP = str(Path(__file__).parent / "draining_app.py")
 STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -26,8 +26,8 @@ STREAM = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 async def sidecar(
     script: Script, grace_s: float = 5.0, port: int = 0
 ) -> AsyncIterator[tuple[Running, RawEngine, int, int]]:
-    async with raw_engine(script) as engine, python(DOOR, engine.url, str(port), str(grace_s)) as process:
-        sidecar_port = int((await process.line(r"^sidecar: sidecar on http://127.0.0.1:(\d+)$"))[1])
+    async with raw_engine(script) as engine, python(APP, engine.url, str(port), str(grace_s)) as process:
+        sidecar_port = int((await process.line(r"^sidecar: proxy on http://127.0.0.1:(\d+)$"))[1])
         admin_port = int((await process.line(r"^sidecar: admin on http://127.0.0.1:(\d+)$"))[1])
         yield process, engine, sidecar_port, admin_port
 
@@ -126,7 +126,7 @@ async def test_an_engine_that_breaks_off_is_one_line_in_the_log() -> None:
 async def test_a_port_in_use_is_one_line_and_exit_code_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        async with python(DOOR, "http://127.0.0.1:1", str(port), "1") as process:
+        async with python(APP, "http://127.0.0.1:1", str(port), "1") as process:
             assert await process.exit_code() == 1
             assert await process.errors() == f"cannot listen on 127.0.0.1:{port}: Address already in use\n"
 

@@ -257,7 +257,7 @@ async def test_somebody_elses_requests_are_mentioned() -> None:
         found = await examined(client.url, reads_only=True)
         busy.cancel()
     assert found.survey.others == 1
-    assert "1 requests of somebody else were there" in report(found)
+    assert "1 requests of other clients were there" in report(found)
 
 
 async def test_an_engine_behind_a_key() -> None:
