@@ -67,7 +67,9 @@ class ExplanationBuilder:
             trace_id=None if trace is None else f"{trace.trace_id:032x}",
             span_id=None if trace is None else f"{trace.span_id:016x}",
             others=others,
-            asked=_asked(record),
+            asked=None
+            if record.classified is None
+            else msgspec.convert(record.classified, RequestFacts, from_attributes=True),
             in_the_way=_in_the_way(record),
             wait=self._waited(record, now_us),
             preempted=_gave_way(record, now_us),
@@ -184,25 +186,6 @@ def _groups(ahead: Sequence[AdmittedAhead]) -> list[AheadGroup]:
         counts[key] = (requests + 1, tokens + each.tokens)
     groups = [AheadGroup(*key, *count) for key, count in counts.items()]
     return sorted(groups, key=lambda group: (not group.came_later, -group.requests))
-
-
-def _asked(record: RequestRecord) -> RequestFacts | None:
-    known = record.classified
-    if known is None:
-        return None
-    return RequestFacts(
-        tenant=known.tenant,
-        tier=known.tier,
-        source=known.source,
-        clamped_from=known.clamped_from,
-        downgraded_from=known.downgraded_from,
-        api=known.api,
-        model=known.model,
-        stream=known.stream,
-        tokens=known.tokens,
-        requests=known.requests,
-        max_output_tokens=known.max_output_tokens,
-    )
 
 
 def _gave_way(record: RequestRecord, now_us: int) -> list[PreemptedAttempt]:
