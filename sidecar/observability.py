@@ -14,9 +14,8 @@ from starlette.routing import BaseRoute, Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admin import routes
-from sidecar.admin.metrics import metrics_routes
-from sidecar.admin.routes import LivePages
-from sidecar.cluster.generations import Generations
+from sidecar.admin.routes import LivePages, metrics_routes
+from sidecar.cluster.overview import Generations
 from sidecar.cluster.report import Sources
 from sidecar.engines import NoEngine
 from sidecar.events import Received
@@ -29,10 +28,10 @@ from sidecar.telemetry.dry_run import DryRunLog, DryRunMetrics, DryRunStats
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.logs.request_log import RequestLog, UnguardedLog
 from sidecar.telemetry.metrics import PoolMetrics, PoolSample, RequestMetrics, TierSample
-from sidecar.telemetry.metrics.endpoint import MetricsEndpoint
 from sidecar.telemetry.metrics.tenants import shown_tenants
 from sidecar.telemetry.recent import Recent
 from sidecar.telemetry.request_record import EventHandlers, RequestRecord
+from sidecar.telemetry.setup import MetricsEndpoint
 from sidecar.telemetry.spans.links import links_from
 from sidecar.telemetry.spans.tracer import RequestTracer
 

@@ -24,9 +24,8 @@ from sidecar.events import (
     UnguardedRequest,
 )
 from sidecar.telemetry import semconv
-from sidecar.telemetry.metrics.counters import OVER, UNDER, Counted
 from sidecar.telemetry.metrics.histograms import LabeledHistogram
-from sidecar.telemetry.metrics.instruments import Instruments, WatchedTenants, instruments_of
+from sidecar.telemetry.metrics.instruments import OVER, UNDER, Counted, Instruments, instruments_of
 from sidecar.telemetry.metrics.tenants import SHOWN, TenantHolding, TenantHoldings
 from sidecar.telemetry.request_record import EventHandlers, RequestRecord, engine_time_us
 
@@ -61,9 +60,8 @@ class RequestMetrics:
     ) -> None:
         self.pool = pool
         self.holdings = TenantHoldings()
-        self._watched = WatchedTenants(pool, self.holdings)
         self.instruments = _instruments(meter_provider)
-        self.instruments.watch_tenants(self._watched)
+        self.instruments.watch_tenants(pool, self.holdings)
         self.counters = self.instruments.counters(pool, tenants_shown)
         for tier in tiers:
             self.counters.know(tier)
