@@ -149,7 +149,7 @@ class ExplanationBuilder:
         return [UnknownAhead(tier, tokens, where) for tier, tokens in missing.items() if tokens > 0]
 
     def _where(self, since_us: int) -> str:
-        dropped_us = self.journal.knows_since_us()
+        dropped_us = self.journal.knows_since_us
         is_kept = dropped_us is None or since_us >= dropped_us
         if self.is_shared:
             return OTHER_REPLICAS if is_kept else ELSEWHERE
