@@ -208,12 +208,17 @@ class RequestSpans:
 
 
 def _failure(event: Settled, written: Attributes, *, from_status: int) -> str | None:
-    """Writes the type of a failure, and returns the description of the span's status."""
-    failure = _engine_failure(event, from_status=from_status)
-    if failure is None:
-        return None
-    written[semconv.ERROR_TYPE], description = failure
-    return description
+    """Writes `error.type` where the engine failed, or answered `from_status` and above; returns the status description.
+
+    A client's disconnect is no failure.
+    """
+    if event.outcome is Outcome.FAILED:
+        written[semconv.ERROR_TYPE] = error_type = event.error or Outcome.FAILED.value
+        return f"the engine failed: {error_type}"
+    if event.outcome is not Outcome.CLIENT_LEFT and event.status is not None and event.status >= from_status:
+        written[semconv.ERROR_TYPE] = event.error or str(event.status)
+        return f"the engine answered {event.status}"
+    return None
 
 
 def _of_classification(event: Classified) -> Attributes:
@@ -317,18 +322,3 @@ def _of_engine_request(classified: Classified, provider_name: str | None) -> Att
     if classified.max_output_tokens is not None:
         attributes[semconv.GEN_AI_REQUEST_MAX_TOKENS] = classified.max_output_tokens
     return attributes
-
-
-def _engine_failure(event: Settled, *, from_status: int) -> tuple[str, str] | None:
-    """`error.type` and the status description where the engine failed, or answered `from_status` and above.
-
-    A client's disconnect is no failure.
-    """
-    if event.outcome is Outcome.CLIENT_LEFT:
-        return None
-    if event.outcome is Outcome.FAILED:
-        error_type = event.error or Outcome.FAILED.value
-        return error_type, f"the engine failed: {error_type}"
-    if event.status is not None and event.status >= from_status:
-        return event.error or str(event.status), f"the engine answered {event.status}"
-    return None
