@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from starlette.middleware import Middleware
@@ -14,9 +13,8 @@ from starlette.routing import BaseRoute, Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admin import routes
-from sidecar.admin.metrics import metrics_routes
-from sidecar.admin.routes import LivePages
-from sidecar.cluster.generations import Generations
+from sidecar.admin.routes import LivePages, metrics_routes
+from sidecar.cluster.overview import Generations
 from sidecar.cluster.report import Sources
 from sidecar.engines import NoEngine
 from sidecar.events import Received
@@ -29,10 +27,10 @@ from sidecar.telemetry.dry_run import DryRunLog, DryRunMetrics, DryRunStats
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.logs.request_log import RequestLog, UnguardedLog
 from sidecar.telemetry.metrics import PoolMetrics, PoolSample, RequestMetrics, TierSample
-from sidecar.telemetry.metrics.endpoint import MetricsEndpoint
 from sidecar.telemetry.metrics.tenants import shown_tenants
 from sidecar.telemetry.recent import Recent
 from sidecar.telemetry.request_record import EventHandlers, RequestRecord
+from sidecar.telemetry.setup import MetricsEndpoint
 from sidecar.telemetry.spans.links import links_from
 from sidecar.telemetry.spans.tracer import RequestTracer
 
@@ -76,13 +74,17 @@ class Observability:
         sampler = PoolSampler(
             pool,
             lambda: self._policy,
-            self._rejections,
+            lambda: 0 if self._watch is None else self._watch.rejections,
             lambda: generations.count(self._policy.generation),
             lambda: controller.pending_aborts.held(),  # noqa: PLW0108  # the controller has them later
         )
         self._gauges = PoolMetrics(policy.pool, sampler)  # its gauges are read for as long as it lives
         listeners: list[Listener] = [metrics, journal, self._log, sampler, *([recent] if is_looked_at else [])]
-        self._spans = _spans(policy, journal)
+        self._spans = RequestTracer(
+            starvation_limits_s=_starvation_limits_s(policy),
+            provider_name=None if policy.engine is NoEngine else policy.engine.name,
+            find_links=links_from(journal),
+        )
         failure_log = None if is_looked_at else self._log
         self.observer = EventDispatcher(self._spans, listeners, delay_s=TOLD_WITHIN_S, failure_log=failure_log)
         tallies = DryRunStats(lambda: self._policy.generation, time.time)
@@ -141,9 +143,6 @@ class Observability:
         """The pool's replicas by the generation of the policy that they run; empty where the pool is not shared."""
         return self._pages.live.generations()
 
-    def _rejections(self) -> int:
-        return 0 if self._watch is None else self._watch.rejections
-
 
 class UpToDate:
     """Wraps an app that shows requests: pending events are delivered before it answers."""
@@ -159,14 +158,6 @@ class UpToDate:
 
 def _starvation_limits_s(policy: Policy) -> Mapping[str, float]:
     return {tier.name: tier.slo.starvation_s for tier in policy.tiers if tier.slo.starvation_s is not None}
-
-
-def _spans(policy: Policy, journal: Journal) -> RequestTracer:
-    return RequestTracer(
-        starvation_limits_s=_starvation_limits_s(policy),
-        provider_name=None if policy.engine is NoEngine else policy.engine.name,
-        find_links=links_from(journal),
-    )
 
 
 WITHIN_S = 0.5
@@ -221,48 +212,40 @@ class PoolSampler:
         return self._take()
 
     def _take(self) -> PoolSample:
-        policy, state = self._policy(), self._pool.state()
-        sample = pool_sample(policy, state, self._pool.oldest(), self._rejected(), self._generations())
-        requests, tokens = self._aborting()
-        self._latest = replace(sample, aborting_requests=requests, aborting_tokens=tokens)
+        policy = self._policy()
+        state: Mapping[str, Any] = self._pool.state()
+        tiers = zip(policy.tiers, state["tiers"], self._pool.oldest(), strict=True)
+        aborting_requests, aborting_tokens = self._aborting()
+        self._latest = PoolSample(
+            tiers=[_tier_sample(*tier) for tier in tiers],
+            generation=policy.generation,
+            capacity_tokens=state["capacity"]["tokens"],
+            capacity_requests=state["capacity"]["requests"],
+            replicas=state.get("store", {}).get("replicas"),
+            policies_rejected=self._rejected(),
+            generations=self._generations() if "store" in state else None,
+            aborting_requests=aborting_requests,
+            aborting_tokens=aborting_tokens,
+        )
         return self._latest
 
 
-def pool_sample(
-    policy: Policy, state: Mapping[str, Any], oldest: Sequence[Grant | None], rejected: int = 0, generations: int = 1
-) -> PoolSample:
-    """The sample of a pool whose `state()` and `oldest()` are these."""
-    tiers = zip(policy.tiers, state["tiers"], oldest, strict=True)
-    return PoolSample(
-        tiers=[_tier_sample(*tier) for tier in tiers],
-        generation=policy.generation,
-        capacity_tokens=state["capacity"]["tokens"],
-        capacity_requests=state["capacity"]["requests"],
-        replicas=state.get("store", {}).get("replicas"),
-        policies_rejected=rejected,
-        generations=generations if "store" in state else None,
-    )
-
-
 def _tier_sample(tier: Tier, state: Mapping[str, Any], oldest: Grant | None) -> TierSample:
+    amounts = {f"{part}_{name}": state[part][name] for part in _PARTS for name in ("tokens", "requests")}
     return TierSample(
         tier=tier.name,
-        queued_requests=state["queued"]["requests"],
-        queued_tokens=state["queued"]["tokens"],
         oldest_wait_s=0.0 if oldest is None else oldest.queue_wait_us / 1e6,
         longest_starvation_s=0.0 if oldest is None else oldest.starvation_us / 1e6,
-        held_tokens=state["held"]["tokens"],
-        held_requests=state["held"]["requests"],
-        reserve_tokens=state["reserve"]["tokens"],
-        reserve_requests=state["reserve"]["requests"],
-        limit_tokens=state["limit"]["tokens"],
-        limit_requests=state["limit"]["requests"],
         borrowed_tokens=state["borrowed"],
         lent_tokens=state["lent"],
         slo_ttft_s=tier.slo.ttft_s,
         slo_queue_wait_s=tier.slo.queue_wait_s,
         slo_starvation_s=tier.slo.starvation_s,
+        **amounts,
     )
+
+
+_PARTS = ("queued", "held", "reserve", "limit")
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -1,4 +1,4 @@
-"""Routes of the admin port: live page, overview and its event stream, dry-run report, explanation of a request.
+"""Routes of the admin port: live page, overview and its stream, dry-run report, metrics, explanation of a request.
 
 The live page's markup, style and script are files beside this one; it loads nothing else. Its Content-Security-Policy
 names this style and this script by their hashes, and allows connections to its own server only. A script that a
@@ -14,15 +14,15 @@ from importlib.resources import files
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from sidecar.admin.stream import Stream
-from sidecar.cluster.generations import Generations
-from sidecar.cluster.overview import PoolOverview
+from sidecar.cluster.overview import Generations, PoolOverview
 from sidecar.cluster.report import Sources
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.telemetry.journal import Journal
+from sidecar.telemetry.setup import MetricsEndpoint, MetricsUnavailable
 
 _encode = msgspec.json.Encoder().encode
 
@@ -69,6 +69,20 @@ class LivePages:
 
     def _document(self) -> bytes:
         return _encode(self.live.overview())
+
+
+def metrics_routes(scrape: MetricsEndpoint) -> Sequence[BaseRoute]:
+    """`GET /metrics`, all metrics in Prometheus' format: 404 with a sentence where there are no metrics here."""
+
+    def metrics(request: Request) -> Response:
+        # No coroutine, so that it is run in a thread: the pool's figures come from this event loop.
+        try:
+            text, content_type = scrape.text(request.headers.get("accept"))
+        except MetricsUnavailable as reason:
+            return PlainTextResponse(f"{reason}\n", status_code=404)
+        return Response(text, headers={"content-type": content_type})
+
+    return [Route("/metrics", metrics)]
 
 
 LONGEST_ID = 128

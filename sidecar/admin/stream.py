@@ -115,8 +115,8 @@ class _Viewer:
         self._event: bytes | None = None
         self._is_over = False
         self._changed = asyncio.Event()
-        self._departure = asyncio.ensure_future(receive_departure(receive))
-        self._departure.add_done_callback(lambda _: self.end())
+        self._disconnect = asyncio.ensure_future(receive_disconnect(receive))
+        self._disconnect.add_done_callback(lambda _: self.end())
 
     def show(self, event: bytes) -> None:
         self._event = event
@@ -127,7 +127,7 @@ class _Viewer:
         self._changed.set()
 
     def forget(self) -> None:
-        self._departure.cancel()
+        self._disconnect.cancel()
 
     async def next(self) -> bytes | None:
         """The newest event, as soon as there is one that it has not seen. None where it is over."""
@@ -140,7 +140,7 @@ class _Viewer:
         return None
 
 
-async def receive_departure(receive: Receive) -> None:
+async def receive_disconnect(receive: Receive) -> None:
     """Returns when the client has disconnected."""
     message: Message = {"type": "http.request"}
     while message["type"] != "http.disconnect":

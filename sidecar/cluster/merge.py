@@ -9,7 +9,7 @@ import msgspec
 
 from sidecar.cluster.document import OldestWaiter, RefusalView, ReplicaView, TenantView
 from sidecar.cluster.report import MOST_REFUSALS, ReplicaReport, TierReport
-from sidecar.telemetry.recent import BUCKET_S, BUCKETS, Bucket, Overtakings
+from sidecar.telemetry.recent import BUCKET_S, BUCKETS, Bucket, Overtakings, add_overtakings
 
 SHOWN_TENANTS = 10
 
@@ -45,12 +45,7 @@ def overtaken_by(tier: str, all_heard: Iterable[ReceivedReport]) -> dict[str, Ov
     """The tiers that overtook a tier, over all replicas, most often first."""
     summed: dict[str, Overtakings] = {}
     for told in (told for one in all_heard for told in _of(tier, one)):
-        for by, counted in told.overtaken_by.items():
-            into = summed.setdefault(by, Overtakings())
-            into.requests += counted.requests
-            into.tokens += counted.tokens
-            for rule, requests in counted.rules.items():
-                into.rules[rule] = into.rules.get(rule, 0) + requests
+        add_overtakings(summed, told.overtaken_by)
     return dict(sorted(summed.items(), key=lambda pair: -pair[1].requests))
 
 
@@ -83,15 +78,9 @@ def refusals(all_heard: Iterable[ReceivedReport]) -> list[RefusalView]:
 def replicas(all_heard: Iterable[ReceivedReport]) -> list[ReplicaView]:
     """All replicas with a report, in the order of their names."""
     found = [
-        ReplicaView(
-            one.report.replica,
-            one.report.host,
-            one.report.leases,
-            one.report.waiting,
-            round(one.age_s, 1),
-            one.report.generation,
-        )
+        ReplicaView(report.replica, report.host, report.leases, report.waiting, round(one.age_s, 1), report.generation)
         for one in all_heard
+        for report in [one.report]
     ]
     return sorted(found, key=lambda replica: (replica.host, replica.replica))
 

@@ -67,7 +67,9 @@ class ExplanationBuilder:
             trace_id=None if trace is None else f"{trace.trace_id:032x}",
             span_id=None if trace is None else f"{trace.span_id:016x}",
             others=others,
-            asked=_asked(record),
+            asked=None
+            if record.classified is None
+            else msgspec.convert(record.classified, RequestFacts, from_attributes=True),
             in_the_way=_in_the_way(record),
             wait=self._waited(record, now_us),
             preempted=_gave_way(record, now_us),
@@ -147,7 +149,7 @@ class ExplanationBuilder:
         return [UnknownAhead(tier, tokens, where) for tier, tokens in missing.items() if tokens > 0]
 
     def _where(self, since_us: int) -> str:
-        dropped_us = self.journal.knows_since_us()
+        dropped_us = self.journal.knows_since_us
         is_kept = dropped_us is None or since_us >= dropped_us
         if self.is_shared:
             return OTHER_REPLICAS if is_kept else ELSEWHERE
@@ -184,25 +186,6 @@ def _groups(ahead: Sequence[AdmittedAhead]) -> list[AheadGroup]:
         counts[key] = (requests + 1, tokens + each.tokens)
     groups = [AheadGroup(*key, *count) for key, count in counts.items()]
     return sorted(groups, key=lambda group: (not group.came_later, -group.requests))
-
-
-def _asked(record: RequestRecord) -> RequestFacts | None:
-    known = record.classified
-    if known is None:
-        return None
-    return RequestFacts(
-        tenant=known.tenant,
-        tier=known.tier,
-        source=known.source,
-        clamped_from=known.clamped_from,
-        downgraded_from=known.downgraded_from,
-        api=known.api,
-        model=known.model,
-        stream=known.stream,
-        tokens=known.tokens,
-        requests=known.requests,
-        max_output_tokens=known.max_output_tokens,
-    )
 
 
 def _gave_way(record: RequestRecord, now_us: int) -> list[PreemptedAttempt]:

@@ -15,10 +15,8 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from sidecar.events import Observed, Verdict
-from sidecar.telemetry import semconv
 from sidecar.telemetry.logs.request_log import RequestLog
-from sidecar.telemetry.metrics.histograms import LabeledHistogram
-from sidecar.telemetry.metrics.requests import RequestMetrics, add
+from sidecar.telemetry.metrics.requests import RequestMetrics, WaitHistograms, add
 
 WAITS_FROM_US = 10_000
 """Shorter waits do not count as such: a store takes as long to answer."""
@@ -51,9 +49,17 @@ class DryRunCounts(msgspec.Struct):
     def note(self, observed: Observed) -> None:
         """Counts one request."""
         self.requests += 1
-        self._note_starvation(observed)
+        self.starved += observed.starvation_us >= WAITS_FROM_US
+        self.starvation_max_us = max(self.starvation_max_us, observed.starvation_us)
+        for tier, tokens in observed.served_ahead.items():
+            _add(self.served_ahead, tier, tokens)
         if observed.verdict is Verdict.ADMITTED:
-            self._admit(observed)
+            self.admitted += 1
+            wait_us = observed.queue_wait_us
+            if wait_us > 0:
+                _add(self.waits, int(math.log(wait_us) / _STEP))
+            self.waited += wait_us >= WAITS_FROM_US
+            self.wait_max_us = max(self.wait_max_us, wait_us)
         elif observed.verdict is Verdict.ABANDONED:
             self.abandoned += 1
         else:
@@ -80,20 +86,6 @@ class DryRunCounts(msgspec.Struct):
             if left <= 0:
                 return min(self.wait_max_us, round(math.exp((bucket + 0.5) * _STEP)))
         return 0
-
-    def _admit(self, observed: Observed) -> None:
-        self.admitted += 1
-        wait_us = observed.queue_wait_us
-        if wait_us > 0:
-            _add(self.waits, int(math.log(wait_us) / _STEP))
-        self.waited += wait_us >= WAITS_FROM_US
-        self.wait_max_us = max(self.wait_max_us, wait_us)
-
-    def _note_starvation(self, observed: Observed) -> None:
-        self.starved += observed.starvation_us >= WAITS_FROM_US
-        self.starvation_max_us = max(self.starvation_max_us, observed.starvation_us)
-        for tier, tokens in observed.served_ahead.items():
-            _add(self.served_ahead, tier, tokens)
 
 
 class DryRunReport(msgspec.Struct, frozen=True):
@@ -177,22 +169,13 @@ class DryRunMetrics:
     """Metrics with names of their own, so that the others report real ends only. One for each `RequestMetrics`."""
 
     def __init__(self, metrics: RequestMetrics) -> None:
-        self._pool = metrics.pool
         self._counted = metrics.counters.observed
-        self._instruments = metrics.instruments
-        self._waits: dict[tuple[str, str], tuple[LabeledHistogram, LabeledHistogram]] = {}
+        instruments = metrics.instruments
+        self._waits = WaitHistograms(metrics.pool, instruments.observed_queue_wait, instruments.observed_starvation)
 
     def note(self, observed: Observed) -> None:
         """Counts one request, and notes how long it would have waited."""
         tier, decision = observed.tier or "", observed.verdict.value
         add(self._counted, (tier, decision, observed.code or ""))
-        if observed.verdict is not Verdict.ADMITTED and not observed.queue_wait_us:
-            return
-        waits = self._waits.get((tier, decision))
-        if waits is None:
-            labels = {semconv.POOL: self._pool, semconv.ADMISSION_TIER: tier, semconv.ADMISSION_DECISION: decision}
-            histograms = self._instruments.observed_queue_wait, self._instruments.observed_starvation
-            waits = self._waits[tier, decision] = (histograms[0].labeled(labels), histograms[1].labeled(labels))
-        waits[0].record(observed.queue_wait_us / 1e6)
-        if observed.starvation_us:
-            waits[1].record(observed.starvation_us / 1e6)
+        if observed.verdict is Verdict.ADMITTED or observed.queue_wait_us:
+            self._waits.record(tier, decision, observed, None)

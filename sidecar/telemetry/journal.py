@@ -65,7 +65,7 @@ class Journal:
         self._most_admissions = most_admissions
         self._open: dict[RequestRecord, None] = {}
         self._admissions: list[RequestRecord] = []
-        self._dropped_us: int | None = None
+        self.knows_since_us: int | None = None  # from when on every admission is kept; None: none was dropped
         self._ended: deque[RequestRecord] = deque(maxlen=most_ended)
         self._refused: deque[RequestRecord] = deque(maxlen=MOST_REFUSED)
         self.handlers: EventHandlers = {
@@ -114,10 +114,6 @@ class Journal:
             first = max(first, bisect_left(self._admissions, overtaken_us - JITTER_US, key=_admitted_us))
         looked_at = _others(self._admissions[first : min(last, first + MOST_LOOKED_AT)], waiter)
         return [*islice((record for record in looked_at if record.arrived_us > arrived_us), most)]
-
-    def knows_since_us(self) -> int | None:
-        """The moment from which on every admission is kept, None where none has been dropped yet."""
-        return self._dropped_us
 
     def refusals(self, limit: int) -> Sequence[RequestRecord]:
         """The last that the middleware answered with an error, newest first."""
@@ -173,7 +169,7 @@ class Journal:
 
     def _drop_admissions(self, count: int) -> None:
         if count:
-            self._dropped_us = _admitted_us(self._admissions[count - 1]) + 1
+            self.knows_since_us = _admitted_us(self._admissions[count - 1]) + 1
             del self._admissions[:count]
 
     def _window(self, waiter: Waiter) -> tuple[int, int]:

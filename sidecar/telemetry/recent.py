@@ -6,7 +6,7 @@ is written again five minutes later is emptied first: memory is bounded by the t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import msgspec
 
@@ -71,19 +71,21 @@ class Recent:
     def waits(self, tier: str, at_s: float, wait_s: float, starvation_s: float) -> None:
         """Notes how long the oldest of a tier has waited so far: a wait shows before it has ended."""
         bucket = self._tier(tier).at(int(at_s) // BUCKET_S)
-        bucket.wait_max_us = max(bucket.wait_max_us, round(wait_s * 1e6))
-        bucket.starvation_max_us = max(bucket.starvation_max_us, round(starvation_s * 1e6))
+        bucket.wait_max_s = max(bucket.wait_max_s, wait_s)
+        bucket.starvation_max_s = max(bucket.starvation_max_s, starvation_s)
 
     def read(self, tier: str, at_s: float) -> TierRecent:
         """The five minutes up to `at_s`, the bucket that `at_s` is in included."""
-        kept = self._tiers.get(tier)
-        last = int(at_s) // BUCKET_S
-        numbers = range(last - BUCKETS + 1, last + 1)
-        if kept is None:
-            return TierRecent([Bucket(number * BUCKET_S) for number in numbers], {})
-        buckets = [kept.buckets[number % BUCKETS] for number in numbers]
-        current = [bucket for bucket, number in zip(buckets, numbers, strict=True) if bucket.number == number]
-        return TierRecent([kept.read(number) for number in numbers], _sum(current))
+        kept, last = self._tiers.get(tier) or _Tier(), int(at_s) // BUCKET_S
+        read = TierRecent([], {})
+        for number in range(last - BUCKETS + 1, last + 1):
+            bucket = kept.buckets[number % BUCKETS]
+            if bucket.t_s == number * BUCKET_S:
+                read.buckets.append(msgspec.structs.replace(bucket))
+                add_overtakings(read.overtaken_by, kept.overtaken_by[number % BUCKETS])
+            else:
+                read.buckets.append(Bucket(number * BUCKET_S))
+        return read
 
     def _admitted(self, record: RequestRecord, event: Admitted) -> None:
         classified = record.classified
@@ -93,20 +95,23 @@ class Recent:
         bucket = self._tier(classified.tier).at(number)
         bucket.admitted += not record.lost
         if event.queue_wait_us:
-            bucket.add_wait(record, event)
+            _add_wait(bucket, record, event)
         for overtaken, rule in event.passed.items():
-            self._tier(overtaken).at(number).add_overtaking(classified.tier, rule, classified.tokens)
+            tier = self._tier(overtaken)
+            tier.at(number)  # begins it where it is another time's
+            one = Overtakings(1, classified.tokens, {rule: 1})
+            add_overtakings(tier.overtaken_by[number % BUCKETS], {classified.tier: one})
 
     def _preempted(self, record: RequestRecord, event: Preempted) -> None:
         if record.classified is not None:
             bucket = self._tier(record.classified.tier).at(_number(record, event.at_us))
             bucket.preempted += 1
-            bucket.engine_lost_us += engine_time_us(event)
+            bucket.engine_lost_s = round(bucket.engine_lost_s + engine_time_us(event) / 1e6, 6)
 
     def _refused(self, record: RequestRecord, event: Refused) -> None:
         if record.classified is not None:
             bucket = self._tier(record.classified.tier).at(_number(record, event.at_us))
-            bucket.add_wait(record, event)
+            _add_wait(bucket, record, event)
             bucket.refused += event.status is not None  # else the client disconnected, or the server stopped
 
     def _settled(self, record: RequestRecord, _: Settled) -> None:
@@ -117,7 +122,7 @@ class Recent:
         classified = record.classified
         if classified is not None and classified.stream and event.status < 400:
             bucket = self._tier(classified.tier).at(_number(record, event.at_us))
-            bucket.ttft_max_us = max(bucket.ttft_max_us, event.at_us - record.at_us)
+            bucket.ttft_max_s = max(bucket.ttft_max_s, (event.at_us - record.at_us) / 1e6)
 
     def _tier(self, name: str) -> _Tier:
         """The figures of a tier; above the limit, further tiers share one."""
@@ -127,81 +132,45 @@ class Recent:
         return tier
 
 
-class _Bucket:
-    """Whole microseconds; `overtaken_by` has (tokens, requests) of every tier and rule by which another went first."""
-
-    __slots__ = (
-        "admitted", "engine_lost_us", "number", "overtaken_by", "preempted", "refused", "starvation_max_us",
-        "starvation_sum_us", "ttft_max_us", "wait_max_us", "wait_sum_us"
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.begin(-1)
-
-    def begin(self, number: int) -> None:
-        self.number = number
-        self.admitted = self.refused = self.preempted = self.engine_lost_us = 0
-        self.wait_sum_us = self.wait_max_us = self.starvation_sum_us = self.starvation_max_us = self.ttft_max_us = 0
-        self.overtaken_by: dict[tuple[str, str], tuple[int, int]] = {}
-
-    def add_wait(self, record: RequestRecord, end: Admitted | Refused) -> None:
-        """The wait before a preemption is part of the one after it, and has been added before."""
-        wait_us, starvation_us = end.queue_wait_us, end.starvation_us
-        self.wait_max_us = max(self.wait_max_us, wait_us)
-        self.starvation_max_us = max(self.starvation_max_us, starvation_us)
-        if record.lost:
-            wait_us -= record.lost[-1].admitted.queue_wait_us
-            starvation_us -= record.lost[-1].admitted.starvation_us
-        self.wait_sum_us += wait_us
-        self.starvation_sum_us += starvation_us
-
-    def add_overtaking(self, tier: str, rule: str, tokens: int) -> None:
-        by = tier, rule
-        counted_tokens, counted = self.overtaken_by.get(by, (0, 0))
-        self.overtaken_by[by] = counted_tokens + tokens, counted + 1
-
-
 class _Tier:
-    __slots__ = ("buckets",)
+    """A tier's buckets, and beside each of them the tiers that overtook it in that time."""
+
+    __slots__ = ("buckets", "overtaken_by")
 
     def __init__(self) -> None:
-        self.buckets = [_Bucket() for _ in range(BUCKETS)]
+        self.buckets = [Bucket(-BUCKET_S)] * BUCKETS  # none of them is written to: `at` replaces it
+        self.overtaken_by: list[dict[str, Overtakings]] = [{}] * BUCKETS
 
-    def at(self, number: int) -> _Bucket:
-        bucket = self.buckets[number % BUCKETS]
-        if bucket.number != number:
-            bucket.begin(number)
-        return bucket
+    def at(self, number: int) -> Bucket:
+        place = number % BUCKETS
+        if self.buckets[place].t_s != number * BUCKET_S:
+            self.buckets[place], self.overtaken_by[place] = Bucket(number * BUCKET_S), {}
+        return self.buckets[place]
 
-    def read(self, number: int) -> Bucket:
-        kept, start_s = self.buckets[number % BUCKETS], number * BUCKET_S
-        if kept.number != number:
-            return Bucket(start_s)
-        return Bucket(
-            start_s,
-            kept.admitted,
-            kept.refused,
-            kept.wait_sum_us / 1e6,
-            kept.wait_max_us / 1e6,
-            kept.starvation_sum_us / 1e6,
-            kept.starvation_max_us / 1e6,
-            kept.ttft_max_us / 1e6,
-            kept.preempted,
-            kept.engine_lost_us / 1e6,
-        )
+
+def add_overtakings(into: dict[str, Overtakings], more: Mapping[str, Overtakings]) -> None:
+    """Adds those of another bucket or replica."""
+    for tier, counted in more.items():
+        by = into.setdefault(tier, Overtakings())
+        by.requests += counted.requests
+        by.tokens += counted.tokens
+        for rule, requests in counted.rules.items():
+            by.rules[rule] = by.rules.get(rule, 0) + requests
+
+
+def _add_wait(bucket: Bucket, record: RequestRecord, end: Admitted | Refused) -> None:
+    """The wait before a preemption is part of the one after it, and has been added before."""
+    wait_us, starvation_us = end.queue_wait_us, end.starvation_us
+    bucket.wait_max_s = max(bucket.wait_max_s, wait_us / 1e6)
+    bucket.starvation_max_s = max(bucket.starvation_max_s, starvation_us / 1e6)
+    if record.lost:
+        wait_us -= record.lost[-1].admitted.queue_wait_us
+        starvation_us -= record.lost[-1].admitted.starvation_us
+    # Rounded to whole microseconds: a sum of many floats drifts.
+    bucket.wait_sum_s = round(bucket.wait_sum_s + wait_us / 1e6, 6)
+    bucket.starvation_sum_s = round(bucket.starvation_sum_s + starvation_us / 1e6, 6)
 
 
 def _number(record: RequestRecord, at_us: int) -> int:
     """The number of the bucket that a moment on the pool's clock is in."""
     return (at_us + record.wall_ns // 1000 - record.at_us) // _BUCKET_US
-
-
-def _sum(buckets: Sequence[_Bucket]) -> dict[str, Overtakings]:
-    summed: dict[str, Overtakings] = {}
-    for bucket in buckets:
-        for (tier, rule), (tokens, requests) in bucket.overtaken_by.items():
-            by = summed.setdefault(tier, Overtakings())
-            by.requests += requests
-            by.tokens += tokens
-            by.rules[rule] = by.rules.get(rule, 0) + requests
-    return summed

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, Union
 
 from opentelemetry import metrics, trace
 
-from sidecar.telemetry.metrics.endpoint import MetricsEndpoint
-
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import MetricExporter
@@ -43,11 +41,37 @@ class TelemetryError(ValueError):
     """The environment asks for telemetry that cannot be had; the message says which variable and what to do."""
 
 
+class MetricsUnavailable(Exception):
+    """This process has no metrics to scrape. The message is a sentence with the reason and the remedy."""
+
+
+class MetricsEndpoint:
+    """The metrics of this process for `GET /metrics`, as soon as `configure_from_environment` was given this."""
+
+    def __init__(self) -> None:
+        self._source: PrometheusReader | None = None
+        self._reason = "metrics are not set up yet; try again in a moment"
+
+    def open(self, source: PrometheusReader) -> None:
+        """From now on there are metrics."""
+        self._source = source
+
+    def close(self, reason: str) -> None:
+        """There will be none, for a reason that is a sentence, unless the endpoint is opened."""
+        self._reason = reason
+
+    def text(self, accept: str | None) -> tuple[bytes, str]:
+        """See `PrometheusReader.text`. Raises MetricsUnavailable. Takes milliseconds; not for a pool's event loop."""
+        if self._source is None:
+            raise MetricsUnavailable(self._reason)
+        return self._source.text(accept)
+
+
 @dataclass(frozen=True)
 class Signal(Generic[Exporter]):
     """Traces or metrics: the variables that ask for them, and their parts of the SDK.
 
-    Of `endpoints` and `protocols` the first variable that is set counts. `module` has the OTLP `exporter` in the
+    Of `otlp_variables` the first that is set counts. `module` has the OTLP `exporter` in the
     package of each protocol, `console` are a module and a name. `install` makes the global provider, and returns the
     function that sends the rest and ends it; `is_free` says that the process has no provider yet.
     """
@@ -64,29 +88,13 @@ class Signal(Generic[Exporter]):
         """The variable that lists the exporters."""
         return f"OTEL_{self.name.upper()}_EXPORTER"
 
-    @property
-    def endpoints(self) -> tuple[str, str]:
-        """The variables that name an endpoint."""
-        return f"OTEL_EXPORTER_OTLP_{self.name.upper()}_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
-
-    @property
-    def protocols(self) -> tuple[str, str]:
-        """The variables that name a protocol."""
-        return f"OTEL_EXPORTER_OTLP_{self.name.upper()}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
-
-    def otlp(self, protocol: str) -> Exporter:
-        """An exporter for this protocol. Raises ImportError without its package."""
-        package = {HTTP: "http", GRPC: "grpc"}[protocol]
-        made: Exporter = _made(f"opentelemetry.exporter.otlp.proto.{package}.{self.module}", self.exporter)
-        return made
+    def otlp_variables(self, what: str) -> tuple[str, str]:
+        """The variables that name an endpoint or a protocol: the signal's own, and that of both."""
+        return f"OTEL_EXPORTER_OTLP_{self.name.upper()}_{what}", f"OTEL_EXPORTER_OTLP_{what}"
 
 
 def _made(module: str, name: str) -> Any:
     return getattr(import_module(module), name)()
-
-
-def _has_no_tracer_provider() -> bool:
-    return isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
 
 
 def has_no_meter_provider() -> bool:
@@ -140,7 +148,7 @@ TRACES: Signal[SpanExporter] = Signal(
     exporter="OTLPSpanExporter",
     console=("opentelemetry.sdk.trace.export", "ConsoleSpanExporter"),
     module="trace_exporter",
-    is_free=_has_no_tracer_provider,
+    is_free=lambda: isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider),
     install=_install_tracer_provider,
 )
 METRICS: Signal[MetricsOut] = Signal(
@@ -168,9 +176,14 @@ def configure_from_environment(
     asked = [(signal, names) for signal in _SIGNALS if (names := _exporter_names(signal, os.environ, scrape))]
     if scrape is not None:
         scrape.close(_why_not_scraped(os.environ))
-    installs = [_prepared(signal, names, scrape) for signal, names in asked if signal.is_free()]
+    # Every mistake in the environment is raised here, before anything is installed.
+    installs = [
+        partial(signal.install, [_exporter(signal, name, scrape) for name in names])
+        for signal, names in asked
+        if signal.is_free()
+    ]
     if not installs:
-        return _nothing
+        return partial(_end, [])
     resource = _resource(service_name)
     return partial(_end, [install(resource) for install in installs])
 
@@ -186,7 +199,7 @@ def _exporter_names(signal: Signal[Any], environ: Mapping[str, str], endpoint: M
     names = [name.strip().lower() for name in environ.get(signal.exporters, "").split(",") if name.strip()]
     if not names:
         names += [PROMETHEUS] if signal is METRICS and endpoint is not None else []
-        names += ["otlp"] if any(environ.get(endpoint) for endpoint in signal.endpoints) else []
+        names += ["otlp"] if any(environ.get(endpoint) for endpoint in signal.otlp_variables("ENDPOINT")) else []
     return [name for name in dict.fromkeys(names) if name != "none"]
 
 
@@ -206,13 +219,6 @@ def _why_not_scraped(environ: Mapping[str, str]) -> str:
     return f"{METRICS.exporters} is {environ.get(METRICS.exporters)}; with {PROMETHEUS} in it the metrics would be here"
 
 
-def _prepared(
-    signal: Signal[Exporter], names: list[str], endpoint: MetricsEndpoint | None
-) -> Callable[[Resource], Shutdown]:
-    """A function that installs the signal. Every mistake in the environment is raised here, before it is called."""
-    return partial(signal.install, [_exporter(signal, name, endpoint) for name in names])
-
-
 def _exporter(signal: Signal[Any], name: str, endpoint: MetricsEndpoint | None) -> Any:
     if name == "otlp":
         return _otlp_exporter(signal)
@@ -224,8 +230,8 @@ def _exporter(signal: Signal[Any], name: str, endpoint: MetricsEndpoint | None) 
     raise TelemetryError(f'{signal.exporters}: "{name}" is not supported; write {known}, console or none')
 
 
-def _otlp_exporter(signal: Signal[Exporter]) -> Exporter:
-    variable = next((name for name in signal.protocols if os.environ.get(name)), None)
+def _otlp_exporter(signal: Signal[Any]) -> Any:
+    variable = next((name for name in signal.otlp_variables("PROTOCOL") if os.environ.get(name)), None)
     protocol = HTTP if variable is None else os.environ[variable].strip()
     if protocol not in (HTTP, GRPC):
         raise TelemetryError(
@@ -233,7 +239,8 @@ def _otlp_exporter(signal: Signal[Exporter]) -> Exporter:
             f"{GRPC} (on port 4317)"
         )
     try:
-        return signal.otlp(protocol)
+        package = {HTTP: "http", GRPC: "grpc"}[protocol]
+        return _made(f"opentelemetry.exporter.otlp.proto.{package}.{signal.module}", signal.exporter)
     except ImportError as error:
         extra = "otlp-grpc" if protocol == GRPC else "otlp"
         raise TelemetryError(
@@ -277,7 +284,3 @@ def _end_one(shutdown: Shutdown) -> None:
         shutdown()
     except Exception:
         logger.exception("telemetry could not be ended in order; what it still held may be lost")
-
-
-def _nothing() -> None:
-    """Shut down what was never started."""

@@ -22,7 +22,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from sidecar.admin.app import admin_app
-from sidecar.admin.metrics import metrics_routes
+from sidecar.admin.routes import metrics_routes
 from sidecar.engines import Vllm
 from sidecar.events import Received
 from sidecar.observability import PoolSampler
@@ -31,10 +31,10 @@ from sidecar.pools import LocalPool
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.metrics import PoolMetrics, RequestMetrics
-from sidecar.telemetry.metrics.endpoint import MetricsEndpoint
 from sidecar.telemetry.metrics.histograms import HAS_CONTEXT
 from sidecar.telemetry.metrics.prometheus import PrometheusReader
 from sidecar.telemetry.metrics.views import views
+from sidecar.telemetry.setup import MetricsEndpoint
 from sidecar.telemetry.spans.tracer import RequestTracer
 from sidecar.tokens import Estimator
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sidecar.cluster.generations import LASTING_S, Generations
+from sidecar.cluster.overview import LASTING_S, Generations
 from sidecar.cluster.report import ReplicaReport, pack, unpack
 
 

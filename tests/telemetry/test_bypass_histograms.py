@@ -384,7 +384,7 @@ from sidecar.telemetry.metrics import RequestMetrics
 from sidecar.telemetry.sdk_bypass.histograms import sums_of
 from sidecar.telemetry.metrics.prometheus import PrometheusReader
 from sidecar.telemetry.metrics.views import views
-from sidecar.telemetry.metrics.endpoint import MetricsEndpoint
+from sidecar.telemetry.setup import MetricsEndpoint
 
 made_before, scrape, reader = RequestMetrics("default"), MetricsEndpoint(), PrometheusReader()
 

@@ -305,7 +305,7 @@ def test_everything_is_bounded_and_the_oldest_goes_first() -> None:
     kept = [number for number in range(1000) if journal.find(f"waited {number}")]
     assert 40 <= len(kept) <= 40 + 40 // 8
     assert kept[-1] == 999
-    assert journal.knows_since_us() == kept[0]
+    assert journal.knows_since_us == kept[0]
     assert len(journal.refusals(10**6)) == journals.MOST_REFUSED
 
 

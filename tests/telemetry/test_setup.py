@@ -9,7 +9,7 @@ from opentelemetry import metrics, trace
 from opentelemetry.sdk.metrics import MeterProvider
 
 from sidecar.telemetry import TelemetryError, configure_from_environment
-from sidecar.telemetry.metrics.endpoint import MetricsEndpoint, MetricsUnavailable
+from sidecar.telemetry.setup import MetricsEndpoint, MetricsUnavailable
 from tests.support.otlp import otlp_over_grpc
 from tests.telemetry.span_stories import Tracing
 
@@ -304,7 +304,7 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(monkeypatch,
 
 SCRAPED = """
 from sidecar.telemetry.metrics import RequestMetrics
-from sidecar.telemetry.metrics.endpoint import MetricsEndpoint, MetricsUnavailable
+from sidecar.telemetry.setup import MetricsEndpoint, MetricsUnavailable
 
 scrape = MetricsEndpoint()
 shutdown = configure_from_environment(scrape=scrape)

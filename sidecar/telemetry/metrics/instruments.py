@@ -1,4 +1,6 @@
-"""The OpenTelemetry instruments, one set for each provider, which all pools of the process share.
+"""The OpenTelemetry instruments: the counters and gauges with the plain figures that each of them reports.
+
+Every provider has one set of instruments, which all pools of the process share.
 
 OpenTelemetry knows an instrument by its name, and the SDK drops the callback of a second one: so there is one of each,
 and it looks at every pool. All reading happens in an exporter's thread.
@@ -8,17 +10,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
+from typing import NamedTuple
 from weakref import ref
 
+import msgspec
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 
+from sidecar.events import Outcome
 from sidecar.telemetry import semconv
 from sidecar.telemetry.metrics import histograms
-from sidecar.telemetry.metrics.counters import COUNTERS, TENANT_COUNTERS, Counter, Counters
-from sidecar.telemetry.metrics.gauges import POOL_GAUGES, TIER_GAUGES, PoolGauge, PoolSample, Sample, TierGauge
 from sidecar.telemetry.metrics.histograms import DurationHistogram
 from sidecar.telemetry.metrics.tenants import TenantHoldings, TenantLabels
 from sidecar.version import __version__
@@ -30,21 +34,284 @@ FRESH_S = 0.02
 
 Observations = Iterable[Observation]
 
+REQUESTS, TOKENS, SECONDS = "{request}", "{token}", "s"
 
-class WatchedPool:
-    """A pool that the gauges look at for as long as this lives."""
+Counted = dict[tuple[str, ...], int]
+"""A number for every combination of the labels' values."""
 
-    def __init__(self, pool: str, sample: Sample) -> None:
-        self.pool = pool
-        self.sample = sample
+TIER, REASON = semconv.ADMISSION_TIER, semconv.ADMISSION_REASON
+OVER, UNDER = "over", "under"
+_OVERTAKING = (TIER, semconv.BY, semconv.ADMISSION_RULE)
 
 
-class WatchedTenants:
-    """A middleware whose tenants' holdings are reported for as long as this lives."""
+class Counters(msgspec.Struct, eq=False):
+    """The sums of the requests to one pool. Its attributes are those that `COUNTERS` names."""
 
-    def __init__(self, pool: str, holdings: TenantHoldings) -> None:
-        self.pool = pool
-        self.holdings = holdings
+    tenants: TenantLabels
+    admitted: Counted = {}
+    refused: Counted = {}
+    abandoned: Counted = {}
+    settled: Counted = {}
+    preemptions: Counted = {}
+    preempted_engine_us: Counted = {}
+    clamped: Counted = {}
+    observed: Counted = {}
+    unguarded: Counted = {}
+    downgraded: Counted = {}
+    overtaken: Counted = {}
+    overtaken_tokens: Counted = {}
+    tokens_estimated: Counted = {}
+    tokens_used: Counted = {}
+    estimate_errors: Counted = {}
+
+    def know(self, tier: str) -> None:
+        """Reports every series of a tier from the start: where one begins at 1, Prometheus does not see the 1."""
+        preempted = self.preemptions, self.preempted_engine_us
+        for counted in (self.admitted, self.tokens_estimated, self.tokens_used, *preempted):
+            counted.setdefault((tier,), 0)
+        for outcome in Outcome:
+            self.settled.setdefault((tier, outcome.value), 0)
+        for direction in (OVER, UNDER):
+            self.estimate_errors.setdefault((tier, direction), 0)
+
+
+class Counter(NamedTuple):
+    """One metric. `counted` is the attribute of `Counters`, or of `TenantCounts`; `labels` leaves out the pool's.
+
+    `per_unit` of what is counted are one of the unit.
+    """
+
+    name: str
+    counted: str
+    labels: tuple[str, ...]
+    description: str
+    unit: str = REQUESTS
+    per_unit: int = 1
+
+
+COUNTERS = (
+    Counter(semconv.ADMITTED, "admitted", (TIER,), "Requests that got their lease."),
+    Counter(
+        semconv.REFUSED,
+        "refused",
+        (TIER, REASON),
+        "Requests answered with an error instead of a lease, by its code. Without a tier where that was not known yet.",
+    ),
+    Counter(
+        semconv.ABANDONED,
+        "abandoned",
+        (TIER, REASON),
+        "Requests abandoned before they got a lease: the client disconnected, or the server stopped.",
+    ),
+    Counter(
+        semconv.SETTLED,
+        "settled",
+        (TIER, semconv.ADMISSION_OUTCOME),
+        "Leases that were given back, by how the request ended.",
+    ),
+    Counter(
+        semconv.PREEMPTIONS,
+        "preemptions",
+        (TIER,),
+        "How often a request of the tier gave its room to a more important one, and waited again.",
+        "{preemption}",
+    ),
+    Counter(
+        semconv.PREEMPTED_ENGINE_TIME,
+        "preempted_engine_us",
+        (TIER,),
+        "For how long the engine had worked on requests that were preempted: what it did is lost.",
+        SECONDS,
+        per_unit=1_000_000,
+    ),
+    Counter(
+        semconv.CLAMPED,
+        "clamped",
+        (semconv.ADMISSION_CLAMPED_FROM, TIER),
+        "Requests that asked for a tier above their tenant's best, and got that one instead.",
+    ),
+    Counter(
+        semconv.DOWNGRADED,
+        "downgraded",
+        (semconv.ADMISSION_DOWNGRADED_FROM, TIER),
+        "Requests that were over their tenant's limits, and went to a lower tier instead.",
+    ),
+    Counter(
+        semconv.OVERTAKEN,
+        "overtaken",
+        _OVERTAKING,
+        "How often the first in line of a tier was overtaken by a later request of another tier, by the rule.",
+    ),
+    Counter(
+        semconv.OVERTAKEN_TOKENS,
+        "overtaken_tokens",
+        _OVERTAKING,
+        "The same in tokens of the requests that went ahead.",
+        TOKENS,
+    ),
+    Counter(
+        semconv.OBSERVED,
+        "observed",
+        (TIER, semconv.ADMISSION_DECISION, REASON),
+        "Requests that passed in `mode: observe`, by what enforcing would have done to them.",
+    ),
+    Counter(
+        semconv.UNGUARDED,
+        "unguarded",
+        (semconv.ADMISSION_ROUTE, semconv.ADMISSION_DECISION, REASON),
+        "Requests on paths that the policy does not guard, other than those that only read: passed, or refused.",
+    ),
+    Counter(semconv.TOKENS_ESTIMATED, "tokens_estimated", (TIER,), "Tokens held for the requests admitted.", TOKENS),
+    Counter(
+        semconv.TOKENS_USED,
+        "tokens_used",
+        (TIER,),
+        "Tokens that settled requests used: the engine's count, or else an estimate.",
+        TOKENS,
+    ),
+    Counter(
+        semconv.TOKENS_ESTIMATE_ERROR,
+        "estimate_errors",
+        (TIER, semconv.DIRECTION),
+        "By how many tokens completed requests were estimated over or under what the engine counted.",
+        TOKENS,
+    ),
+)
+
+TENANT_COUNTERS = (
+    Counter(
+        semconv.TENANT_ADMITTED,
+        "admitted",
+        (semconv.ADMISSION_TENANT,),
+        "Requests that got their lease, of the largest tenants and of all others together.",
+    ),
+    Counter(
+        semconv.TENANT_REFUSED,
+        "refused",
+        (semconv.ADMISSION_TENANT,),
+        "Requests answered with an error instead of a lease, of the largest tenants and of all others together.",
+    ),
+    Counter(
+        semconv.TENANT_TOKENS_USED,
+        "tokens_used",
+        (semconv.ADMISSION_TENANT,),
+        "Tokens that settled requests used, of the largest tenants and of all others together.",
+        TOKENS,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TierSample:
+    """One tier. None is unbounded, or not promised; the waits are those of this process, 0 where none waits."""
+
+    tier: str
+    queued_requests: int = 0
+    queued_tokens: int = 0
+    oldest_wait_s: float = 0.0
+    longest_starvation_s: float = 0.0
+    held_tokens: int = 0
+    held_requests: int = 0
+    reserve_tokens: int | None = None
+    reserve_requests: int | None = None
+    limit_tokens: int | None = None
+    limit_requests: int | None = None
+    borrowed_tokens: int = 0
+    lent_tokens: int = 0
+    slo_ttft_s: float | None = None
+    slo_queue_wait_s: float | None = None
+    slo_starvation_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSample:
+    """The whole pool. `replicas`, and how many policy `generations` they run, are None where it is not shared.
+
+    `policies_rejected` counts since the process began. `aborting` is what this process holds for requests that have
+    ended.
+    """
+
+    tiers: Sequence[TierSample]
+    generation: str
+    capacity_tokens: int | None = None
+    capacity_requests: int | None = None
+    replicas: int | None = None
+    policies_rejected: int = 0
+    generations: int | None = None
+    aborting_requests: int = 0
+    aborting_tokens: int = 0
+
+
+Sample = Callable[[], PoolSample | None]
+"""Takes a sample of a pool, or None where that is not possible now. Called in any thread."""
+
+
+class Gauge(NamedTuple):
+    """One metric. `value` is the attribute of `TierSample` or `PoolSample` that it reports, unless that is None."""
+
+    name: str
+    value: str
+    description: str
+    unit: str = REQUESTS
+
+
+TIER_GAUGES = (
+    Gauge(semconv.QUEUE_REQUESTS, "queued_requests", "Requests that wait."),
+    Gauge(semconv.QUEUE_TOKENS, "queued_tokens", "Tokens of the requests that wait.", TOKENS),
+    Gauge(
+        semconv.QUEUE_OLDEST_WAIT,
+        "oldest_wait_s",
+        "How long the oldest request that waits in this process has waited.",
+        SECONDS,
+    ),
+    Gauge(
+        semconv.QUEUE_LONGEST_STARVATION,
+        "longest_starvation_s",
+        "How long ago the oldest request that waits in this process was first overtaken by a later one.",
+        SECONDS,
+    ),
+    Gauge(semconv.HELD_TOKENS, "held_tokens", "Tokens held by leases.", TOKENS),
+    Gauge(semconv.HELD_REQUESTS, "held_requests", "Requests held by leases."),
+    Gauge(semconv.RESERVE_TOKENS, "reserve_tokens", "Tokens reserved for the tier.", TOKENS),
+    Gauge(semconv.RESERVE_REQUESTS, "reserve_requests", "Requests reserved for the tier."),
+    Gauge(semconv.LIMIT_TOKENS, "limit_tokens", "The most tokens the tier may hold.", TOKENS),
+    Gauge(semconv.LIMIT_REQUESTS, "limit_requests", "The most requests the tier may hold."),
+    Gauge(
+        semconv.BORROWED_TOKENS,
+        "borrowed_tokens",
+        "Tokens held above the tier's reserve, out of what other tiers have reserved.",
+        TOKENS,
+    ),
+    Gauge(semconv.LENT_TOKENS, "lent_tokens", "Tokens of the tier's reserve that other tiers hold.", TOKENS),
+    Gauge(semconv.SLO_TTFT, "slo_ttft_s", "The time to first token that the policy promises.", SECONDS),
+    Gauge(semconv.SLO_QUEUE_WAIT, "slo_queue_wait_s", "The queue wait that the policy promises.", SECONDS),
+    Gauge(semconv.SLO_STARVATION, "slo_starvation_s", "The longest starvation that the policy promises.", SECONDS),
+)
+
+POOL_GAUGES = (
+    Gauge(semconv.CAPACITY_TOKENS, "capacity_tokens", "Tokens that the pool has.", TOKENS),
+    Gauge(semconv.CAPACITY_REQUESTS, "capacity_requests", "Requests that the pool has room for."),
+    Gauge(
+        semconv.ABORTING_REQUESTS,
+        "aborting_requests",
+        "Requests held by leases of this process whose requests have ended before their answer, until the engine has "
+        "aborted them.",
+    ),
+    Gauge(semconv.ABORTING_TOKENS, "aborting_tokens", "Tokens held by these leases.", TOKENS),
+    Gauge(semconv.REPLICAS, "replicas", "Processes that share the pool.", "{replica}"),
+    Gauge(
+        semconv.GENERATIONS,
+        "generations",
+        "Different policies that the pool's processes run: more than 1 in a roll-out, or where one stands still.",
+        "{policy}",
+    ),
+)
+POLICY_REJECTED = Gauge(
+    semconv.POLICY_REJECTED,
+    "policies_rejected",
+    "Changed policies that could not be used; the one before stayed in force.",
+    "{policy}",
+)
 
 
 class Instruments:
@@ -54,8 +321,8 @@ class Instruments:
         meter = metrics.get_meter("sidecar", __version__, meter_provider)
         # Replaced, never changed: an exporter's thread reads them.
         self._counters: Mapping[str, Counters] = {}
-        self._gauged: tuple[ref[WatchedPool], ...] = ()
-        self._held: tuple[ref[WatchedTenants], ...] = ()
+        self._gauged: tuple[ref[PoolMetrics], ...] = ()
+        self._held: tuple[tuple[str, ref[TenantHoldings]], ...] = ()
         self._samples: Mapping[str, PoolSample] = {}
         self._sampled_at_s = float("-inf")
         self._reported = False
@@ -79,21 +346,19 @@ class Instruments:
             self._counters = {**self._counters, pool: counters}
         return counters
 
-    def watch(self, gauged: WatchedPool) -> None:
+    def watch(self, gauged: PoolMetrics) -> None:
         """Looks at this pool. Of two of one name the later is reported."""
         self._gauged = (*(watched for watched in self._gauged if watched() is not None), ref(gauged))
 
-    def watch_tenants(self, held: WatchedTenants) -> None:
-        """Reports the holdings of this middleware's tenants; of two middlewares on one pool, their sum."""
-        self._held = (*(watched for watched in self._held if watched() is not None), ref(held))
+    def watch_tenants(self, pool: str, holdings: TenantHoldings) -> None:
+        """Reports one middleware's holdings for as long as they live; of two middlewares on one pool, their sum."""
+        self._held = (*(watched for watched in self._held if watched[1]() is not None), (pool, ref(holdings)))
 
     def _create_gauges(self, meter: metrics.Meter) -> None:
         observe = meter.create_observable_gauge
-        for tier_gauge in TIER_GAUGES:
-            read = partial(self._read_tiers, tier_gauge)
-            observe(tier_gauge.name, [read], tier_gauge.unit, tier_gauge.description)
-        for gauge in POOL_GAUGES:
-            observe(gauge.name, [partial(self._read_pools, gauge)], gauge.unit, gauge.description)
+        for gauges, read in ((TIER_GAUGES, self._read_tiers), (POOL_GAUGES, self._read_pools)):
+            for gauge in gauges:
+                observe(gauge.name, [partial(read, gauge)], gauge.unit, gauge.description)
         observe(
             semconv.POLICY_INFO, [self._read_policies], description="1, labeled with the digest of the policy in force."
         )
@@ -103,12 +368,9 @@ class Instruments:
             "{token}",
             "Tokens held by leases of this process, of the largest tenants and of all others together.",
         )
-        meter.create_observable_counter(
-            semconv.POLICY_REJECTED,
-            [self._read_rejected],
-            "{policy}",
-            "Changed policies that could not be used; the one before stayed in force.",
-        )
+        rejected = POLICY_REJECTED
+        reading = [partial(self._read_pools, rejected)]
+        meter.create_observable_counter(rejected.name, reading, rejected.unit, rejected.description)
 
     # -- counters
 
@@ -135,7 +397,7 @@ class Instruments:
             self._sampled_at_s = time.monotonic()
         return self._samples
 
-    def _taken(self, gauged: WatchedPool) -> PoolSample | None:
+    def _taken(self, gauged: PoolMetrics) -> PoolSample | None:
         try:
             return gauged.sample()
         except Exception:
@@ -146,16 +408,16 @@ class Instruments:
                 )
             return None
 
-    def _read_tiers(self, gauge: TierGauge, _: CallbackOptions) -> Observations:
+    def _read_tiers(self, gauge: Gauge, _: CallbackOptions) -> Observations:
         for pool, sample in self._sampled().items():
             for tier in sample.tiers:
-                value = gauge.value(tier)
+                value = getattr(tier, gauge.value)
                 if value is not None:
                     yield Observation(value, {semconv.POOL: pool, semconv.ADMISSION_TIER: tier.tier})
 
-    def _read_pools(self, gauge: PoolGauge, _: CallbackOptions) -> Observations:
+    def _read_pools(self, gauge: Gauge, _: CallbackOptions) -> Observations:
         for pool, sample in self._sampled().items():
-            value = gauge.value(sample)
+            value = getattr(sample, gauge.value)
             if value is not None:
                 yield Observation(value, {semconv.POOL: pool})
 
@@ -163,16 +425,12 @@ class Instruments:
         for pool, sample in self._sampled().items():
             yield Observation(1, {semconv.POOL: pool, semconv.GENERATION: sample.generation})
 
-    def _read_rejected(self, _: CallbackOptions) -> Observations:
-        for pool, sample in self._sampled().items():
-            yield Observation(sample.policies_rejected, {semconv.POOL: pool})
-
     def _read_tenants(self, _: CallbackOptions) -> Observations:
         for pool, counters in self._counters.items():
             by_name = dict.fromkeys(counters.tenants.series(), 0)
-            for middleware in (watched() for watched in self._held):
-                if middleware is not None and middleware.pool == pool:
-                    for tenant, holding in middleware.holdings.held().items():
+            for holdings in (watched() for held_in, watched in self._held if held_in == pool):
+                if holdings is not None:
+                    for tenant, holding in holdings.held().items():
                         name = counters.tenants.name_of(tenant)
                         by_name[name] = by_name.get(name, 0) + holding.tokens_held
             for name, tokens in by_name.items():
@@ -193,8 +451,8 @@ class PoolMetrics:
     """
 
     def __init__(self, pool: str, sample: Sample, meter_provider: MeterProvider | None = None) -> None:
-        self._gauged = WatchedPool(pool, sample)
+        self.pool, self.sample = pool, sample
         try:
-            instruments_of(meter_provider).watch(self._gauged)
+            instruments_of(meter_provider).watch(self)
         except Exception:
             logger.exception("the metrics of pool %s failed; the pool goes on without", pool)

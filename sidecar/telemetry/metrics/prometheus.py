@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from threading import Lock
 from typing import Any, Final
@@ -45,18 +45,14 @@ class PrometheusReader(SumsReader):
 
     def text(self, accept: str | None) -> tuple[bytes, str]:
         """All metrics, in the format that the Accept header asks for, and its content type."""
-        encode, content_type = choose_encoder(accept or "")
-        return encode(_Collected(self.families())), content_type
-
-    def families(self) -> list[Metric]:
-        """All metrics as they are now."""
+        found: dict[str, Metric] = {}
         with self._lock:
             self.collect()
             data, self._data = self._data, None
-            found: dict[str, Metric] = {}
             for metric in _metrics(data):
                 self._add(found, metric)
-            return list(found.values())
+        encode, content_type = choose_encoder(accept or "")
+        return encode(_Collected(list(found.values()))), content_type
 
     def shutdown(self, *_: Any, **__: Any) -> None:
         """See `MetricReader.shutdown`: nothing is left to be sent."""
@@ -95,8 +91,9 @@ class PrometheusReader(SumsReader):
         """The SDK gives each exemplar once; later scrapes must see it as well, until there is a newer one."""
         for exemplar in getattr(point, "exemplars", ()):  # an SDK before 1.28 has none
             place = bisect_left(point.explicit_bounds, exemplar.value)
+            at = Timestamp(*divmod(exemplar.time_unix_nano, 1_000_000_000))
             self._exemplars[_key(name, labels, bounds[place])] = Exemplar(
-                _exemplar_labels(exemplar), exemplar.value, _timestamp(exemplar.time_unix_nano)
+                _exemplar_labels(exemplar), exemplar.value, at
             )
 
 
@@ -146,14 +143,6 @@ def _exemplar_labels(exemplar: Any) -> Labels:
     request_id = (exemplar.filtered_attributes or {}).get(ADMISSION_REQUEST_ID)
     if request_id is not None:
         with_id = {**labels, "request_id": str(request_id)}
-        if _length(with_id) <= MOST_EXEMPLAR_CHARACTERS:
+        if sum(len(name) + len(value) for name, value in with_id.items()) <= MOST_EXEMPLAR_CHARACTERS:
             return with_id
     return labels
-
-
-def _length(labels: Mapping[str, str]) -> int:
-    return sum(len(name) + len(value) for name, value in labels.items())
-
-
-def _timestamp(time_unix_nano: int) -> Timestamp:
-    return Timestamp(*divmod(time_unix_nano, 1_000_000_000))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from opentelemetry.metrics import MeterProvider, NoOpMeterProvider
 
@@ -16,6 +15,7 @@ from sidecar.events import (
     Admitted,
     Classified,
     FirstByte,
+    Observed,
     Outcome,
     Preempted,
     Queued,
@@ -24,9 +24,8 @@ from sidecar.events import (
     UnguardedRequest,
 )
 from sidecar.telemetry import semconv
-from sidecar.telemetry.metrics.counters import OVER, UNDER, Counted
-from sidecar.telemetry.metrics.histograms import LabeledHistogram
-from sidecar.telemetry.metrics.instruments import Instruments, WatchedTenants, instruments_of
+from sidecar.telemetry.metrics.histograms import DurationHistogram, LabeledHistogram
+from sidecar.telemetry.metrics.instruments import OVER, UNDER, Counted, Instruments, instruments_of
 from sidecar.telemetry.metrics.tenants import SHOWN, TenantHolding, TenantHoldings
 from sidecar.telemetry.request_record import EventHandlers, RequestRecord, engine_time_us
 
@@ -37,11 +36,26 @@ GAVE_UP = frozenset(("client_left", "canceled"))
 PASSED, REFUSED = "passed", "refused"
 
 
-class WaitHistograms(NamedTuple):
-    """The histograms of one tier's waits that ended one way."""
+class WaitHistograms:
+    """The histograms of the waits at one pool, by tier and by how the wait ended."""
 
-    queue_wait: LabeledHistogram
-    starvation: LabeledHistogram
+    def __init__(self, pool: str, queue_wait: DurationHistogram, starvation: DurationHistogram) -> None:
+        self._pool = pool
+        self._histograms = queue_wait, starvation
+        self._labeled: dict[tuple[str, str], tuple[LabeledHistogram, LabeledHistogram]] = {}
+
+    def record(
+        self, tier: str, decision: str, end: Admitted | Refused | Observed, record: RequestRecord | None
+    ) -> None:
+        """Notes a wait, and its starvation where it starved; the request's record is the exemplar."""
+        labeled = self._labeled.get((tier, decision))
+        if labeled is None:
+            labels = {semconv.POOL: self._pool, semconv.ADMISSION_TIER: tier, semconv.ADMISSION_DECISION: decision}
+            queue_wait, starvation = self._histograms
+            labeled = self._labeled[tier, decision] = queue_wait.labeled(labels), starvation.labeled(labels)
+        labeled[0].record(end.queue_wait_us / 1e6, record)
+        if end.starvation_us > 0:
+            labeled[1].record(end.starvation_us / 1e6, record)
 
 
 class RequestMetrics:
@@ -61,13 +75,12 @@ class RequestMetrics:
     ) -> None:
         self.pool = pool
         self.holdings = TenantHoldings()
-        self._watched = WatchedTenants(pool, self.holdings)
         self.instruments = _instruments(meter_provider)
-        self.instruments.watch_tenants(self._watched)
+        self.instruments.watch_tenants(pool, self.holdings)
         self.counters = self.instruments.counters(pool, tenants_shown)
         for tier in tiers:
             self.counters.know(tier)
-        self._waits: dict[tuple[str, str], WaitHistograms] = {}
+        self._waits = WaitHistograms(pool, self.instruments.queue_wait, self.instruments.starvation)
         self._first_tokens: dict[str, LabeledHistogram] = {}
         self.handlers: EventHandlers = {
             Classified: self._classified,
@@ -97,7 +110,7 @@ class RequestMetrics:
 
     def _queued(self, record: RequestRecord, _: Queued) -> None:
         if record.classified is not None:
-            self.holdings.begin_wait(record.classified.tenant)
+            self.holdings.add(record.classified.tenant, waiting=1)
 
     def _admitted(self, record: RequestRecord, event: Admitted) -> None:
         classified = record.classified
@@ -109,7 +122,7 @@ class RequestMetrics:
             add(counters.admitted, (tier,))
             add(counters.tokens_estimated, (tier,), tokens)
             counters.tenants.counts(classified.tenant).admitted += 1
-        self.holdings.begin_lease(classified.tenant, tokens)
+        self.holdings.add(classified.tenant, tokens, 1)
         for overtaken, rule in event.passed.items():
             add(counters.overtaken, (overtaken, tier, rule))
             add(counters.overtaken_tokens, (overtaken, tier, rule), tokens)
@@ -122,7 +135,7 @@ class RequestMetrics:
         add(self.counters.preemptions, (tier,))
         add(self.counters.preempted_engine_us, (tier,), engine_time_us(event))
         if classified is not None and record.lost and record.lost[-1].preempted is event:
-            self.holdings.end_lease(classified.tenant, classified.tokens)
+            self.holdings.add(classified.tenant, -classified.tokens, -1)
 
     def _first_byte(self, record: RequestRecord, event: FirstByte) -> None:
         classified = record.classified
@@ -133,7 +146,8 @@ class RequestMetrics:
         if classified.stream and event.status < 400:
             histogram = self._first_tokens.get(classified.tier)
             if histogram is None:
-                histogram = self.instruments.time_to_first_token.labeled(self._labels(classified.tier))
+                labels = {semconv.POOL: self.pool, semconv.ADMISSION_TIER: classified.tier}
+                histogram = self.instruments.time_to_first_token.labeled(labels)
                 self._first_tokens[classified.tier] = histogram
             histogram.record((event.at_us - record.at_us) / 1e6, record)
 
@@ -147,7 +161,7 @@ class RequestMetrics:
         counters.tenants.counts(classified.tenant).tokens_used += used
         is_wait_recorded = not classified.preemptible or record.first_byte is not None
         if record.admitted is not None:
-            self.holdings.end_lease(classified.tenant, classified.tokens)
+            self.holdings.add(classified.tenant, -classified.tokens, -1)
             if not is_wait_recorded:
                 self._record_wait(record, "admitted", record.admitted)
         elif record.refused is not None:  # preempted, and not admitted again
@@ -172,22 +186,11 @@ class RequestMetrics:
 
     def _end_queued(self, record: RequestRecord) -> None:
         if record.queued is not None and record.classified is not None:
-            self.holdings.end_wait(record.classified.tenant)
+            self.holdings.add(record.classified.tenant, waiting=-1)
 
     def _record_wait(self, record: RequestRecord, decision: str, end: Admitted | Refused) -> None:
         tier = "" if record.classified is None else record.classified.tier
-        waits = self._waits.get((tier, decision))
-        if waits is None:
-            labels = {**self._labels(tier), semconv.ADMISSION_DECISION: decision}
-            instruments = self.instruments
-            waits = WaitHistograms(instruments.queue_wait.labeled(labels), instruments.starvation.labeled(labels))
-            self._waits[tier, decision] = waits
-        waits.queue_wait.record(end.queue_wait_us / 1e6, record)
-        if end.starvation_us > 0:
-            waits.starvation.record(end.starvation_us / 1e6, record)
-
-    def _labels(self, tier: str) -> dict[str, str]:
-        return {semconv.POOL: self.pool, semconv.ADMISSION_TIER: tier}
+        self._waits.record(tier, decision, end, record)
 
 
 def add(counted: Counted, labels: tuple[str, ...], number: int = 1) -> None:

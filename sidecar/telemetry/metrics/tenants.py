@@ -137,27 +137,12 @@ class TenantHoldings:
     def __init__(self) -> None:
         self._tenants: dict[str, TenantHolding] = {}
 
-    def begin_wait(self, tenant: str) -> None:
-        """One more request of this tenant waits."""
-        self._add(tenant, 0, 0, 1)
-
-    def end_wait(self, tenant: str) -> None:
-        """A request of this tenant waits no longer."""
-        self._add(tenant, 0, 0, -1)
-
-    def begin_lease(self, tenant: str, tokens: int) -> None:
-        """One more lease, of so many tokens."""
-        self._add(tenant, tokens, 1, 0)
-
-    def end_lease(self, tenant: str, tokens: int) -> None:
-        """One lease less."""
-        self._add(tenant, -tokens, -1, 0)
-
     def held(self) -> Mapping[str, TenantHolding]:
         """Every tenant that holds or waits for something."""
         return self._tenants.copy()
 
-    def _add(self, tenant: str, tokens: int, leases: int, waiting: int) -> None:
+    def add(self, tenant: str, tokens: int = 0, leases: int = 0, waiting: int = 0) -> None:
+        """So much more of each; less where it is negative."""
         before = self._tenants.get(tenant, _NOTHING_HELD)
         now = TenantHolding(before[0] + tokens, before[1] + leases, before[2] + waiting)
         if now.leases or now.waiting:

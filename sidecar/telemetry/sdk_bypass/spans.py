@@ -16,8 +16,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, Tracer
 
 from sidecar.telemetry import sdk_bypass
-from sidecar.telemetry.spans.attributes import Attributes
-from sidecar.telemetry.spans.open_span import Moment, OpenSpan
+from sidecar.telemetry.spans.open_span import Attributes, Moment, OpenSpan
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanLimits, SpanProcessor

@@ -15,8 +15,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, StatusCode, Tracer
 
-from sidecar.telemetry.spans.attributes import Attributes
-
+Attributes = dict[str, str | int | float | bool]
 Moment = tuple[str, int]
 """A span event: its name, and its time in Unix nanoseconds."""
 

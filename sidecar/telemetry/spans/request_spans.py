@@ -8,17 +8,19 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import Link, SpanContext, SpanKind
 
-from sidecar.events import Admitted, Classified, Queued, Received, Refused, Settled
+from sidecar.events import Admitted, Classified, Observed, Outcome, Queued, Received, Refused, Settled
 from sidecar.telemetry import semconv
 from sidecar.telemetry.request_record import RequestRecord
-from sidecar.telemetry.spans import attributes
-from sidecar.telemetry.spans.attributes import Attributes
 from sidecar.telemetry.spans.links import FindLinks, WaitLinks
-from sidecar.telemetry.spans.open_span import Moment, OpenSpan
+from sidecar.telemetry.spans.open_span import Attributes, Moment, OpenSpan
 
 CLIENTS_ERRORS = 400
 SERVERS_ERRORS = 500
 """From which status on an answer is an error of a CLIENT span, and of a SERVER span: the HTTP conventions' rule."""
+
+CANCELED = "canceled"
+ABANDONED = frozenset({Outcome.CLIENT_LEFT.value, CANCELED})
+"""The codes of `Refused` without an answer: the client disconnected, or the server stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class RequestSpans:
                 self._find_links(record, event)
             request = None
             if self.classified is not None:
-                request = attributes.of_engine_request(self.classified, self._settings.provider_name)
+                request = _of_engine_request(self.classified, self._settings.provider_name)
             start_ns = self._wall_ns(event.at_us)
             engine = self._admission.child(semconv.ENGINE, SpanKind.CLIENT, start_ns, request)
             self._engines.append(engine)
@@ -95,15 +97,15 @@ class RequestSpans:
             self._settings.report()
 
     def _refuse(self, event: Refused, written: Attributes) -> None:
-        written.update(attributes.of_refusal(event, self.classified))
-        error = event.message if attributes.is_servers_failure(event) else None
+        written.update(_of_refusal(event, self.classified))
+        error = event.message if _is_servers_failure(event) else None
         self._admission.end(self._wall_ns(event.at_us), written, error=error)
 
     def _settle(self, record: RequestRecord, event: Settled, written: Attributes) -> None:
         ended_ns = self._wall_ns(event.at_us)
         if record.admitted is not None and self._engines:
             self._end_engine(record, record.admitted, event)
-        written.update(attributes.of_settlement(event))
+        written.update(_of_settlement(event))
         error = _failure(event, written, from_status=SERVERS_ERRORS)
         if record.refused is not None:  # preempted, and not admitted again: no engine had it any more
             written[semconv.ADMISSION_REASON] = record.refused.code
@@ -112,7 +114,12 @@ class RequestSpans:
         self._admission.end(ended_ns, written, error=error)
 
     def _end_engine(self, record: RequestRecord, admitted: Admitted, event: Settled) -> None:
-        written, moments = attributes.of_engine_usage(event), list[Moment]()
+        written: Attributes = {}
+        moments: list[Moment] = []
+        if event.input_tokens is not None:
+            written[semconv.GEN_AI_USAGE_INPUT_TOKENS] = event.input_tokens
+        if event.output_tokens is not None:
+            written[semconv.GEN_AI_USAGE_OUTPUT_TOKENS] = event.output_tokens
         if record.first_byte is not None:
             moments.append((semconv.FIRST_BYTE, self._wall_ns(record.first_byte.at_us)))
             if self.classified is not None and self.classified.stream:
@@ -123,23 +130,23 @@ class RequestSpans:
 
     def _attributes(self, record: RequestRecord) -> Attributes:
         """The attributes of `admission` that do not depend on its end."""
-        written = {} if self.classified is None else attributes.of_classification(self.classified)
+        written = {} if self.classified is None else _of_classification(self.classified)
         for attempt in record.lost:
             self._write_wait(written, attempt.queued, attempt.admitted)
-            written.update(attributes.of_admission(attempt.admitted))
-            written.update(attributes.of_preemption(attempt.preempted))
+            written.update(_of_admission(attempt.admitted))
+            written[semconv.ADMISSION_PREEMPTIONS] = attempt.preempted.times
         if record.waited is not None:
             self._write_wait(written, record.queued, record.waited)
         if record.admitted is not None:
-            written.update(attributes.of_admission(record.admitted))
+            written.update(_of_admission(record.admitted))
         if record.observed is not None:
-            written.update(attributes.of_observed(record.observed))
+            written.update(_of_observed(record.observed))
         return written
 
     # -- waiting
 
     def _write_wait(self, written: Attributes, queued: Queued | None, end: Admitted | Refused) -> None:
-        written.update(attributes.of_waiting(end))
+        written.update(_of_waiting(end))
         if queued is not None and self.classified is not None:
             written[semconv.GEN_AI_LATENCY_TIME_IN_QUEUE] = end.queue_wait_us / 1e6
             if end.starvation_us > self._settings.starvation_limits_s.get(self.classified.tier, math.inf) * 1e6:
@@ -170,7 +177,7 @@ class RequestSpans:
         in_turn, overtook = self._links
         self._draw_wait(tier, record.queued, start_us, waited, in_turn)
         if waited.starvation_us > 0 and waited.overtaken_at_us is not None:
-            served_ahead = attributes.of_served_ahead(waited)
+            served_ahead = _of_served_ahead(waited)
             self._draw(semconv.STARVED, waited.overtaken_at_us, waited.at_us, {**tier, **served_ahead}, overtook)
 
     def _draw_wait(
@@ -201,9 +208,117 @@ class RequestSpans:
 
 
 def _failure(event: Settled, written: Attributes, *, from_status: int) -> str | None:
-    """Writes the type of a failure, and returns the description of the span's status."""
-    failure = attributes.engine_failure(event, from_status=from_status)
-    if failure is None:
-        return None
-    written[semconv.ERROR_TYPE], description = failure
-    return description
+    """Writes `error.type` where the engine failed, or answered `from_status` and above; returns the status description.
+
+    A client's disconnect is no failure.
+    """
+    if event.outcome is Outcome.FAILED:
+        written[semconv.ERROR_TYPE] = error_type = event.error or Outcome.FAILED.value
+        return f"the engine failed: {error_type}"
+    if event.outcome is not Outcome.CLIENT_LEFT and event.status is not None and event.status >= from_status:
+        written[semconv.ERROR_TYPE] = event.error or str(event.status)
+        return f"the engine answered {event.status}"
+    return None
+
+
+def _of_classification(event: Classified) -> Attributes:
+    """The tenant and the tier."""
+    attributes: Attributes = {
+        semconv.ADMISSION_TIER: event.tier,
+        semconv.ADMISSION_TENANT: event.tenant,
+        semconv.ADMISSION_SOURCE: event.source,
+        semconv.ADMISSION_TOKENS_RESERVED: event.tokens,
+    }
+    if event.clamped_from is not None:
+        attributes[semconv.ADMISSION_CLAMPED_FROM] = event.clamped_from
+    if event.downgraded_from is not None:
+        attributes[semconv.ADMISSION_DOWNGRADED_FROM] = event.downgraded_from
+    return attributes
+
+
+def _of_admission(event: Admitted) -> Attributes:
+    """That it was admitted, at which level, and which tiers it overtook by which rule."""
+    attributes: Attributes = {semconv.ADMISSION_DECISION: "admitted", semconv.ADMISSION_LEVEL: event.level}
+    if event.engine_priority is not None:
+        attributes[semconv.ADMISSION_ENGINE_PRIORITY] = event.engine_priority
+    for tier, rule in event.passed.items():
+        attributes[semconv.ADMISSION_PASSED_PREFIX + tier] = rule
+    return attributes
+
+
+def _of_refusal(event: Refused, classified: Classified | None) -> Attributes:
+    """Why the middleware ended it. A client's mistake (4xx) has a reason, and is no error of this server's.
+
+    That is the HTTP conventions' rule, for `error.type` as for the span's status.
+    """
+    is_abandoned = event.code in ABANDONED
+    attributes: Attributes = {
+        semconv.ADMISSION_DECISION: event.code if is_abandoned else "refused",
+        semconv.ADMISSION_REASON: event.code,
+    }
+    if event.status is not None:
+        attributes[semconv.HTTP_RESPONSE_STATUS_CODE] = event.status
+    if classified is not None and classified.model is not None:
+        attributes[semconv.GEN_AI_REQUEST_MODEL] = classified.model  # else `engine` has it
+    if _is_servers_failure(event):
+        attributes[semconv.ERROR_TYPE] = event.code
+    return attributes
+
+
+def _is_servers_failure(event: Refused) -> bool:
+    """Whether the request ended as it did through the server: an answer of 500 and above, or none."""
+    return event.code == CANCELED if event.status is None else event.status >= 500
+
+
+def _of_observed(event: Observed) -> Attributes:
+    """The end that enforcing would have given it."""
+    attributes: Attributes = {
+        semconv.OBSERVED_DECISION: event.verdict.value,
+        semconv.OBSERVED_QUEUE_WAIT_S: event.queue_wait_us / 1e6,
+        semconv.OBSERVED_STARVATION_S: event.starvation_us / 1e6,
+    }
+    if event.code is not None:
+        attributes[semconv.OBSERVED_REASON] = event.code
+    return attributes
+
+
+def _of_waiting(event: Admitted | Refused) -> Attributes:
+    """How long it waited and starved; zeros where it did not."""
+    attributes: Attributes = {
+        semconv.ADMISSION_QUEUE_WAIT_S: event.queue_wait_us / 1e6,
+        semconv.ADMISSION_STARVATION_S: event.starvation_us / 1e6,
+    }
+    if event.served_ahead:
+        attributes.update(_of_served_ahead(event))
+    return attributes
+
+
+def _of_served_ahead(event: Admitted | Refused) -> Attributes:
+    """Tokens that went ahead of it, by tier."""
+    return {semconv.ADMISSION_SERVED_AHEAD_PREFIX + tier: tokens for tier, tokens in event.served_ahead.items()}
+
+
+def _of_settlement(event: Settled) -> Attributes:
+    """How the admitted request ended."""
+    attributes: Attributes = {
+        semconv.ADMISSION_OUTCOME: event.outcome.value,
+        semconv.ADMISSION_TOKENS_USED: event.tokens_used,
+    }
+    if event.status is not None:
+        attributes[semconv.HTTP_RESPONSE_STATUS_CODE] = event.status
+    return attributes
+
+
+def _of_engine_request(classified: Classified, provider_name: str | None) -> Attributes:
+    """The attributes that the GenAI conventions want when a call to a model starts."""
+    attributes: Attributes = {
+        semconv.GEN_AI_OPERATION_NAME: semconv.OPERATIONS.get(classified.api, classified.api),
+        semconv.GEN_AI_REQUEST_STREAM: classified.stream,
+    }
+    if provider_name is not None:
+        attributes[semconv.GEN_AI_PROVIDER_NAME] = provider_name
+    if classified.model is not None:
+        attributes[semconv.GEN_AI_REQUEST_MODEL] = classified.model
+    if classified.max_output_tokens is not None:
+        attributes[semconv.GEN_AI_REQUEST_MAX_TOKENS] = classified.max_output_tokens
+    return attributes

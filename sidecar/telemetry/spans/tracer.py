@@ -22,9 +22,8 @@ from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvi
 from sidecar.events import Received
 from sidecar.telemetry import semconv
 from sidecar.telemetry.sdk_bypass.spans import SpanBypass, bypass_of
-from sidecar.telemetry.spans.attributes import Attributes
 from sidecar.telemetry.spans.links import FindLinks
-from sidecar.telemetry.spans.open_span import ApiSpan, OpenSpan
+from sidecar.telemetry.spans.open_span import ApiSpan, Attributes, OpenSpan
 from sidecar.telemetry.spans.propagation import parent_of
 from sidecar.telemetry.spans.request_spans import RequestSpans, SpanSettings
 from sidecar.version import __version__
