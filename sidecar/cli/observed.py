@@ -14,7 +14,7 @@ from time import gmtime, strftime
 
 from sidecar.cli.admin_client import ADMIN, CannotSee, admin_url, page_of
 from sidecar.cli.drawing import printable, wrapped
-from sidecar.cli.output import STANDARD_OUTPUT, unwritable, write_json
+from sidecar.cli.output import STANDARD_OUTPUT, aligned, unwritable, write_json
 from sidecar.cluster.dry_run import ObservedReport, ObservedRow
 from sidecar.cluster.phrases import count
 from sidecar.durations import short_duration
@@ -32,9 +32,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report. Returns 1 where the admin port does not answer, or the figures cannot be written."""
-    from sidecar.cli.observed import table
-    from sidecar.cluster.dry_run import ObservedReport
-
     if (problem := unwritable(args.json)) is not None:
         print(f"sidecar observed: {problem}", file=sys.stderr)
         return 1
@@ -101,14 +98,7 @@ def _left_out(report: ObservedReport) -> list[str]:
 
 def _rows(heading: str, rows: Sequence[ObservedRow]) -> list[str]:
     cells = [[heading, *(name for name, _ in _COLUMNS)]]
-    cells += [[_name(row), *(cell(row) for _, cell in _COLUMNS)] for row in rows]
-    widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
-    return [
-        "  ".join(
-            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
-        )
-        for line in cells
-    ]
+    return aligned(cells + [[_name(row), *(cell(row) for _, cell in _COLUMNS)] for row in rows])
 
 
 def _details(report: ObservedReport) -> list[str]:

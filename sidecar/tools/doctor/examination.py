@@ -82,7 +82,8 @@ async def examine(options: Options, say: Say) -> Examination:
             raise CannotLook(f"{options.url}/v1/models lists no model; name one with --model")
         say(_announcement(options, found))
         probe = Probe(found, pages, options.most, Clock(options.allowed_s), say)
-        probed = await probe.run(Target(options.url, model, options.headers), _ways(options, found), _door(options))
+        tier = sidecar_tier() if options.policy is None else sidecar_tier(options.policy.tier_header.decode("latin-1"))
+        probed = await probe.run(Target(options.url, model, options.headers), _ways(options, found), tier)
         return _concluded(options, found, probed)
 
 
@@ -92,10 +93,6 @@ def _ways(options: Options, found: Survey) -> Sequence[PriorityField]:
     if policy is None or policy.engine is not found.engine:
         return ways_to(found.engine, None, LEVELS)
     return ways_to(found.engine, policy.carrier, max(LEVELS, len(policy.tiers)))
-
-
-def _door(options: Options) -> PriorityField:
-    return sidecar_tier() if options.policy is None else sidecar_tier(options.policy.tier_header.decode("latin-1"))
 
 
 def _announcement(options: Options, found: Survey) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sidecar.engines import NoEngine
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED
-from sidecar.tools.doctor import advice
+from sidecar.tools.doctor.conditions import is_before
 from sidecar.tools.doctor.priority_fields import ways_to
 from sidecar.tools.doctor.survey import Survey
 
@@ -71,7 +71,7 @@ def _of_policy(policy: Policy, survey: Survey) -> Iterator[Finding]:
 
 def _carrier(policy: Policy, survey: Survey) -> Iterator[Finding]:
     way, since = ways_to(policy.engine, policy.carrier, len(policy.tiers))[0], policy.engine.header_since
-    if way.is_header and since is not None and advice.is_before(survey.facts.version, since):
+    if way.is_header and since is not None and is_before(survey.facts.version, since):
         yield Finding(
             f"the policy forwards by {way.title}, which {survey.engine.name} reads from {since} on, and this is "
             f"{survey.facts.version}",

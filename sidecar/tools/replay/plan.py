@@ -18,7 +18,7 @@ from sidecar.engines import Engine, NoEngine
 from sidecar.policy.model import Policy
 from sidecar.tools.loadgen import Planned
 from sidecar.tools.replay.prompts import PATHS, Conversation, Writer
-from sidecar.tools.replay.trace_formats import BLOCK_TOKENS, Row
+from sidecar.tools.replay.trace import BLOCK_TOKENS, Row
 
 _APIS = {path: api for api, path in PATHS.items()}
 
