@@ -345,6 +345,9 @@ def pool_file(origin: str, engine: type[Engine], capacity: Recommendation, tiers
     """The text of `policy.yaml`. `origin` is what it is written for, printable."""
     number = {3: "Three", 5: "Five"}[len(tiers.bodies)]
     lines = "\n".join(f"  {name}: {body}" for name, body in tiers.bodies.items())
+    known = {path: api for path, api in engine.routes.generating.items() if api is not None}  # those that can be sized
+    bodies = {path: "{}" if infer_api(path) else f"{{api: {api.value}}}" for path, api in known.items()}
+    endpoints = "".join(f"  {path}: {body}\n" for path, body in bodies.items())
     return f"""\
 {_comment(f"Starter policy, written by `sidecar init` for {origin}.")}
 # Check a change with `sidecar check`. A running sidecar applies it within a second, without a restart.
@@ -371,7 +374,7 @@ anonymous: normal    # The tier of requests without an API key; `deny` refuses t
 
 # The paths on which requests are admitted. Other paths pass only if they read, or if they are known to be harmless.
 endpoints:
-{_endpoints(engine)}
+{endpoints}
 tenants: tenants/*.yaml
 """
 
@@ -406,10 +409,3 @@ def tier_by_tenant(tenants: Mapping[str, str | None], tiers: Collection[str]) ->
 
 def _comment(text: str) -> str:
     return textwrap.fill(text, 120, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
-
-
-def _endpoints(engine: type[Engine]) -> str:
-    """The paths of the engine whose requests admission can size."""
-    known = {path: api for path, api in engine.routes.generating.items() if api is not None}
-    bodies = {path: "{}" if infer_api(path) else f"{{api: {api.value}}}" for path, api in known.items()}
-    return "".join(f"  {path}: {body}\n" for path, body in bodies.items())

@@ -104,18 +104,13 @@ def _rows(heading: str, rows: Sequence[ObservedRow]) -> list[str]:
 def _details(report: ObservedReport) -> list[str]:
     named = [*(("tier", row) for row in report.tiers), *(("tenant", row) for row in report.tenants)]
     lines = [f"refused of {kind} {_name(row)}: {_counted(row.refused)}" for kind, row in named if row.refused]
-    lines += [
-        f"tokens that went ahead while {_name(row)} waited: {_tokens(row.served_ahead)}"
-        for row in report.tiers
-        if row.served_ahead
-    ]
+    for row in report.tiers:
+        if row.served_ahead:
+            tokens = ", ".join(f"{count(tokens)} of {tier}" for tier, tokens in row.served_ahead.items())
+            lines.append(f"tokens that went ahead while {_name(row)} waited: {tokens}")
     if report.total.unknown:
         lines.append(f"not known what would have become of: {_counted(report.total.unknown)}")
     return [printable(line) for line in lines] + ([""] if lines else [])
-
-
-def _tokens(served_ahead: Mapping[str, int]) -> str:
-    return ", ".join(f"{count(tokens)} of {tier}" for tier, tokens in served_ahead.items())
 
 
 def _time(seconds: float) -> str:

@@ -9,6 +9,7 @@ import secrets
 import subprocess
 import sys
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from sidecar.app import STORE_VARIABLE
 from sidecar.policy.model import Policy
 from sidecar.policy.store import StoreAddress, store_address
 from sidecar.secrets import FILE_SUFFIX
-from sidecar.tools.demo.clients import Arrival, Asking, Seen, Stream, play
+from sidecar.tools.demo.clients import Arrival, Asking, Stream, play
 from sidecar.tools.demo.figures import Distribution, RunMeasurement, measure
 from sidecar.tools.demo.server import LOG_PATH
 from sidecar.tools.emulator.generation import Served
@@ -53,10 +54,6 @@ class Place:
     engine: int
 
 
-def _says_nothing(_: Policy) -> Asking:
-    return lambda _: ({}, {})
-
-
 def _says_engine_priority(policy: Policy) -> Asking:
     """The engine's own field, with the value that the middleware would send for the tier."""
     dialect = policy.engine()
@@ -80,7 +77,7 @@ def _says_who_it_is(_: Policy) -> Asking:
 
 
 RUNS = (
-    Run("control", "control: equal priority", has_admission=False, asking=_says_nothing),
+    Run("control", "control: equal priority", has_admission=False, asking=lambda _: lambda _: ({}, {})),
     Run("engine", "engine priority only", has_admission=False, asking=_says_engine_priority),
     Run("admission", "admission", has_admission=True, asking=_says_who_it_is),
 )
@@ -102,12 +99,9 @@ def play_run(
     figures = measure(run.name, [tier.name for tier in policy.tiers], seen, log, policy.rules.requests)
     if not run.has_admission:
         return figures
-    answered = [_answered(seen, sidecar) for sidecar in range(len(place.sidecars))]
-    return replace(figures, replicas=len(place.sidecars), answered_by_replica=answered)
-
-
-def _answered(seen: Sequence[Seen], sidecar: int) -> int:
-    return sum(one.sidecar == sidecar and one.ttft_s is not None for one in seen)
+    answered = Counter(one.sidecar for one in seen if one.ttft_s is not None)
+    replicas = len(place.sidecars)
+    return replace(figures, replicas=replicas, answered_by_replica=[answered[index] for index in range(replicas)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,17 +137,14 @@ class CannotStart(Exception):
 @contextlib.contextmanager
 def servers(runs: Sequence[Run], policy_path: Path) -> Iterator[Mapping[str, Place]]:
     """Starts all servers, and ends them. Gives the place of each run by its name. Raises CannotStart."""
-    engines = [("sidecar.tools.demo.server", _kind(run), str(policy_path)) for run in runs]
+    kinds = ["admission" if run.has_admission and run.sharing is None else "alone" for run in runs]
+    engines = [("sidecar.tools.demo.server", kind, str(policy_path)) for kind in kinds]
     with _processes(engines) as ports, contextlib.ExitStack() as replicas:
         places: dict[str, Place] = {}
         for run, engine in zip(runs, ports, strict=True):
             sidecars = (engine,) if run.sharing is None else replicas.enter_context(_replicas(run, engine, policy_path))
             places[run.name] = Place(tuple(sidecars), engine)
         yield places
-
-
-def _kind(run: Run) -> str:
-    return "admission" if run.has_admission and run.sharing is None else "alone"
 
 
 def _replicas(run: Run, engine: int, policy_path: Path) -> contextlib.AbstractContextManager[Sequence[int]]:

@@ -1,4 +1,7 @@
-"""The four conditions for a priority to have an effect, each with its evidence and its remedy."""
+"""The four conditions for a priority to have an effect, each with its evidence and its remedy.
+
+A remedy names the exact flag, field or header of the engine, in one sentence.
+"""
 
 from __future__ import annotations
 
@@ -181,9 +184,7 @@ def _direction(survey: Survey, probed: Probed) -> Condition:
         return Condition(name, State.BROKEN, _inverted_by(survey), fix)
     if Effect.BY_PRIORITY in effects:
         return Condition(name, State.WORKS, "the more important go first, with the values that the sidecar sends")
-    if Effect.INVERTED in effects:
-        return Condition(name, State.BROKEN, _inverted_by(survey), inverted(survey.engine, survey.facts))
-    if survey.facts.is_inverted:
+    if Effect.INVERTED in effects or survey.facts.is_inverted:
         return Condition(name, State.BROKEN, _inverted_by(survey), inverted(survey.engine, survey.facts))
     return Condition(name, State.UNKNOWN, "no order to see")
 

@@ -206,7 +206,7 @@ async def _sent(way: PriorityField, value: object, target: Target, clock: Clock)
 
 
 WAITING = 36
-"""Requests that should wait: twelve of each level, half more than `judging.FEWEST`."""
+"""Requests that should wait: twelve of each level, half more than `judgment.FEWEST`."""
 FIRST = 40
 """Used where no page says how many run at once. It is enough for an engine that runs four."""
 GROWTH = 4

@@ -1,4 +1,4 @@
-"""Replay report as one page: its settings, the table and the plots. It needs no network and no script.
+"""Replay report as one page: its settings, the table and plots in SVG. It needs no network and no script.
 
 The page's Content-Security-Policy forbids it to load anything, so that a name from a trace or an engine could do
 nothing there even if it were not escaped. All of them are escaped.

@@ -1,6 +1,7 @@
 """Trace of any format: rows, each a request with a time and a size.
 
-The first line of a file decides its format, never its name.
+The formats are mooncake_trace JSONL as NVIDIA's AIPerf reads it, and Azure's LLM inference CSV (2023 and 2024). The
+first line of a file decides its format, never its name.
 """
 
 from __future__ import annotations

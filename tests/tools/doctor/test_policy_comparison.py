@@ -13,7 +13,7 @@ from sidecar.engines.discovery import Identity
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.tools.doctor.conditions import is_before
-from sidecar.tools.doctor.policy_comparison import Finding, compare, harm, sent
+from sidecar.tools.doctor.examination import Finding, compare, harm, sent
 from sidecar.tools.doctor.survey import Survey
 from tests.tools.emulator.emulated import SGLANG, TRTLLM, VLLM
 
