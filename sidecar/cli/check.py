@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from sidecar.cli.output import write_json
+from sidecar.cli.output import aligned, write_json
 from sidecar.policy import fields as of
 from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.model import Policy, Teller
@@ -21,6 +21,9 @@ from sidecar.policy.warnings import nominal_rules, warnings
 
 EXAMPLE = """  sidecar check policies/
   sidecar check policies/ --json -"""
+
+
+_HEAD = ("tier", "reserve", "kept idle", "limit", "size limit", "certain size")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -59,23 +62,19 @@ def _listed(problems: tuple[Problem, ...]) -> list[dict[str, Any]]:
 
 def _figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
     policy = loaded.policy
+    open_from = None if policy.engine_capacity is None else Teller.ENGINE.value
     return {
         "ok": True,
         "files": list(loaded.files),
         "generation": policy.generation,
         "engine": policy.engine.name,
-        "capacity": {**_both(policy.rules.tokens, policy.rules.requests), "from": _teller(policy)},
+        "capacity": {**_both(policy.rules.tokens, policy.rules.requests), "from": open_from},
         "tiers": [_tier_figures(policy, tier) for tier in policy.rules.tiers],
         "unguarded": None if policy.unguarded is None else policy.unguarded.value,
         "background": policy.background.value,
         "tenants": sorted({tenant.name for tenant in policy.tenants.values()}),
         "warnings": _listed(found),
     }
-
-
-def _teller(policy: Policy) -> str | None:
-    """The source of what the policy leaves open, None where there is none."""
-    return None if policy.engine_capacity is None else Teller.ENGINE.value
 
 
 def _tier_figures(policy: Policy, tier: TierRules) -> dict[str, Any]:
@@ -112,7 +111,7 @@ def _summary(loaded: Loaded, found: tuple[Problem, ...]) -> str:
     policy = loaded.policy
     parts = [
         f"{loaded.pool.file}: engine {policy.engine.name}, capacity {_capacity(policy)}",
-        _tier_table(policy),
+        _amount_table(policy) if policy.is_sized else _share_table(policy),
         _people(policy),
         _paths(policy),
     ]
@@ -135,14 +134,8 @@ def _capacity(policy: Policy) -> str:
     return f"{written}, and otherwise {rest}" if written else rest
 
 
-def _tier_table(policy: Policy) -> str:
-    """One line per tier, most important first."""
-    return _amount_table(policy) if policy.is_sized else _share_table(policy)
-
-
 def _share_table(policy: Policy) -> str:
     """Shares of a pool whose size only the engine knows."""
-    head = ("tier", "reserve", "kept idle", "limit", "size limit", "certain size")
     rules = nominal_rules(policy)
     rows = [
         (
@@ -160,12 +153,11 @@ def _share_table(policy: Policy) -> str:
         for tier in policy.tiers
         if tier.max_request_tokens is not None
     ]
-    return "\n".join([*_aligned([head, *rows]), "(shares of what the engine says it holds)", *capped, *_sizes(policy)])
+    return "\n".join([*aligned([_HEAD, *rows]), "(shares of what the engine says it holds)", *capped, *_sizes(policy)])
 
 
 def _amount_table(policy: Policy) -> str:
     """Every amount as tokens / requests."""
-    head = ("tier", "reserve", "kept idle", "limit", "size limit", "certain size")
     rows = [
         (
             tier.name,
@@ -177,7 +169,7 @@ def _amount_table(policy: Policy) -> str:
         )
         for tier in policy.rules.tiers
     ]
-    return "\n".join([*_aligned([head, *rows]), "(tokens / requests)", *_sizes(policy)])
+    return "\n".join([*aligned([_HEAD, *rows]), "(tokens / requests)", *_sizes(policy)])
 
 
 def _sizes(policy: Policy) -> Sequence[str]:
@@ -192,14 +184,6 @@ def _sizes(policy: Policy) -> Sequence[str]:
 
 def _share(amount: int, of_all: int) -> str:
     return f"{amount * 100 / of_all:g}%"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> Sequence[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        row[0].ljust(widths[0]) + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-        for row in rows
-    ]
 
 
 def _people(policy: Policy) -> str:

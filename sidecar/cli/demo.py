@@ -14,12 +14,13 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 from sidecar.cli.output import reporter, unwritable, write_json
-
-if TYPE_CHECKING:
-    from sidecar.tools.demo.runs import Place, Sharing
+from sidecar.policy.compiler import load, shipped_policies
+from sidecar.policy.store import store_address
+from sidecar.tools.demo.clients import arrivals
+from sidecar.tools.demo.runs import CannotStart, Place, Sharing, play_run, sentence, servers, shared, table
 
 EXAMPLE = "  sidecar demo --json demo.json\n  sidecar demo --replicas 3 --store redis://127.0.0.1:6379/0"
 LONGEST_S = 600.0  # the clients give up on an answer after a minute, and a longer run only builds a longer queue
@@ -39,12 +40,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plays the three runs and prints the table. Returns 1 where requests failed, or a server could not start."""
-    from sidecar.policy.compiler import load, shipped_policies
-    from sidecar.tools.demo.clients import arrivals
-    from sidecar.tools.demo.runs import play_run, shared
-    from sidecar.tools.demo.servers import CannotStart, servers
-    from sidecar.tools.demo.table import sentence, table
-
     runs = shared(_sharing(args.replicas, args.store, args.refuse))
     out = sys.stderr if args.json == "-" else sys.stdout
     if problem := unwritable(args.json):
@@ -74,8 +69,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _sharing(replicas: int | None, store: str | None, refuse: Callable[[str], NoReturn]) -> Sharing | None:
     """The setup that --replicas and --store ask for together. Calls `refuse` for replicas that would share nothing."""
-    from sidecar.tools.demo.runs import Sharing
-
     if store is None:
         if replicas is not None:
             refuse("argument --replicas: replicas share a pool in a store; add --store redis://127.0.0.1:6379/0")
@@ -103,8 +96,6 @@ def _replicas(text: str) -> int:
 
 def _store(text: str) -> str:
     """The address as it was written, which can be read."""
-    from sidecar.policy.store import store_address
-
     try:
         store_address(text)
     except ValueError as error:

@@ -13,16 +13,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from sidecar.cli.arguments import duration_s
 from sidecar.cli.output import unwritable, write_json
 from sidecar.engines import ENGINES
-from sidecar.policy import units
-
-if TYPE_CHECKING:
-    from sidecar.policy.model import Policy
-    from sidecar.tools.doctor.examination import Examination, Options
+from sidecar.policy.compiler import load
+from sidecar.tools.doctor.conditions import State
+from sidecar.tools.doctor.examination import Options, examine
+from sidecar.tools.doctor.report import figures, report
+from sidecar.tools.doctor.survey import CannotLook
 
 EXAMPLE = """  sidecar doctor --upstream http://127.0.0.1:8000
   sidecar doctor --upstream http://127.0.0.1:8000 --policy policies/ --json doctor.json
@@ -52,10 +52,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examines and prints. See the module for the exit codes."""
-    from sidecar.tools.doctor.examination import examine
-    from sidecar.tools.doctor.report import figures, report
-    from sidecar.tools.doctor.survey import CannotLook
-
     try:
         if problem := unwritable(args.json):
             raise CannotLook(problem)
@@ -65,19 +61,18 @@ def run(args: argparse.Namespace) -> int:
         return WRONG
     if args.json != "-":
         print(report(found))
-    return _exit_code(found) if write_json(args.json, figures(found)) else WRONG
+    code = {State.WORKS: 0, State.BROKEN: 1, State.UNKNOWN: UNSEEN}[found.state]
+    return code if write_json(args.json, figures(found)) else WRONG
 
 
 def _options(args: argparse.Namespace) -> Options:
     """The arguments as options. Raises ValueError, PolicyError included, for what cannot be read."""
-    from sidecar.tools.doctor.examination import Options
-
     headers = dict(args.header)
     if args.key is not None:
         headers["authorization"] = f"Bearer {args.key}"
     return Options(
         url=args.upstream,
-        policy=_policy(args.policy),
+        policy=None if args.policy is None else load(args.policy),
         engine=None if args.engine is None else ENGINES[args.engine],
         model=args.model,
         headers=headers,
@@ -86,18 +81,6 @@ def _options(args: argparse.Namespace) -> Options:
         reads_only=args.read_only,
         force=args.force,
     )
-
-
-def _policy(path: str | None) -> Policy | None:
-    from sidecar.policy.compiler import load
-
-    return None if path is None else load(path)
-
-
-def _exit_code(found: Examination) -> int:
-    from sidecar.tools.doctor.conditions import State
-
-    return {State.WORKS: 0, State.BROKEN: 1, State.UNKNOWN: UNSEEN}[found.state]
 
 
 def _say(line: str) -> None:
@@ -127,10 +110,7 @@ def _requests(text: str) -> int:
 
 def _seconds(text: str) -> float:
     """A time such as 90s; a bare number is taken as seconds."""
-    try:
-        seconds = float(text) if text.replace(".", "", 1).isdecimal() else float(units.duration_s(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    seconds = float(text) if text.replace(".", "", 1).isdecimal() else duration_s(text)
     if not 1 <= seconds <= _LONGEST_S:
         raise argparse.ArgumentTypeError(f"{text!r} is no time for a probe; write one from 1s to {_LONGEST_S:g}s")
     return seconds

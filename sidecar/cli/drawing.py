@@ -204,20 +204,12 @@ def _tenants(tenants: Sequence[TenantView], look: Look) -> list[str]:
 def _replicas(replicas: Sequence[ReplicaView], generation: str, look: Look) -> list[str]:
     width = look.width - 32
     lines = [look.paint(f"{'REPLICA':<{width}}  {'SEEN':>8}  {'RUNNING':>8}  {'WAITING':>8}", _DIM)]
-    lines += [
-        f"{look.cut(_name(one, generation), width)}  {_seen(one):>8}  {count(one.leases):>8}  {count(one.waiting):>8}"
-        for one in replicas
-    ]
+    for one in replicas:
+        other = "" if one.generation in ("", generation) else f" policy {one.generation}"
+        name = look.cut(f"{one.host} {one.replica[:8]}{other}", width)
+        seen = "now" if one.seen_s_ago < 0.1 else f"{one.seen_s_ago:.0f} s ago"
+        lines.append(f"{name}  {seen:>8}  {count(one.leases):>8}  {count(one.waiting):>8}")
     return [*lines, ""]
-
-
-def _name(replica: ReplicaView, generation: str) -> str:
-    name = f"{replica.host} {replica.replica[:8]}"
-    return name if replica.generation in ("", generation) else f"{name} policy {replica.generation}"
-
-
-def _seen(replica: ReplicaView) -> str:
-    return "now" if replica.seen_s_ago < 0.1 else f"{replica.seen_s_ago:.0f} s ago"
 
 
 def _refusals(refusals: Sequence[RefusalView], look: Look) -> list[str]:

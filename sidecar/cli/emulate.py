@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import socket
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from sidecar.tools.emulator import EmulatorConfig
+import uvicorn
+
+from sidecar.cli.arguments import duration_s
+from sidecar.engines import ENGINES
+from sidecar.tools.emulator import Emulator, EmulatorConfig, Scheduling, StepModel
 
 EXAMPLE = "  sidecar emulate --engine vllm --port 8000 --scheduling priority --max-num-seqs 8 --step-ms 20"
 
@@ -33,7 +35,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--output-tokens", type=int, default=64, help="for requests without a maximum (default: %(default)s)")
     add("--tokens-per-chunk", type=int, default=1, help="coalesce streams (default: %(default)s)")
     add("--context-tokens", type=int, default=131_072, help="longest prompt and output (default: %(default)s)")
-    add("--abort-latency", type=_seconds, default=0.0, metavar="TIME", help="how late it notices a disconnect, e.g. 4s")
+    add(
+        "--abort-latency",
+        type=duration_s,
+        default=0.0,
+        metavar="TIME",
+        help="how late it notices a disconnect, e.g. 4s",
+    )
     add("--model", default="emulated", help="name of the served model (default: %(default)s)")
     add("--no-priority-field", action="store_true", help="a TensorRT-LLM from before the field: answers it with 400")
     add("--header-overrides", action="store_true", help="SGLang: honor x-override-priority")
@@ -44,10 +52,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves until stopped. Returns 2 for arguments that contradict each other, 1 where it cannot listen."""
-    import uvicorn
-
-    from sidecar.tools.emulator import Emulator
-
     try:
         emulator = Emulator(_config(args))
     except ValueError as error:
@@ -67,9 +71,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace) -> EmulatorConfig:
     """The arguments as a configuration. Raises ValueError."""
-    from sidecar.engines import ENGINES
-    from sidecar.tools.emulator import EmulatorConfig, Scheduling, StepModel
-
     return EmulatorConfig(
         engine=ENGINES[args.engine],
         scheduling=Scheduling(args.scheduling),
@@ -93,15 +94,6 @@ def _config(args: argparse.Namespace) -> EmulatorConfig:
         low_values_first=args.low_values_first,
         abort_latency_s=args.abort_latency,
     )
-
-
-def _seconds(text: str) -> float:
-    from sidecar.policy import units
-
-    try:
-        return float(units.duration_s(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-ADMIN = "http://127.0.0.1:9464"
-"""Where `sidecar serve` has its admin port by default."""
+from sidecar.cli.admin_client import ADMIN
+
 EXAMPLE = """  sidecar explain policies/ --path /v1/chat/completions --key sk-demo-standard --header 'x-priority: high'
   sidecar explain policies/ --path /v1/completions --body request.json --json -
   sidecar explain --request 4f0c3a517d2e4b1c8a6f9b0d2c1e3a57"""

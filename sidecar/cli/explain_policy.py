@@ -42,7 +42,9 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0 where the request would be let in, 1 where it would be refused or cannot be explained."""
     try:
         loaded = load_files(args.policy)
-        body = _body(args.body)
+        body = None
+        if args.body is not None:
+            body = sys.stdin.buffer.read() if args.body == "-" else Path(args.body).read_bytes()
         counter = TokenizerCounter(loaded.policy.tokenizer) if loaded.policy.tokenizer else None
     except (PolicyError, NoTokenizer) as refused:
         print(refused, file=sys.stderr)
@@ -167,7 +169,7 @@ class _Explanation:
         sequences = payload.prompts * payload.choices
         held = tokens_to_hold(payload, prompt, tier.default_output_tokens)
         if payload.unsized is not None and tokens < UNLIMITED:
-            held = max(held, SizeLimits(self._policy).limits(made.level)[0])
+            held = max(held, tokens)
         self._found["holds"] = {
             "tokens": held,
             "unsized": payload.unsized,
@@ -181,10 +183,7 @@ class _Explanation:
             "output_by": "the tier's default" if payload.max_output_tokens is None else "the request",
             "counted_by": "bytes" if counter is None else "tokenizer",
         }
-        self._found["largest"] = {
-            "tokens": _bounded(tokens),
-            "requests": _bounded(requests),
-        }
+        self._found["largest"] = {"tokens": _bounded(tokens), "requests": _bounded(requests)}
         self._found["largest_by"] = {
             "tokens": sizes.reason(made.level, tokens) if tokens < UNLIMITED else None,
             "requests": sizes.reason(made.level, requests, tokens=False) if requests < UNLIMITED else None,
@@ -208,8 +207,10 @@ class _Explanation:
 def _text(found: Found) -> str:
     """The explanation for people."""
     if not found["guarded"]:
-        paths = ", ".join(found["guarded_paths"])
-        lines = [_passing(way, is_chosen=len(found["unguarded"]) == 1) for way in found["unguarded"]]
+        paths, is_chosen, lines = ", ".join(found["guarded_paths"]), len(found["unguarded"]) == 1, []
+        for way in found["unguarded"]:
+            where = f"unguarded: {way['mode']}" + ("" if is_chosen else f", the default {_MODES[way['mode']]}")
+            lines.append(f"   {where}: GET {_TREATED[way['reading']]}; POST {_TREATED[way['sending']]}")
         return "\n".join([f"{found['path']} is not guarded.", *lines, f"The policy guards {paths}."])
     lines = [f"POST {found['path']}, read as {found['api']}" + ("" if found["body_given"] else ", with a small body")]
     if "tenant" in found:
@@ -233,11 +234,6 @@ _TREATED = {
     "needs a key": "passes, with a tenant's key where `anonymous` is deny",
     "refused": "is refused: 404 not_guarded",
 }
-
-
-def _passing(way: Found, *, is_chosen: bool) -> str:
-    where = f"unguarded: {way['mode']}" + ("" if is_chosen else f", the default {_MODES[way['mode']]}")
-    return f"   {where}: GET {_TREATED[way['reading']]}; POST {_TREATED[way['sending']]}"
 
 
 def _who(tenant: Found) -> list[str]:
@@ -328,9 +324,3 @@ def _amount(amount: int | None) -> str:
 
 def _bounded(amount: int) -> int | None:
     return None if amount >= UNLIMITED else amount
-
-
-def _body(source: str | None) -> bytes | None:
-    if source is None:
-        return None
-    return sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()

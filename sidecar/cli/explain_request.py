@@ -16,7 +16,7 @@ import msgspec
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
 from sidecar.durations import exact_duration
 from sidecar.engines.pages import Unread
-from sidecar.explain.document import AdmittedAhead, AheadGroup, Explanation, PreemptedAttempt, WaitDetails
+from sidecar.explain.document import AdmittedAhead, Explanation, WaitDetails
 from sidecar.explain.phrases import counted
 from sidecar.secrets import HOW_TO_SET, token_header
 from sidecar.telemetry.logs.formats import one_line
@@ -111,19 +111,16 @@ def _steps(story: Explanation) -> Iterator[tuple[str, str]]:
     yield "arrived", clock(story.arrived_at_s)
     if story.in_the_way is not None:
         yield "had to wait", f"{_at(story, story.in_the_way.found_at_s)}: {story.in_the_way.explanation}"
-    met = [step for attempt in story.preempted for step in _preempted(attempt)]
+    met: list[tuple[float, str, str]] = []
+    for attempt in story.preempted:
+        lost = f"{exact_duration(attempt.engine_s)} at the engine are lost"
+        met.append((attempt.admitted_at_s, "admitted", ""))
+        met.append((attempt.preempted_at_s, "preempted", f": {lost}; its room went to a more important request"))
     if story.wait is not None and story.wait.overtaken_at_s is not None:
         met.append((story.wait.overtaken_at_s, "overtaken", f" {_by(story.wait.overtaken_by)}"))
     for at_s, label, said in sorted(met):
         yield label, f"{_at(story, at_s)}{said}"
     yield from _how_it_ended(story)
-
-
-def _preempted(attempt: PreemptedAttempt) -> Iterator[tuple[float, str, str]]:
-    """When, what, and what is to be said of it."""
-    yield attempt.admitted_at_s, "admitted", ""
-    lost = f"{exact_duration(attempt.engine_s)} at the engine are lost"
-    yield attempt.preempted_at_s, "preempted", f": {lost}; its room went to a more important request"
 
 
 def _who(story: Explanation) -> Iterator[tuple[str, str]]:
@@ -193,7 +190,9 @@ def _went_ahead(story: Explanation, wait: WaitDetails) -> list[str]:
         return ["", "No request was admitted while it waited."]
     lines = ["", f"Admitted while it waited: {counted(requests, 'request')}, {counted(tokens, 'token')}"]
     if wait.groups:
-        lines += _table(["tier", "", "because", "requests", "tokens"], [_group(group) for group in wait.groups])
+        came = {True: "overtook", False: "came first"}
+        rows = [[g.tier, came[g.came_later], g.because, f"{g.requests:,}", f"{g.tokens:,}"] for g in wait.groups]
+        lines += _table(["tier", "", "because", "requests", "tokens"], rows)
     lines += [f"  and {counted(each.tokens, 'token')} of tier {each.tier}, {each.where}" for each in wait.unseen]
     if wait.first:
         some = "One by one" if requests <= MOST_LISTED else f"The first {MOST_LISTED}"
@@ -202,24 +201,12 @@ def _went_ahead(story: Explanation, wait: WaitDetails) -> list[str]:
     return lines
 
 
-def _group(group: AheadGroup) -> list[str]:
-    came = "overtook" if group.came_later else "came first"
-    return [group.tier, came, group.because, f"{group.requests:,}", f"{group.tokens:,}"]
-
-
 def _one(story: Explanation, ahead: AdmittedAhead) -> list[str]:
     since_s = ahead.arrived_at_s - story.arrived_at_s
     arrived = f"{exact_duration(abs(since_s))} {'later' if ahead.came_later else 'earlier'}"
     after = exact_duration(ahead.admitted_at_s - story.arrived_at_s)
-    return [
-        clock(ahead.admitted_at_s),
-        after,
-        ahead.tier,
-        ahead.tenant,
-        f"{ahead.tokens:,}",
-        arrived,
-        ahead.request_id,
-    ]
+    admitted, tokens = clock(ahead.admitted_at_s), f"{ahead.tokens:,}"
+    return [admitted, after, ahead.tier, ahead.tenant, tokens, arrived, ahead.request_id]
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -16,17 +16,33 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import aiohttp
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from sidecar.apis import infer_api
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
-
-if TYPE_CHECKING:
-    from sidecar.tools.doctor.examination import Recommendation
-    from sidecar.tools.doctor.survey import Survey
+from sidecar.cli.replay import server_url
+from sidecar.engines.base import Engine, Facts, Gauges
+from sidecar.engines.discovery import Identity
+from sidecar.engines.registry import ENGINES
+from sidecar.policy.compiler import load, load_files, shipped_policies
+from sidecar.policy.fields import TenantName
+from sidecar.policy.keys import hash_line, new_key
+from sidecar.policy.problems import PolicyError, printable
+from sidecar.policy.schema import DEFAULT_WAITING as WAITING
+from sidecar.policy.warnings import warnings
+from sidecar.tools.doctor.burst import Queueing
+from sidecar.tools.doctor.examination import Recommendation, recommend
+from sidecar.tools.doctor.survey import CannotLook, Survey, survey
+from sidecar.tools.loadgen.pages import HttpPages
 
 EXAMPLE = """  sidecar init --upstream http://127.0.0.1:8000
   sidecar init --upstream http://127.0.0.1:8000 --requests 256 --tenants chat,tools=normal,nightly --dir policies/
@@ -56,8 +72,6 @@ class CannotWrite(Exception):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
-    from sidecar.cli.replay import server_url
-
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group().add_argument
     source("--upstream", type=server_url, metavar="URL", help="the engine, e.g. http://127.0.0.1:8000")
@@ -80,8 +94,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the files. See the module for the exit codes."""
-    from sidecar.tools.doctor.survey import CannotLook
-
     try:
         figures = _example(args) if args.example else _starter(args)
     except (CannotWrite, CannotLook, ValueError, FileNotFoundError) as error:
@@ -93,8 +105,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _example(args: argparse.Namespace) -> dict[str, Any]:
-    from sidecar.policy.compiler import load_files, shipped_policies
-
     shipped = shipped_policies()
     paths = (path for path in shipped.rglob("*") if path.suffix in (".yaml", ".json"))
     files = {str(path.relative_to(shipped)): path.read_text("utf-8") for path in paths}
@@ -108,21 +118,18 @@ def _example(args: argparse.Namespace) -> dict[str, Any]:
 
 def _starter(args: argparse.Namespace) -> dict[str, Any]:
     """Reads the engine, writes the files and prints what was done. Returns the same as figures."""
-    from sidecar.cli import starter
-    from sidecar.policy.keys import new_key
-
     folder = Path(args.dir)
     _refuse_existing(folder, [POOL_FILE])  # before anything is asked of the engine
     read = asyncio.run(_read(args)) if args.upstream else _emulated(args)
     given = args.requests or (None if args.upstream else EMULATED_REQUESTS)
     at_once = given or read.gauges.max_running
     capacity = _capacity(read, given)
-    tiers = starter.tiers_for(args.tiers, at_once)
-    by_tenant = starter.tier_by_tenant(args.tenants, tiers.bodies)
+    tiers = tiers_for(args.tiers, at_once)
+    by_tenant = tier_by_tenant(args.tenants, tiers.bodies)
     keys = {name: new_key() for name in by_tenant}
     origin = _origin(args, read, at_once)
-    files = {f"{TENANTS}/{name}.yaml": starter.tenant_file(name, tier, keys[name]) for name, tier in by_tenant.items()}
-    files[POOL_FILE] = starter.pool_file(origin, read.engine, capacity, tiers)
+    files = {f"{TENANTS}/{name}.yaml": tenant_file(name, tier, keys[name]) for name, tier in by_tenant.items()}
+    files[POOL_FILE] = pool_file(origin, read.engine, capacity, tiers)
     figures = {
         "engine": read.engine.name,
         "capacity": {"yaml": capacity.yaml, "reason": capacity.reason},
@@ -137,12 +144,6 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
 
 async def _read(args: argparse.Namespace) -> Survey:
     """The engine's pages, without a figure that no engine has. Raises CannotLook."""
-    import aiohttp
-
-    from sidecar.engines.registry import ENGINES
-    from sidecar.tools.doctor.survey import survey
-    from sidecar.tools.loadgen.pages import HttpPages
-
     headers = {} if args.key is None else {"authorization": f"Bearer {args.key}"}
     async with aiohttp.ClientSession() as session:
         pages = HttpPages(session, args.upstream, headers)
@@ -153,11 +154,6 @@ async def _read(args: argparse.Namespace) -> Survey:
 
 def _emulated(args: argparse.Namespace) -> Survey:
     """An emulated engine that the user is going to start: it is asked nothing."""
-    from sidecar.engines.base import Facts, Gauges
-    from sidecar.engines.discovery import Identity
-    from sidecar.engines.registry import ENGINES
-    from sidecar.tools.doctor.survey import Survey
-
     engine = ENGINES[args.engine or "vllm"]
     if not engine.carriers:
         raise CannotWrite(f"there is no emulated engine called {engine.name}; give an --upstream with --engine none")
@@ -166,8 +162,6 @@ def _emulated(args: argparse.Namespace) -> Survey:
 
 def _origin(args: argparse.Namespace, read: Survey, at_once: int | None) -> str:
     """What the policy is written for, printable, whatever the engine's pages hold."""
-    from sidecar.policy.problems import printable
-
     if args.upstream is None:
         return f"an emulated engine: sidecar emulate --engine {read.engine.name} --max-num-seqs {at_once}"
     return f"{printable(read.name)} at {printable(args.upstream, 200)}"
@@ -175,10 +169,6 @@ def _origin(args: argparse.Namespace, read: Survey, at_once: int | None) -> str:
 
 def _capacity(read: Survey, given: int | None) -> Recommendation:
     """As `sidecar doctor` recommends it without a burst. `given` is how many requests run at once, where known."""
-    from sidecar.policy.schema import DEFAULT_WAITING as WAITING
-    from sidecar.tools.doctor.burst import Queueing
-    from sidecar.tools.doctor.examination import Recommendation, recommend
-
     gauges = read.gauges
     if given is not None and gauges.kv_tokens is not None:
         why = f"tokens as the engine reports them; {given:,} requests run at once, and {WAITING} may wait in the engine"
@@ -244,10 +234,6 @@ def _refuse_existing(folder: Path, names: Sequence[str] | Mapping[str, str]) -> 
 
 def _check(folder: Path) -> None:
     """Refuses a starter policy that does not fit, such as five tiers for a pool of three requests."""
-    from sidecar.policy.compiler import load
-    from sidecar.policy.problems import PolicyError
-    from sidecar.policy.warnings import warnings
-
     try:
         found = warnings(load(folder))
     except PolicyError as refused:
@@ -285,10 +271,6 @@ def _text(args: argparse.Namespace, origin: str, figures: Mapping[str, Any]) -> 
 
 def _tenants(text: str) -> Mapping[str, str | None]:
     """Names and their tiers: `chat,tools=normal,nightly`."""
-    from pydantic import TypeAdapter, ValidationError
-
-    from sidecar.policy.fields import TenantName
-
     found: dict[str, str | None] = {}
     for part in text.split(","):
         name, equals, tier = (piece.strip() for piece in part.partition("="))
@@ -308,3 +290,122 @@ def _requests(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:9]) <= MOST_REQUESTS or len(text) > 9:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of requests; write one from 1 to {MOST_REQUESTS:,}")
     return int(text)
+
+
+FEWEST_FOR_RESERVES = 4
+"""Requests at once that three tiers can divide: each reserve is at least one of them, and one is left."""
+FEWEST_FOR_FIVE = 20
+"""Requests at once that five tiers can divide: the reserves, each rounded up, are about half of them."""
+
+_TIERS = {
+    "critical": "{reserve: 5%, limit: 30%, always_first: true}  # Incidents: always first, up to its limit.",
+    "high": "{reserve: 20%, lend: 60%}      # A person watches the answer appear.",
+    "normal": "{reserve: 10%}               # Everything that names no tier.",
+    "low": "{reserve: 10%}                  # Work that can wait for minutes.",
+    "batch": """                              # Work that can wait for hours, such as nightly runs.
+    reserve: 10%
+    limit: 60%                         # Keeps 40% of the pool for the other tiers. Raise it where only batch runs.
+    queue: {max_requests: 10k, max_wait: 30m}""",
+}
+_WITHOUT_RESERVES = {
+    "high": "{}                             # A person watches the answer appear.",
+    "normal": "{}                           # Everything that names no tier.",
+    "batch": "{queue: {max_requests: 10k, max_wait: 30m}}  # Work that can wait for hours, such as nightly runs.",
+}
+_KEYS_OF_A_TIER = """\
+#   reserve   the share of the pool that the tier can always get back
+#   lend      the share of an idle reserve that other tiers may use; the rest stays free for an instant start
+#   limit     the largest share of the pool that the tier may hold
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StarterTiers:
+    """The tiers of a starter policy: YAML by name, the best tier that aging reaches, the reason for this choice."""
+
+    bodies: Mapping[str, str]
+    ceiling: str
+    reason: str
+
+
+def tiers_for(wanted: int | None, at_once: int | None) -> StarterTiers:
+    """Three or five tiers: as many as wanted, or else what an engine that runs so many requests at once can divide."""
+    known = "an unknown number of" if at_once is None else f"{at_once:,}"
+    reason = f"the engine runs {known} requests at once, and five tiers need {FEWEST_FOR_FIVE} or more"
+    if wanted is not None:
+        reason = "as many as asked for"
+    if (wanted or 5) == 5 and (wanted or (at_once or 0) >= FEWEST_FOR_FIVE):
+        return StarterTiers(_TIERS, "normal", reason)
+    if at_once is not None and at_once < FEWEST_FOR_RESERVES:
+        return StarterTiers(_WITHOUT_RESERVES, "high", f"{reason}; {known} cannot be divided, so no tier has a reserve")
+    return StarterTiers({name: _TIERS[name] for name in _WITHOUT_RESERVES}, "normal", reason)
+
+
+def pool_file(origin: str, engine: type[Engine], capacity: Recommendation, tiers: StarterTiers) -> str:
+    """The text of `policy.yaml`. `origin` is what it is written for, printable."""
+    number = {3: "Three", 5: "Five"}[len(tiers.bodies)]
+    lines = "\n".join(f"  {name}: {body}" for name, body in tiers.bodies.items())
+    known = {path: api for path, api in engine.routes.generating.items() if api is not None}  # those that can be sized
+    bodies = {path: "{}" if infer_api(path) else f"{{api: {api.value}}}" for path, api in known.items()}
+    endpoints = "".join(f"  {path}: {body}\n" for path, body in bodies.items())
+    return f"""\
+{_comment(f"Starter policy, written by `sidecar init` for {origin}.")}
+# Check a change with `sidecar check`. A running sidecar applies it within a second, without a restart.
+# `sidecar init --example --dir example/` writes a longer example.
+
+# observe: every request passes at once, and `sidecar observed` reports what enforcing would have done.
+# enforce: requests wait, and are refused, as this policy says.
+mode: observe
+
+engine: {engine.name}
+
+{_comment(f"The size of the pool, in tokens and requests: {capacity.reason}.")}
+{capacity.yaml}
+
+# A request that has waited for 5 minutes counts as one tier more important, but never as better than {tiers.ceiling}.
+aging: {{promote_after: 5m, ceiling: {tiers.ceiling}}}
+
+{_comment(f"Most important first. {number} tiers: {tiers.reason}.")}
+{"" if tiers.bodies is _WITHOUT_RESERVES else _KEYS_OF_A_TIER}tiers:
+{lines}
+
+default_tier: normal
+anonymous: normal    # The tier of requests without an API key; `deny` refuses them. An unknown key is always refused.
+
+# The paths on which requests are admitted. Other paths pass only if they read, or if they are known to be harmless.
+endpoints:
+{endpoints}
+tenants: tenants/*.yaml
+"""
+
+
+def tenant_file(name: str, tier: str, key: str) -> str:
+    """The text of a tenant's file. Only the hash of `key` is in it."""
+    plain = name if yaml.safe_load(name) == name else f'"{name}"'
+    return f"""\
+# A tenant: one client, or all that share its keys. Written by `sidecar init`.
+tenant: {plain}
+
+# Hashes of its API keys. `sidecar keys new` makes a key; two may stand here while clients change to a new one.
+keys:
+  - "{hash_line(key)}"
+
+tier: {tier}
+# max_tier: {tier}    # The best tier that it may ask for, with the header `x-priority`. Default: its own tier.
+# limits: {{requests_per_minute: 600, concurrent_requests: 32}}
+"""
+
+
+def tier_by_tenant(tenants: Mapping[str, str | None], tiers: Collection[str]) -> dict[str, str]:
+    """A tier for each tenant: the one it names, else `high` for the first, `batch` for the last, `normal` between."""
+    last = len(tenants) - 1
+    usual = ["high" if place == 0 else "batch" if place == last else "normal" for place in range(len(tenants))]
+    found = {name: tier or usual[place] for place, (name, tier) in enumerate(tenants.items())}
+    for name, tier in found.items():
+        if tier not in tiers:
+            raise ValueError(f"tenant {name}: there is no tier {tier}; the tiers are {', '.join(tiers)}")
+    return found
+
+
+def _comment(text: str) -> str:
+    return textwrap.fill(text, 120, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 
-def add_policy(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the one argument that is ours; every other is the real server's."""
     parser.add_argument("--policy", metavar="PATH", help="policy.yaml, or the folder it is in (default SIDECAR_POLICY)")
 

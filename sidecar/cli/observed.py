@@ -14,7 +14,7 @@ from time import gmtime, strftime
 
 from sidecar.cli.admin_client import ADMIN, CannotSee, admin_url, page_of
 from sidecar.cli.drawing import printable, wrapped
-from sidecar.cli.output import STANDARD_OUTPUT, unwritable, write_json
+from sidecar.cli.output import STANDARD_OUTPUT, aligned, unwritable, write_json
 from sidecar.cluster.dry_run import ObservedReport, ObservedRow
 from sidecar.cluster.phrases import count
 from sidecar.durations import short_duration
@@ -32,9 +32,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report. Returns 1 where the admin port does not answer, or the figures cannot be written."""
-    from sidecar.cli.observed import table
-    from sidecar.cluster.dry_run import ObservedReport
-
     if (problem := unwritable(args.json)) is not None:
         print(f"sidecar observed: {problem}", file=sys.stderr)
         return 1
@@ -101,31 +98,19 @@ def _left_out(report: ObservedReport) -> list[str]:
 
 def _rows(heading: str, rows: Sequence[ObservedRow]) -> list[str]:
     cells = [[heading, *(name for name, _ in _COLUMNS)]]
-    cells += [[_name(row), *(cell(row) for _, cell in _COLUMNS)] for row in rows]
-    widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
-    return [
-        "  ".join(
-            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
-        )
-        for line in cells
-    ]
+    return aligned(cells + [[_name(row), *(cell(row) for _, cell in _COLUMNS)] for row in rows])
 
 
 def _details(report: ObservedReport) -> list[str]:
     named = [*(("tier", row) for row in report.tiers), *(("tenant", row) for row in report.tenants)]
     lines = [f"refused of {kind} {_name(row)}: {_counted(row.refused)}" for kind, row in named if row.refused]
-    lines += [
-        f"tokens that went ahead while {_name(row)} waited: {_tokens(row.served_ahead)}"
-        for row in report.tiers
-        if row.served_ahead
-    ]
+    for row in report.tiers:
+        if row.served_ahead:
+            tokens = ", ".join(f"{count(tokens)} of {tier}" for tier, tokens in row.served_ahead.items())
+            lines.append(f"tokens that went ahead while {_name(row)} waited: {tokens}")
     if report.total.unknown:
         lines.append(f"not known what would have become of: {_counted(report.total.unknown)}")
     return [printable(line) for line in lines] + ([""] if lines else [])
-
-
-def _tokens(served_ahead: Mapping[str, int]) -> str:
-    return ", ".join(f"{count(tokens)} of {tier}" for tier, tokens in served_ahead.items())
 
 
 def _time(seconds: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +46,22 @@ def unwritable(path: str | None) -> str | None:
     return None
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of a table as lines: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+
+
 def write_json(target: str | None, figures: Any) -> bool:
     """Writes records, mappings and lists as JSON to `target`; nothing for None. False where it cannot be written."""
+    return write_text(target, lambda: msgspec.json.format(msgspec.json.encode(figures), indent=2).decode() + "\n")
+
+
+def write_text(target: str | None, write: Callable[[], str]) -> bool:
+    """Writes the text that `write` makes to `target`; nothing for None. False where it cannot be written."""
     if target is None:
         return True
-    text = msgspec.json.format(msgspec.json.encode(figures), indent=2).decode() + "\n"
+    text = write()
     if target == STANDARD_OUTPUT:
         sys.stdout.write(text)
         return True

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from sidecar.apis import Api
-from sidecar.cli.output import reporter, unwritable, write_json
+from sidecar.cli.output import reporter, unwritable, write_json, write_text
 from sidecar.engines import ENGINES, Engine, NoEngine
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
@@ -31,8 +31,7 @@ from sidecar.tools.replay.report import report
 from sidecar.tools.replay.run import Played, Replay, UnknownEngine, Upstream, find, play_run, runs, too_long
 from sidecar.tools.replay.server import NoAnswer
 from sidecar.tools.replay.table import advice, figures_as_json, kinds, requests_as_jsonl, table
-from sidecar.tools.replay.trace import BadTrace, Trace, read_trace
-from sidecar.tools.replay.trace_formats import Row
+from sidecar.tools.replay.trace import BadTrace, Row, Trace, read_trace
 
 EXAMPLE = """  sidecar replay burst --upstream http://127.0.0.1:8000 --by priority --control --report burst.html
   sidecar replay conversation.jsonl --upstream http://127.0.0.1:8080 --mix high=20,normal=50,batch=30 --speed 2
@@ -44,7 +43,16 @@ FILES = ("json", "requests", "report")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
-    add_arguments(parser)
+    add = parser.add_argument
+    add("trace", metavar="TRACE", help="a trace's file, or burst, burst:N, burst:N:INPUT:OUTPUT")
+    add("--upstream", required=True, action="append", type=server_url, metavar="URL",
+        help="the server, such as http://127.0.0.1:8000; several get the requests by chance")  # fmt: skip
+    _add_asking(parser.add_argument_group("tiers"))
+    _add_sizing(parser.add_argument_group("what is sent"))
+    output = parser.add_argument_group("output").add_argument
+    output("--json", metavar="FILE", help="also write all figures as JSON, - for standard output")
+    output("--report", metavar="FILE.html", help="also write a page with plots, which needs no network")
+    output("--requests", metavar="FILE.jsonl", help="also write a line of JSON for each request")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,7 +81,7 @@ class _Command:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.out: TextIO = sys.stderr if "-" in [getattr(args, name) for name in FILES] else sys.stdout
-        self.policy = _policy(args.policy)
+        self.policy: Policy | None = None if args.policy is None else load(args.policy)
 
     async def run(self) -> int:
         args = self.args
@@ -143,19 +151,15 @@ class _Command:
         for line in advice(figures, replay.upstream.words):
             print(f"\n{line}", file=self.out)
         written = write_json(self.args.json, figures_as_json(replay, self.args.by.value, figures))
-        written &= _write(self.args.requests, requests_as_jsonl(played, replay))
-        written &= self._reported(heading, replay, played)
+        written &= write_text(self.args.requests, lambda: requests_as_jsonl(played, replay))
+        title = f"Replay of {replay.trace.name}"
+        written &= write_text(self.args.report, lambda: report(title, heading, replay.tiers, played))
         failed = sum(one.failed for one in figures)
         if failed:
             total = sum(one.requests for one in figures)
             first = next(error for one in figures for error in one.errors)
             print(f"sidecar: {failed} of {total} requests failed: {first}", file=sys.stderr)
         return 1 if failed or not written else 0
-
-    def _reported(self, heading: Sequence[str], replay: Replay, played: Sequence[Played]) -> bool:
-        if self.args.report is None:
-            return True
-        return _write(self.args.report, report(f"Replay of {replay.trace.name}", heading, replay.tiers, played))
 
 
 def _allow_many_connections() -> None:
@@ -166,10 +170,6 @@ def _allow_many_connections() -> None:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = MOST_CONNECTIONS if most == resource.RLIM_INFINITY else min(most, MOST_CONNECTIONS)
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-
-
-def _policy(path: str | None) -> Policy | None:
-    return None if path is None else load(path)
 
 
 def _heading(replay: Replay, jitter_s: float) -> list[str]:
@@ -194,21 +194,6 @@ def _heading(replay: Replay, jitter_s: float) -> list[str]:
     return lines
 
 
-def _write(target: str | None, text: str) -> bool:
-    if target is None:
-        return True
-    if target == "-":
-        sys.stdout.write(text)
-        return True
-    try:
-        with open(target, "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        print(f"{target}: cannot be written ({error.strerror})", file=sys.stderr)
-        return False
-    return True
-
-
 def _said(problem: str, code: int, prefix: str = "sidecar: ") -> int:
     print(f"{prefix}{problem}", file=sys.stderr)
     return code
@@ -228,20 +213,6 @@ class _Keys(argparse.Action):
             # What is wrong is not shown: it may be a key.
             parser.error("argument --key: write TIER=KEY, such as high=sk-demo")
         namespace.key = {**namespace.key, tier: key}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds all of them."""
-    add = parser.add_argument
-    add("trace", metavar="TRACE", help="a trace's file, or burst, burst:N, burst:N:INPUT:OUTPUT")
-    add("--upstream", required=True, action="append", type=server_url, metavar="URL",
-        help="the server, such as http://127.0.0.1:8000; several get the requests by chance")  # fmt: skip
-    _add_asking(parser.add_argument_group("tiers"))
-    _add_sizing(parser.add_argument_group("what is sent"))
-    output = parser.add_argument_group("output").add_argument
-    output("--json", metavar="FILE", help="also write all figures as JSON, - for standard output")
-    output("--report", metavar="FILE.html", help="also write a page with plots, which needs no network")
-    output("--requests", metavar="FILE.jsonl", help="also write a line of JSON for each request")
 
 
 def _add_asking(group: argparse._ArgumentGroup) -> None:

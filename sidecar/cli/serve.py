@@ -13,7 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from sidecar.policy import units
+from sidecar.cli.arguments import duration_s
 from sidecar.telemetry.logs.setup import FORMATTERS, LEVELS, log_settings, own_logging
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Use it for one start: docs/many-replicas.md",
     )
     # Kubernetes kills a pod 30 s after it asked it to end; this must be over before that.
-    parser.add_argument("--grace", type=_seconds, default=25.0, metavar="TIME", help="for running requests, e.g. 25s")
+    parser.add_argument("--grace", type=duration_s, default=25.0, metavar="TIME", help="for running requests, e.g. 25s")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -138,10 +138,3 @@ def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; write a number from 0 to 65535")
     return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        return float(units.duration_s(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

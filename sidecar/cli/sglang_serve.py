@@ -11,15 +11,11 @@ from __future__ import annotations
 
 import argparse
 
-from sidecar.cli.launching import add_policy, launch
+from sidecar.cli.launching import configure, launch
 
 EXAMPLE = "  sidecar sglang-serve MODEL --policy policies/ --enable-priority-scheduling --default-priority-value 0"
 PASSES_ON = True
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's own arguments."""
-    add_policy(parser)
+__all__ = ["EXAMPLE", "PASSES_ON", "configure", "run"]
 
 
 def run(args: argparse.Namespace) -> int:

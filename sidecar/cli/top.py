@@ -11,15 +11,13 @@ import argparse
 import os
 import shutil
 import sys
-from typing import TYPE_CHECKING
 
 from sidecar.cli.admin_client import ADMIN, CannotSee, admin_url, page_of
+from sidecar.cli.arguments import duration_s
+from sidecar.cli.drawing import Look, draw
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
-from sidecar.policy import units
-
-if TYPE_CHECKING:
-    from sidecar.cli.drawing import Look
-    from sidecar.cluster.document import Overview
+from sidecar.cli.terminal import can_draw, drawn_on
+from sidecar.cluster.document import Overview
 
 EXAMPLE = """  sidecar top
   sidecar top --admin http://10.0.0.7:9464 --interval 5s
@@ -40,8 +38,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Draws until a key ends it. Returns 1 where the admin port does not answer at the start."""
-    from sidecar.cli.terminal import can_draw
-
     try:
         overview = _overview(args.admin)
         if args.once or args.json is not None or not can_draw():
@@ -54,17 +50,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(overview: Overview, args: argparse.Namespace) -> int:
-    from sidecar.cli.drawing import draw
-
     if args.json != STANDARD_OUTPUT:
         print("\n".join(draw(overview, _look(shutil.get_terminal_size((_PLAIN_WIDTH, 40)).columns))).rstrip())
     return 0 if write_json(args.json, overview) else 1
 
 
 def _watch(overview: Overview, args: argparse.Namespace) -> None:
-    from sidecar.cli.drawing import draw
-    from sidecar.cli.terminal import drawn_on
-
     trouble = ""
     with drawn_on() as screen:
         while True:
@@ -81,8 +72,6 @@ def _watch(overview: Overview, args: argparse.Namespace) -> None:
 
 def _look(width: int) -> Look:
     """How the output can be written on: in colors only on a terminal whose user did not forbid them."""
-    from sidecar.cli.drawing import Look
-
     is_terminal = sys.stdout.isatty()
     colors = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
     speaks_unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
@@ -91,16 +80,11 @@ def _look(width: int) -> Look:
 
 def _overview(admin: str) -> Overview:
     """Asks the admin port. Raises CannotSee."""
-    from sidecar.cluster.document import Overview
-
     return page_of(admin, "/overview", Overview)
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(units.duration_s(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    seconds = duration_s(text)
     if not _SHORTEST_S <= seconds <= _LONGEST_S:
         raise argparse.ArgumentTypeError(f"{text!r} is no time between two pictures; write one from 200ms to 1h")
     return seconds

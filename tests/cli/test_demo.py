@@ -17,7 +17,6 @@ import pytest
 from sidecar.cli import main
 from sidecar.policy.store import store_address
 from sidecar.tools.demo import runs as demo_runs
-from sidecar.tools.demo import servers
 from sidecar.tools.demo.figures import RunMeasurement
 from tests.support.redis_servers import RedisServer, first_binary, free_port
 from tests.tools.demo.figures import run_figures, three
@@ -126,8 +125,8 @@ def no_servers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Play], None]:
         yield {run.name: demo_runs.Place([1], 1) for run in runs}
 
     def replace(play: Play) -> None:
-        monkeypatch.setattr(servers, "servers", nowhere)
-        monkeypatch.setattr(demo_runs, "play_run", play)
+        monkeypatch.setattr("sidecar.cli.demo.servers", nowhere)
+        monkeypatch.setattr("sidecar.cli.demo.play_run", play)
 
     return replace
 

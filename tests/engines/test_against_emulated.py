@@ -18,8 +18,8 @@ from sidecar.tools.emulator.dialects.dynamo import DynamoDialect
 from sidecar.tools.emulator.dialects.sglang import SglangDialect
 from sidecar.tools.emulator.dialects.tensorrt_llm import TrtllmDialect
 from sidecar.tools.emulator.dialects.vllm import VllmDialect
-from sidecar.tools.emulator.queue import ORDERS, Key, Rank
 from sidecar.tools.emulator.request import read_ask
+from sidecar.tools.emulator.scheduler import ORDERS, Key, Rank
 
 ENGINES = {
     TensorRtLlm: TrtllmDialect,

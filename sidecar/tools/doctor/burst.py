@@ -234,9 +234,12 @@ def queueing(burst: Burst, control: Burst | None, engine: type[Engine], max_runn
     """Where a burst's requests waited. `BOUNDED` is certainly a queue, but it is not known whose."""
     if burst.judgment.waited < FEWEST:
         return Queueing.TOO_LITTLE
-    if _shows_on_gauge(burst) or (max_running is not None and burst.at_once >= FULL * max_running):
+    shows_on_gauge = (burst.waiting_inside or 0) >= ON_GAUGE * burst.judgment.waited
+    if shows_on_gauge or (max_running is not None and burst.at_once >= FULL * max_running):
         return Queueing.INSIDE
-    if control is None or control.plan.tokens < LONGER * burst.plan.tokens or _grows(burst, control):
+    if control is None or control.plan.tokens < LONGER * burst.plan.tokens:
+        return Queueing.TOO_LITTLE
+    if control.mean_at_once > SAME * burst.mean_at_once:
         return Queueing.TOO_LITTLE
     readings = [one.waiting for one in burst.gauges if one.waiting is not None]
     is_watched = not engine.gauge_leaves_some_out and len(readings) >= FEWEST_READINGS
@@ -247,14 +250,6 @@ def seems_switched_off(burst: Burst, engine: type[Engine]) -> bool:
     """Whether the engine shows no queue: requests beyond its size are refused, and none waits."""
     status = engine.overload_status
     return status is not None and burst.is_answered_by(status) and burst.waiting_inside == 0
-
-
-def _grows(burst: Burst, control: Burst) -> bool:
-    return control.mean_at_once > SAME * burst.mean_at_once
-
-
-def _shows_on_gauge(burst: Burst) -> bool:
-    return (burst.waiting_inside or 0) >= ON_GAUGE * burst.judgment.waited
 
 
 def queueing_at_sidecar(burst: Burst) -> Queueing:

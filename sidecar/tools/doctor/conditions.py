@@ -1,4 +1,7 @@
-"""The four conditions for a priority to have an effect, each with its evidence and its remedy."""
+"""The four conditions for a priority to have an effect, each with its evidence and its remedy.
+
+A remedy names the exact flag, field or header of the engine, in one sentence.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from sidecar.tools.doctor import advice
+from sidecar.engines import Engine
+from sidecar.engines.base import Facts
 from sidecar.tools.doctor.burst import Burst, Queueing, seems_switched_off
 from sidecar.tools.doctor.judgment import Effect, Judgment
+from sidecar.tools.doctor.priority_fields import PriorityField
 from sidecar.tools.doctor.probe import Check, Probed
 from sidecar.tools.doctor.survey import Survey
 
@@ -59,7 +64,7 @@ def read_only(survey: Survey) -> Sequence[Condition]:
         scheduler = _said(survey)
     direction = Condition("direction", State.UNKNOWN, "takes a burst to see")
     if facts.is_inverted:
-        direction = Condition("direction", State.BROKEN, _inverted_by(survey), advice.inverted(survey.engine, facts))
+        direction = Condition("direction", State.BROKEN, _inverted_by(survey), inverted(survey.engine, facts))
     waiting = survey.gauges.waiting
     now = "no gauge to read" if waiting is None else f"{waiting} wait in the engine now"
     return (field, scheduler, Condition("real queueing", State.UNKNOWN, now), direction)
@@ -80,14 +85,14 @@ def _field_path(survey: Survey, probed: Probed) -> Condition:
         assert used is not None
         assert other is not None
         seen = f"the {other.title} changes the order, the same values as {used.title} do not"
-        return Condition(name, State.BROKEN, seen, advice.dropped(survey.engine, used, other, survey.facts))
+        return Condition(name, State.BROKEN, seen, dropped(survey.engine, used, other, survey.facts))
     if _makes_no_difference(survey, probed):
         where = survey.facts.source("by_priority")
         seen = f"{where} says that the queue uses priority, yet the {first.way.title} makes no difference: it is lost"
-        return Condition(name, State.BROKEN, f"{seen} or replaced on its way", advice.unread(survey.engine, first.way))
+        return Condition(name, State.BROKEN, f"{seen} or replaced on its way", unread(survey.engine, first.way))
     if first.arrives is not None:
         state = State.WORKS if first.arrives else State.BROKEN
-        mend = None if first.arrives else advice.unread(survey.engine, first.way)
+        mend = None if first.arrives else unread(survey.engine, first.way)
         return Condition(name, state, first.evidence, mend)
     others = "".join(f"; {one.evidence}" for one in probed.checks[1:])
     return Condition(name, State.UNKNOWN, first.evidence + others)
@@ -168,7 +173,7 @@ def _direction(survey: Survey, probed: Probed) -> Condition:
     name = "direction"
     effects = [burst.judgment.effect for burst in _judged(probed)]
     if Effect.INVERTED in effects[:1]:
-        fix = advice.inverted(survey.engine, survey.facts)
+        fix = inverted(survey.engine, survey.facts)
         if effects[1:] == [Effect.BY_PRIORITY]:
             first, other = probed.mixed[-1].plan.way, probed.compared.plan.way if probed.compared else None
             assert first is not None
@@ -179,10 +184,8 @@ def _direction(survey: Survey, probed: Probed) -> Condition:
         return Condition(name, State.BROKEN, _inverted_by(survey), fix)
     if Effect.BY_PRIORITY in effects:
         return Condition(name, State.WORKS, "the more important go first, with the values that the sidecar sends")
-    if Effect.INVERTED in effects:
-        return Condition(name, State.BROKEN, _inverted_by(survey), advice.inverted(survey.engine, survey.facts))
-    if survey.facts.is_inverted:
-        return Condition(name, State.BROKEN, _inverted_by(survey), advice.inverted(survey.engine, survey.facts))
+    if Effect.INVERTED in effects or survey.facts.is_inverted:
+        return Condition(name, State.BROKEN, _inverted_by(survey), inverted(survey.engine, survey.facts))
     return Condition(name, State.UNKNOWN, "no order to see")
 
 
@@ -263,3 +266,55 @@ def _seconds(seconds: float) -> str:
     if math.isinf(seconds):
         return "more"  # than the burst was given
     return f"{seconds:.2f}" if seconds < 100 else f"{seconds:.0f}"
+
+
+def dropped(engine: type[Engine], way: PriorityField, other: PriorityField, facts: Facts) -> str:
+    """One way shows nothing, another works."""
+    since = engine.header_since
+    if way.is_header and since is not None and is_before(facts.version, since):
+        return f"{engine.name} reads the {way.title} from {since} on, this is {facts.version}: {_instead(other)}"
+    if way.is_header and engine.header_switch is not None:
+        switch = f"set {engine.header_switch} for {engine.title}"
+        return f"{switch} and let every proxy in between pass {way.path[0]}, or {_instead(other)}"
+    what = f"the {way.title} unchanged"
+    instead = f", or {_instead(other)}" if len(engine.carriers) > 1 else ""
+    return f"let every proxy between here and the engine pass {what}{instead}"
+
+
+def unread(engine: type[Engine], way: PriorityField) -> str:
+    """A wrong value is accepted: the field is not read."""
+    return (
+        f"let every proxy between here and the engine pass the {way.title} unchanged, and see that the engine's "
+        f"version has it ({engine.name})"
+    )
+
+
+def inverted(engine: type[Engine], facts: Facts) -> str:
+    """The order is the wrong way round."""
+    if engine.advice.inverted is not None and facts.is_inverted:
+        return engine.advice.inverted
+    return (
+        f"{engine.name} itself serves {engine.direction()} numbers first, and that is what the sidecar sends: find the "
+        "proxy, plugin or flag that turns them round, and take it out"
+    )
+
+
+def is_before(version: str | None, other: str) -> bool:
+    """Whether a version is older than another; False where it cannot be read."""
+    found = _numbers(version or "")
+    return bool(found) and found < _numbers(other)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release of a version such as 0.32.0+cpu or 1.4.0rc1; empty where it does not start with one."""
+    parts: list[int] = []
+    for part in version.split(".")[:3]:
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        parts.append(int(digits))
+    return tuple(parts)
+
+
+def _instead(other: PriorityField) -> str:
+    return f"write `forward_priority: {'header' if other.is_header else 'body'}` into the policy"

@@ -76,6 +76,7 @@ def judge(waited: Sequence[Observed], levels: int) -> Judgment:
     ttfts_s = [one.first_token_s for one in waited]
     correlation = spearman([float(one.level) for one in waited], ttfts_s)
     p_value = None if correlation is None else _p_value(correlation)
+    by_level = [[one.first_token_s for one in waited if one.level == level] for level in range(levels)]
     served = sum(not math.isinf(ttft_s) for ttft_s in ttfts_s)
     return Judgment(
         effect=_effect(correlation, p_value, len(waited), served),
@@ -84,9 +85,7 @@ def judge(waited: Sequence[Observed], levels: int) -> Judgment:
         correlation=correlation,
         by_arrival=spearman([float(one.arrival) for one in waited], ttfts_s),
         p_value=p_value,
-        medians_s=tuple(
-            _median([one.first_token_s for one in waited if one.level == level]) for level in range(levels)
-        ),
+        medians_s=tuple(statistics.median(values) if values else None for values in by_level),
     )
 
 
@@ -105,7 +104,3 @@ def _effect(correlation: Correlation | None, p_value: float | None, waited: int,
 def _p_value(correlation: Correlation) -> float:
     """Two-sided, with the exact variance of all permutations and the normal form that they are near to from 20 on."""
     return math.erfc(abs(correlation.value) * math.sqrt((correlation.n - 1) / 2))
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None

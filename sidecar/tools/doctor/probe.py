@@ -112,7 +112,8 @@ class Probe:
         size: int | None = first_size(known, self._most)
         while size is not None and self._clock.left_s > LEAST_S:
             at_once = known if known is not None else probed.mixed[-1].at_once if probed.mixed else None
-            burst = await self._burst(probed, size, way, self._tokens(probed, size, at_once), f"by {way.title}")
+            length = tokens(size, at_once, probed.alone, self._survey.identity.context_tokens)
+            burst = await self._burst(probed, size, way, length, f"by {way.title}")
             probed.mixed.append(burst)
             size = None if self._is_enough(probed) else next_size(burst, self._most)
 
@@ -149,9 +150,6 @@ class Probe:
         self._say(f"sending {requests} requests at once {what}, {plan.output_tokens:,} output tokens in all")
         engine = self._survey.engine
         return await send(plan, probed.target, engine, self._pages, self._clock)
-
-    def _tokens(self, probed: Probed, size: int, at_once: int | None) -> int:
-        return tokens(size, at_once, probed.alone, self._survey.identity.context_tokens)
 
 
 def _refused(target: Target, alone: Seen) -> str:
@@ -198,21 +196,17 @@ async def check(way: PriorityField, target: Target, clock: Clock) -> Check:
     if way.invalid is None:
         return Check(way, None, None)
     wrong = await _sent(way, way.invalid, target, clock)
-    return Check(way, None, _tells(wrong))
+    if wrong.error is None:
+        return Check(way, None, arrives=False)
+    return Check(way, None, arrives=True if wrong.status in (400, 422) else None)
 
 
 async def _sent(way: PriorityField, value: object, target: Target, clock: Clock) -> Seen:
     return await target.ask(target.request("field", 1, way.members(value), way.headers(value)), clock)
 
 
-def _tells(wrong: Seen) -> bool | None:
-    if wrong.error is None:
-        return False
-    return True if wrong.status in (400, 422) else None
-
-
 WAITING = 36
-"""Requests that should wait: twelve of each level, half more than `judging.FEWEST`."""
+"""Requests that should wait: twelve of each level, half more than `judgment.FEWEST`."""
 FIRST = 40
 """Used where no page says how many run at once. It is enough for an engine that runs four."""
 GROWTH = 4

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sidecar.tools.doctor.burst import Burst
-from sidecar.tools.doctor.conditions import Condition, State
+from sidecar.tools.doctor.conditions import State
 from sidecar.tools.doctor.examination import Examination
 
 WIDTH = 120
@@ -18,8 +18,12 @@ _NAME, _STATE = 18, 9
 
 def report(examination: Examination) -> str:
     """The whole text, without a line's end at its end."""
-    parts = [headline(examination), "\n".join(_condition(one) for one in examination.conditions)]
-    parts += [
+    parts = [
+        headline(examination),
+        "\n".join(
+            _wrapped(one.evidence, f"  {one.name:<{_NAME}}{one.state.value:<{_STATE}}")
+            for one in examination.conditions
+        ),
         _section("what to do", steps(examination)),
         _capacity(examination),
         _section("notes", _notes(examination)),
@@ -53,11 +57,6 @@ def steps(examination: Examination) -> Sequence[str]:
     if examination.kept_from is not None:
         fixes.append(examination.kept_from)
     return list(dict.fromkeys(fixes))
-
-
-def _condition(condition: Condition) -> str:
-    head = f"  {condition.name:<{_NAME}}{condition.state.value:<{_STATE}}"
-    return _wrapped(condition.evidence, head)
 
 
 def _section(title: str, lines: Sequence[str]) -> str:
@@ -158,17 +157,9 @@ def _burst(burst: Burst) -> dict[str, Any]:
         "correlation": judgment.correlation,
         "correlation_with_arrival": judgment.by_arrival,
         "p_value": judgment.p_value,
-        "ttft_p50_s_by_level": [_finite(median) for median in judgment.medians_s],
-        "requests_seen": _requests(burst),
+        "ttft_p50_s_by_level": [None if s is None or math.isinf(s) else s for s in judgment.medians_s],
+        "requests_seen": [
+            {"level": level, "ttft_s": one.ttft_s, "end_s": one.end_s, "status": one.status, "error": one.error}
+            for level, one in zip(burst.plan.levels(), burst.seen, strict=True)
+        ],
     }
-
-
-def _requests(burst: Burst) -> Sequence[dict[str, Any]]:
-    return [
-        {"level": level, "ttft_s": one.ttft_s, "end_s": one.end_s, "status": one.status, "error": one.error}
-        for level, one in zip(burst.plan.levels(), burst.seen, strict=True)
-    ]
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or math.isinf(value) else value

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from sidecar.tools.emulator.app import Emulator
-from sidecar.tools.emulator.batch import StepModel
 from sidecar.tools.emulator.config import EmulatorConfig, Scheduling
+from sidecar.tools.emulator.scheduler import StepModel
 
 __all__ = ["Emulator", "EmulatorConfig", "Scheduling", "StepModel"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,7 +23,6 @@ from sidecar.tools.emulator.dialects.tensorrt_llm import TrtllmDialect
 from sidecar.tools.emulator.dialects.vllm import VllmDialect
 from sidecar.tools.emulator.endpoint import Endpoint
 from sidecar.tools.emulator.engine import EmulatedEngine
-from sidecar.tools.emulator.metrics import METRICS_TEXT, Exposition, trtllm_iterations
 
 DIALECTS: Mapping[type[Engine], type[Dialect]] = {
     TensorRtLlm: TrtllmDialect,
@@ -64,23 +63,24 @@ class Emulator:
         await self.engine.stop()
 
     def _routes(self) -> list[BaseRoute]:
-        metrics_path, _ = METRICS_TEXT[self.config.engine]
+        config, kind, engine = self.config, self.config.engine, self.engine
+        metrics_path, write = engine_pages.METRICS_TEXT[kind]
         routes: list[BaseRoute] = [*self._responses()]
-        routes += [Route(path, Endpoint(api, self.engine), methods=["POST"]) for path, api in PATHS.items()]
+        routes += [Route(path, Endpoint(api, engine), methods=["POST"]) for path, api in PATHS.items()]
         routes += [
-            Route("/v1/models", self._models),
-            Route("/health", self._health),
-            Route(metrics_path, self._metrics_text),
+            _page("/v1/models", lambda: engine_pages.models(config, self.dialect, self._started)),
+            _page("/health", lambda: engine_pages.dynamo_health(config) if kind is Dynamo else Response()),
+            _page(metrics_path, lambda: Response(write(engine), media_type=engine_pages.Exposition.content_type)),
+            _page("/openapi.json", lambda: engine_pages.openapi(config)),
         ]
-        if self.config.engine is TensorRtLlm:
-            routes.append(Route("/metrics", self._iterations))
-        if self.config.engine in (TensorRtLlm, Vllm):
-            routes.append(_constant("/version", {"version": engine_pages.VERSIONS[self.config.engine]}))
-        if info := engine_pages.server_info(self.config):
-            routes.append(_constant("/server_info", info))
-        if self.config.engine is Sglang:
-            routes.append(Route("/v1/loads", self._loads))
-        routes.append(_constant("/openapi.json", engine_pages.openapi(self.config)))
+        if kind is TensorRtLlm:
+            routes.append(_page("/metrics", lambda: engine_pages.trtllm_iterations(engine)))
+        if kind in (TensorRtLlm, Vllm):
+            routes.append(_page("/version", lambda: {"version": engine_pages.VERSIONS[kind]}))
+        if info := engine_pages.server_info(config):
+            routes.append(_page("/server_info", lambda: info))
+        if kind is Sglang:
+            routes.append(_page("/v1/loads", lambda: engine_pages.sglang_loads(config, engine.load)))
         return routes
 
     def _responses(self) -> list[BaseRoute]:
@@ -94,33 +94,13 @@ class Emulator:
             Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),
         ]
 
-    async def _models(self, request: Request) -> Response:
-        del request
-        return JSONResponse(engine_pages.models(self.config, self.dialect, self._started))
 
-    async def _health(self, request: Request) -> Response:
-        del request
-        if self.config.engine is Dynamo:
-            return JSONResponse(engine_pages.dynamo_health(self.config))
-        return Response(status_code=200)
+def _page(path: str, answer: Callable[[], Any]) -> Route:
+    """A page to read; an answer that is no response yet is written as JSON."""
 
-    async def _metrics_text(self, request: Request) -> Response:
-        del request
-        _, write = METRICS_TEXT[self.config.engine]
-        return Response(write(self.engine), headers={"content-type": Exposition.content_type})
-
-    async def _loads(self, request: Request) -> Response:
-        del request
-        return JSONResponse(engine_pages.sglang_loads(self.config, self.engine.load))
-
-    async def _iterations(self, request: Request) -> Response:
-        del request
-        return JSONResponse(trtllm_iterations(self.engine))
-
-
-def _constant(path: str, answer: Mapping[str, Any]) -> Route:
     async def respond(request: Request) -> Response:
         del request
-        return JSONResponse(answer)
+        found = answer()
+        return found if isinstance(found, Response) else JSONResponse(found)
 
     return Route(path, respond)

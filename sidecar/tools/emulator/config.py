@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from sidecar.engines import Engine, NoEngine
-from sidecar.tools.emulator.batch import StepModel
+from sidecar.tools.emulator.scheduler import StepModel
 
 
 class Scheduling(str, Enum):

@@ -14,12 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from sidecar.tools.emulator.batch import Batch, Output, Step
 from sidecar.tools.emulator.config import EmulatorConfig
 from sidecar.tools.emulator.dialects.base import Dialect
 from sidecar.tools.emulator.generation import Choice, Generation, Served
-from sidecar.tools.emulator.queue import Rank, WaitingQueue
 from sidecar.tools.emulator.request import EngineRequest
+from sidecar.tools.emulator.scheduler import Batch, Output, Rank, Step, WaitingQueue
 
 LOG_LENGTH = 100_000  # served requests remembered: an hour of the demo, some 20 MB
 ITERATIONS_LENGTH = 1_000  # TensorRT-LLM's own iter_stats_max_iterations

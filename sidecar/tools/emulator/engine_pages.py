@@ -1,13 +1,14 @@
-"""Pages of the emulated engine about itself: models, health, arguments, schema. Only what a client can read."""
+"""Pages of the emulated engine about itself: models, health, arguments, schema, metrics. Only what a client reads."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
 from sidecar.tools.emulator.config import EmulatorConfig, Scheduling
 from sidecar.tools.emulator.dialects.base import INT64_MAX, INT64_MIN, Dialect
-from sidecar.tools.emulator.engine import Load
+from sidecar.tools.emulator.engine import EmulatedEngine, Histogram, Load
 
 VERSIONS = {
     TensorRtLlm: "1.4.0rc1",
@@ -113,3 +114,170 @@ def _priority_schema(engine: type[Engine]) -> dict[str, Any]:
     if engine is Vllm:
         return {"type": "integer", "minimum": INT64_MIN, "maximum": INT64_MAX, "default": 0, "title": "Priority"}
     return {"anyOf": [{"type": "integer"}, {"type": "null"}], "title": "Priority"}
+
+
+class Exposition:
+    """Prometheus text, written metric by metric. `labels` go on every sample."""
+
+    content_type = "text/plain; version=0.0.4; charset=utf-8"
+
+    def __init__(self, **labels: str) -> None:
+        self._labels = labels
+        self._lines: list[str] = []
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines) + "\n"
+
+    def declare(self, name: str, kind: str) -> None:
+        """Starts a family."""
+        self._lines += [f"# HELP {name} Emulated.", f"# TYPE {name} {kind}"]
+
+    def sample(self, name: str, value: float, **labels: str) -> None:
+        """One line."""
+        pairs = ",".join(f'{key}="{_escaped(text)}"' for key, text in {**self._labels, **labels}.items())
+        self._lines.append(f"{name}{{{pairs}}} {float(value)}")
+
+    def gauge(self, name: str, value: float, **labels: str) -> None:
+        """A family of one gauge."""
+        self.declare(name, "gauge")
+        self.sample(name, value, **labels)
+
+    def counter(self, name: str, value: float, **labels: str) -> None:
+        """A family of one counter."""
+        self.declare(name, "counter")
+        self.sample(name, value, **labels)
+
+    def histogram(self, name: str, histogram: Histogram) -> None:
+        """A family of one histogram."""
+        self.declare(name, "histogram")
+        for bound, count in histogram.buckets():
+            self.sample(f"{name}_bucket", count, le=bound)
+        self.sample(f"{name}_sum", histogram.sum)
+        self.sample(f"{name}_count", histogram.count)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def trtllm_text(engine: EmulatedEngine) -> str:
+    """`/prometheus/metrics`. The gauges freeze between finished requests, as the real collector's do."""
+    load, config = engine.load_at_last_finish, engine.config
+    page = Exposition(model_name=config.model, engine_type="pytorch")
+    page.gauge("trtllm_num_requests_running", load.running)
+    page.gauge("trtllm_num_requests_waiting", load.waiting)
+    page.gauge("trtllm_max_num_active_requests", config.steps.max_num_seqs)
+    page.gauge("trtllm_max_batch_size_static", config.steps.max_num_seqs)
+    page.gauge("trtllm_max_batch_size_runtime", config.steps.max_num_seqs)
+    page.gauge("trtllm_max_num_tokens_runtime", config.steps.prefill_tokens_per_step + config.steps.max_num_seqs)
+    page.gauge("trtllm_kv_cache_max_blocks", config.kv_capacity_tokens)
+    page.gauge("trtllm_kv_cache_tokens_per_block", 1)
+    page.gauge("trtllm_kv_cache_utilization", load.kv_tokens_held / config.kv_capacity_tokens)
+    page.histogram("trtllm_request_queue_time_seconds", engine.queue_time_s)
+    page.counter("trtllm_request_error_total", engine.refused)
+    return str(page)
+
+
+def trtllm_iterations(engine: EmulatedEngine) -> list[dict[str, Any]]:
+    """`/metrics`: JSON, one object per iteration since the last call. Reading is destructive."""
+    stats = [_iteration(engine, number, load) for number, load in engine.iterations]
+    engine.iterations.clear()
+    return stats
+
+
+def _iteration(engine: EmulatedEngine, number: int, load: Load) -> dict[str, Any]:
+    capacity = engine.config.kv_capacity_tokens
+    return {
+        "iter": number,
+        "numActiveRequests": load.running,
+        "numQueuedRequests": load.waiting,
+        "maxNumActiveRequests": engine.config.steps.max_num_seqs,
+        "kvCacheStats": {
+            "maxNumBlocks": capacity,
+            "usedNumBlocks": load.kv_tokens_held,
+            "freeNumBlocks": capacity - load.kv_tokens_held,
+            "tokensPerBlock": 1,
+        },
+    }
+
+
+def vllm_text(engine: EmulatedEngine) -> str:
+    """Its `/metrics`."""
+    load, config = engine.load, engine.config
+    page = Exposition(engine="0", model_name=config.model)
+    page.gauge("vllm:num_requests_running", load.running)
+    page.gauge("vllm:num_requests_waiting", load.waiting)
+    page.declare("vllm:num_requests_waiting_by_reason", "gauge")
+    page.sample("vllm:num_requests_waiting_by_reason", load.waiting, reason="capacity")
+    page.sample("vllm:num_requests_waiting_by_reason", 0, reason="deferred")
+    page.gauge("vllm:kv_cache_usage_perc", load.kv_tokens_held / config.kv_capacity_tokens)
+    page.counter("vllm:num_preemptions_total", 0)
+    page.counter("vllm:generation_tokens_total", engine.generated_tokens)
+    page.counter("vllm:request_success_total", engine.finished, finished_reason="length")
+    page.counter("vllm:admission_rejections_total", engine.refused, reason="queue_overflow")
+    page.histogram("vllm:request_queue_time_seconds", engine.queue_time_s)
+    page.gauge("vllm:cache_config_info", 1, block_size="1", num_gpu_blocks=str(config.kv_capacity_tokens))
+    return str(page)
+
+
+def sglang_text(engine: EmulatedEngine) -> str:
+    """Its `/metrics`. Under priority scheduling the queue gauges have a label: the total, and one per value seen."""
+    load, config = engine.load, engine.config
+    by_priority = config.scheduling is Scheduling.PRIORITY
+    page = Exposition(model_name=config.model, engine_type="unified", tp_rank="0")
+    for name, total, counts in (
+        ("sglang:num_running_reqs", load.running, engine.running_by_priority()),
+        ("sglang:num_queue_reqs", load.waiting, engine.waiting_by_priority()),
+    ):
+        page.declare(name, "gauge")
+        page.sample(name, total, **({"priority": ""} if by_priority else {}))
+        for priority, count in counts.items() if by_priority else ():
+            if priority is not None:
+                page.sample(name, count, priority=str(priority))
+    page.gauge("sglang:token_usage", load.kv_tokens_held / config.kv_capacity_tokens)
+    page.gauge("sglang:max_total_num_tokens", config.kv_capacity_tokens)
+    page.gauge("sglang:kv_available_tokens", config.kv_capacity_tokens - load.kv_tokens_held)
+    page.gauge("sglang:num_retracted_reqs", 0)
+    page.histogram("sglang:queue_time_seconds", engine.queue_time_s)
+    return str(page)
+
+
+_WORKER = {
+    "target_namespace": "dynamo",
+    "target_component": "backend",
+    "target_endpoint": "generate",
+    "worker_type": "decode",
+    "router_worker_id": "1",
+    "state": "available",
+    "reason": "none",
+}
+
+
+def dynamo_text(engine: EmulatedEngine) -> str:
+    """The frontend's `/metrics`."""
+    load, config = engine.load, engine.config
+    page = Exposition(model=config.model)
+    page.gauge("dynamo_frontend_model_max_num_seqs", config.steps.max_num_seqs)
+    page.gauge("dynamo_frontend_model_total_kv_blocks", config.kv_capacity_tokens)
+    page.gauge("dynamo_frontend_model_kv_cache_block_size", 1)
+    if not config.lists_workers:
+        page.gauge("dynamo_frontend_router_worker_state", 1, **_WORKER)
+    page.gauge("dynamo_frontend_queued_requests", load.waiting)
+    page.gauge("dynamo_frontend_inflight_requests", load.running + load.waiting)
+    page.gauge("dynamo_frontend_active_requests", load.running)
+    # Without the router's queue requests wait in the workers, which the frontend does not show.
+    pending = load.waiting if config.scheduling is Scheduling.PRIORITY else 0
+    page.gauge("dynamo_frontend_router_queue_pending_requests", pending, worker_type="decode")
+    page.counter("dynamo_frontend_disconnected_clients", engine.aborted)
+    page.counter("dynamo_frontend_model_rejection_total", engine.refused)
+    page.counter("dynamo_frontend_requests_total", engine.finished, status="success")
+    return str(page)
+
+
+METRICS_TEXT: Mapping[type[Engine], tuple[str, Callable[[EmulatedEngine], str]]] = {
+    TensorRtLlm: ("/prometheus/metrics", trtllm_text),
+    Vllm: ("/metrics", vllm_text),
+    Sglang: ("/metrics", sglang_text),
+    Dynamo: ("/metrics", dynamo_text),
+}
+"""Where each engine has its Prometheus text, and what writes it."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from sidecar.tools.emulator.batch import Sequence
 from sidecar.tools.emulator.dialects.base import Refusal
-from sidecar.tools.emulator.queue import Rank
 from sidecar.tools.emulator.request import EngineRequest
+from sidecar.tools.emulator.scheduler import Rank, Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,11 +99,16 @@ def _integer(body: Body, field: str, least: int, most: int) -> int | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidField(field, "int_type", "Input should be a valid integer", value)
-    if value < least:
-        raise InvalidField(field, "greater_than_equal", f"Input should be greater than or equal to {least}", value)
-    if value > most:
-        raise InvalidField(field, "less_than_equal", f"Input should be less than or equal to {most}", value)
+    check_bounds(field, value, value, least, most)
     return value
+
+
+def check_bounds(field: str, value: object, number: float, least: int, most: int) -> None:
+    """Raises InvalidField for a number out of its bounds; `value` is how it was written."""
+    if number < least:
+        raise InvalidField(field, "greater_than_equal", f"Input should be greater than or equal to {least}", value)
+    if number > most:
+        raise InvalidField(field, "less_than_equal", f"Input should be less than or equal to {most}", value)
 
 
 def _prompts(api: Api, body: Body) -> tuple[int, ...]:

@@ -40,39 +40,25 @@ def usage(generation: Generation) -> Answer:
 
 def chat(generation: Generation, created: int) -> Answer:
     """A `chat.completion`."""
-    choices = [
-        {
-            "index": choice.index,
-            "message": {"role": "assistant", "content": whole_text(choice).decode()},
-            "logprobs": None,
-            "finish_reason": "length",
-        }
-        for choice in generation.choices
-    ]
-    return _completion(generation, created, "chat.completion", choices)
+    texts = [{"message": {"role": "assistant", "content": whole_text(c).decode()}} for c in generation.choices]
+    return _completion(generation, created, "chat.completion", texts)
 
 
 def completion(generation: Generation, created: int) -> Answer:
     """A `text_completion`."""
-    choices = [
-        {
-            "index": choice.index,
-            "text": whole_text(choice).decode(),
-            "logprobs": None,
-            "finish_reason": "length",
-        }
-        for choice in generation.choices
-    ]
-    return _completion(generation, created, "text_completion", choices)
+    texts = [{"text": whole_text(choice).decode()} for choice in generation.choices]
+    return _completion(generation, created, "text_completion", texts)
 
 
-def _completion(generation: Generation, created: int, kind: str, choices: list[Answer]) -> Answer:
+def _completion(generation: Generation, created: int, kind: str, texts: list[Answer]) -> Answer:
+    """`texts` is what each choice has in this API's own shape."""
+    end = {"logprobs": None, "finish_reason": "length"}
     return {
         "id": identifier(generation),
         "object": kind,
         "created": created,
         "model": generation.ask.model,
-        "choices": choices,
+        "choices": [{"index": index, **text, **end} for index, text in enumerate(texts)],
         "usage": usage(generation),
     }
 

@@ -18,7 +18,7 @@ from sidecar.engines import Engine, NoEngine
 from sidecar.policy.model import Policy
 from sidecar.tools.loadgen import Planned
 from sidecar.tools.replay.prompts import PATHS, Conversation, Writer
-from sidecar.tools.replay.trace_formats import BLOCK_TOKENS, Row
+from sidecar.tools.replay.trace import BLOCK_TOKENS, Row
 
 _APIS = {path: api for api, path in PATHS.items()}
 
@@ -33,7 +33,7 @@ def plan(rows: Sequence[Row], tiers: Sequence[str], writer: Writer, asking: Aski
     conversations: dict[str, Conversation] = {}
     planned: list[Planned] = []
     for index, (row, tier) in enumerate(zip(rows, tiers, strict=True)):
-        headers, members = asking.of(tier, _api(writer, row))
+        headers, members = asking.of(tier, _APIS[writer.path(row)])
         after = None if row.session is None else last.get(row.session)
         conversation = Conversation() if row.session is None else conversations.setdefault(row.session, Conversation())
         planned.append(
@@ -51,10 +51,6 @@ def plan(rows: Sequence[Row], tiers: Sequence[str], writer: Writer, asking: Aski
         if row.session is not None:
             last[row.session] = index
     return planned
-
-
-def _api(writer: Writer, row: Row) -> Api:
-    return _APIS[writer.path(row)]
 
 
 def _writing(
@@ -113,15 +109,9 @@ def schedule(rows: Sequence[Row], sizing: Sizing, jitter_s: float, rng: random.R
 
 def _before(duration_s: float, rows: Sequence[Row]) -> Sequence[Row]:
     """Rows that are sent by then. A conversation whose first turn comes later is left out as a whole."""
-    late = {row.session for row in _first_turns(rows) if row.at_s is not None and row.at_s >= duration_s} - {None}
+    first = {row.session: row for row in reversed(rows)}.values()
+    late = {row.session for row in first if row.at_s is not None and row.at_s >= duration_s} - {None}
     return [row for row in rows if row.session not in late and (row.at_s is None or row.at_s < duration_s)]
-
-
-def _first_turns(rows: Sequence[Row]) -> Sequence[Row]:
-    first: dict[str | None, Row] = {}
-    for row in rows:
-        first.setdefault(row.session, row)
-    return list(first.values())
 
 
 def rounding_s(rows: Sequence[Row]) -> float:
@@ -242,7 +232,8 @@ class Asking:
 
     def of(self, tier: str, api: Api) -> tuple[Mapping[str, str], Mapping[str, Any]]:
         """The headers, and the members of the body, of a request of this tier."""
-        headers = self._authorization(tier)
+        key = self.api_key if self.is_control else self.keys.get(tier, self.api_key)
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
         if self.is_control or self.by is By.KEY:
             return headers, {}
         if self.by is By.TIER:
@@ -251,7 +242,3 @@ class Asking:
         forward = dialect.forward(api, dialect.priority(self.tiers.index(tier), len(self.tiers)))
         own = {name.decode(): value.decode() for name, value in forward.headers}
         return {**headers, **own}, {} if forward.member is None else {"priority": msgspec.json.decode(forward.member)}
-
-    def _authorization(self, tier: str) -> Mapping[str, str]:
-        key = self.api_key if self.is_control else self.keys.get(tier, self.api_key)
-        return {} if key is None else {"authorization": f"Bearer {key}"}

@@ -18,7 +18,7 @@ import msgspec
 from sidecar.apis import Api
 from sidecar.tokens import TokenizerCounter
 from sidecar.tools.replay.server import Server
-from sidecar.tools.replay.trace_formats import Row
+from sidecar.tools.replay.trace import Row
 
 _USUAL = """
     the of and to in that is was for on are as with they at be this from have or by one had not but what all were when

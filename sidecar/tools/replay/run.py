@@ -13,8 +13,7 @@ from sidecar.tools.replay.figures import RunFigures, door_wait, measure, request
 from sidecar.tools.replay.plan import Asking, By, plan
 from sidecar.tools.replay.prompts import Words, Writer, words_of
 from sidecar.tools.replay.server import Model, Server
-from sidecar.tools.replay.trace import Trace
-from sidecar.tools.replay.trace_formats import Row
+from sidecar.tools.replay.trace import Row, Trace
 
 
 class UnknownEngine(ValueError):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import aiohttp
@@ -45,7 +45,7 @@ class Model:
     context_tokens: int | None
 
 
-class Server:
+class Server(AbstractAsyncContextManager["Server"]):
     """Asks a server about itself. An async context manager."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -53,12 +53,7 @@ class Server:
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
 
-    async def __aenter__(self) -> Server:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
     async def model(self) -> Model:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from sidecar.policy.compiler import shipped_policies
-from sidecar.tools.demo.runs import RUNS, Sharing
-from sidecar.tools.demo.servers import CannotStart, servers
+from sidecar.tools.demo.runs import RUNS, CannotStart, Sharing, servers
 
 
 def test_a_server_ends_when_the_demo_was_killed() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from sidecar.tools.demo.figures import RunMeasurement
-from sidecar.tools.demo.runs import Sharing, shared
-from sidecar.tools.demo.table import sentence, table
+from sidecar.tools.demo.runs import Sharing, sentence, shared, table
 from tests.tools.demo.figures import three
 
 

@@ -12,8 +12,8 @@ from sidecar.engines.base import Facts, Gauges
 from sidecar.engines.discovery import Identity
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
-from sidecar.tools.doctor import advice
-from sidecar.tools.doctor.policy_comparison import Finding, compare, harm, sent
+from sidecar.tools.doctor.conditions import is_before
+from sidecar.tools.doctor.examination import Finding, compare, harm, sent
 from sidecar.tools.doctor.survey import Survey
 from tests.tools.emulator.emulated import SGLANG, TRTLLM, VLLM
 
@@ -124,7 +124,7 @@ def test_what_the_ladder_sends(policy: Policy, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "other", "is_before"),
+    ("version", "other", "older"),
     [
         ("0.27.1", "0.28.0", True),
         ("0.28.0", "0.28.0", False),
@@ -136,5 +136,5 @@ def test_what_the_ladder_sends(policy: Policy, tmp_path: Path) -> None:
         (None, "0.28.0", False),
     ],
 )
-def test_versions_are_compared_by_their_numbers(version: str | None, other: str, is_before: bool) -> None:
-    assert advice.is_before(version, other) is is_before
+def test_versions_are_compared_by_their_numbers(version: str | None, other: str, older: bool) -> None:
+    assert is_before(version, other) is older

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidecar.tools.emulator.batch import Batch, Sequence, StepModel
-from sidecar.tools.emulator.queue import Rank, WaitingQueue, first_come, vllm_order
+from sidecar.tools.emulator.scheduler import Batch, Rank, Sequence, StepModel, WaitingQueue, first_come, vllm_order
 
 
 def queue_of(*sequences: Sequence) -> WaitingQueue[Sequence]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.tools.emulator.batch import Sequence
-from sidecar.tools.emulator.queue import (
+from sidecar.tools.emulator.scheduler import (
     Order,
     Rank,
+    Sequence,
     WaitingQueue,
     dynamo_order,
     first_come,

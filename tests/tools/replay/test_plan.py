@@ -14,7 +14,7 @@ from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
 from sidecar.tools.loadgen import Planned
 from sidecar.tools.replay.plan import Asking, By, plan
 from sidecar.tools.replay.prompts import Words, Writer
-from sidecar.tools.replay.trace_formats import Row
+from sidecar.tools.replay.trace import Row
 
 TIERS = ("high", "normal", "batch")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -13,9 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.tools.replay import plots
-from sidecar.tools.replay.plots import BINS, MOST_DOTS, Axis, occupancy
-from sidecar.tools.replay.report import report
+from sidecar.tools.replay.report import BINS, MOST_DOTS, Axis, occupancy, report, shown
 from tests.support.browser import browser, opened
 from tests.tools.replay.seen import TIERS, played, seen
 
@@ -140,7 +138,7 @@ def test_a_long_trace_draws_no_more_dots_than_can_be_told_apart() -> None:
     many = played([seen("high", n * 0.01, 0.5) for n in range(MOST_DOTS * 2 + 7)])
     page = report("Replay", [], TIERS, [many])
     drawn = tags(page, "circle", "dot") - 1  # one is in the key
-    assert drawn == plots.shown(MOST_DOTS * 2 + 7) <= MOST_DOTS
+    assert drawn == shown(MOST_DOTS * 2 + 7) <= MOST_DOTS
     assert f"{drawn} of {MOST_DOTS * 2 + 7} requests drawn" in page
     assert len(page) < 1_000_000
 

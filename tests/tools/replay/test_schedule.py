@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from sidecar.tools.replay.plan import Sizing, rounding_s, schedule
-from sidecar.tools.replay.trace import read_trace
-from sidecar.tools.replay.trace_formats import Row
+from sidecar.tools.replay.trace import Row, read_trace
 
 REAL = Path(__file__).parent / "traces"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.tools.replay.plan import BadTier, assign, ladder
-from sidecar.tools.replay.trace_formats import Row
+from sidecar.tools.replay.trace import Row
 
 names = st.sampled_from(["high", "normal", "batch"])
 mixes = st.dictionaries(names, st.floats(0.1, 100), min_size=1)

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidecar.tools.replay.trace import MOST_PROBLEMS, BadTrace, Trace, read_trace
-from sidecar.tools.replay.trace_formats import HEAD, Row
+from sidecar.tools.replay.trace import HEAD, MOST_PROBLEMS, BadTrace, Row, Trace, read_trace
 
 REAL = Path(__file__).parent / "traces"
 

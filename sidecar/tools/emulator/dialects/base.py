@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 from sidecar.apis import Api
 from sidecar.tools.emulator.config import EmulatorConfig, Scheduling
-from sidecar.tools.emulator.queue import ORDERS, Order, Rank, first_come
-from sidecar.tools.emulator.request import Body, InvalidField
+from sidecar.tools.emulator.request import Body, InvalidField, check_bounds
+from sidecar.tools.emulator.scheduler import ORDERS, Order, Rank, first_come
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -30,11 +30,13 @@ class Refusal(Exception):
 class Dialect(ABC):
     """One engine's contract; engines.md has the sources of every line.
 
+    `overload` is the status and the message for a request that finds the queue full.
     `kick_starts_streams`: the status line waits for the first token. `refuses_inside_streams`: a full queue is then an
     error event under a 200. `displaces`: a full queue lets a more important newcomer throw out the worst waiting one.
     """
 
     owned_by: ClassVar[str]
+    overload: ClassVar[tuple[int, str]]
     kick_starts_streams: ClassVar[bool] = False
     refuses_inside_streams: ClassVar[bool] = False
     displaces: ClassVar[bool] = False
@@ -79,9 +81,9 @@ class Dialect(ABC):
         del api, running
         return waiting
 
-    @abstractmethod
     def queue_full(self, api: Api) -> Refusal:
         """The answer to a request beyond `max_queued`."""
+        return self.refuse(api, *self.overload)
 
     def displaced(self, api: Api) -> Refusal:
         """The answer to a waiting request that a more important one threw out; only where `displaces`."""
@@ -105,10 +107,7 @@ def read_integer(field: str, value: object, least: int, most: int) -> int:
         number = None
     if number is None:
         raise InvalidField(field, "int_parsing", "Input should be a valid integer", value)
-    if number < least:
-        raise InvalidField(field, "greater_than_equal", f"Input should be greater than or equal to {least}", value)
-    if number > most:
-        raise InvalidField(field, "less_than_equal", f"Input should be less than or equal to {most}", value)
+    check_bounds(field, value, number, least, most)
     return number
 
 

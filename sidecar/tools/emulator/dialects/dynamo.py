@@ -9,8 +9,8 @@ from typing import Any
 from sidecar.apis import Api
 from sidecar.tools.emulator.config import Scheduling
 from sidecar.tools.emulator.dialects.base import Dialect, Refusal, header_integer
-from sidecar.tools.emulator.queue import Rank
 from sidecar.tools.emulator.request import Body, InvalidField
+from sidecar.tools.emulator.scheduler import Rank
 
 PRIORITY_HEADER = "x-dynamo-request-priority"
 STRICT_HEADER = "x-dynamo-request-strict-priority"
@@ -44,6 +44,7 @@ class DynamoDialect(Dialect):
     """The Rust frontend's typed deserialization: a wrong type is a 400 that names the type it expected."""
 
     owned_by = "nvidia"
+    overload = (OVERLOADED, "Service temporarily overloaded: all workers are busy, retry later")
 
     def check(self, api: Api, body: Body) -> None:
         if "priority" in body:
@@ -80,9 +81,6 @@ class DynamoDialect(Dialect):
         del api
         is_gated = not self.config.lists_workers and self.config.scheduling is Scheduling.FCFS
         return waiting + running if is_gated else waiting
-
-    def queue_full(self, api: Api) -> Refusal:
-        return self.refuse(api, OVERLOADED, "Service temporarily overloaded: all workers are busy, retry later")
 
     def _undecodable(self, api: Api, reason: str) -> Refusal:
         message = f"Failed to deserialize the JSON body into the target type: {reason}"

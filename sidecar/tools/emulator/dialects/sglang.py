@@ -8,8 +8,8 @@ from http import HTTPStatus
 from sidecar.apis import Api
 from sidecar.tools.emulator.config import Scheduling
 from sidecar.tools.emulator.dialects.base import INT64_MAX, INT64_MIN, Dialect, Refusal, header_integer, read_integer
-from sidecar.tools.emulator.queue import Order, Rank, sglang_inverted_order
 from sidecar.tools.emulator.request import Body
+from sidecar.tools.emulator.scheduler import Order, Rank, sglang_inverted_order
 
 PRIORITY_HEADER = "x-override-priority"
 _BODY_APIS = frozenset({Api.CHAT, Api.COMPLETIONS, Api.EMBEDDINGS})
@@ -20,6 +20,7 @@ class SglangDialect(Dialect):
     """Preemption of running requests is not emulated; everything that waits is ordered as it would be."""
 
     owned_by = "sglang"
+    overload = (HTTPStatus.SERVICE_UNAVAILABLE, "The request queue is full.")
     kick_starts_streams = True
     refuses_inside_streams = True
     displaces = True
@@ -44,9 +45,6 @@ class SglangDialect(Dialect):
         kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else str(int(status))
         body = {"object": "error", "message": message, "type": kind, "param": None, "code": int(status)}
         return Refusal(status, body)
-
-    def queue_full(self, api: Api) -> Refusal:
-        return self.refuse(api, HTTPStatus.SERVICE_UNAVAILABLE, "The request queue is full.")
 
     def displaced(self, api: Api) -> Refusal:
         return self.refuse(api, HTTPStatus.SERVICE_UNAVAILABLE, "The request is aborted by a higher priority request.")

@@ -10,8 +10,8 @@ from http import HTTPStatus
 from sidecar.apis import Api
 from sidecar.tools.emulator.config import Scheduling
 from sidecar.tools.emulator.dialects.base import Dialect, Refusal, pydantic_errors
-from sidecar.tools.emulator.queue import TRTLLM_DEFAULT_PRIORITY, Rank
-from sidecar.tools.emulator.request import Body, InvalidField
+from sidecar.tools.emulator.request import Body, InvalidField, check_bounds
+from sidecar.tools.emulator.scheduler import TRTLLM_DEFAULT_PRIORITY, Rank
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,7 @@ class TrtllmDialect(Dialect):
     """Almost every error is a 400; there is no limit on its queue but for embeddings."""
 
     owned_by = "tensorrt_llm"
+    overload = (HTTPStatus.TOO_MANY_REQUESTS, "The request queue is full.")
 
     def check(self, api: Api, body: Body) -> None:
         known = KNOWN_FIELDS.get(api)
@@ -130,9 +131,6 @@ class TrtllmDialect(Dialect):
         del running
         return waiting if api is Api.EMBEDDINGS else None
 
-    def queue_full(self, api: Api) -> Refusal:
-        return self.refuse(api, HTTPStatus.TOO_MANY_REQUESTS, "The request queue is full.")
-
 
 def _read_priority(value: object) -> float:
     try:
@@ -141,8 +139,5 @@ def _read_priority(value: object) -> float:
         number = math.nan
     if math.isnan(number):
         raise InvalidField("priority", "float_parsing", "Input should be a valid number", value)
-    if number < 0:
-        raise InvalidField("priority", "greater_than_equal", "Input should be greater than or equal to 0", value)
-    if number > 1:
-        raise InvalidField("priority", "less_than_equal", "Input should be less than or equal to 1", value)
+    check_bounds("priority", value, number, 0, 1)
     return number

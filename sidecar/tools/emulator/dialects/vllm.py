@@ -7,8 +7,8 @@ from http import HTTPStatus
 
 from sidecar.apis import Api
 from sidecar.tools.emulator.dialects.base import INT64_MAX, INT64_MIN, Dialect, Refusal, header_integer, read_integer
-from sidecar.tools.emulator.queue import Rank
 from sidecar.tools.emulator.request import Body, InvalidField
+from sidecar.tools.emulator.scheduler import Rank
 
 PRIORITY_HEADER = "x-vllm-priority"
 _HEADER_APIS = frozenset({Api.CHAT, Api.COMPLETIONS, Api.RESPONSES, Api.MESSAGES})
@@ -18,6 +18,7 @@ class VllmDialect(Dialect):
     """The body is validated even where the header wins, and even where fcfs then ignores both."""
 
     owned_by = "vllm"
+    overload = (HTTPStatus.SERVICE_UNAVAILABLE, "The request queue is full (--max-num-queued-reqs).")
 
     def rank(self, api: Api, body: Body, headers: Mapping[str, str]) -> Rank:
         value = None
@@ -38,9 +39,6 @@ class VllmDialect(Dialect):
     def queue_length(self, api: Api, waiting: int, running: int) -> int | None:
         del api
         return waiting + running
-
-    def queue_full(self, api: Api) -> Refusal:
-        return self.refuse(api, HTTPStatus.SERVICE_UNAVAILABLE, "The request queue is full (--max-num-queued-reqs).")
 
     def _error(self, api: Api, status: int, message: str, kind: str, param: str | None) -> Refusal:
         if api is Api.MESSAGES:
