@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -28,8 +28,7 @@ from sidecar.policy.store import StoreAddress, store_address
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.secrets import secret, secret_for_header
-from sidecar.server.lifespan import FailedStart, Lifespan
-from sidecar.server.mounted import Mounted
+from sidecar.server.mounted import FailedStart, Lifespan, Mounted
 from sidecar.telemetry import StoreMetrics
 from sidecar.telemetry.logs.setup import mounted_logging
 from sidecar.telemetry.setup import configure_from_environment
@@ -100,41 +99,6 @@ class AdmissionMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one ASGI scope."""
         await self._serve(scope, receive, send)
-
-    @property
-    def policy(self) -> Policy:
-        """The policy of new requests."""
-        return self.controller.policy
-
-    @property
-    def pool(self) -> Pool:
-        """The pool of the leases."""
-        return self.controller.pool
-
-    @property
-    def under_way(self) -> int:
-        """See `AdmissionController.under_way`."""
-        return self.controller.under_way
-
-    def drain(self) -> None:
-        """See `AdmissionController.drain`."""
-        self.controller.drain()
-
-    async def drained(self) -> None:
-        """See `AdmissionController.drained`."""
-        await self.controller.drained()
-
-    def readiness(self) -> Sequence[str]:
-        """See `AdmissionController.readiness`."""
-        return self.controller.readiness()
-
-    def notices(self) -> Sequence[str]:
-        """See `AdmissionController.notices`."""
-        return self.controller.notices()
-
-    def state(self) -> Mapping[str, object]:
-        """See `AdmissionController.state`."""
-        return self.controller.state()
 
 
 def _load(path: str | Path | None, environment: Mapping[str, str]) -> tuple[Policy, PolicyFiles]:

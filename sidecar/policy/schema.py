@@ -23,7 +23,7 @@ from sidecar.policy.model import MAX_CHOICES, Source
 
 
 def _key(default: object, description: str, example: object = None) -> Any:
-    """A key of a file. The default is in the operator's notation; the type checker need not compare it with the type."""
+    """A key of a file. The default is in the operator's notation, which the type checker does not compare."""
     return Field(default, description=description, examples=None if example is None else [example])
 
 

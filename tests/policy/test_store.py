@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 
 from sidecar.policy.compiler import load, load_files
 from sidecar.policy.model import StoreLoss
-from sidecar.policy.problems import PolicyError
-from sidecar.policy.store import StoreAddress, StoreKind, store_address
-from sidecar.policy.problems import masked
+from sidecar.policy.problems import PolicyError, masked
 from sidecar.policy.schema import PoolFile
-from sidecar.policy.store import SCHEMES, SENTINEL, SOCKET, TLS
+from sidecar.policy.store import SCHEMES, SENTINEL, SOCKET, TLS, StoreAddress, StoreKind, store_address
 from tests.policy.files import SMALL, mistakes, pool
 
 SERVER = StoreAddress(StoreKind.SERVER, (("host", 6379),))
