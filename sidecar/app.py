@@ -15,7 +15,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sidecar.admin.app import admin_app
 from sidecar.admin.port import PORT_VARIABLE, admin_pages
 from sidecar.engines.base import Engine
-from sidecar.engines.base import Engine as Dialect
 from sidecar.engines.pages import Pages
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_pages import EnginePages
@@ -102,7 +101,9 @@ class AdmissionMiddleware:
 
 
 def _load(path: str | Path | None, environment: Mapping[str, str]) -> tuple[Policy, PolicyFiles]:
-    path = path or _policy_path(environment)
+    path = path or environment.get(POLICY_VARIABLE)
+    if not path:
+        raise ValueError(f"no policy: pass `policy=` or set {POLICY_VARIABLE} to a policy file or its folder")
     return load(path), PolicyFiles(path)
 
 
@@ -110,7 +111,7 @@ def _composed(
     app: ASGIApp,
     policy: Policy,
     files: PolicyFiles | None,
-    dialect: Dialect | None,
+    dialect: Engine | None,
     *,
     is_by_name: bool,
     is_shown: bool,
@@ -239,10 +240,3 @@ def _is_in_event_loop() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _policy_path(environment: Mapping[str, str]) -> str:
-    path = environment.get(POLICY_VARIABLE)
-    if not path:
-        raise ValueError(f"no policy: pass `policy=` or set {POLICY_VARIABLE} to a policy file or its folder")
-    return path
