@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sidecar.admin.app import admin_app
 from sidecar.admin.port import PORT_VARIABLE, admin_pages
 from sidecar.engines.base import Engine
-from sidecar.engines.base import Engine as Dialect
 from sidecar.engines.pages import Pages
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_pages import EnginePages
@@ -28,8 +27,7 @@ from sidecar.policy.store import StoreAddress, store_address
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.secrets import secret, secret_for_header
-from sidecar.server.lifespan import FailedStart, Lifespan
-from sidecar.server.mounted import Mounted
+from sidecar.server.mounted import FailedStart, Lifespan, Mounted
 from sidecar.telemetry import StoreMetrics
 from sidecar.telemetry.logs.setup import mounted_logging
 from sidecar.telemetry.setup import configure_from_environment
@@ -101,44 +99,11 @@ class AdmissionMiddleware:
         """Serves one ASGI scope."""
         await self._serve(scope, receive, send)
 
-    @property
-    def policy(self) -> Policy:
-        """The policy of new requests."""
-        return self.controller.policy
-
-    @property
-    def pool(self) -> Pool:
-        """The pool of the leases."""
-        return self.controller.pool
-
-    @property
-    def under_way(self) -> int:
-        """See `AdmissionController.under_way`."""
-        return self.controller.under_way
-
-    def drain(self) -> None:
-        """See `AdmissionController.drain`."""
-        self.controller.drain()
-
-    async def drained(self) -> None:
-        """See `AdmissionController.drained`."""
-        await self.controller.drained()
-
-    def readiness(self) -> Sequence[str]:
-        """See `AdmissionController.readiness`."""
-        return self.controller.readiness()
-
-    def notices(self) -> Sequence[str]:
-        """See `AdmissionController.notices`."""
-        return self.controller.notices()
-
-    def state(self) -> Mapping[str, object]:
-        """See `AdmissionController.state`."""
-        return self.controller.state()
-
 
 def _load(path: str | Path | None, environment: Mapping[str, str]) -> tuple[Policy, PolicyFiles]:
-    path = path or _policy_path(environment)
+    path = path or environment.get(POLICY_VARIABLE)
+    if not path:
+        raise ValueError(f"no policy: pass `policy=` or set {POLICY_VARIABLE} to a policy file or its folder")
     return load(path), PolicyFiles(path)
 
 
@@ -146,7 +111,7 @@ def _composed(
     app: ASGIApp,
     policy: Policy,
     files: PolicyFiles | None,
-    dialect: Dialect | None,
+    dialect: Engine | None,
     *,
     is_by_name: bool,
     is_shown: bool,
@@ -275,10 +240,3 @@ def _is_in_event_loop() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _policy_path(environment: Mapping[str, str]) -> str:
-    path = environment.get(POLICY_VARIABLE)
-    if not path:
-        raise ValueError(f"no policy: pass `policy=` or set {POLICY_VARIABLE} to a policy file or its folder")
-    return path

@@ -136,28 +136,25 @@ class BackgroundNotAllowed(BadRequest):
     code = "background_not_allowed"
 
 
-class NotGuarded(AdmissionError):
+class NotGuarded(BadRequest):
     """A path that the policy does not guard, and does not let pass (`unguarded`)."""
 
     status = 404
     code = "not_guarded"
-    kind = "invalid_request_error"
 
 
-class BodyTimeout(AdmissionError):
+class BodyTimeout(BadRequest):
     """The body did not arrive within the policy's `body_timeout`."""
 
     status = 408
     code = "body_timeout"
-    kind = "invalid_request_error"
 
 
-class BodyTooLarge(AdmissionError):
+class BodyTooLarge(BadRequest):
     """The body is over the policy's `max_body`."""
 
     status = 413
     code = "body_too_large"
-    kind = "invalid_request_error"
 
 
 class TenantLimit(AdmissionError):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from typing import Protocol
 
 from sidecar.payload.decode import Payload
 
@@ -33,17 +32,10 @@ SAMPLED_ABOVE = 32_768
 """Characters up to which a tokenizer reads the whole text: about 30 ms. Longer text is sampled, and extrapolated."""
 
 
-class TextCounter(Protocol):
-    """Counts the tokens of a text, by a tokenizer."""
-
-    async def count(self, text: str) -> int:
-        """Tokens in `text`. Does not block the event loop."""
-
-
 class Estimator:
     """Sizes requests, and learns from the engine's counts. One per process; not thread-safe."""
 
-    def __init__(self, counter: TextCounter | None = None) -> None:
+    def __init__(self, counter: TokenizerCounter | None = None) -> None:
         self.counter = counter
         self._learned: OrderedDict[str, OrderedDict[str | None, float]] = OrderedDict()
 
@@ -60,7 +52,7 @@ class Estimator:
         text = int(payload.prompt_bytes / ratio) + 1 if payload.prompt_bytes else 0
         return payload.prompt_tokens + text + _unread_tokens(payload, ratio)
 
-    async def counted_prompt_tokens(self, payload: Payload, counter: TextCounter) -> int:
+    async def counted_prompt_tokens(self, payload: Payload, counter: TokenizerCounter) -> int:
         """Tokens of all prompts together, by a tokenizer."""
         text = await counter.count(payload.text()) if payload.prompt_bytes else 0
         return payload.prompt_tokens + text + _unread_tokens(payload, BYTES_PER_TOKEN)

@@ -26,7 +26,7 @@ def test_a_policy_is_a_file_a_folder_or_a_loaded_one(tmp_path: Path, kind: str) 
     of_kind = {"file": file, "folder": tmp_path, "text": str(file), "loaded": policy()}[kind]
     middleware = AdmissionMiddleware(App(), policy=of_kind)
     assert isinstance(middleware.controller, AdmissionController)
-    assert [tier.name for tier in middleware.policy.tiers] == ["critical", "high", "normal", "batch"]
+    assert [tier.name for tier in middleware.controller.policy.tiers] == ["critical", "high", "normal", "batch"]
 
 
 @pytest.mark.anyio

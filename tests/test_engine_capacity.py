@@ -42,7 +42,7 @@ class Sidecar:
             return response.status, json.loads(await response.read())
 
     def pool(self) -> Any:
-        return self.middleware.state()["pool"]
+        return self.middleware.controller.state()["pool"]
 
 
 @asynccontextmanager
@@ -94,7 +94,7 @@ async def test_vllm_behind_a_network_bounds_tokens_alone_and_its_queue_bounds_th
         await until(lambda: sidecar.pool()["waiting"] == 6)
         assert sidecar.pool()["capacity"]["requests"] == 2 + 3, "as many as ran while others waited, and those that may"
         waited = emulator.engine.waiting
-        assert sidecar.middleware.notices() == [f"{waited} requests wait inside the engine, more than 3"]
+        assert sidecar.middleware.controller.notices() == [f"{waited} requests wait inside the engine, more than 3"]
         assert [status for status, _ in await asyncio.gather(*flood, *late)] == [200] * 18
         assert sidecar.pool()["leases"] == 0
 
@@ -105,7 +105,7 @@ async def test_an_engine_that_starts_after_its_sidecar_is_waited_for_with_an_ans
     async with sidecar_of(tmp_path, Sglang, url) as sidecar:
         status, refusal = await sidecar.ask()
         assert (status, refusal["error"]["code"]) == (503, "capacity_unknown")
-        assert "has not said yet how much it holds" in sidecar.middleware.readiness()[0]
+        assert "has not said yet how much it holds" in sidecar.middleware.controller.readiness()[0]
 
 
 async def test_a_lost_engine_leaves_its_capacity_behind(tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ async def test_a_lost_engine_leaves_its_capacity_behind(tmp_path: Path) -> None:
         sidecar_context = sidecar_of(tmp_path, Sglang, url)
         sidecar = await sidecar_context.__aenter__()
     try:
-        await until(sidecar.middleware.notices)
-        assert "going on with 900 tokens and 10 requests" in sidecar.middleware.notices()[0]
+        await until(sidecar.middleware.controller.notices)
+        assert "going on with 900 tokens and 10 requests" in sidecar.middleware.controller.notices()[0]
         assert (await sidecar.ask())[0] == 502
         assert sidecar.pool()["leases"] == 0
     finally:

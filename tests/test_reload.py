@@ -32,7 +32,10 @@ class Reloading:
         return Answer.parsed(await asyncio.wait_for(exchange(self.port, post(path, raw, *headers)), 30))
 
     def pool(self) -> Any:
-        return self.sidecar.state()["pool"]
+        return self.sidecar.controller.state()["pool"]
+
+    def is_idle(self) -> bool:
+        return self.pool()["leases"] == self.pool()["waiting"] == self.sidecar.controller.under_way == 0
 
     def counted(self) -> tuple[int, int]:
         """How many were admitted and refused, as the live page counts them."""
@@ -53,9 +56,9 @@ class Reloading:
 
     async def write(self, more: str = "", **settings: str) -> None:
         """Writes the files anew, and returns when the sidecar goes by them."""
-        before = self.sidecar.policy.generation
+        before = self.sidecar.controller.policy.generation
         write_policy(self.folder, more, **settings)
-        await self.until(lambda: self.sidecar.policy.generation != before)
+        await self.until(lambda: self.sidecar.controller.policy.generation != before)
 
 
 @asynccontextmanager
@@ -95,7 +98,9 @@ async def test_requests_that_wait_and_run_outlast_a_smaller_and_a_larger_pool_in
         answers = await asyncio.gather(*asked)
         assert [answered.status for answered in answers] == [200] * 12
         assert [seen.json["max_tokens"] for seen in app.seen] == [100 + number for number in range(12)]
-        await site.until(lambda: site.pool()["leases"] == site.pool()["waiting"] == site.sidecar.under_way == 0)
+        await site.until(
+            lambda: site.pool()["leases"] == site.pool()["waiting"] == site.sidecar.controller.under_way == 0
+        )
         assert [tier["held"] for tier in site.pool()["tiers"]] == [{"tokens": 0, "requests": 0}] * 4
         assert site.counted() == (12, 0)
 
@@ -118,15 +123,15 @@ async def test_a_stream_goes_on_through_a_reload_and_its_tenant_may_be_gone_by_t
         await site.until(lambda: site.pool()["leases"] == 1)
         waits = asyncio.ensure_future(site.ask(chat(stream=True), key("acme")))
         await site.until(lambda: site.pool()["waiting"] == 1)
-        before = site.sidecar.policy.generation
+        before = site.sidecar.controller.policy.generation
         (tmp_path / "tenants" / "acme.yaml").unlink()
-        await site.until(lambda: site.sidecar.policy.generation != before)
+        await site.until(lambda: site.sidecar.controller.policy.generation != before)
         assert (await site.ask(chat(), key("acme"))).is_error(401, "invalid_api_key")
         go_on.set()
         for answered in await asyncio.gather(first, waits):
             assert (answered.status, answered.body) == (200, b"data: one\n\ndata: two\n\n")
             assert answered.headers["x-admission-tier"] == "normal"
-        await site.until(lambda: site.pool()["leases"] == site.sidecar.under_way == 0)
+        await site.until(lambda: site.pool()["leases"] == site.sidecar.controller.under_way == 0)
 
 
 async def test_requests_that_never_stop_coming_meet_no_gap(tmp_path: Path) -> None:
@@ -147,7 +152,9 @@ async def test_requests_that_never_stop_coming_meet_no_gap(tmp_path: Path) -> No
         is_over.set()
         await asyncio.gather(*clients)
         assert set(statuses) == {200}
-        await site.until(lambda: site.pool()["leases"] == site.pool()["waiting"] == site.sidecar.under_way == 0)
+        await site.until(
+            lambda: site.pool()["leases"] == site.pool()["waiting"] == site.sidecar.controller.under_way == 0
+        )
         assert site.counted() == (len(statuses), 0)
 
 
@@ -165,9 +172,9 @@ async def test_a_removed_tenants_key_stops_within_a_second(tmp_path: Path) -> No
                 assert time.monotonic() - removed_s < 15
                 await asyncio.sleep(0.01)
             took_s.append(time.monotonic() - removed_s)
-            before = site.sidecar.policy.generation
+            before = site.sidecar.controller.policy.generation
             file.write_text(text)
-            await site.until(lambda before=before: site.sidecar.policy.generation != before)
+            await site.until(lambda before=before: site.sidecar.controller.policy.generation != before)
             await asyncio.sleep(0.3)  # in another moment of its round
         assert min(took_s) < 1.0, took_s
 
@@ -196,30 +203,30 @@ async def test_a_config_map_is_swapped_whole(tmp_path: Path) -> None:
         second = version("..2026_2", requests="7")
         (second / "tenants" / "acme.yaml").unlink()
         swap(second)
-        await site.until(lambda: sidecar.policy.rules.requests == 7)
+        await site.until(lambda: sidecar.controller.policy.rules.requests == 7)
         assert (await site.ask(None, key("acme"))).status == 401
         assert (await site.ask(None, key("nightly"))).status == 200
         third = version("..2026_3")
         (third / "policy.yaml").write_text("engine: [")
         swap(third)
-        await site.until(sidecar.notices)
-        assert "stays in force" in sidecar.notices()[0]
-        assert sidecar.policy.rules.requests == 7
+        await site.until(sidecar.controller.notices)
+        assert "stays in force" in sidecar.controller.notices()[0]
+        assert sidecar.controller.policy.rules.requests == 7
         swap(version("..2026_4", requests="8"))
-        await site.until(lambda: sidecar.policy.rules.requests == 8)
-        assert sidecar.notices() == []
+        await site.until(lambda: sidecar.controller.policy.rules.requests == 8)
+        assert sidecar.controller.notices() == []
 
 
 async def test_a_file_that_is_truncated_and_then_written_is_one_change(tmp_path: Path) -> None:
     async with reloading(App(), tmp_path, requests="4") as site:
-        path, first = tmp_path / "policy.yaml", site.sidecar.policy.generation
+        path, first = tmp_path / "policy.yaml", site.sidecar.controller.policy.generation
         whole = path.read_text().replace("requests: 4", "requests: 5")
         path.write_text("")
         await asyncio.sleep(0.3)  # long enough for a look or two
-        assert (site.sidecar.policy.generation, site.sidecar.notices()) == (first, [])
+        assert (site.sidecar.controller.policy.generation, site.sidecar.controller.notices()) == (first, [])
         path.write_text(whole)
-        await site.until(lambda: site.sidecar.policy.rules.requests == 5)
-        assert site.sidecar.notices() == []
+        await site.until(lambda: site.sidecar.controller.policy.rules.requests == 5)
+        assert site.sidecar.controller.notices() == []
 
 
 async def test_endpoints_sources_and_sizes_are_those_of_the_new_policy(tmp_path: Path) -> None:
@@ -229,12 +236,12 @@ async def test_endpoints_sources_and_sizes_are_those_of_the_new_policy(tmp_path:
         large = json.dumps(chat(pad="x" * 2000))
         write_policy(tmp_path, max_body="64KiB")
         path = tmp_path / "policy.yaml"
-        before = site.sidecar.policy.generation
+        before = site.sidecar.controller.policy.generation
         path.write_text(
             path.read_text().replace("  /v1/embeddings: {}\n", "  /v2/chat: {api: chat, tier: batch}\n")
             + "tier_header: x-tier\n"
         )
-        await site.until(lambda: site.sidecar.policy.generation != before)
+        await site.until(lambda: site.sidecar.controller.policy.generation != before)
         assert (await site.ask(json.loads(large), "x-tier: batch")).headers["x-admission-tier"] == "batch"
         assert (await site.ask(path="/v2/chat")).headers["x-admission-tier"] == "batch"
         assert "x-admission-tier" not in (await site.ask(path="/v1/embeddings")).headers
@@ -244,10 +251,10 @@ async def test_endpoints_sources_and_sizes_are_those_of_the_new_policy(tmp_path:
 async def test_everything_that_shows_the_policy_shows_the_new_one(tmp_path: Path) -> None:
     async with reloading(App(), tmp_path) as site:
         await site.write("mode: observe\n", requests="8")
-        state: Any = site.sidecar.state()
-        assert state["policy"]["generation"] == site.sidecar.policy.generation
+        state: Any = site.sidecar.controller.state()
+        assert state["policy"]["generation"] == site.sidecar.controller.policy.generation
         live = site.sidecar.observability._pages.live.overview()
-        assert live.generation == site.sidecar.policy.generation
+        assert live.generation == site.sidecar.controller.policy.generation
         assert live.capacity.requests == 8
 
 
@@ -268,7 +275,9 @@ async def test_a_sidecar_begins_and_ends_to_observe_while_others_wait(tmp_path: 
         await site.until(lambda: site.pool()["waiting"] == 2)
         app.release(4)
         assert [answered.status for answered in await asyncio.gather(*asked)] == [200] * 4
-        await site.until(lambda: site.pool()["leases"] == site.pool()["waiting"] == site.sidecar.under_way == 0)
+        await site.until(
+            lambda: site.pool()["leases"] == site.pool()["waiting"] == site.sidecar.controller.under_way == 0
+        )
 
 
 async def test_a_policy_that_cannot_be_used_changes_nothing_and_says_so(tmp_path: Path) -> None:

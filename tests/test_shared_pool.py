@@ -634,7 +634,7 @@ async def test_without_a_lifespan_the_pool_opens_at_the_first_request(
         answers = await asyncio.gather(*(ask(served.url) for _ in range(2 * SLOTS)))
         assert [answer.status for answer in answers] == [200] * 2 * SLOTS
         assert members(store, "first") == 1
-        await sidecar.pool.close()
+        await sidecar.controller.pool.close()
     assert (members(store, "first"), of_replicas(store, "first")) == (0, [])
 
 
@@ -646,7 +646,7 @@ async def test_a_first_request_that_has_to_wait_for_the_store_is_told_as_one_tha
     async with serving(sidecar, lifespan="off") as served:
         for _ in range(2):
             assert (await ask(served.url)).status == 200
-        await sidecar.pool.close()
+        await sidecar.controller.pool.close()
     recorder.check()  # also: who is said to have waited was said to be queued
 
 
@@ -658,7 +658,7 @@ async def test_a_client_in_the_same_process_needs_no_server(mounted: Callable[[s
             answer = await client.post(CHAT, json=request())
             assert (answer.status_code, answer.headers["x-admission-tier"]) == (200, "low")
         assert members(store, "in-process") == 1
-    await sidecar.pool.close()
+    await sidecar.controller.pool.close()
     assert (members(store, "in-process"), of_replicas(store, "in-process")) == (0, [])
 
 
@@ -704,7 +704,7 @@ async def test_a_pool_that_is_closed_while_a_call_is_under_way_takes_its_leave(
     turns: int, mounted: Callable[[str], Path], store: RedisServer
 ) -> None:
     """A lease that ends just before the server does, so many turns of the event loop."""
-    pool = AdmissionMiddleware(app_without_admission(), policy=mounted(f"closing-{turns}")).pool
+    pool = AdmissionMiddleware(app_without_admission(), policy=mounted(f"closing-{turns}")).controller.pool
     await pool.open()
     ending, held = await pool.enter(Ask(1, "", 1, 10, 1)), await pool.enter(Ask(1, "", 1, 10, 1))
     assert ending.settle()
@@ -722,7 +722,7 @@ async def test_a_pool_that_is_closed_when_the_store_has_forgotten_it_does_not_co
     """It may hear of it by its good-bye, or by a call that is under way, after which it states what it has."""
     policy = mounted("forgotten")
     monkeypatch.setenv(STORE_VARIABLE, spare.url)
-    pool = AdmissionMiddleware(app_without_admission(), policy=policy).pool
+    pool = AdmissionMiddleware(app_without_admission(), policy=policy).controller.pool
     await pool.open()
     ending, held = await pool.enter(Ask(1, "", 1, 10, 1)), await pool.enter(Ask(1, "", 1, 10, 1))
     spare.command("FLUSHALL")

@@ -89,11 +89,12 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
             is_shown=True,
             takes_over_pool=args.take_over_pool,
         )
+        controller = middleware.controller
         end_telemetry = configure_from_environment(scrape=middleware.observability.scrape)
         pages = admin_app(
-            state=middleware.state,
-            readiness=middleware.readiness,
-            notices=middleware.notices,
+            state=controller.state,
+            readiness=controller.readiness,
+            notices=controller.notices,
             routes=middleware.observability.routes,
         )
         server.run(
@@ -104,8 +105,8 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
                 admin=AdminGuard(pages, access),
                 admin_host=args.admin_host,
                 admin_port=args.admin_port,
-                drain=lambda: _drain(middleware.controller),
-                drained=middleware.drained,
+                drain=lambda: _drain(controller),
+                drained=controller.drained,
                 reload=middleware.observability.reload,
                 grace_s=args.grace,
                 announce=_announce_and_log if announces_twice else _announce,

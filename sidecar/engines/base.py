@@ -67,15 +67,21 @@ _DECODINGS = 4
 _UNMISTAKABLE = ("/v1/", "/v2/", "/inference/")
 """Beginnings of paths that no app uses for anything else. They are found below a mount's prefix, too."""
 
+
+def unsized(*paths: str) -> Mapping[str, Api | None]:
+    """Generating paths whose requests have a shape that admission cannot size."""
+    return dict.fromkeys(paths)
+
+
 OPENAI: Mapping[str, Api | None] = {f"/v1{suffix}": api for suffix, api in STANDARD_APIS.items()}
 """Paths that every engine generates on, with the shape of their requests."""
-MEDIA: Mapping[str, Api | None] = dict.fromkeys(
-    [f"/v1/{path}" for path in ("audio/transcriptions", "audio/speech", "images/generations", "images/edits", "videos")]
+MEDIA = unsized(
+    "/v1/audio/transcriptions", "/v1/audio/speech", "/v1/images/generations", "/v1/images/edits", "/v1/videos"
 )
 """Paths of OpenAI's API for sound and pictures."""
-SCORING: Mapping[str, Api | None] = dict.fromkeys(("/inference/v1/generate", "/v1/classify", "/v1/score", "/v1/rerank"))
+SCORING = unsized("/inference/v1/generate", "/v1/classify", "/v1/score", "/v1/rerank")
 """Paths that most engines have besides OpenAI's."""
-COHERE: Mapping[str, Api | None] = dict.fromkeys(("/v2/rerank", "/v2/embed", "/v2/chat"))
+COHERE = unsized("/v2/rerank", "/v2/embed", "/v2/chat")
 """Paths of Cohere's API."""
 REALTIME = "/v1/realtime"
 """A WebSocket over which a model generates."""

@@ -15,23 +15,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from sidecar.engines.base import (
-    CANCEL,
-    COUNTING,
-    MEDIA,
-    OPENAI,
-    OPENAPI,
-    SCORING,
-    Advice,
-    Carrier,
-    Engine,
-    Facts,
-    Fingerprint,
-    Gauges,
-    Routes,
-    Stated,
-    facts_from,
-)
+from sidecar.engines import base
 from sidecar.engines.pages import Metrics, Pages, find_json, mapping, mappings, positive, read_text
 from sidecar.payload.decode import Payload
 
@@ -46,18 +30,18 @@ WORKERS = "dynamo_frontend_router_worker_state"
 _HINTS = ("nvext", "agent_hints")
 
 
-class Dynamo(Engine):
+class Dynamo(base.Engine):
     """0 for the last tier (the router takes negative values as 0), 5 seconds more for each above it."""
 
     name = "dynamo"
     title = "Dynamo"
-    fingerprint = Fingerprint(owner="nvidia", title="dynamo", metrics="dynamo_frontend_")
-    advice = Advice(
+    fingerprint = base.Fingerprint(owner="nvidia", title="dynamo", metrics="dynamo_frontend_")
+    advice = base.Advice(
         scheduler="start dynamo.frontend with --router-mode kv and its queue on: --router-policy-config FILE, a YAML "
         f"file that holds `{POLICY}`, or the deprecated --router-queue-threshold 0; 1.6 and 1.7 take both"
     )
 
-    carriers = (Carrier.HEADER,)
+    carriers = (base.Carrier.HEADER,)
     step = 5
     """Seconds of head start between tiers."""
     widest = 30
@@ -79,20 +63,18 @@ class Dynamo(Engine):
     overload_status = 529
     """For requests that the workers do not take, unless DYN_HTTP_OVERLOAD_STATUS_CODE says another."""
 
-    routes = Routes(
+    routes = base.Routes(
         generating={
-            **OPENAI,
-            **SCORING,
-            **MEDIA,
-            "/generate": None,
-            "/v1/batches": None,
-            "/v1/videos/generations": None,
+            **base.OPENAI,
+            **base.SCORING,
+            **base.MEDIA,
+            **base.unsized("/generate", "/v1/batches", "/v1/videos/generations"),
         },
-        harmless=COUNTING | {CANCEL, "/v1/tokenize", "/v1/detokenize"},
+        harmless=base.COUNTING | {base.CANCEL, "/v1/tokenize", "/v1/detokenize"},
     )
     """Read from the frontend's `lib/llm/src/http/service/`."""
 
-    def asked(self, payload: Payload, headers: Mapping[bytes, bytes]) -> Stated | None:
+    def asked(self, payload: Payload, headers: Mapping[bytes, bytes]) -> base.Stated | None:
         """See `Engine.asked`."""
         stated = super().asked(payload, headers)
         if stated is not None or payload.nvext is None:
@@ -101,26 +83,28 @@ class Dynamo(Engine):
             hints = msgspec.json.decode(payload.nvext, type=_Nvext).agent_hints
         except (msgspec.MsgspecError, RecursionError):
             return None
-        return None if hints is None or hints.priority is None else Stated(hints.priority, ".".join(self.other_member))
+        if hints is None or hints.priority is None:
+            return None
+        return base.Stated(hints.priority, ".".join(self.other_member))
 
     @classmethod
-    async def gauges(cls, pages: Pages) -> Gauges:
+    async def gauges(cls, pages: Pages) -> base.Gauges:
         """See `Engine.gauges`."""
         metrics = Metrics(await read_text(pages, cls.metrics_page))
         workers = _available(metrics) if WORKERS in metrics else await _listed(pages)
         blocks = metrics.count("dynamo_frontend_model_total_kv_blocks")
         size = metrics.count("dynamo_frontend_model_kv_cache_block_size")
-        return Gauges(
+        return base.Gauges(
             kv_tokens=positive((blocks or 0) * (size or 0) * workers),
             max_running=positive((metrics.count("dynamo_frontend_model_max_num_seqs") or 0) * workers),
             waiting=metrics.count("dynamo_frontend_router_queue_pending_requests"),
         )
 
     @classmethod
-    async def facts(cls, pages: Pages) -> Facts:
+    async def facts(cls, pages: Pages) -> base.Facts:
         """See `Engine.facts`."""
-        version = mapping((await find_json(pages, OPENAPI)).get("info")).get("version")
-        return facts_from(version=(OPENAPI, version if isinstance(version, str) else None))
+        version = mapping((await find_json(pages, base.OPENAPI)).get("info")).get("version")
+        return base.facts_from(version=(base.OPENAPI, version if isinstance(version, str) else None))
 
 
 class _Hints(msgspec.Struct):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidecar.engines.base import CANCEL, COHERE, COUNTING, MEDIA, OPENAI, SCORING, Engine, Routes
+from sidecar.engines.base import CANCEL, COHERE, COUNTING, MEDIA, OPENAI, SCORING, Engine, Routes, unsized
 
 
 class NoEngine(Engine):
@@ -21,9 +21,7 @@ class NoEngine(Engine):
             **SCORING,
             **MEDIA,
             **COHERE,
-            "/v1/chat/completions/batch": None,
-            "/v1/messages/batches": None,
-            "/v1/audio/translations": None,
+            **unsized("/v1/chat/completions/batch", "/v1/messages/batches", "/v1/audio/translations"),
         },
         harmless=COUNTING | {CANCEL},
     )

@@ -11,37 +11,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from sidecar.apis import Api
-from sidecar.engines.base import (
-    CANCEL,
-    COUNTING,
-    MEDIA,
-    OPENAI,
-    OPENAPI,
-    SCORING,
-    Advice,
-    Carrier,
-    Engine,
-    Facts,
-    Fingerprint,
-    Gauges,
-    Routes,
-    facts_from,
-    has_priority,
-)
+from sidecar.engines import base
 from sidecar.engines.pages import Pages, find_json, mapping, mappings, positive, read_json, total
 
 SERVER_INFO = "/server_info"
 
 
-class Sglang(Engine):
+class Sglang(base.Engine):
     """0 for the last tier, 2 more for each above it."""
 
     name = "sglang"
     title = "SGLang"
-    fingerprint = Fingerprint(
+    fingerprint = base.Fingerprint(
         owner="sglang", server_info="enable_priority_scheduling", metrics="sglang:", packages=("sglang",)
     )
-    advice = Advice(
+    advice = base.Advice(
         scheduler="start SGLang with --enable-priority-scheduling --default-priority-value 0, "
         "and without --schedule-low-priority-values-first",
         inverted="start SGLang without --schedule-low-priority-values-first: the sidecar sends higher for more "
@@ -51,7 +35,7 @@ class Sglang(Engine):
         no_preemption="--disable-priority-preemption",
     )
 
-    carriers = (Carrier.BODY, Carrier.HEADER)
+    carriers = (base.Carrier.BODY, base.Carrier.HEADER)
     step = 2
     """Few values, because each becomes a metric label that the engine never drops."""
     widest = 10
@@ -73,22 +57,17 @@ class Sglang(Engine):
     """As OpenAI's API has it (`CompletionRequest.max_tokens`)."""
     has_ignore_eos = True
 
-    routes = Routes(
+    routes = base.Routes(
         generating={
-            **OPENAI,
-            **SCORING,
-            **MEDIA,
-            "/generate": None,
-            "/generate_from_file": None,
-            "/encode": None,
-            "/classify": None,
-            "/api/chat": None,
-            "/api/generate": None,
+            **base.OPENAI,
+            **base.SCORING,
+            **base.MEDIA,
             "/invocations": Api.CHAT,
-            "/vertex_generate": None,
+            **base.unsized("/generate", "/generate_from_file", "/encode", "/classify", "/vertex_generate"),
+            **base.unsized("/api/chat", "/api/generate"),
         },
-        harmless=COUNTING
-        | {CANCEL, "/v1/tokenize", "/v1/detokenize", "/parse_function_call", "/separate_reasoning", "/api/show"},
+        harmless=base.COUNTING
+        | {base.CANCEL, "/v1/tokenize", "/v1/detokenize", "/parse_function_call", "/separate_reasoning", "/api/show"},
         changing_reads=frozenset(
             (
                 *("/flush_cache", "/clear_hicache_storage_backend", "/freeze_gc", "/slow_down", "/configure_logging"),
@@ -103,14 +82,14 @@ class Sglang(Engine):
     to PUT as well; Vertex' path has another name where AIP_PREDICT_ROUTE says so."""
 
     @classmethod
-    async def gauges(cls, pages: Pages) -> Gauges:
+    async def gauges(cls, pages: Pages) -> base.Gauges:
         """See `Engine.gauges`."""
         info = mapping(await read_json(pages, SERVER_INFO))
         ranks = mappings(info.get("internal_states"))
         loads = mappings((await find_json(pages, "/v1/loads")).get("loads"))
         running = total([_count(load.get("num_running_reqs")) for load in loads])
         waiting = total([_count(load.get("num_waiting_reqs")) for load in loads])
-        return Gauges(
+        return base.Gauges(
             kv_tokens=total([positive(mapping(rank.get("memory_usage")).get("token_capacity")) for rank in ranks]),
             max_running=total([positive(rank.get("effective_max_running_requests_per_dp")) for rank in ranks]),
             running=running,
@@ -120,7 +99,7 @@ class Sglang(Engine):
         )
 
     @classmethod
-    async def facts(cls, pages: Pages) -> Facts:
+    async def facts(cls, pages: Pages) -> base.Facts:
         """See `Engine.facts`."""
         info = mapping(await read_json(pages, SERVER_INFO))
         by_priority, default = info.get("enable_priority_scheduling"), info.get("default_priority_value")
@@ -131,8 +110,10 @@ class Sglang(Engine):
             "default_priority": _typed(default, int),
             "preempts_beyond": _threshold(info) if by_priority is True else None,
         }
-        field = has_priority(await find_json(pages, OPENAPI))
-        return facts_from(**{name: (SERVER_INFO, value) for name, value in found.items()}, has_field=(OPENAPI, field))
+        field = base.has_priority(await find_json(pages, base.OPENAPI))
+        return base.facts_from(
+            **{name: (SERVER_INFO, value) for name, value in found.items()}, has_field=(base.OPENAPI, field)
+        )
 
 
 def _threshold(info: Mapping[str, Any]) -> int | None:

@@ -18,21 +18,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from sidecar.apis import Api
-from sidecar.engines.base import (
-    COUNTING,
-    NOTHING,
-    OPENAI,
-    OPENAPI,
-    Advice,
-    Carrier,
-    Engine,
-    Fingerprint,
-    Forward,
-    Gauges,
-    Priority,
-    Routes,
-    has_priority,
-)
+from sidecar.engines import base
 from sidecar.engines.pages import Metrics, NoAnswer, Pages, Unread, find_json, find_text, positive, read_json
 
 DEFAULT_PRIORITY = 0.5
@@ -53,22 +39,22 @@ class Route(Enum):
     NONE = "none"
 
 
-class TensorRtLlm(Engine):
+class TensorRtLlm(base.Engine):
     """The whole range is used: 1.0 for the most important tier, 0.0 for the last. Equal tiers stay exact ties: FIFO."""
 
     name = "tensorrt-llm"
     title = "TensorRT-LLM"
-    fingerprint = Fingerprint(
+    fingerprint = base.Fingerprint(
         owner="tensorrt_llm", server_info="tokens_per_block", metrics="trtllm_", packages=("tensorrt_llm",)
     )
-    advice = Advice(
+    advice = base.Advice(
         scheduler="put `scheduler_config: {waiting_queue_policy: priority}` into the YAML file that trtllm-serve gets "
         "with --config (older builds: --extra_llm_api_options)",
         refused="this trtllm-serve has no `priority` in its HTTP schema (it came with TensorRT-LLM PR #15329): update "
         "it, or run it as `sidecar trtllm-serve`, or set `engine: none` in the policy and let admission order alone",
     )
 
-    carriers = (Carrier.BODY,)
+    carriers = (base.Carrier.BODY,)
     priority_range = (0.0, 1.0)
     member_apis = frozenset((Api.CHAT, Api.COMPLETIONS))
 
@@ -81,48 +67,44 @@ class TensorRtLlm(Engine):
     asked_once = frozenset((SERVER_INFO,))
     """Answering it may stop the server's event loop for a moment (tensorrt_llm/serve/openai_server.py @ f996de06)."""
 
-    routes = Routes(
+    routes = base.Routes(
         generating={
-            **OPENAI,
-            "/v1/messages/batches": None,
-            "/v1/audio/transcriptions": None,
-            "/v1/images/generations": None,
-            "/v1/images/edits": None,
-            "/v1/videos": None,
-            "/v1/videos/generations": None,
+            **base.OPENAI,
+            **base.unsized("/v1/messages/batches", "/v1/audio/transcriptions", "/v1/images/generations"),
+            **base.unsized("/v1/images/edits", "/v1/videos", "/v1/videos/generations"),
         },
-        harmless=COUNTING | {"/v1/responses/{id}", "/v1/messages/batches/{id}/cancel"},
+        harmless=base.COUNTING | {"/v1/responses/{id}", "/v1/messages/batches/{id}/cancel"},
     )
     """Read from trtllm-serve's `serve/openai_server.py`. `/v1/messages/batches` runs several requests of one body."""
 
-    def __init__(self, carrier: Carrier | None = None, *, route: Route = Route.BODY) -> None:
+    def __init__(self, carrier: base.Carrier | None = None, *, route: Route = Route.BODY) -> None:
         super().__init__(carrier)
         self._route = route
 
     @classmethod
-    def connected(cls, carrier: Carrier | None, pages: Pages) -> Engine:  # noqa: ARG003  # there is one carrier
+    def connected(cls, carrier: base.Carrier | None, pages: Pages) -> base.Engine:  # noqa: ARG003  # there is one carrier
         """See `Engine.connected`. A build that is not known to have the field is sent none."""
         return ProbedTensorRtLlm(pages)
 
-    def priority(self, level: int, levels: int) -> Priority:
+    def priority(self, level: int, levels: int) -> base.Priority:
         """See `Engine.priority`."""
         return DEFAULT_PRIORITY if levels < 2 else round(1 - level / (levels - 1), 3)
 
-    def forward(self, api: Api, priority: Priority) -> Forward:
+    def forward(self, api: Api, priority: base.Priority) -> base.Forward:
         """See `Engine.forward`."""
         if self._route is Route.BODY:
             return super().forward(api, priority)
-        return Forward(is_handed_over=self._route is Route.HANDED_OVER)
+        return base.Forward(is_handed_over=self._route is Route.HANDED_OVER)
 
     @classmethod
-    async def gauges(cls, pages: Pages) -> Gauges:
+    async def gauges(cls, pages: Pages) -> base.Gauges:
         """See `Engine.gauges`."""
         metrics = Metrics(await find_text(pages, cls.metrics_page))
         blocks, size = metrics.count("trtllm_kv_cache_max_blocks"), metrics.count("trtllm_kv_cache_tokens_per_block")
         most = positive(metrics.count("trtllm_max_num_active_requests"))
         if most is None:
             most = positive((await find_json(pages, SERVER_INFO)).get("max_batch_size"))
-        return Gauges(
+        return base.Gauges(
             kv_tokens=positive((blocks or 0) * (size or 0)),
             max_running=most,
             running=metrics.count("trtllm_num_requests_running"),
@@ -148,16 +130,16 @@ class ProbedTensorRtLlm(TensorRtLlm):
         self._asking: asyncio.Task[None] | None = None
         self._said: str | None = None
 
-    def forward(self, api: Api, priority: Priority) -> Forward:
+    def forward(self, api: Api, priority: base.Priority) -> base.Forward:
         """See `Engine.forward`. Empty while it is not known whether the engine would refuse it."""
         if self._clock() >= self._ask_at_s and (self._asking is None or self._asking.done()):
             self._asking = asyncio.ensure_future(self.ask())
-        return super().forward(api, priority) if self.has_field else NOTHING
+        return super().forward(api, priority) if self.has_field else base.NOTHING
 
     async def ask(self) -> None:
         """Finds out whether the engine has the field. What was known stays where the engine does not say."""
         try:
-            document = await read_json(self._pages, OPENAPI)
+            document = await read_json(self._pages, base.OPENAPI)
         except Unread as error:
             self._ask_at_s = self._clock() + ASK_AFTER_FAILURE_S
             # An engine that is away may be another build when it comes; its requests report that it is away.
@@ -165,7 +147,7 @@ class ProbedTensorRtLlm(TensorRtLlm):
                 self._say(f"it is not known whether tensorrt-llm takes a priority, and none is sent: {error}")
             return
         self._ask_at_s = self._clock() + ASK_AGAIN_S
-        self.has_field = has_priority(document) is not False
+        self.has_field = base.has_priority(document) is not False
         if self.has_field:
             self._said = None
         else:

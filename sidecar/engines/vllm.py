@@ -11,24 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sidecar.apis import Api
-from sidecar.engines.base import (
-    CANCEL,
-    COHERE,
-    COUNTING,
-    MEDIA,
-    OPENAI,
-    OPENAPI,
-    SCORING,
-    Advice,
-    Carrier,
-    Engine,
-    Facts,
-    Fingerprint,
-    Gauges,
-    Routes,
-    facts_from,
-    has_priority,
-)
+from sidecar.engines import base
 from sidecar.engines.pages import Metrics, Pages, find_json, mapping, positive, read_text, total
 
 if TYPE_CHECKING:
@@ -38,15 +21,15 @@ SERVER_INFO = "/server_info?config_format=json"
 IN_PROCESS = "the server's own configuration"
 
 
-class Vllm(Engine):
+class Vllm(base.Engine):
     """Level times ten: the most important tier is 0, the engine's own default."""
 
     name = "vllm"
     title = "vLLM"
-    fingerprint = Fingerprint(owner="vllm", metrics="vllm:", packages=("vllm", "vllm_omni"))
-    advice = Advice(scheduler="start vLLM with --scheduling-policy priority")
+    fingerprint = base.Fingerprint(owner="vllm", metrics="vllm:", packages=("vllm", "vllm_omni"))
+    advice = base.Advice(scheduler="start vLLM with --scheduling-policy priority")
 
-    carriers = (Carrier.HEADER, Carrier.BODY)
+    carriers = (base.Carrier.HEADER, base.Carrier.BODY)
     more_important_is_higher = False
     step = 10
     """At least 2, because the engine serves a tool's follow-up turn at its priority minus 1."""
@@ -64,37 +47,30 @@ class Vllm(Engine):
     """As OpenAI's API has it (`CompletionRequest.max_tokens`)."""
     has_ignore_eos = True
 
-    routes = Routes(
+    routes = base.Routes(
         generating={
-            **OPENAI,
-            **SCORING,
-            **MEDIA,
-            **COHERE,
-            "/v1/chat/completions/batch": None,
+            **base.OPENAI,
+            **base.SCORING,
+            **base.MEDIA,
+            **base.COHERE,
             "/invocations": Api.CHAT,
-            "/generate": None,
-            "/pooling": None,
-            "/classify": None,
-            "/score": None,
-            "/generative_scoring": None,
-            "/rerank": None,
-            "/v1/decisions": None,
-            "/v1/audio/translations": None,
+            **base.unsized("/v1/chat/completions/batch", "/generate", "/pooling", "/classify", "/score", "/rerank"),
+            **base.unsized("/generative_scoring", "/v1/decisions", "/v1/audio/translations"),
         },
-        harmless=COUNTING | {CANCEL, "/v1/chat/completions/render", "/v1/completions/render", "/ping"},
+        harmless=base.COUNTING | {base.CANCEL, "/v1/chat/completions/render", "/v1/completions/render", "/ping"},
     )
     """Read from vLLM 0.33 (`entrypoints/`), and vLLM-Omni for images, videos and speech. `/invocations` takes chat,
     text completions, embeddings and more: as chat it is guarded for chat alone."""
 
     @classmethod
-    async def gauges(cls, pages: Pages) -> Gauges:
+    async def gauges(cls, pages: Pages) -> base.Gauges:
         """See `Engine.gauges`."""
         metrics = Metrics(await read_text(pages, cls.metrics_page))
         settings, _ = await _settings(pages)
         ranks = positive(mapping(settings.get("parallel_config")).get("data_parallel_size")) or 1
         most = positive(mapping(settings.get("scheduler_config")).get("max_num_seqs"))
         running, waiting = metrics.count("vllm:num_requests_running"), metrics.count("vllm:num_requests_waiting")
-        return Gauges(
+        return base.Gauges(
             kv_tokens=total([_kv_tokens(sample) for sample in metrics.samples("vllm:cache_config_info")]),
             max_running=None if most is None else most * ranks,
             running=running,
@@ -103,15 +79,15 @@ class Vllm(Engine):
         )
 
     @classmethod
-    async def facts(cls, pages: Pages) -> Facts:
+    async def facts(cls, pages: Pages) -> base.Facts:
         """See `Engine.facts`."""
         settings, place = await _settings(pages)
         scheduling = mapping(settings.get("scheduler_config")).get("policy")
         version = (await find_json(pages, "/version")).get("version")
-        return facts_from(
+        return base.facts_from(
             version=("/version", version if isinstance(version, str) else None),
             by_priority=(place, None if scheduling is None else str(scheduling) == "priority"),
-            has_field=(OPENAPI, has_priority(await find_json(pages, OPENAPI))),
+            has_field=(base.OPENAPI, base.has_priority(await find_json(pages, base.OPENAPI))),
         )
 
 

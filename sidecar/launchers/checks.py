@@ -16,8 +16,8 @@ from sidecar.engines import Engine, NoEngine
 from sidecar.policy.compiler import load_files
 from sidecar.policy.model import Policy
 from sidecar.policy.warnings import warnings
+from sidecar.server.mounted import PROCESSES_VARIABLE, refuse_separate_pools
 from sidecar.server.server import CannotServe
-from sidecar.server.workers import PROCESSES_VARIABLE, refuse_separate_pools
 
 TRIED_VARIABLE = "SIDECAR_ADMIN_PORTS_TRIED"
 """Set for processes that run the launcher again (TensorRT-LLM's further frontends), when the first may listen."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from sidecar.engines import Sglang
 from sidecar.launchers.checks import CannotStart, announce_processes, begin, imported
@@ -39,7 +38,9 @@ def run(policy_path: str | None, arguments: Sequence[str]) -> None:
         raise CannotStart(f"{APP_VARIABLE} names another app, and the sidecar's has to be there; unset it")
     launching = imported("sglang.launch_server", INSTALL)
     server_args = imported("sglang.srt.server_args", INSTALL).prepare_server_args(_with_model_path(arguments))
-    _refuse_unsupported(server_args)
+    for name, why in _UNSUPPORTED.items():
+        if getattr(server_args, name, None):
+            raise CannotStart(f"{why}; leave it away, or run `sidecar serve` in front")
     announce_processes(int(getattr(server_args, "tokenizer_worker_num", 1)), policy)
     os.environ[APP_VARIABLE] = APP
     imported("sidecar.launchers.sglang_app", INSTALL)
@@ -54,9 +55,3 @@ def _with_model_path(arguments: Sequence[str]) -> list[str]:
     if arguments and not arguments[0].startswith("-"):
         return ["--model-path", *arguments]
     return list(arguments)
-
-
-def _refuse_unsupported(server_args: Any) -> None:
-    for name, why in _UNSUPPORTED.items():
-        if getattr(server_args, name, None):
-            raise CannotStart(f"{why}; leave it away, or run `sidecar serve` in front")

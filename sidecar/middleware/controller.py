@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 from sidecar.engines.base import Engine
 from sidecar.events import ObservedObserver, Observer, UnguardedObserver
 from sidecar.middleware.background import BackgroundResponses
-from sidecar.middleware.dry_run.registry import ShadowRegistry
+from sidecar.middleware.dry_run.shadow import ShadowRegistry
 from sidecar.middleware.pending_aborts import PendingAborts
 from sidecar.middleware.policy_snapshot import policy_snapshot
 from sidecar.middleware.watchdog import Watchdog

@@ -166,13 +166,5 @@ class EventReporter:
 def _refused(code: str, message: str, status: int | None, at_us: int, wait: Grant | None) -> Refused:
     if wait is None:
         return Refused(at_us, code, message, status)
-    return Refused(
-        at_us=at_us,
-        code=code,
-        message=message,
-        status=status,
-        queue_wait_us=wait.queue_wait_us,
-        starvation_us=wait.starvation_us,
-        overtaken_at_us=wait.overtaken_at_us,
-        served_ahead=wait.served_ahead,
-    )
+    waited = wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, wait.served_ahead
+    return Refused(at_us, code, message, status, *waited)

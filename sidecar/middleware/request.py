@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from sidecar.apis import Api
 from sidecar.context import SCOPE_KEY, Granted, current
 from sidecar.engines.base import Forward
-from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, InvalidHeader, QueueTimeout
+from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, InvalidHeader, QueueTimeout, TenantLimit
 from sidecar.events import Obstacle, Outcome
 from sidecar.middleware.background import BackgroundEnd, BackgroundRequest
 from sidecar.middleware.controller import AdmissionController
@@ -33,9 +33,9 @@ from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens
 from sidecar.middleware.pending_aborts import CALL_KEY, EngineCall, Held
 from sidecar.middleware.response_headers import (
     admission_headers,
+    allowance_headers,
     early_headers,
     id_header,
-    refusal_headers,
     request_id,
     wait_headers,
 )
@@ -237,7 +237,8 @@ class RequestHandler:
         # The rest of an unread body is not read: the connection ends with the response.
         closes = isinstance(error, BodyTimeout | BodyTooLarge | InvalidHeader)
         headers = [(b"connection", b"close")] if closes else []
-        headers += refusal_headers(error)
+        if isinstance(error, TenantLimit):
+            headers += allowance_headers(error.allowance)
         if waited is not None:
             headers += wait_headers(waited)
         send = self._send_and_go_on if isinstance(error, BodyTooLarge) else self._client.send
@@ -393,7 +394,7 @@ class RequestHandler:
         release = partial(lease.settle, usage.charged_tokens(request.prompt_tokens, self._status))
         if self._call.may_run:
             if lease.on_preempt is not None:
-                lease.on_preempt = _ignore  # nothing can free its room sooner
+                lease.on_preempt = lambda: None  # nothing can free its room sooner
             self._when_aborted(release)
         else:
             release()
@@ -439,10 +440,6 @@ class RequestHandler:
 
     def _now_us(self) -> int:
         return self._controller.pool.now_us()
-
-
-def _ignore() -> None:
-    pass
 
 
 class PreemptibleAttempt:

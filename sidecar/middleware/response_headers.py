@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from sidecar.errors import AdmissionError, RemainingLimits, TenantLimit
+from sidecar.errors import RemainingLimits
 from sidecar.events import Headers
 from sidecar.middleware.intake import SizedRequest
 from sidecar.pools import Grant, Lease
@@ -73,11 +73,6 @@ def wait_headers(wait: Grant) -> Iterable[tuple[bytes, bytes]]:
     return (b"x-admission-wait-ms", b"%d" % wait_ms), (b"server-timing", timing)
 
 
-def refusal_headers(error: AdmissionError) -> Headers:
-    """The tenant's limits, for a request that is refused because of them."""
-    return tuple(_allowance_headers(error.allowance)) if isinstance(error, TenantLimit) else ()
-
-
 def _tier_headers(request: SizedRequest, tier_names: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
     classification = request.classification
     headers = [(b"x-admission-tier", tier_names[classification.level])]
@@ -96,11 +91,12 @@ def _limit_headers(request: SizedRequest, lease: Lease, tier_names: Sequence[byt
     if request.output_cap is not None:
         headers.append((b"x-admission-max-output-tokens", b"%d" % request.output_cap))
     if lease.allowance is not None:
-        headers += _allowance_headers(lease.allowance)
+        headers += allowance_headers(lease.allowance)
     return headers
 
 
-def _allowance_headers(allowance: RemainingLimits) -> Iterator[tuple[bytes, bytes]]:
+def allowance_headers(allowance: RemainingLimits) -> Iterator[tuple[bytes, bytes]]:
+    """What is left of a tenant's limits."""
     for name, remaining in ((b"requests", allowance.requests), (b"tokens", allowance.tokens)):
         if remaining is not None:
             yield b"x-ratelimit-limit-" + name, b"%d" % remaining.per_minute

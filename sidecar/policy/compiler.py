@@ -29,6 +29,11 @@ M = TypeVar("M", bound=FileModel)
 
 _SHARE_KEYS = [field.name for field in fields(Shares) if field.name in TierBody.model_fields]
 """Keys of a tier that the rules take as they are."""
+_POOL_KEYS = (
+    *("engine", "tokenizer", "store", "pool", "on_store_loss", "mode", "forward_key", "unguarded", "background"),
+    *("max_choices", "unsized"),
+)
+"""Keys of the pool's file that the policy takes as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,26 +153,16 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
         anonymous=_anonymous(pool, levels),
         default_level=levels[str(pool.default_tier)],
         sources=tuple(pool.sources),
-        engine=pool.engine,
         carrier=pool.forward_priority,
         engine_levels=tuple((thresholds[name], level) for name, level in levels.items() if name in thresholds),
         tier_header=pool.tier_header.encode("ascii"),
         max_body_bytes=pool.max_body,
         body_timeout_s=float(pool.body_timeout),
         disconnect_grace_s=float(pool.disconnect_grace),
-        tokenizer=pool.tokenizer,
         generation=generation,
-        store=pool.store,
-        pool=pool.pool,
-        on_store_loss=pool.on_store_loss,
-        mode=pool.mode,
         keep_alive_s=_seconds(pool.keep_alive),
-        forward_key=pool.forward_key,
         abort_latency_s=_seconds(pool.abort_latency),
-        unguarded=pool.unguarded,
-        background=pool.background,
-        max_choices=pool.max_choices,
-        unsized=pool.unsized,
+        **{key: getattr(pool, key) for key in _POOL_KEYS},
     )
 
 

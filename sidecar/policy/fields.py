@@ -7,10 +7,11 @@ value and never words a message itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Annotated, Any, TypeVar
 
@@ -39,6 +40,7 @@ _URL_PATH = re.compile(r"/[!-~]*")
 MOST_PER_MINUTE = 100_000_000
 
 E = TypeVar("E", bound=Enum)
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,45 +104,33 @@ def _over_limit(value: object, info: ValidationInfo) -> str | None:
     return None
 
 
-def _choice(kind: type[E], noun: str) -> Callable[[object], E]:
-    names = [str(member.value) for member in kind]
-
-    def read(value: object) -> E:
-        name = units.text(value, noun, names[0])
-        if name not in names:
-            raise ValueError(unknown(noun, name, names))
-        return kind(name)
+def _one_of(values: Mapping[str, V], noun: str) -> Callable[[object], V]:
+    def read(value: object) -> V:
+        name = units.text(value, noun, next(iter(values)))
+        if name not in values:
+            raise ValueError(unknown(noun, name, list(values)))
+        return values[name]
 
     return read
 
 
-def _engine(value: object) -> type[Engine]:
-    name = units.text(value, "engine", next(iter(ENGINES)))
-    if name not in ENGINES:
-        raise ValueError(unknown("engine", name, list(ENGINES)))
-    return ENGINES[name]
+def _choice(kind: type[E], noun: str) -> Callable[[object], E]:
+    return _one_of({str(member.value): member for member in kind}, noun)
 
 
-def listed(example: str) -> BeforeValidator:
-    """Refuses what is no list, or an empty one, without repeating what stands there."""
+def _filled(kind: type[Any], noun: str, example: str) -> BeforeValidator:
+    """Refuses what is no list or mapping, or an empty one, without repeating what stands there."""
 
     def read(value: object) -> object:
-        if not isinstance(value, list) or not value:
-            raise ValueError(f"not a list with something in it; write {example}")
+        if not isinstance(value, kind) or not value:
+            raise ValueError(f"not a {noun} with something in it; write {example}")
         return value
 
     return BeforeValidator(read)
 
 
-def mapped(example: str) -> BeforeValidator:
-    """Refuses what is no mapping, or an empty one."""
-
-    def read(value: object) -> object:
-        if not isinstance(value, dict) or not value:
-            raise ValueError(f"not a mapping with something in it; write {example}")
-        return value
-
-    return BeforeValidator(read)
+listed = partial(_filled, list, "list")
+mapped = partial(_filled, dict, "mapping")
 
 
 def _once_each(sources: list[Source]) -> list[Source]:
@@ -244,7 +234,7 @@ UrlPath = Annotated[str, PlainValidator(_url_path), _schema("A path on the serve
 HeaderName = Annotated[str, PlainValidator(_header), _schema("A header's name.")]
 ExistingFile = Annotated[str, PlainValidator(_existing_file), _schema("A file, relative to this one.")]
 EngineChoice = Annotated[
-    type[Engine], PlainValidator(_engine), WithJsonSchema({"type": "string", "enum": list(ENGINES)})
+    type[Engine], PlainValidator(_one_of(ENGINES, "engine")), WithJsonSchema({"type": "string", "enum": list(ENGINES)})
 ]
 CarrierChoice = Annotated[Carrier, PlainValidator(_choice(Carrier, "carrier")), _enum(Carrier)]
 CapacityTeller = Annotated[Teller, PlainValidator(_choice(Teller, "teller of a capacity")), _enum(Teller)]

@@ -76,15 +76,10 @@ def quoted(text: str) -> str:
 
 def unknown(what: str, name: str, known: Sequence[str]) -> str:
     """The message for a name that does not exist, with the nearest one that does."""
-    return f"{quoted(name)} is no {what}; {suggestion(name, known, f'the {plural(what)} are')}"
+    return f"{quoted(name)} is no {what}; {suggestion(name, known, f'the {what}s are')}"
 
 
 def suggestion(name: str, known: Sequence[str], otherwise: str) -> str:
     """`did you mean "high"?`, or where nothing is near: `otherwise` and all that there is."""
     near = difflib.get_close_matches(name.lower()[:60], known, n=1, cutoff=0.6)
     return f"did you mean {quoted(near[0])}?" if near else f"{otherwise} {', '.join(map(printable, known))}"
-
-
-def plural(what: str) -> str:
-    """`key` -> `keys`. Enough for the nouns of a policy."""
-    return f"{what}s"

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from sidecar.policy.schema import FileModel, PoolFile, TenantFile
+from sidecar.policy.validate import keys_of
 
 PLACES: Mapping[type[FileModel], str] = {
     PoolFile: "The pool's file",
@@ -51,7 +52,7 @@ def _sections(model: type[BaseModel], title: str, path: Sequence[str]) -> Iterat
     yield f"{_paragraphs(model.__doc__ or '')}\n"
     yield from _table(model, path)
     yield ""
-    for name, field in _keys(model):
+    for name, field in keys_of(model).items():
         inner, is_named = _inner(field.annotation)
         if inner is not None:
             yield from _sections(inner, title, (*path, name, "NAME") if is_named else (*path, name))
@@ -60,12 +61,8 @@ def _sections(model: type[BaseModel], title: str, path: Sequence[str]) -> Iterat
 def _table(model: type[BaseModel], path: Sequence[str]) -> Iterator[str]:
     yield "| key | value | default | what it is for |"
     yield "|---|---|---|---|"
-    for name, field in _keys(model):
+    for name, field in keys_of(model).items():
         yield f"| `{name}` | {_value(field, (*path, name))} | {_default(field)} | {_cell(field.description or '')} |"
-
-
-def _keys(model: type[BaseModel]) -> Iterable[tuple[str, FieldInfo]]:
-    return [(field.alias or name, field) for name, field in model.model_fields.items()]
 
 
 def _value(field: FieldInfo, path: Sequence[str]) -> str:

@@ -22,9 +22,9 @@ from sidecar.policy import fields as of
 from sidecar.policy.model import MAX_CHOICES, Source
 
 
-def _default(as_written: object, *, description: str, examples: list[Any] | None = None) -> Any:
-    """A field whose default stands in the operator's notation: the type checker need not compare it with the type."""
-    return Field(as_written, description=description, examples=examples)
+def _key(default: object, description: str, example: object = None) -> Any:
+    """A key of a file. The default is in the operator's notation, which the type checker does not compare."""
+    return Field(default, description=description, examples=None if example is None else [example])
 
 
 DEFAULT_FRACTION = "95%"
@@ -50,18 +50,16 @@ class Capacity(FileModel):
     told_by: of.CapacityTeller | None = Field(
         None, alias="from", description="`engine`: read from it what is not written here.", examples=["engine"]
     )
-    tokens: of.PositiveCount | None = Field(None, description="Tokens that the KV cache holds.", examples=["400k"])
-    requests: of.PositiveCount | None = Field(None, description="Requests in the running batch.", examples=[160])
-    fraction: of.Share = _default(
-        DEFAULT_FRACTION,
-        description="With `from: engine`: the part of the tokens read that the pool may fill.",
-        examples=["90%"],
+    tokens: of.PositiveCount | None = _key(None, "Tokens that the KV cache holds.", "400k")
+    requests: of.PositiveCount | None = _key(None, "Requests in the running batch.", 160)
+    fraction: of.Share = _key(
+        DEFAULT_FRACTION, "With `from: engine`: the part of the tokens read that the pool may fill.", "90%"
     )
-    waiting: of.Count = _default(
+    waiting: of.Count = _key(
         DEFAULT_WAITING,
-        description="With `from: engine`: requests that may wait inside the engine, so that it never runs dry. While "
+        "With `from: engine`: requests that may wait inside the engine, so that it never runs dry. While "
         "more wait there, no request is admitted.",
-        examples=[8],
+        8,
     )
 
     @field_validator("fraction")
@@ -82,73 +80,63 @@ class Capacity(FileModel):
 class Aging(FileModel):
     """How a waiting request rises, so that old work is not overtaken forever."""
 
-    promote_after: of.PositiveDuration = Field(
-        description="A waiting request rises one tier each time this long has passed.", examples=["5m"]
+    promote_after: of.PositiveDuration = _key(
+        ..., "A waiting request rises one tier each time this long has passed.", "5m"
     )
-    ceiling: of.TierName = Field(description="No request rises past this tier.", examples=["normal"])
+    ceiling: of.TierName = _key(..., "No request rises past this tier.", "normal")
 
 
 class Slo(FileModel):
     """The promises of a tier. Telemetry and alerts compare with it; admission does not depend on it."""
 
-    ttft: of.PositiveDuration | None = Field(
-        None, description="Time to the first token, in 99 of 100.", examples=["500ms"]
-    )
-    queue_wait: of.PositiveDuration | None = Field(
-        None, description="The wait for admission, in 99 of 100.", examples=["2s"]
-    )
-    starvation: of.PositiveDuration | None = Field(
-        None, description="The longest that any request may starve: wait after it was overtaken.", examples=["30m"]
+    ttft: of.PositiveDuration | None = _key(None, "Time to the first token, in 99 of 100.", "500ms")
+    queue_wait: of.PositiveDuration | None = _key(None, "The wait for admission, in 99 of 100.", "2s")
+    starvation: of.PositiveDuration | None = _key(
+        None, "The longest that any request may starve: wait after it was overtaken.", "30m"
     )
 
 
 class Queue(FileModel):
     """How much may wait."""
 
-    max_requests: of.Count | None = Field(
-        None, description="Requests that may wait; one more is refused. Default: no bound.", examples=["10k"]
-    )
-    max_wait: of.Duration | None = Field(
-        None, description="The longest a request waits before it is refused. Default: no bound.", examples=["30m"]
+    max_requests: of.Count | None = _key(None, "Requests that may wait; one more is refused. Default: no bound.", "10k")
+    max_wait: of.Duration | None = _key(
+        None, "The longest a request waits before it is refused. Default: no bound.", "30m"
     )
 
 
 class TierBody(FileModel):
     """One tier's part of the pool."""
 
-    reserve: of.Share = _default(
-        "0%", description="The part of the pool this tier can always get back.", examples=["20%"]
-    )
-    lend: of.Share = _default(
+    reserve: of.Share = _key("0%", "The part of the pool this tier can always get back.", "20%")
+    lend: of.Share = _key(
         "100%",  # keeps nothing idle: holding capacity back is a price that an operator should choose to pay
-        description="How much of the unused reserve less important tiers may use meanwhile.",
-        examples=["50%"],
+        "How much of the unused reserve less important tiers may use meanwhile.",
+        "50%",
     )
-    limit: of.Share = _default("100%", description="The most of the pool this tier may ever hold.", examples=["60%"])
-    always_first: of.Flag = _default(
-        False, description="Goes before all others, whatever it holds. First tier only, with a limit below 100%."
+    limit: of.Share = _key("100%", "The most of the pool this tier may ever hold.", "60%")
+    always_first: of.Flag = _key(
+        False, "Goes before all others, whatever it holds. First tier only, with a limit below 100%."
     )
-    preemptible: of.Flag = _default(
+    preemptible: of.Flag = _key(
         False,
-        description="Its running requests may be canceled and put back in the queue, while nothing of their answer has "
+        "Its running requests may be canceled and put back in the queue, while nothing of their answer has "
         "gone out, where the tier holds more than its reserve and a more important one has waited too long.",
     )
-    preempt_after: of.Duration | None = Field(
+    preempt_after: of.Duration | None = _key(
         None,
-        description="A request of this tier that has waited so long takes room back from less important tiers that are "
+        "A request of this tier that has waited so long takes room back from less important tiers that are "
         "preemptible. Default: it waits its turn.",
-        examples=["500ms"],
+        "500ms",
     )
-    slo: Slo | None = Field(None, description="What this tier promises.")
-    queue: Queue | None = Field(None, description="How much may wait in this tier. Default: no bounds.")
-    default_output_tokens: of.PositiveCount = _default(
+    slo: Slo | None = _key(None, "What this tier promises.")
+    queue: Queue | None = _key(None, "How much may wait in this tier. Default: no bounds.")
+    default_output_tokens: of.PositiveCount = _key(
         512,  # a long chat answer: rather too much than an overfull KV cache; real usage gives back the difference
-        description="What a request without a maximum of its own is taken to produce, until usage says better.",
+        "What a request without a maximum of its own is taken to produce, until usage says better.",
     )
-    max_request_tokens: of.PositiveCount | None = Field(
-        None,
-        description="The most tokens one request may hold. Default: the tier's size limit (`sidecar check` prints it).",
-        examples=["32k"],
+    max_request_tokens: of.PositiveCount | None = _key(
+        None, "The most tokens one request may hold. Default: the tier's size limit (`sidecar check` prints it).", "32k"
     )
 
     @field_validator("limit")
@@ -172,28 +160,22 @@ class TierBody(FileModel):
 class EndpointBody(FileModel):
     """Treatment of requests on one path."""
 
-    tier: of.TierName | None = Field(None, description="The tier of requests on this path.", examples=["batch"])
-    forward_to: of.UrlPath | None = Field(
-        None, description="The path the engine knows. Default: the same path.", examples=["/v1/completions"]
-    )
-    api: of.ApiName | None = Field(None, description="The shape of its requests. Default: from the path.")
+    tier: of.TierName | None = _key(None, "The tier of requests on this path.", "batch")
+    forward_to: of.UrlPath | None = _key(None, "The path the engine knows. Default: the same path.", "/v1/completions")
+    api: of.ApiName | None = _key(None, "The shape of its requests. Default: from the path.")
 
 
 class LimitsBody(FileModel):
     """A tenant's own limits; what is left out is unlimited."""
 
-    requests_per_minute: of.RateCount | None = Field(None, description="Requests per minute.", examples=[600])
-    tokens_per_minute: of.RateCount | None = Field(
-        None, description="Tokens per minute, prompts and answers.", examples=["200k"]
-    )
-    concurrent_requests: of.PositiveCount | None = Field(
-        None, description="Requests at once, waiting or running.", examples=[32]
-    )
-    max_output_tokens: of.PositiveCount | None = Field(None, description="Tokens of one answer.", examples=[8192])
-    burst: of.BurstDuration = _default(
+    requests_per_minute: of.RateCount | None = _key(None, "Requests per minute.", 600)
+    tokens_per_minute: of.RateCount | None = _key(None, "Tokens per minute, prompts and answers.", "200k")
+    concurrent_requests: of.PositiveCount | None = _key(None, "Requests at once, waiting or running.", 32)
+    max_output_tokens: of.PositiveCount | None = _key(None, "Tokens of one answer.", 8192)
+    burst: of.BurstDuration = _key(
         "60s",  # what a client reads out of `x-ratelimit-limit-*`: that so many may come, at once too
-        description="How much of its allowance may come at once: that of so long.",
-        examples=["10s"],
+        "How much of its allowance may come at once: that of so long.",
+        "10s",
     )
 
 
@@ -209,138 +191,126 @@ _EndpointBody = Annotated[EndpointBody, BeforeValidator(_nothing_means_defaults)
 class PoolFile(FileModel):
     """One pool: an engine deployment, the tiers that share it, and the sources of a request's tier."""
 
-    engine: of.EngineChoice = Field(description="The engine that serves the requests.", examples=["tensorrt-llm"])
-    forward_priority: of.CarrierChoice | None = Field(
-        None, description="How the priority travels to the engine. Default: the engine's own way.", examples=["body"]
+    engine: of.EngineChoice = _key(..., "The engine that serves the requests.", "tensorrt-llm")
+    forward_priority: of.CarrierChoice | None = _key(
+        None, "How the priority travels to the engine. Default: the engine's own way.", "body"
     )
-    capacity: Capacity = Field(
-        description="What the engine holds at once.", examples=[{"tokens": "400k", "requests": 160}]
+    capacity: Capacity = _key(..., "What the engine holds at once.", {"tokens": "400k", "requests": 160})
+    aging: Aging | None = _key(None, "How a waiting request rises. Default: it does not.")
+    tiers: Annotated[dict[of.NewTierName, _TierBody], of.mapped("{high: {reserve: 20%}, normal: {}}")] = _key(
+        ..., "The tiers, most important first.", {"high": {"reserve": "20%"}, "normal": {}}
     )
-    aging: Aging | None = Field(None, description="How a waiting request rises. Default: it does not.")
-    tiers: Annotated[dict[of.NewTierName, _TierBody], of.mapped("{high: {reserve: 20%}, normal: {}}")] = Field(
-        description="The tiers, most important first.", examples=[{"high": {"reserve": "20%"}, "normal": {}}]
+    default_tier: of.TierName | None = _key(
+        None, 'The tier of a request that names none. Default: "normal" where there is such a tier.'
     )
-    default_tier: of.TierName | None = Field(
-        None, description='The tier of a request that names none. Default: "normal" where there is such a tier.'
-    )
-    mode: of.ModeChoice = _default(
+    mode: of.ModeChoice = _key(
         "enforce",
-        description="`observe` lets every request pass at once and untouched, and records what `enforce` would have "
-        "done.",
-        examples=["observe"],
+        "`observe` lets every request pass at once and untouched, and records what `enforce` would have done.",
+        "observe",
     )
-    max_preemptions: of.Count = _default(
+    max_preemptions: of.Count = _key(
         2,  # what was preempted twice has cost the engine two prefills: the third time it stays
-        description="How often one request is preempted at most. For tiers that are preemptible.",
+        "How often one request is preempted at most. For tiers that are preemptible.",
     )
-    keep_alive: of.PositiveDuration | None = Field(
+    keep_alive: of.PositiveDuration | None = _key(
         None,
-        description="How often a streaming client that queues is sent a comment, so that no load balancer takes the "
+        "How often a streaming client that queues is sent a comment, so that no load balancer takes the "
         "wait for an idle connection. Default: never.",
-        examples=["15s"],
+        "15s",
     )
-    anonymous: of.AnonymousTier | None = _default(
-        "deny",
-        description="The tier, also the best one, of a request without a key; `deny` refuses it.",
-        examples=["low"],
+    anonymous: of.AnonymousTier | None = _key(
+        "deny", "The tier, also the best one, of a request without a key; `deny` refuses it.", "low"
     )
-    sources: of.SourceList = _default(
-        ["body", "header", "endpoint", "key"],
-        description="Where a request's tier comes from: the first that answers wins.",
+    sources: of.SourceList = _key(
+        ["body", "header", "endpoint", "key"], "Where a request's tier comes from: the first that answers wins."
     )
-    engine_levels: of.Thresholds | None = Field(
+    engine_levels: of.Thresholds | None = _key(
         None,
-        description="From which number on a client's own engine priority counts as a tier. For the source `engine`.",
-        examples=[{"high": 10, "normal": 5, "batch": 0}],
+        "From which number on a client's own engine priority counts as a tier. For the source `engine`.",
+        {"high": 10, "normal": 5, "batch": 0},
     )
-    endpoints: Annotated[dict[of.UrlPath, _EndpointBody], of.mapped("{/v1/chat/completions: {}}")] = _default(
+    endpoints: Annotated[dict[of.UrlPath, _EndpointBody], of.mapped("{/v1/chat/completions: {}}")] = _key(
         {path: {} for path in STANDARD_PATHS},
-        description="The guarded paths; `unguarded` says what happens on all others. Default: the five standard /v1 "
-        "paths.",
+        "The guarded paths; `unguarded` says what happens on all others. Default: the five standard /v1 paths.",
     )
-    unguarded: of.UnguardedChoice | None = Field(
+    unguarded: of.UnguardedChoice | None = _key(
         None,  # a proxy knows the engine's paths; an app has paths of its own, such as /login
-        description="What happens on paths that are not guarded. `deny`: only reading (GET) and what the engine is "
+        "What happens on paths that are not guarded. `deny`: only reading (GET) and what the engine is "
         "known to do harmlessly, such as tokenizing, passes; the rest is a 404. `generating`: only paths on which the "
         "engine generates are a 404. `allow`: everything passes. Default: `deny` before an engine's server, "
         "`generating` in an app.",
-        examples=["deny"],
+        "deny",
     )
-    background: of.BackgroundChoice = _default(
+    background: of.BackgroundChoice = _key(
         "refuse",  # such a response is answered at once and runs on: its request would hold nothing meanwhile
-        description="What happens to `background: true` on responses. `refuse`: a 400. `hold`: the response is "
+        "What happens to `background: true` on responses. `refuse`: a 400. `hold`: the response is "
         "followed at the engine until it ends, and holds its lease until then.",
-        examples=["hold"],
+        "hold",
     )
-    tenants: of.Text | None = Field(
-        None, description="The tenants' files, relative to this one. Default: no tenants.", examples=["tenants/*.yaml"]
+    tenants: of.Text | None = _key(
+        None, "The tenants' files, relative to this one. Default: no tenants.", "tenants/*.yaml"
     )
-    tier_header: of.HeaderName = _default("x-priority", description="The header in which a client names a tier.")
-    max_body: of.Size = _default("8MiB", description="The largest request body.")
-    body_timeout: of.PositiveDuration = _default("30s", description="The longest a request's body may take to arrive.")
-    disconnect_grace: of.Duration = _default(
+    tier_header: of.HeaderName = _key("x-priority", "The header in which a client names a tier.")
+    max_body: of.Size = _key("8MiB", "The largest request body.")
+    body_timeout: of.PositiveDuration = _key("30s", "The longest a request's body may take to arrive.")
+    disconnect_grace: of.Duration = _key(
         "2s",
-        description="How long an app may go on after its client's disconnect before its request counts as ended. The "
+        "How long an app may go on after its client's disconnect before its request counts as ended. The "
         "room stays held for `abort_latency`, too.",
     )
-    abort_latency: of.Duration | None = Field(
+    abort_latency: of.Duration | None = _key(
         None,
-        description="How long the engine may compute on for a request after its client's disconnect: so long it keeps "
+        "How long the engine may compute on for a request after its client's disconnect: so long it keeps "
         "its room. Default: the engine's own.",
-        examples=["4s"],
+        "4s",
     )
-    tokenizer: of.ExistingFile | None = Field(
-        None, description="A tokenizer.json, relative to this file, to count prompts exactly. Default: bytes / 4."
+    tokenizer: of.ExistingFile | None = _key(
+        None, "A tokenizer.json, relative to this file, to count prompts exactly. Default: bytes / 4."
     )
-    store: of.StoreAt | None = Field(
+    store: of.StoreAt | None = _key(
         None,
-        description="Where many replicas keep one pool: redis://, rediss://, unix://, redis+sentinel:// or "
+        "Where many replicas keep one pool: redis://, rediss://, unix://, redis+sentinel:// or "
         "redis+cluster://. SIDECAR_STORE in the environment goes before it, and is the better place for a password. "
         "Default: leases live in this process.",
-        examples=["redis://127.0.0.1:6379/0"],
+        "redis://127.0.0.1:6379/0",
     )
-    pool: of.PoolName = _default(
+    pool: of.PoolName = _key(
         "default",
-        description="The pool's name in the store, where several pools share one. Without a store, here or in "
+        "The pool's name in the store, where several pools share one. Without a store, here or in "
         "SIDECAR_STORE, it does nothing.",
-        examples=["chat-70b"],
+        "chat-70b",
     )
-    on_store_loss: of.StoreLossChoice = _default(
+    on_store_loss: of.StoreLossChoice = _key(
         "divide",  # the engine still works: a part of the pool for each replica is safe, and better than refusing all
-        description="What a replica does while the store cannot be reached: `divide` goes on with its part of the "
+        "What a replica does while the store cannot be reached: `divide` goes on with its part of the "
         "pool, `closed` refuses with 503. Without a store, here or in SIDECAR_STORE, it does nothing.",
-        examples=["closed"],
+        "closed",
     )
-    forward_key: of.Flag = _default(
+    forward_key: of.Flag = _key(
         False,  # the engine has no use for it, and its log may show it
-        description="Whether the API key that a client sent reaches the engine too. By default it is "
+        "Whether the API key that a client sent reaches the engine too. By default it is "
         "removed, and the engine's own, SIDECAR_ENGINE_KEY in the environment, put in its place.",
     )
 
-    max_choices: of.PositiveCount = _default(
+    max_choices: of.PositiveCount = _key(
         MAX_CHOICES,
-        description="The most sequences that one request may start: its choices (`n`, `best_of`) times its prompts. "
+        "The most sequences that one request may start: its choices (`n`, `best_of`) times its prompts. "
         "Inputs of embeddings do not count: nothing is generated for them.",
-        examples=[16],
+        16,
     )
-    unsized: of.UnsizedChoice = _default(
+    unsized: of.UnsizedChoice = _key(
         "refuse",  # to hold the most that a tier may be given makes one request as dear as all others together
-        description="What becomes of a request whose prompt is not in its body, such as `previous_response_id`: "
+        "What becomes of a request whose prompt is not in its body, such as `previous_response_id`: "
         "`refuse` answers 400, `hold` lets it hold its tier's `max_request_tokens`, or else the most that the tier "
         "could ever be given.",
-        examples=["hold"],
+        "hold",
     )
 
     @field_validator("capacity")
     @classmethod
-    def _capacity_has_a_bound(cls, capacity: Capacity) -> Capacity:
+    def _capacity_has_a_bound(cls, capacity: Capacity, info: ValidationInfo) -> Capacity:
         if capacity.tokens is None and capacity.requests is None and capacity.told_by is None:
             raise ValueError("bounds nothing; write tokens, requests or both, such as {tokens: 400k, requests: 160}")
-        return capacity
-
-    @field_validator("capacity")
-    @classmethod
-    def _some_engine_tells_its_capacity(cls, capacity: Capacity, info: ValidationInfo) -> Capacity:
         if capacity.told_by is not None and info.data.get("engine") is NoEngine:
             raise ValueError("the engine none reports nothing; write tokens, requests or both")
         return capacity
@@ -380,19 +350,18 @@ class PoolFile(FileModel):
 class TenantFile(FileModel):
     """One tenant: who it is, and what it may ask for."""
 
-    tenant: of.TenantName = Field(description="The tenant's name, unique in the pool.", examples=["acme"])
-    keys: of.KeyHashes = Field(
-        description="Hashes of its API keys, from `sidecar keys new`. Never the keys themselves.",
-        examples=[["sha256:..."]],
+    tenant: of.TenantName = _key(..., "The tenant's name, unique in the pool.", "acme")
+    keys: of.KeyHashes = _key(
+        ..., "Hashes of its API keys, from `sidecar keys new`. Never the keys themselves.", ["sha256:..."]
     )
-    tier: of.TierName = Field(description="The tier of its requests that name none.", examples=["normal"])
-    max_tier: of.TierName | None = Field(
-        None, description="The best tier it may ask for; more is clamped. Default: its tier.", examples=["high"]
+    tier: of.TierName = _key(..., "The tier of its requests that name none.", "normal")
+    max_tier: of.TierName | None = _key(
+        None, "The best tier it may ask for; more is clamped. Default: its tier.", "high"
     )
-    weight: of.PositiveCount = _default(1, description="Its share against the other tenants of its tier.", examples=[2])
-    limits: LimitsBody | None = Field(None, description="Its own limits. Default: none.")
-    over_limit: of.OverLimit | None = Field(
-        None, description="What happens over a limit: `reject`, or {downgrade: TIER}. Default: reject."
+    weight: of.PositiveCount = _key(1, "Its share against the other tenants of its tier.", 2)
+    limits: LimitsBody | None = _key(None, "Its own limits. Default: none.")
+    over_limit: of.OverLimit | None = _key(
+        None, "What happens over a limit: `reject`, or {downgrade: TIER}. Default: reject."
     )
 
     @field_validator("max_tier")

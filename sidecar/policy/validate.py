@@ -44,7 +44,9 @@ def pool_problems(document: Document) -> list[Problem]:
 
 
 def _ladder(tiers: dict[str, object]) -> Found:
-    promised = sum((_reserve(body) for body in tiers.values()), start=Fraction(0))
+    promised = sum(
+        (_read(share, entries(tiers, name).get("reserve")) or Fraction(0) for name in tiers), start=Fraction(0)
+    )
     if promised > 1:
         yield ("tiers",), f"the reserves add up to {of.percent(promised)} of the pool; promise 100% at most"
     for place, name in enumerate(tiers):
@@ -65,10 +67,6 @@ def _empty_limits(tiers: dict[str, object], capacity: dict[str, object]) -> Foun
             if limit and size and limit * size < 1:
                 message = f"{of.percent(limit)} of {size} {kind} is less than one, and admits nothing, ever"
                 yield ("tiers", name, "limit"), f"{message}; write a larger share"
-
-
-def _reserve(body: object) -> Fraction:
-    return _read(share, entries({"body": body}, "body").get("reserve")) or Fraction(0)
 
 
 def _read(reader: Callable[[object], N], value: object) -> N | None:
@@ -139,7 +137,7 @@ def _message(model: type[BaseModel], path: Path, error: ErrorDetails) -> str:
     around = _model_at(model, path[:-1])
     name = str(path[-1]) if path else ""
     if kind == "extra_forbidden":
-        return f"no such key; {suggestion(name, list(_keys(around)), 'the keys here are')}"
+        return f"no such key; {suggestion(name, list(keys_of(around)), 'the keys here are')}"
     if kind == "missing":
         return f"missing; write {_example(around, name)}"
     found = error.get("input")
@@ -152,13 +150,13 @@ def _message(model: type[BaseModel], path: Path, error: ErrorDetails) -> str:
 
 def _example(model: type[BaseModel], name: str) -> str:
     """How the key `name` is written; without a name, or for one that has no example, the keys there are."""
-    field = _keys(model).get(name)
+    field = keys_of(model).get(name)
     if field is None or not field.examples:
-        return "a mapping with " + ", ".join(_keys(model))
+        return "a mapping with " + ", ".join(keys_of(model))
     return f"{name}: {_flow(field.examples[0])}"
 
 
-def _keys(model: type[BaseModel]) -> Mapping[str, FieldInfo]:
+def keys_of(model: type[BaseModel]) -> Mapping[str, FieldInfo]:
     """The keys of a mapping as an operator writes them."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
@@ -175,7 +173,7 @@ def _flow(value: object) -> str:
 def _model_at(model: type[BaseModel], path: Path) -> type[BaseModel]:
     """The model that describes the mapping at `path`; the nearest around it where there is none."""
     for part in path:
-        field = _keys(model).get(str(part))
+        field = keys_of(model).get(str(part))
         model = (_nested(field.annotation) if field else None) or model
     return model
 

@@ -171,10 +171,13 @@ def _can_fill(tiers: tuple[TierRules, ...], rules: PoolRules) -> bool:
 
 
 def _idle(tier: TierRules, rules: PoolRules, *, shows_amount: bool) -> Found:
-    headroom, reserve = _headroom(tier, rules), _reserve(tier, rules)
+    if rules.tokens == UNLIMITED:
+        headroom, reserve, whole, unit = tier.headroom_requests, tier.reserve_requests, rules.requests, "requests"
+    else:
+        headroom, reserve, whole, unit = tier.headroom_tokens, tier.reserve_tokens, rules.tokens, "tokens"
     if headroom and headroom >= reserve - 1:  # lend is 0%: one is rounded up, the other down
-        part = f"{_part(headroom, rules):.0%} of the pool"
-        idle = f"{_amount(headroom, rules)} ({part}) stay" if shows_amount else f"{part} stays"
+        part = f"{headroom / whole:.0%} of the pool"
+        idle = f"{headroom:,} {unit} ({part}) stay" if shows_amount else f"{part} stays"
         yield (
             ("tiers", tier.name, "lend"),
             f"lends nothing: while it is idle, {idle} unused; lend more, unless it must start at once",
@@ -237,19 +240,3 @@ def _tenants(policy: Policy) -> Found:
 
 def _assumed_output(tier: Tier, limits: Limits) -> int:
     return min(tier.default_output_tokens, limits.max_output_tokens or tier.default_output_tokens)
-
-
-def _reserve(tier: TierRules, rules: PoolRules) -> int:
-    return tier.reserve_requests if rules.tokens == UNLIMITED else tier.reserve_tokens
-
-
-def _headroom(tier: TierRules, rules: PoolRules) -> int:
-    return tier.headroom_requests if rules.tokens == UNLIMITED else tier.headroom_tokens
-
-
-def _part(amount: int, rules: PoolRules) -> float:
-    return amount / (rules.requests if rules.tokens == UNLIMITED else rules.tokens)
-
-
-def _amount(amount: int, rules: PoolRules) -> str:
-    return f"{amount:,} {'requests' if rules.tokens == UNLIMITED else 'tokens'}"

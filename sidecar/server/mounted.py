@@ -1,19 +1,18 @@
-"""Services of a middleware that another server constructs from the environment alone: telemetry and the admin pages.
+"""Lifespan of a mounted middleware: steps at the server's start and end, a start that fails, services.
 
-Such a server gives the middleware its app and its lifespan, and nothing else. So the services start and end with the
-lifespan, and a mistake in the environment fails the server's start.
+A server that constructs the middleware from the environment alone gives it its app and its lifespan, and nothing else.
+So telemetry and the admin pages start and end with the lifespan, and a mistake in the environment fails the server's
+start. Each process of such a server has a queue of its own, unless they share one pool in a store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sidecar.server.lifespan import startup_failed
 from sidecar.server.server import CannotServe
-from sidecar.server.workers import processes, refuse_separate_pools
 
 _LAST_MESSAGES = frozenset(("lifespan.startup.failed", "lifespan.shutdown.complete", "lifespan.shutdown.failed"))
 
@@ -65,3 +64,92 @@ class Mounted:
                 await send(startup_failed(mistake))
                 raise
             await self.app(scope, received, sent)
+
+
+Step = Callable[[], Awaitable[None]]
+
+
+class Lifespan:
+    """Runs steps around an app's lifespan.
+
+    The steps of `opening` run before the app hears of the server's start, those of `asking` when the app has started:
+    they may ask the app about its engine. The steps of `closing` run before the app hears of the server's end, after
+    its last request. No step raises: a part that is not ready reports that itself, in its responses and on `/readyz`.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, opening: Sequence[Step] = (), asking: Sequence[Step] = (), closing: Sequence[Step] = ()
+    ) -> None:
+        self.app = app
+        self._before = {"lifespan.startup": opening, "lifespan.shutdown": closing}
+        self._after = {"lifespan.startup.complete": asking}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one ASGI scope."""
+
+        async def received() -> Message:
+            message = await receive()
+            for step in self._before.get(message["type"], ()):
+                await step()
+            return message
+
+        async def sent(message: Message) -> None:
+            for step in self._after.get(message["type"], ()):
+                await step()
+            await send(message)
+
+        if scope["type"] == "lifespan":
+            await self.app(scope, received, sent)
+        else:
+            await self.app(scope, receive, send)
+
+
+class FailedStart:
+    """An app that reports to the server why its start failed, and raises that mistake then and at every request.
+
+    Starlette constructs its middleware when the lifespan starts, and uvicorn takes an exception there for an app
+    without a lifespan: it logs "startup complete" and answers every request with a 500. Only `lifespan.startup.failed`
+    stops it. Starlette's TestClient waits for the app's end after that message, and hangs where the app ends without an
+    exception.
+    """
+
+    def __init__(self, mistake: Exception) -> None:
+        self.mistake = mistake
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one ASGI scope."""
+        if scope["type"] == "lifespan":
+            await receive()
+            await send(startup_failed(self.mistake))
+        raise self.mistake.with_traceback(None)  # else the traceback would grow with every request
+
+
+def startup_failed(mistake: Exception) -> Message:
+    """The message that tells a server that its app cannot start. The app must raise `mistake` after it."""
+    return {"type": "lifespan.startup.failed", "message": str(mistake)}
+
+
+PROCESSES_VARIABLE = "SIDECAR_PROCESSES"
+"""The number of processes, for servers that do not tell their app. The launchers set it."""
+
+
+def processes(scope: Scope, environment: Mapping[str, str]) -> int:
+    """The number that the server or the environment gives, else 1. Raises ValueError for an invalid number."""
+    arguments = getattr(getattr(scope.get("app"), "state", None), "args", None)
+    count = getattr(arguments, "api_server_count", None)  # vLLM's; None where there is one process
+    if isinstance(count, int):
+        return max(1, count)
+    written = environment.get(PROCESSES_VARIABLE, "").strip() or "1"
+    if not written.isdecimal() or int(written) < 1:
+        raise ValueError(f"{PROCESSES_VARIABLE}: {written!r} is no number of processes; write 1 or more")
+    return int(written)
+
+
+def refuse_separate_pools(count: int) -> None:
+    """Raises ValueError for several processes without a store."""
+    if count > 1:
+        raise ValueError(
+            f"{count} server processes share this engine, and each would admit a whole pool of its own: "
+            "set SIDECAR_STORE=redis://HOST:6379/0 so that they share one, start a single server process, "
+            "or run `sidecar serve` in front"
+        )

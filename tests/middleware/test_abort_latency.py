@@ -123,7 +123,7 @@ async def test_nor_do_they_where_the_app_returns_before_its_engine_has_aborted(
     emulator = engine_that_notices_after(notices_after_s, "sglang" if engine == "none" else engine)
     async with mounted(emulator.app, tmp_path, engine, more) as (middleware, port):
         await attack(port, emulator.engine)
-        await until(lambda: middleware.state()["pool"]["leases"] == 0)
+        await until(lambda: middleware.controller.state()["pool"]["leases"] == 0)
     assert emulator.engine.peak == POOL
 
 

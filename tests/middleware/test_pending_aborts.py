@@ -335,7 +335,7 @@ async def test_what_the_engine_is_seen_to_have_released_is_free(tmp_path: Path) 
                 assert time.monotonic() < released_s
                 assert emulator.engine.running == 0 or held().requests == 6
                 await asyncio.sleep(0.01)
-            assert middleware.state()["pool"]["leases"] == held().requests  # type: ignore[index]
+            assert middleware.controller.state()["pool"]["leases"] == held().requests  # type: ignore[index]
 
 
 SHARED = """\
@@ -362,7 +362,10 @@ async def hang_up(port: int, middleware: Any) -> None:
     async with connected(port) as (_, writer):
         writer.write(post(CHAT, SMALL))
         await until(
-            lambda: len(middleware.controller.watchdog) == 1 and middleware.state()["pool"]["leases"] == before + 1
+            lambda: (
+                len(middleware.controller.watchdog) == 1
+                and middleware.controller.state()["pool"]["leases"] == before + 1
+            )
         )
         await asyncio.sleep(0.05)
     await until(lambda: middleware.controller.pending_aborts.held().requests == before + 1)
@@ -391,12 +394,12 @@ async def test_a_store_that_lost_everything_is_told_of_it_again(tmp_path: Path) 
 
 async def until_shared(middleware: Any, leases: int, waiting: int = 0) -> None:
     def is_so() -> bool:
-        pool = middleware.state()["pool"]
+        pool = middleware.controller.state()["pool"]
         return (pool["store"]["state"], pool["leases"], pool["waiting"]) == ("shared", leases, waiting)
 
     end_s = time.monotonic() + 15
     while not is_so():
-        assert time.monotonic() < end_s, middleware.state()["pool"]
+        assert time.monotonic() < end_s, middleware.controller.state()["pool"]
         await asyncio.sleep(0.02)
 
 

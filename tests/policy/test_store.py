@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidecar.policy import PolicyError, StoreAddress, StoreKind, StoreLoss, load, load_files, store_address
-from sidecar.policy.problems import masked
+from sidecar.policy.compiler import load, load_files
+from sidecar.policy.model import StoreLoss
+from sidecar.policy.problems import PolicyError, masked
 from sidecar.policy.schema import PoolFile
-from sidecar.policy.store import SCHEMES, SENTINEL, SOCKET, TLS
+from sidecar.policy.store import SCHEMES, SENTINEL, SOCKET, TLS, StoreAddress, StoreKind, store_address
 from tests.policy.files import SMALL, mistakes, pool
 
 SERVER = StoreAddress(StoreKind.SERVER, (("host", 6379),))

@@ -50,7 +50,7 @@ async def test_behind_a_network_vllm_tells_its_tokens_alone(tmp_path: Path) -> N
     with vllm() as engine:
         sidecar = AdmissionMiddleware(ReverseProxy(engine.url), path)
         async with serving(sidecar):
-            assert pool_of(sidecar.state()) == {"tokens": VLLM_TOKENS // 2, "requests": 7}
+            assert pool_of(sidecar.controller.state()) == {"tokens": VLLM_TOKENS // 2, "requests": 7}
 
 
 async def test_dynamos_frontend_tells_what_its_workers_hold(tmp_path: Path) -> None:
@@ -58,4 +58,4 @@ async def test_dynamos_frontend_tells_what_its_workers_hold(tmp_path: Path) -> N
     with dynamo(sequences=4) as url:
         sidecar = AdmissionMiddleware(ReverseProxy(url), path)
         async with serving(sidecar):
-            assert pool_of(sidecar.state()) == {"tokens": 16_384, "requests": 4 + 2}
+            assert pool_of(sidecar.controller.state()) == {"tokens": 16_384, "requests": 4 + 2}

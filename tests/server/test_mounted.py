@@ -16,7 +16,7 @@ import pytest
 from fastapi import FastAPI
 
 from sidecar.app import AdmissionMiddleware
-from sidecar.server.workers import processes
+from sidecar.server.mounted import processes
 from tests.support.middleware import write_policy
 from tests.support.ports import free_ports
 from tests.support.redis_servers import free_port

@@ -39,19 +39,20 @@ def main(policy_path: str, pool: str, engine: str) -> None:
 
 
 async def _serve(middleware: AdmissionMiddleware) -> None:
-    if reason := await _why_not_shared(middleware.pool):
+    controller = middleware.controller
+    if reason := await _why_not_shared(controller.pool):
         _say(f"the store {store_address(os.environ[STORE_VARIABLE])} cannot be used: {reason}")
-        await middleware.pool.close()
+        await controller.pool.close()
         return
     await server.serve(
         middleware,
         host="127.0.0.1",
         port=0,
-        admin=admin_app(state=middleware.state, readiness=middleware.readiness, notices=middleware.notices),
+        admin=admin_app(state=controller.state, readiness=controller.readiness, notices=controller.notices),
         admin_host="127.0.0.1",
         admin_port=0,
-        drain=middleware.drain,
-        drained=middleware.drained,
+        drain=controller.drain,
+        drained=controller.drained,
         grace_s=GRACE_S,
         announce=lambda line: _say(line.rpartition(":")[2]),  # the sidecar's port comes first
     )

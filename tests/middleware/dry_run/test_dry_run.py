@@ -12,7 +12,7 @@ import pytest
 from sidecar.events import Outcome, Settled, Verdict
 from sidecar.middleware import intake, usage
 from sidecar.middleware.dry_run import request, shadow
-from sidecar.middleware.dry_run.registry import ShadowRegistry
+from sidecar.middleware.dry_run.shadow import ShadowRegistry
 from sidecar.policy.model import Mode
 from sidecar.proxy.proxy import ReverseProxy
 from tests.support.dry_run import DryRun, observing
