@@ -284,11 +284,11 @@ async def test_a_policy_that_cannot_be_used_changes_nothing_and_says_so(tmp_path
     async with reloading(App(), tmp_path) as site:
         running = site.sidecar.controller.snapshot
         write_policy(tmp_path, engine="vllm", requests="9")
-        await site.until(site.sidecar.notices)
-        assert "needs a restart for engine" in site.sidecar.notices()[0]
+        await site.until(site.sidecar.controller.notices)
+        assert "needs a restart for engine" in site.sidecar.controller.notices()[0]
         assert site.sidecar.controller.snapshot is running
         assert site.pool()["capacity"]["requests"] == 4
         (tmp_path / "policy.yaml").unlink()
-        await site.until(lambda: "cannot be used" in " ".join(site.sidecar.notices()))
+        await site.until(lambda: "cannot be used" in " ".join(site.sidecar.controller.notices()))
         assert site.sidecar.controller.snapshot is running
         assert (await site.ask(None, key("acme"))).status == 200

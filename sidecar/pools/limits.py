@@ -44,7 +44,8 @@ class SizeLimits:
 
     def too_large(self, ask: Ask) -> RequestTooLarge | None:
         """The refusal of a request that could never be admitted, with the figures; None where it could."""
-        return self._exceeds(ask, *self.limits(ask.tier))
+        tokens, requests = self.limits(ask.tier)
+        return self._exceeds(ask, tokens, requests) if ask.tokens > tokens or ask.requests > requests else None
 
     def outgrown(self, ask: Ask) -> RequestTooLarge | None:
         """The refusal of a waiting request that could never be admitted any more, None where it could.

@@ -64,8 +64,8 @@ class LocalPool:
         lease = Lease(self, next(self._ids), ask, now_us)
         if ask.limits is not None:
             lease.ask = self._limits.within(ask, now_us)
-        tier = lease.ask.tier
-        queued, most = runtime.scheduler.queued(tier)[1], self._sizes.places(tier)
+        most = self._sizes.places(lease.ask.tier)
+        queued = 0 if most is None else runtime.queued(lease.ask.tier)
         displaced = self._find_place(lease.ask, queued, most, now_us) if most else None
         if ask.limits is not None:
             self._limits.charge(lease, ask.limits, now_us)

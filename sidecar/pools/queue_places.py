@@ -120,6 +120,8 @@ class Promises:
         Each of many replicas knows its own promises alone. It assumes that the others have as many, and that a request
         that comes again without a promise here has one there.
         """
+        if not self._open:
+            return False
         self._pass_time(now_us)
         if not self._held or free > min(self._held * replicas, places // 2):
             return False
@@ -130,8 +132,7 @@ class Promises:
 
     def kept(self, ask: Ask) -> None:
         """A request has found its place: its promise is over."""
-        promise = self._promise_to(ask)
-        if promise is not None:
+        if self._of and (promise := self._promise_to(ask)) is not None:
             self._end(promise)
 
     def promise_s(self, ask: Ask, drain_per_s: float, now_us: int) -> float:

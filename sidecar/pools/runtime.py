@@ -58,7 +58,7 @@ class LeaseRuntime:
         """Admits every request that the rules let in now; for the first that they do not, leases are preempted."""
         for admission in self.scheduler.dispatch(now_us):
             self._admit(admission, now_us)
-        if self.scheduler.waiting():
+        if self.waiting:
             for victim in self.scheduler.preempt(now_us):
                 self._choose(victim.id)
             self._wake_in_time(now_us)

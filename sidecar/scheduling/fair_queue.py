@@ -104,7 +104,11 @@ class FairQueue:
 
     def push(self, ticket: Ticket) -> None:
         """Puts a ticket in, as the last of its tenant."""
-        lane = self._lanes.get(ticket.tenant) or self._open_lane(ticket.tenant)
+        lane = self._lanes.get(ticket.tenant)
+        if lane is None:
+            if len(self._lanes) >= self._lanes_limit:
+                self._forget_finished()
+            lane = self._lanes[ticket.tenant] = Lane()
         ticket.queued = True
         self.count += 1
         self.tokens += ticket.tokens
@@ -167,19 +171,21 @@ class FairQueue:
 
     def admit(self, ticket: Ticket) -> None:
         """Takes out a ticket that its tenant is charged for: the tier's virtual time moves on to its start."""
-        self._virtual = max(self._virtual, ticket.start)
-        if not ticket.preemptions:
-            self._lanes[ticket.tenant].finish = ticket.start + ticket.tokens / ticket.weight
+        if self.count > 1:  # otherwise the tags start afresh
+            self._virtual = max(self._virtual, ticket.start)
+            if not ticket.preemptions:
+                self._lanes[ticket.tenant].finish = ticket.start + ticket.tokens / ticket.weight
         self.remove(ticket)
 
     def remove(self, ticket: Ticket) -> None:
         """Takes any waiting ticket out. The entry of a first one stays in its heap until it surfaces or is swept."""
         self.count -= 1
         self.tokens -= ticket.tokens
-        self._leave_lane(ticket)
         if not self.count:
+            ticket.queued = False
             self._start_afresh()
             return
+        self._leave_lane(ticket)
         for heap in (self._small, self._large):
             while heap and not heap[0][2].queued:
                 heappop(heap)
@@ -197,12 +203,6 @@ class FairQueue:
     def _enter_heap(self, ticket: Ticket) -> None:
         is_small = ticket.tokens <= self.small_tokens and ticket.requests <= self.small_requests
         heappush(self._small if is_small else self._large, (ticket.start, ticket.sequence, ticket))
-
-    def _open_lane(self, tenant: str) -> Lane:
-        if len(self._lanes) >= self._lanes_limit:
-            self._forget_finished()
-        lane = self._lanes[tenant] = Lane()
-        return lane
 
     def _leave_lane(self, ticket: Ticket) -> None:
         if ticket.preemptions:
@@ -247,4 +247,4 @@ class FairQueue:
         self._lanes.clear()
         self._lanes_limit = SPARE_ENTRIES
         self._virtual = 0.0
-        self._weights = 0
+        self._returned = self._weights = 0

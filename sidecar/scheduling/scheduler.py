@@ -67,7 +67,7 @@ class Scheduler:
         self._order = order_of(rules, self._tiers)
         self._all_tokens = 0
         self._all_requests = 0
-        self._served = (0,) * len(rules.tiers)
+        self._served = self._none_served = (0,) * len(rules.tiers)
         self._waiting: dict[str, Ticket] = {}  # in order of arrival, unless a victim has returned
         self._has_returned = False
         self._leases: dict[str, Ticket] = {}
@@ -374,7 +374,8 @@ class Scheduler:
         served = list(self._served)
         served[ticket.tier] += ticket.tokens
         self._served = tuple(served)
-        self._overtaking.admitted(ticket.sequence, now_us)
+        if self._waiting:
+            self._overtaking.admitted(ticket.sequence, now_us)
         self._forget_overtaking()
         return Admission(ticket, wait, candidate.engine_level, passed)
 
@@ -413,12 +414,10 @@ class Scheduler:
         overtaken_at_us = ticket.overtaken_us
         if overtaken_at_us is None:
             overtaken_at_us = self._overtaking.first_after(ticket.sequence)
-        return Wait(
-            queue_wait_us=now_us - ticket.arrived_us,
-            starvation_us=0 if overtaken_at_us is None else now_us - overtaken_at_us,
-            overtaken_at_us=overtaken_at_us,
-            served_ahead=tuple(map(sub, self._served, ticket.served_before)),
-        )
+        served, before = self._served, ticket.served_before
+        starvation_us = 0 if overtaken_at_us is None else now_us - overtaken_at_us
+        served_ahead = self._none_served if served is before else tuple(map(sub, served, before))
+        return Wait(now_us - ticket.arrived_us, starvation_us, overtaken_at_us, served_ahead)
 
     def _forget_overtaking(self) -> None:
         """Keeps the record of overtaking in proportion to the tickets that still need it."""

@@ -175,13 +175,17 @@ def store(tmp_path: Path) -> Iterator[str]:
 
 
 def test_two_sidecars_share_one_pool_before_the_engine(store: str) -> None:
-    variables = {name: SERVICES[SIDECARS[0]]["environment"][name] for name in ("SIDECAR_STORE", "OTEL_METRICS_EXPORTER")}
+    variables = {
+        name: SERVICES[SIDECARS[0]]["environment"][name] for name in ("SIDECAR_STORE", "OTEL_METRICS_EXPORTER")
+    }
     variables["SIDECAR_STORE"] = variables["SIDECAR_STORE"].replace("redis://store:6379/0", store)
     assert variables["SIDECAR_STORE"] == store
     emulated = replaced(SERVICES["engine"]["command"], {"--host": "127.0.0.1", "--port": 0})
     with command(*emulated) as process:
         engine = address(process)
-        first, second = (sidecars(SERVICES[name]["command"], engine, COMPOSE / "policy", **variables) for name in SIDECARS)
+        first, second = (
+            sidecars(SERVICES[name]["command"], engine, COMPOSE / "policy", **variables) for name in SIDECARS
+        )
         with first as one, second as other:
             until(lambda: other.page("/state")["pool"]["store"]["replicas"] == 2, "it knows of the first", TIMEOUT_S)
             assert asked(one.url, "sk-demo-interactive") == 200

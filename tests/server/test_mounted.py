@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 from fastapi import FastAPI
+from opentelemetry.util._once import Once
 
 from sidecar.app import AdmissionMiddleware
 from sidecar.server.mounted import processes
@@ -30,6 +31,9 @@ def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith(("SIDECAR_", "OTEL_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("SIDECAR_POLICY", str(write_policy(tmp_path)))
+    for signal, name in (("trace", "TRACER"), ("metrics._internal", "METER")):  # a mounted start sets the process's own
+        monkeypatch.setattr(f"opentelemetry.{signal}._{name}_PROVIDER", None)
+        monkeypatch.setattr(f"opentelemetry.{signal}._{name}_PROVIDER_SET_ONCE", Once())
 
 
 def guarded() -> FastAPI:

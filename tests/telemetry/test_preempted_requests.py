@@ -74,7 +74,9 @@ class Watched:
         guarded.sidecar.observer = EventDispatcher(spans, [self.journal, self.recent, self.metrics])
 
     def story(self, request_id: str) -> Any:
-        story = ExplanationBuilder(self.journal, lambda: ("critical", "batch"), "lab", is_shared=False).explain(request_id)
+        story = ExplanationBuilder(self.journal, lambda: ("critical", "batch"), "lab", is_shared=False).explain(
+            request_id
+        )
         assert story is not None
         return story
 
