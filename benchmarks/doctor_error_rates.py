@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from sidecar.tools.doctor.burst import Plan
-from sidecar.tools.doctor.judgment import Effect, Observed, judge
+from sidecar.tools.doctor.judgment import Effect, ServedRequest, judge
 from sidecar.tools.doctor.priority_fields import LEVELS
 
 Key = Callable[[int, int, random.Random], tuple[float, ...]]
@@ -78,10 +78,10 @@ SCHEDULERS: Mapping[str, Sequence[Key]] = {
 """By name, the queue of each replica that a burst is spread over."""
 
 
-def played(keys: Sequence[Key], plan: Plan, slots: int, chance: random.Random) -> Sequence[Observed]:
+def played(keys: Sequence[Key], plan: Plan, slots: int, chance: random.Random) -> Sequence[ServedRequest]:
     """The requests of a burst that had to wait for one of the `slots` of their replica, with their first tokens."""
     levels, lengths = plan.levels(), plan.lengths()
-    waited: list[Observed] = []
+    waited: list[ServedRequest] = []
     places = [chance.randrange(len(keys)) for _ in levels]
     for replica, key in enumerate(keys):
         arrivals = [arrival for arrival in range(plan.requests) if places[arrival] == replica]
@@ -89,7 +89,7 @@ def played(keys: Sequence[Key], plan: Plan, slots: int, chance: random.Random) -
         heapq.heapify(free_s)
         for arrival in sorted(arrivals[slots:], key=lambda one: key(levels[one], one, chance)):
             first_token_s = heapq.heappop(free_s)
-            waited.append(Observed(levels[arrival], arrival, first_token_s))
+            waited.append(ServedRequest(levels[arrival], arrival, first_token_s))
             heapq.heappush(free_s, first_token_s + lengths[arrival] * chance.uniform(0.95, 1.05))
     return waited
 

@@ -17,7 +17,7 @@ from sidecar.policy.rules import Shares, pool_rules
 from sidecar.policy.store import store_address
 from sidecar.pools import Ask
 from sidecar.pools.redis import Connect, RedisPool, connector
-from sidecar.pools.redis.connection import ANSWER_WITHIN_S, Connection
+from sidecar.pools.redis.connection import ANSWER_WITHIN_S, StoreConnection
 from sidecar.pools.redis.protocol import OK, Argument, read_reply
 
 POOL_TOKENS = 10_000
@@ -41,7 +41,7 @@ class Seen:
         self.by_requests = max(self.by_requests, self.held)
 
 
-class RecordingConnection(Connection):
+class RecordingConnection(StoreConnection):
     """Notes what every answer says is held, which the script computes behind all operations of its call."""
 
     def __init__(self, client: Any, pool: str, seen: Seen) -> None:
@@ -100,7 +100,7 @@ def _policy() -> Policy:
 def _watched(url: str, policy: Policy, seen: Seen) -> Connect:
     plain = connector(store_address(url), policy.pool)
 
-    async def connect() -> Connection:
+    async def connect() -> StoreConnection:
         return RecordingConnection((await plain())._client, policy.pool, seen)
 
     return connect

@@ -42,7 +42,7 @@ class Asked(NamedTuple):
     taken: Sequence[bytes]
 
 
-class Answer(NamedTuple):
+class SourceAnswer(NamedTuple):
     """One source's answer. `level` is None where it has none; `statement` is the field or header that it read.
 
     `refusal` is the request's error where the value has no meaning and no earlier source answers.
@@ -56,10 +56,10 @@ class Answer(NamedTuple):
 
 
 # The answers of most sources to a request that states no priority: made once.
-_NO_BODY = Answer(Source.BODY, None)
-_NO_HEADER = Answer(Source.HEADER, None)
-_NO_ENGINE = Answer(Source.ENGINE, None)
-_DEFAULT = Answer(Fallback.DEFAULT, None)
+_NO_BODY = SourceAnswer(Source.BODY, None)
+_NO_HEADER = SourceAnswer(Source.HEADER, None)
+_NO_ENGINE = SourceAnswer(Source.ENGINE, None)
+_DEFAULT = SourceAnswer(Fallback.DEFAULT, None)
 
 
 class Classification(msgspec.Struct):
@@ -90,7 +90,7 @@ class Classifier:
         self._policy = policy
         self._dialect = dialect
         self._last = len(policy.tiers) - 1
-        consults: Mapping[Source, Callable[[Asked, Tenant], Answer]] = {
+        consults: Mapping[Source, Callable[[Asked, Tenant], SourceAnswer]] = {
             Source.BODY: self._body,
             Source.HEADER: self._header,
             Source.ENDPOINT: lambda asked, _: self._of_endpoint[asked.endpoint.level],
@@ -98,8 +98,8 @@ class Classifier:
             Source.ENGINE: self._engine,
         }
         levels = [None, *range(len(policy.tiers))]
-        self._of_endpoint = {level: Answer(Source.ENDPOINT, level) for level in levels}
-        self._of_key = {level: Answer(Source.KEY, level) for level in levels}
+        self._of_endpoint = {level: SourceAnswer(Source.ENDPOINT, level) for level in levels}
+        self._of_key = {level: SourceAnswer(Source.KEY, level) for level in levels}
         self._consults = tuple(consults[source] for source in policy.sources)
 
     def tenant(self, headers: Mapping[bytes, bytes]) -> Tenant:
@@ -134,7 +134,7 @@ class Classifier:
             ignored=tuple([name for name in self.statements(asked) if name != won.statement]),
         )
 
-    def answers(self, asked: Asked, tenant: Tenant) -> list[Answer]:
+    def answers(self, asked: Asked, tenant: Tenant) -> list[SourceAnswer]:
         """All sources' answers, in the policy's order, including those after the winner: for `sidecar explain`."""
         return [consult(asked, tenant) for consult in self._consults]
 
@@ -147,7 +147,7 @@ class Classifier:
             found.append(self._policy.tier_header.decode("latin-1"))
         return found
 
-    def _body(self, asked: Asked, tenant: Tenant) -> Answer:  # noqa: ARG002  # every source is asked alike
+    def _body(self, asked: Asked, tenant: Tenant) -> SourceAnswer:  # noqa: ARG002  # every source is asked alike
         raw = asked.payload.priority
         # Where the engine's own priorities count, a number in `priority` is the engine's; a name is always a tier's.
         if raw in (None, b"null") or (Source.ENGINE in self._policy.sources and self._is_engines(asked.payload)):
@@ -163,7 +163,7 @@ class Classifier:
         stated = self._dialect.asked(payload, {})
         return stated is not None and stated.statement == "priority"
 
-    def _header(self, asked: Asked, tenant: Tenant) -> Answer:  # noqa: ARG002
+    def _header(self, asked: Asked, tenant: Tenant) -> SourceAnswer:  # noqa: ARG002
         raw = asked.headers.get(self._policy.tier_header)
         if raw is None:
             return _NO_HEADER
@@ -175,7 +175,7 @@ class Classifier:
                 value = float(text)
         return self._answer(Source.HEADER, name, value, raw)
 
-    def _engine(self, asked: Asked, tenant: Tenant) -> Answer:  # noqa: ARG002
+    def _engine(self, asked: Asked, tenant: Tenant) -> SourceAnswer:  # noqa: ARG002
         stated = self._dialect.asked(asked.payload, asked.headers)
         if stated is None:
             return _NO_ENGINE
@@ -188,19 +188,19 @@ class Classifier:
             ),
             self._last,
         )
-        return Answer(Source.ENGINE, level, stated.statement, f"{stated.value:g}")
+        return SourceAnswer(Source.ENGINE, level, stated.statement, f"{stated.value:g}")
 
-    def _answer(self, source: Source, where: str, value: object, raw: bytes) -> Answer:
+    def _answer(self, source: Source, where: str, value: object, raw: bytes) -> SourceAnswer:
         """The level of a tier's name, or of a number in [0, 1] with 1 the most important, rounded to the nearest."""
         if isinstance(value, str) and (level := self._policy.level_of(value)) is not None:
-            return Answer(source, level, where, _shown(raw))
+            return SourceAnswer(source, level, where, _shown(raw))
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
-            return Answer(source, self._last - floor(value * self._last + 0.5), where, _shown(raw))
+            return SourceAnswer(source, self._last - floor(value * self._last + 0.5), where, _shown(raw))
         tiers = ", ".join(tier.name for tier in self._policy.tiers)
         refusal = UnknownTier(
             f"{where}: {_shown(raw)} is no tier; send one of {tiers}, or a number from 0 to 1 (1 is the most important)"
         )
-        return Answer(source, None, where, _shown(raw), refusal)
+        return SourceAnswer(source, None, where, _shown(raw), refusal)
 
 
 def api_key(headers: Mapping[bytes, bytes]) -> bytes | None:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from sidecar.admin.stream import Stream
+from sidecar.admin.stream import OverviewStream
 from sidecar.cluster.overview import Generations, PoolOverview
 from sidecar.cluster.report import Sources
 from sidecar.explain.builder import ExplanationBuilder
@@ -35,7 +35,7 @@ class LivePages:
 
     def __init__(self, sources: Sources, generations: Generations | None = None) -> None:
         self.live = PoolOverview(sources, generations=generations)
-        self.stream = Stream(self._document)
+        self.stream = OverviewStream(self._document)
 
     async def open(self) -> None:
         """Begins to watch who waits, and to hear of the other replicas."""

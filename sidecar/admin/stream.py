@@ -32,7 +32,7 @@ _HEADERS = [
 ]
 
 
-class Stream:
+class OverviewStream:
     """An ASGI app. `document` makes the overview as JSON; it is called in the event loop.
 
     `every_s` and `stalled_s` are for tests.

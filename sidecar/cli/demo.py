@@ -20,7 +20,7 @@ from sidecar.cli.output import reporter, unwritable, write_json
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.store import store_address
 from sidecar.tools.demo.clients import arrivals
-from sidecar.tools.demo.runs import CannotStart, Place, Sharing, play_run, sentence, servers, shared, table
+from sidecar.tools.demo.runs import CannotStart, RunServers, Sharing, play_run, sentence, servers, shared, table
 
 EXAMPLE = "  sidecar demo --json demo.json\n  sidecar demo --replicas 3 --store redis://127.0.0.1:6379/0"
 LONGEST_S = 600.0  # the clients give up on an answer after a minute, and a longer run only builds a longer queue
@@ -103,7 +103,7 @@ def _store(text: str) -> str:
     return text
 
 
-def _keep(place: Place, out: TextIO) -> None:
+def _keep(place: RunServers, out: TextIO) -> None:
     port, *others = place.sidecars
     beside = f" The other replicas are on the ports {', '.join(map(str, others))}." if others else ""
     print(

@@ -23,7 +23,7 @@ _BOLD, _DIM, _RED, _GREEN = "1", "2", "31", "32"
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class TerminalStyle:
     """How wide it is, whether in colors, and whether its characters go beyond ASCII."""
 
     width: int
@@ -47,9 +47,9 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def draw(overview: Overview, look: Look) -> list[str]:
+def draw(overview: Overview, look: TerminalStyle) -> list[str]:
     """All lines, the most important first, so that a short window cuts off the end."""
-    look = Look(max(NARROWEST, look.width), look.colors, look.unicode)
+    look = TerminalStyle(max(NARROWEST, look.width), look.colors, look.unicode)
     return [
         *_head(overview, look),
         "",
@@ -63,7 +63,7 @@ def draw(overview: Overview, look: Look) -> list[str]:
     ]
 
 
-def _head(overview: Overview, look: Look) -> list[str]:
+def _head(overview: Overview, look: TerminalStyle) -> list[str]:
     where = "one process" if overview.store is None else f"store {overview.store['state']}"
     facts = f"{overview.pool}  {overview.engine}  policy {overview.generation}  {where}"
     clock = strftime("%H:%M:%S", localtime(overview.at_s))
@@ -86,7 +86,7 @@ def wrapped(text: str, width: int) -> list[str]:
     return [line[start : start + width] for line in lines for start in range(0, max(1, len(line)), width)]
 
 
-def _pool(overview: Overview, look: Look) -> list[str]:
+def _pool(overview: Overview, look: TerminalStyle) -> list[str]:
     return [
         line
         for name in ("tokens", "requests")
@@ -95,7 +95,7 @@ def _pool(overview: Overview, look: Look) -> list[str]:
     ]
 
 
-def _bar(overview: Overview, look: Look, name: str, whole: int) -> list[str]:
+def _bar(overview: Overview, look: TerminalStyle, name: str, whole: int) -> list[str]:
     """One character for each equal part of the pool: the tier's first letter, or a dot where it is free."""
     held = getattr(overview.held, name)
     said = f"{count(held)} of {count(whole)}, {count(getattr(overview.free, name))} free"
@@ -112,7 +112,7 @@ def _bar(overview: Overview, look: Look, name: str, whole: int) -> list[str]:
     return [f"{bar} {said}"] if fits else [bar, " " * _LABEL + said]
 
 
-def _tiers(overview: Overview, look: Look) -> list[str]:
+def _tiers(overview: Overview, look: TerminalStyle) -> list[str]:
     columns = _Columns.fitting(overview, look)
     title = look.cut("TIER", columns.name)
     title += f"  {'HOLDS':>12}" if columns.holds else ""
@@ -134,7 +134,7 @@ class _Columns(NamedTuple):
     overtaken: int
 
     @classmethod
-    def fitting(cls, overview: Overview, look: Look) -> _Columns:
+    def fitting(cls, overview: Overview, look: TerminalStyle) -> _Columns:
         """As many as fit into the width, the most important first."""
         left = look.width - 30  # queued, oldest, starved
         name = min(left, _NAME_MOST, max(len(printable(tier.tier)) for tier in overview.tiers) + 1)
@@ -146,7 +146,7 @@ class _Columns(NamedTuple):
         return cls(name, holds, spark, left - 2 if left - 2 >= _OVERTAKEN_LEAST else 0)
 
 
-def _tier(tier: TierView, columns: _Columns, look: Look) -> list[str]:
+def _tier(tier: TierView, columns: _Columns, look: TerminalStyle) -> list[str]:
     line = look.paint(look.cut(tier.tier, columns.name), _COLORS[tier.level % len(_COLORS)], _BOLD)
     line += f"  {count(tier.held.tokens or 0)} / {count(tier.held.requests or 0)}".rjust(14) if columns.holds else ""
     line += f"  {count(tier.queued.requests or 0):>6}  {_oldest(tier, look)}"
@@ -158,7 +158,7 @@ def _tier(tier: TierView, columns: _Columns, look: Look) -> list[str]:
     return [line, *(f"    {part}" for part in wrapped(f"overtaken by {by}", look.width - 4) if by != "-"), *more]
 
 
-def _oldest(tier: TierView, look: Look) -> str:
+def _oldest(tier: TierView, look: TerminalStyle) -> str:
     if tier.oldest is None:
         return f"{'-':>9}  {'-':>9}"
     starves = tier.oldest.starvation_s >= STARVES_FROM_S
@@ -166,7 +166,7 @@ def _oldest(tier: TierView, look: Look) -> str:
     return f"{short_duration(tier.oldest.wait_s):>9}  {look.paint(starved, _RED, _BOLD) if starves else starved}"
 
 
-def spark(tier: TierView, look: Look) -> str:
+def spark(tier: TierView, look: TerminalStyle) -> str:
     """The longest wait of every quarter of a minute; in red where most of it was starvation."""
     size = len(tier.recent) // _SPARK or 1
     parts = [tier.recent[start : start + size] for start in range(0, len(tier.recent), size)][-_SPARK:]
@@ -189,7 +189,7 @@ def overtaken(tier: TierView) -> str:
     return ", ".join(said) or "-"
 
 
-def _tenants(tenants: Sequence[TenantView], look: Look) -> list[str]:
+def _tenants(tenants: Sequence[TenantView], look: TerminalStyle) -> list[str]:
     if not tenants:
         return []
     width = look.width - 32
@@ -201,7 +201,7 @@ def _tenants(tenants: Sequence[TenantView], look: Look) -> list[str]:
     return [*lines, ""]
 
 
-def _replicas(replicas: Sequence[ReplicaView], generation: str, look: Look) -> list[str]:
+def _replicas(replicas: Sequence[ReplicaView], generation: str, look: TerminalStyle) -> list[str]:
     width = look.width - 32
     lines = [look.paint(f"{'REPLICA':<{width}}  {'SEEN':>8}  {'RUNNING':>8}  {'WAITING':>8}", _DIM)]
     for one in replicas:
@@ -212,7 +212,7 @@ def _replicas(replicas: Sequence[ReplicaView], generation: str, look: Look) -> l
     return [*lines, ""]
 
 
-def _refusals(refusals: Sequence[RefusalView], look: Look) -> list[str]:
+def _refusals(refusals: Sequence[RefusalView], look: TerminalStyle) -> list[str]:
     if not refusals:
         return []
     groups: dict[tuple[str | None, ...], list[RefusalView]] = {}
@@ -224,7 +224,7 @@ def _refusals(refusals: Sequence[RefusalView], look: Look) -> list[str]:
     return lines
 
 
-def _refusal(newest: RefusalView, times: int, look: Look) -> list[str]:
+def _refusal(newest: RefusalView, times: int, look: TerminalStyle) -> list[str]:
     clock = strftime("%H:%M:%S", localtime(newest.at_s))
     waited = f" after {short_duration(newest.waited_s)}" if newest.waited_s else ""
     who = "not known" if newest.tier is None else f"{newest.tier}, {newest.tenant}"

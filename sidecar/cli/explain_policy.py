@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sidecar.apis import Api
-from sidecar.classify import Answer, Asked, Classification, Classifier
+from sidecar.classify import Asked, Classification, Classifier, SourceAnswer
 from sidecar.cli.output import write_json
 from sidecar.engines.base import Engine
 from sidecar.engines.registry import client_headers
@@ -126,7 +126,7 @@ class _Explanation:
             "weight": tenant.weight,
         }
 
-    def _source(self, answer: Answer) -> Found:
+    def _source(self, answer: SourceAnswer) -> Found:
         return {
             "source": answer.source.value,
             "statement": answer.statement,

@@ -28,8 +28,8 @@ from sidecar.tools.loadgen.connection import Target
 from sidecar.tools.replay.plan import TIER_HEADER, Asking, BadTier, By, Sizing, assign, ladder, rounding_s, schedule
 from sidecar.tools.replay.prompts import Writer
 from sidecar.tools.replay.report import report
-from sidecar.tools.replay.run import Played, Replay, UnknownEngine, Upstream, find, play_run, runs, too_long
-from sidecar.tools.replay.server import NoAnswer
+from sidecar.tools.replay.run import Played, Replay, ReplayTarget, UnknownEngine, find, play_run, runs, too_long
+from sidecar.tools.replay.server import ServerNoAnswer
 from sidecar.tools.replay.table import advice, figures_as_json, kinds, requests_as_jsonl, table
 from sidecar.tools.replay.trace import BadTrace, Row, Trace, read_trace
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         return _said(str(error), 2, prefix="")
     except (BadTier, UnknownEngine, NoTokenizer, BadKeys) as error:
         return _said(str(error), 2)
-    except NoAnswer as error:
+    except ServerNoAnswer as error:
         return _said(str(error), 1)
 
 
@@ -109,7 +109,7 @@ class _Command:
             raise BadTrace(f"{trace.name}: no request is sent within {args.duration:g} s")
         return rows, jitter_s
 
-    async def _find(self) -> Upstream:
+    async def _find(self) -> ReplayTarget:
         args = self.args
         tokenizer = args.tokenizer or (None if self.policy is None else self.policy.tokenizer)
         return await find(
@@ -126,14 +126,14 @@ class _Command:
         keys = list(self.args.key.values())
         return self.args.api_key or (keys[len(keys) // 2] if keys else None)
 
-    def _asking(self, tiers: Sequence[str], upstream: Upstream) -> Asking:
+    def _asking(self, tiers: Sequence[str], upstream: ReplayTarget) -> Asking:
         engine = upstream.engine
         if engine is NoEngine and self.policy is not None:
             engine = self.policy.engine
         header = TIER_HEADER if self.policy is None else self.policy.tier_header.decode()
         return Asking(self.args.by, tiers, engine, header, self.args.key, self._shared_key())
 
-    def _writer(self, upstream: Upstream) -> Writer:
+    def _writer(self, upstream: ReplayTarget) -> Writer:
         args = self.args
         return Writer(
             api=Api.COMPLETIONS if args.completions else Api.CHAT,

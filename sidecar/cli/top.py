@@ -14,7 +14,7 @@ import sys
 
 from sidecar.cli.admin_client import ADMIN, CannotSee, admin_url, page_of
 from sidecar.cli.arguments import duration_s
-from sidecar.cli.drawing import Look, draw
+from sidecar.cli.drawing import TerminalStyle, draw
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
 from sidecar.cli.terminal import can_draw, drawn_on
 from sidecar.cluster.document import Overview
@@ -70,12 +70,12 @@ def _watch(overview: Overview, args: argparse.Namespace) -> None:
                 trouble = str(problem)
 
 
-def _look(width: int) -> Look:
+def _look(width: int) -> TerminalStyle:
     """How the output can be written on: in colors only on a terminal whose user did not forbid them."""
     is_terminal = sys.stdout.isatty()
     colors = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
     speaks_unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-    return Look(width, colors, speaks_unicode)
+    return TerminalStyle(width, colors, speaks_unicode)
 
 
 def _overview(admin: str) -> Overview:

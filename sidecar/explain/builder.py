@@ -12,12 +12,12 @@ from sidecar.explain.document import (
     AdmissionDetails,
     AdmittedAhead,
     AheadGroup,
+    AttemptDetails,
     Ending,
     Explanation,
-    FirstByte,
-    Obstacle,
-    PreemptedAttempt,
-    Refusal,
+    FirstByteDetails,
+    ObstacleDetails,
+    RefusalDetails,
     RequestFacts,
     UnknownAhead,
     WaitDetails,
@@ -76,7 +76,7 @@ class ExplanationBuilder:
             admitted=self._let_in(record),
             answered=None
             if record.first_byte is None
-            else FirstByte(record.wall_s(record.first_byte.at_us), record.first_byte.status),
+            else FirstByteDetails(record.wall_s(record.first_byte.at_us), record.first_byte.status),
             ended=_ended(record),
             refused=_turned_away(record),
         )
@@ -188,12 +188,12 @@ def _groups(ahead: Sequence[AdmittedAhead]) -> list[AheadGroup]:
     return sorted(groups, key=lambda group: (not group.came_later, -group.requests))
 
 
-def _gave_way(record: RequestRecord, now_us: int) -> list[PreemptedAttempt]:
+def _gave_way(record: RequestRecord, now_us: int) -> list[AttemptDetails]:
     end = record.waited
     ends_us = [*(lost.admitted.at_us for lost in record.lost[1:]), now_us if end is None else end.at_us]
     began_us = [record.arrived_us, *(lost.preempted.at_us for lost in record.lost)]
     return [
-        PreemptedAttempt(
+        AttemptDetails(
             admitted_at_s=record.wall_s(lost.admitted.at_us),
             preempted_at_s=record.wall_s(lost.preempted.at_us),
             queue_wait_s=0.0 if lost.queued is None else (lost.admitted.at_us - since_us) / 1e6,
@@ -204,12 +204,12 @@ def _gave_way(record: RequestRecord, now_us: int) -> list[PreemptedAttempt]:
     ]
 
 
-def _in_the_way(record: RequestRecord) -> Obstacle | None:
+def _in_the_way(record: RequestRecord) -> ObstacleDetails | None:
     """The cause of its first wait; a later wait is caused by a preemption."""
     queued = record.lost[0].queued if record.lost else record.queued
     if queued is None:
         return None
-    return Obstacle(record.wall_s(queued.at_us), queued.obstacle.value, queued.explanation)
+    return ObstacleDetails(record.wall_s(queued.at_us), queued.obstacle.value, queued.explanation)
 
 
 def _ended(record: RequestRecord) -> Ending | None:
@@ -227,8 +227,8 @@ def _ended(record: RequestRecord) -> Ending | None:
     )
 
 
-def _turned_away(record: RequestRecord) -> Refusal | None:
+def _turned_away(record: RequestRecord) -> RefusalDetails | None:
     refused = record.refused
     if refused is None:
         return None
-    return Refusal(record.wall_s(refused.at_us), refused.status, refused.code, refused.message)
+    return RefusalDetails(record.wall_s(refused.at_us), refused.status, refused.code, refused.message)

@@ -24,7 +24,7 @@ class RequestFacts(msgspec.Struct, frozen=True):
     downgraded_from: str | None = None
 
 
-class Obstacle(msgspec.Struct, frozen=True):
+class ObstacleDetails(msgspec.Struct, frozen=True):
     """Why it was not admitted as it came."""
 
     found_at_s: float
@@ -93,7 +93,7 @@ class AdmissionDetails(msgspec.Struct, frozen=True):
     engine_priority: float | None
 
 
-class PreemptedAttempt(msgspec.Struct, frozen=True):
+class AttemptDetails(msgspec.Struct, frozen=True):
     """It was admitted, and preempted before its first byte: `engine_s` of the engine's time are lost.
 
     `queue_wait_s` is how long it had waited until then, since its arrival or the preemption before. `waited_again_s` is
@@ -107,7 +107,7 @@ class PreemptedAttempt(msgspec.Struct, frozen=True):
     waited_again_s: float
 
 
-class FirstByte(msgspec.Struct, frozen=True):
+class FirstByteDetails(msgspec.Struct, frozen=True):
     """The first byte of the answer went out."""
 
     first_byte_at_s: float
@@ -126,7 +126,7 @@ class Ending(msgspec.Struct, frozen=True):
     error: str | None
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class RefusalDetails(msgspec.Struct, frozen=True):
     """It was refused. `status` is None where the client had disconnected."""
 
     refused_at_s: float
@@ -155,10 +155,10 @@ class Explanation(msgspec.Struct, frozen=True):
     span_id: str | None = None
     others: int = 0
     asked: RequestFacts | None = None
-    in_the_way: Obstacle | None = None
+    in_the_way: ObstacleDetails | None = None
     wait: WaitDetails | None = None
-    preempted: list[PreemptedAttempt] = []
+    preempted: list[AttemptDetails] = []
     admitted: AdmissionDetails | None = None
-    answered: FirstByte | None = None
+    answered: FirstByteDetails | None = None
     ended: Ending | None = None
-    refused: Refusal | None = None
+    refused: RefusalDetails | None = None

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 from sidecar.durations import exact_duration
 from sidecar.events import Admitted, Classified, Outcome
-from sidecar.explain.document import AheadGroup, Ending, Explanation, Obstacle, PreemptedAttempt, Refusal, WaitDetails
+from sidecar.explain.document import (
+    AheadGroup,
+    AttemptDetails,
+    Ending,
+    Explanation,
+    ObstacleDetails,
+    RefusalDetails,
+    WaitDetails,
+)
 from sidecar.telemetry.request_record import RequestRecord, failure_description
 
 
@@ -54,23 +62,23 @@ def _preempted(story: Explanation) -> str:
     return "; ".join(parts)
 
 
-def _at_first(first: PreemptedAttempt) -> str:
+def _at_first(first: AttemptDetails) -> str:
     return f"waited {exact_duration(first.queue_wait_s)}" if first.queue_wait_s else "admitted at once"
 
 
-def _gave_way(attempt: PreemptedAttempt) -> str:
+def _gave_way(attempt: AttemptDetails) -> str:
     return (
         f"preempted after {exact_duration(attempt.engine_s)} at the engine: its room went to a more important request"
     )
 
 
-def _turned_away(refused: Refusal) -> str:
+def _turned_away(refused: RefusalDetails) -> str:
     if refused.status is None:
         return refused.message
     return f"refused with {refused.status} {refused.code}: {refused.message}"
 
 
-def _reason(in_the_way: Obstacle | None, wait: WaitDetails) -> str:
+def _reason(in_the_way: ObstacleDetails | None, wait: WaitDetails) -> str:
     overtook = [group for group in wait.groups if group.came_later]
     if overtook:
         return _went_ahead(overtook)

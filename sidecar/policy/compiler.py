@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from sidecar.apis import Api, infer_api
 from sidecar.policy.fields import ANONYMOUS, Context
-from sidecar.policy.model import Endpoint, Limits, Policy, Promises, Tenant, Tier
+from sidecar.policy.model import Endpoint, Limits, Policy, ServiceObjectives, Tenant, Tier
 from sidecar.policy.problems import Path, Place, PolicyError, Problem, printable
 from sidecar.policy.rules import EngineCapacity, PoolRules, Shares, pool_rules
 from sidecar.policy.schema import EndpointBody, FileModel, LimitsBody, PoolFile, Slo, TenantFile, TierBody
@@ -203,12 +203,12 @@ def _tier(name: str, level: int, body: TierBody) -> Tier:
         max_waiting=body.queue.max_requests if body.queue else None,
         max_wait_s=_seconds(body.queue.max_wait) if body.queue else None,
         max_request_tokens=body.max_request_tokens,
-        slo=_promises(body.slo) if body.slo else Promises(),
+        slo=_promises(body.slo) if body.slo else ServiceObjectives(),
     )
 
 
-def _promises(slo: Slo) -> Promises:
-    return Promises(_seconds(slo.ttft), _seconds(slo.queue_wait), _seconds(slo.starvation))
+def _promises(slo: Slo) -> ServiceObjectives:
+    return ServiceObjectives(_seconds(slo.ttft), _seconds(slo.queue_wait), _seconds(slo.starvation))
 
 
 def _seconds(duration: Fraction | None) -> float | None:

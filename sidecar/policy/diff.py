@@ -14,7 +14,7 @@ from typing import Any
 
 from sidecar.durations import policy_duration
 from sidecar.engines.base import Engine
-from sidecar.policy.model import Endpoint, Limits, Policy, Promises, Tenant
+from sidecar.policy.model import Endpoint, Limits, Policy, ServiceObjectives, Tenant
 from sidecar.policy.rules import UNLIMITED, EngineCapacity, PoolRules
 
 MOST_TOLD = 20
@@ -92,7 +92,7 @@ class _Telling:
             old, new = getattr(before, name), getattr(after, name)
             if old == new or (but and name in but):
                 continue
-            if isinstance(old, Promises | Limits):
+            if isinstance(old, ServiceObjectives | Limits):
                 yield from self._record(f"{about}{_key(name)} ", old, new)
             else:
                 yield from _changed(f"{about}{_key(name)}", self._value(name, old), self._value(name, new))

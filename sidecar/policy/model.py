@@ -73,7 +73,7 @@ MAX_CHOICES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Promises:
+class ServiceObjectives:
     """The promises of a tier, in seconds; None where there is none."""
 
     ttft_s: float | None = None
@@ -97,7 +97,7 @@ class Tier:
     max_waiting: int | None = None
     max_wait_s: float | None = None
     max_request_tokens: int | None = None
-    slo: Promises = Promises()
+    slo: ServiceObjectives = ServiceObjectives()
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class PolicyReloader:
             _log.exception("a defect in the sidecar: %s", said, extra={"event": "defect"})
         self._notice = said
 
-    def _heed(self, look: Look, *, is_asked: bool) -> None:
+    def _heed(self, look: FilesReading, *, is_asked: bool) -> None:
         """Does what the files say, where that can be done."""
         had_notice, self._notice = self._notice is not None, None
         running = self._governed.policy
@@ -165,13 +165,13 @@ _Signature = frozenset[tuple[str, int, int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class FilesReading:
     """Content of the files: a policy, or in `problem` the reason why they cannot be used."""
 
     loaded: Loaded | None
     problem: str | None
 
-    def says_as(self, other: Look | None) -> bool:
+    def says_as(self, other: FilesReading | None) -> bool:
         """Whether both say the same: the same contents, or the same mistake."""
         return other is not None and (self.generation, self.problem) == (other.generation, other.problem)
 
@@ -187,7 +187,7 @@ class _Change:
 
     signature: _Signature
     since_s: float
-    found: Look | None = None
+    found: FilesReading | None = None
 
 
 class PolicyFiles:
@@ -198,7 +198,7 @@ class PolicyFiles:
         self._clock = clock
         self._pattern: str | None = None
         self._told: _Signature | None = None
-        self._latest: Look | None = None
+        self._latest: FilesReading | None = None
         self._change: _Change | None = None
 
     @property
@@ -206,7 +206,7 @@ class PolicyFiles:
         """Whether the files differ from those reported last; another look soon will say more."""
         return self._change is not None
 
-    def look(self, *, at_once: bool = False) -> Look | None:
+    def look(self, *, at_once: bool = False) -> FilesReading | None:
         """The files' content now; None where nothing has changed, or where they are still changing. Reads the disk.
 
         `at_once` reads and reports them as they are, also where nothing has changed.
@@ -222,7 +222,7 @@ class PolicyFiles:
             change = self._change = _Change(signature, self._clock())
         return self._look_at(change, at_once=at_once)
 
-    def _look_at(self, change: _Change, *, at_once: bool) -> Look | None:
+    def _look_at(self, change: _Change, *, at_once: bool) -> FilesReading | None:
         still_s = self._clock() - change.since_s
         if still_s < STILL_S and not at_once:
             return None
@@ -240,15 +240,15 @@ class PolicyFiles:
         before, self._latest = self._latest, found
         return None if found.says_as(before) and not at_once else found
 
-    def _read(self) -> Look:
+    def _read(self) -> FilesReading:
         try:
             loaded = load_files(self.path)
         except PolicyError as error:
-            return Look(None, str(error))
+            return FilesReading(None, str(error))
         except (OSError, ValueError) as error:
-            return Look(None, f"{self.path}: {error}")
+            return FilesReading(None, f"{self.path}: {error}")
         self._pattern = str((loaded.pool.data or {}).get("tenants") or "")
-        return Look(loaded, None)
+        return FilesReading(loaded, None)
 
     def _signature(self) -> _Signature:
         """Changes with any file, its content's date, and what a symbolic link leads to (a ConfigMap is swapped so)."""

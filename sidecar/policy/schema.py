@@ -96,7 +96,7 @@ class Slo(FileModel):
     )
 
 
-class Queue(FileModel):
+class QueueBody(FileModel):
     """How much may wait."""
 
     max_requests: of.Count | None = _key(None, "Requests that may wait; one more is refused. Default: no bound.", "10k")
@@ -130,7 +130,7 @@ class TierBody(FileModel):
         "500ms",
     )
     slo: Slo | None = _key(None, "What this tier promises.")
-    queue: Queue | None = _key(None, "How much may wait in this tier. Default: no bounds.")
+    queue: QueueBody | None = _key(None, "How much may wait in this tier. Default: no bounds.")
     default_output_tokens: of.PositiveCount = _key(
         512,  # a long chat answer: rather too much than an overfull KV cache; real usage gives back the difference
         "What a request without a maximum of its own is taken to produce, until usage says better.",

@@ -96,7 +96,7 @@ class _Promise:
         self.is_over = False
 
 
-class Promises:
+class HeldPlaces:
     """The promises of one tier's queue. `now_us` never goes back from call to call."""
 
     def __init__(self) -> None:
@@ -221,7 +221,7 @@ class QueuePlaces:
         self.replicas = 1
         self._sizes = sizes
         self._drain_rates = tuple(DrainRate() for _ in range(tiers))
-        self._promises = tuple(Promises() for _ in range(tiers))
+        self._promises = tuple(HeldPlaces() for _ in range(tiers))
 
     def admitted(self, tier: int, now_us: int, count: int = 1) -> None:
         """Counts requests that left a queue for the engine, or needed none."""

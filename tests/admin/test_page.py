@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sidecar.admin.routes import HEADERS, PAGE
-from sidecar.admin.stream import Stream
+from sidecar.admin.stream import OverviewStream
 from sidecar.cluster.document import Amount, Promised, RefusalView, ReplicaView, TenantView
 from tests.cluster.replicas import Replica, overload, replicas
 from tests.cluster.views import gave_way, overview, starved, tier
@@ -44,7 +44,7 @@ class Shown:
 
     def __init__(self) -> None:
         self.overview: Any = overview()
-        self.stream = Stream(lambda: msgspec.json.encode(self.overview), every_s=0.05)
+        self.stream = OverviewStream(lambda: msgspec.json.encode(self.overview), every_s=0.05)
         page = Route("/", lambda _: Response(PAGE, media_type="text/html", headers=HEADERS))
         self.app = Starlette(routes=[page, Route("/overview/stream", self.stream, methods=["GET"])])
 

@@ -15,7 +15,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from sidecar.admin.stream import MOST_VIEWERS, Stream
+from sidecar.admin.stream import MOST_VIEWERS, OverviewStream
 from tests.support.serving import serving
 
 pytestmark = pytest.mark.anyio
@@ -36,8 +36,8 @@ class Made:
 
 
 @asynccontextmanager
-async def streaming(made: Made, **settings: Any) -> AsyncIterator[tuple[Stream, str, int]]:
-    stream = Stream(made, every_s=EVERY_S, **settings)
+async def streaming(made: Made, **settings: Any) -> AsyncIterator[tuple[OverviewStream, str, int]]:
+    stream = OverviewStream(made, every_s=EVERY_S, **settings)
     async with serving(Starlette(routes=[Route("/s", stream, methods=["GET"])])) as served:
         yield stream, f"{served.url}/s", served.port
 
@@ -129,7 +129,7 @@ async def test_a_defect_of_one_second_does_not_end_the_stream() -> None:
             raise RuntimeError("a defect")
         return made()
 
-    stream = Stream(sometimes, every_s=EVERY_S)
+    stream = OverviewStream(sometimes, every_s=EVERY_S)
     async with (
         serving(Starlette(routes=[Route("/s", stream, methods=["GET"])])) as served,
         aiohttp.ClientSession() as client,

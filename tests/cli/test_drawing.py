@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from sidecar.cli.drawing import NARROWEST, Look, draw, wrapped
+from sidecar.cli.drawing import NARROWEST, TerminalStyle, draw, wrapped
 from sidecar.cluster.document import Amount, RefusalView, ReplicaView, TenantView
 from tests.cluster.views import gave_way, overview, starved, tier
 
@@ -19,7 +19,7 @@ def plain(lines: list[str]) -> list[str]:
 
 def test_it_says_who_starves_and_shows_every_tier() -> None:
     shown = overview()
-    lines = draw(shown, Look(120))
+    lines = draw(shown, TerminalStyle(120))
     assert shown.headline in " ".join(lines)
     batch = next(line for line in lines if line.startswith("batch   "))
     assert re.search(r"20k / 20 +30 +3 m 12 s +2 m 40 s .*high 41x \(level, reserve\)$", batch)
@@ -33,7 +33,7 @@ def test_it_says_who_starves_and_shows_every_tier() -> None:
 @pytest.mark.parametrize("width", [NARROWEST, 140])
 def test_what_was_preempted_and_what_that_cost_is_below_its_tier(width: int) -> None:
     refused = RefusalView(1.0, "batch", "acme", "queue_timeout", 503, "no room", "id", 2.0, "one", preempted=1)
-    lines = draw(overview(tier("high"), gave_way(), refusals=[refused]), Look(width))
+    lines = draw(overview(tier("high"), gave_way(), refusals=[refused]), TerminalStyle(width))
     (at,) = [number for number, line in enumerate(lines) if line.startswith("batch ")]
     assert " ".join(" ".join(lines[at + 1 : at + 3]).split()).startswith("preempted 3 times, 9.6 s at the engine lost")
     assert sum("preempted" in line for line in lines[:at]) == 0
@@ -54,15 +54,15 @@ def test_no_line_is_wider_than_the_terminal(width: int, colors: bool) -> None:
         refusals=[RefusalView(1.0, "t" * 50, "u" * 50, "code", 503, "m" * 300, "i" * 128, 1.0, "one")],
         notices=["n" * 300],
     )
-    lines = plain(draw(long, Look(width, colors)))
+    lines = plain(draw(long, TerminalStyle(width, colors)))
     assert max(len(line) for line in lines) <= max(NARROWEST, width)
 
 
 def test_colors_only_where_they_are_wanted() -> None:
-    assert "\x1b" not in "".join(draw(overview(), Look(100, colors=False)))
-    colored = draw(overview(), Look(100, colors=True))
+    assert "\x1b" not in "".join(draw(overview(), TerminalStyle(100, colors=False)))
+    colored = draw(overview(), TerminalStyle(100, colors=True))
     assert "\x1b[" in "".join(colored)
-    assert plain(colored) == draw(overview(), Look(100, colors=False))
+    assert plain(colored) == draw(overview(), TerminalStyle(100, colors=False))
 
 
 def test_a_terminal_obeys_nothing_that_comes_from_a_request() -> None:
@@ -76,21 +76,21 @@ def test_a_terminal_obeys_nothing_that_comes_from_a_request() -> None:
         notices=[HOSTILE],
     )
     for width in (60, 140):
-        text = "".join(draw(shown, Look(width)))
+        text = "".join(draw(shown, TerminalStyle(width)))
         assert text.isprintable()
         assert "name" in text
 
 
 def test_an_ascii_terminal_gets_ascii() -> None:
     for width in (50, 120):
-        "".join(draw(overview(), Look(width, unicode=False))).encode("ascii")
+        "".join(draw(overview(), TerminalStyle(width, unicode=False))).encode("ascii")
 
 
 def test_an_empty_and_an_unbounded_pool_can_be_drawn() -> None:
     nothing = overview(
         tier("only", reserve=Amount(), limit=Amount()), capacity=Amount(), free=Amount(), tenants=[], refusals=[]
     )
-    lines = draw(nothing, Look(100))
+    lines = draw(nothing, TerminalStyle(100))
     assert "No request waits." in lines
     assert not any(line.startswith(("tokens", "requests", "TENANT", "LAST")) for line in lines)
 
@@ -99,14 +99,18 @@ def test_a_flood_of_the_same_refusal_is_one_line() -> None:
     refusals = [
         RefusalView(100.0 - n, "batch", "acme", "queue_full", 503, "no", f"id-{n}", 0.0, "one") for n in range(9)
     ]
-    lines = draw(overview(refusals=refusals), Look(100))
+    lines = draw(overview(refusals=refusals), TerminalStyle(100))
     assert [line.split("  ")[-1] for line in lines if "queue_full" in line] == ["queue_full (9x): no"]
     assert sum("id-" in line for line in lines) == 1
 
 
 def test_a_replica_that_runs_another_policy_is_marked() -> None:
     named = [ReplicaView(f"r{n}", "host", 1, 0, 0.0, run) for n, run in enumerate(("abc", "def", ""))]
-    lines = [line for line in draw(overview(replicas=named, generation="abc"), Look(100)) if line.startswith("host r")]
+    lines = [
+        line
+        for line in draw(overview(replicas=named, generation="abc"), TerminalStyle(100))
+        if line.startswith("host r")
+    ]
     assert ["policy" in line for line in lines] == [False, True, False]
     assert lines[1].startswith("host r1 policy def ")
 

@@ -18,7 +18,7 @@ from sidecar.cluster.document import Amount, Overview, Promised, TenantView
 from sidecar.cluster.overview import PoolOverview
 from sidecar.cluster.report import ReplicaReport, Sources, pack
 from sidecar.events import Admitted, Classified, Obstacle, Outcome, Preempted, Queued, Received, Settled
-from sidecar.policy.model import Policy, Promises
+from sidecar.policy.model import Policy, ServiceObjectives
 from sidecar.pools import LocalPool, NotShared, PeerReport
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.metrics.tenants import TenantHolding
@@ -57,7 +57,7 @@ def sources_of(pool: LocalPool, policy: Policy, **more: Any) -> Sources:
 
 def policy_of() -> Policy:
     policy = simple(("high", "batch"), requests=10)
-    slo = Promises(starvation_s=1800.0)
+    slo = ServiceObjectives(starvation_s=1800.0)
     return replace(policy, tiers=(policy.tiers[0], replace(policy.tiers[1], slo=slo)))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from sidecar.policy import reload
 from sidecar.policy.compiler import Loaded, load, load_files
-from sidecar.policy.reload import STILL_BROKEN_S, STILL_S, Look, PolicyFiles
+from sidecar.policy.reload import STILL_BROKEN_S, STILL_S, FilesReading, PolicyFiles
 from tests.support.middleware import write_policy
 
 
@@ -30,12 +30,12 @@ class Watched:
         self.clock = Clock()
         self.files = PolicyFiles(path, self.clock)
 
-    def after(self, seconds: float) -> Look | None:
+    def after(self, seconds: float) -> FilesReading | None:
         """What a look says so much later."""
         self.clock.s += seconds
         return self.files.look()
 
-    def settled(self) -> Look | None:
+    def settled(self) -> FilesReading | None:
         """What is told of the files as they are, looked at every 0.1 s for as long as it may take."""
         return next((look for look in (self.after(0.1) for _ in range(25)) if look is not None), None)
 
@@ -52,13 +52,13 @@ def watched(pool: Path) -> Watched:
     return watched
 
 
-def generation(look: Look | None) -> str:
+def generation(look: FilesReading | None) -> str:
     assert look is not None, "nothing was told"
     assert look.generation is not None, look.problem
     return look.generation
 
 
-def problem(look: Look | None) -> str:
+def problem(look: FilesReading | None) -> str:
     assert look is not None, "nothing was told"
     assert look.problem is not None, look.generation
     return look.problem

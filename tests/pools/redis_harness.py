@@ -15,7 +15,7 @@ from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
 from sidecar.pools import Pool
 from sidecar.pools.redis import RedisPool
-from sidecar.pools.redis.connection import ANSWER_WITHIN_S, Connection, connector
+from sidecar.pools.redis.connection import ANSWER_WITHIN_S, StoreConnection, connector
 from sidecar.pools.redis.protocol import SOURCE, Argument
 from tests.pools.harness import Clock, allow_any_size
 from tests.support.redis_servers import RedisServer
@@ -30,7 +30,7 @@ assert CLOCKED_SOURCE != SOURCE
 _pools = count(1)
 
 
-class Observed(Connection):
+class Observed(StoreConnection):
     """A connection of which a test knows whether a call is on its way. With a clock, it sets the script's time."""
 
     def __init__(self, client: Any, pool: str, clock: Clock | None) -> None:
@@ -71,7 +71,7 @@ class SharedHarness:
         policy = replace(policy, pool=self.name)
         opened: list[Opened] = []
 
-        async def connect() -> Connection:
+        async def connect() -> StoreConnection:
             connection = Observed(await self.client(), policy.pool, clock)
             if opened[0].connection is None or opened[0].connection.is_closed:  # else it is for reports
                 opened[0].connection = connection

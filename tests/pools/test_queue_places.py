@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidecar.pools.base import Ask
-from sidecar.pools.queue_places import GRACE_S, LEAD_S, LEAST_S, MOST_S, PROMISED, Promises
+from sidecar.pools.queue_places import GRACE_S, LEAD_S, LEAST_S, MOST_S, PROMISED, HeldPlaces
 
 START_US = 1_000_000_000
 PLACES = 20
@@ -27,22 +27,22 @@ def after(seconds: float) -> int:
     return START_US + round(seconds * 1e6)
 
 
-def promised(promises: Promises, request: int, at_s: float = 0.0, attempt: int | None = None) -> float:
+def promised(promises: HeldPlaces, request: int, at_s: float = 0.0, attempt: int | None = None) -> float:
     return promises.promise_s(ask(request, attempt), DRAIN_PER_S, after(at_s))
 
 
-def is_kept_out(promises: Promises, request: int, at_s: float, free: int = 1, attempt: int | None = None) -> bool:
+def is_kept_out(promises: HeldPlaces, request: int, at_s: float, free: int = 1, attempt: int | None = None) -> bool:
     return promises.are_in_the_way(ask(request, attempt), free, PLACES, after(at_s))
 
 
 def test_the_refused_are_told_times_one_after_the_other_at_the_pace_of_the_drain() -> None:
-    promises = Promises()
+    promises = HeldPlaces()
     told_s = [promised(promises, request) for request in range(10)]
     assert told_s == pytest.approx([LEAST_S + turn * GAP_S for turn in range(10)], abs=1e-5)
 
 
 def test_a_free_place_is_kept_for_whom_it_was_promised_to() -> None:
-    promises = Promises()
+    promises = HeldPlaces()
     told_s = promised(promises, 1)
     assert is_kept_out(promises, 2, told_s)
     assert not is_kept_out(promises, 1, told_s)
@@ -52,7 +52,7 @@ def test_a_free_place_is_kept_for_whom_it_was_promised_to() -> None:
 
 
 def test_nothing_is_held_long_before_its_time_or_long_behind_it() -> None:
-    promises = Promises()
+    promises = HeldPlaces()
     told_s = [promised(promises, request) for request in range(20)]
     last_s = told_s[-1]
     for request in range(19):
@@ -61,11 +61,11 @@ def test_nothing_is_held_long_before_its_time_or_long_behind_it() -> None:
     assert is_kept_out(promises, 99, last_s - LEAD_S + 0.01)
     assert is_kept_out(promises, 99, last_s + GRACE_S - 0.01)
     assert not is_kept_out(promises, 99, last_s + GRACE_S + 0.01)
-    assert is_kept_out(Promises(), 19, last_s) is False
+    assert is_kept_out(HeldPlaces(), 19, last_s) is False
 
 
 def test_who_comes_too_early_is_told_the_same_time_again() -> None:
-    promises = Promises()
+    promises = HeldPlaces()
     for request in range(20):
         told_s = promised(promises, request)
     for request in range(6):
@@ -75,7 +75,7 @@ def test_who_comes_too_early_is_told_the_same_time_again() -> None:
 
 
 def test_who_finds_no_place_at_its_time_keeps_its_promise_and_comes_again_in_a_moment() -> None:
-    promises = Promises()
+    promises = HeldPlaces()
     told_s = promised(promises, 1)
     for request in range(2, 60):
         promised(promises, request)
@@ -89,14 +89,14 @@ def test_who_finds_no_place_at_its_time_keeps_its_promise_and_comes_again_in_a_m
 
 
 def test_where_the_drain_slows_down_newcomers_are_told_what_stands_before_them_takes() -> None:
-    promises = Promises()
+    promises = HeldPlaces()
     for request in range(9):
         promises.promise_s(ask(request), 10 * DRAIN_PER_S, START_US)
     assert promised(promises, 9) == pytest.approx(10 * GAP_S, abs=1e-5)
 
 
 def test_one_that_is_put_off_again_and_again_does_not_keep_others_promises_from_lapsing() -> None:
-    promises = Promises()
+    promises = HeldPlaces()
     told_s = promised(promises, 1)
     for request in range(2, 6):
         last_s = promised(promises, request)
@@ -107,7 +107,7 @@ def test_one_that_is_put_off_again_and_again_does_not_keep_others_promises_from_
 
 
 def test_twins_are_told_apart_by_the_clients_own_count() -> None:
-    promises = Promises()
+    promises = HeldPlaces()
     first_s, second_s = (promised(promises, 7, attempt=0) for _ in range(2))
     assert second_s > first_s
     assert is_kept_out(promises, 7, second_s, attempt=0)
@@ -120,7 +120,7 @@ def test_twins_are_told_apart_by_the_clients_own_count() -> None:
 
 
 def test_nobody_is_promised_more_than_the_most_and_those_are_spread() -> None:
-    promises = Promises()
+    promises = HeldPlaces()
     told_s = [promised(promises, request) for request in range(400)]
     assert max(told_s) <= MOST_S
     assert len(set(told_s)) == len(told_s)
@@ -130,13 +130,13 @@ def test_nobody_is_promised_more_than_the_most_and_those_are_spread() -> None:
 
 
 def test_a_queue_that_never_moved_promises_nothing() -> None:
-    promises = Promises()
+    promises = HeldPlaces()
     assert promises.promise_s(ask(1), 0.0, START_US) >= 0.8 * MOST_S
     assert not is_kept_out(promises, 2, MOST_S)
 
 
 def test_of_many_replicas_each_expects_as_much_of_the_others() -> None:
-    promises = Promises()
+    promises = HeldPlaces()
     told_us = after(promised(promises, 1))
     assert promises.are_in_the_way(ask(2), 3, PLACES, told_us, replicas=3)
     assert not promises.are_in_the_way(ask(2), 4, PLACES, told_us, replicas=3)
@@ -161,7 +161,7 @@ steps = st.lists(
 def test_whatever_happens_half_of_the_queue_stays_open_and_all_promises_end(
     taken: list[tuple[str, int, int | None, float]], places: int, drain_per_s: float
 ) -> None:
-    promises, now_us = Promises(), START_US
+    promises, now_us = HeldPlaces(), START_US
     for step, request, attempt, seconds in taken:
         who = ask(request, attempt)
         if step == "refuse":
@@ -182,7 +182,7 @@ def test_whatever_happens_half_of_the_queue_stays_open_and_all_promises_end(
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.floats(0, 0.5)), min_size=2, max_size=60))
 def test_who_was_refused_first_comes_in_first(refusals: list[tuple[int, float]]) -> None:
-    promises, now_s = Promises(), 0.0
+    promises, now_s = HeldPlaces(), 0.0
     times_s: dict[int, float] = {}
     for request, pause_s in refusals:
         now_s += pause_s
@@ -202,12 +202,12 @@ def test_who_was_refused_first_comes_in_first(refusals: list[tuple[int, float]])
 @pytest.mark.parametrize("seed", range(3))
 def test_in_an_overload_who_comes_when_told_gets_in(load: float, seed: int) -> None:
     drain_per_s, rng, numbers = 8.0, random.Random(seed), count(1)
-    assert share_that_gets_in(Promises(), drain_per_s, load, rng, numbers) >= 0.9
+    assert share_that_gets_in(HeldPlaces(), drain_per_s, load, rng, numbers) >= 0.9
     assert share_that_gets_in(None, drain_per_s, load, rng, numbers) < 0.5  # negative control: a guess is not kept
 
 
 def share_that_gets_in(
-    promises: Promises | None, drain_per_s: float, load: float, rng: random.Random, numbers: count[int]
+    promises: HeldPlaces | None, drain_per_s: float, load: float, rng: random.Random, numbers: count[int]
 ) -> float:
     """A minute of Poisson arrivals at a queue of 20 that drains at random moments, half a second late each."""
     waiting, came_back, got_in = PLACES, 0, 0

@@ -12,7 +12,7 @@ import pytest
 
 from sidecar.policy.model import Policy
 from sidecar.pools.redis import RedisPool
-from sidecar.pools.redis.connection import Connection, StoreError
+from sidecar.pools.redis.connection import StoreConnection, StoreError
 from sidecar.pools.redis.partition import first_part
 from sidecar.pools.redis.protocol import BEAT_S, SILENCE_S
 from tests.pools.harness import ask, simple
@@ -238,7 +238,7 @@ async def test_a_store_that_is_lost_while_it_waits_for_others_leaves_everyone_wh
 def hide_store_from(pool: RedisPool) -> Callable[[], None]:
     """From now on it cannot connect to the store, until the returned function is called."""
 
-    async def unreachable() -> Connection:
+    async def unreachable() -> StoreConnection:
         raise StoreError("not for this replica")
 
     link: Any = pool._session

@@ -76,7 +76,7 @@ class Script(NamedTuple):
         return cls(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 
-class Connection:
+class StoreConnection:
     """One connection to one server."""
 
     def __init__(self, client: Redis, pool: str, script: str = SOURCE) -> None:
@@ -124,7 +124,7 @@ class Connection:
                 raise
 
 
-Connect = Callable[[], Awaitable[Connection]]
+Connect = Callable[[], Awaitable[StoreConnection]]
 """Makes a connection to the server that keeps the pool now. Raises StoreError."""
 
 
@@ -137,17 +137,17 @@ def connector(address: StoreAddress, pool: str) -> Connect:
         StoreKind.CLUSTER: _owner_in_cluster,
     }[address.kind]
 
-    async def connect() -> Connection:
+    async def connect() -> StoreConnection:
         with _as_store_errors():
             place = await locate(address, pool)
             client = Redis(
                 **place,
                 **_settings(address),
                 db=address.db,
-                socket_timeout=None,  # `Connection.call` has its own limit for each call
+                socket_timeout=None,  # `StoreConnection.call` has its own limit for each call
                 single_connection_client=True,
             )
-            connection = Connection(client, pool)
+            connection = StoreConnection(client, pool)
             try:
                 async with timeout(CONNECT_WITHIN_S + GREETING_WITHIN_S):
                     await client.initialize()

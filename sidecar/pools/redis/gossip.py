@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from sidecar.pools.base import NotShared, PeerReport
-from sidecar.pools.redis.connection import Connect, Connection, Script, StoreError
+from sidecar.pools.redis.connection import Connect, Script, StoreConnection, StoreError
 from sidecar.pools.redis.protocol import Argument
 
 SOURCE = (files(__package__) / "lua" / "gossip.lua").read_text(encoding="utf-8")
@@ -27,7 +27,7 @@ class Gossip:
     def __init__(self, replica: str, connect: Connect) -> None:
         self._replica = replica
         self._connect = connect
-        self._connection: Connection | None = None
+        self._connection: StoreConnection | None = None
         self._turn = asyncio.Lock()
 
     async def share(self, report: bytes) -> Mapping[str, PeerReport]:

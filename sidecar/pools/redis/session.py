@@ -19,7 +19,7 @@ from sidecar.pools.base import Lease
 from sidecar.pools.redis import protocol
 from sidecar.pools.redis import protocol as script
 from sidecar.pools.redis.batch import Batch, BatchQueue
-from sidecar.pools.redis.connection import ANSWER_WITHIN_S, Connect, Connection, PoolRefuses, StoreError
+from sidecar.pools.redis.connection import ANSWER_WITHIN_S, Connect, PoolRefuses, StoreConnection, StoreError
 from sidecar.pools.redis.resync import Statement
 
 RETRY_S = 0.5
@@ -158,7 +158,7 @@ class StoreSession:
                 await asyncio.wait((listening,), timeout=CLOSE_WITHIN_S / 2)
             await connection.close()
 
-    async def _serve(self, connection: Connection) -> bool:
+    async def _serve(self, connection: StoreConnection) -> bool:
         """Makes one call, as soon as there is a reason for it. False where it was the last."""
         await self._batches.filled()
         if self._restates and not self._is_closing:
@@ -185,7 +185,7 @@ class StoreSession:
             self._beat_later()
         return not is_last
 
-    async def _call(self, connection: Connection, arguments: Sequence[script.Argument]) -> script.Reply:
+    async def _call(self, connection: StoreConnection, arguments: Sequence[script.Argument]) -> script.Reply:
         self.round_trips += 1
         began_s = time.perf_counter()
         try:
@@ -205,7 +205,7 @@ class StoreSession:
             raise PoolRefuses(None)
         raise StoreError("the store took a call for a late one")
 
-    async def _sync(self, connection: Connection) -> None:
+    async def _sync(self, connection: StoreConnection) -> None:
         """States everything that the replica has, under a new fence: late calls under an older fence do nothing.
 
         All its leases are stated here. Where its tickets are many, they travel with the calls that follow.
@@ -230,7 +230,7 @@ class StoreSession:
             self._batches.wake()
 
     async def _state_leases(
-        self, connection: Connection, header: Sequence[script.Argument], statement: Statement
+        self, connection: StoreConnection, header: Sequence[script.Argument], statement: Statement
     ) -> tuple[script.Reply, list[Lease]]:
         """States all leases, and as many tickets as fit. Returns the last answer, and the requests that it is about."""
         arguments, entering = statement.next_slice()
@@ -265,7 +265,7 @@ class StoreSession:
             self._beat_timer.cancel()
         self._beat_timer = self.loop.call_later(BEAT_EVERY_S, self._batches.beat)
 
-    async def _listen(self, connection: Connection) -> None:
+    async def _listen(self, connection: StoreConnection) -> None:
         """Passes on the messages for this replica. A message that is lost comes again with the next heartbeat."""
         while not connection.is_closed:
             with contextlib.suppress(StoreError):

@@ -18,7 +18,7 @@ from sidecar.tools.loadgen import Planned, Progress
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class ArrivalStream:
     """One kind of traffic. `header` is the tier that its client asks for, None where the key says it."""
 
     tier: str
@@ -32,17 +32,17 @@ class Arrival:
     """One request. `at_s` counts from the start of the run, sizes are in tokens."""
 
     at_s: float
-    stream: Stream
+    stream: ArrivalStream
     prompt_tokens: int
     output_tokens: int
 
 
 STREAMS = (
-    Stream("critical", "sk-demo-interactive", per_second=5, header="critical"),
-    Stream("high", "sk-demo-interactive", per_second=36),
-    Stream("normal", "sk-demo-standard", per_second=74),
-    Stream("low", "sk-demo-standard", per_second=10, header="low"),
-    Stream("batch", "sk-demo-research", per_second=24),
+    ArrivalStream("critical", "sk-demo-interactive", per_second=5, header="critical"),
+    ArrivalStream("high", "sk-demo-interactive", per_second=36),
+    ArrivalStream("normal", "sk-demo-standard", per_second=74),
+    ArrivalStream("low", "sk-demo-standard", per_second=10, header="low"),
+    ArrivalStream("batch", "sk-demo-research", per_second=24),
 )
 PROMPT_TOKENS = (40, 320)
 OUTPUT_TOKENS = (16, 48)
@@ -70,7 +70,7 @@ _TEXT = "the queue serves a token under load while every tenant waits for some w
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ClientResult:
     """One client's result. `ttft_s` is None where no answer came; `request_id` is the engine's own.
 
     `sidecar` is the position of the server that was asked among the run's.
@@ -83,13 +83,13 @@ class Seen:
     sidecar: int = 0
 
 
-Asking = Callable[[Stream], tuple[Mapping[str, str], Mapping[str, object]]]
+Asking = Callable[[ArrivalStream], tuple[Mapping[str, str], Mapping[str, object]]]
 """A request's headers and additional body members: what the three runs differ in."""
 
 
 async def play(
     ports: Sequence[int], arrivals: Sequence[Arrival], asking: Asking, report: Callable[[float, Progress], None]
-) -> list[Seen]:
+) -> list[ClientResult]:
     """Sends all arrivals to servers on loopback, each to one by chance, and returns what came back, in the same order.
 
     `report` is called about four times a second with the seconds since the start.
@@ -116,9 +116,9 @@ def _planned(arrival: Arrival, asking: Asking) -> Planned:
     return Planned(arrival.at_s, PATH, headers, msgspec.json.encode(body))
 
 
-def _seen(arrival: Arrival, seen: loadgen.Seen) -> Seen:
+def _seen(arrival: Arrival, seen: loadgen.Seen) -> ClientResult:
     """The engine's own id is what follows the API's prefix in that of the answer."""
-    return Seen(
+    return ClientResult(
         arrival=arrival,
         ttft_s=seen.ttft_s if seen.is_complete else None,
         door_wait_s=float(seen.headers.get("x-admission-wait-ms", 0)) / 1000,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sidecar.tools.demo.clients import Seen
+from sidecar.tools.demo.clients import ClientResult
 from sidecar.tools.emulator.generation import Served
 from sidecar.tools.loadgen import quantile, starvation_s
 
@@ -51,7 +51,7 @@ class RunMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    seen: Seen
+    seen: ClientResult
     arrived_s: float
     admitted_s: float
     end_s: float
@@ -61,7 +61,9 @@ class _Request:
         return self.seen.arrival.prompt_tokens + self.seen.arrival.output_tokens
 
 
-def measure(name: str, tiers: Sequence[str], seen: Sequence[Seen], log: Sequence[Served], slots: int) -> RunMeasurement:
+def measure(
+    name: str, tiers: Sequence[str], seen: Sequence[ClientResult], log: Sequence[Served], slots: int
+) -> RunMeasurement:
     """The figures of a run. `tiers` gives the order of the table, most important first."""
     requests = _join(seen, log)
     if not requests:
@@ -88,7 +90,7 @@ def measure(name: str, tiers: Sequence[str], seen: Sequence[Seen], log: Sequence
     return RunMeasurement(name, utilization, len(seen) - len(requests), found)
 
 
-def _join(seen: Sequence[Seen], log: Sequence[Served]) -> list[_Request]:
+def _join(seen: Sequence[ClientResult], log: Sequence[Served]) -> list[_Request]:
     served = {record.request_id: record for record in log}
     joined: list[_Request] = []
     for one in seen:

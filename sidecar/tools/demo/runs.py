@@ -20,7 +20,7 @@ from sidecar.app import STORE_VARIABLE
 from sidecar.policy.model import Policy
 from sidecar.policy.store import StoreAddress, store_address
 from sidecar.secrets import FILE_SUFFIX
-from sidecar.tools.demo.clients import Arrival, Asking, Stream, play
+from sidecar.tools.demo.clients import Arrival, ArrivalStream, Asking, play
 from sidecar.tools.demo.figures import Distribution, RunMeasurement, measure
 from sidecar.tools.demo.server import LOG_PATH
 from sidecar.tools.emulator.generation import Served
@@ -47,7 +47,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RunServers:
     """Where a run is played, in ports of loopback: the servers that its clients ask, and the engine behind them."""
 
     sidecars: Sequence[int]
@@ -58,7 +58,7 @@ def _says_engine_priority(policy: Policy) -> Asking:
     """The engine's own field, with the value that the middleware would send for the tier."""
     dialect = policy.engine()
 
-    def asking(stream: Stream) -> tuple[Mapping[str, str], Mapping[str, object]]:
+    def asking(stream: ArrivalStream) -> tuple[Mapping[str, str], Mapping[str, object]]:
         level = policy.level_of(stream.tier)
         assert level is not None
         return {}, {"priority": dialect.priority(level, len(policy.tiers))}
@@ -69,7 +69,7 @@ def _says_engine_priority(policy: Policy) -> Asking:
 def _says_who_it_is(_: Policy) -> Asking:
     """The tenant's key and, where the tier is not the key's own, the tier's name."""
 
-    def asking(stream: Stream) -> tuple[Mapping[str, str], Mapping[str, object]]:
+    def asking(stream: ArrivalStream) -> tuple[Mapping[str, str], Mapping[str, object]]:
         asked = {} if stream.header is None else {"x-priority": stream.header}
         return {"authorization": f"Bearer {stream.key}", **asked}, {}
 
@@ -90,7 +90,7 @@ def shared(sharing: Sharing | None) -> Sequence[Run]:
 
 
 def play_run(
-    run: Run, place: Place, arrivals: Sequence[Arrival], policy: Policy, report: Callable[[float, Progress], None]
+    run: Run, place: RunServers, arrivals: Sequence[Arrival], policy: Policy, report: Callable[[float, Progress], None]
 ) -> RunMeasurement:
     """Plays the arrivals at one place and measures what happened."""
     seen = asyncio.run(play(place.sidecars, arrivals, run.asking(policy), report))
@@ -135,15 +135,15 @@ class CannotStart(Exception):
 
 
 @contextlib.contextmanager
-def servers(runs: Sequence[Run], policy_path: Path) -> Iterator[Mapping[str, Place]]:
+def servers(runs: Sequence[Run], policy_path: Path) -> Iterator[Mapping[str, RunServers]]:
     """Starts all servers, and ends them. Gives the place of each run by its name. Raises CannotStart."""
     kinds = ["admission" if run.has_admission and run.sharing is None else "alone" for run in runs]
     engines = [("sidecar.tools.demo.server", kind, str(policy_path)) for kind in kinds]
     with _processes(engines) as ports, contextlib.ExitStack() as replicas:
-        places: dict[str, Place] = {}
+        places: dict[str, RunServers] = {}
         for run, engine in zip(runs, ports, strict=True):
             sidecars = (engine,) if run.sharing is None else replicas.enter_context(_replicas(run, engine, policy_path))
-            places[run.name] = Place(tuple(sidecars), engine)
+            places[run.name] = RunServers(tuple(sidecars), engine)
         yield places
 
 

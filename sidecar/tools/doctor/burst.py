@@ -18,9 +18,9 @@ from enum import Enum
 from sidecar.engines import Engine
 from sidecar.engines.base import Gauges
 from sidecar.engines.pages import Pages, Unread
-from sidecar.tools.doctor.judgment import FEWEST, Judgment, Observed, judge
+from sidecar.tools.doctor.judgment import FEWEST, Judgment, ServedRequest, judge
 from sidecar.tools.doctor.priority_fields import LEVELS, PriorityField
-from sidecar.tools.doctor.target import Clock, Target
+from sidecar.tools.doctor.target import Clock, ExaminedServer
 from sidecar.tools.loadgen import Planned, Seen
 
 LONGEST_PART = 0.5
@@ -62,7 +62,7 @@ class Plan:
         random.Random(self.seed + 1).shuffle(lengths)
         return lengths
 
-    def planned(self, target: Target) -> Sequence[Planned]:
+    def planned(self, target: ExaminedServer) -> Sequence[Planned]:
         """The requests in the order of their arrival."""
         way, pairs = self.way, zip(self.levels(), self.lengths(), strict=True)
         return [
@@ -116,7 +116,7 @@ class Burst:
     def judgment(self) -> Judgment:
         """Judgment of the order of the requests that had to wait."""
         waited = [
-            Observed(level, arrival, math.inf if one.first_token_s is None else one.first_token_s)
+            ServedRequest(level, arrival, math.inf if one.first_token_s is None else one.first_token_s)
             for arrival, (level, one) in enumerate(zip(self.plan.levels(), self.seen, strict=True))
             if self._has_waited(one)
         ]
@@ -180,7 +180,7 @@ class Burst:
         return one.first_token_s is None and one.end_s - one.sent_s >= self.allowed_s - CUT_WITHIN_S
 
 
-async def send(plan: Plan, target: Target, engine: type[Engine], pages: Pages, clock: Clock) -> Burst:
+async def send(plan: Plan, target: ExaminedServer, engine: type[Engine], pages: Pages, clock: Clock) -> Burst:
     """Sends a burst and watches. Canceling it breaks all its requests off."""
     allowed_s = clock.left_s * LONGEST_PART
     async with _watching(engine, pages) as gauges:

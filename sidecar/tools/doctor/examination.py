@@ -22,7 +22,7 @@ from sidecar.tools.doctor.conditions import Condition, State, conditions, is_bef
 from sidecar.tools.doctor.priority_fields import LEVELS, PriorityField, sidecar_tier, ways_to
 from sidecar.tools.doctor.probe import Probe, Probed, Say
 from sidecar.tools.doctor.survey import CannotLook, Survey, survey
-from sidecar.tools.doctor.target import Clock, Target
+from sidecar.tools.doctor.target import Clock, ExaminedServer
 from sidecar.tools.loadgen.pages import HttpPages
 
 
@@ -86,7 +86,7 @@ async def examine(options: Options, say: Say) -> Examination:
         say(_announcement(options, found))
         probe = Probe(found, pages, options.most, Clock(options.allowed_s), say)
         tier = sidecar_tier() if options.policy is None else sidecar_tier(options.policy.tier_header.decode("latin-1"))
-        probed = await probe.run(Target(options.url, model, options.headers), _ways(options, found), tier)
+        probed = await probe.run(ExaminedServer(options.url, model, options.headers), _ways(options, found), tier)
         return _concluded(options, found, probed)
 
 

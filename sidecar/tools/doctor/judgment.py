@@ -44,7 +44,7 @@ class Effect(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class ServedRequest:
     """One request of a burst: its level, its place in the order of arrival, and when its first token came.
 
     `first_token_s` is infinite for a request that was still waiting when the burst was cut short.
@@ -71,7 +71,7 @@ class Judgment:
     medians_s: tuple[float | None, ...]
 
 
-def judge(waited: Sequence[Observed], levels: int) -> Judgment:
+def judge(waited: Sequence[ServedRequest], levels: int) -> Judgment:
     """Judges the requests of a burst that waited."""
     ttfts_s = [one.first_token_s for one in waited]
     correlation = spearman([float(one.level) for one in waited], ttfts_s)

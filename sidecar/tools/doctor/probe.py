@@ -17,7 +17,7 @@ from sidecar.tools.doctor.burst import LONGER, TIER_HEADER, Burst, Plan, Queuein
 from sidecar.tools.doctor.judgment import Effect
 from sidecar.tools.doctor.priority_fields import PriorityField
 from sidecar.tools.doctor.survey import CannotLook, Survey
-from sidecar.tools.doctor.target import COMPLETIONS, Clock, Target
+from sidecar.tools.doctor.target import COMPLETIONS, Clock, ExaminedServer
 from sidecar.tools.loadgen import Seen
 
 LEAST_S = 2.0
@@ -35,7 +35,7 @@ class Probed:
     one, or no time.
     """
 
-    target: Target
+    target: ExaminedServer
     alone: Seen
     checks: list[Check] = field(default_factory=list)
     mixed: list[Burst] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Probe:
         self._say = say
         self._seeds = iter(range(1, 1_000))
 
-    async def run(self, target: Target, ways: Sequence[PriorityField], sidecar_tier: PriorityField) -> Probed:
+    async def run(self, target: ExaminedServer, ways: Sequence[PriorityField], sidecar_tier: PriorityField) -> Probed:
         """Probes an engine by its `ways`, its adapter's first, or one of our own sidecars by the way `sidecar_tier`.
 
         Raises CannotLook where no request is answered.
@@ -92,7 +92,7 @@ class Probe:
             await self._control(probed)
         return probed
 
-    async def _first_answer(self, target: Target) -> Probed:
+    async def _first_answer(self, target: ExaminedServer) -> Probed:
         """The simplest request that the server answers: some know no `ignore_eos`, some models have no chat."""
         said: list[str] = []
         for path in (target.path, COMPLETIONS):
@@ -152,7 +152,7 @@ class Probe:
         return await send(plan, probed.target, engine, self._pages, self._clock)
 
 
-def _refused(target: Target, alone: Seen) -> str:
+def _refused(target: ExaminedServer, alone: Seen) -> str:
     hint = "; give a key with --key" if alone.status in (401, 403) else ""
     hint = "; name a model it serves with --model" if alone.status == 404 else hint
     return f"POST {target.url}{target.path} with model {target.model}: {alone.error}{hint}"
@@ -188,7 +188,7 @@ class Check:
         )
 
 
-async def check(way: PriorityField, target: Target, clock: Clock) -> Check:
+async def check(way: PriorityField, target: ExaminedServer, clock: Clock) -> Check:
     """Sends one or two requests of one token each."""
     fine = await _sent(way, way.values[_MIDDLE], target, clock)
     if fine.error is not None:
@@ -201,7 +201,7 @@ async def check(way: PriorityField, target: Target, clock: Clock) -> Check:
     return Check(way, None, arrives=True if wrong.status in (400, 422) else None)
 
 
-async def _sent(way: PriorityField, value: object, target: Target, clock: Clock) -> Seen:
+async def _sent(way: PriorityField, value: object, target: ExaminedServer, clock: Clock) -> Seen:
     return await target.ask(target.request("field", 1, way.members(value), way.headers(value)), clock)
 
 

@@ -28,7 +28,7 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ExaminedServer:
     """A server, a model that it serves, and the headers that every request needs, such as the one with a key.
 
     `ignores_end` says whether requests ask for an answer of a fixed length, which not every server knows how to.

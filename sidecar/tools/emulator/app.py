@@ -21,7 +21,7 @@ from sidecar.tools.emulator.dialects.dynamo import DynamoDialect
 from sidecar.tools.emulator.dialects.sglang import SglangDialect
 from sidecar.tools.emulator.dialects.tensorrt_llm import TrtllmDialect
 from sidecar.tools.emulator.dialects.vllm import VllmDialect
-from sidecar.tools.emulator.endpoint import Endpoint
+from sidecar.tools.emulator.endpoint import GeneratingEndpoint
 from sidecar.tools.emulator.engine import EmulatedEngine
 
 DIALECTS: Mapping[type[Engine], type[Dialect]] = {
@@ -66,7 +66,7 @@ class Emulator:
         config, kind, engine = self.config, self.config.engine, self.engine
         metrics_path, write = engine_pages.METRICS_TEXT[kind]
         routes: list[BaseRoute] = [*self._responses()]
-        routes += [Route(path, Endpoint(api, engine), methods=["POST"]) for path, api in PATHS.items()]
+        routes += [Route(path, GeneratingEndpoint(api, engine), methods=["POST"]) for path, api in PATHS.items()]
         routes += [
             _page("/v1/models", lambda: engine_pages.models(config, self.dialect, self._started)),
             _page("/health", lambda: engine_pages.dynamo_health(config) if kind is Dynamo else Response()),

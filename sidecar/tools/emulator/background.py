@@ -20,8 +20,8 @@ from starlette.types import Message, Receive, Scope, Send
 from sidecar.apis import Api
 from sidecar.engines import Sglang, Vllm
 from sidecar.tools.emulator import responses
-from sidecar.tools.emulator.dialects.base import Refusal
-from sidecar.tools.emulator.endpoint import Endpoint
+from sidecar.tools.emulator.dialects.base import EngineRefusal
+from sidecar.tools.emulator.endpoint import GeneratingEndpoint
 from sidecar.tools.emulator.engine import EmulatedEngine
 from sidecar.tools.emulator.generation import Generation
 
@@ -57,7 +57,7 @@ class Stored(NamedTuple):
         return {**responses.response(self.generation, self.created, self.status), "background": True}
 
 
-class Responses(Endpoint):
+class Responses(GeneratingEndpoint):
     """`/v1/responses` of an engine that knows background responses, with or without a store for them."""
 
     def __init__(self, engine: EmulatedEngine) -> None:
@@ -75,7 +75,7 @@ class Responses(Endpoint):
             return
         try:
             stored = self._begun(raw, request)
-        except Refusal as refusal:
+        except EngineRefusal as refusal:
             await JSONResponse(refusal.body, refusal.status)(scope, receive, send)
             return
         if stored.generation.ask.stream:

@@ -18,11 +18,11 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from sidecar.apis import Api
-from sidecar.tools.emulator.dialects.base import Refusal
+from sidecar.tools.emulator.dialects.base import EngineRefusal
 from sidecar.tools.emulator.engine import EmulatedEngine
 from sidecar.tools.emulator.generation import Generation
 from sidecar.tools.emulator.request import InvalidField, read_ask
-from sidecar.tools.emulator.responses import ANSWERS, DONE, STREAMS, Stream, event, token_text
+from sidecar.tools.emulator.responses import ANSWERS, DONE, STREAMS, StreamFormat, event, token_text
 
 _EVENT_STREAM = {
     "type": "http.response.start",
@@ -31,7 +31,7 @@ _EVENT_STREAM = {
 }
 
 
-class Endpoint:
+class GeneratingEndpoint:
     """One API of one engine."""
 
     def __init__(self, api: Api, engine: EmulatedEngine) -> None:
@@ -44,7 +44,7 @@ class Endpoint:
             generation = self._submit(await request.body(), request.headers)
         except ClientDisconnect:
             return
-        except Refusal as refusal:
+        except EngineRefusal as refusal:
             await _refuse(refusal, scope, receive, send)
             return
         watcher = asyncio.ensure_future(self._watch(receive, generation))
@@ -85,7 +85,7 @@ class Endpoint:
         elif not generation.remaining:
             await JSONResponse(ANSWERS[self.api](generation, created))(scope, receive, send)
 
-    async def _stream(self, stream: Stream, send: Send) -> None:
+    async def _stream(self, stream: StreamFormat, send: Send) -> None:
         generation = stream.generation
         if self.engine.dialect.kick_starts_streams:
             await generation.ready()
@@ -103,7 +103,7 @@ class Endpoint:
         await send({"type": "http.response.body", "body": tail})
 
 
-async def _next_chunk(stream: Stream) -> bytes:
+async def _next_chunk(stream: StreamFormat) -> bytes:
     """The next events of all choices that have something to say; empty once it is over."""
     generation = stream.generation
     events = []
@@ -115,5 +115,5 @@ async def _next_chunk(stream: Stream) -> bytes:
     return b"".join(events)
 
 
-async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+async def _refuse(refusal: EngineRefusal, scope: Scope, receive: Receive, send: Send) -> None:
     await JSONResponse(refusal.body, refusal.status)(scope, receive, send)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from sidecar.tools.emulator.dialects.base import Refusal
+from sidecar.tools.emulator.dialects.base import EngineRefusal
 from sidecar.tools.emulator.request import EngineRequest
 from sidecar.tools.emulator.scheduler import Rank, Sequence
 
@@ -85,7 +85,7 @@ class Generation:
         self.first_token_s: float | None = None
         self.admitted_s: float | None = None
         self.over = self.is_deserted = False
-        self.refusal: Refusal | None = None
+        self.refusal: EngineRefusal | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -99,7 +99,7 @@ class Generation:
             self.fresh.append(choice)
             self._wake()
 
-    def end(self, refusal: Refusal | None = None) -> None:
+    def end(self, refusal: EngineRefusal | None = None) -> None:
         """Nothing more will come."""
         self.over = True
         self.refusal = refusal

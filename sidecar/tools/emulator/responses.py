@@ -155,7 +155,7 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     return line if name is None else f"event: {name}\n".encode() + line
 
 
-class Stream(ABC):
+class StreamFormat(ABC):
     """The events of one generation. `created` is in seconds since the epoch."""
 
     def __init__(self, generation: Generation, created: int) -> None:
@@ -175,7 +175,7 @@ class Stream(ABC):
         """Events after the last token."""
 
 
-class ChoiceStream(Stream):
+class ChoiceStream(StreamFormat):
     """Chat and legacy completions: one JSON skeleton around an index, a text and a finish reason."""
 
     def __init__(self, generation: Generation, created: int, kind: str, before: bytes, after: bytes) -> None:
@@ -224,7 +224,7 @@ class CompletionStream(ChoiceStream):
         return b""
 
 
-class ResponsesStream(Stream):
+class ResponsesStream(StreamFormat):
     """The typed events of the Responses API, numbered in sequence."""
 
     def __init__(self, generation: Generation, created: int) -> None:
@@ -266,7 +266,7 @@ class ResponsesStream(Stream):
         return event({"type": name, "sequence_number": self._number, **fields}, name)
 
 
-class MessagesStream(Stream):
+class MessagesStream(StreamFormat):
     """The events of the Messages API."""
 
     _delta = event(

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sidecar.tools.loadgen.connection import Connection, Target, connect
+from sidecar.tools.loadgen.connection import ClientConnection, Target, connect
 
 AHEAD_S = 0.5
 """How long before its time a request's connection is opened: on a network one takes milliseconds, with TLS tens."""
@@ -162,7 +162,7 @@ class _Run:
         self.began_s = 0.0
         self._connecting = asyncio.Semaphore(CONNECTING_AT_ONCE)
         self._tasks: dict[int, asyncio.Task[Seen]] = {}
-        self._connections: set[Connection] = set()
+        self._connections: set[ClientConnection] = set()
         self._reporter: asyncio.Task[None] | None = None
 
     async def play(self, report: Report | None) -> list[Seen]:
@@ -234,20 +234,20 @@ class _Run:
         asyncio.get_running_loop().call_later(remaining_s, _set, exchange.due)
         await asyncio.sleep(remaining_s - AHEAD_S)
 
-    async def _connect(self, exchange: _Exchange) -> Connection | str:
+    async def _connect(self, exchange: _Exchange) -> ClientConnection | str:
         async with self._connecting:
             connection = await connect(exchange.target, self.timeout_s)
-        if isinstance(connection, Connection):
+        if isinstance(connection, ClientConnection):
             self._connections.add(connection)
             connection.done.add_done_callback(lambda _: self._connections.discard(connection))
         return connection
 
-    async def _send(self, exchange: _Exchange, connection: Connection | str) -> Seen:
+    async def _send(self, exchange: _Exchange, connection: ClientConnection | str) -> Seen:
         sent_s = self._now_s()
         self.progress.sent += 1
-        if isinstance(connection, Connection) and connection.done.done():  # the server did not wait so long
+        if isinstance(connection, ClientConnection) and connection.done.done():  # the server did not wait so long
             connection = await self._connect(exchange)
-        if isinstance(connection, Connection):
+        if isinstance(connection, ClientConnection):
             connection.send(exchange.wire)
             exchange.wire = b""
             remaining_s = self.timeout_s - (self._now_s() - sent_s)
@@ -264,7 +264,7 @@ class _Run:
         self.progress.failed += not seen.is_complete
         return seen
 
-    def _seen(self, exchange: _Exchange, sent_s: float, connection: Connection | str) -> Seen:
+    def _seen(self, exchange: _Exchange, sent_s: float, connection: ClientConnection | str) -> Seen:
         if isinstance(connection, str):
             return Seen(exchange.planned, sent_s, None, sent_s, None, connection, 0, None, {}, None, exchange.url_index)
         answer, end_s = connection.answer, connection.ended_s - self.began_s

@@ -62,7 +62,7 @@ class Target:
         return "".join(f"{line}\r\n" for line in lines).encode()
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """The server's answer to one request; `done` is set at its end, however it comes."""
 
     def __init__(self) -> None:
@@ -147,9 +147,9 @@ class Connection(asyncio.Protocol):
         self.close()
 
 
-async def connect(target: Target, timeout_s: float) -> Connection | str:
+async def connect(target: Target, timeout_s: float) -> ClientConnection | str:
     """Opens a connection. Gives one line that says why there is none, where there is none."""
-    connection = Connection()
+    connection = ClientConnection()
     opening = asyncio.get_running_loop().create_connection(lambda: connection, target.host, target.port, ssl=target.tls)
     try:
         await asyncio.wait_for(opening, timeout_s)

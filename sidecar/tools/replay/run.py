@@ -21,7 +21,7 @@ class UnknownEngine(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Upstream:
+class ReplayTarget:
     """The server that gets the requests. `engine` is `none` for one that is not known."""
 
     urls: Sequence[str]
@@ -39,7 +39,7 @@ class Replay:
     row_tiers: Sequence[str]
     tiers: Sequence[str]
     writer: Writer
-    upstream: Upstream
+    upstream: ReplayTarget
     timeout_s: float
 
 
@@ -54,13 +54,13 @@ class Played:
 async def find(
     urls: Sequence[str], *, api_key: str | None, model: str | None, engine: type[Engine] | None, tokenizer: str | None,
     chat: bool,
-) -> Upstream:  # fmt: skip
+) -> ReplayTarget:  # fmt: skip
     """Asks the first server what it is. Given options override its answers. Raises NoAnswer, NoTokenizer."""
     async with Server(urls[0], api_key) as server:
         said = await server.model()
         named = said if model is None else replace(said, name=model)
         words = await words_of(server, named.name, tokenizer, chat=chat)
-    return Upstream(urls, named, engine or said.engine or NoEngine, words)
+    return ReplayTarget(urls, named, engine or said.engine or NoEngine, words)
 
 
 def runs(asking: Asking, *, control: bool) -> Sequence[tuple[str, str, Asking]]:

@@ -18,7 +18,7 @@ from sidecar.tools.loadgen.answer import problem_of
 TIMEOUT_S = 10.0
 
 
-class NoAnswer(Exception):
+class ServerNoAnswer(Exception):
     """The server cannot be asked. One line, with what it said."""
 
 
@@ -57,14 +57,14 @@ class Server(AbstractAsyncContextManager["Server"]):
         await self._session.close()
 
     async def model(self) -> Model:
-        """The first of `/v1/models`. Raises NoAnswer."""
+        """The first of `/v1/models`. Raises ServerNoAnswer."""
         body = await self._ask("GET", "/v1/models")
         try:
             cards = msgspec.json.decode(body, type=_Cards).data
         except (msgspec.MsgspecError, RecursionError):
-            raise NoAnswer(f"{self.url}/v1/models answers something else than a list of models") from None
+            raise ServerNoAnswer(f"{self.url}/v1/models answers something else than a list of models") from None
         if not cards:
-            raise NoAnswer(f"{self.url}/v1/models has no model; is the engine still loading it?")
+            raise ServerNoAnswer(f"{self.url}/v1/models has no model; is the engine still loading it?")
         card = cards[0]
         return Model(card.id, engine_of_owner(card.owned_by), card.max_model_len)
 
@@ -75,7 +75,7 @@ class Server(AbstractAsyncContextManager["Server"]):
         """
         try:
             return msgspec.json.decode(await self._ask("POST", "/tokenize", body), type=_Count).count
-        except (NoAnswer, msgspec.MsgspecError):
+        except (ServerNoAnswer, msgspec.MsgspecError):
             return None
 
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
@@ -83,10 +83,10 @@ class Server(AbstractAsyncContextManager["Server"]):
             async with self._session.request(method, self.url + path, json=body) as response:
                 answer = await response.read()
         except asyncio.TimeoutError:  # in Python 3.10 not yet the builtin TimeoutError
-            raise NoAnswer(f"{self.url} does not answer within {TIMEOUT_S:g} s") from None
+            raise ServerNoAnswer(f"{self.url} does not answer within {TIMEOUT_S:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise NoAnswer(f"{self.url} cannot be reached: {error}") from None
+            raise ServerNoAnswer(f"{self.url} cannot be reached: {error}") from None
         if response.status != 200:
             said = problem_of(answer)
-            raise NoAnswer(f"{self.url}{path} answers {response.status}" + (f": {said}" if said else ""))
+            raise ServerNoAnswer(f"{self.url}{path} answers {response.status}" + (f": {said}" if said else ""))
         return answer

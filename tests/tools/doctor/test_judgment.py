@@ -8,13 +8,13 @@ import random
 import pytest
 
 from sidecar.tools.doctor.burst import Plan
-from sidecar.tools.doctor.judgment import Effect, Judgment, Observed, judge
+from sidecar.tools.doctor.judgment import Effect, Judgment, ServedRequest, judge
 from sidecar.tools.doctor.priority_fields import LEVELS
 
 
 def served(order: list[tuple[int, int]]) -> Judgment:
     """Judges (level, arrival) pairs that got their first tokens one after the other."""
-    return judge([Observed(level, arrival, float(at)) for at, (level, arrival) in enumerate(order)], LEVELS)
+    return judge([ServedRequest(level, arrival, float(at)) for at, (level, arrival) in enumerate(order)], LEVELS)
 
 
 def burst(requests: int, seed: int = 1) -> list[tuple[int, int]]:
@@ -59,13 +59,15 @@ def test_a_head_start_of_the_best_alone_is_an_order() -> None:
 
 def test_who_was_never_served_counts_as_last() -> None:
     order = sorted(burst(36))
-    cut = [Observed(level, arrival, float(at) if at < 24 else math.inf) for at, (level, arrival) in enumerate(order)]
+    cut = [
+        ServedRequest(level, arrival, float(at) if at < 24 else math.inf) for at, (level, arrival) in enumerate(order)
+    ]
     assert judge(cut, LEVELS).effect is Effect.BY_PRIORITY
 
 
 def test_a_burst_that_was_cut_short_shows_no_absence_of_order() -> None:
     first_come = burst(36)
-    cut = [Observed(level, arrival, float(arrival) if arrival < 9 else math.inf) for level, arrival in first_come]
+    cut = [ServedRequest(level, arrival, float(arrival) if arrival < 9 else math.inf) for level, arrival in first_come]
     judgment = judge(cut, LEVELS)
     assert (judgment.effect, judgment.served) == (Effect.TOO_FEW, 9)
 

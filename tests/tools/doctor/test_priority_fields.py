@@ -10,7 +10,7 @@ from sidecar.apis import Api
 from sidecar.engines import Engine, NoEngine
 from sidecar.engines.base import Carrier
 from sidecar.tools.doctor.priority_fields import levels_sent, ways_to
-from sidecar.tools.doctor.target import Target
+from sidecar.tools.doctor.target import ExaminedServer
 from tests.tools.emulator.emulated import DYNAMO, ENGINES, SGLANG, TRTLLM, VLLM
 
 
@@ -45,5 +45,5 @@ def test_the_other_ways_are_there_to_tell_who_is_to_blame(
 
 def test_a_nested_field_is_written_as_one() -> None:
     way = ways_to(DYNAMO, None, 3)[1]
-    body = json.loads(Target("http://engine", "m", {}).request("p", 4, way.members(way.values[0])).body)
+    body = json.loads(ExaminedServer("http://engine", "m", {}).request("p", 4, way.members(way.values[0])).body)
     assert body["nvext"] == {"agent_hints": {"priority": 10}}

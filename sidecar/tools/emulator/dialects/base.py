@@ -1,6 +1,6 @@
 """Dialect of an emulated engine: where it reads a priority, what it refuses, and in which words.
 
-A dialect decides and never waits. It answers with a `Refusal`, whose body is the JSON that the engine would send.
+A dialect decides and never waits. It answers with a `EngineRefusal`, whose body is the JSON that the engine would send.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sidecar.tools.emulator.scheduler import ORDERS, Order, Rank, first_come
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
-class Refusal(Exception):
+class EngineRefusal(Exception):
     """An answer instead of tokens: a status and the body that the engine would send with it."""
 
     def __init__(self, status: int, body: Mapping[str, Any]) -> None:
@@ -50,25 +50,25 @@ class Dialect(ABC):
         return ORDERS[self.config.engine] if self.config.scheduling is Scheduling.PRIORITY else first_come
 
     def check(self, api: Api, body: Body) -> None:  # noqa: B027 - most engines refuse no field by its name
-        """Refuses fields that the engine does not know. Raises Refusal."""
+        """Refuses fields that the engine does not know. Raises EngineRefusal."""
 
     @abstractmethod
     def rank(self, api: Api, body: Body, headers: Mapping[str, str]) -> Rank:
-        """The request's priority as the engine reads it, headers included. Raises Refusal or InvalidField."""
+        """The request's priority as the engine reads it, headers included. Raises EngineRefusal or InvalidField."""
 
     @abstractmethod
-    def refuse(self, api: Api, status: int, message: str) -> Refusal:
+    def refuse(self, api: Api, status: int, message: str) -> EngineRefusal:
         """An error of the engine's own making, in its shape."""
 
-    def invalid(self, api: Api, mistake: InvalidField) -> Refusal:
+    def invalid(self, api: Api, mistake: InvalidField) -> EngineRefusal:
         """A request that does not fit the schema."""
         return self.refuse(api, HTTPStatus.BAD_REQUEST, pydantic_errors(mistake))
 
-    def broken_json(self, api: Api, reason: str) -> Refusal:
+    def broken_json(self, api: Api, reason: str) -> EngineRefusal:
         """A body that is no JSON object."""
         return self.invalid(api, InvalidField("body", "json_invalid", f"JSON decode error: {reason}"))
 
-    def too_long(self, api: Api, tokens: int, most: int) -> Refusal:
+    def too_long(self, api: Api, tokens: int, most: int) -> EngineRefusal:
         """Prompt and output cannot fit the model's context or the KV cache."""
         message = f"This model's maximum context length is {most} tokens. However, you requested {tokens} tokens."
         return self.refuse(api, HTTPStatus.BAD_REQUEST, message)
@@ -81,11 +81,11 @@ class Dialect(ABC):
         del api, running
         return waiting
 
-    def queue_full(self, api: Api) -> Refusal:
+    def queue_full(self, api: Api) -> EngineRefusal:
         """The answer to a request beyond `max_queued`."""
         return self.refuse(api, *self.overload)
 
-    def displaced(self, api: Api) -> Refusal:
+    def displaced(self, api: Api) -> EngineRefusal:
         """The answer to a waiting request that a more important one threw out; only where `displaces`."""
         return self.queue_full(api)
 

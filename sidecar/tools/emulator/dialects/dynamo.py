@@ -8,7 +8,7 @@ from typing import Any
 
 from sidecar.apis import Api
 from sidecar.tools.emulator.config import Scheduling
-from sidecar.tools.emulator.dialects.base import Dialect, Refusal, header_integer
+from sidecar.tools.emulator.dialects.base import Dialect, EngineRefusal, header_integer
 from sidecar.tools.emulator.request import Body, InvalidField
 from sidecar.tools.emulator.scheduler import Rank
 
@@ -68,12 +68,12 @@ class DynamoDialect(Dialect):
             _override(headers, STRICT_HEADER, _U32, hints.get("strict_priority")) or 0,
         )
 
-    def refuse(self, api: Api, status: int, message: str) -> Refusal:
+    def refuse(self, api: Api, status: int, message: str) -> EngineRefusal:
         del api
         kind = "Overloaded" if status == OVERLOADED else HTTPStatus(status).phrase
-        return Refusal(status, {"message": message, "type": kind, "code": int(status)})
+        return EngineRefusal(status, {"message": message, "type": kind, "code": int(status)})
 
-    def invalid(self, api: Api, mistake: InvalidField) -> Refusal:
+    def invalid(self, api: Api, mistake: InvalidField) -> EngineRefusal:
         return self._undecodable(api, f"{mistake.field}: {mistake.message}")
 
     def queue_length(self, api: Api, waiting: int, running: int) -> int | None:
@@ -82,7 +82,7 @@ class DynamoDialect(Dialect):
         is_gated = not self.config.lists_workers and self.config.scheduling is Scheduling.FCFS
         return waiting + running if is_gated else waiting
 
-    def _undecodable(self, api: Api, reason: str) -> Refusal:
+    def _undecodable(self, api: Api, reason: str) -> EngineRefusal:
         message = f"Failed to deserialize the JSON body into the target type: {reason}"
         return self.refuse(api, HTTPStatus.BAD_REQUEST, message)
 

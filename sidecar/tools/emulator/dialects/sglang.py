@@ -7,7 +7,14 @@ from http import HTTPStatus
 
 from sidecar.apis import Api
 from sidecar.tools.emulator.config import Scheduling
-from sidecar.tools.emulator.dialects.base import INT64_MAX, INT64_MIN, Dialect, Refusal, header_integer, read_integer
+from sidecar.tools.emulator.dialects.base import (
+    INT64_MAX,
+    INT64_MIN,
+    Dialect,
+    EngineRefusal,
+    header_integer,
+    read_integer,
+)
 from sidecar.tools.emulator.request import Body
 from sidecar.tools.emulator.scheduler import Order, Rank, sglang_inverted_order
 
@@ -40,11 +47,11 @@ class SglangDialect(Dialect):
                 raise self.refuse(api, HTTPStatus.BAD_REQUEST, f"invalid {PRIORITY_HEADER} header")
         return Rank(self.config.default_priority if priority is None else priority)
 
-    def refuse(self, api: Api, status: int, message: str) -> Refusal:
+    def refuse(self, api: Api, status: int, message: str) -> EngineRefusal:
         del api
         kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else str(int(status))
         body = {"object": "error", "message": message, "type": kind, "param": None, "code": int(status)}
-        return Refusal(status, body)
+        return EngineRefusal(status, body)
 
-    def displaced(self, api: Api) -> Refusal:
+    def displaced(self, api: Api) -> EngineRefusal:
         return self.refuse(api, HTTPStatus.SERVICE_UNAVAILABLE, "The request is aborted by a higher priority request.")

@@ -9,7 +9,7 @@ from http import HTTPStatus
 
 from sidecar.apis import Api
 from sidecar.tools.emulator.config import Scheduling
-from sidecar.tools.emulator.dialects.base import Dialect, Refusal, pydantic_errors
+from sidecar.tools.emulator.dialects.base import Dialect, EngineRefusal, pydantic_errors
 from sidecar.tools.emulator.request import Body, InvalidField, check_bounds
 from sidecar.tools.emulator.scheduler import TRTLLM_DEFAULT_PRIORITY, Rank
 
@@ -117,15 +117,17 @@ class TrtllmDialect(Dialect):
             )
         return Rank(priority)
 
-    def invalid(self, api: Api, mistake: InvalidField) -> Refusal:
+    def invalid(self, api: Api, mistake: InvalidField) -> EngineRefusal:
         del api
         # Its own RequestValidationError handler: 400 and not FastAPI's 422, and `error` is a bare string.
-        return Refusal(HTTPStatus.BAD_REQUEST, {"error": pydantic_errors(mistake)})
+        return EngineRefusal(HTTPStatus.BAD_REQUEST, {"error": pydantic_errors(mistake)})
 
-    def refuse(self, api: Api, status: int, message: str) -> Refusal:
+    def refuse(self, api: Api, status: int, message: str) -> EngineRefusal:
         del api
         kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else HTTPStatus(status).phrase
-        return Refusal(status, {"object": "error", "message": message, "type": kind, "param": None, "code": status})
+        return EngineRefusal(
+            status, {"object": "error", "message": message, "type": kind, "param": None, "code": status}
+        )
 
     def queue_length(self, api: Api, waiting: int, running: int) -> int | None:
         del running

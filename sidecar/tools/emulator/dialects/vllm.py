@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from http import HTTPStatus
 
 from sidecar.apis import Api
-from sidecar.tools.emulator.dialects.base import INT64_MAX, INT64_MIN, Dialect, Refusal, header_integer, read_integer
+from sidecar.tools.emulator.dialects.base import (
+    INT64_MAX,
+    INT64_MIN,
+    Dialect,
+    EngineRefusal,
+    header_integer,
+    read_integer,
+)
 from sidecar.tools.emulator.request import Body, InvalidField
 from sidecar.tools.emulator.scheduler import Rank
 
@@ -27,12 +34,12 @@ class VllmDialect(Dialect):
         header = header_integer(headers, PRIORITY_HEADER) if api in _HEADER_APIS else None
         return Rank(value if header is None else header)
 
-    def invalid(self, api: Api, mistake: InvalidField) -> Refusal:
+    def invalid(self, api: Api, mistake: InvalidField) -> EngineRefusal:
         location = ("body",) if mistake.field == "body" else ("body", mistake.field)
         error = {"type": mistake.kind, "loc": location, "msg": mistake.message, "input": mistake.value}
         return self._error(api, HTTPStatus.BAD_REQUEST, f"1 validation error:\n  {error}", "Bad Request", mistake.field)
 
-    def refuse(self, api: Api, status: int, message: str) -> Refusal:
+    def refuse(self, api: Api, status: int, message: str) -> EngineRefusal:
         kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else HTTPStatus(status).phrase.replace(" ", "")
         return self._error(api, status, message, kind, None)
 
@@ -40,10 +47,10 @@ class VllmDialect(Dialect):
         del api
         return waiting + running
 
-    def _error(self, api: Api, status: int, message: str, kind: str, param: str | None) -> Refusal:
+    def _error(self, api: Api, status: int, message: str, kind: str, param: str | None) -> EngineRefusal:
         if api is Api.MESSAGES:
-            return Refusal(status, anthropic_error(status, message))
-        return Refusal(status, {"error": {"message": message, "type": kind, "param": param, "code": int(status)}})
+            return EngineRefusal(status, anthropic_error(status, message))
+        return EngineRefusal(status, {"error": {"message": message, "type": kind, "param": param, "code": int(status)}})
 
 
 def anthropic_error(status: int, message: str) -> dict[str, object]:
