@@ -52,7 +52,7 @@ class Context:
 
 
 def context(info: ValidationInfo) -> Context:
-    """The context that `loading` passed to the validation."""
+    """The context that `compiler` passed to the validation."""
     assert isinstance(info.context, Context)
     return info.context
 
