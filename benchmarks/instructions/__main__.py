@@ -107,10 +107,14 @@ def usable(tool: str | None, *, for_check: bool) -> Counter:
     return (with_budgets or working)[0] if for_check else working[0]
 
 
+def budgeted(measured: Mapping[str, float]) -> dict[str, float]:
+    """The figures that have a budget."""
+    return {name: count for name, count in measured.items() if FIGURES[name].has_budget}
+
+
 def check(measured: Mapping[str, float], entry: budgets.Entry | None, tool: str) -> int:
     """Says how the figures compare with their budgets. Returns the exit code."""
-    with_budget = {name: count for name, count in measured.items() if FIGURES[name].has_budget}
-    found = budgets.compare(with_budget, entry, tool)
+    found = budgets.compare(budgeted(measured), entry, tool)
     for reason in found.not_checked:
         not_checked(reason)
     for sentence in found.below:
@@ -120,7 +124,7 @@ def check(measured: Mapping[str, float], entry: budgets.Entry | None, tool: str)
     if found.exceeded and entry is not None and (changed := budgets.changed_packages(entry)):
         print(f"packages that changed since the budgets were written: {', '.join(changed)}", file=sys.stderr)
     if not found.exceeded and not found.not_checked:
-        print(f"instructions: {len(with_budget)} figures within {budgets.TOLERANCE:.0%} of their budgets")
+        print(f"instructions: {len(budgeted(measured))} figures within {budgets.TOLERANCE:.0%} of their budgets")
     return 1 if found.exceeded else 0
 
 
@@ -151,12 +155,16 @@ def main() -> int:
     if arguments.check and (entry is None or entry.build != budgets.python_build()):
         return check({}, entry, counter.name)
     measured = measure(counter)
+    if arguments.check and budgets.compare(budgeted(measured), entry, counter.name).exceeded:
+        # A moment in which the machine is busy adds instructions of background tasks; nothing takes any away.
+        again = measure(counter)
+        measured = {name: min(count, again[name]) for name, count in measured.items()}
     print(f"{counter.name}, Python {budgets.python_minor()}, {budgets.python_build()}\n")
     print_table(measured, entry)
     if arguments.json:
         arguments.json.write_text(json.dumps({"tool": counter.name, "instructions": measured}, indent=2) + "\n")
     if arguments.write:
-        budgets.write(budgets.FILE, counter.name, {n: c for n, c in measured.items() if FIGURES[n].has_budget})
+        budgets.write(budgets.FILE, counter.name, budgeted(measured))
     return check(measured, entry, counter.name) if arguments.check else 0
 
 
