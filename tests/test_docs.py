@@ -17,7 +17,7 @@ ELSEWHERE = ("http://", "https://", "mailto:")
 README_WORDS = 900
 """The most that a reader takes in before a first try: about four minutes. Counted as `wc -w` counts, code included."""
 PRIVATE = {
-    "admission controller, the middleware, the proxy": r"sidecars?|house|lookout",
+    "admission controller, the middleware, the proxy": r"doors?|house|lookout",
     "request, ticket, lease": r"(?:an|the|whole) exchange|exchanges|(?:a|its|the|whole) stay|strangers?",
     "policy snapshot": r"rulings?",
     "release, abort": r"let(?:s|ting)? go",
@@ -90,13 +90,13 @@ def test_a_page_uses_field_terms(page: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("The sidecar admits it.", 1),
+        ("The door admits it.", 1),
         ("It goes by the policy.", 1),
         ("Nobody waits behind it.", 2),
         ("Who waits ages.", 1),
         ("It waits. What comes first is admitted.", 1),
         ("Its stay at the engine.", 1),
-        ("What waits? Leases stay. `told` ```\ndoor\n``` [a panel](sidecar.md), Who goes ahead of whom.", 0),
+        ("What waits? Leases stay. `told` ```\ndoor\n``` [a panel](door.md), Who goes ahead of whom.", 0),
     ],
 )
 def test_a_private_word_is_found(text: str, found: int) -> None:

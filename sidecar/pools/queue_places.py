@@ -120,7 +120,7 @@ class HeldPlaces:
         Each of many replicas knows its own promises alone. It assumes that the others have as many, and that a request
         that comes again without a promise here has one there.
         """
-        if not self._open:
+        if not (self._ahead or self._due):
             return False
         self._pass_time(now_us)
         if not self._held or free > min(self._held * replicas, places // 2):

@@ -121,8 +121,8 @@ def no_servers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Play], None]:
     """Replaces the servers, and the playing of a run by what the test gives."""
 
     @contextmanager
-    def nowhere(runs: Sequence[demo_runs.Run], _: Path) -> Iterator[dict[str, demo_runs.Place]]:
-        yield {run.name: demo_runs.Place([1], 1) for run in runs}
+    def nowhere(runs: Sequence[demo_runs.Run], _: Path) -> Iterator[dict[str, demo_runs.RunServers]]:
+        yield {run.name: demo_runs.RunServers([1], 1) for run in runs}
 
     def replace(play: Play) -> None:
         monkeypatch.setattr("sidecar.cli.demo.servers", nowhere)
@@ -156,7 +156,7 @@ def test_a_failed_request_is_a_failed_demo(
 def test_every_run_gets_the_same_arrivals(no_servers: Callable[[Play], None]) -> None:
     played = []
 
-    def play(run: demo_runs.Run, _: demo_runs.Place, arrivals: Any, *__: Any) -> RunMeasurement:
+    def play(run: demo_runs.Run, _: demo_runs.RunServers, arrivals: Any, *__: Any) -> RunMeasurement:
         played.append((run.name, arrivals))
         return figures_of(run)
 

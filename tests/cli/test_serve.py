@@ -44,7 +44,7 @@ def line(process: subprocess.Popen[str], pattern: str) -> str:
 
 def test_it_says_where_it_serves_answers_there_and_ends_with_0() -> None:
     with serving() as process:
-        sidecar = line(process, r"sidecar: sidecar on (http://127\.0\.0\.1:\d+)")
+        sidecar = line(process, r"sidecar: proxy on (http://127\.0\.0\.1:\d+)")
         admin = line(process, r"sidecar: admin on (http://127\.0\.0\.1:\d+)")
         with urllib.request.urlopen(f"{admin}/readyz", timeout=10) as response:
             assert json.load(response) == {"status": "ready", "reasons": [], "notices": []}
@@ -77,7 +77,7 @@ def test_it_says_where_it_serves_answers_there_and_ends_with_0() -> None:
 
 def test_the_log_can_be_text_of_errors_alone() -> None:
     with serving("--log-format", "text", "--log-level", "error") as process:
-        line(process, r"sidecar: sidecar on (.*)")
+        line(process, r"sidecar: proxy on (.*)")
         admin = line(process, r"sidecar: admin on (.*)")
         with pytest.raises(urllib.error.HTTPError) as missing:
             urllib.request.urlopen(f"{admin}/nothing-here", timeout=10)
@@ -98,7 +98,7 @@ def test_a_log_format_of_the_environment_that_is_none_is_said_so(
 
 def test_the_admin_port_has_the_page_the_metrics_and_the_story_of_a_request() -> None:
     with serving() as process:
-        line(process, r"sidecar: sidecar on (.*)")
+        line(process, r"sidecar: proxy on (.*)")
         admin = line(process, r"sidecar: admin on (.*)")
         for path, kind in (("/", "text/html"), ("/overview", "application/json"), ("/metrics", "text/plain")):
             with urllib.request.urlopen(admin + path, timeout=10) as response:

@@ -85,7 +85,7 @@ async def test_no_header_is_added_but_the_forwarded_ones() -> None:
         b"host": f"127.0.0.1:{engine.port}".encode(),
         b"x-forwarded-for": b"127.0.0.1",
         b"x-forwarded-proto": b"http",
-        b"x-forwarded-host": b"door",
+        b"x-forwarded-host": b"sidecar",
     }
 
 
