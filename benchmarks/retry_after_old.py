@@ -12,10 +12,7 @@ from sidecar.pools.queue_places import QueuePlaces
 
 
 class Guessed(QueuePlaces):
-    """A free place is anybody's; the refused are told when the queue will have been worked off."""
-
-    def refuse_what_is_promised(self, ask: Ask, queued: int, now_us: int) -> None:
-        """Nothing is."""
+    """No place is ever held: a free one is open to all. `retry-after` is when the queue will have been worked off."""
 
     def queue_full(self, ask: Ask, queued: int, now_us: int) -> QueueFull:
         """The refusal of a request that found no place."""

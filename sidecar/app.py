@@ -59,7 +59,7 @@ class AdmissionMiddleware:
     `is_launched` that the app is an engine's own server, started by one of our launchers; `takes_over_pool`, or
     `SIDECAR_TAKE_OVER_POOL=1`, that a shared pool with other tiers is made anew. Raises `PolicyError` with every
     mistake of the files, and ValueError where there are none. In an event loop it does not raise: the server reports
-    a failed start, and the middleware has neither a `controller` nor a `observability`.
+    a failed start, and the middleware has neither a `controller` nor an `observability`.
     """
 
     controller: AdmissionController
