@@ -127,7 +127,7 @@ async def test_one_that_was_overtaken_hears_by_whom_and_why() -> None:
         assert story.state == "waiting"
         assert story.conclusion.startswith("has waited ")
         assert story.conclusion.endswith(
-            "so far: the pool has no room: 38 of 100,000 tokens and 2 of 2 requests are held, and it asks for 19; "
+            "so far: the pool has no room: 2 of 2 requests are held, and it asks for 1 request; "
             "no request went ahead of it"
         )
         app.release()
