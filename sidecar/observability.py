@@ -12,12 +12,12 @@ from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sidecar.admin import routes
-from sidecar.admin.routes import LivePages, metrics_routes
+from sidecar.admin.routes import LivePages, metrics_routes, story_routes
 from sidecar.cluster.overview import Generations
 from sidecar.cluster.report import Sources
 from sidecar.engines import NoEngine
 from sidecar.events import Received
+from sidecar.explain.builder import ExplanationBuilder
 from sidecar.middleware.controller import AdmissionController
 from sidecar.policy.model import Policy, Tier
 from sidecar.policy.reload import PolicyFiles, PolicyReloader, ReloadSignal
@@ -103,7 +103,8 @@ class Observability:
             generations,
         )
         names = [tier.name for tier in policy.tiers]
-        stories = routes.routes(journal, tiers=lambda: names, pool=policy.pool, is_shared=is_shared)
+        builder = ExplanationBuilder(journal, lambda: names, policy.pool, is_shared)
+        stories = story_routes(builder, self._pages.live.overview)
         pages = [*self._pages.routes(), *metrics_routes(self.scrape), *stories]
         up_to_date = Middleware(UpToDate, flush=self.observer.flush)
         self.routes: Sequence[BaseRoute] = [Mount("", routes=pages, middleware=[up_to_date])]
