@@ -93,7 +93,11 @@ def unknown_page(builder: ExplanationBuilder, overview: Overview, wanted: str) -
     others = [one for one in overview.replicas if one.replica != overview.replica]
     title = wanted or "no id"
     facts = [f"pool {overview.pool}", f"as of {_calendar(overview.at_s)}"]
-    said = unknown_request(builder, wanted) if wanted else "the address names no request: write /request?id= and then the id"
+    said = (
+        unknown_request(builder, wanted)
+        if wanted
+        else "the address names no request: write /request?id= and then the id"
+    )
     parts = [_header(title, facts), "<main>", f'<p id="headline" class="plain">{_sentence(said)}</p>']
     parts += [_refused_elsewhere(one, overview.replicas) for one in refused[:1]]
     if builder.is_shared and wanted:
