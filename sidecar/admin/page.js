@@ -198,11 +198,12 @@ function holds(parts, tier, overview) {
   parts.reserve.style.left = place(reserve || 0);
   parts.limit.hidden = limit === null || limit >= whole;
   parts.limit.style.left = place(limit || 0);
-  const figures = [figure(other)];
+  const figures = [];
   if (whole !== null && reserve) figures.push(`reserve ${count(reserve)}`);
   if (!parts.limit.hidden) figures.push(`limit ${count(limit)}`);
   if (tier.borrowed_tokens) figures.push(`borrows ${count(tier.borrowed_tokens)} tokens`);
   if (tier.lent_tokens) figures.push(`lends ${count(tier.lent_tokens)} tokens`);
+  figures.push(figure(other));
   const sum = (name) => tier.recent.reduce((total, bucket) => total + bucket[name], 0);
   const preempted = sum("preempted");
   if (preempted) figures.push(`preempted ${count(preempted)}\u00d7 in 5 min, ${duration(sum("engine_lost_s"))} at the engine lost`);

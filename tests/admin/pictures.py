@@ -35,7 +35,8 @@ KEYS = {
     "low": "sk-demo-standard",
     "batch": "sk-demo-research",
 }
-DESKTOP, PHONE = (1180, 900), (390, 1250)
+DESKTOP, PHONE = (1180, 600), (390, 1250)
+STARVES = "/(normal|low|batch) starves/.test(document.title)"
 REQUEST_ID = "nightly-report-7"
 BUSY_S, QUIET_S = 40.0, 30.0
 BUSY, QUIET = 1.6, 0.35
@@ -95,30 +96,34 @@ class Stage:
     admin_url: str
     sidecar_url: str
     store: RedisServer
+    condition: str = ""
 
     async def show(self, path: str, condition: str, within_s: float = 120.0) -> None:
         """Opens a page of the admin port, and waits until a condition holds in it."""
         await self.page.look(*DESKTOP)
         await self.page.open(self.admin_url + path)
         await self.page.until(condition, within_s)
+        self.condition = condition
 
     async def take(self, name: str) -> None:
-        """The page on a desktop by day, and the top of it on a phone by night."""
+        """The page on a desktop by day, and the top of it on a phone by night, each while the condition holds."""
         for suffix, (width, height), dark in (("", DESKTOP, False), ("-phone-dark", PHONE, True)):
             await self.page.look(width, height, dark=dark)
             await asyncio.sleep(1.2)
+            await self.page.until(self.condition, 120)
             picture = await self.page.picture(whole=not dark)
             (PICTURES / f"{name}{suffix}.png").write_bytes(smaller(picture))
 
 
 async def live(stage: Stage) -> None:
     """The live page while a tier starves."""
-    await stage.show("/", "document.title.includes('starves')")
+    await stage.show("/", STARVES)
     await stage.take("live")
 
 
 async def request(stage: Stage) -> None:
     """The page of a request that waited and was overtaken."""
+    await stage.show("/", STARVES)
     async with aiohttp.ClientSession() as client:
         body = {"model": "m", "max_tokens": 60, "messages": [{"role": "user", "content": "lorem ipsum " * 40}]}
         headers = {"authorization": f"Bearer {KEYS['batch']}", "x-priority": "batch", "x-request-id": REQUEST_ID}
@@ -130,10 +135,9 @@ async def request(stage: Stage) -> None:
 
 async def store_lost(stage: Stage) -> None:
     """The live page while the store is lost and requests wait. The store is back afterward."""
-    await stage.show("/", "document.title.includes('starves')")
     stage.store.kill()
-    await stage.page.until("document.body.innerText.includes('has not answered for')", 30)
     await asyncio.sleep(14)  # the first ten seconds have a smaller part
+    await stage.show("/", f"{STARVES} && document.body.innerText.includes('has not answered for')")
     await stage.take("live-store-lost")
     stage.store.restart()
 

@@ -72,7 +72,7 @@ async def test_it_says_who_starves_and_shows_every_figure(tools: str) -> None:
         assert "90k of 100k held (90%), 10k free" in text
         name, held, queued, oldest, by, waits = await cells(page, 1)
         assert name.strip() == "batch"
-        assert held.splitlines() == ["20k tokens (20%)", "20 running (20%), reserve 10k, borrows 5,000 tokens"]
+        assert held.splitlines() == ["20k tokens (20%)", "reserve 10k, borrows 5,000 tokens, 20 running (20%)"]
         assert queued.splitlines() == ["30 requests", "30k tokens"]
         assert oldest.splitlines() == ["waits 3 m 12 s", "starved 2 m 40 s", "went ahead: high 81k tokens"]
         assert by == "by high 41\u00d7 (more important)"  # the other rule was by far the rarer one
@@ -142,7 +142,7 @@ async def test_a_flood_of_the_same_refusal_is_one_line(tools: str) -> None:
         )
 
 
-async def test_what_was_preempted_is_told_with_what_it_cost(tools: str) -> None:
+async def test_what_was_preempted_is_reported_with_what_it_cost(tools: str) -> None:
     refused = RefusalView(1.0, "batch", "acme", "queue_timeout", 503, "no room", "id", 2.0, "one", preempted=2)
     async with shown(tools, overview(tier("high"), gave_way(), refusals=[refused])) as (page, _):
         assert "preempted 3\u00d7 in 5 min, 9.6 s at the engine lost" in (await cells(page, 1))[1]
