@@ -34,7 +34,7 @@ from sidecar.telemetry.setup import MetricsEndpoint
 from sidecar.telemetry.spans.links import links_from
 from sidecar.telemetry.spans.tracer import RequestTracer
 
-TOLD_WITHIN_S = 0.05
+REPORTED_WITHIN_S = 0.05
 """Longest delay of metrics, journal and log after a request, unless a page is read before."""
 
 
@@ -86,7 +86,7 @@ class Observability:
             find_links=links_from(journal),
         )
         failure_log = None if is_looked_at else self._log
-        self.observer = EventDispatcher(self._spans, listeners, delay_s=TOLD_WITHIN_S, failure_log=failure_log)
+        self.observer = EventDispatcher(self._spans, listeners, delay_s=REPORTED_WITHIN_S, failure_log=failure_log)
         tallies = DryRunStats(lambda: self._policy.generation, time.time)
         self.observed = Fanout([tallies.note, DryRunMetrics(metrics).note, DryRunLog(self._log).note])
         self.unguarded = Fanout([metrics.note_unguarded, UnguardedLog(self._log).note])
