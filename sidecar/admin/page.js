@@ -186,7 +186,7 @@ function holds(parts, tier, overview) {
   const unit = { tokens: "tokens", requests: "running" };
   const figure = (of) => {
     const part = share(tier.held[of], overview.capacity[of]);
-    return `${count(tier.held[of])} ${unit[of]}${part && ` (${part})`}`;
+    return `${count(tier.held[of])} ${unit[of]}${part && ` (${part})`}`.replaceAll(" ", "\u00a0");
   };
   const whole = overview.capacity[name], has = tier.held[name];
   const reserve = tier.reserve[name], limit = tier.limit[name];

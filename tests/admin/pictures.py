@@ -78,7 +78,8 @@ async def load(urls: list[str], tier: str) -> None:
     """Requests of a tier at random times, until canceled."""
     rng = random.Random(tier)
     begun_s = time.monotonic()
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+    patient = aiohttp.ClientTimeout(total=None)  # batch may wait for half an hour
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=patient) as client:
         asked: set[asyncio.Task[None]] = set()
         while True:
             is_busy = (time.monotonic() - begun_s) % (BUSY_S + QUIET_S) < BUSY_S
@@ -126,7 +127,7 @@ async def request(stage: Stage) -> None:
     await stage.show("/", STARVES)
     async with aiohttp.ClientSession() as client:
         body = {"model": "m", "max_tokens": 60, "messages": [{"role": "user", "content": "lorem ipsum " * 40}]}
-        headers = {"authorization": f"Bearer {KEYS['batch']}", "x-priority": "batch", "x-request-id": REQUEST_ID}
+        headers = {"authorization": f"Bearer {KEYS['normal']}", "x-priority": "normal", "x-request-id": REQUEST_ID}
         async with client.post(stage.sidecar_url + CHAT, json=body, headers=headers) as response:
             await response.read()
     await stage.show(f"/request?id={REQUEST_ID}", "document.title.includes('Request')")
