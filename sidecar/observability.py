@@ -12,12 +12,12 @@ from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sidecar.admin import routes
-from sidecar.admin.routes import LivePages, metrics_routes
+from sidecar.admin.routes import LivePages, metrics_routes, story_routes
 from sidecar.cluster.overview import Generations
 from sidecar.cluster.report import Sources
 from sidecar.engines import NoEngine
 from sidecar.events import Received
+from sidecar.explain.builder import ExplanationBuilder
 from sidecar.middleware.controller import AdmissionController
 from sidecar.policy.model import Policy, Tier
 from sidecar.policy.reload import PolicyFiles, PolicyReloader, ReloadSignal
@@ -34,7 +34,7 @@ from sidecar.telemetry.setup import MetricsEndpoint
 from sidecar.telemetry.spans.links import links_from
 from sidecar.telemetry.spans.tracer import RequestTracer
 
-TOLD_WITHIN_S = 0.05
+REPORTED_WITHIN_S = 0.05
 """Longest delay of metrics, journal and log after a request, unless a page is read before."""
 
 
@@ -86,7 +86,7 @@ class Observability:
             find_links=links_from(journal),
         )
         failure_log = None if is_looked_at else self._log
-        self.observer = EventDispatcher(self._spans, listeners, delay_s=TOLD_WITHIN_S, failure_log=failure_log)
+        self.observer = EventDispatcher(self._spans, listeners, delay_s=REPORTED_WITHIN_S, failure_log=failure_log)
         tallies = DryRunStats(lambda: self._policy.generation, time.time)
         self.observed = Fanout([tallies.note, DryRunMetrics(metrics).note, DryRunLog(self._log).note])
         self.unguarded = Fanout([metrics.note_unguarded, UnguardedLog(self._log).note])
@@ -103,7 +103,8 @@ class Observability:
             generations,
         )
         names = [tier.name for tier in policy.tiers]
-        stories = routes.routes(journal, tiers=lambda: names, pool=policy.pool, is_shared=is_shared)
+        builder = ExplanationBuilder(journal, lambda: names, policy.pool, is_shared)
+        stories = story_routes(builder, self._pages.live.overview)
         pages = [*self._pages.routes(), *metrics_routes(self.scrape), *stories]
         up_to_date = Middleware(UpToDate, flush=self.observer.flush)
         self.routes: Sequence[BaseRoute] = [Mount("", routes=pages, middleware=[up_to_date])]

@@ -394,7 +394,8 @@ async def test_without_the_store_replicas_go_on_with_their_part_and_say_so(
             await replica.shows(state="divided", within_s=10)
             status, reasons, (notice,) = await replica.ready()
             assert (status, reasons) == (200, [])
-            assert notice.startswith("store lost, this replica admits to its part of the pool: ")
+            assert notice.startswith("the store has not answered for ")
+            assert "only this replica's requests are shown, its part of the pool is" in notice
             assert (await replica.pool())["store"]["replicas"] == 2
         parts = [(await replica.pool())["store"]["part"] for replica in quiet]
         assert [part["requests"] for part in parts] == [2, 1]  # of 4, 1 is held: 1 + 3 // 2, 3 // 2
@@ -420,7 +421,8 @@ async def test_closed_answers_503_until_the_store_is_back(folder: Path, engine: 
             await replica.shows(state="closed", within_s=10)
             status, (reason,), notices = await replica.ready()
             assert (status, notices) == (503, [])
-            assert reason.startswith("store lost, requests are refused: ")
+            assert reason.startswith("the store has not answered for ")
+            assert "new requests are refused" in reason
             assert (await replica.get("/healthz"))[0] == 200
             is_refused(await ask(replica.url, stream=True))
             assert await running.content.readline()  # what runs, runs on
@@ -431,14 +433,14 @@ async def test_closed_answers_503_until_the_store_is_back(folder: Path, engine: 
             assert (await ask(replica.url)).status == 200
 
 
-def is_refused(answer: Answer) -> None:
+def is_refused(answer: Answer, why: str = "cannot be reached") -> None:
     assert answer.status == 503
     assert int(answer.headers["retry-after"]) >= 1
     assert answer.headers["content-type"] == "application/json"
     error = answer.json["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["type"], error["param"], error["code"]) == ("server_error", None, "store_unavailable")
-    assert "cannot be reached" in error["message"]
+    assert why in error["message"]
 
 
 async def test_a_store_that_comes_later_is_found(folder: Path, engine: str, spare: RedisServer) -> None:
@@ -447,11 +449,15 @@ async def test_a_store_that_comes_later_is_found(folder: Path, engine: str, spar
     with replicas(folder / "early", 1, engine, named("early"), SIDECAR_STORE=url) as (replica,):
         status, (reason,), _ = await replica.ready()
         assert status == 503
-        assert "store" in reason
+        assert reason == f"the store has not been reached yet: connection refused by {url}"
         assert (await replica.get("/healthz"))[0] == 200
-        is_refused(await ask(replica.url))
+        is_refused(await ask(replica.url), "the store of this pool has not been reached yet")
+        logged = replica.log.read_text()
+        assert f"the store of pool early has not been reached yet: connection refused by {url}" in logged
+        assert "store lost" not in logged
         pool = await replica.pool()
         assert (pool["store"]["replicas"], pool["store"]["part"]) == (None, {})
+        assert (pool["store"]["reached"], pool["capacity"]) == (False, {"tokens": 0, "requests": 0})
 
         spare.restart()
         await replica.shows(replicas=1, state="shared", within_s=10)

@@ -6,7 +6,7 @@ const RULES = { always_first: "always first", reserve: "its reserve", reserve_tu
 const CUT_AFTER_MS = 5000;
 const at = (id) => document.getElementById(id);
 
-// -- figures as people read them (the same as words.py)
+// -- figures as people read them (the same as cluster/phrases.py)
 
 function duration(s) {
   return words(s).replaceAll(" ", "\u00a0");
@@ -133,8 +133,9 @@ function updateBar(node, name, overview) {
   const list = (of) => overview.tiers.map((tier) => `${tier.tier} ${count(tier[of][name] || 0)}`).join(", ");
   held.setAttribute("aria-label", `${name} held: ${list("held")}; free ${count(overview.free[name])}`);
   reserves.setAttribute("aria-label", `${name} reserved: ${list("reserve")}`);
-  put(said, `${count(overview.held[name])} of ${count(overview.capacity[name])} held (` +
-    `${share(overview.held[name], overview.capacity[name])}), ${count(overview.free[name])} free`);
+  const has = count(overview.held[name]), most = overview.capacity[name];
+  put(said, most ? `${has} of ${count(most)} held (${share(overview.held[name], most)}), ${count(overview.free[name])} free` :
+    `${has} held, and nothing may be added`);
 }
 
 function makeKey(tier) {
@@ -179,13 +180,17 @@ function updateTier(node, tier, overview) {
 }
 
 function holds(parts, tier, overview) {
-  // by the dimension in which the pool is fuller: that is the one that decides
-  const fill = (name) => overview.capacity[name] ? overview.held[name] / overview.capacity[name] : -1;
-  const name = fill("requests") > fill("tokens") ? "requests" : "tokens";
+  // One unit in all rows and at all times: tokens, unless the pool bounds requests alone. The other one is beside it.
+  const name = overview.capacity.tokens === null && overview.capacity.requests !== null ? "requests" : "tokens";
+  const other = name === "tokens" ? "requests" : "tokens";
+  const unit = { tokens: "tokens", requests: "running" };
+  const figure = (of) => {
+    const part = share(tier.held[of], overview.capacity[of]);
+    return `${count(tier.held[of])} ${unit[of]}${part && ` (${part})`}`.replaceAll(" ", "\u00a0");
+  };
   const whole = overview.capacity[name], has = tier.held[name];
   const reserve = tier.reserve[name], limit = tier.limit[name];
-  put(parts.held, whole === null ? `${count(tier.held.tokens)} tokens, ${count(tier.held.requests)} running` :
-    `${count(has)} ${name === "tokens" ? name : "running"} (${share(has, whole)})`);
+  put(parts.held, figure(name));
   parts.gauge.hidden = whole === null;
   const place = (figure) => `${Math.min(100, 100 * figure / (whole || 1))}%`;
   parts.fill.style.width = place(has);
@@ -198,6 +203,7 @@ function holds(parts, tier, overview) {
   if (!parts.limit.hidden) figures.push(`limit ${count(limit)}`);
   if (tier.borrowed_tokens) figures.push(`borrows ${count(tier.borrowed_tokens)} tokens`);
   if (tier.lent_tokens) figures.push(`lends ${count(tier.lent_tokens)} tokens`);
+  figures.push(figure(other));
   const sum = (name) => tier.recent.reduce((total, bucket) => total + bucket[name], 0);
   const preempted = sum("preempted");
   if (preempted) figures.push(`preempted ${count(preempted)}\u00d7 in 5 min, ${duration(sum("engine_lost_s"))} at the engine lost`);
@@ -349,14 +355,11 @@ function refusals(overview) {
 
 function request(refusal, overview) {
   const short = refusal.request_id.length > 20 ? `${refusal.request_id.slice(0, 18)}\u2026` : refusal.request_id;
-  if (refusal.replica !== overview.replica) {  // its journal is with the replica that refused it
-    const text = make("span", "", short);
-    text.title = `${refusal.request_id}, refused by replica ${refusal.replica}`;
-    return text;
-  }
   const link = make("a", "", short);
-  link.href = `requests/${encodeURIComponent(refusal.request_id)}`;
-  link.title = `why ${refusal.request_id} was refused`;
+  link.href = `request?id=${encodeURIComponent(refusal.request_id)}`;
+  // the journal is with the replica that refused it: of another one's, this one shows what it has heard
+  const by = refusal.replica === overview.replica ? "" : ` by replica ${refusal.replica.slice(0, 8)}`;
+  link.title = `why ${refusal.request_id} was refused${by}`;
   return link;
 }
 
@@ -368,7 +371,7 @@ function show(overview) {
   put(at("pool"), overview.pool);
   document.title = `${overview.starving ? `${overview.starving} starves` : "Admission"} \u2013 ${overview.pool}`;
   const facts = [`engine ${overview.engine}`, `policy ${overview.generation}`];
-  facts.push(overview.mode === "local" ? "one process" : `store ${overview.store.state}, ${overview.replicas.length} replicas`);
+  facts.push(where(overview));
   put(at("facts"), facts.join(" \u00b7 "));
   put(at("headline"), overview.headline);
   const waits = overview.tiers.some((tier) => tier.oldest);
@@ -380,6 +383,14 @@ function show(overview) {
   replicas(overview);
   refusals(overview);
   say(overview.starving ? `${overview.starving} starves` : waits ? "none starves" : "none waits");
+}
+
+// Without its store, a replica shows itself alone: a notice says so, and why.
+function where(overview) {
+  if (overview.mode === "local") return "one process";
+  if (overview.store.state !== "shared") return `replica ${overview.replica.slice(0, 8)}`;
+  const replicas = overview.replicas.length;
+  return `store shared, ${replicas} replica${replicas === 1 ? "" : "s"}`;
 }
 
 // For screen readers: only what changed, not every second's figures.

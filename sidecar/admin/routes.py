@@ -7,24 +7,24 @@ request's text smuggles into the page does not run.
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Callable, Sequence
-from hashlib import sha256
-from importlib.resources import files
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from sidecar.admin.page_files import headers, text_of
+from sidecar.admin.request_page import LONGEST_ID, request_routes, unknown_request
 from sidecar.admin.stream import OverviewStream
+from sidecar.cluster.document import Overview
 from sidecar.cluster.overview import Generations, PoolOverview
 from sidecar.cluster.report import Sources
 from sidecar.explain.builder import ExplanationBuilder
-from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.setup import MetricsEndpoint, MetricsUnavailable
 
 _encode = msgspec.json.Encoder().encode
+_FRESH = {"cache-control": "no-store"}
 
 
 class LivePages:
@@ -53,12 +53,10 @@ class LivePages:
             return Response(PAGE, media_type="text/html", headers=HEADERS)
 
         async def overview(_: Request) -> Response:
-            headers = {"cache-control": "no-store"}
-            return Response(self._document(), media_type="application/json", headers=headers)
+            return Response(self._document(), media_type="application/json", headers=_FRESH)
 
         async def observed(_: Request) -> Response:
-            headers = {"cache-control": "no-store"}
-            return Response(_encode(self.live.observed()), media_type="application/json", headers=headers)
+            return Response(_encode(self.live.observed()), media_type="application/json", headers=_FRESH)
 
         return [
             Route("/", page),
@@ -85,51 +83,22 @@ def metrics_routes(scrape: MetricsEndpoint) -> Sequence[BaseRoute]:
     return [Route("/metrics", metrics)]
 
 
-LONGEST_ID = 128
-"""A request id that is longer is not taken over from the client."""
-
-
-def routes(journal: Journal, *, tiers: Callable[[], Sequence[str]], pool: str, is_shared: bool) -> Sequence[BaseRoute]:
-    """The page. `tiers` are the names of the policy in force, most important first."""
-    teller = ExplanationBuilder(journal, tiers, pool, is_shared)
+def story_routes(builder: ExplanationBuilder, overview: Callable[[], Overview]) -> Sequence[BaseRoute]:
+    """The explanation of one request: `/requests/{id}` as JSON, `/request?id=` as a page. `overview` is the pool's."""
 
     async def explain(request: Request) -> Response:
-        wanted = request.path_params["id"][: LONGEST_ID + 1]
-        story = teller.explain(wanted)
+        wanted = request.path_params.get("id", request.query_params.get("id", ""))[: LONGEST_ID + 1]
+        story = builder.explain(wanted)
         if story is None:
-            return JSONResponse({"error": {"code": "unknown_request", "message": _unknown(teller, wanted)}}, 404)
+            error = {"code": "unknown_request", "message": unknown_request(builder, wanted)}
+            return JSONResponse({"error": error}, 404)
         return Response(msgspec.json.encode(story), media_type="application/json")
 
-    # As a path: a client's own request id may hold slashes.
-    return [Route("/requests/{id:path}", explain)]
+    # As a path: a client's own request id may hold slashes. As a parameter: a browser cannot ask for the path `..`.
+    as_json = [Route("/requests", explain), Route("/requests/{id:path}", explain)]
+    return [*as_json, *request_routes(builder, overview)]
 
 
-def _unknown(teller: ExplanationBuilder, wanted: str) -> str:
-    minutes = teller.journal.retention_s / 60
-    sentence = (
-        f"no request with the id or trace id {wanted!r} is known here: this process keeps what waits or runs, and "
-        f"for at most {minutes:g} minutes the last that ended, since it started"
-    )
-    return f"{sentence}; the pool is shared, so ask the other replicas, too" if teller.is_shared else sentence
-
-
-def _text(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
-
-
-_STYLE, _SCRIPT = _text("page.css"), _text("page.js")
-PAGE = _text("page.html").replace("/*style*/", _STYLE).replace("/*script*/", _SCRIPT).encode()
-POLICY = (
-    f"default-src 'none'; style-src {_hash(_STYLE)}; script-src {_hash(_SCRIPT)}; connect-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-HEADERS = {
-    "content-security-policy": POLICY,
-    "cache-control": "no-store",
-    "referrer-policy": "no-referrer",
-    "x-content-type-options": "nosniff",
-}
+_STYLE, _SCRIPT = text_of("page.css"), text_of("page.js")
+PAGE = text_of("page.html").replace("/*style*/", _STYLE).replace("/*script*/", _SCRIPT).encode()
+HEADERS = headers(_STYLE, _SCRIPT)

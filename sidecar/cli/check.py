@@ -14,7 +14,7 @@ from typing import Any
 from sidecar.cli.output import aligned, write_json
 from sidecar.policy import fields as of
 from sidecar.policy.compiler import Loaded, load_files
-from sidecar.policy.model import Policy, Teller
+from sidecar.policy.model import CapacitySource, Policy
 from sidecar.policy.problems import PolicyError, Problem
 from sidecar.policy.rules import UNLIMITED, TierRules, largest_certain_request, largest_request
 from sidecar.policy.warnings import nominal_rules, warnings
@@ -62,7 +62,7 @@ def _listed(problems: tuple[Problem, ...]) -> list[dict[str, Any]]:
 
 def _figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
     policy = loaded.policy
-    open_from = None if policy.engine_capacity is None else Teller.ENGINE.value
+    open_from = None if policy.engine_capacity is None else CapacitySource.ENGINE.value
     return {
         "ok": True,
         "files": list(loaded.files),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from sidecar.cluster.document import Overview, RefusalView, ReplicaView, TenantView, TierView
 from sidecar.cluster.phrases import STARVES_FROM_S, count, preempted
 from sidecar.durations import short_duration
+from sidecar.events import StoreState
 
 NARROWEST = 40
 _LABEL, _BAR_LEAST, _BAR_MOST = 9, 20, 60
@@ -64,7 +65,7 @@ def draw(overview: Overview, look: TerminalStyle) -> list[str]:
 
 
 def _head(overview: Overview, look: TerminalStyle) -> list[str]:
-    where = "one process" if overview.store is None else f"store {overview.store['state']}"
+    where = "one process" if overview.store is None else _store(overview, overview.store["state"])
     facts = f"{overview.pool}  {overview.engine}  policy {overview.generation}  {where}"
     clock = strftime("%H:%M:%S", localtime(overview.at_s))
     first = look.cut(f"admission  {facts}", look.width - len(clock) - 1) + f" {clock}"
@@ -74,6 +75,11 @@ def _head(overview: Overview, look: TerminalStyle) -> list[str]:
     return lines + [
         look.paint(line, "33") for notice in overview.notices for line in wrapped(f"! {notice}", look.width)
     ]
+
+
+def _store(overview: Overview, state: str) -> str:
+    """Without its store, a replica shows itself alone: a notice says so, and why."""
+    return "store shared" if state == StoreState.SHARED.value else f"replica {overview.replica[:8]}"
 
 
 def wrapped(text: str, width: int) -> list[str]:

@@ -19,7 +19,7 @@ from sidecar.middleware.intake import longest_wait_s, refuse_background, refuse_
 from sidecar.middleware.unguarded import treatment
 from sidecar.payload.decode import Payload, decode
 from sidecar.policy.compiler import Loaded, load_files
-from sidecar.policy.model import Endpoint, Policy, Teller, Tenant, Unguarded
+from sidecar.policy.model import CapacitySource, Endpoint, Policy, Tenant, Unguarded
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED
 from sidecar.pools import Ask
@@ -188,7 +188,7 @@ class _Explanation:
             "tokens": sizes.reason(made.level, tokens) if tokens < UNLIMITED else None,
             "requests": sizes.reason(made.level, requests, tokens=False) if requests < UNLIMITED else None,
         }
-        self._found["capacity_from"] = None if self._policy.engine_capacity is None else Teller.ENGINE.value
+        self._found["capacity_from"] = None if self._policy.engine_capacity is None else CapacitySource.ENGINE.value
         ask = Ask(made.level, made.tenant.name, made.tenant.weight, self._found["holds"]["tokens"], sequences)
         sizes.refuse_what_never_fits(ask)
         self._found["longest_wait_s"] = longest_wait_s(headers, tier.max_wait_s)

@@ -14,12 +14,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def launch(server: Callable[[str | None, Sequence[str]], None], args: argparse.Namespace) -> int:
     """Runs the real server until it ends. Returns 1 where it was not started, with one line that says why."""
-    from sidecar.launchers.checks import CannotStart
+    from sidecar.launchers.checks import CannotLaunch
     from sidecar.policy.problems import PolicyError
 
     try:
         server(args.policy, args.passed_on)
-    except (CannotStart, PolicyError) as error:
+    except (CannotLaunch, PolicyError) as error:
         print(f"sidecar: {error}", file=sys.stderr)
         return 1
     return 0

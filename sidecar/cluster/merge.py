@@ -34,7 +34,7 @@ def recent(tier: str, all_heard: Iterable[ReceivedReport], at_s: float) -> list[
     buckets = {number: Bucket(number * BUCKET_S) for number in range(last - BUCKETS + 1, last + 1)}
     for one in all_heard:
         shift = round(one.ahead_s / BUCKET_S)
-        for bucket in (bucket for told in _of(tier, one) for bucket in told.recent):
+        for bucket in (bucket for reported in _of(tier, one) for bucket in reported.recent):
             into = buckets.get(bucket.t_s // BUCKET_S - shift)
             if into is not None:
                 _add(into, bucket)
@@ -44,23 +44,23 @@ def recent(tier: str, all_heard: Iterable[ReceivedReport], at_s: float) -> list[
 def overtaken_by(tier: str, all_heard: Iterable[ReceivedReport]) -> dict[str, Overtakings]:
     """The tiers that overtook a tier, over all replicas, most often first."""
     summed: dict[str, Overtakings] = {}
-    for told in (told for one in all_heard for told in _of(tier, one)):
-        add_overtakings(summed, told.overtaken_by)
+    for reported in (reported for one in all_heard for reported in _of(tier, one)):
+        add_overtakings(summed, reported.overtaken_by)
     return dict(sorted(summed.items(), key=lambda pair: -pair[1].requests))
 
 
 def oldest(tier: str, all_heard: Iterable[ReceivedReport]) -> OldestWaiter | None:
     """The one that has waited longest in any replica."""
-    waiting = [told.oldest for one in all_heard for told in _of(tier, one) if told.oldest is not None]
+    waiting = [reported.oldest for one in all_heard for reported in _of(tier, one) if reported.oldest is not None]
     return max(waiting, key=lambda waiter: waiter.wait_s, default=None)
 
 
 def tenants(all_heard: Iterable[ReceivedReport]) -> list[TenantView]:
     """Those that hold most, then those of whom most waits."""
     summed: dict[str, tuple[int, int, int]] = {}
-    for told in (told for one in all_heard for told in one.report.tenants):
-        tokens, leases, waiting = summed.get(told.tenant, (0, 0, 0))
-        summed[told.tenant] = tokens + told.tokens_held, leases + told.leases, waiting + told.waiting
+    for reported in (reported for one in all_heard for reported in one.report.tenants):
+        tokens, leases, waiting = summed.get(reported.tenant, (0, 0, 0))
+        summed[reported.tenant] = tokens + reported.tokens_held, leases + reported.leases, waiting + reported.waiting
     found = [TenantView(name, *figures) for name, figures in summed.items()]
     return sorted(found, key=lambda one: (-one.tokens_held, -one.waiting, one.tenant))[:SHOWN_TENANTS]
 
@@ -86,7 +86,7 @@ def replicas(all_heard: Iterable[ReceivedReport]) -> list[ReplicaView]:
 
 
 def _of(tier: str, one: ReceivedReport) -> Sequence[TierReport]:
-    return [told for told in one.report.tiers if told.tier == tier]
+    return [reported for reported in one.report.tiers if reported.tier == tier]
 
 
 def _add(into: Bucket, more: Bucket) -> None:

@@ -17,6 +17,7 @@ from sidecar.cluster.dry_run import ObservedReport, observed_report
 from sidecar.cluster.merge import ReceivedReport
 from sidecar.cluster.phrases import headline, said_of, starving
 from sidecar.cluster.report import ReplicaReport, Sources, Unreadable, own_report, pack, unpack
+from sidecar.events import StoreState
 from sidecar.policy.model import Policy
 from sidecar.pools import NotShared, PeerReport
 
@@ -152,7 +153,9 @@ class PoolOverview:
     def _overview(self, at_s: float) -> Overview:
         state: Mapping[str, Any] = self._sources.pool.state()
         report = self._own(state, at_s)
-        others, unreadable = self._heard(at_s, but=report.replica)
+        # Without the store, `state` is this replica's own, and so is all the rest. The pool's notices say so.
+        others, unreadable = ([], []) if is_alone(state) else self._heard(at_s, but=report.replica)
+        trouble = [self._trouble] if self._trouble and not is_alone(state) else []
         all_heard = [ReceivedReport(report, 0.0), *others]
         policy = self._sources.policy()
         tiers = [_tier(policy, tier, all_heard, at_s) for tier in state["tiers"]]
@@ -175,7 +178,7 @@ class PoolOverview:
             refusals=merge.refusals(all_heard),
             replicas=merge.replicas(all_heard),
             store=dict(state["store"]) if "store" in state else None,
-            notices=[*self._sources.notices(), *([self._trouble] if self._trouble else []), *unreadable],
+            notices=[*self._sources.notices(), *trouble, *unreadable],
         )
 
     def _own(self, state: Mapping[str, Any], at_s: float) -> ReplicaReport:
@@ -212,7 +215,8 @@ class PoolOverview:
         try:
             others = await self._sources.pool.share(pack(report))
         except NotShared as reason:
-            self._trouble = f"only this replica's requests are shown: {reason}"
+            is_said = is_alone(self._sources.pool.state())
+            self._trouble = None if is_said else f"the other replicas' waits and refusals are not shown: {reason}"
             self._hear(report.replica)
             return False
         self._others, self._others_at_s, self._trouble = others, self._now_s(), None
@@ -231,6 +235,11 @@ class PoolOverview:
         if self._trouble != said:
             _log.exception("a defect in the sidecar; the other replicas' figures are not shown")
         self._trouble = said
+
+
+def is_alone(state: Mapping[str, Any]) -> bool:
+    """Whether a pool's state is this replica's alone: the pool is shared, and its store does not decide."""
+    return "store" in state and state["store"]["state"] != StoreState.SHARED.value
 
 
 def _tier(policy: Policy, state: Mapping[str, Any], all_heard: list[ReceivedReport], at_s: float) -> TierView:

@@ -26,7 +26,7 @@ from sidecar.explain.phrases import aged_to, because, conclusion, rule_of
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.request_record import JITTER_US, RequestRecord, engine_time_us
 
-MOST_TOLD = 64
+MOST_LISTED = 64
 """Most of those ahead that are listed one by one; the groups count them all."""
 
 OTHER_REPLICAS = "admitted by other replicas of the pool"
@@ -111,7 +111,7 @@ class ExplanationBuilder:
             overtaken_by=_overtaken_by(records, ahead, overtaken_us),
             groups=_groups(ahead),
             unseen=self._unseen(record, counted),
-            first=ahead[:MOST_TOLD],
+            first=ahead[:MOST_LISTED],
         )
 
     def _ahead(self, ahead: RequestRecord, record: RequestRecord) -> AdmittedAhead:

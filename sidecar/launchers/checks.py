@@ -25,21 +25,21 @@ TRIED_VARIABLE = "SIDECAR_ADMIN_PORTS_TRIED"
 logger = logging.getLogger(__name__)
 
 
-class CannotStart(Exception):
+class CannotLaunch(Exception):
     """The server was not started. The message is one line for the operator."""
 
 
 def begin(policy_path: str | None, engine: type[Engine]) -> Policy:
     """Loads the policy, logs its warnings, and writes its path into the environment for the server's processes.
 
-    Raises CannotStart, or PolicyError with every mistake of the files.
+    Raises CannotLaunch, or PolicyError with every mistake of the files.
     """
     path = policy_path or os.environ.get(POLICY_VARIABLE)
     if not path:
-        raise CannotStart(f"no policy: give --policy PATH or set {POLICY_VARIABLE} to a policy file or its folder")
+        raise CannotLaunch(f"no policy: give --policy PATH or set {POLICY_VARIABLE} to a policy file or its folder")
     loaded = load_files(path)
     if loaded.policy.engine not in {engine, NoEngine}:
-        raise CannotStart(f"the policy is for {loaded.policy.engine.name}; write `engine: {engine.name}` in {path}")
+        raise CannotLaunch(f"the policy is for {loaded.policy.engine.name}; write `engine: {engine.name}` in {path}")
     for warning in warnings(loaded.policy, loaded.place):
         logger.warning("sidecar: warning: %s", warning, extra={"event": "policy_warning"})
     os.environ[POLICY_VARIABLE] = os.path.abspath(path)
@@ -49,7 +49,7 @@ def begin(policy_path: str | None, engine: type[Engine]) -> Policy:
 def announce_processes(count: int, policy: Policy) -> None:
     """Writes the number of processes into the environment, for each of them.
 
-    Raises CannotStart where they would not share a pool, or where one of them would not get its admin port.
+    Raises CannotLaunch where they would not share a pool, or where one of them would not get its admin port.
     """
     try:
         if store_of(policy, os.environ) is None:
@@ -57,19 +57,19 @@ def announce_processes(count: int, policy: Policy) -> None:
         if TRIED_VARIABLE not in os.environ:
             try_ports(os.environ, count)
     except (CannotServe, ValueError) as mistake:
-        raise CannotStart(str(mistake)) from None
+        raise CannotLaunch(str(mistake)) from None
     os.environ |= {PROCESSES_VARIABLE: str(count), TRIED_VARIABLE: "1"}
 
 
 def imported(module: str, install: str) -> Any:
-    """Imports a module of the server. Raises CannotStart; `install` says how to install a missing package."""
+    """Imports a module of the server. Raises CannotLaunch; `install` says how to install a missing package."""
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
-        raise CannotStart(f"{package} is not installed in this environment ({sys.prefix}): {install}")
+        raise CannotLaunch(f"{package} is not installed in this environment ({sys.prefix}): {install}")
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise CannotStart(f"{package} is installed, but {module} cannot be imported: {error}") from error
+        raise CannotLaunch(f"{package} is installed, but {module} cannot be imported: {error}") from error
 
 
 def count_given(arguments: Sequence[str], option: str) -> int:

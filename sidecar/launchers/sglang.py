@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 
 from sidecar.engines import Sglang
-from sidecar.launchers.checks import CannotStart, announce_processes, begin, imported
+from sidecar.launchers.checks import CannotLaunch, announce_processes, begin, imported
 
 INSTALL = "pip install sglang, or run `sidecar serve` in front of a server elsewhere"
 APP_VARIABLE = "SGLANG_HTTP_SERVER_APP_PATH"
@@ -30,17 +30,17 @@ _UNSUPPORTED = {
 
 
 def run(policy_path: str | None, arguments: Sequence[str]) -> None:
-    """Runs the real server with `arguments` until it ends. Raises CannotStart or PolicyError."""
+    """Runs the real server with `arguments` until it ends. Raises CannotLaunch or PolicyError."""
     policy = begin(policy_path, Sglang)
     if os.environ.get(_RUST_VARIABLE, "").lower() in _TRUE:
-        raise CannotStart(f"{_RUST_VARIABLE} serves without the Python app; unset it, or run `sidecar serve` in front")
+        raise CannotLaunch(f"{_RUST_VARIABLE} serves without the Python app; unset it, or run `sidecar serve` in front")
     if os.environ.get(APP_VARIABLE, APP) != APP:
-        raise CannotStart(f"{APP_VARIABLE} names another app, and the sidecar's has to be there; unset it")
+        raise CannotLaunch(f"{APP_VARIABLE} names another app, and the sidecar's has to be there; unset it")
     launching = imported("sglang.launch_server", INSTALL)
     server_args = imported("sglang.srt.server_args", INSTALL).prepare_server_args(_with_model_path(arguments))
     for name, why in _UNSUPPORTED.items():
         if getattr(server_args, name, None):
-            raise CannotStart(f"{why}; leave it away, or run `sidecar serve` in front")
+            raise CannotLaunch(f"{why}; leave it away, or run `sidecar serve` in front")
     announce_processes(int(getattr(server_args, "tokenizer_worker_num", 1)), policy)
     os.environ[APP_VARIABLE] = APP
     imported("sidecar.launchers.sglang_app", INSTALL)

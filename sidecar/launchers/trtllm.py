@@ -22,7 +22,7 @@ from sidecar.app import AdmissionMiddleware
 from sidecar.context import granted
 from sidecar.engines import Engine, NoEngine
 from sidecar.engines.tensorrt_llm import Route, TensorRtLlm
-from sidecar.launchers.checks import CannotStart, announce_processes, begin, count_given, imported
+from sidecar.launchers.checks import CannotLaunch, announce_processes, begin, count_given, imported
 from sidecar.server.mounted import PROCESSES_VARIABLE
 
 INSTALL = (
@@ -35,7 +35,7 @@ _FIELDS = {"event": "engine_priority"}
 
 
 def run(policy_path: str | None, arguments: Sequence[str]) -> None:
-    """Runs the real command with `arguments`; ends as it ends, by SystemExit. Raises CannotStart or PolicyError."""
+    """Runs the real command with `arguments`; ends as it ends, by SystemExit. Raises CannotLaunch or PolicyError."""
     policy = begin(policy_path, TensorRtLlm)
     announce_processes(count_given(arguments, "--num_serve_frontends"), policy)
     main = imported("tensorrt_llm.commands.serve", INSTALL).main
@@ -60,11 +60,11 @@ def mount_in(server_class: type[Any], engine: type[Engine]) -> None:
 def _refuse_other_servers(arguments: Sequence[str], main: Any) -> None:
     first = next(iter(arguments), "")
     if first in main.commands and first != _SERVE:
-        raise CannotStart(f"`trtllm-serve {first}` is another server; run `sidecar serve` in front of it")
+        raise CannotLaunch(f"`trtllm-serve {first}` is another server; run `sidecar serve` in front of it")
     if "--grpc" in arguments:
-        raise CannotStart("requests over gRPC would bypass admission; leave --grpc away")
+        raise CannotLaunch("requests over gRPC would bypass admission; leave --grpc away")
     if count_given(arguments, "--num_http_workers") > 1:
-        raise CannotStart("--num_http_workers starts processes without the middleware; run `sidecar serve` in front")
+        raise CannotLaunch("--num_http_workers starts processes without the middleware; run `sidecar serve` in front")
 
 
 def _mount(server: Any, engine: type[Engine]) -> None:

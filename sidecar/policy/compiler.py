@@ -190,7 +190,7 @@ def _shares(pool: PoolFile) -> tuple[Shares, ...]:
 
 def _engine_capacity(pool: PoolFile) -> EngineCapacity | None:
     capacity = pool.capacity
-    if capacity.told_by is None:
+    if capacity.read_from is None:
         return None
     return EngineCapacity(capacity.fraction, capacity.waiting, capacity.tokens, capacity.requests)
 

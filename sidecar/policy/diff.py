@@ -17,7 +17,7 @@ from sidecar.engines.base import Engine
 from sidecar.policy.model import Endpoint, Limits, Policy, ServiceObjectives, Tenant
 from sidecar.policy.rules import UNLIMITED, EngineCapacity, PoolRules
 
-MOST_TOLD = 20
+MOST_NAMED = 20
 """Most differences that are listed one by one, so that a roll-out of a thousand tenants is still one log line."""
 
 _KEYS = {
@@ -45,8 +45,8 @@ def describe_changes(before: Policy, after: Policy) -> str:
     found = differences(before, after)
     if not found:
         return "nothing that counts is different"
-    more = len(found) - MOST_TOLD
-    return "; ".join([*found[:MOST_TOLD], *([f"and {more} more differences"] if more > 0 else [])])
+    more = len(found) - MOST_NAMED
+    return "; ".join([*found[:MOST_NAMED], *([f"and {more} more differences"] if more > 0 else [])])
 
 
 class _Telling:

@@ -22,7 +22,7 @@ from sidecar.engines import ENGINES, Engine
 from sidecar.engines.base import Carrier
 from sidecar.policy import units
 from sidecar.policy.keys import read_hash
-from sidecar.policy.model import Background, Mode, Source, StoreLoss, Teller, Unguarded, Unsized
+from sidecar.policy.model import Background, CapacitySource, Mode, Source, StoreLoss, Unguarded, Unsized
 from sidecar.policy.problems import printable, quoted, unknown
 from sidecar.policy.store import EXAMPLE, SCHEMES, StoreAddress, store_address
 
@@ -237,7 +237,9 @@ EngineChoice = Annotated[
     type[Engine], PlainValidator(_one_of(ENGINES, "engine")), WithJsonSchema({"type": "string", "enum": list(ENGINES)})
 ]
 CarrierChoice = Annotated[Carrier, PlainValidator(_choice(Carrier, "carrier")), _enum(Carrier)]
-CapacityTeller = Annotated[Teller, PlainValidator(_choice(Teller, "teller of a capacity")), _enum(Teller)]
+CapacitySourceChoice = Annotated[
+    CapacitySource, PlainValidator(_choice(CapacitySource, "source of a capacity")), _enum(CapacitySource)
+]
 ApiName = Annotated[Api, PlainValidator(_choice(Api, "API")), _enum(Api)]
 StoreAt = Annotated[
     StoreAddress,

@@ -33,7 +33,7 @@ class Mode(str, Enum):
     OBSERVE = "observe"
 
 
-class Teller(str, Enum):
+class CapacitySource(str, Enum):
     """Source of the pool's size, other than the policy itself."""
 
     ENGINE = "engine"

@@ -47,7 +47,7 @@ class Capacity(FileModel):
     the last good value where it can be read no more.
     """
 
-    told_by: of.CapacityTeller | None = Field(
+    read_from: of.CapacitySourceChoice | None = Field(
         None, alias="from", description="`engine`: read from it what is not written here.", examples=["engine"]
     )
     tokens: of.PositiveCount | None = _key(None, "Tokens that the KV cache holds.", "400k")
@@ -72,7 +72,7 @@ class Capacity(FileModel):
     @model_validator(mode="after")
     def _only_the_engine_has_a_fraction(self) -> Capacity:
         unread = {"fraction", "waiting"} & self.model_fields_set
-        if self.told_by is None and unread:
+        if self.read_from is None and unread:
             raise ValueError(f"{min(unread)} is only read with from: engine; add that, or remove it")
         return self
 
@@ -309,9 +309,9 @@ class PoolFile(FileModel):
     @field_validator("capacity")
     @classmethod
     def _capacity_has_a_bound(cls, capacity: Capacity, info: ValidationInfo) -> Capacity:
-        if capacity.tokens is None and capacity.requests is None and capacity.told_by is None:
+        if capacity.tokens is None and capacity.requests is None and capacity.read_from is None:
             raise ValueError("bounds nothing; write tokens, requests or both, such as {tokens: 400k, requests: 160}")
-        if capacity.told_by is not None and info.data.get("engine") is NoEngine:
+        if capacity.read_from is not None and info.data.get("engine") is NoEngine:
             raise ValueError("the engine none reports nothing; write tokens, requests or both")
         return capacity
 

@@ -9,12 +9,12 @@ may use it. Both sides add up to the same total exactly. The scheduler does not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from sidecar.events import Obstacle
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules
-from sidecar.pools.base import Ask, Grant
+from sidecar.pools.base import Ask, Grant, Lease
 from sidecar.scheduling import Rule, Wait
 
 
@@ -65,6 +65,22 @@ def _tier_state(rules: TierRules, figures: TierUsage, loan: Loan) -> Mapping[str
     }
 
 
+def usage_of(leases: Iterable[Lease], tiers: int) -> Sequence[TierUsage]:
+    """What each of so many tiers holds and has waiting, by the leases themselves. A request that waits counts once."""
+    figures = [[0, 0, 0, 0] for _ in range(tiers)]
+    for lease in leases:
+        tier, waits = figures[lease.tier], lease.grant is None
+        tier[2 if waits else 0] += lease.ask.tokens
+        tier[3 if waits else 1] += 1 if waits else lease.ask.requests
+    return [TierUsage(*tier) for tier in figures]
+
+
+def part_in_words(part: PoolRules, whole: PoolRules) -> str:
+    """A part of a pool in its bounded dimensions: `250 of 1,000 tokens and 2 of 4 requests`."""
+    pairs = ((part.tokens, whole.tokens, "tokens"), (part.requests, whole.requests, "requests"))
+    return " and ".join(f"{mine:,} of {most:,} {name}" for mine, most, name in pairs if most != UNLIMITED)
+
+
 def bounded(figure: int) -> int | None:
     """A figure for people: None where it has no bounds."""
     return None if figure == UNLIMITED else figure
@@ -105,6 +121,7 @@ def _split(total: int, weights: Sequence[int]) -> Sequence[int]:
     return parts
 
 
+NO_BOUND = (UNLIMITED, UNLIMITED)
 HELD_BACK = (Obstacle.HELD_BACK, "too many requests wait inside the engine: the pool is held back")
 
 
@@ -114,17 +131,14 @@ def obstacle(rules: PoolRules, tiers: Sequence[TierUsage], ask: Ask) -> tuple[Ob
     The figures may be a heartbeat old where the pool is shared; the decision is the scheduler's, or the script's.
     """
     own, held = rules.tiers[ask.tier], tiers[ask.tier]
-    if own.limited and (
-        held.held_tokens + ask.tokens > own.limit_tokens or held.held_requests + ask.requests > own.limit_requests
-    ):
-        figures = _of(held.held_tokens, own.limit_tokens, held.held_requests, own.limit_requests)
-        asked = _size(ask, own.limit_tokens, own.limit_requests)
-        return Obstacle.LIMIT, f"tier {own.name} is at its limit: it holds {figures}, and it asks for {asked}"
-    tokens, requests = sum(tier.held_tokens for tier in tiers), sum(tier.held_requests for tier in tiers)
-    if tokens + ask.tokens > rules.tokens or requests + ask.requests > rules.requests:
-        figures = _of(tokens, rules.tokens, requests, rules.requests)
-        asked = _size(ask, rules.tokens, rules.requests)
-        return Obstacle.NO_ROOM, f"the pool has no room: {figures} are held, and it asks for {asked}"
+    of_tier = _shortage(
+        ask, (held.held_tokens, held.held_requests), (own.limit_tokens, own.limit_requests) if own.limited else NO_BOUND
+    )
+    if of_tier is not None:
+        return Obstacle.LIMIT, f"tier {own.name} is at its limit: it holds {of_tier[0]}, and it asks for {of_tier[1]}"
+    of_pool = no_room(rules, tiers, ask)
+    if of_pool is not None:
+        return Obstacle.NO_ROOM, f"the pool has no room: {of_pool}"
     kept = [
         tier.name
         for tier, figures in zip(rules.tiers[: ask.tier], tiers, strict=False)
@@ -141,22 +155,24 @@ def obstacle(rules: PoolRules, tiers: Sequence[TierUsage], ask: Ask) -> tuple[Ob
     return Obstacle.HEADROOM, f"what is free is kept for {_list(kept)}" if kept else "there is no room beside others"
 
 
-def _of(tokens: int, most_tokens: int, requests: int, most_requests: int) -> str:
-    parts = []
-    if most_tokens < UNLIMITED:
-        parts.append(f"{tokens:,} of {most_tokens:,} tokens")
-    if most_requests < UNLIMITED:
-        parts.append(f"{requests:,} of {most_requests:,} requests")
-    return " and ".join(parts)
+def no_room(rules: PoolRules, tiers: Sequence[TierUsage], ask: Ask) -> str | None:
+    """What is held and what `ask` needs, in the dimensions that are short; None where there is room in both."""
+    held = sum(tier.held_tokens for tier in tiers), sum(tier.held_requests for tier in tiers)
+    short = _shortage(ask, held, (rules.tokens, rules.requests))
+    return None if short is None else f"{short[0]} are held, and it asks for {short[1]}"
 
 
-def _size(ask: Ask, most_tokens: int, most_requests: int) -> str:
-    """The bounded part of an ask, in the order of `_of`; a single request is not mentioned beside its tokens."""
-    if most_tokens == UNLIMITED:
-        return f"{ask.requests:,}"
-    if ask.requests == 1 or most_requests == UNLIMITED:
-        return f"{ask.tokens:,}"
-    return f"{ask.tokens:,} and {ask.requests} requests"
+def _shortage(ask: Ask, held: tuple[int, int], most: tuple[int, int]) -> tuple[str, str] | None:
+    """What is held of the most, and what is asked for, in the dimensions that bind; None where neither does."""
+    binding = [
+        (f"{has:,} of {bound:,} {name}s", f"{asked:,} {name if asked == 1 else f'{name}s'}")
+        for name, has, bound, asked in zip(("token", "request"), held, most, (ask.tokens, ask.requests), strict=True)
+        if has + asked > bound
+    ]
+    if not binding:
+        return None
+    figures, needs = zip(*binding, strict=True)
+    return " and ".join(figures), " and ".join(needs)
 
 
 def _list(names: Sequence[str]) -> str:

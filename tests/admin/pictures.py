@@ -1,26 +1,28 @@
-"""Makes the pictures of the page in docs/pictures anew: `python -m tests.admin.pictures [SECONDS]`.
+"""Makes the pictures of the pages in docs/pictures anew: `python -m tests.admin.pictures [SECONDS] [--scenes NAME]`.
 
 Two sidecars of one pool in a real store, before an emulated engine that is asked for more than it can do half of the
-time. After five minutes, which is the default, the page's plots are full.
+time. After five minutes, which is the default, the page's plots are full. A scene is a function in `SCENES`.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import random
 import shutil
-import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 
 from sidecar.policy.compiler import shipped_policies
 from tests.cluster.replicas import CHAT, address, started
-from tests.support.devtools import headless, tab
+from tests.support.devtools import Tab, headless, tab
 from tests.support.png import smaller
 from tests.support.redis_servers import RedisServer, first_binary
 
@@ -33,6 +35,9 @@ KEYS = {
     "low": "sk-demo-standard",
     "batch": "sk-demo-research",
 }
+DESKTOP, PHONE = (1180, 600), (390, 1250)
+STARVES = "/(normal|low|batch) starves/.test(document.title)"
+REQUEST_ID = "nightly-report-7"
 BUSY_S, QUIET_S = 40.0, 30.0
 BUSY, QUIET = 1.6, 0.35
 """How much of the usual load there is, turn by turn: the engine does about 20 requests a second."""
@@ -73,7 +78,8 @@ async def load(urls: list[str], tier: str) -> None:
     """Requests of a tier at random times, until canceled."""
     rng = random.Random(tier)
     begun_s = time.monotonic()
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+    patient = aiohttp.ClientTimeout(total=None)  # batch may wait for half an hour
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=patient) as client:
         asked: set[asyncio.Task[None]] = set()
         while True:
             is_busy = (time.monotonic() - begun_s) % (BUSY_S + QUIET_S) < BUSY_S
@@ -83,24 +89,76 @@ async def load(urls: list[str], tier: str) -> None:
             task.add_done_callback(asked.discard)
 
 
-async def pictures(page_url: str, sidecars: list[str], tools: str, seconds: float) -> None:
-    """Loads the sidecars, and takes the pictures when one tier starves."""
+@dataclass
+class Stage:
+    """What a scene needs: the page in a browser, and the processes behind it."""
+
+    page: Tab
+    admin_url: str
+    sidecar_url: str
+    store: RedisServer
+    condition: str = ""
+
+    async def show(self, path: str, condition: str, within_s: float = 120.0) -> None:
+        """Opens a page of the admin port, and waits until a condition holds in it."""
+        await self.page.look(*DESKTOP)
+        await self.page.open(self.admin_url + path)
+        await self.page.until(condition, within_s)
+        self.condition = condition
+
+    async def take(self, name: str) -> None:
+        """The page on a desktop by day, and the top of it on a phone by night, each while the condition holds."""
+        for suffix, (width, height), dark in (("", DESKTOP, False), ("-phone-dark", PHONE, True)):
+            await self.page.look(width, height, dark=dark)
+            await asyncio.sleep(1.2)
+            await self.page.until(self.condition, 120)
+            picture = await self.page.picture(whole=not dark)
+            (PICTURES / f"{name}{suffix}.png").write_bytes(smaller(picture))
+
+
+async def live(stage: Stage) -> None:
+    """The live page while a tier starves."""
+    await stage.show("/", STARVES)
+    await stage.take("live")
+
+
+async def request(stage: Stage) -> None:
+    """The page of a request that waited and was overtaken."""
+    await stage.show("/", STARVES)
+    async with aiohttp.ClientSession() as client:
+        body = {"model": "m", "max_tokens": 60, "messages": [{"role": "user", "content": "lorem ipsum " * 40}]}
+        headers = {"authorization": f"Bearer {KEYS['normal']}", "x-priority": "normal", "x-request-id": REQUEST_ID}
+        async with client.post(stage.sidecar_url + CHAT, json=body, headers=headers) as response:
+            await response.read()
+    await stage.show(f"/request?id={REQUEST_ID}", "document.title.includes('Request')")
+    await stage.take("request")
+
+
+async def store_lost(stage: Stage) -> None:
+    """The live page while the store is lost and requests wait. The store is back afterward."""
+    stage.store.kill()
+    await asyncio.sleep(14)  # the first ten seconds have a smaller part
+    await stage.show("/", f"{STARVES} && document.body.innerText.includes('has not answered for')")
+    await stage.take("live-store-lost")
+    stage.store.restart()
+
+
+SCENES: dict[str, Callable[[Stage], Awaitable[None]]] = {"live": live, "request": request, "store-lost": store_lost}
+"""In this order, each under the load that goes on. A scene leaves everything as it was."""
+
+
+async def pictures(stage: Stage, sidecars: list[str], seconds: float, scenes: Sequence[str]) -> None:
+    """Loads the sidecars, and plays the scenes."""
     loads = [asyncio.ensure_future(load(sidecars, tier)) for tier in PER_SECOND]
     await asyncio.sleep(seconds)
-    async with tab(tools) as page:
-        await page.look(1180, 900)
-        await page.open(page_url)
-        await page.until("document.title.includes('starves')", within_s=120)
-        for name, width, height, dark in (("live", 1180, 0, False), ("live-phone-dark", 390, 1250, True)):
-            await page.look(width, height or 900, dark=dark)
-            await asyncio.sleep(1.2)
-            (PICTURES / f"{name}.png").write_bytes(smaller(await page.picture(whole=not height)))
+    for name in scenes:
+        await SCENES[name](stage)
     for task in loads:
         task.cancel()
     await asyncio.gather(*loads, return_exceptions=True)
 
 
-def main(seconds: float) -> None:
+def main(seconds: float, scenes: Sequence[str]) -> None:
     """Starts everything, and ends it."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
@@ -112,8 +170,18 @@ def main(seconds: float) -> None:
         sidecars = [stack.enter_context(started(log, *served, SIDECAR_STORE=store.url)) for log in logs]
         places = [(address(sidecar, log), address(sidecar, log)) for sidecar, log in zip(sidecars, logs, strict=True)]
         tools = stack.enter_context(headless(folder))
-        asyncio.run(pictures(f"{places[0][1]}/", [sidecar for sidecar, _ in places], tools, seconds))
+
+        async def play() -> None:
+            async with tab(tools) as page:
+                stage = Stage(page, places[0][1], places[0][0], store)
+                await pictures(stage, [sidecar for sidecar, _ in places], seconds, scenes)
+
+        asyncio.run(play())
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]) if len(sys.argv) > 1 else 300.0)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("seconds", type=float, nargs="?", default=300.0, help="of load before the first picture")
+    parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
+    given = parser.parse_args()
+    main(given.seconds, given.scenes)

@@ -21,9 +21,10 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from sidecar.admin.app import admin_app
-from sidecar.admin.routes import routes
+from sidecar.admin.routes import story_routes
 from sidecar.cli import main
 from sidecar.cli.explain_request import text
+from sidecar.explain.builder import ExplanationBuilder
 from sidecar.explain.document import Explanation, RequestFacts
 from sidecar.policy.compiler import load
 from sidecar.pools import LocalPool
@@ -32,6 +33,7 @@ from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.spans.tracer import RequestTracer
 from sidecar.tokens import Estimator
+from tests.cluster.views import overview
 from tests.support.middleware import KEYS, TestedMiddleware, write_policy
 from tests.support.process import python
 from tests.support.serving import serving
@@ -101,7 +103,8 @@ async def running(folder: Path) -> AsyncIterator[Running]:
             estimator=Estimator(),
             observer=EventDispatcher(RequestTracer(), [journal]),
         )
-        pages = routes(journal, tiers=lambda: ("high", "normal", "batch"), pool=policy.pool, is_shared=False)
+        builder = ExplanationBuilder(journal, lambda: ("high", "normal", "batch"), policy.pool, is_shared=False)
+        pages = story_routes(builder, overview)
         admin = admin_app(state=sidecar.state, readiness=sidecar.readiness, routes=pages)
         async with serving(sidecar) as served, serving(admin) as admin_served:
             yield Running(served.url, admin_served.url, journal)
@@ -149,10 +152,10 @@ async def test_the_story_of_a_request_that_was_overtaken(tmp_path: Path) -> None
         "tier         normal, by its header",
         r"holds        \d+ tokens and 1 sequence \(chat of emulated, streamed\)",
         f"arrived      {CLOCK}",
-        f"had to wait  {CLOCK}, after {LENGTH}: the pool has no room: .* and 2 of 2 requests are held, .*",
+        f"had to wait  {CLOCK}, after {LENGTH}: the pool has no room: 2 of 2 requests are held, and .*",
         rf"overtaken    {CLOCK}, after {LENGTH} by request overtakes of tier high \(tenant acme, \d+ tokens, "
         rf"which arrived at {CLOCK}\): high held less than its reserve",
-        f"admitted     {CLOCK}, after {LENGTH} at level 1; engine told priority 10",
+        f"admitted     {CLOCK}, after {LENGTH} at level 1; priority 10 sent to the engine",
         f"first byte   {CLOCK}, after {LENGTH}, status 200",
         rf"settled      {CLOCK}, after {LENGTH}: completed, status 200, \d+ tokens used",
         "",

@@ -78,8 +78,10 @@ def address(process: subprocess.Popen[str], log: Path) -> str:
 
 
 @contextmanager
-def replicas(folder: Path, count: int, policy: str = POLICY, **environment: str) -> Iterator[list[Replica]]:
-    """So many sidecars before one engine; `environment` tells them the store."""
+def replicas(
+    folder: Path, count: int, policy: str = POLICY, *, stores: Sequence[str] = (), **environment: str
+) -> Iterator[list[Replica]]:
+    """So many sidecars before one engine. `environment` is for all of them, `stores` has an address for each."""
     path = folder / "policy.yaml"
     path.write_text(policy)
     emulated = ("emulate", "--engine", "vllm", "--port", "0", "--step-ms", "10", "--max-num-seqs", "64")
@@ -88,7 +90,11 @@ def replicas(folder: Path, count: int, policy: str = POLICY, **environment: str)
         upstream = address(engine, folder / "engine")
         logs = [folder / f"sidecar-{number}" for number in range(count)]
         served = ("serve", "--upstream", upstream, "--policy", str(path), "--port", "0", "--admin-port", "0")
-        sidecars = [stack.enter_context(started(log, *served, **environment)) for log in logs]
+        of_each = [{"SIDECAR_STORE": store} for store in stores] or [{}] * count
+        sidecars = [
+            stack.enter_context(started(log, *served, **environment, **of_one))
+            for log, of_one in zip(logs, of_each, strict=True)
+        ]
         yield [
             Replica(sidecar, address(sidecar, log), address(sidecar, log))
             for sidecar, log in zip(sidecars, logs, strict=True)
@@ -105,6 +111,8 @@ async def overload(urls: Sequence[str], batch: int = 6, high: int = 3) -> AsyncI
             while True:
                 async with client.post(url + CHAT, json=body, headers={"x-priority": tier}) as response:
                     await response.read()
+                if response.status != 200:
+                    await asyncio.sleep(0.1)
 
         tiers = ["batch"] * batch + ["high"] * (high + 2)
         clients = [

@@ -159,7 +159,7 @@ async def test_other_replicas_are_shown_until_they_are_silent_for_too_long(monke
     times[0] += 3
     shown = live.overview()
     assert [one.seen_s_ago for one in shown.replicas if one.replica == "two"] == [4.5]
-    assert "only this replica's requests are shown: the store is divided: gone" in shown.notices
+    assert "the other replicas' waits and refusals are not shown: the store is divided: gone" in shown.notices
     times[0] += module.FORGET_AFTER_S
     assert [one.replica for one in live.overview().replicas] == [live.overview().replica]
     await live.close()

@@ -17,7 +17,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
 from sidecar.admin.app import admin_app
-from sidecar.admin.routes import routes
+from sidecar.admin.routes import story_routes
 from sidecar.events import Admitted, Classified, Event, Obstacle, Queued, Received
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.explain.document import Explanation
@@ -29,6 +29,7 @@ from sidecar.pools.redis import RedisPool, connector
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.spans.tracer import RequestTracer
+from tests.cluster.views import overview
 from tests.support.middleware import App, Guarded, key, write_policy
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import Served, serving
@@ -97,9 +98,8 @@ async def explained(app: App, with_policy: Policy | None = None, pool: Pool | No
     guarded.sidecar.observer = EventDispatcher(RequestTracer(TracerProvider(shutdown_on_exit=False)), [guarded.journal])
     if pool is not None:
         guarded.sidecar.pool = guarded.pool = pool  # type: ignore[assignment]
-    pages = routes(
-        guarded.journal, tiers=lambda: [tier.name for tier in used.tiers], pool="lab", is_shared=pool is not None
-    )
+    builder = ExplanationBuilder(guarded.journal, lambda: [tier.name for tier in used.tiers], "lab", pool is not None)
+    pages = story_routes(builder, overview)
     admin = admin_app(state=guarded.sidecar.state, readiness=guarded.sidecar.readiness, routes=pages)
     async with serving(guarded.sidecar) as guarded.served, serving(admin) as guarded.admin:
         yield guarded
@@ -127,7 +127,7 @@ async def test_one_that_was_overtaken_hears_by_whom_and_why() -> None:
         assert story.state == "waiting"
         assert story.conclusion.startswith("has waited ")
         assert story.conclusion.endswith(
-            "so far: the pool has no room: 38 of 100,000 tokens and 2 of 2 requests are held, and it asks for 19; "
+            "so far: the pool has no room: 2 of 2 requests are held, and it asks for 1 request; "
             "no request went ahead of it"
         )
         app.release()

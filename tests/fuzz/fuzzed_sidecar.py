@@ -96,7 +96,7 @@ class FuzzedSidecar:
 
 
 def is_in_order(sent: bytes, raw: bytes) -> list[Response]:
-    """What a strict client makes of an answer. Fails where it is none, or an error in nobody's shape."""
+    """What a strict client makes of an answer. Fails where it is none, or an error in no one's shape."""
     found = responses(raw)
     for response in found:
         assert response.status in {200, *OURS}, (sent, raw)

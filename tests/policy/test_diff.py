@@ -11,7 +11,7 @@ import pytest
 
 from sidecar.engines import ENGINES
 from sidecar.policy.compiler import load
-from sidecar.policy.diff import MOST_TOLD, describe_changes, differences
+from sidecar.policy.diff import MOST_NAMED, describe_changes, differences
 from sidecar.policy.model import Policy
 from tests.support.middleware import policy, write_policy
 
@@ -71,7 +71,9 @@ def written(folder: Path, pool: str = BASE, **tenants: str) -> Policy:
         ("engine: none", "engine: none\nbody_timeout: 10s", "body_timeout 30s -> 10s"),
     ],
 )
-def test_a_difference_of_the_pool_is_told_as_it_is_written(tmp_path: Path, before: str, after: str, said: str) -> None:
+def test_a_difference_of_the_pool_is_reported_as_it_is_written(
+    tmp_path: Path, before: str, after: str, said: str
+) -> None:
     assert before in BASE
     changed = written(tmp_path / "after", BASE.replace(before, after))
     assert differences(written(tmp_path / "before"), changed) == [said]
@@ -116,7 +118,7 @@ def test_endpoints_that_came_went_and_changed() -> None:
     ]
 
 
-def test_a_size_that_the_engine_tells_is_told_by_what_the_policy_adds(tmp_path: Path) -> None:
+def test_a_size_that_the_engine_tells_is_reported_by_what_the_policy_adds(tmp_path: Path) -> None:
     pools = [
         BASE.replace("engine: none", "engine: vllm").replace("tokens: 100k, requests: 4", f"from: engine, {more}")
         for more in ("fraction: 95%, waiting: 2", "fraction: 80%, waiting: 4")
@@ -132,24 +134,24 @@ def test_a_comment_is_no_difference(tmp_path: Path) -> None:
 
 
 def test_a_line_has_an_end(tmp_path: Path) -> None:
-    tenants = {f"t{n}": ACME.replace("acme", f"t{n}").format(keys=key(n)) for n in range(MOST_TOLD + 30)}
+    tenants = {f"t{n}": ACME.replace("acme", f"t{n}").format(keys=key(n)) for n in range(MOST_NAMED + 30)}
     line = describe_changes(
         written(tmp_path / "before", **tenants), written(tmp_path / "after", acme=ACME.format(keys=key(999)))
     )
     assert line.endswith("; and 31 more differences")
-    assert line.count(";") == MOST_TOLD
+    assert line.count(";") == MOST_NAMED
 
 
 OTHERS = {int: 0, float: 7.5, str: "seven", bytes: b"seven"}
 
 
 NOT_TOLD = {"generation", "engine_capacity"}
-"""The one is told beside the differences; where the other comes or goes, `replacing` asks for a restart."""
+"""The one is reported beside the differences; where the other comes or goes, `replacing` asks for a restart."""
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Policy) if field.name not in NOT_TOLD])
 def test_no_field_of_a_policy_changes_unsaid(tmp_path: Path, name: str) -> None:
-    """Also of those that are yet to come: a field that is left out here would be a change that nobody is told of."""
+    """Also of those that are yet to come: a field that is left out here would be a change that is not reported."""
     before = load(write_policy(tmp_path))
     assert differences(before, changed(before, name)), name
 

@@ -112,7 +112,7 @@ def test_a_wrong_ladder_says_what_would_be_right(tmp_path: Path, tiers: str, sai
             "capacity: a single value where a mapping belongs; "
             "write a mapping with from, tokens, requests, fraction, waiting",
         ),
-        ("{from: engin}", 'capacity.from: "engin" is no teller of a capacity; did you mean "engine"?'),
+        ("{from: engin}", 'capacity.from: "engin" is no source of a capacity; did you mean "engine"?'),
         ("{frm: engine}", 'capacity.frm: no such key; did you mean "from"?'),
         ("{from: engine, fraction: 0%}", 'capacity.fraction: "0%" leaves room for nothing; write a larger share'),
         ("{tokens: 5, waiting: 3}", "capacity: waiting is only read with from: engine; add that, or remove it"),

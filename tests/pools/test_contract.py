@@ -442,11 +442,11 @@ async def test_what_stands_in_a_requests_way_is_said_with_figures(harness: Harne
     )
     assert await obstacle_of(2, 15) == (
         Obstacle.LIMIT,
-        "tier batch is at its limit: it holds 10 of 20 tokens, and it asks for 15",
+        "tier batch is at its limit: it holds 10 of 20 tokens, and it asks for 15 tokens",
     )
     assert await obstacle_of(0, 95) == (
         Obstacle.NO_ROOM,
-        "the pool has no room: 40 of 100 tokens are held, and it asks for 95",
+        "the pool has no room: 40 of 100 tokens are held, and it asks for 95 tokens",
     )
 
 

@@ -171,7 +171,7 @@ async def test_a_paused_store_divides_the_pool_and_never_exceeds_it(patient_serv
             before = load.admitted
             await asyncio.sleep(3)
             assert load.admitted - before > 200  # goes on without the store
-            assert all(pool.readiness() == () and "part of the pool" in pool.notices()[0] for pool in pools)
+            assert all(pool.readiness() == () and "its part of the pool is" in pool.notices()[0] for pool in pools)
             await recovered(pools, 12)
             await asyncio.sleep(0.5)
         check(load, pools)

@@ -104,7 +104,7 @@ async def test_whoever_is_silent_is_left_out_and_nothing_stays_behind(store: Red
 
 async def test_a_lost_store_is_said_and_admission_goes_on(spare: RedisServer) -> None:
     pool, other = replica(spare, "lost"), replica(spare, "lost")
-    with pytest.raises(NotShared, match="not reached yet"):
+    with pytest.raises(NotShared, match="no attempt has ended yet"):
         await pool.share(b"own")
     await pool.open()
     await other.open()

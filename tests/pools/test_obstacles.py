@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 
 from sidecar.events import Obstacle
+from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools import LocalPool
-from tests.pools.harness import Clock, ask, simple
+from tests.pools.harness import Clock, ask, policy_of, simple
 
 pytestmark = pytest.mark.anyio
 
@@ -14,13 +17,11 @@ pytestmark = pytest.mark.anyio
 @pytest.mark.parametrize(
     ("tokens", "requests", "said"),
     [
-        (None, 3, "the pool has no room: 2 of 3 requests are held, and it asks for 2"),
-        (
-            100,
-            3,
-            "the pool has no room: 60 of 100 tokens and 2 of 3 requests are held, and it asks for 30 and 2 requests",
-        ),
-        (80, None, "the pool has no room: 60 of 80 tokens are held, and it asks for 30"),
+        (None, 3, "2 of 3 requests are held, and it asks for 2 requests"),
+        (100, 3, "2 of 3 requests are held, and it asks for 2 requests"),
+        (80, 3, "60 of 80 tokens and 2 of 3 requests are held, and it asks for 30 tokens and 2 requests"),
+        (80, 9, "60 of 80 tokens are held, and it asks for 30 tokens"),
+        (80, None, "60 of 80 tokens are held, and it asks for 30 tokens"),
     ],
 )
 async def test_a_pool_without_room_says_what_it_counts(tokens: int | None, requests: int | None, said: str) -> None:
@@ -28,4 +29,24 @@ async def test_a_pool_without_room_says_what_it_counts(tokens: int | None, reque
     await pool.enter(ask(tokens=60, requests=2))
     waiting = ask(tokens=30, requests=2)
     assert (await pool.enter(waiting)).grant is None
-    assert pool.obstacle(waiting) == (Obstacle.NO_ROOM, said)
+    assert pool.obstacle(waiting) == (Obstacle.NO_ROOM, f"the pool has no room: {said}")
+
+
+async def test_a_single_request_that_has_no_place_asks_for_one_request_and_not_for_its_tokens() -> None:
+    pool = LocalPool(simple(tokens=1000, requests=1), Clock())
+    await pool.enter(ask(tokens=3))
+    await pool.enter(ask(tokens=3))
+    said = "the pool has no room: 1 of 1 requests are held, and it asks for 1 request"
+    assert pool.obstacle(ask(tokens=3)) == (Obstacle.NO_ROOM, said)
+
+
+async def test_a_tier_at_its_limit_says_which_one() -> None:
+    tiers = (Shares("high", Fraction(0)), Shares("low", Fraction(0), limit=Fraction(1, 5)))
+    pool = LocalPool(policy_of(pool_rules(tokens=1000, requests=10, tiers=tiers)), Clock())
+    for _ in range(3):
+        await pool.enter(ask(tier=1, tokens=5))
+    obstacle, said = pool.obstacle(ask(tier=1, tokens=5))
+    assert (obstacle, said) == (
+        Obstacle.LIMIT,
+        "tier low is at its limit: it holds 2 of 2 requests, and it asks for 1 request",
+    )

@@ -28,7 +28,16 @@ from tests.support.wire import exchange, get
 
 TOKEN = "token-of-this-test-0123456789"
 BEARER = f"authorization: Bearer {TOKEN}"
-PAGES = ("/", "/state", "/overview", "/overview/stream", "/metrics", "/requests/any", "/nothing-here")
+PAGES = (
+    "/",
+    "/state",
+    "/overview",
+    "/overview/stream",
+    "/metrics",
+    "/requests/any",
+    "/request?id=any",
+    "/nothing-here",
+)
 PROBES = ("/healthz", "/readyz")
 NOBODY = "http://127.0.0.1:9"
 
@@ -166,7 +175,7 @@ async def test_a_page_of_another_site_gets_nothing_in_the_background(access: Acc
         ("sidecar.example", False),
     ],
 )
-def test_loopback_is_told_from_the_network(host: str, expected: bool) -> None:
+def test_loopback_is_distinguished_from_the_network(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
     assert access_of({}, host).is_open is not expected
     assert not access_of({"SIDECAR_ADMIN_TOKEN": TOKEN}, host).is_open
@@ -201,7 +210,7 @@ def status_of(url: str, headers: Mapping[str, str] | None = None) -> int:
             return error.code
 
 
-def told(*arguments: str, **variables: str) -> tuple[int, str, str]:
+def reported(*arguments: str, **variables: str) -> tuple[int, str, str]:
     with command(*arguments, **variables) as process:
         out, errors = process.communicate(timeout=20)
         return process.returncode, out, errors
@@ -216,19 +225,19 @@ def test_serve_top_and_explain_with_a_token_from_a_file(tmp_path: Path) -> None:
         assert [status_of(url + path) for path in ("/", "/metrics", "/state", "/requests/x")] == [401] * 4
         assert [status_of(url + path, with_token) for path in ("/", "/metrics", "/state")] == [200] * 3
 
-        code, out, errors = told("top", "--once", "--admin", url)
+        code, out, errors = reported("top", "--once", "--admin", url)
         assert (code, out) == (1, "")
         how = "needs its admin token; set SIDECAR_ADMIN_TOKEN, or SIDECAR_ADMIN_TOKEN_FILE to a file that holds it"
         assert errors == f"sidecar top: {url} {how}\n"
-        assert told("explain", "--request", "x", "--admin", url) == (1, "", f"sidecar: {url} {how}\n")
+        assert reported("explain", "--request", "x", "--admin", url) == (1, "", f"sidecar: {url} {how}\n")
 
-        code, out, errors = told("top", "--once", "--admin", url, SIDECAR_ADMIN_TOKEN=TOKEN)
+        code, out, errors = reported("top", "--once", "--admin", url, SIDECAR_ADMIN_TOKEN=TOKEN)
         assert (code, errors) == (0, "")
         assert "critical" in out
-        code, _, errors = told("explain", "--request", "x", "--admin", url, SIDECAR_ADMIN_TOKEN_FILE=str(file))
+        code, _, errors = reported("explain", "--request", "x", "--admin", url, SIDECAR_ADMIN_TOKEN_FILE=str(file))
         assert code == 1
         assert "no request with the id or trace id 'x' is known here" in errors
-        code, _, errors = told("top", "--once", "--admin", url, SIDECAR_ADMIN_TOKEN="short")
+        code, _, errors = reported("top", "--once", "--admin", url, SIDECAR_ADMIN_TOKEN="short")
         assert code == 1
         assert errors.startswith("sidecar top: SIDECAR_ADMIN_TOKEN: shorter than 16 characters")
 
@@ -244,7 +253,7 @@ def test_serve_top_and_explain_with_a_token_from_a_file(tmp_path: Path) -> None:
 def test_an_admin_port_for_everybody_is_warned_of(host: str, variables: Mapping[str, str], warns: bool) -> None:
     policies = str(shipped_policies())
     ours = ("serve", "--upstream", "not an address", "--policy", policies, "--port", "0", "--admin-port", "0")
-    code, _, errors = told(*ours, "--admin-host", host, SIDECAR_LOG_FORMAT="json", **variables)
+    code, _, errors = reported(*ours, "--admin-host", host, SIDECAR_LOG_FORMAT="json", **variables)
     assert code == 1  # the upstream: this is about what is said before
     logged: list[Any] = [json.loads(line) for line in errors.splitlines() if line.startswith("{")]
     warned = [entry["message"] for entry in logged if entry["event"] == "admin_port_open"]

@@ -91,7 +91,7 @@ async def test_the_second_head_of_a_connection_may_not_trickle_either(monkeypatc
         assert Answer.parsed(await read_all(reader)).is_error(408, "headers_timeout")
 
 
-async def test_a_connection_on_which_nobody_asks_is_closed_as_one_between_two_requests() -> None:
+async def test_a_connection_on_which_no_one_asks_is_closed_as_one_between_two_requests() -> None:
     brief: Any = {"http": BoundedHttpProtocol, "timeout_keep_alive": 0.1}
     async with guarding(App(), policy(), **brief) as guarded, connected(guarded.port) as (reader, _):
         assert await read_all(reader) == b""
@@ -156,12 +156,12 @@ async def test_no_trailer_becomes_a_header_behind_our_back(http: object, trailer
 
 
 async def test_who_leaves_a_pipelined_request_behind_holds_no_room_for_the_first() -> None:
-    told = asyncio.Event()
+    reported = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        told.set()
+        reported.set()
 
     settings: Any = {"http": BoundedHttpProtocol, "lifespan": "off"}
     async with guarding(app, policy(), **settings) as guarded:
@@ -170,7 +170,7 @@ async def test_who_leaves_a_pipelined_request_behind_holds_no_room_for_the_first
             await guarded.until(leases=1)
             writer.write(post(CHAT, SMALL))
             await asyncio.sleep(0.05)
-        await asyncio.wait_for(told.wait(), 5)
+        await asyncio.wait_for(reported.wait(), 5)
         await guarded.until(leases=0)
 
 
@@ -186,7 +186,7 @@ async def test_each_of_several_offers_is_declined_by_itself() -> None:
 
 
 async def test_a_javas_first_request_keeps_its_body() -> None:
-    """Its client offers h2c with it; whoever does not take the offer must read the request as it is."""
+    """Its client offers h2c with it; a server that does not take the offer must read the request as it is."""
     app = App()
     offer = ("connection: Upgrade, HTTP2-Settings, close", "upgrade: h2c", "http2-settings: AAEAAEAA")
     async with sidecar(app) as guarded:

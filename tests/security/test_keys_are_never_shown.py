@@ -87,7 +87,8 @@ async def said_by(port: int, request: bytes) -> str:
 async def pages(url: str) -> dict[str, str]:
     shown = {}
     async with aiohttp.ClientSession(headers={"authorization": f"Bearer {ADMIN_TOKEN}"}) as client:
-        for path in ("/", "/state", "/overview", "/metrics", "/readyz", "/healthz", "/requests/the-first"):
+        of_one = ("/requests/the-first", "/request?id=the-first")
+        for path in ("/", "/state", "/overview", "/metrics", "/readyz", "/healthz", *of_one):
             async with client.get(url + path) as answer:
                 assert answer.status == 200, path
                 shown[path] = str(answer.headers) + await answer.text()
@@ -108,7 +109,7 @@ async def test_no_key_is_in_anything_that_the_process_says(log_format: str, tmp_
         "SIDECAR_LOG_LEVEL": "debug",
         "OTEL_METRIC_EXPORT_INTERVAL": "200",
     }
-    told: dict[str, str] = {}
+    reported: dict[str, str] = {}
     with otlp_over_http() as collector:
         async with raw_engine(script) as engine:
             served = ("serve", "--upstream", engine.url, "--policy", str(policy(tmp_path)), "--port", "0")
@@ -118,24 +119,26 @@ async def test_no_key_is_in_anything_that_the_process_says(log_format: str, tmp_
                 url, admin = address(sidecar), address(sidecar)
                 port = int(url.rpartition(":")[2])
                 first = post(CHAT, SMALL, f"authorization: Bearer {KNOWN}", "x-request-id: the-first")
-                told["the first"] = await said_by(port, first)
-                assert told["the first"].startswith("HTTP/1.1 200")
+                reported["the first"] = await said_by(port, first)
+                assert reported["the first"].startswith("HTTP/1.1 200")
                 for key in (KNOWN, UNKNOWN):
                     for number, request in enumerate(odd_places(key)):
-                        told[f"answer {number}"] = await said_by(port, request)
-                told |= await pages(admin)
-                told |= await asyncio.to_thread(the_rest, sidecar, collector)
+                        reported[f"answer {number}"] = await said_by(port, request)
+                reported |= await pages(admin)
+                reported |= await asyncio.to_thread(the_rest, sidecar, collector)
             at_the_engine = [
                 request.head.decode("latin-1") for request in engine.requests if b"/v1/chat" in request.head
             ]
 
     # There is something to be found in each: without that, nothing found would mean nothing.
-    assert "the-first" in told["/requests/the-first"]
-    assert "the-first" in told["spans"]
-    assert "the-first" in told["log"]
-    assert "known-by-name" in told["/metrics"] + told["metrics"]
-    assert all(word in told["log"] for word in ("invalid_api_key", "engine_unreachable", "broke off", "unknown_tier"))
-    for where, text in told.items():
+    assert "the-first" in reported["/requests/the-first"]
+    assert "the-first" in reported["spans"]
+    assert "the-first" in reported["log"]
+    assert "known-by-name" in reported["/metrics"] + reported["metrics"]
+    assert all(
+        word in reported["log"] for word in ("invalid_api_key", "engine_unreachable", "broke off", "unknown_tier")
+    )
+    for where, text in reported.items():
         assert MARK not in text, (where, text[max(0, text.find(MARK) - 300) :][:600])
         assert DIGEST not in text, where
 

@@ -66,7 +66,7 @@ async def test_a_policy_may_let_the_key_pass() -> None:
 )
 @pytest.mark.parametrize("more", ["", "forward_key: true\n"])
 async def test_two_keys_in_one_header_are_a_400(twice: Sequence[str], more: str) -> None:
-    """The sidecar would account the request to one tenant, and whoever is behind it take it for the other's."""
+    """The sidecar would account the request to one tenant, and the server after it would take it for the other's."""
     app = App()
     async with guarding(app, policy(more)) as guarded:
         refused = await guarded.ask(None, *twice)
@@ -102,7 +102,7 @@ async def test_an_engine_with_a_key_of_its_own_gets_that_one(
     assert guarded.all(b"authorization") == [f"Bearer {ENGINE_KEY}".encode()]
     assert guarded.all(b"x-api-key") == []
     assert b"sk-acme" not in guarded.head
-    # What is not guarded passes as it came: nobody may use the engine's key who showed none of his own.
+    # What is not guarded passes as it came: no one may use the engine's key who showed none of his own.
     assert ENGINE_KEY.encode() not in passed.head
     assert [line.partition(": ")[2].encode() for line in sent] == [
         *passed.all(b"authorization"),

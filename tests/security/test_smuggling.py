@@ -113,7 +113,7 @@ def request(path: bytes, case: Case) -> bytes:
 
 
 def untouched(behind: Behind) -> None:
-    """A stranger's request, on whichever connection to the server is free, gets its own answer and nobody else's."""
+    """A stranger's request, on whichever connection to the server is free, gets its own answer and no one else's."""
     count = len(behind.seen)
     answer = behind.send(STRANGER, b"")
     assert answer.endswith(b"\r\n\r\n<POST /stranger 3>"), answer
@@ -154,7 +154,7 @@ def test_what_passes_is_one_request_and_the_one_we_understood(behind: Behind, ca
 
 
 def is_framed_once(seen: Seen) -> None:
-    """Its length is told in one way, and nothing of one hop or of a trailer has come along."""
+    """Its length is said in one way, and nothing of one hop or of a trailer has come along."""
     lengths, codings = seen.all(b"content-length"), seen.all(b"transfer-encoding")
     assert (lengths, codings) in (([b"19"], []), ([], [b"chunked"]))
     gone = (b"connection", b"upgrade", b"http2-settings", b"expect", b"te", b"trailer", b"x-late")
@@ -262,7 +262,7 @@ def test_no_value_of_a_client_ends_a_header_of_ours(behind: Behind, header: byte
 
 
 @pytest.mark.parametrize("where", ["body", "header"])
-def test_what_is_told_back_of_ignored_priorities_is_in_one_line(behind: Behind, where: str) -> None:
+def test_what_is_said_of_ignored_priorities_is_in_one_line(behind: Behind, where: str) -> None:
     body = b'{"messages":["hi"],"nvext":{"agent_hints":{"priority":1,"x\\r\\nset-cookie: a=1":2}}}'
     header = b"x-override-a\xc3\xa9: 1\r\n" if where == "header" else b""
     request_bytes = b"POST %s HTTP/1.1\r\nhost: sidecar\r\n%scontent-length: %d\r\n\r\n%s" % (

@@ -12,6 +12,7 @@ import contextlib
 import ssl
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from errno import ECONNREFUSED
 from hashlib import sha1
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from sidecar.policy.store import StoreAddress, StoreKind
 from sidecar.pools.redis.protocol import SOURCE, Argument, root_key
@@ -138,7 +140,7 @@ def connector(address: StoreAddress, pool: str) -> Connect:
     }[address.kind]
 
     async def connect() -> StoreConnection:
-        with _as_store_errors():
+        with _as_store_errors(str(address)):
             place = await locate(address, pool)
             client = Redis(
                 **place,
@@ -210,11 +212,31 @@ async def _owner_in_cluster(address: StoreAddress, pool: str) -> dict[str, Any]:
 
 
 class _as_store_errors(contextlib.AbstractContextManager[None]):  # noqa: N801 - reads like the function it stands for
-    """Maps the client's errors, once."""
+    """Maps the client's errors, once. `address` is the store's, without secrets, where it was not reached at all."""
+
+    def __init__(self, address: str | None = None) -> None:
+        self._address = address
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None and is_foreign(error):
-            cause = error.__context__ if isinstance(error.__context__, ssl.SSLError) else error  # older clients hide it
-            words = str(cause).splitlines() or [""]
-            said = f": {words[0]}" if words[0] else ""
-            raise StoreError(f"{type(cause).__name__}{said}") from error
+            raise StoreError(_words(error, self._address)) from error
+
+
+def _words(error: BaseException, address: str | None) -> str:
+    cause = error.__context__ if isinstance(error.__context__, ssl.SSLError) else error  # older clients hide it
+    if address is not None and _is_refusal(error):
+        return f"connection refused by {address}"
+    first_line = (str(cause).splitlines() or [""])[0]
+    said = f"{type(cause).__name__}: {first_line}" if first_line else type(cause).__name__
+    if isinstance(cause, (asyncio.TimeoutError, RedisTimeoutError)):
+        said = "no answer in time"
+    return said if address is None else f"{said}, from {address}"
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Whether no server listens there. For a host with several addresses, asyncio only says so in words."""
+    while error is not None:
+        if isinstance(error, ConnectionRefusedError) or f"[Errno {ECONNREFUSED}]" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -34,6 +34,7 @@ class Outage:
     """One outage. `leases` are the replica's own, waiting or held: the pool's own table, which changes under it.
 
     `partition` decides while there is one. During a resync there is none, and changes are collected for the store.
+    `rules` are those of this replica's part, at present.
     `known` is None where the store was never reached. `is_refused`: the store is there, and refuses this replica.
     """
 
@@ -53,7 +54,7 @@ class Outage:
         self._known = known
         self._clock = clock
         self._divides = known is not None and sizes.policy.on_store_loss is StoreLoss.DIVIDE
-        self._part = self._equal_part()
+        self._part = self.rules = self._equal_part()
         self.limits = PartitionLimits(sizes, known.replicas if known else 1)
         self._is_patient = known is not None
         self._timer = asyncio.get_running_loop().call_later(SILENCE_S if known else 0, self._lose_patience)
@@ -136,8 +137,8 @@ class Outage:
         """Makes the part anew, of the present rules."""
         self.pause()
         known = self._known if self._divides and self._is_patient else None
-        part = self._part if known is None else first_part(self._sizes.rules, known)
-        self.partition = Partition(part, self._leases.values(), self._clock)
+        self.rules = self._part if known is None else first_part(self._sizes.rules, known)
+        self.partition = Partition(self.rules, self._leases.values(), self._clock)
 
     def _refusal(self, lease: Lease) -> AdmissionError | None:
         """The refusal of a new request; None where it may wait, and is charged to its tenant."""
@@ -176,6 +177,8 @@ class Outage:
     def _unavailable(self, ask: Ask) -> StoreUnavailable:
         if self._is_refused:
             why = "the pool has other tiers than this replica, which it refuses; try again"
+        elif self._known is None:
+            why = "the store of this pool has not been reached yet; try again"
         elif not self._divides:
             why = "the store of this pool cannot be reached; try again"
         else:

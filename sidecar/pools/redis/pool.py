@@ -32,7 +32,7 @@ from sidecar.pools.redis.resync import KnownUsage, Membership, Statement
 from sidecar.pools.redis.session import RoundTripObserver, StoreSession
 from sidecar.pools.redis.status import StoreStatus
 from sidecar.pools.runtime import Clock, monotonic_us
-from sidecar.pools.stats import TierUsage, obstacle, pool_state, served_by_name
+from sidecar.pools.stats import TierUsage, no_room, obstacle, part_in_words, pool_state, served_by_name, usage_of
 from sidecar.scheduling.overtaking import Overtaking
 
 
@@ -79,7 +79,6 @@ class RedisPool:
         self._overtaking = Overtaking()
         self.most_tokens = self._sizes.most_tokens
         self.readiness = self.status.readiness
-        self.notices = self.status.notices
 
     # -- the pool's contract
 
@@ -146,21 +145,29 @@ class RedisPool:
         return self._places.retry_after_s(tier, self._tiers[tier].queued, self.now_us())
 
     def state(self) -> Mapping[str, object]:
-        """See `Pool.state`. The whole pool as of the store's latest answer: at most one heartbeat ago."""
+        """See `Pool.state`. The whole pool as of the store's latest answer: at most one heartbeat ago.
+
+        While the store does not decide, it is this replica's part of the pool, with its own requests, as it is now.
+        """
         last = self._last
-        leases, tickets = (last.leases, last.waiting) if last else (0, 0)
-        whole = pool_state(self._sizes.rules, self._usage(), leases=leases, waiting=tickets)
         waiting = sum(lease.grant is None for lease in self._leases.values())
+        own = {"leases": len(self._leases) - waiting, "waiting": waiting}
+        counts = {"leases": last.leases, "waiting": last.waiting} if self._is_shared and last else own
+        shown = pool_state(self._rules(), self._usage(), **counts)
         store = {
             **self.status.state_for_people(),
             "replica": self.name,
             "replicas": last.replicas if last else None,
-            "own": {"leases": len(self._leases) - waiting, "waiting": waiting},
+            "own": own,
             "part": self._outage.part() if self._outage is not None and self._partition is not None else None,
             "late_ends": last.late if last else 0,
             "round_trips": self.round_trips,
         }
-        return {**whole, "store": store}
+        return {**shown, "store": store}
+
+    def notices(self) -> Sequence[str]:
+        """See `Pool.notices`."""
+        return self.status.notices(part_in_words(self._rules(), self._sizes.rules))
 
     def oldest(self) -> Sequence[Grant | None]:
         """See `Pool.oldest`. Overtakings in other replicas are known from the store's latest answer."""
@@ -168,12 +175,17 @@ class RedisPool:
         for lease in self._leases.values():
             if lease.grant is None and found[lease.tier] is None:
                 found[lease.tier] = self._wait_so_far(lease)
-        return found
+        if self._partition is None:
+            return found
+        # The part's scheduler knows who was overtaken since the store was lost. It does not have every request.
+        return [_longer(theirs, ours) for ours, theirs in zip(found, self._partition.oldest(), strict=True)]
 
     def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
         """See `Pool.obstacle`. By the store's latest answer."""
         if self._partition is not None:
-            return Obstacle.STORE, "the store is lost, and this replica's part of the pool has no room"
+            found = no_room(self._rules(), self._usage(), ask)
+            figures = "" if found is None else f": {found}"
+            return Obstacle.STORE, f"the store is lost, and this replica's part of the pool has no room{figures}"
         return obstacle(self._sizes.rules, self._usage(), ask)
 
     async def share(self, report: bytes) -> Mapping[str, PeerReport]:
@@ -408,8 +420,20 @@ class RedisPool:
             waiting = [lease.entered_us for lease in self._leases.values() if lease.grant is None]
             self._overtaking.forget_all_but(sorted(waiting))
 
+    @property
+    def _is_shared(self) -> bool:
+        """Whether the store decides, so that its latest answer is the state of the pool."""
+        return self.status.state is StoreState.SHARED
+
+    def _rules(self) -> PoolRules:
+        """The whole pool's, or those of this replica's part."""
+        return self._sizes.rules if self._outage is None or self._is_shared else self._outage.rules
+
     def _usage(self) -> Sequence[TierUsage]:
-        return [TierUsage(*tier[:4]) for tier in self._tiers]
+        """What every tier holds and has waiting: in the whole pool, or in this replica while it is alone."""
+        if self._is_shared:
+            return [TierUsage(*tier[:4]) for tier in self._tiers]
+        return usage_of(self._leases.values(), len(self._tiers))
 
     # -- the outage, the session
 
@@ -448,6 +472,13 @@ class RedisPool:
             self._batches = BatchQueue()
             self._session = StoreSession(self, self._connect, channel, self._batches, self._fences, took=self._took)
         return self._session
+
+
+def _longer(one: Grant | None, other: Grant | None) -> Grant | None:
+    """The longer of two waits, the first where they are equal."""
+    if one is None or other is None:
+        return one or other
+    return one if one.queue_wait_us >= other.queue_wait_us else other
 
 
 def _remaining(per_minute: int | None, left: tuple[int, int] | None) -> RemainingLimit | None:

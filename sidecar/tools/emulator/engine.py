@@ -18,7 +18,7 @@ from sidecar.tools.emulator.config import EmulatorConfig
 from sidecar.tools.emulator.dialects.base import Dialect
 from sidecar.tools.emulator.generation import Choice, Generation, Served
 from sidecar.tools.emulator.request import EngineRequest
-from sidecar.tools.emulator.scheduler import Batch, Output, Rank, Step, WaitingQueue
+from sidecar.tools.emulator.scheduler import Output, Rank, RunningBatch, Step, WaitingQueue
 
 LOG_LENGTH = 100_000  # served requests remembered: an hour of the demo, some 20 MB
 ITERATIONS_LENGTH = 1_000  # TensorRT-LLM's own iter_stats_max_iterations
@@ -45,7 +45,7 @@ class EmulatedEngine:
     def __init__(self, config: EmulatorConfig, dialect: Dialect) -> None:
         self.config = config
         self.dialect = dialect
-        self.batch: Batch[Choice] = Batch(config.steps)
+        self.batch: RunningBatch[Choice] = RunningBatch(config.steps)
         self.queue: WaitingQueue[Choice] = WaitingQueue(dialect.queue_order)
         self.finished = 0
         self.aborted = 0

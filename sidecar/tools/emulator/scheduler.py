@@ -95,7 +95,7 @@ class Output(Generic[S]):
     finished: list[S]
 
 
-class Batch(Generic[S]):
+class RunningBatch(Generic[S]):
     """The running sequences: the state that steps advance. Not thread-safe, never awaits."""
 
     def __init__(self, model: StepModel) -> None:

@@ -29,6 +29,11 @@ _GROUPS = (
     ("", 1),
 )
 _COLUMNS = ("", "requests", "failed", "p50", "p95", "p99", "p50", "p50", "p95", "p50", "p95", "tokens/s")
+_LABELS = tuple(
+    f"{group} {column}".strip()
+    for group, column in zip((group for group, columns in _GROUPS for _ in range(columns)), _COLUMNS, strict=True)
+)
+"""Of the cells, where a narrow screen shows each row as a list."""
 _HEAD = (
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -63,14 +68,15 @@ def _found(run: RunFigures) -> str:
 def _table(runs: Sequence[RunFigures]) -> str:
     groups = "".join(element("th", escape(name), colspan=columns, scope="colgroup") for name, columns in _GROUPS)
     columns = "".join(element("th", escape(name), scope="col") for name in _COLUMNS)
-    rows = [element("tr", groups, _class="groups"), element("tr", columns)]
+    rows = [element("tr", groups, _class="heads groups"), element("tr", columns, _class="heads")]
     for run in runs:
         kind = "run control" if run.name == "control" else "run"
         rows.append(element("tr", element("td", escape(run.title), colspan=len(_COLUMNS)), _class=kind))
         for tier, figures in run.tiers.items():
-            cells = "".join(element("td", escape(cell)) for cell in (tier, *_cells(figures)))
+            named = zip(_LABELS, (tier, *_cells(figures)), strict=True)
+            cells = "".join(element("td", escape(cell), data_label=label) for label, cell in named)
             rows.append(element("tr", cells, _class="control" if run.name == "control" else "of-run"))
-    return element("div", element("table", "".join(rows)), _class="wide")
+    return element("table", "".join(rows))
 
 
 def _cells(figures: TierFigures) -> Sequence[str]:

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidecar.tools.emulator.scheduler import Batch, Rank, Sequence, StepModel, WaitingQueue, first_come, vllm_order
+from sidecar.tools.emulator.scheduler import (
+    Rank,
+    RunningBatch,
+    Sequence,
+    StepModel,
+    WaitingQueue,
+    first_come,
+    vllm_order,
+)
 
 
 def queue_of(*sequences: Sequence) -> WaitingQueue[Sequence]:
@@ -20,7 +28,7 @@ def queue_of(*sequences: Sequence) -> WaitingQueue[Sequence]:
 
 def test_the_first_token_comes_at_the_end_of_the_step_that_finishes_the_prefill() -> None:
     sequence = Sequence(prompt_tokens=1_000, output_tokens=2)
-    batch: Batch[Sequence] = Batch(StepModel(prefill_tokens_per_step=512))
+    batch: RunningBatch[Sequence] = RunningBatch(StepModel(prefill_tokens_per_step=512))
     queue = queue_of(sequence)
     emitted = []
     for _ in range(3):
@@ -32,7 +40,7 @@ def test_the_first_token_comes_at_the_end_of_the_step_that_finishes_the_prefill(
 
 def test_prefills_share_one_budget_oldest_first() -> None:
     first, second = Sequence(300, 1), Sequence(300, 1)
-    batch: Batch[Sequence] = Batch(StepModel(prefill_tokens_per_step=400))
+    batch: RunningBatch[Sequence] = RunningBatch(StepModel(prefill_tokens_per_step=400))
     step = batch.begin(queue_of(first, second))
     assert (first.prefilled, second.prefilled, step.prefill_tokens) == (300, 100, 400)
     assert batch.end().finished == [first]
@@ -40,13 +48,13 @@ def test_prefills_share_one_budget_oldest_first() -> None:
 
 def test_a_step_grows_with_the_batch_and_with_its_prefill() -> None:
     model = StepModel(step_s=0.010, step_s_per_seq=0.001, step_s_per_prefill_token=0.0001)
-    batch: Batch[Sequence] = Batch(model)
+    batch: RunningBatch[Sequence] = RunningBatch(model)
     assert batch.begin(queue_of(Sequence(100, 5), Sequence(50, 5))).duration_s == pytest.approx(0.010 + 0.002 + 0.015)
 
 
 def test_a_head_that_does_not_fit_the_kv_cache_blocks_those_behind_it() -> None:
     running, big, small = Sequence(10, 40), Sequence(60, 1), Sequence(1, 1)
-    batch: Batch[Sequence] = Batch(StepModel(kv_tokens=100))
+    batch: RunningBatch[Sequence] = RunningBatch(StepModel(kv_tokens=100))
     queue = queue_of(running, big, small)
     assert batch.begin(queue).admitted == [running]
     assert len(queue) == 2
@@ -54,7 +62,7 @@ def test_a_head_that_does_not_fit_the_kv_cache_blocks_those_behind_it() -> None:
 
 def test_a_removed_sequence_frees_its_slot_and_its_kv_between_the_halves_of_a_step() -> None:
     sequence = Sequence(10, 10)
-    batch: Batch[Sequence] = Batch(StepModel(kv_tokens=100))
+    batch: RunningBatch[Sequence] = RunningBatch(StepModel(kv_tokens=100))
     batch.begin(queue_of(sequence))
     assert batch.kv_tokens_held == 20
     assert batch.remove(sequence)
@@ -63,7 +71,7 @@ def test_a_removed_sequence_frees_its_slot_and_its_kv_between_the_halves_of_a_st
 
 
 def test_a_pooling_request_ends_with_its_prefill_and_emits_nothing() -> None:
-    batch: Batch[Sequence] = Batch(StepModel())
+    batch: RunningBatch[Sequence] = RunningBatch(StepModel())
     sequence = Sequence(10, 0)
     batch.begin(queue_of(sequence))
     output = batch.end()
@@ -85,7 +93,7 @@ def test_tokens_are_conserved_and_nobody_exceeds_the_engine(
     asked: list[tuple[int, int, int]], slots: int, budget: int, kv_tokens: int, canceled: set[int]
 ) -> None:
     model = StepModel(max_num_seqs=slots, prefill_tokens_per_step=budget, kv_tokens=kv_tokens)
-    batch: Batch[Sequence] = Batch(model)
+    batch: RunningBatch[Sequence] = RunningBatch(model)
     queue: WaitingQueue[Sequence] = WaitingQueue(vllm_order)
     sequences = [Sequence(prompt, output) for prompt, output, _ in asked]
     for sequence, (_, _, priority) in zip(sequences, asked, strict=True):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from sidecar.tools.replay.report import BINS, MOST_DOTS, Axis, occupancy, report, shown
 from tests.support.browser import browser, opened
+from tests.support.devtools import headless, tab
 from tests.tools.replay.seen import TIERS, played, seen
 
 needs_browser = pytest.mark.skipif(browser() is None, reason="no browser; `sh .ci/browser` installs one as root")
@@ -104,6 +105,36 @@ def test_it_is_drawn_wide_on_a_phone_and_in_the_dark(width: int, scheme: int, tm
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert (int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")) == (width, 1600)
     assert len(data) > 40_000, "a blank page is a tenth of that"
+
+
+@needs_browser
+@pytest.mark.anyio
+async def test_neither_the_page_nor_its_table_scrolls_sideways_at_any_width(tmp_path: Path) -> None:
+    for number, page in enumerate((two_runs(), hostile())):
+        file = tmp_path / f"report-{number}.html"
+        file.write_text(page, encoding="utf-8")
+        with headless(tmp_path / str(number)) as tools:
+            async with tab(tools) as opened_page:
+                await opened_page.open(file.as_uri())
+                for width in (320, 390, 700, 1000, 1300):
+                    await opened_page.look(width, 900)
+                    await opened_page.until(f"innerWidth === {width}")
+                    assert await opened_page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
+                    assert await opened_page.evaluate(SCROLLS) == [], width
+                await opened_page.look(390, 900)
+                assert await opened_page.evaluate("getComputedStyle(document.querySelector('tr')).clipPath") != "none"
+
+
+SCROLLS = """[...document.querySelectorAll('table, td, p, div')].filter((node) => node.clientWidth > 1)
+  .filter((node) => node.scrollWidth > node.clientWidth + 1).map((node) => node.outerHTML.slice(0, 80))"""
+
+
+def test_every_figure_has_its_name_where_the_head_is_not_shown() -> None:
+    labels = re.findall(r'data-label="([^"]*)"', two_runs().partition("<table")[2])
+    assert labels[:6] == ["", "requests", "failed", "TTFT, s p50", "TTFT, s p95", "TTFT, s p99"]
+    assert labels[6:12] == [
+        "TPOT, ms p50", "queue wait, s p50", "queue wait, s p95", "starvation, s p50", "starvation, s p95", "tokens/s",
+    ]  # fmt: skip
 
 
 def test_it_loads_nothing_and_forbids_itself_to() -> None:

@@ -1,0 +1,146 @@
+"""Steps of one request's story, and the requests that went ahead of it, in words: for the terminal and for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+from sidecar.durations import exact_duration
+from sidecar.explain.document import AdmittedAhead, Explanation, WaitDetails
+from sidecar.explain.phrases import counted
+
+Clock = Callable[[float], str]
+"""How a moment, in seconds since 1970, is written."""
+
+GROUP_HEADS = ("tier", "", "because", "requests", "tokens")
+ONE_HEADS = ("admitted", "after", "tier", "tenant", "tokens", "arrived", "request")
+
+
+class Step(NamedTuple):
+    """One line of the story. `request_id` is the other request that it is about, None where it is about none."""
+
+    label: str
+    said: str
+    request_id: str | None = None
+
+
+def calendar_time(at_s: float) -> str:
+    """A moment as local calendar time with milliseconds."""
+    return datetime.fromtimestamp(at_s).astimezone().isoformat(timespec="milliseconds")
+
+
+def steps(story: Explanation, clock: Clock = calendar_time) -> Iterator[Step]:
+    """What became of the request, in the order in which it happened."""
+    yield from _who(story)
+    if story.trace_id is not None:
+        yield Step("trace", f"{story.trace_id}, span {story.span_id}")
+    yield Step("arrived", clock(story.arrived_at_s))
+    if story.in_the_way is not None:
+        at = _at(story, story.in_the_way.found_at_s, clock)
+        yield Step("had to wait", f"{at}: {story.in_the_way.explanation}")
+    met: list[tuple[float, Step]] = []
+    for attempt in story.preempted:
+        lost = f"{exact_duration(attempt.engine_s)} at the engine are lost"
+        met.append((attempt.admitted_at_s, Step("admitted", "")))
+        met.append((attempt.preempted_at_s, Step("preempted", f": {lost}; its room went to a more important request")))
+    if story.wait is not None and story.wait.overtaken_at_s is not None:
+        by = story.wait.overtaken_by
+        overtaken = Step("overtaken", f" {_by(by, clock)}", None if by is None else by.request_id)
+        met.append((story.wait.overtaken_at_s, overtaken))
+    for at_s, step in sorted(met, key=lambda pair: pair[0]):
+        yield step._replace(said=f"{_at(story, at_s, clock)}{step.said}")
+    yield from _how_it_ended(story, clock)
+
+
+def _who(story: Explanation) -> Iterator[Step]:
+    asked = story.asked
+    if asked is None:
+        yield Step("asked by", "not known: refused before the key was read" if story.refused else "not known yet")
+        return
+    clamped = f"; {asked.clamped_from} was asked for, which is more than it may have" if asked.clamped_from else ""
+    lowered = (
+        f"; {asked.downgraded_from} within its tenant's limits, which it was over" if asked.downgraded_from else ""
+    )
+    yield Step("asked by", f"tenant {asked.tenant}")
+    yield Step("tier", f"{asked.tier}, by {_SOURCES.get(asked.source, asked.source)}{clamped}{lowered}")
+    model = "" if asked.model is None else f" of {asked.model}"
+    kind = f"{asked.api}{model}, {'streamed' if asked.stream else 'not streamed'}"
+    yield Step("holds", f"{counted(asked.tokens, 'token')} and {counted(asked.requests, 'sequence')} ({kind})")
+
+
+_SOURCES = {
+    "body": "its body",
+    "header": "its header",
+    "endpoint": "its endpoint",
+    "key": "its tenant",
+    "engine": "the engine's own priority field",
+    "default": "the policy's default",
+}
+
+
+def _by(ahead: AdmittedAhead | None, clock: Clock) -> str:
+    if ahead is None:
+        return "by a request that is not known here"
+    return (
+        f"by request {ahead.request_id} of tier {ahead.tier} (tenant {ahead.tenant}, {counted(ahead.tokens, 'token')}, "
+        f"which arrived at {clock(ahead.arrived_at_s)}): {ahead.because}"
+    )
+
+
+def _how_it_ended(story: Explanation, clock: Clock) -> Iterator[Step]:
+    admitted, refused, ended = story.admitted, story.refused, story.ended
+    if admitted is not None:
+        sent = "no priority" if admitted.engine_priority is None else f"priority {admitted.engine_priority:g}"
+        aged = "" if admitted.aged_to is None else f", aged to the rank of {admitted.aged_to}"
+        at = _at(story, admitted.admitted_at_s, clock)
+        yield Step("admitted", f"{at} at level {admitted.level}{aged}; {sent} sent to the engine")
+    elif refused is None:
+        yield Step("now", f"{_at(story, story.told_at_s, clock)}: {story.state}")
+    if story.answered is not None:
+        at = _at(story, story.answered.first_byte_at_s, clock)
+        yield Step("first byte", f"{at}, status {story.answered.status}")
+    if ended is not None and refused is None:
+        status = "" if ended.status is None else f", status {ended.status}"
+        error = "" if ended.error is None else f", {ended.error}"
+        used = counted(ended.tokens_used, "token")
+        at = _at(story, ended.settled_at_s, clock)
+        yield Step("settled", f"{at}: {ended.outcome}{status}{error}, {used} used")
+    elif admitted is not None:
+        yield Step("now", f"{_at(story, story.told_at_s, clock)}: still running")
+    if refused is not None:
+        what = refused.code if refused.status is None else f"{refused.status} {refused.code}"
+        at = _at(story, refused.refused_at_s, clock)
+        yield Step("refused" if refused.status else "left", f"{at}: {what}: {refused.message}")
+
+
+def _at(story: Explanation, at_s: float, clock: Clock) -> str:
+    return f"{clock(at_s)}, after {exact_duration(at_s - story.arrived_at_s)}"
+
+
+def admitted_meanwhile(wait: WaitDetails) -> str:
+    """How many were admitted during a wait."""
+    requests, tokens = sum(g.requests for g in wait.groups), sum(g.tokens for g in wait.groups)
+    if not requests and not wait.unseen:
+        return "No request was admitted while it waited."
+    return f"Admitted while it waited: {counted(requests, 'request')}, {counted(tokens, 'token')}"
+
+
+def group_rows(wait: WaitDetails) -> Sequence[Sequence[str]]:
+    """Those that went ahead by tier and reason, under `GROUP_HEADS`."""
+    came = {True: "overtook", False: "came first"}
+    return [[g.tier, came[g.came_later], g.because, f"{g.requests:,}", f"{g.tokens:,}"] for g in wait.groups]
+
+
+def unknown_lines(wait: WaitDetails) -> Sequence[str]:
+    """Those that went ahead, too, and are not known here."""
+    return [f"and {counted(each.tokens, 'token')} of tier {each.tier}, {each.where}" for each in wait.unseen]
+
+
+def one_row(story: Explanation, ahead: AdmittedAhead, clock: Clock = calendar_time) -> Sequence[str]:
+    """One of those that went ahead, under `ONE_HEADS`."""
+    since_s = ahead.arrived_at_s - story.arrived_at_s
+    arrived = f"{exact_duration(abs(since_s))} {'later' if ahead.came_later else 'earlier'}"
+    after = exact_duration(ahead.admitted_at_s - story.arrived_at_s)
+    tokens = f"{ahead.tokens:,}"
+    return [clock(ahead.admitted_at_s), after, ahead.tier, ahead.tenant, tokens, arrived, ahead.request_id]
