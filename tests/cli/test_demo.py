@@ -38,7 +38,7 @@ def test_three_seconds_of_it_show_what_admission_does(tmp_path: Path) -> None:
     # A store that is meant for servers is none of the demo's: it would play in, or wait for, somebody's real pool.
     ended = demo("--seconds", "3", "--json", str(file), SIDECAR_STORE="redis://127.0.0.1:9/0")
     assert ended.returncode == 0, ended.stderr
-    assert "With more requests than the engine can run, high has its first token after" in ended.stdout
+    assert "requests answered, of those sent" in ended.stdout.splitlines()[-1]
     assert "admission" in ended.stderr, "no progress was shown"
 
     runs = {run.pop("name"): run for run in json.loads(file.read_bytes())["runs"]}
@@ -49,7 +49,7 @@ def test_three_seconds_of_it_show_what_admission_does(tmp_path: Path) -> None:
         assert list(run["tiers"]) == LADDER
         assert sum(tier["share"] for tier in run["tiers"].values()) == pytest.approx(1)
         for tier in run["tiers"].values():
-            assert set(tier) == {"requests", "share", *DISTRIBUTIONS}
+            assert set(tier) == {"requests", "answered", "share", *DISTRIBUTIONS}
             for name in DISTRIBUTIONS:
                 assert list(tier[name]) == ["p50", "p95", "p99"]
                 assert sorted(tier[name].values()) == list(tier[name].values())
@@ -121,8 +121,8 @@ def no_servers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Play], None]:
     """Replaces the servers, and the playing of a run by what the test gives."""
 
     @contextmanager
-    def nowhere(runs: Sequence[demo_runs.Run], _: Path) -> Iterator[dict[str, demo_runs.RunServers]]:
-        yield {run.name: demo_runs.RunServers([1], 1) for run in runs}
+    def nowhere(runs: Sequence[demo_runs.Run], _: Path, *, has_page: bool) -> Iterator[dict[str, demo_runs.RunServers]]:
+        yield {run.name: demo_runs.RunServers([1], 1, 1 if has_page else None) for run in runs}
 
     def replace(play: Play) -> None:
         monkeypatch.setattr("sidecar.cli.demo.servers", nowhere)
@@ -142,7 +142,7 @@ def test_json_on_standard_output_is_alone_there(
     assert main(["demo", "--json", "-"]) == 0
     out, error = capfdbinary.readouterr()
     assert [run["name"] for run in json.loads(out)["runs"]] == ["control", "engine", "admission"]
-    assert b"its floor holds" in error
+    assert b"admission control does neither" in error
 
 
 def test_a_failed_request_is_a_failed_demo(

@@ -84,6 +84,10 @@ def _table(runs: Sequence[RunFigures]) -> str:
 
 _COMPARED_GROUPS = (("", 1), ("", 1), ("failed", 2), ("TTFT in the replay, s", 3), ("TTFT in the control, s", 3))
 _COMPARED_COLUMNS = ("", "requests", "replay", "control", "p50", "p95", "p99", "p50", "p95", "p99")
+_COMPARED_LABELS = (
+    "", "requests", "failed, replay", "failed, control",
+    *(f"{run} TTFT {part}, s" for run in ("replay", "control") for part in ("p50", "p95", "p99")),
+)  # fmt: skip
 
 
 def _side_by_side(compared: Comparison) -> Sequence[str]:
@@ -92,14 +96,18 @@ def _side_by_side(compared: Comparison) -> Sequence[str]:
         element("th", escape(name), colspan=columns, scope="colgroup") for name, columns in _COMPARED_GROUPS
     )
     columns = "".join(element("th", escape(name), scope="col") for name in _COMPARED_COLUMNS)
-    rows = [element("tr", groups, _class="groups"), element("tr", columns)]
+    rows = [element("tr", groups, _class="heads groups"), element("tr", columns, _class="heads")]
     for tier, found in compared.tiers.items():
         counts = map(str, (found.requests, found.failed_in_replay, found.failed_in_control))
-        cells = (tier, *counts, *of_all(found.replay_ttft_s), *of_all(found.control_ttft_s))
-        rows.append(element("tr", "".join(element("td", escape(cell)) for cell in cells)))
+        named = zip(
+            _COMPARED_LABELS,
+            (tier, *counts, *of_all(found.replay_ttft_s), *of_all(found.control_ttft_s)),
+            strict=True,
+        )
+        rows.append(element("tr", "".join(element("td", escape(cell), data_label=label) for label, cell in named)))
     return [
         element("h2", escape(SIDE_BY_SIDE.rstrip(":"))),
-        element("div", element("table", "".join(rows)), _class="wide"),
+        element("table", "".join(rows)),
         *(element("p", escape(line)) for line in verdict(compared)),
     ]
 
