@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,6 +116,69 @@ def test_a_store_that_does_not_answer_is_said_in_one_line_before_anything_runs()
     [line] = ended.stderr.splitlines()
     assert line.startswith(f"sidecar: the store redis://:***@127.0.0.1:{port}/0 cannot be used: ConnectionError: ")
     assert "opensesame" not in ended.stdout + ended.stderr
+
+
+class Live:
+    """`sidecar demo` while it runs; it is ended with the block."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "sidecar.cli", "demo", *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Live:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self.process:
+            self.process.kill()
+
+    def page(self) -> str:
+        """The address in its first line."""
+        assert self.process.stdout is not None
+        first = self.process.stdout.readline()
+        found = re.fullmatch(r"Live page of the third run, while the demo runs: (http://127\.0\.0\.1:\d+/)\n", first)
+        assert found, first
+        return found[1]
+
+    def overview(self, page: str) -> dict[str, Any]:
+        """What the page shows."""
+        with urllib.request.urlopen(f"{page}overview") as response:
+            found: dict[str, Any] = json.load(response)
+            return found
+
+    def until(self, page: str, holds: Callable[[dict[str, Any]], bool]) -> None:
+        """Waits until the page shows something that `holds`."""
+        end_s = time.monotonic() + 60
+        while not holds(shown := self.overview(page)):
+            assert time.monotonic() < end_s, shown
+            time.sleep(0.1)
+
+
+def test_the_page_is_live_while_the_third_run_plays() -> None:
+    with Live("--seconds", "2") as live:
+        page = live.page()
+        with urllib.request.urlopen(page) as response:
+            assert b"<!doctype html>" in response.read().lower()
+        live.until(page, lambda shown: shown["held"]["requests"] > 100)
+        out, _ = live.process.communicate(timeout=60)
+    assert live.process.returncode == 0
+    assert "requests answered, of those sent" in out.splitlines()[-1]
+
+
+def test_a_replicas_page_shows_all_of_them(tmp_path: Path) -> None:
+    with (
+        RedisServer(first_binary(), tmp_path) as store,
+        Live("--seconds", "3", "--replicas", "2", "--store", store.url) as live,
+    ):
+        page = live.page()
+        live.until(page, lambda shown: len(shown["replicas"]) == 2 and shown["held"]["requests"] > 100)
+
+
+def test_without_a_page_none_is_there_and_none_is_named() -> None:
+    with Live("--seconds", "1", "--no-page") as live:
+        out, errors = live.process.communicate(timeout=60)
+    assert "http://" not in out + errors
+    assert "page" not in out + errors
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def table(runs: Sequence[RunMeasurement], played: Sequence[Run] = RUNS) -> str:
 
 INTERACTIVE, BULK = "high", "batch"
 _COLUMNS = {"control": "equal priority", "engine": "engine priority", "admission": "admission"}
-CLEARLY = 1.5
+CLEARLY = 3.0
 """A difference from here on is no accident of one run of a few seconds."""
 
 BUSY_FROM_S = 0.1
@@ -42,8 +42,8 @@ def summary(runs: Sequence[RunMeasurement]) -> str:
         ("requests answered, of those sent", _answered),
     ]
     head = "".join(f"{_COLUMNS[run.name]:>17}" for run in runs)
-    lines = [f"{name:56}{''.join(f'{show(run):>17}' for run in runs)}" for name, show in rows]
-    return "\n".join([conclusion(runs), "", f"{'In short':56}{head}", *lines])
+    lines = [f"{name:60}{''.join(f'{show(run):>17}' for run in runs)}" for name, show in rows]
+    return "\n".join([conclusion(runs), "", f"{'In short':60}{head}", *lines])
 
 
 def conclusion(runs: Sequence[RunMeasurement]) -> str:

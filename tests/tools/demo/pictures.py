@@ -27,7 +27,7 @@ async def pictures(page_url: str, tools: str, folder: Path) -> None:
         await page.open(page_url)
         await page.until("document.title.includes('wait') || document.title.includes('starve')", within_s=120)
         await asyncio.sleep(FULL_AFTER_S)
-        for path, width, height in ((PICTURES / "demo.png", 1180, 0), (folder / "demo-phone.png", 390, 1250)):
+        for path, width, height in ((folder / "demo-phone.png", 390, 1250), (PICTURES / "demo.png", 1180, 0)):
             await page.look(width, height or 900)
             await asyncio.sleep(1.2)
             path.write_bytes(smaller(await page.picture(whole=not height)))

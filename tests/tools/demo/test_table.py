@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from sidecar.tools.demo.figures import RunMeasurement
@@ -33,7 +34,7 @@ def test_the_three_figures_are_a_line_each_with_a_column_for_each_run() -> None:
     assert f"{said} {again}".endswith("engine's own priority stops bulk work, and admission control does neither.")
     assert empty == ""
     assert head.split()[2:] == ["equal", "priority", "engine", "priority", "admission"]
-    assert [[line[at : at + 17].strip() for at in (56, 73, 90)] for line in lines] == [
+    assert [[cell.strip() for cell in re.findall(".{17}", line[60:])] for line in lines] == [
         ["6.90 s", "0.30 s", "0.60 s"],
         ["20%", "0%", "6%"],
         ["20 of 20", "20 of 20", "20 of 20"],
