@@ -48,7 +48,13 @@ class Command(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns its exit code; a wrong command line exits with 2, as argparse does."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:  # also while the command's modules are imported
+        return 130
+
+
+def _run(arguments: Sequence[str]) -> int:
     overview = _overview()
     chosen = overview.parse_args(arguments[:1]).command
     command: Command = importlib.import_module(f"sidecar.cli.{chosen.replace('-', '_')}")
@@ -68,8 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = command.run(args)
         sys.stdout.flush()  # here, where its failure can be handled
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the end of Python would write there again
         return 128 + signal.SIGPIPE

@@ -2,7 +2,7 @@
 
 The same arrivals are played three times, over real HTTP on loopback: at equal priority (the control), with the engine's
 own priority, and with admission control. Tiers, tenants and keys are those of the example policies. It takes less than
-a minute.
+a minute. A page in the browser shows the third run live.
 
 With --replicas the third run uses several sidecar processes, which share one pool in Redis.
 """
@@ -13,14 +13,16 @@ import argparse
 import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TextIO
 
 from sidecar.cli.output import reporter, unwritable, write_json
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.store import store_address
 from sidecar.tools.demo.clients import arrivals
-from sidecar.tools.demo.runs import CannotStart, RunServers, Sharing, play_run, sentence, servers, shared, table
+from sidecar.tools.demo.figures import RunMeasurement
+from sidecar.tools.demo.report import summary, table
+from sidecar.tools.demo.runs import CannotStart, Run, RunServers, Sharing, play_run, servers, shared
 
 EXAMPLE = "  sidecar demo --json demo.json\n  sidecar demo --replicas 3 --store redis://127.0.0.1:6379/0"
 LONGEST_S = 600.0  # the clients give up on an answer after a minute, and a longer run only builds a longer queue
@@ -35,6 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the arrivals (default %(default)s)")
     parser.add_argument("--replicas", type=_replicas, metavar="N", help="admission by N sidecars that share one pool")
     parser.add_argument("--store", type=_store, metavar="URL", help="their store, such as redis://127.0.0.1:6379/0")
+    parser.add_argument("--no-page", action="store_true", help="without the live page of the third run")
     parser.set_defaults(refuse=parser.error)
 
 
@@ -45,25 +48,36 @@ def run(args: argparse.Namespace) -> int:
     if problem := unwritable(args.json):
         print(f"sidecar: {problem}", file=sys.stderr)
         return 1
-    policy_path = shipped_policies()
-    policy = load(policy_path)
-    requests = arrivals(args.seconds, args.seed)
-    print(
-        f"An emulated TensorRT-LLM runs {policy.rules.requests} requests at once. {len(requests)} arrive within "
-        f"{args.seconds:g} s, the same in each of three runs.\nTiers and tenants: {policy_path}",
-        file=out,
-        flush=True,
-    )
     try:
-        with servers(runs, policy_path) as places:
-            figures = [play_run(run, places[run.name], requests, policy, reporter(run.title)) for run in runs]
-            print(f"\n{table(figures, runs)}\n\n{sentence(figures)}", file=out, flush=True)
-            written = write_json(args.json, {"runs": figures})
-            if args.keep:
-                _keep(places["admission"], out)
+        return _play(args, runs, out)
     except CannotStart as error:
         print(f"sidecar: {error}", file=sys.stderr)
         return 1
+
+
+def _play(args: argparse.Namespace, runs: Sequence[Run], out: TextIO) -> int:
+    policy_path = shipped_policies()
+    policy = load(policy_path)
+    requests = arrivals(args.seconds, args.seed)
+    with servers(runs, policy_path, has_page=not args.no_page) as places:
+        page = places["admission"].page
+        if page is not None:
+            print(f"Live page of the third run, while the demo runs: http://127.0.0.1:{page}/", file=out)
+        print(
+            f"An emulated TensorRT-LLM runs {policy.rules.requests} requests at once. {len(requests)} arrive within "
+            f"{args.seconds:g} s, the same in each of three runs.\nTiers and tenants: {policy_path}",
+            file=out,
+            flush=True,
+        )
+        figures: list[RunMeasurement] = []
+        for run in runs:
+            if page is not None and run.has_admission:
+                print(f"Now on the live page: http://127.0.0.1:{page}/", file=sys.stderr, flush=True)
+            figures.append(play_run(run, places[run.name], requests, policy, reporter(run.title)))
+        print(f"\n{table(figures, runs)}\n\n{summary(figures)}", file=out, flush=True)
+        written = write_json(args.json, {"runs": figures})
+        if args.keep:
+            _keep(places["admission"], out)
     return 0 if written and not any(one.failed for one in figures) else 1
 
 
@@ -105,10 +119,12 @@ def _store(text: str) -> str:
 
 def _keep(place: RunServers, out: TextIO) -> None:
     port, *others = place.sidecars
+    page = "" if place.page is None else f"\nThe live page: http://127.0.0.1:{place.page}/"
     beside = f" The other replicas are on the ports {', '.join(map(str, others))}." if others else ""
     print(
         f"""
-Still running, until you press Ctrl-C.{beside} Try:
+Still running, until you press Ctrl-C.{beside}{page}
+Try:
   curl -i http://127.0.0.1:{port}/v1/chat/completions -H 'content-type: application/json' \\
     -H 'authorization: Bearer sk-demo-interactive' \\
     -d '{{"model": "emulated", "max_tokens": 5, "messages": [{{"role": "user", "content": "hello"}}]}}'""",

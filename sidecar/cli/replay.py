@@ -25,6 +25,9 @@ from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.tokens import NoTokenizer
 from sidecar.tools.loadgen.connection import Target
+from sidecar.tools.replay.comparison import comparison
+from sidecar.tools.replay.control import Control, NotNeutral, require_neutral
+from sidecar.tools.replay.figures import RunFigures
 from sidecar.tools.replay.plan import TIER_HEADER, Asking, BadTier, By, Sizing, assign, ladder, rounding_s, schedule
 from sidecar.tools.replay.prompts import Writer
 from sidecar.tools.replay.report import report
@@ -34,6 +37,7 @@ from sidecar.tools.replay.table import advice, figures_as_json, kinds, requests_
 from sidecar.tools.replay.trace import BadTrace, Row, Trace, read_trace
 
 EXAMPLE = """  sidecar replay burst --upstream http://127.0.0.1:8000 --by priority --control --report burst.html
+  sidecar replay burst --upstream http://127.0.0.1:8080 --control-upstream http://127.0.0.1:8000
   sidecar replay conversation.jsonl --upstream http://127.0.0.1:8080 --mix high=20,normal=50,batch=30 --speed 2
   sidecar replay azure_code.csv --upstream http://127.0.0.1:8080 --limit 200 --mix high=1,batch=1 \\
       --by key --key high=sk-demo-interactive --key batch=sk-demo-research"""
@@ -65,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         return asyncio.run(_Command(args).run())
     except (BadTrace, PolicyError) as error:
         return _said(str(error), 2, prefix="")
-    except (BadTier, UnknownEngine, NoTokenizer, BadKeys) as error:
+    except (BadTier, UnknownEngine, NoTokenizer, BadKeys, NotNeutral) as error:
         return _said(str(error), 2)
     except ServerNoAnswer as error:
         return _said(str(error), 1)
@@ -93,12 +97,25 @@ class _Command:
         if args.by is By.KEY and keyless:
             raise BadKeys(f"--by key: tier {keyless[0]} has no key; add --key {keyless[0]}=KEY")
         upstream = await self._find()
-        planned = runs(self._asking(tiers, upstream), control=args.control)
+        control = await self._control()
+        planned = runs(self._asking(tiers, upstream), upstream.urls, control)
         replay = Replay(trace, rows, row_tiers, tiers, self._writer(upstream), upstream, args.timeout)
         heading = _heading(replay, jitter_s)
         print("\n".join(heading), file=self.out, flush=True)
-        played = [await play_run(*one, replay, reporter(one[0])) for one in planned]
+        played = [await play_run(one, replay, reporter(one.name)) for one in planned]
         return self._told(heading, replay, played)
+
+    async def _control(self) -> Control | None:
+        """Where the control is played. A server that is not the upstream gets no tenant's key."""
+        args = self.args
+        if not args.control and args.control_upstream is None:
+            return None
+        if args.control_upstream is None:
+            control = Control(args.upstream, self._shared_key(), is_named=False)
+        else:
+            control = Control(args.control_upstream, args.api_key, is_named=True)
+        await require_neutral(control, Api.COMPLETIONS if args.completions else Api.CHAT)
+        return control
 
     def _schedule(self, trace: Trace) -> tuple[Sequence[Row], float]:
         args = self.args
@@ -147,19 +164,30 @@ class _Command:
     def _told(self, heading: Sequence[str], replay: Replay, played: Sequence[Played]) -> int:
         """Prints and writes what was found."""
         figures = [one.figures for one in played]
-        print(f"\n{table(figures)}", file=self.out)
+        compared = comparison(played)
+        print(f"\n{table(figures, compared)}", file=self.out)
         for line in advice(figures, replay.upstream.words):
             print(f"\n{line}", file=self.out)
-        written = write_json(self.args.json, figures_as_json(replay, self.args.by.value, figures))
+        written = write_json(self.args.json, figures_as_json(replay, self.args.by.value, figures, compared))
         written &= write_text(self.args.requests, lambda: requests_as_jsonl(played, replay))
         title = f"Replay of {replay.trace.name}"
-        written &= write_text(self.args.report, lambda: report(title, heading, replay.tiers, played))
+        written &= write_text(self.args.report, lambda: report(title, heading, replay.tiers, played, compared))
         failed = sum(one.failed for one in figures)
         if failed:
-            total = sum(one.requests for one in figures)
-            first = next(error for one in figures for error in one.errors)
-            print(f"sidecar: {failed} of {total} requests failed: {first}", file=sys.stderr)
+            print(f"sidecar: {_failures(figures)}", file=sys.stderr)
         return 1 if failed or not written else 0
+
+
+def _failures(figures: Sequence[RunFigures]) -> str:
+    """The number of failed requests, by run where there are two, and the first error of each of them."""
+    if len(figures) == 1:
+        [one] = figures
+        return f"{one.failed} of {one.requests} requests failed: {next(iter(one.errors))}"
+    parts = [
+        f"{one.failed} of {one.requests} in the {one.name}" + (f" ({next(iter(one.errors))})" if one.errors else "")
+        for one in figures
+    ]
+    return f"requests failed: {', '.join(parts)}"
 
 
 def _allow_many_connections() -> None:
@@ -221,7 +249,10 @@ def _add_asking(group: argparse._ArgumentGroup) -> None:
         help="how it asks: in the engine's own way, by the tier header (default), by its tier's key")  # fmt: skip
     add("--mix", type=mix, metavar="high=20,normal=50,batch=30",
         help="tiers of rows without one (default: all of the policy alike, else high, normal, batch)")  # fmt: skip
-    add("--control", action="store_true", help="play it again with equal priorities, and show both")
+    add("--control", action="store_true",
+        help="play it again with all requests alike, and show both; not through a sidecar that enforces")  # fmt: skip
+    add("--control-upstream", action="append", type=server_url, metavar="URL",
+        help="play the control there: the engine without a sidecar; repeated, like --upstream")  # fmt: skip
     add("--policy", metavar="DIR", help="a policy file or folder: its tiers, tier header and tokenizer")
     add("--key", action=_Keys, default={}, metavar="TIER=KEY", help="a tier's API key, for --by key; repeated")
     add("--api-key", type=_header_value, metavar="KEY", help="the key for tiers without one")

@@ -15,7 +15,7 @@ from sidecar.cluster import merge
 from sidecar.cluster.document import Amount, Overview, Promised, TierView
 from sidecar.cluster.dry_run import ObservedReport, observed_report
 from sidecar.cluster.merge import ReceivedReport
-from sidecar.cluster.phrases import headline, said_of, starving
+from sidecar.cluster.phrases import crowd, headline, said_of, starving
 from sidecar.cluster.report import ReplicaReport, Sources, Unreadable, own_report, pack, unpack
 from sidecar.events import StoreState
 from sidecar.policy.model import Policy
@@ -159,6 +159,7 @@ class PoolOverview:
         all_heard = [ReceivedReport(report, 0.0), *others]
         policy = self._sources.policy()
         tiers = [_tier(policy, tier, all_heard, at_s) for tier in state["tiers"]]
+        tenants = merge.tenants(all_heard)
         capacity = Amount(**state["capacity"])
         held = Amount(*(sum(tier["held"][name] for tier in state["tiers"]) for name in ("tokens", "requests")))
         return Overview(
@@ -169,12 +170,12 @@ class PoolOverview:
             at_s=round(at_s, 3),
             mode="shared" if "store" in state else "local",
             starving=starving(tiers),
-            headline=said_of(policy.mode, headline(tiers)),
+            headline=said_of(policy.mode, headline(tiers) + crowd(tenants)),
             capacity=capacity,
             held=held,
             free=_free(capacity, held),
             tiers=tiers,
-            tenants=merge.tenants(all_heard),
+            tenants=tenants,
             refusals=merge.refusals(all_heard),
             replicas=merge.replicas(all_heard),
             store=dict(state["store"]) if "store" in state else None,

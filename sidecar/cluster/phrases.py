@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sidecar.cluster.document import TierView
+from sidecar.cluster.document import TenantView, TierView
 from sidecar.durations import short_duration
 from sidecar.policy.model import Mode
 from sidecar.telemetry.recent import Overtakings
 
 STARVES_FROM_S = 0.05
 """A request that was overtaken for less is not shown as starving: a decision or two take that long."""
+
+FLOODS_FROM, FLOODS_BY = 20, 0.75
+"""A tenant is named with so many waiting requests, if they are this part of all that wait."""
 
 
 def count(number: int) -> str:
@@ -48,6 +51,18 @@ def headline(tiers: Sequence[TierView]) -> str:
     if longest is not None and longest.oldest is not None:
         return f"No request starves. {longest.tier} waits longest: {short_duration(_wait_s(longest))}."
     return f"No request waits.{_starved_before(tiers)}"
+
+
+def crowd(tenants: Sequence[TenantView]) -> str:
+    """The tenant whose requests are most of those that wait, as a sentence to follow the headline; empty for none.
+
+    Not where it is the only one that holds or waits: it is in no other tenant's way.
+    """
+    waiting = sum(tenant.waiting for tenant in tenants)
+    most = max(tenants, key=lambda tenant: tenant.waiting, default=None)
+    if most is None or len(tenants) < 2 or most.waiting < max(FLOODS_FROM, FLOODS_BY * waiting):
+        return ""
+    return f" {most.waiting:,} of the {waiting:,} waiting requests are from tenant {most.tenant}."
 
 
 def said_of(mode: Mode, sentence: str) -> str:

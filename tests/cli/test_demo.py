@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,7 +40,7 @@ def test_three_seconds_of_it_show_what_admission_does(tmp_path: Path) -> None:
     # A store that is meant for servers is none of the demo's: it would play in, or wait for, somebody's real pool.
     ended = demo("--seconds", "3", "--json", str(file), SIDECAR_STORE="redis://127.0.0.1:9/0")
     assert ended.returncode == 0, ended.stderr
-    assert "With more requests than the engine can run, high has its first token after" in ended.stdout
+    assert "requests answered, of those sent" in ended.stdout.splitlines()[-1]
     assert "admission" in ended.stderr, "no progress was shown"
 
     runs = {run.pop("name"): run for run in json.loads(file.read_bytes())["runs"]}
@@ -49,7 +51,7 @@ def test_three_seconds_of_it_show_what_admission_does(tmp_path: Path) -> None:
         assert list(run["tiers"]) == LADDER
         assert sum(tier["share"] for tier in run["tiers"].values()) == pytest.approx(1)
         for tier in run["tiers"].values():
-            assert set(tier) == {"requests", "share", *DISTRIBUTIONS}
+            assert set(tier) == {"requests", "answered", "share", *DISTRIBUTIONS}
             for name in DISTRIBUTIONS:
                 assert list(tier[name]) == ["p50", "p95", "p99"]
                 assert sorted(tier[name].values()) == list(tier[name].values())
@@ -116,13 +118,76 @@ def test_a_store_that_does_not_answer_is_said_in_one_line_before_anything_runs()
     assert "opensesame" not in ended.stdout + ended.stderr
 
 
+class Live:
+    """`sidecar demo` while it runs; it is ended with the block."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "sidecar.cli", "demo", *arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Live:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self.process:
+            self.process.kill()
+
+    def page(self) -> str:
+        """The address in its first line."""
+        assert self.process.stdout is not None
+        first = self.process.stdout.readline()
+        found = re.fullmatch(r"Live page of the third run, while the demo runs: (http://127\.0\.0\.1:\d+/)\n", first)
+        assert found, first
+        return found[1]
+
+    def overview(self, page: str) -> dict[str, Any]:
+        """What the page shows."""
+        with urllib.request.urlopen(f"{page}overview") as response:
+            found: dict[str, Any] = json.load(response)
+            return found
+
+    def until(self, page: str, holds: Callable[[dict[str, Any]], bool]) -> None:
+        """Waits until the page shows something that `holds`."""
+        end_s = time.monotonic() + 60
+        while not holds(shown := self.overview(page)):
+            assert time.monotonic() < end_s, shown
+            time.sleep(0.1)
+
+
+def test_the_page_is_live_while_the_third_run_plays() -> None:
+    with Live("--seconds", "2") as live:
+        page = live.page()
+        with urllib.request.urlopen(page) as response:
+            assert b"<!doctype html>" in response.read().lower()
+        live.until(page, lambda shown: shown["held"]["requests"] > 100)
+        out, _ = live.process.communicate(timeout=60)
+    assert live.process.returncode == 0
+    assert "requests answered, of those sent" in out.splitlines()[-1]
+
+
+def test_a_replicas_page_shows_all_of_them(tmp_path: Path) -> None:
+    with (
+        RedisServer(first_binary(), tmp_path) as store,
+        Live("--seconds", "3", "--replicas", "2", "--store", store.url) as live,
+    ):
+        page = live.page()
+        live.until(page, lambda shown: len(shown["replicas"]) == 2 and shown["held"]["requests"] > 100)
+
+
+def test_without_a_page_none_is_there_and_none_is_named() -> None:
+    with Live("--seconds", "1", "--no-page") as live:
+        out, errors = live.process.communicate(timeout=60)
+    assert "http://" not in out + errors
+    assert "page" not in out + errors
+
+
 @pytest.fixture
 def no_servers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Play], None]:
     """Replaces the servers, and the playing of a run by what the test gives."""
 
     @contextmanager
-    def nowhere(runs: Sequence[demo_runs.Run], _: Path) -> Iterator[dict[str, demo_runs.RunServers]]:
-        yield {run.name: demo_runs.RunServers([1], 1) for run in runs}
+    def nowhere(runs: Sequence[demo_runs.Run], _: Path, *, has_page: bool) -> Iterator[dict[str, demo_runs.RunServers]]:
+        yield {run.name: demo_runs.RunServers([1], 1, 1 if has_page else None) for run in runs}
 
     def replace(play: Play) -> None:
         monkeypatch.setattr("sidecar.cli.demo.servers", nowhere)
@@ -142,7 +207,7 @@ def test_json_on_standard_output_is_alone_there(
     assert main(["demo", "--json", "-"]) == 0
     out, error = capfdbinary.readouterr()
     assert [run["name"] for run in json.loads(out)["runs"]] == ["control", "engine", "admission"]
-    assert b"its floor holds" in error
+    assert b"admission control does neither" in error
 
 
 def test_a_failed_request_is_a_failed_demo(

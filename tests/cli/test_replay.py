@@ -111,15 +111,19 @@ async def test_the_wrong_way_round_is_said_so(capsys: pytest.CaptureFixture[str]
 
 
 @asynccontextmanager
-async def sidecar(folder: Path) -> AsyncIterator[str]:
-    """Admission of two at once before an engine that serves first come, first served; a key for every tier."""
+async def sidecar(folder: Path) -> AsyncIterator[tuple[str, str]]:
+    """Admission of two at once before an engine that serves first come, first served; a key for every tier.
+
+    Gives the address of the sidecar, and that of such an engine without one.
+    """
     (folder / "tenants").mkdir()
     (folder / "policy.yaml").write_text(POLICY)
     for tier in TIERS:
         (folder / "tenants" / f"{tier}.yaml").write_text(TENANT % (tier, hash_line(f"sk-{tier}"), tier))
     config = EmulatorConfig(engine=VLLM, scheduling=Scheduling.FCFS, steps=StepModel(max_num_seqs=2, step_s=0.006))
-    async with serving(AdmissionMiddleware(Emulator(config).app, folder)) as served:
-        yield served.url
+    mounted = AdmissionMiddleware(Emulator(config).app, folder)
+    async with serving(mounted) as served, serving(Emulator(config).app) as engine:
+        yield served.url, engine.url
 
 
 @pytest.mark.parametrize("by", ["tier", "key"])
@@ -128,10 +132,10 @@ async def test_behind_the_sidecar_the_wait_is_told_and_the_order_holds(
 ) -> None:
     figures = tmp_path / "figures.json"
     keys = [argument for tier in TIERS for argument in ("--key", f"{tier}=sk-{tier}")] if by == "key" else []
-    async with sidecar(tmp_path) as url:
+    async with sidecar(tmp_path) as (url, engine):
         code = await replay(
-            "burst:60:20:4", "--upstream", f"{url}/v1/", "--by", by, "--policy", str(tmp_path), "--control",
-            "--json", str(figures), *keys,
+            "burst:60:20:4", "--upstream", f"{url}/v1/", "--by", by, "--policy", str(tmp_path),
+            "--control-upstream", f"{engine}/v1", "--json", str(figures), *keys,
         )  # fmt: skip
     out = capsys.readouterr().out
     assert (code, "sk-" in out) == (0, False)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.cluster.document import OldestWaiter
-from sidecar.cluster.phrases import count, headline
+from sidecar.cluster.document import OldestWaiter, TenantView
+from sidecar.cluster.phrases import count, crowd, headline
 from sidecar.durations import short_duration
 from sidecar.telemetry.recent import Bucket, Overtakings
 from tests.cluster.views import starved, tier
@@ -90,3 +90,18 @@ def test_when_nobody_waits_it_still_says_who_starved_before() -> None:
         "No request waits. In the last 5 minutes batch starved for up to 12 s. "
         "high overtook it once in 5 minutes, because high is more important."
     )
+
+
+@pytest.mark.parametrize(
+    ("waiting", "said"),
+    [
+        ({"loud": 89, "quiet": 0}, " 89 of the 89 waiting requests are from tenant loud."),
+        ({"loud": 3000, "quiet": 100, "other": 0}, " 3,000 of the 3,100 waiting requests are from tenant loud."),
+        ({"loud": 61, "quiet": 35}, ""),
+        ({"loud": 19, "quiet": 0}, ""),
+        ({"alone": 500}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_tenant_that_floods_the_queue_is_named(waiting: dict[str, int], said: str) -> None:
+    assert crowd([TenantView(tenant, 1, 1, number) for tenant, number in waiting.items()]) == said

@@ -25,9 +25,13 @@ Distribution = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class TierMeasurement:
-    """One tier in one run. `share` is its part of the tokens that got a slot during the overload."""
+    """One tier in one run. `requests` were sent, `answered` are those that the distributions are of.
+
+    `share` is its part of the tokens that got a slot during the overload.
+    """
 
     requests: int
+    answered: int
     share: float
     ttft_s: Distribution
     queue_wait_s: Distribution
@@ -38,6 +42,7 @@ class TierMeasurement:
 class RunMeasurement:
     """One run. `utilization` is the part of the engine's slots that was in use during the overload.
 
+    `stalled_s` is the longest time for which the clients did not get to run: no time is more exact than that.
     `replicas` is how many sidecars stood before the engine, and `answered_by_replica` what each of them answered.
     """
 
@@ -47,6 +52,7 @@ class RunMeasurement:
     tiers: Mapping[str, TierMeasurement]
     replicas: int = 0
     answered_by_replica: Sequence[int] = ()
+    stalled_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,8 @@ def measure(
         mine = [request for request in requests if request.seen.arrival.stream.tier == tier]
         if mine:
             found[tier] = TierMeasurement(
-                requests=len(mine),
+                requests=sum(one.arrival.stream.tier == tier for one in seen),
+                answered=len(mine),
                 share=sum(r.tokens for r in in_time if r.seen.arrival.stream.tier == tier) / all_tokens,
                 ttft_s=_distribution([r.seen.ttft_s or 0.0 for r in mine]),
                 queue_wait_s=_distribution([r.admitted_s - r.arrived_s for r in mine]),

@@ -1,8 +1,9 @@
 """One of several sidecar replicas in front of the same engine: a process that runs what `sidecar serve` runs.
 
-`python -m sidecar.tools.demo.replica POLICY POOL ENGINE` connects to the store in `SIDECAR_STORE`, and prints the port
-it listens on, or one line that says why the store cannot hold the pool `POOL`. No argument holds the store's address:
-it may contain a password, and every user of the machine can read arguments.
+`python -m sidecar.tools.demo.replica page|admission POLICY POOL ENGINE` connects to the store in `SIDECAR_STORE`, and
+prints the two ports it listens on, or one line that says why the store cannot hold the pool `POOL`. With `page` the
+second port has the live page. No argument holds the store's address: it may contain a password, and every user of the
+machine can read arguments.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import sys
 import time
 from dataclasses import replace
 
-from sidecar.admin.app import admin_app
 from sidecar.app import STORE_VARIABLE, AdmissionMiddleware
 from sidecar.events import StoreState
 from sidecar.policy.compiler import load
@@ -23,39 +23,27 @@ from sidecar.pools import Pool
 from sidecar.pools.redis import RedisPool
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server import server
-from sidecar.tools.demo.server import end_with_parent
+from sidecar.tools.demo.server import admin_pages, end_with_parent, say, serve
 
 STORE_WITHIN_S = 2.0
 """Some attempts to reach the store: where many processes start at once, the first may be too slow."""
-GRACE_S = 1.0
-"""When a demo is over no request is under way; when it is broken off no client waits for one."""
 
 
-def main(policy_path: str, pool: str, engine: str) -> None:
+def main(kind: str, policy_path: str, pool: str, engine: str) -> None:
     """Serves until it is terminated."""
     end_with_parent()
-    middleware = AdmissionMiddleware(ReverseProxy(engine), replace(load(policy_path), pool=pool))
-    server.run(_serve(middleware))
+    has_page = kind == "page"
+    policy = replace(load(policy_path), pool=pool)
+    server.run(_serve(AdmissionMiddleware(ReverseProxy(engine), policy, is_shown=has_page), has_page=has_page))
 
 
-async def _serve(middleware: AdmissionMiddleware) -> None:
+async def _serve(middleware: AdmissionMiddleware, *, has_page: bool) -> None:
     controller = middleware.controller
     if reason := await _why_not_shared(controller.pool):
-        _say(f"the store {store_address(os.environ[STORE_VARIABLE])} cannot be used: {reason}")
+        say(f"the store {store_address(os.environ[STORE_VARIABLE])} cannot be used: {reason}")
         await controller.pool.close()
         return
-    await server.serve(
-        middleware,
-        host="127.0.0.1",
-        port=0,
-        admin=admin_app(state=controller.state, readiness=controller.readiness, notices=controller.notices),
-        admin_host="127.0.0.1",
-        admin_port=0,
-        drain=controller.drain,
-        drained=controller.drained,
-        grace_s=GRACE_S,
-        announce=lambda line: _say(line.rpartition(":")[2]),  # the sidecar's port comes first
-    )
+    await serve(middleware, admin_pages(middleware, has_page=has_page), middleware)
 
 
 async def _why_not_shared(pool: Pool) -> str | None:
@@ -72,10 +60,5 @@ async def _why_not_shared(pool: Pool) -> str | None:
     return None
 
 
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(*sys.argv[1:5])

@@ -1,4 +1,4 @@
-"""The demo's three runs: their requests, their servers, and the table and the sentence that show their results."""
+"""The demo's three runs: how their requests ask, their servers, and what is played where."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import os
 import secrets
 import subprocess
 import sys
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,7 +23,7 @@ from sidecar.policy.model import Policy
 from sidecar.policy.store import StoreAddress, store_address
 from sidecar.secrets import FILE_SUFFIX
 from sidecar.tools.demo.clients import Arrival, ArrivalStream, Asking, play
-from sidecar.tools.demo.figures import Distribution, RunMeasurement, measure
+from sidecar.tools.demo.figures import RunMeasurement, measure
 from sidecar.tools.demo.server import LOG_PATH
 from sidecar.tools.emulator.generation import Served
 from sidecar.tools.loadgen import Progress
@@ -48,10 +50,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunServers:
-    """Where a run is played, in ports of loopback: the servers that its clients ask, and the engine behind them."""
+    """Where a run is played, in ports of loopback: the servers that its clients ask, the engine's record of requests,
+    and the live page, None where there is none.
+    """
 
     sidecars: Sequence[int]
-    engine: int
+    log: int
+    page: int | None = None
 
 
 def _says_engine_priority(policy: Policy) -> Asking:
@@ -93,10 +98,18 @@ def play_run(
     run: Run, place: RunServers, arrivals: Sequence[Arrival], policy: Policy, report: Callable[[float, Progress], None]
 ) -> RunMeasurement:
     """Plays the arrivals at one place and measures what happened."""
-    seen = asyncio.run(play(place.sidecars, arrivals, run.asking(policy), report))
-    with urllib.request.urlopen(f"http://127.0.0.1:{place.engine}{LOG_PATH}") as response:
+    stalled_s = 0.0
+
+    def watch(elapsed_s: float, progress: Progress) -> None:
+        nonlocal stalled_s
+        stalled_s = progress.stalled_s
+        report(elapsed_s, progress)
+
+    seen = asyncio.run(play(place.sidecars, arrivals, run.asking(policy), watch))
+    with urllib.request.urlopen(f"http://127.0.0.1:{place.log}{LOG_PATH}") as response:
         log = msgspec.json.decode(response.read(), type=list[Served])
-    figures = measure(run.name, [tier.name for tier in policy.tiers], seen, log, policy.rules.requests)
+    measured = measure(run.name, [tier.name for tier in policy.tiers], seen, log, policy.rules.requests)
+    figures = replace(measured, stalled_s=stalled_s)
     if not run.has_admission:
         return figures
     answered = Counter(one.sidecar for one in seen if one.ttft_s is not None)
@@ -128,44 +141,62 @@ class Sharing:
 _OUR_STORE = frozenset((STORE_VARIABLE, STORE_VARIABLE + FILE_SUFFIX))
 START_WITHIN_S = 60.0
 """A server needs about a second; a machine that is busy with other things, many."""
+END_WITHIN_S = 1.0
+"""A server that has not ended in order until then is killed. The demo's clients are gone by then."""
 
 
 class CannotStart(Exception):
     """A server did not start. The message is one line, without secrets."""
 
 
+class _Ports(NamedTuple):
+    api: int
+    admin: int
+
+
 @contextlib.contextmanager
-def servers(runs: Sequence[Run], policy_path: Path) -> Iterator[Mapping[str, RunServers]]:
-    """Starts all servers, and ends them. Gives the place of each run by its name. Raises CannotStart."""
-    kinds = ["admission" if run.has_admission and run.sharing is None else "alone" for run in runs]
+def servers(runs: Sequence[Run], policy_path: Path, *, has_page: bool) -> Iterator[Mapping[str, RunServers]]:
+    """Starts all servers, and ends them. Gives the place of each run by its name. Raises CannotStart.
+
+    With `has_page` the run with admission has a live page; of several replicas the first one's shows all of them.
+    """
+    admitting = "page" if has_page else "admission"
+    kinds = [admitting if run.has_admission and run.sharing is None else "alone" for run in runs]
     engines = [("sidecar.tools.demo.server", kind, str(policy_path)) for kind in kinds]
     with _processes(engines) as ports, contextlib.ExitStack() as replicas:
         places: dict[str, RunServers] = {}
         for run, engine in zip(runs, ports, strict=True):
-            sidecars = (engine,) if run.sharing is None else replicas.enter_context(_replicas(run, engine, policy_path))
-            places[run.name] = RunServers(tuple(sidecars), engine)
+            sidecars: Sequence[_Ports] = (engine,)
+            if run.sharing is not None:
+                command = ("sidecar.tools.demo.replica", admitting, str(policy_path), run.sharing.pool)
+                proxies = [(*command, f"http://127.0.0.1:{engine.api}")] * run.sharing.replicas
+                sidecars = replicas.enter_context(_processes(proxies, run.sharing.store))
+            page = sidecars[0].admin if run.has_admission and has_page else None
+            places[run.name] = RunServers([one.api for one in sidecars], engine.admin, page)
         yield places
 
 
-def _replicas(run: Run, engine: int, policy_path: Path) -> contextlib.AbstractContextManager[Sequence[int]]:
-    assert run.sharing is not None
-    command = ("sidecar.tools.demo.replica", str(policy_path), run.sharing.pool, f"http://127.0.0.1:{engine}")
-    return _processes([command] * run.sharing.replicas, run.sharing.store)
-
-
 @contextlib.contextmanager
-def _processes(commands: Sequence[Sequence[str]], store: str | None = None) -> Iterator[Sequence[int]]:
+def _processes(commands: Sequence[Sequence[str]], store: str | None = None) -> Iterator[Sequence[_Ports]]:
     """Starts Python modules with their arguments, all at once, gives the ports that they print, and ends them."""
     processes: list[subprocess.Popen[str]] = []
     try:
         processes += (_start(command, store) for command in commands)
-        yield [_port_of(process) for process in processes]
+        yield [_Ports(_port_of(process), _port_of(process)) for process in processes]
     finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            with process:  # closes the pipes, once it has ended in order
-                process.wait(START_WITHIN_S)
+        _end(processes)
+
+
+def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        process.terminate()
+    deadline_s = time.monotonic() + END_WITHIN_S
+    for process in processes:
+        with process:  # closes the pipes
+            try:
+                process.wait(max(0.0, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 def _start(command: Sequence[str], store: str | None) -> subprocess.Popen[str]:
@@ -188,47 +219,3 @@ def _port_of(process: subprocess.Popen[str]) -> int:
     if not line.isdigit():
         raise CannotStart(line or "a server of the demo did not start; its error is above")
     return int(line)
-
-
-_HEAD = f"{'':24} {'requests':>8} {'share':>6}  {'TTFT p50/p95/p99 s':>20}  {'queue wait s':>20}  {'starvation s':>20}"
-
-
-def table(runs: Sequence[RunMeasurement], played: Sequence[Run] = RUNS) -> str:
-    """Every run and tier, a line each. `played` says what the runs were."""
-    headings = {run.name: run.heading for run in played}
-    lines = [_HEAD]
-    for run in runs:
-        failed = f", {run.failed} failed" if run.failed else ""
-        lines.append(f"{headings[run.name]}  (utilization {run.utilization:.0%}{failed})")
-        for tier, figures in run.tiers.items():
-            waits = "  ".join(
-                f"{_cell(values):>20}" for values in (figures.ttft_s, figures.queue_wait_s, figures.starvation_s)
-            )
-            lines.append(f"  {tier:22} {figures.requests:>8} {figures.share:>6.0%}  {waits}")
-    return "\n".join(lines)
-
-
-def sentence(runs: Sequence[RunMeasurement]) -> str:
-    """The conclusion, with the figures of this run."""
-    control, engine, admission = runs
-    first, last = "high", "batch"
-    if any(tier not in run.tiers for run in runs for tier in (first, last)):
-        return f"Too many requests failed: a run without {first} or {last} shows nothing."
-
-    def ttft(run: RunMeasurement) -> str:
-        return f"{run.tiers[first].ttft_s['p50']:.2f} s"
-
-    def share(run: RunMeasurement) -> str:
-        return f"{run.tiers[last].share:.0%}"
-
-    gains = admission.tiers[last].share > engine.tiers[last].share
-    return (
-        f"With more requests than the engine can run, {first} has its first token after {ttft(admission)} at the "
-        f"median (at equal priority {ttft(control)}, with engine priority {ttft(engine)}), and {last}, which engine "
-        f"priority leaves {share(engine)} of the engine, "
-        f"{'keeps' if gains else 'gets'} {share(admission)}{': its floor holds' if gains else ' in so short a run'}."
-    )
-
-
-def _cell(values: Distribution) -> str:
-    return " / ".join(f"{value:.2f}" for value in values.values())

@@ -1,36 +1,44 @@
 """Server process of one demo run: an emulated TensorRT-LLM, alone or with the middleware mounted.
 
-`python -m sidecar.tools.demo.server admission|alone POLICY` listens on a free port of loopback and prints it.
-`GET /demo/log` gives the engine's record of every request, which the demo joins with its clients' results. The process
-ends when its standard input does.
+`python -m sidecar.tools.demo.server page|admission|alone POLICY` listens on two free ports of loopback and prints them:
+that of the API, and that of the admin pages. There, `GET /demo/log` gives the engine's record of every request, which
+the demo joins with its clients' results. `page` is `admission` with the live page. The process ends when its standard
+input does.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 from dataclasses import asdict, replace
 
 import msgspec
-import uvicorn
+from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sidecar.admin.app import admin_app
+from sidecar.admin.auth import Access, AdminGuard
 from sidecar.app import AdmissionMiddleware
 from sidecar.engines import TensorRtLlm
 from sidecar.policy.model import Policy
+from sidecar.server import server
 from sidecar.tools.emulator import Emulator, EmulatorConfig, StepModel
 
 LOG_PATH = "/demo/log"
-BACKLOG = 2048
+HOST = "127.0.0.1"
+GRACE_S = 0.5
+"""When a demo is over no request is under way; when it is broken off no client waits for one."""
 
 # A step of a full batch takes 46 ms, so 160 sequences give about 3,500 tokens a second: 110 requests of this size, and
 # little enough work for the emulator that two cores are idle most of the time.
 STEP_S = 0.030
 STEP_S_PER_SEQUENCE = 0.0001
 PREFILL_TOKENS_PER_STEP = 4096
+TOKENS_PER_CHUNK = 4
+"""As TensorRT-LLM's `stream_interval`; the first token still travels alone. With a chunk for every token the servers
+need most of a core, and on a busy machine the demo measures that machine."""
 
 
 def emulated_engine(policy: Policy) -> Emulator:
@@ -38,6 +46,7 @@ def emulated_engine(policy: Policy) -> Emulator:
     return Emulator(
         EmulatorConfig(
             engine=TensorRtLlm,
+            tokens_per_chunk=TOKENS_PER_CHUNK,
             steps=StepModel(
                 max_num_seqs=policy.rules.requests,
                 prefill_tokens_per_step=PREFILL_TOKENS_PER_STEP,
@@ -75,19 +84,53 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+def admin_pages(middleware: AdmissionMiddleware, *, has_page: bool) -> ASGIApp:
+    """The admin port's app, with the live page or without. Only this machine reaches it, so it needs no token."""
+    controller = middleware.controller
+    routes = middleware.observability.routes if has_page else ()
+    pages = admin_app(state=controller.state, readiness=controller.readiness, notices=controller.notices, routes=routes)
+    return AdminGuard(pages, Access())
+
+
+async def serve(app: ASGIApp, admin: ASGIApp, middleware: AdmissionMiddleware | None) -> None:
+    """Serves both on free ports until it is terminated. Prints the ports, that of `app` first."""
+    await server.serve(
+        app,
+        host=HOST,
+        port=0,
+        admin=admin,
+        admin_host=HOST,
+        admin_port=0,
+        drain=(lambda: None) if middleware is None else middleware.controller.drain,
+        drained=_at_once if middleware is None else middleware.controller.drained,
+        grace_s=GRACE_S,
+        announce=lambda line: say(line.rpartition(":")[2]),
+    )
+
+
+def say(line: str) -> None:
+    """A line for the demo, which reads it at once."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+async def _at_once() -> None:
+    pass
+
+
 def main(kind: str, policy_path: str) -> None:
     """Serves until it is terminated."""
     from sidecar.policy.compiler import load
 
     end_with_parent()
-    policy = replace(load(policy_path), store=None)  # a pool in a store is none for a demo to play with
+    policy = replace(load(policy_path), store=None, pool="demo")  # a pool in a store is none for a demo to play with
     emulator = emulated_engine(policy)
-    app: ASGIApp = AdmissionMiddleware(emulator.app, policy) if kind == "admission" else emulator.app
-    listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-    sys.stdout.write(f"{listener.getsockname()[1]}\n")
-    sys.stdout.flush()
-    config = uvicorn.Config(with_log(emulator, app), access_log=False, log_level="warning", server_header=False)
-    uvicorn.Server(config).run(sockets=[listener])
+    if kind == "alone":
+        server.run(serve(emulator.app, with_log(emulator, Starlette()), None))
+        return
+    middleware = AdmissionMiddleware(emulator.app, policy, is_shown=kind == "page")
+    admin = admin_pages(middleware, has_page=kind == "page")
+    server.run(serve(middleware, with_log(emulator, admin), middleware))
 
 
 if __name__ == "__main__":

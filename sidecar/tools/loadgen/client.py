@@ -21,6 +21,7 @@ CONNECTING_AT_ONCE = 64
 REPORT_EVERY_S = 0.25
 LOOK_EVERY_S = 0.05
 """How often the client looks whether it runs as it should itself."""
+CANCEL_EVERY_S = 0.05
 Report = Callable[[float, "Progress"], None]
 
 
@@ -187,12 +188,18 @@ class _Run:
         return list(seen)
 
     async def close(self) -> None:
-        tasks = [*self._tasks.values(), *([] if self._reporter is None else [self._reporter])]
-        for task in tasks:
-            task.cancel()
-        for connection in self._connections:
-            connection.close()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Ends everything. A task is canceled again until it has ended.
+
+        Up to Python 3.11 `asyncio.wait_for` loses a cancellation that comes together with its result.
+        """
+        left = {*self._tasks.values(), *([] if self._reporter is None else [self._reporter])}
+        while left:
+            for task in left:
+                task.cancel()
+            for connection in tuple(self._connections):
+                connection.close()
+            _, left = await asyncio.wait(left, timeout=CANCEL_EVERY_S)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)  # their exceptions are taken note of
 
     async def _pace(self, scheduled: Sequence[int], opened: int) -> None:
         """Opens each connection, and lets each request go, when its time has come."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,18 +13,30 @@ from sidecar.tools.loadgen import Correlation, Distribution, Seen, spearman, sta
 
 
 @dataclass(frozen=True, slots=True)
+class TtftOfAll:
+    """Percentiles of TTFT over all requests, in seconds. A failed one counts as infinite: None is never."""
+
+    p50: float | None
+    p95: float | None
+    p99: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class TierFigures:
     """One tier in one run. Distributions are of its complete answers, None where there was nothing to measure.
 
-    `queue_wait_s` is reported by the sidecar, and None without one. `starvation_s` is how long a request waited for its
-    first token after one that was sent later had its own: what clients see, with or without a sidecar. `door` is what
-    the sidecar reports of all answers, refusals included, None without one.
+    `answered` is how many those are. `ttft_of_all_s` is over all its requests instead. `queue_wait_s` is reported by
+    the sidecar, and None without one. `starvation_s` is how long a request waited for its first token after one that
+    was sent later had its own: what clients see, with or without a sidecar. `door` is what the sidecar reports of all
+    answers, refusals included, None without one.
     """
 
     requests: int
+    answered: int
     failed: int
     output_tokens_per_s: float
     ttft_s: Distribution | None
+    ttft_of_all_s: TtftOfAll | None
     tpot_s: Distribution | None
     queue_wait_s: Distribution | None
     starvation_s: Distribution | None
@@ -103,9 +116,11 @@ def _tier(tier: str, seen: Sequence[Seen], starved_s: Mapping[int, float], durat
         return None
     return TierFigures(
         requests=len(mine),
+        answered=len(complete),
         failed=len(mine) - len(complete),
         output_tokens_per_s=_rate(sum(one.output_tokens for _, one in complete), duration_s),
         ttft_s=_distribution([one.ttft_s for _, one in complete]),
+        ttft_of_all_s=_ttft_of_all([one for _, one in mine]),
         tpot_s=_distribution([one.tpot_s for _, one in complete]),
         queue_wait_s=_distribution([wait.queue_wait_s for _, one in complete if (wait := door_wait(one.headers))]),
         starvation_s=_distribution([starved_s.get(index) for index, _ in complete]),
@@ -122,6 +137,17 @@ def _starvation(seen: Sequence[Seen]) -> Mapping[int, float]:
 
 def _distribution(values: Sequence[float | None]) -> Distribution | None:
     return Distribution.of([value for value in values if value is not None])
+
+
+def _ttft_of_all(seen: Sequence[Seen]) -> TtftOfAll | None:
+    """None without a request whose time counts. An answer that does not stream has no time to first token."""
+    values = [one.ttft_s if one.is_complete else math.inf for one in seen]
+    found = _distribution(values)
+    return None if found is None else TtftOfAll(_finite(found.p50), _finite(found.p95), _finite(found.p99))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _rate(number: float, duration_s: float) -> float:

@@ -14,9 +14,10 @@ from importlib.resources import files
 from itertools import accumulate
 
 from sidecar.tools.loadgen import Distribution, Seen
+from sidecar.tools.replay.comparison import Comparison, verdict
 from sidecar.tools.replay.figures import RunFigures, TierFigures
 from sidecar.tools.replay.run import Played
-from sidecar.tools.replay.table import errors, meaning, totals
+from sidecar.tools.replay.table import SIDE_BY_SIDE, basis, errors, meaning, of_all, totals
 
 _GROUPS = (
     ("", 1),
@@ -44,7 +45,13 @@ _HEAD = (
 TOGGLE = '<input type="checkbox" id="toggle" class="toggle" checked><label for="toggle"> show the control</label>'
 
 
-def report(title: str, heading: Sequence[str], tiers: Sequence[str], played: Sequence[Played]) -> str:
+def report(
+    title: str,
+    heading: Sequence[str],
+    tiers: Sequence[str],
+    played: Sequence[Played],
+    compared: Comparison | None = None,
+) -> str:
     """The page. `title` and `heading` say what was run; `tiers` is the ladder, most important first."""
     used = [tier for tier in tiers if any(tier in one.figures.tiers for one in played)]
     style = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
@@ -54,6 +61,7 @@ def report(title: str, heading: Sequence[str], tiers: Sequence[str], played: Seq
         *([TOGGLE] if len(played) > 1 else []),
         *(_found(one.figures) for one in played),
         _table([one.figures for one in played]),
+        *([] if compared is None else _side_by_side(compared)),
         *_plots(used, played),
     ]
     head = f"{_HEAD}<title>{escape(title)}</title><style>{style}</style></head>"
@@ -61,7 +69,8 @@ def report(title: str, heading: Sequence[str], tiers: Sequence[str], played: Seq
 
 
 def _found(run: RunFigures) -> str:
-    lines = [element("strong", escape(run.title)), escape(meaning(run)), escape(totals(run)), *map(escape, errors(run))]
+    lines = [element("strong", escape(run.title)), escape(meaning(run)), escape(totals(run))]
+    lines += map(escape, (*errors(run), *basis(run)))
     return element("div", "<br>".join(lines), _class="found" if run.name != "control" else "found control")
 
 
@@ -77,6 +86,36 @@ def _table(runs: Sequence[RunFigures]) -> str:
             cells = "".join(element("td", escape(cell), data_label=label) for label, cell in named)
             rows.append(element("tr", cells, _class="control" if run.name == "control" else "of-run"))
     return element("table", "".join(rows))
+
+
+_COMPARED_GROUPS = (("", 1), ("", 1), ("failed", 2), ("TTFT in the replay, s", 3), ("TTFT in the control, s", 3))
+_COMPARED_COLUMNS = ("", "requests", "replay", "control", "p50", "p95", "p99", "p50", "p95", "p99")
+_COMPARED_LABELS = (
+    "", "requests", "failed, replay", "failed, control",
+    *(f"{run} TTFT {part}, s" for run in ("replay", "control") for part in ("p50", "p95", "p99")),
+)  # fmt: skip
+
+
+def _side_by_side(compared: Comparison) -> Sequence[str]:
+    """Both runs over all requests. It stays where the control is hidden: it is what the control is for."""
+    groups = "".join(
+        element("th", escape(name), colspan=columns, scope="colgroup") for name, columns in _COMPARED_GROUPS
+    )
+    columns = "".join(element("th", escape(name), scope="col") for name in _COMPARED_COLUMNS)
+    rows = [element("tr", groups, _class="heads groups"), element("tr", columns, _class="heads")]
+    for tier, found in compared.tiers.items():
+        counts = map(str, (found.requests, found.failed_in_replay, found.failed_in_control))
+        named = zip(
+            _COMPARED_LABELS,
+            (tier, *counts, *of_all(found.replay_ttft_s), *of_all(found.control_ttft_s)),
+            strict=True,
+        )
+        rows.append(element("tr", "".join(element("td", escape(cell), data_label=label) for label, cell in named)))
+    return [
+        element("h2", escape(SIDE_BY_SIDE.rstrip(":"))),
+        element("table", "".join(rows)),
+        *(element("p", escape(line)) for line in verdict(compared)),
+    ]
 
 
 def _cells(figures: TierFigures) -> Sequence[str]:
@@ -105,7 +144,7 @@ def _plots(tiers: Sequence[str], played: Sequence[Played]) -> Sequence[str]:
     parts = [
         _key(tiers),
         element("h2", "How long until the first token"),
-        _figure(cdf(runs, tiers), f"Share of requests with their first token within a time{dashed}."),
+        _figure(cdf(runs, tiers), f"Share of all requests with their first token within a time{dashed}."),
         _grid([_figure(scatter(one.seen, tiers, max(ttfts, default=0.0)), _dots(one), one) for one in played]),
         element("h2", "Who waited, and who ran"),
         element("p", "As clients see it: waiting until the first token, running from then on.", _class="soft"),
@@ -158,18 +197,25 @@ def color(level: int) -> str:
 
 
 def cdf(runs: Sequence[tuple[str, Sequence[Seen]]], tiers: Sequence[str]) -> str:
-    """The share of requests that had their first token within a time: the first run solid, the second dashed."""
-    found = [(run, tier, _ttfts(seen, tier)) for run, seen in runs for tier in tiers]
-    x, y = axes(max((values[-1] for _, _, values in found if values), default=0.0), 1.0)
+    """The share of requests that had their first token within a time: the first run solid, the second dashed.
+
+    It is the share of all requests: the line of a tier with failures ends below 100%.
+    """
+    found = [(run, tier, _ttfts(seen, tier), _failures(seen, tier)) for run, seen in runs for tier in tiers]
+    x, y = axes(max((values[-1] for _, _, values, _ in found if values), default=0.0), 1.0)
     drawn = []
-    for run, tier, values in found:
+    for run, tier, values, failed in found:
         if not values:
             continue
+        count = len(values) + failed
         steps = [(x(0.0), y(0.0))]
         for index, value in enumerate(values):
-            steps += [(x(value), y(index / len(values))), (x(value), y((index + 1) / len(values)))]
-        median = values[min(len(values) - 1, len(values) // 2)]
-        title = f"{tier}, {run}: half of {len(values)} within {median:.3g} s"
+            steps += [(x(value), y(index / count)), (x(value), y((index + 1) / count))]
+        middle = count // 2
+        median = (
+            f"half of {count} within {values[middle]:.3g} s" if middle < len(values) else f"{failed} of {count} failed"
+        )
+        title = f"{tier}, {run}: {median}"
         kind = f"line {color(tiers.index(tier))}{' control' if run != runs[0][0] else ''}"
         drawn.append(element("polyline", title=title, points=points(_thinned(steps)), _class=kind))
     return frame(
@@ -255,6 +301,10 @@ def _spans(seen: Sequence[Seen], tier: str | None, *, waiting: bool) -> list[Spa
 def _ttfts(seen: Sequence[Seen], tier: str) -> list[float]:
     mine = (one for one in seen if one.planned.label == tier and one.is_complete)
     return sorted(one.ttft_s for one in mine if one.ttft_s is not None)
+
+
+def _failures(seen: Sequence[Seen], tier: str) -> int:
+    return sum(one.planned.label == tier and not one.is_complete for one in seen)
 
 
 def _thinned(steps: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:

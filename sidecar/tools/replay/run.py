@@ -9,6 +9,7 @@ from typing import Any
 
 from sidecar.engines import Engine, NoEngine
 from sidecar.tools.loadgen import Progress, Seen, play
+from sidecar.tools.replay.control import Control
 from sidecar.tools.replay.figures import RunFigures, door_wait, measure, request_id, starvation_by_request
 from sidecar.tools.replay.plan import Asking, By, plan
 from sidecar.tools.replay.prompts import Words, Writer, words_of
@@ -44,6 +45,16 @@ class Replay:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """One run that is to be played: what it is, how its requests ask for a tier, and the servers that get them."""
+
+    name: str
+    title: str
+    asking: Asking
+    urls: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Played:
     """One run: its figures, and what each client saw, in the order of the rows."""
 
@@ -63,8 +74,8 @@ async def find(
     return ReplayTarget(urls, named, engine or said.engine or NoEngine, words)
 
 
-def runs(asking: Asking, *, control: bool) -> Sequence[tuple[str, str, Asking]]:
-    """The name, the title and the asking of each run. Raises UnknownEngine."""
+def runs(asking: Asking, urls: Sequence[str], control: Control | None) -> Sequence[PlannedRun]:
+    """The runs to play, in their order. Raises UnknownEngine."""
     if asking.by is By.PRIORITY and asking.engine is NoEngine:
         raise UnknownEngine("the server does not say which engine it is; add --engine, such as --engine vllm")
     titles = {
@@ -72,17 +83,17 @@ def runs(asking: Asking, *, control: bool) -> Sequence[tuple[str, str, Asking]]:
         By.TIER: f"asked by the header {asking.header}",
         By.KEY: "asked by API key",
     }
-    found = [("replay", titles[asking.by], asking)]
-    if control:
-        found.append(("control", "control: equal priorities", replace(asking, is_control=True)))
+    found = [PlannedRun("replay", titles[asking.by], asking, urls)]
+    if control is not None:
+        alike = replace(asking, is_control=True, api_key=control.api_key)
+        where = "" if control.urls == urls else f", at {', '.join(control.urls)} without admission control"
+        found.append(PlannedRun("control", f"control: all requests alike{where}", alike, control.urls))
     return found
 
 
-async def play_run(
-    name: str, title: str, asking: Asking, replayed: Replay, report: Callable[[float, Progress], None]
-) -> Played:
+async def play_run(run: PlannedRun, replayed: Replay, report: Callable[[float, Progress], None]) -> Played:
     """Plays all requests once."""
-    writer = replace(replayed.writer, salt=name)
+    writer = replace(replayed.writer, salt=run.name)
     client = Progress()
 
     def watch(elapsed_s: float, progress: Progress) -> None:
@@ -90,16 +101,16 @@ async def play_run(
         client = progress
         report(elapsed_s, progress)
 
-    requests = plan(replayed.rows, replayed.row_tiers, writer, asking)
+    requests = plan(replayed.rows, replayed.row_tiers, writer, run.asking)
     seen = await play(
-        replayed.upstream.urls,
+        run.urls,
         requests,
         timeout_s=replayed.timeout_s,
         report=watch,
         pick=random.Random(replayed.writer.seed),
     )
     asked = [row.input_tokens if row.session is None else None for row in replayed.rows]
-    return Played(measure(name, title, replayed.tiers, seen, asked, stalled_s=client.stalled_s), seen)
+    return Played(measure(run.name, run.title, replayed.tiers, seen, asked, stalled_s=client.stalled_s), seen)
 
 
 def by_request(played: Played, rows: Sequence[Row]) -> Iterator[Mapping[str, Any]]:

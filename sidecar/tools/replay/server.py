@@ -13,9 +13,14 @@ import msgspec
 
 from sidecar.engines import Engine
 from sidecar.engines.discovery import engine_of_owner
+from sidecar.errors import CapacityUnknown, Draining, InvalidApiKey, InvalidBody, StoreUnavailable
 from sidecar.tools.loadgen.answer import problem_of
 
 TIMEOUT_S = 10.0
+ADMISSION_CODES = frozenset(
+    error.code for error in (InvalidBody, InvalidApiKey, CapacityUnknown, StoreUnavailable, Draining)
+)
+"""Codes with which admission control refuses an empty body, whatever state it is in."""
 
 
 class ServerNoAnswer(Exception):
@@ -30,6 +35,14 @@ class _Card(msgspec.Struct):
 
 class _Cards(msgspec.Struct):
     data: list[_Card]
+
+
+class _Code(msgspec.Struct):
+    code: str | int | None = None
+
+
+class _Refusal(msgspec.Struct):
+    error: _Code
 
 
 class _Count(msgspec.Struct):
@@ -78,15 +91,29 @@ class Server(AbstractAsyncContextManager["Server"]):
         except (ServerNoAnswer, msgspec.MsgspecError):
             return None
 
+    async def enforces(self, path: str) -> bool:
+        """Whether admission control answers here, by its refusal of an empty body. Raises ServerNoAnswer."""
+        status, headers, body = await self._exchange("POST", path, {})
+        try:
+            code = msgspec.json.decode(body, type=_Refusal).error.code
+        except (msgspec.MsgspecError, RecursionError):
+            code = None
+        return status >= 400 and "x-request-id" in headers and code in ADMISSION_CODES
+
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        status, _, answer = await self._exchange(method, path, body)
+        if status != 200:
+            said = problem_of(answer)
+            raise ServerNoAnswer(f"{self.url}{path} answers {status}" + (f": {said}" if said else ""))
+        return answer
+
+    async def _exchange(
+        self, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> tuple[int, Mapping[str, str], bytes]:
         try:
             async with self._session.request(method, self.url + path, json=body) as response:
-                answer = await response.read()
+                return response.status, response.headers, await response.read()
         except asyncio.TimeoutError:  # in Python 3.10 not yet the builtin TimeoutError
             raise ServerNoAnswer(f"{self.url} does not answer within {TIMEOUT_S:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ServerNoAnswer(f"{self.url} cannot be reached: {error}") from None
-        if response.status != 200:
-            said = problem_of(answer)
-            raise ServerNoAnswer(f"{self.url}{path} answers {response.status}" + (f": {said}" if said else ""))
-        return answer

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from sidecar.tools.loadgen import Correlation, Distribution
-from sidecar.tools.replay.figures import RunFigures, TierFigures
+from sidecar.tools.replay.comparison import Comparison, TierComparison, verdict
+from sidecar.tools.replay.figures import RunFigures, TierFigures, TtftOfAll
 from sidecar.tools.replay.prompts import Words
 from sidecar.tools.replay.run import Played, Replay, by_request
 
@@ -20,14 +21,51 @@ _HEAD = (
 )
 
 
-def table(runs: Sequence[RunFigures]) -> str:
-    """Every run and tier, a line each."""
+_COMPARED_HEAD = (
+    f"{'':14} {'requests':>8} {'failed: replay':>15} {'control':>8}  "
+    f"{'TTFT p50/p95/p99 s: replay':>26}  {'control':>21}"
+)
+
+
+def table(runs: Sequence[RunFigures], compared: Comparison | None = None) -> str:
+    """Every run and tier, a line each, and both runs side by side where there are two."""
     lines = [_HEAD]
     for run in runs:
         lines += ["", run.title, *(_line(tier, figures) for tier, figures in run.tiers.items()), f"  {totals(run)}"]
-        lines += [f"  {line}" for line in errors(run)]
-        lines.append(f"  {meaning(run)}")
+        lines += [f"  {line}" for line in (*errors(run), *basis(run), meaning(run))]
+    if compared is not None:
+        lines += ["", SIDE_BY_SIDE, "", _COMPARED_HEAD]
+        lines += [_compared(tier, figures) for tier, figures in compared.tiers.items()]
+        lines += ["", *verdict(compared)]
     return "\n".join(lines)
+
+
+SIDE_BY_SIDE = "Side by side, over all requests; a failed one never has its first token:"
+
+
+def basis(run: RunFigures) -> Sequence[str]:
+    """The requests that the percentiles of a run are of, where some failed."""
+    if not run.failed:
+        return []
+    answered = run.requests - run.failed
+    return [
+        f"Percentiles are of the {answered} of {run.requests} requests that were answered, and leave out the failed."
+    ]
+
+
+def of_all(found: TtftOfAll | None) -> Sequence[str]:
+    """Percentiles over all requests as they are shown."""
+    if found is None:
+        return ("-", "-", "-")
+    return tuple("never" if value is None else _seconds(value) for value in (found.p50, found.p95, found.p99))
+
+
+def _compared(tier: str, found: TierComparison) -> str:
+    replay, control = " / ".join(of_all(found.replay_ttft_s)), " / ".join(of_all(found.control_ttft_s))
+    return (
+        f"  {tier[:12]:12} {found.requests:>8} {found.failed_in_replay:>15} {found.failed_in_control:>8}  "
+        f"{replay:>26}  {control:>21}"
+    )
 
 
 def meaning(run: RunFigures) -> str:
@@ -63,7 +101,11 @@ def _cell(found: Distribution | None, *, tail: bool = False) -> str:
     if found is None:
         return "-"
     values = [found.p50, found.p95, *([found.p99] if tail else [])]
-    return " / ".join(f"{value:.2f}" if value < 100 else f"{value:.0f}" for value in values)
+    return " / ".join(map(_seconds, values))
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
 def totals(run: RunFigures) -> str:
@@ -128,7 +170,9 @@ def _about(error: str) -> str | None:
     return None
 
 
-def figures_as_json(replay: Replay, by: str, figures: Sequence[RunFigures]) -> Mapping[str, Any]:
+def figures_as_json(
+    replay: Replay, by: str, figures: Sequence[RunFigures], compared: Comparison | None
+) -> Mapping[str, Any]:
     """All figures, and what they are of."""
     upstream, trace = replay.upstream, replay.trace
     return {
@@ -142,6 +186,7 @@ def figures_as_json(replay: Replay, by: str, figures: Sequence[RunFigures]) -> M
         "ignore_eos": replay.writer.ignore_eos,
         "seed": replay.writer.seed,
         "runs": figures,
+        "comparison": compared,
     }
 
 

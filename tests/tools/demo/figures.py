@@ -7,7 +7,7 @@ from sidecar.tools.demo.figures import RunMeasurement, TierMeasurement
 
 def tier(ttft_s: float, share: float) -> TierMeasurement:
     values = {"p50": ttft_s, "p95": ttft_s * 2, "p99": ttft_s * 3}
-    return TierMeasurement(10, share, values, values, {"p50": 0.0, "p95": 0.0, "p99": 0.0})
+    return TierMeasurement(10, 10, share, values, values, {"p50": 0.0, "p95": 0.0, "p99": 0.0})
 
 
 def run_figures(name: str, high_s: float = 1.0, batch_share: float = 0.2, failed: int = 0) -> RunMeasurement:

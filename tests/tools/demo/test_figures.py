@@ -113,7 +113,7 @@ def test_what_failed_is_counted_and_is_in_no_figure() -> None:
     run = figures([request(1, 0.0, 1.0), request(2, 0.0, 1.0, ttft_s=None), request(3, 0.0, None, tier="high")])
     assert run.failed == 2
     assert set(run.tiers) == {"batch"}
-    assert run.tiers["batch"].requests == 1
+    assert (run.tiers["batch"].requests, run.tiers["batch"].answered) == (2, 1)
 
 
 def test_a_run_of_which_nothing_came_back_has_no_figures() -> None:

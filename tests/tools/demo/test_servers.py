@@ -23,7 +23,10 @@ def test_a_server_ends_when_the_demo_was_killed() -> None:
 
 
 def test_a_server_that_does_not_start_is_said_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(CannotStart, match="its error is above"), servers(RUNS[:1], tmp_path / "no policy"):
+    with (
+        pytest.raises(CannotStart, match="its error is above"),
+        servers(RUNS[:1], tmp_path / "no policy", has_page=True),
+    ):
         raise AssertionError("it started")
     assert "no policy" in capfd.readouterr().err
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 from sidecar.tools.demo.figures import RunMeasurement
-from sidecar.tools.demo.runs import Sharing, sentence, shared, table
+from sidecar.tools.demo.report import summary, table
+from sidecar.tools.demo.runs import Sharing, shared
 from tests.tools.demo.figures import three
 
 
@@ -22,22 +26,27 @@ def test_replicas_are_named_with_their_store_but_not_with_its_password() -> None
 
 
 def test_what_failed_is_said_beside_its_run() -> None:
-    assert "engine priority only  (utilization 93%, 3 failed)" in table(three(failed=3))
+    assert "engine priority only  (utilization 93%, 3 failed and are in no percentile)" in table(three(failed=3))
 
 
-def test_the_sentence_has_the_figures_of_this_run() -> None:
-    found = sentence(three())
-    for part in (
-        "0.20 s",
-        "equal priority 2.30 s",
-        "engine priority 0.10 s",
-        "leaves 0%",
-        "keeps 6%: its floor holds.",
-    ):
-        assert part in found
+def test_the_three_figures_are_a_line_each_with_a_column_for_each_run() -> None:
+    said, again, empty, head, *lines = summary(three()).splitlines()
+    assert f"{said} {again}".endswith("engine's own priority stops bulk work, and admission control does neither.")
+    assert empty == ""
+    assert head.split()[2:] == ["equal", "priority", "engine", "priority", "admission"]
+    assert [[cell.strip() for cell in re.findall(".{17}", line[60:])] for line in lines] == [
+        ["6.90 s", "0.30 s", "0.60 s"],
+        ["20%", "0%", "6%"],
+        ["20 of 20", "20 of 20", "20 of 20"],
+    ]
+    assert max(map(len, summary(three()).splitlines())) <= 120
 
 
-def test_the_sentence_claims_nothing_that_the_figures_do_not_show() -> None:
-    assert "floor" not in sentence(three(batch_share=0.0))
+def test_the_conclusion_claims_nothing_that_the_figures_do_not_show() -> None:
+    unclear = three(batch_share=0.0)
+    assert "In so short a run the three ways do not differ clearly." in summary(unclear)
+    assert "did not get to run for 0.40 s" in summary([*unclear[:2], replace(unclear[2], stalled_s=0.4)])
+    assert "Requests failed" in summary(three(failed=3))
+    assert "20 of 23" in summary(three(failed=3))
     without_batch = [RunMeasurement(run.name, 1.0, 5, {"high": run.tiers["high"]}) for run in three()]
-    assert "Too many requests failed" in sentence(without_batch)
+    assert "Requests failed" in summary(without_batch)

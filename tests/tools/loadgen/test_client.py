@@ -394,3 +394,16 @@ async def test_addresses(url: str, host: str, port: int, prefix: str) -> None:
 def test_an_address_that_is_none_is_said_so(url: str) -> None:
     with pytest.raises(ValueError, match="write one like http://"):
         Target.of(url)
+
+
+async def test_it_ends_when_it_is_canceled_at_any_moment_of_connecting() -> None:
+    """Up to Python 3.11 `asyncio.wait_for` loses a cancellation that comes together with its result."""
+    async with emulated(VLLM, slots=8) as client:
+        for rounds in range(120):
+            requests = [Planned(n * 0.0005, "/v1/chat/completions", {}, b"{}") for n in range(40)]
+            playing = asyncio.ensure_future(play([client.url], requests, timeout_s=5))
+            for _ in range(rounds):
+                await asyncio.sleep(0)
+            playing.cancel()
+            ended, _ = await asyncio.wait([playing], timeout=3)
+            assert ended, f"still running, canceled after {rounds} rounds of the event loop"

@@ -152,6 +152,14 @@ def test_everything_from_elsewhere_is_escaped() -> None:
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
 
 
+def test_a_tier_that_fails_half_is_drawn_up_to_half() -> None:
+    answered = [seen("high", 0.0, 0.1 * n) for n in range(1, 4)]
+    failed = [seen("high", 0.0, None, error="HTTP 503: full", runs_s=0.0) for _ in range(4)]
+    page = report("Replay", [], TIERS, [played([*answered, *failed])])
+    assert "<title>high, replay: 4 of 7 failed</title>" in page
+    assert "Percentiles are of the 3 of 7 requests that were answered" in page
+
+
 def test_who_has_no_requests_is_not_in_the_key() -> None:
     page = two_runs()
     assert "critical" not in page

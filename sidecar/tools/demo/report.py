@@ -1,0 +1,86 @@
+"""Results of the demo for people: a table of every run and tier, and the three figures that matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sidecar.tools.demo.figures import Distribution, RunMeasurement
+from sidecar.tools.demo.runs import RUNS, Run
+
+_HEAD = f"{'':24} {'requests':>8} {'share':>6}  {'TTFT p50/p95/p99 s':>20}  {'queue wait s':>20}  {'starvation s':>20}"
+
+
+def table(runs: Sequence[RunMeasurement], played: Sequence[Run] = RUNS) -> str:
+    """Every run and tier, a line each. `played` says what the runs were."""
+    headings = {run.name: run.heading for run in played}
+    lines = [_HEAD]
+    for run in runs:
+        failed = f", {run.failed} failed and are in no percentile" if run.failed else ""
+        lines.append(f"{headings[run.name]}  (utilization {run.utilization:.0%}{failed})")
+        for tier, figures in run.tiers.items():
+            waits = "  ".join(
+                f"{_cell(values):>20}" for values in (figures.ttft_s, figures.queue_wait_s, figures.starvation_s)
+            )
+            lines.append(f"  {tier:22} {figures.requests:>8} {figures.share:>6.0%}  {waits}")
+    return "\n".join(lines)
+
+
+INTERACTIVE, BULK = "high", "batch"
+_COLUMNS = {"control": "equal priority", "engine": "engine priority", "admission": "admission"}
+CLEARLY = 3.0
+"""A difference from here on is no accident of one run of a few seconds."""
+
+BUSY_FROM_S = 0.1
+"""Clients that stood still for longer make a difference to what was measured."""
+
+
+def summary(runs: Sequence[RunMeasurement]) -> str:
+    """The three figures that matter, a line each and a column for each run, and what they show."""
+    rows: list[tuple[str, Callable[[RunMeasurement], str]]] = [
+        (f"99 of 100 interactive answers ({INTERACTIVE}) begin within", _first_token),
+        (f"bulk work ({BULK}) gets this part of the overloaded engine", _bulk_share),
+        ("requests answered, of those sent", _answered),
+    ]
+    head = "".join(f"{_COLUMNS[run.name]:>17}" for run in runs)
+    lines = [f"{name:60}{''.join(f'{show(run):>17}' for run in runs)}" for name, show in rows]
+    return "\n".join([conclusion(runs), "", f"{'In short':60}{head}", *lines])
+
+
+def conclusion(runs: Sequence[RunMeasurement]) -> str:
+    """A sentence on the figures. It claims no more than they show."""
+    control, engine, admission = ((run.tiers.get(INTERACTIVE), run.tiers.get(BULK)) for run in runs)
+    if any(run.failed for run in runs) or not all((*control, *engine, *admission)):
+        return "Requests failed: these figures show nothing until that is mended."
+    waits = [run.tiers[INTERACTIVE].ttft_s["p99"] for run in runs]
+    shares = [run.tiers[BULK].share for run in runs]
+    if waits[2] * CLEARLY < waits[0] and shares[1] * CLEARLY < shares[2]:
+        return (
+            "With more requests than the engine can run: at equal priority people wait, the engine's own priority\n"
+            "stops bulk work, and admission control does neither."
+        )
+    stalled_s = max(run.stalled_s for run in runs)
+    if stalled_s > BUSY_FROM_S:
+        return (
+            f"This machine is busy: the demo itself did not get to run for {stalled_s:.2f} s. The figures show that,\n"
+            "and not the three ways; play it again when the machine is idle."
+        )
+    return "In so short a run the three ways do not differ clearly."
+
+
+def _first_token(run: RunMeasurement) -> str:
+    tier = run.tiers.get(INTERACTIVE)
+    return "-" if tier is None else f"{tier.ttft_s['p99']:.2f} s"
+
+
+def _bulk_share(run: RunMeasurement) -> str:
+    tier = run.tiers.get(BULK)
+    return "-" if tier is None else f"{tier.share:.0%}"
+
+
+def _answered(run: RunMeasurement) -> str:
+    answered = sum(tier.answered for tier in run.tiers.values())
+    return f"{answered:,} of {answered + run.failed:,}"
+
+
+def _cell(values: Distribution) -> str:
+    return " / ".join(f"{value:.2f}" for value in values.values())
