@@ -28,8 +28,8 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from sidecar.apis import infer_api
+from sidecar.cli.arguments import server_url
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
-from sidecar.cli.replay import server_url
 from sidecar.engines.base import Engine, Facts, Gauges
 from sidecar.engines.discovery import Identity
 from sidecar.engines.registry import ENGINES

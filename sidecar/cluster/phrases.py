@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sidecar.cluster.document import TierView
+from sidecar.cluster.document import ReplicaView, TierView
 from sidecar.durations import short_duration
 from sidecar.policy.model import Mode
 from sidecar.telemetry.recent import Overtakings
 
 STARVES_FROM_S = 0.05
 """A request that was overtaken for less is not shown as starving: a decision or two take that long."""
+
+MOST_NAMED = 3
+"""Replicas named in a sentence."""
 
 
 def count(number: int) -> str:
@@ -48,6 +51,28 @@ def headline(tiers: Sequence[TierView]) -> str:
     if longest is not None and longest.oldest is not None:
         return f"No request starves. {longest.tier} waits longest: {short_duration(_wait_s(longest))}."
     return f"No request waits.{_starved_before(tiers)}"
+
+
+def engine_headline(replicas: Sequence[ReplicaView], waiting: int, mode: Mode) -> str | None:
+    """Which replicas cannot use their engine, why and for how long, with how many requests wait; None where all can."""
+    without = [(one, one.engine) for one in replicas if one.engine is not None and one.engine.reason]
+    if not without:
+        return None
+    worst, engine = max(without, key=lambda pair: pair[1].for_s)
+    for_s = short_duration(engine.for_s + worst.seen_s_ago)
+    if len(without) < len(replicas):
+        names = ", ".join(f"{one.host} {one.replica[:8]}" for one, _ in without[:MOST_NAMED])
+        more = f" and {len(without) - MOST_NAMED} more" if len(without) > MOST_NAMED else ""
+        cannot = f"{len(without)} of {len(replicas)} replicas cannot use the engine ({names}{more})"
+        sentence = f"{cannot}: {engine.reason}, for {for_s}."
+    elif engine.state == "mismatch":
+        sentence = f"Another engine than the policy's answers, for {for_s}: {engine.reason}."
+    else:
+        sentence = f"The engine does not answer: {engine.reason}, for {for_s}."
+    if mode is Mode.OBSERVE:
+        return f"{sentence} No request is held (mode: observe)."
+    waits = "No request waits" if not waiting else "1 request waits" if waiting == 1 else f"{waiting:,} requests wait"
+    return f"{sentence} {waits}."
 
 
 def said_of(mode: Mode, sentence: str) -> str:

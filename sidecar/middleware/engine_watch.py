@@ -18,7 +18,6 @@ from contextlib import suppress
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from sidecar.durations import short_duration
 from sidecar.engines.base import Engine
 from sidecar.engines.discovery import Identity, identify, identify_by_models, identify_by_routes
 from sidecar.engines.pages import NotConnected, Page, Unread
@@ -101,6 +100,11 @@ class EngineWatch:
         return self.state is EngineState.UP or self.state is EngineState.UNKNOWN
 
     @property
+    def up(self) -> int | None:
+        """1 where the policy's engine answers, 0 where it does not, None where nothing is known: for metrics."""
+        return None if self.state is EngineState.UNKNOWN else int(self.is_usable)
+
+    @property
     def for_s(self) -> float:
         """How long the state has lasted, in seconds."""
         return time.monotonic() - self.since_s
@@ -140,7 +144,7 @@ class EngineWatch:
     def readiness(self) -> Sequence[str]:
         """Reasons why no request can be sent to the engine; empty where there is none."""
         if self.state is EngineState.DOWN:
-            return (f"the engine does not answer: {self.reason}, for {short_duration(self.for_s)}",)
+            return (f"the engine does not answer: {self.reason}",)
         return (str(self.reason),) if self.state is EngineState.MISMATCH else ()
 
     def notices(self) -> Sequence[str]:

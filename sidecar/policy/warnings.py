@@ -7,8 +7,9 @@ from fractions import Fraction
 from operator import itemgetter
 from typing import NamedTuple
 
+from sidecar.engines.base import Carrier
 from sidecar.policy import fields as of
-from sidecar.policy.model import Limits, Policy, Tier
+from sidecar.policy.model import Limits, Policy, Source, Tier
 from sidecar.policy.problems import Path, Place, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
 
@@ -47,8 +48,26 @@ def _pool(policy: Policy) -> Found:
     if policy.is_sized:
         yield from _rounded_up(policy.rules)
         yield from _emergency(policy)
+    yield from _engines_numbers(policy)
     if not policy.tenants and policy.anonymous is None:
         yield ("tenants",), "no tenant, and anonymous is deny: every request is refused; add a tenant, or a tier there"
+
+
+def _engines_numbers(policy: Policy) -> Found:
+    """Whole numbers that an engine's own clients send in a body's `priority`, where a number from 0 to 1 is read."""
+    engine = policy.engine
+    is_whole = Carrier.BODY in engine.carriers and engine.priority_range is None
+    if not is_whole or Source.BODY not in policy.sources or Source.ENGINE in policy.sources:
+        return
+    sign = -1 if engine.more_important_is_higher else 1
+    levels = ", ".join(f"{tier.name}: {sign * 10 * (tier.level - policy.default_level)}" for tier in policy.tiers)
+    sources = ", ".join(source.value for source in (Source.ENGINE, *policy.sources))
+    yield (
+        ("engine",),
+        f"a number in a body's priority is read from 0 to 1: priority: 0 means the last tier, {policy.tiers[-1].name}, "
+        f"and 2 or more gets a 400, while {engine.title} takes any whole number; where clients send its numbers, "
+        f"write sources: [{sources}] and engine_levels: {{{levels}}}",
+    )
 
 
 class _Dimension(NamedTuple):

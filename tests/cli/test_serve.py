@@ -135,11 +135,18 @@ def test_a_port_that_is_taken_is_said_so(option: str, capsys: pytest.CaptureFixt
     assert port in said
 
 
-@pytest.mark.parametrize("upstream", ["127.0.0.1:8000", "ftp://engine", "http://", ""])
+@pytest.mark.parametrize("upstream", ["ftp://engine", "http://", "", "http://host/?a=1"])
 def test_an_upstream_that_is_no_address_is_said_so(upstream: str, capsys: pytest.CaptureFixture[str]) -> None:
-    ours = ["serve", "--policy", POLICIES, "--port", "0", "--admin-port", "0"]
-    assert main([*ours, "--upstream", upstream]) == 1
-    assert capsys.readouterr().err.splitlines()[-1].startswith("sidecar: ")
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "--policy", POLICIES, "--upstream", upstream])
+    assert "write one like http://127.0.0.1:8000" in capsys.readouterr().err
+
+
+def test_an_upstream_with_a_password_is_said_so_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--policy", POLICIES, "--upstream", "http://user:hunter2@engine"]) == 1
+    said = capsys.readouterr().err
+    assert "must not contain a user or a password" in said
+    assert "hunter2" not in said
 
 
 @pytest.mark.parametrize("arguments", [["--port", "70000"], ["--port", "http"], ["--grace", "25"], ["--grace", "soon"]])

@@ -19,7 +19,12 @@ from tests.support.ports import free_port
 from tests.support.serving import serving
 
 pytestmark = pytest.mark.anyio
-POLICY = "engine: {engine}\ncapacity: {{tokens: 100k, requests: 8}}\ntiers: {{high: {{}}, normal: {{}}, batch: {{}}}}\nanonymous: high\n"
+POLICY = """\
+engine: {engine}
+capacity: {{tokens: 100k, requests: 8}}
+tiers: {{high: {{}}, normal: {{}}, batch: {{}}}}
+anonymous: high
+"""
 
 
 @asynccontextmanager
