@@ -65,8 +65,7 @@ class Observability:
         self._watch = None if files is None else PolicyReloader(files, controller)
         self._hangup = ReloadSignal(self.reload)
         self._log = RequestLog()
-        # In a shared pool the pages of other replicas show the requests of this one.
-        is_looked_at = is_shown or is_shared
+        is_looked_at = is_shown or is_shared  # the pages of other replicas show the requests of this one
         journal, recent = Journal(is_sampled_only=not is_looked_at), Recent()
         metrics = RequestMetrics(
             policy.pool, tiers=[tier.name for tier in policy.tiers], tenants_shown=shown_tenants(environment)
@@ -87,8 +86,8 @@ class Observability:
             provider_name=None if policy.engine is NoEngine else policy.engine.name,
             find_links=links_from(journal),
         )
-        failure_log = None if is_looked_at else self._log
-        self.observer = EventDispatcher(self._spans, listeners, delay_s=TOLD_WITHIN_S, failure_log=failure_log)
+        log = None if is_looked_at else self._log
+        self.observer = EventDispatcher(self._spans, listeners, delay_s=TOLD_WITHIN_S, failure_log=log)
         tallies = DryRunStats(lambda: self._policy.generation, time.time)
         self.observed = Fanout([tallies.note, DryRunMetrics(metrics).note, DryRunLog(self._log).note])
         self.unguarded = Fanout([metrics.note_unguarded, UnguardedLog(self._log).note])
@@ -109,8 +108,7 @@ class Observability:
         names = [tier.name for tier in policy.tiers]
         stories = routes.routes(journal, tiers=lambda: names, pool=policy.pool, is_shared=is_shared)
         pages = [*self._pages.routes(), *metrics_routes(self.scrape), *stories]
-        up_to_date = Middleware(UpToDate, flush=self.observer.flush)
-        self.routes: Sequence[BaseRoute] = [Mount("", routes=pages, middleware=[up_to_date])]
+        self.routes: Sequence[BaseRoute] = [Mount("", routes=pages, middleware=[_up_to_date(self.observer)])]
 
     async def open(self) -> None:
         """Begins to look."""
@@ -146,6 +144,10 @@ class Observability:
     def generations(self) -> Mapping[str, Sequence[str]]:
         """The pool's replicas by the generation of the policy that they run; empty where the pool is not shared."""
         return self._pages.live.generations()
+
+
+def _up_to_date(observer: EventDispatcher) -> Middleware:
+    return Middleware(UpToDate, flush=observer.flush)
 
 
 def _notices(controller: AdmissionController) -> Sequence[str]:

@@ -153,7 +153,7 @@ class EngineWatch:
 
     def document(self) -> Mapping[str, object]:
         """The state, for people and dashboards: JSON types only."""
-        found = None if self._identity is None else self._identity.engine
+        found = None if self._identity is None or self.state is EngineState.DOWN else self._identity.engine
         return {
             "state": self.state.value,
             "reason": self.reason,
@@ -211,7 +211,7 @@ class EngineWatch:
         self._identified_s = 0.0
         self._change(EngineState.DOWN, reason)
         if is_news:
-            _log.warning("the engine does not answer: %s; requests wait", reason, extra={"event": "engine_down"})
+            _log.warning("the engine does not answer: %s", reason, extra={"event": "engine_down"})
 
     # -- identity
 
