@@ -30,8 +30,9 @@ RETRY_EVERY_S = 0.5
 """While the engine is down, or after a failure: an engine that is back gets requests this soon."""
 ANSWER_WITHIN_S = 2.0
 """A health page takes milliseconds. A busy engine may take seconds, and is not down for that: see `SLOW_PROBES`."""
-COMES_WITHIN_S = 5.0
-"""The same while the engine is down: a page that is slow, but there, ends that."""
+COMES_WITHIN_S = 5.5
+"""The same while the engine is down: a page that is slow, but there, ends that. It is longer than the proxy's timeout of
+connecting, whose words say more."""
 SLOW_PROBES = 3
 """So many failures in a row, while nothing else comes from the engine, mean that it is down."""
 IDENTIFY_EVERY_S = 30.0
