@@ -234,7 +234,7 @@ def test_the_pages_of_a_shared_pool_say_which_replica_cannot_reach_the_engine(tm
     binary = first_binary()
     assert binary is not None
     with ExitStack() as stack:
-        store = stack.enter_context(RedisServer(binary))
+        store = stack.enter_context(RedisServer(binary, tmp_path))
         upstream = stack.enter_context(engine(tmp_path, "vllm", 0))
         well = stack.enter_context(sidecar(tmp_path, upstream, SIDECAR_STORE=store.url))
         cut_off = stack.enter_context(sidecar(tmp_path, "http://127.0.0.1:9", SIDECAR_STORE=store.url))

@@ -31,8 +31,8 @@ RETRY_EVERY_S = 0.5
 ANSWER_WITHIN_S = 2.0
 """A health page takes milliseconds. A busy engine may take seconds, and is not down for that: see `SLOW_PROBES`."""
 COMES_WITHIN_S = 5.5
-"""The same while the engine is down: a page that is slow, but there, ends that. It is longer than the proxy's timeout of
-connecting, whose words say more."""
+"""The same while the engine is down: a page that is slow, but there, ends that. Longer than the proxy waits to
+connect: its words say more."""
 SLOW_PROBES = 3
 """So many failures in a row, while nothing else comes from the engine, mean that it is down."""
 IDENTIFY_EVERY_S = 30.0

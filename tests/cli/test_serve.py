@@ -46,8 +46,11 @@ def test_it_says_where_it_serves_answers_there_and_ends_with_0() -> None:
     with serving() as process:
         sidecar = line(process, r"sidecar: proxy on (http://127\.0\.0\.1:\d+)")
         admin = line(process, r"sidecar: admin on (http://127\.0\.0\.1:\d+)")
-        with urllib.request.urlopen(f"{admin}/readyz", timeout=10) as response:
-            assert json.load(response) == {"status": "ready", "reasons": [], "notices": []}
+        with pytest.raises(urllib.error.HTTPError) as not_ready:
+            urllib.request.urlopen(f"{admin}/readyz", timeout=10)
+        with not_ready.value as answer:
+            reasons = [f"the engine does not answer: connection refused by {NOBODY}"]
+            assert (answer.code, json.load(answer)["reasons"]) == (503, reasons)
         with urllib.request.urlopen(f"{admin}/state", timeout=10) as response:
             state = json.load(response)
         assert state["pool"]["capacity"] == {"tokens": 400_000, "requests": 160}
