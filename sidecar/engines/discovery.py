@@ -90,6 +90,13 @@ async def _by_pages(pages: Pages, *, reads_metrics: bool) -> tuple[type[Engine] 
     return None, "no page"
 
 
+def serves_models(app: object) -> bool:
+    """Whether an app in this process has a route for `/v1/models`, or one for every path: else it need not be asked."""
+    return any(
+        path == _MODELS or (path.startswith("/{") and path.endswith(":path}")) for path, _ in _routes(app, set())
+    )
+
+
 def is_engine_server(app: object) -> bool:
     """Whether most of an app's routes are handled by functions of an engine's package.
 
@@ -102,7 +109,13 @@ def is_engine_server(app: object) -> bool:
 
 
 def _packages(app: object, seen: set[int]) -> Iterator[str]:
-    """The top package of every route's handler, also below mounts and included routers."""
+    """The top package of every route's handler."""
+    for _, endpoint in _routes(app, seen):
+        yield str(getattr(endpoint, "__module__", "")).partition(".")[0]
+
+
+def _routes(app: object, seen: set[int]) -> Iterator[tuple[str, object]]:
+    """Every route's path, as its router has it, and its handler, also below mounts and included routers."""
     if id(app) in seen:
         return
     seen.add(id(app))
@@ -111,6 +124,6 @@ def _packages(app: object, seen: set[int]) -> Iterator[str]:
     for route in routes or ():
         endpoint = getattr(route, "endpoint", None)
         if endpoint is None:
-            yield from _packages(route, seen)
+            yield from _routes(route, seen)
         else:
-            yield str(getattr(endpoint, "__module__", "")).partition(".")[0]
+            yield str(getattr(route, "path", "")), endpoint

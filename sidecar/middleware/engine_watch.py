@@ -19,7 +19,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from sidecar.engines.base import Engine
-from sidecar.engines.discovery import Identity, identify, identify_by_models, identify_by_routes
+from sidecar.engines.discovery import Identity, identify, identify_by_models, identify_by_routes, serves_models
 from sidecar.engines.pages import NotConnected, Page, Unread
 
 if TYPE_CHECKING:
@@ -234,11 +234,11 @@ class EngineWatch:
 
     async def _identify_app(self) -> None:
         """The same for an app in this process, whose routes say most; its other pages may be anything."""
-        try:
-            identity = identify_by_routes(self._pages.host) or await identify_by_models(self._pages)
-        except Unread:
-            return
-        if identity.engine is None:
+        identity = identify_by_routes(self._pages.host)
+        if identity is None and serves_models(self._pages.host):
+            with suppress(Unread):
+                identity = await identify_by_models(self._pages)
+        if identity is None or identity.engine is None:
             known = "the app in this process names no engine; the policy's %s is used"
             _log.info(known, self._expected.name, extra={"event": "engine_unknown"})
             return

@@ -68,6 +68,7 @@ def test_it_says_where_it_serves_answers_there_and_ends_with_0() -> None:
         logged = [json.loads(written) for written in process.stderr.read().splitlines()]
         assert [entry["event"] for entry in logged] == [
             *["policy_warning"] * 3,
+            "engine_down",
             "started",
             "started",
             "engine_unreachable",
@@ -75,7 +76,7 @@ def test_it_says_where_it_serves_answers_there_and_ends_with_0() -> None:
             "stopped",
         ]
         assert re.search(r"policy.yaml:\d+: tiers.critical.lend: lends nothing", logged[0]["message"])
-        assert logged[5]["message"].startswith(f"engine {NOBODY}: no connection to it")
+        assert logged[6]["message"].startswith(f"engine {NOBODY}: no connection to it")
 
 
 def test_the_log_can_be_text_of_errors_alone() -> None:

@@ -117,7 +117,7 @@ async def test_uvicorns_root_path_is_understood() -> None:
     app = App()
     async with serving(AdmissionMiddleware(app, policy=policy()), root_path="/api") as served:
         assert b"x-admission-tier: batch" in await answered(served.port, "/v1/batch/completions", b'{"prompt":"a"}')
-    assert app.seen[-1].scope["path"] == "/api" + COMPLETIONS
+    assert app.seen[0].scope["path"] == "/api" + COMPLETIONS
 
 
 # What it leaves alone
