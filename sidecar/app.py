@@ -18,6 +18,7 @@ from sidecar.engines.base import Engine
 from sidecar.engines.pages import Pages
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_pages import EnginePages
+from sidecar.middleware.engine_watch import EngineCheck, EngineState, EngineWatch
 from sidecar.middleware.middleware import serve_scope
 from sidecar.observability import Observability
 from sidecar.policy.compiler import load
@@ -28,6 +29,7 @@ from sidecar.pools import EngineSizedPool, LocalPool, Pool
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.secrets import secret, secret_for_header
 from sidecar.server.mounted import FailedStart, Lifespan, Mounted
+from sidecar.server.server import CannotServe
 from sidecar.telemetry import StoreMetrics
 from sidecar.telemetry.logs.setup import mounted_logging
 from sidecar.telemetry.setup import configure_from_environment
@@ -39,6 +41,8 @@ TAKE_OVER_VARIABLE = "SIDECAR_TAKE_OVER_POOL"
 """`1`: a shared pool that has other tiers than the policy is made anew with the policy's. See docs/many-replicas.md."""
 ENGINE_KEY_VARIABLE = "SIDECAR_ENGINE_KEY"
 """The engine's own API key: for its pages, which `capacity: {from: engine}` reads, and for every admitted request."""
+ENGINE_CHECK_VARIABLE = "SIDECAR_ENGINE_CHECK"
+"""`on`, `alive` (any engine may answer) or `off` (the engine is not asked at all). See docs/configuration.md."""
 
 _OPEN_ENGINE = (
     f"the engine's key ({ENGINE_KEY_VARIABLE}) is shown for requests without any key, too, which the policy's "
@@ -124,6 +128,8 @@ def _composed(
     if engine_key is not None and policy.anonymous is not None and not policy.forward_key:
         _log.warning("%s", _OPEN_ENGINE, extra={"event": "engine_open"})
     pages = EnginePages(app, engine_key)
+    expected = policy.engine if dialect is None else type(dialect)
+    engine_watch = _engine_watch(app, pages, expected, files, environment)
     pool = _pool(policy, environment, pages, takes_over=takes_over)
     is_shared = store_of(policy, environment) is not None
     controller = AdmissionController(
@@ -136,6 +142,7 @@ def _composed(
         is_proxied=isinstance(app, ReverseProxy),
         engine_key=engine_key,
         unguarded=_unguarded(app, is_launched=is_launched, is_by_name=is_by_name),
+        engine_watch=engine_watch,
     )
     is_shown = is_shown or (is_by_name and _has_admin_port(environment))
     observability = Observability(controller, policy, pool, files, environment, is_shared=is_shared, is_shown=is_shown)
@@ -149,6 +156,31 @@ def _composed(
         services = partial(_mounted_services, controller, observability, environment)
         controller.app = Mounted(controller.app, services, is_shared=is_shared, environment=environment)
     return controller, observability
+
+
+def _engine_watch(
+    app: ASGIApp,
+    pages: EnginePages,
+    expected: type[Engine],
+    files: PolicyFiles | None,
+    environment: Mapping[str, str],
+) -> EngineWatch:
+    """The engine's watch. Raises ValueError for a switch that is none."""
+    check, place = _engine_check(environment), (lambda: "") if files is None else files.engine_place
+    if not isinstance(app, ReverseProxy):
+        return EngineWatch(pages, expected, check=check, place=place)
+    flowed, address = app.traffic.has_flowed, app.upstream.url
+    watch = EngineWatch(pages, expected, address=address, has_flowed=flowed, check=check, place=place)
+    app.on_failure = watch.request_failed
+    return watch
+
+
+def _engine_check(environment: Mapping[str, str]) -> EngineCheck:
+    written = environment.get(ENGINE_CHECK_VARIABLE, "") or EngineCheck.ON.value
+    try:
+        return EngineCheck(written)
+    except ValueError:
+        raise ValueError(f"{ENGINE_CHECK_VARIABLE}: {written!r} is none of on, alive, off") from None
 
 
 def _unguarded(app: ASGIApp, *, is_launched: bool, is_by_name: bool) -> Unguarded | None:
@@ -198,8 +230,15 @@ def _with_lifespan(
     controller: AdmissionController, observability: Observability, app: ASGIApp, *, is_shared: bool
 ) -> ASGIApp:
     """The app, with the steps of the server's start and end."""
+    watch = controller.engine_watch
+
+    async def look_at_engine() -> None:
+        await watch.open()
+        if watch.state is EngineState.MISMATCH and not controller.is_observing:
+            raise CannotServe(f"{watch.reason} ({ENGINE_CHECK_VARIABLE}=alive starts all the same)")
 
     async def end_leases() -> None:
+        await watch.close()
         await controller.background.close()
         await controller.shadows.close()
         # Other replicas of a shared pool would fill the room before the engine has it.
@@ -208,8 +247,10 @@ def _with_lifespan(
     pool, dialect = controller.pool, controller.dialect
     closing = [end_leases, observability.close, pool.close]  # what they say last is logged
     if isinstance(pool, EngineSizedPool):
-        return Lifespan(app, opening=[observability.open], asking=[pool.open, dialect.ask], closing=closing)
-    return Lifespan(app, opening=[pool.open, observability.open], asking=[dialect.ask], closing=closing)
+        return Lifespan(
+            app, opening=[observability.open], asking=[look_at_engine, pool.open, dialect.ask], closing=closing
+        )
+    return Lifespan(app, opening=[pool.open, observability.open], asking=[look_at_engine, dialect.ask], closing=closing)
 
 
 @asynccontextmanager

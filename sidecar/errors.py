@@ -174,11 +174,22 @@ class TenantLimit(AdmissionError):
 
 
 class EngineUnreachable(AdmissionError):
-    """The reverse proxy could not connect to the engine, or the engine broke off before it answered."""
+    """The reverse proxy could not connect to the engine, or the engine broke off before it answered.
+
+    `trouble` says what is wrong, with the engine's address: for the operator, and never for the client. `is_connected`
+    says that there was a connection.
+    """
 
     status = 502
     code = "engine_unreachable"
     kind = "server_error"
+
+    def __init__(
+        self, message: str, *, trouble: str = "", is_connected: bool = True, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.trouble = trouble or message
+        self.is_connected = is_connected
 
 
 class EngineTimeout(AdmissionError):

@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admin.routes import LivePages, metrics_routes, story_routes
+from sidecar.cluster.document import EngineView
 from sidecar.cluster.overview import Generations
 from sidecar.cluster.report import Sources
 from sidecar.engines import NoEngine
@@ -64,8 +65,7 @@ class Observability:
         self._watch = None if files is None else PolicyReloader(files, controller)
         self._hangup = ReloadSignal(self.reload)
         self._log = RequestLog()
-        # In a shared pool the pages of other replicas show the requests of this one.
-        is_looked_at = is_shown or is_shared
+        is_looked_at = is_shown or is_shared  # the pages of other replicas show the requests of this one
         journal, recent = Journal(is_sampled_only=not is_looked_at), Recent()
         metrics = RequestMetrics(
             policy.pool, tiers=[tier.name for tier in policy.tiers], tenants_shown=shown_tenants(environment)
@@ -77,6 +77,7 @@ class Observability:
             lambda: 0 if self._watch is None else self._watch.rejections,
             lambda: generations.count(self._policy.generation),
             lambda: controller.pending_aborts.held(),  # noqa: PLW0108  # the controller has them later
+            engine_up=lambda: controller.engine_watch.up,
         )
         self._gauges = PoolMetrics(policy.pool, sampler)  # its gauges are read for as long as it lives
         listeners: list[Listener] = [metrics, journal, self._log, sampler, *([recent] if is_looked_at else [])]
@@ -97,17 +98,18 @@ class Observability:
                 recent=recent,
                 tenants=metrics.held,
                 refusals=journal.refusals,
-                notices=lambda: [*controller.readiness(), *controller.notices()],
+                notices=lambda: _notices(controller),
                 observed=tallies.read,
+                engine=lambda: _engine_view(controller),
             ),
             generations,
         )
+        controller.engine_watch.on_change.append(self._pages.live.share_now)
         names = [tier.name for tier in policy.tiers]
         builder = ExplanationBuilder(journal, lambda: names, policy.pool, is_shared)
         stories = story_routes(builder, self._pages.live.overview)
         pages = [*self._pages.routes(), *metrics_routes(self.scrape), *stories]
-        up_to_date = Middleware(UpToDate, flush=self.observer.flush)
-        self.routes: Sequence[BaseRoute] = [Mount("", routes=pages, middleware=[up_to_date])]
+        self.routes: Sequence[BaseRoute] = [Mount("", routes=pages, middleware=[_up_to_date(self.observer)])]
 
     async def open(self) -> None:
         """Begins to look."""
@@ -145,6 +147,21 @@ class Observability:
         return self._pages.live.generations()
 
 
+def _up_to_date(observer: EventDispatcher) -> Middleware:
+    return Middleware(UpToDate, flush=observer.flush)
+
+
+def _notices(controller: AdmissionController) -> Sequence[str]:
+    """Those of the live page, whose first sentence is about the engine already."""
+    of_engine = controller.engine_watch.readiness()
+    return [notice for notice in (*controller.readiness(), *controller.notices()) if notice not in of_engine]
+
+
+def _engine_view(controller: AdmissionController) -> EngineView | None:
+    watch = controller.engine_watch
+    return None if watch.up is None else EngineView(watch.state.value, watch.reason or "", watch.for_s)
+
+
 class UpToDate:
     """Wraps an app that shows requests: pending events are delivered before it answers."""
 
@@ -170,7 +187,8 @@ class PoolSampler:
 
     It is also a `Listener` to requests, which is how it knows the loop. `policy` is the one in force, `rejected` how
     many changed ones could not be used so far, `generations` how many different ones the pool's replicas run,
-    `aborting` the requests and tokens that are held for requests that have ended.
+    `aborting` the requests and tokens that are held for requests that have ended, `engine_up` whether the engine can be
+    used (1, 0, or None where that is not known).
     """
 
     def __init__(
@@ -180,12 +198,15 @@ class PoolSampler:
         rejected: Callable[[], int] = lambda: 0,
         generations: Callable[[], int] = lambda: 1,
         aborting: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        *,
+        engine_up: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._pool = pool
         self._policy = policy
         self._rejected = rejected
         self._generations = generations
         self._aborting = aborting
+        self._engine_up = engine_up
         self._loop: asyncio.AbstractEventLoop | None = None
         self.handlers: EventHandlers = {Received: self._note_loop}
         self._latest: PoolSample | None = None
@@ -227,6 +248,7 @@ class PoolSampler:
             generations=self._generations() if "store" in state else None,
             aborting_requests=aborting_requests,
             aborting_tokens=aborting_tokens,
+            engine_up=self._engine_up(),
         )
         return self._latest
 

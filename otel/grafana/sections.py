@@ -295,9 +295,15 @@ def tenants() -> list[Json]:
 
 
 def operating() -> list[Json]:
-    """The shared pool's store, and the policies that the replicas run."""
+    """The engine, the shared pool's store, and the policies that the replicas run."""
     states = rate("admission_store_changes", "admission_store_state")
     return [
+        graph(
+            "Engine up",
+            "1 while the engine that the policy names answers a replica; 0 while requests wait for it.",
+            "short",
+            [Query(f"min by (instance) (admission_engine_up{{{POOL}}})", "{{instance}}")],
+        ),
         graph(
             "Store round trip",
             "One call to the shared pool's store. Every admission that has to wait for one takes this much longer.",

@@ -317,7 +317,8 @@ function replicas(overview) {
     return node;
   }, (node, replica) => {
     const isAnother = replica.generation && replica.generation !== overview.generation;
-    put(node.differs, isAnother ? ` policy\u00a0${replica.generation}` : "");
+    const lacks = replica.engine && replica.engine.reason ? ` engine\u00a0${replica.engine.state}` : "";
+    put(node.differs, (isAnother ? ` policy\u00a0${replica.generation}` : "") + lacks);
     put(node.children[1], count(replica.leases));
     put(node.children[2], count(replica.waiting));
     put(node.children[3], replica.seen_s_ago < 0.1 ? "now" : `${replica.seen_s_ago.toFixed(0)} s ago`);
@@ -369,20 +370,21 @@ let lastSaid = "";
 
 function show(overview) {
   put(at("pool"), overview.pool);
-  document.title = `${overview.starving ? `${overview.starving} starves` : "Admission"} \u2013 ${overview.pool}`;
+  const alarm = overview.lacks_engine ? "no engine" : overview.starving && `${overview.starving} starves`;
+  document.title = `${alarm || "Admission"} \u2013 ${overview.pool}`;
   const facts = [`engine ${overview.engine}`, `policy ${overview.generation}`];
   facts.push(where(overview));
   put(at("facts"), facts.join(" \u00b7 "));
   put(at("headline"), overview.headline);
   const waits = overview.tiers.some((tier) => tier.oldest);
-  at("headline").className = overview.starving ? "alarm" : waits ? "waits" : "calm";
+  at("headline").className = alarm ? "alarm" : waits ? "waits" : "calm";
   keep(at("notices"), [...new Set(overview.notices)], (notice) => notice, (notice) => make("li", "", notice), () => {});
   bars(overview);
   keep(at("tier-rows"), overview.tiers, (tier) => tier.tier, makeTier, (node, tier) => updateTier(node, tier, overview));
   tenants(overview);
   replicas(overview);
   refusals(overview);
-  say(overview.starving ? `${overview.starving} starves` : waits ? "none starves" : "none waits");
+  say(alarm || (waits ? "none starves" : "none waits"));
 }
 
 // Without its store, a replica shows itself alone: a notice says so, and why.

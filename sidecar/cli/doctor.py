@@ -13,9 +13,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from urllib.parse import urlsplit
 
-from sidecar.cli.arguments import duration_s
+from sidecar.cli.arguments import duration_s, server_url
 from sidecar.cli.output import unwritable, write_json
 from sidecar.engines import ENGINES
 from sidecar.policy.compiler import load
@@ -36,7 +35,7 @@ _MOST = 4_096
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
     add = parser.add_argument
-    add("--upstream", required=True, type=_url, metavar="URL", help="the engine, e.g. http://127.0.0.1:8000")
+    add("--upstream", required=True, type=server_url, metavar="URL", help="the engine, e.g. http://127.0.0.1:8000")
     add("--policy", metavar="PATH", help="compare with this policy, and probe with its carrier and ladder")
     add("--json", metavar="FILE", help="also write everything as JSON, - for standard output")
     add("--read-only", "--skip-probe", action="store_true", help="only read, send no request that generates")
@@ -85,14 +84,6 @@ def _options(args: argparse.Namespace) -> Options:
 
 def _say(line: str) -> None:
     print(f"sidecar doctor: {line}", file=sys.stderr, flush=True)
-
-
-def _url(text: str) -> str:
-    """An address without the `/v1` that clients' libraries want at its end."""
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise argparse.ArgumentTypeError(f"{text!r} is no server's address; write one like http://127.0.0.1:8000")
-    return text.rstrip("/").removesuffix("/v1")
 
 
 def _header(text: str) -> tuple[str, str]:

@@ -69,7 +69,7 @@ def _head(overview: Overview, look: TerminalStyle) -> list[str]:
     facts = f"{overview.pool}  {overview.engine}  policy {overview.generation}  {where}"
     clock = strftime("%H:%M:%S", localtime(overview.at_s))
     first = look.cut(f"admission  {facts}", look.width - len(clock) - 1) + f" {clock}"
-    color = _RED if overview.starving else _GREEN
+    color = _RED if overview.starving or overview.lacks_engine else _GREEN
     lines = [look.paint(first, _DIM)]
     lines += [look.paint(line, _BOLD, color) for line in wrapped(overview.headline, look.width)]
     return lines + [
@@ -212,7 +212,8 @@ def _replicas(replicas: Sequence[ReplicaView], generation: str, look: TerminalSt
     lines = [look.paint(f"{'REPLICA':<{width}}  {'SEEN':>8}  {'RUNNING':>8}  {'WAITING':>8}", _DIM)]
     for one in replicas:
         other = "" if one.generation in ("", generation) else f" policy {one.generation}"
-        name = look.cut(f"{one.host} {one.replica[:8]}{other}", width)
+        lacks = f" engine {one.engine.state}" if one.engine is not None and one.engine.reason else ""
+        name = look.cut(f"{one.host} {one.replica[:8]}{other}{lacks}", width)
         seen = "now" if one.seen_s_ago < 0.1 else f"{one.seen_s_ago:.0f} s ago"
         lines.append(f"{name}  {seen:>8}  {count(one.leases):>8}  {count(one.waiting):>8}")
     return [*lines, ""]

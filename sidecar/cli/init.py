@@ -28,8 +28,8 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from sidecar.apis import infer_api
+from sidecar.cli.arguments import server_url
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
-from sidecar.cli.replay import server_url
 from sidecar.engines.base import Engine, Facts, Gauges
 from sidecar.engines.discovery import Identity
 from sidecar.engines.registry import ENGINES
@@ -38,7 +38,7 @@ from sidecar.policy.fields import TenantName
 from sidecar.policy.keys import hash_line, new_key
 from sidecar.policy.problems import PolicyError, printable
 from sidecar.policy.schema import DEFAULT_WAITING as WAITING
-from sidecar.policy.warnings import warnings
+from sidecar.policy.warnings import own_levels, takes_whole_numbers, warnings
 from sidecar.tools.doctor.burst import Queueing
 from sidecar.tools.doctor.examination import Recommendation, recommend
 from sidecar.tools.doctor.survey import CannotLook, Survey, survey
@@ -371,11 +371,24 @@ aging: {{promote_after: 5m, ceiling: {tiers.ceiling}}}
 
 default_tier: normal
 anonymous: normal    # The tier of requests without an API key; `deny` refuses them. An unknown key is always refused.
-
+{_sources(engine, tiers)}
 # The paths on which requests are admitted. Other paths pass only if they read, or if they are known to be harmless.
 endpoints:
 {endpoints}
 tenants: tenants/*.yaml
+"""
+
+
+def _sources(engine: type[Engine], tiers: StarterTiers) -> str:
+    """The sources of a tier, where the engine's own clients send whole numbers in the same member."""
+    if not takes_whole_numbers(engine):
+        return ""
+    names = list(tiers.bodies)
+    return f"""
+# Where a request's tier comes from: the first that answers wins. With `engine`, a number in a body's `priority` is
+# {engine.title}'s own, from each tier's number on, {engine.direction()} ones first. A name there is a tier's.
+sources: [engine, body, header, endpoint, key]
+engine_levels: {own_levels(engine, names, names.index("normal"))}
 """
 
 

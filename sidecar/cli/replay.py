@@ -12,19 +12,18 @@ import asyncio
 import contextlib
 import math
 import random
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from sidecar.apis import Api
+from sidecar.cli.arguments import server_url
 from sidecar.cli.output import reporter, unwritable, write_json, write_text
 from sidecar.engines import ENGINES, Engine, NoEngine
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.tokens import NoTokenizer
-from sidecar.tools.loadgen.connection import Target
 from sidecar.tools.replay.comparison import comparison
 from sidecar.tools.replay.control import Control, NotNeutral, require_neutral
 from sidecar.tools.replay.figures import RunFigures
@@ -277,16 +276,6 @@ def _add_sizing(group: argparse._ArgumentGroup) -> None:
     add("--ignore-eos", action=argparse.BooleanOptionalAction, default=None,
         help="have every answer as long as its row says (default: where the engine knows the field)")  # fmt: skip
     add("--timeout", type=_timeout, default=600.0, metavar="S", help="for one answer (default %(default)g)")
-
-
-def server_url(text: str) -> str:
-    """A server's address; the `/v1` that OpenAI clients want at its end is taken away."""
-    url = re.sub(r"/v1/?$", "", text.strip()) if "://" in text else f"http://{text.strip()}"
-    try:
-        Target.of(url)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return url.rstrip("/")
 
 
 def mix(text: str) -> Mapping[str, float]:

@@ -13,7 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from sidecar.cli.arguments import duration_s
+from sidecar.cli.arguments import duration_s, server_url
 from sidecar.telemetry.logs.setup import FORMATTERS, LEVELS, log_settings, own_logging
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ EXAMPLE = "  sidecar serve --upstream http://127.0.0.1:8000 --policy policies/ -
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
-    parser.add_argument("--upstream", required=True, metavar="URL", help="the engine, e.g. http://127.0.0.1:8000")
+    parser.add_argument(
+        "--upstream", required=True, type=server_url, metavar="URL", help="the engine, e.g. http://127.0.0.1:8000"
+    )
     parser.add_argument("--policy", required=True, metavar="PATH", help="policy.yaml, or the folder it is in")
     parser.add_argument("--host", default="127.0.0.1", help="address to serve clients on (default %(default)s)")
     parser.add_argument("--port", type=_port, default=8080, help="port for clients, 0 for any (default %(default)s)")

@@ -81,8 +81,22 @@ class RefusalView(msgspec.Struct, frozen=True):
     preempted: int = 0
 
 
+class EngineView(msgspec.Struct, frozen=True):
+    """The engine as one process sees it: `up`, `down`, or `mismatch` where another engine than the policy's answers.
+
+    `reason` says why it cannot be used, and is empty while it is up. `for_s` is how long it has been so.
+    """
+
+    state: str
+    reason: str = ""
+    for_s: float = 0.0
+
+
 class ReplicaView(msgspec.Struct, frozen=True):
-    """One process of the pool, as it was `seen_s_ago`; `generation` is the policy that it ran, empty if not known."""
+    """One process of the pool, as it was `seen_s_ago`; `generation` is the policy that it ran, empty if not known.
+
+    `engine` is None where the process does not look at its engine.
+    """
 
     replica: str
     host: str
@@ -90,12 +104,14 @@ class ReplicaView(msgspec.Struct, frozen=True):
     waiting: int
     seen_s_ago: float
     generation: str = ""
+    engine: EngineView | None = None
 
 
 class Overview(msgspec.Struct, frozen=True):
     """The whole pool as `replica` knows it. `mode` is `local` or `shared`.
 
-    `starving` is the tier whose oldest request starves most, None where none does; `headline` says it in a sentence.
+    `starving` is the tier whose oldest request starves most, None where none does; `headline` says it in a sentence,
+    unless `lacks_engine`: then it says which replicas cannot use their engine, and why.
     """
 
     replica: str
@@ -115,3 +131,4 @@ class Overview(msgspec.Struct, frozen=True):
     replicas: list[ReplicaView]
     store: dict[str, Any] | None
     notices: list[str]
+    lacks_engine: bool = False

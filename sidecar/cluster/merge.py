@@ -78,7 +78,15 @@ def refusals(all_heard: Iterable[ReceivedReport]) -> list[RefusalView]:
 def replicas(all_heard: Iterable[ReceivedReport]) -> list[ReplicaView]:
     """All replicas with a report, in the order of their names."""
     found = [
-        ReplicaView(report.replica, report.host, report.leases, report.waiting, round(one.age_s, 1), report.generation)
+        ReplicaView(
+            report.replica,
+            report.host,
+            report.leases,
+            report.waiting,
+            round(one.age_s, 1),
+            report.generation,
+            report.engine,
+        )
         for one in all_heard
         for report in [one.report]
     ]

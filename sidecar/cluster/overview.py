@@ -15,7 +15,7 @@ from sidecar.cluster import merge
 from sidecar.cluster.document import Amount, Overview, Promised, TierView
 from sidecar.cluster.dry_run import ObservedReport, observed_report
 from sidecar.cluster.merge import ReceivedReport
-from sidecar.cluster.phrases import crowd, headline, said_of, starving
+from sidecar.cluster.phrases import crowd, engine_headline, headline, said_of, starving
 from sidecar.cluster.report import ReplicaReport, Sources, Unreadable, own_report, pack, unpack
 from sidecar.events import StoreState
 from sidecar.policy.model import Policy
@@ -160,6 +160,8 @@ class PoolOverview:
         policy = self._sources.policy()
         tiers = [_tier(policy, tier, all_heard, at_s) for tier in state["tiers"]]
         tenants = merge.tenants(all_heard)
+        replicas = merge.replicas(all_heard)
+        without_engine = engine_headline(replicas, sum(tier.queued.requests or 0 for tier in tiers), policy.mode)
         capacity = Amount(**state["capacity"])
         held = Amount(*(sum(tier["held"][name] for tier in state["tiers"]) for name in ("tokens", "requests")))
         return Overview(
@@ -170,14 +172,15 @@ class PoolOverview:
             at_s=round(at_s, 3),
             mode="shared" if "store" in state else "local",
             starving=starving(tiers),
-            headline=said_of(policy.mode, headline(tiers) + crowd(tenants)),
+            headline=without_engine or said_of(policy.mode, headline(tiers) + crowd(tenants)),
+            lacks_engine=without_engine is not None,
             capacity=capacity,
             held=held,
             free=_free(capacity, held),
             tiers=tiers,
             tenants=tenants,
             refusals=merge.refusals(all_heard),
-            replicas=merge.replicas(all_heard),
+            replicas=replicas,
             store=dict(state["store"]) if "store" in state else None,
             notices=[*self._sources.notices(), *trouble, *unreadable],
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sidecar.cluster.document import TenantView, TierView
+from sidecar.cluster.document import ReplicaView, TenantView, TierView
 from sidecar.durations import short_duration
 from sidecar.policy.model import Mode
 from sidecar.telemetry.recent import Overtakings
@@ -14,6 +14,8 @@ STARVES_FROM_S = 0.05
 
 FLOODS_FROM, FLOODS_BY = 20, 0.75
 """A tenant is named with so many waiting requests, if they are this part of all that wait."""
+MOST_NAMED = 3
+"""Replicas named in a sentence."""
 
 
 def count(number: int) -> str:
@@ -63,6 +65,28 @@ def crowd(tenants: Sequence[TenantView]) -> str:
     if most is None or len(tenants) < 2 or most.waiting < max(FLOODS_FROM, FLOODS_BY * waiting):
         return ""
     return f" {most.waiting:,} of the {waiting:,} waiting requests are from tenant {most.tenant}."
+
+
+def engine_headline(replicas: Sequence[ReplicaView], waiting: int, mode: Mode) -> str | None:
+    """Which replicas cannot use their engine, why and for how long, with how many requests wait; None where all can."""
+    without = [(one, one.engine) for one in replicas if one.engine is not None and one.engine.reason]
+    if not without:
+        return None
+    worst, engine = max(without, key=lambda pair: pair[1].for_s)
+    for_s = short_duration(engine.for_s + worst.seen_s_ago)
+    if len(without) < len(replicas):
+        names = ", ".join(f"{one.host} {one.replica[:8]}" for one, _ in without[:MOST_NAMED])
+        more = f" and {len(without) - MOST_NAMED} more" if len(without) > MOST_NAMED else ""
+        cannot = f"{len(without)} of {len(replicas)} replicas cannot use the engine ({names}{more})"
+        sentence = f"{cannot}: {engine.reason}, for {for_s}."
+    elif engine.state == "mismatch":
+        sentence = f"Another engine than the policy's answers, for {for_s}: {engine.reason}."
+    else:
+        sentence = f"The engine does not answer: {engine.reason}, for {for_s}."
+    if mode is Mode.OBSERVE:
+        return f"{sentence} No request is held (mode: observe)."
+    waits = "No request waits" if not waiting else "1 request waits" if waiting == 1 else f"{waiting:,} requests wait"
+    return f"{sentence} {waits}."
 
 
 def said_of(mode: Mode, sentence: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from sidecar.cluster.document import OldestWaiter, RefusalView, TenantView
+from sidecar.cluster.document import EngineView, OldestWaiter, RefusalView, TenantView
 from sidecar.policy.model import Policy
 from sidecar.pools import Grant, Pool
 from sidecar.telemetry.dry_run import DryRunReport
@@ -34,7 +34,7 @@ class TierReport(msgspec.Struct, frozen=True):
 class ReplicaReport(msgspec.Struct, frozen=True):
     """One process. `at_s` is its own calendar's; `generation` is its policy's, empty where it does not say.
 
-    `observed` is None where nothing has been observed.
+    `observed` is None where nothing has been observed, `engine` where the process does not look at its engine.
     """
 
     replica: str
@@ -47,6 +47,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     refusals: list[RefusalView]
     generation: str = ""
     observed: DryRunReport | None = None
+    engine: EngineView | None = None
 
 
 class Unreadable(Exception):
@@ -76,7 +77,7 @@ class Sources:
 
     `policy` is the one in force. `tenants` are those that hold or wait for something in this process; `refusals` the
     last requests that were refused, at most so many, newest first; `notices` are for the operator;
-    `observed` what enforcing would have done, of at most so many tenants.
+    `observed` what enforcing would have done, of at most so many tenants; `engine` is None where it is not looked at.
     """
 
     policy: Callable[[], Policy]
@@ -86,6 +87,7 @@ class Sources:
     refusals: Callable[[int], Sequence[RequestRecord]]
     notices: Callable[[], Sequence[str]]
     observed: Callable[[int], DryRunReport | None] = lambda _: None
+    engine: Callable[[], EngineView | None] = lambda: None
 
 
 def own_report(sources: Sources, state: Mapping[str, Any], replica: str, host: str, at_s: float) -> ReplicaReport:
@@ -99,8 +101,18 @@ def own_report(sources: Sources, state: Mapping[str, Any], replica: str, host: s
     tenants.sort(key=lambda one: (-one.tokens_held, -one.waiting, one.tenant))
     refusals = [_refusal(record, replica) for record in sources.refusals(MOST_REFUSALS)]
     counts, generation = (own["leases"], own["waiting"]), sources.policy().generation
-    observed = sources.observed(MOST_TENANTS)
-    return ReplicaReport(replica, host, at_s, *counts, tiers, tenants[:MOST_TENANTS], refusals, generation, observed)
+    return ReplicaReport(
+        replica,
+        host,
+        at_s,
+        *counts,
+        tiers,
+        tenants[:MOST_TENANTS],
+        refusals,
+        generation,
+        observed=sources.observed(MOST_TENANTS),
+        engine=sources.engine(),
+    )
 
 
 def _tier(recent: Recent, name: str, grant: Grant | None, replica: str, at_s: float) -> TierReport:

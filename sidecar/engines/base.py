@@ -315,6 +315,8 @@ class Engine:
     overload_status: ClassVar[int | None] = None
     """The HTTP status of requests that an engine without a queue does not take; None where the engine has a queue."""
     metrics_page: ClassVar[str] = "/metrics"
+    health_page: ClassVar[str] = "/health"
+    """A page that costs the engine little, asked for every two seconds. Any answer but 502, 503 and 504 is life."""
     asked_once: ClassVar[frozenset[str]] = frozenset()
     """Pages that cost the engine something and never change while it runs."""
 
@@ -396,6 +398,16 @@ class Engine:
         if named != sorted(set(named), reverse=cls.more_important_is_higher):
             word = cls.direction()
             raise ValueError(f"{cls.name} serves {word} numbers first; give each more important tier a {word} number")
+
+    @classmethod
+    def is_recognizable(cls) -> bool:
+        """Whether the engine has any mark by which its pages show it."""
+        return cls.fingerprint != Fingerprint()
+
+    @classmethod
+    def may_be(cls, found: type[Engine]) -> bool:
+        """Whether a server that was recognized as `found` may be this engine: it is, or one is a kind of the other."""
+        return not cls.is_recognizable() or issubclass(cls, found) or issubclass(found, cls)
 
     @classmethod
     def direction(cls) -> str:

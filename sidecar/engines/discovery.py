@@ -7,13 +7,15 @@ from every other collector. A proxy in between may write its own name into the m
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sidecar.engines.base import OPENAPI, Engine
 from sidecar.engines.pages import Metrics, Pages, find_json, find_text, mapping, mappings
 from sidecar.engines.registry import ENGINES
 
+_MODELS = "/v1/models"
 _SERVER_INFO = "/server_info"
+_METRICS = "/metrics"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +31,37 @@ class Identity:
     context_tokens: int | None = None
 
 
-async def identify(pages: Pages) -> Identity:
-    """Reads which engine a server is. Raises Unread where it does not answer."""
-    card = next(iter(mappings((await find_json(pages, "/v1/models")).get("data"))), {})
+async def identify(pages: Pages, *, reads_metrics: bool = True) -> Identity:
+    """Reads which engine a server is. Raises Unread where it does not answer.
+
+    `reads_metrics` False leaves out the one page that must not be read of trtllm-serve.
+    """
+    identity = await identify_by_models(pages)
+    if identity.engine is None:
+        engine, where = await _by_pages(pages, reads_metrics=reads_metrics)
+        identity = replace(identity, engine=engine, where=where)
+    return identity
+
+
+async def identify_by_models(pages: Pages) -> Identity:
+    """The same by `/v1/models` alone."""
+    card = next(iter(mappings((await find_json(pages, _MODELS)).get("data"))), {})
     model, context = card.get("id"), card.get("max_model_len")
-    engine, where = engine_of_owner(card.get("owned_by")), "/v1/models"
-    if engine is None:
-        engine, where = await _by_pages(pages)
     return Identity(
-        engine,
-        where,
+        engine_of_owner(card.get("owned_by")),
+        _MODELS,
         model if isinstance(model, str) else None,
         context if isinstance(context, int) and context > 0 else None,
     )
+
+
+def identify_by_routes(app: object) -> Identity | None:
+    """The engine whose own server an app in this process is; None where it is none's."""
+    if not is_engine_server(app):
+        return None
+    packages = set(_packages(app, set()))
+    found = next(engine for engine in ENGINES.values() if packages & set(engine.fingerprint.packages))
+    return Identity(found, "its routes", None)
 
 
 def engine_of_owner(owner: object) -> type[Engine] | None:
@@ -50,7 +70,7 @@ def engine_of_owner(owner: object) -> type[Engine] | None:
     return next((engine for engine in ENGINES.values() if engine.fingerprint.owner == named), None)
 
 
-async def _by_pages(pages: Pages) -> tuple[type[Engine] | None, str]:
+async def _by_pages(pages: Pages, *, reads_metrics: bool) -> tuple[type[Engine] | None, str]:
     title = str(mapping((await find_json(pages, OPENAPI)).get("info")).get("title")).lower()
     for engine in ENGINES.values():
         if engine.fingerprint.title is not None and engine.fingerprint.title in title:
@@ -60,12 +80,21 @@ async def _by_pages(pages: Pages) -> tuple[type[Engine] | None, str]:
         if engine.fingerprint.server_info in info:
             return engine, _SERVER_INFO
     # Engines' own pages come before the one that must not be read of every engine.
-    for path in sorted({engine.metrics_page for engine in ENGINES.values()}, key=lambda path: path == "/metrics"):
+    for path in sorted({engine.metrics_page for engine in ENGINES.values()}, key=lambda path: path == _METRICS):
+        if path == _METRICS and not reads_metrics:
+            continue
         metrics = Metrics(await find_text(pages, path))
         for engine in ENGINES.values():
             if engine.fingerprint.metrics is not None and metrics.has_prefix(engine.fingerprint.metrics):
                 return engine, path
     return None, "no page"
+
+
+def serves_models(app: object) -> bool:
+    """Whether an app in this process has a route for `/v1/models`, or one for every path: else it need not be asked."""
+    return any(
+        path == _MODELS or (path.startswith("/{") and path.endswith(":path}")) for path, _ in _routes(app, set())
+    )
 
 
 def is_engine_server(app: object) -> bool:
@@ -80,7 +109,13 @@ def is_engine_server(app: object) -> bool:
 
 
 def _packages(app: object, seen: set[int]) -> Iterator[str]:
-    """The top package of every route's handler, also below mounts and included routers."""
+    """The top package of every route's handler."""
+    for _, endpoint in _routes(app, seen):
+        yield str(getattr(endpoint, "__module__", "")).partition(".")[0]
+
+
+def _routes(app: object, seen: set[int]) -> Iterator[tuple[str, object]]:
+    """Every route's path, as its router has it, and its handler, also below mounts and included routers."""
     if id(app) in seen:
         return
     seen.add(id(app))
@@ -89,6 +124,6 @@ def _packages(app: object, seen: set[int]) -> Iterator[str]:
     for route in routes or ():
         endpoint = getattr(route, "endpoint", None)
         if endpoint is None:
-            yield from _packages(route, seen)
+            yield from _routes(route, seen)
         else:
-            yield str(getattr(endpoint, "__module__", "")).partition(".")[0]
+            yield str(getattr(route, "path", "")), endpoint

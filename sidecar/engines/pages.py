@@ -34,6 +34,10 @@ class NoAnswer(Unread):
     """The engine does not answer: it has not started, or is away."""
 
 
+class NotConnected(NoAnswer):
+    """No connection to the engine can be made. The message says why, and where the engine should be."""
+
+
 class Pages(Protocol):
     """An engine's pages. `host` is its app where it runs in this process, None where it is elsewhere."""
 

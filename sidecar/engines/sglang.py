@@ -57,6 +57,9 @@ class Sglang(base.Engine):
     """As OpenAI's API has it (`CompletionRequest.max_tokens`)."""
     has_ignore_eos = True
 
+    health_page = "/v1/models"
+    """Not `/health`: by default (`SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION`) that generates a token."""
+
     routes = base.Routes(
         generating={
             **base.OPENAI,

@@ -13,6 +13,8 @@ from sidecar.engines.base import Engine
 from sidecar.events import ObservedObserver, Observer, UnguardedObserver
 from sidecar.middleware.background import BackgroundResponses
 from sidecar.middleware.dry_run.shadow import ShadowRegistry
+from sidecar.middleware.engine_pages import EnginePages
+from sidecar.middleware.engine_watch import EngineCheck, EngineWatch
 from sidecar.middleware.pending_aborts import PendingAborts
 from sidecar.middleware.policy_snapshot import policy_snapshot
 from sidecar.middleware.watchdog import Watchdog
@@ -46,7 +48,7 @@ class AdmissionController:
 
     `engine_key` is the engine's own API key: it replaces the tenant's. `is_proxied` says that the app is a reverse
     proxy, and the engine is another process. `unguarded` applies to other paths where the policy does not say; None
-    lets the app decide, at its first request.
+    lets the app decide, at its first request. `engine_watch` knows whether the engine can be used.
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class AdmissionController:
         engine_key: str | None = None,
         unguarded: Unguarded | None = Unguarded.GENERATING,
         unguarded_observer: UnguardedObserver | None = None,
+        engine_watch: EngineWatch | None = None,
     ) -> None:
         self.app = app
+        self.engine_watch = engine_watch or EngineWatch(EnginePages(app), policy.engine, check=EngineCheck.OFF)
         self.engine_key = None if engine_key is None else engine_key.encode("ascii")
         self._is_proxied = is_proxied
         self.snapshot = policy_snapshot(policy, dialect, estimator, self.engine_key, is_proxied=is_proxied)
@@ -131,13 +135,24 @@ class AdmissionController:
         return len(self.watchdog) + len(self.background)
 
     def readiness(self) -> Sequence[str]:
-        """Reasons why this process should get no traffic; empty when it should."""
-        return [*(["draining"] if self.is_draining else []), *self.pool.readiness()]
+        """Reasons why this process should get no traffic; empty when it should.
+
+        The dry run changes nothing for clients: the engine's state is a notice there.
+        """
+        of_engine = () if self.is_observing else self.engine_watch.readiness()
+        return [*(["draining"] if self.is_draining else []), *of_engine, *self.pool.readiness()]
 
     def notices(self) -> Sequence[str]:
         """Problems that do not keep this process from serving."""
         of_monitor = () if self.monitor is None else self.monitor.notices()
-        return [*([OBSERVES] if self.is_observing else []), *self.pool.notices(), *of_monitor]
+        of_engine = self.engine_watch.readiness() if self.is_observing else ()
+        return [
+            *([OBSERVES] if self.is_observing else []),
+            *of_engine,
+            *self.engine_watch.notices(),
+            *self.pool.notices(),
+            *of_monitor,
+        ]
 
     def state(self) -> Mapping[str, object]:
         """The controller's state, for people and dashboards: JSON types only."""
@@ -145,6 +160,7 @@ class AdmissionController:
         return {
             "policy": {"generation": self.policy.generation, "engine": self.policy.engine.name},
             "mode": self.policy.mode.value,
+            "engine": self.engine_watch.document(),
             "draining": self.is_draining,
             "under_way": self.under_way,
             "shadows": len(self.shadows),

@@ -10,7 +10,8 @@ from urllib.parse import quote, urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sidecar.engines.pages import NoAnswer, Page, Unread
+from sidecar.engines.pages import NoAnswer, NotConnected, Page, Unread
+from sidecar.errors import AdmissionError, EngineUnreachable
 
 ANSWER_WITHIN_S = 2.0
 """Timeout of a page. A page takes milliseconds, even while the engine is busy."""
@@ -37,9 +38,9 @@ class EnginePages:
             self.host = scope.get("app")
         await self._app(scope, receive, send)
 
-    async def get(self, path: str) -> Page:
+    async def get(self, path: str, *, within_s: float = ANSWER_WITHIN_S) -> Page:
         """See `Pages.get`."""
-        return await fetch_page(self._app, self._scope(path))
+        return await fetch_page(self._app, self._scope(path), within_s)
 
     def _scope(self, path: str) -> Scope:
         parts = urlsplit(path)
@@ -67,15 +68,22 @@ class EnginePages:
         return scope
 
 
-async def fetch_page(app: ASGIApp, scope: Scope) -> Page:
-    """The app's response to a request without a body. Raises Unread, or NoAnswer where it takes too long."""
+async def fetch_page(app: ASGIApp, scope: Scope, within_s: float = ANSWER_WITHIN_S) -> Page:
+    """The app's response to a request without a body. Raises Unread, or NoAnswer where it takes too long.
+
+    A reverse proxy raises EngineUnreachable for these requests: its words say what is wrong with the connection.
+    """
     response, asked = _Response(), f"{scope['method']} {scope['path']}"
     try:
-        await asyncio.wait_for(app(scope, response.receive, response.send), ANSWER_WITHIN_S)
+        await asyncio.wait_for(app(scope, response.receive, response.send), within_s)
     except asyncio.TimeoutError:  # in Python 3.10 not yet the builtin TimeoutError
-        raise NoAnswer(f"{asked} was not answered within {ANSWER_WITHIN_S:g} s") from None
+        raise NoAnswer(f"{asked} was not answered within {within_s:g} s") from None
     except Unread:
         raise
+    except EngineUnreachable as error:
+        raise (NoAnswer if error.is_connected else NotConnected)(error.trouble) from None
+    except AdmissionError as error:
+        raise NoAnswer(f"{asked} failed: {error}") from None
     except Exception as error:
         raise Unread(f"{asked} failed: {type(error).__name__}: {error}") from error
     return response.page(asked)
@@ -108,5 +116,5 @@ class _Response:
         if self._status is None:
             raise Unread(f"{asked} was not answered")
         if self._status in _UNREACHABLE:
-            raise NoAnswer(f"the engine cannot be reached ({asked} answered {self._status})")
+            raise NoAnswer(f"{asked} answered {self._status}: from a router before the engine")
         return Page(self._status, self._body.decode("utf-8", "replace"))

@@ -23,6 +23,7 @@ from sidecar.policy.compiler import POOL_FILE, Loaded, load_files, tenant_files
 from sidecar.policy.diff import describe_changes, needs_restart
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
+from sidecar.policy.source import read
 from sidecar.policy.warnings import warnings
 
 LOOK_EVERY_S = 0.5
@@ -205,6 +206,14 @@ class PolicyFiles:
     def is_changing(self) -> bool:
         """Whether the files differ from those reported last; another look soon will say more."""
         return self._change is not None
+
+    def engine_place(self) -> str:
+        """File and line of the policy's engine, ` (policies/policy.yaml:7)`; empty where it cannot be read. Reads the
+        disk.
+        """
+        file = self.path / POOL_FILE if self.path.is_dir() else self.path
+        document = read(file)
+        return "" if document.data is None or "engine" not in document.data else f" ({document.place(('engine',))})"
 
     def look(self, *, at_once: bool = False) -> FilesReading | None:
         """The files' content now; None where nothing has changed, or where they are still changing. Reads the disk.

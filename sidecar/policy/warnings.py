@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from operator import itemgetter
 from typing import NamedTuple
 
+from sidecar.engines.base import Carrier, Engine
 from sidecar.policy import fields as of
-from sidecar.policy.model import Limits, Policy, Tier
+from sidecar.policy.model import Limits, Policy, Source, Tier
 from sidecar.policy.problems import Path, Place, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
 
@@ -47,8 +48,35 @@ def _pool(policy: Policy) -> Found:
     if policy.is_sized:
         yield from _rounded_up(policy.rules)
         yield from _emergency(policy)
+    yield from _engines_numbers(policy)
     if not policy.tenants and policy.anonymous is None:
         yield ("tenants",), "no tenant, and anonymous is deny: every request is refused; add a tenant, or a tier there"
+
+
+def _engines_numbers(policy: Policy) -> Found:
+    """Whole numbers that an engine's own clients send in a body's `priority`, where a number from 0 to 1 is read."""
+    engine = policy.engine
+    if not takes_whole_numbers(engine) or Source.BODY not in policy.sources or Source.ENGINE in policy.sources:
+        return
+    sources = ", ".join(source.value for source in (Source.ENGINE, *policy.sources))
+    levels = own_levels(engine, [tier.name for tier in policy.tiers], policy.default_level)
+    yield (
+        ("engine",),
+        f"a number in a body's priority is read from 0 to 1: priority: 0 means the last tier, {policy.tiers[-1].name}, "
+        f"and 2 or more gets a 400, while {engine.title} takes any whole number; where clients send its numbers, "
+        f"write sources: [{sources}] and engine_levels: {levels}",
+    )
+
+
+def takes_whole_numbers(engine: type[Engine]) -> bool:
+    """Whether clients of the engine itself send whole numbers in a body's `priority`."""
+    return Carrier.BODY in engine.carriers and engine.priority_range is None
+
+
+def own_levels(engine: type[Engine], tiers: Sequence[str], default_level: int) -> str:
+    """`engine_levels` by which the engine's default of 0 means the default tier. `tiers` are most important first."""
+    sign = -1 if engine.more_important_is_higher else 1
+    return "{" + ", ".join(f"{name}: {sign * 10 * (level - default_level)}" for level, name in enumerate(tiers)) + "}"
 
 
 class _Dimension(NamedTuple):

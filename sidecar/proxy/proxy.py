@@ -15,7 +15,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
@@ -27,7 +27,15 @@ from sidecar.middleware.engine_pages import INTERNAL_REQUEST
 from sidecar.middleware.error_responses import send_error, speaks_anthropic
 from sidecar.middleware.pending_aborts import CALL_KEY
 from sidecar.proxy.hop_headers import can_be_written, declared_length, forwarded_headers, returned_headers, target
-from sidecar.proxy.upstream import CONNECT_TIMEOUT_S, KEEPALIVE_S, Upstream, may_be_stale, said
+from sidecar.proxy.upstream import (
+    CONNECT_TIMEOUT_S,
+    KEEPALIVE_S,
+    Traffic,
+    Upstream,
+    connect_trouble,
+    may_be_stale,
+    said,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +49,9 @@ class ReverseProxy:
 
     `connect_timeout_s` bounds name lookup and connecting (502 when over). `response_timeout_s` bounds the engine's
     silence, before the headers and between two chunks (504, or a cut response); None: as long as the client waits. The
-    first request opens the connection pool; the lifespan's shutdown, or `close`, closes it. Raises ValueError for an
-    invalid address.
+    first request opens the connection pool; the lifespan's shutdown, or `close`, closes it. `on_failure` is called when
+    the engine fails a request: with the reason where no connection could be made, else with None. Raises ValueError for
+    an invalid address.
     """
 
     def __init__(
@@ -59,6 +68,8 @@ class ReverseProxy:
             response_timeout_s=response_timeout_s,
             keepalive_s=keepalive_s,
         )
+        self.traffic = Traffic()
+        self.on_failure: Callable[[str | None], None] = lambda _: None
 
     def __repr__(self) -> str:
         return f"ReverseProxy({self.upstream.url!r})"
@@ -79,9 +90,11 @@ class ReverseProxy:
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
-        await self.close()
+        try:
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+        finally:
+            await self.close()
         await send({"type": "lifespan.shutdown.complete"})
 
 
@@ -106,6 +119,8 @@ class _Forwarding:
             await self._forward()
         except AdmissionError as error:
             self._stop_watching()
+            if self._is_internal():  # for the caller, with words that no client sees
+                raise
             if (call := self._scope.get(CALL_KEY)) is not None:
                 call.answered_by_proxy(was_sent=self._was_sent)
             await send_error(self._send, error, anthropic=speaks_anthropic(self._scope["path"]))
@@ -123,6 +138,7 @@ class _Forwarding:
         try:
             await self._relay(response)
         finally:
+            self._proxy.traffic.ended(response.content)
             # A complete response has closed itself. Otherwise this closes the connection to the engine.
             if not response.closed:
                 response.close()
@@ -132,13 +148,11 @@ class _Forwarding:
         try:
             response = await self._request(first)
         except aiohttp.ConnectionTimeoutError as error:
-            self._was_sent = False
-            raise self._unreachable("it took too long to connect", error) from None
+            raise self._not_connected("it took too long to connect", error) from None
         except (aiohttp.ServerTimeoutError, asyncio.TimeoutError):
             raise EngineTimeout("the engine did not answer in time") from None
         except aiohttp.ClientConnectorError as error:
-            self._was_sent = False
-            raise self._unreachable("no connection to it", error) from None
+            raise self._not_connected("no connection to it", error) from None
         except aiohttp.ClientConnectionError as error:
             raise self._unreachable("it closed the connection before it answered", error) from None
         except aiohttp.ClientError as error:
@@ -186,11 +200,14 @@ class _Forwarding:
         if not can_be_written(headers):
             raise self._unreachable("its answer's headers are not HTTP", None)
         await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
+        if response.status < 500 and CALL_KEY in self._scope:
+            self._proxy.traffic.began(content)
         complete = False
         while not complete:
             try:
                 chunk = await content.readany()
             except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+                self._proxy.on_failure(None)
                 raise ResponseCut(f"the engine broke off in the middle of its response: {said(error)}") from None
             complete = content.at_eof()
             if complete:
@@ -230,9 +247,23 @@ class _Forwarding:
             return self._task.uncancel() == 0
         return self._disconnected
 
-    def _unreachable(self, reason: str, error: Exception | None) -> EngineUnreachable:
-        if INTERNAL_REQUEST not in self._scope.get("extensions", {}):
+    def _not_connected(self, reason: str, error: aiohttp.ClientError) -> EngineUnreachable:
+        """An error before anything was sent."""
+        self._was_sent = False
+        upstream = self._proxy.upstream
+        return self._unreachable(reason, error, connect_trouble(upstream.url, error, upstream.connect_timeout_s))
+
+    def _unreachable(self, reason: str, error: Exception | None, trouble: str | None = None) -> EngineUnreachable:
+        """`trouble` says why there is no connection; None where there was one."""
+        url = self._proxy.upstream.url
+        if not self._is_internal():
             # The address is only for the log: the client must not see it.
-            fields = {"event": "engine_unreachable"}
-            logger.warning("engine %s: %s (%s)", self._proxy.upstream.url, reason, said(error), extra=fields)
-        return EngineUnreachable(f"the engine could not be reached: {reason}")
+            logger.warning("engine %s: %s (%s)", url, reason, said(error), extra={"event": "engine_unreachable"})
+            self._proxy.on_failure(trouble)
+        shown = trouble or f"{url}: {reason}"
+        message = f"the engine could not be reached: {reason}"
+        return EngineUnreachable(message, trouble=shown, is_connected=trouble is None)
+
+    def _is_internal(self) -> bool:
+        """Whether the sidecar itself asks."""
+        return INTERNAL_REQUEST in self._scope.get("extensions", {})

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from functools import partial
@@ -43,6 +46,7 @@ class Upstream:
         self, url: str, *, connect_timeout_s: float, response_timeout_s: float | None, keepalive_s: float
     ) -> None:
         self.url = _validated(url)
+        self.connect_timeout_s = connect_timeout_s
         self._timeout = aiohttp.ClientTimeout(total=None, connect=connect_timeout_s, sock_read=response_timeout_s)
         self._keepalive_s = keepalive_s
         self._session: aiohttp.ClientSession | None = None
@@ -92,6 +96,47 @@ def may_be_stale(error: aiohttp.ClientConnectionError, elapsed_s: float) -> bool
         return False
     # aiohttp puts what it could parse of a response in place of the message.
     return not isinstance(error, aiohttp.ServerDisconnectedError) or isinstance(error.message, str)
+
+
+def connect_trouble(url: str, error: aiohttp.ClientError, within_s: float) -> str:
+    """Why no connection to `url` could be made, in words for the operator. `within_s` is the timeout of connecting."""
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return f"no connection to {url} within {within_s:g} s"
+    cause = getattr(error, "os_error", None)
+    if isinstance(error, aiohttp.ClientSSLError) or isinstance(cause, ssl.SSLError):
+        return f"TLS with {url} failed: {getattr(error, 'certificate_error', None) or cause}"
+    if isinstance(cause, socket.gaierror):
+        return f"the name in {url} cannot be resolved: {cause.strerror}"
+    if isinstance(cause, ConnectionRefusedError):
+        return f"connection refused by {url}"
+    reason = None if cause is None or not cause.errno else os.strerror(cause.errno)
+    return f"no connection to {url}: {reason or cause or type(error).__name__}"
+
+
+class Traffic:
+    """Responses of the engine to admitted requests, as a sign of life. It costs a request two entries in a mapping."""
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._begun_before = 0
+        self._read: dict[aiohttp.StreamReader, int] = {}
+
+    def began(self, content: aiohttp.StreamReader) -> None:
+        """A response begins."""
+        self._begun += 1
+        self._read[content] = 0
+
+    def ended(self, content: aiohttp.StreamReader) -> None:
+        """A response ends, in any way."""
+        self._read.pop(content, None)
+
+    def has_flowed(self) -> bool:
+        """Whether a response has begun, or more of one was read, since the last call."""
+        has_flowed, self._begun_before = self._begun != self._begun_before, self._begun
+        for content, before in self._read.items():
+            has_flowed |= content.total_bytes > before
+            self._read[content] = content.total_bytes
+        return has_flowed
 
 
 def said(error: Exception | None) -> str:

@@ -74,7 +74,8 @@ class Lifespan:
 
     The steps of `opening` run before the app hears of the server's start, those of `asking` when the app has started:
     they may ask the app about its engine. The steps of `closing` run before the app hears of the server's end, after
-    its last request. No step raises: a part that is not ready reports that itself, in its responses and on `/readyz`.
+    its last request. A part that is not ready reports that itself, in its responses and on `/readyz`. Only a step of
+    `asking` may raise, and only CannotServe: then the server's start fails, after the steps of `closing`.
     """
 
     def __init__(
@@ -86,6 +87,13 @@ class Lifespan:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one ASGI scope."""
+        if scope["type"] == "lifespan":
+            await self._lifespan(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_failed = False
 
         async def received() -> Message:
             message = await receive()
@@ -94,14 +102,21 @@ class Lifespan:
             return message
 
         async def sent(message: Message) -> None:
-            for step in self._after.get(message["type"], ()):
-                await step()
+            nonlocal has_failed
+            if has_failed:  # the server has heard why, and takes no other message
+                return
+            try:
+                for step in self._after.get(message["type"], ()):
+                    await step()
+            except CannotServe as mistake:
+                has_failed = True
+                for step in self._before["lifespan.shutdown"]:
+                    await step()
+                await send(startup_failed(mistake))
+                raise
             await send(message)
 
-        if scope["type"] == "lifespan":
-            await self.app(scope, received, sent)
-        else:
-            await self.app(scope, receive, send)
+        await self.app(scope, received, sent)
 
 
 class FailedStart:

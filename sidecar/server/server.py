@@ -61,7 +61,7 @@ async def serve(
         running = [asyncio.ensure_future(server.serve(sockets=[server.socket])) for server in servers]
         await _wait_first(_all_ready(servers), *running)
         if running[0].done():
-            raise CannotServe("the app failed to start")
+            raise CannotServe(servers[0].failure or "the app failed to start")
         for server in servers:
             announce(server.address())
         await _wait_first(signals.first.wait(), *running)
@@ -130,6 +130,7 @@ class _Server(uvicorn.Server):
         self.name = name
         self.socket = listener
         self.ready = asyncio.Event()
+        self.failure: str | None = None
 
     def address(self) -> str:
         host, port = self.socket.getsockname()[:2]
@@ -137,12 +138,23 @@ class _Server(uvicorn.Server):
         return f"sidecar: {self.name} on http://{shown}:{port}"
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        log = logging.getLogger("uvicorn.error")
+        log.addFilter(self._note_failure)
         try:
             await super().startup(sockets)
-        except SystemExit:  # so uvicorn says that the app failed to start; it has logged why
+        except SystemExit:  # so uvicorn says that the app failed to start
             self.should_exit = True
+        finally:
+            log.removeFilter(self._note_failure)
         if self.started:
             self.ready.set()
+
+    def _note_failure(self, record: logging.LogRecord) -> bool:
+        """Takes the reason of a failed start, which `serve` raises, out of uvicorn's log. A traceback stays there."""
+        if record.levelno < logging.ERROR or record.exc_info:
+            return True
+        self.failure = self.failure or record.getMessage()
+        return False
 
     async def end(self, serving: asyncio.Task[None], deadline_s: float, at_once: asyncio.Event) -> None:
         """Closes the port. Running requests are canceled at the loop's time `deadline_s`, or when `at_once` is set.

@@ -105,6 +105,7 @@ ABORTING_REQUESTS: Final = "admission.aborting.requests"
 ABORTING_TOKENS: Final = "admission.aborting.tokens"
 REPLICAS: Final = "admission.replicas"
 GENERATIONS: Final = "admission.policy.generations"
+ENGINE_UP: Final = "admission.engine.up"
 
 # Metrics of a shared pool's store.
 STORE_AVAILABLE: Final = "admission.store.available"

@@ -91,7 +91,7 @@ def test_a_pool_whose_size_the_engine_tells_is_shown_in_shares(
 ) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(
-        "engine: sglang\ncapacity: {from: engine, fraction: 90%}\nanonymous: normal\n"
+        "engine: sglang\ncapacity: {from: engine, fraction: 90%}\nanonymous: normal\nsources: [header, key]\n"
         "tiers: {high: {reserve: 20%, lend: 50%}, normal: {reserve: 10%, limit: 60%}}\n"
     )
     assert main(["check", str(path)]) == 0

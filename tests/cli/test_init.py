@@ -105,7 +105,10 @@ def test_a_policy_for_each_engine_passes_check_and_serves_the_printed_key(
     with command("emulate", "--engine", dialect, "--port", "0", *FAST) as engine:
         url = address(engine)
         ended = init("--upstream", f"{url}/v1", "--dir", str(folder))
-        assert (ended.returncode, ended.stderr) == (0, "")
+        left_out = (
+            "sidecar: the /v1 at the end of the server's address is left out, because every path begins with it\n"
+        )
+        assert (ended.returncode, ended.stderr) == (0, left_out)
         policy = load_files(folder).policy
         assert (policy.engine, policy.mode) == (ENGINES[dialect], Mode.OBSERVE)
         assert policy.engine_capacity is not None

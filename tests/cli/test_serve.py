@@ -46,8 +46,11 @@ def test_it_says_where_it_serves_answers_there_and_ends_with_0() -> None:
     with serving() as process:
         sidecar = line(process, r"sidecar: proxy on (http://127\.0\.0\.1:\d+)")
         admin = line(process, r"sidecar: admin on (http://127\.0\.0\.1:\d+)")
-        with urllib.request.urlopen(f"{admin}/readyz", timeout=10) as response:
-            assert json.load(response) == {"status": "ready", "reasons": [], "notices": []}
+        with pytest.raises(urllib.error.HTTPError) as not_ready:
+            urllib.request.urlopen(f"{admin}/readyz", timeout=10)
+        with not_ready.value as answer:
+            reasons = [f"the engine does not answer: connection refused by {NOBODY}"]
+            assert (answer.code, json.load(answer)["reasons"]) == (503, reasons)
         with urllib.request.urlopen(f"{admin}/state", timeout=10) as response:
             state = json.load(response)
         assert state["pool"]["capacity"] == {"tokens": 400_000, "requests": 160}
@@ -65,6 +68,7 @@ def test_it_says_where_it_serves_answers_there_and_ends_with_0() -> None:
         logged = [json.loads(written) for written in process.stderr.read().splitlines()]
         assert [entry["event"] for entry in logged] == [
             *["policy_warning"] * 3,
+            "engine_down",
             "started",
             "started",
             "engine_unreachable",
@@ -72,7 +76,7 @@ def test_it_says_where_it_serves_answers_there_and_ends_with_0() -> None:
             "stopped",
         ]
         assert re.search(r"policy.yaml:\d+: tiers.critical.lend: lends nothing", logged[0]["message"])
-        assert logged[5]["message"].startswith(f"engine {NOBODY}: no connection to it")
+        assert logged[6]["message"].startswith(f"engine {NOBODY}: no connection to it")
 
 
 def test_the_log_can_be_text_of_errors_alone() -> None:
@@ -135,11 +139,18 @@ def test_a_port_that_is_taken_is_said_so(option: str, capsys: pytest.CaptureFixt
     assert port in said
 
 
-@pytest.mark.parametrize("upstream", ["127.0.0.1:8000", "ftp://engine", "http://", ""])
+@pytest.mark.parametrize("upstream", ["ftp://engine", "http://", "", "http://host/?a=1"])
 def test_an_upstream_that_is_no_address_is_said_so(upstream: str, capsys: pytest.CaptureFixture[str]) -> None:
-    ours = ["serve", "--policy", POLICIES, "--port", "0", "--admin-port", "0"]
-    assert main([*ours, "--upstream", upstream]) == 1
-    assert capsys.readouterr().err.splitlines()[-1].startswith("sidecar: ")
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "--policy", POLICIES, "--upstream", upstream])
+    assert "write one like http://127.0.0.1:8000" in capsys.readouterr().err
+
+
+def test_an_upstream_with_a_password_is_said_so_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--policy", POLICIES, "--upstream", "http://user:hunter2@engine"]) == 1
+    said = capsys.readouterr().err
+    assert "must not contain a user or a password" in said
+    assert "hunter2" not in said
 
 
 @pytest.mark.parametrize("arguments", [["--port", "70000"], ["--port", "http"], ["--grace", "25"], ["--grace", "soon"]])

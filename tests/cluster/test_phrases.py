@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sidecar.cluster.document import OldestWaiter, TenantView
-from sidecar.cluster.phrases import count, crowd, headline
+from sidecar.cluster.document import EngineView, OldestWaiter, ReplicaView, TenantView
+from sidecar.cluster.phrases import count, crowd, engine_headline, headline
 from sidecar.durations import short_duration
+from sidecar.policy.model import Mode
 from sidecar.telemetry.recent import Bucket, Overtakings
 from tests.cluster.views import starved, tier
 
@@ -105,3 +106,62 @@ def test_when_nobody_waits_it_still_says_who_starved_before() -> None:
 )
 def test_a_tenant_that_floods_the_queue_is_named(waiting: dict[str, int], said: str) -> None:
     assert crowd([TenantView(tenant, 1, 1, number) for tenant, number in waiting.items()]) == said
+
+
+# -- without an engine
+
+
+def replica(name: str, engine: EngineView | None) -> ReplicaView:
+    return ReplicaView(name, f"host-{name}", 0, 0, 0.0, "abc", engine)
+
+
+REFUSED = EngineView("down", "connection refused by http://e:8000", 12.0)
+OTHER = EngineView("mismatch", "http://e:8000 is vLLM, but the policy says engine: sglang", 12.0)
+UP = EngineView("up", "", 100.0)
+
+
+@pytest.mark.parametrize(
+    ("engines", "waiting", "mode", "said"),
+    [
+        ([UP, UP], 3, Mode.ENFORCE, None),
+        ([None], 3, Mode.ENFORCE, None),
+        (
+            [REFUSED],
+            38,
+            Mode.ENFORCE,
+            "The engine does not answer: connection refused by http://e:8000, for 12 s. 38 requests wait.",
+        ),
+        (
+            [REFUSED, REFUSED],
+            1,
+            Mode.ENFORCE,
+            "The engine does not answer: connection refused by http://e:8000, for 12 s. 1 request waits.",
+        ),
+        (
+            [UP, REFUSED, UP],
+            0,
+            Mode.ENFORCE,
+            "1 of 3 replicas cannot use the engine (host-1 1): connection refused by http://e:8000, for 12 s. "
+            "No request waits.",
+        ),
+        (
+            [UP, *[REFUSED] * 5],
+            2,
+            Mode.ENFORCE,
+            "5 of 6 replicas cannot use the engine (host-1 1, host-2 2, host-3 3 and 2 more): connection refused by "
+            "http://e:8000, for 12 s. 2 requests wait.",
+        ),
+        (
+            [OTHER],
+            2,
+            Mode.OBSERVE,
+            "Another engine than the policy's answers, for 12 s: http://e:8000 is vLLM, but the policy says engine: "
+            "sglang. No request is held (mode: observe).",
+        ),
+    ],
+)
+def test_the_first_sentence_is_about_an_engine_that_cannot_be_used(
+    engines: list[EngineView | None], waiting: int, mode: Mode, said: str | None
+) -> None:
+    views = [replica(str(number), engine) for number, engine in enumerate(engines)]
+    assert engine_headline(views, waiting, mode) == said

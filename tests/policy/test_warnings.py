@@ -9,10 +9,12 @@ from sidecar.policy.warnings import warnings
 from tests.policy.files import pool, tenant
 
 HASH = "sha256:" + "0" * 64
+SOURCES = "sources: [header, endpoint, key]\n"
+"""No body: vLLM's own numbers there are worth a warning of their own."""
 
 
 def _said(folder: Path, tiers: str, rest: str = "", capacity: str = "tokens: 1000, requests: 100") -> list[str]:
-    text = f"engine: vllm\ncapacity: {{{capacity}}}\ntiers: {tiers}\nanonymous: normal\n{rest}"
+    text = f"engine: vllm\ncapacity: {{{capacity}}}\ntiers: {tiers}\nanonymous: normal\n{SOURCES}{rest}"
     return [str(warning) for warning in warnings(load(pool(folder, text)))]
 
 
@@ -162,7 +164,8 @@ def test_a_pool_whose_size_the_engine_says_is_judged_in_shares(tmp_path: Path) -
 def _of_limits(folder: Path, lines: str) -> list[str]:
     pool(
         folder,
-        "engine: vllm\ncapacity: {tokens: 1000}\ntiers: {normal: {}, low: {reserve: 20%}}\ntenants: tenants/*.yaml\n",
+        "engine: vllm\ncapacity: {tokens: 1000}\ntiers: {normal: {}, low: {reserve: 20%}}\ntenants: tenants/*.yaml\n"
+        + SOURCES,
     )
     tenant(folder, "a", f"tenant: acme\nkeys: [{HASH}]\ntier: normal\n{lines}\n")
     loaded = load_files(folder)
@@ -210,5 +213,32 @@ def test_only_a_less_important_tier_is_preempted(tmp_path: Path, high: str, norm
 
 
 def test_a_policy_that_lets_nobody_in_is_worth_a_warning(tmp_path: Path) -> None:
-    path = pool(tmp_path, "engine: vllm\ncapacity: {tokens: 1000}\ntiers: {normal: {}}\n")
+    path = pool(tmp_path, f"engine: vllm\ncapacity: {{tokens: 1000}}\ntiers: {{normal: {{}}}}\n{SOURCES}")
     assert [warning.path for warning in warnings(load(path))] == ["tenants"]
+
+
+ENGINES_NUMBERS = "tiers: {high: {reserve: 20%}, normal: {reserve: 10%}, batch: {reserve: 10%}}\nanonymous: normal\n"
+
+
+@pytest.mark.parametrize(
+    ("engine", "title", "levels"),
+    [("vllm", "vLLM", "{high: -10, normal: 0, batch: 10}"), ("sglang", "SGLang", "{high: 10, normal: 0, batch: -10}")],
+)
+def test_an_engines_own_numbers_in_a_body_are_worth_a_warning_that_says_what_to_write(
+    engine: str, title: str, levels: str, tmp_path: Path
+) -> None:
+    text = f"engine: {engine}\ncapacity: {{tokens: 1000, requests: 100}}\n{ENGINES_NUMBERS}"
+    loaded = load_files(path := pool(tmp_path, text))
+    assert [str(warning) for warning in warnings(loaded.policy, loaded.place)] == [
+        f"{path}:1: engine: a number in a body's priority is read from 0 to 1: priority: 0 means the last tier, batch, "
+        f"and 2 or more gets a 400, while {title} takes any whole number; where clients send its numbers, "
+        f"write sources: [engine, body, header, endpoint, key] and engine_levels: {levels}"
+    ]
+    written = f"{text}sources: [engine, body, header, endpoint, key]\nengine_levels: {levels}\n"
+    assert warnings(load(pool(tmp_path, written))) == ()
+
+
+@pytest.mark.parametrize("engine", ["tensorrt-llm", "dynamo", "none"])
+def test_an_engine_without_whole_numbers_in_the_body_is_worth_none(engine: str, tmp_path: Path) -> None:
+    text = f"engine: {engine}\ncapacity: {{tokens: 1000, requests: 100}}\n{ENGINES_NUMBERS}"
+    assert warnings(load(pool(tmp_path, text))) == ()

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
+OWN_AGENT = b"admission-sidecar"
+NO_PAGE = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
@@ -52,10 +54,14 @@ class Connection:
         return received
 
     async def head(self) -> Received:
-        """Reads one request's head and leaves its body on the wire."""
-        received = Received(await self._reader.readuntil(b"\r\n\r\n"))
-        self._engine.requests.append(received)
-        return received
+        """Reads one request's head and leaves its body on the wire. Requests of the sidecar itself get a 404."""
+        while True:
+            received = Received(await self._reader.readuntil(b"\r\n\r\n"))
+            if received.all(b"user-agent") != [OWN_AGENT]:
+                self._engine.requests.append(received)
+                return received
+            self._engine.own.append(received)
+            await self.send(NO_PAGE)
 
     async def chunk(self) -> bytes:
         """Reads one chunk of a chunked body; the last one is empty."""
@@ -94,12 +100,16 @@ Script = Callable[[Connection], Awaitable[None]]
 
 @dataclass
 class RawEngine:
-    """What the engine saw. `connections` counts the accepted ones; `requests` are all that came, in order."""
+    """What the engine saw. `connections` counts the accepted ones; `requests` are those of clients, in order.
+
+    `own` are the sidecar's, which asks whether the engine lives and which one it is.
+    """
 
     url: str = ""
     port: int = 0
     connections: int = 0
     requests: list[Received] = field(default_factory=list)
+    own: list[Received] = field(default_factory=list)
 
 
 @asynccontextmanager

@@ -228,7 +228,7 @@ class PoolSample:
     """The whole pool. `replicas`, and how many policy `generations` they run, are None where it is not shared.
 
     `policies_rejected` counts since the process began. `aborting` is what this process holds for requests that have
-    ended.
+    ended. `engine_up` is 1 where this process can use the engine, 0 where it cannot, None where that is not looked at.
     """
 
     tiers: Sequence[TierSample]
@@ -240,6 +240,7 @@ class PoolSample:
     generations: int | None = None
     aborting_requests: int = 0
     aborting_tokens: int = 0
+    engine_up: int | None = None
 
 
 Sample = Callable[[], PoolSample | None]
@@ -305,6 +306,7 @@ POOL_GAUGES = (
         "Different policies that the pool's processes run: more than 1 in a roll-out, or where one stands still.",
         "{policy}",
     ),
+    Gauge(semconv.ENGINE_UP, "engine_up", "1 while the engine that the policy names answers, else 0.", ""),
 )
 POLICY_REJECTED = Gauge(
     semconv.POLICY_REJECTED,
