@@ -34,7 +34,7 @@ GRACE_S = 1.0
 def main(policy_path: str, pool: str, engine: str) -> None:
     """Serves until it is terminated."""
     end_with_parent()
-    middleware = AdmissionMiddleware(ReverseProxy(engine), replace(load(policy_path), pool=pool))
+    middleware = AdmissionMiddleware(ReverseProxy(engine), replace(load(policy_path), pool=pool), is_shown=True)
     server.run(_serve(middleware))
 
 
