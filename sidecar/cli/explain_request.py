@@ -20,6 +20,7 @@ from sidecar.explain.document import AdmittedAhead, Explanation, WaitDetails
 from sidecar.explain.phrases import counted
 from sidecar.secrets import HOW_TO_SET, token_header
 from sidecar.telemetry.logs.formats import one_line
+from sidecar.telemetry.request_record import failure_description
 from sidecar.tools.loadgen.pages import HttpPages
 
 
@@ -170,7 +171,8 @@ def _how_it_ended(story: Explanation) -> Iterator[tuple[str, str]]:
         yield "first byte", f"{_at(story, story.answered.first_byte_at_s)}, status {story.answered.status}"
     if ended is not None and refused is None:
         status = "" if ended.status is None else f", status {ended.status}"
-        error = "" if ended.error is None else f", {ended.error}"
+        failed = failure_description(ended.outcome, ended.status, ended.error)
+        error = "" if failed is None or ended.error is None else f", {failed}"
         used = counted(ended.tokens_used, "token")
         yield "settled", f"{_at(story, ended.settled_at_s)}: {ended.outcome}{status}{error}, {used} used"
     elif admitted is not None:

@@ -191,7 +191,7 @@ class _Forwarding:
             try:
                 chunk = await content.readany()
             except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-                raise ResponseCut(f"the engine broke off in the middle of its response: {said(error)}") from None
+                raise ResponseCut(f"the engine broke off in the middle of its answer: {said(error)}") from None
             complete = content.at_eof()
             if complete:
                 self._stop_watching()

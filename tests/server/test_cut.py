@@ -192,7 +192,7 @@ async def test_a_mounted_request_without_a_first_byte_gets_the_503_under_plain_u
     port = free_port()
     grace = ["--timeout-graceful-shutdown", "1"] if ends == "grace" else []
     with running(tmp_path, "uvicorn", "main:app", "--port", str(port), *grace) as server:
-        await asyncio.to_thread(server.until, "Application startup complete")
+        await asyncio.to_thread(server.until, "Uvicorn running on")
         async with aiohttp.ClientSession() as client:
             task = asyncio.ensure_future(asked(client, f"http://127.0.0.1:{port}{CHAT}", temperature=60))
             await asyncio.sleep(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import subprocess
@@ -99,7 +100,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     """Runs it in a process of its own, from the repository's root."""
     command = [sys.executable, "-c", code]
     root = Path(__file__).parents[2]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.parametrize(
@@ -268,8 +269,9 @@ async def test_the_second_middleware_of_a_process_has_no_pages_and_says_so(
             assert page.status == 200
         assert f"another middleware of this process has the admin port {port}" in caplog.text
         caplog.clear()
-        async with serving(passed()), client.get(f"http://127.0.0.1:{port}/healthz") as page:
+        async with serving(passed(), log_level="warning"), client.get(f"http://127.0.0.1:{port}/healthz") as page:
             assert page.status == 200
+        logging.getLogger("uvicorn.error").removeHandler(caplog.handler)
     assert "another middleware" not in caplog.text
 
 
