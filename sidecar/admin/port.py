@@ -6,9 +6,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
-from functools import partial
 from socket import socket
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -194,12 +193,18 @@ def _protocol(app: ASGIApp, state: ServerState) -> Callable[[], asyncio.Protocol
         # Ours would replace the logging of the process.
         log_config=None,
         log_level=None,
-        # The live page asks every second, and its requests would fill the log of the app's own.
-        access_log=False,
         server_header=False,
         date_header=False,
         proxy_headers=False,
     )
     config.load()
     connection: Any = config.http_protocol_class
-    return partial(connection, config=config, server_state=state, app_state={})
+
+    def made() -> asyncio.Protocol:
+        protocol = connection(config=config, server_state=state, app_state={})
+        # The live page asks every second: that would fill the access log, which is the app's. The setting of that name
+        # would take the log from the app.
+        protocol.access_log = False
+        return cast("asyncio.Protocol", protocol)
+
+    return made

@@ -131,7 +131,7 @@ def test_a_failure_is_said_in_the_words_that_explain_has(
 @pytest.mark.parametrize(
     ("events", "said"),
     [
-        ([CLASSIFIED, Refused(AT_US, "draining", "stopping", 503)], "refused with 503 draining: stopping"),
+        ([CLASSIFIED, Refused(1, "draining", "stopping", 503)], "refused with 503 draining: stopping"),
         ([CLASSIFIED, ADMITTED, settled(Outcome.FAILED, 503, "CancelledError")], "failed: the server stopped before"),
     ],
 )

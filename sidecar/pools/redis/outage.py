@@ -175,7 +175,7 @@ class Outage:
 
     def _unavailable(self, ask: Ask) -> StoreUnavailable:
         if self._is_refused:
-            why = "this replica's policy has other tiers than its pool, so that it admits nothing; try again at another replica"
+            why = "this replica admits nothing, because its policy and its pool have other tiers; try another replica"
         elif not self._divides:
             why = "the store of this pool cannot be reached; try again"
         else:
