@@ -264,15 +264,22 @@ async def test_the_second_middleware_of_a_process_has_no_pages_and_says_so(
 ) -> None:
     port = free_port()
     monkeypatch.setenv("SIDECAR_ADMIN_PORT", str(port))
-    async with aiohttp.ClientSession() as client:
-        async with serving(passed()), serving(passed()), client.get(f"http://127.0.0.1:{port}/healthz") as page:
-            assert page.status == 200
-        assert f"another middleware of this process has the admin port {port}" in caplog.text
-        caplog.clear()
-        async with serving(passed(), log_level="warning"), client.get(f"http://127.0.0.1:{port}/healthz") as page:
-            assert page.status == 200
-        logging.getLogger("uvicorn.error").removeHandler(caplog.handler)
-    assert "another middleware" not in caplog.text
+    url = f"http://127.0.0.1:{port}/healthz"
+    warned = f"another middleware of this process has the admin port {port}"
+    logger = logging.getLogger("uvicorn.error")
+    logger.addHandler(caplog.handler)
+    shown: dict[str, Any] = {"log_level": "warning", "log_config": None}  # the default takes the handler away
+    try:
+        async with aiohttp.ClientSession() as client:
+            async with serving(passed(), **shown), serving(passed(), **shown), client.get(url) as page:
+                assert page.status == 200
+            assert warned in caplog.text
+            caplog.clear()
+            async with serving(passed(), **shown), client.get(url) as page:
+                assert page.status == 200
+        assert warned not in caplog.text
+    finally:
+        logger.removeHandler(caplog.handler)
 
 
 async def test_an_app_without_a_lifespan_has_the_pages_as_well(monkeypatch: pytest.MonkeyPatch) -> None:

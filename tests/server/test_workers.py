@@ -119,7 +119,7 @@ def test_a_new_process_takes_the_admin_port_when_the_one_that_it_replaces_has_en
         server.until("Application startup complete")
         port = int(arguments[3].rpartition(":")[2])
         with closing(HTTPConnection("127.0.0.1", port, timeout=60)) as client:
-            body = json.dumps({"model": "m", "messages": [], "stream": True})
+            body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True})
             client.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
             assert client.getresponse().read(5) == b"data:"
             server.signal(signal.SIGHUP)
