@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -28,11 +28,12 @@ from sidecar.policy.store import StoreAddress, store_address
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.secrets import secret, secret_for_header
-from sidecar.server.mounted import FailedStart, Lifespan, Mounted
+from sidecar.server.mounted import FailedStart, Lifespan, MountedLifespan, Step, check_processes
 from sidecar.server.server import CannotServe
+from sidecar.server.workers import ServerProcesses
 from sidecar.telemetry import StoreMetrics
 from sidecar.telemetry.logs.setup import mounted_logging
-from sidecar.telemetry.setup import configure_from_environment
+from sidecar.telemetry.setup import TelemetryError, configure_from_environment
 from sidecar.tokens import Estimator, TokenizerCounter
 
 POLICY_VARIABLE = "SIDECAR_POLICY"
@@ -48,6 +49,10 @@ _OPEN_ENGINE = (
     f"the engine's key ({ENGINE_KEY_VARIABLE}) is shown for requests without any key, too, which the policy's "
     "`anonymous` lets in; write anonymous: deny where the engine is not public"
 )
+_NO_LIFESPAN = (
+    f"{PORT_VARIABLE} is set, and there are no admin pages: no lifespan reaches the middleware, with which they start. "
+    "Run the server with its lifespan on, and wrap the outermost app: an app that is mounted in another gets none"
+)
 _log = logging.getLogger("sidecar.app")
 
 
@@ -56,14 +61,16 @@ class AdmissionMiddleware:
 
     `policy` is a file, a folder with `policy.yaml` in it, or a loaded `Policy`; without one the environment variable
     `SIDECAR_POLICY` says where it is, so that a server which constructs its middleware with `app` alone can use this
-    class too. Such a server gets the rest from the environment as well: admin pages on `SIDECAR_ADMIN_PORT`, and
-    telemetry by `OTEL_*`. `SIDECAR_STORE` goes before the policy's own `store`. `dialect` is how the app's engine hears
-    a priority, where that is not as the policy's `engine` says; `files` are where a loaded policy came from: what
-    changes there replaces it while the server runs. `is_shown` says that `observability.routes` are served,
-    `is_launched` that the app is an engine's own server, started by one of our launchers; `takes_over_pool`, or
-    `SIDECAR_TAKE_OVER_POOL=1`, that a shared pool with other tiers is made anew. Raises `PolicyError` with every
-    mistake of the files, and ValueError where there are none. In an event loop it does not raise: the server reports
-    a failed start, and the middleware has neither a `controller` nor an `observability`.
+    class too. The rest is in the environment: admin pages on `SIDECAR_ADMIN_PORT`, log lines by `SIDECAR_LOG_*`, and
+    telemetry by `OTEL_*`, which with `policy` needs the admin port. `SIDECAR_STORE` goes before the policy's own
+    `store`; without a store, a server with several processes does not start. `dialect` is how the app's engine hears a
+    priority, where that is not as the policy's `engine` says; `files` are where a loaded policy came from: what changes
+    there replaces it while the server runs. `is_shown` says that the caller serves `observability.routes` and sets up
+    logs and telemetry, so that the environment does not; `is_launched` that the app is an engine's own server, started
+    by one of our launchers; `takes_over_pool`, or `SIDECAR_TAKE_OVER_POOL=1`, that a shared pool with other tiers is
+    made anew. Raises `PolicyError` with every mistake of the files, and ValueError where there are none. In an event
+    loop it does not raise: the server reports a failed start, and the middleware has neither a `controller` nor an
+    `observability`.
     """
 
     controller: AdmissionController
@@ -97,10 +104,23 @@ class AdmissionMiddleware:
                 raise
             self._serve: ASGIApp = FailedStart(mistake)
         else:
-            self._serve = partial(serve_scope, self.controller)
+            self._serve = partial(serve_scope, self.controller) if is_shown else self._serve_first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one ASGI scope."""
+        await self._serve(scope, receive, send)
+
+    async def _serve_first(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The first scope of a mounted middleware: a lifespan's, unless the server or an outer app has none for it."""
+        self._serve = partial(serve_scope, self.controller)
+        if scope["type"] != "lifespan":
+            try:
+                check_processes(scope, os.environ, is_shared=store_of(self.controller.policy, os.environ) is not None)
+            except ValueError as mistake:
+                self._serve = FailedStart(mistake)
+            else:
+                if _has_admin_port(os.environ):
+                    _log.warning("%s", _NO_LIFESPAN, extra={"event": "no_lifespan"})
         await self._serve(scope, receive, send)
 
 
@@ -144,17 +164,28 @@ def _composed(
         unguarded=_unguarded(app, is_launched=is_launched, is_by_name=is_by_name),
         engine_watch=engine_watch,
     )
-    is_shown = is_shown or (is_by_name and _has_admin_port(environment))
-    observability = Observability(controller, policy, pool, files, environment, is_shared=is_shared, is_shown=is_shown)
+    observability = Observability(
+        controller,
+        policy,
+        pool,
+        files,
+        environment,
+        is_shared=is_shared,
+        is_shown=is_shown or _has_admin_port(environment),
+    )
     controller.monitor = observability
     controller.observer, controller.observed = observability.observer, observability.observed
     controller.unguarded_observer = observability.unguarded
     if isinstance(pool, EngineSizedPool):
         pool.on_unfinished = controller.pending_aborts.seen
-    controller.app = _with_lifespan(controller, observability, pages, is_shared=is_shared)
-    if is_by_name:
-        services = partial(_mounted_services, controller, observability, environment)
-        controller.app = Mounted(controller.app, services, is_shared=is_shared, environment=environment)
+    if is_shown:
+        controller.lifespan = _with_lifespan(controller, observability, pages, is_shared=is_shared)
+    else:
+        telemetry = _MountedTelemetry(observability, environment, is_by_name=is_by_name)
+        started = [telemetry.begin_after_app]
+        inner = _with_lifespan(controller, observability, pages, is_shared=is_shared, started=started)
+        services = partial(_mounted_services, controller, observability, telemetry, environment)
+        controller.lifespan = MountedLifespan(inner, services, is_shared=is_shared, environment=environment)
     return controller, observability
 
 
@@ -226,10 +257,50 @@ def store_of(policy: Policy, environment: Mapping[str, str]) -> StoreAddress | N
         raise ValueError(f"{STORE_VARIABLE}: {mistake}") from None
 
 
+class _MountedTelemetry:
+    """Telemetry by `OTEL_*` in a process that is not ours; a process that has an SDK of its own keeps it.
+
+    By name, it begins before the app, whose engine takes minutes: a mistake fails the start. With a policy, the app's
+    owner may install an SDK while the app starts, so that ours begins after that, and only where `SIDECAR_ADMIN_PORT`
+    asks for metrics; a mistake is logged.
+    """
+
+    def __init__(self, observability: Observability, environment: Mapping[str, str], *, is_by_name: bool) -> None:
+        self._scrape = observability.scrape if _has_admin_port(environment) else None
+        self._is_by_name = is_by_name
+        self._send_the_rest: Callable[[], None] | None = None
+
+    def begin_before_app(self) -> None:
+        """Raises TelemetryError."""
+        if self._is_by_name:
+            self._begin()
+
+    async def begin_after_app(self) -> None:
+        if self._scrape is None or self._send_the_rest is not None:
+            return
+        try:
+            self._begin()
+        except TelemetryError as mistake:
+            self._scrape.close(str(mistake))
+            _log.warning("%s", mistake, extra={"event": "telemetry_missing"})
+
+    async def end(self) -> None:
+        if self._send_the_rest is not None:
+            await asyncio.to_thread(self._send_the_rest)
+
+    def _begin(self) -> None:
+        self._send_the_rest = configure_from_environment(scrape=self._scrape)
+
+
 def _with_lifespan(
-    controller: AdmissionController, observability: Observability, app: ASGIApp, *, is_shared: bool
+    controller: AdmissionController,
+    observability: Observability,
+    app: ASGIApp,
+    *,
+    is_shared: bool,
+    started: Sequence[Step] = (),
 ) -> ASGIApp:
-    """The app, with the steps of the server's start and end."""
+    """The app, with the steps of the server's start and end. `started` are further ones after the app's own start."""
     watch = controller.engine_watch
 
     async def look_at_engine() -> None:
@@ -247,28 +318,31 @@ def _with_lifespan(
     pool, dialect = controller.pool, controller.dialect
     closing = [end_leases, observability.close, pool.close]  # what they say last is logged
     if isinstance(pool, EngineSizedPool):
-        return Lifespan(
-            app, opening=[observability.open], asking=[look_at_engine, pool.open, dialect.ask], closing=closing
-        )
-    return Lifespan(app, opening=[pool.open, observability.open], asking=[look_at_engine, dialect.ask], closing=closing)
+        asking = [*started, look_at_engine, pool.open, dialect.ask]
+        return Lifespan(app, opening=[observability.open], asking=asking, closing=closing)
+    asking = [*started, look_at_engine, dialect.ask]
+    return Lifespan(app, opening=[pool.open, observability.open], asking=asking, closing=closing)
 
 
 @asynccontextmanager
 async def _mounted_services(
-    controller: AdmissionController, observability: Observability, environment: Mapping[str, str], processes: int
+    controller: AdmissionController,
+    observability: Observability,
+    telemetry: _MountedTelemetry,
+    environment: Mapping[str, str],
+    processes: ServerProcesses,
 ) -> AsyncIterator[None]:
     """Logs, telemetry and admin pages by the environment, while the block runs."""
     pages = admin_app(
         state=controller.state, readiness=controller.readiness, notices=controller.notices, routes=observability.routes
     )
     with mounted_logging(environment):
-        scrape = observability.scrape if _has_admin_port(environment) else None
-        send_the_rest = configure_from_environment(scrape=scrape)
+        telemetry.begin_before_app()
         try:
-            async with admin_pages(pages, environment, processes):
+            async with admin_pages(pages, environment, processes, pool=controller.policy.pool):
                 yield
         finally:
-            await asyncio.to_thread(send_the_rest)
+            await telemetry.end()
 
 
 def _has_admin_port(environment: Mapping[str, str]) -> bool:

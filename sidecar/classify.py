@@ -198,7 +198,8 @@ class Classifier:
             return SourceAnswer(source, self._last - floor(value * self._last + 0.5), where, _shown(raw))
         tiers = ", ".join(tier.name for tier in self._policy.tiers)
         refusal = UnknownTier(
-            f"{where}: {_shown(raw)} is no tier; send one of {tiers}, or a number from 0 to 1 (1 is the most important)"
+            f"{where}: {_shown(raw)} is not a tier; "
+            f"send one of {tiers}, or a number from 0 to 1 (1 is the most important)"
         )
         return SourceAnswer(source, None, where, _shown(raw), refusal)
 

@@ -38,7 +38,7 @@ def _waited(story: Explanation) -> str:
 
 def _without_wait(story: Explanation) -> str:
     if story.refused is not None:
-        return f"{_turned_away(story.refused)}, without a wait"
+        return _turned_away(story.refused, at_once=True)
     if story.state == "arriving":
         return "is being read" if story.asked is None else "is being taken in"
     return "admitted at once, without a wait"
@@ -72,10 +72,10 @@ def _gave_way(attempt: AttemptDetails) -> str:
     )
 
 
-def _turned_away(refused: RefusalDetails) -> str:
+def _turned_away(refused: RefusalDetails, *, at_once: bool = False) -> str:
     if refused.status is None:
-        return refused.message
-    return f"refused with {refused.status} {refused.code}: {refused.message}"
+        return f"{refused.message}; it had not waited" if at_once else refused.message
+    return f"refused{' at once' if at_once else ''} with {refused.status} {refused.code}: {refused.message}"
 
 
 def _reason(in_the_way: ObstacleDetails | None, wait: WaitDetails) -> str:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from sidecar.durations import exact_duration
 from sidecar.explain.document import AdmittedAhead, Explanation, WaitDetails
 from sidecar.explain.phrases import counted
+from sidecar.telemetry.request_record import failure_description
 
 Clock = Callable[[float], str]
 """How a moment, in seconds since 1970, is written."""
@@ -102,7 +103,8 @@ def _how_it_ended(story: Explanation, clock: Clock) -> Iterator[Step]:
         yield Step("first byte", f"{at}, status {story.answered.status}")
     if ended is not None and refused is None:
         status = "" if ended.status is None else f", status {ended.status}"
-        error = "" if ended.error is None else f", {ended.error}"
+        failed = failure_description(ended.outcome, ended.status, ended.error)
+        error = "" if failed is None or ended.error is None else f", {failed}"
         used = counted(ended.tokens_used, "token")
         at = _at(story, ended.settled_at_s, clock)
         yield Step("settled", f"{at}: {ended.outcome}{status}{error}, {used} used")

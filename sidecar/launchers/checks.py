@@ -16,8 +16,8 @@ from sidecar.engines import Engine, NoEngine
 from sidecar.policy.compiler import load_files
 from sidecar.policy.model import Policy
 from sidecar.policy.warnings import warnings
-from sidecar.server.mounted import PROCESSES_VARIABLE, refuse_separate_pools
 from sidecar.server.server import CannotServe
+from sidecar.server.workers import PROCESSES_VARIABLE, ServerProcesses, refuse_separate_pools
 
 TRIED_VARIABLE = "SIDECAR_ADMIN_PORTS_TRIED"
 """Set for processes that run the launcher again (TensorRT-LLM's further frontends), when the first may listen."""
@@ -53,7 +53,7 @@ def announce_processes(count: int, policy: Policy) -> None:
     """
     try:
         if store_of(policy, os.environ) is None:
-            refuse_separate_pools(count)
+            refuse_separate_pools(ServerProcesses(count))
         if TRIED_VARIABLE not in os.environ:
             try_ports(os.environ, count)
     except (CannotServe, ValueError) as mistake:

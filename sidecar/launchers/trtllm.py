@@ -23,7 +23,7 @@ from sidecar.context import granted
 from sidecar.engines import Engine, NoEngine
 from sidecar.engines.tensorrt_llm import Route, TensorRtLlm
 from sidecar.launchers.checks import CannotLaunch, announce_processes, begin, count_given, imported
-from sidecar.server.mounted import PROCESSES_VARIABLE
+from sidecar.server.workers import PROCESSES_VARIABLE
 
 INSTALL = (
     "pip install tensorrt-llm (it needs an NVIDIA GPU), or run `sidecar serve` in front of a trtllm-serve elsewhere"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -27,6 +28,8 @@ LONGEST_INTERVAL_S = 1.0
 SHORTEST_INTERVAL_S = 0.05
 DRY_RUN_DRAIN_S = 5.0
 """How long the dry run still takes requests while it drains: until load balancers have noticed."""
+_UVICORN_CUTS = "Task cancelled, timeout graceful shutdown exceeded"
+"""Uvicorn's message when it cancels the requests that outlast its grace (`server.py`, 0.22 to 0.54)."""
 OBSERVES = "mode: observe: requests pass at once, the pool shows what enforcing would do"
 
 
@@ -48,7 +51,9 @@ class AdmissionController:
 
     `engine_key` is the engine's own API key: it replaces the tenant's. `is_proxied` says that the app is a reverse
     proxy, and the engine is another process. `unguarded` applies to other paths where the policy does not say; None
-    lets the app decide, at its first request. `engine_watch` knows whether the engine can be used.
+    lets the app decide, at its first request. `engine_watch` knows whether the engine can be used. `lifespan` serves
+    the server's lifespan: the app, with what the server's start and end need around it. `server` is the task of that
+    lifespan, None before it begins.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class AdmissionController:
     ) -> None:
         self.app = app
         self.engine_watch = engine_watch or EngineWatch(EnginePages(app), policy.engine, check=EngineCheck.OFF)
+        self.lifespan = app
         self.engine_key = None if engine_key is None else engine_key.encode("ascii")
         self._is_proxied = is_proxied
         self.snapshot = policy_snapshot(policy, dialect, estimator, self.engine_key, is_proxied=is_proxied)
@@ -85,6 +91,7 @@ class AdmissionController:
         self.pending_aborts = PendingAborts(pool.now_us)
         self.watchdog = Watchdog(_interval_s(policy), on_armed=self.pending_aborts.follow)
         self.is_draining = False
+        self.server: asyncio.Task[object] | None = None
 
     @property
     def policy(self) -> Policy:
@@ -116,6 +123,17 @@ class AdmissionController:
         The dry run refuses no request: it only reports that it is not ready.
         """
         self.is_draining = True
+
+    def is_stopping(self, canceled: asyncio.CancelledError) -> bool:
+        """Whether a request was canceled because the server stops, and not by an app around the middleware.
+
+        A server that is not ours ends its lifespan before its last requests, or cancels both, or says what it does.
+        Python 3.10 does not report that a task is being canceled: there the answer is no, and the server answers 500.
+        """
+        if self.is_draining or _UVICORN_CUTS in canceled.args:
+            return True
+        server = self.server
+        return server is not None and (server.done() or (sys.version_info >= (3, 11) and server.cancelling() > 0))
 
     async def drained(self) -> None:
         """Returns when no request is under way; in the dry run after `DRY_RUN_DRAIN_S` at the latest.

@@ -278,7 +278,9 @@ def refuse_background(payload: Payload, choice: Background) -> None:
             "leave it out, and send stream: true for a long answer (the policy's `background: hold` would allow it)"
         )
     if payload.names_response:
-        raise InvalidBody("request_id: a background response is followed by the id that the engine gives; leave it out")
+        raise InvalidBody(
+            "request_id: leave it out of a background request, which is followed by the id that the engine gives it"
+        )
 
 
 def refuse_what_is_too_much(api: Api, payload: Payload, policy: Policy) -> None:

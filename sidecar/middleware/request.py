@@ -45,6 +45,9 @@ from sidecar.middleware.wait import ClientChannel, ClientDisconnected, Comments,
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant, Lease
 
+CUT = "CancelledError"
+"""`Settled.error` of a request that the server cut off."""
+
 
 class Stage(IntEnum):
     """The stages of a request."""
@@ -74,9 +77,10 @@ class RequestHandler:
     """Handles one request to a guarded endpoint. `run` is called once."""
 
     __slots__ = (
-        "_admitted_us", "_attempt", "_background", "_body", "_call", "_client", "_controller", "_endpoint", "_headers",
-        "_intake", "_lease", "_preempted_us", "_preemptions", "_receive", "_received_us", "_reporter", "_request",
-        "_request_id", "_scope", "_snapshot", "_status", "_task", "_timed_out", "_usage", "stage",
+        "_admitted_us", "_attempt", "_background", "_body", "_call", "_client", "_controller", "_cut",
+        "_endpoint", "_headers", "_intake", "_lease", "_preempted_us", "_preemptions", "_receive",
+        "_received_us", "_reporter", "_request", "_request_id", "_scope", "_snapshot", "_status", "_task",
+        "_timed_out", "_usage", "stage",
     )  # fmt: skip
 
     _request: SizedRequest
@@ -104,6 +108,7 @@ class RequestHandler:
         self._status: int | None = None
         self._timed_out = False
         self._attempt: PreemptibleAttempt | None = None
+        self._cut: Draining | None = None
         self._call = EngineCall()
         self._background: BackgroundRequest | None = None
         self._preempted_us: int | None = None
@@ -116,6 +121,11 @@ class RequestHandler:
             grant = await self._granted_or_over(self._admission())
             while grant is not None and not await self._forward(grant):
                 grant = await self._granted_or_over(self._wait_again())
+        except asyncio.CancelledError as canceled:
+            if self._controller.is_stopping(canceled):
+                await self._answer_cut()
+            self._settle(Outcome.FAILED, CUT)
+            raise
         finally:
             self._end()
 
@@ -235,7 +245,7 @@ class RequestHandler:
 
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
         # The rest of an unread body is not read: the connection ends with the response.
-        closes = isinstance(error, BodyTimeout | BodyTooLarge | InvalidHeader)
+        closes = error is self._cut or isinstance(error, BodyTimeout | BodyTooLarge | InvalidHeader)
         headers = [(b"connection", b"close")] if closes else []
         if isinstance(error, TenantLimit):
             headers += allowance_headers(error.allowance)
@@ -276,10 +286,10 @@ class RequestHandler:
         token = current.set(granted)
         try:
             await controller.app(self._scope_for_app(forward, granted), receive, send)
-        except BaseException as error:
-            if attempt is None or not attempt.is_lost or not isinstance(error, Exception):
+        except Exception as error:
+            if attempt is None or not attempt.is_lost:
                 self._settle(Outcome.FAILED, type(error).__name__)
-                if self._client.keepalive is not None and isinstance(error, Exception):
+                if self._client.keepalive is not None:
                     await self._client.keepalive.break_off()
                 raise
         finally:
@@ -368,6 +378,13 @@ class RequestHandler:
 
     # -- the end
 
+    async def _answer_cut(self) -> None:
+        """Answers a request that the stopping server cuts off. A response that has begun can only end."""
+        if self.stage < Stage.FOLLOWED and self._status is None:
+            self._cut = Draining("this server stopped before the request was served; send it again", retry_after_s=1)
+            await self._refuse(self._cut, None)
+            self._status = self._cut.status
+
     def _settle(self, outcome: Outcome, error: str | None = None) -> None:
         """Ends a running request. Only the first call counts; a background response is followed to its own end."""
         if self.stage is not Stage.RUNNING:
@@ -417,7 +434,7 @@ class RequestHandler:
     def _end(self) -> None:
         """Leaves no lease, no ticket and no task, in whichever stage the request broke off."""
         if self.stage is Stage.READING:
-            self._reporter.canceled(None)
+            self._report_canceled(None)
             self.advance(Stage.OVER)
         elif self.stage is Stage.WAITING:
             self._withdraw()
@@ -430,13 +447,19 @@ class RequestHandler:
     def _withdraw(self) -> None:
         """Leaves the queue, as the task was canceled. Reports the wait when the pool has said how it went."""
         if self._lease.settle(0):
-            self._reporter.canceled(self._lease.grant)
+            self._report_canceled(self._lease.grant)
             return
         left = self._lease.leave()
         if left.done():
-            self._reporter.canceled(left.result())
+            self._report_canceled(left.result())
         else:
-            left.add_done_callback(lambda wait: self._reporter.canceled(wait.result()))
+            left.add_done_callback(lambda wait: self._report_canceled(wait.result()))
+
+    def _report_canceled(self, wait: Grant | None) -> None:
+        if self._cut is None:
+            self._reporter.canceled(wait)
+        else:
+            self._reporter.refused(self._cut, wait)
 
     def _now_us(self) -> int:
         return self._controller.pool.now_us()

@@ -10,6 +10,7 @@ some server might read as a generating path.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 from enum import Enum
@@ -42,7 +43,11 @@ _log = logging.getLogger("sidecar.unguarded")
 
 async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive: Receive, send: Send) -> None:
     """Serves one ASGI scope that no endpoint of the policy guards."""
-    if scope["type"] not in ("http", "websocket") or _only_reads(controller.snapshot.routes, scope):
+    if scope["type"] not in ("http", "websocket"):
+        controller.server = asyncio.current_task()
+        await controller.lifespan(scope, receive, send)
+        return
+    if _only_reads(controller.snapshot.routes, scope):
         await controller.app(scope, receive, send)
         return
     is_observing = controller.is_observing

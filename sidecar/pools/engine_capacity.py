@@ -93,7 +93,7 @@ class EngineSizedPool:
             await self.open()
         if self._size is None:
             raise CapacityUnknown(
-                f"the engine has not said yet how much it holds ({self._trouble}); try again", retry_after_s=1
+                f"the engine has not reported its capacity yet ({self._trouble}); try again", retry_after_s=1
             )
         return await self._pool.enter(ask)
 
@@ -123,7 +123,7 @@ class EngineSizedPool:
     def readiness(self) -> Sequence[str]:
         """See `Pool.readiness`."""
         if self._size is None:
-            return (f"the engine has not said yet how much it holds: {self._trouble}",)
+            return (f"the engine has not reported its capacity yet: {self._trouble}",)
         return self._pool.readiness()
 
     def notices(self) -> Sequence[str]:

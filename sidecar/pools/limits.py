@@ -95,7 +95,7 @@ class SizeLimits:
         """The refusal of one request more than a tier's queue may hold."""
         tier = self.policy.tiers[level]
         return QueueFull(
-            f"tier {tier.name} has {tier.max_waiting} requests waiting, which is all it may have; try again later",
+            f"tier {tier.name} has {tier.max_waiting} requests waiting, the most that it may have; try again later",
             retry_after_s=retry_after_s,
             level=level,
         )

@@ -208,7 +208,7 @@ class _Forwarding:
                 chunk = await content.readany()
             except (aiohttp.ClientError, asyncio.TimeoutError) as error:
                 self._proxy.on_failure(None)
-                raise ResponseCut(f"the engine broke off in the middle of its response: {said(error)}") from None
+                raise ResponseCut(f"the engine broke off in the middle of its answer: {said(error)}") from None
             complete = content.at_eof()
             if complete:
                 self._stop_watching()

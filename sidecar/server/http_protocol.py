@@ -16,14 +16,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import httptools
+from starlette.types import Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from sidecar.errors import AdmissionError, HeadTimeout, HeadTooLarge, InvalidHttp
 from sidecar.events import Headers
-from sidecar.middleware.error_responses import error_body, error_headers
+from sidecar.middleware.error_responses import error_body, error_headers, send_error, speaks_anthropic
 
 MOST_HEAD_BYTES = 64 * 1024
 """What h11 allows; nginx's default is 32 KiB, node's 16. Also for trailers, and for what frames a chunk."""
@@ -101,6 +103,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_in_head = True
         super().on_message_complete()
 
+    def cut(self, error: AdmissionError) -> None:
+        """Call this before the connection's requests are canceled: those without a response are answered `error`.
+
+        uvicorn answers a canceled request with a 500, by a method of its own. An app may still answer first.
+        """
+        for cycle in self._unfinished():
+            cycle.send_500_response = partial(_send_instead, cycle, error)  # type: ignore[method-assign]  # see above
+
     def _refuse_doubtful(self, name: bytes, value: bytes) -> None:
         """Raises InvalidHttp for what RFC 9112 forbids and the parser accepts (sections 3.2 and 6.1)."""
         if not name:
@@ -154,6 +164,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 _NO_HTTP = "this is not an HTTP/1.1 request, or its parts contradict each other; send it as RFC 9112 has it"
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+
+
+async def _send_instead(cycle: RequestResponseCycle, error: AdmissionError) -> None:
+    is_anthropic = speaks_anthropic(cycle.scope["path"])
+    send = cast("Send", cycle.send)
+    await send_error(send, error, anthropic=is_anthropic, headers=[(b"connection", b"close")])
 
 
 def _without_upgrade(headers: Headers) -> Headers:

@@ -1,32 +1,36 @@
 """Lifespan of a mounted middleware: steps at the server's start and end, a start that fails, services.
 
-A server that constructs the middleware from the environment alone gives it its app and its lifespan, and nothing else.
-So telemetry and the admin pages start and end with the lifespan, and a mistake in the environment fails the server's
-start. Each process of such a server has a queue of its own, unless they share one pool in a store.
+A server gives the middleware its app and its lifespan, and nothing else. So telemetry and the admin pages start and end
+with the lifespan, and a mistake in the environment fails the server's start. Each process of such a server has a queue
+of its own, unless they share one pool in a store.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidecar.server.server import CannotServe
+from sidecar.server.workers import ServerProcesses, refuse_separate_pools, server_processes
 
+_log = logging.getLogger("sidecar.mounted")
 _LAST_MESSAGES = frozenset(("lifespan.startup.failed", "lifespan.shutdown.complete", "lifespan.shutdown.failed"))
 
 
-class Mounted:
+class MountedLifespan:
     """Runs `services` around an app's lifespan. `is_shared` says that the pool is in a store.
 
-    `services` gets the number of server processes, and raises CannotServe or ValueError where it cannot start.
+    `services` gets the server's processes, and raises CannotServe or ValueError where it cannot start. So does a server
+    of several processes without a store.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        services: Callable[[int], AbstractAsyncContextManager[None]],
+        services: Callable[[ServerProcesses], AbstractAsyncContextManager[None]],
         *,
         is_shared: bool,
         environment: Mapping[str, str],
@@ -37,13 +41,7 @@ class Mounted:
         self._environment = environment
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one ASGI scope."""
-        if scope["type"] == "lifespan":
-            await self._lifespan(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
-
-    async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves a lifespan's scope."""
         pending: list[Message] = [await receive()]  # lifespan.startup: for the app, when the services have started
 
         async def received() -> Message:
@@ -56,14 +54,20 @@ class Mounted:
 
         async with AsyncExitStack() as started:
             try:
-                count = processes(scope, self._environment)
-                if not self._is_shared:
-                    refuse_separate_pools(count)
-                await started.enter_async_context(self._services(count))
+                processes = check_processes(scope, self._environment, is_shared=self._is_shared)
+                await started.enter_async_context(self._services(processes))
             except (CannotServe, ValueError) as mistake:
                 await send(startup_failed(mistake))
                 raise
             await self.app(scope, received, sent)
+
+
+def check_processes(scope: Scope, environment: Mapping[str, str], *, is_shared: bool) -> ServerProcesses:
+    """The server's processes, by its first scope. Raises ValueError where each would have a pool of its own."""
+    processes = server_processes(scope, environment)
+    if not is_shared:
+        refuse_separate_pools(processes)
+    return processes
 
 
 Step = Callable[[], Awaitable[None]]
@@ -75,7 +79,8 @@ class Lifespan:
     The steps of `opening` run before the app hears of the server's start, those of `asking` when the app has started:
     they may ask the app about its engine. The steps of `closing` run before the app hears of the server's end, after
     its last request. A part that is not ready reports that itself, in its responses and on `/readyz`. Only a step of
-    `asking` may raise, and only CannotServe: then the server's start fails, after the steps of `closing`.
+    `asking` may raise, and only CannotServe: then the server's start fails, after the steps of `closing`. The steps
+    also run where the app has no lifespan.
     """
 
     def __init__(
@@ -86,17 +91,13 @@ class Lifespan:
         self._after = {"lifespan.startup.complete": asking}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one ASGI scope."""
-        if scope["type"] == "lifespan":
-            await self._lifespan(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
-
-    async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves a lifespan's scope."""
+        heard: list[str] = []
         has_failed = False
 
         async def received() -> Message:
             message = await receive()
+            heard.append(message["type"])
             for step in self._before.get(message["type"], ()):
                 await step()
             return message
@@ -105,6 +106,7 @@ class Lifespan:
             nonlocal has_failed
             if has_failed:  # the server has heard why, and takes no other message
                 return
+            heard.append(message["type"])
             try:
                 for step in self._after.get(message["type"], ()):
                     await step()
@@ -116,7 +118,29 @@ class Lifespan:
                 raise
             await send(message)
 
-        await self.app(scope, received, sent)
+        try:
+            await self.app(scope, received, sent)
+        except Exception as error:
+            # Starlette sets `app`. An app of Starlette's has a lifespan, and this is a failure of its start.
+            if any(each in _OF_APP for each in heard) or "app" in scope:
+                raise
+            _log.info("the app has no lifespan (%s)", type(error).__name__, extra={"event": "no_lifespan"})
+        if not any(each in _OF_APP for each in heard):
+            await _without_app(received, sent, has_begun=bool(heard))
+
+
+_OF_APP = frozenset(
+    f"lifespan.{phase}.{result}" for phase in ("startup", "shutdown") for result in ("complete", "failed")
+)
+
+
+async def _without_app(receive: Receive, send: Send, *, has_begun: bool) -> None:
+    """The lifespan of an app that has none: it raised, or returned, without an answer."""
+    if not has_begun:
+        await receive()
+    await send({"type": "lifespan.startup.complete"})
+    await receive()
+    await send({"type": "lifespan.shutdown.complete"})
 
 
 class FailedStart:
@@ -142,29 +166,3 @@ class FailedStart:
 def startup_failed(mistake: Exception) -> Message:
     """The message that tells a server that its app cannot start. The app must raise `mistake` after it."""
     return {"type": "lifespan.startup.failed", "message": str(mistake)}
-
-
-PROCESSES_VARIABLE = "SIDECAR_PROCESSES"
-"""The number of processes, for servers that do not tell their app. The launchers set it."""
-
-
-def processes(scope: Scope, environment: Mapping[str, str]) -> int:
-    """The number that the server or the environment gives, else 1. Raises ValueError for an invalid number."""
-    arguments = getattr(getattr(scope.get("app"), "state", None), "args", None)
-    count = getattr(arguments, "api_server_count", None)  # vLLM's; None where there is one process
-    if isinstance(count, int):
-        return max(1, count)
-    written = environment.get(PROCESSES_VARIABLE, "").strip() or "1"
-    if not written.isdecimal() or int(written) < 1:
-        raise ValueError(f"{PROCESSES_VARIABLE}: {written!r} is no number of processes; write 1 or more")
-    return int(written)
-
-
-def refuse_separate_pools(count: int) -> None:
-    """Raises ValueError for several processes without a store."""
-    if count > 1:
-        raise ValueError(
-            f"{count} server processes share this engine, and each would admit a whole pool of its own: "
-            "set SIDECAR_STORE=redis://HOST:6379/0 so that they share one, start a single server process, "
-            "or run `sidecar serve` in front"
-        )

@@ -2,7 +2,8 @@
 
 A signal calls `drain`: from then on new requests get a 503, and `/readyz` says not ready. The port still accepts
 connections, so that clients get that answer rather than a refused connection. When the running requests are `drained`,
-or the grace is over, the port closes, then the admin port. A second signal ends the waiting at once.
+or the grace is over, the port closes, then the admin port. A second signal ends the waiting at once. Requests that are
+still under way then are cut off: they get a 503, or the end of a response that has begun.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from sidecar.errors import Draining
 from sidecar.proxy.proxy import ResponseCut
 from sidecar.server.http_protocol import BoundedHttpProtocol
 
@@ -27,6 +29,14 @@ _KEEP_ALIVE_S = 75
 _ADMIN_KEEP_ALIVE_S = 5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _HANGUP = (signal.SIGHUP,) if sys.platform != "win32" else ()
+
+
+_CUT_WITHIN_S = 1.0
+"""The longest time for the responses of requests that are cut off; afterwards their connections are aborted."""
+_FLUSH_ROUNDS = 50
+_STOPPED = Draining("this server stopped before the request was served; send it again", retry_after_s=1)
+
+_log = logging.getLogger("sidecar.serve")
 
 
 class CannotServe(Exception):
@@ -82,6 +92,10 @@ def run(main: Coroutine[Any, Any, None]) -> None:
         uvloop.run(main)
 
 
+def _counted(requests: int) -> str:
+    return "1 request was" if requests == 1 else f"{requests} requests were"
+
+
 async def _all_ready(servers: list[_Server]) -> None:
     for server in servers:
         await server.ready.wait()
@@ -126,7 +140,8 @@ class _Server(uvicorn.Server):
             proxy_headers=False,
         )
         super().__init__(config)
-        logging.getLogger("uvicorn.error").addFilter(_without_traceback)
+        logging.getLogger("uvicorn.error").addFilter(self._without_traceback)
+        self._is_cutting = False
         self.name = name
         self.socket = listener
         self.ready = asyncio.Event()
@@ -157,22 +172,55 @@ class _Server(uvicorn.Server):
         return False
 
     async def end(self, serving: asyncio.Task[None], deadline_s: float, at_once: asyncio.Event) -> None:
-        """Closes the port. Running requests are canceled at the loop's time `deadline_s`, or when `at_once` is set.
+        """Closes the port. Requests are cut off that run at the loop's time `deadline_s`, or when `at_once` is set.
 
         `serving` is the task that runs this server.
         """
-        grace_left_s = 0.0 if at_once.is_set() else max(0.0, deadline_s - asyncio.get_running_loop().time())
-        # uvicorn passes it to asyncio.wait_for, which takes fractions.
-        self.config.timeout_graceful_shutdown = grace_left_s  # type: ignore[assignment]
         self.should_exit = True
-        await _wait_first(serving, at_once.wait())
-        for request in self.server_state.tasks:
-            request.cancel()
+        grace_left_s = deadline_s - asyncio.get_running_loop().time()
+        if not at_once.is_set() and grace_left_s > 0:
+            await _wait_first(serving, at_once.wait(), timeout_s=grace_left_s)
+        if not serving.done():
+            await self._cut("a second signal came" if at_once.is_set() else "the grace is over")
         await serving
+
+    async def _cut(self, reason: str) -> None:
+        """Cancels every request, and closes every connection. Nothing new comes in."""
+        for listener in self.servers:
+            listener.close()
+        connections, requests = tuple(self.server_state.connections), tuple(self.server_state.tasks)
+        self._is_cutting = True
+        for connection in connections:
+            connection.cut(_STOPPED)  # type: ignore[union-attr]  # all are of our protocol
+            connection.shutdown()
+        for request in requests:
+            request.cancel()
+        if requests:
+            _log.warning("%s cut off: %s", _counted(len(requests)), reason, extra={"event": "cut", "code": "draining"})
+            await asyncio.wait(requests, timeout=_CUT_WITHIN_S)
+        for _ in range(_FLUSH_ROUNDS):
+            if not self.server_state.connections:
+                return
+            await asyncio.sleep(_CUT_WITHIN_S / _FLUSH_ROUNDS)
+        for connection in tuple(self.server_state.connections):  # their clients do not read
+            if connection.transport is not None:
+                connection.transport.abort()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    def _without_traceback(self, record: logging.LogRecord) -> bool:
+        """Logs an end with a known reason in one line, because its traceback would only show the sidecar's own code.
+
+        Requests that the server cuts off have one line together.
+        """
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, asyncio.CancelledError) and self._is_cutting:
+            return False
+        if isinstance(error, ResponseCut):
+            record.msg, record.args, record.exc_info = str(error), (), None
+        return True
 
 
 class _Signals:
@@ -222,13 +270,3 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         except OSError as error:
             raise CannotServe(f"cannot listen on {host}:{port}: {error.strerror}") from None
         yield listener
-
-
-def _without_traceback(record: logging.LogRecord) -> bool:
-    """Logs an end with a known reason in one line: its traceback would only show the sidecar's own code."""
-    error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, asyncio.CancelledError):
-        record.msg, record.args, record.exc_info = "a request was cut off: the server stops", (), None
-    elif isinstance(error, ResponseCut):
-        record.msg, record.args, record.exc_info = str(error), (), None
-    return True

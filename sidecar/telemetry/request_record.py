@@ -181,6 +181,14 @@ _FAILURES: Final = {
 """A clause for each known value of `Settled.error`."""
 
 
+_CODES: Final = {"ResponseCut": "response_cut", "CancelledError": "server_stopped"}
+
+
+def failure_code(error: str | None) -> str | None:
+    """A word for a value of `Settled.error`, for people: not the name of an exception that only the code knows."""
+    return None if error is None else _CODES.get(error, error)
+
+
 def failure_description(outcome: str, status: int | None, error: str | None) -> str | None:
     """A clause that says how a settled request failed; None where it did not fail, and where its client disconnected.
 

@@ -267,7 +267,7 @@ async def test_a_refusal_without_a_wait_and_one_after_a_wait() -> None:
         await finished(app, sent)
         stranger, too_long = await sidecar.story("stranger"), await sidecar.story("too-long")
     assert stranger.conclusion == (
-        "refused with 401 invalid_api_key: this API key is not known here; ask the operator for one, without a wait"
+        "refused at once with 401 invalid_api_key: this API key is not known here; ask the operator for one"
     )
     assert (stranger.state, stranger.asked, stranger.wait, stranger.admitted) == ("refused", None, None, None)
     assert too_long.state == "refused"

@@ -163,7 +163,7 @@ async def test_a_full_queue_refuses_with_when_to_come_back(harness: Harness) -> 
     pool = await harness.pool(simple(max_waiting=2), Clock())
     first = await pool.enter(ask(tokens=100))
     waiting = [await pool.enter(ask(tokens=100)) for _ in range(2)]
-    with pytest.raises(QueueFull, match="tier high has 2 requests waiting, which is all it may have") as refused:
+    with pytest.raises(QueueFull, match="tier high has 2 requests waiting, the most that it may have") as refused:
         await pool.enter(ask(tokens=100))
     assert refused.value.status == 503
     assert refused.value.retry_after_s is not None

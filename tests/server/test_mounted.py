@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 from fastapi import FastAPI
+from opentelemetry import metrics
+from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.util._once import Once
 
 from sidecar.app import AdmissionMiddleware
-from sidecar.server.mounted import processes
 from tests.support.middleware import write_policy
 from tests.support.ports import free_ports
 from tests.support.redis_servers import free_port
@@ -73,15 +76,12 @@ async def test_all_of_it_has_ended_when_the_server_is_told_so(monkeypatch: pytes
     assert listens == {"lifespan.startup.complete": True, "lifespan.shutdown.complete": False}
 
 
-async def test_two_processes_take_a_port_each_and_one_more_finds_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_more_than_was_said_finds_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIDECAR_PROCESSES", "2")
     monkeypatch.setenv("SIDECAR_STORE", "redis://127.0.0.1:9/0")
     first = free_ports(2)
     monkeypatch.setenv("SIDECAR_ADMIN_PORT", str(first))
-    async with serving(guarded()), serving(guarded()), aiohttp.ClientSession() as client:
-        for port in (first, first + 1):
-            async with client.get(f"http://127.0.0.1:{port}/healthz") as page:
-                assert page.status == 200
+    with socket.create_server(("127.0.0.1", first)), socket.create_server(("127.0.0.1", first + 1)):
         said = started("").stderr
     assert f"cannot listen on 127.0.0.1:{first + 1}" in said
     assert f"the last of 2 from {first} on" in said
@@ -100,7 +100,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     """Runs it in a process of its own, from the repository's root."""
     command = [sys.executable, "-c", code]
     root = Path(__file__).parents[2]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.parametrize(
@@ -197,23 +197,119 @@ def test_the_logging_of_the_process_is_left_alone(monkeypatch: pytest.MonkeyPatc
     assert "sidecar: admin on http://127.0.0.1:" in ended.stderr
 
 
-async def test_a_policy_that_is_passed_leaves_the_environment_to_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    monkeypatch.setenv("SIDECAR_ADMIN_PORT", str(port))
+def passed() -> FastAPI:
+    """As the README has it: the middleware is constructed with its policy."""
     app = FastAPI()
     app.add_middleware(AdmissionMiddleware, policy=os.environ["SIDECAR_POLICY"])
-    async with serving(app), aiohttp.ClientSession() as client:
+    return app
+
+
+async def test_a_middleware_with_a_policy_has_the_admin_pages_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv("SIDECAR_ADMIN_PORT", str(port))
+    async with aiohttp.ClientSession() as client:
+        async with serving(passed()) as served:
+            async with client.post(served.url + "/v1/completions", json={"prompt": "hi"}) as answer:
+                named = answer.headers["x-request-id"]
+            for path, shown in (
+                ("/", "<!doctype html>"),
+                ("/metrics", "admission_admitted_total"),
+                (f"/requests/{named}", named),
+                ("/readyz", "ready"),
+            ):
+                async with client.get(f"http://127.0.0.1:{port}{path}") as page:
+                    assert (page.status, shown in await page.text()) == (200, True), path
         with pytest.raises(aiohttp.ClientConnectionError):
             await client.get(f"http://127.0.0.1:{port}/healthz")
 
 
-def test_the_server_says_how_many_processes_there_are() -> None:
-    def told(count: object) -> dict[str, object]:
-        return {"app": SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(api_server_count=count)))}
+async def test_without_the_variable_it_leaves_the_process_alone() -> None:
+    before = metrics.get_meter_provider()
+    async with serving(passed()):
+        assert metrics.get_meter_provider() is before
 
-    assert processes(told(3), {"SIDECAR_PROCESSES": "2"}) == 3
-    assert processes(told(None), {"SIDECAR_PROCESSES": "2"}) == 2
-    assert processes({}, {}) == 1
+
+async def test_an_sdk_that_the_app_installs_while_it_starts_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may install one only once: ours must not be first."""
+    port = free_port()
+    monkeypatch.setenv("SIDECAR_ADMIN_PORT", str(port))
+    own = MeterProvider()
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        metrics.set_meter_provider(own)
+        yield
+
+    app = FastAPI(lifespan=lifespan)
+    app.add_middleware(AdmissionMiddleware, policy=os.environ["SIDECAR_POLICY"])
+    async with serving(app), aiohttp.ClientSession() as client:
+        assert metrics.get_meter_provider() is own
+        async with client.get(f"http://127.0.0.1:{port}/metrics") as page:
+            assert "this process had set up OpenTelemetry's metrics before" in await page.text()
+
+
+async def test_a_mistake_in_the_apps_own_telemetry_is_a_line_and_no_failed_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SIDECAR_ADMIN_PORT", str(port := free_port()))
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "zipkin")
+    url = f"http://127.0.0.1:{port}/metrics"
+    async with serving(passed()), aiohttp.ClientSession() as client, client.get(url) as page:
+        assert 'OTEL_TRACES_EXPORTER: "zipkin" is not supported' in await page.text()
+    assert 'OTEL_TRACES_EXPORTER: "zipkin" is not supported' in caplog.text
+
+
+async def test_the_second_middleware_of_a_process_has_no_pages_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_port()
+    monkeypatch.setenv("SIDECAR_ADMIN_PORT", str(port))
+    url = f"http://127.0.0.1:{port}/healthz"
+    warned = f"another middleware of this process has the admin port {port}"
+    logger = logging.getLogger("uvicorn.error")
+    logger.addHandler(caplog.handler)
+    shown: dict[str, Any] = {"log_level": "warning", "log_config": None}  # the default takes the handler away
+    try:
+        async with aiohttp.ClientSession() as client:
+            async with serving(passed(), **shown), serving(passed(), **shown), client.get(url) as page:
+                assert page.status == 200
+            assert warned in caplog.text
+            caplog.clear()
+            async with serving(passed(), **shown), client.get(url) as page:
+                assert page.status == 200
+        assert warned not in caplog.text
+    finally:
+        logger.removeHandler(caplog.handler)
+
+
+async def test_an_app_without_a_lifespan_has_the_pages_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv("SIDECAR_ADMIN_PORT", str(port))
+
+    async def raising(scope: Any, receive: Any, send: Any) -> None:
+        assert scope["type"] == "http"
+
+    async def silent(scope: Any, receive: Any, send: Any) -> None:
+        return None
+
+    url = f"http://127.0.0.1:{port}/readyz"
+    for app in (raising, silent):
+        sidecar = AdmissionMiddleware(app, policy=os.environ["SIDECAR_POLICY"])
+        async with serving(sidecar), aiohttp.ClientSession() as client, client.get(url) as page:
+            assert page.status == 200
+
+
+async def test_a_middleware_that_no_lifespan_reaches_says_that_it_has_no_pages(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SIDECAR_ADMIN_PORT", str(free_port()))
+    outer = FastAPI()
+    outer.mount("/llm", AdmissionMiddleware(FastAPI(), policy=os.environ["SIDECAR_POLICY"]))
+    async with serving(outer) as served, aiohttp.ClientSession() as client:
+        for _ in range(2):
+            async with client.get(served.url + "/llm/"):
+                pass
+    assert caplog.text.count("SIDECAR_ADMIN_PORT is set, and there are no admin pages") == 1
 
 
 def test_spans_are_sent_when_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:

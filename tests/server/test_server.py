@@ -119,7 +119,7 @@ async def test_an_engine_that_breaks_off_is_one_line_in_the_log() -> None:
         process.signal(signal.SIGTERM)
         assert await process.exit_code() == 0
         errors = await process.errors()
-    assert "the engine broke off in the middle of its response" in errors
+    assert "the engine broke off in the middle of its answer" in errors
     assert len(errors.splitlines()) == 1
 
 

@@ -9,6 +9,9 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+WITHIN_S = 30.0
+"""A start takes a second on an idle machine, and ten on a busy one."""
+
 
 class Running:
     """The process while it runs; `exit_code` waits for its end."""
@@ -17,8 +20,8 @@ class Running:
         self._process = process
 
     async def line(self, pattern: str) -> re.Match[str]:
-        """Reads its output up to a line that matches; fails after 10 s or when the output ends."""
-        return await asyncio.wait_for(self._line(pattern), 10)
+        """Reads its output up to a line that matches; fails after `WITHIN_S` or when the output ends."""
+        return await asyncio.wait_for(self._line(pattern), WITHIN_S)
 
     async def _line(self, pattern: str) -> re.Match[str]:
         assert self._process.stdout is not None
@@ -30,15 +33,15 @@ class Running:
     async def errors(self) -> str:
         """Its standard error, to the end."""
         assert self._process.stderr is not None
-        return (await asyncio.wait_for(self._process.stderr.read(), 10)).decode()
+        return (await asyncio.wait_for(self._process.stderr.read(), WITHIN_S)).decode()
 
     def signal(self, number: signal.Signals) -> None:
         """Sends it a signal."""
         self._process.send_signal(number)
 
     async def exit_code(self) -> int:
-        """Waits for its end, at most 10 s."""
-        return await asyncio.wait_for(self._process.wait(), 10)
+        """Waits for its end, at most `WITHIN_S`."""
+        return await asyncio.wait_for(self._process.wait(), WITHIN_S)
 
 
 @asynccontextmanager

@@ -113,7 +113,6 @@ def test_what_goes_wrong_is_a_line(events: list[Event], level: str, event: str, 
     ("end", "said"),
     [
         ((Outcome.FAILED, 200, "ResponseCut"), "the engine broke off in the middle of its answer"),
-        ((Outcome.FAILED, None, "CancelledError"), "the server stopped before the answer was complete"),
         ((Outcome.FAILED, None, "KeyError"), "the app around the engine failed with KeyError"),
         ((Outcome.COMPLETED, 502, "engine_unreachable"), "the engine could not be reached, or broke off before it"),
         ((Outcome.COMPLETED, 503, None), "answered with an error, status 503"),
@@ -126,7 +125,24 @@ def test_a_failure_is_said_in_the_words_that_explain_has(
         tell(RequestLog(), CLASSIFIED, ADMITTED, settled(*end))
     (line,) = map(json.loads, written)
     assert line["message"].startswith(f"request mine failed: {said}")
-    assert line["code"] == (end[2] or str(end[1]))
+    assert line["code"] == {"ResponseCut": "response_cut"}.get(end[2] or "", end[2] or str(end[1]))
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        ([CLASSIFIED, Refused(1, "draining", "stopping", 503)], "refused with 503 draining: stopping"),
+        ([CLASSIFIED, ADMITTED, settled(Outcome.FAILED, 503, "CancelledError")], "failed: the server stopped before"),
+    ],
+)
+def test_requests_of_a_server_that_stops_have_a_line_at_debug_alone(events: list[Any], said: str) -> None:
+    """The server says in one line how many they are."""
+    with lines("info") as written:
+        tell(RequestLog(), *events)
+    assert written == []
+    with lines("debug") as written:
+        tell(RequestLog(), *events)
+    assert said in json.loads(written[0])["message"]
 
 
 @pytest.mark.parametrize(("level", "expected"), [("info", 0), ("debug", 2)])

@@ -263,6 +263,8 @@ class RequestWatcher:
     def _outcome(self, error: BaseException | None, *, is_complete: bool) -> tuple[Outcome, str | None]:
         if is_complete and self._is_answered:
             return Outcome.COMPLETED, None
+        if isinstance(error, asyncio.CancelledError) and self._controller.is_stopping(error):
+            return Outcome.FAILED, type(error).__name__
         if self._disconnected or isinstance(error, asyncio.CancelledError):
             return Outcome.CLIENT_LEFT, None  # even where the app made something else of it
         return Outcome.FAILED, "incomplete_response" if error is None else type(error).__name__

@@ -176,7 +176,7 @@ class Outage:
 
     def _unavailable(self, ask: Ask) -> StoreUnavailable:
         if self._is_refused:
-            why = "the pool has other tiers than this replica, which it refuses; try again"
+            why = "this replica admits nothing, because its policy and its pool have other tiers; try another replica"
         elif self._known is None:
             why = "the store of this pool has not been reached yet; try again"
         elif not self._divides:

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 
 from sidecar.events import Admitted, Outcome, Refused, Settled, UnguardedRequest
 from sidecar.telemetry.logs.flood import WINDOW_S, FloodGuard
-from sidecar.telemetry.request_record import EventHandlers, RequestRecord, failure_description
+from sidecar.telemetry.request_record import EventHandlers, RequestRecord, failure_code, failure_description
 
 REQUESTS = "sidecar.requests"
 """The name of the logger."""
 MOST_MESSAGE = 500
 """Characters of a refusal's message in a line."""
+
+_DRAINING, _STOPPED = "draining", "server_stopped"
 
 Fields = dict[str, Any]
 
@@ -84,8 +86,10 @@ class RequestLog:
         if event.status is None:
             self.write_bounded(logging.INFO, "request %s: %s", (record.request_id, message), fields)
             return
-        # An error of the client's is the client's concern; a refusal for lack of room is the operator's.
+        # An error of the client's is the client's concern; a refusal for lack of room is the operator's. A server that
+        # stops has lines of its own, with the number of the requests.
         level = logging.WARNING if event.status >= 500 else logging.INFO
+        level = logging.DEBUG if event.code == _DRAINING else level
         arguments = (record.request_id, event.status, event.code, message)
         self.write_bounded(level, "request %s refused with %d %s: %s", arguments, fields)
 
@@ -108,7 +112,8 @@ class RequestLog:
             self._write(logging.DEBUG, "request %s %s", (record.request_id, fields["code"]), fields)
         else:
             arguments = (record.request_id, failure_description(event.outcome, event.status, event.error))
-            self.write_bounded(logging.WARNING, "request %s failed: %s", arguments, fields)
+            level = logging.DEBUG if failure == _STOPPED else logging.WARNING
+            self.write_bounded(level, "request %s failed: %s", arguments, fields)
 
 
 class UnguardedLog:
@@ -146,7 +151,7 @@ def _request_fields(record: RequestRecord, wait: Admitted | Refused | None) -> F
 def _failure(event: Settled) -> str | None:
     """A word for the engine's failure, None where it did not fail; a client's disconnect is no failure."""
     if event.outcome is Outcome.FAILED:
-        return event.error or Outcome.FAILED.value
+        return failure_code(event.error) or Outcome.FAILED.value
     if event.outcome is Outcome.COMPLETED and event.status is not None and event.status >= 500:
         return event.error or str(event.status)
     return None

@@ -10,7 +10,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind
 
 from sidecar.events import Admitted, Classified, Observed, Outcome, Queued, Received, Refused, Settled
 from sidecar.telemetry import semconv
-from sidecar.telemetry.request_record import RequestRecord
+from sidecar.telemetry.request_record import RequestRecord, failure_description
 from sidecar.telemetry.spans.links import FindLinks, WaitLinks
 from sidecar.telemetry.spans.open_span import Attributes, Moment, OpenSpan
 
@@ -213,8 +213,8 @@ def _failure(event: Settled, written: Attributes, *, from_status: int) -> str | 
     A client's disconnect is no failure.
     """
     if event.outcome is Outcome.FAILED:
-        written[semconv.ERROR_TYPE] = error_type = event.error or Outcome.FAILED.value
-        return f"the engine failed: {error_type}"
+        written[semconv.ERROR_TYPE] = event.error or Outcome.FAILED.value
+        return failure_description(event.outcome, event.status, event.error)
     if event.outcome is not Outcome.CLIENT_LEFT and event.status is not None and event.status >= from_status:
         written[semconv.ERROR_TYPE] = event.error or str(event.status)
         return f"the engine answered {event.status}"

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from sidecar.admin.port import PORT_VARIABLE
 from sidecar.app import STORE_VARIABLE
 from sidecar.policy.model import Policy
 from sidecar.policy.store import StoreAddress, store_address
@@ -138,7 +139,8 @@ class Sharing:
         return store_address(self.store)
 
 
-_OUR_STORE = frozenset((STORE_VARIABLE, STORE_VARIABLE + FILE_SUFFIX))
+_LEFT_OUT = frozenset((STORE_VARIABLE, STORE_VARIABLE + FILE_SUFFIX, PORT_VARIABLE))
+"""The user's own settings that are not for the demo's servers: their store, and the port of their admin pages."""
 START_WITHIN_S = 60.0
 """A server needs about a second; a machine that is busy with other things, many."""
 END_WITHIN_S = 1.0
@@ -200,7 +202,7 @@ def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def _start(command: Sequence[str], store: str | None) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in _OUR_STORE}
+    environment = {name: value for name, value in os.environ.items() if name not in _LEFT_OUT}
     if store is not None:
         environment[STORE_VARIABLE] = store
     return subprocess.Popen(

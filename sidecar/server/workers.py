@@ -1,0 +1,121 @@
+"""Number of server processes that share one engine, as the server, its supervisor or the environment says it.
+
+Each process of a server has a queue of its own, unless they share one pool in a store. So several processes without a
+store would each admit a whole pool. A supervisor does not report to the app how many it starts, so this module reads it
+where the supervisor keeps it. Read from uvicorn 0.54 (`_subprocess.py`, `supervisors/multiprocess.py`), gunicorn 27
+(`arbiter.py`), hypercorn 0.18 (`run.py`) and granian 2.8 (`server/mp.py`, `server/common.py`).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any, NamedTuple
+
+from starlette.types import Scope
+
+PROCESSES_VARIABLE = "SIDECAR_PROCESSES"
+"""The number of processes, where the server does not report it. The launchers set it, and it overrides supervisors."""
+
+
+class ServerProcesses(NamedTuple):
+    """`number` processes that serve one engine. `supervisor` started them; None where no known one did.
+
+    A supervisor may start a new process before the one that it replaces has ended.
+    """
+
+    number: int
+    supervisor: str | None = None
+
+
+def server_processes(scope: Scope, environment: Mapping[str, str]) -> ServerProcesses:
+    """The processes that serve the app of a lifespan's `scope`. Raises ValueError for an invalid number.
+
+    vLLM's own number comes first, then that of the environment, then that of the supervisor.
+    """
+    arguments = getattr(getattr(scope.get("app"), "state", None), "args", None)
+    count = getattr(arguments, "api_server_count", None)  # vLLM's; None where there is one process
+    if isinstance(count, int):
+        return ServerProcesses(max(1, count))
+    supervised = _supervised()
+    written = environment.get(PROCESSES_VARIABLE, "").strip()
+    if not written:
+        return supervised
+    if not written.isdecimal() or int(written) < 1:
+        raise ValueError(f"{PROCESSES_VARIABLE}: {written!r} is no number of processes; write 1 or more")
+    return supervised._replace(number=int(written))
+
+
+def refuse_separate_pools(processes: ServerProcesses) -> None:
+    """Raises ValueError for several processes; call it where there is no store."""
+    number, supervisor = processes
+    if number > 1:
+        started = f"{number} server processes" if supervisor is None else f"{number} server processes of {supervisor}"
+        switch = "" if supervisor is None else f"; if each has an engine of its own, set {PROCESSES_VARIABLE}=1"
+        raise ValueError(
+            f"{started} share this engine, and each would admit a whole pool of its own: "
+            "set SIDECAR_STORE=redis://HOST:6379/0 so that they share one, start a single server process, "
+            f"or run `sidecar serve` in front{switch}"
+        )
+
+
+def _supervised() -> ServerProcesses:
+    """The processes of the supervisor that started this one; one where it is not known to have several."""
+    return _of_multiprocessing() or _of_stack() or _of_command() or ServerProcesses(1)
+
+
+_WITH_CONFIG = frozenset(("uvicorn", "hypercorn"))
+
+
+def _of_multiprocessing() -> ServerProcesses | None:
+    """Uvicorn's and hypercorn's supervisors pass their configuration to each process that they start.
+
+    It has the number in every way that they take one: `--workers`, `WEB_CONCURRENCY`, a file, an argument of `run`.
+    uvicorn ignores the number where it reloads, and starts one.
+    """
+    config = getattr(multiprocessing.current_process(), "_kwargs", {}).get("config")
+    supervisor = _package(config)
+    workers = getattr(config, "workers", None)
+    if supervisor not in _WITH_CONFIG or not isinstance(workers, int):
+        return None
+    return ServerProcesses(1 if getattr(config, "reload", False) is True else max(1, workers), supervisor)
+
+
+def _of_stack() -> ServerProcesses | None:
+    """Gunicorn and granian fork in the middle of their supervisor, which is still on the stack of the main thread."""
+    if "gunicorn.arbiter" not in sys.modules and "granian.server" not in sys.modules:
+        return None
+    for owner in _owners(sys._current_frames().get(threading.main_thread().ident or 0)):
+        package, module = _package(owner), type(owner).__module__
+        workers = getattr(owner, "num_workers", None) if package == "gunicorn" else getattr(owner, "workers", None)
+        if module.startswith(("gunicorn.arbiter", "granian.server")) and isinstance(workers, int):
+            return ServerProcesses(max(1, workers), package)
+    return None
+
+
+def _owners(frame: FrameType | None) -> Iterator[Any]:
+    """The objects whose methods are on the stack."""
+    while frame is not None:
+        if (owner := frame.f_locals.get("self")) is not None:
+            yield owner
+        frame = frame.f_back
+
+
+def _of_command() -> ServerProcesses | None:
+    """Granian where it does not fork: the new process has the command line of its supervisor, and its environment."""
+    if multiprocessing.current_process().name != "granian-worker":
+        return None
+    written = os.environ.get("GRANIAN_WORKERS", "1")
+    for option, value in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+        name, _, attached = option.partition("=")
+        if name == "--workers":
+            written = attached or value
+    return ServerProcesses(max(1, int(written)) if written.isdecimal() else 1, "granian")
+
+
+def _package(owner: object) -> str:
+    return type(owner).__module__.partition(".")[0]
