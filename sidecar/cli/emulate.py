@@ -109,13 +109,15 @@ def run(args: argparse.Namespace) -> int:
         try:
             listeners.append(bind(args.host, port))
         except OSError as error:
+            for listener in listeners:
+                listener.close()
             print(f"sidecar emulate: cannot listen on {args.host}:{port}: {error.strerror or error}")
             return 1
-    if args.replicas is None:
-        greeting = _summary(args, configs[0], _url(args.host, listeners[0]))
-        serve(configs[0], listeners[0], partial(_say, greeting), args.startup_delay)
-        return 0
-    return run_replicas(_replicas(args, configs, listeners), _say)
+    if args.replicas is not None:
+        return run_replicas(_replicas(args, configs, listeners), _say)
+    greeting = _summary(args, configs[0], _url(args.host, listeners[0]))
+    serve(configs[0], listeners[0], partial(_say, greeting), args.startup_delay)
+    return 0
 
 
 def _replicas(

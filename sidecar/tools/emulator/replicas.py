@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +21,9 @@ from sidecar.tools.emulator.config import EmulatorConfig
 from sidecar.tools.emulator.server import serve
 
 Say: TypeAlias = Callable[[str], None]
+CTRL_C_PATIENCE_S = 2.0
+"""A replica that starts does not hear Ctrl-C, and one that ends its streams needs a moment."""
+
 _SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -41,16 +46,12 @@ def run_replicas(replicas: Sequence[Replica], say: Say) -> int:
     """
     running: dict[SpawnProcess, Replica] = {}
     stopping = _Stopping(running)
-    for sig in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sig, stopping.handle)
-    for replica in replicas:
-        process = _SPAWN.Process(target=_run, args=(replica, say), daemon=True)
-        process.start()
-        running[process] = replica
-        # A copy that stays open here would accept connections, for no one, after the replica's death.
-        replica.listener.close()
+    signal.signal(signal.SIGTERM, stopping.handle)
+    _start(replicas, running, say)
+    signal.signal(signal.SIGINT, stopping.handle)
+    stopping.pass_on()
     while running:
-        wait([process.sentinel for process in running])
+        wait([process.sentinel for process in running], stopping.patience_s())
         for process in [process for process in running if not process.is_alive()]:
             replica = running.pop(process)
             if not stopping.signal:
@@ -58,19 +59,48 @@ def run_replicas(replicas: Sequence[Replica], say: Say) -> int:
     return 0 if stopping.signal else 1
 
 
+def _start(replicas: Sequence[Replica], running: dict[SpawnProcess, Replica], say: Say) -> None:
+    # A process that still imports its modules inherits this, so that Ctrl-C gets no traceback from it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for replica in replicas:
+        process = _SPAWN.Process(target=_run, args=(replica, say), daemon=True)
+        process.start()
+        running[process] = replica
+        # A copy that stays open here would accept connections, for no one, after the replica's death.
+        replica.listener.close()
+
+
 class _Stopping:
     """Handler of the signals that end all. `signal` is the last one, 0 before the first."""
 
     def __init__(self, running: dict[SpawnProcess, Replica]) -> None:
         self._running = running
+        self._kill_at_s = math.inf
         self.signal = 0
 
     def handle(self, sig: int, frame: FrameType | None) -> None:
+        """Called by the signal's handler, between any two instructions."""
         del frame
         self.signal = sig
-        for process in list(self._running):
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        """Sends the signal, if there was one, to all that run."""
+        if self.signal == signal.SIGINT:
+            self._kill_at_s = time.monotonic() + CTRL_C_PATIENCE_S
+        for process in list(self._running) if self.signal else ():
             if process.pid is not None and process.is_alive():
-                os.kill(process.pid, sig)
+                os.kill(process.pid, self.signal)
+
+    def patience_s(self) -> float | None:
+        """How long to wait for the next end; None without a limit. Kills those that ignored Ctrl-C for too long."""
+        if self._kill_at_s == math.inf:
+            return None
+        if time.monotonic() >= self._kill_at_s:
+            for process in self._running:
+                process.kill()
+            return None
+        return self._kill_at_s - time.monotonic()
 
 
 def _obituary(process: SpawnProcess, replica: Replica, left: int, of: int) -> str:
@@ -83,6 +113,7 @@ def _obituary(process: SpawnProcess, replica: Replica, left: int, of: int) -> st
 def _run(replica: Replica, say: Say) -> None:
     """The replica's own process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the server has its own handler
     greeting = f"{replica.greeting}, process {os.getpid()}"
     serve(replica.config, replica.listener, partial(say, greeting), replica.startup_delay_s)
 
