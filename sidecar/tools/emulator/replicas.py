@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from types import FrameType
@@ -46,9 +47,9 @@ def run_replicas(replicas: Sequence[Replica], say: Say) -> int:
     """
     running: dict[SpawnProcess, Replica] = {}
     stopping = _Stopping(running)
-    signal.signal(signal.SIGTERM, stopping.handle)
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, stopping.handle)
     _start(replicas, running, say)
-    signal.signal(signal.SIGINT, stopping.handle)
     stopping.pass_on()
     while running:
         wait([process.sentinel for process in running], stopping.patience_s())
@@ -60,14 +61,16 @@ def run_replicas(replicas: Sequence[Replica], say: Say) -> int:
 
 
 def _start(replicas: Sequence[Replica], running: dict[SpawnProcess, Replica], say: Say) -> None:
-    # A process that still imports its modules inherits this, so that Ctrl-C gets no traceback from it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # or the first start would do it, and unblock the signal
+    # The processes inherit it: Ctrl-C waits until they have imported their modules, and gets no traceback from there.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     for replica in replicas:
         process = _SPAWN.Process(target=_run, args=(replica, say), daemon=True)
         process.start()
         running[process] = replica
         # A copy that stays open here would accept connections, for no one, after the replica's death.
         replica.listener.close()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 class _Stopping:
@@ -114,6 +117,7 @@ def _run(replica: Replica, say: Say) -> None:
     """The replica's own process."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the server has its own handler
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     greeting = f"{replica.greeting}, process {os.getpid()}"
     serve(replica.config, replica.listener, partial(say, greeting), replica.startup_delay_s)
 
