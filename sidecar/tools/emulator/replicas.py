@@ -25,6 +25,8 @@ Say: TypeAlias = Callable[[str], None]
 CTRL_C_PATIENCE_S = 2.0
 """A replica that starts does not hear Ctrl-C, and one that ends its streams needs a moment."""
 
+POLL_S = 0.5
+
 _SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -52,7 +54,9 @@ def run_replicas(replicas: Sequence[Replica], say: Say) -> int:
     _start(replicas, running, say)
     stopping.pass_on()
     while running:
-        wait([process.sentinel for process in running], stopping.patience_s())
+        # Not without a limit: after a signal's handler Python goes on waiting where it was.
+        wait([process.sentinel for process in running], POLL_S)
+        stopping.kill_late()
         for process in [process for process in running if not process.is_alive()]:
             replica = running.pop(process)
             if not stopping.signal:
@@ -95,15 +99,11 @@ class _Stopping:
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, self.signal)
 
-    def patience_s(self) -> float | None:
-        """How long to wait for the next end; None without a limit. Kills those that ignored Ctrl-C for too long."""
-        if self._kill_at_s == math.inf:
-            return None
+    def kill_late(self) -> None:
+        """Kills those that do not hear Ctrl-C, because they still start."""
         if time.monotonic() >= self._kill_at_s:
             for process in self._running:
                 process.kill()
-            return None
-        return self._kill_at_s - time.monotonic()
 
 
 def _obituary(process: SpawnProcess, replica: Replica, left: int, of: int) -> str:
