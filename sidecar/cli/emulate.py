@@ -1,21 +1,27 @@
-"""Run an emulated OpenAI-compatible engine, with the engine's contract and its errors. No GPU needed."""
+"""Run an emulated OpenAI-compatible engine, or several, with the engine's contract and its errors. No GPU needed."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import socket
-
-import uvicorn
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from sidecar.cli.arguments import duration_s
 from sidecar.engines import ENGINES
-from sidecar.tools.emulator import Emulator, EmulatorConfig, Scheduling, StepModel
+from sidecar.tools.emulator import EmulatorConfig, Scheduling, StepModel
+from sidecar.tools.emulator.replicas import Replica, run_replicas
+from sidecar.tools.emulator.server import bind, serve
 
-EXAMPLE = "  sidecar emulate --engine vllm --port 8000 --scheduling priority --max-num-seqs 8 --step-ms 20"
+EXAMPLE = """\
+  sidecar emulate --engine vllm --port 8000 --scheduling priority --max-num-seqs 8 --step-ms 20
+  sidecar emulate --engine vllm --replicas 4 --port 8000 --enable-prefix-caching --kv-tokens 400000 --speed 1,1,1,0.5"""
 
 _ENGINES = ("tensorrt-llm", "vllm", "sglang", "dynamo")
 _MS = 1_000.0
-_BACKLOG = 2048  # uvicorn's own default
+_MOST_REPLICAS = 64
+_MOST_PORT = 65_535
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,38 +41,116 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--output-tokens", type=int, default=64, help="for requests without a maximum (default: %(default)s)")
     add("--tokens-per-chunk", type=int, default=1, help="coalesce streams (default: %(default)s)")
     add("--context-tokens", type=int, default=131_072, help="longest prompt and output (default: %(default)s)")
-    add(
-        "--abort-latency",
-        type=duration_s,
-        default=0.0,
-        metavar="TIME",
-        help="how late it notices a disconnect, e.g. 4s",
-    )
+    _time(add, "--abort-latency", 0.0, "how late it notices a disconnect, e.g. 4s")
     add("--model", default="emulated", help="name of the served model (default: %(default)s)")
     add("--no-priority-field", action="store_true", help="a TensorRT-LLM from before the field: answers it with 400")
     add("--header-overrides", action="store_true", help="SGLang: honor x-override-priority")
     add("--low-values-first", action="store_true", help="SGLang: --schedule-low-priority-values-first")
     add("--response-store", action="store_true", help="vLLM, SGLang: keep and run background responses")
     add("--default-priority", type=int, help="SGLang: the priority of untagged requests (default: below all others)")
+    _configure_prefix_cache(parser)
+    _configure_replicas(parser)
+
+
+def _configure_prefix_cache(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("prefix cache").add_argument
+    add(
+        "--enable-prefix-caching",
+        action="store_true",
+        help="find the prefixes of prompts in the KV cache; real engines do by default",
+    )
+    add("--block-size", type=int, metavar="TOKENS", help="tokens of a block (default: the engine's own)")
+    add(
+        "--cache-report",
+        "--enable-prompt-tokens-details",
+        "--enable-cache-report",
+        action="store_true",
+        help="vLLM and SGLang: say in `usage` how many tokens were cached",
+    )
+    add("--dev-mode", action="store_true", help="vLLM: VLLM_SERVER_DEV_MODE=1, for POST /reset_prefix_cache")
+
+
+def _configure_replicas(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("several engines, their start and their end").add_argument
+    add("--replicas", type=int, metavar="N", help="N engines, a process each, on --port and the ports after it")
+    add(
+        "--speed",
+        type=_speeds,
+        default=(1.0,),
+        metavar="FACTOR[,FACTOR...]",
+        help="0.25 is four times slower than --step-ms says; for all, or one for each replica (default: 1)",
+    )
+    _time(add, "--startup-delay", 0.0, "refuse connections for so long, as while a model loads")
+    _time(add, "--shutdown-timeout", None, "let requests run on after SIGTERM (default: as the engine does)")
+
+
+def _time(add: Callable[..., argparse.Action], flag: str, default: float | None, says: str) -> None:
+    add(flag, type=duration_s, default=default, metavar="TIME", help=says)
+
+
+def _speeds(text: str) -> tuple[float, ...]:
+    """Factors, separated by commas. Raises ArgumentTypeError."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is no factor such as 0.25, and no list such as 1,1,0.25") from None
 
 
 def run(args: argparse.Namespace) -> int:
     """Serves until stopped. Returns 2 for arguments that contradict each other, 1 where it cannot listen."""
     try:
-        emulator = Emulator(_config(args))
+        configs = _configs(args)
     except ValueError as error:
         print(f"sidecar emulate: {error}")
         return 2
-    try:
-        listener = _listen(args.host, args.port)
-    except OSError as error:
-        print(f"sidecar emulate: cannot listen on {args.host}:{args.port}: {error.strerror or error}")
-        return 1
-    with listener:
-        print(_summary(args, listener.getsockname()[1]), flush=True)
-        config = uvicorn.Config(emulator.app, access_log=False, log_level="warning", server_header=False, lifespan="on")
-        uvicorn.Server(config).run(sockets=[listener])
+    listeners: list[socket.socket] = []
+    for number in range(len(configs)):
+        port = args.port + number if args.port else 0
+        try:
+            listeners.append(bind(args.host, port))
+        except OSError as error:
+            for listener in listeners:
+                listener.close()
+            print(f"sidecar emulate: cannot listen on {args.host}:{port}: {error.strerror or error}")
+            return 1
+    if args.replicas is not None:
+        return run_replicas(_replicas(args, configs, listeners), _say)
+    greeting = _summary(args, configs[0], _url(args.host, listeners[0]))
+    serve(configs[0], listeners[0], partial(_say, greeting), args.startup_delay)
     return 0
+
+
+def _replicas(
+    args: argparse.Namespace, configs: Sequence[EmulatorConfig], listeners: Sequence[socket.socket]
+) -> Sequence[Replica]:
+    replicas = []
+    for config, listener in zip(configs, listeners, strict=True):
+        url = _url(args.host, listener)
+        greeting = f"{config.name}: {_summary(args, config, url)}"
+        replicas.append(Replica(config, listener, url, greeting, args.startup_delay))
+    return replicas
+
+
+def _say(text: str) -> None:
+    """Runs in each replica's process, too."""
+    print(text, flush=True)
+
+
+def _configs(args: argparse.Namespace) -> Sequence[EmulatorConfig]:
+    """A configuration for each engine. Raises ValueError."""
+    count = 1 if args.replicas is None else args.replicas
+    if not 1 <= count <= _MOST_REPLICAS:
+        raise ValueError(f"--replicas must be between 1 and {_MOST_REPLICAS}")
+    if args.port and args.port + count - 1 > _MOST_PORT:
+        raise ValueError(f"{count} replicas from port {args.port} on need ports above {_MOST_PORT}")
+    if len(args.speed) not in (1, count):
+        raise ValueError(f"--speed has {len(args.speed)} factors for {count} engines: give one, or one for each")
+    config = _config(args)
+    speeds = args.speed if len(args.speed) == count else args.speed * count
+    return [
+        dataclasses.replace(config, name=f"engine-{number}", steps=dataclasses.replace(config.steps, speed=speed))
+        for number, speed in enumerate(speeds, 1)
+    ]
 
 
 def _config(args: argparse.Namespace) -> EmulatorConfig:
@@ -93,29 +177,26 @@ def _config(args: argparse.Namespace) -> EmulatorConfig:
         response_store=args.response_store,
         low_values_first=args.low_values_first,
         abort_latency_s=args.abort_latency,
+        prefix_cache=args.enable_prefix_caching,
+        block_tokens=args.block_size,
+        cache_report=args.cache_report,
+        dev_mode=args.dev_mode,
+        shutdown_timeout_s=args.shutdown_timeout,
     )
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket, so that what is printed is true: the port is known, and a client may connect. Raises OSError.
-
-    It names its protocol: asyncio turns Nagle's algorithm off for no other.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+def _url(host: str, listener: socket.socket) -> str:
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{listener.getsockname()[1]}"
 
 
-def _summary(args: argparse.Namespace, port: int) -> str:
-    host = f"[{args.host}]" if ":" in args.host else args.host
-    return (
-        f"emulated {args.engine} on http://{host}:{port}, model {args.model}, {args.scheduling} scheduling, "
+def _summary(args: argparse.Namespace, config: EmulatorConfig, url: str) -> str:
+    said = (
+        f"emulated {args.engine} on {url}, model {args.model}, {args.scheduling} scheduling, "
         f"{args.max_num_seqs} sequences at once, {args.step_ms:g} ms per step"
     )
+    if config.steps.speed != 1:
+        said += f" at {config.steps.speed:g} of its speed"
+    if config.prefix_cache:
+        said += f", a prefix cache of {config.kv_capacity_tokens:,} tokens"
+    return said

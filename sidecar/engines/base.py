@@ -174,8 +174,9 @@ class Facts:
     `by_priority` is whether its queue is ordered by priority, `is_inverted` whether a switch turned the direction of
     its numbers round, `has_field` whether its schema has the priority field of chat completions, `default_priority`
     the value of an untagged request. `preempts_beyond` is the difference of two priorities above which the more
-    important request preempts a running one, None where none does or the engine does not say. `where` names, for each
-    fact that was found, the page or setting that it was read from.
+    important request preempts a running one, None where none does or the engine does not say. `caches_prefixes` is
+    whether it has a prefix cache, `reports_cached_tokens` whether its answers say what they found there. `where` names,
+    for each fact that was found, the page or setting that it was read from.
     """
 
     version: str | None = None
@@ -184,6 +185,8 @@ class Facts:
     has_field: bool | None = None
     default_priority: int | None = None
     preempts_beyond: int | None = None
+    caches_prefixes: bool | None = None
+    reports_cached_tokens: bool | None = None
     where: tuple[tuple[str, str], ...] = ()
 
     def source(self, name: str) -> str | None:
@@ -227,7 +230,8 @@ class Advice:
     `scheduler` orders the engine's queue by priority. `refused` helps where the engine answers a right value with an
     error. `inverted` names the switch that turns the direction round. `default_priority` is the option that gives
     untagged requests a priority, `threshold` the one for the difference from which running requests are preempted, and
-    `no_preemption` the one that switches that off; None where the engine has none.
+    `no_preemption` the one that switches that off, `cache_report` the one by which answers say how much of their prompt
+    was cached; None where the engine has none.
     """
 
     scheduler: str = "switch on the engine's priority scheduling"
@@ -236,6 +240,7 @@ class Advice:
     default_priority: str | None = None
     threshold: str | None = None
     no_preemption: str | None = None
+    cache_report: str | None = None
 
 
 class AbortLatency(NamedTuple):

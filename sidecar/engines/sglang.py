@@ -33,6 +33,7 @@ class Sglang(base.Engine):
         default_priority="--default-priority-value",
         threshold="--priority-scheduling-preemption-threshold",
         no_preemption="--disable-priority-preemption",
+        cache_report="--enable-cache-report",
     )
 
     carriers = (base.Carrier.BODY, base.Carrier.HEADER)
@@ -112,6 +113,8 @@ class Sglang(base.Engine):
             "is_inverted": bool(info.get("schedule_low_priority_values_first")),
             "default_priority": _typed(default, int),
             "preempts_beyond": _threshold(info) if by_priority is True else None,
+            "caches_prefixes": _not(_typed(info.get("disable_radix_cache"), bool)),
+            "reports_cached_tokens": _typed(info.get("enable_cache_report"), bool),
         }
         field = base.has_priority(await find_json(pages, base.OPENAPI))
         return base.facts_from(
@@ -122,6 +125,10 @@ class Sglang(base.Engine):
 def _threshold(info: Mapping[str, Any]) -> int | None:
     is_off = info.get("disable_priority_preemption") is True
     return None if is_off else _typed(info.get("priority_scheduling_preemption_threshold"), int)
+
+
+def _not(value: bool | None) -> bool | None:
+    return None if value is None else not value
 
 
 def _typed(value: Any, kind: type) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sidecar.apis import Api
 from sidecar.engines import base
-from sidecar.engines.pages import Metrics, Pages, find_json, mapping, positive, read_text, total
+from sidecar.engines.pages import Metrics, Pages, Unread, find_json, mapping, positive, read_text, total
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
@@ -27,7 +27,9 @@ class Vllm(base.Engine):
     name = "vllm"
     title = "vLLM"
     fingerprint = base.Fingerprint(owner="vllm", metrics="vllm:", packages=("vllm", "vllm_omni"))
-    advice = base.Advice(scheduler="start vLLM with --scheduling-policy priority")
+    advice = base.Advice(
+        scheduler="start vLLM with --scheduling-policy priority", cache_report="--enable-prompt-tokens-details"
+    )
 
     carriers = (base.Carrier.HEADER, base.Carrier.BODY)
     more_important_is_higher = False
@@ -88,7 +90,18 @@ class Vllm(base.Engine):
             version=("/version", version if isinstance(version, str) else None),
             by_priority=(place, None if scheduling is None else str(scheduling) == "priority"),
             has_field=(base.OPENAPI, base.has_priority(await find_json(pages, base.OPENAPI))),
+            caches_prefixes=(cls.metrics_page, await _caches_prefixes(pages, cls.metrics_page)),
         )
+
+
+async def _caches_prefixes(pages: Pages, page: str) -> bool | None:
+    """A label of the KV cache's description has it; None without that page."""
+    try:
+        samples = Metrics(await read_text(pages, page)).samples("vllm:cache_config_info")
+    except Unread:
+        return None
+    said = {sample.labels.get("enable_prefix_caching") for sample in samples}
+    return None if not said <= {"True", "False"} or not said else "True" in said
 
 
 async def _settings(pages: Pages) -> tuple[Mapping[str, Any], str]:

@@ -144,3 +144,24 @@ def _until(condition: object) -> None:
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("engine", "option", "arguments"),
+    [
+        ("vllm", "--enable-prompt-tokens-details", ()),
+        ("sglang", "--enable-cache-report", ("--read-only",)),  # its pages say it, so that nothing has to be sent
+    ],
+)
+def test_a_prefix_cache_whose_hits_are_not_reported_is_a_note(
+    engine: str, option: str, arguments: Sequence[str]
+) -> None:
+    advice = re.compile(rf"prefix\s+cache,\s+but\s+its\s+answers.*{option}", re.DOTALL)
+    for flags, is_said in (
+        (["--enable-prefix-caching"], True),
+        (["--enable-prefix-caching", option], False),
+        ([], False),
+    ):
+        with emulator("--engine", engine, *FAST, *flags) as url:
+            ended = doctor("--upstream", url, *arguments)
+        assert bool(advice.search(ended.stdout)) is is_said, (flags, ended.stdout)

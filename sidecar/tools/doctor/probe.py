@@ -95,10 +95,12 @@ class Probe:
     async def _first_answer(self, target: ExaminedServer) -> Probed:
         """The simplest request that the server answers: some know no `ignore_eos`, some models have no chat."""
         said: list[str] = []
+        # Its usage also shows whether answers report cached tokens, where a switch decides that.
+        usage = {"stream_options": {"include_usage": True}} if self._survey.engine.advice.cache_report else None
         for path in (target.path, COMPLETIONS):
             for ignores_end in (True, False):
                 tried = replace(target, path=path, ignores_end=ignores_end)
-                alone = await tried.ask(tried.request("alone", ALONE_TOKENS), self._clock)
+                alone = await tried.ask(tried.request("alone", ALONE_TOKENS, usage), self._clock)
                 if alone.error is None:
                     return Probed(tried, alone)
                 if alone.status not in (400, 404, 422, 500):

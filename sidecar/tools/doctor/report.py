@@ -81,11 +81,26 @@ def _notes(examination: Examination) -> Sequence[str]:
             "measured through admission, by tiers: the sidecar removes engine priorities that clients send; for the "
             "engine's own verdict point --upstream at the engine"
         )
+    notes += _cache_report(examination)
     if examination.sends is not None:
         notes.append(f"the policy sends {examination.sends}")
     if examination.bursts:
         notes.append(spent(examination))
     return notes
+
+
+def _cache_report(examination: Examination) -> Sequence[str]:
+    """Where prompts are found in a cache, and no answer says so. SGLang's pages say it, of vLLM only its answers."""
+    survey, probed = examination.survey, examination.probed
+    option, reports = survey.engine.advice.cache_report, survey.facts.reports_cached_tokens
+    if reports is None and probed is not None and probed.alone.prompt_tokens is not None:
+        reports = probed.alone.cached_tokens is not None
+    if option is None or reports is not False or not survey.facts.caches_prefixes:
+        return []
+    return [
+        f"{survey.engine.title} has a prefix cache, but its answers do not say how much of a prompt was found there: "
+        f"start it with {option}"
+    ]
 
 
 def spent(examination: Examination) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from typing import Any
 
 from starlette.applications import Starlette
@@ -69,7 +70,8 @@ class Emulator:
         routes += [Route(path, GeneratingEndpoint(api, engine), methods=["POST"]) for path, api in PATHS.items()]
         routes += [
             _page("/v1/models", lambda: engine_pages.models(config, self.dialect, self._started)),
-            _page("/health", lambda: engine_pages.dynamo_health(config) if kind is Dynamo else Response()),
+            _page("/health", self._health),
+            _page("/_emulator", lambda: engine_pages.emulator_state(engine)),
             _page(metrics_path, lambda: Response(write(engine), media_type=engine_pages.Exposition.content_type)),
             _page("/openapi.json", lambda: engine_pages.openapi(config)),
         ]
@@ -81,7 +83,23 @@ class Emulator:
             routes.append(_page("/server_info", lambda: info))
         if kind is Sglang:
             routes.append(_page("/v1/loads", lambda: engine_pages.sglang_loads(config, engine.load)))
+            routes.append(_page("/flush_cache", self._flush_cache, "GET", "POST"))
+        if config.dev_mode:
+            routes.append(_page("/reset_prefix_cache", lambda: {"success": engine.reset_prefix_cache()}, "POST"))
         return routes
+
+    def _health(self) -> Response | dict[str, Any]:
+        """SGLang's is 503 as soon as it drains (`http_server.health_generate`); seen running, vLLM's stays 200."""
+        if self.config.engine is Dynamo:
+            return engine_pages.dynamo_health(self.config)
+        is_unwell = self.config.engine is Sglang and self.engine.is_stopping
+        return Response(status_code=HTTPStatus.SERVICE_UNAVAILABLE if is_unwell else HTTPStatus.OK)
+
+    def _flush_cache(self) -> Response:
+        """SGLang's `/flush_cache`, which wants an empty queue as well."""
+        if self.engine.waiting or not self.engine.reset_prefix_cache():
+            return Response("Flush cache failed.\n", HTTPStatus.BAD_REQUEST)
+        return Response("Cache flushed.\n")
 
     def _responses(self) -> list[BaseRoute]:
         """Those of an engine that runs responses in the background; they go before the plain one."""
@@ -95,7 +113,7 @@ class Emulator:
         ]
 
 
-def _page(path: str, answer: Callable[[], Any]) -> Route:
+def _page(path: str, answer: Callable[[], Any], *methods: str) -> Route:
     """A page to read; an answer that is no response yet is written as JSON."""
 
     async def respond(request: Request) -> Response:
@@ -103,4 +121,4 @@ def _page(path: str, answer: Callable[[], Any]) -> Route:
         found = answer()
         return found if isinstance(found, Response) else JSONResponse(found)
 
-    return Route(path, respond)
+    return Route(path, respond, methods=methods or None)

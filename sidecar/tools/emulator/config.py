@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from sidecar.engines import Engine, NoEngine
+from sidecar.engines import Dynamo, Engine, NoEngine, Sglang, TensorRtLlm, Vllm
+from sidecar.tools.emulator.kv_cache import KvCache
 from sidecar.tools.emulator.scheduler import StepModel
+
+BLOCK_TOKENS: Mapping[type[Engine], int] = {TensorRtLlm: 32, Vllm: 16, Sglang: 1, Dynamo: 16}
+"""Each engine's default: `tokens_per_block`, `CacheConfig.DEFAULT_BLOCK_SIZE`, `page_size`; Dynamo's is its vLLM's."""
 
 
 class Scheduling(str, Enum):
@@ -29,6 +34,13 @@ class EmulatorConfig:
     its /metrics has the state of each. `abort_latency_s` is how long the engine computes on after its client's
     disconnect. `response_store` keeps background responses: vLLM's VLLM_ENABLE_RESPONSES_API_STORE, SGLang's
     --enable-response-store.
+
+    `prefix_cache` keeps the token blocks of prompts and outputs in the KV cache, in blocks of `block_tokens` (None: the
+    engine's own size). Real engines have it on by default. Here it is off by default, because experiments send the same
+    text again and again, as no one's users do. `cache_report` says in `usage` what was found: vLLM's
+    --enable-prompt-tokens-details, SGLang's --enable-cache-report, both off by default. `dev_mode` is vLLM's
+    VLLM_SERVER_DEV_MODE. `shutdown_timeout_s` is how long requests may run after SIGTERM (None: as long as this engine
+    lets them by default, see `shutdown.py`). `name` tells several engines apart.
     """
 
     engine: type[Engine]
@@ -46,6 +58,12 @@ class EmulatorConfig:
     lists_workers: bool = True
     abort_latency_s: float = 0.0
     response_store: bool = False
+    prefix_cache: bool = False
+    block_tokens: int | None = None
+    cache_report: bool = False
+    dev_mode: bool = False
+    shutdown_timeout_s: float | None = None
+    name: str = "engine"
 
     def __post_init__(self) -> None:
         if self.engine is NoEngine:
@@ -56,8 +74,37 @@ class EmulatorConfig:
             raise ValueError("abort_latency_s must not be negative; 0 aborts at once")
         if min(self.output_tokens, self.context_tokens, self.tokens_per_chunk) < 1:
             raise ValueError("output_tokens, context_tokens and tokens_per_chunk must be at least 1")
+        if self.shutdown_timeout_s is not None and self.shutdown_timeout_s < 0:
+            raise ValueError("shutdown_timeout_s must not be negative; 0 ends what runs at once")
+        if self.cache_report and self.engine not in (Vllm, Sglang):
+            raise ValueError(f"{self.engine.title} always reports cached tokens; it has no switch for it")
+        if self.dev_mode and self.engine is not Vllm:
+            raise ValueError("dev_mode is vLLM's VLLM_SERVER_DEV_MODE; no other engine has it")
+        self._check_blocks()
+
+    def _check_blocks(self) -> None:
+        if self.block_tokens is not None and not self.prefix_cache:
+            raise ValueError("block_tokens is the size of the prefix cache's blocks: it needs prefix_cache")
+        if self.block_tokens is not None and self.block_tokens < 1:
+            raise ValueError("block_tokens must be at least 1")
+        if self.kv_capacity_tokens < 1:
+            raise ValueError(f"kv_tokens must be at least one block of {self.block_size} tokens")
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block, as the engine's pages report it; 1 without a prefix cache."""
+        if not self.prefix_cache:
+            return 1
+        return self.block_tokens or BLOCK_TOKENS[self.engine]
 
     @property
     def kv_capacity_tokens(self) -> int:
-        """Denominator of the KV metrics; unbounded KV counts as room for every slot's whole context."""
-        return self.steps.kv_tokens or self.steps.max_num_seqs * self.context_tokens
+        """Tokens of the KV cache, in whole blocks; unbounded KV counts as room for every slot's whole context."""
+        tokens = self.steps.kv_tokens or self.steps.max_num_seqs * self.context_tokens
+        return tokens // self.block_size * self.block_size
+
+    def kv_cache(self) -> KvCache:
+        """A new, empty KV cache. Without prefixes it is bounded by `kv_tokens` alone."""
+        if not self.prefix_cache:
+            return KvCache(self.steps.kv_tokens)
+        return KvCache(self.kv_capacity_tokens, self.block_size, caches_prefixes=True)

@@ -20,9 +20,11 @@ from starlette.types import Receive, Scope, Send
 from sidecar.apis import Api
 from sidecar.tools.emulator.dialects.base import EngineRefusal
 from sidecar.tools.emulator.engine import EmulatedEngine
+from sidecar.tools.emulator.generated_text import token_text
 from sidecar.tools.emulator.generation import Generation
+from sidecar.tools.emulator.prompt_blocks import Chain, read_chains
 from sidecar.tools.emulator.request import InvalidField, read_ask
-from sidecar.tools.emulator.responses import ANSWERS, DONE, STREAMS, StreamFormat, event, token_text
+from sidecar.tools.emulator.responses import ANSWERS, DONE, STREAMS, StreamFormat, event
 
 _EVENT_STREAM = {
     "type": "http.response.start",
@@ -56,7 +58,8 @@ class GeneratingEndpoint:
 
     def _submit(self, raw: bytes, headers: Mapping[str, str]) -> Generation:
         """Everything between a body and a place in the queue. Raises Refusal."""
-        dialect = self.engine.dialect
+        dialect, config = self.engine.dialect, self.engine.config
+        chains: tuple[Chain, ...] = ()
         try:
             body = msgspec.json.decode(raw, type=dict[str, Any])
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -64,10 +67,12 @@ class GeneratingEndpoint:
         try:
             dialect.check(self.api, body)
             rank = dialect.rank(self.api, body, headers)
-            ask = read_ask(self.api, body, self.engine.config.model)
+            ask = read_ask(self.api, body, config.model)
+            if config.prefix_cache:
+                chains = read_chains(self.api, body, ask.model, config.block_size)
         except InvalidField as mistake:
             raise dialect.invalid(self.api, mistake) from mistake
-        return self.engine.submit(ask, rank)
+        return self.engine.submit(ask, rank, chains)
 
     async def _watch(self, receive: Receive, generation: Generation) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -82,7 +87,7 @@ class GeneratingEndpoint:
         await generation.ready()
         if generation.refusal is not None:
             await _refuse(generation.refusal, scope, receive, send)
-        elif not generation.remaining:
+        elif generation.is_cut or not generation.remaining:
             await JSONResponse(ANSWERS[self.api](generation, created))(scope, receive, send)
 
     async def _stream(self, stream: StreamFormat, send: Send) -> None:
@@ -95,7 +100,10 @@ class GeneratingEndpoint:
             await send({"type": "http.response.body", "body": opening + chunk, "more_body": True})
             opening = b""
         if generation.refusal is not None:
-            tail = event({"error": dict(generation.refusal.body)}) + DONE
+            body = generation.refusal.body
+            tail = event(body if "error" in body else {"error": dict(body)}) + DONE
+        elif generation.is_cut:
+            tail = stream.cut()
         elif generation.remaining:
             return  # the client has disconnected
         else:

@@ -17,6 +17,8 @@ from itertools import accumulate
 from sidecar.tools.emulator.config import EmulatorConfig
 from sidecar.tools.emulator.dialects.base import Dialect
 from sidecar.tools.emulator.generation import Choice, Generation, Served
+from sidecar.tools.emulator.occupancy import Occupancy
+from sidecar.tools.emulator.prompt_blocks import Chain
 from sidecar.tools.emulator.request import EngineRequest
 from sidecar.tools.emulator.scheduler import Output, Rank, RunningBatch, Step, WaitingQueue
 
@@ -24,39 +26,56 @@ LOG_LENGTH = 100_000  # served requests remembered: an hour of the demo, some 20
 ITERATIONS_LENGTH = 1_000  # TensorRT-LLM's own iter_stats_max_iterations
 
 QUEUE_TIME_BOUNDS_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)  # vLLM's
+CACHED_TOKENS_BOUNDS = (0, 64, 256, 1_024, 4_096, 16_384, 65_536)  # of the emulator's own choice
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The engine's gauges at one moment. `kv_tokens_held` is reserved, not yet written, KV included."""
+    """The engine's gauges at one moment. `kv_tokens_held` is reserved, not yet written, KV included.
+
+    `reused_blocks` and `missed_blocks` count the prompt blocks of all admitted sequences.
+    """
 
     running: int
     waiting: int
     kv_tokens_held: int
+    reused_blocks: int = 0
+    missed_blocks: int = 0
+
+    @property
+    def block_hit_rate(self) -> float:
+        """The share of prompt blocks that were found; 0 before there were any."""
+        return self.reused_blocks / max(self.reused_blocks + self.missed_blocks, 1)
 
 
 class EmulatedEngine:
     """The state that every endpoint shares. Needs a running event loop only to submit.
 
-    `finished`, `aborted` and `refused` count requests, `peak` the most that were in it at once; `running` and `waiting`
-    count sequences.
+    `finished`, `aborted` and `refused` count requests; `running` and `waiting` count sequences. `prompt_tokens` and
+    `cached_tokens` are those of finished requests. `last_hit_rate` is the cached share of the prompt tokens of the last
+    step that had any. `is_stopping` after SIGTERM.
     """
 
     def __init__(self, config: EmulatorConfig, dialect: Dialect) -> None:
         self.config = config
         self.dialect = dialect
-        self.batch: RunningBatch[Choice] = RunningBatch(config.steps)
+        self.batch: RunningBatch[Choice] = RunningBatch(config.steps, config.kv_cache())
         self.queue: WaitingQueue[Choice] = WaitingQueue(dialect.queue_order)
         self.finished = 0
         self.aborted = 0
         self.refused = 0
-        self.peak = 0
-        self.generated_tokens = 0
+        self.occupancy = Occupancy()
+        self.most_running = self.most_kv_tokens_held = 0
+        self.generated_tokens = self.prompt_tokens = self.cached_tokens = 0
+        self.last_hit_rate = 0.0
+        self.is_stopping = False
+        self.cached_tokens_by_request = Histogram(CACHED_TOKENS_BOUNDS)
         self.queue_time_s = Histogram(QUEUE_TIME_BOUNDS_S)
         self.log: deque[Served] = deque(maxlen=LOG_LENGTH)
         self.iterations: deque[tuple[int, Load]] = deque(maxlen=ITERATIONS_LENGTH)
         self.load_at_last_finish = Load(0, 0, 0)
         self._open: dict[Generation, None] = {}
+        self._emptied = asyncio.Event()
         self._numbers = itertools.count(1)
         self._steps = itertools.count(1)
         self._task: asyncio.Task[None] | None = None
@@ -77,7 +96,13 @@ class EmulatedEngine:
     @property
     def load(self) -> Load:
         """The gauges now."""
-        return Load(self.running, self.waiting, self.batch.kv_tokens_held)
+        cache = self.batch.kv_cache
+        return Load(self.running, self.waiting, cache.held_tokens, cache.hit_blocks, cache.missed_blocks)
+
+    @property
+    def peak(self) -> int:
+        """The most requests that were in it at once."""
+        return self.occupancy.most_requests
 
     def waiting_by_priority(self) -> Counter[float | None]:
         """Requests that have no slot yet, by the priority that the engine read."""
@@ -87,8 +112,13 @@ class EmulatedEngine:
         """Requests that have a slot, by the priority that the engine read."""
         return Counter(generation.rank.value for generation in self._open if generation.admitted_s is not None)
 
-    def submit(self, ask: EngineRequest, rank: Rank) -> Generation:
-        """Queues a request. Raises Refusal where it can never fit or the queue is full."""
+    def submit(self, ask: EngineRequest, rank: Rank, chains: Sequence[Chain] = ()) -> Generation:
+        """Queues a request. `chains` are its prompts' token blocks, where the engine caches prefixes.
+
+        Raises EngineRefusal where it can never fit, the queue is full or the engine stops.
+        """
+        if self.is_stopping and (refusal := self.dialect.stopping(ask.api)):
+            raise refusal
         loop = asyncio.get_running_loop()
         output_tokens = self._output_tokens(ask)
         request_id = f"{next(self._numbers):08d}"
@@ -96,6 +126,8 @@ class EmulatedEngine:
             request_id,
             ask,
             rank,
+            self.dialect,
+            chains,
             output_tokens=output_tokens,
             arrival_s=loop.time(),
             tokens_per_chunk=self.config.tokens_per_chunk,
@@ -103,7 +135,7 @@ class EmulatedEngine:
         if not self._make_room(generation):
             return self._turn_away(generation)
         self._open[generation] = None
-        self.peak = max(self.peak, len(self._open))
+        self._count_in(generation)
         for choice in generation.choices:
             self.queue.push(choice, rank, generation.arrival_s)
         if self._task is None:
@@ -127,6 +159,30 @@ class EmulatedEngine:
         else:
             self.abort(generation)
 
+    def cut_all(self) -> None:
+        """Ends every request as vLLM's default shutdown does: with what there is, and without an error."""
+        for generation in list(self._open):
+            self.aborted += 1
+            self._drop(generation)
+            generation.cut()
+
+    def fail_all(self) -> None:
+        """Ends every request with an error."""
+        for generation in list(self._open):
+            self.aborted += 1
+            self._drop(generation)
+            generation.end(self.dialect.stopped(generation.ask.api))
+
+    async def idle(self) -> None:
+        """Waits until no request is left."""
+        while self._open:
+            self._emptied.clear()
+            await self._emptied.wait()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets every prefix. False, and nothing happens, while a sequence runs."""
+        return self.batch.kv_cache.reset()
+
     async def stop(self) -> None:
         """Aborts what is left and ends the task."""
         for generation in list(self._open):
@@ -138,7 +194,8 @@ class EmulatedEngine:
 
     def _output_tokens(self, ask: EngineRequest) -> int:
         """The request's maximum, or the configured default as far as the context goes."""
-        most = min(self.config.context_tokens, self.config.steps.kv_tokens or self.config.context_tokens)
+        kv_tokens = self.config.kv_capacity_tokens if self.config.steps.kv_tokens else self.config.context_tokens
+        most = min(self.config.context_tokens, kv_tokens)
         prompt_tokens = max(ask.prompts)
         wanted = ask.output_tokens
         if wanted is None:
@@ -169,13 +226,28 @@ class EmulatedEngine:
         newcomer.end(refusal)
         return newcomer
 
+    def _count_in(self, generation: Generation) -> None:
+        cache = self.batch.kv_cache
+        for choice in generation.choices:
+            choice.expected_hit = cache.hit_length(choice.blocks, choice.prompt_tokens)
+        self.occupancy.add(
+            requests=1,
+            tokens=sum(choice.tokens for choice in generation.choices),
+            unprefilled_tokens=sum(choice.unprefilled_tokens for choice in generation.choices),
+        )
+
     def _drop(self, generation: Generation) -> None:
         for choice in generation.choices:
-            _ = self.queue.remove(choice) or self.batch.remove(choice)
+            unprefilled_tokens = choice.unprefilled_tokens
+            if self.queue.remove(choice) or self.batch.remove(choice):
+                self.occupancy.add(tokens=-choice.tokens, unprefilled_tokens=-unprefilled_tokens)
         self._close(generation, aborted=True)
 
     def _close(self, generation: Generation, *, aborted: bool) -> None:
         del self._open[generation]
+        self.occupancy.add(requests=-1)
+        if not self._open:
+            self._emptied.set()
         now_s = asyncio.get_running_loop().time()
         self.log.append(
             Served(
@@ -196,6 +268,7 @@ class EmulatedEngine:
         while len(self.batch) or len(self.queue):
             step = self.batch.begin(self.queue)
             self._admitted(step, loop.time())
+            self._measure(step)
             due_s = max(due_s + step.duration_s, loop.time())
             await asyncio.sleep(due_s - loop.time())
             self._deliver(self.batch.end(), loop.time())
@@ -206,23 +279,40 @@ class EmulatedEngine:
             if choice.generation.admitted_s is None:
                 choice.generation.admitted_s = now_s
             self.queue_time_s.observe(now_s - choice.generation.arrival_s)
+            self.occupancy.add(unprefilled_tokens=choice.expected_hit - choice.cached_tokens)
         self.iterations.append((next(self._steps), self.load))
+
+    def _measure(self, step: Step[Choice]) -> None:
+        self.most_running = max(self.most_running, self.running)
+        self.most_kv_tokens_held = max(self.most_kv_tokens_held, self.batch.kv_tokens_held)
+        found = sum(choice.cached_tokens for choice in step.admitted)
+        if found or step.prefill_tokens:
+            self.last_hit_rate = found / (found + step.prefill_tokens)
 
     def _deliver(self, output: Output[Choice], now_s: float) -> None:
         self.generated_tokens += len(output.emitted)
+        self.occupancy.add(unprefilled_tokens=-output.prefill_tokens)
         for choice in output.emitted:
             generation = choice.generation
             if generation.first_token_s is None:
                 generation.first_token_s = now_s
             generation.emit(choice)
         for choice in output.finished:
+            self.occupancy.add(tokens=-choice.tokens)
             choice.generation.remaining -= 1
             if choice.generation.remaining == 0:
-                self.finished += 1
-                self._close(choice.generation, aborted=False)
-                choice.generation.end()
+                self._finish(choice.generation)
         if output.finished:
             self.load_at_last_finish = self.load
+
+    def _finish(self, generation: Generation) -> None:
+        found = sum(prompt.found for prompt in generation.cached)
+        self.finished += 1
+        self.prompt_tokens += generation.ask.prompt_tokens
+        self.cached_tokens += found
+        self.cached_tokens_by_request.observe(found)
+        self._close(generation, aborted=False)
+        generation.end()
 
 
 class Histogram:

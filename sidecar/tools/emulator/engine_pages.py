@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
-from sidecar.tools.emulator.config import EmulatorConfig, Scheduling
+from sidecar.tools.emulator.config import BLOCK_TOKENS, EmulatorConfig, Scheduling
 from sidecar.tools.emulator.dialects.base import INT64_MAX, INT64_MIN, Dialect
 from sidecar.tools.emulator.engine import EmulatedEngine, Histogram, Load
 
@@ -34,7 +35,7 @@ def server_info(config: EmulatorConfig) -> dict[str, Any] | None:
             "disaggregated_params": None,
             "max_batch_size": config.steps.max_num_seqs,
             "kv_cache_hash_algo": "default",
-            "tokens_per_block": 32,
+            "tokens_per_block": config.block_size if config.prefix_cache else BLOCK_TOKENS[config.engine],
         }
     if config.engine is not Sglang:
         return None
@@ -49,6 +50,9 @@ def server_info(config: EmulatorConfig) -> dict[str, Any] | None:
         "disable_priority_preemption": True,  # what is emulated: nothing that runs is preempted
         "max_queued_requests": config.max_queued,
         "max_running_requests": config.steps.max_num_seqs,
+        "disable_radix_cache": not config.prefix_cache,
+        "enable_cache_report": config.cache_report,
+        "page_size": config.block_size,
         "version": VERSIONS[config.engine],
         "internal_states": [
             {
@@ -104,6 +108,42 @@ def openapi(config: EmulatorConfig) -> dict[str, Any]:
         "info": {"title": "FastAPI", "version": VERSIONS[config.engine]},
         "paths": {},
         "components": {"schemas": schemas},
+    }
+
+
+def emulator_state(engine: EmulatedEngine) -> dict[str, Any]:
+    """`/_emulator`, which no real engine has: what it holds, and the most it ever held, for tests and benchmarks."""
+    config, cache, occupancy = engine.config, engine.batch.kv_cache, engine.occupancy
+    found = {
+        "block_tokens": cache.block_tokens,
+        "blocks": cache.blocks,
+        "cached_blocks": cache.cached_blocks,
+        "queried_tokens": cache.queried_tokens,
+        "hit_tokens": cache.hit_tokens,
+    }
+    return {
+        "name": config.name,
+        "engine": config.engine.name,
+        "process": os.getpid(),
+        "is_stopping": engine.is_stopping,
+        "capacity": {"running": config.steps.max_num_seqs, "kv_tokens": config.kv_capacity_tokens},
+        "now": {
+            "requests": occupancy.requests,
+            "tokens": occupancy.tokens,
+            "unprefilled_tokens": occupancy.unprefilled_tokens,
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "kv_tokens": cache.held_tokens,
+        },
+        "most": {
+            "requests": occupancy.most_requests,
+            "tokens": occupancy.most_tokens,
+            "unprefilled_tokens": occupancy.most_unprefilled_tokens,
+            "running": engine.most_running,
+            "kv_tokens": engine.most_kv_tokens_held,
+        },
+        "counts": {"finished": engine.finished, "aborted": engine.aborted, "refused": engine.refused},
+        "prefix_cache": found if cache.caches_prefixes else None,
     }
 
 
@@ -170,8 +210,11 @@ def trtllm_text(engine: EmulatedEngine) -> str:
     page.gauge("trtllm_max_batch_size_static", config.steps.max_num_seqs)
     page.gauge("trtllm_max_batch_size_runtime", config.steps.max_num_seqs)
     page.gauge("trtllm_max_num_tokens_runtime", config.steps.prefill_tokens_per_step + config.steps.max_num_seqs)
-    page.gauge("trtllm_kv_cache_max_blocks", config.kv_capacity_tokens)
-    page.gauge("trtllm_kv_cache_tokens_per_block", 1)
+    page.gauge("trtllm_kv_cache_max_blocks", config.kv_capacity_tokens // config.block_size)
+    page.gauge("trtllm_kv_cache_tokens_per_block", config.block_size)
+    page.gauge("trtllm_kv_cache_hit_rate", load.block_hit_rate)
+    page.counter("trtllm_kv_cache_reused_blocks_total", load.reused_blocks)
+    page.counter("trtllm_kv_cache_missed_blocks_total", load.missed_blocks)
     page.gauge("trtllm_kv_cache_utilization", load.kv_tokens_held / config.kv_capacity_tokens)
     page.histogram("trtllm_request_queue_time_seconds", engine.queue_time_s)
     page.counter("trtllm_request_error_total", engine.refused)
@@ -186,17 +229,21 @@ def trtllm_iterations(engine: EmulatedEngine) -> list[dict[str, Any]]:
 
 
 def _iteration(engine: EmulatedEngine, number: int, load: Load) -> dict[str, Any]:
-    capacity = engine.config.kv_capacity_tokens
+    block_tokens = engine.config.block_size
+    most, used = engine.config.kv_capacity_tokens // block_tokens, load.kv_tokens_held // block_tokens
     return {
         "iter": number,
         "numActiveRequests": load.running,
         "numQueuedRequests": load.waiting,
         "maxNumActiveRequests": engine.config.steps.max_num_seqs,
         "kvCacheStats": {
-            "maxNumBlocks": capacity,
-            "usedNumBlocks": load.kv_tokens_held,
-            "freeNumBlocks": capacity - load.kv_tokens_held,
-            "tokensPerBlock": 1,
+            "maxNumBlocks": most,
+            "usedNumBlocks": used,
+            "freeNumBlocks": most - used,
+            "tokensPerBlock": block_tokens,
+            "reusedBlocks": load.reused_blocks,
+            "missedBlocks": load.missed_blocks,
+            "cacheHitRate": load.block_hit_rate,
         },
     }
 
@@ -211,12 +258,18 @@ def vllm_text(engine: EmulatedEngine) -> str:
     page.sample("vllm:num_requests_waiting_by_reason", load.waiting, reason="capacity")
     page.sample("vllm:num_requests_waiting_by_reason", 0, reason="deferred")
     page.gauge("vllm:kv_cache_usage_perc", load.kv_tokens_held / config.kv_capacity_tokens)
+    page.counter("vllm:prefix_cache_queries_total", engine.batch.kv_cache.queried_tokens)
+    page.counter("vllm:prefix_cache_hits_total", engine.batch.kv_cache.hit_tokens)
     page.counter("vllm:num_preemptions_total", 0)
     page.counter("vllm:generation_tokens_total", engine.generated_tokens)
     page.counter("vllm:request_success_total", engine.finished, finished_reason="length")
     page.counter("vllm:admission_rejections_total", engine.refused, reason="queue_overflow")
     page.histogram("vllm:request_queue_time_seconds", engine.queue_time_s)
-    page.gauge("vllm:cache_config_info", 1, block_size="1", num_gpu_blocks=str(config.kv_capacity_tokens))
+    blocks = {
+        "block_size": str(config.block_size),
+        "num_gpu_blocks": str(config.kv_capacity_tokens // config.block_size),
+    }
+    page.gauge("vllm:cache_config_info", 1, **blocks, enable_prefix_caching=str(config.prefix_cache))
     return str(page)
 
 
@@ -237,6 +290,9 @@ def sglang_text(engine: EmulatedEngine) -> str:
     page.gauge("sglang:token_usage", load.kv_tokens_held / config.kv_capacity_tokens)
     page.gauge("sglang:max_total_num_tokens", config.kv_capacity_tokens)
     page.gauge("sglang:kv_available_tokens", config.kv_capacity_tokens - load.kv_tokens_held)
+    page.gauge("sglang:cache_hit_rate", engine.last_hit_rate)
+    page.counter("sglang:prompt_tokens_total", engine.prompt_tokens)
+    page.counter("sglang:cached_tokens_total", engine.cached_tokens, cache_source="device")
     page.gauge("sglang:num_retracted_reqs", 0)
     page.histogram("sglang:queue_time_seconds", engine.queue_time_s)
     return str(page)
@@ -258,8 +314,9 @@ def dynamo_text(engine: EmulatedEngine) -> str:
     load, config = engine.load, engine.config
     page = Exposition(model=config.model)
     page.gauge("dynamo_frontend_model_max_num_seqs", config.steps.max_num_seqs)
-    page.gauge("dynamo_frontend_model_total_kv_blocks", config.kv_capacity_tokens)
-    page.gauge("dynamo_frontend_model_kv_cache_block_size", 1)
+    page.gauge("dynamo_frontend_model_total_kv_blocks", config.kv_capacity_tokens // config.block_size)
+    page.gauge("dynamo_frontend_model_kv_cache_block_size", config.block_size)
+    page.histogram("dynamo_frontend_cached_tokens", engine.cached_tokens_by_request)
     if not config.lists_workers:
         page.gauge("dynamo_frontend_router_worker_state", 1, **_WORKER)
     page.gauge("dynamo_frontend_queued_requests", load.waiting)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence as Blocks
 from dataclasses import dataclass
 
-from sidecar.tools.emulator.dialects.base import EngineRefusal
+from sidecar.tools.emulator.dialects.base import CachedPrompt, Dialect, EngineRefusal
+from sidecar.tools.emulator.generated_text import token_text
+from sidecar.tools.emulator.kv_cache import BlockHash
+from sidecar.tools.emulator.prompt_blocks import Chain
 from sidecar.tools.emulator.request import EngineRequest
 from sidecar.tools.emulator.scheduler import Rank, Sequence
 
@@ -28,15 +32,47 @@ class Served:
 
 
 class Choice(Sequence):
-    """One choice of one prompt. `sent` counts the tokens that were already written to the client."""
+    """One choice of one prompt. `sent` counts the tokens that were already written to the client.
 
-    __slots__ = ("generation", "index", "sent")
+    `chain` is the prompt's, where the engine caches prefixes. `expected_hit` is what a waiting prompt would find in the
+    cache.
+    """
 
-    def __init__(self, generation: Generation, index: int, prompt_tokens: int, output_tokens: int) -> None:
-        super().__init__(prompt_tokens, output_tokens)
+    __slots__ = ("chain", "expected_hit", "generation", "index", "sent")
+
+    def __init__(
+        self, generation: Generation, index: int, prompt_tokens: int, output_tokens: int, chain: Chain | None
+    ) -> None:
+        super().__init__(prompt_tokens, output_tokens, chain.hashes if chain else ())
         self.generation = generation
         self.index = index
+        self.chain = chain
+        self.expected_hit = 0
         self.sent = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every token was generated."""
+        return self.emitted == self.output_tokens
+
+    @property
+    def unprefilled_tokens(self) -> int:
+        """Prompt tokens that are neither computed nor cached; while the choice waits, as far as is known."""
+        hit = self.expected_hit if self.holding is None else 0
+        return self.prompt_tokens - hit - self.prefilled + self.computing
+
+    @property
+    def publishable_tokens(self) -> int:
+        """Prompt tokens in full blocks that are in the cache now, because of this choice or of others."""
+        if self.chain is None:
+            return 0
+        return min(self.prefilled // self.chain.block_tokens, len(self.blocks)) * self.chain.block_tokens
+
+    def computed_blocks(self) -> Blocks[BlockHash]:
+        """See `Sequence`: the output's text continues the prompt's, as the client's next turn will."""
+        if self.chain is None or not self.emitted:
+            return self.blocks
+        return self.chain.with_output(token_text(0, self.emitted))
 
     def due(self) -> int:
         """How many tokens the stream's next chunk has; 0 while it is not full. The first token travels alone.
@@ -48,19 +84,19 @@ class Choice(Sequence):
             return 1
         if pending >= self.generation.tokens_per_chunk:
             return self.generation.tokens_per_chunk
-        return pending if self.emitted == self.output_tokens else 0
+        return pending if self.is_complete else 0
 
 
 class Generation:
     """All choices of one request. The engine produces, one task waits for the product.
 
-    `over` once nothing more will come; `refusal` says why where the engine threw the request out. `is_deserted` once no
-    client reads it.
+    `over` once nothing more will come; `refusal` says why where the engine threw the request out. `is_cut` where a
+    stopping engine ended it as if it were complete. `is_deserted` once no client reads it.
     """
 
     __slots__ = (
-        "_waiter", "admitted_s", "arrival_s", "ask", "choices", "first_token_s", "fresh", "is_deserted", "over", "rank",
-        "refusal", "remaining", "request_id", "tokens_per_chunk",
+        "_waiter", "admitted_s", "arrival_s", "ask", "choices", "dialect", "first_token_s", "fresh", "is_cut",
+        "is_deserted", "over", "rank", "refusal", "remaining", "request_id", "tokens_per_chunk",
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +104,8 @@ class Generation:
         request_id: str,
         ask: EngineRequest,
         rank: Rank,
+        dialect: Dialect,
+        chains: Blocks[Chain] = (),
         *,
         output_tokens: int,
         arrival_s: float,
@@ -76,15 +114,19 @@ class Generation:
         self.request_id = request_id
         self.ask = ask
         self.rank = rank
+        self.dialect = dialect
         self.arrival_s = arrival_s
         self.tokens_per_chunk = tokens_per_chunk
-        prompts = [prompt for prompt in ask.prompts for _ in range(ask.choices)]
-        self.choices = [Choice(self, index, prompt, output_tokens) for index, prompt in enumerate(prompts)]
+        known = [*chains, *[None] * (len(ask.prompts) - len(chains))]
+        prompts = [prompt for prompt in zip(ask.prompts, known, strict=True) for _ in range(ask.choices)]
+        self.choices = [
+            Choice(self, index, prompt, output_tokens, chain) for index, (prompt, chain) in enumerate(prompts)
+        ]
         self.remaining = len(self.choices)
         self.fresh: list[Choice] = []
         self.first_token_s: float | None = None
         self.admitted_s: float | None = None
-        self.over = self.is_deserted = False
+        self.over = self.is_cut = self.is_deserted = False
         self.refusal: EngineRefusal | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -92,6 +134,14 @@ class Generation:
     def output_tokens(self) -> int:
         """Tokens generated so far, over all choices."""
         return sum(choice.emitted for choice in self.choices)
+
+    @property
+    def cached(self) -> Blocks[CachedPrompt]:
+        """What each prompt found in the prefix cache, and left there. Of several choices the first one counts."""
+        return [
+            CachedPrompt(first.cached_tokens, max(first.publishable_tokens - first.cached_tokens, 0))
+            for first in self.choices[:: self.ask.choices]
+        ]
 
     def emit(self, choice: Choice) -> None:
         """Called for every token: wakes a stream when a chunk is due. Others wake at their end."""
@@ -104,6 +154,11 @@ class Generation:
         self.over = True
         self.refusal = refusal
         self._wake()
+
+    def cut(self) -> None:
+        """The engine stops: what there is becomes the whole answer."""
+        self.is_cut = True
+        self.end()
 
     def desert(self) -> None:
         """No client reads it any more; the engine may go on."""

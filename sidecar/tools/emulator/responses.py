@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from sidecar.apis import Api
+from sidecar.tools.emulator.generated_text import token_text
 from sidecar.tools.emulator.generation import Choice, Generation
 
 Answer: TypeAlias = dict[str, Any]
@@ -35,7 +36,9 @@ def whole_text(choice: Choice) -> bytes:
 def usage(generation: Generation) -> Answer:
     """Chat's and completions' `usage`. Prompts count once, whatever `n`."""
     prompt, output = generation.ask.prompt_tokens, generation.output_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    counted = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    details = generation.dialect.prompt_tokens_details(generation.ask.api, generation.cached)
+    return counted if details is None else {**counted, "prompt_tokens_details": details}
 
 
 def chat(generation: Generation, created: int) -> Answer:
@@ -52,13 +55,13 @@ def completion(generation: Generation, created: int) -> Answer:
 
 def _completion(generation: Generation, created: int, kind: str, texts: list[Answer]) -> Answer:
     """`texts` is what each choice has in this API's own shape."""
-    end = {"logprobs": None, "finish_reason": "length"}
+    ends = [{"logprobs": None, "finish_reason": "length" if c.is_complete else "abort"} for c in generation.choices]
     return {
         "id": identifier(generation),
         "object": kind,
         "created": created,
         "model": generation.ask.model,
-        "choices": [{"index": index, **text, **end} for index, text in enumerate(texts)],
+        "choices": [{"index": index, **text, **ends[index]} for index, text in enumerate(texts)],
         "usage": usage(generation),
     }
 
@@ -90,7 +93,7 @@ def response(generation: Generation, created: int, status: str) -> Answer:
     prompt, output = generation.ask.prompt_tokens, generation.output_tokens
     tokens = {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": generation.dialect.responses_cached_tokens(generation.cached)},
         "output_tokens": output,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt + output,
@@ -120,7 +123,21 @@ def message(generation: Generation, created: int = 0) -> Answer:
         "content": [{"type": "text", "text": whole_text(generation.choices[0]).decode()}],
         "stop_reason": "max_tokens",
         "stop_sequence": None,
-        "usage": {"input_tokens": generation.ask.prompt_tokens, "output_tokens": generation.output_tokens},
+        "usage": {**message_input(generation), "output_tokens": generation.output_tokens},
+    }
+
+
+def message_input(generation: Generation) -> Answer:
+    """The Messages API's prompt tokens: those that came from the cache, or went into it, count apart."""
+    prompt = generation.ask.prompt_tokens
+    found = generation.dialect.prompt_tokens_details(Api.MESSAGES, generation.cached)
+    if found is None:
+        return {"input_tokens": prompt}
+    read, created = found["cached_tokens"], found["created_cache_tokens"]
+    return {
+        "input_tokens": prompt - read - created,
+        "cache_creation_input_tokens": created,
+        "cache_read_input_tokens": read,
     }
 
 
@@ -174,6 +191,10 @@ class StreamFormat(ABC):
     def closing(self) -> bytes:
         """Events after the last token."""
 
+    def cut(self) -> bytes:
+        """Events of a stream that the engine ends before its last token."""
+        return self.closing()
+
 
 class ChoiceStream(StreamFormat):
     """Chat and legacy completions: one JSON skeleton around an index, a text and a finish reason."""
@@ -190,6 +211,7 @@ class ChoiceStream(StreamFormat):
         self._heads = [head + b'{"index":%d,' % choice.index + before for choice in generation.choices]
         self._more = after + b',"finish_reason":null}]}\n\n'
         self._last = after + b',"finish_reason":"length"}]}\n\n'
+        self._cut = after + b',"finish_reason":"abort"}]}\n\n'
 
     def token(self, index: int, text: bytes, last: bool) -> bytes:
         return self._heads[index] + text + (self._last if last else self._more)
@@ -198,6 +220,11 @@ class ChoiceStream(StreamFormat):
         if not self.generation.ask.include_usage:
             return DONE
         return event({**self._envelope, "choices": [], "usage": usage(self.generation)}) + DONE
+
+    def cut(self) -> bytes:
+        """A choice that has begun ends with a reason of its own; one that has not ends without a word, as in vLLM."""
+        begun = [c.index for c in self.generation.choices if c.emitted and not c.is_complete]
+        return b"".join(self._heads[index] + self._cut for index in begun) + self.closing()
 
 
 class ChatStream(ChoiceStream):
@@ -274,7 +301,8 @@ class MessagesStream(StreamFormat):
     ).removesuffix(b'"}}\n\n')
 
     def opening(self) -> bytes:
-        started = {**message(self.generation), "content": [], "stop_reason": None}
+        usage_so_far = {"input_tokens": self.generation.ask.prompt_tokens, "output_tokens": 0}
+        started = {**message(self.generation), "content": [], "stop_reason": None, "usage": usage_so_far}
         block = {"type": "text", "text": ""}
         return event({"type": "message_start", "message": started}, "message_start") + event(
             {"type": "content_block_start", "index": 0, "content_block": block}, "content_block_start"
@@ -287,6 +315,8 @@ class MessagesStream(StreamFormat):
     def closing(self) -> bytes:
         delta = {"stop_reason": "max_tokens", "stop_sequence": None}
         tokens = {"output_tokens": self.generation.output_tokens}
+        if len(found := message_input(self.generation)) > 1:
+            tokens = {**found, **tokens}
         return (
             event({"type": "content_block_stop", "index": 0}, "content_block_stop")
             + event({"type": "message_delta", "delta": delta, "usage": tokens}, "message_delta")
@@ -300,14 +330,3 @@ STREAMS: Mapping[Api, type[ChatStream | CompletionStream | ResponsesStream | Mes
     Api.RESPONSES: ResponsesStream,
     Api.MESSAGES: MessagesStream,
 }
-
-
-_WORDS = " the quick brown fox jumps over a lazy dog while seven engines wait for tokens and none starves in the queue"
-WORDS = tuple(f" {word}".encode() for word in _WORDS.split())
-
-
-def token_text(first: int, count: int) -> bytes:
-    """The text of tokens `first` to `first + count - 1`, counted from 0. Needs no JSON escaping."""
-    if count == 1:
-        return WORDS[first % len(WORDS)]
-    return b"".join(WORDS[number % len(WORDS)] for number in range(first, first + count))

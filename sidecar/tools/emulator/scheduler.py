@@ -20,20 +20,24 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Blocks
 from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
 from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
+from sidecar.tools.emulator.kv_cache import BlockHash, Holding, KvCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
     """How fast and how wide the engine is. The defaults are a small model on one GPU: 20 ms a step, 8 sequences.
 
-    `kv_tokens` None: KV is never the limit. Raises ValueError for figures no engine could run with.
+    `kv_tokens` None: KV is never the limit. `speed` 0.25 makes every step four times as long. Raises ValueError for
+    figures no engine could run with.
     """
 
     max_num_seqs: int = 8
@@ -42,6 +46,7 @@ class StepModel:
     step_s: float = 0.020
     step_s_per_seq: float = 0.0
     step_s_per_prefill_token: float = 0.0
+    speed: float = 1.0
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1 or self.prefill_tokens_per_step < 1:
@@ -50,24 +55,47 @@ class StepModel:
             raise ValueError("kv_tokens must be at least 1, or None for no limit")
         if min(self.step_s, self.step_s_per_seq, self.step_s_per_prefill_token) < 0:
             raise ValueError("step times must not be negative")
+        if not 0 < self.speed < math.inf:
+            raise ValueError("speed must be above 0; 1 is as the step times say")
 
-    def fits(self, tokens: int) -> bool:
-        """Whether a sequence that holds `tokens` could ever run."""
-        return self.kv_tokens is None or tokens <= self.kv_tokens
+    def duration_s(self, running: int, prefill_tokens: int) -> float:
+        """Seconds of a step with so many sequences and prompt tokens."""
+        ideal_s = self.step_s + self.step_s_per_seq * running + self.step_s_per_prefill_token * prefill_tokens
+        return ideal_s / self.speed
 
 
 class Sequence:
-    """One prompt and its output. `output_tokens` 0 is a pooling request: done when its prefill is, without a token."""
+    """One prompt and its output. `output_tokens` 0 is a pooling request: done when its prefill is, without a token.
 
-    __slots__ = ("emitted", "output_tokens", "prefilled", "prompt_tokens")
+    `blocks` has the hashes of the prompt's full token blocks, where the engine caches prefixes. `cached_tokens` of the
+    prompt were found there when it was admitted: they count as prefilled. `computing` tokens of `prefilled` are in the
+    step that runs now.
+    """
 
-    def __init__(self, prompt_tokens: int, output_tokens: int) -> None:
+    __slots__ = (
+        "blocks", "cached_tokens", "computing", "emitted", "holding", "output_tokens", "prefilled", "prompt_tokens",
+    )  # fmt: skip
+
+    def __init__(self, prompt_tokens: int, output_tokens: int, blocks: Blocks[BlockHash] = ()) -> None:
         if prompt_tokens < 1 or output_tokens < 0:
             raise ValueError("a sequence has at least one prompt token and no negative output")
         self.prompt_tokens = prompt_tokens
         self.output_tokens = output_tokens
+        self.blocks = blocks
+        self.cached_tokens = 0
         self.prefilled = 0
+        self.computing = 0
         self.emitted = 0
+        self.holding: Holding | None = None
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens whose KV is written. That of the newest output token is not: the next step computes it."""
+        return self.prefilled - self.computing + max(self.emitted - 1, 0)
+
+    def computed_blocks(self) -> Blocks[BlockHash]:
+        """The hashes of the full blocks of the prompt, and of the output where it is known."""
+        return self.blocks
 
     @property
     def tokens(self) -> int:
@@ -89,18 +117,19 @@ class Step(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class Output(Generic[S]):
-    """Result of a step: one token for each of `emitted`; `finished` have left the batch."""
+    """Result of a step: `prefill_tokens` were computed, one token for each of `emitted`; `finished` left the batch."""
 
     emitted: list[S]
     finished: list[S]
+    prefill_tokens: int = 0
 
 
 class RunningBatch(Generic[S]):
     """The running sequences: the state that steps advance. Not thread-safe, never awaits."""
 
-    def __init__(self, model: StepModel) -> None:
+    def __init__(self, model: StepModel, kv_cache: KvCache | None = None) -> None:
         self.model = model
-        self.kv_tokens_held = 0
+        self.kv_cache = kv_cache or KvCache(model.kv_tokens)
         self._prefilling: deque[S] = deque()
         # A dictionary is an ordered set here: a disconnect removes one sequence of many in constant time.
         self._decoding: dict[S, None] = {}
@@ -108,17 +137,21 @@ class RunningBatch(Generic[S]):
     def __len__(self) -> int:
         return len(self._prefilling) + len(self._decoding)
 
+    @property
+    def kv_tokens_held(self) -> int:
+        """KV-cache tokens that the running sequences hold."""
+        return self.kv_cache.held_tokens
+
     def begin(self, queue: WaitingQueue[S]) -> Step[S]:
         """Admits what fits and spends the prefill budget. Call `end` once before the next `begin`."""
         admitted = self._admit(queue)
         running = len(self)
         prefill_tokens = self._prefill()
-        model = self.model
-        duration_s = model.step_s + model.step_s_per_seq * running + model.step_s_per_prefill_token * prefill_tokens
-        return Step(admitted, prefill_tokens, duration_s)
+        return Step(admitted, prefill_tokens, self.model.duration_s(running, prefill_tokens))
 
     def end(self) -> Output[S]:
         """Hands out the step's tokens and drops what is finished."""
+        prefill_tokens = self._computed()
         while self._prefilling and self._prefilling[0].prefilled == self._prefilling[0].prompt_tokens:
             self._decoding[self._prefilling.popleft()] = None
         emitted: list[S] = []
@@ -131,8 +164,8 @@ class RunningBatch(Generic[S]):
                 finished.append(sequence)
         for sequence in finished:
             del self._decoding[sequence]
-            self.kv_tokens_held -= sequence.tokens
-        return Output(emitted, finished)
+            self._release(sequence)
+        return Output(emitted, finished, prefill_tokens)
 
     def remove(self, sequence: S) -> bool:
         """Frees an aborted sequence's slot and KV at once. False where it does not run."""
@@ -142,18 +175,22 @@ class RunningBatch(Generic[S]):
             self._prefilling.remove(sequence)
         else:
             return False
-        self.kv_tokens_held -= sequence.tokens
+        self._release(sequence)
         return True
 
     def _admit(self, queue: WaitingQueue[S]) -> list[S]:
         admitted: list[S] = []
         while len(self) < self.model.max_num_seqs:
             head = queue.peek()
-            if head is None or not self.model.fits(self.kv_tokens_held + head.tokens):
+            if head is None:
+                break
+            holding = self.kv_cache.reserve(head.tokens, head.blocks, head.prompt_tokens)
+            if holding is None:
                 break
             queue.pop()
+            head.holding = holding
+            head.cached_tokens = head.prefilled = holding.cached_tokens
             self._prefilling.append(head)
-            self.kv_tokens_held += head.tokens
             admitted.append(head)
         return admitted
 
@@ -164,8 +201,29 @@ class RunningBatch(Generic[S]):
                 break
             tokens = min(budget, sequence.prompt_tokens - sequence.prefilled)
             sequence.prefilled += tokens
+            sequence.computing = tokens
             budget -= tokens
         return self.model.prefill_tokens_per_step - budget
+
+    def _computed(self) -> int:
+        """The step's prompt tokens are in the cache now, where other prompts can hit them."""
+        prefill_tokens = 0
+        for sequence in self._prefilling:
+            if not sequence.computing:
+                break
+            prefill_tokens += sequence.computing
+            sequence.computing = 0
+            if sequence.holding is not None:
+                self.kv_cache.publish(sequence.holding, sequence.blocks, sequence.prefilled)
+        return prefill_tokens
+
+    def _release(self, sequence: S) -> None:
+        holding, sequence.holding = sequence.holding, None
+        if holding is None:
+            return
+        if self.kv_cache.caches_prefixes:
+            self.kv_cache.publish(holding, sequence.computed_blocks(), sequence.computed_tokens)
+        self.kv_cache.release(holding)
 
 
 @dataclass(frozen=True, slots=True)

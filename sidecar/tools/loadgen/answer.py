@@ -29,6 +29,7 @@ _TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    prompt_tokens_details: Any = None
 
 
 class _Choice(msgspec.Struct):
@@ -59,6 +60,7 @@ class Answer:
         self.request_id: str | None = None
         self.first_token_s: float | None = None
         self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
         self.error: str | None = None
         self._text: list[str] = []
         self._is_stream = headers.get("content-type", "").lower().startswith("text/event-stream")
@@ -141,6 +143,7 @@ class Answer:
         self.request_id = self.request_id or event.id
         if event.usage is not None:
             self.prompt_tokens = event.usage.prompt_tokens
+            self.cached_tokens = _cached_tokens(event.usage.prompt_tokens_details)
             self._usage_tokens = event.usage.completion_tokens
 
     def _chunk(self, choice: _Choice, now_s: float, *, is_first_choice: bool) -> None:
@@ -211,3 +214,8 @@ def _one_line(text: str) -> str:
 
 def _shown(data: bytes) -> str:
     return _one_line(data[: 4 * LONGEST_ERROR].decode("utf-8", "replace"))
+
+
+def _cached_tokens(details: object) -> int | None:
+    found = details.get("cached_tokens") if isinstance(details, Mapping) else None
+    return found if isinstance(found, int) else None

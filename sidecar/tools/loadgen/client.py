@@ -52,7 +52,8 @@ class Seen:
     `first_token_s` is None where no token came, and for an answer that does not stream (see `answer`). `status` is None
     where no answer came at all. `error` is one line that says what went wrong, and None where nothing did.
     `output_tokens` is what the engine's usage says, or else the number of events that carried a token; `prompt_tokens`
-    is None without usage. `request_id` is the id in the answer, `url_index` the position of the server that was asked.
+    is None without usage, `cached_tokens` where usage does not say what a prefix cache held. `request_id` is the id in
+    the answer, `url_index` the position of the server that was asked.
     """
 
     planned: Planned
@@ -66,6 +67,7 @@ class Seen:
     headers: Mapping[str, str] = field(repr=False)
     request_id: str | None
     url_index: int
+    cached_tokens: int | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -291,6 +293,7 @@ class _Run:
             headers=answer.headers,
             request_id=answer.request_id,
             url_index=exchange.url_index,
+            cached_tokens=answer.cached_tokens,
         )
 
     async def _watch(self, report: Report | None) -> None:

@@ -6,9 +6,9 @@ A dialect decides and never waits. It answers with a `EngineRefusal`, whose body
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from sidecar.apis import Api
 from sidecar.tools.emulator.config import EmulatorConfig, Scheduling
@@ -25,6 +25,13 @@ class EngineRefusal(Exception):
         super().__init__(f"{status}: {body}")
         self.status = status
         self.body = body
+
+
+class CachedPrompt(NamedTuple):
+    """Tokens of one prompt that were found in the prefix cache, and those that it added there."""
+
+    found: int
+    created: int
 
 
 class Dialect(ABC):
@@ -84,6 +91,28 @@ class Dialect(ABC):
     def queue_full(self, api: Api) -> EngineRefusal:
         """The answer to a request beyond `max_queued`."""
         return self.refuse(api, *self.overload)
+
+    def prompt_tokens_details(self, api: Api, prompts: Sequence[CachedPrompt]) -> dict[str, int] | None:
+        """`usage.prompt_tokens_details`; None where the engine leaves it out.
+
+        TensorRT-LLM always has it, without a switch (`tensorrt_llm/serve/postprocess_handlers.py`), and so has Dynamo
+        before vLLM (`build_prompt_tokens_details` of its vLLM worker, which
+        `lib/llm/src/protocols/openai/delta_common.rs` passes on). What they say in the Messages API was not read.
+        """
+        return None if api is Api.MESSAGES else {"cached_tokens": sum(prompt.found for prompt in prompts)}
+
+    def responses_cached_tokens(self, prompts: Sequence[CachedPrompt]) -> int:
+        """The Responses API's `cached_tokens`, where the member is never left out."""
+        return sum(prompt.found for prompt in prompts)
+
+    def stopping(self, api: Api) -> EngineRefusal | None:
+        """The answer to a request that comes after SIGTERM; None where it is served like any other."""
+        del api
+        return None
+
+    def stopped(self, api: Api) -> EngineRefusal:
+        """The answer to a request that is not done when the time for draining is over."""
+        return self.refuse(api, HTTPStatus.INTERNAL_SERVER_ERROR, "The engine has stopped.")
 
     def displaced(self, api: Api) -> EngineRefusal:
         """The answer to a waiting request that a more important one threw out; only where `displaces`."""

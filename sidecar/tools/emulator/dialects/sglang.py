@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 
 from sidecar.apis import Api
@@ -10,6 +10,7 @@ from sidecar.tools.emulator.config import Scheduling
 from sidecar.tools.emulator.dialects.base import (
     INT64_MAX,
     INT64_MIN,
+    CachedPrompt,
     Dialect,
     EngineRefusal,
     header_integer,
@@ -55,3 +56,11 @@ class SglangDialect(Dialect):
 
     def displaced(self, api: Api) -> EngineRefusal:
         return self.refuse(api, HTTPStatus.SERVICE_UNAVAILABLE, "The request is aborted by a higher priority request.")
+
+    def prompt_tokens_details(self, api: Api, prompts: Sequence[CachedPrompt]) -> dict[str, int] | None:
+        """Only with --enable-cache-report, and only where something was found (`UsageProcessor._details_if_cached`)."""
+        found = self.responses_cached_tokens(prompts)
+        return {"cached_tokens": found} if found and api is not Api.MESSAGES else None
+
+    def responses_cached_tokens(self, prompts: Sequence[CachedPrompt]) -> int:
+        return super().responses_cached_tokens(prompts) if self.config.cache_report else 0

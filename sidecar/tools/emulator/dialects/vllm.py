@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 
 from sidecar.apis import Api
 from sidecar.tools.emulator.dialects.base import (
     INT64_MAX,
     INT64_MIN,
+    CachedPrompt,
     Dialect,
     EngineRefusal,
     header_integer,
@@ -46,6 +47,27 @@ class VllmDialect(Dialect):
     def queue_length(self, api: Api, waiting: int, running: int) -> int | None:
         del api
         return waiting + running
+
+    def prompt_tokens_details(self, api: Api, prompts: Sequence[CachedPrompt]) -> dict[str, int] | None:
+        """Only with --enable-prompt-tokens-details. Seen running in 0.32: of several prompts it reports the last one.
+
+        Chat and messages add what went into the cache (`_make_prompt_tokens_details`, `_build_anthropic_usage`).
+        """
+        if not self.config.cache_report or not prompts:
+            return None
+        found, created = prompts[-1]
+        if api is Api.COMPLETIONS:
+            return {"cached_tokens": found}
+        return {"cached_tokens": found, "created_cache_tokens": created}
+
+    def stopping(self, api: Api) -> EngineRefusal | None:
+        """Seen running in 0.32: the client of the engine is shut down first, whatever --shutdown-timeout says."""
+        return self.refuse(api, HTTPStatus.INTERNAL_SERVER_ERROR, "cannot schedule new futures after shutdown")
+
+    def stopped(self, api: Api) -> EngineRefusal:
+        """Seen running in 0.32."""
+        message = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+        return self.refuse(api, HTTPStatus.INTERNAL_SERVER_ERROR, message)
 
     def _error(self, api: Api, status: int, message: str, kind: str, param: str | None) -> EngineRefusal:
         if api is Api.MESSAGES:
