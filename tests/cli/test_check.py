@@ -78,7 +78,26 @@ def test_a_json_file_that_cannot_be_written_fails_with_a_sentence(
 
 def test_a_path_with_nothing_there_says_what_to_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(tmp_path / "nothing")]) == 1
-    assert "there is no such file; a policy is a file, or a folder with policy.yaml in it" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    how = "`sidecar init` writes a policy for an engine, or name another file or folder"
+    assert said.startswith(f"{tmp_path}/nothing: there is no such file or folder; {how}\n")
+    assert main(["check", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"{tmp_path}/policy.yaml: there is no such file; {how}\n")
+    assert main(["check", str(tmp_path / "nothing"), "--json", "-"]) == 1
+    (error,) = json.loads(capsys.readouterr().out)["errors"]
+    assert (error["file"], error["line"]) == (f"{tmp_path}/nothing", None)
+
+
+def test_a_tenants_file_is_no_policy_and_says_so_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "acme.yaml"
+    path.write_text('# A tenant\ntenant: acme\nkeys: ["sha256:00"]\ntier: high\n')
+    assert main(["check", str(path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"{path}:2: tenant: this is a tenant's file; name the policy's own file, or the folder")
+    assert "\n1 mistake;" in said
 
 
 def test_a_dimension_without_a_bound_has_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
