@@ -3,8 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import os
 
-from sidecar.policy import units
+from sidecar.policy import POLICY_VARIABLE, units
+
+
+class NoPolicy(ValueError):
+    """No policy was named, neither on the command line nor in the environment."""
+
+
+def add_policy(group: argparse._ActionsContainer) -> None:
+    """Adds the positional argument POLICY."""
+    policy_help = f"a policy file, or a folder with policy.yaml in it (default {POLICY_VARIABLE})"
+    group.add_argument("policy", nargs="?", metavar="POLICY", help=policy_help)
+
+
+def policy_path(given: str | None, way: str = "POLICY") -> str:
+    """The policy's path: the one of the command line, else the one of the environment. Raises NoPolicy."""
+    path = os.environ.get(POLICY_VARIABLE) if given is None else given
+    if not path:
+        raise NoPolicy(f"no policy: give {way} or set {POLICY_VARIABLE}; `sidecar init` writes a policy for an engine")
+    return path
 
 
 def duration_s(text: str) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from sidecar.cli.arguments import NoPolicy, add_policy, policy_path
 from sidecar.cli.output import aligned, write_json
 from sidecar.durations import policy_duration
 from sidecar.policy import fields as of
@@ -29,14 +30,17 @@ EXAMPLE = """  sidecar check policies/
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the policy's path and `--json`."""
-    parser.add_argument("policy", metavar="POLICY", help="a policy file, or a folder with policy.yaml in it")
+    add_policy(parser)
     parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - writes it to standard output")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 for a policy that can be used, 1 for one that cannot, or where the JSON file cannot be written."""
+    """Returns 0 for a policy that can be used, 1 for one that cannot (or a JSON file that cannot), 2 for none."""
     try:
-        loaded = load_files(args.policy)
+        loaded = load_files(policy_path(args.policy))
+    except NoPolicy as missing:
+        print(f"sidecar check: {missing}", file=sys.stderr)
+        return 2
     except PolicyError as refused:
         print(refused, file=sys.stderr)
         count = len(refused.problems)

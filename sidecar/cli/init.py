@@ -28,6 +28,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from sidecar.apis import infer_api
+from sidecar.cli.api_key import KEY_VARIABLE, add_key, key_given
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
 from sidecar.cli.replay import server_url
 from sidecar.engines.base import Engine, Facts, Gauges
@@ -39,6 +40,7 @@ from sidecar.policy.keys import hash_line, new_key
 from sidecar.policy.problems import PolicyError, printable
 from sidecar.policy.schema import DEFAULT_WAITING as WAITING
 from sidecar.policy.warnings import warnings
+from sidecar.secrets import ENGINE_KEY_VARIABLE
 from sidecar.tools.doctor.burst import Queueing
 from sidecar.tools.doctor.examination import Recommendation, recommend
 from sidecar.tools.doctor.survey import CannotLook, Survey, survey
@@ -63,6 +65,7 @@ _GIVE_REQUESTS = (
     "give the second with --requests N (vLLM: --max-num-seqs, SGLang: --max-running-requests, "
     "TensorRT-LLM: max_batch_size)"
 )
+_KEYS = (ENGINE_KEY_VARIABLE, KEY_VARIABLE)
 _ENGINES = ("vllm", "tensorrt-llm", "sglang", "dynamo", "none")
 
 
@@ -88,7 +91,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--tiers", type=int, choices=(3, 5), help="number of tiers (default: 5 where the engine runs enough requests)")
     add("--requests", type=_requests, metavar="N", help="requests that the engine runs at once, if it does not say")
     add("--engine", choices=_ENGINES, help="which engine it is, if its pages do not say (without --upstream: vllm)")
-    add("--key", metavar="KEY", help="API key of the engine, sent as `Authorization: Bearer KEY`")
+    add_key(parser, "API key of the engine, sent as `Authorization: Bearer KEY`", _KEYS)
     add("--json", metavar="FILE", help="also write what was done as JSON, - for standard output; only - has the keys")
 
 
@@ -144,7 +147,8 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
 
 async def _read(args: argparse.Namespace) -> Survey:
     """The engine's pages, without a figure that no engine has. Raises CannotLook."""
-    headers = {} if args.key is None else {"authorization": f"Bearer {args.key}"}
+    key, _ = key_given(args.key, args.key_file, variables=_KEYS)
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
     async with aiohttp.ClientSession() as session:
         pages = HttpPages(session, args.upstream, headers)
         read = await survey(pages, None if args.engine is None else ENGINES[args.engine])
@@ -245,7 +249,7 @@ def _check(folder: Path) -> None:
 def _text(args: argparse.Namespace, origin: str, figures: Mapping[str, Any]) -> str:
     width = max(map(len, args.tenants))
     upstream, folder = shlex.quote(args.upstream or "http://127.0.0.1:8000"), shlex.quote(args.dir)
-    with_key = "SIDECAR_ENGINE_KEY=... " if args.key else ""
+    with_key = "SIDECAR_ENGINE_KEY=... " if args.key or args.key_file else ""
     lines = [
         f"a policy for {origin}",
         f"  {figures['capacity']['yaml']}",

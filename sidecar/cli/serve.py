@@ -13,7 +13,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from sidecar.cli.arguments import duration_s
+from sidecar.cli.arguments import NoPolicy, duration_s, policy_path
+from sidecar.policy import POLICY_VARIABLE
 from sidecar.telemetry.logs.setup import FORMATTERS, LEVELS, log_settings, own_logging
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ EXAMPLE = "  sidecar serve --upstream http://127.0.0.1:8000 --policy policies/ -
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
     parser.add_argument("--upstream", required=True, metavar="URL", help="the engine, e.g. http://127.0.0.1:8000")
-    parser.add_argument("--policy", required=True, metavar="PATH", help="policy.yaml, or the folder it is in")
+    policy_help = f"policy.yaml, or the folder it is in (default {POLICY_VARIABLE})"
+    parser.add_argument("--policy", metavar="PATH", help=policy_help)
     parser.add_argument("--host", default="127.0.0.1", help="address to serve clients on (default %(default)s)")
     parser.add_argument("--port", type=_port, default=8080, help="port for clients, 0 for any (default %(default)s)")
     parser.add_argument(
@@ -49,7 +51,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until a signal. Returns 1 where it could not begin, with one line that says why."""
+    """Serves until a signal. Returns 1 where it could not begin, 2 without a policy, with one line that says why."""
+    try:
+        args.policy = policy_path(args.policy, "--policy PATH")
+    except NoPolicy as missing:
+        print(f"sidecar serve: {missing}", file=sys.stderr)
+        return 2
     try:
         settings = log_settings(os.environ, args.log_level, args.log_format)
     except ValueError as mistake:
