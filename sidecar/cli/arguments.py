@@ -8,6 +8,13 @@ import os
 from sidecar.policy import POLICY_VARIABLE, units
 
 
+def port(text: str) -> int:
+    """A port from 0 to 65535. Raises ArgumentTypeError for what is none."""
+    if not text.isascii() or not text.isdecimal() or len(text) > 9 or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; write a number from 0 to 65535")
+    return int(text)
+
+
 class NoPolicy(ValueError):
     """No policy was named, neither on the command line nor in the environment."""
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import socket
+import sys
 
 import uvicorn
 
-from sidecar.cli.arguments import duration_s
+from sidecar.cli.arguments import duration_s, port
 from sidecar.engines import ENGINES
 from sidecar.tools.emulator import Emulator, EmulatorConfig, Scheduling, StepModel
 
@@ -23,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--engine", choices=_ENGINES, required=True, help="whose contract to keep")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=8000, help="0 takes a free one and prints it (default: %(default)s)")
+    add("--port", type=port, default=8000, help="0 takes a free one and prints it (default: %(default)s)")
     add("--scheduling", choices=("priority", "fcfs"), default="priority", help="waiting queue (default: %(default)s)")
     add("--max-num-seqs", type=int, default=8, help="sequences that run at once (default: %(default)s)")
     add("--step-ms", type=float, default=20.0, help="time of an empty step (default: %(default)s)")
@@ -55,12 +56,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         emulator = Emulator(_config(args))
     except ValueError as error:
-        print(f"sidecar emulate: {error}")
+        print(f"sidecar emulate: {error}", file=sys.stderr)
         return 2
     try:
         listener = _listen(args.host, args.port)
     except OSError as error:
-        print(f"sidecar emulate: cannot listen on {args.host}:{args.port}: {error.strerror or error}")
+        said = f"cannot listen on {args.host}:{args.port}: {error.strerror or error}"
+        print(f"sidecar emulate: {said}; name another with --port, or 0 for any", file=sys.stderr)
         return 1
     with listener:
         print(_summary(args, listener.getsockname()[1]), flush=True)

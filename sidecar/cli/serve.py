@@ -13,7 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from sidecar.cli.arguments import NoPolicy, duration_s, policy_path
+from sidecar.cli.arguments import NoPolicy, duration_s, policy_path, port
 from sidecar.policy import POLICY_VARIABLE
 from sidecar.telemetry.logs.setup import FORMATTERS, LEVELS, log_settings, own_logging
 
@@ -31,11 +31,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     policy_help = f"policy.yaml, or the folder it is in (default {POLICY_VARIABLE})"
     parser.add_argument("--policy", metavar="PATH", help=policy_help)
     parser.add_argument("--host", default="127.0.0.1", help="address to serve clients on (default %(default)s)")
-    parser.add_argument("--port", type=_port, default=8080, help="port for clients, 0 for any (default %(default)s)")
+    parser.add_argument("--port", type=port, default=8080, help="port for clients, 0 for any (default %(default)s)")
     parser.add_argument(
         "--admin-host", default="127.0.0.1", help="address of the live page, /metrics, ... (%(default)s)"
     )
-    parser.add_argument("--admin-port", type=_port, default=9464, help="their port, 0 for any (default %(default)s)")
+    parser.add_argument("--admin-port", type=port, default=9464, help="their port, 0 for any (default %(default)s)")
     add = parser.add_argument
     add("--log-level", choices=LEVELS, help="default info; also by SIDECAR_LOG_LEVEL")
     usual = "text where standard error is a terminal, else json"
@@ -140,9 +140,3 @@ def _announce(line: str) -> None:
 def _announce_and_log(line: str) -> None:
     _announce(line)
     _log.info("%s", line.removeprefix("sidecar: "), extra={"event": "started"})
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port; write a number from 0 to 65535")
-    return int(text)

@@ -6,7 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -81,13 +84,39 @@ def test_replay_takes_the_key_of_each_tier_from_its_file(tmp_path: Path, sidecar
     assert ran.returncode == 0, ran.stderr
 
 
-def test_doctor_takes_the_key_from_a_file_or_the_environment(tmp_path: Path, sidecar: str) -> None:
-    way, *_ = _ways(tmp_path)
-    ways = [way, ([], {"SIDECAR_ENGINE_KEY": KEY}), ([], {"SIDECAR_API_KEY": KEY, "SIDECAR_ENGINE_KEY": "sk-unknown"})]
-    for arguments, variables in ways:
-        ran = _ran("doctor", "--upstream", sidecar, "--requests", "3", *arguments, **variables)
-        assert ran.returncode in (0, 1, 3), ran.stderr
-        assert "401" not in ran.stdout + ran.stderr
+@contextmanager
+def _recorder() -> Iterator[tuple[str, set[str | None]]]:
+    """A server that answers nothing of use, and the keys that it was sent."""
+    seen: set[str | None] = set()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.add(self.headers["authorization"])
+            self.send_error(404)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", seen
+        server.shutdown()
+
+
+@pytest.mark.parametrize("name", ["doctor", "init"])
+def test_doctor_and_init_take_the_key_from_a_file_or_the_environment(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ours, engines = f"Bearer {KEY}", f"Bearer {OTHER}"
+    both = ([], {"SIDECAR_API_KEY": KEY, "SIDECAR_ENGINE_KEY": OTHER})
+    ways = [(*way, ours) for way in _ways(tmp_path)] + [([], {"SIDECAR_ENGINE_KEY": OTHER}, engines), ([], {}, None)]
+    for arguments, variables, sent in [*ways, (*both, ours if name == "doctor" else engines)]:
+        with monkeypatch.context() as environment, _recorder() as (url, seen):
+            for variable, value in variables.items():
+                environment.setenv(variable, value)
+            assert main([name, "--upstream", url, *arguments]) in (1, 2)
+            assert seen == {sent}
 
 
 @pytest.mark.parametrize(

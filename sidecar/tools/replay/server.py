@@ -14,6 +14,7 @@ import msgspec
 from sidecar.engines import Engine
 from sidecar.engines.discovery import engine_of_owner
 from sidecar.tools.loadgen.answer import problem_of
+from sidecar.tools.loadgen.pages import why_not
 
 TIMEOUT_S = 10.0
 
@@ -85,7 +86,7 @@ class Server(AbstractAsyncContextManager["Server"]):
         except asyncio.TimeoutError:  # in Python 3.10 not yet the builtin TimeoutError
             raise ServerNoAnswer(f"{self.url} does not answer within {TIMEOUT_S:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ServerNoAnswer(f"{self.url} cannot be reached: {error}") from None
+            raise ServerNoAnswer(f"{self.url} cannot be reached: {why_not(error)}") from None
         if response.status != 200:
             said = problem_of(answer)
             raise ServerNoAnswer(f"{self.url}{path} answers {response.status}" + (f": {said}" if said else ""))
