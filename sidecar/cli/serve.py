@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("sidecar.serve")
 
+_OBSERVING = "mode: observe: every request passes; `sidecar observed` reports what enforcing would have done"
+
 EXAMPLE = "  sidecar serve --upstream http://127.0.0.1:8000 --policy policies/ --port 8080"
 
 
@@ -33,7 +35,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to serve clients on (default %(default)s)")
     parser.add_argument("--port", type=port, default=8080, help="port for clients, 0 for any (default %(default)s)")
     parser.add_argument(
-        "--admin-host", default="127.0.0.1", help="address of the live page, /metrics, ... (%(default)s)"
+        "--admin-host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="address of the live page, /metrics, ... (default %(default)s)",
     )
     parser.add_argument("--admin-port", type=port, default=9464, help="their port, 0 for any (default %(default)s)")
     add = parser.add_argument
@@ -75,6 +80,7 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
     from sidecar.admin.auth import AdminGuard, access_of, open_port
     from sidecar.app import AdmissionMiddleware
     from sidecar.policy.compiler import load_files
+    from sidecar.policy.model import Mode
     from sidecar.policy.reload import PolicyFiles
     from sidecar.policy.warnings import warnings
     from sidecar.proxy.proxy import ReverseProxy
@@ -85,6 +91,8 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
         loaded = load_files(args.policy)
         for warning in warnings(loaded.policy, loaded.place):
             _log.warning("%s", warning, extra={"event": "policy_warning"})
+        if loaded.policy.mode is Mode.OBSERVE:
+            _log.info("%s", _OBSERVING, extra={"event": "observing"})
         access = access_of(os.environ, args.admin_host)
         if access.is_open:
             _log.warning("%s", open_port(args.admin_host), extra={"event": "admin_port_open"})

@@ -193,3 +193,13 @@ def test_a_policy_of_the_environment_serves(monkeypatch: pytest.MonkeyPatch) -> 
             line(process, r"sidecar: proxy on (http://127\.0\.0\.1:\d+)")
         finally:
             process.kill()
+
+
+def test_a_policy_that_observes_is_said_to_at_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("engine: none\ncapacity: {requests: 8}\ntiers: {normal: {}}\nanonymous: normal\nmode: observe\n")
+    with serving("--policy", str(path), "--log-format", "text") as process:
+        line(process, r"sidecar: proxy on (.*)")
+        process.send_signal(signal.SIGTERM)
+        _, logged = process.communicate(timeout=30)
+    assert "observing: mode: observe: every request passes; `sidecar observed` reports what enforcing would" in logged
