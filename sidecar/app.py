@@ -21,13 +21,14 @@ from sidecar.middleware.engine_pages import EnginePages
 from sidecar.middleware.engine_watch import EngineCheck, EngineState, EngineWatch
 from sidecar.middleware.middleware import serve_scope
 from sidecar.observability import Observability
+from sidecar.policy import POLICY_VARIABLE
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy, Unguarded
 from sidecar.policy.reload import PolicyFiles
 from sidecar.policy.store import StoreAddress, store_address
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
 from sidecar.proxy.proxy import ReverseProxy
-from sidecar.secrets import secret, secret_for_header
+from sidecar.secrets import ENGINE_KEY_VARIABLE, secret, secret_for_header
 from sidecar.server.mounted import FailedStart, Lifespan, MountedLifespan, Step, check_processes
 from sidecar.server.server import CannotServe
 from sidecar.server.workers import ServerProcesses
@@ -36,14 +37,11 @@ from sidecar.telemetry.logs.setup import mounted_logging
 from sidecar.telemetry.setup import TelemetryError, configure_from_environment
 from sidecar.tokens import Estimator, TokenizerCounter
 
-POLICY_VARIABLE = "SIDECAR_POLICY"
 STORE_VARIABLE = "SIDECAR_STORE"
 TAKE_OVER_VARIABLE = "SIDECAR_TAKE_OVER_POOL"
 """`1`: a shared pool that has other tiers than the policy is made anew with the policy's. See docs/many-replicas.md."""
-ENGINE_KEY_VARIABLE = "SIDECAR_ENGINE_KEY"
-"""The engine's own API key: for its pages, which `capacity: {from: engine}` reads, and for every admitted request."""
 ENGINE_CHECK_VARIABLE = "SIDECAR_ENGINE_CHECK"
-"""`on`, `alive` (any engine may answer) or `off` (the engine is not asked at all). See docs/configuration.md."""
+"""`on`, `alive` (any engine may answer) or `off` (the engine is not asked at all). See docs/how-it-works.md."""
 
 _OPEN_ENGINE = (
     f"the engine's key ({ENGINE_KEY_VARIABLE}) is shown for requests without any key, too, which the policy's "

@@ -29,7 +29,16 @@ def secret(environment: Mapping[str, str], name: str) -> str | None:
 def secret_for_header(environment: Mapping[str, str], name: str) -> str | None:
     """As `secret`, of what travels in a header. Raises ValueError also for what cannot."""
     found = secret(environment, name)
-    if found is not None and not _IN_A_HEADER.fullmatch(found):
+    return None if found is None else _fit_for_a_header(found, name)
+
+
+def key_in_file(path: str, option: str) -> str:
+    """The key in a file that an option of the command line names. Raises ValueError where there is none."""
+    return _fit_for_a_header(_content(Path(path), option), option)
+
+
+def _fit_for_a_header(found: str, name: str) -> str:
+    if not _IN_A_HEADER.fullmatch(found):
         raise ValueError(f"{name}: contains a space, a line end or a character beyond ASCII; write the key alone")
     return found
 
@@ -50,10 +59,12 @@ def _content(path: Path, name: str) -> str:
     except UnicodeDecodeError:
         raise ValueError(f"{name}: {str(path)!r} is not text; name the secret's own file") from None
     if not found:
-        raise ValueError(f"{name}: {str(path)!r} is empty; write the secret into it, or unset {name}")
+        raise ValueError(f"{name}: {str(path)!r} is empty; write the secret into it")
     return found
 
 
+ENGINE_KEY_VARIABLE = "SIDECAR_ENGINE_KEY"
+"""The engine's own API key: for its pages, which `capacity: {from: engine}` reads, and for every admitted request."""
 TOKEN_VARIABLE = "SIDECAR_ADMIN_TOKEN"
 SHORTEST_TOKEN = 16
 """Characters. Nothing slows down guesses; 16 random characters cannot be guessed."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sidecar.secrets import secret, secret_for_header
+from sidecar.secrets import key_in_file, secret, secret_for_header
 
 
 def test_a_variable_or_a_file_without_the_end_of_its_line(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_a_variable_or_a_file_without_the_end_of_its_line(tmp_path: Path) -> Non
     ("content", "said"),
     [
         (None, "'{file}' cannot be read (No such file or directory); name a file that this user may read"),
-        (b"\n", "'{file}' is empty; write the secret into it, or unset KEY_FILE"),
+        (b"\n", "'{file}' is empty; write the secret into it"),
         (b"hidden\xff", "'{file}' is not text; name the secret's own file"),
         (b"hidden" * 20_000, "'{file}' is larger than 65536 bytes; name the secret's own file"),
     ],
@@ -47,3 +47,13 @@ def test_what_cannot_travel_in_a_header_is_refused_without_being_shown(written: 
     with pytest.raises(ValueError, match="KEY: contains a space, a line end or a character beyond ASCII") as refused:
         secret_for_header({"KEY": written}, "KEY")
     assert "hidd" not in str(refused.value)
+
+
+def test_the_file_of_an_option_is_read_as_that_of_a_variable(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(b"sk-hidden\n")
+    assert key_in_file(str(file), "--key-file") == "sk-hidden"
+    file.write_bytes(b"key   sk-hidden\n")
+    with pytest.raises(ValueError, match=r"^--key-file: contains a space") as refused:
+        key_in_file(str(file), "--key-file")
+    assert "hidden" not in str(refused.value)

@@ -8,7 +8,10 @@ A command module has `configure(parser)`, which adds its arguments, `run(args)`,
 from __future__ import annotations
 
 import argparse
+import difflib
+import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -48,13 +51,28 @@ class Command(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns its exit code; a wrong command line exits with 2, as argparse does."""
+    _mend_streams()
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
-    except KeyboardInterrupt:  # also while the command's modules are imported
-        return 130
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()  # here, where its failure can be handled
+    except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # the shell's prompt begins a line of its own
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+        _discard_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _discard_output()
+        print(f"sidecar: cannot write to standard output: {error.strerror}", file=sys.stderr)
+        return 1
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _run(arguments: list[str]) -> int:
     overview = _overview()
     chosen = overview.parse_args(arguments[:1]).command
     command: Command = importlib.import_module(f"sidecar.cli.{chosen.replace('-', '_')}")
@@ -71,13 +89,27 @@ def _run(arguments: Sequence[str]) -> int:
     if passed_on and not passes_on:
         parser.error(f"unrecognized arguments: {' '.join(passed_on)}")
     args.passed_on = passed_on
-    try:
-        code = command.run(args)
-        sys.stdout.flush()  # here, where its failure can be handled
-    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the end of Python would write there again
-        return 128 + signal.SIGPIPE
-    return code
+    return command.run(args)
+
+
+def _mend_streams() -> None:
+    """No stream is missing, and none fails at a character that its encoding does not have.
+
+    Python has None for a stream that was closed before it began (`>&-`), and a path may hold bytes that are no text.
+    """
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115  until the process ends
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _discard_output() -> None:
+    """Sends standard output nowhere: the end of Python would write there again, and fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _overview() -> argparse.ArgumentParser:
@@ -90,5 +122,14 @@ def _overview() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"admission-sidecar {__version__}")
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
+    parser.add_argument("command", type=_command, metavar="COMMAND", help="one of those below")
     return parser
+
+
+def _command(name: str) -> str:
+    """Raises ArgumentTypeError for what is no command, with the nearest one."""
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        known = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
+        raise argparse.ArgumentTypeError(f"{name!r} is no command; {known}")
+    return name

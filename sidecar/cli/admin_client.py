@@ -44,8 +44,9 @@ def page_of(admin: str, path: str, document: type[Document]) -> Document:
     except msgspec.MsgspecError as error:
         raise CannotSee(f"{admin}{path} is not what this version of sidecar reads: {error}") from None
     except (OSError, HTTPException, ValueError) as error:  # URLError and timeouts are OSErrors
-        reason = getattr(error, "reason", None) or repr(error)
-        raise CannotSee(f"no answer from {admin}: {reason}; `sidecar serve` prints its admin port") from None
+        reason = getattr(error, "reason", None) or error
+        said = str(getattr(reason, "strerror", None) or reason or type(error).__name__).lower()
+        raise CannotSee(f"no answer from {admin}: {said}; `sidecar serve` prints its admin port as it starts") from None
 
 
 def _request(admin: str, path: str) -> urllib.request.Request:

@@ -3,10 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from urllib.parse import urlsplit
 
-from sidecar.policy import units
+from sidecar.policy import POLICY_VARIABLE, units
+
+
+def port(text: str) -> int:
+    """A port from 0 to 65535. Raises ArgumentTypeError for what is none."""
+    if not text.isascii() or not text.isdecimal() or len(text) > 9 or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; write a number from 0 to 65535")
+    return int(text)
+
+
+class NoPolicy(ValueError):
+    """No policy was named, neither on the command line nor in the environment."""
+
+
+def add_policy(group: argparse._ActionsContainer) -> None:
+    """Adds the positional argument POLICY."""
+    policy_help = f"a policy file, or a folder with policy.yaml in it (default {POLICY_VARIABLE})"
+    group.add_argument("policy", nargs="?", metavar="POLICY", help=policy_help)
+
+
+def policy_path(given: str | None, way: str = "POLICY") -> str:
+    """The policy's path: the one of the command line, else the one of the environment. Raises NoPolicy."""
+    path = os.environ.get(POLICY_VARIABLE) if given is None else given
+    if not path:
+        raise NoPolicy(f"no policy: give {way} or set {POLICY_VARIABLE}; `sidecar init` writes a policy for an engine")
+    return path
+
 
 _V1 = "/v1"
 _LEFT_OUT = f"sidecar: the {_V1} at the end of the server's address is left out, because every path begins with it"

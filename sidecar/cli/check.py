@@ -8,34 +8,39 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
+from sidecar.cli.arguments import NoPolicy, add_policy, policy_path
 from sidecar.cli.output import aligned, write_json
+from sidecar.durations import policy_duration
 from sidecar.policy import fields as of
 from sidecar.policy.compiler import Loaded, load_files
-from sidecar.policy.model import CapacitySource, Policy
+from sidecar.policy.model import CapacitySource, Limits, Mode, Policy, Tenant
 from sidecar.policy.problems import PolicyError, Problem
-from sidecar.policy.rules import UNLIMITED, TierRules, largest_certain_request, largest_request
-from sidecar.policy.warnings import nominal_rules, warnings
+from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_certain_request, largest_request
+from sidecar.policy.warnings import NOMINAL, warnings
+from sidecar.pools.limits import SizeLimits
 
 EXAMPLE = """  sidecar check policies/
   sidecar check policies/ --json -"""
 
 
-_HEAD = ("tier", "reserve", "kept idle", "limit", "size limit", "certain size")
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the policy's path and `--json`."""
-    parser.add_argument("policy", metavar="POLICY", help="a policy file, or a folder with policy.yaml in it")
+    add_policy(parser)
     parser.add_argument("--json", metavar="FILE", help="also write the result as JSON; - writes it to standard output")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 for a policy that can be used, 1 for one that cannot, or where the JSON file cannot be written."""
+    """Returns 0 for a policy that can be used, 1 for one that cannot (or a JSON file that cannot), 2 for none."""
     try:
-        loaded = load_files(args.policy)
+        loaded = load_files(policy_path(args.policy))
+    except NoPolicy as missing:
+        print(f"sidecar check: {missing}", file=sys.stderr)
+        return 2
     except PolicyError as refused:
         print(refused, file=sys.stderr)
         count = len(refused.problems)
@@ -68,11 +73,13 @@ def _figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
         "files": list(loaded.files),
         "generation": policy.generation,
         "engine": policy.engine.name,
+        "mode": policy.mode.value,
         "capacity": {**_both(policy.rules.tokens, policy.rules.requests), "from": open_from},
         "tiers": [_tier_figures(policy, tier) for tier in policy.rules.tiers],
         "unguarded": None if policy.unguarded is None else policy.unguarded.value,
         "background": policy.background.value,
-        "tenants": sorted({tenant.name for tenant in policy.tenants.values()}),
+        "tenants": sorted(_by_name(policy)),
+        "limits": {name: _limit_figures(tenant.limits) for name, tenant in sorted(_by_name(policy).items())},
         "warnings": _listed(found),
     }
 
@@ -85,6 +92,17 @@ def _tier_figures(policy: Policy, tier: TierRules) -> dict[str, Any]:
         "limit": _both(tier.limit_tokens, tier.limit_requests),
         "largest_request": _both(*_largest(policy, tier.level)),
         "largest_certain_request": _both(*_certain(policy, tier.level)),
+    }
+
+
+def _limit_figures(limits: Limits) -> dict[str, float | None]:
+    """A tenant's limits under the policy's own keys; None where there is none. `burst` is in seconds."""
+    return {
+        "requests_per_minute": limits.requests_per_minute,
+        "tokens_per_minute": limits.tokens_per_minute,
+        "concurrent_requests": limits.concurrent_requests,
+        "max_output_tokens": limits.max_output_tokens,
+        "burst": limits.burst_us / 1_000_000,
     }
 
 
@@ -110,8 +128,10 @@ def _certain(policy: Policy, level: int) -> tuple[int, int]:
 def _summary(loaded: Loaded, found: tuple[Problem, ...]) -> str:
     policy = loaded.policy
     parts = [
-        f"{loaded.pool.file}: engine {policy.engine.name}, capacity {_capacity(policy)}",
-        _amount_table(policy) if policy.is_sized else _share_table(policy),
+        f"{loaded.pool.file}: engine {policy.engine.name}, mode: {policy.mode.value}{_MODES[policy.mode]}\n"
+        f"pool: {_capacity(policy)}",
+        *(_table(policy, dimension) for dimension in _dimensions(policy)),
+        "\n".join(_legend(policy)),
         _people(policy),
         _paths(policy),
     ]
@@ -122,82 +142,151 @@ def _summary(loaded: Loaded, found: tuple[Problem, ...]) -> str:
     return "\n\n".join(parts)
 
 
+_MODES = {
+    Mode.ENFORCE: "",
+    Mode.OBSERVE: "; every request passes, and `sidecar observed` reports what enforcing would do",
+}
+
+
 def _capacity(policy: Policy) -> str:
-    written = _amounts(policy.rules.tokens, policy.rules.requests)
-    from_engine = policy.engine_capacity
-    if from_engine is None:
-        return written
-    rest = (
-        f"what the engine holds, {of.percent(from_engine.fraction)} of its tokens, and {from_engine.waiting} requests "
-        "that wait in it"
+    """The pool's size, and where it comes from, in both dimensions."""
+    tokens, requests, engine = policy.rules.tokens, policy.rules.requests, policy.engine_capacity
+    of_tokens, of_requests = "tokens are not bounded", "requests are not bounded"
+    if engine is not None:
+        of_tokens = f"{of.percent(engine.fraction)} of the tokens that the engine holds"
+        of_requests = f"the requests that the engine runs at once, and {engine.waiting} that wait in it"
+    if tokens < UNLIMITED:
+        of_tokens = f"{tokens:,} tokens"
+    if requests < UNLIMITED:
+        of_requests = f"{requests:,} requests"
+    return f"{of_tokens}; {of_requests}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Dimension:
+    """One dimension of the pool as a table shows it. `index` is its place in a pair of tokens and requests.
+
+    `rules` are those of a nominal pool where only the engine knows the size: the table then has shares.
+    """
+
+    title: str
+    index: int
+    rules: PoolRules
+    is_share: bool = False
+
+
+def _dimensions(policy: Policy) -> Iterator[_Dimension]:
+    """Those that are bounded, by the policy or by the engine."""
+    of_engine = policy.rules_of(NOMINAL, NOMINAL)
+    if policy.engine_capacity is not None and not policy.is_sized:  # both have the same shares
+        yield _Dimension("share of the pool", _TOKENS, of_engine, is_share=True)
+        return
+    for index, name in enumerate(("tokens", "requests")):
+        if (policy.rules.tokens, policy.rules.requests)[index] < UNLIMITED:
+            yield _Dimension(f"in {name}", index, policy.rules)
+        elif policy.engine_capacity is not None:
+            yield _Dimension(f"share of {name}", index, of_engine, is_share=True)
+
+
+_TOKENS = 0
+_HEAD = ("reserve", "kept idle", "limit", "size limit", "certain size")
+
+
+def _table(policy: Policy, dimension: _Dimension) -> str:
+    """One row for each tier, and the rule that sets its size limit."""
+    sizes, rows, reasons = SizeLimits(policy), [], []
+    sizes.change_rules(dimension.rules)
+    for tier in dimension.rules.tiers:
+        largest, certain, most = _sizes(policy, dimension, tier.level)
+        amounts = (*(pair[dimension.index] for pair in _pairs(tier)), largest, certain)
+        rows.append((tier.name, *(_share(amount) if dimension.is_share else f"{amount:,}" for amount in amounts)))
+        is_amount = dimension.index == _TOKENS and not dimension.is_share
+        reason = sizes.reason(tier.level, largest, tokens=is_amount)
+        reasons.append(reason if most is None else f"{reason}; {most:,} tokens at most, its max_request_tokens")
+    lines = aligned([(dimension.title, *_HEAD), *rows])
+    return "\n".join(f"{line}  {said}" for line, said in zip(lines, ["size limit set by", *reasons], strict=True))
+
+
+def _sizes(policy: Policy, dimension: _Dimension, level: int) -> tuple[int, int, int | None]:
+    """The size limit, the certain size, and `max_request_tokens` where it cannot be compared with a share."""
+    index = dimension.index
+    if not dimension.is_share:
+        return _largest(policy, level)[index], _certain(policy, level)[index], None
+    most = policy.tiers[level].max_request_tokens if index == _TOKENS else None
+    rules = dimension.rules
+    return largest_request(rules, level)[index], largest_certain_request(rules, level)[index], most
+
+
+def _share(amount: int) -> str:
+    return of.percent(Fraction(amount, NOMINAL))
+
+
+def _pairs(tier: TierRules) -> tuple[tuple[int, int], ...]:
+    """Reserve, headroom and limit, each in tokens and requests."""
+    return (
+        (tier.reserve_tokens, tier.reserve_requests),
+        (tier.headroom_tokens, tier.headroom_requests),
+        (tier.limit_tokens, tier.limit_requests),
     )
-    return f"{written}, and otherwise {rest}" if written else rest
 
 
-def _share_table(policy: Policy) -> str:
-    """Shares of a pool whose size only the engine knows."""
-    rules = nominal_rules(policy)
-    rows = [
-        (
-            shares.name,
-            of.percent(shares.reserve),
-            of.percent((1 - shares.lend) * shares.reserve),
-            of.percent(shares.limit),
-            _share(largest_request(rules, level)[1], rules.requests),
-            _share(largest_certain_request(rules, level)[1], rules.requests),
-        )
-        for level, shares in enumerate(policy.shares)
-    ]
-    capped = [
-        f"size limit of {tier.name} in tokens: {tier.max_request_tokens:,} at most, its max_request_tokens"
-        for tier in policy.tiers
-        if tier.max_request_tokens is not None
-    ]
-    return "\n".join([*aligned([_HEAD, *rows]), "(shares of what the engine says it holds)", *capped, *_sizes(policy)])
-
-
-def _amount_table(policy: Policy) -> str:
-    """Every amount as tokens / requests."""
-    rows = [
-        (
-            tier.name,
-            _short(tier.reserve_tokens, tier.reserve_requests),
-            _short(tier.headroom_tokens, tier.headroom_requests),
-            _short(tier.limit_tokens, tier.limit_requests),
-            _short(*_largest(policy, tier.level)),
-            _short(*_certain(policy, tier.level)),
-        )
-        for tier in policy.rules.tiers
-    ]
-    return "\n".join([*aligned([_HEAD, *rows]), "(tokens / requests)", *_sizes(policy)])
-
-
-def _sizes(policy: Policy) -> Sequence[str]:
-    """Meaning of the last two columns of either table."""
+def _legend(policy: Policy) -> Sequence[str]:
+    """Meaning of the columns."""
     first = policy.rules.tiers[0]
     emergency = f", even while {first.name} holds its limit" if first.always_first else ""
     return (
+        "reserve: what a tier always gets back; kept idle: the part of it that no other tier may use",
+        "limit: the most that a tier may hold at once, all of its requests together",
         "size limit: the largest request that a tier accepts; a larger one gets a 400 at once",
         f"certain size: what finds room in a bounded time{emergency}; without a reserve, nothing",
+        "one request holds the tokens of its prompt and its maximum output, and counts once for each sequence",
     )
 
 
-def _share(amount: int, of_all: int) -> str:
-    return f"{amount * 100 / of_all:g}%"
-
-
 def _people(policy: Policy) -> str:
-    tenants = {tenant.name: tenant for tenant in policy.tenants.values()}
+    tenants = _by_name(policy)
     lines = []
-    for name, tenant in sorted(tenants.items()):
+    for name, tenant in sorted(tenants.items())[:_MOST_TENANTS]:
         own, best = policy.tiers[tenant.level].name, policy.tiers[tenant.max_level].name
         keys = sum(other is tenant for other in policy.tenants.values())
         upto = "" if own == best else f", may ask for {best}"
         lines.append(f"  {name}: {own}{upto}; {keys} key{'s' * (keys != 1)}, weight {tenant.weight}")
-    shown = [*lines[:20], f"  ... and {len(lines) - 20} more"] if len(lines) > 20 else lines
+        lines += [f"    limits: {limits}"] if (limits := _limits(policy, tenant)) else []
+    if len(tenants) > _MOST_TENANTS:
+        lines.append(f"  ... and {len(tenants) - _MOST_TENANTS} more")
     without_key = policy.tiers[policy.anonymous.level].name if policy.anonymous else "refused"
     count = "1 tenant" if len(tenants) == 1 else f"{len(tenants)} tenants"
-    return "\n".join([count, *shown, f"  without a key: {without_key}"])
+    return "\n".join([count, *lines, f"  without a key: {without_key}"])
+
+
+_MOST_TENANTS = 20
+"""Tenants that are listed; a pool may have thousands."""
+
+
+def _by_name(policy: Policy) -> dict[str, Tenant]:
+    return {tenant.name: tenant for tenant in policy.tenants.values()}
+
+
+def _limits(policy: Policy, tenant: Tenant) -> str:
+    """A tenant's own limits, and what becomes of a request that exceeds them; empty where it has none."""
+    limits = tenant.limits
+    per_minute = [
+        f"{amount:,} {name}"
+        for amount, name in ((limits.requests_per_minute, "requests"), (limits.tokens_per_minute, "tokens"))
+        if amount is not None
+    ]
+    said = []
+    if per_minute:
+        burst = policy_duration(limits.burst_us / 1_000_000)
+        said.append(f"{' and '.join(per_minute)} a minute ({burst} of that at once)")
+    if limits.concurrent_requests is not None:
+        said.append(f"{limits.concurrent_requests:,} requests waiting or running")
+    if limits.max_output_tokens is not None:
+        said.append(f"{limits.max_output_tokens:,} tokens in one answer (a request for more gets a 400)")
+    if limits.are_counted:
+        lower = tenant.downgrade_level
+        said.append("over them 429" if lower is None else f"over them tier {policy.tiers[lower].name}")
+    return "; ".join(said)
 
 
 def _paths(policy: Policy) -> str:
@@ -205,12 +294,3 @@ def _paths(policy: Policy) -> str:
     chosen = "deny before an engine's server, generating in an app"
     chosen = chosen if policy.unguarded is None else policy.unguarded.value
     return f"{len(policy.endpoints)} guarded paths; unguarded: {chosen}; background: {policy.background.value}"
-
-
-def _short(*amounts: int) -> str:
-    return " / ".join("any" if amount >= UNLIMITED else f"{amount:,}" for amount in amounts)
-
-
-def _amounts(tokens: int, requests: int) -> str:
-    named = [(tokens, "tokens"), (requests, "requests")]
-    return " and ".join(f"{amount:,} {name}" for amount, name in named if amount < UNLIMITED)

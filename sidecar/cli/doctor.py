@@ -14,10 +14,12 @@ import argparse
 import asyncio
 import sys
 
+from sidecar.cli.api_key import KEY_VARIABLE, add_key, key_given
 from sidecar.cli.arguments import duration_s, server_url
 from sidecar.cli.output import unwritable, write_json
 from sidecar.engines import ENGINES
 from sidecar.policy.compiler import load
+from sidecar.secrets import ENGINE_KEY_VARIABLE
 from sidecar.tools.doctor.conditions import State
 from sidecar.tools.doctor.examination import Options, examine
 from sidecar.tools.doctor.report import figures, report
@@ -28,6 +30,7 @@ EXAMPLE = """  sidecar doctor --upstream http://127.0.0.1:8000
   sidecar doctor --upstream http://127.0.0.1:8000 --read-only"""
 
 WRONG, UNSEEN = 2, 3
+_KEYS = (KEY_VARIABLE, ENGINE_KEY_VARIABLE)
 _LONGEST_S = 600.0
 _MOST = 4_096
 
@@ -42,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     engines = [name for name, engine in ENGINES.items() if engine.carriers]
     add("--engine", choices=engines, help="which engine it is, where its pages do not say")
     add("--model", help="model to ask for (default: the first one that it lists)")
-    add("--key", metavar="KEY", help="API key of the engine, or of the sidecar, sent as `Authorization: Bearer KEY`")
+    add_key(parser, "API key of the engine, or of the sidecar, sent as `Authorization: Bearer KEY`", _KEYS)
     add("--header", action="append", default=[], type=_header, metavar="NAME:VALUE", help="sent with every request")
     add("--requests", type=_requests, default=400, metavar="N", help="most in one burst; it starts small (%(default)s)")
     add("--timeout", type=_seconds, default=60.0, metavar="TIME", help="for all requests together (default 60s)")
@@ -67,8 +70,10 @@ def run(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> Options:
     """The arguments as options. Raises ValueError, PolicyError included, for what cannot be read."""
     headers = dict(args.header)
-    if args.key is not None:
-        headers["authorization"] = f"Bearer {args.key}"
+    variables = () if "authorization" in headers else _KEYS
+    key, _ = key_given(args.key, args.key_file, variables=variables)
+    if key is not None:
+        headers["authorization"] = f"Bearer {key}"
     return Options(
         url=args.upstream,
         policy=None if args.policy is None else load(args.policy),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from sidecar.cli.arguments import duration_s
+from sidecar.cli.arguments import duration_s, port
 from sidecar.engines import ENGINES
 from sidecar.tools.emulator import EmulatorConfig, Scheduling, StepModel
 from sidecar.tools.emulator.replicas import Replica, run_replicas
@@ -29,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--engine", choices=_ENGINES, required=True, help="whose contract to keep")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    add("--port", type=int, default=8000, help="0 takes a free one and prints it (default: %(default)s)")
+    add("--port", type=port, default=8000, help="0 takes a free one and prints it (default: %(default)s)")
     add("--scheduling", choices=("priority", "fcfs"), default="priority", help="waiting queue (default: %(default)s)")
     add("--max-num-seqs", type=int, default=8, help="sequences that run at once (default: %(default)s)")
     add("--step-ms", type=float, default=20.0, help="time of an empty step (default: %(default)s)")
@@ -101,17 +102,18 @@ def run(args: argparse.Namespace) -> int:
     try:
         configs = _configs(args)
     except ValueError as error:
-        print(f"sidecar emulate: {error}")
+        print(f"sidecar emulate: {error}", file=sys.stderr)
         return 2
     listeners: list[socket.socket] = []
     for number in range(len(configs)):
-        port = args.port + number if args.port else 0
+        wanted = args.port + number if args.port else 0
         try:
-            listeners.append(bind(args.host, port))
+            listeners.append(bind(args.host, wanted))
         except OSError as error:
             for listener in listeners:
                 listener.close()
-            print(f"sidecar emulate: cannot listen on {args.host}:{port}: {error.strerror or error}")
+            said = f"cannot listen on {args.host}:{wanted}: {error.strerror or error}"
+            print(f"sidecar emulate: {said}; name another with --port, or 0 for any", file=sys.stderr)
             return 1
     if args.replicas is not None:
         return run_replicas(_replicas(args, configs, listeners), _say)

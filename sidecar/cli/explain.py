@@ -1,6 +1,7 @@
 """Say which tier a request gets and why, or why a request that was sent had to wait.
 
-With POLICY and --path the command takes the same decisions as the middleware, with the same code, for an empty pool.
+With POLICY (or SIDECAR_POLICY) and --path the command takes the same decisions as the middleware, with the same code,
+for an empty pool.
 The exit code is 0 for a request that would be admitted, 1 for one that would be refused, or for an invalid policy.
 
 With --request it asks a running sidecar, on its admin port, how that request fared and which requests were admitted
@@ -14,8 +15,10 @@ import argparse
 from typing import NoReturn
 
 from sidecar.cli.admin_client import ADMIN
+from sidecar.cli.api_key import add_key
+from sidecar.cli.arguments import NoPolicy, add_policy, policy_path
 
-EXAMPLE = """  sidecar explain policies/ --path /v1/chat/completions --key sk-demo-standard --header 'x-priority: high'
+EXAMPLE = """  sidecar explain policies/ --path /v1/chat/completions --key-file key.txt --header 'x-priority: high'
   sidecar explain policies/ --path /v1/completions --body request.json --json -
   sidecar explain --request 4f0c3a517d2e4b1c8a6f9b0d2c1e3a57"""
 
@@ -25,9 +28,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(refuse=parser.error)
     would = parser.add_argument_group("what a request would get")
     add = would.add_argument
-    add("policy", nargs="?", metavar="POLICY", help="a policy file, or a folder with policy.yaml in it")
+    add_policy(would)
     add("--path", metavar="P", help="the request's path, e.g. /v1/chat/completions")
-    add("--key", metavar="K", help="its API key, sent as Authorization: Bearer")
+    add_key(would, "its API key, sent as Authorization: Bearer", metavar="K")
     add("--header", action="append", default=[], type=_header, metavar="'N: V'", help="a header; may be repeated")
     add("--body", metavar="FILE", help="its JSON body; - reads standard input (default: a small valid one)")
     did = parser.add_argument_group("how a request fared")
@@ -50,12 +53,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_what_does_not_go_together(args: argparse.Namespace) -> None:
-    would = [name for name in ("path", "key", "header", "body") if getattr(args, name)]
+    would = [name for name in ("path", "key", "key-file", "header", "body") if getattr(args, name.replace("-", "_"))]
     if args.request is None:
-        if args.policy is None:
+        if args.policy is None and args.path is None:
             _refuse(args, "give POLICY and --path for what a request would get, or --request ID for how one fared")
         if args.path is None:
             _refuse(args, "POLICY needs --path as well, e.g. --path /v1/chat/completions")
+        try:
+            args.policy = policy_path(args.policy)
+        except NoPolicy as missing:
+            _refuse(args, str(missing))
         if args.admin:
             _refuse(args, "--admin goes with --request: POLICY is explained without a running sidecar")
     elif args.policy is not None:

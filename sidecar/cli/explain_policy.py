@@ -11,6 +11,7 @@ from typing import Any
 
 from sidecar.apis import Api
 from sidecar.classify import Asked, Classification, Classifier, SourceAnswer
+from sidecar.cli.api_key import KEY_VARIABLE, key_given
 from sidecar.cli.output import write_json
 from sidecar.engines.base import Engine
 from sidecar.engines.registry import client_headers
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0 where the request would be let in, 1 where it would be refused or cannot be explained."""
     try:
         loaded = load_files(args.policy)
+        key, origin = _key(args)
         body = None
         if args.body is not None:
             body = sys.stdin.buffer.read() if args.body == "-" else Path(args.body).read_bytes()
@@ -49,14 +51,25 @@ def run(args: argparse.Namespace) -> int:
     except (PolicyError, NoTokenizer) as refused:
         print(refused, file=sys.stderr)
         return 1
+    except ValueError as mistake:
+        print(f"sidecar explain: {mistake}", file=sys.stderr)
+        return 1
     except OSError as error:
         print(f"{args.body}: cannot be read ({error.strerror})", file=sys.stderr)
         return 1
-    keys = [] if args.key is None else [(b"authorization", b"Bearer " + args.key.encode("utf-8", "surrogateescape"))]
+    keys = [] if key is None else [(b"authorization", b"Bearer " + key.encode("utf-8", "surrogateescape"))]
     found = _Explanation(loaded, Estimator(counter)).of(args.path.partition("?")[0], dict([*keys, *args.header]), body)
+    if origin == KEY_VARIABLE and "tenant" in found:
+        found["tenant"]["by"] += f", from {origin}"
     if args.json != "-":
         print(_text(found))
     return 0 if write_json(args.json, found) and "error" not in found else 1
+
+
+def _key(args: argparse.Namespace) -> tuple[str | None, str]:
+    """The key and its origin; none of the environment where a header carries one. Raises ValueError."""
+    carries_one = {b"authorization", b"x-api-key"} & {name for name, _ in args.header}
+    return key_given(args.key, args.key_file, variables=() if carries_one else (KEY_VARIABLE,))
 
 
 class _Explanation:

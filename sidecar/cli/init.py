@@ -1,8 +1,9 @@
 """Write a starter policy that fits an engine: one file for the pool, one for each tenant, each tenant with a new key.
 
 Reads what the engine says of itself, and sends it no request that generates. Without --upstream it asks no one, and
-writes a policy for `sidecar emulate`. The policy begins with `mode: observe`: every request passes. A key is printed
-once; the files hold its hash. No file is ever overwritten: all files are written, or none.
+writes a policy for --engine and --requests, or else for `sidecar emulate`. The policy begins with `mode: observe`:
+every request passes. A key is printed once; the files hold its hash. No file is ever overwritten: all files are
+written, or none.
 
 Exit codes: 0 the files were written; 1 they, or the JSON file, were not, and one line says why; 2 a wrong command line.
 """
@@ -28,6 +29,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from sidecar.apis import infer_api
+from sidecar.cli.api_key import KEY_VARIABLE, add_key, key_given
 from sidecar.cli.arguments import server_url
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
 from sidecar.engines.base import Engine, Facts, Gauges
@@ -39,14 +41,16 @@ from sidecar.policy.keys import hash_line, new_key
 from sidecar.policy.problems import PolicyError, printable
 from sidecar.policy.schema import DEFAULT_WAITING as WAITING
 from sidecar.policy.warnings import own_levels, takes_whole_numbers, warnings
+from sidecar.secrets import ENGINE_KEY_VARIABLE
 from sidecar.tools.doctor.burst import Queueing
 from sidecar.tools.doctor.examination import Recommendation, recommend
 from sidecar.tools.doctor.survey import CannotLook, Survey, survey
 from sidecar.tools.loadgen.pages import HttpPages
 
 EXAMPLE = """  sidecar init --upstream http://127.0.0.1:8000
-  sidecar init --upstream http://127.0.0.1:8000 --requests 256 --tenants chat,tools=normal,nightly --dir policies/
+  sidecar init policies/ --upstream http://127.0.0.1:8000 --requests 256 --tenants chat,tools=normal,nightly
   sidecar init                       for `sidecar emulate --engine vllm`
+  sidecar init policies/ --engine sglang --requests 256     no engine is running yet
   sidecar init --example             the annotated example that is shipped, with keys that everyone knows"""
 
 POOL_FILE, TENANTS = "policy.yaml", "tenants"
@@ -63,6 +67,7 @@ _GIVE_REQUESTS = (
     "give the second with --requests N (vLLM: --max-num-seqs, SGLang: --max-running-requests, "
     "TensorRT-LLM: max_batch_size)"
 )
+_KEYS = (ENGINE_KEY_VARIABLE, KEY_VARIABLE)
 _ENGINES = ("vllm", "tensorrt-llm", "sglang", "dynamo", "none")
 
 
@@ -76,7 +81,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group().add_argument
     source("--upstream", type=server_url, metavar="URL", help="the engine, e.g. http://127.0.0.1:8000")
     source("--example", action="store_true", help="copy the shipped example, and nothing else")
-    add("--dir", default="policies", metavar="DIR", help="folder for the files; made if missing (default %(default)s/)")
+    add("folder", nargs="?", metavar="DIR", help="folder for the files; made if missing (default policies/)")
+    add("--dir", metavar="DIR", help="the same folder, as an option")
+    parser.set_defaults(refuse=parser.error)
     add(
         "--tenants",
         type=_tenants,
@@ -87,13 +94,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--tiers", type=int, choices=(3, 5), help="number of tiers (default: 5 where the engine runs enough requests)")
     add("--requests", type=_requests, metavar="N", help="requests that the engine runs at once, if it does not say")
-    add("--engine", choices=_ENGINES, help="which engine it is, if its pages do not say (without --upstream: vllm)")
-    add("--key", metavar="KEY", help="API key of the engine, sent as `Authorization: Bearer KEY`")
+    add("--engine", choices=_ENGINES, help="which engine it is, if its pages do not say, or if none is running yet")
+    add_key(parser, "API key of the engine, sent as `Authorization: Bearer KEY`", _KEYS)
     add("--json", metavar="FILE", help="also write what was done as JSON, - for standard output; only - has the keys")
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes the files. See the module for the exit codes."""
+    if args.folder is not None and args.dir is not None:
+        args.refuse(f"give the folder once: DIR {args.folder}, or --dir {args.dir}")
+    args.dir = args.folder or args.dir or "policies"
     try:
         figures = _example(args) if args.example else _starter(args)
     except (CannotWrite, CannotLook, ValueError, FileNotFoundError) as error:
@@ -120,7 +130,7 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
     """Reads the engine, writes the files and prints what was done. Returns the same as figures."""
     folder = Path(args.dir)
     _refuse_existing(folder, [POOL_FILE])  # before anything is asked of the engine
-    read = asyncio.run(_read(args)) if args.upstream else _emulated(args)
+    read = asyncio.run(_read(args)) if args.upstream else _unasked(args)
     given = args.requests or (None if args.upstream else EMULATED_REQUESTS)
     at_once = given or read.gauges.max_running
     capacity = _capacity(read, given)
@@ -144,7 +154,8 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
 
 async def _read(args: argparse.Namespace) -> Survey:
     """The engine's pages, without a figure that no engine has. Raises CannotLook."""
-    headers = {} if args.key is None else {"authorization": f"Bearer {args.key}"}
+    key, _ = key_given(args.key, args.key_file, variables=_KEYS)
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
     async with aiohttp.ClientSession() as session:
         pages = HttpPages(session, args.upstream, headers)
         read = await survey(pages, None if args.engine is None else ENGINES[args.engine])
@@ -152,19 +163,27 @@ async def _read(args: argparse.Namespace) -> Survey:
     return read if is_believable else replace(read, gauges=replace(read.gauges, max_running=None))
 
 
-def _emulated(args: argparse.Namespace) -> Survey:
-    """An emulated engine that the user is going to start: it is asked nothing."""
+def _unasked(args: argparse.Namespace) -> Survey:
+    """An engine that is not running yet: it is asked nothing."""
     engine = ENGINES[args.engine or "vllm"]
-    if not engine.carriers:
-        raise CannotWrite(f"there is no emulated engine called {engine.name}; give an --upstream with --engine none")
+    if not engine.carriers and args.requests is None:
+        raise CannotWrite(f"--engine {engine.name} needs --requests N, the requests that the server runs at once")
     return Survey(Identity(engine, "the command line", None), engine, Facts(), Gauges())
 
 
 def _origin(args: argparse.Namespace, read: Survey, at_once: int | None) -> str:
     """What the policy is written for, printable, whatever the engine's pages hold."""
+    if args.upstream is None and args.engine is None:
+        return f"an emulated engine: {_emulate(read.engine.name, at_once)}"
     if args.upstream is None:
-        return f"an emulated engine: sidecar emulate --engine {read.engine.name} --max-num-seqs {at_once}"
+        assumed = "" if args.requests else ", which --requests N changes"
+        return f"{read.engine.name} with {at_once} requests at once{assumed}; no engine was asked"
     return f"{printable(read.name)} at {printable(args.upstream, 200)}"
+
+
+def _emulate(engine: str, at_once: int | None) -> str:
+    """The command that runs an emulated engine of this size."""
+    return f"sidecar emulate --engine {engine} --max-num-seqs {at_once}"
 
 
 def _capacity(read: Survey, given: int | None) -> Recommendation:
@@ -215,9 +234,7 @@ def write_files(folder: Path, files: Mapping[str, str], check: Callable[[Path], 
             with suppress(OSError):
                 path.rmdir() if path.is_dir() else path.unlink()
         if isinstance(failure, OSError):
-            raise CannotWrite(
-                f"cannot write into {folder}: {failure.strerror or failure}; name another with --dir"
-            ) from None
+            raise CannotWrite(f"cannot write into {folder}: {failure.strerror or failure}; name another") from None
         raise
     return [str(folder / name) for name in sorted(files)]
 
@@ -227,9 +244,7 @@ def _refuse_existing(folder: Path, names: Sequence[str] | Mapping[str, str]) -> 
     there = [folder / name for name in names if os.path.lexists(folder / name)]
     there += sorted(folder.glob(f"{TENANTS}/*.yaml"))
     if there:
-        raise CannotWrite(
-            f"{there[0]} exists, and no file is overwritten; move it away, or name another folder with --dir"
-        )
+        raise CannotWrite(f"{there[0]} exists, and no file is overwritten; move it away, or name another folder")
 
 
 def _check(folder: Path) -> None:
@@ -245,7 +260,7 @@ def _check(folder: Path) -> None:
 def _text(args: argparse.Namespace, origin: str, figures: Mapping[str, Any]) -> str:
     width = max(map(len, args.tenants))
     upstream, folder = shlex.quote(args.upstream or "http://127.0.0.1:8000"), shlex.quote(args.dir)
-    with_key = "SIDECAR_ENGINE_KEY=... " if args.key else ""
+    with_key = "SIDECAR_ENGINE_KEY=... " if args.key or args.key_file else ""
     lines = [
         f"a policy for {origin}",
         f"  {figures['capacity']['yaml']}",
@@ -258,7 +273,7 @@ def _text(args: argparse.Namespace, origin: str, figures: Mapping[str, Any]) -> 
         *(f"  {one['tenant']:<{width}}  {one['tier']:<8}  {one['key']}" for one in figures["tenants"]),
         "",
         "next",
-        *([] if args.upstream else [f"  {origin.partition(': ')[2]}"]),
+        *_engine_first(args, figures["engine"]),
         f"  {with_key}sidecar serve --upstream {upstream} --policy {folder}",
         "      mode: observe, so every request passes; send your traffic to port 8080",
         "  sidecar observed",
@@ -267,6 +282,14 @@ def _text(args: argparse.Namespace, origin: str, figures: Mapping[str, Any]) -> 
         "      enforces it; the running sidecar follows within a second",
     ]
     return "\n".join(lines)
+
+
+def _engine_first(args: argparse.Namespace, engine: str) -> list[str]:
+    """The command for an emulated engine, where no engine is running yet."""
+    if args.upstream is not None or not ENGINES[engine].carriers:
+        return []
+    own = [] if args.engine is None else [f"      or your own {engine}, on port 8000"]
+    return [f"  {_emulate(engine, args.requests or EMULATED_REQUESTS)}", *own]
 
 
 def _tenants(text: str) -> Mapping[str, str | None]:

@@ -40,23 +40,45 @@ def _new() -> int:
 
 def _hash() -> int:
     try:
-        key = (getpass.getpass("key: ") if sys.stdin.isatty() else sys.stdin.readline()).strip()
+        if sys.stdin.isatty():
+            key = getpass.getpass("key: ")
+        else:
+            key = sys.stdin.read(_MOST + 2).removesuffix("\n").removesuffix("\r")  # the end that an editor leaves
     except (EOFError, UnicodeDecodeError):
         key = ""
     refused = _refusal(key)
     if refused:
-        print(refused, file=sys.stderr)
+        print(f"sidecar keys: {refused}", file=sys.stderr)
         return 1
     print(f'"{hash_line(key)}"')
     return 0
 
 
+SHORTEST = 16
+"""Bytes. One round of SHA-256 guards a key that cannot be guessed: a shorter one is found from its hash."""
+_MOST = 4096
+"""More than any header's key has: what is longer is a file given by mistake."""
+_NEW = "`sidecar keys new` prints a key that will do"
+
+
 def _refusal(key: str) -> str | None:
-    """Why this text cannot be a key. Never repeats it."""
-    if not key:
+    """Why this text cannot be a key, and what would be right. Never repeats it."""
+    if not key.strip():
         return "no key was given; type it at the prompt, or pipe it in: sidecar keys hash < key.txt"
     if key.startswith(PREFIX):
         return "that is a hash already; put it into the tenant's file as it is"
-    if not key.isascii() or not key.isprintable() or " " in key:
-        return "that cannot be sent as an API key; use printable ASCII without spaces"
+    if len(key) > _MOST:
+        return f"that is longer than {_MOST} bytes, and no key; pipe in the key alone"
+    if "\n" in key or "\r" in key:
+        return "that has more than one line; pipe in the key alone, on one line"
+    if any(character.isspace() for character in key):
+        return (
+            "that has a space in it, and no client can send it as a key; pipe in the key alone, without quotes or names"
+        )
+    if not key.isascii() or not key.isprintable():
+        return f"that has a character that no client can send in a header; a key is printable ASCII; {_NEW}"
+    if len(key) < SHORTEST:
+        return (
+            f"that has {len(key)} bytes, and a key needs {SHORTEST}: a shorter one can be found from its hash; {_NEW}"
+        )
     return None

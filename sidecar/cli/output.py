@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -54,7 +55,14 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def write_json(target: str | None, figures: Any) -> bool:
     """Writes records, mappings and lists as JSON to `target`; nothing for None. False where it cannot be written."""
-    return write_text(target, lambda: msgspec.json.format(msgspec.json.encode(figures), indent=2).decode() + "\n")
+    return write_text(target, lambda: _as_json(figures))
+
+
+def _as_json(figures: Any) -> str:
+    try:
+        return msgspec.json.format(msgspec.json.encode(figures), indent=2).decode() + "\n"
+    except UnicodeEncodeError:  # a path with bytes that are no text: the standard library writes them as escapes
+        return json.dumps(msgspec.to_builtins(figures), indent=2) + "\n"
 
 
 def write_text(target: str | None, write: Callable[[], str]) -> bool:

@@ -17,12 +17,14 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from sidecar.apis import Api
+from sidecar.cli.api_key import add_key, key_given
 from sidecar.cli.arguments import server_url
 from sidecar.cli.output import reporter, unwritable, write_json, write_text
 from sidecar.engines import ENGINES, Engine, NoEngine
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
+from sidecar.secrets import key_in_file
 from sidecar.tokens import NoTokenizer
 from sidecar.tools.replay.comparison import comparison
 from sidecar.tools.replay.control import Control, NotNeutral, require_neutral
@@ -39,7 +41,7 @@ EXAMPLE = """  sidecar replay burst --upstream http://127.0.0.1:8000 --by priori
   sidecar replay burst --upstream http://127.0.0.1:8080 --control-upstream http://127.0.0.1:8000
   sidecar replay conversation.jsonl --upstream http://127.0.0.1:8080 --mix high=20,normal=50,batch=30 --speed 2
   sidecar replay azure_code.csv --upstream http://127.0.0.1:8080 --limit 200 --mix high=1,batch=1 \\
-      --by key --key high=sk-demo-interactive --key batch=sk-demo-research"""
+      --by key --key-file high=interactive.key --key-file batch=research.key"""
 MOST_CONNECTIONS = 65_536
 FILES = ("json", "requests", "report")
 
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class BadKeys(ValueError):
-    """A tier is in use for which there is no key."""
+    """A tier is in use for which there is no key, or the key that was given is none."""
 
 
 class _Command:
@@ -85,6 +87,10 @@ class _Command:
         self.args = args
         self.out: TextIO = sys.stderr if "-" in [getattr(args, name) for name in FILES] else sys.stdout
         self.policy: Policy | None = None if args.policy is None else load(args.policy)
+        try:
+            self.api_key, _ = key_given(args.api_key, args.api_key_file, "--api-key-file")
+        except ValueError as mistake:
+            raise BadKeys(str(mistake)) from None
 
     async def run(self) -> int:
         args = self.args
@@ -140,7 +146,7 @@ class _Command:
     def _shared_key(self) -> str | None:
         """The key for tiers without one: the server's own, or that of the tier in the middle."""
         keys = list(self.args.key.values())
-        return self.args.api_key or (keys[len(keys) // 2] if keys else None)
+        return self.api_key or (keys[len(keys) // 2] if keys else None)
 
     def _asking(self, tiers: Sequence[str], upstream: ReplayTarget) -> Asking:
         engine = upstream.engine
@@ -242,6 +248,21 @@ class _Keys(argparse.Action):
         namespace.key = {**namespace.key, tier: key}
 
 
+class _KeyFiles(argparse.Action):
+    """Collects the keys of `TIER=FILE` beside those of `TIER=KEY`."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, _: str | None = None
+    ) -> None:
+        tier, equals, file = str(values).partition("=")
+        if not equals or not tier or not file:
+            parser.error("argument --key-file: write TIER=FILE, such as high=high.key")
+        try:
+            namespace.key = {**namespace.key, tier: key_in_file(file, "--key-file")}
+        except ValueError as mistake:
+            parser.error(str(mistake))
+
+
 def _add_asking(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--by", type=By, choices=list(By), default=By.TIER, metavar="priority|tier|key",
@@ -253,8 +274,11 @@ def _add_asking(group: argparse._ArgumentGroup) -> None:
     add("--control-upstream", action="append", type=server_url, metavar="URL",
         help="play the control there: the engine without a sidecar; repeated, like --upstream")  # fmt: skip
     add("--policy", metavar="DIR", help="a policy file or folder: its tiers, tier header and tokenizer")
-    add("--key", action=_Keys, default={}, metavar="TIER=KEY", help="a tier's API key, for --by key; repeated")
-    add("--api-key", type=_header_value, metavar="KEY", help="the key for tiers without one")
+    add("--key", action=_Keys, default={}, metavar="TIER=KEY",
+        help="a tier's API key, for --by key; repeated; other users of this machine see it, so better:")  # fmt: skip
+    add("--key-file", action=_KeyFiles, dest="key", default={}, metavar="TIER=FILE",
+        help="a file that holds a tier's API key; repeated")  # fmt: skip
+    add_key(group, "the key for tiers without one", prefix="--api-")
     add("--engine", type=_engine, metavar="NAME",
         help=f"{', '.join(ENGINES)} (default: what the server says it is)")  # fmt: skip
 
@@ -330,9 +354,3 @@ def _timeout(text: str) -> float:
     if number > LONGEST_TIMEOUT_S:
         raise argparse.ArgumentTypeError(f"{text!r} is longer than a day; write seconds")
     return number
-
-
-def _header_value(text: str) -> str:
-    if not text or not text.isprintable():
-        raise argparse.ArgumentTypeError("the key has a character that no header can hold")
-    return text

@@ -13,13 +13,16 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from sidecar.cli.arguments import duration_s, server_url
+from sidecar.cli.arguments import NoPolicy, duration_s, policy_path, port, server_url
+from sidecar.policy import POLICY_VARIABLE
 from sidecar.telemetry.logs.setup import FORMATTERS, LEVELS, log_settings, own_logging
 
 if TYPE_CHECKING:
     from sidecar.middleware.controller import AdmissionController
 
 _log = logging.getLogger("sidecar.serve")
+
+_OBSERVING = "mode: observe: every request passes; `sidecar observed` reports what enforcing would have done"
 
 EXAMPLE = "  sidecar serve --upstream http://127.0.0.1:8000 --policy policies/ --port 8080"
 
@@ -29,13 +32,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--upstream", required=True, type=server_url, metavar="URL", help="the engine, e.g. http://127.0.0.1:8000"
     )
-    parser.add_argument("--policy", required=True, metavar="PATH", help="policy.yaml, or the folder it is in")
+    policy_help = f"policy.yaml, or the folder it is in (default {POLICY_VARIABLE})"
+    parser.add_argument("--policy", metavar="PATH", help=policy_help)
     parser.add_argument("--host", default="127.0.0.1", help="address to serve clients on (default %(default)s)")
-    parser.add_argument("--port", type=_port, default=8080, help="port for clients, 0 for any (default %(default)s)")
+    parser.add_argument("--port", type=port, default=8080, help="port for clients, 0 for any (default %(default)s)")
     parser.add_argument(
-        "--admin-host", default="127.0.0.1", help="address of the live page, /metrics, ... (%(default)s)"
+        "--admin-host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="address of the live page, /metrics, ... (default %(default)s)",
     )
-    parser.add_argument("--admin-port", type=_port, default=9464, help="their port, 0 for any (default %(default)s)")
+    parser.add_argument("--admin-port", type=port, default=9464, help="their port, 0 for any (default %(default)s)")
     add = parser.add_argument
     add("--log-level", choices=LEVELS, help="default info; also by SIDECAR_LOG_LEVEL")
     usual = "text where standard error is a terminal, else json"
@@ -51,7 +58,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until a signal. Returns 1 where it could not begin, with one line that says why."""
+    """Serves until a signal. Returns 1 where it could not begin, 2 without a policy, with one line that says why."""
+    try:
+        args.policy = policy_path(args.policy, "--policy PATH")
+    except NoPolicy as missing:
+        print(f"sidecar serve: {missing}", file=sys.stderr)
+        return 2
     try:
         settings = log_settings(os.environ, args.log_level, args.log_format)
     except ValueError as mistake:
@@ -70,6 +82,7 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
     from sidecar.admin.auth import AdminGuard, access_of, open_port
     from sidecar.app import AdmissionMiddleware
     from sidecar.policy.compiler import load_files
+    from sidecar.policy.model import Mode
     from sidecar.policy.reload import PolicyFiles
     from sidecar.policy.warnings import warnings
     from sidecar.proxy.proxy import ReverseProxy
@@ -80,6 +93,8 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
         loaded = load_files(args.policy)
         for warning in warnings(loaded.policy, loaded.place):
             _log.warning("%s", warning, extra={"event": "policy_warning"})
+        if loaded.policy.mode is Mode.OBSERVE:
+            _log.info("%s", _OBSERVING, extra={"event": "observing"})
         access = access_of(os.environ, args.admin_host)
         if access.is_open:
             _log.warning("%s", open_port(args.admin_host), extra={"event": "admin_port_open"})
@@ -135,9 +150,3 @@ def _announce(line: str) -> None:
 def _announce_and_log(line: str) -> None:
     _announce(line)
     _log.info("%s", line.removeprefix("sidecar: "), extra={"event": "started"})
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port; write a number from 0 to 65535")
-    return int(text)

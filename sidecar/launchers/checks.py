@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from sidecar.admin.port import try_ports
-from sidecar.app import POLICY_VARIABLE, store_of
+from sidecar.app import store_of
 from sidecar.engines import Engine, NoEngine
+from sidecar.policy import POLICY_VARIABLE
 from sidecar.policy.compiler import load_files
 from sidecar.policy.model import Policy
 from sidecar.policy.warnings import warnings

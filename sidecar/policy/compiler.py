@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
@@ -22,6 +21,7 @@ from sidecar.policy.problems import Path, Place, PolicyError, Problem, printable
 from sidecar.policy.rules import EngineCapacity, PoolRules, Shares, pool_rules
 from sidecar.policy.schema import EndpointBody, FileModel, LimitsBody, PoolFile, Slo, TenantFile, TierBody
 from sidecar.policy.source import Document, read
+from sidecar.policy.tenant_files import obstacles, tenant_files
 from sidecar.policy.validate import entries, pool_problems, sentence, tenant_problems
 
 POOL_FILE = "policy.yaml"
@@ -65,10 +65,15 @@ def load(path: str | FilePath) -> Policy:
 def load_files(path: str | FilePath) -> Loaded:
     """As `load`, and keeps what it read: for who wants to say where something stands."""
     file = FilePath(path)
-    file = file / POOL_FILE if file.is_dir() else file
+    is_folder = os.path.isdir(file)
+    file = file / POOL_FILE if is_folder else file
     document = read(file)
+    if document.is_missing:
+        raise PolicyError([_missing(file, is_folder=is_folder)])
     if document.data is None:
         raise PolicyError(document.problems)
+    if "tenant" in document.data and "tiers" not in document.data:
+        raise PolicyError([document.problem(("tenant",), _A_TENANT)])
     around = Context(tuple(entries(document.data, "tiers")), file.parent)
     tenants, missing = _tenant_documents(document, file.parent)
     pool, problems = _validated(PoolFile, document, around)
@@ -86,22 +91,27 @@ def load_files(path: str | FilePath) -> Loaded:
     return Loaded(policy, document, by_name)
 
 
+_A_TENANT = "this is a tenant's file; name the policy's own file, or the folder with policy.yaml in it"
+_HOW_TO_BEGIN = "`sidecar init` writes a policy for an engine"
+
+
+def _missing(file: FilePath, *, is_folder: bool) -> Problem:
+    """No line: nothing is there to have lines."""
+    missing = "there is no such file" if is_folder else "there is no such file or folder"
+    return Problem("", f"{missing}; {_HOW_TO_BEGIN}, or name another file or folder", Place(str(file), None))
+
+
 def _tenant_documents(pool: Document, folder: FilePath) -> tuple[list[Document], list[Problem]]:
     """The files that the pool's `tenants` pattern names, sorted by name; a pattern that names none is a mistake."""
     pattern = (pool.data or {}).get("tenants")
     if not isinstance(pattern, str) or not pattern.strip() or not pattern.isprintable():
         return [], []  # absent, or reported by the pool's own validation
-    files = tenant_files(pattern, folder)
-    if not files:
-        message = f"no file matches {printable(pattern)}; write a pattern such as tenants/*.yaml, or remove this line"
-        return [], [pool.problem(("tenants",), message)]
-    return [read(FilePath(name)) for name in files], []
-
-
-def tenant_files(pattern: str, folder: FilePath) -> list[str]:
-    """The files that a pool's `tenants` pattern names, sorted. `folder` is the one that the pool's file is in."""
-    whole = pattern if FilePath(pattern).is_absolute() else str(FilePath(glob.escape(str(folder))) / pattern)
-    return sorted(name for name in glob.glob(whole, recursive=True) if FilePath(name).is_file())
+    files, reasons = tenant_files(pattern, folder), obstacles(pattern, folder)
+    if not files and not reasons:
+        reasons = [f"no file matches {printable(pattern)}; add a tenant's file there, or remove this line"]
+    elif not files:
+        reasons = [f"no file matches {printable(pattern)}: {reason}" for reason in reasons]
+    return [read(FilePath(name)) for name in files], [pool.problem(("tenants",), reason) for reason in reasons]
 
 
 def _validated(model: type[M], document: Document, around: Context) -> tuple[M | None, list[Problem]]:
@@ -124,7 +134,7 @@ def _in_order(problems: Iterable[Problem], documents: list[Document]) -> list[Pr
     order = {document.file: index for index, document in enumerate(documents)}
 
     def where(problem: Problem) -> tuple[int, int]:
-        return (order[problem.place.file], problem.place.line) if problem.place else (0, 0)
+        return (order[problem.place.file], problem.place.line or 0) if problem.place else (0, 0)
 
     return sorted(dict.fromkeys(problems), key=where)
 

@@ -17,13 +17,14 @@ _KEY = re.compile(r"\bsk-[\w-]{4,}|sk-[\w-]{16,}")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A line of a file, counted from 1."""
+    """A line of a file, counted from 1; None for the file as a whole, such as one that cannot be read."""
 
     file: str
-    line: int
+    line: int | None
 
     def __str__(self) -> str:
-        return f"{printable(self.file, 300)}:{self.line}"
+        file = printable(self.file, 300)
+        return file if self.line is None else f"{file}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from sidecar.policy.compiler import POOL_FILE, Loaded, load_files, tenant_files
+from sidecar.policy.compiler import POOL_FILE, Loaded, load_files
 from sidecar.policy.diff import describe_changes, needs_restart
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.source import read
+from sidecar.policy.tenant_files import tenant_files
 from sidecar.policy.warnings import warnings
 
 LOOK_EVERY_S = 0.5

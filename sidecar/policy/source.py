@@ -7,6 +7,9 @@ both let a small file become a large one. Any bytes give a `Document`.
 
 from __future__ import annotations
 
+import codecs
+import errno
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -51,6 +54,7 @@ class Document:
     """A file's mapping, the line of every path in it, and what was wrong with it as YAML.
 
     `data` is None where the file holds no mapping that could be checked any further; `problems` then says why.
+    `is_missing`: there is no file, and no link in its place.
     """
 
     file: str
@@ -58,6 +62,7 @@ class Document:
     data: dict[str, object] | None = field(repr=False)
     lines: dict[Path, int] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
+    is_missing: bool = False
 
     def place(self, path: Path) -> Place:
         """The line of the value at `path`, or of the nearest thing around it that is there."""
@@ -73,7 +78,7 @@ class Document:
 class _Unreadable(Exception):
     """Reading this file stops here."""
 
-    def __init__(self, message: str, line: int = 1) -> None:
+    def __init__(self, message: str, line: int | None = None) -> None:
         super().__init__(message)
         self.problem_at = (message, line)
 
@@ -87,27 +92,47 @@ def read(path: FilePath) -> Document:
         return Document(file, content, builder.mapping(), builder.lines, tuple(builder.problems))
     except _Unreadable as stop:
         message, line = stop.problem_at
-        return Document(file, content, None, problems=(Problem("", message, Place(file, line)),))
+        is_missing = isinstance(stop.__cause__, FileNotFoundError) and not path.is_symlink()
+        return Document(file, content, None, problems=(Problem("", message, Place(file, line)),), is_missing=is_missing)
 
 
 def _content(path: FilePath) -> bytes:
     try:
         with path.open("rb") as stream:
             content = stream.read(LARGEST_FILE_BYTES + 1)
-    except FileNotFoundError:
-        raise _Unreadable("there is no such file; a policy is a file, or a folder with policy.yaml in it") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "its name is not valid"
-        raise _Unreadable(f"cannot be read ({reason}); give a file that this user may read") from None
+    except OSError as error:
+        raise _Unreadable(unreadable(str(path), error, "file")) from error
+    except ValueError:
+        raise _Unreadable("its name is not valid; give a file that this user may read") from None
     if len(content) > LARGEST_FILE_BYTES:
         raise _Unreadable("larger than 1 MiB; a policy is a small file of YAML")
     return content
+
+
+def unreadable(path: str, error: OSError, kind: str) -> str:
+    """Why a file or a folder cannot be read, and what would mend it. `kind` is "file" or "folder"."""
+    if error.errno == errno.ENOENT and os.path.islink(path):
+        target = printable(os.readlink(path), 300)
+        return f"a link to {target}, which does not exist; mend the link, or remove it"
+    if error.errno == errno.ELOOP:
+        return "a link that leads back to itself; mend the link, or remove it"
+    if error.errno == errno.ENOENT:
+        return f"there is no such {kind}; make it, or name another"
+    if error.errno == errno.EISDIR:
+        return "a folder, and not a file; name a file"
+    if error.errno == errno.ENOTDIR and kind == "folder":
+        return "a file, and not a folder; name a folder"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"cannot be read by user {os.geteuid()} ({error.strerror}); let this user read it"
+    return f"cannot be read ({error.strerror}); name a {kind} that can be"
 
 
 def _text(content: bytes) -> str:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        if b"\0" in content[: error.start + 1024] and content[:2] not in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise _Unreadable("not text; a policy is a small file of YAML") from None
         line = content.count(b"\n", 0, error.start) + 1
         raise _Unreadable("not UTF-8 text; save the file as UTF-8", line) from None
     if control := Reader.NON_PRINTABLE.search(text):
@@ -129,14 +154,15 @@ class _Builder:
         """The file's top level, which must be a mapping, and all there is in the file."""
         next(self.events)  # the stream's start
         if isinstance(next(self.events), StreamEndEvent):
-            raise _Unreadable("the file is empty; copy one from policies/ to begin with")
-        data = self._node(next(self.events), ())
+            raise _Unreadable("the file is empty; `sidecar init` writes files to begin with")
+        first = next(self.events)
+        data = self._node(first, ())
         next(self.events)  # the document's end
         following = next(self.events)
         if isinstance(following, DocumentStartEvent):
             raise _Unreadable("a second document begins here; write one document per file", _line(following))
         if not isinstance(data, dict):
-            raise _Unreadable('not a mapping; write "key: value" lines')
+            raise _Unreadable('not a mapping; write "key: value" lines', _line(first))
         return data
 
     def _node(self, event: Event, path: Path) -> object:
@@ -195,7 +221,7 @@ def _events(text: str) -> Iterator[Event]:
         hint = "check the indentation, the quotes and the brackets"
         if "mapping values" in problem:
             hint = 'put quotes around a value that contains ": "'
-        raise _Unreadable(f"not YAML: {problem}; {hint}", mark.line + 1 if mark else 1) from None
+        raise _Unreadable(f"not YAML: {problem}; {hint}", mark.line + 1 if mark else None) from None
     except (yaml.YAMLError, ValueError, RecursionError):
         raise _Unreadable("not YAML; check the indentation, the quotes and the brackets") from None
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sidecar.engines.base import Carrier, Engine
 from sidecar.policy import fields as of
-from sidecar.policy.model import Limits, Policy, Source, Tier
+from sidecar.policy.model import Limits, Policy, Source, Tier, Unsized
 from sidecar.policy.problems import Path, Place, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
 
@@ -51,6 +51,23 @@ def _pool(policy: Policy) -> Found:
     yield from _engines_numbers(policy)
     if not policy.tenants and policy.anonymous is None:
         yield ("tenants",), "no tenant, and anonymous is deny: every request is refused; add a tenant, or a tier there"
+    yield from _unsized(policy)
+
+
+def _unsized(policy: Policy) -> Found:
+    """`unsized: hold` in tiers where nothing but the size limit bounds what such a request holds."""
+    rules = policy.rules_of(NOMINAL, None) if policy.rules.tokens == UNLIMITED else policy.rules
+    if policy.unsized is not Unsized.HOLD or (policy.engine_capacity is None and policy.rules.tokens == UNLIMITED):
+        return
+    unbounded = [tier for tier in policy.tiers if tier.max_request_tokens is None]
+    if unbounded:
+        most, name = max((largest_request(rules, tier.level)[0], tier.name) for tier in unbounded)
+        yield (
+            ("unsized",),
+            f"a request whose prompt cannot be sized holds its tier's size limit: in {name} {most / rules.tokens:.0%} "
+            "of the pool's tokens, so that few others run beside it; write max_request_tokens in "
+            f"{_listed([tier.name for tier in unbounded])}",
+        )
 
 
 def _engines_numbers(policy: Policy) -> Found:

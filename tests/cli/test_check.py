@@ -23,7 +23,12 @@ def test_a_good_policy_prints_a_table_and_its_warnings(capsys: pytest.CaptureFix
     assert main(["check", str(POLICIES)]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
-    assert "high      80,000 / 32  40,000 / 16  400,000 / 160  280,000 / 112  120,000 / 48\n" in printed.out
+    assert (
+        "in tokens  reserve  kept idle    limit  size limit  certain size  size limit set by\n"
+        "critical    40,000     40,000  200,000     200,000       200,000  the tier's limit\n"
+        "high        80,000     40,000  400,000     280,000       120,000  the pool less what the other tiers reserve\n"
+    ) in printed.out
+    assert "high              32         16    160         112            48  the pool less what" in printed.out
     assert "certain size: what finds room in a bounded time, even while critical holds its limit" in printed.out
     assert "standard: normal, may ask for high; 1 key, weight 1" in printed.out
     assert "tiers.critical.lend: lends nothing: while it is idle, 40,000 tokens (10% of the pool)" in printed.out
@@ -73,16 +78,36 @@ def test_a_json_file_that_cannot_be_written_fails_with_a_sentence(
 
 def test_a_path_with_nothing_there_says_what_to_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(tmp_path / "nothing")]) == 1
-    assert "there is no such file; a policy is a file, or a folder with policy.yaml in it" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    how = "`sidecar init` writes a policy for an engine, or name another file or folder"
+    assert said.startswith(f"{tmp_path}/nothing: there is no such file or folder; {how}\n")
+    assert main(["check", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"{tmp_path}/policy.yaml: there is no such file; {how}\n")
+    assert main(["check", str(tmp_path / "nothing"), "--json", "-"]) == 1
+    (error,) = json.loads(capsys.readouterr().out)["errors"]
+    assert (error["file"], error["line"]) == (f"{tmp_path}/nothing", None)
 
 
-def test_a_dimension_without_a_bound_is_shown_as_any(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tenants_file_is_no_policy_and_says_so_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "acme.yaml"
+    path.write_text('# A tenant\ntenant: acme\nkeys: ["sha256:00"]\ntier: high\n')
+    assert main(["check", str(path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"{path}:2: tenant: this is a tenant's file; name the policy's own file, or the folder")
+    assert "\n1 mistake;" in said
+
+
+def test_a_dimension_without_a_bound_has_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("engine: none\ncapacity: {tokens: 5k}\ntiers: {normal: {}}\nanonymous: normal\n")
     assert main(["check", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert "capacity 5,000 tokens\n" in printed
-    assert "5,000 / any  5,000 / any         0 / 0\n" in printed  # without a reserve nothing is certain
+    assert "pool: 5,000 tokens; requests are not bounded\n" in printed
+    assert "in requests" not in printed
+    assert "5,000       5,000             0  the whole pool\n" in printed  # without a reserve nothing is certain
     assert printed.endswith("no warnings\n")
 
 
@@ -96,15 +121,71 @@ def test_a_pool_whose_size_the_engine_tells_is_shown_in_shares(
     )
     assert main(["check", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert "capacity what the engine holds, 90% of its tokens, and 2 requests that wait in it" in printed
-    assert "high        20%        10%   100%         90%           90%\n" in printed
-    assert "normal      10%         0%    60%         60%           60%\n" in printed
+    assert "pool: 90% of the tokens that the engine holds; the requests that the engine runs at once, and 2 " in printed
+    assert "share of the pool  reserve" in printed
+    assert "20%        10%   100%         90%           90%  the pool less what the other tiers reserve\n" in printed
+    assert "10%         0%    60%         60%           60%  the tier's limit\n" in printed
     assert "no warnings" in printed
     assert main(["check", str(path), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["capacity"] == {"tokens": None, "requests": None, "from": "engine"}
     path.write_text(path.read_text().replace("{from: engine", "{from: engine, tokens: 10k"))
     assert main(["check", str(path)]) == 0
-    assert "capacity 10,000 tokens, and otherwise what the engine holds, 90% of its tokens" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "pool: 10,000 tokens; the requests that the engine runs at once, and 2 that wait in it\n" in printed
+    assert "in tokens  reserve" in printed
+    assert "share of requests  reserve" in printed
+
+
+def test_max_request_tokens_is_named_where_it_sets_the_size_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiers = "tiers: {high: {reserve: 20%, max_request_tokens: 300}, normal: {reserve: 10%}}\nanonymous: normal\n"
+    path = tmp_path / "policy.yaml"
+    path.write_text(f"engine: vllm\ncapacity: {{tokens: 1k, requests: 8}}\n{tiers}")
+    assert main(["check", str(path)]) == 0
+    assert "        300           300  its max_request_tokens\n" in capsys.readouterr().out
+    path.write_text(f"engine: vllm\ncapacity: {{from: engine, requests: 8}}\n{tiers}")
+    assert main(["check", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "the pool less what the other tiers reserve; 300 tokens at most, its max_request_tokens\n" in printed
+    assert "in requests  reserve" in printed
+
+
+def test_the_mode_and_the_tenants_limits_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "policy.yaml").write_text(
+        "engine: vllm\ncapacity: {requests: 8}\nmode: observe\ntiers: {high: {reserve: 20%}, normal: {reserve: 10%}}\n"
+        "anonymous: normal\ntenants: '*.tenant'\n"
+    )
+    rate = "{requests_per_minute: 600, tokens_per_minute: 200k, burst: 10s, concurrent_requests: 32}"
+    for name, digit, rest in (
+        ("acme", "0", f"limits: {rate}\nover_limit: {{downgrade: normal}}\n"),
+        ("blue", "1", "limits: {max_output_tokens: 8192}\n"),
+        ("cyan", "2", ""),
+    ):
+        keys = f'keys: ["sha256:{digit * 64}"]'
+        (tmp_path / f"{name}.tenant").write_text(f"tenant: {name}\n{keys}\ntier: high\n{rest}")
+    assert main(["check", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "mode: observe; every request passes, and `sidecar observed` reports what enforcing would do\n" in printed
+    assert (
+        "  acme: high; 1 key, weight 1\n"
+        "    limits: 600 requests and 200,000 tokens a minute (10s of that at once); 32 requests waiting or running; "
+        "over them tier normal\n"
+        "  blue: high; 1 key, weight 1\n"
+        "    limits: 8,192 tokens in one answer (a request for more gets a 400)\n"
+        "  cyan: high; 1 key, weight 1\n"
+        "  without a key: normal\n"
+    ) in printed
+    assert main(["check", str(tmp_path), "--json", "-"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["mode"] == "observe"
+    assert figures["limits"]["acme"] == {
+        "requests_per_minute": 600,
+        "tokens_per_minute": 200_000,
+        "concurrent_requests": 32,
+        "max_output_tokens": None,
+        "burst": 10.0,
+    }
 
 
 def test_whoever_reads_no_further_gets_no_traceback() -> None:

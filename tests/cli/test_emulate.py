@@ -49,12 +49,12 @@ def test_it_says_what_runs_where_and_serves_there_until_it_is_told_to_stop() -> 
 def test_a_port_that_is_taken_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["emulate", "--engine", "vllm", "--port", str(taken.getsockname()[1])]) == 1
-    assert "cannot listen on 127.0.0.1" in capsys.readouterr().out
+    assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
 
 
 def test_figures_that_no_engine_could_run_with_are_said_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["emulate", "--engine", "vllm", "--max-num-seqs", "0"]) == 2
-    assert "max_num_seqs" in capsys.readouterr().out
+    assert "max_num_seqs" in capsys.readouterr().err
 
 
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:

@@ -245,7 +245,7 @@ def test_a_file_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
     assert main(["init", "--dir", str(tmp_path / "p")]) == 1
-    assert "Permission denied; name another with --dir; nothing was written" in capsys.readouterr().err
+    assert "Permission denied; name another; nothing was written" in capsys.readouterr().err
 
 
 def test_a_file_in_the_folders_place_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -421,3 +421,22 @@ def test_it_is_listed_with_the_other_commands(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     assert "write a starter policy that fits an engine" in capsys.readouterr().out
+
+
+def test_without_any_engine_it_fits_the_one_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "policies"
+    assert main(["init", str(folder), "--engine", "sglang", "--requests", "256"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("a policy for sglang with 256 requests at once; no engine was asked\n")
+    assert "  sidecar emulate --engine sglang --max-num-seqs 256\n      or your own sglang, on port 8000\n" in printed
+    assert "capacity: {requests: 256}\n" in (folder / "policy.yaml").read_text()
+    assert main(["init", str(tmp_path / "none"), "--engine", "none", "--requests", "4"]) == 0
+    assert "sidecar emulate" not in capsys.readouterr().out
+    assert main(["init", str(tmp_path / "no"), "--engine", "none"]) == 1
+    assert "--engine none needs --requests N, the requests that the server runs at once" in capsys.readouterr().err
+
+
+def test_the_folder_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["init", "one", "--dir", "two"])
+    assert "give the folder once: DIR one, or --dir two" in capsys.readouterr().err

@@ -164,3 +164,53 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["serve", "--help"])
     assert "sidecar serve --upstream http://127.0.0.1:8000 --policy policies/" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["serve", "--upstream", NOBODY], ["check"], ["explain", "--path", "/v1/models"]])
+def test_the_policy_may_come_from_the_environment(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    monkeypatch.setenv("SIDECAR_POLICY", str(first))
+    assert main(arguments) == 1
+    assert f"{first}: there is no such file or folder; `sidecar init` writes a policy" in capsys.readouterr().err
+    given = ["--policy", str(second)] if arguments[0] == "serve" else [str(second)]  # goes first
+    assert main([*arguments, *given]) == 1
+    assert f"{second}: there is no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [None, ""])
+@pytest.mark.parametrize("arguments", [["serve", "--upstream", NOBODY], ["check"], ["explain", "--path", "/v1/models"]])
+def test_without_any_policy_the_way_to_one_is_said(
+    arguments: list[str], value: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SIDECAR_POLICY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("SIDECAR_POLICY", value)
+    try:
+        code = main(arguments)
+    except SystemExit as stopped:
+        code = int(stopped.code or 0)
+    assert code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"no policy: give (--policy PATH|POLICY) or set SIDECAR_POLICY; `sidecar init` writes a ", said)
+
+
+def test_a_policy_of_the_environment_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-m", "sidecar.cli", "serve", "--upstream", NOBODY, "--port", "0", "--admin-port", "0"]
+    monkeypatch.setenv("SIDECAR_POLICY", POLICIES)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            line(process, r"sidecar: proxy on (http://127\.0\.0\.1:\d+)")
+        finally:
+            process.kill()
+
+
+def test_a_policy_that_observes_is_said_to_at_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("engine: none\ncapacity: {requests: 8}\ntiers: {normal: {}}\nanonymous: normal\nmode: observe\n")
+    with serving("--policy", str(path), "--log-format", "text") as process:
+        line(process, r"sidecar: proxy on (.*)")
+        process.send_signal(signal.SIGTERM)
+        _, logged = process.communicate(timeout=30)
+    assert "observing: mode: observe: every request passes; `sidecar observed` reports what enforcing would" in logged

@@ -212,7 +212,7 @@ async def test_too_many_frontends_in_the_options_file_fail_the_start(tmp_path: P
     ("arguments", "said"),
     [
         (["m"], "no policy: give --policy PATH or set SIDECAR_POLICY"),
-        (["m", "--policy", "nowhere.yaml"], "nowhere.yaml:1: there is no such file"),
+        (["m", "--policy", "nowhere.yaml"], "nowhere.yaml: there is no such file"),
         (["disaggregated", "--policy", "{policy}"], "`trtllm-serve disaggregated` is another server"),
         (["m", "--policy", "{policy}", "--grpc"], "leave --grpc away"),
         (

@@ -50,7 +50,7 @@ def _outcome(pool: bytes, tenant: bytes) -> Policy | str:
         except PolicyError as refused:
             problems = refused.problems
         lines = [str(problem) for problem in problems]
-        assert [line for line in lines if not re.fullmatch(rf"{re.escape(name)}/\S+:\d+: .+", line)] == []
+        assert [line for line in lines if not re.fullmatch(rf"{re.escape(name)}/\S+?(:\d+)?: .+", line)] == []
         return "\n".join(lines)
 
 

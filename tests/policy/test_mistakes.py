@@ -56,7 +56,10 @@ HASH = "sha256:" + "0" * 64
             "endpoints./v1/x: the path does not say the shape of its requests; write api: with",
         ),
         ("endpoints: {/v1/x: {api: chats}}", 'endpoints./v1/x.api: "chats" is no API; did you mean "chat"?'),
-        ("tenants: nobody/*.yaml", "tenants: no file matches nobody/*.yaml; write a pattern such as tenants/*.yaml, "),
+        (
+            "tenants: nobody/*.yaml",
+            "tenants: no file matches nobody/*.yaml: nobody: there is no such folder; ",
+        ),
         ("tenants: 5", "tenants: 5 is not a pattern; put it in quotes, or write tenants/*.yaml"),
         ("forward_priority: query", 'forward_priority: "query" is no carrier; the carriers are header, body'),
         ('tenants: "a\\0b"', 'tenants: "a\\x00b" is not a pattern; write tenants/*.yaml'),

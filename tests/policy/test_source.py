@@ -18,10 +18,10 @@ def _read(folder: Path, content: bytes) -> tuple[object, list[str]]:
 @pytest.mark.parametrize(
     ("content", "line", "said"),
     [
-        (b"", 1, "the file is empty; copy one from policies/ to begin with"),
-        (b"# only a comment\n", 1, "the file is empty; copy one from policies/ to begin with"),
+        (b"", None, "the file is empty; `sidecar init` writes files to begin with"),
+        (b"# only a comment\n", None, "the file is empty; `sidecar init` writes files to begin with"),
         (b"- a\n- b\n", 1, 'not a mapping; write "key: value" lines'),
-        (b"42\n", 1, 'not a mapping; write "key: value" lines'),
+        (b"# a number\n42\n", 2, 'not a mapping; write "key: value" lines'),
         (b"a: 1\nb: \x00\n", 2, "a character that cannot be printed; remove it, or save the file as plain text"),
         (b"a: 1\nb: \xff\n", 2, "not UTF-8 text; save the file as UTF-8"),
         (b"a: 1\n---\nb: 2\n", 2, "a second document begins here; write one document per file"),
@@ -29,11 +29,16 @@ def _read(folder: Path, content: bytes) -> tuple[object, list[str]]:
         (b"a: !!python/object:os.system 1\n", 1, "YAML tags (!...) are not supported; write the plain value"),
         (b"a: 1\n? [b]\n: 2\n", 2, "a key that is not a name; write a plain name before the colon"),
         (b"a: " + b"[" * 100_000, 1, "nested too deeply; a policy is at most four levels deep"),
-        (b"a" * (2**20 + 1), 1, "larger than 1 MiB; a policy is a small file of YAML"),
+        (b"\x7fELF\x02\x01\x01\0\0\n\xff", None, "not text; a policy is a small file of YAML"),
+        ("engine: vllm".encode("utf-16"), 1, "not UTF-8 text; save the file as UTF-8"),
+        (b"a" * (2**20 + 1), None, "larger than 1 MiB; a policy is a small file of YAML"),
     ],
 )
-def test_what_is_no_policy_at_all_gets_one_sentence(tmp_path: Path, content: bytes, line: int, said: str) -> None:
-    assert (None, [f"p.yaml:{line}: {said}"]) == _read(tmp_path, content)
+def test_what_is_no_policy_at_all_gets_one_sentence(
+    tmp_path: Path, content: bytes, line: int | None, said: str
+) -> None:
+    place = "p.yaml" if line is None else f"p.yaml:{line}"
+    assert (None, [f"{place}: {said}"]) == _read(tmp_path, content)
 
 
 def test_broken_yaml_says_the_line(tmp_path: Path) -> None:
@@ -85,4 +90,5 @@ def test_a_name_that_yaml_reads_as_false_must_be_quoted(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_a_problem_and_not_an_exception(tmp_path: Path) -> None:
     document = read(tmp_path / "nothing.yaml")
-    assert "there is no such file" in str(document.problems[0])
+    assert document.is_missing
+    assert str(document.problems[0]) == f"{tmp_path}/nothing.yaml: there is no such file; make it, or name another"

@@ -242,3 +242,21 @@ def test_an_engines_own_numbers_in_a_body_are_worth_a_warning_that_says_what_to_
 def test_an_engine_without_whole_numbers_in_the_body_is_worth_none(engine: str, tmp_path: Path) -> None:
     text = f"engine: {engine}\ncapacity: {{tokens: 1000, requests: 100}}\n{ENGINES_NUMBERS}"
     assert warnings(load(pool(tmp_path, text))) == ()
+
+
+def test_unsized_requests_that_hold_a_tiers_size_limit_are_warned_of(tmp_path: Path) -> None:
+    tiers = "{high: {reserve: 20%}, normal: {reserve: 10%, max_request_tokens: 100}, batch: {reserve: 10%}}"
+    said = (
+        "unsized: a request whose prompt cannot be sized holds its tier's size limit: in high 80% of the pool's "
+        "tokens, so that few others run beside it; write max_request_tokens in high and batch"
+    )
+    assert _said(tmp_path, tiers, "unsized: hold\n") == [said]
+    assert _said(tmp_path, tiers, "unsized: hold\n", capacity="from: engine") == [said]
+
+
+def test_unsized_requests_with_a_bound_in_every_tier_are_not(tmp_path: Path) -> None:
+    tiers = "{high: {reserve: 20%, max_request_tokens: 200}, normal: {reserve: 10%, max_request_tokens: 100}}"
+    assert _said(tmp_path, tiers, "unsized: hold\n") == []
+    assert _said(tmp_path, "{high: {reserve: 20%}, normal: {reserve: 10%}}", "unsized: refuse\n") == []
+    no_tokens = _said(tmp_path, "{high: {reserve: 20%}, normal: {reserve: 10%}}", "unsized: hold\n", "requests: 100")
+    assert no_tokens == []  # without a bound on tokens it holds none of them

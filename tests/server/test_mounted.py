@@ -136,7 +136,7 @@ def test_what_is_wrong_with_the_environment_fails_the_start(
     ("variable", "value", "said"),
     [
         ("SIDECAR_ADMIN_PORT", "{taken}", "CannotServe: cannot listen on 127.0.0.1:{taken}"),
-        ("SIDECAR_POLICY", "nowhere", "PolicyError: nowhere:1: there is no such file"),
+        ("SIDECAR_POLICY", "nowhere", "PolicyError: nowhere: there is no such file"),
     ],
 )
 def test_a_failed_start_ends_starlettes_test_client(

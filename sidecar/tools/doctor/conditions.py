@@ -116,7 +116,10 @@ def _tiers(probed: Probed, first: Check) -> Condition:
     given = probed.mixed[-1].tiers
     shown = ", ".join("/".join(names) if names else "none" for names in given)
     if len({name for names in given for name in names}) < len(given):
-        more = "give a key with --key whose tenant may ask for the best tier: a sidecar clamps what a key may not have"
+        more = (
+            "give a key (SIDECAR_API_KEY or --key-file) whose tenant may ask for the best tier: a sidecar clamps what "
+            "a key may not have"
+        )
         return Condition(name, State.BROKEN, f"asked for three tiers by {first.way.title}, got {shown}", more)
     return Condition(name, State.WORKS, f"{first.way.title} = 1, 0.5, 0 gives the tiers {shown}")
 

@@ -155,7 +155,7 @@ class Probe:
 
 
 def _refused(target: ExaminedServer, alone: Seen) -> str:
-    hint = "; give a key with --key" if alone.status in (401, 403) else ""
+    hint = "; give a key: set SIDECAR_API_KEY, or use --key-file" if alone.status in (401, 403) else ""
     hint = "; name a model it serves with --model" if alone.status == 404 else hint
     return f"POST {target.url}{target.path} with model {target.model}: {alone.error}{hint}"
 

@@ -47,7 +47,8 @@ async def survey(pages: Pages, named: type[Engine] | None) -> Survey:
         *others, last = (name for name, known in ENGINES.items() if known.carriers)
         raise CannotLook(
             "no page there says which engine it is (asked /v1/models, /openapi.json, /server_info, /metrics); "
-            f"name it with --engine {', '.join(others)} or {last}, and give --key if its pages want one"
+            f"name it with --engine {', '.join(others)} or {last}, and give a key "
+            "(SIDECAR_API_KEY or --key-file) if its pages want one"
         )
     unread: list[str] = []
     facts, gauges = Facts(), Gauges()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import Mapping
 
 import aiohttp
@@ -13,6 +15,15 @@ PATIENCE_S = 5.0
 """For one page: an engine under load answers later than an idle one, and who does not answer by then is of no use."""
 MOST_BYTES = 16 * 2**20
 """A page beyond is no engine's: the metrics of a large deployment stay under one MiB."""
+
+
+def why_not(error: Exception) -> str:
+    """The reason of a failed connection in the system's own words, without the library's."""
+    failed = getattr(error, "os_error", error)
+    if isinstance(failed, socket.gaierror):
+        return "no such host" if failed.errno == socket.EAI_NONAME else str(failed.strerror)
+    number = getattr(failed, "errno", None)
+    return os.strerror(number).lower() if number else str(error) or type(error).__name__
 
 
 class HttpPages:
@@ -39,7 +50,7 @@ class HttpPages:
         except asyncio.TimeoutError:  # in Python 3.10 not yet the builtin TimeoutError
             raise Unread(f"GET {self._url}{path} did not answer within {PATIENCE_S:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise Unread(f"cannot reach {self._url}: {error}") from None
+            raise Unread(f"cannot reach {self._url}: {why_not(error)}") from None
 
     async def _body(self, response: aiohttp.ClientResponse) -> bytes:
         body = bytearray()

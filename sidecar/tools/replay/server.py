@@ -15,6 +15,7 @@ from sidecar.engines import Engine
 from sidecar.engines.discovery import engine_of_owner
 from sidecar.errors import CapacityUnknown, Draining, InvalidApiKey, InvalidBody, StoreUnavailable
 from sidecar.tools.loadgen.answer import problem_of
+from sidecar.tools.loadgen.pages import why_not
 
 TIMEOUT_S = 10.0
 ADMISSION_CODES = frozenset(
@@ -116,4 +117,4 @@ class Server(AbstractAsyncContextManager["Server"]):
         except asyncio.TimeoutError:  # in Python 3.10 not yet the builtin TimeoutError
             raise ServerNoAnswer(f"{self.url} does not answer within {TIMEOUT_S:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ServerNoAnswer(f"{self.url} cannot be reached: {error}") from None
+            raise ServerNoAnswer(f"{self.url} cannot be reached: {why_not(error)}") from None

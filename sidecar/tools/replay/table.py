@@ -164,7 +164,10 @@ def _about(error: str) -> str | None:
     if error.startswith("HTTP 400") and ("context" in error or "max_model_len" in error or "maximum" in error):
         return "Requests are too long for the model: cut them with --max-input and --max-output, or --scale."
     if error.startswith(("HTTP 401", "HTTP 403")):
-        return "The server wants a key: --api-key KEY, or --by key with --key TIER=KEY for every tier."
+        return (
+            "The server wants a key: set SIDECAR_API_KEY, or give --api-key-file FILE, or --by key with "
+            "--key-file TIER=FILE for every tier."
+        )
     if "Too many open files" in error:
         return "Raise the limit on open files (ulimit -n): every request under way has a connection."
     return None
