@@ -17,9 +17,9 @@ from sidecar.admin.routes import LivePages, metrics_routes
 from sidecar.cluster.overview import Generations
 from sidecar.cluster.report import Sources
 from sidecar.engines import NoEngine
-from sidecar.events import Received
+from sidecar.events import Received, ShadowHolds
 from sidecar.middleware.controller import AdmissionController
-from sidecar.policy.model import Policy, Tier
+from sidecar.policy.model import Mode, Policy, Tier
 from sidecar.policy.reload import PolicyFiles, PolicyReloader, ReloadSignal
 from sidecar.pools import Grant, Pool
 from sidecar.telemetry.dispatch import EventDispatcher, Fanout, Listener
@@ -67,6 +67,8 @@ class Observability:
         # In a shared pool the pages of other replicas show the requests of this one.
         is_looked_at = is_shown or is_shared
         journal, recent = Journal(is_sampled_only=not is_looked_at), Recent()
+        self._pool, self._recent = pool, recent
+        self._waits = ModeWaits(pool)
         metrics = RequestMetrics(
             policy.pool, tiers=[tier.name for tier in policy.tiers], tenants_shown=shown_tenants(environment)
         )
@@ -77,6 +79,7 @@ class Observability:
             lambda: 0 if self._watch is None else self._watch.rejections,
             lambda: generations.count(self._policy.generation),
             lambda: controller.pending_aborts.held(),  # noqa: PLW0108  # the controller has them later
+            oldest=self._waits.oldest,
         )
         self._gauges = PoolMetrics(policy.pool, sampler)  # its gauges are read for as long as it lives
         listeners: list[Listener] = [metrics, journal, self._log, sampler, *([recent] if is_looked_at else [])]
@@ -87,8 +90,10 @@ class Observability:
         )
         failure_log = None if is_looked_at else self._log
         self.observer = EventDispatcher(self._spans, listeners, delay_s=TOLD_WITHIN_S, failure_log=failure_log)
-        tallies = DryRunStats(lambda: self._policy.generation, time.time)
-        self.observed = Fanout([tallies.note, DryRunMetrics(metrics).note, DryRunLog(self._log).note])
+        self._dry_run = DryRunStats(time.time, controller.shadows.waiting, lambda: self._holds(controller))
+        if policy.mode is Mode.OBSERVE:
+            self._dry_run.begin(policy.generation, pool.now_us())
+        self.observed = Fanout([self._dry_run.note, DryRunMetrics(metrics).note, DryRunLog(self._log).note])
         self.unguarded = Fanout([metrics.note_unguarded, UnguardedLog(self._log).note])
         self._pages = LivePages(
             Sources(
@@ -98,7 +103,8 @@ class Observability:
                 tenants=metrics.held,
                 refusals=journal.refusals,
                 notices=lambda: [*controller.readiness(), *controller.notices()],
-                observed=tallies.read,
+                observed=self._dry_run.read,
+                oldest=self._waits.oldest,
             ),
             generations,
         )
@@ -126,9 +132,22 @@ class Observability:
 
     def change_policy(self, policy: Policy) -> None:
         """Another policy is in force: pages, metrics and marks follow it."""
+        self.observer.flush()  # what has happened so far belongs to the mode before
+        self._dry_run.end()
+        if policy.mode is not self._policy.mode:
+            self._waits.begin_anew()
+            self._recent.begin_anew(time.time_ns())
         self._policy = policy
+        if policy.mode is Mode.OBSERVE:
+            self._dry_run.begin(policy.generation, self._pool.now_us())
         self._spans.change_limits(_starvation_limits_s(policy))
         self._pages.live.share_now()
+
+    def _holds(self, controller: AdmissionController) -> Mapping[str, ShadowHolds]:
+        """The dry run's own counts, by the tier's name."""
+        names = [tier.name for tier in self._policy.tiers]
+        counted = controller.engine_times.counted()
+        return {names[level]: holds for level, holds in counted.items() if level < len(names)}
 
     def reload(self) -> None:
         """Reads the policy's files at once."""
@@ -160,6 +179,23 @@ def _starvation_limits_s(policy: Policy) -> Mapping[str, float]:
     return {tier.name: tier.slo.starvation_s for tier in policy.tiers if tier.slo.starvation_s is not None}
 
 
+class ModeWaits:
+    """The waits that began under the mode in force: neither shadows among real requests, nor the reverse."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._since_us = 0
+
+    def begin_anew(self) -> None:
+        """The mode has changed."""
+        self._since_us = self._pool.now_us()
+
+    def oldest(self) -> Sequence[Grant | None]:
+        """See `Pool.oldest`. A wait that began before is left out."""
+        since_us, oldest = self._since_us, self._pool.oldest()
+        return [wait if wait is not None and wait.at_us - wait.queue_wait_us >= since_us else None for wait in oldest]
+
+
 WITHIN_S = 0.5
 """Longest wait of an exporter for a busy event loop; then it uses the last sample: the loop may be waiting for it."""
 
@@ -169,7 +205,7 @@ class PoolSampler:
 
     It is also a `Listener` to requests, which is how it knows the loop. `policy` is the one in force, `rejected` how
     many changed ones could not be used so far, `generations` how many different ones the pool's replicas run,
-    `aborting` the requests and tokens that are held for requests that have ended.
+    `aborting` the requests and tokens that are held for requests that have ended, `oldest` the pool's oldest waits.
     """
 
     def __init__(
@@ -179,12 +215,15 @@ class PoolSampler:
         rejected: Callable[[], int] = lambda: 0,
         generations: Callable[[], int] = lambda: 1,
         aborting: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        *,
+        oldest: Callable[[], Sequence[Grant | None]] | None = None,
     ) -> None:
         self._pool = pool
         self._policy = policy
         self._rejected = rejected
         self._generations = generations
         self._aborting = aborting
+        self._oldest = pool.oldest if oldest is None else oldest
         self._loop: asyncio.AbstractEventLoop | None = None
         self.handlers: EventHandlers = {Received: self._note_loop}
         self._latest: PoolSample | None = None
@@ -214,7 +253,7 @@ class PoolSampler:
     def _take(self) -> PoolSample:
         policy = self._policy()
         state: Mapping[str, Any] = self._pool.state()
-        tiers = zip(policy.tiers, state["tiers"], self._pool.oldest(), strict=True)
+        tiers = zip(policy.tiers, state["tiers"], self._oldest(), strict=True)
         aborting_requests, aborting_tokens = self._aborting()
         self._latest = PoolSample(
             tiers=[_tier_sample(*tier) for tier in tiers],

@@ -34,7 +34,8 @@ class TierReport(msgspec.Struct, frozen=True):
 class ReplicaReport(msgspec.Struct, frozen=True):
     """One process. `at_s` is its own calendar's; `generation` is its policy's, empty where it does not say.
 
-    `observed` is None where nothing has been observed.
+    `observed` is None where nothing has been observed. `mode` is its policy's, empty where an older version does not
+    say.
     """
 
     replica: str
@@ -47,6 +48,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     refusals: list[RefusalView]
     generation: str = ""
     observed: DryRunReport | None = None
+    mode: str = ""
 
 
 class Unreadable(Exception):
@@ -76,7 +78,8 @@ class Sources:
 
     `policy` is the one in force. `tenants` are those that hold or wait for something in this process; `refusals` the
     last requests that were refused, at most so many, newest first; `notices` are for the operator;
-    `observed` what enforcing would have done, of at most so many tenants.
+    `observed` what enforcing would have done, of at most so many tenants. `oldest` are the pool's oldest waits that
+    began under the mode in force.
     """
 
     policy: Callable[[], Policy]
@@ -86,21 +89,34 @@ class Sources:
     refusals: Callable[[int], Sequence[RequestRecord]]
     notices: Callable[[], Sequence[str]]
     observed: Callable[[int], DryRunReport | None] = lambda _: None
+    oldest: Callable[[], Sequence[Grant | None]] | None = None
 
 
 def own_report(sources: Sources, state: Mapping[str, Any], replica: str, host: str, at_s: float) -> ReplicaReport:
     """The report of this process at `at_s`; `state` is its pool's. Notes in `recent` how long the oldest waits."""
     own = state["store"]["own"] if "store" in state else state
+    oldest = sources.pool.oldest() if sources.oldest is None else sources.oldest()
     tiers = [
         _tier(sources.recent, tier.name, grant, replica, at_s)
-        for tier, grant in zip(sources.policy().tiers, sources.pool.oldest(), strict=True)
+        for tier, grant in zip(sources.policy().tiers, oldest, strict=True)
     ]
     tenants = [TenantView(name, *holding) for name, holding in sources.tenants().items()]
     tenants.sort(key=lambda one: (-one.tokens_held, -one.waiting, one.tenant))
     refusals = [_refusal(record, replica) for record in sources.refusals(MOST_REFUSALS)]
-    counts, generation = (own["leases"], own["waiting"]), sources.policy().generation
+    counts, policy = (own["leases"], own["waiting"]), sources.policy()
     observed = sources.observed(MOST_TENANTS)
-    return ReplicaReport(replica, host, at_s, *counts, tiers, tenants[:MOST_TENANTS], refusals, generation, observed)
+    return ReplicaReport(
+        replica,
+        host,
+        at_s,
+        *counts,
+        tiers,
+        tenants[:MOST_TENANTS],
+        refusals,
+        generation=policy.generation,
+        observed=observed,
+        mode=policy.mode.value,
+    )
 
 
 def _tier(recent: Recent, name: str, grant: Grant | None, replica: str, at_s: float) -> TierReport:
