@@ -162,7 +162,7 @@ def mixed_lengths(luck: random.Random) -> list[Planned]:
 
     plan = [one(at_s, luck.choice(("high", "normal"))) for at_s in arrivals(luck, 2.0, 0, 2 * QUIET_S)]
     plan += [one(at_s, "high") for at_s in arrivals(luck, 1.0, 2 * QUIET_S, 65)]
-    plan += [one(at_s, "normal") for at_s in arrivals(luck, 1.5, 2 * QUIET_S, 65)]
+    plan += [one(at_s, "normal") for at_s in arrivals(luck, 0.7, 2 * QUIET_S, 65)]
     return plan + [one(at_s, "batch") for at_s in arrivals(luck, 4.0, 2 * QUIET_S, 65)]
 
 
@@ -254,8 +254,13 @@ def enforced(seen: Sequence[Seen]) -> dict[str, Figures]:
     for tier, all_seen in by_tier.items():
         waits_s = sorted(float(one.headers["x-admission-wait-ms"]) / 1000 for one in all_seen if one.status == 200)
         refused = sum(one.status in (429, 503) for one in all_seen)
-        found[tier] = Figures(len(all_seen), _quantile(waits_s, 0.5), _quantile(waits_s, 0.99), refused)
+        found[tier] = figures(len(all_seen), waits_s, refused)
     return found
+
+
+def figures(requests: int, waits_s: Sequence[float], refused: int) -> Figures:
+    """The figures of a tier; the waits are sorted."""
+    return Figures(requests, _quantile(waits_s, 0.5), _quantile(waits_s, 0.99), refused)
 
 
 def observed(report: Mapping[str, Any]) -> dict[str, Figures]:
@@ -333,8 +338,8 @@ def table(lines: Sequence[Line]) -> str:
     return "\n".join(rows)
 
 
-def missed(lines: Sequence[Line]) -> list[str]:
-    """What is not as it should be, a sentence each."""
+def missed(lines: Sequence[Line], *, of_all: bool = True) -> list[str]:
+    """What is not as it should be, a sentence each. `of_all` says that these are the lines of all loads."""
     knowable = {load.name: load.is_knowable for load in LOADS}
     found = []
     for line in lines:
@@ -343,8 +348,8 @@ def missed(lines: Sequence[Line]) -> list[str]:
             found.append(f"{name}: {', '.join(line.apart)} do not agree, and the report did not say so")
         if line.reasons and knowable[line.load]:
             found.append(f"{name}: the report doubts itself without need: {'; '.join(line.reasons)}")
-    if not any(line.real.refused for line in lines) or not any(line.real.p50_s > SECONDS for line in lines):
-        found.append("no load made anything wait or be refused: nothing was predicted")
+    if of_all and not any(line.real.refused for line in lines):
+        found.append("no load made the pool refuse anything: nothing was predicted")
     return found
 
 
@@ -361,7 +366,7 @@ def main(arguments: argparse.Namespace) -> int:
     print(table(lines))
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(line) for line in lines], indent=2) + "\n")
-    found = missed(lines) if arguments.only is None else [one for one in missed(lines) if ":" in one]
+    found = missed(lines, of_all=arguments.only is None)
     print("\n" + ("\n".join(f"MISSED {one}" for one in found) if found else "every target was reached"))
     return 1 if found else 0
 

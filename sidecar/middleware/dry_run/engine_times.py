@@ -144,7 +144,8 @@ class EngineTimes:
         if not request.is_stream:
             return
         if is_served and not request.is_crowded:
-            request.model.learn_first_byte(request.queued_prompt, now_us - request.sent_us)
+            is_alone = request.queued_prompt == request.prompt_tokens
+            request.model.learn_first_byte(request.queued_prompt, now_us - request.sent_us, is_alone=is_alone)
         self._count_generating(request.sequences, now_us)
         request.generated_us = -self._generated_us
 
@@ -261,6 +262,14 @@ class EngineTimes:
     def guessed(self, request: SentRequest, generating_us: float) -> None:
         """A shadow generates for a time that was drawn."""
         request.guessed_us = generating_us if request.is_stream else self._typical(request)
+
+    def is_stretched(self, request: SentRequest, now_us: int) -> bool:
+        """Whether a request that generates does so more slowly than its shadow, as more generate beside it."""
+        if request.first_us is None or request.end_us is not None or not request.would_generate:
+            return False
+        self._count_generating(0, now_us)
+        did = (request.generated_us + self._generated_us) / max(1, now_us - request.first_us)
+        return request.model.tokens.stretch(request.would_generate, did) < 1
 
     def _own_generating_us(self, request: SentRequest) -> float:
         if request.first_us is None or request.end_us is None:

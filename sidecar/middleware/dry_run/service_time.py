@@ -7,9 +7,11 @@ passes, for each model:
 - **First byte.** `first_byte = base + per_prompt_token * prompt`, in microseconds. The line is fitted to requests that
   came while no more was under way than the pool has room for. What is under way is known exactly here: everything that
   was sent and has not ended. The fit is Theil's and Sen's, the median of the slopes between all pairs of points
-  (P. K. Sen, "Estimates of the regression coefficient based on Kendall's tau", JASA 63, 1968). It stands as long as
-  fewer than 29% of the points are wrong. A point is the median of the newest `KEPT` samples of a size class of prompts,
-  so one size cannot push the others out.
+  (P. K. Sen, "Estimates of the regression coefficient based on Kendall's tau", JASA 63, 1968), each weighted by its
+  length (G. L. Sievers, "Weighted rank statistics for simple linear regression", JASA 73, 1978): an engine works in
+  steps, and a short pair shows little but these. A point is the median of the newest `KEPT` samples of a size class of
+  prompts, so one size cannot push the others out. A prompt that no other delayed is a better sample: where there are
+  such of sizes far apart, no others are used.
 - **Time per token**, by the number of sequences that generate at once: medians by size class of that number, and
   straight lines between them. A stream's own time is corrected by the ratio of two of these figures, the one for the
   number that the pool would run to the one for the number that the engine ran.
@@ -37,6 +39,8 @@ KEPT = 16
 """Samples of a size class. A median of 16 stands 7 wrong ones."""
 ENOUGH = 8
 """Samples from which on a figure counts as learned."""
+FAR_APART = 2
+"""Size classes between two points that show a slope: a factor of two to eight."""
 MOST_MODELS = 16
 """Models with figures of their own; clients name them, so further ones share one."""
 REFIT_AFTER = 8
@@ -64,29 +68,43 @@ class Line(NamedTuple):
 class SizeClasses:
     """The newest samples (size, value) of each size class: sizes of one class differ by less than a factor of two."""
 
-    __slots__ = ("_classes",)
+    __slots__ = ("_classes", "_sure")
 
     def __init__(self) -> None:
         self._classes: dict[int, deque[tuple[float, float]]] = {}
+        self._sure: set[int] = set()
 
-    def add(self, size: float, value: float) -> None:
-        """Adds one; it replaces the oldest of a class that is full."""
+    def add(self, size: float, value: float, *, is_sure: bool = True) -> None:
+        """Adds one; it replaces the oldest of a class that is full.
+
+        The first sure sample of a class replaces those that are not, and these are not taken any more.
+        """
         number = min(31, max(0, int(size)).bit_length())
         samples = self._classes.get(number)
         if samples is None:
             samples = self._classes[number] = deque(maxlen=KEPT)
-        samples.append((size, value))
+        if is_sure and number not in self._sure:
+            self._sure.add(number)
+            samples.clear()
+        if is_sure or number not in self._sure:
+            samples.append((size, value))
 
     def samples(self) -> list[tuple[float, float]]:
-        """All that are kept."""
-        return [sample for samples in self._classes.values() for sample in samples]
+        """Those that are used."""
+        return [sample for _, samples in self._used() for sample in samples]
 
     def points(self) -> list[tuple[float, float]]:
         """The medians of each class, the smallest size first."""
         return [
             (statistics.median(size for size, _ in samples), statistics.median(value for _, value in samples))
-            for _, samples in sorted(self._classes.items())
+            for _, samples in self._used()
         ]
+
+    def _used(self) -> list[tuple[int, deque[tuple[float, float]]]]:
+        """The classes that are used, the smallest first: the sure ones alone where they are far enough apart."""
+        sure = self._sure
+        is_enough = bool(sure) and max(sure) - min(sure) >= FAR_APART
+        return sorted(pair for pair in self._classes.items() if not is_enough or pair[0] in sure)
 
 
 def fitted(samples: SizeClasses) -> Line | None:
@@ -101,9 +119,15 @@ def fitted(samples: SizeClasses) -> Line | None:
 
 
 def _slope(points: Sequence[tuple[float, float]]) -> float:
-    """Theil's and Sen's, and 0 where it is negative or there is one point only."""
-    slopes = [(other[1] - one[1]) / (other[0] - one[0]) for one, other in combinations(points, 2) if other[0] > one[0]]
-    return max(0.0, statistics.median(slopes)) if slopes else 0.0
+    """Theil's and Sen's, weighted by length; 0 where it is negative or there is one point only."""
+    pairs = [(one, other) for one, other in combinations(points, 2) if other[0] > one[0]]
+    slopes = sorted(((other[1] - one[1]) / (other[0] - one[0]), other[0] - one[0]) for one, other in pairs)
+    left = sum(length for _, length in slopes) / 2
+    for slope, length in slopes:
+        left -= length
+        if left <= 0:
+            return max(0.0, slope)
+    return 0.0
 
 
 class TokenTimes:
@@ -231,9 +255,9 @@ class ModelTimes:
         self._line: Line | None = None
         self._stale = ENOUGH
 
-    def learn_first_byte(self, prompt_tokens: float, delay_us: float) -> None:
-        """A first byte that no other request delayed but those whose prompts are counted in."""
-        self.first_bytes.add(prompt_tokens, delay_us)
+    def learn_first_byte(self, prompt_tokens: float, delay_us: float, *, is_alone: bool) -> None:
+        """A first byte that no other request delayed but those whose prompts are counted in; alone, there are none."""
+        self.first_bytes.add(prompt_tokens, delay_us, is_sure=is_alone)
         self._stale -= 1
         if self._stale <= 0:
             self._line, self._stale = fitted(self.first_bytes), REFIT_AFTER

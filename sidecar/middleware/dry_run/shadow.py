@@ -228,25 +228,27 @@ class ShadowRequest:
     async def _generate(self, first_us: float) -> bool:
         """Returns at the shadow's last byte: whether its time was guessed."""
         times, sent = self._times, self._sent
-        guess_us = None if self._is_known() else times.generating_us(sent)
+        guess_us = None if self._ended.done() and not sent.is_lost else times.generating_us(sent)
         if guess_us is not None:
-            if not sent.is_lost and not self._disconnected.done():
+            if not self._generates_now() and not sent.is_lost and not self._disconnected.done():
                 await self._until(first_us + guess_us * SLIGHTLY, self._begun)
-            if not self._is_known():
-                times.guessed(sent, guess_us)
+            was_late = not self._generates_now()
+            times.guessed(sent, guess_us)
+            if not sent.is_lost:
                 await self._until(first_us + guess_us, self._ended)
-                if not self._ended.done() or sent.is_lost:
-                    self._used = self._request.prompt_tokens + round((sent.output_tokens or 0) * sent.sequences)
-                    await self._until(first_us + guess_us)
-                    return True
+            if sent.is_lost or (not self._ended.done() and (was_late or times.is_stretched(sent, self._pool.now_us()))):
+                self._used = self._request.prompt_tokens + round((sent.output_tokens or 0) * sent.sequences)
+                await self._until(first_us + guess_us)
+                return True
+            sent.guessed_us = None
         await self._until(None, self._ended, self._disconnected)
         if self._ended.done() and (lasts_us := times.generating_us(sent)) is not None:
             await self._until(first_us + lasts_us)
         return False
 
-    def _is_known(self) -> bool:
-        """Whether the request itself generates, or has: then its shadow need not guess for how long."""
-        return self._sent.first_us is not None and not self._sent.is_lost
+    def _generates_now(self) -> bool:
+        """Whether the response's first byte has come."""
+        return self._sent.first_us is not None
 
     async def _until(self, at_us: float | None, *events: asyncio.Future[None]) -> None:
         """Waits until the first of `events`, but not after `at_us`."""
