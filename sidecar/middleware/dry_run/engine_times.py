@@ -91,7 +91,7 @@ class EngineTimes:
         self._read_room = room
         self._room = Room(None, None)
         self._room_until_us = -1
-        self._models: dict[str, ModelTimes] = {}
+        self.models: dict[str, ModelTimes] = {}
         self._tokens = self._requests = 0
         self._without_first_byte: dict[SentRequest, None] = {}
         self._prompts_waiting = 0
@@ -204,9 +204,9 @@ class EngineTimes:
         )
 
     def _model(self, name: str) -> ModelTimes:
-        model = self._models.get(name)
+        model = self.models.get(name)
         if model is None:
-            model = self._models.setdefault(name if len(self._models) < MOST_MODELS else "", ModelTimes())
+            model = self.models.setdefault(name if len(self.models) < MOST_MODELS else "", ModelTimes())
         return model
 
     # -- the engine that the pool would leave
