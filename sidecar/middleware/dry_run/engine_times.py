@@ -227,7 +227,8 @@ class EngineTimes:
             return None
         line = request.model.first_byte
         late = request.model.wholes.late if not request.is_stream else 1.0 if line is None else line.late
-        return request.sent_us + UNLOADED_TIMES * late * typical_us + UNLOADED_MORE_US
+        times = 1.0 if request.is_crowded else UNLOADED_TIMES
+        return request.sent_us + times * late * typical_us + UNLOADED_MORE_US
 
     def first_byte_us(self, request: SentRequest, granted_us: int, begins_us: float) -> float | None:
         """When the shadow's first byte goes out; None where nothing is known of it."""

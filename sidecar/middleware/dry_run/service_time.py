@@ -46,7 +46,10 @@ MOST_MODELS = 16
 REFIT_AFTER = 8
 """New samples after which a line is fitted again: a fit costs some 100 microseconds."""
 UNLOADED_TIMES = 1.5
-"""A first byte that comes later than so many times the slowest tenth of the unloaded ones was delayed by the load."""
+"""A first byte that comes later than so many times the slowest tenth of the unloaded ones was delayed by the load.
+
+Where more was under way than the pool has room for, it need not be so many times as late.
+"""
 UNLOADED_MORE_US = 20_000
 """And by at least so much: the event loop of a busy process is as late."""
 SAME = 0.1

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from sidecar.engines import ENGINES
 from sidecar.policy import compiler
 from sidecar.policy.model import Policy
 from sidecar.pools import LocalPool
-from sidecar.telemetry.dry_run import DryRunStats
+from sidecar.telemetry.dry_run import DryRunStats, added_up
 from sidecar.tokens import Estimator
 from sidecar.tools.emulator import Emulator, EmulatorConfig, Scheduling, StepModel
 from sidecar.tools.loadgen import Planned
@@ -53,6 +55,7 @@ def engine_of(load: observe.Load) -> Emulator:
         engine=ENGINES["vllm"],
         scheduling=Scheduling(engine["scheduling"]),
         steps=steps,
+        max_queued=engine.get("max-queued"),
         context_tokens=engine.get("context-tokens", 131_072),
     )
     return Emulator(config)
@@ -128,16 +131,10 @@ def lines_of(load: observe.Load, seed: str, folder: Path) -> list[observe.Line]:
             counts.requests, counts.wait_us(0.5) / 1e6, counts.wait_us(0.99) / 1e6, sum(counts.refused.values())
         )
         reasons = [
-            doubt.reason for doubt in doubts(observe_total(read.by_tier), read.holds) if doubt.tier in ("", tier)
+            doubt.reason for doubt in doubts(added_up(read.by_tier.values()), read.holds) if doubt.tier in ("", tier)
         ]
         found.append(observe.Line(load.name, tier, would, did, reasons))
     return found
-
-
-def observe_total(by_tier: Mapping[str, Any]) -> Any:
-    from sidecar.telemetry.dry_run import added_up
-
-    return added_up(by_tier.values())
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -147,3 +144,34 @@ def test_what_is_predicted_comes_or_the_report_says_that_it_is_not_to_be_trusted
 ) -> None:
     lines = lines_of(LOADS[name], f"{name} {seed}", tmp_path)
     assert observe.missed(lines, of_all=False) == [], observe.table(lines)
+
+
+def not_streamed(planned: Planned) -> Planned:
+    body = {**json.loads(planned.body), "stream": False}
+    del body["stream_options"]
+    return replace(planned, body=json.dumps(body).encode())
+
+
+@pytest.mark.parametrize("name", ["bulk", "bursty"])
+def test_it_is_so_for_responses_that_are_not_streamed(name: str, tmp_path: Path) -> None:
+    load = LOADS[name]
+    whole = replace(load, plan=lambda luck: [not_streamed(planned) for planned in load.plan(luck)])
+    lines = lines_of(whole, "whole", tmp_path)
+    assert observe.missed(lines, of_all=False) == [], observe.table(lines)
+
+
+def test_an_engine_that_refuses_most_of_them_itself_is_a_doubt(tmp_path: Path) -> None:
+    lines = lines_of(replace(LOADS["bulk"], engine={"max-queued": 20}), "refusing", tmp_path)
+    (batch,) = (line for line in lines if line.tier == "batch")
+    assert any("The engine refused or failed" in reason for reason in batch.reasons), observe.table(lines)
+
+
+def test_without_a_quiet_time_it_says_that_it_does_not_know(tmp_path: Path) -> None:
+    load = LOADS["bulk"]
+
+    def at_once(luck: random.Random) -> list[Planned]:
+        return [replace(planned, at_s=luck.random() / 100) for planned in load.plan(luck) if planned.label == "batch"]
+
+    lines = lines_of(replace(load, plan=at_once), "cold", tmp_path)
+    assert [line.tier for line in lines] == ["batch"]
+    assert not lines[0].apart or lines[0].reasons, observe.table(lines)
