@@ -67,12 +67,10 @@ class Observability:
         # In a shared pool the pages of other replicas show the requests of this one.
         is_looked_at = is_shown or is_shared
         journal, recent = Journal(is_sampled_only=not is_looked_at), Recent()
-        self._pool, self._recent = pool, recent
-        self._waits = ModeWaits(pool)
-        metrics = RequestMetrics(
-            policy.pool, tiers=[tier.name for tier in policy.tiers], tenants_shown=shown_tenants(environment)
-        )
-        generations = Generations()
+        self._pool, self._recent, self._waits = pool, recent, ModeWaits(pool)
+        names = [tier.name for tier in policy.tiers]
+        metrics = RequestMetrics(policy.pool, tiers=names, tenants_shown=shown_tenants(environment))
+        self._dry_run, generations = self._dry_run_stats(controller), Generations()
         sampler = PoolSampler(
             pool,
             lambda: self._policy,
@@ -90,9 +88,6 @@ class Observability:
         )
         failure_log = None if is_looked_at else self._log
         self.observer = EventDispatcher(self._spans, listeners, delay_s=TOLD_WITHIN_S, failure_log=failure_log)
-        self._dry_run = DryRunStats(time.time, controller.shadows.waiting, lambda: self._holds(controller))
-        if policy.mode is Mode.OBSERVE:
-            self._dry_run.begin(policy.generation, pool.now_us())
         self.observed = Fanout([self._dry_run.note, DryRunMetrics(metrics).note, DryRunLog(self._log).note])
         self.unguarded = Fanout([metrics.note_unguarded, UnguardedLog(self._log).note])
         self._pages = LivePages(
@@ -108,7 +103,6 @@ class Observability:
             ),
             generations,
         )
-        names = [tier.name for tier in policy.tiers]
         stories = routes.routes(journal, tiers=lambda: names, pool=policy.pool, is_shared=is_shared)
         pages = [*self._pages.routes(), *metrics_routes(self.scrape), *stories]
         up_to_date = Middleware(UpToDate, flush=self.observer.flush)
@@ -142,6 +136,13 @@ class Observability:
             self._dry_run.begin(policy.generation, self._pool.now_us())
         self._spans.change_limits(_starvation_limits_s(policy))
         self._pages.live.share_now()
+
+    def _dry_run_stats(self, controller: AdmissionController) -> DryRunStats:
+        """The dry run's figures; a period has begun where the policy observes."""
+        stats = DryRunStats(time.time, controller.shadows.waiting, lambda: self._holds(controller))
+        if self._policy.mode is Mode.OBSERVE:
+            stats.begin(self._policy.generation, self._pool.now_us())
+        return stats
 
     def _holds(self, controller: AdmissionController) -> Mapping[str, ShadowHolds]:
         """The dry run's own counts, by the tier's name."""
