@@ -174,7 +174,8 @@ class Observed(msgspec.Struct, frozen=True, gc=False):
 
     `code` is the refusal's; `client_left` where the client would have disconnected before it was admitted; why it is
     unknown where it is; None where it would have been admitted. `tier` and `tenant` are None where the request would
-    have been refused before they were known. The waiting figures are those of `Admitted`.
+    have been refused before they were known. The waiting figures are those of `Admitted`. `received_us` is when the
+    request came, on the same clock as `at_us`.
     """
 
     at_us: int
@@ -187,6 +188,30 @@ class Observed(msgspec.Struct, frozen=True, gc=False):
     queue_wait_us: int = 0
     starvation_us: int = 0
     served_ahead: Mapping[str, int] = {}
+    received_us: int = 0
+
+
+class ShadowHolds(msgspec.Struct):
+    """Of one tier in `mode: observe`: how the times were found for which shadow requests held their room.
+
+    `shadows` counts those that have held. Of them, `guessed` ended before their requests, so that the output length was
+    drawn; `guessed_s` and `known_s` are the times of the `guessed_and_known` whose requests have ended since, as drawn
+    and as they would have been. `unlearned` held for as long as their requests ran among more than the pool admits,
+    because nothing was known of a quiet engine. `lost` were refused by the engine or failed there, `left` by their
+    clients before the first byte that they would have had by then. `arrivals` came while the pool would have been full,
+    and `followed` of them directly after an end.
+    """
+
+    shadows: int = 0
+    guessed: int = 0
+    guessed_and_known: int = 0
+    guessed_s: float = 0.0
+    known_s: float = 0.0
+    unlearned: int = 0
+    lost: int = 0
+    left: int = 0
+    arrivals: int = 0
+    followed: int = 0
 
 
 Event = Classified | Queued | Admitted | Preempted | Observed | Refused | FirstByte | Settled

@@ -17,10 +17,10 @@ from sidecar.cluster.document import EngineView
 from sidecar.cluster.overview import Generations
 from sidecar.cluster.report import Sources
 from sidecar.engines import NoEngine
-from sidecar.events import Received
+from sidecar.events import Received, ShadowHolds
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.middleware.controller import AdmissionController
-from sidecar.policy.model import Policy, Tier
+from sidecar.policy.model import Mode, Policy, Tier
 from sidecar.policy.reload import PolicyFiles, PolicyReloader, ReloadSignal
 from sidecar.pools import Grant, Pool
 from sidecar.telemetry.dispatch import EventDispatcher, Fanout, Listener
@@ -67,10 +67,10 @@ class Observability:
         self._log = RequestLog()
         is_looked_at = is_shown or is_shared  # the pages of other replicas show the requests of this one
         journal, recent = Journal(is_sampled_only=not is_looked_at), Recent()
-        metrics = RequestMetrics(
-            policy.pool, tiers=[tier.name for tier in policy.tiers], tenants_shown=shown_tenants(environment)
-        )
-        generations = Generations()
+        self._pool, self._recent, self._waits = pool, recent, ModeWaits(pool)
+        names = [tier.name for tier in policy.tiers]
+        metrics = RequestMetrics(policy.pool, tiers=names, tenants_shown=shown_tenants(environment))
+        self._dry_run, generations = self._dry_run_stats(controller), Generations()
         sampler = PoolSampler(
             pool,
             lambda: self._policy,
@@ -78,6 +78,7 @@ class Observability:
             lambda: generations.count(self._policy.generation),
             lambda: controller.pending_aborts.held(),  # noqa: PLW0108  # the controller has them later
             engine_up=lambda: controller.engine_watch.up,
+            oldest=self._waits.oldest,
         )
         self._gauges = PoolMetrics(policy.pool, sampler)  # its gauges are read for as long as it lives
         listeners: list[Listener] = [metrics, journal, self._log, sampler, *([recent] if is_looked_at else [])]
@@ -88,8 +89,7 @@ class Observability:
         )
         failure_log = None if is_looked_at else self._log
         self.observer = EventDispatcher(self._spans, listeners, delay_s=REPORTED_WITHIN_S, failure_log=failure_log)
-        tallies = DryRunStats(lambda: self._policy.generation, time.time)
-        self.observed = Fanout([tallies.note, DryRunMetrics(metrics).note, DryRunLog(self._log).note])
+        self.observed = Fanout([self._dry_run.note, DryRunMetrics(metrics).note, DryRunLog(self._log).note])
         self.unguarded = Fanout([metrics.note_unguarded, UnguardedLog(self._log).note])
         self._pages = LivePages(
             Sources(
@@ -99,13 +99,13 @@ class Observability:
                 tenants=metrics.held,
                 refusals=journal.refusals,
                 notices=lambda: _notices(controller),
-                observed=tallies.read,
+                observed=self._dry_run.read,
                 engine=lambda: _engine_view(controller),
+                oldest=self._waits.oldest,
             ),
             generations,
         )
         controller.engine_watch.on_change.append(self._pages.live.share_now)
-        names = [tier.name for tier in policy.tiers]
         builder = ExplanationBuilder(journal, lambda: names, policy.pool, is_shared)
         stories = story_routes(builder, self._pages.live.overview)
         pages = [*self._pages.routes(), *metrics_routes(self.scrape), *stories]
@@ -129,9 +129,29 @@ class Observability:
 
     def change_policy(self, policy: Policy) -> None:
         """Another policy is in force: pages, metrics and marks follow it."""
+        self.observer.flush()  # what has happened so far belongs to the mode before
+        self._dry_run.end()
+        if policy.mode is not self._policy.mode:
+            self._waits.begin_anew()
+            self._recent.begin_anew(time.time_ns())
         self._policy = policy
+        if policy.mode is Mode.OBSERVE:
+            self._dry_run.begin(policy.generation, self._pool.now_us())
         self._spans.change_limits(_starvation_limits_s(policy))
         self._pages.live.share_now()
+
+    def _dry_run_stats(self, controller: AdmissionController) -> DryRunStats:
+        """The dry run's figures; a period has begun where the policy observes."""
+        stats = DryRunStats(time.time, controller.shadows.waiting, lambda: self._holds(controller))
+        if self._policy.mode is Mode.OBSERVE:
+            stats.begin(self._policy.generation, self._pool.now_us())
+        return stats
+
+    def _holds(self, controller: AdmissionController) -> Mapping[str, ShadowHolds]:
+        """The dry run's own counts, by the tier's name."""
+        names = [tier.name for tier in self._policy.tiers]
+        counted = controller.engine_times.counted()
+        return {names[level]: holds for level, holds in counted.items() if level < len(names)}
 
     def reload(self) -> None:
         """Reads the policy's files at once."""
@@ -178,6 +198,23 @@ def _starvation_limits_s(policy: Policy) -> Mapping[str, float]:
     return {tier.name: tier.slo.starvation_s for tier in policy.tiers if tier.slo.starvation_s is not None}
 
 
+class ModeWaits:
+    """The waits that began under the mode in force: neither shadows among real requests, nor the reverse."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._since_us = 0
+
+    def begin_anew(self) -> None:
+        """The mode has changed."""
+        self._since_us = self._pool.now_us()
+
+    def oldest(self) -> Sequence[Grant | None]:
+        """See `Pool.oldest`. A wait that began before is left out."""
+        since_us, oldest = self._since_us, self._pool.oldest()
+        return [wait if wait is not None and wait.at_us - wait.queue_wait_us >= since_us else None for wait in oldest]
+
+
 WITHIN_S = 0.5
 """Longest wait of an exporter for a busy event loop; then it uses the last sample: the loop may be waiting for it."""
 
@@ -188,7 +225,7 @@ class PoolSampler:
     It is also a `Listener` to requests, which is how it knows the loop. `policy` is the one in force, `rejected` how
     many changed ones could not be used so far, `generations` how many different ones the pool's replicas run,
     `aborting` the requests and tokens that are held for requests that have ended, `engine_up` whether the engine can be
-    used (1, 0, or None where that is not known).
+    used (1, 0, or None where that is not known), `oldest` the pool's oldest waits.
     """
 
     def __init__(
@@ -200,6 +237,7 @@ class PoolSampler:
         aborting: Callable[[], tuple[int, int]] = lambda: (0, 0),
         *,
         engine_up: Callable[[], int | None] = lambda: None,
+        oldest: Callable[[], Sequence[Grant | None]] | None = None,
     ) -> None:
         self._pool = pool
         self._policy = policy
@@ -207,6 +245,7 @@ class PoolSampler:
         self._generations = generations
         self._aborting = aborting
         self._engine_up = engine_up
+        self._oldest = pool.oldest if oldest is None else oldest
         self._loop: asyncio.AbstractEventLoop | None = None
         self.handlers: EventHandlers = {Received: self._note_loop}
         self._latest: PoolSample | None = None
@@ -236,7 +275,7 @@ class PoolSampler:
     def _take(self) -> PoolSample:
         policy = self._policy()
         state: Mapping[str, Any] = self._pool.state()
-        tiers = zip(policy.tiers, state["tiers"], self._pool.oldest(), strict=True)
+        tiers = zip(policy.tiers, state["tiers"], self._oldest(), strict=True)
         aborting_requests, aborting_tokens = self._aborting()
         self._latest = PoolSample(
             tiers=[_tier_sample(*tier) for tier in tiers],

@@ -2,7 +2,8 @@
 
 The command reads the admin port of a running sidecar (`sidecar serve`, or SIDECAR_ADMIN_PORT where it is mounted), and
 sends the token in SIDECAR_ADMIN_TOKEN or SIDECAR_ADMIN_TOKEN_FILE along. No request was held or refused: the figures
-say what would have been. Counting begins when the process starts, and again with every change of the policy.
+say what would have been. Counting begins with `mode: observe`, and again with every change of the policy. A report that
+is not to be trusted at this load says so, and why.
 """
 
 from __future__ import annotations
@@ -51,54 +52,77 @@ _NOT_KNOWN = "(not known)"
 _COLUMNS: Sequence[tuple[str, Callable[[ObservedRow], str]]] = (
     ("REQUESTS", lambda row: f"{row.requests:,}"),
     ("WAITED", lambda row: f"{row.waited:,}"),
-    ("P50", lambda row: _time(row.wait_p50_s)),
-    ("P99", lambda row: _time(row.wait_p99_s)),
-    ("LONGEST", lambda row: _time(row.wait_max_s)),
+    ("P50", lambda row: _time(row.wait_p50_s, is_least=row.wait_p50_is_least)),
+    ("P99", lambda row: _time(row.wait_p99_s, is_least=row.wait_p99_is_least)),
+    ("LONGEST", lambda row: _time(row.wait_max_s, is_least=row.wait_max_is_least)),
     ("STARVED", lambda row: f"{row.starved:,}"),
     ("LONGEST", lambda row: _time(row.starvation_max_s)),
     ("LEFT", lambda row: f"{row.abandoned:,}"),
     ("REFUSED", lambda row: f"{sum(row.refused.values()):,}"),
+    ("WAITING", lambda row: f"{row.waiting:,}"),
 )
 
 
 def table(report: ObservedReport) -> list[str]:
     """All lines."""
-    lines = [_what(report), *_left_out(report), "", *wrapped(report.conclusion, WIDTH)]
-    if not report.total.requests:
+    lines = [*wrapped(_what(report), WIDTH), *_left_out(report), ""]
+    if report.until_s is not None:
+        lines += [*wrapped(_OVER, WIDTH), ""]
+    for doubt in report.doubts:
+        lines += [*wrapped(f"NOT TO BE TRUSTED at this load: {printable(doubt.reason)} {doubt.advice}", WIDTH), ""]
+    lines += wrapped(report.conclusion, WIDTH)
+    if not report.total.requests and not report.total.waiting:
         return lines
     lines += ["", "If the policy had been enforced:", "", *_rows("TIER", report.tiers)]
     lines += ["", *_rows("TENANT", report.tenants)]
     lines += ["", *_details(report), *wrapped(_LEGEND, WIDTH)]
+    if report.doubts:
+        lines += wrapped(_MARKED, WIDTH)
     return lines
 
 
+_OVER = "Observing is over: these figures are those of the last period, and the policy is enforced since."
 _LEGEND = (
     "WAITED: for 10 ms or more, and then admitted. P50, P99: the wait of all that were admitted, to 5%. STARVED: "
     "overtaken by one that came later for 10 ms or more, admitted or not. LEFT: the client disconnected before it "
-    "would have been admitted."
+    "would have been admitted. WAITING: would still be waiting; >: at least so long, as these wait on."
 )
+_MARKED = "!: not to be trusted at this load, see above."
 
 
 def _what(report: ObservedReport) -> str:
-    replicas = len(report.replicas)
     facts = [f"mode: {report.mode}", f"policy {report.generation}"]
     if report.since_s is not None:
-        began = strftime("%Y-%m-%d %H:%M:%S UTC", gmtime(report.since_s))
-        facts.append(f"since {began} ({short_duration(report.at_s - report.since_s)})")
-        facts.append("1 replica" if replicas == 1 else f"{replicas} replicas")
+        end_s = report.at_s if report.until_s is None else report.until_s
+        until = "" if report.until_s is None else f" until {_moment(report.until_s)}"
+        facts.append(f"observed since {_moment(report.since_s)}{until} ({short_duration(end_s - report.since_s)})")
+        facts.append(_replicas(len(report.replicas), "observed" if until else None))
     return ", ".join(facts)
+
+
+def _moment(at_s: float) -> str:
+    return strftime("%Y-%m-%d %H:%M:%S UTC", gmtime(at_s))
+
+
+def _replicas(number: int, verb: str | None = None) -> str:
+    """So many replicas, and what they do or did."""
+    if number == 1:
+        return f"1 replica {verb or 'observes'}"
+    return f"{number} replicas {verb or 'observe'}"
 
 
 def _left_out(report: ObservedReport) -> list[str]:
     if not report.left_out:
         return []
-    replicas = "1 replica" if len(report.left_out) == 1 else f"{len(report.left_out)} replicas"
-    return [f"left out: {replicas} that observe by another policy ({', '.join(report.left_out)})"]
+    names = ", ".join(report.left_out)
+    return [f"left out: {_replicas(len(report.left_out))} by another policy ({names})"]
 
 
 def _rows(heading: str, rows: Sequence[ObservedRow]) -> list[str]:
     cells = [[heading, *(name for name, _ in _COLUMNS)]]
-    return aligned(cells + [[_name(row), *(cell(row) for _, cell in _COLUMNS)] for row in rows])
+    return aligned(
+        cells + [[_name(row) + ("" if row.is_trusted else " !"), *(cell(row) for _, cell in _COLUMNS)] for row in rows]
+    )
 
 
 def _details(report: ObservedReport) -> list[str]:
@@ -113,8 +137,8 @@ def _details(report: ObservedReport) -> list[str]:
     return [printable(line) for line in lines] + ([""] if lines else [])
 
 
-def _time(seconds: float) -> str:
-    return short_duration(seconds) if seconds else "-"
+def _time(seconds: float, *, is_least: bool = False) -> str:
+    return f"{'> ' if is_least else ''}{short_duration(seconds)}" if seconds else "-"
 
 
 def _counted(by_code: Mapping[str, int]) -> str:

@@ -1,9 +1,9 @@
 """Dry-run report of all replicas: what enforcing the policy would have done. `/observed` and `sidecar observed` show
 it.
 
-JSON names are the field names. Times that end in `_s` are seconds; those called `at_s` and `since_s` are seconds since
-1970. Quantiles cover the requests that would have been admitted, with those that would not have waited, and are right
-to 5%. The longest times are exact.
+JSON names are the field names. Times that end in `_s` are seconds; those called `at_s`, `since_s` and `until_s` are
+seconds since 1970. Quantiles cover the requests that would have been admitted, with those that would not have waited,
+and those that would still wait, with their waits so far. They are right to 5%. The longest times are exact.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from sidecar.cluster.doubts import Doubt, added_up_holds, doubts
 from sidecar.cluster.merge import ReceivedReport
 from sidecar.durations import short_duration
 from sidecar.policy.model import Mode, Policy
-from sidecar.telemetry.dry_run import DryRunCounts, added_up
+from sidecar.telemetry.dry_run import DryRunCounts, DryRunReport, added_up
 
 
 class ObservedRow(msgspec.Struct, frozen=True):
@@ -23,7 +24,9 @@ class ObservedRow(msgspec.Struct, frozen=True):
 
     Of those that would have been admitted, `waited` would have waited for 10 ms or more. `refused` and `unknown` are by
     code. `abandoned` are those whose client left before they would have been admitted. Of all, `starved` would have
-    been overtaken for 10 ms or more, and `served_ahead` has the tokens that would have gone first, by tier.
+    been overtaken for 10 ms or more, and `served_ahead` has the tokens that would have gone first, by tier. `waiting`
+    would still be waiting. A wait that may grow because of them is the least that it can be (`*_is_least`).
+    `is_trusted` is false where a doubt of the report concerns the row.
     """
 
     name: str
@@ -39,13 +42,18 @@ class ObservedRow(msgspec.Struct, frozen=True):
     abandoned: int
     unknown: dict[str, int]
     served_ahead: dict[str, int]
+    waiting: int = 0
+    wait_p50_is_least: bool = False
+    wait_p99_is_least: bool = False
+    wait_max_is_least: bool = False
+    is_trusted: bool = True
 
 
 class ObservedReport(msgspec.Struct, frozen=True):
-    """All rows, by one policy. `since_s` is None where nothing was observed by it.
+    """All rows, by one policy. `since_s` is None where nothing was observed; `until_s` while observing goes on.
 
-    `replicas` are counted in; `left_out` are those that observe by another policy. `undecided` are the requests that
-    would still be waiting. `conclusion` says it in words.
+    `replicas` are counted in; `left_out` are others that observe by another policy. `undecided` are the requests that
+    would still be waiting. `conclusion` says it in words, and `doubts` say why it is not to be trusted at this load.
     """
 
     mode: str
@@ -59,37 +67,62 @@ class ObservedReport(msgspec.Struct, frozen=True):
     total: ObservedRow
     tiers: list[ObservedRow]
     tenants: list[ObservedRow]
+    until_s: float | None = None
+    doubts: list[Doubt] = []
 
 
 def observed_report(policy: Policy, all_heard: Sequence[ReceivedReport], at_s: float) -> ObservedReport:
-    """The report by this policy, at `at_s`."""
-    counted = [one for one in all_heard if _generation(one) == policy.generation]
-    standing = [one.report.observed for one in counted if one.report.observed is not None]
-    since_s = min((one.report.observed.since_s - one.ahead_s for one in counted if one.report.observed), default=None)
-    by_tier = _by_name(told.by_tier for told in standing)
-    by_tenant = _by_name(told.by_tenant for told in standing)
+    """The report by this policy at `at_s`; once it is enforced, the last period's. Our own report is the first heard.
+
+    While observing, a replica's period counts as long as it goes on under the same policy. Afterwards, all that
+    observed by the policy of our own last period count.
+    """
+    is_observing = policy.mode is Mode.OBSERVE
+    own = next((one.report.observed for one in all_heard), None)
+    generation = own.generation if own is not None and not is_observing else policy.generation
+    counted = [one for one in all_heard if _counts(one.report.observed, generation, is_observing=is_observing)]
+    periods = [(one.report.observed, one.ahead_s) for one in counted if one.report.observed is not None]
+    by_tier = _by_name(period.by_tier for period, _ in periods)
+    by_tenant = _by_name(period.by_tenant for period, _ in periods)
+    holds = {
+        tier: added_up_holds(period.holds[tier] for period, _ in periods if tier in period.holds)
+        for tier in dict.fromkeys(tier for period, _ in periods for tier in period.holds)
+    }
     total = added_up(by_tier.values())
-    undecided = sum(one.report.waiting for one in counted)
+    found = doubts(total, holds)
+    doubted = {doubt.tier for doubt in found}
     ranks = {tier.name: tier.level for tier in policy.tiers}
     tiers = sorted(by_tier, key=lambda name: ranks.get(name, len(ranks)))
     tenants = sorted(by_tenant, key=lambda name: (-by_tenant[name].requests, name))
+    since_s = min((period.since_s - ahead_s for period, ahead_s in periods), default=None)
+    ends_s = [None if period.until_s is None else period.until_s - ahead_s for period, ahead_s in periods]
+    until_s = None if None in ends_s else max((end_s for end_s in ends_s if end_s is not None), default=None)
     return ObservedReport(
         mode=policy.mode.value,
-        generation=policy.generation,
+        generation=generation,
         at_s=round(at_s, 3),
         since_s=None if since_s is None else round(since_s, 3),
         replicas=sorted(one.report.replica for one in counted),
-        left_out=sorted(one.report.replica for one in all_heard if _generation(one) not in (policy.generation, None)),
-        undecided=undecided,
-        conclusion=conclusion(policy.mode, total, by_tier, undecided),
-        total=_row("", total),
-        tiers=[_row(name, by_tier[name]) for name in tiers],
-        tenants=[_row(name, by_tenant[name]) for name in tenants],
+        left_out=sorted(one.report.replica for one in all_heard[1:] if one not in counted and _observes(one)),
+        undecided=total.waiting,
+        conclusion=conclusion(policy.mode, total, by_tier),
+        total=_row("", total, is_trusted=not found),
+        tiers=[_row(name, by_tier[name], is_trusted=not doubted & {"", name}) for name in tiers],
+        tenants=[_row(name, by_tenant[name], is_trusted=not found) for name in tenants],
+        until_s=None if until_s is None else round(until_s, 3),
+        doubts=found,
     )
 
 
-def _generation(one: ReceivedReport) -> str | None:
-    return None if one.report.observed is None else one.report.observed.generation
+def _counts(period: DryRunReport | None, generation: str, *, is_observing: bool) -> bool:
+    """Whether a replica's period belongs to the report."""
+    if period is None or period.generation != generation:
+        return False
+    return period.until_s is None or not is_observing
+
+
+def _observes(one: ReceivedReport) -> bool:
+    return one.report.observed is not None and one.report.observed.until_s is None
 
 
 def _by_name(all_told: Iterable[dict[str, DryRunCounts]]) -> dict[str, DryRunCounts]:
@@ -100,21 +133,27 @@ def _by_name(all_told: Iterable[dict[str, DryRunCounts]]) -> dict[str, DryRunCou
     return summed
 
 
-def _row(name: str, tally: DryRunCounts) -> ObservedRow:
+def _row(name: str, tally: DryRunCounts, *, is_trusted: bool) -> ObservedRow:
+    p50, p99 = tally.wait(0.5), tally.wait(0.99)
     return ObservedRow(
         name=name,
         requests=tally.requests,
         admitted=tally.admitted,
         waited=tally.waited,
-        wait_p50_s=tally.wait_us(0.5) / 1e6,
-        wait_p99_s=tally.wait_us(0.99) / 1e6,
-        wait_max_s=tally.wait_max_us / 1e6,
+        wait_p50_s=p50.wait_us / 1e6,
+        wait_p99_s=p99.wait_us / 1e6,
+        wait_max_s=max(tally.wait_max_us, tally.waiting_max_us) / 1e6,
         starved=tally.starved,
         starvation_max_s=tally.starvation_max_us / 1e6,
         refused=_most_first(tally.refused),
         abandoned=tally.abandoned,
         unknown=_most_first(tally.unknown),
         served_ahead=_most_first(tally.served_ahead),
+        waiting=tally.waiting,
+        wait_p50_is_least=p50.is_least,
+        wait_p99_is_least=p99.is_least,
+        wait_max_is_least=tally.waiting > 0,
+        is_trusted=is_trusted,
     )
 
 
@@ -125,13 +164,13 @@ def _most_first(counted: dict[str, int]) -> dict[str, int]:
 _MOST_NAMED = 3
 
 
-def conclusion(mode: Mode, total: DryRunCounts, by_tier: Mapping[str, DryRunCounts], undecided: int) -> str:
-    """The effect of enforcing, in sentences; `undecided` requests would still be waiting."""
-    if mode is not Mode.OBSERVE:
+def conclusion(mode: Mode, total: DryRunCounts, by_tier: Mapping[str, DryRunCounts]) -> str:
+    """The effect of enforcing, in sentences."""
+    if not total.requests and not total.waiting:
+        if mode is Mode.OBSERVE:
+            return "No request has been observed yet by this policy."
         return "Nothing is observed: this policy is enforced. Write `mode: observe` into it to see what it would do."
-    if not total.requests:
-        return "No request has been observed yet by this policy."
-    return " ".join([_refused(total, by_tier), _waited(total, by_tier), *_not_known(total, undecided)])
+    return " ".join([_refused(total, by_tier), _waited(total, by_tier), *_not_known(total)])
 
 
 def _refused(total: DryRunCounts, by_tier: Mapping[str, DryRunCounts]) -> str:
@@ -161,10 +200,13 @@ def _waited(total: DryRunCounts, by_tier: Mapping[str, DryRunCounts]) -> str:
     return f"{sentence}; {total.starved:,} would have starved, the longest {most}."
 
 
-def _not_known(total: DryRunCounts, undecided: int) -> list[str]:
+def _not_known(total: DryRunCounts) -> list[str]:
     unknown = sum(total.unknown.values())
     said = [f"Of {unknown:,} it is not known ({', '.join(total.unknown)})."] if unknown else []
-    return [*said, f"{undecided:,} more would still be waiting."] if undecided else said
+    if not total.waiting:
+        return said
+    longest = short_duration(total.waiting_max_us / 1e6)
+    return [*said, f"{total.waiting:,} more would still be waiting, the longest for {longest} so far."]
 
 
 def _of_all(number: int, requests: int) -> str:

@@ -18,7 +18,7 @@ from sidecar.cluster.merge import ReceivedReport
 from sidecar.cluster.phrases import crowd, engine_headline, headline, said_of, starving
 from sidecar.cluster.report import ReplicaReport, Sources, Unreadable, own_report, pack, unpack
 from sidecar.events import StoreState
-from sidecar.policy.model import Policy
+from sidecar.policy.model import Mode, Policy
 from sidecar.pools import NotShared, PeerReport
 
 SHARE_EVERY_S = 2.0
@@ -158,7 +158,9 @@ class PoolOverview:
         trouble = [self._trouble] if self._trouble and not is_alone(state) else []
         all_heard = [ReceivedReport(report, 0.0), *others]
         policy = self._sources.policy()
-        tiers = [_tier(policy, tier, all_heard, at_s) for tier in state["tiers"]]
+        # The waits of a replica that observes are those of shadow requests: they are not shown beside real ones.
+        alike = [one for one in all_heard if one.report.mode in ("", policy.mode.value)]
+        tiers = [_tier(policy, tier, alike, at_s) for tier in state["tiers"]]
         tenants = merge.tenants(all_heard)
         replicas = merge.replicas(all_heard)
         without_engine = engine_headline(replicas, sum(tier.queued.requests or 0 for tier in tiers), policy.mode)
@@ -182,7 +184,7 @@ class PoolOverview:
             refusals=merge.refusals(all_heard),
             replicas=replicas,
             store=dict(state["store"]) if "store" in state else None,
-            notices=[*self._sources.notices(), *trouble, *unreadable],
+            notices=[*self._sources.notices(), *_doubts(policy, all_heard, at_s), *trouble, *unreadable],
         )
 
     def _own(self, state: Mapping[str, Any], at_s: float) -> ReplicaReport:
@@ -265,6 +267,14 @@ def _tier(policy: Policy, state: Mapping[str, Any], all_heard: list[ReceivedRepo
         recent=merge.recent(name, all_heard, at_s),
         overtaken_by=merge.overtaken_by(name, all_heard),
     )
+
+
+def _doubts(policy: Policy, all_heard: list[ReceivedReport], at_s: float) -> list[str]:
+    """Why the figures of the dry run are not to be trusted; empty where they are, or where nothing is observed."""
+    if policy.mode is not Mode.OBSERVE:
+        return []
+    report = observed_report(policy, all_heard, at_s)
+    return [f"the dry run is not to be trusted at this load: {doubt.reason}" for doubt in report.doubts]
 
 
 def _free(capacity: Amount, held: Amount) -> Amount:

@@ -34,7 +34,8 @@ class TierReport(msgspec.Struct, frozen=True):
 class ReplicaReport(msgspec.Struct, frozen=True):
     """One process. `at_s` is its own calendar's; `generation` is its policy's, empty where it does not say.
 
-    `observed` is None where nothing has been observed, `engine` where the process does not look at its engine.
+    `observed` is None where nothing has been observed, `engine` where the process does not look at its engine. `mode`
+    is its policy's, empty where an older version does not say.
     """
 
     replica: str
@@ -48,6 +49,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     generation: str = ""
     observed: DryRunReport | None = None
     engine: EngineView | None = None
+    mode: str = ""
 
 
 class Unreadable(Exception):
@@ -78,6 +80,7 @@ class Sources:
     `policy` is the one in force. `tenants` are those that hold or wait for something in this process; `refusals` the
     last requests that were refused, at most so many, newest first; `notices` are for the operator;
     `observed` what enforcing would have done, of at most so many tenants; `engine` is None where it is not looked at.
+    `oldest` are the pool's oldest waits that began under the mode in force.
     """
 
     policy: Callable[[], Policy]
@@ -88,19 +91,21 @@ class Sources:
     notices: Callable[[], Sequence[str]]
     observed: Callable[[int], DryRunReport | None] = lambda _: None
     engine: Callable[[], EngineView | None] = lambda: None
+    oldest: Callable[[], Sequence[Grant | None]] | None = None
 
 
 def own_report(sources: Sources, state: Mapping[str, Any], replica: str, host: str, at_s: float) -> ReplicaReport:
     """The report of this process at `at_s`; `state` is its pool's. Notes in `recent` how long the oldest waits."""
     own = state["store"]["own"] if "store" in state else state
+    oldest = sources.pool.oldest() if sources.oldest is None else sources.oldest()
     tiers = [
         _tier(sources.recent, tier.name, grant, replica, at_s)
-        for tier, grant in zip(sources.policy().tiers, sources.pool.oldest(), strict=True)
+        for tier, grant in zip(sources.policy().tiers, oldest, strict=True)
     ]
     tenants = [TenantView(name, *holding) for name, holding in sources.tenants().items()]
     tenants.sort(key=lambda one: (-one.tokens_held, -one.waiting, one.tenant))
     refusals = [_refusal(record, replica) for record in sources.refusals(MOST_REFUSALS)]
-    counts, generation = (own["leases"], own["waiting"]), sources.policy().generation
+    counts, policy = (own["leases"], own["waiting"]), sources.policy()
     return ReplicaReport(
         replica,
         host,
@@ -109,9 +114,10 @@ def own_report(sources: Sources, state: Mapping[str, Any], replica: str, host: s
         tiers,
         tenants[:MOST_TENANTS],
         refusals,
-        generation,
+        generation=policy.generation,
         observed=sources.observed(MOST_TENANTS),
         engine=sources.engine(),
+        mode=policy.mode.value,
     )
 
 

@@ -6,13 +6,14 @@ import asyncio
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.types import ASGIApp
 
 from sidecar.engines.base import Engine
 from sidecar.events import ObservedObserver, Observer, UnguardedObserver
 from sidecar.middleware.background import BackgroundResponses
+from sidecar.middleware.dry_run.engine_times import EngineTimes, Room
 from sidecar.middleware.dry_run.shadow import ShadowRegistry
 from sidecar.middleware.engine_pages import EnginePages
 from sidecar.middleware.engine_watch import EngineCheck, EngineWatch
@@ -88,6 +89,7 @@ class AdmissionController:
         self.monitor: Monitor | None = None
         self.background = BackgroundResponses()
         self.shadows = ShadowRegistry()
+        self.engine_times = EngineTimes(self._room)
         self.pending_aborts = PendingAborts(pool.now_us)
         self.watchdog = Watchdog(_interval_s(policy), on_armed=self.pending_aborts.follow)
         self.is_draining = False
@@ -108,14 +110,23 @@ class AdmissionController:
 
         `policy.replacing` says which policy can replace which. Raises, and changes nothing, where this one cannot.
         """
+        was_observing = self.is_observing, self.policy.generation
         snapshot = policy_snapshot(policy, self.dialect, self.estimator, self.engine_key, is_proxied=self._is_proxied)
         self.pool.change_policy(policy)
         self.snapshot = snapshot
         self.watchdog.interval_s = _interval_s(policy)
         if not self.is_observing:
             self.shadows.end_unreal()
+        elif was_observing != (True, policy.generation):
+            self.engine_times.begin_period(self.pool.now_us())
         if self.monitor is not None:
             self.monitor.change_policy(policy)
+
+    def _room(self) -> Room:
+        """The pool's size, for the dry run."""
+        state: Mapping[str, Any] = self.pool.state()
+        replicas = state["store"].get("replicas") if "store" in state else None
+        return Room(state["capacity"]["tokens"], state["capacity"]["requests"], replicas or 1)
 
     def drain(self) -> None:
         """Refuses every new request from now on; requests that wait or run are served to their end.

@@ -1,5 +1,8 @@
 """The last five minutes of this process by tier: admissions, refusals, waits, and the tiers that overtook it.
 
+A change of mode begins them anew: in `mode: observe` the waits are those of shadow requests, and real ones never mix
+with them.
+
 Kept in 60 buckets of 5 seconds of calendar time, so that the buckets of several replicas can be added up. A bucket that
 is written again five minutes later is emptied first: memory is bounded by the tiers, and nothing has to be cleaned up.
 """
@@ -60,6 +63,7 @@ class Recent:
 
     def __init__(self) -> None:
         self._tiers: dict[str, _Tier] = {}
+        self._since_ns = 0
         self.handlers: EventHandlers = {
             Admitted: self._admitted,
             FirstByte: self._first_byte,
@@ -67,6 +71,11 @@ class Recent:
             Refused: self._refused,
             Settled: self._settled,
         }
+
+    def begin_anew(self, now_ns: int) -> None:
+        """Forgets everything. Waits of requests that came before `now_ns` (since 1970) are not counted any more."""
+        self._tiers.clear()
+        self._since_ns = now_ns
 
     def waits(self, tier: str, at_s: float, wait_s: float, starvation_s: float) -> None:
         """Notes how long the oldest of a tier has waited so far: a wait shows before it has ended."""
@@ -94,7 +103,7 @@ class Recent:
         number = _number(record, event.at_us)
         bucket = self._tier(classified.tier).at(number)
         bucket.admitted += not record.lost
-        if event.queue_wait_us:
+        if event.queue_wait_us and record.wall_ns >= self._since_ns:
             _add_wait(bucket, record, event)
         for overtaken, rule in event.passed.items():
             tier = self._tier(overtaken)
@@ -111,7 +120,8 @@ class Recent:
     def _refused(self, record: RequestRecord, event: Refused) -> None:
         if record.classified is not None:
             bucket = self._tier(record.classified.tier).at(_number(record, event.at_us))
-            _add_wait(bucket, record, event)
+            if record.wall_ns >= self._since_ns:
+                _add_wait(bucket, record, event)
             bucket.refused += event.status is not None  # else the client disconnected, or the server stopped
 
     def _settled(self, record: RequestRecord, _: Settled) -> None:

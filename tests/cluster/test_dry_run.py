@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
+import pytest
 
 from sidecar.cli.observed import WIDTH, table
 from sidecar.cluster.dry_run import ObservedReport, observed_report
 from sidecar.cluster.merge import ReceivedReport
 from sidecar.cluster.report import ReplicaReport, pack, unpack
-from sidecar.events import Observed, Verdict
+from sidecar.events import Observed, ShadowHolds, Verdict
+from sidecar.middleware.dry_run.shadow import WaitingShadow
 from sidecar.policy.model import Mode
 from sidecar.telemetry.dry_run import DryRunStats
 from tests.support.middleware import policy
@@ -25,16 +28,37 @@ def told(verdict: Verdict = Verdict.ADMITTED, code: str | None = None, wait_s: f
     return Observed(verdict=verdict, code=code, queue_wait_us=round(wait_s * 1e6), **{**plain, **more})
 
 
+class Clock:
+    def __init__(self, now_s: float) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 def heard(
-    *all_told: Observed, replica: str = "a", waiting: int = 0, since_s: float = 60, ahead_s: float = 0
+    *all_told: Observed,
+    replica: str = "a",
+    waiting_s: Sequence[float] = (),
+    since_s: float = 60,
+    ahead_s: float = 0,
+    until_s: float | None = None,
+    holds: Mapping[str, ShadowHolds] = {},
 ) -> ReceivedReport:
-    """What a replica tells, as it arrives; its calendar is ahead of ours."""
+    """What a replica tells, as it arrives; its calendar is ahead of ours. `since_s` and `until_s` are so long ago."""
     generation = all_told[0].generation if all_told else ""
-    tallies = DryRunStats(lambda: generation, lambda: AT_S + ahead_s - since_s)
+    clock = Clock(AT_S + ahead_s - since_s)
+    waiting = [WaitingShadow(generation, "batch", "acme", round(one_s * 1e6)) for one_s in waiting_s]
+    tallies = DryRunStats(clock, lambda: waiting, lambda: holds)
+    if all_told:
+        tallies.begin(generation, 0)
     for one in all_told:
         tallies.note(one)
+    if until_s is not None:
+        clock.now_s = AT_S + ahead_s - until_s
+        tallies.end()
     told_of = {"generation": generation, "observed": tallies.read(20)}
-    report = ReplicaReport(replica, f"host-{replica}", AT_S + ahead_s, 1, waiting, [], [], [], **told_of)  # type: ignore[arg-type]
+    report = ReplicaReport(replica, f"host-{replica}", AT_S + ahead_s, 1, 0, [], [], [], **told_of)  # type: ignore[arg-type]
     return ReceivedReport(unpack(pack(report)), 0.0, ahead_s)
 
 
@@ -70,8 +94,66 @@ def test_nothing_to_say_is_said_too() -> None:
 
 
 def test_what_is_not_known_is_said() -> None:
-    conclusion = report_of(heard(told(), told(Verdict.UNKNOWN, "stopped"), waiting=3)).conclusion
-    assert conclusion.endswith("Of 1 it is not known (stopped). 3 more would still be waiting.")
+    conclusion = report_of(heard(told(), told(Verdict.UNKNOWN, "stopped"), waiting_s=(1, 2, 4.5))).conclusion
+    assert conclusion.endswith(
+        "Of 1 it is not known (stopped). 3 more would still be waiting, the longest for 4.5 s so far."
+    )
+
+
+def test_those_that_still_wait_are_in_the_quantiles_and_the_longest_as_the_least_they_can_be() -> None:
+    report = report_of(heard(told(wait_s=1), told(wait_s=1), waiting_s=[30.0] * 17))
+    (batch,) = report.tiers
+    assert (batch.waiting, report.undecided, report.total.waiting) == (17, 17, 17)
+    assert batch.wait_p99_s == pytest.approx(30, rel=0.05)
+    assert (batch.wait_p50_is_least, batch.wait_p99_is_least, batch.wait_max_is_least) == (True, True, True)
+    assert batch.wait_max_s == 30.0
+    (row,) = (line for line in table(report) if line.startswith("batch "))
+    assert row.split()[-1] == "17"
+    assert row.count("> 30 s") >= 1
+    # Waits that are over cannot grow.
+    few = report_of(heard(*[told(wait_s=1)] * 99, waiting_s=[30.0]))
+    assert (few.tiers[0].wait_p50_is_least, few.tiers[0].wait_p99_is_least) == (False, False)
+
+
+def test_a_report_of_an_ended_period_says_that_it_is_over() -> None:
+    enforcing = replace(POLICY, mode=Mode.ENFORCE, generation="enforced")
+    ended = heard(told(), told(Verdict.REFUSED, "queue_full"), waiting_s=(3,), until_s=20)
+    report = observed_report(enforcing, [ended], AT_S)
+    assert (report.mode, report.generation) == ("enforce", POLICY.generation)
+    assert (report.since_s, report.until_s) == (AT_S - 60, AT_S - 20)
+    assert (report.replicas, report.left_out, report.undecided) == (["a"], [], 1)
+    text = "\n".join(table(report))
+    assert "since 2027-01-15 07:59:00 UTC until 2027-01-15 07:59:40 UTC (40 s)" in " ".join(text.split())
+    assert "Observing is over" in text
+    assert "1 replica observed" in " ".join(text.split())
+
+
+def test_an_ended_period_is_not_added_to_one_that_goes_on() -> None:
+    going_on, ended = heard(told(), replica="a"), heard(told(), replica="b", until_s=5)
+    report = report_of(going_on, ended)
+    assert (report.replicas, report.left_out, report.total.requests) == (["a"], [], 1)
+    assert report.until_s is None
+
+
+def test_the_process_itself_is_never_left_out() -> None:
+    enforcing = replace(POLICY, mode=Mode.ENFORCE, generation="enforced")
+    report = observed_report(enforcing, [heard(told(), until_s=5), heard(told(generation="x"), replica="b")], AT_S)
+    assert report.left_out == ["b"]
+    report = observed_report(enforcing, [heard(), heard(told(generation="x"), replica="b")], AT_S)
+    assert (report.left_out, report.replicas) == (["b"], [])
+
+
+def test_a_doubt_marks_the_rows_that_it_concerns() -> None:
+    shadows = {"batch": ShadowHolds(shadows=100, arrivals=100, followed=97), "high": ShadowHolds(shadows=100)}
+    report = report_of(heard(told(), told(tier="high"), holds=shadows))
+    assert [(row.name, row.is_trusted) for row in report.tiers] == [("high", True), ("batch", False)]
+    assert not report.total.is_trusted
+    lines = table(report)
+    text = " ".join(" ".join(lines).split())
+    assert "NOT TO BE TRUSTED at this load: Clients of batch seem to send their next request" in text
+    assert any(line.startswith("batch !") for line in lines)
+    assert any(line.startswith("high  ") for line in lines)
+    assert max(map(len, lines)) <= WIDTH
 
 
 def test_rows_are_in_the_policys_order_and_tenants_by_size() -> None:
@@ -89,7 +171,7 @@ def test_rows_are_in_the_policys_order_and_tenants_by_size() -> None:
 def test_replicas_are_added_up_by_our_calendar_and_those_with_another_policy_are_named() -> None:
     report = report_of(
         heard(told(), replica="a"),
-        heard(told(), told(wait_s=2), replica="b", since_s=600, ahead_s=3600, waiting=2),
+        heard(told(), told(wait_s=2), replica="b", since_s=600, ahead_s=3600, waiting_s=(1, 1)),
         heard(told(generation="other"), replica="c"),
         heard(replica="d"),
     )
@@ -103,8 +185,8 @@ def test_a_stranger_can_read_the_table() -> None:
     text = "\n".join(lines)
     assert max(map(len, lines)) <= WIDTH
     assert lines[0].startswith("mode: observe, policy ")
-    assert "since 2027-01-15 07:59:00 UTC (1 m 00 s), 1 replica" in lines[0]
-    assert "left out: 1 replica that observe by another policy (c)" in text
+    assert "since 2027-01-15 07:59:00 UTC (1 m 00 s), 1 replica observes" in " ".join(text.split())
+    assert "left out: 1 replica observes by another policy (c)" in text
     assert "Enforcing would have refused 12 of 4,310 requests (0.3%)" in text
     (heading,) = (line for line in lines if line.startswith("TIER"))
     (high,) = (line for line in lines if line.startswith("high "))

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from sidecar.events import Observed, Verdict
+from sidecar.middleware.dry_run.shadow import WaitingShadow
 from sidecar.telemetry.dry_run import OTHER_TENANTS, WAITS_FROM_US, DryRunCounts, DryRunReport, DryRunStats, added_up
 
 
@@ -85,11 +86,12 @@ def test_tallies_share_nothing() -> None:
 
 
 class Process:
-    """Tallies by a policy and a clock that a test can change."""
+    """Tallies by a clock that a test can change; a period has begun."""
 
     def __init__(self) -> None:
-        self.generation, self.now_s = "g1", 100.0
-        self.tallies = DryRunStats(lambda: self.generation, lambda: self.now_s)
+        self.now_s = 100.0
+        self.tallies = DryRunStats(lambda: self.now_s)
+        self.tallies.begin("g1", 0)
 
     def read(self, most_tenants: int = 20) -> DryRunReport:
         standing = self.tallies.read(most_tenants)
@@ -98,8 +100,8 @@ class Process:
 
 
 def test_they_stand_by_tier_and_by_tenant() -> None:
+    assert DryRunStats(lambda: 1.0).read(20) is None
     process = Process()
-    assert process.tallies.read(20) is None
     process.tallies.note(observed())
     process.now_s = 200.0
     process.tallies.note(observed(tier=None, tenant=None, verdict=Verdict.REFUSED, code="invalid_api_key"))
@@ -113,14 +115,51 @@ def test_they_stand_by_tier_and_by_tenant() -> None:
 def test_another_policy_begins_anew_and_what_the_last_one_still_tells_is_left_out() -> None:
     process = Process()
     process.tallies.note(observed())
-    process.generation, process.now_s = "g2", 300.0
-    process.tallies.note(observed())  # its shadow had waited since before
-    assert process.read().generation == "g1"
-    process.tallies.note(observed(generation="g2", tier="high"))
+    process.now_s = 300.0
+    process.tallies.end()
+    process.tallies.begin("g2", 10)
+    process.tallies.note(observed(received_us=11))  # its shadow had waited since before
+    assert (process.read().generation, process.read().by_tier) == ("g2", {})
+    process.tallies.note(observed(generation="g2", tier="high", received_us=11))
     process.tallies.note(observed())
     standing = process.read()
     assert (standing.generation, standing.since_s, list(standing.by_tier)) == ("g2", 300.0, ["high"])
     assert standing.by_tier["high"].requests == 1
+
+
+def test_the_same_policy_that_comes_back_begins_anew_too() -> None:
+    process = Process()
+    for _ in range(121):
+        process.tallies.note(observed())
+    process.now_s = 200.0
+    process.tallies.end()
+    process.tallies.note(observed())  # after the end
+    ended = process.read()
+    assert (ended.since_s, ended.until_s, ended.by_tier["batch"].requests) == (100.0, 200.0, 121)
+    process.now_s = 300.0
+    process.tallies.begin("g1", 5_000)
+    process.tallies.note(observed(received_us=4_999))  # it came in the period before
+    process.tallies.note(observed(received_us=5_000))
+    standing = process.read()
+    assert (standing.since_s, standing.until_s, standing.by_tier["batch"].requests) == (300.0, None, 1)
+
+
+def test_those_that_wait_are_counted_when_they_are_read_and_stay_where_the_period_ends() -> None:
+    waiting = [WaitingShadow("g1", "batch", "acme", 17_000_000), WaitingShadow("other", "batch", "acme", 1)]
+    tallies = DryRunStats(lambda: 1.0, lambda: waiting)
+    tallies.begin("g1", 0)
+    tallies.note(observed(50_000))
+    for _ in range(2):  # reading counts nothing twice
+        read = tallies.read(20)
+        assert read is not None
+        batch = read.by_tier["batch"]
+        assert (batch.requests, batch.waiting, batch.waiting_max_us) == (1, 1, 17_000_000)
+        assert read.by_tenant["acme"].waiting == 1
+    tallies.end()
+    waiting.clear()
+    ended = tallies.read(20)
+    assert ended is not None
+    assert ended.by_tier["batch"].waiting == 1
 
 
 def test_of_many_tenants_the_largest_are_named_and_nothing_is_lost() -> None:

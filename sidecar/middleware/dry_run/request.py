@@ -14,23 +14,26 @@ Rules for its shadow (`shadow`):
    too large or too late): it takes no room.
 2. It waits for as long as its tier, and its client's `x-admission-max-wait`, allow; then it would have been refused.
    Where neither has a limit it is given up after an hour, and its result is unknown.
-3. It holds its lease for as long as the real request took, counted from its own grant, even where that request is over.
-   So the pool is as full as it would be.
+3. It holds its lease for as long as its request would take in an engine that runs no more than the pool admits
+   (`engine_times`), counted from its own grant. Where the load did not lengthen the request's own times, these are
+   they, to the microsecond, even where the request is over. So the pool is as full as it would be.
 4. It may be preempted, as when enforcing, until the moment at which its first byte would have gone out. It then waits
    again at once, and its request's time begins again with the next grant.
 5. A client that disconnects before the first byte of its response has lost its patience. That patience counts from the
-   request's arrival, so the shadow ends at that moment, waiting or holding. After a later disconnect rule 3 applies.
+   request's arrival, so the shadow ends at that moment, unless its own first byte would have gone out by then. After
+   that, and after a later disconnect, rule 3 applies. It applies as well to a request that the engine refused (a full
+   queue, a lost connection): when enforcing, the engine would have had room.
 6. Where the sidecar itself ends a shadow (the server stops, there are too many shadows) its result is unknown. When the
-   policy changes to `mode: enforce`, only those shadows stay that hold for a request that still runs: no real request
-   waits for the others.
+   policy changes to `mode: enforce`, only those shadows stay that hold for a request that still runs, until it ends: no
+   real request waits for the others.
 
-Limits of the dry run:
+Limits of the dry run. The report says where it finds one of the first four (`sidecar.cluster.doubts`):
 
-- It cannot know that a refused client tries again, or that a client sends its next request later because this one had
-  to wait: the clients' requests are taken as they come.
+- It cannot know that a client sends its next request later because this one had to wait: the clients' requests are
+  taken as they come. Nor does a refused client try again.
+- What a quiet engine takes must have been seen. Until then the request's own times stand.
+- Where a shadow is over before its request, the output length is drawn from earlier ones.
 - A client that was served at once might have disconnected on a longer wait: the report counts long waits, not clients.
-- The engine runs everything at once now, and would run fewer requests at a time when enforcing. Where it slows down
-  under load, requests take longer than they would, the pool is fuller, and the reported waits are too long.
 - A disconnect that the app does not listen for is not seen.
 """
 
@@ -43,6 +46,7 @@ from starlette.types import Message, Receive, Scope, Send
 from sidecar.errors import AdmissionError
 from sidecar.events import Headers, Observed, Outcome, Verdict
 from sidecar.middleware.controller import AdmissionController
+from sidecar.middleware.dry_run.engine_times import SentRequest
 from sidecar.middleware.dry_run.shadow import CLIENT_LEFT, ShadowRequest, ShadowResult
 from sidecar.middleware.event_reporter import EventReporter
 from sidecar.middleware.forwarding import forwarded_scope
@@ -53,6 +57,8 @@ from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant
 
 UNREAD, TOO_MANY = "body_unread", "too_many_shadows"
+_REFUSED_BY_ENGINE = frozenset((429, 502, 503, 504, 529))
+"""Statuses by which an engine, or the proxy before it, says that it cannot take a request now."""
 _MODE = (b"x-admission-mode", b"observe")
 _NO_WAIT = Grant(0, 0, 0, None, {}, 0)
 
@@ -147,8 +153,8 @@ class RequestWatcher:
     """
 
     __slots__ = (
-        "_controller", "_disconnected", "_endpoint", "_found", "_intake", "_is_answered", "_is_over", "_reporter",
-        "_request_id", "_shadow", "_snapshot", "_status", "_usage",
+        "_controller", "_disconnected", "_endpoint", "_found", "_intake", "_is_answered", "_is_over", "_received_us",
+        "_reporter", "_request_id", "_sent", "_shadow", "_snapshot", "_status", "_usage",
     )  # fmt: skip
 
     def __init__(self, controller: AdmissionController, endpoint: Endpoint, scope: Scope) -> None:
@@ -157,11 +163,13 @@ class RequestWatcher:
         self._snapshot = controller.snapshot
         self._endpoint = endpoint
         self._request_id = request_id(headers)
+        self._received_us = received_us
         self._reporter = EventReporter(
             controller.observer, scope, self._request_id, received_us, controller.pool.now_us
         )
         self._usage = UsageReader()
         self._shadow: ShadowRequest | None = None
+        self._sent: SentRequest | None = None
         self._status: int | None = None
         self._disconnected = self._is_answered = self._is_over = False
         self._found: SizedRequest | AdmissionError | None = None
@@ -192,8 +200,7 @@ class RequestWatcher:
             if body := message.get("body", b""):
                 if not self._usage.has_begun:
                     self._reporter.first_byte(self._status)
-                    if self._shadow is not None:
-                        self._shadow.begun()
+                    self._first_byte()
                 self._usage.feed(body)
             # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
             self._is_answered = not message.get("more_body", False) and not self._disconnected
@@ -217,11 +224,8 @@ class RequestWatcher:
         if isinstance(self._found, SizedRequest):
             prompt_tokens = self._found.prompt_tokens
             charged = usage.charged_tokens(prompt_tokens, self._status)
-        if self._shadow is not None:
-            if outcome is Outcome.CLIENT_LEFT and not usage.has_begun:
-                self._shadow.disconnected()
-            else:
-                self._shadow.ended(charged)
+        if self._sent is not None:
+            self._end_sent(self._sent, outcome, charged)
         if isinstance(self._found, SizedRequest) and usage.input_tokens is not None:
             tenant = self._found.classification.tenant.name
             self._controller.estimator.learn(self._found.payload, tenant, usage.input_tokens)
@@ -230,8 +234,38 @@ class RequestWatcher:
 
     def release(self) -> None:
         """After a defect: the shadow ends, and holds nothing more than its request would."""
+        if self._sent is not None:
+            self._controller.engine_times.ended(self._sent, self._now_us(), None, is_complete=False)
         if self._shadow is not None:
             self._shadow.ended()
+
+    # -- the request at the engine
+
+    def _first_byte(self) -> None:
+        status, sent = self._status or 0, self._sent
+        if sent is None or status in _REFUSED_BY_ENGINE:
+            return
+        self._controller.engine_times.first_byte(sent, self._now_us(), is_served=status < 400)
+        if self._shadow is not None:
+            self._shadow.begun()
+
+    def _end_sent(self, sent: SentRequest, outcome: Outcome, charged: int | None) -> None:
+        """The request has left the engine: its times are known, or say nothing."""
+        times, usage, status, now_us = self._controller.engine_times, self._usage, self._status or 0, self._now_us()
+        is_complete = outcome is Outcome.COMPLETED
+        if is_complete and sent.first_us is None and status not in _REFUSED_BY_ENGINE:
+            times.first_byte(sent, now_us, is_served=False)  # a response without a body
+        sent.is_lost = sent.first_us is None
+        output_tokens = usage.output_tokens
+        if output_tokens is None and usage.chunks:
+            output_tokens = usage.chunks - 1  # the last one is `[DONE]`
+        times.ended(sent, now_us, output_tokens, is_complete=is_complete and 0 < status < 400)
+        if self._shadow is None:
+            return
+        if outcome is Outcome.CLIENT_LEFT and sent.first_us is None:
+            self._shadow.disconnected()
+        else:
+            self._shadow.ended(charged)
 
     # -- what enforcing would do
 
@@ -244,7 +278,9 @@ class RequestWatcher:
         if not self._usage.has_begun:  # an app may answer before it has read the body
             self._reporter.classified(request, self._endpoint, self._snapshot.policy, self._now_us())
             self._reporter.passed(self._now_us(), request.classification.level)
-        shadow = ShadowRequest(self._controller.pool, self._snapshot, request, self._report)
+        times = self._controller.engine_times
+        self._sent = sent = times.sent(request, self._now_us())
+        shadow = ShadowRequest(self._controller.pool, self._snapshot, request, self._report, times=times, sent=sent)
         if self._controller.shadows.follow(shadow):
             self._shadow = shadow
         else:
@@ -277,6 +313,7 @@ class RequestWatcher:
             request_id=self._request_id,
             generation=policy.generation,
             verdict=result.verdict,
+            received_us=self._received_us,
             code=result.code,
             tier=policy.tiers[found.classification.level].name if isinstance(found, SizedRequest) else None,
             tenant=None if tenant is None else tenant.name,

@@ -2,19 +2,22 @@
 
     ENTERING -> WAITING -> HOLDING -> OVER        (each may also end in OVER: refused, disconnected, stopped)
 
-The request itself runs meanwhile, or is over. The shadow is behind its request by its own queue wait, so all that it
-needs to know of the request has happened by then. The module `request` lists the rules.
+The request itself runs meanwhile, or is over. Where the engine is quiet, the shadow is later than its request by its
+own queue wait, so all that it needs to know of the request has happened by then. Where the engine runs more than the
+pool would admit, the request may be the later one: `engine_times` has what the shadow takes instead. The module
+`request` lists the rules.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from sidecar.errors import AdmissionError, QueueTimeout
 from sidecar.events import Verdict
+from sidecar.middleware.dry_run.engine_times import EngineTimes, SentRequest
 from sidecar.middleware.intake import SizedRequest, count_tokens
 from sidecar.middleware.policy_snapshot import PolicySnapshot
 from sidecar.middleware.wait import enter_pool
@@ -23,6 +26,8 @@ from sidecar.pools import Grant, Lease, Pool
 LONGEST_WAIT_S = 3600.0
 """The longest wait of a shadow where its tier has none."""
 CLIENT_LEFT, WAITED_TOO_LONG = "client_left", "waited_too_long"
+SLIGHTLY = 0.1
+"""A request that is later than its shadow by this part of the time that it generates is waited for."""
 
 
 class ShadowResult(NamedTuple):
@@ -33,43 +38,69 @@ class ShadowResult(NamedTuple):
     wait: Grant | None
 
 
+class WaitingShadow(NamedTuple):
+    """A shadow request that still waits: the generation of its policy, and how long it has waited."""
+
+    generation: str
+    tier: str
+    tenant: str
+    waited_us: int
+
+
 class ShadowRequest:
     """The shadow of one request. `report` is called once, with the result.
 
-    Its request calls `begun` with the first byte of the response, then `disconnected` or `ended`. Until then an
-    admitted shadow holds its lease. `run` is called once, in a task of its own.
+    Its request calls `begun` with the first byte of the response, then `lost`, `disconnected` or `ended`, each after
+    `times` knows of it. `sent` is the request at the engine. `run` is called once, in a task of its own.
     """
 
     __slots__ = (
-        "_began_us", "_begun", "_disconnected", "_ended", "_holds", "_pool", "_preempted", "_report", "_request",
-        "_snapshot", "_used",
+        "_began_us", "_begun", "_disconnected", "_ended", "_follows", "_holds", "_pool", "_preempted", "_report",
+        "_request", "_sent", "_snapshot", "_times", "_used", "_waits",
     )  # fmt: skip
 
     def __init__(
-        self, pool: Pool, snapshot: PolicySnapshot, request: SizedRequest, report: Callable[[ShadowResult], None]
+        self,
+        pool: Pool,
+        snapshot: PolicySnapshot,
+        request: SizedRequest,
+        report: Callable[[ShadowResult], None],
+        *,
+        times: EngineTimes,
+        sent: SentRequest,
     ) -> None:
         self._pool = pool
         self._snapshot = snapshot
         self._request = request
         self._report: Callable[[ShadowResult], None] | None = report
+        self._times = times
+        self._sent = sent
         self._used: int | None = None
         self._began_us = pool.now_us()
         loop = asyncio.get_running_loop()
-        self._begun: asyncio.Future[int] = loop.create_future()
+        self._begun: asyncio.Future[None] = loop.create_future()
         self._disconnected: asyncio.Future[None] = loop.create_future()
-        self._ended: asyncio.Future[int] = loop.create_future()
+        self._ended: asyncio.Future[None] = loop.create_future()
         self._preempted: asyncio.Future[None] = loop.create_future()
-        self._holds = False
+        self._holds = self._waits = self._follows = False
 
     @property
     def is_real(self) -> bool:
         """Whether it holds room that its request uses at the engine at this moment."""
-        return self._holds and not self._ended.done()
+        return self._holds and self._sent.end_us is None
+
+    def waiting(self) -> WaitingShadow | None:
+        """How it waits; None where it does not."""
+        if not self._waits:
+            return None
+        policy, classification = self._snapshot.policy, self._request.classification
+        tier, waited_us = policy.tiers[classification.level].name, self._pool.now_us() - self._began_us
+        return WaitingShadow(policy.generation, tier, classification.tenant.name, waited_us)
 
     def begun(self) -> None:
         """The first byte of the response goes out."""
         if not self._begun.done():
-            self._begun.set_result(self._pool.now_us() - self._began_us)
+            self._begun.set_result(None)
 
     def disconnected(self) -> None:
         """The client disconnected before the first byte."""
@@ -77,11 +108,15 @@ class ShadowRequest:
             self._disconnected.set_result(None)
 
     def ended(self, used_tokens: int | None = None) -> None:
-        """The request is over: the shadow holds for as long as it took. `used_tokens` corrects its tenant's charge."""
+        """The request is over. `used_tokens` corrects its tenant's charge."""
         self.begun()
         self._used = used_tokens if self._used is None else self._used
         if not self._ended.done():
-            self._ended.set_result(self._pool.now_us() - self._began_us)
+            self._ended.set_result(None)
+
+    def follow_request(self) -> None:
+        """Real requests wait now: the shadow holds its room until its request ends."""
+        self._follows = True
 
     async def run(self) -> None:
         """Waits and holds in the pool. Canceled, it leaves nothing there."""
@@ -104,15 +139,21 @@ class ShadowRequest:
             if is_preemptible:
                 lease.on_preempt = self._preempt
             grant = lease.grant or await self._wait(lease, lease.wait(), request.longest_wait_s(policy))
-            self._holds = grant is not None
-            while is_preemptible and grant is not None and await self._is_preempted(lease, grant):
+            while grant is not None:
+                self._holds = True
+                if not is_preemptible:
+                    self._end(Verdict.ADMITTED, None, grant)
+                first_us = await self._first_byte(grant)
+                if first_us is not None or not self._preempted.done() or self._disconnected.done():
+                    break
                 self._holds, self._preempted = False, asyncio.get_running_loop().create_future()
                 # As when enforcing: only the client may limit the second wait.
                 grant = await self._wait(lease, lease.requeue(), request.max_wait_s)
-                self._holds = grant is not None
             if grant is not None:
+                if is_preemptible:
+                    lease.keep()
                 self._end(Verdict.ADMITTED, None, grant)
-                await self._hold(grant)
+                await self._hold(grant, first_us)
         finally:
             if not lease.settle(self._used):
                 lease.leave()
@@ -120,7 +161,11 @@ class ShadowRequest:
     async def _wait(self, lease: Lease, granted: asyncio.Future[Grant], most_s: float | None) -> Grant | None:
         """The grant; None where it left the queue without one, which is reported."""
         at_most_s = LONGEST_WAIT_S if most_s is None else most_s
-        await asyncio.wait((granted, self._disconnected), timeout=at_most_s, return_when=asyncio.FIRST_COMPLETED)
+        self._waits = True
+        try:
+            await asyncio.wait((granted, self._disconnected), timeout=at_most_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._waits = False
         if self._disconnected.done():
             wait = lease.grant if lease.settle(0) else await lease.leave()
             self._end(Verdict.ABANDONED, CLIENT_LEFT, wait)
@@ -137,25 +182,85 @@ class ShadowRequest:
         if not self._preempted.done():
             self._preempted.set_result(None)
 
-    async def _is_preempted(self, lease: Lease, grant: Grant) -> bool:
-        """Holds until the first byte would have gone out: whether the shadow was preempted before that."""
-        await asyncio.wait((self._preempted, self._begun, self._disconnected), return_when=asyncio.FIRST_COMPLETED)
-        if self._begun.done():
-            await asyncio.wait((self._preempted,), timeout=self._left_s(grant, self._begun.result()))
-        if self._preempted.done() and not self._disconnected.done():
-            return True
-        lease.keep()
+    async def _first_byte(self, grant: Grant) -> float | None:
+        """Returns at the shadow's first byte, with its moment. None where it was preempted, or its client left, before.
+
+        None as well where the request ended without one, and nothing is known of such requests.
+        """
+        times, sent = self._times, self._sent
+        begins_us = times.prompt_begins_us(sent, grant.at_us)
+        if not self._begun.done():
+            latest_us = times.unloaded_until_us(sent)
+            timeout_s = None if latest_us is None else self._left_s(latest_us)
+            waits_for = (self._begun, self._preempted, self._disconnected)
+            await asyncio.wait(waits_for, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._preempted.done():
+            return None
+        first_us = times.first_byte_us(sent, grant.at_us, begins_us)
+        if first_us is None or (self._disconnected.done() and first_us > self._pool.now_us()):
+            return None
+        if left_s := self._left_s(first_us):
+            await asyncio.wait(
+                (self._preempted, self._disconnected), timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if self._left_s(first_us) and (self._preempted.done() or self._disconnected.done()):
+                return None
+        return None if self._preempted.done() else first_us
+
+    async def _hold(self, grant: Grant, first_us: float | None) -> None:
+        """Holds the lease for as long as the request would take, from the grant on; or until the client disconnects."""
+        times, sent = self._times, self._sent
+        if first_us is None:
+            await self._until(None, self._ended, self._disconnected)
+            if sent.end_us is not None and not self._disconnected.done():
+                await self._until(grant.at_us + sent.end_us - sent.sent_us)
+            times.held(sent, is_guessed=False, is_left=False)
+            return
+        times.generates(sent, 1)
+        try:
+            is_guessed = await self._generate(first_us)
+        finally:
+            times.generates(sent, -1)
+        times.held(sent, is_guessed=is_guessed, is_left=self._disconnected.done())
+        if self._follows and not self._ended.done():
+            await self._until(None, self._ended, self._disconnected)
+
+    async def _generate(self, first_us: float) -> bool:
+        """Returns at the shadow's last byte: whether its time was guessed."""
+        times, sent = self._times, self._sent
+        guess_us = None if self._ended.done() and not sent.is_lost else times.generating_us(sent)
+        if guess_us is not None:
+            if not self._generates_now() and not sent.is_lost and not self._disconnected.done():
+                await self._until(first_us + guess_us * SLIGHTLY, self._begun)
+            was_late = not self._generates_now()
+            times.guessed(sent, guess_us)
+            if not sent.is_lost:
+                await self._until(first_us + guess_us, self._ended)
+            if sent.is_lost or (not self._ended.done() and (was_late or times.is_stretched(sent, self._pool.now_us()))):
+                self._used = self._request.prompt_tokens + round((sent.output_tokens or 0) * sent.sequences)
+                await self._until(first_us + guess_us)
+                return True
+            sent.guessed_us = None
+        await self._until(None, self._ended, self._disconnected)
+        if self._ended.done() and (lasts_us := times.generating_us(sent)) is not None:
+            await self._until(first_us + lasts_us)
         return False
 
-    async def _hold(self, grant: Grant) -> None:
-        """Holds the lease for as long as the request took, from the grant on; or until the client disconnects."""
-        await asyncio.wait((self._ended, self._disconnected), return_when=asyncio.FIRST_COMPLETED)
-        if self._ended.done():
-            await asyncio.sleep(self._left_s(grant, self._ended.result()))
+    def _generates_now(self) -> bool:
+        """Whether the response's first byte has come."""
+        return self._sent.first_us is not None
 
-    def _left_s(self, grant: Grant, lasts_us: int) -> float:
-        """The time until `lasts_us` after the grant, in seconds."""
-        return max(0, grant.at_us + lasts_us - self._pool.now_us()) / 1e6
+    async def _until(self, at_us: float | None, *events: asyncio.Future[None]) -> None:
+        """Waits until the first of `events`, but not after `at_us`."""
+        left_s = None if at_us is None else self._left_s(at_us)
+        if events:
+            await asyncio.wait(events, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        elif left_s:
+            await asyncio.sleep(left_s)
+
+    def _left_s(self, at_us: float) -> float:
+        """The time until a moment of the pool's clock, in seconds; 0 where it is over."""
+        return max(0.0, at_us - self._pool.now_us()) / 1e6
 
     def _end(self, verdict: Verdict, code: str | None, wait: Grant | None) -> None:
         report, self._report = self._report, None
@@ -194,10 +299,18 @@ class ShadowRegistry:
         task.add_done_callback(self._over)
         return True
 
+    def waiting(self) -> Iterator[WaitingShadow]:
+        """The shadows that still wait."""
+        for shadow in self._following.values():
+            if (one := shadow.waiting()) is not None:
+                yield one
+
     def end_unreal(self) -> None:
         """Ends the shadows that wait, or hold for a request that is over: real requests must not wait for them."""
         for task, shadow in tuple(self._following.items()):
-            if not shadow.is_real:
+            if shadow.is_real:
+                shadow.follow_request()
+            else:
                 task.cancel()
 
     async def close(self) -> None:

@@ -36,6 +36,7 @@ class Planned:
     tokens: int
     runs_us: int
     patience_us: int | None
+    is_stream: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,33 @@ class Engine:
         await send({"type": "http.response.body", "body": b"{}"})
 
 
+FIRST_BYTE_US, TOKEN_US = 40_000, 10_000
+
+
+class StreamingEngine:
+    """The same for streams: the first byte after a time that is always the same, and a token every 10 ms."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = dict(scope["headers"])
+        await receive()
+        gone = asyncio.ensure_future(receive())
+        await asyncio.wait((gone,), timeout=FIRST_BYTE_US / 1e6)
+        if gone.done():
+            return
+        gone.cancel()
+        tokens = int(headers[b"x-runs-us"]) // TOKEN_US
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for number in range(tokens):
+            if number:
+                await asyncio.sleep(TOKEN_US / 1e6)
+            await send({"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True})
+        usage = b'data: {"usage": {"prompt_tokens": 8, "completion_tokens": %d}}\n\n' % tokens
+        await send({"type": "http.response.body", "body": usage})
+
+
 async def one(sidecar: TestedMiddleware, number: int, planned: Planned) -> None:
     await asyncio.sleep(planned.at_us / 1e6)
-    body = chat(max_tokens=planned.tokens, priority=planned.tier)
+    body = chat(max_tokens=planned.tokens, priority=planned.tier, stream=planned.is_stream)
     headers = [(b"x-request-id", b"%d" % number), (b"x-runs-us", b"%d" % planned.runs_us)]
     caller = Caller(sidecar, msgspec.json.encode(body), headers=headers)
     calling = caller.begin()
@@ -99,7 +124,7 @@ async def play(with_policy: Policy, plan: list[Planned], recorder: Recorder | No
     """Plays a load through a sidecar; returns what became of each request, in the order of the plan."""
     recorder, found = recorder or Recorder(), list[Observed]()
     sidecar = TestedMiddleware(
-        Engine(),
+        StreamingEngine() if plan[0].is_stream else Engine(),
         policy=with_policy,
         pool=LocalPool(with_policy, virtual_now_us),
         dialect=with_policy.engine(with_policy.carrier),
@@ -111,6 +136,11 @@ async def play(with_policy: Policy, plan: list[Planned], recorder: Recorder | No
     await asyncio.sleep(60)  # shadows outlive their requests
     assert len(sidecar.shadows) == 0
     assert (sidecar.pool.state()["leases"], sidecar.pool.state()["waiting"]) == (0, 0)
+    if plan[0].is_stream and with_policy.mode is Mode.OBSERVE:
+        (learned,) = sidecar.engine_times.models.values()
+        assert learned.first_byte is not None  # else the request's own times would be all there is
+        assert learned.first_byte.base_us == pytest.approx(FIRST_BYTE_US, abs=TOLERANCE_US)
+        assert learned.tokens.at(3) == pytest.approx(TOKEN_US, abs=TOLERANCE_US)
     became = {}
     if with_policy.mode is Mode.OBSERVE:
         became = {one.request_id: Became(one.code, one.queue_wait_us, one.starvation_us) for one in found}
@@ -164,6 +194,25 @@ def test_so_it_is_where_running_requests_give_their_room_to_more_important_ones(
             assert sum(isinstance(event, Preempted) for story in recorder.stories for event in story.events) > 3
     assert [one.code for one in outcomes[Mode.OBSERVE]] == [one.code for one in outcomes[Mode.ENFORCE]]
     for would, did in zip(outcomes[Mode.OBSERVE], outcomes[Mode.ENFORCE], strict=True):
+        assert would.queue_wait_us == pytest.approx(did.queue_wait_us, abs=TOLERANCE_US)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_so_it_is_where_the_engines_times_were_learned(seed: int, tmp_path: Path) -> None:
+    plan = [
+        replace(
+            planned,
+            is_stream=True,
+            patience_us=None if planned.patience_us is None else planned.patience_us % FIRST_BYTE_US,
+        )
+        for planned in load(seed)
+    ]
+    by_mode = policies(tmp_path)
+    enforced = run_virtually(play(by_mode[Mode.ENFORCE], plan))
+    observed = run_virtually(play(by_mode[Mode.OBSERVE], plan))
+    assert {one.code for one in enforced} == {None, "queue_full", "queue_timeout", "client_left"}
+    assert [one.code for one in observed] == [one.code for one in enforced]
+    for would, did in zip(observed, enforced, strict=True):
         assert would.queue_wait_us == pytest.approx(did.queue_wait_us, abs=TOLERANCE_US)
 
 
