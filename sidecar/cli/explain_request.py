@@ -115,7 +115,10 @@ def _steps(story: Explanation) -> Iterator[tuple[str, str]]:
     for attempt in story.preempted:
         lost = f"{exact_duration(attempt.engine_s)} at the engine are lost"
         met.append((attempt.admitted_at_s, "admitted", ""))
-        met.append((attempt.preempted_at_s, "preempted", f": {lost}; its room went to a more important request"))
+        if attempt.is_unreached:
+            met.append((attempt.preempted_at_s, "waited again", ": no connection to the engine could be made"))
+        else:
+            met.append((attempt.preempted_at_s, "preempted", f": {lost}; its room went to a more important request"))
     if story.wait is not None and story.wait.overtaken_at_s is not None:
         met.append((story.wait.overtaken_at_s, "overtaken", f" {_by(story.wait.overtaken_by)}"))
     for at_s, label, said in sorted(met):

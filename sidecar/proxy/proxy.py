@@ -121,8 +121,9 @@ class _Forwarding:
             self._stop_watching()
             if self._is_internal():  # for the caller, with words that no client sees
                 raise
-            if (call := self._scope.get(CALL_KEY)) is not None:
-                call.answered_by_proxy(was_sent=self._was_sent)
+            call = self._scope.get(CALL_KEY)
+            if call is not None and not call.failed(error, was_sent=self._was_sent):
+                return
             await send_error(self._send, error, anthropic=speaks_anthropic(self._scope["path"]))
         except asyncio.CancelledError:
             if not self._is_our_own_cancellation():
