@@ -171,7 +171,7 @@ class Local:
         lease = self.leases[ticket]
         known = self.pool._runtime.scheduler._leases[lease.ticket_id]
         held = ask(lease.ask.tier, known.tokens, requests=lease.ask.requests, tenant=lease.ask.tenant)
-        return tuple(protocol.requeue(ticket, held, 0, known.preemptions + 1))
+        return tuple(protocol.requeue(ticket, held, 0, known.returns + 1))
 
     async def play(self, operations: list[tuple[Any, ...]]) -> Answers:
         answers = Answers()
@@ -183,7 +183,7 @@ class Local:
         self.order.clear()
         ticket_of = {lease.ticket_id: ticket for ticket, lease in self.leases.items()}
         leases = self.pool._runtime.scheduler._leases
-        answers.victims = [(ticket_of[victim], leases[victim].preemptions) for victim in self.chosen]
+        answers.victims = [(ticket_of[victim], leases[victim].returns) for victim in self.chosen]
         self.chosen.clear()
         answers.displaced, self.displaced = self.displaced, []
         return answers
