@@ -111,7 +111,14 @@ class Sidecar:
         sent = {**own, **{name.replace("_", "-"): value for name, value in headers.items()}}
         async with self.session.post(self.url + path, json=body, headers=sent) as response:
             said = await response.json(content_type=None)
-            return Answer(number, tier, response.status, time.monotonic(), {name.lower(): value for name, value in response.headers.items()}, said)
+            return Answer(
+                number,
+                tier,
+                response.status,
+                time.monotonic(),
+                {name.lower(): value for name, value in response.headers.items()},
+                said,
+            )
 
     async def page(self, path: str) -> Any:
         async with self.session.get(self.admin + path) as response:
@@ -289,7 +296,7 @@ async def test_an_engine_that_is_stopped_and_goes_on_loses_nothing(tmp_path: Pat
 
 
 async def test_a_replica_that_is_cut_off_keeps_its_queue_and_does_not_hold_up_another(tmp_path: Path) -> None:
-    with RedisServer(first_binary(), tmp_path / "redis") as server:
+    with RedisServer(first_binary(), tmp_path) as server:
         policy = POLICY + f"store: {server.url}\n"
         async with (
             Engine() as one,
@@ -318,7 +325,7 @@ async def test_a_replica_that_is_cut_off_keeps_its_queue_and_does_not_hold_up_an
 
 
 async def test_a_replica_without_store_and_without_engine_holds_its_queue(tmp_path: Path) -> None:
-    with RedisServer(first_binary(), tmp_path / "redis") as server:
+    with RedisServer(first_binary(), tmp_path) as server:
         policy = POLICY + f"store: {server.url}\n"
         async with Engine() as engine, sidecar(tmp_path, engine.port, policy=policy) as proxy:
             tasks = await send(proxy, 30)
@@ -329,7 +336,7 @@ async def test_a_replica_without_store_and_without_engine_holds_its_queue(tmp_pa
             await proxy.engine_is("down")
             tasks += await send(proxy, 5, first=50)
             await asyncio.sleep(1)
-            await asyncio.to_thread(server.restart)
+            server.restart()  # from this thread: the kernel ends it with the thread that started it
             await proxy.until("/state", lambda state: state["pool"]["store"]["state"] == "shared")
             await asyncio.sleep(1)
             assert (await proxy.page("/state"))["pool"]["leases"] == 0

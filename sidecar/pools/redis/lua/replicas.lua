@@ -379,10 +379,10 @@ function pool.is_lease_record(record) return record ~= nil and string.sub(record
 function pool.state_lease(index, old)
   local id, level = ARGV[index + 1], tonumber(ARGV[index + 2])
   local tokens, requests = tonumber(ARGV[index + 3]), tonumber(ARGV[index + 4])
-  local excess, admitted, sequence, arrived = 0, 0, 0, 0
+  local excess, admitted, sequence, arrived, text = 0, 0, 0, 0, ''
   if pool.is_lease_record(old) then -- the lease goes on, so nothing is owed for it yet
-    local old_level, held, old_requests, _
-    old_level, held, old_requests, _, excess, admitted, sequence, arrived = pool.read_lease(old)
+    local old_level, held, old_requests
+    old_level, held, old_requests, text, excess, admitted, sequence, arrived = pool.read_lease(old)
     pool.book(old_level, -held, -old_requests)
     meta[LEASES] = meta[LEASES] - 1
     if preempts then pool.forget_preemption(me, id, old_level) end
@@ -391,7 +391,7 @@ function pool.state_lease(index, old)
   end
   pool.book(level, tokens, requests)
   meta[LEASES] = meta[LEASES] + 1
-  call('HSET', mine, id, pool.lease_record(level, tokens, requests, excess, admitted, sequence, arrived))
+  call('HSET', mine, id, pool.lease_record(level, tokens, requests, excess, admitted, sequence, arrived, text))
   if preempts and rules[FIRST_RULE + level][PREEMPTIBLE] > 0 then
     pool.remember({owner = me, id = id, sequence = 0, arrived = 0}, tonumber(ARGV[index + 5]), nil, '')
   end
