@@ -219,6 +219,8 @@ class Scheduler:
     def _return(self, ticket: Ticket, now_us: int) -> None:
         del self._leases[ticket.id]
         self._release(ticket, now_us)
+        if ticket.id == self._admitted_while_held_back:
+            self._admitted_while_held_back = None
         ticket.returns += 1
         self._waiting[ticket.id] = ticket
         self._has_returned = True

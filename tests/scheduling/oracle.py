@@ -191,6 +191,8 @@ class Oracle:
 
     def _return(self, id: str, now_us: int) -> Request:
         request = self._move(id, "held", "waiting")
+        if self.went_while_held_back == id:
+            self.went_while_held_back = None
         request.tokens, request.chosen, request.returns = request.held_tokens, False, (*request.returns, now_us)
         request.start = self.virtual.get(request.tier, 0)
         self._ended(request, now_us)
