@@ -1,6 +1,7 @@
 """A real engine process that dies under load, before real `sidecar serve` processes: it costs no request its place.
 
-Everything that can be timed is loose: the machines that run this are slow. The order, the counts and the limits are exact.
+Everything that can be timed is loose: the machines that run this are slow. The order, the counts and the limits are
+exact.
 """
 
 from __future__ import annotations
