@@ -111,7 +111,7 @@ async def silent(connection: Connection) -> None:
 
 @pytest.mark.parametrize(
     ("script", "status", "outcome"),
-    [(broken, 502, Outcome.COMPLETED), (silent, 504, Outcome.COMPLETED), (cut, 200, Outcome.FAILED)],
+    [(broken, 502, Outcome.FAILED), (silent, 504, Outcome.FAILED), (cut, 200, Outcome.FAILED)],
 )
 async def test_what_the_engine_did_not_answer_to_the_end_keeps_its_room(
     script: Script, status: int, outcome: Outcome
