@@ -371,7 +371,10 @@ async def hang_up(port: int, middleware: Any) -> None:
     await until(lambda: middleware.controller.pending_aborts.held().requests == before + 1)
 
 
-async def test_a_store_that_lost_everything_is_told_of_it_again(tmp_path: Path) -> None:
+async def test_a_store_that_lost_everything_is_told_of_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIDECAR_ENGINE_CHECK", "off")  # this engine answers no page, and would be down
     with RedisServer(first_binary(), tmp_path) as store:
         async with (
             raw_engine(silent) as engine,
