@@ -223,6 +223,12 @@ class QueueTimeout(Unavailable):
     code = "queue_timeout"
 
 
+class NoEngine(Unavailable):
+    """The request waited as long as its tier, or its client, allows, and no engine could be reached."""
+
+    code = "no_engine"
+
+
 class StoreUnavailable(Unavailable):
     """The leases live in a store that cannot be reached, and this process may not, or cannot, admit without it."""
 

@@ -1,13 +1,13 @@
 """Records of the events of a request, and the interfaces by which telemetry receives them.
 
 The middleware reports to one `Observation` per request, in the order of the classes below: at most one of each,
-`Received` first, `Refused` or `Settled` last. Only a request that is preempted begins again: after `Preempted` come
-`Queued` and, if it is admitted again, `Admitted`; it ends in `Settled` either way. A request that passes in `mode:
-observe` is reported as it really went (admitted, without a wait), or with `Settled` alone where it would have been
-refused before its tier was known; `Observed` comes anywhere in between, where it is known in time. Times are whole
-microseconds of the process's monotonic clock (`*_us`); `Received` also has the wall clock, so that an observer can
-place the others in calendar time. Records are msgspec Structs because they are made on every request: ten times cheaper
-than a frozen dataclass, and as immutable.
+`Received` first, `Refused` or `Settled` last. Only a request that is preempted or handed back begins again: after
+`Preempted` come `Queued` and, if it is admitted again, `Admitted`; it ends in `Settled` either way. A request that
+passes in `mode: observe` is reported as it really went (admitted, without a wait), or with `Settled` alone where it
+would have been refused before its tier was known; `Observed` comes anywhere in between, where it is known in time.
+Times are whole microseconds of the process's monotonic clock (`*_us`); `Received` also has the wall clock, so that an
+observer can place the others in calendar time. Records are msgspec Structs because they are made on every request: ten
+times cheaper than a frozen dataclass, and as immutable.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class Obstacle(str, Enum):
     """Why a request could not be admitted as it came: the first of these that is so."""
 
     PREEMPTED = "preempted"
+    ENGINE = "engine"
     STORE = "store"
     HELD_BACK = "held_back"
     LIMIT = "limit"
@@ -107,14 +108,17 @@ class Admitted(msgspec.Struct, frozen=True, gc=False):
 class Preempted(msgspec.Struct, frozen=True, gc=False):
     """The request gave its room to a more important one before its first byte, and waits again from now on.
 
-    `admitted_us` is when it had been admitted: what the engine has done since is lost. `times` counts how often it has
-    happened to this request. A later `Admitted` has its whole wait, from the arrival on. Where there is none, because
-    it was refused or left while it waited again, `Settled` has no tokens used, and the refusal's code as its `error`.
+    Or it gave its room back because the proxy could not connect to the engine (`is_unreached`). `admitted_us` is when
+    it had been admitted: what the engine has done since is lost. `times` counts how often the request was preempted,
+    or how often it was handed back. A later `Admitted` has its whole wait, from the arrival on. Where there is none,
+    because it was refused or left while it waited again, `Settled` has no tokens used, and the refusal's code as its
+    `error`.
     """
 
     at_us: int
     admitted_us: int
     times: int
+    is_unreached: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, gc=False):
@@ -148,6 +152,7 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
     known: the engine's count, or else the estimate of the prompt and the chunks that went out. `error` is a word from
     a small set (an error code, an exception's class), None where the request did not fail. `wait` is what `Refused`
     would have said, for a request that was preempted and ended while it waited again; None where that is not known.
+    `message` is what the proxy answered in the engine's place, None where the app answered.
     """
 
     at_us: int
@@ -158,6 +163,7 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
     output_tokens: int | None
     error: str | None
     wait: Refused | None = None
+    message: str | None = None
 
 
 class Verdict(str, Enum):

@@ -122,7 +122,7 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
                 admin=AdminGuard(pages, access),
                 admin_host=args.admin_host,
                 admin_port=args.admin_port,
-                drain=lambda: _drain(controller),
+                drain=lambda: _drain(controller, args.grace),
                 drained=controller.drained,
                 reload=middleware.observability.reload,
                 grace_s=args.grace,
@@ -136,8 +136,8 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
     return None
 
 
-def _drain(controller: AdmissionController) -> None:
-    controller.drain()
+def _drain(controller: AdmissionController, grace_s: float) -> None:
+    controller.drain(within_s=grace_s)
     new_ones = "pass until the port closes" if controller.is_observing else "are refused"
     _log.info("%d requests are under way, new ones %s", controller.under_way, new_ones, extra={"event": "draining"})
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from sidecar.cluster.document import EngineView, OldestWaiter, RefusalView, TenantView
+from sidecar.events import Refused
 from sidecar.policy.model import Policy
 from sidecar.pools import Grant, Pool
 from sidecar.telemetry.dry_run import DryRunReport
@@ -136,8 +137,7 @@ def _has_any(bucket: Bucket) -> bool:
 
 
 def _refusal(record: RequestRecord, replica: str) -> RefusalView:
-    refused, classified = record.refused, record.classified
-    assert refused is not None
+    refused, classified = record.refused or _failure(record), record.classified
     return RefusalView(
         at_s=record.wall_s(refused.at_us),
         tier=None if classified is None else classified.tier,
@@ -148,5 +148,13 @@ def _refusal(record: RequestRecord, replica: str) -> RefusalView:
         request_id=record.request_id,
         waited_s=refused.queue_wait_us / 1e6,
         replica=replica,
-        preempted=len(record.lost),
+        preempted=record.preemptions,
     )
+
+
+def _failure(record: RequestRecord) -> Refused:
+    """The proxy's answer to a request that the engine failed, after its wait."""
+    settled, admitted = record.settled, record.admitted
+    assert settled is not None
+    wait_us = 0 if admitted is None else admitted.queue_wait_us
+    return Refused(settled.at_us, settled.error or "", settled.message or "", settled.status, wait_us)

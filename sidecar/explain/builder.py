@@ -199,6 +199,7 @@ def _gave_way(record: RequestRecord, now_us: int) -> list[AttemptDetails]:
             queue_wait_s=0.0 if lost.queued is None else (lost.admitted.at_us - since_us) / 1e6,
             engine_s=engine_time_us(lost.preempted) / 1e6,
             waited_again_s=(end_us - lost.preempted.at_us) / 1e6,
+            is_unreached=lost.preempted.is_unreached,
         )
         for lost, since_us, end_us in zip(record.lost, began_us, ends_us, strict=False)
     ]

@@ -96,6 +96,8 @@ class AdmissionDetails(msgspec.Struct, frozen=True):
 class AttemptDetails(msgspec.Struct, frozen=True):
     """It was admitted, and preempted before its first byte: `engine_s` of the engine's time are lost.
 
+    Or the engine could not be reached (`is_unreached`), and nothing is lost.
+
     `queue_wait_s` is how long it had waited until then, since its arrival or the preemption before. `waited_again_s` is
     how long it waited after it, or has up to now.
     """
@@ -105,6 +107,7 @@ class AttemptDetails(msgspec.Struct, frozen=True):
     queue_wait_s: float
     engine_s: float
     waited_again_s: float
+    is_unreached: bool = False
 
 
 class FirstByteDetails(msgspec.Struct, frozen=True):

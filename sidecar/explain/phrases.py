@@ -67,6 +67,8 @@ def _at_first(first: AttemptDetails) -> str:
 
 
 def _gave_way(attempt: AttemptDetails) -> str:
+    if attempt.is_unreached:
+        return "no connection to the engine could be made"
     return (
         f"preempted after {exact_duration(attempt.engine_s)} at the engine: its room went to a more important request"
     )

@@ -44,7 +44,11 @@ def steps(story: Explanation, clock: Clock = calendar_time) -> Iterator[Step]:
     for attempt in story.preempted:
         lost = f"{exact_duration(attempt.engine_s)} at the engine are lost"
         met.append((attempt.admitted_at_s, Step("admitted", "")))
-        met.append((attempt.preempted_at_s, Step("preempted", f": {lost}; its room went to a more important request")))
+        if attempt.is_unreached:
+            step = Step("waited again", ": no connection to the engine could be made")
+        else:
+            step = Step("preempted", f": {lost}; its room went to a more important request")
+        met.append((attempt.preempted_at_s, step))
     if story.wait is not None and story.wait.overtaken_at_s is not None:
         by = story.wait.overtaken_by
         overtaken = Step("overtaken", f" {_by(by, clock)}", None if by is None else by.request_id)

@@ -27,6 +27,8 @@ from sidecar.tokens import Estimator
 LONGEST_INTERVAL_S = 1.0
 """The longest interval of the watchdog: a body's timeout or a disconnect may be noticed so much later."""
 SHORTEST_INTERVAL_S = 0.05
+REFUSED_BEFORE_END_S = 1.0
+"""Enough to answer thousands of requests that wait."""
 DRY_RUN_DRAIN_S = 5.0
 """How long the dry run still takes requests while it drains: until load balancers have noticed."""
 _UVICORN_CUTS = "Task cancelled, timeout graceful shutdown exceeded"
@@ -94,6 +96,7 @@ class AdmissionController:
         self.watchdog = Watchdog(_interval_s(policy), on_armed=self.pending_aborts.follow)
         self.is_draining = False
         self.server: asyncio.Task[object] | None = None
+        self.engine_watch.on_change.append(self._pause_without_engine)
 
     @property
     def policy(self) -> Policy:
@@ -128,12 +131,21 @@ class AdmissionController:
         replicas = state["store"].get("replicas") if "store" in state else None
         return Room(state["capacity"]["tokens"], state["capacity"]["requests"], replicas or 1)
 
-    def drain(self) -> None:
+    def drain(self, within_s: float | None = None) -> None:
         """Refuses every new request from now on; requests that wait or run are served to their end.
 
-        The dry run refuses no request: it only reports that it is not ready.
+        With `within_s` the requests that still wait shortly before that time are refused: else the server would cut
+        them. The dry run refuses no request: it only reports that it is not ready.
         """
         self.is_draining = True
+        if within_s is not None:
+            left_s = max(within_s / 2, within_s - REFUSED_BEFORE_END_S)
+            asyncio.get_running_loop().call_later(left_s, self.watchdog.give_up)
+
+    def _pause_without_engine(self) -> None:
+        """Called at each change of the engine's state. In the dry run the pool shows what enforcing would do."""
+        watch = self.engine_watch
+        self.pool.pause(None if watch.is_usable else f"no request can be sent to the engine: {watch.reason}")
 
     def is_stopping(self, canceled: asyncio.CancelledError) -> bool:
         """Whether a request was canceled because the server stops, and not by an app around the middleware.

@@ -117,10 +117,10 @@ class EventReporter:
         if self._observation is not None:
             self._observation.on_event(observed)
 
-    def preempted(self, admitted_us: int, times: int) -> None:
-        """The request was preempted for the n-th time, and waits again."""
+    def preempted(self, admitted_us: int, times: int, *, is_unreached: bool = False) -> None:
+        """The request was preempted for the n-th time, or did not reach the engine, and waits again."""
         if self._observation is not None:
-            self._observation.on_event(Preempted(self._now_us(), admitted_us, times))
+            self._observation.on_event(Preempted(self._now_us(), admitted_us, times, is_unreached))
 
     def refused(self, error: AdmissionError, wait: Grant | None) -> None:
         """The request was answered with an error, perhaps after a wait."""
@@ -146,10 +146,14 @@ class EventReporter:
         status: int | None,
         used: tuple[int, int | None, int | None],
         error: str | None,
+        said: str | None = None,
     ) -> None:
-        """The request is over. `used` is all tokens, then the engine's own count of input and output."""
+        """The request is over. `used` is all tokens, then the engine's own count of input and output.
+
+        `said` is the message of the error that was answered in the engine's place.
+        """
         if self._observation is not None:
-            self._observation.on_event(Settled(self._now_us(), outcome, status, *used, error))
+            self._observation.on_event(Settled(self._now_us(), outcome, status, *used, error, message=said))
 
     def _ended(self, code: str, message: str, status: int | None, wait: Grant | None) -> None:
         if self._observation is None:

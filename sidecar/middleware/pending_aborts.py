@@ -10,7 +10,12 @@ import asyncio
 import heapq
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from sidecar.errors import AdmissionError, EngineUnreachable
+
+if TYPE_CHECKING:
+    from sidecar.middleware.engine_watch import EngineWatch
 
 ARRIVES_WITHIN_US = 1_000_000
 """An engine does not count a request yet whose prompt it is still reading."""
@@ -150,25 +155,39 @@ class EngineCall:
     """One call of the app for a request: whether the engine may still compute for it.
 
     The engine computes from the call on, until its response is complete; an error is a response, too. A proxy that
-    answers in the engine's place calls `answered_by_proxy`, because its answer does not end the engine's work.
+    answers in the engine's place calls `failed` first, because its answer does not end the engine's work.
+
+    `engine_watch` knows whether the engine can be used. `error` is the proxy's answer. `is_handed_back` says that the
+    proxy could not connect, and left the request unanswered: it waits again for the engine.
     """
 
-    __slots__ = ("_is_proxys", "_pending", "may_run")
+    __slots__ = ("_engine_watch", "_pending", "error", "is_handed_back", "may_run")
 
-    def __init__(self) -> None:
+    def __init__(self, engine_watch: EngineWatch | None = None) -> None:
         self.may_run = True
-        self._is_proxys = False
+        self.error: AdmissionError | None = None
+        self.is_handed_back = False
+        self._engine_watch = engine_watch
         self._pending: PendingAbort | None = None
 
     def answered(self) -> None:
         """The response is complete."""
-        if not self._is_proxys:
+        if self.error is None:
             self.may_run = False
 
-    def answered_by_proxy(self, *, was_sent: bool) -> None:
-        """The proxy answers. `was_sent`: the engine may have received the request."""
-        self._is_proxys = True
+    def failed(self, error: AdmissionError, *, was_sent: bool) -> bool:
+        """The proxy has an error for the request. Whether it answers with it: else the request waits again.
+
+        `was_sent`: the engine may have received the request. It waits again only while the engine is known to be away:
+        nothing would keep an engine that is not watched from failing it again and again.
+        """
         self.may_run = was_sent
+        watch = self._engine_watch
+        if isinstance(error, EngineUnreachable) and not was_sent and watch is not None and not watch.is_usable:
+            self.is_handed_back = True
+            return False
+        self.error = error
+        return True
 
     def when_aborted(self, release: Callable[[], object], aborts: PendingAborts, due_us: int, held: Held) -> None:
         """Calls `release` at `due_us`. A second call replaces `release`; the due time stays."""

@@ -2,7 +2,7 @@
 
     READING -> WAITING -> RUNNING -> OVER      (WAITING ends at once where there is room)
        |        |  ^       |  |       ^
-       |        |  +-------+  |       |        (preempted: its room goes to a more important request)
+       |        |  +-------+  |       |        (preempted, or the engine could not be reached)
        |        |             +-> FOLLOWED     (a background response runs on after its request is answered)
        +--------+-> OVER                       (refused, or the client disconnected)
 
@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 from collections.abc import Callable, Coroutine
 from enum import IntEnum
@@ -21,11 +22,23 @@ from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.apis import Api
 from sidecar.context import SCOPE_KEY, Granted, current
+from sidecar.durations import short_duration
 from sidecar.engines.base import Forward
-from sidecar.errors import AdmissionError, BodyTimeout, BodyTooLarge, Draining, InvalidHeader, QueueTimeout, TenantLimit
+from sidecar.errors import (
+    AdmissionError,
+    BodyTimeout,
+    BodyTooLarge,
+    Draining,
+    InvalidHeader,
+    NoEngine,
+    QueueFull,
+    QueueTimeout,
+    TenantLimit,
+)
 from sidecar.events import Obstacle, Outcome
 from sidecar.middleware.background import BackgroundEnd, BackgroundRequest
 from sidecar.middleware.controller import AdmissionController
+from sidecar.middleware.engine_watch import EngineState, EngineWatch
 from sidecar.middleware.error_responses import discard_body, send_error
 from sidecar.middleware.event_reporter import EventReporter
 from sidecar.middleware.forwarding import forwarded_request, granted_of
@@ -47,6 +60,8 @@ from sidecar.pools import Grant, Lease
 
 CUT = "CancelledError"
 """`Settled.error` of a request that the server cut off."""
+SOONEST_S, LATEST_S = 1.0, 60.0
+"""When a client may come again that found no engine: see `no_engine`."""
 
 
 class Stage(IntEnum):
@@ -77,9 +92,9 @@ class RequestHandler:
     """Handles one request to a guarded endpoint. `run` is called once."""
 
     __slots__ = (
-        "_admitted_us", "_attempt", "_background", "_body", "_call", "_client", "_controller", "_cut",
-        "_endpoint", "_headers", "_intake", "_lease", "_preempted_us", "_preemptions", "_receive",
-        "_received_us", "_reporter", "_request", "_request_id", "_scope", "_snapshot", "_status", "_task",
+        "_admitted_us", "_attempt", "_background", "_body", "_call", "_client", "_controller", "_cut", "_endpoint",
+        "_ends_us", "_hand_backs", "_headers", "_intake", "_is_given_up", "_lease", "_preempted_us", "_preemptions",
+        "_receive", "_received_us", "_reporter", "_request", "_request_id", "_scope", "_snapshot", "_status", "_task",
         "_timed_out", "_usage", "stage",
     )  # fmt: skip
 
@@ -109,10 +124,12 @@ class RequestHandler:
         self._timed_out = False
         self._attempt: PreemptibleAttempt | None = None
         self._cut: Draining | None = None
-        self._call = EngineCall()
+        self._call = EngineCall(controller.engine_watch)
         self._background: BackgroundRequest | None = None
         self._preempted_us: int | None = None
-        self._preemptions = self._admitted_us = 0
+        self._preemptions = self._hand_backs = self._admitted_us = 0
+        self._ends_us: int | None = None
+        self._is_given_up = False
 
     async def run(self) -> None:
         """Handles the request to its end. Raises only what the app raises."""
@@ -145,6 +162,12 @@ class RequestHandler:
             elif now_us - disconnected_us > policy.disconnect_grace_s * 1e6:
                 self._settle(Outcome.CLIENT_LEFT)
 
+    def give_up(self) -> None:
+        """Ends the wait, where the request waits: the process is about to end."""
+        if self.stage is Stage.WAITING and self._lease.grant is None:
+            self._is_given_up = True
+            self._lease.give_up()
+
     def advance(self, stage: Stage) -> None:
         """Enters a stage. Raises IllegalTransition where it cannot follow the present one."""
         if stage not in NEXT_STAGES[self.stage]:
@@ -164,9 +187,11 @@ class RequestHandler:
             return None
         except WaitedTooLong as over:
             waited = over.wait
-            error: AdmissionError = self._queue_timeout()
+            error = self._end_of_wait()
         except AdmissionError as refusal:
             error = refusal
+            if isinstance(refusal, QueueFull) and not self._controller.engine_watch.is_usable:
+                error = self._without_queue(refusal)
         self.advance(Stage.OVER)
         self._reporter.refused(error, waited)
         await self._refuse(error, waited)
@@ -184,8 +209,9 @@ class RequestHandler:
         if request.is_preemptible(self._snapshot.policy):
             lease.on_preempt = self._preempt
         grant = lease.grant
+        self._limit_wait(lease.entered_us, request.longest_wait_s(self._snapshot.policy))
         if grant is None:
-            return await self._wait(lease.wait(), request.longest_wait_s(self._snapshot.policy))
+            return await self._wait(lease.wait())
         if grant.queue_wait_us:
             self._reporter.waited_for_store(grant.at_us - grant.queue_wait_us)
         return grant
@@ -220,13 +246,17 @@ class RequestHandler:
             self._reporter.classified(request, self._endpoint, self._snapshot.policy, at_us)
         return self._lease
 
-    async def _wait(self, granted: asyncio.Future[Grant], most_s: float | None) -> Grant:
+    def _limit_wait(self, since_us: int, most_s: float | None) -> None:
+        self._ends_us = None if most_s is None else since_us + round(most_s * 1e6)
+
+    async def _wait(self, granted: asyncio.Future[Grant]) -> Grant:
         """See `wait.wait`."""
         self._reporter.queued(self._obstacle)
         comments, every_s, api = None, self._snapshot.policy.keep_alive_s, self._endpoint.api
         if every_s is not None and self._request.payload.stream and api in STREAMING:
             headers = early_headers(self._request, self._lease, self._snapshot.tier_names, self._request_id)
             comments = Comments(every_s, api, headers)
+        most_s = None if self._ends_us is None else max(0, self._ends_us - self._now_us()) / 1e6
         return await wait(self._lease, granted, self._client, most_s, comments)
 
     def _obstacle(self) -> tuple[Obstacle, str]:
@@ -235,13 +265,24 @@ class RequestHandler:
             return Obstacle.PREEMPTED, "its room went to a more important request"
         return self._controller.pool.obstacle(self._request.ask())
 
-    def _queue_timeout(self) -> QueueTimeout:
+    def _end_of_wait(self) -> AdmissionError:
+        """The refusal of a request whose wait is over."""
+        if self._is_given_up:
+            return Draining("this server is shutting down, and the request still waited; try another", retry_after_s=1)
+        if not self._controller.engine_watch.is_usable:
+            return no_engine(self._controller.engine_watch)
         level, policy = self._request.classification.level, self._snapshot.policy
         return QueueTimeout(
             f"no room came free for tier {policy.tiers[level].name} within "
             f"{self._request.longest_wait_s(policy):g} s; try again later",
             retry_after_s=self._controller.pool.retry_after_s(level),
         )
+
+    def _without_queue(self, refusal: QueueFull) -> AdmissionError:
+        """A tier that never queues has no place for a request while there is no engine: that is the reason, then."""
+        level = self._request.classification.level if refusal.level is None else refusal.level
+        has_queue = self._snapshot.policy.tiers[level].max_waiting != 0
+        return refusal if has_queue else no_engine(self._controller.engine_watch)
 
     async def _refuse(self, error: AdmissionError, waited: Grant | None) -> None:
         # The rest of an unread body is not read: the connection ends with the response.
@@ -267,7 +308,7 @@ class RequestHandler:
     async def _forward(self, grant: Grant) -> bool:
         """Calls the app with the request as the engine should see it, and settles when the response is sent.
 
-        False where the request was preempted before its first byte: then it waits again.
+        False where the request was preempted before its first byte, or could not be sent: then it waits again.
         """
         self.advance(Stage.RUNNING)
         controller, request, snapshot = self._controller, self._request, self._snapshot
@@ -294,6 +335,8 @@ class RequestHandler:
                 raise
         finally:
             current.reset(token)
+        if self._call.is_handed_back and self.stage is Stage.RUNNING:
+            return False
         return attempt is None or not attempt.is_lost or await self._disconnects_before_abort()
 
     def _scope_for_app(self, forward: Forward, granted: Granted) -> Scope:
@@ -328,7 +371,10 @@ class RequestHandler:
                 return
             self._call.answered()
             await send(message)
-            self._settle(outcome)
+            if (error := self._engine_error()) is not None:
+                self._settle(Outcome.FAILED, error.code)
+            else:
+                self._settle(outcome)
             return
         if kind == "http.response.start":
             self._status = message["status"]
@@ -366,15 +412,23 @@ class RequestHandler:
 
     async def _wait_again(self) -> Grant:
         """Releases the room, and queues the request at its original place."""
-        self._preempted_us = self._attempt = None
-        self._call = EngineCall()
+        is_handed_back = self._call.is_handed_back
+        self._preempted_us = self._attempt = self._background = None
+        self._call = EngineCall(self._controller.engine_watch)
         self._usage, self._status = UsageReader(), None
-        self._preemptions += 1
-        granted = self._lease.requeue()
-        self.advance(Stage.WAITING)
-        self._reporter.preempted(self._admitted_us, self._preemptions)
-        # The tier's longest wait is kept already: from now on only the client may limit the wait.
-        return await self._wait(granted, self._request.max_wait_s)
+        if is_handed_back:
+            self._hand_backs += 1
+            granted = self._lease.hand_back()
+            self.advance(Stage.WAITING)
+            self._reporter.preempted(self._admitted_us, self._hand_backs, is_unreached=True)
+        else:
+            self._preemptions += 1
+            granted = self._lease.requeue()
+            self.advance(Stage.WAITING)
+            self._reporter.preempted(self._admitted_us, self._preemptions)
+            # The tier's longest wait is kept already: from now on only the client may limit the wait.
+            self._limit_wait(self._now_us(), self._request.max_wait_s)
+        return await self._wait(granted)
 
     # -- the end
 
@@ -407,8 +461,11 @@ class RequestHandler:
     def _release(self, outcome: Outcome, error: str | None) -> None:
         """Releases the lease, as soon as the engine has aborted the request, and reports what it cost."""
         self.advance(Stage.OVER)
-        request, usage, lease = self._request, self._usage, self._lease
-        release = partial(lease.settle, usage.charged_tokens(request.prompt_tokens, self._status))
+        request, usage, lease, failure = self._request, self._usage, self._lease, self._engine_error()
+        if failure is None:
+            release = partial(lease.settle, usage.charged_tokens(request.prompt_tokens, self._status))
+        else:
+            release = partial(lease.settle, 0, is_counted=False)
         if self._call.may_run:
             if lease.on_preempt is not None:
                 lease.on_preempt = lambda: None  # nothing can free its room sooner
@@ -420,8 +477,15 @@ class RequestHandler:
         if usage.input_tokens is not None:
             tenant = request.classification.tenant.name
             self._controller.estimator.learn(request.payload, tenant, usage.input_tokens)
-        used = usage.used_tokens(request.prompt_tokens), usage.input_tokens, usage.output_tokens
-        self._reporter.settled(outcome, status=self._status, used=used, error=error)
+        tokens = usage.used_tokens(request.prompt_tokens) if failure is None else 0
+        used = tokens, usage.input_tokens, usage.output_tokens
+        said = None if failure is None else failure.message
+        self._reporter.settled(outcome, status=self._status, used=used, error=error, said=said)
+
+    def _engine_error(self) -> AdmissionError | None:
+        """The proxy's answer in place of the engine's, where the engine failed: no one is charged for it."""
+        error = self._call.error
+        return error if error is not None and error.status >= 500 else None
 
     def _when_aborted(self, release: Callable[[], object]) -> None:
         """Calls `release` when the engine has aborted what it computed for this request."""
@@ -463,6 +527,20 @@ class RequestHandler:
 
     def _now_us(self) -> int:
         return self._controller.pool.now_us()
+
+
+def no_engine(watch: EngineWatch) -> NoEngine:
+    """The refusal while no request can be sent to the engine. Its address and the trouble are for the operator alone.
+
+    A client comes again after as long as the engine has been away already, within `SOONEST_S` and `LATEST_S`.
+    """
+    lasted_s = watch.for_s
+    if watch.state is EngineState.MISMATCH:
+        why = "another engine answers than the one that this server is set up for"
+    else:
+        why = f"the engine has not answered for {short_duration(lasted_s)}"
+    retry_after_s = min(LATEST_S, max(SOONEST_S, lasted_s)) * random.uniform(0.8, 1.2)
+    return NoEngine(f"{why}, and no request is sent to it; try again later", retry_after_s=retry_after_s)
 
 
 class PreemptibleAttempt:

@@ -15,6 +15,7 @@ from sidecar.events import Headers
 from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.sse_keepalive import SseKeepAlive
 from sidecar.pools import Grant, Lease, Pool
+from sidecar.pools.base import WaitGivenUp
 
 
 class ClientDisconnected(Exception):
@@ -121,7 +122,8 @@ async def wait(
 ) -> Grant:
     """Waits for the grant, a disconnect, or `most_s` seconds, whichever comes first.
 
-    Raises ClientDisconnected or WaitedTooLong, after the ticket has left the queue, and whatever `granted` raises.
+    Raises ClientDisconnected or WaitedTooLong (also where the wait was given up), after the ticket has left the queue,
+    and whatever `granted` raises.
     """
     disconnect = client.disconnect()
     if comments is None:
@@ -132,6 +134,8 @@ async def wait(
         raise ClientDisconnected(lease.grant if lease.settle(0) else await lease.leave())
     if not granted.done():
         raise WaitedTooLong(await lease.leave())
+    if isinstance(granted.exception(), WaitGivenUp):
+        raise WaitedTooLong(lease.grant if lease.settle(0) else await lease.leave())
     grant = granted.result()
     if comments is not None and client.keepalive is not None:
         await client.comment(f"admitted after {grant.queue_wait_us / 1e6:.1f} s", comments)

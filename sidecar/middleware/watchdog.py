@@ -17,6 +17,9 @@ class Watched(Protocol):
     def check(self) -> None:
         """Called at every interval, on the event loop. Must not block."""
 
+    def give_up(self) -> None:
+        """The process is about to end: ends the request's wait, where it waits."""
+
 
 class Watchdog:
     """All requests under way. The timer runs only while there are any.
@@ -47,6 +50,11 @@ class Watchdog:
         self._watched.discard(watched)
         if self._emptied is not None and not self._watched:
             self._emptied.set()
+
+    def give_up(self) -> None:
+        """Ends the waits of all requests: the process is about to end."""
+        for watched in tuple(self._watched):
+            watched.give_up()
 
     async def emptied(self) -> None:
         """Returns when no request is under way."""

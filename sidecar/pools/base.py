@@ -52,6 +52,10 @@ class Grant(msgspec.Struct, frozen=True, gc=False):
     passed: Mapping[str, str] = {}
 
 
+class WaitGivenUp(Exception):
+    """The process ends before the request could be admitted."""
+
+
 class NotShared(Exception):
     """Reports cannot be exchanged with the other replicas. The message is one line, without secrets."""
 
@@ -85,6 +89,9 @@ class LeaseOwner(Protocol):
     def requeue(self, lease: Lease) -> None:
         """The lease gives its room back and waits again."""
 
+    def hand_back(self, lease: Lease) -> None:
+        """The same of a lease whose request no engine has taken."""
+
 
 class Lease:
     """One request in a pool: waiting, then held, then over. It ends once, by `settle` or by `leave`.
@@ -97,9 +104,10 @@ class Lease:
     engine and then calls `requeue`; the room is not free before. A lease without `on_preempt` is never preempted.
 
     The rest is for pools. `ticket_id` is the lease's `id` in a scheduler, and `entered_us` when it came, by the pool's
-    clock. `preemptions` counts how often it gave its room back and waited again. `charge` is what this process charged
-    its tenant. `served_before` are the tokens of every tier that the store had admitted when it first answered about
-    the request. Where a pool does not look at a request at once, `answered` is done as soon as it has.
+    clock. `returns` counts how often it gave its room back and waited again. `charge` is what this process charged its
+    tenant; where it is not `is_counted`, the tenant gets its request back, too. `served_before` are the tokens of every
+    tier that the store had admitted when it first answered about the request. Where a pool does not look at a request
+    at once, `answered` is done as soon as it has.
     """
 
     __slots__ = (
@@ -115,9 +123,10 @@ class Lease:
         "entered_us",
         "grant",
         "id",
+        "is_counted",
         "is_over",
         "on_preempt",
-        "preemptions",
+        "returns",
         "served_before",
         "ticket_id",
     )
@@ -139,7 +148,8 @@ class Lease:
         self.charge: Charge | None = None
         self.on_preempt: Callable[[], None] | None = None
         self.is_over = False
-        self.preemptions = 0
+        self.is_counted = True
+        self.returns = 0
         self.served_before: Sequence[int] = ()
         self._is_chosen = self._is_kept = False
         self._owner = owner
@@ -170,14 +180,15 @@ class Lease:
                 self._future.set_exception(self._error)
         return self._future
 
-    def settle(self, used_tokens: int | None = None) -> bool:
+    def settle(self, used_tokens: int | None = None, *, is_counted: bool = True) -> bool:
         """Gives the lease back. False, and nothing changes, where it is not held.
 
-        Its tenant's allowance is charged for `used_tokens` instead of the estimate; None: the estimate stands.
+        Its tenant's allowance is charged for `used_tokens` instead of the estimate; None: the estimate stands. With
+        `is_counted` false it is no request of the tenant's either: the engine failed it.
         """
         if self.grant is None or self.is_over:
             return False
-        self.is_over = True
+        self.is_over, self.is_counted = True, is_counted
         self._owner.end(self, None, used_tokens)
         return True
 
@@ -220,6 +231,23 @@ class Lease:
         self._owner.requeue(self)
         return self.wait()
 
+    def hand_back(self) -> asyncio.Future[Grant]:
+        """Gives the room back and waits again, by the original arrival: no engine has taken the request.
+
+        Its tenant is not charged again. Allowed while the lease is held and was not kept; otherwise it raises
+        RuntimeError. The wait may end as after `requeue`.
+        """
+        if self.grant is None or self.is_over or self._is_kept:
+            raise RuntimeError("a lease is handed back while it is held, and before its first byte")
+        self._owner.hand_back(self)
+        return self.wait()
+
+    def give_up(self) -> None:
+        """Ends `wait` with WaitGivenUp, where it waits. The caller leaves then, as always."""
+        if self._future is not None and not self._future.done():
+            self._future.set_exception(WaitGivenUp())
+            self._future.exception()  # as in `refused`
+
     # -- for its pool
 
     def waits(self) -> None:
@@ -246,12 +274,12 @@ class Lease:
             self._future.set_exception(error)
             self._future.exception()  # asyncio logs an error that no one reads, and the caller may have gone
 
-    def chosen(self, preemptions: int) -> None:
-        """The lease is to give its room back, if this is about its present grant: that after so many preemptions.
+    def chosen(self, returns: int) -> None:
+        """The lease is to give its room back, if this is about its present grant: that after so many returns.
 
         The holder is called later: it must not come back to a pool that is about to admit another request.
         """
-        if self.grant is None or self.is_over or self._is_chosen or preemptions != self.preemptions:
+        if self.grant is None or self.is_over or self._is_chosen or returns != self.returns:
             return
         if self._is_kept:
             self._owner.keep(self, was_chosen=True)  # the choice was made before the pool heard of `keep`
@@ -261,7 +289,7 @@ class Lease:
 
     def waits_again(self) -> None:
         """The lease gave its room back."""
-        self.preemptions += 1
+        self.returns += 1
         self.grant = self._future = None
         self._is_chosen = False
 
@@ -289,6 +317,14 @@ class Pool(Protocol):
 
     def hold_back(self, for_s: float) -> None:
         """Admits one request at a time for so many seconds; 0 ends it."""
+
+    def pause(self, reason: str | None) -> None:
+        """Admits no request of this process from now on, and preempts none for one, because of `reason`; None ends it.
+
+        Requests come, wait, age and leave as always, and a full queue refuses as always. Each keeps its place and its
+        figures. One that leaves meanwhile counts in none of its tenant's limits. Other processes that share the pool
+        go on.
+        """
 
     def now_us(self) -> int:
         """The clock that grants refer to, in whole microseconds; monotonic."""

@@ -69,6 +69,7 @@ class EngineSizedPool:
         self.most_tokens = pool.most_tokens
         self.change_rules = pool.change_rules
         self.hold_back = pool.hold_back
+        self.pause = pool.pause
         self.oldest = pool.oldest
         self.share = pool.share
 
@@ -140,7 +141,8 @@ class EngineSizedPool:
 
     def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
         """See `Pool.obstacle`."""
-        return HELD_BACK if self._is_held_back else self._pool.obstacle(ask)
+        found = self._pool.obstacle(ask)
+        return HELD_BACK if self._is_held_back and found[0] is not Obstacle.ENGINE else found
 
     def _is_following(self) -> bool:
         """Whether the engine is being read in this event loop: one that has ended reads no more."""

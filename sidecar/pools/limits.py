@@ -136,11 +136,14 @@ class TenantLimits:
     def ended(self, lease: Lease, used_tokens: int | None, now_us: int) -> None:
         """Corrects the charge of a lease that is over: its estimate stands where `used_tokens` is None.
 
-        A request that was never admitted gets its tokens back, as far as they have not drained.
+        A request that was never admitted gets its tokens back, as far as they have not drained. One that is not counted
+        gets itself back as well.
         """
         charge, lease.charge = lease.charge, None
         if charge is None:
             return
+        if not lease.is_counted:
+            self._allowances.refund_request(charge, now_us)
         if lease.grant is None:
             self._allowances.correct(charge, 0, now_us, was_held=False)
         else:

@@ -28,6 +28,7 @@ class LocalPool:
         self._runtime = LeaseRuntime(policy.rules, clock, self._places.admitted)
         self._waiting = self._runtime.waiting
         self._ids = count(1)
+        self._paused: str | None = None
         self.now_us = clock
         self.most_tokens = self._sizes.most_tokens
         self.oldest = self._runtime.oldest
@@ -56,6 +57,11 @@ class LocalPool:
     def hold_back(self, for_s: float) -> None:
         """See `Pool.hold_back`."""
         self._runtime.hold_back(round(for_s * 1e6))
+
+    def pause(self, reason: str | None) -> None:
+        """See `Pool.pause`."""
+        self._paused = reason
+        self._runtime.pause(is_paused=reason is not None)
 
     async def enter(self, ask: Ask) -> Lease:
         """See `Pool.enter`."""
@@ -88,6 +94,7 @@ class LocalPool:
         """See `LeaseOwner.end`."""
         now_us = self.now_us()
         if lease.charge is not None:
+            lease.is_counted &= lease.grant is not None or self._paused is None
             self._limits.ended(lease, used_tokens, now_us)
         wait = self._runtime.end(lease, now_us)
         if outcome is not None:
@@ -109,6 +116,14 @@ class LocalPool:
         self._refuse_if_outgrown(lease, now_us)
         self._runtime.dispatch(now_us)
 
+    def hand_back(self, lease: Lease) -> None:
+        """See `LeaseOwner.hand_back`."""
+        now_us = self.now_us()
+        self._runtime.hand_back(lease, now_us)
+        lease.waits_again()
+        self._refuse_if_outgrown(lease, now_us)
+        self._runtime.dispatch(now_us)
+
     # -- what the pool says of itself
 
     def retry_after_s(self, tier: int) -> float:
@@ -124,6 +139,8 @@ class LocalPool:
 
     def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
         """See `Pool.obstacle`."""
+        if self._paused is not None:
+            return Obstacle.ENGINE, self._paused
         if self._runtime.scheduler.is_held_back(self.now_us()):
             return HELD_BACK
         return obstacle(self._sizes.rules, self._runtime.usage(), ask)

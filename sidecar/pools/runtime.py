@@ -40,7 +40,7 @@ class LeaseRuntime:
         self._timer_at_us = 0
 
     def submit(self, lease: Lease) -> None:
-        """Puts a request in its tier's queue, to the front after a preemption. `dispatch` admits it at the earliest."""
+        """Puts a request in its tier's queue, to the front where it returns. `dispatch` admits it at the earliest."""
         ask = lease.ask
         self.scheduler.submit(
             lease.ticket_id,
@@ -50,7 +50,7 @@ class LeaseRuntime:
             tenant=ask.tenant,
             weight=ask.weight,
             now_us=lease.entered_us,
-            preemptions=lease.preemptions,
+            returns=lease.returns,
         )
         self.waiting[lease.ticket_id] = lease
 
@@ -99,6 +99,23 @@ class LeaseRuntime:
         self.waiting[lease.ticket_id] = lease
         return True
 
+    def hand_back(self, lease: Lease, now_us: int) -> bool:
+        """No engine has taken the request of a lease: it waits again. False, and nothing changes, where the lease was
+        granted elsewhere. `dispatch` admits it at the earliest.
+        """
+        assert lease.grant is not None
+        if not self.scheduler.hand_back(lease.ticket_id, now_us, lease.grant.overtaken_at_us):
+            return False
+        self._preemptible.pop(lease.ticket_id, None)
+        self.waiting[lease.ticket_id] = lease
+        return True
+
+    def pause(self, *, is_paused: bool) -> None:
+        """Admits no request from now on, or admits again: at once those that the rules let in."""
+        self.scheduler.is_paused = is_paused
+        if not is_paused:
+            self.dispatch(self._clock())
+
     def hold_back(self, for_us: int) -> None:
         """Admits one request at a time for so long."""
         now_us = self._clock()
@@ -144,7 +161,7 @@ class LeaseRuntime:
 
     def _choose(self, ticket_id: str) -> None:
         lease = self._preemptible[ticket_id]
-        lease.chosen(lease.preemptions)
+        lease.chosen(lease.returns)
 
     def _wake_in_time(self, now_us: int) -> None:
         change_us = self.scheduler.next_change_us(now_us)

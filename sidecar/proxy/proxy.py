@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -38,6 +39,9 @@ from sidecar.proxy.upstream import (
 )
 
 logger = logging.getLogger(__name__)
+
+SOON_S = 1.0
+"""When a client may come again whose request the engine failed, at the earliest: it waits then for the engine."""
 
 
 class ResponseCut(Exception):
@@ -121,8 +125,9 @@ class _Forwarding:
             self._stop_watching()
             if self._is_internal():  # for the caller, with words that no client sees
                 raise
-            if (call := self._scope.get(CALL_KEY)) is not None:
-                call.answered_by_proxy(was_sent=self._was_sent)
+            call = self._scope.get(CALL_KEY)
+            if call is not None and not call.failed(error, was_sent=self._was_sent):
+                return
             await send_error(self._send, error, anthropic=speaks_anthropic(self._scope["path"]))
         except asyncio.CancelledError:
             if not self._is_our_own_cancellation():
@@ -150,7 +155,9 @@ class _Forwarding:
         except aiohttp.ConnectionTimeoutError as error:
             raise self._not_connected("it took too long to connect", error) from None
         except (aiohttp.ServerTimeoutError, asyncio.TimeoutError):
-            raise EngineTimeout("the engine did not answer in time") from None
+            raise EngineTimeout(
+                "the engine did not answer in time", retry_after_s=SOON_S * random.uniform(1, 2)
+            ) from None
         except aiohttp.ClientConnectorError as error:
             raise self._not_connected("no connection to it", error) from None
         except aiohttp.ClientConnectionError as error:
@@ -262,7 +269,8 @@ class _Forwarding:
             self._proxy.on_failure(trouble)
         shown = trouble or f"{url}: {reason}"
         message = f"the engine could not be reached: {reason}"
-        return EngineUnreachable(message, trouble=shown, is_connected=trouble is None)
+        retry_after_s = SOON_S * random.uniform(1, 2)
+        return EngineUnreachable(message, trouble=shown, is_connected=trouble is None, retry_after_s=retry_after_s)
 
     def _is_internal(self) -> bool:
         """Whether the sidecar itself asks."""

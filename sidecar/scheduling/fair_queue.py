@@ -22,8 +22,8 @@ being those of all tenants that wait. A newcomer whose tenant would still be wit
 newest ticket of the tenant that is furthest above its own (`displaced`). So a flood fills only the part of the queue
 that the others leave. This costs O(tenants), for such a newcomer alone.
 
-A ticket that was preempted returns to the queue at V, and is older than those that start there. Its tenant was charged
-when it was first admitted. It stands in no lane.
+A ticket that returns (it was preempted, or no engine took it) starts at V, and is older than those that start there.
+Its tenant was charged when it was first admitted. It stands in no lane.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class FairQueue:
         lane.waiting += 1
 
     def put_back(self, ticket: Ticket) -> None:
-        """Puts a ticket that was preempted in, at the tier's virtual time."""
+        """Puts a ticket that returns in, at the tier's virtual time."""
         ticket.start = self._virtual
         ticket.queued = True
         self._returned += 1
@@ -173,7 +173,7 @@ class FairQueue:
         """Takes out a ticket that its tenant is charged for: the tier's virtual time moves on to its start."""
         if self.count > 1:  # otherwise the tags start afresh
             self._virtual = max(self._virtual, ticket.start)
-            if not ticket.preemptions:
+            if not ticket.returns:
                 self._lanes[ticket.tenant].finish = ticket.start + ticket.tokens / ticket.weight
         self.remove(ticket)
 
@@ -205,7 +205,7 @@ class FairQueue:
         heappush(self._small if is_small else self._large, (ticket.start, ticket.sequence, ticket))
 
     def _leave_lane(self, ticket: Ticket) -> None:
-        if ticket.preemptions:
+        if ticket.returns:
             ticket.queued = False
             self._returned -= 1
             return

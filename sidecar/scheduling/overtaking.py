@@ -20,6 +20,7 @@ class Overtaking:
     def __init__(self) -> None:
         self._arrivals: list[int] = []
         self._moments: list[int] = []
+        self._is_parted = False
 
     def __len__(self) -> int:
         return len(self._arrivals)
@@ -30,11 +31,16 @@ class Overtaking:
         No ticket stands between a step and the very next arrival. So newcomers that are admitted at once, one after the
         other, stay one step: the first of them overtook all that the others overtook.
         """
-        if self._arrivals and arrival == self._arrivals[-1] + 1:
+        if self._arrivals and arrival == self._arrivals[-1] + 1 and not self._is_parted:
             self._arrivals[-1] = arrival
         elif not self._arrivals or arrival > self._arrivals[-1]:
             self._arrivals.append(arrival)
             self._moments.append(now_us)
+            self._is_parted = False
+
+    def part(self) -> None:
+        """A ticket stands now right after the latest arrival admitted: the next step is one of its own."""
+        self._is_parted = True
 
     def first_after(self, arrival: int) -> int | None:
         """When the ticket that arrived as number `arrival` was first overtaken, None where it was not."""

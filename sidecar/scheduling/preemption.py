@@ -6,7 +6,7 @@ before it that may not preempt does not switch preemption off, and every rule st
 chosen earlier counts as free. A lease may be chosen while all of this holds.
 
 1. Its tier is `preemptible` and less important than the served ticket's; its first byte has not gone out (it was not
-   kept), and it was preempted fewer than `max_preemptions` times.
+   kept), and it returned to the queue fewer than `max_preemptions` times.
 2. Without it, and without those chosen before it, its tier is not below its reserve (rule 1).
 3. Back in the queue it would not come before the served ticket, nor does a head of its tier. Else its room would go
    back to it or to that head.
@@ -136,7 +136,7 @@ class Preemption:
             for lease in reversed(self.leases.values())
             if lease.id not in self._victims
             and (most := largest.get(lease.tier)) is not None
-            and lease.preemptions < rules.max_preemptions
+            and lease.returns < rules.max_preemptions
             and lease.tokens <= most[0]
             and lease.requests <= most[1]
             and not self._order.comes_before(lease, served, now_us)

@@ -20,7 +20,8 @@ after the charge, r refunded to the tenant since, and e microseconds gone,
     refund <= max(0, l - r - per_minute * e)
 
 so the level is never below the level of charges by use from the start. A refund does not help a later minute: after a
-charge at most the capacity, and all use beyond estimates, has to drain.
+charge at most the capacity, and all use beyond estimates, has to drain. A request that the engine failed is refunded in
+the bucket of requests by the same rule, with r = one request.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Charge(NamedTuple):
     """The charge of one request, so that it can be corrected: see the law above.
 
     `level` is that of the tokens' bucket right after it, `refunded` the tenant's refunds until then, in tokens.
+    `requests_level`, `requests_refunded` and `requests_per_minute` are the same of the bucket of requests.
     """
 
     tenant: str
@@ -70,12 +72,15 @@ class Charge(NamedTuple):
     per_minute: int
     level: int
     refunded: int
+    requests_level: int = 0
+    requests_refunded: int = 0
+    requests_per_minute: int = 0
 
 
 class _Account:
     """One tenant's buckets. `mean_us` is how long its requests take, exponentially weighted by an eighth."""
 
-    __slots__ = ("at_us", "concurrent", "limits", "mean_us", "refunded", "requests", "tokens")
+    __slots__ = ("at_us", "concurrent", "limits", "mean_us", "refunded", "requests", "requests_refunded", "tokens")
 
     def __init__(self, now_us: int) -> None:
         self.limits = Limits()
@@ -84,6 +89,7 @@ class _Account:
         self.tokens = 0
         self.concurrent = 0
         self.refunded = 0
+        self.requests_refunded = 0
         self.mean_us = 0
 
     def drain(self, now_us: int) -> None:
@@ -129,7 +135,8 @@ class RateLimiter:
         if limits.tokens_per_minute is not None:
             account.tokens = min(FULLEST, account.tokens + tokens * UNIT)
         rate = limits.tokens_per_minute or 0
-        return Charge(tenant, tokens, account.at_us, rate, account.tokens, account.refunded)
+        of_requests = account.requests, account.requests_refunded, limits.requests_per_minute or 0
+        return Charge(tenant, tokens, account.at_us, rate, account.tokens, account.refunded, *of_requests)
 
     def correct(self, charge: Charge, used_tokens: int, now_us: int, *, was_held: bool = True) -> None:
         """The request has ended and used so many tokens. `was_held`: it ran, so its time counts in the mean."""
@@ -145,6 +152,19 @@ class RateLimiter:
             self._settle_tokens(account, charge, used_tokens)
         if account.is_at_rest():
             del self._accounts[charge.tenant]
+
+    def refund_request(self, charge: Charge, now_us: int) -> None:
+        """The request that was charged counts no more, as far as it has not drained. `correct` follows."""
+        account = self._accounts.get(charge.tenant)
+        if account is None or account.limits.requests_per_minute is None or not charge.requests_per_minute:
+            return
+        account.drain(now_us)
+        rate = max(charge.requests_per_minute, account.limits.requests_per_minute)
+        drained = rate * max(0, account.at_us - charge.at_us)
+        left = charge.requests_level - (account.requests_refunded - charge.requests_refunded) - drained
+        refund = max(0, min(UNIT, left, account.requests))
+        account.requests -= refund
+        account.requests_refunded += refund
 
     def count(self, tenant: str, limits: Limits, now_us: int) -> Charge:
         """A request that runs or waits already: it counts among its tenant's concurrent, and is charged nothing."""

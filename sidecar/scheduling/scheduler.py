@@ -56,13 +56,15 @@ _ALWAYS_FIRST, _, _TURN, _OTHER = OrderClass
 class Scheduler:
     """Decides which tickets are admitted. Not thread-safe; every method returns at once.
 
-    `submit`, `register`, `settle`, `cancel`, `resize`, `keep` and `requeue` change what waits and what is held; none
-    admits a ticket. Call `dispatch` afterwards, and again at `next_change_us`: it returns what became a lease, in
+    `submit`, `register`, `settle`, `cancel`, `resize`, `keep`, `requeue` and `hand_back` change what waits and what is
+    held; none admits a ticket. While it `is_paused` nothing is admitted and no lease is chosen; tickets come, age and
+    leave as always. Call `dispatch` afterwards, and again at `next_change_us`: it returns what became a lease, in
     order. Call `preempt` after it: it returns the leases that the engine is to release.
     """
 
     def __init__(self, rules: PoolRules) -> None:
         self.rules = rules
+        self.is_paused = False
         self._tiers = tuple(TierState(tier) for tier in rules.tiers)
         self._order = order_of(rules, self._tiers)
         self._all_tokens = 0
@@ -75,6 +77,7 @@ class Scheduler:
         self._overtaking = Overtaking()
         self._sequence = 0
         self._admissions = 0
+        self._latest_admitted = 0
         self._held_back_until_us = 0
         self._admitted_while_held_back: str | None = None
 
@@ -108,9 +111,9 @@ class Scheduler:
         requests: int = 1,
         tenant: str = "",
         weight: int = 1,
-        preemptions: int = 0,
+        returns: int = 0,
     ) -> Ticket:
-        """Puts a request in the queue of its tier; at the front where another scheduler has preempted it so often.
+        """Puts a request in the queue of its tier; at the front where another scheduler had admitted it so often.
 
         Raises ValueError where the id is taken or a size is not positive.
         """
@@ -121,8 +124,8 @@ class Scheduler:
         self._sequence += 1
         ticket = Ticket(ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence, self._served)
         self._waiting[ticket_id] = ticket
-        if preemptions:
-            ticket.preemptions = preemptions
+        if returns:
+            ticket.returns = returns
             self._tiers[tier].queue.put_back(ticket)
         else:
             self._tiers[tier].queue.push(ticket)
@@ -143,6 +146,8 @@ class Scheduler:
     def dispatch(self, now_us: int) -> list[Admission]:
         """Admits every ticket that the rules let in now, in order."""
         admissions: list[Admission] = []
+        if self.is_paused:
+            return admissions
         while self._waiting and self._has_any_room():
             candidate = self._next_admission(now_us)
             if candidate is None:
@@ -165,7 +170,7 @@ class Scheduler:
 
         No room is free yet: each of them holds its room until `requeue` or `settle`.
         """
-        if not self._preemption.leases or not self._waiting or self.is_held_back(now_us):
+        if not self._preemption.leases or not self._waiting or self.is_paused or self.is_held_back(now_us):
             return []
         order = self._order.in_order(now_us)
         for place, candidate in enumerate(order):
@@ -187,15 +192,39 @@ class Scheduler:
         ticket = self._preemption.released(ticket_id)
         if ticket is None:
             return False
-        del self._leases[ticket_id]
-        self._release(ticket, now_us)
-        ticket.preemptions += 1
         if ticket.overtaken_us is None:
             ticket.overtaken_us = now_us
-        self._waiting[ticket_id] = ticket
+        self._return(ticket, now_us)
+        return True
+
+    def hand_back(self, ticket_id: str, now_us: int, overtaken_us: int | None) -> bool:
+        """No engine has taken the request of a lease: it waits again, as if it had not been admitted.
+
+        It keeps its arrival, and its tenant is not charged a second time. `overtaken_us` is its first overtaking before
+        the admission; admissions of that time do not count as more. False, and nothing changes, where there is no such
+        lease, or it was registered. Not for a lease that was kept.
+        """
+        ticket = self._leases.get(ticket_id)
+        if ticket is None or not ticket.sequence:
+            return False
+        if ticket_id not in self._preemption.leases:  # else `_may_return` has done it
+            self._leave_out_own_tokens(ticket)
+        self._preemption.keep(ticket_id)
+        ticket.overtaken_us = overtaken_us
+        ticket.overtaken_after = max(ticket.sequence, self._latest_admitted)
+        self._overtaking.part()
+        self._return(ticket, now_us)
+        return True
+
+    def _return(self, ticket: Ticket, now_us: int) -> None:
+        del self._leases[ticket.id]
+        self._release(ticket, now_us)
+        if ticket.id == self._admitted_while_held_back:
+            self._admitted_while_held_back = None
+        ticket.returns += 1
+        self._waiting[ticket.id] = ticket
         self._has_returned = True
         self._tiers[ticket.tier].queue.put_back(ticket)
-        return True
 
     def cancel(self, ticket_id: str, now_us: int) -> Wait | None:
         """Takes a waiting ticket out and returns its wait. None, and nothing changes, where no such ticket waits."""
@@ -227,7 +256,7 @@ class Scheduler:
         Time matters when the pool is held back no longer, when a tier owes nothing more, and when the order changes
         (`order.changes_us`). `preempt` could choose a lease when a head has waited `preempt_after`.
         """
-        if not self._waiting:
+        if not self._waiting or self.is_paused:
             return None
         changes = [tier.owes_until_us for tier in self._tiers if tier.queue.count and tier.owes_until_us > now_us]
         heads = [head for tier in self._tiers if tier.queue.count for head in tier.heads(now_us)]
@@ -374,6 +403,7 @@ class Scheduler:
         served = list(self._served)
         served[ticket.tier] += ticket.tokens
         self._served = tuple(served)
+        self._latest_admitted = max(self._latest_admitted, ticket.sequence)
         if self._waiting:
             self._overtaking.admitted(ticket.sequence, now_us)
         self._forget_overtaking()
@@ -388,6 +418,9 @@ class Scheduler:
         """A lease that may be preempted. Its wait then goes on, and its own tokens do not count as served before it."""
         self._preemption.admitted(ticket)
         ticket.overtaken_us = wait.overtaken_at_us
+        self._leave_out_own_tokens(ticket)
+
+    def _leave_out_own_tokens(self, ticket: Ticket) -> None:
         served = list(ticket.served_before)
         served[ticket.tier] += ticket.tokens
         ticket.served_before = tuple(served)
@@ -413,7 +446,7 @@ class Scheduler:
     def _wait(self, ticket: Ticket, now_us: int) -> Wait:
         overtaken_at_us = ticket.overtaken_us
         if overtaken_at_us is None:
-            overtaken_at_us = self._overtaking.first_after(ticket.sequence)
+            overtaken_at_us = self._overtaking.first_after(ticket.overtaken_after or ticket.sequence)
         served, before = self._served, ticket.served_before
         starvation_us = 0 if overtaken_at_us is None else now_us - overtaken_at_us
         served_ahead = self._none_served if served is before else tuple(map(sub, served, before))
@@ -424,7 +457,8 @@ class Scheduler:
         if not self._waiting:
             self._overtaking.forget()
         elif self._overtaking.is_long(len(self._waiting)):
-            self._overtaking.forget_all_but(waiting.sequence for waiting in self._in_order())
+            needed = (waiting.overtaken_after or waiting.sequence for waiting in self._in_order())
+            self._overtaking.forget_all_but(sorted(needed))
 
     def _in_order(self) -> Iterable[Ticket]:
         """The waiting tickets, in order of arrival."""

@@ -29,10 +29,11 @@ class Ticket:
 
     `sequence` is its place in the order of arrival, `served_before` the served-token counters as they stood then;
     `start` is its fair-queueing tag, set when it becomes the first of its tenant. `queued` says whether it is still in
-    the queue of its tier; `previous` and `next` are its neighbors there among the tickets of its tenant. `preemptions`
-    counts how often it was preempted; `overtaken_us` is then its first overtaking, at the latest the moment of its
-    first return. A lease was admitted at `admitted_us`; `excess` is how many whole reserves too much its tier held with
-    it, where it was admitted by a turn.
+    the queue of its tier; `previous` and `next` are its neighbors there among the tickets of its tenant. `returns`
+    counts how often it was a lease and waited again; `overtaken_us` is then its first overtaking, after a preemption at
+    the latest the moment of its first return. Where it is None, only tickets after the place `overtaken_after` in the
+    order of arrival overtake it. A lease was admitted at `admitted_us`; `excess` is how many whole reserves too much
+    its tier held with it, where it was admitted by a turn.
     """
 
     id: str
@@ -48,8 +49,9 @@ class Ticket:
     queued: bool = False
     previous: Ticket | None = field(default=None, repr=False)
     next: Ticket | None = field(default=None, repr=False)
-    preemptions: int = 0
+    returns: int = 0
     overtaken_us: int | None = None
+    overtaken_after: int = 0
     admitted_us: int = 0
     excess: int = 0
 

@@ -116,7 +116,7 @@ class Journal:
         return [*islice((record for record in looked_at if record.arrived_us > arrived_us), most)]
 
     def refusals(self, limit: int) -> Sequence[RequestRecord]:
-        """The last that the middleware answered with an error, newest first."""
+        """The last that the middleware, or the proxy in the engine's place, answered with an error, newest first."""
         self._drop_old()
         return [*islice(reversed(self._refused), limit)]
 
@@ -152,7 +152,8 @@ class Journal:
         if not self._is_kept(record):
             return
         self._open.pop(record, None)
-        if record.refused is not None and record.refused.status is not None:
+        is_refused = record.refused is not None and record.refused.status is not None
+        if is_refused or (record.settled is not None and record.settled.message is not None):
             self._refused.append(record)
         if record.queued is not None or _broke_off(record):
             self._ended.append(record)

@@ -112,7 +112,7 @@ class Recent:
             add_overtakings(tier.overtaken_by[number % BUCKETS], {classified.tier: one})
 
     def _preempted(self, record: RequestRecord, event: Preempted) -> None:
-        if record.classified is not None:
+        if record.classified is not None and not event.is_unreached:
             bucket = self._tier(record.classified.tier).at(_number(record, event.at_us))
             bucket.preempted += 1
             bucket.engine_lost_s = round(bucket.engine_lost_s + engine_time_us(event) / 1e6, 6)

@@ -39,7 +39,10 @@ class TraceIds(NamedTuple):
 
 
 class PreemptedAttempt(msgspec.Struct, frozen=True, gc=False):
-    """An admission that was taken back, and the wait before it, None where there was none."""
+    """An admission that was taken back, and the wait before it, None where there was none.
+
+    It was preempted, or the engine could not be reached.
+    """
 
     queued: Queued | None
     admitted: Admitted
@@ -110,9 +113,14 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         return self.admitted or self.refused
 
     @property
+    def preemptions(self) -> int:
+        """How often it was preempted."""
+        return sum(not attempt.preempted.is_unreached for attempt in self.lost)
+
+    @property
     def engine_lost_us(self) -> int:
-        """The engine's time that was lost in attempts that were taken back."""
-        return sum(engine_time_us(attempt.preempted) for attempt in self.lost)
+        """The engine's time that was lost in attempts that were preempted."""
+        return sum(engine_time_us(attempt.preempted) for attempt in self.lost if not attempt.preempted.is_unreached)
 
     def ran_at(self, at_us: int) -> bool:
         """Whether it was at the engine then, in an attempt that was taken back: no one went ahead of it."""
@@ -155,7 +163,7 @@ def _end_of_wait(last: Admitted, settled: Settled) -> Refused:
         end = Refused(
             at_us=settled.at_us,
             code=settled.error or settled.outcome.value,
-            message="it waited again, as its room had gone to a more important request",
+            message="it waited again, as its room had gone to a more important request, or no engine could be reached",
             status=settled.status,
             queue_wait_us=settled.at_us - (last.at_us - last.queue_wait_us),
             starvation_us=0 if overtaken_us is None else settled.at_us - overtaken_us,

@@ -14,9 +14,13 @@ pytestmark = pytest.mark.anyio
 class Visitor:
     def __init__(self) -> None:
         self.visits = 0
+        self.has_given_up = False
 
     def check(self) -> None:
         self.visits += 1
+
+    def give_up(self) -> None:
+        self.has_given_up = True
 
 
 async def test_everybody_is_watched_every_interval_until_they_go() -> None:

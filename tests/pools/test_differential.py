@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 import fakeredis
+import msgspec
 import pytest
 import redis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -25,6 +26,8 @@ from tests.pools.harness import Clock, allow_any_size, ask, policy_of
 from tests.pools.scripted import Scripted, entering
 from tests.support.redis_servers import RedisServer
 
+FREE = ("back", "hand_back", "pause", "resume")
+"""Operations that name no ticket."""
 WEIGHTS = {"a": 1, "b": 2, "c": 3, "d": 7}
 SHARES = [Fraction(0), Fraction(1, 4), Fraction(1, 3), Fraction(1, 2), Fraction(1)]
 
@@ -68,6 +71,8 @@ OPERATIONS = st.lists(
         st.tuples(st.sampled_from(["end", "resize"]), st.integers(0, 30), st.integers(1, 60)),
         st.tuples(st.just("pass"), st.integers(0, 30)),
         st.tuples(st.just("hold_back"), st.sampled_from([0, 0, 5, 20, 60])),
+        st.tuples(st.just("hand_back"), st.integers(0, 30)),
+        st.tuples(st.sampled_from(["pause", "resume"])),
     ),
     min_size=60,  # hypothesis makes lists little longer than it must, and short ones queue hardly anybody
     max_size=240,
@@ -107,6 +112,7 @@ PREEMPTING_OPERATIONS = st.lists(
             *[("end_important",)] * 12,
             *(("end", index) for index in range(4)),
             *(("back", index, None) for index in range(12)),
+            *(("hand_back", index) for index in range(3)),
             *(("resize", index, tokens) for index, tokens in ((0, 1), (3, 15), (2, 45))),
             *(("keep", index) for index in range(2)),
             *(("pass", us) for us in (1, 5, 5)),
@@ -157,6 +163,8 @@ class Local:
             runtime._preemptible[ticket_id]._is_chosen = True
 
         self.chosen: list[str] = []
+        self.handed_back: set[int] = set()
+        self.is_paused = False
         runtime.displaced = noted_displaced  # type: ignore[method-assign]
         runtime._admit = noted  # type: ignore[method-assign]
         runtime._choose = chosen  # type: ignore[method-assign]
@@ -171,7 +179,26 @@ class Local:
         lease = self.leases[ticket]
         known = self.pool._runtime.scheduler._leases[lease.ticket_id]
         held = ask(lease.ask.tier, known.tokens, requests=lease.ask.requests, tenant=lease.ask.tenant)
-        return tuple(protocol.requeue(ticket, held, 0, known.preemptions + 1))
+        return tuple(protocol.requeue(ticket, held, 0, known.returns + 1))
+
+    def hand_back_of(self, ticket: int) -> tuple[Argument, ...]:
+        """What a replica would say of a lease that no engine took."""
+        lease = self.leases[ticket]
+        known = self.pool._runtime.scheduler._leases[lease.ticket_id]
+        held = ask(lease.ask.tier, known.tokens, requests=lease.ask.requests, tenant=known.tenant, weight=known.weight)
+        return tuple(protocol.requeue(ticket, held, 0, known.returns + 1, is_handed_back=True))
+
+    def statement(self) -> tuple[Argument, ...]:
+        """What a replica would state of all that it has."""
+        now_us, stated = self.pool.now_us(), []
+        for ticket, lease in self.leases.items():
+            if not lease.is_over:
+                known = self.pool._runtime.scheduler._leases.get(lease.ticket_id)
+                tokens = lease.ask.tokens if known is None else known.tokens
+                held = msgspec.structs.replace(lease.ask, tokens=tokens)
+                waited_us = None if known is not None else now_us - lease.entered_us
+                stated += protocol.statement(ticket, held, waited_us, lease.returns)
+        return tuple(stated)
 
     async def play(self, operations: list[tuple[Any, ...]]) -> Answers:
         answers = Answers()
@@ -183,7 +210,7 @@ class Local:
         self.order.clear()
         ticket_of = {lease.ticket_id: ticket for ticket, lease in self.leases.items()}
         leases = self.pool._runtime.scheduler._leases
-        answers.victims = [(ticket_of[victim], leases[victim].preemptions) for victim in self.chosen]
+        answers.victims = [(ticket_of[victim], leases[victim].returns) for victim in self.chosen]
         self.chosen.clear()
         answers.displaced, self.displaced = self.displaced, []
         return answers
@@ -207,6 +234,12 @@ class Local:
                 self.leases[ticket].requeue()
             case ("hold_back", _, for_us):
                 self.pool.hold_back(for_us / 1e6)
+            case ("hand_back", ticket, _):
+                self.handed_back.add(ticket)
+                self.leases[ticket].hand_back()
+            case ("pause" | "resume" as verb, *_):
+                self.is_paused = verb == "pause"
+                self.pool.pause("no engine" if self.is_paused else None)
 
     def _figures(self, grant: Any) -> tuple[Any, ...]:
         overtaken = None if grant.overtaken_at_us is None else grant.at_us - grant.overtaken_at_us
@@ -218,7 +251,9 @@ class Local:
         scheduler = self.pool._runtime.scheduler
         tags = [tier.queue._virtual for tier in scheduler._tiers]
         tiers = [(*scheduler.held(level), *scheduler.queued(level), tags[level]) for level in levels]
-        return (tiers, scheduler.waiting(), scheduler.leases(), scheduler.next_change_us(self.pool.now_us()))
+        # The script may wake a replica although it can admit nothing for it.
+        change = None if self.is_paused else scheduler.next_change_us(self.pool.now_us())
+        return (tiers, scheduler.waiting(), scheduler.leases(), change)
 
 
 class Lua:
@@ -230,9 +265,11 @@ class Lua:
         self.tiers: dict[int, tuple[float, ...]] = {}
         self._note(self.replica.sync())
         self.levels: dict[int, int] = {}
+        self.is_paused = False
 
     def play(self, operations: list[tuple[Any, ...]]) -> Answers:
         arguments: list[Argument] = []
+        states: tuple[Argument, ...] | None = None
         for operation in operations:
             match operation:
                 case ("enter", ticket, wanted):
@@ -244,11 +281,19 @@ class Lua:
                     arguments += (protocol.RESIZE, ticket, tokens)
                 case ("keep", ticket):
                     arguments += (protocol.KEEP, ticket, self.levels[ticket])
-                case ("back", _, said):
+                case ("back" | "hand_back", _, said):
                     arguments += said
+                case ("pause", _):
+                    self.is_paused = True
+                    arguments += (protocol.CUT_OFF,)
+                case ("resume", _, said):
+                    self.is_paused, states = False, said
                 case ("hold_back", _, for_us):
                     arguments += (protocol.BACK, for_us)
-        self.reply = reply = self.replica.call(*arguments)
+        if states is None:
+            self.reply = reply = self.replica.call(*arguments)
+        else:
+            self.reply = reply = self.replica.sync(*states, known=1, installs=False)
         self._note(reply)
         assert self._steps() <= reply.waiting
         return Answers(
@@ -277,7 +322,7 @@ class Lua:
 
     def stands(self) -> tuple[Any, ...]:
         after_us = self.reply.change_after_us
-        change = None if after_us is None else self.replica.clock.us + after_us
+        change = None if after_us is None or self.is_paused else self.replica.clock.us + after_us
         return ([self.tiers[level] for level in sorted(self.tiers)], self.reply.waiting, self.reply.leases, change)
 
 
@@ -307,6 +352,10 @@ def steps_of(program: list[tuple[Any, ...]], batch: int, tiers: int) -> Iterator
                 step.append(("back", index))
             case ("hold_back", for_us):
                 step.append(("hold_back", None, for_us))
+            case ("hand_back", index) if batch == 1:
+                step.append(("hand_back", index))
+            case ("pause" | "resume" as verb,) if batch == 1:
+                step.append((verb, None))
             case ("pass", us):
                 at_us += us
         if len(step) >= batch:
@@ -316,12 +365,28 @@ def steps_of(program: list[tuple[Any, ...]], batch: int, tiers: int) -> Iterator
 
 
 def of_a_victim(local: Local, operation: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """The operation, where it is not of a victim; else with the one that it means, where there is any."""
-    if operation[0] != "back":
+    """The operation with the ticket that it means, where there is any, and with what a replica would say."""
+    if operation[0] == "hand_back":
+        held = [t for t, lease in local.leases.items() if lease.grant and not lease.is_over and not lease._is_kept]
+        if held:
+            ticket = held[operation[1] % len(held)]
+            yield ("hand_back", ticket, local.hand_back_of(ticket))
+    elif operation[0] == "resume":
+        yield ("resume", None, local.statement())
+    elif operation[0] != "back":
         yield operation
     elif victims := local.victims():
         ticket = victims[operation[1] % len(victims)]
         yield ("back", ticket, local.requeue_of(ticket))
+
+
+def leave_out_served(answers: Answers, handed_back: set[int]) -> None:
+    """The script does not count for a lease that is handed back what was served while it was one: milliseconds."""
+    for listed in (answers.admitted, answers.left):
+        listed[:] = [
+            (ticket, (*figures[:3], None, figures[4]) if ticket in handed_back else figures)
+            for ticket, figures in listed
+        ]
 
 
 async def compare(client: Any, policy: Policy, program: list[tuple[Any, ...]], batch: int) -> None:
@@ -331,7 +396,7 @@ async def compare(client: Any, policy: Policy, program: list[tuple[Any, ...]], b
     refused: set[int] = set()
     for at_us, step in steps_of(program, batch, len(policy.tiers)):
         clock.us = begun_us + at_us
-        operations = [operation for operation in step if operation[0] == "back" or operation[1] not in refused]
+        operations = [operation for operation in step if operation[0] in FREE or operation[1] not in refused]
         operations = [known for operation in operations for known in of_a_victim(local, operation)]
         if batch == 1:
             expected, got = await local.play(operations), lua.play(operations)
@@ -339,6 +404,8 @@ async def compare(client: Any, policy: Policy, program: list[tuple[Any, ...]], b
             operations = [o for o in operations if o[0] in ("enter", "hold_back") or o[1] in local.leases]
             expected, got = await local.play(operations), lua.play(operations)
         refused |= {*expected.refused, *expected.displaced}
+        for answers in (expected, got):
+            leave_out_served(answers, local.handed_back)
         assert expected == got, (at_us, operations)
         assert local.stands() == lua.stands(), (at_us, operations)
     await local.pool.close()

@@ -94,7 +94,7 @@ class ChargesTicketsThatLeave(Scheduler):
 
     def cancel(self, ticket_id: str, now_us: int) -> Wait | None:
         ticket = self._waiting.get(ticket_id)
-        if ticket is not None and not ticket.preemptions:
+        if ticket is not None and not ticket.returns:
             lane = self._tiers[ticket.tier].queue._lanes[ticket.tenant]
             lane.finish = max(lane.finish, ticket.start) + ticket.tokens / ticket.weight
         return super().cancel(ticket_id, now_us)

@@ -14,7 +14,7 @@ def leases_never_exceed_the_pool_but_for_resizes_that_outgrow_it(recorder: Recor
 
 
 def no_ticket_waits_that_the_rules_let_in(recorder: Recorder) -> None:
-    if recorder.dispatched:
+    if recorder.dispatched and not recorder.record.is_paused:
         following = recorder.record.next_admission(recorder.now_us)
         assert following is None, f"{following.id} fits and waits"
 

@@ -43,7 +43,9 @@ class Request:
     """One request, from its submission to the end of time. `state` is waiting, held, settled or canceled.
 
     `start` is None until it is its tenant's first. `excess` is how many whole reserves too much a turn gave it.
-    `returns` are the moments at which it was preempted and waited again; `chosen` is so from the choice until then.
+    `returns` are the moments at which it waited again; `chosen` is so from the choice of a victim until then.
+    `preempted_us` is its first preemption. `handed_back` is the number of admissions before the last time that no
+    engine took it, with its overtaking up to then; None where there was no such time.
     """
 
     id: str
@@ -63,6 +65,8 @@ class Request:
     kept: bool = False
     chosen: bool = False
     returns: tuple[int, ...] = ()
+    preempted_us: int | None = None
+    handed_back: tuple[int, int | None] | None = None
 
 
 ALWAYS_FIRST, INSIDE, TURN, OTHER = range(4)
@@ -94,6 +98,7 @@ class Oracle:
         self.owes_until_us: dict[int, int] = {}
         self.held_back_until_us = 0
         self.went_while_held_back: str | None = None
+        self.is_paused = False
 
     # Operations.
 
@@ -137,8 +142,8 @@ class Oracle:
         return False
 
     def dispatch(self, now_us: int) -> list[Answer]:
-        answers = []
-        while (chosen := self.next_admission(now_us)) is not None:
+        answers: list[Answer] = []
+        while not self.is_paused and (chosen := self.next_admission(now_us)) is not None:
             answers.append(self.admit(chosen.id, now_us))
         return answers
 
@@ -171,11 +176,27 @@ class Oracle:
         """A victim waits again, at its tier's virtual time and by its original arrival."""
         if not any(request.id == id and request.chosen for request in self.held()):
             return False
+        request = self._return(id, now_us)
+        request.preempted_us = now_us if request.preempted_us is None else request.preempted_us
+        return True
+
+    def hand_back(self, id: str, now_us: int) -> bool:
+        """A lease that no engine took waits again, at its tier's virtual time and by its original arrival."""
+        found = next((request for request in self.held() if request.id == id), None)
+        if found is None:
+            return False
+        found.handed_back = len(self.admitted), self.overtaken_at_us(found)
+        self._return(id, now_us)
+        return True
+
+    def _return(self, id: str, now_us: int) -> Request:
         request = self._move(id, "held", "waiting")
+        if self.went_while_held_back == id:
+            self.went_while_held_back = None
         request.tokens, request.chosen, request.returns = request.held_tokens, False, (*request.returns, now_us)
         request.start = self.virtual.get(request.tier, 0)
         self._ended(request, now_us)
-        return True
+        return request
 
     # Definitions.
 
@@ -339,7 +360,7 @@ class Oracle:
         """The leases whose room the first that may preempt takes, beside those that were chosen before."""
         order = self.in_order(now_us)
         asking = self.preempting(now_us)
-        if asking is None or self.is_held_back(now_us):
+        if asking is None or self.is_held_back(now_us) or self.is_paused:
             return []
         before = order[: order.index(asking) + 1]
         leaving = [request for request in self.held() if request.chosen]
@@ -452,10 +473,18 @@ class Oracle:
     # Reports of waits.
 
     def overtaken_at_us(self, request: Request) -> int | None:
-        """The first admission of a ticket that arrived later while it waited, or the moment it was first preempted."""
-        mine = next((place for place, (other, *_) in enumerate(self.admitted) if other is request), len(self.admitted))
-        before = [at_us for other, at_us, _ in self.admitted[:mine] if other.number > request.number]
-        return min([*before[:1], *request.returns[:1]], default=None)
+        """The first admission of a ticket that arrived later while it waited, or the moment it was first preempted.
+
+        Once it was handed back, only a ticket overtakes it that arrived after all that had been admitted until then.
+        """
+        since, earlier = (0, None) if request.handed_back is None else request.handed_back
+        if earlier is not None:
+            return earlier
+        latest = max([request.number, *(other.number for other, *_ in self.admitted[:since])])
+        places = [place for place, (other, *_) in enumerate(self.admitted) if other is request and place >= since]
+        mine = places[0] if places else len(self.admitted)
+        before = [at_us for other, at_us, _ in self.admitted[since:mine] if other.number > latest]
+        return min([*before[:1], *([] if request.preempted_us is None else [request.preempted_us])], default=None)
 
     def answer(self, request: Request, now_us: int) -> Answer:
         overtaken_at_us = self.overtaken_at_us(request)

@@ -83,6 +83,7 @@ class Recorder:
         self.backlogs: dict[tuple[int, str, str], Backlog] = {}
         self.unfair: list[str] = []
         self.charged_twice: set[int] = set()
+        self.granted_overtaken: dict[str, int | None] = {}  # as the grant said it to the lease
 
     def pass_time(self, by_us: int) -> None:
         self.now_us += by_us
@@ -147,6 +148,22 @@ class Recorder:
         self._drain()
         self._keep_backlogs()
 
+    def hand_back(self, id: str) -> None:
+        self._turn()
+        lease = self.scheduler._leases.get(id)
+        overtaken_us = None if lease is None else self.granted_overtaken[id]
+        did = self.scheduler.hand_back(id, self.now_us, overtaken_us)
+        if did != self.record.hand_back(id, self.now_us):
+            self.disagreements.append(f"hand back {id} at {self.now_us}: {did}")
+        if did:
+            self.charged_twice |= {r.tier for r in self.record.submitted if r.id == id}
+        self._drain()
+        self._keep_backlogs()
+
+    def pause(self, *, is_paused: bool) -> None:
+        self._turn()
+        self.scheduler.is_paused = self.record.is_paused = is_paused
+
     def over_the_pool(self) -> bool:
         used = zip(self.record.used(), self.record.policy.capacity, strict=True)
         return any(capacity is not None and mine > capacity for mine, capacity in used)
@@ -165,6 +182,7 @@ class Recorder:
 
     def _decision(self, admission: Admission) -> Decision:
         record, now_us = self.record, self.now_us
+        self.granted_overtaken[admission.ticket.id] = admission.wait.overtaken_at_us
         request = next(r for r in record.waiting() if r.id == admission.ticket.id)
         following = record.next_admission(now_us)
         order = record.in_order(now_us)

@@ -113,6 +113,26 @@ class Pool(RuleBasedStateMachine):
         self.recorder.resize(name, tokens)
         self.oracle.resize(name, tokens)
 
+    @rule()
+    def no_engine_takes_the_latest_lease(self) -> None:
+        for lease in [request for request in self.oracle.held() if not request.kept][-1:]:
+            self._hand_back(lease.id)
+
+    @rule()
+    def the_engine_dies_under_all_that_have_no_first_byte(self) -> None:
+        for lease in [request for request in self.oracle.held() if not request.kept]:
+            self._hand_back(lease.id)
+        self.pause(is_paused=True)
+
+    def _hand_back(self, name: str) -> None:
+        self.recorder.hand_back(name)
+        self.oracle.hand_back(name, self.recorder.now_us)
+
+    @rule(is_paused=st.sampled_from([True, False, False, False]))
+    def pause(self, is_paused: bool) -> None:
+        self.recorder.pause(is_paused=is_paused)
+        self.oracle.is_paused = is_paused
+
     @rule(for_us=st.sampled_from([0, 1, 10, 60]))
     def hold_back(self, for_us: int) -> None:
         self.recorder.hold_back(for_us)
@@ -181,6 +201,9 @@ class Pool(RuleBasedStateMachine):
         record, now_us = self.recorder.record, self.recorder.now_us
         next_us = self.recorder.scheduler.next_change_us(now_us)
         assert next_us is None or next_us > now_us
+        if record.is_paused:
+            assert next_us is None
+            return
         last_us = now_us + 1_000 if next_us is None else next_us - 1
         for at_us in {now_us + 1, (now_us + last_us) // 2, last_us} if last_us > now_us else ():
             assert record.next_admission(at_us) is None

@@ -19,9 +19,9 @@ class Running:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
-    async def line(self, pattern: str) -> re.Match[str]:
-        """Reads its output up to a line that matches; fails after `WITHIN_S` or when the output ends."""
-        return await asyncio.wait_for(self._line(pattern), WITHIN_S)
+    async def line(self, pattern: str, within_s: float = WITHIN_S) -> re.Match[str]:
+        """Reads its output up to a line that matches; fails after `within_s` or when the output ends."""
+        return await asyncio.wait_for(self._line(pattern), within_s)
 
     async def _line(self, pattern: str) -> re.Match[str]:
         assert self._process.stdout is not None

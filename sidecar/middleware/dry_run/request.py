@@ -95,6 +95,9 @@ class DryRunRequest:
     def check(self) -> None:
         """See `Watched`. The dry run ends no request, so there is nothing to check."""
 
+    def give_up(self) -> None:
+        """Nothing: the request does not wait."""
+
     async def _receive_for_app(self) -> Message:
         message = await self._receive()
         if self._watcher is not None:

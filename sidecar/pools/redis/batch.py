@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sidecar.pools.base import Grant, Lease, WaitOutcome
-from sidecar.pools.redis.protocol import BACK, KEEP, RESIZE, Argument, end, enter, requeue
+from sidecar.pools.redis.protocol import BACK, CUT_OFF, KEEP, RESIZE, Argument, end, enter, requeue
 
 MOST_OPERATIONS = 128
 """Of one call. The script needs some 30 us for each; further operations travel in the next call."""
@@ -62,7 +62,7 @@ class BatchQueue:
 
     def end(self, lease: Lease, outcome: WaitOutcome | None, used_tokens: int | None) -> None:
         """A lease, or its wait, is over. The answer resolves `outcome` with how it had waited."""
-        batch = self._add(end(lease.id, lease.ask, used_tokens))
+        batch = self._add(end(lease.id, lease.ask, used_tokens, is_counted=lease.is_counted))
         batch.ends += 1
         if lease.grant is not None:
             batch.free(lease)
@@ -77,9 +77,14 @@ class BatchQueue:
         """A lease is not to be preempted any more. Where it was not chosen that can wait for the next call."""
         self._add((KEEP, lease.id, lease.ask.tier), wakes=is_urgent)
 
-    def requeue(self, lease: Lease, waited_us: int) -> None:
+    def requeue(self, lease: Lease, waited_us: int, *, is_handed_back: bool = False) -> None:
         """A lease gives its room back and waits again."""
-        self._add(requeue(lease.id, lease.ask, waited_us, lease.preemptions)).free(lease)
+        said = requeue(lease.id, lease.ask, waited_us, lease.returns, is_handed_back=is_handed_back)
+        self._add(said).free(lease)
+
+    def cut_off(self) -> None:
+        """The replica cannot reach the engine, until its next statement."""
+        self._add((CUT_OFF,))
 
     def hold_back(self, for_us: int) -> None:
         """The pool is to admit one request at a time for so long."""

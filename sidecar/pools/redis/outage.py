@@ -48,6 +48,7 @@ class Outage:
         is_refused: bool = False,
     ) -> None:
         self.partition: Partition | None = None
+        self._is_paused = False
         self._is_refused = is_refused
         self._sizes = sizes
         self._leases = leases
@@ -77,7 +78,13 @@ class Outage:
         if not self._is_patient:
             self._refuse_waiting_too_large()
 
-    def pause(self) -> None:
+    def pause(self, *, is_paused: bool) -> None:
+        """Admits no request from now on, or does again: see `Pool.pause`."""
+        self._is_paused = is_paused
+        if self.partition is not None:
+            self.partition.pause(is_paused=is_paused)
+
+    def suspend(self) -> None:
         """Decides nothing more: the replica states everything to the store. `begin` follows where that fails."""
         if self.partition is not None:
             self.partition.stop()
@@ -85,7 +92,7 @@ class Outage:
 
     def end(self) -> None:
         """The store is back, or the process ends."""
-        self.pause()
+        self.suspend()
         self._timer.cancel()
 
     def enter(self, lease: Lease) -> None:
@@ -135,10 +142,10 @@ class Outage:
 
     def _divide(self) -> None:
         """Makes the part anew, of the present rules."""
-        self.pause()
+        self.suspend()
         known = self._known if self._divides and self._is_patient else None
         self.rules = self._part if known is None else first_part(self._sizes.rules, known)
-        self.partition = Partition(self.rules, self._leases.values(), self._clock)
+        self.partition = Partition(self.rules, self._leases.values(), self._clock, is_paused=self._is_paused)
 
     def _refusal(self, lease: Lease) -> AdmissionError | None:
         """The refusal of a new request; None where it may wait, and is charged to its tenant."""

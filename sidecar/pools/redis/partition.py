@@ -100,8 +100,9 @@ def _share(figure: int, part: int, whole: int, *, rounds_up: bool = False) -> in
 class Partition(LeaseRuntime):
     """A part at work. It takes over the replica's leases, and the waiting requests that could ever fit into it."""
 
-    def __init__(self, part: PoolRules, leases: Iterable[Lease], clock: Clock) -> None:
+    def __init__(self, part: PoolRules, leases: Iterable[Lease], clock: Clock, *, is_paused: bool = False) -> None:
         super().__init__(part, clock)
+        self.scheduler.is_paused = is_paused
         self.part = part
         self._parked: dict[int, Lease] = {}  # does not fit now; the part may grow, or the store come back
         for lease in leases:

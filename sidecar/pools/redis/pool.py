@@ -77,6 +77,7 @@ class RedisPool:
         self._last: protocol.Reply | None = None
         self._tiers = [protocol.TierReply(0, 0, 0, 0, 0, 0, 0)] * len(policy.tiers)
         self._overtaking = Overtaking()
+        self._paused: str | None = None
         self.most_tokens = self._sizes.most_tokens
         self.readiness = self.status.readiness
 
@@ -121,6 +122,15 @@ class RedisPool:
             self._partition.hold_back(for_us)
         elif self._session is not None:
             self._batches.hold_back(for_us)
+
+    def pause(self, reason: str | None) -> None:
+        """See `Pool.pause`. The store admits no request of this replica, and goes on with those of the others."""
+        was_paused, self._paused = self._paused is not None, reason
+        is_paused = reason is not None
+        if self._outage is not None:
+            self._outage.pause(is_paused=is_paused)
+        elif is_paused != was_paused:
+            self._tell_whether_cut_off()
 
     async def enter(self, ask: Ask) -> Lease:
         """See `Pool.enter`."""
@@ -182,6 +192,8 @@ class RedisPool:
 
     def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
         """See `Pool.obstacle`. By the store's latest answer."""
+        if self._paused is not None:
+            return Obstacle.ENGINE, self._paused
         if self._partition is not None:
             found = no_room(self._rules(), self._usage(), ask)
             figures = "" if found is None else f": {found}"
@@ -208,6 +220,7 @@ class RedisPool:
         if self._leases.pop(lease.id, None) is None:
             resolve(outcome, None)
             return
+        lease.is_counted &= lease.grant is not None or self._paused is None
         if self._outage is not None:
             self._outage.limits.ended(lease, used_tokens, self.now_us())
         if self._partition is not None:
@@ -244,14 +257,27 @@ class RedisPool:
         else:
             self._batches.requeue(lease, self.now_us() - lease.entered_us)
 
+    def hand_back(self, lease: Lease) -> None:
+        """See `LeaseOwner.hand_back`."""
+        if self._outage is not None:
+            self.requeue(lease)
+            return
+        if error := self._sizes.outgrown(lease.ask):
+            self.end(lease, None)
+            lease.waits_again()
+            lease.refused(error)
+            return
+        lease.waits_again()
+        self._batches.requeue(lease, self.now_us() - lease.entered_us, is_handed_back=True)
+
     # -- what happens to the session (`session.SessionOwner`)
 
     def statement(self) -> tuple[Sequence[protocol.Argument], Statement]:
         """See `SessionOwner.statement`. Operations that were not sent are part of it."""
         self._drop_unsent()
         if self._outage is not None:
-            self._outage.pause()
-        self._statement = Statement(self._leases.values(), self.now_us)
+            self._outage.suspend()
+        self._statement = Statement(self._leases.values(), self.now_us, is_cut_off=self._paused is not None)
         self._known.state(self._statement)
         self._stated_rules = self._sizes.rules
         knew = self._last.expected if self._last else 0
@@ -265,6 +291,8 @@ class RedisPool:
         """See `SessionOwner.synced`. The store decides again."""
         self._membership.accepted()
         self._end_outage()
+        if self._statement.is_cut_off != (self._paused is not None):
+            self._tell_whether_cut_off()
         unjudged = self._statement.unjudged
         self._rules_are_new = self._stated_rules is not self._sizes.rules  # they may have changed since
         self.status.change(StoreState.SHARED, f"{len(self._leases)} leases and tickets of this replica")
@@ -327,6 +355,7 @@ class RedisPool:
         known = None if is_refused else self._known.at_loss()
         if self._outage is None:
             self._outage = Outage(self._sizes, self._leases, known, self.now_us, is_refused=is_refused)
+        self._outage.pause(is_paused=self._paused is not None)
         if self._outage.partition is None:
             self._outage.begin(known)
 
@@ -340,13 +369,17 @@ class RedisPool:
     def _apply(self, lines: protocol.Lines, now_us: int) -> None:
         for lease_id, wait in lines.grants:
             lease = self._leases.get(lease_id)
-            preemptions = wait.preemptions if wait else 0  # else it is an earlier grant, heard of late
-            if lease is not None and lease.grant is None and preemptions == lease.preemptions:
+            returns = wait.returns if wait else 0  # else it is an earlier grant, heard of late
+            if lease is not None and lease.grant is None and returns == lease.returns:
                 self._known.hold(lease.ask.tokens, lease.ask.requests)
-                lease.granted(self._grant(lease, wait, now_us))
-        for lease_id, preemptions in lines.victims:
+                if self._paused is None:
+                    lease.granted(self._grant(lease, wait, now_us))
+                else:  # the store had not heard yet that this replica cannot reach the engine
+                    lease.returns += 1
+                    self._batches.requeue(lease, now_us - lease.entered_us, is_handed_back=True)
+        for lease_id, returns in lines.victims:
             if (lease := self._leases.get(lease_id)) is not None:
-                lease.chosen(preemptions)
+                lease.chosen(returns)
         for lease_id in lines.displaced:
             self._refuse_a_place(lease_id, now_us)
 
@@ -436,6 +469,13 @@ class RedisPool:
         return usage_of(self._leases.values(), len(self._tiers))
 
     # -- the outage, the session
+
+    def _tell_whether_cut_off(self) -> None:
+        """Reports to the store whether this replica can reach the engine. Its tickets take their places by a resync."""
+        if self._paused is not None:
+            self._batches.cut_off()
+        elif self._session is not None:
+            self._session.restate()
 
     def _end_outage(self) -> None:
         if self._outage is not None:

@@ -43,7 +43,7 @@ def joined(texts: Mapping[str, str] = MappingProxyType({})) -> str:
 
 
 SOURCE = joined()
-LAYOUT = 5
+LAYOUT = 6
 """Goes up when what the keys hold changes: replicas of two versions then keep two pools, rather than one broken one."""
 
 BEAT_S = 2.0
@@ -53,7 +53,7 @@ SILENCE_S = 10.0
 
 CALL, BEAT, BEGIN, SYNC, BYE = b"call", b"beat", b"begin", b"sync", b"bye"
 ENTER, END, RESIZE, BACK, LEASE, TICKET = b"e", b"x", b"z", b"b", b"l", b"t"
-KEEP, REQUEUE = b"k", b"p"
+KEEP, REQUEUE, HAND_BACK, CUT_OFF = b"k", b"p", b"r", b"h"
 METERED_ENTER, METERED_END, COUNTED, UNTOLD = b"m", b"u", b"a", b"f"
 ENTER_PROMISED, METERED_ENTER_PROMISED = b"E", b"M"
 LEASES_STATED, ALL_STATED = b"n", b"d"
@@ -115,34 +115,40 @@ def enter(lease_id: int, ask: Ask, lower: int | None, promised: int | None = Non
     return (operation, *size, *(-1 if figure is None else figure for figure in figures), *last)
 
 
-def end(lease_id: int, ask: Ask, used_tokens: int | None) -> Sequence[Argument]:
-    """The operation that ends a lease or a wait. `used_tokens` is None where the number is not known."""
+def end(lease_id: int, ask: Ask, used_tokens: int | None, *, is_counted: bool = True) -> Sequence[Argument]:
+    """The operation that ends a lease or a wait. `used_tokens` is None where the number is not known.
+
+    A request that is not counted used none, and its tenant gets the request back, too.
+    """
     if ask.limits is None:
         return (END, lease_id)
-    return (METERED_END, lease_id, -1 if used_tokens is None else used_tokens)
+    return (METERED_END, lease_id, -2 if not is_counted else -1 if used_tokens is None else used_tokens)
 
 
-def statement(lease_id: int, ask: Ask, waited_us: int | None, preemptions: int = 0) -> Sequence[Argument]:
+def statement(lease_id: int, ask: Ask, waited_us: int | None, returns: int = 0) -> Sequence[Argument]:
     """The statement of one lease, or of a ticket that has waited for so long."""
     if waited_us is None:
-        return (LEASE, lease_id, ask.tier, ask.tokens, ask.requests, preemptions)
-    return (TICKET, *_waiting(lease_id, ask, waited_us, preemptions))
+        return (LEASE, lease_id, ask.tier, ask.tokens, ask.requests, returns)
+    return (TICKET, *_waiting(lease_id, ask, waited_us, returns))
 
 
-def requeue(lease_id: int, ask: Ask, waited_us: int, preemptions: int) -> Sequence[Argument]:
-    """The operation by which a victim waits again, for the `preemptions`-th time."""
-    return (REQUEUE, *_waiting(lease_id, ask, waited_us, preemptions))
+def requeue(
+    lease_id: int, ask: Ask, waited_us: int, returns: int, *, is_handed_back: bool = False
+) -> Sequence[Argument]:
+    """The operation by which a victim, or a lease that no engine took, waits again, for the `returns`-th time."""
+    return (HAND_BACK if is_handed_back else REQUEUE, *_waiting(lease_id, ask, waited_us, returns))
 
 
-def _waiting(lease_id: int, ask: Ask, waited_us: int, preemptions: int) -> Sequence[Argument]:
+def _waiting(lease_id: int, ask: Ask, waited_us: int, returns: int) -> Sequence[Argument]:
     size = (ask.tokens, ask.requests)
-    return (lease_id, ask.tier, ask.tenant, ask.weight, *size, max(0, waited_us), preemptions)
+    return (lease_id, ask.tier, ask.tenant, ask.weight, *size, max(0, waited_us), returns)
 
 
 class TierReply(NamedTuple):
     """One tier in the store; `served` and `admitted` count tokens and requests since the pool was made.
 
-    Only the script reads the figures that follow them in the text.
+    Those that wait outside the queue, because their replica cannot reach the engine, count as queued. Only the script
+    reads the other figures of the text.
     """
 
     held_tokens: int
@@ -158,7 +164,7 @@ class WaitReply(NamedTuple):
     """How a ticket waited, in microseconds; `starved_us` is None where it was not overtaken.
 
     `level` is None where it was admitted as it came: it is its tier's. `passed` is as in `scheduling.Admission`.
-    `preemptions` is how often it had been preempted before: a line may arrive late, and twice.
+    `returns` is how often it had waited again before: a line may arrive late, and twice.
     """
 
     wait_us: int
@@ -166,11 +172,11 @@ class WaitReply(NamedTuple):
     level: int | None
     served_ahead: Sequence[int]
     passed: Sequence[tuple[int, Rule]] = ()
-    preemptions: int = 0
+    returns: int = 0
 
 
 class Lines(NamedTuple):
-    """The lines of a reply or a message: grants, the victims with their preemptions, and the tickets that gave their
+    """The lines of a reply or a message: grants, the victims with their returns, and the tickets that gave their
     place in a full queue to a tenant below its share.
     """
 
@@ -289,13 +295,13 @@ def read_wait(text: bytes) -> tuple[int, WaitReply | None]:
     if b" " not in text:
         return int(text), None
     words = text.split()
-    preemptions = int(words.pop()[1:]) if words[-1].startswith(b"r") else 0
+    returns = int(words.pop()[1:]) if words[-1].startswith(b"r") else 0
     passed = _read_passed(words.pop()) if words[-1].startswith(b"p") else ()
     if len(words) == 1:
         return int(words[0]), WaitReply(0, None, None, (), passed)
     ticket, wait_us, starved_us, level, *served = map(int, words)
     starved = None if starved_us < 0 else starved_us
-    return ticket, WaitReply(wait_us, starved, level, served, passed, preemptions)
+    return ticket, WaitReply(wait_us, starved, level, served, passed, returns)
 
 
 def _read_passed(codes: bytes) -> Sequence[tuple[int, Rule]]:
@@ -304,4 +310,8 @@ def _read_passed(codes: bytes) -> Sequence[tuple[int, Rule]]:
 
 def _read_tier(text: bytes) -> tuple[int, TierReply]:
     level, figures = text.split(b" ", 1)
-    return int(level), TierReply(*msgspec.json.decode(figures)[: len(TierReply._fields)])
+    read = msgspec.json.decode(figures)
+    held_tokens, held_requests, tokens, queued, virtual, served, admitted = read[:7]
+    parked, parked_tokens = read[11:]
+    waiting = (tokens + parked_tokens, queued + parked)
+    return int(level), TierReply(held_tokens, held_requests, *waiting, virtual, served, admitted)

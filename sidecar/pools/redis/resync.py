@@ -23,11 +23,15 @@ STATED_AT_ONCE = 128
 class Statement:
     """All leases of a replica, waiting or held, at one moment. Changes after it travel in batches, as always.
 
+    `is_cut_off` says that the replica cannot reach the engine.
+
     `unjudged` are the requests with limits that the store may have heard of or not: they ask again once it knows the
     others.
     """
 
-    def __init__(self, leases: Iterable[Lease], clock: Clock) -> None:
+    def __init__(self, leases: Iterable[Lease], clock: Clock, *, is_cut_off: bool = False) -> None:
+        self.is_cut_off = is_cut_off
+        self._first: list[protocol.Argument] = [protocol.CUT_OFF] if is_cut_off else []
         self.unjudged: list[Lease] = []
         held: list[Lease] = []
         self._tickets: deque[Lease] = deque()
@@ -59,7 +63,7 @@ class Statement:
 
         A ticket that has ended meanwhile is stated, too: its end follows, and finds it.
         """
-        arguments: list[protocol.Argument] = []
+        arguments, self._first = self._first, []
         leases = _taken(self._leases, STATED_AT_ONCE)
         tickets = _taken(self._tickets, STATED_AT_ONCE - len(leases))
         for lease in leases:
@@ -78,7 +82,7 @@ def _taken(leases: deque[Lease], most: int) -> Sequence[Lease]:
 
 def _stated(lease: Lease, waited_us: int | None) -> Sequence[protocol.Argument]:
     counted = () if lease.ask.limits is None else (protocol.COUNTED, lease.id, lease.ask.tenant)
-    return (*protocol.statement(lease.id, lease.ask, waited_us, lease.preemptions), *counted)
+    return (*protocol.statement(lease.id, lease.ask, waited_us, lease.returns), *counted)
 
 
 class Membership:

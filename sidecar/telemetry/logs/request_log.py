@@ -142,8 +142,7 @@ def _request_fields(record: RequestRecord, wait: Admitted | Refused | None) -> F
     }
     if wait is not None and wait.queue_wait_us:
         fields |= {"queue_wait_s": wait.queue_wait_us / 1e6, "starvation_s": wait.starvation_us / 1e6}
-    if record.lost:
-        preemptions = record.lost[-1].preempted.times
+    if preemptions := record.preemptions:
         fields |= {"preemptions": preemptions, "engine_lost_s": record.engine_lost_us / 1e6}
     return fields
 

@@ -52,6 +52,7 @@ class Counters(msgspec.Struct, eq=False):
     refused: Counted = {}
     abandoned: Counted = {}
     settled: Counted = {}
+    failed: Counted = {}
     preemptions: Counted = {}
     preempted_engine_us: Counted = {}
     clamped: Counted = {}
@@ -108,6 +109,12 @@ COUNTERS = (
         "settled",
         (TIER, semconv.ADMISSION_OUTCOME),
         "Leases that were given back, by how the request ended.",
+    ),
+    Counter(
+        semconv.FAILED,
+        "failed",
+        (TIER, semconv.ERROR_TYPE),
+        "Admitted requests that failed, by what failed them: engine_unreachable, engine_timeout, or an exception.",
     ),
     Counter(
         semconv.PREEMPTIONS,

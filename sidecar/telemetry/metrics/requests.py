@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 GAVE_UP = frozenset(("client_left", "canceled"))
 """The codes of `Refused` that are not the middleware's refusal."""
-PASSED, REFUSED = "passed", "refused"
+PASSED, REFUSED, FAILED = "passed", "refused", "failed"
 
 
 class WaitHistograms:
@@ -126,14 +126,16 @@ class RequestMetrics:
         for overtaken, rule in event.passed.items():
             add(counters.overtaken, (overtaken, tier, rule))
             add(counters.overtaken_tokens, (overtaken, tier, rule), tokens)
-        if not classified.preemptible and not record.lost:  # preempted all the same where another policy came
+        # Preempted all the same where another policy came. A wait for the engine is one more wait.
+        if not classified.preemptible and (not record.lost or record.lost[-1].preempted.is_unreached):
             self._record_wait(record, "admitted", event)
 
     def _preempted(self, record: RequestRecord, event: Preempted) -> None:
         classified = record.classified
         tier = "" if classified is None else classified.tier
-        add(self.counters.preemptions, (tier,))
-        add(self.counters.preempted_engine_us, (tier,), engine_time_us(event))
+        if not event.is_unreached:
+            add(self.counters.preemptions, (tier,))
+            add(self.counters.preempted_engine_us, (tier,), engine_time_us(event))
         if classified is not None and record.lost and record.lost[-1].preempted is event:
             self.holdings.add(classified.tenant, -classified.tokens, -1)
 
@@ -157,6 +159,8 @@ class RequestMetrics:
             return
         counters, tier, used = self.counters, classified.tier, event.tokens_used
         add(counters.settled, (tier, event.outcome.value))
+        if event.outcome is Outcome.FAILED:
+            add(counters.failed, (tier, event.error or FAILED))
         add(counters.tokens_used, (tier,), used)
         counters.tenants.counts(classified.tenant).tokens_used += used
         is_wait_recorded = not classified.preemptible or record.first_byte is not None

@@ -18,7 +18,7 @@ CLIENTS_ERRORS = 400
 SERVERS_ERRORS = 500
 """From which status on an answer is an error of a CLIENT span, and of a SERVER span: the HTTP conventions' rule."""
 
-CANCELED = "canceled"
+CANCELED, UNREACHABLE = "canceled", "engine_unreachable"
 ABANDONED = frozenset({Outcome.CLIENT_LEFT.value, CANCELED})
 """The codes of `Refused` without an answer: the client disconnected, or the server stopped."""
 
@@ -134,7 +134,8 @@ class RequestSpans:
         for attempt in record.lost:
             self._write_wait(written, attempt.queued, attempt.admitted)
             written.update(_of_admission(attempt.admitted))
-            written[semconv.ADMISSION_PREEMPTIONS] = attempt.preempted.times
+        if preemptions := record.preemptions:
+            written[semconv.ADMISSION_PREEMPTIONS] = preemptions
         if record.waited is not None:
             self._write_wait(written, record.queued, record.waited)
         if record.admitted is not None:
@@ -172,7 +173,11 @@ class RequestSpans:
         for attempt, engine in zip(record.lost, self._engines, strict=False):
             self._draw_wait(tier, attempt.queued, start_us, attempt.admitted, ())
             start_us = attempt.preempted.at_us
-            ended_ns = self._wall_ns(start_us)  # the `engine` span says so, and is no error of the engine's
+            ended_ns = self._wall_ns(start_us)
+            if attempt.preempted.is_unreached:
+                engine.end(ended_ns, {semconv.ERROR_TYPE: UNREACHABLE}, error="no connection to the engine")
+                continue
+            # The `engine` span says so, and is no error of the engine's.
             engine.end(ended_ns, {semconv.ADMISSION_PREEMPTED: True}, [(semconv.PREEMPTED, ended_ns)])
         in_turn, overtook = self._links
         self._draw_wait(tier, record.queued, start_us, waited, in_turn)

@@ -19,10 +19,11 @@
 --   <root>:<birth>:v           hash  'REPLICA ID' -> 'SEQUENCE ARRIVED TIMES OVERTAKEN SERVED...' of the leases of
 --                                    preemptible tiers: how they had waited, how often they were preempted before
 --   <root>:<birth>:p:<level>   zset  those of them that may be preempted, in order of admission
---   <root>:<birth>:a           hash  tenant -> 'REQUESTS TOKENS MOMENT CONCURRENT REFUNDED MEAN_US RPM TPM': its buckets
---   <root>:<birth>:m:<replica> hash  id -> 'TENANT TOKENS MOMENT TPM LEVEL REFUNDED': the charge to its tenant
+--   <root>:<birth>:a           hash  tenant -> its buckets, see `save_accounts`
+--   <root>:<birth>:m:<replica> hash  id -> the charge to its tenant, see `charge`
 --   <root>:<birth>:c           hash  victims that have not released their room -> their level
 --   <root>:<birth>:k:<replica> set   the ids that it has stated, until it has stated all
+--   <root>:<birth>:h           set   replicas that cannot reach the engine
 --   <root>:<birth>:d           hash  dead replica -> 'PHASE CURSOR ENDED': how much of what it had is ended
 --          Grants for other replicas are published on the channel <root>:grants:<replica>, one line each. An empty
 --          message follows a beat of the replica itself: it then knows that its subscription works.
@@ -50,12 +51,18 @@
 --                                                       LOWER; where that is -1, it is refused
 --            x ID                                       ends it, waiting or held
 --            u ID TOKENS                                the same of one that entered by `m`: it used so many tokens, -1
---                                                       where the number is not known
+--                                                       where the number is not known, -2 where it does not count
+--                                                       in its tenant's limits at all
 --            z ID TOKENS                                sets the tokens that it holds
 --            k ID LEVEL                                 its first byte goes out: it is never preempted
 --            p ID LEVEL TENANT WEIGHT TOKENS REQUESTS WAITED_US TIMES
 --                                                       its engine has released it: it waits again, for the TIMES-th
 --                                                       time. The rest is for a store that does not know the lease
+--            r ID LEVEL TENANT WEIGHT TOKENS REQUESTS WAITED_US TIMES
+--                                                       as p of a lease whose request no engine has taken: it was not
+--                                                       overtaken by others that were admitted before it returns
+--            h                                          it cannot reach the engine: none of its tickets is admitted
+--                                                       before its next statement. That may have this, too
 --            b MICROSECONDS                             holds the pool back for so long: one ticket at a time is
 --                                                       admitted. 0 ends it, and the last call counts
 --          begin, sync, and calls after a begin: all that the replica has. The rest of its records are ended at last
@@ -75,8 +82,8 @@
 --                  replicas that may be alive, 1 where nothing is admitted until replicas have stated their leases,
 --                  how many of those are missing in the figures, 1 where not all that this one had is stated or ended},
 --           tiers, grants, ended, refused, verdicts}
---            tiers    'LEVEL [held tokens, held requests, queued tokens, queued requests, start tag, served, admitted]'
---                     for every tier that changed, or for all in a beat or a sync
+--            tiers    'LEVEL [held tokens, held requests, queued tokens, queued requests, start tag, served, admitted,
+--                     ..., parked requests, parked tokens]' for every tier that changed, or for all in a beat or a sync
 --            grants   'ID PASSED' of a ticket that was admitted as it came, or
 --                     'ID WAIT_US STARVED_US ENGINE_LEVEL SERVED_AHEAD... PASSED', -1 where it was not overtaken.
 --                     PASSED is left out where no head of another tier had arrived earlier. Else it is 'p', then for
@@ -117,14 +124,15 @@ local NAMES, CAPACITY_TOKENS, CAPACITY_REQUESTS, PROMOTE_AFTER, CEILING, FIRST_R
 local BIRTH, NOW, OFFSET, GRACE, HOLD_SINCE, HOLD_UNTIL, HOLD_FOR, SEQUENCE, LATEST, WAITING, LEASES, LATE, REPLICAS,
   SWEEP, BACK_UNTIL, LATEST_ARRIVED = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16
 -- NEWCOMERS: replicas that joined since the birth and knew of no pool. STATING: those that are stating their leases.
--- DEAD: those with records left to end, from SLICE_AT on. ADMISSIONS numbers the admissions.
-local ABSENT_UNTIL, NEWCOMERS, STATING, DEAD, SLICE_AT, ADMISSIONS = 17, 18, 19, 20, 21, 22
-local META_FIELDS = ADMISSIONS
+-- DEAD: those with records left to end, from SLICE_AT on. ADMISSIONS numbers the admissions. CUT_OFF: replicas in `h`.
+local ABSENT_UNTIL, NEWCOMERS, STATING, DEAD, SLICE_AT, ADMISSIONS, CUT_OFF = 17, 18, 19, 20, 21, 22, 23
+local META_FIELDS = CUT_OFF
 local META_TEXT = '[' .. string.rep('%.0f,', META_FIELDS - 1) .. '%.0f]'
 -- The figures of a tier. It has no turn before OWES_UNTIL. LATEST_ADMISSION numbers its latest admission. LARGE counts
--- the tickets in `g`. WEIGHTS is the sum of the weights of the tenants that wait.
+-- the tickets in `g`. WEIGHTS is the sum of the weights of the tenants that wait. PARKED counts the tickets that wait
+-- outside the queue: see `park`.
 local HELD_TOKENS, HELD_REQUESTS, QUEUED_TOKENS, QUEUED, VIRTUAL, SERVED, ADMITTED, OWES_UNTIL, LATEST_ADMISSION, LARGE,
-  WEIGHTS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11
+  WEIGHTS, PARKED, PARKED_TOKENS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13
 -- The classes of rule 1
 local CLASS_ALWAYS_FIRST, CLASS_INSIDE, CLASS_TURN, CLASS_OTHER = 0, 1, 2, 3
 local MOST_EXCESS, LATEST_US = 1000, 9007199254740991
@@ -141,7 +149,7 @@ local served_since = {} -- level -> tokens admitted since the newest ticket arri
 local preempts = false -- whether any tier is preemptible
 local is_damaged = false
 local stage = '' -- what this replica is stating: see `begin`
-local pool = {verdicts = {}, dead = {}, left = LEFT, discarded = 0}
+local pool = {verdicts = {}, dead = {}, cut_off = {}, left = LEFT, discarded = 0}
 
 local function clock_us() local time = redis.call('TIME') return time[1] * 1000000 + time[2] end
 

@@ -78,7 +78,7 @@ end
 
 -- Whether a newcomer finds a place. `promised`: the free places are promised to other requests, so many to its tenant.
 function pool.finds_place(level, tenant, weight, places, promised)
-  local is_full = tiers[level][QUEUED] >= places
+  local is_full = tiers[level][QUEUED] + tiers[level][PARKED] >= places
   if not is_full and not promised then return true end
   local waiting, weights = pool.weights_with(level, tenant, weight)
   if (waiting + (is_full and 0 or promised) + 1) * weights > places * weight then return false end
@@ -97,17 +97,27 @@ function pool.enter(id, level, tenant, weight, tokens, requests, promised)
     return
   end
   if next(served_since) then served_since = {} end
+  local is_cut_off = pool.is_cut_off(me)
+  if is_cut_off and places == 0 then
+    refused[#refused + 1] = id
+    return
+  end
   local ticket = {
     id = id, owner = me, level = level, tokens = tokens, requests = requests, sequence = pool.next_sequence(), arrived = now,
   }
   pool.push(ticket, tenant, weight)
+  if is_cut_off then
+    if not ticket.is_stored then pool.store(ticket) end
+    heads[level] = nil
+    return pool.dispatch()
+  end
   pool.dispatch()
   if ticket.is_admitted then return end
   if places == 0 then -- a tier without a queue: the ticket is admitted at once or refused
     if ticket.is_stored then call('HDEL', mine, id) end
     local overtaken = pool.overtaken_at(ticket.sequence)
     pool.remove(ticket)
-    pool.settle_steps(ticket.sequence, overtaken)
+    pool.settle_steps(ticket, overtaken)
     refused[#refused + 1] = id
     pool.dispatch()
   elseif not ticket.is_stored then
@@ -125,10 +135,16 @@ function pool.free(owner, id, record)
   return level
 end
 
-function pool.withdraw(ticket)
+function pool.withdraw(ticket, is_parked)
   local figures, overtaken = pool.wait_text(ticket, ticket.level)
-  pool.remove(ticket)
-  pool.settle_steps(ticket.sequence, not ticket.times and overtaken)
+  if is_parked then
+    pool.unpark(ticket)
+    meta[WAITING] = meta[WAITING] - 1
+    call('ZREM', waiting_key, pool.int(ticket.sequence))
+  else
+    pool.remove(ticket)
+  end
+  pool.settle_steps(ticket, overtaken)
   return figures
 end
 
@@ -139,7 +155,7 @@ function pool.end_record(owner, id, record)
     if preempts then pool.forget_preemption(owner, id, level) end
     return nil
   end
-  return pool.withdraw(pool.read_ticket(owner, id, record))
+  return pool.withdraw(pool.read_ticket(owner, id, record), pool.is_parked(record))
 end
 
 function pool.finish(id)
@@ -156,10 +172,10 @@ end
 
 function pool.resize(id, tokens)
   local record = call('HGET', mine, id)
-  local level, held, requests, text, excess, admitted = pool.read_lease(record or '')
+  local level, held, requests, text, excess, admitted, sequence, arrived = pool.read_lease(record or '')
   if not level then return end
   pool.book(level, tokens - held, 0)
-  call('HSET', mine, id, pool.lease_record(level, tokens, requests, excess, admitted, text))
+  call('HSET', mine, id, pool.lease_record(level, tokens, requests, excess, admitted, sequence, arrived, text))
   pool.dispatch()
 end
 
@@ -183,10 +199,13 @@ function pool.operate(index)
     elseif operation == 'k' then
       if preempts then pool.keep(id, tonumber(ARGV[index + 2])) end
       index = index + 3
-    elseif operation == 'p' then
+    elseif operation == 'p' or operation == 'r' then
       pool.load_preemption()
-      pool.requeue(index)
+      pool.requeue(index, operation == 'r')
       index = index + 9
+    elseif operation == 'h' then
+      pool.mark_cut_off(me, true)
+      index = index + 1
     elseif operation == 'b' then
       meta[BACK_UNTIL] = now + tonumber(id)
       pool.dispatch()
@@ -207,6 +226,7 @@ end
 -- have died: its room is then free.
 function pool.next_change()
   local change = pool.next_change_of_waiting()
+  if not pool.may_discard() and (change < 0 or change > PAUSE_US) then change = PAUSE_US end
   if meta[DEAD] == 0 then return change end
   local slice = math.max(0, meta[SLICE_AT] - now)
   return change >= 0 and math.min(change, slice) or slice
@@ -278,7 +298,7 @@ function pool.main()
   end
   pool.hold_for_leases()
   pool.dispatch()
-  if preempts and not pool.is_any_head_dead() then pool.preempt() end
+  if preempts and not pool.is_engine_gone() and not pool.is_any_head_away() then pool.preempt() end
   pool.publish()
   if kind ~= 'call' then pool.renew_keys() end
   if kind == 'beat' then

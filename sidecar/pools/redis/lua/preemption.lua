@@ -58,9 +58,21 @@ function pool.is_before_return(id, record, times)
   return string.sub(record, 1, 1) == 'L' and (not pool.recall(lease) or lease.times < times)
 end
 
--- An operation, or a statement: a victim gives its room back and waits again, first in its tier. The replica states what
--- the store does not know of it.
-function pool.requeue(index)
+-- How the lease of a tier that is not preemptible had waited, by its record: nothing is remembered of it.
+function pool.recall_record(lease, record)
+  local _, _, _, text, _, _, sequence, arrived = pool.read_lease(record or '')
+  if not sequence or sequence == 0 then return false end
+  local wait, starved, ahead = match(text, '^%S+ (%d+) (%-?%d+) %d+ ([%d ]*)')
+  local since, served = string.gmatch(ahead or '', '%d+'), {}
+  for level = 0, levels - 1 do served[level + 1] = pool.int(tiers[level][SERVED] - tonumber(since() or 0)) end
+  lease.sequence, lease.arrived, lease.served = sequence, arrived, concat(served, ' ')
+  if starved and starved ~= '-1' then lease.overtaken = arrived + tonumber(wait) - tonumber(starved) end
+  return true
+end
+
+-- An operation, or a statement: a lease gives its room back and waits again, first in its tier. The replica states what the
+-- store does not know of it. `is_handed_back`: it was no victim, but no engine has taken its request.
+function pool.requeue(index, is_handed_back)
   local id, level, times = ARGV[index + 1], tonumber(ARGV[index + 2]), tonumber(ARGV[index + 8])
   local record = call('HGET', mine, id)
   if record and not pool.is_before_return(id, record, times) then return end
@@ -68,14 +80,19 @@ function pool.requeue(index)
     id = id, owner = me, level = level, tokens = tonumber(ARGV[index + 5]), requests = tonumber(ARGV[index + 6]),
     tenant = ARGV[index + 3], weight = tonumber(ARGV[index + 4]),
   }
-  if not pool.recall(ticket) or ticket.sequence == 0 then
+  if (not pool.recall(ticket) or ticket.sequence == 0) and not pool.recall_record(ticket, record) then
     local served = {}
     for other = 0, levels - 1 do served[other + 1] = pool.int(tiers[other][SERVED]) end
     ticket.sequence, ticket.arrived = pool.next_sequence(), now - tonumber(ARGV[index + 7])
     ticket.served = concat(served, ' ')
   end
   if record then pool.end_record(me, id, record) end
-  ticket.times, ticket.overtaken = times, ticket.overtaken or now
+  ticket.times = times
+  if is_handed_back then
+    ticket.after = not ticket.overtaken and math.max(ticket.sequence, meta[LATEST])
+  else
+    ticket.overtaken = ticket.overtaken or now
+  end
   pool.put_back(ticket)
 end
 
@@ -86,8 +103,9 @@ function pool.put_back(ticket)
   is_changed[level], heads[level] = true, nil
   ticket.start = tier[VIRTUAL]
   pool.store_head(ticket)
+  if ticket.after then call('ZADD', waiting_key, pool.int(ticket.after) .. '.5', pool.int(ticket.sequence)) end
   call('HSET', mine, ticket.id,
-    pool.ticket_text(ticket, ticket.served .. fmt(';%.0f %.0f', ticket.times, ticket.overtaken)))
+    pool.ticket_text(ticket, ticket.served .. fmt(';%.0f %.0f', ticket.times, ticket.overtaken or -ticket.after)))
 end
 
 -- Books leases in (1) or out (-1), to see what would be without them.

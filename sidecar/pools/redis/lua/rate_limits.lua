@@ -21,6 +21,7 @@ function pool.account(tenant)
     account = {
       requests = figures[1] or 0, tokens = figures[2] or 0, at = figures[3] or now, concurrent = figures[4] or 0,
       refunded = figures[5] or 0, mean = figures[6] or 0, rpm = figures[7] or -1, tpm = figures[8] or -1,
+      requests_refunded = figures[9] or 0,
     }
     accounts[tenant] = account
     pool.drain(account)
@@ -34,11 +35,13 @@ end
 
 function pool.save_accounts()
   for tenant, account in pairs(accounts) do
-    if account.is_forgotten or (pool.is_at_rest(account) and account.mean == 0 and account.refunded == 0) then
+    if account.is_forgotten or (pool.is_at_rest(account) and account.mean == 0 and account.refunded == 0
+      and account.requests_refunded == 0) then
       call('HDEL', accounts_key, tenant)
     else
-      call('HSET', accounts_key, tenant, fmt('%.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f', account.requests, account.tokens,
-        account.at, account.concurrent, account.refunded, account.mean, account.rpm, account.tpm))
+      call('HSET', accounts_key, tenant, fmt('%.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f', account.requests,
+        account.tokens, account.at, account.concurrent, account.refunded, account.mean, account.rpm, account.tpm,
+        account.requests_refunded))
     end
   end
 end
@@ -83,8 +86,8 @@ function pool.charge(account, tenant, tokens)
   account.concurrent = account.concurrent + 1
   if account.rpm > 0 then account.requests = math.min(FULLEST, account.requests + UNIT) end
   if account.tpm > 0 then account.tokens = math.min(FULLEST, account.tokens + tokens * UNIT) end
-  return fmt('%s %.0f %.0f %.0f %.0f %.0f', tenant, tokens, account.at, math.max(0, account.tpm), account.tokens,
-    account.refunded)
+  return fmt('%s %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f', tenant, tokens, account.at, math.max(0, account.tpm),
+    account.tokens, account.refunded, account.requests, account.requests_refunded, math.max(0, account.rpm))
 end
 
 -- Takes a charge back, in the call that made it.
@@ -107,11 +110,28 @@ function pool.settle_tokens(account, tokens, used, drained_since, level, refunde
   end
 end
 
--- Corrects a charge. `used` is -1 where the number is not known: the estimate stands.
+-- The request itself counts no more, as far as it has not drained.
+function pool.refund_request(account, at, level, refunded, rate)
+  if account.rpm <= 0 or rate <= 0 then return end
+  local drained = math.max(rate, account.rpm) * math.max(0, account.at - at)
+  local refund = math.max(0, math.min(UNIT, level - (account.requests_refunded - refunded) - drained, account.requests))
+  account.requests, account.requests_refunded = account.requests - refund, account.requests_refunded + refund
+end
+
+-- Corrects a charge. `used` is -1 where the number is not known: the estimate stands. It is -2 where the engine failed the
+-- request: it used none, and the request itself is refunded.
 function pool.correct(charge, used, was_held)
-  local tenant, tokens, at, per_minute, level, refunded = match(charge, '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+)$')
+  local tenant, tokens, at, per_minute, level, refunded, of_requests =
+    match(charge, '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+) ?(.*)$')
   local account = pool.account(tenant)
   tokens, at, per_minute = tonumber(tokens), tonumber(at), tonumber(per_minute)
+  if used == -2 then
+    local requests_level, requests_refunded, rate = match(of_requests, '^(%d+) (%d+) (%d+)$')
+    used = 0
+    if rate then
+      pool.refund_request(account, at, tonumber(requests_level), tonumber(requests_refunded), tonumber(rate))
+    end
+  end
   account.concurrent = math.max(0, account.concurrent - 1)
   if was_held then
     local took = math.max(0, now - at)
@@ -121,7 +141,7 @@ function pool.correct(charge, used, was_held)
     pool.settle_tokens(account, tokens, used < 0 and tokens or used, at, tonumber(level), tonumber(refunded),
       math.max(per_minute, account.tpm))
   end
-  if pool.is_at_rest(account) then account.mean, account.refunded = 0, 0 end
+  if pool.is_at_rest(account) then account.mean, account.refunded, account.requests_refunded = 0, 0, 0 end
 end
 
 function pool.correct_own(id, used)
@@ -130,7 +150,7 @@ function pool.correct_own(id, used)
   if not charge then return end
   local is_lease = pool.is_lease_record(call('HGET', mine, id) or nil)
   call('HDEL', key, id)
-  pool.correct(charge, is_lease and used or 0, is_lease)
+  pool.correct(charge, (is_lease or used == -2) and used or 0, is_lease)
 end
 
 function pool.correct_lost(charge, record)

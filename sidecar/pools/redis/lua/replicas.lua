@@ -54,11 +54,32 @@ function pool.is_dead(owner)
   return pool.dead[owner]
 end
 
--- Whether a head is that of a dead replica: the live tickets of its tenant are known only once it is ended.
-function pool.is_any_head_dead()
-  if meta[DEAD] == 0 then return false end
+-- -- replicas that cannot reach the engine
+
+function pool.is_cut_off(owner)
+  if meta[CUT_OFF] == 0 then return false end
+  if pool.cut_off[owner] == nil then pool.cut_off[owner] = call('SISMEMBER', prefix .. 'h', owner) == 1 end
+  return pool.cut_off[owner]
+end
+
+function pool.mark_cut_off(owner, is_cut_off)
+  local changed = call(is_cut_off and 'SADD' or 'SREM', prefix .. 'h', owner)
+  if changed == 1 then meta[CUT_OFF], pool.cut_off, heads = meta[CUT_OFF] + (is_cut_off and 1 or -1), {}, {} end
+end
+
+-- Whether no replica can reach the engine: then every ticket keeps its place in the queue.
+function pool.is_engine_gone() return meta[CUT_OFF] > 0 and meta[CUT_OFF] >= meta[REPLICAS] end
+
+-- Whether some tickets are not to be admitted, but others are.
+function pool.is_any_away() return meta[DEAD] > 0 or (meta[CUT_OFF] > 0 and not pool.is_engine_gone()) end
+
+function pool.is_away(owner) return pool.is_dead(owner) or pool.is_cut_off(owner) end
+
+-- Whether a head is that of a replica that is away: the other tickets of its tenant are known only once it is gone.
+function pool.is_any_head_away()
+  if not pool.is_any_away() then return false end
   for level = 0, levels - 1 do
-    if tiers[level][QUEUED] > 0 and pool.head_of(level).is_dead then return true end
+    if tiers[level][QUEUED] > 0 and pool.head_of(level).is_away then return true end
   end
   return false
 end
@@ -81,7 +102,11 @@ function pool.discard(ticket)
   pool.discarded = pool.discarded + 1
   local record = call('HGET', pool.replica_key(ticket.owner), ticket.id)
   if not record then return pool.damaged() end
-  pool.lose(ticket.owner, ticket.id, record)
+  if pool.is_dead(ticket.owner) then
+    pool.lose(ticket.owner, ticket.id, record)
+  else
+    pool.park(pool.read_ticket(ticket.owner, ticket.id, record), record)
+  end
 end
 
 -- Ends some of the records of a replica that are not in its set of stated ids. PHASE is 1 for leases, 2 for every record,
@@ -139,6 +164,7 @@ function pool.drop(replica)
   call('DEL', pool.outbox_key(replica), prefix .. 'k:' .. replica)
   call('ZREM', beats, replica)
   meta[REPLICAS] = call('ZCARD', beats)
+  if meta[CUT_OFF] > 0 then pool.mark_cut_off(replica, false) end
   call('HSET', prefix .. 'd', replica, '1 0 0')
   meta[DEAD], meta[SLICE_AT], pool.dead, heads = meta[DEAD] + 1, 0, {}, {}
 end
@@ -173,7 +199,7 @@ end
 
 function pool.renew_keys()
   call('PEXPIRE', root, KEPT_MS)
-  for _, name in ipairs({'beats', 'w', 's', 'v', 'c', 'a', 'd', 'k:' .. me, 'r:' .. me, 'o:' .. me, 'm:' .. me}) do
+  for _, name in ipairs({'beats', 'w', 's', 'v', 'c', 'a', 'd', 'h', 'k:' .. me, 'r:' .. me, 'o:' .. me, 'm:' .. me}) do
     call('PEXPIRE', prefix .. name, KEPT_MS)
   end
   for level = 0, levels - 1 do
@@ -195,7 +221,7 @@ function pool.create(expected)
   rules_text, rules, tiers, heads, lanes = ARGV[5], cjson.decode(ARGV[5]), {}, {}, {}
   all_tokens, all_requests = 0, 0
   pool.apply_rules()
-  for level = 0, levels - 1 do tiers[level] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0} end
+  for level = 0, levels - 1 do tiers[level] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0} end
   if expected > 0 then pool.expect(expected, meta[BIRTH]) end
   call('DEL', root)
   call('HSET', root, 'rules', rules_text)
@@ -282,6 +308,7 @@ function pool.begin()
     pool.join()
   end
   call('DEL', pool.outbox_key(me), prefix .. 'k:' .. me)
+  if meta[CUT_OFF] > 0 then pool.mark_cut_off(me, false) end
   stage = states
   pool.set_stage('l')
   pool.beat()
@@ -352,10 +379,10 @@ function pool.is_lease_record(record) return record ~= nil and string.sub(record
 function pool.state_lease(index, old)
   local id, level = ARGV[index + 1], tonumber(ARGV[index + 2])
   local tokens, requests = tonumber(ARGV[index + 3]), tonumber(ARGV[index + 4])
-  local excess, admitted = 0, 0
+  local excess, admitted, sequence, arrived, text = 0, 0, 0, 0, ''
   if pool.is_lease_record(old) then -- the lease goes on, so nothing is owed for it yet
-    local old_level, held, old_requests, _
-    old_level, held, old_requests, _, excess, admitted = pool.read_lease(old)
+    local old_level, held, old_requests
+    old_level, held, old_requests, text, excess, admitted, sequence, arrived = pool.read_lease(old)
     pool.book(old_level, -held, -old_requests)
     meta[LEASES] = meta[LEASES] - 1
     if preempts then pool.forget_preemption(me, id, old_level) end
@@ -364,7 +391,7 @@ function pool.state_lease(index, old)
   end
   pool.book(level, tokens, requests)
   meta[LEASES] = meta[LEASES] + 1
-  call('HSET', mine, id, pool.lease_record(level, tokens, requests, excess, admitted))
+  call('HSET', mine, id, pool.lease_record(level, tokens, requests, excess, admitted, sequence, arrived, text))
   if preempts and rules[FIRST_RULE + level][PREEMPTIBLE] > 0 then
     pool.remember({owner = me, id = id, sequence = 0, arrived = 0}, tonumber(ARGV[index + 5]), nil, '')
   end
@@ -374,6 +401,7 @@ function pool.state_ticket(index, old)
   local id, level = ARGV[index + 1], tonumber(ARGV[index + 2])
   local times = tonumber(ARGV[index + 8])
   if times > 0 then pool.load_preemption() end
+  if old and pool.is_parked(old) then return pool.restore(pool.read_ticket(me, id, old), old) end
   if old and not (times > 0 and pool.is_before_return(id, old, times)) then
     -- it keeps its place, or the lease whose grant was lost
     local _, _, _, text = pool.read_lease(old)

@@ -54,10 +54,11 @@ function pool.candidates()
 end
 
 -- The ticket that is admitted next: the first in order that fits, unless one before it holds its place. A ticket of a
--- dead replica is ended instead. Where this call has ended as many as it may, such a ticket is skipped.
+-- dead replica is ended instead, one of a replica that is cut off parked. Where this call has done that to as many as it
+-- may, such a ticket is skipped.
 function pool.next_admission()
   for _, candidate in ipairs(pool.candidates()) do
-    if candidate.ticket.is_dead then
+    if candidate.ticket.is_away then
       if pool.may_discard() then return candidate end
     elseif pool.fits(candidate) then
       return candidate
@@ -69,11 +70,11 @@ end
 
 -- Admits every ticket that the rules let in now, in order.
 function pool.dispatch()
-  if meta[WAITING] == 0 or pool.is_on_hold() then return end
+  if meta[WAITING] == 0 or pool.is_engine_gone() or pool.is_on_hold() then return end
   while meta[WAITING] > 0 and all_tokens < rules[CAPACITY_TOKENS] and all_requests < rules[CAPACITY_REQUESTS] do
     local candidate = pool.next_admission()
     if not candidate then return end
-    if candidate.ticket.is_dead then
+    if candidate.ticket.is_away then
       pool.discard(candidate.ticket)
     else
       pool.admit(candidate)
@@ -133,7 +134,7 @@ function pool.grant_text(candidate)
       local record = call('HGET', pool.replica_key(ticket.owner), ticket.id)
       if not record then return pool.damaged() end
       local read = pool.read_ticket(ticket.owner, ticket.id, record)
-      ticket.served, ticket.times, ticket.overtaken = read.served, read.times, read.overtaken
+      ticket.served, ticket.times, ticket.overtaken, ticket.after = read.served, read.times, read.overtaken, read.after
     end
     local figures
     figures, overtaken = pool.wait_text(ticket, candidate.engine_level)
@@ -162,9 +163,10 @@ function pool.admit(candidate)
   served_since[level] = (served_since[level] or 0) + ticket.tokens
   meta[LEASES] = meta[LEASES] + 1
   pool.note_overtaking(ticket.sequence, ticket.arrived)
-  if ticket.is_stored then pool.settle_steps(ticket.sequence, not ticket.times and overtaken) end
+  if ticket.is_stored then pool.settle_steps(ticket, overtaken) end
   call('HSET', pool.replica_key(ticket.owner), ticket.id,
-    pool.lease_record(level, ticket.tokens, ticket.requests, excess, excess > 0 and now or 0, ticket.is_stored and text))
+    pool.lease_record(level, ticket.tokens, ticket.requests, excess, excess > 0 and now or 0, ticket.sequence,
+      ticket.arrived, ticket.is_stored and text))
   ticket.is_admitted = true
   pool.grant(ticket.owner, text)
 end

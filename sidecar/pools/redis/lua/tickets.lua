@@ -15,7 +15,8 @@ function pool.read_member(level, member)
   }
 end
 
--- SERVED is followed by ';TIMES OVERTAKEN' where the ticket was preempted.
+-- SERVED is followed by ';TIMES OVERTAKEN' where the ticket returned. OVERTAKEN is -AFTER where it was not overtaken yet:
+-- a later sequence than AFTER overtakes it. A ticket that is parked has 'P' in place of 'W'.
 function pool.ticket_text(ticket, served)
   return fmt('W %d %.0f %.0f %.0f %.0f %.0f ', ticket.level, ticket.tokens, ticket.requests, ticket.sequence,
     ticket.arrived, ticket.weight) .. served .. '|' .. ticket.tenant
@@ -27,27 +28,31 @@ function pool.ticket_record(ticket)
   return pool.ticket_text(ticket, concat(served, ' '))
 end
 
--- EXCESS and ADMITTED are 0 for a lease without an excess.
-function pool.lease_record(level, tokens, requests, excess, admitted, grant)
-  return fmt('L %d %.0f %.0f %.0f %.0f ', level, tokens, requests, excess, admitted) .. (grant or '')
+-- EXCESS and ADMITTED are 0 for a lease without an excess, SEQUENCE and ARRIVED for one that was stated.
+function pool.lease_record(level, tokens, requests, excess, admitted, sequence, arrived, grant)
+  return fmt('L %d %.0f %.0f %.0f %.0f %.0f %.0f ', level, tokens, requests, excess, admitted, sequence, arrived)
+    .. (grant or '')
 end
 
 function pool.read_lease(record)
-  local level, tokens, requests, excess, admitted, grant = match(record, '^L (%d+) (%d+) (%d+) (%d+) (%d+) (.*)$')
-  return tonumber(level), tonumber(tokens), tonumber(requests), grant, tonumber(excess), tonumber(admitted)
+  local level, tokens, requests, excess, admitted, sequence, arrived, grant =
+    match(record, '^L (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (.*)$')
+  return tonumber(level), tonumber(tokens), tonumber(requests), grant, tonumber(excess), tonumber(admitted),
+    tonumber(sequence), tonumber(arrived)
 end
 
 function pool.read_ticket(owner, id, record)
   local level, tokens, requests, sequence, arrived, weight, served, tenant =
-    match(record, '^W (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) ([^|]*)|(.*)$')
+    match(record, '^[WP] (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) ([^|]*)|(.*)$')
   local ticket = {
     id = id, owner = owner, level = tonumber(level), tokens = tonumber(tokens), requests = tonumber(requests),
     sequence = tonumber(sequence), arrived = tonumber(arrived), weight = tonumber(weight), tenant = tenant,
     served = served, is_stored = true,
   }
-  local before, times, overtaken = match(served, '^([^;]*);(%d+) (%d+)$')
-  if before then -- it was preempted
-    ticket.served, ticket.times, ticket.overtaken = before, tonumber(times), tonumber(overtaken)
+  local before, times, overtaken = match(served, '^([^;]*);(%d+) (%-?%d+)$')
+  if before then -- it returned
+    ticket.served, ticket.times, overtaken = before, tonumber(times), tonumber(overtaken)
+    if overtaken < 0 then ticket.after = -overtaken else ticket.overtaken = overtaken end
   end
   return ticket
 end
@@ -94,7 +99,7 @@ function pool.save_lane(level, tenant, lane)
   end
 end
 
--- A ticket becomes the first of its tenant, or returns after a preemption.
+-- A ticket becomes the first of its tenant, or returns.
 function pool.store_head(ticket)
   local is_small = pool.is_small(ticket)
   if not is_small then
@@ -106,6 +111,14 @@ function pool.store_head(ticket)
 end
 
 function pool.store(ticket)
+  pool.join_lane(ticket)
+  call('ZADD', waiting_key, pool.int(ticket.sequence), pool.int(ticket.sequence))
+  call('HSET', pool.replica_key(ticket.owner), ticket.id, pool.ticket_record(ticket))
+  ticket.is_stored = true
+end
+
+-- A ticket that is not the first of its tenant stands in the lane by its sequence.
+function pool.join_lane(ticket)
   local lane = pool.lane_of(ticket.level, ticket.tenant)
   if lane.waiting == 0 then
     pool.store_head(ticket)
@@ -116,27 +129,25 @@ function pool.store(ticket)
   tier[WEIGHTS] = tier[WEIGHTS] + ticket.weight - (lane.waiting > 0 and lane.weight or 0)
   lane.waiting, lane.weight = lane.waiting + 1, ticket.weight
   pool.save_lane(ticket.level, ticket.tenant, lane)
-  call('ZADD', waiting_key, pool.int(ticket.sequence), pool.int(ticket.sequence))
-  call('HSET', pool.replica_key(ticket.owner), ticket.id, pool.ticket_record(ticket))
-  ticket.is_stored = true
 end
 
--- The first of the heads of a tier under one key. A ticket of a dead replica counts only where there are no others.
+-- The first of the heads of a tier under one key. A ticket of a dead replica, or of one that is cut off, counts only where
+-- there are no others.
 function pool.read_head(level, key)
-  local found = call('ZRANGE', key, 0, meta[DEAD] > 0 and HEADS_SEEN or 0, 'WITHSCORES')
+  local found = call('ZRANGE', key, 0, pool.is_any_away() and HEADS_SEEN or 0, 'WITHSCORES')
   local first
   for index = 1, #found, 2 do
     local ticket = pool.read_member(level, found[index])
     ticket.start = tonumber(found[index + 1])
-    if meta[DEAD] == 0 or not pool.is_dead(ticket.owner) then return ticket end
-    ticket.is_dead = true
+    if not pool.is_any_away() or not pool.is_away(ticket.owner) then return ticket end
+    ticket.is_away = true
     first = first or ticket
   end
   return first
 end
 
 function pool.starts_earlier(ticket, other)
-  if ticket.is_dead ~= other.is_dead then return other.is_dead end
+  if ticket.is_away ~= other.is_away then return other.is_away end
   return ticket.start < other.start or (ticket.start == other.start and ticket.sequence < other.sequence)
 end
 
@@ -256,19 +267,62 @@ end
 
 -- Takes a ticket out of its queue. The caller changes the record of its replica.
 function pool.remove(ticket)
+  meta[WAITING] = meta[WAITING] - 1
+  if ticket.is_stored then call('ZREM', waiting_key, pool.int(ticket.sequence)) end
+  pool.leave_queue(ticket)
+end
+
+function pool.leave_queue(ticket)
   local level = ticket.level
   local tier = tiers[level]
   tier[QUEUED], tier[QUEUED_TOKENS] = tier[QUEUED] - 1, tier[QUEUED_TOKENS] - ticket.tokens
-  meta[WAITING] = meta[WAITING] - 1
   is_changed[level], heads[level] = true, nil
   if ticket.is_stored then
     pool.leave_lane(ticket)
-    call('ZREM', waiting_key, pool.int(ticket.sequence))
     if tier[QUEUED] == 0 then
       call('DEL', pool.finish_key(level))
       tier[VIRTUAL], tier[WEIGHTS], lanes[level] = 0, 0, nil
     end
   end
+end
+
+-- -- tickets of a replica that cannot reach the engine
+
+-- A ticket that is first in order leaves the queue, and waits outside: others may be admitted meanwhile. It keeps its
+-- record, and counts among the tickets that wait, so its figures go on.
+function pool.park(ticket, record)
+  local tier = tiers[ticket.level]
+  pool.leave_queue(ticket)
+  tier[PARKED], tier[PARKED_TOKENS] = tier[PARKED] + 1, tier[PARKED_TOKENS] + ticket.tokens
+  call('HSET', pool.replica_key(ticket.owner), ticket.id, 'P' .. string.sub(record, 2))
+end
+
+function pool.is_parked(record) return string.sub(record, 1, 1) == 'P' end
+
+-- A ticket that was parked is no longer.
+function pool.unpark(ticket)
+  local tier = tiers[ticket.level]
+  tier[PARKED], tier[PARKED_TOKENS] = tier[PARKED] - 1, tier[PARKED_TOKENS] - ticket.tokens
+  is_changed[ticket.level] = true
+end
+
+-- It takes its place in the queue again: by its sequence in its tenant's lane, but never before the one that is first there
+-- now, which would have to be searched for.
+function pool.restore(ticket, record)
+  local level, tier = ticket.level, tiers[ticket.level]
+  local head = tier[QUEUED] > 0 and pool.head_of(level)
+  if head and not head.is_stored then pool.store(head) end
+  pool.unpark(ticket)
+  tier[QUEUED], tier[QUEUED_TOKENS] = tier[QUEUED] + 1, tier[QUEUED_TOKENS] + ticket.tokens
+  if ticket.times then
+    ticket.start = tier[VIRTUAL]
+    pool.store_head(ticket)
+  else
+    ticket.start = math.max(tier[VIRTUAL], pool.lane_of(level, ticket.tenant).finish)
+    pool.join_lane(ticket)
+  end
+  heads[level] = nil
+  call('HSET', mine, ticket.id, 'W' .. string.sub(record, 2))
 end
 
 -- Charges the tenant for a ticket. The virtual time of the tier moves on to its start.
@@ -297,7 +351,7 @@ end
 
 -- The wait of the ticket so far, as text after its id, and whether it was overtaken.
 function pool.wait_text(ticket, aged_level)
-  local overtaken = ticket.overtaken or pool.overtaken_at(ticket.sequence)
+  local overtaken = ticket.overtaken or pool.overtaken_at(ticket.after or ticket.sequence)
   local parts = {pool.int(now - ticket.arrived), overtaken and pool.int(now - overtaken) or '-1', pool.int(aged_level)}
   local level = 0
   for served in string.gmatch(ticket.served, '%d+') do
@@ -307,12 +361,12 @@ function pool.wait_text(ticket, aged_level)
   return concat(parts, ' '), overtaken
 end
 
--- Forgets the step that a ticket needed. A ticket that was preempted needs none: it keeps its own moment.
-function pool.settle_steps(sequence, was_overtaken)
+-- Forgets the step that a ticket needed. A ticket that keeps its own moment needs none.
+function pool.settle_steps(ticket, was_overtaken)
   if meta[WAITING] == 0 then
     call('DEL', steps_key)
-  elseif was_overtaken then
-    pool.forget_step(sequence)
+  elseif was_overtaken and not ticket.overtaken then
+    pool.forget_step(ticket.after or ticket.sequence)
   end
 end
 
