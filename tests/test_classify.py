@@ -109,7 +109,7 @@ def test_an_unknown_key_is_refused_and_not_repeated(headers: dict[bytes, bytes])
     assert refused.value.__cause__ is None
 
 
-def test_without_a_key_a_request_is_refused_where_nobody_may_be_anonymous() -> None:
+def test_without_a_key_a_request_is_refused_where_no_one_may_be_anonymous() -> None:
     with pytest.raises(InvalidApiKey, match="no API key; send `Authorization: Bearer KEY` or `x-api-key: KEY`"):
         classifier_of(policy_of(anonymous=None)).tenant({})
 

@@ -247,7 +247,7 @@ def test_under_overload_high_is_answered_before_batch_that_came_first(stack: Sta
         for count, thread in enumerate(threads, 1):
             thread.start()
             stack.until(leases=SLOTS, waiting=count)
-        time.sleep(0.01)  # the last to come waits too: what is told is whole milliseconds
+        time.sleep(0.01)  # the last to come waits too: what is reported is whole milliseconds
         streams.close()
         for thread in threads:
             thread.join()

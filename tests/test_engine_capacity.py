@@ -101,7 +101,7 @@ async def test_vllm_behind_a_network_bounds_tokens_alone_and_its_queue_bounds_th
 
 async def test_an_engine_that_starts_after_its_sidecar_is_waited_for_with_an_answer(tmp_path: Path) -> None:
     async with engine_of(Sglang, max_num_seqs=6, kv_tokens=900) as (_, url):
-        pass  # its port is free again, and nobody listens on it
+        pass  # its port is free again, and no one listens on it
     async with sidecar_of(tmp_path, Sglang, url) as sidecar:
         status, refusal = await sidecar.ask()
         assert (status, refusal["error"]["code"]) == (503, "capacity_unknown")

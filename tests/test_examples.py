@@ -118,7 +118,7 @@ def test_mounted_into_fastapi() -> None:
 
 
 @pytest.mark.skipif("tensorrt_llm" in sys.modules, reason="with the real engine it loads a model")
-def test_an_engine_in_the_same_process_is_told_what_was_granted() -> None:
+def test_an_engine_in_the_same_process_can_read_what_was_granted() -> None:
     with running("in_process_engine") as url:
         body: dict[str, Any] = {"prompt": "hello", "max_tokens": 16}
         for key, priority in (("sk-demo-interactive", "0.75"), ("sk-demo-standard", "0.5"), ("sk-demo-research", "0")):

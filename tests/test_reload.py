@@ -55,7 +55,7 @@ class Reloading:
         await asyncio.wait_for(became_so(), 15)
 
     async def write(self, more: str = "", **settings: str) -> None:
-        """Writes the files anew, and returns when the sidecar goes by them."""
+        """Writes the files anew, and returns when the sidecar follows them."""
         before = self.sidecar.controller.policy.generation
         write_policy(self.folder, more, **settings)
         await self.until(lambda: self.sidecar.controller.policy.generation != before)
@@ -74,7 +74,7 @@ async def test_requests_that_wait_and_run_outlast_a_smaller_and_a_larger_pool_in
     async with reloading(app, tmp_path, requests="4") as site:
 
         async def asks(number: int) -> asyncio.Task[Answer]:
-            """The number is told by its maximum output; returns when it waits or runs."""
+            """The number is known by its maximum output; returns when it waits or runs."""
             before = site.pool()["leases"] + site.pool()["waiting"]
             asked = asyncio.ensure_future(site.ask(chat(max_tokens=100 + number)))
             await site.until(lambda: site.pool()["leases"] + site.pool()["waiting"] > before)
@@ -270,7 +270,7 @@ async def test_a_sidecar_begins_and_ends_to_observe_while_others_wait(tmp_path: 
         await site.until(lambda: len(app.seen) == 2)
         assert site.pool()["leases"] == 1, "who came before waits its turn, who comes now passes"
         await site.write(requests="1")
-        await site.until(lambda: site.pool()["waiting"] == 1)  # nobody stands behind a shadow
+        await site.until(lambda: site.pool()["waiting"] == 1)  # no one stands behind a shadow
         asked.append(asyncio.ensure_future(site.ask()))
         await site.until(lambda: site.pool()["waiting"] == 2)
         app.release(4)

@@ -61,7 +61,7 @@ async def until(url: str, is_so: Callable[[Any], Any], within_s: float = 20.0) -
 
 
 def runs(path: Path) -> Callable[[Any], bool]:
-    """Whether a `/state` is of a process that goes by this file."""
+    """Whether a `/state` is of a process that follows this file."""
     return lambda state: bool(state["policy"]["generation"] == load(path).generation)
 
 
@@ -137,7 +137,7 @@ async def mounted(pool: Path, log: Path) -> AsyncIterator[tuple[asyncio.subproce
         await process.wait()
 
 
-async def test_a_mounted_app_follows_its_policy_and_takes_sighup_where_nobody_else_does(
+async def test_a_mounted_app_follows_its_policy_and_takes_sighup_where_no_one_else_does(
     pool: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"

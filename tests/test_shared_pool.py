@@ -38,7 +38,7 @@ FOREVER = 100_000  # tokens: at 10 ms each, longer than any test
 A_BEAT_S = BEAT_S + 1.5
 """Within a heartbeat, on a machine with other things to do."""
 SOON_S = 1.5
-"""Less than a heartbeat: whoever is told so soon was told, and did not find out by itself."""
+"""Less than a heartbeat: a replica that hears of it so soon got a message, and did not find out by itself."""
 POLICY = f"""\
 engine: vllm
 capacity: {{tokens: 10M, requests: {SLOTS}}}
@@ -327,7 +327,7 @@ async def test_a_client_that_hangs_up_while_it_waits_leaves_nothing_behind(quiet
 # -- a replica that ends
 
 
-async def test_what_a_replica_held_is_free_at_once_when_it_is_told_to_end(
+async def test_what_a_replica_held_is_free_at_once_when_it_is_asked_to_end(
     folder: Path, engine: str, store: RedisServer, quiet: tuple[Replica, Replica]
 ) -> None:
     """Its streams and its waiting request are cut off when the grace is over, and it takes its leave of the store."""
@@ -644,7 +644,7 @@ async def test_without_a_lifespan_the_pool_opens_at_the_first_request(
     assert (members(store, "first"), of_replicas(store, "first")) == (0, [])
 
 
-async def test_a_first_request_that_has_to_wait_for_the_store_is_told_as_one_that_waited(
+async def test_a_first_request_that_has_to_wait_for_the_store_is_reported_as_one_that_waited(
     mounted: Callable[[str], Path],
 ) -> None:
     sidecar = AdmissionMiddleware(app_without_admission(), policy=mounted("told"))

@@ -1,4 +1,4 @@
-"""`GET /metrics` of a real sidecar before an emulated engine: what a scraper is told while requests wait, and after
+"""`GET /metrics` of a real sidecar before an emulated engine: what a scraper reads while requests wait, and after
 it."""
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ async def test_the_page_is_written_outside_of_the_event_loop() -> None:
 
 
 @pytest.mark.anyio
-async def test_many_scrapers_at_once_hold_nobody_up(tmp_path: Path) -> None:
+async def test_many_scrapers_at_once_hold_no_one_up(tmp_path: Path) -> None:
     """The pool's figures come from the event loop that serves the scrapers: it must never wait for them."""
     async with stacked(tmp_path) as stack:
         running = [asyncio.create_task(stack.ask(SHORT)) for _ in range(20)]
@@ -233,7 +233,7 @@ async def test_many_scrapers_at_once_hold_nobody_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_sample_is_taken_in_the_pools_own_loop_whoever_asks(tmp_path: Path) -> None:
+async def test_a_sample_is_taken_in_the_pools_own_loop_for_every_caller(tmp_path: Path) -> None:
     async with stacked(tmp_path) as stack:
         await stack.ask(SHORT)
         threads: list[int] = []
@@ -247,19 +247,19 @@ async def test_a_sample_is_taken_in_the_pools_own_loop_whoever_asks(tmp_path: Pa
 
 
 @pytest.mark.anyio
-async def test_a_loop_that_has_no_time_costs_an_exporter_half_a_second_and_the_latest_sample_is_told(
+async def test_a_loop_that_has_no_time_costs_an_exporter_half_a_second_and_the_latest_sample_is_reported(
     tmp_path: Path,
 ) -> None:
     async with stacked(tmp_path) as stack:
         await stack.ask(SHORT)
         await stack.metrics()
         await asyncio.sleep(PAST_FRESH_S)
-        told: list[bytes] = []
+        reported: list[bytes] = []
         took_s: list[float] = []
 
         def read() -> None:
             began_s = time.monotonic()
-            told.append(stack.scrape.text(None)[0])
+            reported.append(stack.scrape.text(None)[0])
             took_s.append(time.monotonic() - began_s)
 
         reading = threading.Thread(target=read)
@@ -267,7 +267,7 @@ async def test_a_loop_that_has_no_time_costs_an_exporter_half_a_second_and_the_l
         reading.join(10)  # as a host does that shuts its provider down in its event loop
 
         assert 0.4 < took_s[0] < 2
-        assert b'admission_capacity_requests{admission_pool="default"} 1.0' in told[0]
+        assert b'admission_capacity_requests{admission_pool="default"} 1.0' in reported[0]
 
 
 def test_a_pool_whose_loop_has_ended_is_sampled_where_it_is(tmp_path: Path) -> None:

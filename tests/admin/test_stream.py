@@ -97,7 +97,7 @@ async def test_viewers_are_bounded_and_a_place_comes_free() -> None:
                 response.close()
 
 
-async def test_a_viewer_that_takes_nothing_is_let_go_and_holds_up_nobody() -> None:
+async def test_a_viewer_that_takes_nothing_is_let_go_and_holds_up_no_one() -> None:
     made = Made(size=400_000)
     async with streaming(made, stalled_s=0.3) as (stream, url, port), aiohttp.ClientSession() as client:
         with socket.create_connection(("127.0.0.1", port)) as stalled:

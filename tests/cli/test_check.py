@@ -188,7 +188,7 @@ def test_the_mode_and_the_tenants_limits_are_shown(tmp_path: Path, capsys: pytes
     }
 
 
-def test_whoever_reads_no_further_gets_no_traceback() -> None:
+def test_a_reader_that_stops_gets_no_traceback() -> None:
     command = [sys.executable, "-m", "sidecar.cli", "check", str(POLICIES)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

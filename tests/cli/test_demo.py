@@ -243,7 +243,7 @@ def test_a_file_that_cannot_be_written_is_said_so_before_anything_runs(
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e9", "soon"])
-def test_a_time_that_nobody_can_play_is_said_so(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_time_that_no_one_can_play_is_said_so(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["demo", f"--seconds={seconds}"])
     assert "write seconds" in capsys.readouterr().err
@@ -259,7 +259,7 @@ def test_a_store_alone_means_one_replica(
     assert "opensesame" not in said
 
 
-def test_replicas_without_a_store_are_told_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+def test_replicas_without_a_store_read_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["demo", "--replicas", "3"])
     assert "add --store redis://127.0.0.1:6379/0" in capsys.readouterr().err

@@ -40,7 +40,7 @@ def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
 FAST: Sequence[str] = ("--max-num-seqs", "4", "--step-ms", "1")
 
 
-def test_an_engine_that_goes_by_priority_is_a_zero(tmp_path: Path) -> None:
+def test_an_engine_that_follows_priority_is_a_zero(tmp_path: Path) -> None:
     figures = tmp_path / "doctor.json"
     with emulator("--engine", "tensorrt-llm", *FAST) as url:
         ended = doctor("--upstream", f"{url}/v1", "--json", str(figures))
@@ -84,7 +84,7 @@ def test_a_policy_for_another_engine_is_broken(tmp_path: Path) -> None:
     assert "the policy says `engine: sglang`, but vllm answers" in ended.stdout
 
 
-def test_nobody_there_is_a_two(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_server_there_is_a_two(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--upstream", "http://127.0.0.1:9"]) == 2
     assert capsys.readouterr().err.startswith("sidecar doctor: cannot reach http://127.0.0.1:9: ")
 

@@ -20,7 +20,7 @@ SUMMARY = re.compile(
 )
 
 
-def test_it_says_what_runs_where_and_serves_there_until_it_is_told_to_stop() -> None:
+def test_it_says_what_runs_where_and_serves_there_until_it_is_asked_to_stop() -> None:
     command = [
         sys.executable,
         "-m",

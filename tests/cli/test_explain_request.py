@@ -1,4 +1,4 @@
-"""`sidecar explain --request`, as whoever is on call runs it: against a sidecar with an engine and clients of its
+"""`sidecar explain --request`, as an engineer on call runs it: against a sidecar with an engine and clients of its
 own."""
 
 from __future__ import annotations
@@ -134,13 +134,13 @@ async def test_the_story_of_a_request_that_was_overtaken(tmp_path: Path) -> None
         holding[1].cancel()
         assert [await each for each in sent] == [6, 6]
         target = tmp_path / "story.json"
-        code, told, errors = await explain("--request", "victim", "--admin", sidecar.admin, "--json", str(target))
+        code, reported, errors = await explain("--request", "victim", "--admin", sidecar.admin, "--json", str(target))
     assert (code, errors) == (0, "")
     assert "\nhas waited " in waiting
     assert re.search(rf"^now +{CLOCK}, after {LENGTH}: waiting$", waiting, re.MULTILINE)
     assert json.loads(target.read_text())["state"] == "completed"
 
-    first, _, conclusion, _, *steps = told.splitlines()
+    first, _, conclusion, _, *steps = reported.splitlines()
     assert first == "request victim   POST /v1/chat/completions   pool default"
     assert re.fullmatch(
         rf"waited {LENGTH}, of which {LENGTH} starved: "
@@ -167,7 +167,7 @@ async def test_the_story_of_a_request_that_was_overtaken(tmp_path: Path) -> None
         "  admitted  .*",
         rf"  {CLOCK} +{LENGTH} +high +acme +\d+ +{LENGTH} later +overtakes",
     ]
-    assert len(steps) == len(expected), told
+    assert len(steps) == len(expected), reported
     for line, pattern in zip(steps, expected, strict=True):
         assert re.fullmatch(pattern, line), (line, pattern)
 
@@ -178,11 +178,11 @@ async def test_every_replica_is_asked_until_one_knows(tmp_path: Path) -> None:
     async with running(tmp_path) as sidecar, serving(other) as stranger:
         await (await sidecar.begin("high", "quick"))
         admins = ("--admin", NOBODY, "--admin", stranger.url, "--admin", "door:9464", "--admin", sidecar.admin)
-        code, told, errors = await explain("--request", "quick", *admins)
+        code, reported, errors = await explain("--request", "quick", *admins)
         assert (code, errors) == (0, "")
-        assert "\nadmitted at once, without a wait\n" in told
-        code, told, errors = await explain("--request", "nobody", *admins)
-    assert (code, told) == (1, "")
+        assert "\nadmitted at once, without a wait\n" in reported
+        code, reported, errors = await explain("--request", "nobody", *admins)
+    assert (code, reported) == (1, "")
     unreachable, not_a_sidecar, no_url, unknown = errors.splitlines()
     assert unreachable.startswith(f"sidecar: cannot reach {NOBODY}")
     assert f"{stranger.url} answered 200, but not as a sidecar's admin port does" in not_a_sidecar
@@ -192,10 +192,10 @@ async def test_every_replica_is_asked_until_one_knows(tmp_path: Path) -> None:
 
 def test_what_a_client_wrote_cannot_move_the_terminal() -> None:
     asked = RequestFacts("t", "high", "key", None, "chat", "m\nrefused      by nobody\x1b[2J", False, 1, 1, None)
-    told = text(Explanation("id", "admitted at once", "running", "lab", 2.0, "POST", "/", 1.0, asked=asked))
-    assert "\x1b" not in told
-    assert len(told.splitlines()) == 9
-    assert "m\\nrefused" in told
+    reported = text(Explanation("id", "admitted at once", "running", "lab", 2.0, "POST", "/", 1.0, asked=asked))
+    assert "\x1b" not in reported
+    assert len(reported.splitlines()) == 9
+    assert "m\\nrefused" in reported
 
 
 @pytest.mark.parametrize(

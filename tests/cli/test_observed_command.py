@@ -23,7 +23,7 @@ REQUESTS = 12
 
 
 async def sent(sidecars: list[Replica]) -> list[int]:
-    """Sends more than the pool has room for, over all sidecars in turn, and one with a key that nobody has."""
+    """Sends more than the pool has room for, over all sidecars in turn, and one with a key that no one has."""
     body = {"model": "m", "max_tokens": 15, "messages": [{"role": "user", "content": "hello"}]}
     async with aiohttp.ClientSession() as client:
 
@@ -46,7 +46,7 @@ def run(*arguments: str) -> str:
 
 
 def figures(sidecar: Replica) -> Any:
-    """The report, when both replicas have told each other of everything."""
+    """The report, when both replicas have reported everything to each other."""
     end_s = time.monotonic() + 15
     while True:
         with urllib.request.urlopen(f"{sidecar.admin_url}/observed", timeout=5) as answer:
@@ -84,10 +84,10 @@ def test_any_of_two_replicas_tells_what_enforcing_would_have_done_to_the_request
 
 def test_a_port_that_does_not_answer_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        nobody = f"http://127.0.0.1:{silent.getsockname()[1]}"
-    assert main(["observed", "--admin", nobody]) == 1
+        no_server = f"http://127.0.0.1:{silent.getsockname()[1]}"
+    assert main(["observed", "--admin", no_server]) == 1
     said = capsys.readouterr()
-    assert said.err.startswith(f"sidecar observed: no answer from {nobody}: ")
+    assert said.err.startswith(f"sidecar observed: no answer from {no_server}: ")
     assert len(said.err.splitlines()) == 1
 
 

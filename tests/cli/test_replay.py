@@ -90,10 +90,10 @@ async def test_priority_is_seen_to_work_on_every_engine_and_the_control_shows_no
     assert by_tier["high"]["queue_wait_s"] is None
     control = found["control"]["correlation"]
     assert control["low"] < 0 < control["high"]
-    told = [json.loads(line) for line in lines.read_text().splitlines()]
-    assert len(told) == 180
-    assert {(line["run"], line["tier"]) for line in told} == {(run, tier) for run in found for tier in TIERS}
-    assert all(line["output_tokens"] == 4 and line["error"] is None and line["status"] == 200 for line in told)
+    reported = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert len(reported) == 180
+    assert {(line["run"], line["tier"]) for line in reported} == {(run, tier) for run in found for tier in TIERS}
+    assert all(line["output_tokens"] == 4 and line["error"] is None and line["status"] == 200 for line in reported)
 
 
 async def test_first_come_first_served_is_seen_to_be_that(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +127,7 @@ async def sidecar(folder: Path) -> AsyncIterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("by", ["tier", "key"])
-async def test_behind_the_sidecar_the_wait_is_told_and_the_order_holds(
+async def test_behind_the_sidecar_the_wait_is_reported_and_the_order_holds(
     by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = tmp_path / "figures.json"
@@ -180,12 +180,12 @@ async def test_turns_of_a_conversation_carry_what_was_said_before(tmp_path: Path
     trace.write_text("\n".join(map(json.dumps, turns)))
     async with emulated(VLLM, slots=8) as client:
         assert await replay(str(trace), "--upstream", client.url, "--requests", str(lines)) == 0
-    told = [json.loads(line) for line in lines.read_text().splitlines()]
+    reported = [json.loads(line) for line in lines.read_text().splitlines()]
     # The second turn has the first (10 tokens), its answer of three words, and its own 6.
-    assert [line["prompt_tokens"] for line in told] == [10, pytest.approx(20, abs=1), 10, None, 4]
-    assert [line["output_tokens"] for line in told] == [3, 2, 2, 2, 5]
-    assert told[1]["sent_s"] - told[0]["end_s"] == pytest.approx(0.2, abs=0.1)
-    assert [line["tier"] for line in told][:2] == [told[0]["tier"]] * 2
+    assert [line["prompt_tokens"] for line in reported] == [10, pytest.approx(20, abs=1), 10, None, 4]
+    assert [line["output_tokens"] for line in reported] == [3, 2, 2, 2, 5]
+    assert reported[1]["sent_s"] - reported[0]["end_s"] == pytest.approx(0.2, abs=0.1)
+    assert [line["tier"] for line in reported][:2] == [reported[0]["tier"]] * 2
 
 
 async def test_real_traces_are_played_fast_and_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

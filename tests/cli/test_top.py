@@ -203,9 +203,9 @@ def test_a_port_that_does_not_answer_or_is_another_is_said_in_a_line(
     admin: Admin, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        nobody = f"http://127.0.0.1:{silent.getsockname()[1]}"
-    assert main(["top", "--admin", nobody]) == 1
-    assert capsys.readouterr().err.startswith(f"sidecar top: no answer from {nobody}: ")
+        no_server = f"http://127.0.0.1:{silent.getsockname()[1]}"
+    assert main(["top", "--admin", no_server]) == 1
+    assert capsys.readouterr().err.startswith(f"sidecar top: no answer from {no_server}: ")
     admin.status = 404
     assert main(["top", "--admin", admin.url]) == 1
     assert "has no /overview (404): is it the admin port?" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Replicas that run different policies: told when it lasts, counted and marked at once, forgotten when it is over."""
+"""Replicas with different policies: reported when it lasts, counted and marked at once, forgotten when it is over."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def report(replica: str, generation: str, host: str = "box") -> ReplicaReport:
     return ReplicaReport(replica, host, 0.0, 0, 0, [], [], [], generation)
 
 
-def test_nothing_is_told_of_replicas_that_run_the_same() -> None:
+def test_nothing_is_reported_of_replicas_that_run_the_same() -> None:
     generations = Generations()
     generations.hear([report("r2", "aa"), report("r3", "aa")], "aa", 100.0)
     assert (generations.notices("aa", 200.0), generations.count("aa")) == ([], 1)
     assert generations.running("r1", "aa") == {"aa": ["r1", "r2", "r3"]}
 
 
-def test_a_difference_is_counted_at_once_and_told_when_it_lasts() -> None:
+def test_a_difference_is_counted_at_once_and_reported_when_it_lasts() -> None:
     generations = Generations()
     generations.hear([report("r2-and-more", "bb")], "aa", 100.0)
     assert generations.count("aa") == 2

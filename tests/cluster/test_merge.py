@@ -61,15 +61,15 @@ places = st.lists(st.tuples(st.integers(0, 59), st.integers(0, 9), st.floats(0, 
 
 
 @given(st.lists(places, max_size=4))
-def test_sums_are_sums_and_maxima_maxima(told: list[list[tuple[int, int, float]]]) -> None:
+def test_sums_are_sums_and_maxima_maxima(reported: list[list[tuple[int, int, float]]]) -> None:
     every = [
         ReceivedReport(
             report(str(number), tier("batch", *(Bucket(START_S + 5 * at, n, 0, s, s) for at, n, s in of))), 0.0
         )
-        for number, of in enumerate(told)
+        for number, of in enumerate(reported)
     ]
     merged = merge.recent("batch", every, NOW_S)
-    flat = [one for of in told for one in of]
+    flat = [one for of in reported for one in of]
     assert len(merged) == BUCKETS
     assert sum(bucket.admitted for bucket in merged) == sum(count for _, count, _ in flat)
     assert max(bucket.wait_max_s for bucket in merged) == max((wait_s for *_, wait_s in flat), default=0.0)
@@ -127,11 +127,11 @@ def test_the_newest_refusals_come_first_and_are_bounded() -> None:
 
 
 def test_a_report_survives_the_way_and_what_is_none_is_said_so() -> None:
-    told = report("one", tier("batch", Bucket(START_S, 1), oldest=waiter(3)), refusals=[refusal(1.0)])
-    assert unpack(pack(told)) == told
+    reported = report("one", tier("batch", Bucket(START_S, 1), oldest=waiter(3)), refusals=[refusal(1.0)])
+    assert unpack(pack(reported)) == reported
     another = zlib.compress(msgspec.msgpack.encode({"replica": 7}))
     bomb = zlib.compress(bytes(64 * 2**20))
-    for packed in (b"", b"nonsense", another, bomb, pack(told)[:-9]):
+    for packed in (b"", b"nonsense", another, bomb, pack(reported)[:-9]):
         with pytest.raises(Unreadable):
             unpack(packed)
 

@@ -36,12 +36,12 @@ class Telling(LocalPool):
 
     others: Mapping[str, PeerReport] = {}
     trouble: str | None = None
-    told = b""
+    reported = b""
 
     async def share(self, report: bytes) -> Mapping[str, PeerReport]:
         if self.trouble is not None:
             raise NotShared(self.trouble)
-        self.told = report
+        self.reported = report
         return self.others
 
 
@@ -105,7 +105,7 @@ async def test_who_was_preempted_and_not_admitted_again_is_a_refusal_that_says_s
     assert (refusal.preempted, refusal.waited_s) == (1, 4.0)
 
 
-async def test_five_seconds_in_which_nothing_but_a_preemption_happened_are_told() -> None:
+async def test_five_seconds_in_which_nothing_but_a_preemption_happened_are_reported() -> None:
     recent, policy = Recent(), policy_of()
     tell = begin(recent, Received(0, round((NOW_S - 6) * 1e9), "POST", "/", [], "mine"), None)
     tell(Classified(1, "batch", "acme", "key", None, "chat", None, None, False, 10, 1))
@@ -165,7 +165,7 @@ async def test_other_replicas_are_shown_until_they_are_silent_for_too_long(monke
     await live.close()
 
 
-async def test_a_defect_in_sharing_is_told_and_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_defect_in_sharing_is_reported_and_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHARE_EVERY_S", 0.01)
     monkeypatch.setattr(module, "RETRY_S", 0.01)
     policy = policy_of()

@@ -82,7 +82,7 @@ def test_who_waits_without_having_been_overtaken_does_not_starve() -> None:
     assert headline([tier("high"), waits]) == "No request starves. normal waits longest: 4.2 s."
 
 
-def test_when_nobody_waits_it_still_says_who_starved_before() -> None:
+def test_when_no_one_waits_it_still_says_who_starved_before() -> None:
     assert headline([tier("high")]) == headline([]) == "No request waits."
     before = tier(
         "batch", recent=[Bucket(0, starvation_max_s=12.0)], overtaken_by={"high": Overtakings(1, 1, {"level": 1})}

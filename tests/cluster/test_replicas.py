@@ -45,7 +45,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
         yield Two(store, first, second)
 
 
-async def test_either_page_shows_both_and_whoever_starves_in_either(two: Two) -> None:
+async def test_either_page_shows_both_and_the_tier_that_starves_in_either(two: Two) -> None:
     async with overload([two.first.url, two.second.url]):
         shown = [await until(one, has_both) for one in (two.first, two.second)]
         for one in shown:

@@ -48,7 +48,7 @@ def heard(engine: type[Engine], api: Api, body: bytes, forward: Forward) -> Rank
     emulated: Emulated = ENGINES[engine](EmulatorConfig(engine=engine, header_overrides=True))
     decoded = json.loads(forwarded_body(body, decode(api, body), forward))
     if engine is TensorRtLlm:
-        decoded.pop("nvext", None)  # it knows no such field, whoever sends it
+        decoded.pop("nvext", None)  # it knows no such field, from any client
     emulated.check(api, decoded)
     read_ask(api, decoded, "m")
     return emulated.rank(api, decoded, {name.decode(): value.decode() for name, value in forward.headers})

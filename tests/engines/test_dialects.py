@@ -1,4 +1,4 @@
-"""What each engine is told: its direction, its range, its carrier, as ../shared/engines.md has them."""
+"""The priority that each engine gets: its direction, its range, its carrier, as ../shared/engines.md has them."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def ladder(engine: type[Engine], levels: int) -> list[float]:
         (DYNAMO, [20, 15, 10, 5, 0]),
     ],
 )
-def test_five_tiers_are_told_as(engine: type[Engine], values: list[float]) -> None:
+def test_five_tiers_are_sent_as(engine: type[Engine], values: list[float]) -> None:
     assert ladder(engine, 5) == values
 
 
 @pytest.mark.parametrize("levels", LADDERS)
 @pytest.mark.parametrize("engine", TALKING)
-def test_a_more_important_level_is_never_told_as_a_less_important_one(engine: type[Engine], levels: int) -> None:
+def test_a_more_important_level_is_never_sent_as_a_less_important_one(engine: type[Engine], levels: int) -> None:
     sign = 1 if dialect(engine).more_important_is_higher else -1
     values = ladder(engine, levels)
     assert all(sign * better >= sign * worse for better, worse in pairwise(values))
@@ -114,7 +114,7 @@ def test_a_priority_travels_where_each_endpoint_reads_it(engine: type[Engine], c
 
 @pytest.mark.parametrize(("route", "is_sent"), [(Route.HANDED_OVER, True), (Route.NONE, False)])
 def test_in_the_engines_own_process_no_body_is_rewritten_for_it(route: Route, is_sent: bool) -> None:
-    """And the values are the same: whoever hands them over finds them in the grant."""
+    """And the values are the same: the caller that hands them over finds them in the grant."""
     for api in Api:
         forward = TensorRtLlm(route=route).forward(api, 0.75)
         assert (forward.headers, forward.member, forward.is_sent) == ((), None, is_sent)

@@ -83,7 +83,7 @@ async def test_a_proxy_that_renames_the_models_hides_no_engine(engine: type[Engi
     pages = Renaming()
     assert (await identify(pages)).engine is engine
     if engine is TRTLLM:
-        assert "/metrics" not in pages.asked, "reading it takes its figures away from whoever collects them"
+        assert "/metrics" not in pages.asked, "reading it takes its figures away from the collector"
 
 
 @pytest.mark.parametrize(("scheduling", "by_priority"), [(Scheduling.PRIORITY, True), (Scheduling.FCFS, False)])

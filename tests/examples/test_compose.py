@@ -199,15 +199,17 @@ def test_two_sidecars_share_one_pool_before_the_engine(store: str) -> None:
 
 
 def is_healthy(service: Mapping[str, Any], ports: Mapping[int, int]) -> None:
-    """Runs the service's health check, and sees it fail where nobody listens."""
+    """Runs the service's health check, and sees it fail where no one listens."""
     kind, program_name, *words = service["healthcheck"]["test"]
     assert (kind, program_name) == ("CMD", "python3")
     for port, replacement in ports.items():
         assert f":{port}/" in words[-1]
         asks = [*words[:-1], words[-1].replace(f":{port}/", f":{replacement}/")]
         assert subprocess.run([sys.executable, *asks], check=False, timeout=20).returncode == 0
-        nobody = [*words[:-1], words[-1].replace(f":{port}/", ":9/")]
-        assert subprocess.run([sys.executable, *nobody], check=False, timeout=20, capture_output=True).returncode == 1
+        no_server = [*words[:-1], words[-1].replace(f":{port}/", ":9/")]
+        assert (
+            subprocess.run([sys.executable, *no_server], check=False, timeout=20, capture_output=True).returncode == 1
+        )
 
 
 def load_runs(words: list[str], urls: list[str]) -> None:

@@ -70,7 +70,7 @@ def test_the_sidecar_is_started_with_flags_and_variables_that_exist(overlay: str
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_whoever_names_a_port_names_one_that_its_pods_have(overlay: str) -> None:
+def test_every_port_that_is_named_is_one_that_its_pods_have(overlay: str) -> None:
     by_app = {pod["metadata"]["labels"]["app.kubernetes.io/name"]: pod["spec"] for pod in pods(overlay).values()}
     available = {app: {name for each in pod["containers"] for name in ports(each)} for app, pod in by_app.items()}
     for service in of_kind(overlay, "Service").values():
@@ -187,7 +187,7 @@ def forgotten_s(container: Any) -> int:
 
 
 @pytest.mark.parametrize("overlay", IN_POD)
-def test_nobody_reaches_the_engine_but_through_the_sidecar(overlay: str) -> None:
+def test_no_one_reaches_the_engine_but_through_the_sidecar(overlay: str) -> None:
     engine = containers(pod_of_the_sidecar(overlay))["engine"]
     assert "ports" not in engine
     flags = dict(word.lstrip("-").split("=", 1) for word in engine["args"] if "=" in word)
@@ -197,7 +197,7 @@ def test_nobody_reaches_the_engine_but_through_the_sidecar(overlay: str) -> None
         assert f"http://127.0.0.1:{flags['port']}/health'" in engine[f"{kind}Probe"]["exec"]["command"][-1]
 
 
-def test_vllm_is_told_to_go_by_priorities_and_the_policy_knows_how_many_it_runs() -> None:
+def test_vllm_is_started_with_priorities_and_the_policy_knows_how_many_it_runs() -> None:
     args = containers(pod_of_the_sidecar("vllm"))["engine"]["args"]
     assert "--scheduling-policy=priority" in args
     (most,) = (int(word.partition("=")[2]) for word in args if word.startswith("--max-num-seqs="))
@@ -228,7 +228,7 @@ def test_the_sidecars_of_a_shared_pool_cannot_start_without_their_store() -> Non
 
 
 @pytest.mark.parametrize("overlay", IN_POD)
-def test_the_scaler_goes_by_the_metric_that_the_adapter_makes(overlay: str) -> None:
+def test_the_scaler_follows_the_metric_that_the_adapter_makes(overlay: str) -> None:
     (scaler,) = (found["spec"] for found in of_kind(overlay, "HorizontalPodAutoscaler").values())
     deployment = of_kind(overlay, "Deployment")[scaler["scaleTargetRef"]["name"]]
     assert "replicas" not in deployment["spec"], "applying it again would undo what the scaler did"

@@ -111,7 +111,7 @@ def test_a_config_map_that_changes_gives_keys_and_takes_them(pod: Pod) -> None:
 
 
 @pytest.mark.parametrize("pod", ["vllm"], indirect=True)
-def test_a_request_that_waits_moves_what_the_scaler_goes_by(pod: Pod, tmp_path: Path) -> None:
+def test_a_request_that_waits_moves_what_the_scaler_follows(pod: Pod, tmp_path: Path) -> None:
     (rule,) = ADAPTER["rules"]
     target = pod.sidecar.admin.removeprefix("http://")
     # As the adapter fills it in, with labels that a Prometheus has without a cluster.

@@ -198,7 +198,7 @@ TIERS = ("critical", "high", "normal", "low", "batch")
 
 
 def arrives(journal: Journal, request_id: str, tier: str, at_us: int) -> Callable[[Event], None]:
-    """One that holds 5 tokens and has to wait, told by its events alone."""
+    """One that holds 5 tokens and has to wait, by its events alone."""
     tell = begin(journal, Received(at_us, 10**18, "POST", "/", [], request_id), None)
     tell(Classified(at_us, tier, "t", "header", None, "chat", "m", 1, False, 5, 1))
     tell(Queued(at_us, Obstacle.NO_ROOM, "no room"))
@@ -240,7 +240,7 @@ def test_every_rule_has_its_sentence(
     assert (group.rule, group.because, group.came_later) == (rule, sentence, arrived_us > 10)
 
 
-def test_what_is_not_kept_any_more_is_told_in_tokens() -> None:
+def test_what_is_not_kept_any_more_is_counted_in_tokens() -> None:
     journal = Journal(most_admissions=8, now_us=lambda: 1000)
     victim = arrives(journal, "victim", "batch", 0)
     for number in range(100):
@@ -327,7 +327,7 @@ async def test_any_id_a_client_may_send_is_found_and_a_trace_too_and_the_newest_
 # -- two replicas
 
 
-async def test_in_a_shared_pool_the_other_replicas_part_is_told_in_tokens(tmp_path: Path) -> None:
+async def test_in_a_shared_pool_the_other_replicas_part_is_counted_in_tokens(tmp_path: Path) -> None:
     used = policy(POLICY.replace("max_wait: 100ms", "max_wait: 10s"))
     app, other_app = App(is_held=True), App(is_held=True)
     with RedisServer(first_binary(), tmp_path) as server:

@@ -1,4 +1,4 @@
-"""What went wrong comes first, in words; and one that was preempted is told attempt by attempt."""
+"""What went wrong comes first, in words; and one that was preempted is described attempt by attempt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECOND = 1_000_000
 ADMITTED = Admitted(SECOND, 0, 0, None, {}, 2, None)
 
 
-def told(*events: Event, now_s: float = 60, ahead: bool = False) -> Explanation:
+def reported(*events: Event, now_s: float = 60, ahead: bool = False) -> Explanation:
     """The story of a batch request that came at 1 s; with `ahead`, of an important one that came and went in at 5 s."""
     journal = Journal(now_us=lambda: round(now_s * SECOND))
     tell = begin(journal, Received(SECOND, 10**18, "POST", "/v1/completions", [], "mine"), None)
@@ -62,14 +62,14 @@ def settled(outcome: Outcome, status: int | None, error: str | None, at_s: float
     ],
 )
 def test_what_went_wrong_comes_first(end: tuple[Any, ...], said: str) -> None:
-    story = told(ADMITTED, FirstByte(2 * SECOND, 200), settled(*end))
+    story = reported(ADMITTED, FirstByte(2 * SECOND, 200), settled(*end))
     assert story.conclusion == f"{said}, 2.50 s after it was admitted; admitted at once, without a wait"
 
 
 def test_what_went_wrong_comes_before_a_wait_too() -> None:
     waited = Admitted(3 * SECOND, 2 * SECOND, 0, None, {}, 2, None)
     no_room = Queued(SECOND, Obstacle.NO_ROOM, "no room")
-    story = told(no_room, waited, settled(Outcome.FAILED, 200, "ResponseCut"))
+    story = reported(no_room, waited, settled(Outcome.FAILED, 200, "ResponseCut"))
     assert story.conclusion == (
         "the engine broke off in the middle of its answer, 0.50 s after it was admitted; "
         "waited 2.00 s: no room; no request went ahead of it"
@@ -77,7 +77,7 @@ def test_what_went_wrong_comes_before_a_wait_too() -> None:
 
 
 def test_what_went_well_says_nothing_of_that() -> None:
-    assert told(ADMITTED, settled(Outcome.COMPLETED, 200, None)).conclusion == "admitted at once, without a wait"
+    assert reported(ADMITTED, settled(Outcome.COMPLETED, 200, None)).conclusion == "admitted at once, without a wait"
 
 
 # -- preempted
@@ -99,7 +99,7 @@ def again(at_s: float, overtaken_s: float | None = None) -> Admitted:
 
 def test_one_that_was_preempted_says_when_and_why_and_how_long_it_waited_again() -> None:
     end = settled(Outcome.COMPLETED, 200, None, 9)
-    story = told(ADMITTED, *preempted(4.2, 1), again(5.3, 5), end, ahead=True)
+    story = reported(ADMITTED, *preempted(4.2, 1), again(5.3, 5), end, ahead=True)
     assert story.conclusion == (
         "admitted at once; preempted after 3.20 s at the engine: its room went to a more important request; "
         "waited again for 1.10 s; 1 request of tier high went ahead because high is more important"
@@ -117,7 +117,7 @@ def test_one_that_was_preempted_says_when_and_why_and_how_long_it_waited_again()
 
 def test_who_was_admitted_while_it_ran_did_not_go_ahead_of_it() -> None:
     served = Admitted(10 * SECOND, 9 * SECOND, 2 * SECOND, 8 * SECOND, {"high": 9}, 1, 7)
-    story = told(ADMITTED, *preempted(8, 1), served, settled(Outcome.COMPLETED, 200, None, 11), ahead=True)
+    story = reported(ADMITTED, *preempted(8, 1), served, settled(Outcome.COMPLETED, 200, None, 11), ahead=True)
     assert story.conclusion.endswith("; waited again for 2.00 s")
     assert story.wait is not None
     assert (story.wait.groups, story.wait.unseen, story.wait.overtaken_by) == ([], [], None)
@@ -126,7 +126,7 @@ def test_who_was_admitted_while_it_ran_did_not_go_ahead_of_it() -> None:
 def test_one_that_was_preempted_twice_tells_of_both() -> None:
     first = Admitted(3 * SECOND, 2 * SECOND, 0, None, {}, 2, None)
     events = (Queued(SECOND, Obstacle.NO_ROOM, "no room"), first, *preempted(6, 3), again(8), *preempted(9, 8, 2))
-    story = told(*events, again(12), settled(Outcome.FAILED, 200, "ResponseCut", 13))
+    story = reported(*events, again(12), settled(Outcome.FAILED, 200, "ResponseCut", 13))
     assert story.conclusion == (
         "the engine broke off in the middle of its answer, 1.00 s after it was admitted; waited 2.00 s; "
         "preempted after 3.00 s at the engine: its room went to a more important request; waited again for 2.00 s; "
@@ -137,7 +137,7 @@ def test_one_that_was_preempted_twice_tells_of_both() -> None:
 
 
 def test_one_that_waits_again_says_how_long_by_now() -> None:
-    story = told(ADMITTED, *preempted(4, 1), now_s=6.5)
+    story = reported(ADMITTED, *preempted(4, 1), now_s=6.5)
     assert story.state == "waiting"
     assert story.conclusion.endswith("a more important request; has waited again for 2.50 s so far")
     assert story.admitted is None
@@ -158,7 +158,7 @@ NOT_AGAIN = "then refused with 503 queue_timeout: it waited again, as its room h
     ],
 )
 def test_one_that_was_not_admitted_again_says_how_its_wait_ended(end: Settled, state: str, said: str) -> None:
-    story = told(ADMITTED, *preempted(4, 1), end)
+    story = reported(ADMITTED, *preempted(4, 1), end)
     assert story.state == state
     assert story.conclusion == (
         "admitted at once; preempted after 3.00 s at the engine: its room went to a more important request; "

@@ -55,12 +55,12 @@ async def test_every_request_carries_its_own_priority(tmp_path: Path) -> None:
     async with sglang(tmp_path) as server:
         cases = [(tier, f"{tier} {index}") for tier in PRIORITIES for index in range(5)]
         await asyncio.gather(*(ask(server, *case) for case in cases))
-        told = {event["prompt"]: event["priority"] for event in happened(tmp_path)}
-        assert told == {prompt: PRIORITIES[tier] for tier, prompt in cases}
+        reported = {event["prompt"]: event["priority"] for event in happened(tmp_path)}
+        assert reported == {prompt: PRIORITIES[tier] for tier, prompt in cases}
 
 
 async def test_its_own_key_is_asked_for_before_the_sidecar(tmp_path: Path) -> None:
-    """SGLang adds the check when it starts, behind our import of its app: nobody unknown to it takes room."""
+    """SGLang adds the check when it starts, behind our import of its app: no one unknown to it takes room."""
     async with sglang(tmp_path, "--api-key", "sk-sglang") as server:
         status, headers, _ = await server.post(CHAT, "batch", messages=[])
         assert status == 401

@@ -1,4 +1,4 @@
-"""`sidecar trtllm-serve`: the real command, here a stand-in's, with the sidecar in its app and its engine told."""
+"""`sidecar trtllm-serve`: the real command, here a stand-in's, with the sidecar in its app, and its engine's order."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ async def test_a_request_that_is_not_guarded_is_left_at_the_engines_default(tmp_
         assert await served(server) == {"unguarded": 0.5}
 
 
-async def test_the_engines_queue_follows_what_it_is_told(tmp_path: Path) -> None:
-    """One at a time: whoever finds the engine free is first, the others go by tier and not by arrival."""
+async def test_the_engines_queue_follows_the_priorities_that_it_gets(tmp_path: Path) -> None:
+    """One at a time: the request that finds the engine free is first, the others follow by tier, not by arrival."""
     async with trtllm(tmp_path, "--max_batch_size", "1") as server:
         first = asyncio.ensure_future(server.post("/v1/responses", "batch", input="first", max_output_tokens=400))
         await asyncio.sleep(0.15)
@@ -127,7 +127,7 @@ async def test_a_client_that_leaves_is_aborted_at_the_engine(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("build", "options", "told", "said"),
+    ("build", "options", "reported", "said"),
     [
         ("before_field", PRIORITY_QUEUE, {"/v1/completions": 0.0, "/v1/responses": 0.0}, []),
         (
@@ -145,15 +145,15 @@ async def test_a_client_that_leaves_is_aborted_at_the_engine(tmp_path: Path) -> 
     ],
 )
 async def test_what_a_build_cannot_do_is_said_once_and_nothing_is_refused(
-    tmp_path: Path, build: str, options: str, told: dict[str, float], said: list[str]
+    tmp_path: Path, build: str, options: str, reported: dict[str, float], said: list[str]
 ) -> None:
     """Builds from before the field answer 400 to it, and an engine that serves as they come warns for each request."""
     async with trtllm(tmp_path, build=build, options=options) as server:
-        for path in told:
+        for path in reported:
             for _ in range(2):
                 status, headers, text = await server.post(path, "batch", **BODIES[path](path))
                 assert (status, headers["x-admission-tier"]) == (200, "batch"), text
-        assert await served(server) == told
+        assert await served(server) == reported
         lines = warned(server)
     assert len(lines) == len(said), lines
     assert all(phrase in line for phrase, line in zip(said, lines, strict=True))

@@ -1,4 +1,4 @@
-"""Draining: nobody new, and everybody who is there to the end."""
+"""Draining: no one new, and everybody who is there to the end."""
 
 from __future__ import annotations
 

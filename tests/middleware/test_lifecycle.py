@@ -61,7 +61,7 @@ async def test_who_waits_is_admitted_by_tier_then_by_arrival() -> None:
     assert {answer.status for answer in answers} == {200}
 
 
-async def test_the_wait_is_told_to_the_client_the_app_and_the_observer() -> None:
+async def test_the_wait_is_reported_to_the_client_the_app_and_the_observer() -> None:
     app = App(is_held=True)
     async with guarding(app, NARROW) as guarded:
         first = asking(guarded)
@@ -336,7 +336,7 @@ async def test_work_behind_the_response_does_not_hold_the_lease() -> None:
     await guarded.nothing_left()
 
 
-async def test_a_failure_behind_the_response_changes_nothing_that_was_told() -> None:
+async def test_a_failure_behind_the_response_changes_nothing_that_was_reported() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await answer(send, b"{}")
         raise RuntimeError("behind")
@@ -588,7 +588,7 @@ class Whims:
         whim = self.random.random()
         if whim < 0.03:
             raise RuntimeError("before the start")
-        if whim < 0.2:  # as engines do: whoever leaves is noticed at once
+        if whim < 0.2:  # as engines do: a client that leaves is noticed at once
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(receive(), self.random.random() * 0.06)
                 return

@@ -190,7 +190,7 @@ def rewriting_sidecar(app: Any) -> TestedMiddleware:
     return AdmissionMiddleware(app, policy=policy(engine="sglang"))
 
 
-# What the app and the client are told
+# What the app and the client get
 
 
 async def test_the_app_reads_its_grant_from_the_scope_and_from_the_context() -> None:

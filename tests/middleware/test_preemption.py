@@ -203,7 +203,7 @@ async def test_an_app_that_asks_now_and_then_hears_it_too(tmp_path: Any) -> None
 
 
 @pytest.mark.parametrize("says", ["an error", "an answer"])
-async def test_what_a_stopped_app_says_is_for_nobody(tmp_path: Any, says: str) -> None:
+async def test_what_a_stopped_app_says_is_for_no_one(tmp_path: Any, says: str) -> None:
     class Talking(Engine):
         async def runs_to_its_end(self, scope: Any, receive: Any, send: Any) -> bool:
             if await super().runs_to_its_end(scope, receive, send):
@@ -283,7 +283,7 @@ async def test_a_client_that_leaves_while_it_waits_again_is_settled(tmp_path: An
     assert (story.end.outcome, story.end.error) == (Outcome.CLIENT_LEFT, "client_left")
 
 
-async def test_nobody_is_preempted_more_often_than_the_policy_says(tmp_path: Any) -> None:
+async def test_no_one_is_preempted_more_often_than_the_policy_says(tmp_path: Any) -> None:
     engine = Engine()
     async with guarding(engine, rules(tmp_path, most=1)) as guarded:
         batch = await running(guarded, engine)
@@ -346,5 +346,5 @@ async def test_a_server_that_stops_leaves_nothing_of_a_lost_attempt(tmp_path: An
     assert guarded.leases == 0
 
 
-def test_the_default_policy_preempts_nobody() -> None:
+def test_the_default_policy_preempts_no_one() -> None:
     assert not any(tier.preemptible for tier in policy().rules.tiers)

@@ -1,4 +1,4 @@
-"""Every answer names its request, so that whoever asks about it can be answered; and says how it waited."""
+"""Every answer names its request, so that a question about it can be answered; and says how it waited."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def one_at_a_time(**settings: str) -> Policy:
 
 
 class Engine(App):
-    """Holds the first request; answers the others as it was told: a status, a type, and chunks."""
+    """Holds the first request; answers the others as it should: a status, a type, and chunks."""
 
     def __init__(self, *chunks: bytes, status: int = 200, content_type: bytes = b"text/event-stream") -> None:
         super().__init__()
@@ -252,7 +252,7 @@ async def test_embeddings_have_no_streams_and_hear_nothing() -> None:
     assert gzip.decompress(got.body) == b"{}"
 
 
-async def test_whoever_hangs_up_on_comments_leaves_the_queue() -> None:
+async def test_a_client_that_disconnects_on_comments_leaves_the_queue() -> None:
     engine = Engine()
     async with guarding(engine, one_at_a_time()) as guarded:
         holder = await pool_taken(guarded)

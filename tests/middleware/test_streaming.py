@@ -122,7 +122,7 @@ async def test_what_a_stream_cost_is_reported(last: bytes, used: int | None, cou
         assert settled.tokens_used == used
 
 
-async def test_the_first_byte_is_the_bodys_and_is_told_once() -> None:
+async def test_the_first_byte_is_the_bodys_and_is_reported_once() -> None:
     guarded = Guarded(streaming(3, 0), policy())
     await Caller(guarded.sidecar, SMALL).run()
     story = guarded.recorder.stories[0]

@@ -40,10 +40,10 @@ async def test_what_is_over_a_limit_is_a_429_that_says_when_it_frees() -> None:
         assert refused.is_error(429, "tenant_limit", "tenant acme", "6 requests per minute", "fits in ")
         assert refused.json["error"]["type"] == "rate_limit_error"
         assert 8 <= int(refused.headers["retry-after"]) <= 10
-        told = ratelimit(refused.headers)
-        assert (told["limit-requests"], told["remaining-requests"]) == ("6", "0")
-        assert re.fullmatch(r"5\d(\.\d+)?s", told["reset-requests"])
-        assert "limit-tokens" not in told
+        reported = ratelimit(refused.headers)
+        assert (reported["limit-requests"], reported["remaining-requests"]) == ("6", "0")
+        assert re.fullmatch(r"5\d(\.\d+)?s", reported["reset-requests"])
+        assert "limit-tokens" not in reported
         assert sidecar.recorder.stories[-1].one(Refused).code == "tenant_limit"
 
 
@@ -121,8 +121,8 @@ async def test_what_is_over_the_limit_may_go_in_at_a_lower_tier_and_says_so() ->
         assert second.headers["x-ratelimit-remaining-requests"] == "0"
         priorities = [int(dict(seen.scope["headers"])[b"x-vllm-priority"]) for seen in app.seen]
         assert priorities[0] < priorities[1], "the engine hears the lower tier"
-        told = [story.one(Classified) for story in sidecar.recorder.stories]
-        assert [(each.tier, each.downgraded_from) for each in told] == [("normal", None), ("batch", "normal")]
+        reported = [story.one(Classified) for story in sidecar.recorder.stories]
+        assert [(each.tier, each.downgraded_from) for each in reported] == [("normal", None), ("batch", "normal")]
         assert [seen.scope["admission"].tier for seen in app.seen] == ["normal", "batch"]
 
 
@@ -136,8 +136,8 @@ async def test_the_lower_tiers_queue_rules_what_was_downgraded() -> None:
         await sidecar.until(waiting=1)
         full = await sidecar.ask(None, key("acme"))
         assert full.is_error(503, "queue_full", "tier batch")
-        told = sidecar.recorder.stories[-1].one(Classified)
-        assert (told.tier, told.downgraded_from) == ("batch", "normal")
+        reported = sidecar.recorder.stories[-1].one(Classified)
+        assert (reported.tier, reported.downgraded_from) == ("batch", "normal")
         await asyncio.sleep(0.2)  # normal would have lost its patience by now
         app.release(2)
         assert [(await each).headers["x-admission-tier"] for each in (running, waiting)] == ["normal", "batch"]
@@ -204,7 +204,7 @@ async def test_a_cap_makes_no_text_completion_longer(
     ("body", "words"),
     [
         ({"max_tokens": 78}, ("78 is more than the 77 tokens", "tenant acme", "send 77 or less")),
-        ({"max_tokens": 78, "max_completion_tokens": 5}, ("78 is more",)),  # some engine goes by the other one
+        ({"max_tokens": 78, "max_completion_tokens": 5}, ("78 is more",)),  # some engine follows the other one
     ],
 )
 async def test_who_names_more_than_the_cap_is_refused(body: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -277,7 +277,7 @@ async def test_openais_client_raises_its_rate_limit_error() -> None:
         assert "1 requests per minute" in raised.value.message
 
 
-async def test_openais_client_comes_back_when_it_was_told_and_gets_in() -> None:
+async def test_openais_client_comes_back_on_time_and_gets_in() -> None:
     async with guarding(App(answer=COMPLETION), limited("requests_per_minute: 20, burst: 1s")) as sidecar:
         async with client_of(sidecar, retries=1) as client:
             hello = [{"role": "user", "content": "hi"}]

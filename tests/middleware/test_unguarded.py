@@ -334,13 +334,13 @@ async def test_two_keys_are_a_400_there_too(tmp_path: Path) -> None:
 
 
 async def test_observing_everything_passes_and_what_would_be_refused_is_counted() -> None:
-    app, told = App(), []
+    app, reported = App(), []
     async with guarding(app, policy("mode: observe\nunguarded: deny\n", engine="sglang")) as guarded:
-        guarded.sidecar.unguarded_observer = told.append
+        guarded.sidecar.unguarded_observer = reported.append
         for path in ("/generate", "/login", "/tokenize"):
             assert (await guarded.ask({}, path=path)).status == 200
     assert len(app.seen) == 3
-    assert [(one.route, one.is_refused, one.code) for one in told] == [
+    assert [(one.route, one.is_refused, one.code) for one in reported] == [
         ("/generate", False, "not_guarded"),
         ("other", False, "not_guarded"),
         ("/tokenize", False, None),
@@ -348,32 +348,32 @@ async def test_observing_everything_passes_and_what_would_be_refused_is_counted(
 
 
 async def test_a_client_cannot_make_up_labels() -> None:
-    told: list[UnguardedRequest] = []
+    reported: list[UnguardedRequest] = []
     async with guarding(App(), policy(engine="vllm")) as guarded:
-        guarded.sidecar.unguarded_observer = told.append
+        guarded.sidecar.unguarded_observer = reported.append
         for number in range(50):
             await guarded.ask({}, path=f"/made/up/{number}")
             await guarded.ask({}, path=f"/made/up/{number}/v1/score")
             await guarded.ask({}, path=f"/v1/responses/resp_{number}/cancel")
             await exchange(guarded.port, get(f"/made/up/{number}"))
-    assert {(one.route, one.is_refused) for one in told} == {
+    assert {(one.route, one.is_refused) for one in reported} == {
         ("other", False),
         ("/v1/score", True),
         ("/v1/responses/{id}/cancel", False),
     }
-    assert len(told) == 150
+    assert len(reported) == 150
 
 
 async def test_an_apps_route_is_counted_by_its_template() -> None:
-    app, told = FastAPI(), []
+    app, reported = FastAPI(), []
     app.add_api_route("/users/{name}/login", served_by("shop"), methods=["POST"])
     sidecar = AdmissionMiddleware(app, policy=policy())
-    sidecar.controller.unguarded_observer = told.append
+    sidecar.controller.unguarded_observer = reported.append
     async with serving(sidecar) as served:
         for name in ("ada", "bo"):
             await exchange(served.port, post(f"/users/{name}/login", b"{}"))
         await exchange(served.port, post("/nowhere", b"{}"))
-    assert [one.route for one in told] == ["/users/{name}/login"] * 2 + ["other"]
+    assert [one.route for one in reported] == ["/users/{name}/login"] * 2 + ["other"]
 
 
 # The lists themselves

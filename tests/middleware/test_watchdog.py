@@ -36,7 +36,7 @@ async def test_everybody_is_watched_every_interval_until_they_go() -> None:
     assert first.visits > second.visits
 
 
-async def test_no_timer_runs_while_there_is_nobody() -> None:
+async def test_no_timer_runs_while_there_is_no_one() -> None:
     rounds, visitor = Watchdog(0.01), Visitor()
     assert rounds._timer is None
     rounds.add(visitor)
@@ -64,7 +64,7 @@ async def test_who_goes_during_a_round_does_not_disturb_it() -> None:
     rounds.discard(other)
 
 
-async def test_everybody_who_waits_for_the_end_is_told() -> None:
+async def test_every_waiter_for_the_end_is_woken() -> None:
     rounds, first, second = Watchdog(1), Visitor(), Visitor()
     await asyncio.wait_for(rounds.emptied(), 1)
     rounds.add(first)

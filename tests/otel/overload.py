@@ -157,7 +157,7 @@ def fired(server: Prometheus, at_s: float) -> set[tuple[str, str]]:
 
 
 def has_had_its_way(server: Prometheus, at_s: float) -> bool:
-    """Whether what happens only now and then has been scraped twice: a rate can be told."""
+    """Whether what happens only now and then has been scraped twice: a rate is known."""
     return all(server.query(f"rate({name}[3s])", at_s) for name in NOW_AND_THEN)
 
 
@@ -201,7 +201,7 @@ def _running(log: Path, *arguments: str, **variables: str) -> Iterator[subproces
 
 
 async def _load(url: str, is_done: Callable[[float], bool]) -> float:
-    """Asks until it is done, at most for `PATIENCE_S`. `is_done` is told a Unix time; the last one is returned."""
+    """Asks until it is done, at most for `PATIENCE_S`. `is_done` gets a Unix time; the last one is returned."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         enough = asyncio.Event()
         asking = [asyncio.create_task(_ask(session, url, client, enough)) for client in CLIENTS]

@@ -21,7 +21,7 @@ PIPELINES: dict[str, dict[str, list[str]]] = COLLECTOR["service"]["pipelines"]
 POLICIES: list[dict[str, Any]] = COLLECTOR["processors"]["tail_sampling"]["policies"]
 KINDS = ("receivers", "processors", "exporters")
 
-# What a policy of each type is told in the section that has the type's name.
+# The settings of a policy of each type, in the section that has the type's name.
 SETTINGS = {
     "boolean_attribute": {"key", "value"},
     "string_attribute": {"key", "values"},
@@ -89,9 +89,9 @@ def test_metrics_keep_their_exemplars_on_the_way_to_prometheus() -> None:
     assert COLLECTOR["exporters"]["prometheus"]["enable_open_metrics"] is True
 
 
-def test_every_variable_has_a_default_and_is_told_of() -> None:
+def test_every_variable_has_a_default_and_is_described() -> None:
     used = set(re.findall(r"\$\{env:(\w+):-[^}]+\}", TEXT))
     assert len(re.findall(r"\$\{", TEXT)) == len(re.findall(r"\$\{env:\w+:-[^}]+\}", TEXT))
-    told = TEXT.split("receivers:")[0]
+    reported = TEXT.split("receivers:")[0]
     assert used
-    assert all(name in told for name in used)
+    assert all(name in reported for name in used)

@@ -60,7 +60,7 @@ def test_the_alerts_that_this_overload_calls_for_fire_and_no_others(overload: Ov
     assert fired(overload.prometheus, overload.at_s) - {(STORE_LOST, "")} == CALLED_FOR
 
 
-def test_a_lost_store_is_told(overload: Overloaded) -> None:
+def test_a_lost_store_is_reported(overload: Overloaded) -> None:
     assert (STORE_LOST, "") in fired(overload.prometheus, overload.lost_s)
 
 
@@ -69,9 +69,9 @@ def test_an_alert_tells_its_story_in_words(overload: Overloaded) -> None:
     alerts = overload.prometheus.alerts()
     assert alerts
     for alert in alerts:
-        told = alert["annotations"]
-        assert POOL in told["summary"]
-        assert not re.search(r"<error|<no value>|\{\{", " ".join(told.values()))
+        reported = alert["annotations"]
+        assert POOL in reported["summary"]
+        assert not re.search(r"<error|<no value>|\{\{", " ".join(reported.values()))
 
 
 @pytest.mark.skipif(not HAS_CONTEXT, reason="this OpenTelemetry SDK is from before exemplars")

@@ -14,7 +14,7 @@ ROW = re.compile(r"^\| `(admission\.[\w.]+)` \| (counter|gauge|histogram) \| (\w
 EVERYWHERE = {"__name__", "job", "instance", "le", semconv.POOL.replace(".", "_")}
 
 
-class Told(NamedTuple):
+class Listed(NamedTuple):
     """A metric as the README tells of it."""
 
     kind: str
@@ -28,7 +28,7 @@ def in_prometheus(name: str, kind: str, unit: str) -> str:
 
 
 METRICS = {
-    in_prometheus(name, kind, unit): Told(kind, frozenset(re.findall(r"`([\w.]+)`", labels)))
+    in_prometheus(name, kind, unit): Listed(kind, frozenset(re.findall(r"`([\w.]+)`", labels)))
     for name, kind, unit, labels in ROW.findall(README)
 }
 
@@ -45,16 +45,16 @@ def test_the_metrics_are_those_that_are_scraped_with_their_labels(overload: Over
     found = {
         name: labels for name, labels in scraped(overload).items() if not name.endswith(("_seconds_sum", "_count"))
     }
-    assert found == {name: {label.replace(".", "_") for label in told.labels} for name, told in METRICS.items()}
+    assert found == {name: {label.replace(".", "_") for label in reported.labels} for name, reported in METRICS.items()}
 
 
-def test_the_metrics_are_of_the_kind_that_is_told(overload: Overloaded) -> None:
+def test_the_metrics_are_of_the_kind_that_is_listed(overload: Overloaded) -> None:
     families = {name: family[0]["type"] for name, family in overload.prometheus.families().items()}
     # The name of a family has neither of the suffixes; older formats keep that of counters.
     found = {name: families.get(name, families.get(re.sub("_(bucket|total)$", "", name))) for name in METRICS}
-    assert found == {name: told.kind for name, told in METRICS.items()}
+    assert found == {name: reported.kind for name, reported in METRICS.items()}
 
 
-def test_every_name_of_ours_is_told_of_and_every_name_told_of_is_ours() -> None:
-    told = set(re.findall(r"`(admission\.[a-z_.]+)", README))
-    assert told == NAMES
+def test_every_name_of_ours_is_listed_and_every_name_listed_is_ours() -> None:
+    reported = set(re.findall(r"`(admission\.[a-z_.]+)", README))
+    assert reported == NAMES

@@ -65,22 +65,22 @@ def test_an_alert_says_how_bad_what_to_look_at_and_where_to_read_on(alert: Rule)
 
 @pytest.mark.parametrize("alert", alerts(), ids=of)
 def test_an_alert_tells_only_of_labels_that_it_has(alert: Rule) -> None:
-    told = set(re.findall(r"\$labels\.(\w+)", str(alert.written["annotations"])))
+    reported = set(re.findall(r"\$labels\.(\w+)", str(alert.written["annotations"])))
     recorded = "".join(rule.expression for rule in rules() if rule.name in alert.expression)
     kept = set(re.findall(r"\w+", " ".join(re.findall(r"\bby \(([^)]*)\)", alert.expression + recorded))))
-    assert told
-    assert told <= kept
+    assert reported
+    assert reported <= kept
 
 
 def test_the_panels_that_alerts_and_their_guide_name_are_on_the_dashboard() -> None:
-    told = [alert.written["annotations"]["description"] for alert in alerts()]
-    text = "\n".join([ALERTS_GUIDE.read_text(encoding="utf-8"), *told])
+    reported = [alert.written["annotations"]["description"] for alert in alerts()]
+    text = "\n".join([ALERTS_GUIDE.read_text(encoding="utf-8"), *reported])
     named = set(re.findall(r'"([A-Z][^"]+)"', text)) - {"Admission"}
     assert "Share held" in named
     assert named <= {panel["title"] for panel in panels()}
 
 
-def test_the_panels_that_an_operator_is_told_to_read_are_on_the_dashboard() -> None:
+def test_the_panels_that_an_operator_is_asked_to_read_are_on_the_dashboard() -> None:
     text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([A-Z].*?) \|", text[text.index("## Reading the dashboard") :], re.MULTILINE)
     named = {title for row in rows for title in row.split(", ")} | set(re.findall(r'"([A-Z][^"]+)"', text))

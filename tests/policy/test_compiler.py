@@ -101,7 +101,7 @@ def test_an_endpoint_is_understood_by_the_path_it_is_forwarded_to(tmp_path: Path
     assert Api.MESSAGES is endpoints["/x"].api
 
 
-def test_an_engine_may_be_told_its_other_carrier(tmp_path: Path) -> None:
+def test_an_engine_may_get_its_other_carrier(tmp_path: Path) -> None:
     policy = load(pool(tmp_path, f"{SMALL}forward_priority: body\n"))
     assert (policy.engine, policy.carrier) == (Vllm, Carrier.BODY)
 

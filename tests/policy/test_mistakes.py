@@ -1,4 +1,4 @@
-"""One line of a policy each, and exactly what its author is told."""
+"""One line of a policy each, and exactly what its author reads."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_wrong_capacity_says_what_would_be_right(tmp_path: Path, line: str, sa
         ("none", "body", "the engine none is sent no priority; remove this line"),
     ],
 )
-def test_an_engine_is_not_told_to_read_what_it_cannot(tmp_path: Path, engine: str, carrier: str, said: str) -> None:
+def test_an_engine_is_not_asked_to_read_what_it_cannot(tmp_path: Path, engine: str, carrier: str, said: str) -> None:
     text = SMALL.replace("vllm", engine) + f"forward_priority: {carrier}\n"
     assert [f"policy.yaml:7: forward_priority: {said}"] == mistakes(pool(tmp_path, text))
 
@@ -168,7 +168,7 @@ def test_a_key_in_plain_text_is_refused_and_never_repeated(tmp_path: Path, keys:
     assert "777" not in message
 
 
-def test_a_hash_that_was_cut_off_is_told_from_a_key(tmp_path: Path) -> None:
+def test_a_hash_that_was_cut_off_is_distinguished_from_a_key(tmp_path: Path) -> None:
     pool(tmp_path, f"{SMALL}tenants: tenants/*.yaml\n")
     tenant(tmp_path, "a", "tenant: a\ntier: normal\nkeys:\n  - sha256:abc\n")
     (message,) = mistakes(tmp_path)

@@ -24,7 +24,7 @@ class Clock:
 
 
 class Watched:
-    """Files, the time, and what is told when they have been still for long enough."""
+    """Files, the time, and what is reported when they have been still for long enough."""
 
     def __init__(self, path: Path) -> None:
         self.clock = Clock()
@@ -36,7 +36,7 @@ class Watched:
         return self.files.look()
 
     def settled(self) -> FilesReading | None:
-        """What is told of the files as they are, looked at every 0.1 s for as long as it may take."""
+        """What is reported of the files as they are, looked at every 0.1 s for as long as it may take."""
         return next((look for look in (self.after(0.1) for _ in range(25)) if look is not None), None)
 
 
@@ -53,18 +53,18 @@ def watched(pool: Path) -> Watched:
 
 
 def generation(look: FilesReading | None) -> str:
-    assert look is not None, "nothing was told"
+    assert look is not None, "nothing was reported"
     assert look.generation is not None, look.problem
     return look.generation
 
 
 def problem(look: FilesReading | None) -> str:
-    assert look is not None, "nothing was told"
+    assert look is not None, "nothing was reported"
     assert look.problem is not None, look.generation
     return look.problem
 
 
-def test_what_has_not_changed_is_not_told_again(pool: Path, watched: Watched) -> None:
+def test_what_has_not_changed_is_not_reported_again(pool: Path, watched: Watched) -> None:
     assert watched.settled() is None
     pool.touch()
     assert watched.settled() is None, "the same contents"
@@ -78,7 +78,7 @@ def test_an_edited_file_is_another_policy_and_undone_it_is_the_one_before(pool: 
     assert generation(watched.settled()) == first
 
 
-def test_a_broken_file_is_told_with_its_line(pool: Path, watched: Watched) -> None:
+def test_a_broken_file_is_reported_with_its_line(pool: Path, watched: Watched) -> None:
     before = pool.read_text()
     pool.write_text(before.replace("capacity:", "capacitty:"))
     assert f"{pool}:2: capacitty" in problem(watched.settled())
@@ -86,7 +86,7 @@ def test_a_broken_file_is_told_with_its_line(pool: Path, watched: Watched) -> No
     assert generation(watched.settled()) == load(pool).generation
 
 
-def test_a_change_is_told_when_it_has_been_still_for_a_moment(pool: Path, watched: Watched) -> None:
+def test_a_change_is_reported_when_it_has_been_still_for_a_moment(pool: Path, watched: Watched) -> None:
     pool.write_text(pool.read_text() + "# edited\n")
     assert watched.after(0) is None
     assert watched.files.is_changing
@@ -109,14 +109,14 @@ def test_a_file_that_is_truncated_and_then_written_is_one_change(pool: Path, wat
     assert generation(watched.settled()) == load(pool).generation
 
 
-def test_a_broken_file_is_told_only_when_it_stays_so(pool: Path, watched: Watched) -> None:
+def test_a_broken_file_is_reported_only_when_it_stays_so(pool: Path, watched: Watched) -> None:
     pool.write_text("")
     assert watched.after(0) is None
     assert watched.after(STILL_BROKEN_S * 0.9) is None
     assert "policy.yaml" in problem(watched.after(STILL_BROKEN_S * 0.2))
 
 
-def test_a_change_that_is_undone_before_it_was_told_is_none(pool: Path, watched: Watched) -> None:
+def test_a_change_that_is_undone_before_it_was_reported_is_none(pool: Path, watched: Watched) -> None:
     status, before = pool.stat(), pool.read_bytes()
     pool.write_bytes(b"")
     assert watched.after(0) is None
@@ -126,10 +126,10 @@ def test_a_change_that_is_undone_before_it_was_told_is_none(pool: Path, watched:
     assert not watched.files.is_changing
 
 
-def test_whoever_asks_is_told_at_once(pool: Path, watched: Watched) -> None:
+def test_a_caller_is_answered_at_once(pool: Path, watched: Watched) -> None:
     pool.write_text(pool.read_text() + "# edited\n")
     assert generation(watched.files.look(at_once=True)) == load(pool).generation
-    assert watched.settled() is None, "and nobody is told twice"
+    assert watched.settled() is None, "and nothing is reported twice"
     assert generation(watched.files.look(at_once=True)) == load(pool).generation, "but who asks again"
     pool.write_text("")
     assert "policy.yaml" in problem(watched.files.look(at_once=True))
@@ -174,7 +174,7 @@ def test_a_tenants_file_counts_too_also_a_new_and_a_removed_one(pool: Path, watc
     new.unlink()
     assert generation(watched.settled()) == load(pool).generation
     acme.unlink()
-    look = watched.settled() or pytest.fail("not told")
+    look = watched.settled() or pytest.fail("not reported")
     assert look.loaded is not None
     assert {tenant.name for tenant in look.loaded.policy.tenants.values()} == {"nightly"}
 
@@ -188,7 +188,7 @@ def test_a_pattern_that_changes_names_other_files(pool: Path, watched: Watched) 
     assert generation(watched.settled()) == load(pool).generation
 
 
-def test_files_that_are_gone_are_told(pool: Path, watched: Watched) -> None:
+def test_files_that_are_gone_are_reported(pool: Path, watched: Watched) -> None:
     pool.unlink()
     assert str(pool) in problem(watched.settled())
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Process:
-    """What goes by a policy. `defect` is raised instead of going by another."""
+    """What follows a policy. `defect` is raised instead of following another."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -107,7 +107,7 @@ async def test_what_needs_a_restart_is_kept_out_whole_and_named(
     assert events(caplog) == ["policy_needs_restart", "policy_reloaded"]
 
 
-async def test_whoever_asks_is_answered_at_once_also_where_nothing_changed(
+async def test_a_caller_is_answered_at_once_also_where_nothing_changed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "sidecar.policy")
@@ -125,7 +125,7 @@ async def test_whoever_asks_is_answered_at_once_also_where_nothing_changed(
     assert events(caplog) == ["policy_asked", "policy_reloaded", "policy_asked", "policy_current"]
 
 
-async def test_a_warning_is_told_when_it_is_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_warning_is_reported_when_it_is_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pool = write_policy(tmp_path)
     async with watching(pool) as (_, process):
         pool.write_text(pool.read_text().replace("critical: {}", "critical: {reserve: 90%}"))

@@ -47,7 +47,7 @@ def test_broken_yaml_says_the_line(tmp_path: Path) -> None:
     assert problems[0].startswith("p.yaml:3: not YAML: ")
 
 
-def test_a_colon_inside_a_value_is_told_to_need_quotes(tmp_path: Path) -> None:
+def test_a_colon_inside_a_value_is_reported_to_need_quotes(tmp_path: Path) -> None:
     _, problems = _read(tmp_path, b"over_limit: downgrade: batch\n")
     assert problems[0].endswith('; put quotes around a value that contains ": "')
 

@@ -218,7 +218,7 @@ def test_a_wrong_option_says_what_would_be_right(text: str, said: str) -> None:
         "unix:///u:hunter2@/run/redis.sock",
     ],
 )
-def test_a_password_whose_end_nobody_can_tell_is_refused_with_how_to_write_it(text: str) -> None:
+def test_a_password_whose_end_no_one_can_tell_is_refused_with_how_to_write_it(text: str) -> None:
     said = "an @ that is not the one before the host or the path; name user and password once, there, write every"
     with pytest.raises(ValueError, match=f"^{re.escape(said)} other @ as %40") as refused:
         store_address(text)

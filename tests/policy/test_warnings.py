@@ -18,7 +18,7 @@ def _said(folder: Path, tiers: str, rest: str = "", capacity: str = "tokens: 100
     return [str(warning) for warning in warnings(load(pool(folder, text)))]
 
 
-def test_a_policy_that_surprises_nobody_has_no_warnings(tmp_path: Path) -> None:
+def test_a_policy_that_surprises_no_one_has_no_warnings(tmp_path: Path) -> None:
     assert _said(tmp_path, "{high: {reserve: 20%}, normal: {reserve: 10%}}") == []
 
 

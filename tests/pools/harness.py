@@ -34,7 +34,7 @@ class Harness(Protocol):
         """A pool on a test's clock, or on its own. `any_size`: what never fits waits, as in some scenarios."""
 
     async def quiet(self, pool: Pool) -> None:
-        """Returns when the pool has done whatever was asked of it so far, and told everybody."""
+        """Returns when the pool has done all that was asked of it so far, and reported it to every request."""
 
     async def poke(self, pool: Pool) -> None:
         """Lets the pool look again at what the clock says, as its own timer would."""

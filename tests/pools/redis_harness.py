@@ -102,7 +102,7 @@ class SharedHarness:
         while opened.connection.answered <= begun or opened.connection.answered != opened.connection.begun:
             assert time.monotonic() < end_s
             await asyncio.sleep(0)
-        await asyncio.sleep(0.001)  # whoever was told, and what was published meanwhile
+        await asyncio.sleep(0.001)  # the requests that were answered, and what was published meanwhile
 
     async def close(self) -> None:
         for opened in self._opened.values():

@@ -13,7 +13,7 @@ from tests.pools.redis_harness import CLOCK_KEY, CLOCKED_SOURCE
 
 
 class Scripted:
-    """One replica that says exactly what it is told to. `client` is a synchronous one."""
+    """One replica that says exactly what it should. `client` is a synchronous one."""
 
     def __init__(self, client: Any, clock: Clock, policy: Policy, name: str = "replica-a") -> None:
         self.client = client

@@ -1,4 +1,4 @@
-"""A policy replaces another while requests wait and run: every pool keeps them, and goes by the new one."""
+"""A policy replaces another while requests wait and run: every pool keeps them, and follows the new one."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ async def test_a_reserve_that_is_new_is_kept_from_then_on(harness: Harness) -> N
     assert state["tiers"][0]["reserve"]["tokens"] == 50
 
 
-async def test_rules_that_change_under_a_random_load_lose_nobody(harness: Harness) -> None:
+async def test_rules_that_change_under_a_random_load_lose_no_one(harness: Harness) -> None:
     """Everybody who entered is granted in the end, and nothing is held behind the last."""
     pool = await harness.pool(simple(("a", "b", "c"), tokens=40))
     leases = []
@@ -206,7 +206,7 @@ async def test_a_new_fraction_counts_at_once_of_what_the_engine_said_last() -> N
         await asyncio.wait_for(waiting.wait(), 1)
 
 
-async def test_a_new_policy_admits_nobody_before_the_engine_has_spoken() -> None:
+async def test_a_new_policy_admits_no_one_before_the_engine_has_spoken() -> None:
     engine = Engine()
     engine.is_reachable = False
     async with following(engine) as pool:
@@ -239,7 +239,7 @@ def stored(server: RedisServer, name: str) -> Any:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-async def test_of_replicas_with_different_figures_the_latest_stated_count_and_nobody_states_them_again(
+async def test_of_replicas_with_different_figures_the_latest_stated_count_and_no_one_states_them_again(
     redis_server: RedisServer, order: tuple[int, int]
 ) -> None:
     harness = RedisHarness(redis_server)

@@ -79,7 +79,7 @@ async def test_a_wait_ends_once_and_says_how_it_had_gone(harness: Harness) -> No
     assert pool.state()["waiting"] == 0
 
 
-async def test_whoever_stood_behind_one_that_leaves_may_be_first_now(harness: Harness) -> None:
+async def test_the_request_after_one_that_leaves_may_be_first_now(harness: Harness) -> None:
     pool = await harness.pool(simple(), Clock())
     await pool.enter(ask(tokens=60))
     large, small = await pool.enter(ask(tokens=90)), await pool.enter(ask(tokens=40))
@@ -335,7 +335,7 @@ async def test_a_larger_pool_admits_who_waits(harness: Harness) -> None:
     assert pool.state()["capacity"] == {"tokens": 20, "requests": None}
 
 
-async def test_a_smaller_pool_admits_nobody_until_what_is_held_fits_again(harness: Harness) -> None:
+async def test_a_smaller_pool_admits_no_one_until_what_is_held_fits_again(harness: Harness) -> None:
     pool = await harness.pool(simple(tokens=20))
     held = [await pool.enter(ask(tokens=10)) for _ in range(2)]
     pool.change_rules(sized(tokens=10))
@@ -348,14 +348,16 @@ async def test_a_smaller_pool_admits_nobody_until_what_is_held_fits_again(harnes
     await waiting.wait()
 
 
-async def test_whoever_waits_for_more_than_the_smaller_pool_is_refused_and_holds_up_nobody(harness: Harness) -> None:
+async def test_a_request_that_waits_for_more_than_the_smaller_pool_is_refused_and_holds_up_no_one(
+    harness: Harness,
+) -> None:
     pool = await harness.pool(simple(tokens=20))
     held = await pool.enter(ask(tokens=20))
     too_large, fits = await pool.enter(ask(tokens=15)), await pool.enter(ask(tokens=5))
-    told = too_large.wait()
+    reported = too_large.wait()
     pool.change_rules(sized(tokens=10))
     with pytest.raises(RequestTooLarge, match=r"would hold 15 tokens .* allows 10"):
-        await told
+        await reported
     with pytest.raises(RequestTooLarge):
         await pool.enter(ask(tokens=15))
     held.settle()
@@ -363,7 +365,7 @@ async def test_whoever_waits_for_more_than_the_smaller_pool_is_refused_and_holds
     assert not too_large.settle()
 
 
-async def test_a_pool_that_is_held_back_admits_nobody_until_it_is_not(harness: Harness) -> None:
+async def test_a_pool_that_is_held_back_admits_no_one_until_it_is_not(harness: Harness) -> None:
     pool = await harness.pool(simple(tokens=100))
     await pool.enter(ask(tokens=1))
     pool.hold_back(60)
@@ -411,7 +413,7 @@ async def test_the_oldest_that_waits_in_a_tier_is_known_with_what_went_ahead_of_
     await pool.enter(ask(tokens=60))
     await pool.enter(ask(tier=1, tokens=60))
     clock.advance(1)
-    await pool.enter(ask(tier=1, tokens=60))  # younger: not told of
+    await pool.enter(ask(tier=1, tokens=60))  # younger: not reported of
     high = await pool.enter(ask(tier=0, tokens=40))  # came later, and goes first
     assert high.grant is not None
     assert high.grant.passed == {"low": "level"}
@@ -489,14 +491,14 @@ async def test_retry_after_is_roughly_how_long_a_steady_queue_takes(
         clock.advance(1 / per_second)
         next(served).settle()
         await harness.quiet(pool)
-    told = sum(pool.retry_after_s(0) for _ in range(200)) / 200
-    assert told == pytest.approx(backlog / per_second, rel=0.15)
+    reported = sum(pool.retry_after_s(0) for _ in range(200)) / 200
+    assert reported == pytest.approx(backlog / per_second, rel=0.15)
 
 
-async def test_clients_refused_together_are_not_told_to_come_back_together(harness: Harness) -> None:
-    pool = await harness.pool(simple(), Clock())  # nothing was ever admitted: everybody is told the most
-    told = [pool.retry_after_s(0) for _ in range(200)]
-    assert max(told) - min(told) > 0.3 * max(told)
+async def test_clients_refused_together_are_not_asked_to_come_back_together(harness: Harness) -> None:
+    pool = await harness.pool(simple(), Clock())  # nothing was ever admitted: every request gets the most
+    reported = [pool.retry_after_s(0) for _ in range(200)]
+    assert max(reported) - min(reported) > 0.3 * max(reported)
 
 
 # -- many at once

@@ -137,7 +137,7 @@ class Answers:
 
 
 class Local:
-    """The pool of one process. Whoever waits tells the order in which they are admitted."""
+    """The pool of one process. The waiting requests give the order in which they are admitted."""
 
     def __init__(self, policy: Policy, clock: Clock) -> None:
         self.pool = LocalPool(policy, clock)

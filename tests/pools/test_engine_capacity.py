@@ -99,7 +99,7 @@ async def test_the_pool_has_the_policys_part_of_what_the_engine_holds(
         assert (pool.readiness(), pool.notices()) == ((), [])
 
 
-async def test_nobody_is_admitted_before_the_engine_has_spoken_and_all_is_well_when_it_has() -> None:
+async def test_no_one_is_admitted_before_the_engine_has_spoken_and_all_is_well_when_it_has() -> None:
     engine = Engine()
     engine.is_reachable = False
     async with following(engine) as pool:
@@ -228,7 +228,7 @@ async def test_an_engine_that_does_not_say_how_many_it_runs_shows_it_when_it_is_
         assert not pool.readiness()
 
 
-async def test_what_waits_for_a_moment_only_stops_nobody() -> None:
+async def test_what_waits_for_a_moment_only_stops_no_one() -> None:
     engine = Engine()
     pool = EngineSizedPool(policy_of(waiting=2), LocalPool(policy_of()), engine, 0.2)
     await pool.open()
@@ -243,7 +243,7 @@ async def test_what_waits_for_a_moment_only_stops_nobody() -> None:
     await pool.close()
 
 
-async def test_an_engine_that_is_lost_while_it_was_full_stops_nobody_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_is_lost_while_it_was_full_stops_no_one_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sidecar.pools.engine_capacity.HELD_BACK_S", 0.2)
     engine = Engine()
     async with following(engine, policy_of(waiting=0)) as pool:
@@ -256,7 +256,7 @@ async def test_an_engine_that_is_lost_while_it_was_full_stops_nobody_for_good(mo
         await asyncio.wait_for(waiting.wait(), 5)
 
 
-async def test_a_figure_that_stands_still_stops_nobody_for_good() -> None:
+async def test_a_figure_that_stands_still_stops_no_one_for_good() -> None:
     engine = Engine()
     async with following(engine, policy_of(waiting=0)) as pool:
         engine.waiting = 9  # TensorRT-LLM's gauges do not move while nothing finishes

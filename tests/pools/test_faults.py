@@ -1,4 +1,4 @@
-"""Faults on purpose, on real servers. In every one: nothing leaks, nobody waits forever, and the pool's limit holds."""
+"""Faults on purpose, on real servers. In every one: nothing leaks, no one waits forever, and the pool's limit holds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def policy() -> Policy:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """Servers of these tests' own: nobody else should find them killed."""
+    """Servers of these tests' own: no one else should find them killed."""
     started = Servers(tmp_path_factory.mktemp("faults"))
     yield started
     for server in started.values():
@@ -214,7 +214,7 @@ async def test_closed_refuses_new_requests_and_lets_the_running_ones_end(server:
         await nothing_left(pools)
 
 
-async def test_nobody_waits_for_a_store_that_stays_away(patient_server: RedisServer) -> None:
+async def test_no_one_waits_for_a_store_that_stays_away(patient_server: RedisServer) -> None:
     async with replicas(policy(), [patient_server.url] * 2, on_loss=StoreLoss.CLOSED) as pools:
         running, waiting = await pools[0].enter(ask(tokens=100)), await pools[0].enter(ask(tokens=100))
         patient_server.kill()
@@ -385,7 +385,7 @@ async def test_a_server_that_speaks_tls(kind: str, tmp_path: Path) -> None:
             check(load, pools, at_least=20)
             await nothing_left(pools)
         async with replicas(policy(), [f"rediss://127.0.0.1:{server.port}/0"]) as (pool,):
-            assert "certificate" in pool.readiness()[0].lower()  # nobody vouches for it
+            assert "certificate" in pool.readiness()[0].lower()  # no one vouches for it
     finally:
         server.kill()
 

@@ -86,7 +86,7 @@ def replica(server: RedisServer, name: str) -> RedisPool:
     return RedisPool(replace(simple(), pool=name), connector(store_address(server.url), name))
 
 
-async def test_whoever_is_silent_is_left_out_and_nothing_stays_behind(store: RedisServer) -> None:
+async def test_a_silent_replica_is_left_out_and_nothing_stays(store: RedisServer) -> None:
     name = f"silent-{next(_names)}"
     pool, key = replica(store, name), f"{root_key(name)}:reports"
     await pool.open()

@@ -52,7 +52,7 @@ def test_a_tier_that_lends_nothing_is_not_said_to_lend() -> None:
 
 
 @given(tiers=TIERS, free=st.integers(0, 50))
-def test_the_total_is_what_does_not_fit_into_what_nobody_reserved(tiers: list[tuple[int, int]], free: int) -> None:
+def test_the_total_is_what_does_not_fit_into_what_no_one_reserved(tiers: list[tuple[int, int]], free: int) -> None:
     held, reserves = split(tiers)
     capacity = max(sum(held) + free, sum(reserves))  # as the rules have it: nothing is held beyond the pool
     above = sum(max(0, mine - reserve) for mine, reserve in zip(held, reserves, strict=True))
@@ -77,9 +77,9 @@ def test_parts_are_in_proportion_to_a_token(tiers: list[tuple[int, int]], capaci
     ("held", "reserves", "capacity", "expected"),
     [
         ([0, 100], [40, 0], 100, [(0, 40), (40, 0)]),  # batch fills the pool: all of the reserve is lent
-        ([0, 60], [40, 0], 100, [(0, 0), (0, 0)]),  # it took what nobody had reserved
+        ([0, 60], [40, 0], 100, [(0, 0), (0, 0)]),  # it took what no one had reserved
         ([0, 70, 20], [30, 10, 10], 100, [(0, 20), (17, 0), (3, 0)]),
-        ([10, 5], [0, 0], 10, [(0, 0), (0, 0)]),  # a pool that has shrunk: nobody had a reserve to lend
+        ([10, 5], [0, 0], 10, [(0, 0), (0, 0)]),  # a pool that has shrunk: no one had a reserve to lend
         ([0, 150], [40, 0], 100, [(0, 40), (40, 0)]),  # no more can be lent than is reserved
     ],
 )

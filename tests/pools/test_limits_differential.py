@@ -215,7 +215,7 @@ def test_another_law_is_noticed(
         ("pass", 61_000_000),
         ("enter", "a", 90, 0),
         ("end", 0, 10),
-        ("enter", "a", 1, 0),  # told what came back
+        ("enter", "a", 1, 0),  # which heard what came back
     ]
     with redis.Redis(host=redis_server.host, port=redis_server.port) as client:
         client.flushall()

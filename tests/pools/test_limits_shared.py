@@ -30,7 +30,7 @@ def asks(limits: Limits, tokens: int = 10) -> Ask:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A server of these tests' own: nobody else should find it killed."""
+    """A server of these tests' own: no one else should find it killed."""
     with RedisServer(first_binary(), tmp_path_factory.mktemp("limits")) as started:
         yield started
 
@@ -141,7 +141,7 @@ async def test_after_an_empty_store_buckets_are_full_and_what_runs_still_counts(
         await nothing_left([pool])
 
 
-def test_a_request_that_was_not_told_is_charged_once(scripted: tuple[Scripted, Scripted, Clock]) -> None:
+def test_a_request_without_an_answer_is_charged_once(scripted: tuple[Scripted, Scripted, Clock]) -> None:
     replica, other, _ = scripted
     over(replica, 1, asks(TOKENS, 400))  # the answer was lost
     replica.sync(protocol.UNTOLD, 1, known=2, installs=False)

@@ -115,7 +115,7 @@ async def test_the_same_tiers_with_other_figures_still_count_for_all(redis_serve
 async def test_taking_over_is_on_purpose_and_those_that_had_the_pool_admit_nothing_any_more(
     redis_server: RedisServer, on_loss: StoreLoss
 ) -> None:
-    """What they run, runs on; whoever waits there, and whoever comes, is refused: the engine is the others' now."""
+    """What they run, runs on; requests that wait there or come now are refused: the engine is the others' now."""
     await do(redis_server, "FLUSHALL")
     async with replicas(simple(tokens=CAPACITY), [redis_server.url], on_loss=on_loss) as (old,):
         running, waiting = await old.enter(ask(tokens=CAPACITY)), await old.enter(ask(tokens=CAPACITY))

@@ -103,7 +103,7 @@ def dimensions(pool: PoolRules) -> list[int]:
 @example(Moment(simple(tokens=100).rules, ((80, 0), (0, 0))))
 @settings(max_examples=300, deadline=None)
 def test_parts_of_one_moment_never_hold_more_than_the_pool_together(moment: Moment) -> None:
-    """Whoever holds more than its part keeps that, and whoever holds less may fill it: no more can be held."""
+    """A replica that holds more than its part keeps that, and one that holds less may fill it: no more can be held."""
     parts = [first_part(moment.rules, known) for known in moment.known]
     for dimension, capacity in enumerate(dimensions(moment.rules)):
         if capacity != UNLIMITED:
@@ -138,7 +138,7 @@ def test_a_first_part_is_what_it_held_and_its_share_of_what_was_free_but_never_m
 @given(rules(), st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 400)), min_size=1, max_size=6))
 @settings(max_examples=200, deadline=None)
 def test_a_pool_that_was_outgrown_is_not_outgrown_further(of_pool: PoolRules, own: list[tuple[int, int]]) -> None:
-    """Leases that were registered again, or resized, may hold more than there is: then nobody gets anything new."""
+    """Leases that were registered again, or resized, may hold more than there is: then no one gets anything new."""
     moment = Moment(of_pool, tuple(own))
     parts = [first_part(of_pool, known) for known in moment.known]
     for dimension, capacity in enumerate(dimensions(of_pool)):
@@ -238,7 +238,7 @@ class Replica:
     _ids: int = 0
 
     def lease(self, wanted: Ask) -> Lease:
-        """A new one, which nobody has looked at."""
+        """A new one, which no one has looked at."""
         self._ids += 1
         return _Recorded(self, self._ids, wanted, self.clock(), asyncio.get_running_loop().create_future())
 
@@ -327,7 +327,7 @@ async def test_what_is_held_counts_and_who_waits_gets_in_by_order_of_arrival() -
 
 
 @pytest.mark.anyio
-async def test_the_more_important_tier_goes_first_whoever_came_first() -> None:
+async def test_the_more_important_tier_goes_first_in_any_order_of_arrival() -> None:
     replica = Replica()
     running = replica.held(ask(1, 40))
     low, high = replica.waiting(ask(1, 40)), replica.waiting(ask(0, 40))
@@ -350,7 +350,7 @@ async def test_a_waiting_request_keeps_its_age() -> None:
 
 
 @pytest.mark.anyio
-async def test_who_holds_more_than_the_part_admits_nobody_before_it_is_below() -> None:
+async def test_who_holds_more_than_the_part_admits_no_one_before_it_is_below() -> None:
     replica = Replica()
     first, second = replica.held(ask(0, 30)), replica.held(ask(0, 30))
     replica.goes_alone(part_of(40))
@@ -362,7 +362,7 @@ async def test_who_holds_more_than_the_part_admits_nobody_before_it_is_below() -
 
 
 @pytest.mark.anyio
-async def test_what_does_not_fit_is_kept_for_a_larger_part_and_stands_in_nobodys_way() -> None:
+async def test_what_does_not_fit_is_kept_for_a_larger_part_and_stands_in_no_ones_way() -> None:
     replica = Replica()
     large = replica.waiting(ask(0, 41))
     alone = replica.goes_alone(part_of(40))
@@ -392,7 +392,7 @@ async def test_what_fits_is_what_the_rules_could_ever_give(tokens: int, requests
 
 
 @pytest.mark.anyio
-async def test_who_leaves_is_told_how_the_wait_had_gone_and_makes_room_for_who_stood_behind() -> None:
+async def test_a_request_that_leaves_hears_how_its_wait_had_gone_and_makes_room_for_the_next() -> None:
     replica = Replica()
     replica.held(ask(0, 30))
     replica.goes_alone(part_of(40))
@@ -458,7 +458,7 @@ ACTIONS = st.lists(
 
 
 class Model:
-    """The scheduler itself, told the same by hand."""
+    """The scheduler itself, driven by hand."""
 
     def __init__(self, part: PoolRules, replica: Replica) -> None:
         self.granted: list[tuple[int, tuple[int, ...]]] = []
@@ -614,7 +614,7 @@ def losing(replica: Replica, policy: Policy, known: LastKnown | None, on_loss: S
 
 
 def idle(replicas: int = 2) -> LastKnown:
-    """Nobody held anything."""
+    """No replica held anything."""
     return LastKnown(replicas, 0, 0, 0, 0)
 
 
@@ -627,7 +627,7 @@ def new(replica: Replica, loss: Outage, wanted: Ask) -> Lease:
     """A request that comes now; raises what it is refused with."""
     lease = replica.lease(wanted)
     loss.enter(lease)
-    assert not lease.is_entering, "nobody has looked at it"
+    assert not lease.is_entering, "no one has looked at it"
     if error := lease._answered.exception():
         raise error
     return lease
@@ -675,7 +675,7 @@ async def test_sequences_are_divided_like_tokens() -> None:
 
 
 @pytest.mark.anyio
-async def test_the_part_is_told_with_null_for_what_has_no_bounds() -> None:
+async def test_the_part_is_reported_with_null_for_what_has_no_bounds() -> None:
     replica = Replica()
     loss = losing(replica, simple(tokens=None, requests=8), busy(others=40))
     assert loss.part() == {"tokens": None, "requests": 2}
@@ -754,7 +754,7 @@ async def test_the_whole_part_is_there_when_what_others_ran_must_be_over() -> No
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("_short_patience")
-async def test_who_waited_and_can_never_fit_is_refused_when_patience_is_over_and_nobody_else() -> None:
+async def test_who_waited_and_can_never_fit_is_refused_when_patience_is_over_and_no_one_else() -> None:
     replica = Replica()
     running = replica.held(ask(0, 50))
     too_large, fits, entering = replica.waiting(ask(0, 60)), replica.waiting(ask(0, 40)), replica.entering(ask(1, 60))
@@ -795,7 +795,7 @@ async def test_closed_refuses_new_requests_at_once_and_those_that_waited_when_pa
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("on_loss", list(StoreLoss))
-async def test_a_store_that_was_never_reached_admits_nobody_and_lets_nobody_wait(on_loss: StoreLoss) -> None:
+async def test_a_store_that_was_never_reached_admits_no_one_and_lets_no_one_wait(on_loss: StoreLoss) -> None:
     replica = Replica()
     entering, waiting = replica.entering(ask()), replica.waiting(ask())
     loss = losing(replica, simple(tokens=100), None, on_loss)
@@ -810,7 +810,7 @@ async def test_a_store_that_was_never_reached_admits_nobody_and_lets_nobody_wait
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("_short_patience")
-async def test_nothing_is_decided_while_the_store_is_being_told_everything() -> None:
+async def test_nothing_is_decided_while_the_store_gets_everything_stated() -> None:
     replica = Replica()
     running = replica.held(ask(0, 50))
     loss = losing(replica, simple(tokens=100), busy(others=0, own=50))
@@ -820,10 +820,10 @@ async def test_nothing_is_decided_while_the_store_is_being_told_everything() -> 
     assert loss.part() == {}
     await asyncio.sleep(2 * PATIENCE_S)
     assert not too_large.is_over
-    assert running.settle()  # what ends meanwhile is told the store
+    assert running.settle()  # what ends meanwhile is reported to the store
     assert waiting.grant is None
 
-    loss.begin(busy(others=0, own=50))  # it could not be told
+    loss.begin(busy(others=0, own=50))  # it could not be reported
     assert loss.partition is not None
     assert waiting.grant is not None
     assert isinstance(refusal(too_large), StoreUnavailable)
@@ -832,7 +832,7 @@ async def test_nothing_is_decided_while_the_store_is_being_told_everything() -> 
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("_short_patience")
-async def test_with_the_end_of_the_loss_nobody_is_refused_or_admitted_here_any_more() -> None:
+async def test_with_the_end_of_the_loss_no_one_is_refused_or_admitted_here_any_more() -> None:
     replica = Replica()
     too_large, waiting = replica.waiting(ask(0, 60)), replica.waiting(ask(0, 40))
     loss = losing(replica, simple(tokens=100), busy(others=100))

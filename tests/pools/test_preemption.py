@@ -33,11 +33,11 @@ class Holder:
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
-        self.told = 0
+        self.reported = 0
         lease.on_preempt = self._on_preempt
 
     def _on_preempt(self) -> None:
-        self.told += 1
+        self.reported += 1
 
 
 async def enter(pool: Pool, tier: int, tokens: int) -> Holder:
@@ -63,9 +63,9 @@ async def test_the_latest_of_the_low_gives_its_room_to_a_high_that_has_waited_lo
     pool, clock, (older, newer) = await full(harness, preempting(), 50, 50)
     high = await enter(pool, HIGH, 40)
     await wait_for_preemption(harness, pool, clock, 0.9)
-    assert (older.told, newer.told) == (0, 0)
+    assert (older.reported, newer.reported) == (0, 0)
     await wait_for_preemption(harness, pool, clock, 0.1)
-    assert (older.told, newer.told) == (0, 1)
+    assert (older.reported, newer.reported) == (0, 1)
     assert high.lease.grant is None  # the room is not free yet
     clock.advance(0.5)
     again = newer.lease.requeue()
@@ -102,18 +102,18 @@ async def test_a_kept_lease_is_never_preempted(harness: Harness) -> None:
     newer.lease.keep()
     await enter(pool, HIGH, 40)
     await wait_for_preemption(harness, pool, clock)
-    assert (older.told, newer.told) == (1, 0)
+    assert (older.reported, newer.reported) == (1, 0)
 
 
 async def test_one_that_is_kept_after_it_was_chosen_stays_and_another_gives_its_room(harness: Harness) -> None:
     pool, clock, (older, newer) = await full(harness, preempting(), 50, 50)
     high = await enter(pool, HIGH, 40)
     await wait_for_preemption(harness, pool, clock)
-    assert (older.told, newer.told) == (0, 1)
+    assert (older.reported, newer.reported) == (0, 1)
     newer.lease.keep()
     await harness.quiet(pool)
     await harness.quiet(pool)
-    assert (older.told, newer.told) == (1, 1)
+    assert (older.reported, newer.reported) == (1, 1)
     with pytest.raises(RuntimeError, match="after on_preempt"):
         newer.lease.requeue()
     assert newer.lease.grant is not None
@@ -126,7 +126,7 @@ async def test_a_victim_that_settles_simply_frees_its_room(harness: Harness) -> 
     pool, clock, (victim,) = await full(harness, preempting(), 100)
     high = await enter(pool, HIGH, 100)
     await wait_for_preemption(harness, pool, clock)
-    assert victim.told == 1
+    assert victim.reported == 1
     assert victim.lease.settle()
     await harness.quiet(pool)
     assert high.lease.grant is not None
@@ -148,7 +148,7 @@ async def test_a_victim_that_was_requeued_may_leave(harness: Harness) -> None:
     assert (pool.state()["leases"], pool.state()["waiting"]) == (0, 0)
 
 
-async def test_nobody_is_preempted_more_often_than_the_policy_says(harness: Harness) -> None:
+async def test_no_one_is_preempted_more_often_than_the_policy_says(harness: Harness) -> None:
     pool, clock, (victim,) = await full(harness, preempting(most=1), 100)
     high = await enter(pool, HIGH, 100)
     await wait_for_preemption(harness, pool, clock)
@@ -159,34 +159,34 @@ async def test_nobody_is_preempted_more_often_than_the_policy_says(harness: Harn
     assert victim.lease.grant is not None
     await enter(pool, HIGH, 100)
     await wait_for_preemption(harness, pool, clock, 5)
-    assert victim.told == 1
+    assert victim.reported == 1
 
 
 async def test_a_floor_stays_a_floor(harness: Harness) -> None:
     pool, clock, holders = await full(harness, preempting(reserve=Fraction(1, 2)), 50, 20, 30)
     await enter(pool, HIGH, 50)
     await wait_for_preemption(harness, pool, clock)
-    assert [holder.told for holder in holders] == [0, 1, 1]
+    assert [holder.reported for holder in holders] == [0, 1, 1]
 
 
-async def test_nobody_is_preempted_where_it_would_not_be_enough(harness: Harness) -> None:
+async def test_no_one_is_preempted_where_it_would_not_be_enough(harness: Harness) -> None:
     pool, clock, holders = await full(harness, preempting(reserve=Fraction(1, 2)), 50, 50)
     await enter(pool, HIGH, 60)
     await wait_for_preemption(harness, pool, clock)
-    assert [holder.told for holder in holders] == [0, 0]
+    assert [holder.reported for holder in holders] == [0, 0]
 
 
-async def test_two_after_each_other_take_nobody_twice(harness: Harness) -> None:
+async def test_two_after_each_other_take_no_one_twice(harness: Harness) -> None:
     pool, clock, holders = await full(harness, preempting(), 50, 50)
     first, second = await enter(pool, HIGH, 40), await enter(pool, HIGH, 40)
     await wait_for_preemption(harness, pool, clock)
     await wait_for_preemption(harness, pool, clock)
-    assert [holder.told for holder in holders] == [0, 1]
+    assert [holder.reported for holder in holders] == [0, 1]
     holders[1].lease.requeue()
     await harness.quiet(pool)
     await harness.quiet(pool)
     assert (first.lease.grant is not None, second.lease.grant is not None) == (True, False)
-    assert [holder.told for holder in holders] == [1, 1]
+    assert [holder.reported for holder in holders] == [1, 1]
     holders[0].lease.requeue()
     await harness.quiet(pool)
     assert second.lease.grant is not None
@@ -209,7 +209,7 @@ async def test_a_lease_whose_holder_does_not_listen_is_never_preempted(harness: 
     high = await enter(pool, HIGH, 40)
     await wait_for_preemption(harness, pool, clock)
     await harness.quiet(pool)
-    assert older.told == 1
+    assert older.reported == 1
     older.lease.requeue()
     await harness.quiet(pool)
     assert high.lease.grant is not None
@@ -238,12 +238,12 @@ async def test_only_a_chosen_lease_is_requeued_and_only_once(harness: Harness) -
         victim.lease.requeue()
 
 
-async def test_a_victim_can_be_told_again_after_its_next_grant(harness: Harness) -> None:
+async def test_a_victim_can_be_asked_again_after_its_next_grant(harness: Harness) -> None:
     pool, clock, (victim,) = await full(harness, preempting(), 100)
     for times in (1, 2):
         high = await enter(pool, HIGH, 100)
         await wait_for_preemption(harness, pool, clock)
-        assert victim.told == times
+        assert victim.reported == times
         victim.lease.requeue()
         await harness.quiet(pool)
         assert high.lease.grant is not None
@@ -255,10 +255,10 @@ async def test_a_victim_can_be_told_again_after_its_next_grant(harness: Harness)
 async def test_time_alone_preempts_on_the_pools_own_timer(harness: Harness) -> None:
     pool = await harness.pool(preempting(after_s=0.05))
     victim = await enter(pool, LOW, 100)
-    told = asyncio.Event()
-    victim.lease.on_preempt = told.set
+    reported = asyncio.Event()
+    victim.lease.on_preempt = reported.set
     high = await enter(pool, HIGH, 40)
-    await asyncio.wait_for(told.wait(), 5)
+    await asyncio.wait_for(reported.wait(), 5)
     victim.lease.requeue()
     grant = await asyncio.wait_for(high.lease.wait(), 5)
     assert grant.queue_wait_us >= 50_000

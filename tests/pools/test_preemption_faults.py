@@ -34,15 +34,15 @@ def deaf(pool: RedisPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "heard", lambda message: None)
 
 
-async def told(holder: Holder, times: int = 1) -> None:
-    await until(lambda: holder.told == times, 5, "told to give its room back")
+async def reported(holder: Holder, times: int = 1) -> None:
+    await until(lambda: holder.reported == times, 5, "asked to give its room back")
 
 
-async def test_a_victim_of_another_replica_is_told_at_once_and_waits_on_there(server: RedisServer) -> None:
+async def test_a_victim_of_another_replica_is_asked_at_once_and_waits_on_there(server: RedisServer) -> None:
     async with replicas(POLICY, [server.url] * 2) as (one, two):
         victim = await enter(one, LOW, 100)
         high = await enter(two, HIGH, 60)
-        await told(victim)
+        await reported(victim)
         assert high.lease.grant is None
         again = victim.lease.requeue()
         await asyncio.wait_for(high.lease.wait(), 5)
@@ -61,7 +61,7 @@ async def test_a_message_that_is_lost_comes_with_the_next_beat(
         deaf(one, monkeypatch)
         victim = await enter(one, LOW, 100)
         high = await enter(two, HIGH, 60)
-        await told(victim)
+        await reported(victim)
         victim.lease.requeue()
         await asyncio.wait_for(high.lease.wait(), 5)
         high.lease.settle()
@@ -74,7 +74,7 @@ async def test_what_is_heard_late_or_twice_changes_nothing(server: RedisServer) 
     async with replicas(POLICY, [server.url]) as (pool,):
         victim = await enter(pool, LOW, 100)
         high = await enter(pool, HIGH, 60)
-        await told(victim)
+        await reported(victim)
         pool.heard(b"!1 0\n!1 0")
         victim.lease.requeue()
         pool.heard(b"1\n!1 0")  # its first grant, and the choice, once more
@@ -84,7 +84,7 @@ async def test_what_is_heard_late_or_twice_changes_nothing(server: RedisServer) 
         await asyncio.wait_for(victim.lease.wait(), 5)
         pool.heard(b"!1 0\n!99 0")
         await asyncio.sleep(0)
-        assert victim.told == 1
+        assert victim.reported == 1
         victim.lease.settle()
         await nothing_left([pool])
 
@@ -93,7 +93,7 @@ async def test_a_store_that_forgot_everything_between_the_choice_and_the_return(
     async with replicas(POLICY, [server.url] * 2) as (one, two):
         small, victim = await enter(one, LOW, 10), await enter(one, LOW, 90)
         high = await enter(two, HIGH, 60)
-        await told(victim)
+        await reported(victim)
         server.command("FLUSHALL")
         again = victim.lease.requeue()
         await asyncio.wait_for(high.lease.wait(), 8)
@@ -113,7 +113,7 @@ async def test_a_return_that_was_not_answered_is_stated_again(
     async with replicas(POLICY, [server.url] * 2) as (one, two):
         victim = await enter(one, LOW, 100)
         high = await enter(two, HIGH, 60)
-        await told(victim)
+        await reported(victim)
         with monkeypatch.context() as lossy:
             lossy.setattr(one._batches, "requeue", lambda lease, waited_us: None)
             again = victim.lease.requeue()
@@ -131,15 +131,15 @@ async def test_what_a_sync_restated_is_not_preempted_but_a_return_under_way_stil
     async with replicas(POLICY, [server.url] * 2) as (one, two):
         older, victim = await enter(one, LOW, 50), await enter(one, LOW, 50)
         high = await enter(two, HIGH, 40)
-        await told(victim)
+        await reported(victim)
         assert one._session is not None
         one._session.restate()
         await heard_of_each_other([one, two])
         await asyncio.sleep(0.1)
-        assert (older.told, victim.told, high.lease.grant) == (0, 1, None)
+        assert (older.reported, victim.reported, high.lease.grant) == (0, 1, None)
         again = victim.lease.requeue()
         await asyncio.wait_for(high.lease.wait(), 5)
-        assert older.told == 0
+        assert older.reported == 0
         high.lease.settle()
         await asyncio.wait_for(again, 5)
         assert older.lease.settle()
@@ -151,18 +151,18 @@ async def test_the_owner_of_a_victim_says_good_bye(server: RedisServer) -> None:
     async with replicas(POLICY, [server.url] * 2) as (one, two):
         victim = await enter(one, LOW, 100)
         high = await enter(two, HIGH, 60)
-        await told(victim)
+        await reported(victim)
         await one.close()
         await asyncio.wait_for(high.lease.wait(), 5)
         high.lease.settle()
         await nothing_left([two])
 
 
-async def test_whoever_preempted_dies_and_the_room_goes_back(server: RedisServer) -> None:
+async def test_the_preempting_replica_dies_and_the_room_goes_back(server: RedisServer) -> None:
     async with replicas(POLICY, [server.url] * 2) as (one, two):
         victim = await enter(one, LOW, 100)
         await enter(two, HIGH, 60)
-        await told(victim)
+        await reported(victim)
         await two.close()
         await asyncio.wait_for(victim.lease.requeue(), 5)
         victim.lease.settle()
@@ -174,7 +174,7 @@ async def test_a_store_that_is_gone_when_a_victim_comes_back(server: RedisServer
     async with replicas(POLICY, [server.url], on_loss=on_loss) as (pool,):
         victim = await enter(pool, LOW, 100)
         high = await enter(pool, HIGH, 60)
-        await told(victim)
+        await reported(victim)
         server.kill()
         try:
             state = "divided" if on_loss is StoreLoss.DIVIDE else "closed"
@@ -204,13 +204,13 @@ async def test_a_replica_alone_preempts_among_its_own(server: RedisServer) -> No
             victim, kept = await enter(pool, LOW, 50), await enter(pool, LOW, 50)
             kept.lease.keep()
             high = await enter(pool, HIGH, 40)
-            await told(victim)
+            await reported(victim)
             again = victim.lease.requeue()
             await asyncio.wait_for(high.lease.wait(), 5)
         finally:
             server.restart()
-        await recovered([pool])  # which is told that the victim waits
-        assert kept.told == 0
+        await recovered([pool])  # which hears that the victim waits
+        assert kept.reported == 0
         high.lease.settle()
         await asyncio.wait_for(again, 5)
         assert kept.lease.settle()
@@ -282,7 +282,7 @@ async def test_a_victim_whose_patience_ends_while_the_store_is_closed_is_refused
         victim = await enter(pool, LOW, 100)
         high = await enter(pool, HIGH, 60)
         waiting: Any = high.lease.wait()
-        await told(victim)
+        await reported(victim)
         server.kill()
         try:
             await until(lambda: pool.status.state.value == "closed", 5, "closed")

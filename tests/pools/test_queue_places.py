@@ -1,4 +1,4 @@
-"""Places promised to those whom a full queue refused: first come, first served, and in nobody's way for nothing."""
+"""Places promised to those whom a full queue refused: first come, first served, and in no one's way for nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_kept_out(promises: HeldPlaces, request: int, at_s: float, free: int = 1, 
     return promises.are_in_the_way(ask(request, attempt), free, PLACES, after(at_s))
 
 
-def test_the_refused_are_told_times_one_after_the_other_at_the_pace_of_the_drain() -> None:
+def test_the_refused_get_times_one_after_the_other_at_the_pace_of_the_drain() -> None:
     promises = HeldPlaces()
     told_s = [promised(promises, request) for request in range(10)]
     assert told_s == pytest.approx([LEAST_S + turn * GAP_S for turn in range(10)], abs=1e-5)
@@ -64,14 +64,14 @@ def test_nothing_is_held_long_before_its_time_or_long_behind_it() -> None:
     assert is_kept_out(HeldPlaces(), 19, last_s) is False
 
 
-def test_who_comes_too_early_is_told_the_same_time_again() -> None:
+def test_a_client_that_comes_too_early_gets_the_same_time_again() -> None:
     promises = HeldPlaces()
     for request in range(20):
         told_s = promised(promises, request)
     for request in range(6):
         promises.kept(ask(request))
     assert promised(promises, 19, 3.0) == pytest.approx(told_s - 3.0, abs=1e-5)
-    assert promised(promises, 20, 3.0) == pytest.approx(told_s - 3.0 + GAP_S, abs=1e-5)  # nobody stands in between
+    assert promised(promises, 20, 3.0) == pytest.approx(told_s - 3.0 + GAP_S, abs=1e-5)  # no one stands in between
 
 
 def test_who_finds_no_place_at_its_time_keeps_its_promise_and_comes_again_in_a_moment() -> None:
@@ -88,7 +88,7 @@ def test_who_finds_no_place_at_its_time_keeps_its_promise_and_comes_again_in_a_m
     assert not is_kept_out(promises, 1, told_s)
 
 
-def test_where_the_drain_slows_down_newcomers_are_told_what_stands_before_them_takes() -> None:
+def test_where_the_drain_slows_down_newcomers_hear_what_stands_before_them_takes() -> None:
     promises = HeldPlaces()
     for request in range(9):
         promises.promise_s(ask(request), 10 * DRAIN_PER_S, START_US)
@@ -106,7 +106,7 @@ def test_one_that_is_put_off_again_and_again_does_not_keep_others_promises_from_
     assert not is_kept_out(promises, 99, told_s, free=2)  # of five that were promised one is left
 
 
-def test_twins_are_told_apart_by_the_clients_own_count() -> None:
+def test_twins_are_distinguished_by_the_clients_own_count() -> None:
     promises = HeldPlaces()
     first_s, second_s = (promised(promises, 7, attempt=0) for _ in range(2))
     assert second_s > first_s
@@ -119,7 +119,7 @@ def test_twins_are_told_apart_by_the_clients_own_count() -> None:
     assert is_kept_out(promises, 8, second_s, free=1)
 
 
-def test_nobody_is_promised_more_than_the_most_and_those_are_spread() -> None:
+def test_no_one_is_promised_more_than_the_most_and_those_are_spread() -> None:
     promises = HeldPlaces()
     told_s = [promised(promises, request) for request in range(400)]
     assert max(told_s) <= MOST_S
@@ -200,7 +200,7 @@ def test_who_was_refused_first_comes_in_first(refusals: list[tuple[int, float]])
 
 @pytest.mark.parametrize("load", [1.2, 1.5])
 @pytest.mark.parametrize("seed", range(3))
-def test_in_an_overload_who_comes_when_told_gets_in(load: float, seed: int) -> None:
+def test_in_an_overload_who_comes_on_time_gets_in(load: float, seed: int) -> None:
     drain_per_s, rng, numbers = 8.0, random.Random(seed), count(1)
     assert share_that_gets_in(HeldPlaces(), drain_per_s, load, rng, numbers) >= 0.9
     assert share_that_gets_in(None, drain_per_s, load, rng, numbers) < 0.5  # negative control: a guess is not kept

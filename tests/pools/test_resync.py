@@ -83,7 +83,7 @@ def steps(replica: Scripted, until_done: Any) -> list[Reply]:
 
 
 def silent(seen: Sequence[Scripted]) -> None:
-    """Those that are not among `seen` are dead by now, and nobody has looked."""
+    """Those that are not among `seen` are dead by now, and no one has looked."""
     for _ in range(5):
         seen[0].clock.advance(BEAT_S - 0.05)
         for replica in seen:
@@ -287,12 +287,12 @@ async def do(server: RedisServer, *words: str) -> Any:
     return await asyncio.get_running_loop().run_in_executor(None, lambda: server.command(*words))
 
 
-async def test_nobody_takes_the_store_for_lost_while_a_dead_replica_with_many_waiting_is_swept(tmp_path: Path) -> None:
+async def test_no_one_takes_the_store_for_lost_while_a_dead_replica_with_many_waiting_is_swept(tmp_path: Path) -> None:
     await killed_with(tmp_path, 10_000)
 
 
 @pytest.mark.soak
-async def test_nobody_takes_the_store_for_lost_while_one_with_125000_waiting_is_swept(tmp_path: Path) -> None:
+async def test_no_one_takes_the_store_for_lost_while_one_with_125000_waiting_is_swept(tmp_path: Path) -> None:
     await killed_with(tmp_path, 125_000)
 
 

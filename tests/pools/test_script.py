@@ -144,7 +144,7 @@ def test_many_grants_at_once_for_another_replica_all_arrive(replicas: Replicas) 
 # -- replicas that are gone
 
 
-def test_what_a_silent_replica_had_is_freed_by_whoever_calls_next(replicas: Replicas) -> None:
+def test_what_a_silent_replica_had_is_freed_by_the_next_call(replicas: Replicas) -> None:
     one, two = replicas.one("a"), replicas.one("b")
     two.enter(1, ask(tokens=60))
     two.enter(2, ask(tokens=60))
@@ -159,7 +159,7 @@ def test_what_a_silent_replica_had_is_freed_by_whoever_calls_next(replicas: Repl
     assert two.answer(protocol.CALL, "b", two.fence, 0, protocol.END, 1) == [protocol.UNKNOWN]
 
 
-def test_whoever_waits_calls_again_as_soon_as_a_silent_replica_can_be_told_dead(replicas: Replicas) -> None:
+def test_a_waiting_replica_calls_again_as_soon_as_a_silent_one_is_known_to_be_dead(replicas: Replicas) -> None:
     one, two = replicas.one("a"), replicas.one("b")
     two.enter(1, ask(tokens=60))
     replicas.clock.advance(1)
@@ -212,7 +212,7 @@ def test_a_pool_whose_last_replica_said_good_bye_holds_nothing_but_its_root(repl
     assert 0 < replicas.client.pttl(one.root) <= 3_600_000
 
 
-def test_a_pool_that_nobody_calls_any_more_vanishes(replicas: Replicas) -> None:
+def test_a_pool_that_no_one_calls_any_more_vanishes(replicas: Replicas) -> None:
     one = replicas.one("a")
     one.enter(1, ask(tokens=100))
     one.call(*entering(2, ask(tokens=100)), *entering(3, ask(tier=1, tokens=100)))
@@ -273,7 +273,7 @@ def test_a_ticket_that_was_admitted_without_the_store_is_a_lease_afterwards(repl
 # -- a store that lost something
 
 
-def test_an_empty_store_admits_nobody_before_the_others_had_time_to_say_what_they_hold(replicas: Replicas) -> None:
+def test_an_empty_store_admits_no_one_before_the_others_had_time_to_say_what_they_hold(replicas: Replicas) -> None:
     one, two = replicas.one("a"), replicas.one("b")
     two.enter(1, ask(tokens=80))
     replicas.client.flushall()
@@ -302,7 +302,7 @@ def test_a_pool_that_is_new_does_not_wait_for_anybody(replicas: Replicas) -> Non
 
 
 def test_the_silence_of_the_store_is_not_the_replicas(replicas: Replicas) -> None:
-    """Nobody could call while it was paused: whoever calls first must not take the others for dead."""
+    """No one could call while it was paused: the first caller must not take the others for dead."""
     one, two = replicas.one("a"), replicas.one("b")
     two.enter(1, ask(tokens=80))
     one.enter(1, ask(tokens=80))
@@ -381,7 +381,7 @@ def test_a_replica_with_other_tiers_is_refused_and_changes_nothing(replicas: Rep
     assert (reply.held_tokens, reply.leases, reply.replicas) == (10, 1, 1)
 
 
-def test_a_pool_without_living_replicas_is_made_anew_by_whoever_comes(replicas: Replicas) -> None:
+def test_a_pool_without_living_replicas_is_made_anew_by_the_next_one(replicas: Replicas) -> None:
     one, two = replicas.one("a"), replicas.one("b")
     one.call(kind=protocol.BYE)
     new = Scripted(replicas.client, replicas.clock, OTHER, "c")
@@ -404,7 +404,7 @@ def test_replicas_that_were_killed_keep_their_pool_until_their_silence_says_so(r
 
 def test_the_silence_of_the_store_does_not_give_the_pool_to_others(replicas: Replicas) -> None:
     one = replicas.one("a")
-    replicas.clock.advance(3 * SILENCE_S)  # nobody could call
+    replicas.clock.advance(3 * SILENCE_S)  # no one could call
     new = Scripted(replicas.client, replicas.clock, OTHER, "b")
     assert new.statement(protocol.SYNC, 0, protocol.REPLACES, 0)[0] == protocol.FOREIGN
     replicas.clock.advance(BEAT_S)

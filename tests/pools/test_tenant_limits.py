@@ -21,7 +21,7 @@ def asks(tokens: int = 10, limits: Limits | None = EACH, *, tier: int = 0, tenan
 
 
 async def left(harness: Harness, pool: Pool, limits: Limits = EACH) -> tuple[int | None, int | None]:
-    """Requests and tokens that are left to tenant t, as something larger than all of it is told."""
+    """Requests and tokens that are left to tenant t, as a request larger than all of it hears."""
     await harness.quiet(pool)
     with pytest.raises(TenantLimit) as raised:
         await pool.enter(asks(60_001, limits))
@@ -54,7 +54,7 @@ async def test_what_is_over_a_limit_is_refused_with_the_moment_it_conforms(harne
     assert (await pool.enter(asks(25))).grant is not None
 
 
-async def test_what_the_bucket_never_holds_is_told_so(harness: Harness) -> None:
+async def test_what_the_bucket_never_holds_is_refused_for_it(harness: Harness) -> None:
     pool = await harness.pool(simple(tokens=100_000), Clock())
     with pytest.raises(TenantLimit, match="lets 600 through at once") as raised:
         await pool.enter(asks(601))
@@ -125,20 +125,20 @@ async def test_what_its_queue_has_no_place_for_was_never_charged(harness: Harnes
     assert await left(harness, pool) == (60, 600)
 
 
-async def test_what_never_fits_the_pool_is_told_so_before_its_limits(harness: Harness) -> None:
+async def test_what_never_fits_the_pool_is_refused_for_it_before_its_limits(harness: Harness) -> None:
     pool = await harness.pool(simple(tokens=100), Clock())
     with pytest.raises(RequestTooLarge):
         await pool.enter(asks(601))
 
 
-async def test_whoever_is_refused_by_a_smaller_pool_gets_its_tokens_back(harness: Harness) -> None:
+async def test_a_request_refused_by_a_smaller_pool_gets_its_tokens_back(harness: Harness) -> None:
     pool = await harness.pool(simple(tokens=100_000), Clock())
     await pool.enter(asks(100_000, None))
     waiting = await pool.enter(asks(300))
-    told = waiting.wait()
+    reported = waiting.wait()
     pool.change_rules(simple(tokens=200).rules)
     with pytest.raises(RequestTooLarge):
-        await told
+        await reported
     pool.change_rules(simple(tokens=100_000).rules)
     assert await left(harness, pool) == (59, 600)
 

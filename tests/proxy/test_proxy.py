@@ -439,7 +439,7 @@ async def test_an_engine_that_does_not_answer_in_time_is_a_504() -> None:
         STREAM + b"4\r\nhalf\r\n",
         pytest.param(
             STREAM + b"4\r\nhalf\r\nnot-a-size\r\n",
-            marks=pytest.mark.skipif(not hasattr(ResponseHandler, "closed"), reason="this aiohttp tells nobody"),
+            marks=pytest.mark.skipif(not hasattr(ResponseHandler, "closed"), reason="this aiohttp tells no one"),
         ),
     ],
 )

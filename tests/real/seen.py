@@ -1,4 +1,4 @@
-"""What the server behind the sidecar is given, told in the response."""
+"""What the server behind the sidecar is given, said in the response."""
 
 from __future__ import annotations
 

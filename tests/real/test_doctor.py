@@ -1,4 +1,4 @@
-"""`sidecar doctor` against real engines: it is told nothing, and has to find out what is wrong."""
+"""`sidecar doctor` against real engines: it knows nothing, and has to find out what is wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ W, B, U = State.WORKS, State.BROKEN, State.UNKNOWN
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[dict[str, str]]:
-    """By name, the engines: two vLLMs and two Dynamos, with and without a queue that goes by priority."""
+    """By name, the engines: two vLLMs and two Dynamos, with and without a queue that follows priority."""
     with ExitStack() as stack:
         yield {
             "vllm priority": stack.enter_context(vllm(scheduling="priority")).url,

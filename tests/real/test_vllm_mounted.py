@@ -82,7 +82,7 @@ async def metric(url: str, name: str) -> float:
     return sum(map(float, lines))
 
 
-async def test_every_endpoint_is_admitted_and_vllm_is_told_the_priority(engine: Engine) -> None:
+async def test_every_endpoint_is_admitted_and_vllm_gets_the_priority(engine: Engine) -> None:
     messages = [{"role": "user", "content": "the queue"}]
     bodies: dict[str, Any] = {
         COMPLETIONS: {},
@@ -91,13 +91,13 @@ async def test_every_endpoint_is_admitted_and_vllm_is_told_the_priority(engine: 
         "/v1/messages": {"messages": messages},
     }
     for path, body in bodies.items():
-        for tier, told in (("high", "0"), ("normal", "10"), ("batch", "20")):
+        for tier, reported in (("high", "0"), ("normal", "10"), ("batch", "20")):
             status, headers, answer = await ask(
                 engine.url, {**KEY, "x-priority": tier, "x-vllm-priority": "-9"}, path, **body
             )
             assert status == 200, answer
             assert headers["x-admission-tier"] == tier
-            assert headers["x-seen-priority"] == told, "and not what the client wrote"
+            assert headers["x-seen-priority"] == reported, "and not what the client wrote"
             assert headers["x-admission-ignored"] == "x-vllm-priority"
 
 

@@ -89,7 +89,7 @@ def victims_are_less_important_preemptible_and_not_kept(recorder: Recorder) -> N
         assert choice.not_allowed == (), choice
 
 
-def nobody_is_preempted_more_often_than_the_policy_says(recorder: Recorder) -> None:
+def no_one_is_preempted_more_often_than_the_policy_says(recorder: Recorder) -> None:
     for choice in recorder.chosen:
         assert choice.preempted_too_often == (), choice
 
@@ -124,7 +124,7 @@ INVARIANTS = (
     whom_it_overtook_and_by_which_rule_is_what_the_record_says,
     a_ticket_preempts_only_once_it_has_waited_long_enough,
     victims_are_less_important_preemptible_and_not_kept,
-    nobody_is_preempted_more_often_than_the_policy_says,
+    no_one_is_preempted_more_often_than_the_policy_says,
     a_victims_tier_is_not_below_its_reserve_without_it,
     victims_are_enough_and_none_of_them_could_be_spared,
     freed_room_goes_to_whom_it_was_freed_for,

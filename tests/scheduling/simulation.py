@@ -45,7 +45,7 @@ class Outcome:
 
 
 def simulate(scheduler: Scheduler, arrivals: Iterable[Arrival], until_us: int | None = None) -> Outcome:
-    """Plays arrivals until nobody is left, or until a moment."""
+    """Plays arrivals until no one is left, or until a moment."""
     todo = sorted(arrivals, key=lambda arrival: arrival.at_us)
     by_id = {arrival.id: arrival for arrival in todo}
     ends: list[tuple[int, str]] = []

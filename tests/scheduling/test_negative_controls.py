@@ -40,7 +40,7 @@ CONTROLS = [
     (broken.PreemptsAtOnce, invariants.a_ticket_preempts_only_once_it_has_waited_long_enough),
     (broken.PreemptsWhatWasKept, invariants.victims_are_less_important_preemptible_and_not_kept),
     (broken.PreemptsEveryTier, invariants.victims_are_less_important_preemptible_and_not_kept),
-    (broken.PreemptsForEver, invariants.nobody_is_preempted_more_often_than_the_policy_says),
+    (broken.PreemptsForEver, invariants.no_one_is_preempted_more_often_than_the_policy_says),
     (broken.PreemptsFloors, invariants.a_victims_tier_is_not_below_its_reserve_without_it),
     (broken.PreemptsMoreThanIsNeeded, invariants.victims_are_enough_and_none_of_them_could_be_spared),
     (broken.PreemptsInVain, invariants.victims_are_enough_and_none_of_them_could_be_spared),

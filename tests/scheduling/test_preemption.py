@@ -100,7 +100,7 @@ AGED = (Shares("high"), replace(TIERS[0], name="normal"), Shares("low", preempti
 
 
 @pytest.mark.parametrize(("tokens", "victims"), [(30, ["young"]), (50, [])])
-def test_whoever_would_stand_before_the_ticket_once_it_is_back_is_no_victim(tokens: int, victims: list[str]):
+def test_a_lease_that_would_stand_before_the_ticket_once_it_is_back_is_no_victim(tokens: int, victims: list[str]):
     """Aged to the level of the ticket, and older: it would take the room right back."""
     scheduler = pool(*AGED, promote_after_us=100, ceiling=1)
     assert enter(scheduler, "old", 2, 60)
@@ -109,7 +109,7 @@ def test_whoever_would_stand_before_the_ticket_once_it_is_back_is_no_victim(toke
     assert preempted(scheduler, 105) == victims
 
 
-def test_the_ticket_of_a_tier_below_its_reserve_stands_before_whoever_is_older():
+def test_the_ticket_of_a_tier_below_its_reserve_stands_before_older_ones():
     tiers = (AGED[0], replace(AGED[1], reserve=Fraction(1, 2)), AGED[2])
     scheduler = pool(*tiers, promote_after_us=100, ceiling=1)
     assert enter(scheduler, "old", 2, 100)
@@ -133,7 +133,7 @@ def test_a_tier_whose_next_in_line_waits_at_its_limit_and_is_older_gives_nothing
     assert preempted(scheduler, 100) == []
 
 
-def test_a_pool_held_back_preempts_nobody():
+def test_a_pool_held_back_preempts_no_one():
     scheduler = pool()
     enter(scheduler, "low", LOW, 100)
     enter(scheduler, "high", HIGH, 50)

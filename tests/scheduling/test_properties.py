@@ -183,10 +183,10 @@ class Pool(RuleBasedStateMachine):
         invariants.starvation_is_what_the_record_of_all_admissions_says(self.recorder)
 
     @invariant()
-    def whoever_is_preempted_may_be_and_must_be(self) -> None:
+    def a_preempted_lease_may_be_and_must_be(self) -> None:
         invariants.a_ticket_preempts_only_once_it_has_waited_long_enough(self.recorder)
         invariants.victims_are_less_important_preemptible_and_not_kept(self.recorder)
-        invariants.nobody_is_preempted_more_often_than_the_policy_says(self.recorder)
+        invariants.no_one_is_preempted_more_often_than_the_policy_says(self.recorder)
         invariants.a_victims_tier_is_not_below_its_reserve_without_it(self.recorder)
         invariants.victims_are_enough_and_none_of_them_could_be_spared(self.recorder)
 
@@ -195,7 +195,7 @@ class Pool(RuleBasedStateMachine):
         invariants.freed_room_goes_to_whom_it_was_freed_for(self.recorder)
 
     @invariant()
-    def time_alone_admits_nobody_before_the_next_change(self) -> None:
+    def time_alone_admits_no_one_before_the_next_change(self) -> None:
         if not self.recorder.dispatched:
             return
         record, now_us = self.recorder.record, self.recorder.now_us
@@ -304,7 +304,7 @@ OPERATIONS = st.lists(
 
 @settings(QUICK)
 @given(policy=policies(), operations=OPERATIONS)
-def test_dispatching_at_events_and_at_the_next_change_misses_nobody(policy, operations):
+def test_dispatching_at_events_and_at_the_next_change_misses_no_one(policy, operations):
     assert decisions_of(policy, operations, every_us=1) == decisions_of(policy, operations, every_us=None)
 
 
@@ -359,7 +359,7 @@ STRICT = Policy(
 
 
 def stuck(scheduler: Scheduler) -> Ticket:
-    """A ticket above its tier's limit: it waits for ever and holds nobody but its own tier."""
+    """A ticket above its tier's limit: it waits for ever and holds no one but its own tier."""
     return scheduler.submit("stuck", tier=0, tokens=50, now_us=0)
 
 

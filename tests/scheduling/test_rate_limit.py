@@ -170,7 +170,7 @@ def test_a_refund_gives_back_what_has_not_drained() -> None:
     assert limiter.allowance("t", limits, 20_000_000).tokens == RemainingLimit(600, 600, 0)
 
 
-def test_what_others_got_back_counts_as_drained_for_whoever_came_later() -> None:
+def test_what_others_got_back_counts_as_drained_for_later_ones() -> None:
     """The first gets its 300 back, so the second's have drained within 30 s: what came since is not its own."""
     limits, limiter = of_tokens(600), RateLimiter()
     first, second = limiter.charge("t", limits, 300, 0), limiter.charge("t", limits, 300, 0)
@@ -244,7 +244,7 @@ def test_concurrent_requests_are_counted_until_they_end_however_that_is() -> Non
     assert limiter.allowance("t", limits, 4_000_000) == RemainingLimits()
 
 
-def test_the_last_of_several_limits_to_free_is_the_one_that_is_told() -> None:
+def test_the_last_of_several_limits_to_free_is_the_one_that_is_reported() -> None:
     limits, limiter = Limits(requests_per_minute=60, tokens_per_minute=600, burst_us=1_000_000), RateLimiter()
     limiter.charge("t", limits, 10, 0)
     assert limiter.over("t", limits, 1, 0) == ExceededLimit(Limit.REQUESTS, 1_000_000)

@@ -57,7 +57,7 @@ async def test_the_admin_pages_live_as_long_as_the_server(monkeypatch: pytest.Mo
             await client.get(f"{admin}/healthz")
 
 
-async def test_all_of_it_has_ended_when_the_server_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_all_of_it_has_ended_when_the_server_hears_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server may end its event loop, and so the process, at this very message."""
     port = free_port()
     monkeypatch.setenv("SIDECAR_ADMIN_PORT", str(port))
@@ -177,7 +177,7 @@ async def _asked(app: FastAPI) -> None:
 
 
 def test_the_logging_of_the_process_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """uvicorn's configuration replaces it unless told not to: the server's access log would be gone."""
+    """uvicorn's configuration replaces it unless asked not to: the server's access log would be gone."""
     monkeypatch.setenv("SIDECAR_ADMIN_PORT", "0")
     before = "import logging\nbefore = logging.getLogger('uvicorn.access')\n"
     code = (

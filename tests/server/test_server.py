@@ -74,7 +74,7 @@ async def test_sigterm_refuses_new_requests_finishes_the_running_ones_and_exits_
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_with_nothing_running_a_signal_ends_it_at_once(number: signal.Signals) -> None:
     async with sidecar(answering()) as (process, _, port, _admin):
-        # An idle keep-alive connection is nobody who waits.
+        # An idle keep-alive connection is no one who waits.
         async with connected(port) as (reader, writer):
             writer.write(post(close=False))
             await asyncio.wait_for(reader.readuntil(b"ok"), 5)

@@ -1,4 +1,4 @@
-"""A certificate for loopback that nobody but its own file vouches for."""
+"""A certificate for loopback that no one but its own file vouches for."""
 
 from __future__ import annotations
 

@@ -60,9 +60,9 @@ class Tab:
 
     async def evaluate(self, expression: str) -> Any:
         """What an expression is in the page; a promise is waited for."""
-        told = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in told, told["exceptionDetails"]
-        return told["result"].get("value")
+        reported = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in reported, reported["exceptionDetails"]
+        return reported["result"].get("value")
 
     async def until(self, expression: str, within_s: float = 10.0) -> Any:
         """Waits until an expression is true in the page, and returns it."""
@@ -78,8 +78,8 @@ class Tab:
 
     async def picture(self, *, whole: bool = True) -> bytes:
         """The page as PNG."""
-        told = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        return base64.b64decode(told["data"])
+        reported = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        return base64.b64decode(reported["data"])
 
     async def close(self) -> None:
         """Lets go of it."""
@@ -88,25 +88,25 @@ class Tab:
 
     async def _read(self) -> None:
         async for message in self._socket:
-            told = json.loads(message.data)
-            if "id" in told:
-                answer = self._answers.pop(told["id"])
+            reported = json.loads(message.data)
+            if "id" in reported:
+                answer = self._answers.pop(reported["id"])
                 if not answer.done():
-                    answer.set_result(told.get("result", told))
+                    answer.set_result(reported.get("result", reported))
             else:
-                self._note(told["method"], told["params"])
+                self._note(reported["method"], reported["params"])
 
-    def _note(self, method: str, told: Any) -> None:
+    def _note(self, method: str, reported: Any) -> None:
         if method == "Page.loadEventFired":
             self._loaded.set()
         elif method == "Network.requestWillBeSent":
-            self.requested.append(told["request"]["url"])
+            self.requested.append(reported["request"]["url"])
         elif method == "Runtime.exceptionThrown":
-            self.console.append(str(told["exceptionDetails"]))
+            self.console.append(str(reported["exceptionDetails"]))
         elif method == "Runtime.consoleAPICalled":
-            self.console.append(str(told["args"]))
+            self.console.append(str(reported["args"]))
         elif method == "Log.entryAdded":
-            self.console.append(told["entry"]["text"])
+            self.console.append(reported["entry"]["text"])
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class DryRun(Guarded):
         return self.found
 
     async def no_shadow_left(self) -> None:
-        """Fails unless the pool is empty, at once or very soon, and every request was told of once."""
+        """Fails unless the pool is empty, at once or very soon, and every request was reported once."""
         await self.until(leases=0, waiting=0)
         end_s = time.monotonic() + self.patience_s
         while (len(self.sidecar.shadows) or len(self.sidecar.watchdog)) and time.monotonic() < end_s:  # noqa: ASYNC110  # no event says so

@@ -136,7 +136,7 @@ class _Link:
         self.abort()
 
     def abort(self) -> None:
-        """Ends both connections without what is still to be sent, which nobody may ever read."""
+        """Ends both connections without what is still to be sent, which no one may ever read."""
         for stream in self._both():
             stream.writer.transport.abort()
 

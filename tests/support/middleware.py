@@ -128,7 +128,7 @@ class Story:
         return ends[0]
 
     def check(self) -> None:
-        """That the events are told in their order, and times never run back."""
+        """That the events come in their order, and times never run back."""
         kinds = self.kinds
         assert _IN_ORDER.fullmatch(" ".join(kinds)), kinds
         ends_refused = isinstance(self.end, Refused)
@@ -452,7 +452,7 @@ class Caller:
         finally:
             self.receivers -= 1
         if message["type"] == "http.disconnect":
-            self.incoming.put_nowait(message)  # as servers do: said again to whoever asks again
+            self.incoming.put_nowait(message)  # as servers do: said again to every later call
         return message
 
     async def _send(self, message: Any) -> None:

@@ -6,7 +6,7 @@ from tests.support.redis_servers import free_port, is_free
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody listens on."""
+    """The first of `count` ports in a row that no one listens on."""
     for _ in range(100):
         first = free_port()
         if all(is_free(first + more) for more in range(1, count)):

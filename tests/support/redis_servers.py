@@ -90,7 +90,7 @@ def _candidates() -> Iterator[Path]:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on, and neither on the port of its cluster bus."""
+    """A port of this machine that no one listens on, and neither on the port of its cluster bus."""
     for port in random.sample(PORTS, 100):
         if is_free(port) and is_free(port + BUS_OFFSET):
             return port
@@ -98,7 +98,7 @@ def free_port() -> int:
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody listens on a port of this machine."""
+    """Whether no one listens on a port of this machine."""
     with socket.socket() as probe:
         # As the server itself does; without it, a port whose last connection ended a moment ago counts as taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

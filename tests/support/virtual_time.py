@@ -1,4 +1,4 @@
-"""An event loop whose time is the test's: where nobody has anything to do, it is at once as late as the next timer."""
+"""An event loop whose time is the test's: where no one has anything to do, it is at once as late as the next timer."""
 
 from __future__ import annotations
 

@@ -159,11 +159,11 @@ def histograms(request):
         if metric.WhichOneof("data") == "histogram":
             assert metric.unit == "s"
             for point in metric.histogram.data_points:
-                found[metric.name, metric.description, told(point.attributes)] = (metric.histogram, point)
+                found[metric.name, metric.description, reported(point.attributes)] = (metric.histogram, point)
     return found
 
 
-def told(attributes):
+def reported(attributes):
     return tuple(sorted((each.key, each.value.string_value) for each in attributes))
 
 
@@ -177,7 +177,7 @@ def content(histogram: Histogram, point):
         list(point.bucket_counts),
         list(point.explicit_bounds),
         [
-            (each.as_double, each.trace_id, each.span_id, told(each.filtered_attributes), each.time_unix_nano > 0)
+            (each.as_double, each.trace_id, each.span_id, reported(each.filtered_attributes), each.time_unix_nano > 0)
             for each in point.exemplars
         ],
     )
@@ -242,7 +242,7 @@ def test_a_series_begins_once_and_is_read_later_every_time():
             assert point.start_time_unix_nano == next_point.start_time_unix_nano
 
 
-def test_each_reader_is_told_each_exemplar_once():
+def test_each_reader_gets_each_exemplar_once():
     reader = PrometheusReader()
     with otlp_over_http() as collector:
         provider = meter_provider_for([reader, OTLPMetricExporter(f"{collector.url}/v1/metrics")], Resource.get_empty())
@@ -254,7 +254,11 @@ def test_each_reader_is_told_each_exemplar_once():
         provider.shutdown()
 
     exemplars = [
-        [told(exemplar.filtered_attributes) for _, point in histograms(export).values() for exemplar in point.exemplars]
+        [
+            reported(exemplar.filtered_attributes)
+            for _, point in histograms(export).values()
+            for exemplar in point.exemplars
+        ]
         for export in collector.metrics
     ]
     assert exemplars == [[((ADMISSION_REQUEST_ID, "a"),)], [], [((ADMISSION_REQUEST_ID, "b"),)]]
@@ -298,7 +302,7 @@ def test_a_reader_that_reads_while_two_threads_write_never_sees_half_a_measureme
     assert (sum(total.counts), total.sum_s, total.exemplars) == (2 * writes, 2 * writes * seconds, kept)
 
 
-def test_what_reaches_the_sdk_while_a_provider_of_ours_is_installed_is_not_told_beside_our_sum():
+def test_what_reaches_the_sdk_while_a_provider_of_ours_is_installed_is_not_reported_beside_our_sum():
     reader = PrometheusReader()
     counting = Counting(meter_provider_for([reader], Resource.get_empty()))
     counting.play(1, Request("batch", "", 1_900_000, 0, 5, "a", False, False))
@@ -341,7 +345,7 @@ def test_what_is_no_duration_is_left_to_the_sdk_which_says_so(caplog, seconds):
         {"OTEL_METRICS_EXEMPLAR_FILTER": "always_off"},
     ],
 )
-def test_whoever_wants_what_we_do_not_add_up_has_the_sdk_count(monkeypatch, variables):
+def test_where_we_do_not_add_up_what_is_wanted_the_sdk_counts(monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     reader = PrometheusReader()
@@ -393,7 +397,7 @@ def one_request():
     tell(classified())
     tell(admitted())
 
-one_request()  # nobody counts durations yet
+one_request()  # no one counts durations yet
 """
 OURS = """
 configure_from_environment(scrape=scrape)

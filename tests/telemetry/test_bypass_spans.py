@@ -90,7 +90,7 @@ def everything_of(span, roots):
     }
 
 
-def told(sampler, story, headers, *, by_shortcut):
+def reported(sampler, story, headers, *, by_shortcut):
     tracing = Tracing(sampler, by_shortcut=by_shortcut, find_links=ahead, provider_name="vllm")
     observation = tracing.observer.received(received(headers))
     assert (tracing.tracer._bypass is not None) == by_shortcut
@@ -108,7 +108,7 @@ def told(sampler, story, headers, *, by_shortcut):
 @pytest.mark.parametrize("headers", CLIENTS.values(), ids=CLIENTS)
 @pytest.mark.parametrize("sampler", [SAMPLERS[name] for name in SAMPLERS if name != "half of them"])
 def test_both_ways_leave_the_same_spans(sampler, headers, story):
-    by_shortcut, by_api = (told(sampler, story, headers, by_shortcut=way) for way in (True, False))
+    by_shortcut, by_api = (reported(sampler, story, headers, by_shortcut=way) for way in (True, False))
 
     assert by_shortcut == by_api
 
@@ -192,7 +192,7 @@ def test_an_sdk_that_counts_its_spans_is_let_count(monkeypatch):
     assert bypass_of(tracer) is None or not hasattr(tracer, "_tracer_metrics")
 
 
-def test_a_processor_that_is_added_later_is_told_of_the_next_request():
+def test_a_processor_that_is_added_later_gets_the_next_request():
     tracing = Tracing()
     tracing.play(*STORIES["straight in"])
     seen = []

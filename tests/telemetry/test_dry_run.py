@@ -1,4 +1,4 @@
-"""What enforcing would have done, told: in metrics of its own, in the log, on the span, and never as what happened."""
+"""What enforcing would have done: in metrics of its own, in the log, on the span, and never as what happened."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ NO_KEY = observed(Verdict.REFUSED, "invalid_api_key", tier=None, tenant=None)
 def test_metrics_of_what_would_have_been_have_names_of_their_own() -> None:
     measuring = Measuring()
     requests = measuring.requests()
-    told = DryRunMetrics(requests)
+    reported = DryRunMetrics(requests)
     tell = begin(requests, received(), None)
     for event in (CLASSIFIED, Admitted(2, 0, 0, None, {}, 1, None), WAITED):
         tell(event)
     for one in (observed(Verdict.ADMITTED), WAITED, TIMED_OUT, TIMED_OUT, NO_KEY):
-        told.note(one)
+        reported.note(one)
     # Labels in the order of their names: decision, pool, reason, tier.
     assert measuring.values("admission.observed") == {
         ("admitted", "default", "", "batch"): 2,
@@ -86,14 +86,14 @@ def test_the_span_says_it_where_it_is_known_in_time() -> None:
     assert (attributes["admission.decision"], attributes["admission.queue_wait_s"]) == ("admitted", 0.0)
 
 
-def test_whoever_fails_to_listen_silences_nobody_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_that_fails_silences_no_other_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
     heard: list[Observed] = []
 
     def broken(_: Observed) -> None:
         raise RuntimeError("no")
 
-    told = Fanout([broken, heard.append])
-    told(WAITED)
-    told(NO_KEY)
+    reported = Fanout([broken, heard.append])
+    reported(WAITED)
+    reported(NO_KEY)
     assert heard == [WAITED, NO_KEY]
     assert len(caplog.records) == 1

@@ -35,7 +35,7 @@ def test_a_quantile_is_right_to_5_percent(share: float, none_of: int) -> None:
     assert tally_of(waits_us).wait_us(share) == pytest.approx(exact, rel=0.0501, abs=1)
 
 
-def test_nobody_waited() -> None:
+def test_no_request_waited() -> None:
     assert DryRunCounts().wait_us(0.99) == 0
     assert tally_of([0, 0]).wait_us(1.0) == 0
 
@@ -65,14 +65,14 @@ def test_every_request_is_counted_once_by_what_became_of_it() -> None:
 
 def test_tallies_of_replicas_add_up_to_the_tally_of_all() -> None:
     luck = random.Random(5)
-    told = [
+    reported = [
         observed(
             luck.randrange(10**7), luck.choice([*Verdict]), luck.choice("abc"), starvation_us=luck.randrange(10**6)
         )
         for _ in range(300)
     ]
     parts, whole = [DryRunCounts(), DryRunCounts(), DryRunCounts()], DryRunCounts()
-    for number, one in enumerate(told):
+    for number, one in enumerate(reported):
         parts[number % 3].note(one)
         whole.note(one)
     assert added_up(parts) == whole

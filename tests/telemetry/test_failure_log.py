@@ -1,4 +1,4 @@
-"""A sidecar that nobody looks at logs what went wrong, and tells everybody as soon as there is somebody."""
+"""A sidecar that no one looks at logs what went wrong, and reports to every listener as soon as there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal: who was admitted while a request waited, told exactly; and what it keeps, and for how long."""
+"""The journal: who was admitted while a request waited, exactly; and what it keeps, and for how long."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Sidecar:
         self.woken: dict[str, tuple[Admission, int]] = {}
         self.held: list[str] = []
         self.preempted: list[str] = []
-        self.told: list[tuple[str, Admitted]] = []
+        self.reported: list[tuple[str, Admitted]] = []
         self.seen_by_event: dict[str, tuple[Counter[str], int | None]] = {}
 
     def step(self) -> int:
@@ -79,7 +79,7 @@ class Sidecar:
         now_us = self.step()
         self.scheduler.submit(request_id, tier=tier, tokens=tokens, tenant=tenant, now_us=now_us)
         self.dispatch(now_us)
-        if request_id in self.held:  # at once: it is told before anybody who was woken
+        if request_id in self.held:  # at once: it is reported before any that was woken
             self.tell(*self.woken.pop(request_id))
         else:
             tell(Queued(self.clock.now_us, Obstacle.NO_ROOM, "no room"))
@@ -91,13 +91,13 @@ class Sidecar:
             self.dispatch(self.step())
 
     def preempt(self) -> None:
-        """Victims are released at once. One that was not told of its admission yet is told first, after all that were
+        """Victims are released at once. One whose admission was not reported yet is reported first, after all that were
         admitted before it, and waits again.
         """
         for ticket in self.scheduler.preempt(self.step()):
             while ticket.id in self.woken:
                 self.tell(*self.woken.pop(next(iter(self.woken))))
-            admitted_us = max(event.at_us for told_id, event in self.told if told_id == ticket.id)
+            admitted_us = max(event.at_us for told_id, event in self.reported if told_id == ticket.id)
             now_us = self.step()
             assert self.scheduler.requeue(ticket.id, now_us)
             self.held.remove(ticket.id)
@@ -130,11 +130,11 @@ class Sidecar:
             None,
             grant.passed,
         )
-        # Whoever is told before the journal has nothing but the event.
+        # A listener before the journal has nothing but the event.
         ahead = (record for record in self.journal.ahead_of(event) if record.request_id != ticket.id)
         self.seen_by_event[ticket.id] = (tokens(ahead), first(self.journal.overtook(event)))
         self.tells[ticket.id](event)
-        self.told.append((ticket.id, event))
+        self.reported.append((ticket.id, event))
 
 
 def tokens(records: Iterable[RequestRecord]) -> Counter[str]:
@@ -168,7 +168,7 @@ def test_who_was_ahead_adds_up_to_what_the_scheduler_counted(operations: list[tu
     for name, *arguments in operations:
         getattr(sidecar, str(name))(*arguments)
     sidecar.wake()
-    for request_id, event in dict(sidecar.told).items():  # the last of one that was admitted more than once
+    for request_id, event in dict(sidecar.reported).items():  # the last of one that was admitted more than once
         record = sidecar.journal.find(request_id)
         assert record is not None
         if record.admitted is not event:
@@ -194,9 +194,9 @@ def test_the_property_above_sees_waits_and_overtaking() -> None:
     for _ in range(7):
         sidecar.settle(0)
         sidecar.wake()
-    overtaken = [event for _, event in sidecar.told if event.overtaken_at_us is not None]
+    overtaken = [event for _, event in sidecar.reported if event.overtaken_at_us is not None]
     assert overtaken
-    assert sum(event.queue_wait_us > 0 for _, event in sidecar.told) >= 3
+    assert sum(event.queue_wait_us > 0 for _, event in sidecar.reported) >= 3
 
 
 def test_the_property_above_sees_preemptions() -> None:
@@ -211,7 +211,7 @@ def test_the_property_above_sees_preemptions() -> None:
     for _ in range(4):
         sidecar.settle(0)
         sidecar.wake()
-    assert [request_id for request_id, _ in sidecar.told].count(victim) == 2
+    assert [request_id for request_id, _ in sidecar.reported].count(victim) == 2
 
 
 def test_one_that_waits_knows_who_went_ahead_so_far() -> None:

@@ -61,9 +61,9 @@ def lines(level: str = "info", format: str = "json") -> Iterator[list[str]]:
 
 
 def tell(log: RequestLog, *events: Event, request_id: str = "mine", trace: TraceIds | None = TRACE) -> None:
-    told = begin(log, Received(0, 10**18, "POST", "/v1/completions", [], request_id), trace)
+    reported = begin(log, Received(0, 10**18, "POST", "/v1/completions", [], request_id), trace)
     for event in events:
-        told(event)
+        reported(event)
 
 
 def settled(outcome: Outcome, status: int | None = 200, error: str | None = None) -> Settled:
@@ -320,7 +320,7 @@ async def test_a_flood_of_refusals_is_a_few_lines_and_a_count_a_second_later() -
     assert took_s < 5000 * 100e-6  # 3 us each where nothing else runs
 
 
-def test_what_is_left_out_at_the_end_is_told_by_flush() -> None:
+def test_what_is_left_out_at_the_end_is_reported_by_flush() -> None:
     with lines() as written:
         log = RequestLog()
         for _ in range(30):
@@ -351,13 +351,13 @@ if {blocks}:
 threading.Thread(target=lambda: (time.sleep(10), __import__("os")._exit(3)), daemon=True).start()
 with own_logging(LogSettings("debug", "json")):
     for number in range(20_000):
-        logging.getLogger("sidecar.requests").warning("request %d refused, and nobody reads it", number)
+        logging.getLogger("sidecar.requests").warning("request %d refused, and no one reads it", number)
     print("done", flush=True)
 """
 
 
 @pytest.mark.parametrize(("blocks", "said"), [(False, b"done\n"), (True, b"")], ids=["ours", "control"])
-def test_whoever_does_not_read_the_log_takes_nobody_with_it(blocks: bool, said: bytes) -> None:
+def test_a_log_that_is_not_read_stops_no_request(blocks: bool, said: bytes) -> None:
     read, write = os.pipe()
     code = STALLED.format(blocks=blocks).replace("sleep(10)", "sleep(3)") if blocks else STALLED.format(blocks=blocks)
     try:

@@ -75,11 +75,11 @@ def watch(measuring, sample, pool="default"):
     return PoolMetrics(pool, sample if callable(sample) else lambda: sample, measuring.provider)
 
 
-def test_every_figure_is_told_under_its_name(measuring):
+def test_every_figure_is_reported_under_its_name(measuring):
     kept = watch(measuring, BOUNDED)
 
-    told = {name.removeprefix("admission."): measuring.values(name) for name in measuring.metrics()}
-    assert told == {
+    reported = {name.removeprefix("admission."): measuring.values(name) for name in measuring.metrics()}
+    assert reported == {
         **{name: {("default", "high"): value} for name, value in OF_TIERS.items()},
         **{name: {("default",): value} for name, value in OF_POOL.items()},
         "policy.info": {("abc123", "default"): 1},
@@ -95,8 +95,8 @@ def test_what_has_no_bounds_and_no_promise_is_left_out(measuring):
 
     missing = {"reserve.tokens", "reserve.requests", "limit.tokens", "limit.requests", "slo.ttft", "slo.queue_wait"}
     missing |= {"slo.starvation", "capacity.tokens", "capacity.requests", "replicas"}
-    told = {name.removeprefix("admission.") for name in measuring.metrics()}
-    assert told == (set(OF_TIERS) | set(OF_POOL) | {"policy.info"}) - missing
+    reported = {name.removeprefix("admission.") for name in measuring.metrics()}
+    assert reported == (set(OF_TIERS) | set(OF_POOL) | {"policy.info"}) - missing
     assert measuring.values("admission.queue.oldest_wait") == {("default", "high"): 0.0}
     assert kept is not None
 
@@ -114,7 +114,7 @@ def test_one_reading_takes_one_sample_of_each_pool(measuring):
     assert len(kept) == 2
 
 
-def test_a_pool_that_is_gone_is_not_told_and_of_two_of_one_name_the_later_is(measuring):
+def test_a_pool_that_is_gone_is_not_reported_and_of_two_of_one_name_the_later_is(measuring):
     first, second, gone = (watch(measuring, sample, pool) for sample, pool in (
         (BOUNDED, "default"), (UNBOUNDED, "default"), (BOUNDED, "gone")
     ))  # fmt: skip

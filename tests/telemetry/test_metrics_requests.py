@@ -200,7 +200,7 @@ def test_who_stops_waiting_without_a_lease_waits_no_more(measuring):
     assert listener.held() == {}
 
 
-def test_what_every_tier_has_is_told_before_its_first_request(measuring):
+def test_what_every_tier_has_is_reported_before_its_first_request(measuring):
     listener = measuring.requests(tiers=["high", "batch"])
     for name in ("admitted", "tokens.estimated", "tokens.used"):
         assert measuring.values(f"admission.{name}") == {("default", "high"): 0, ("default", "batch"): 0}
@@ -211,7 +211,7 @@ def test_what_every_tier_has_is_told_before_its_first_request(measuring):
     assert measuring.values("admission.admitted") == {("default", "high"): 0, ("default", "batch"): 1}
 
 
-def test_two_pools_are_told_apart_and_two_sidecars_to_one_pool_are_one(measuring, caplog):
+def test_two_pools_are_distinguished_and_two_sidecars_to_one_pool_are_one(measuring, caplog):
     chat, chat_again, batch = (measuring.requests(pool) for pool in ("chat", "chat", "batch"))
     for listener in (chat, chat_again, batch):
         play(listener, classified(), admitted())

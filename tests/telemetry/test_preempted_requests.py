@@ -115,7 +115,7 @@ async def watched(tmp_path: Any) -> AsyncIterator[Watched]:
         yield Watched(guarded, engine)
 
 
-async def test_a_victim_is_told_of_alike_by_everybody(tmp_path: Any) -> None:
+async def test_a_victim_is_reported_alike_by_every_listener(tmp_path: Any) -> None:
     async with watched(tmp_path) as sidecar:
         victim = await sidecar.sends("batch", "victim")
         important = await sidecar.sends("critical", "important")
@@ -167,7 +167,7 @@ async def test_a_victim_that_runs_out_of_time_is_settled_with_its_whole_wait(tmp
     story = sidecar.story("victim")
     assert (story.state, story.refused.code) == ("refused", "queue_timeout")
     assert "; then refused with 503 queue_timeout: no room came free for tier batch" in story.conclusion
-    assert story.wait.starvation_s > 0  # though nobody had overtaken it when it was admitted first
+    assert story.wait.starvation_s > 0  # though no one had overtaken it when it was admitted first
     measuring = sidecar.measuring
     assert measuring.values("admission.admitted") == {BATCH: 1, ("default", "critical"): 1}
     assert measuring.values("admission.refused") == measuring.values("admission.abandoned") == {}

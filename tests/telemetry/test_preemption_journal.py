@@ -79,7 +79,7 @@ def test_for_the_others_it_went_ahead_as_often_as_it_was_admitted() -> None:
     assert victim.settled is not None
 
 
-def test_those_of_one_moment_are_told_apart() -> None:
+def test_those_of_one_moment_are_distinguished() -> None:
     journal = Journal(now_us=lambda: 100)
     tells = [arrives(journal, str(number), number) for number in range(3)]
     for number, tell in enumerate(tells):

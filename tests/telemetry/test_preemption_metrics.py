@@ -57,7 +57,7 @@ def test_a_request_is_counted_once_however_often_it_was_preempted(measuring):
     assert measuring.sums("admission.time_to_first_token") == {BATCH: (1, 6.2)}
 
 
-def test_the_wait_of_one_that_may_be_preempted_is_told_when_it_may_no_longer_be(measuring):
+def test_the_wait_of_one_that_may_be_preempted_is_reported_when_it_may_no_longer_be(measuring):
     tell = play(measuring.requests(), classified(preemptible=True), admitted(2_000_000, 1_900_000))
     assert measuring.values("admission.admitted") == {BATCH: 1}
     assert measuring.sums("admission.queue_wait") == {}

@@ -74,17 +74,17 @@ def test_a_lost_attempt_says_so_and_is_no_error_of_the_engine(tracing):
     assert "admission.preempted" not in last.attributes
 
 
-def test_waits_are_told_once_with_the_last_figures(tracing):
+def test_waits_are_reported_once_with_the_last_figures(tracing):
     spans = play(tracing, *TWICE_PREEMPTED)
 
     (admission,), (starved,) = spans["admission"], spans["admission.starved"]
     assert interval(starved) == (ns(3_000_000), ns(6_000_000))
     assert starved.attributes["admission.served_ahead.high"] == 950
-    told = admission.attributes
-    assert told["admission.preemptions"] == 2
-    assert (told["admission.queue_wait_s"], told["admission.starvation_s"]) == (5.99995, 3.0)
-    assert told["gen_ai.latency.time_in_queue"] == 5.99995
-    assert (told["admission.decision"], told["admission.outcome"]) == ("admitted", "completed")
+    reported = admission.attributes
+    assert reported["admission.preemptions"] == 2
+    assert (reported["admission.queue_wait_s"], reported["admission.starvation_s"]) == (5.99995, 3.0)
+    assert reported["gen_ai.latency.time_in_queue"] == 5.99995
+    assert (reported["admission.decision"], reported["admission.outcome"]) == ("admitted", "completed")
 
 
 def test_one_that_was_admitted_at_once_waits_only_behind_its_preemption(tracing):
@@ -130,13 +130,13 @@ def test_one_that_is_not_admitted_again_ends_in_its_wait(tracing, code, status, 
     assert interval(wait) == (ns(4_000_000), ns(9_000_100))
     assert interval(spans["admission.starved"][0]) == (ns(80), ns(9_000_100))
     assert interval(admission) == (ns(0), ns(9_000_100))
-    told = admission.attributes
-    assert (told["admission.queue_wait_s"], told["admission.starvation_s"]) == (9.00005, 9.00002)
-    assert (told["admission.decision"], told["admission.reason"]) == ("admitted", code)
-    assert told["admission.tokens.used"] == 0
+    reported = admission.attributes
+    assert (reported["admission.queue_wait_s"], reported["admission.starvation_s"]) == (9.00005, 9.00002)
+    assert (reported["admission.decision"], reported["admission.reason"]) == ("admitted", code)
+    assert reported["admission.tokens.used"] == 0
     assert attempt.status.status_code is StatusCode.UNSET
     assert admission.status.status_code is (StatusCode.ERROR if is_error else StatusCode.UNSET)
-    assert told.get("error.type") == (code if is_error else None)
+    assert reported.get("error.type") == (code if is_error else None)
     if is_error:
         assert admission.status.description.startswith(f"{code}: ")
         assert "waited again" in admission.status.description

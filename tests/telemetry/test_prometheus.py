@@ -82,7 +82,7 @@ def test_names_have_their_units_and_counters_their_suffix(scraped):
     assert list(buckets) == sorted(buckets, key=float)
 
 
-def test_neither_the_target_nor_the_scope_is_told(scraped):
+def test_neither_the_target_nor_the_scope_is_reported(scraped):
     scraped.play(classified(), admitted())
 
     text, _ = scraped.reader.text(OPENMETRICS)
@@ -110,7 +110,7 @@ def test_an_exemplar_leads_to_the_span_and_names_the_request(scraped):
 
 
 @needs_exemplars
-def test_whoever_scrapes_next_sees_the_exemplar_until_there_is_a_newer_one(scraped):
+def test_the_next_scraper_sees_the_exemplar_until_there_is_a_newer_one(scraped):
     scraped.play(classified(), admitted(), trace=SAMPLED)
     first = scraped.exemplars()
     assert scraped.exemplars() == first
@@ -148,7 +148,7 @@ def test_labels_may_hold_anything(scraped):
     assert sample.labels == {"admission_pool": name, "admission_reason": "queue_full", "admission_tier": ""}
 
 
-def test_whatever_else_the_process_measures_is_told_too(scraped, caplog):
+def test_whatever_else_the_process_measures_is_reported_too(scraped, caplog):
     meter = scraped.provider.get_meter("theirs")
     meter.create_up_down_counter("their.open-connections", "{connection}").add(-2)
     meter.create_counter("their.bytes", "By", "Sent.").add(5, {"to.whom": 7})
@@ -158,7 +158,7 @@ def test_whatever_else_the_process_measures_is_told_too(scraped, caplog):
 
     families = scraped.plain()
     clamped = [line for line in scraped.reader.text(None)[0].splitlines() if line.startswith(b"admission_clamped")]
-    assert len(clamped) == 1  # of two kinds under one name only one can be told
+    assert len(clamped) == 1  # of two kinds under one name only one can be reported
     assert samples(families["their_open_connections"]) == {("their_open_connections",): -2}
     assert families["their_open_connections"].type == "gauge"
     assert families["their_open_connections"].documentation == "their.open-connections"

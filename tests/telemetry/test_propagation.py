@@ -138,7 +138,7 @@ def test_the_configured_propagator_is_the_one_that_reads_and_writes(monkeypatch)
     assert to_engine == [(b"x-vendor-trace", f"abc:{span_id(spans['engine']):x}".encode())]
 
 
-def test_without_an_sdk_nobody_looks_at_the_request():
+def test_without_an_sdk_no_one_looks_at_the_request():
     assert EventDispatcher(RequestTracer(), ()).received(received([TRACEPARENT])) is None
     assert EventDispatcher(RequestTracer(trace.NoOpTracerProvider()), ()).received(received([TRACEPARENT])) is None
 
@@ -182,12 +182,12 @@ def test_without_tracing_a_request_is_known_by_the_trace_that_the_client_names(
 
 
 def test_a_process_without_tracing_tells_its_listeners_of_the_clients_trace() -> None:
-    told: list[TraceIds | None] = []
+    reported: list[TraceIds | None] = []
 
     class Ear:
         def __init__(self) -> None:
-            self.handlers = {Received: lambda record, _: told.append(record.trace)}
+            self.handlers = {Received: lambda record, _: reported.append(record.trace)}
 
     spans = RequestTracer(NoOpTracerProvider())
     EventDispatcher(spans, [Ear()]).received(received([TRACEPARENT]))
-    assert told == [TraceIds(TRACE_ID, CLIENT_SPAN_ID, False)]
+    assert reported == [TraceIds(TRACE_ID, CLIENT_SPAN_ID, False)]

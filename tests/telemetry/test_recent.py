@@ -33,7 +33,7 @@ def us(at_s: float) -> int:
 
 
 class Request:
-    """One request told to `recent`, as the sidecar would, in calendar seconds."""
+    """One request reported to `recent`, as the sidecar would, in calendar seconds."""
 
     def __init__(self, recent: Recent, at_s: float, tier: str = "batch", *, tokens: int = 100, stream: bool = True):
         self.tell = begin(recent, Received(us(at_s), round(at_s * 1e9), "POST", "/", (), "id"), None)
@@ -80,7 +80,7 @@ def test_what_is_admitted_counts_in_the_bucket_of_its_admission() -> None:
 def test_refusals_count_and_so_does_how_long_they_had_waited() -> None:
     recent = Recent()
     Request(recent, NOW_S - 5).refused(NOW_S, wait_s=5)
-    Request(recent, NOW_S - 4).refused(NOW_S, wait_s=4, status=None)  # it hung up: nobody refused it
+    Request(recent, NOW_S - 4).refused(NOW_S, wait_s=4, status=None)  # it hung up: no one refused it
     assert filled(recent.read("batch", NOW_S)) == [Bucket(1_700_000_000, 0, 1, 9.0, 5.0)]
 
 
@@ -108,7 +108,7 @@ def test_one_that_is_not_admitted_again_is_refused_or_has_left() -> None:
     assert last == Bucket(1_700_000_000, 0, 1, 16.0, 8.0)
 
 
-def test_a_request_that_nobody_could_classify_belongs_to_no_tier() -> None:
+def test_a_request_that_no_one_could_classify_belongs_to_no_tier() -> None:
     recent = Recent()
     tell = begin(recent, Received(us(NOW_S), NOW_S * 10**9, "POST", "/", (), "id"), None)
     tell(Refused(us(NOW_S), "invalid_api_key", "no", 401))
@@ -155,13 +155,13 @@ def test_after_five_minutes_it_is_forgotten_also_where_nothing_came_since() -> N
 
 
 @given(st.lists(st.tuples(st.floats(0, 900), st.floats(0, 100)), max_size=40))
-def test_within_five_minutes_nothing_is_lost_and_nothing_counted_twice(told: list[tuple[float, float]]) -> None:
-    recent, told = Recent(), sorted(told)
-    for after_s, wait_s in told:
+def test_within_five_minutes_nothing_is_lost_and_nothing_counted_twice(reported: list[tuple[float, float]]) -> None:
+    recent, reported = Recent(), sorted(reported)
+    for after_s, wait_s in reported:
         Request(recent, NOW_S + after_s - wait_s).admitted(NOW_S + after_s, wait_s)
-    end_s = NOW_S + (told[-1][0] if told else 0)
+    end_s = NOW_S + (reported[-1][0] if reported else 0)
     first_s = (int(end_s) // BUCKET_S - BUCKETS + 1) * BUCKET_S
-    waits = [wait_s for after_s, wait_s in told if NOW_S + after_s >= first_s]
+    waits = [wait_s for after_s, wait_s in reported if NOW_S + after_s >= first_s]
     buckets = recent.read("batch", end_s).buckets
     assert sum(bucket.admitted for bucket in buckets) == len(waits)
     assert abs(sum(bucket.wait_sum_s for bucket in buckets) - sum(waits)) < 1e-4

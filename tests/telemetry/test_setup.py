@@ -363,7 +363,7 @@ def test_why_there_is_nothing_to_scrape_is_said(before, variables, reason):
     assert done.stderr == ""
 
 
-def test_before_the_metrics_are_set_up_a_scraper_is_told_to_come_back():
+def test_before_the_metrics_are_set_up_a_scraper_is_asked_to_come_back():
     with pytest.raises(MetricsUnavailable, match="not set up yet"):
         MetricsEndpoint().text(None)
 

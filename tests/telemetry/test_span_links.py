@@ -174,7 +174,7 @@ def test_links_are_to_the_first_16():
     assert ids == [[f"ahead-{number}" for number in range(16)], [f"urgent-{number}" for number in range(16)]]
 
 
-def test_nobody_is_asked_about_a_request_that_did_not_wait():
+def test_no_one_is_asked_about_a_request_that_did_not_wait():
     sidecar = Sidecar()
     sidecar.arrives("at once", "high", waits=False).goes_straight_in()
     assert sidecar.asked == 0
@@ -183,7 +183,7 @@ def test_nobody_is_asked_about_a_request_that_did_not_wait():
     assert sidecar.asked == 1
 
 
-def test_nobody_is_asked_about_a_request_that_is_sampled_out():
+def test_no_one_is_asked_about_a_request_that_is_sampled_out():
     sidecar = Sidecar(sampler=ALWAYS_OFF)
     sidecar.arrives("waits", "high").is_admitted()
 

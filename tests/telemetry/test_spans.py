@@ -255,7 +255,7 @@ def test_what_the_engine_refuses_is_an_error_of_the_call_and_what_it_fails_at_of
         assert span.attributes.get("error.type") == (str(status) if is_error else None)
 
 
-def test_whom_a_request_overtook_is_told_with_the_rule(tracing):
+def test_whom_a_request_overtook_is_reported_with_the_rule(tracing):
     spans = tracing.play(classified(), admitted(passed={"batch": "reserve", "low": "level"}), settled(1000))
 
     assert spans["admission"].attributes["admission.passed.batch"] == "reserve"
@@ -313,7 +313,7 @@ def test_all_spans_of_a_request_leave_together_when_it_ends(tracing):
     assert tracing.play(classified(), queued(), starved, first_byte(2_200_000)) == {}
 
 
-def test_a_clamped_ask_is_told_and_an_untold_engine_priority_is_not(tracing):
+def test_a_clamped_ask_is_reported_and_an_unreported_engine_priority_is_not(tracing):
     spans = tracing.play(classified(clamped_from="critical"), admitted(engine_priority=None), settled(1000))
 
     assert spans["admission"].attributes["admission.clamped_from"] == "critical"

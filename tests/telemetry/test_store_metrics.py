@@ -66,12 +66,12 @@ def test_before_the_first_contact_a_store_is_not_available_and_has_not_changed(m
 @pytest.mark.parametrize("lost", [StoreState.DIVIDED, StoreState.CLOSED])
 def test_a_store_is_available_while_it_decides(measuring, lost):
     store = measuring.store()
-    told = []
+    reported = []
     for state in (StoreState.SHARED, lost, StoreState.SHARED):
         store(changed(state))
-        told.append(measuring.available()["default"])
+        reported.append(measuring.available()["default"])
 
-    assert told == [1, 0, 1]
+    assert reported == [1, 0, 1]
 
 
 def test_changes_are_counted_by_the_state_that_followed(measuring):
@@ -82,7 +82,7 @@ def test_changes_are_counted_by_the_state_that_followed(measuring):
     assert measuring.changes() == {("default", "shared"): 3, ("default", "divided"): 1, ("default", "closed"): 1}
 
 
-def test_two_pools_in_one_process_are_told_apart_and_nothing_is_warned_of(measuring, caplog):
+def test_two_pools_in_one_process_are_distinguished_and_nothing_is_warned_of(measuring, caplog):
     chat, batch = measuring.store("chat"), measuring.store("batch")
     chat(changed(StoreState.SHARED))
     batch(changed(StoreState.DIVIDED))
@@ -101,7 +101,7 @@ def test_the_sdk_drops_the_callback_of_a_second_gauge_which_is_why_there_is_one_
 
 
 @pytest.mark.parametrize("first_lost", [True, False])
-def test_of_two_middlewares_on_one_pool_the_one_that_is_worse_off_is_told(measuring, first_lost):
+def test_of_two_middlewares_on_one_pool_the_one_that_is_worse_off_is_reported(measuring, first_lost):
     stores = [measuring.store(), measuring.store()]
     for store in stores:
         store(changed(StoreState.SHARED))
@@ -188,7 +188,7 @@ def test_what_is_no_change_never_raises(measuring, caplog):
     assert len(caplog.records) == 1
 
 
-def test_how_long_a_call_took_is_told_in_buckets(measuring):
+def test_how_long_a_call_took_is_reported_in_buckets(measuring):
     for took_s in (0.0004, 0.003, 0.003):
         measuring.store().round_trip(took_s)
 
@@ -221,13 +221,13 @@ async def test_every_call_to_a_store_is_timed_whether_it_is_answered_or_not(tmp_
 
 def last_told(exports):
     """The value of the gauge in each export so far, without repetitions."""
-    told = []
+    reported = []
     for _, request in list(exports):
         for metric in request.resource_metrics[0].scope_metrics[0].metrics:
             if metric.name == "admission.store.available":
                 (point,) = metric.gauge.data_points
-                told += [point.as_int] if told[-1:] != [point.as_int] else []
-    return told
+                reported += [point.as_int] if reported[-1:] != [point.as_int] else []
+    return reported
 
 
 def test_sidecar_serve_tells_a_collector_of_a_store_that_is_lost_and_back(collector, tmp_path):

@@ -1,4 +1,4 @@
-"""Which tenants are named in metrics: never too many, and no count is lost, told twice or taken back."""
+"""Which tenants are named in metrics: never too many, and no count is lost, reported twice or taken back."""
 
 from collections import Counter
 
@@ -25,25 +25,25 @@ def admitted(tenants):
 @given(shown=st.integers(0, 4), requests=REQUESTS)
 def test_every_request_is_in_one_series_and_no_series_shrinks(shown, requests):
     tenants, at_us, before = TenantLabels(shown), 1_000_000, {}
-    highest: Counter[str] = Counter()  # every series as it was when it was last told, however long ago
+    highest: Counter[str] = Counter()  # every series as it was when it was last reported, however long ago
     for number, (name, tokens, later_us) in enumerate(requests, start=1):
         at_us += later_us
         tenant = tenants.note_request(name, tokens, at_us)
         changed = admitted(tenants)
         tenant.counts.admitted += 1
-        told = admitted(tenants)
+        reported = admitted(tenants)
 
-        assert len(told) <= 2 * shown + 1
-        assert sum(told[name] - changed[name] for name in told) == 1
-        assert all(told[series] >= highest[series] for series in told)
+        assert len(reported) <= 2 * shown + 1
+        assert sum(reported[name] - changed[name] for name in reported) == 1
+        assert all(reported[series] >= highest[series] for series in reported)
         for series in set(changed) - set(before):
             assert (
                 changed[series] == highest[series]
             )  # 0 for one that was never there: what it had before is in `other`
-        gone = {series: highest[series] for series in highest if series not in told}
-        assert sum(told.values()) + sum(gone.values()) == number
-        highest.update({series: told[series] - highest[series] for series in told})
-        before = told
+        gone = {series: highest[series] for series in highest if series not in reported}
+        assert sum(reported.values()) + sum(gone.values()) == number
+        highest.update({series: reported[series] - highest[series] for series in reported})
+        before = reported
 
 
 @settings(max_examples=200, deadline=None, database=None)
@@ -95,10 +95,10 @@ def test_a_tenant_that_is_named_again_goes_on_where_it_was():
         for _ in range(8):
             at_us += LOOK_EVERY_US
             tenants.note_request(name, 1_000, at_us).counts.admitted += 1
-    told = admitted(tenants)
+    reported = admitted(tenants)
 
-    assert told["acme"] > 8
-    assert sum(told.values()) + (0 if "globex" in told else tenants._tenants["globex"].own.admitted) == 40
+    assert reported["acme"] > 8
+    assert sum(reported.values()) + (0 if "globex" in reported else tenants._tenants["globex"].own.admitted) == 40
 
 
 def test_without_places_all_are_others():

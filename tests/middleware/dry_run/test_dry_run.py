@@ -114,7 +114,7 @@ async def test_nothing_waits_for_a_full_pool() -> None:
     assert ends == ["None", "None", *["queue_full"] * 4]
 
 
-async def test_every_refusal_that_enforcing_would_have_given_is_told_and_nobody_is_refused() -> None:
+async def test_every_refusal_that_enforcing_would_have_given_is_reported_and_no_one_is_refused() -> None:
     sent = {
         "invalid_api_key": (SMALL, "authorization: Bearer sk-nobody"),
         "invalid_body": (b"{", key("acme")),
@@ -322,7 +322,7 @@ async def test_a_defect_of_ours_is_logged_once_and_every_request_passes(
     assert len(sidecar.sidecar.shadows) == len(sidecar.sidecar.watchdog) == 0
 
 
-async def test_a_pool_that_never_answers_holds_nobody_and_is_left_when_the_sidecar_closes(
+async def test_a_pool_that_never_answers_holds_no_one_and_is_left_when_the_sidecar_closes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sidecar = DryRun(App(), policy())
@@ -399,7 +399,7 @@ async def test_a_request_keeps_the_mode_it_began_with(began_in: Mode) -> None:
     assert says == (["observe", None] if began_in is Mode.OBSERVE else [None, "observe"])
 
 
-async def test_once_it_enforces_nobody_waits_for_a_shadow_whose_request_is_over() -> None:
+async def test_once_it_enforces_no_one_waits_for_a_shadow_whose_request_is_over() -> None:
     app = App(is_held=True)
     sidecar = DryRun(app, policy(requests="1"))
     enforcing = replace(sidecar.sidecar.policy, mode=Mode.ENFORCE)
@@ -442,7 +442,7 @@ async def test_the_engine_behind_the_proxy_gets_the_same_bytes(name: str) -> Non
     assert observed == before
 
 
-async def test_draining_refuses_nobody_and_waits_for_no_shadow() -> None:
+async def test_draining_refuses_no_one_and_waits_for_no_shadow() -> None:
     app = App(is_held=True)
     async with observing(app, policy(requests="1", max_wait="1h")) as sidecar:
         asking = [asyncio.create_task(sidecar.ask()) for _ in range(3)]

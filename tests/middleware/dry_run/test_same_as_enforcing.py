@@ -69,7 +69,7 @@ def load(seed: int, count: int = 150) -> list[Planned]:
 
 
 class Engine:
-    """Takes as long as it is told, streams its answer's first byte at the end, and hears when its client leaves."""
+    """Takes as long as it should, streams its answer's first byte at the end, and hears when its client leaves."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         headers = dict(scope["headers"])
@@ -147,9 +147,9 @@ async def play(with_policy: Policy, plan: list[Planned], recorder: Recorder | No
         assert len(found) == len(plan)
     else:
         for story in recorder.stories:
-            told = [event for event in story.events if isinstance(event, Admitted | Refused)][-1]
-            code = told.code if isinstance(told, Refused) else None
-            became[story.received.request_id] = Became(code, told.queue_wait_us, told.starvation_us)
+            reported = [event for event in story.events if isinstance(event, Admitted | Refused)][-1]
+            code = reported.code if isinstance(reported, Refused) else None
+            became[story.received.request_id] = Became(code, reported.queue_wait_us, reported.starvation_us)
     return [became[str(number)] for number in range(len(plan))]
 
 

@@ -85,7 +85,7 @@ def test_shares_are_of_the_tokens_that_got_a_slot_during_the_overload() -> None:
             request(1, 0.0, 0.0, tokens=1000),  # the engine was not full yet
             request(2, 3.0, 4.0, tier="high", tokens=30),
             request(3, 3.0, 5.0, tokens=10),
-            request(4, 10.0, 99.0, tokens=1000),  # nobody arrived any more
+            request(4, 10.0, 99.0, tokens=1000),  # no one arrived any more
         ]
     )
     assert run.tiers["high"].share == pytest.approx(0.75)

@@ -124,7 +124,7 @@ def test_dynamos_advice_has_a_file_that_can_be_copied() -> None:
     assert "--router-queue-threshold 0" in DYNAMO.advice.scheduler
 
 
-async def test_a_dynamo_that_refuses_all_but_what_runs_is_told_to_switch_its_queue_on() -> None:
+async def test_a_dynamo_that_refuses_all_but_what_runs_is_asked_to_switch_its_queue_on() -> None:
     async with emulated(DYNAMO, slots=4, lists_workers=False, max_queued=4, **FCFS) as client:
         found = await examined(client.url)
     assert states(found) == (U, U, U, U), report(found)
@@ -134,7 +134,7 @@ async def test_a_dynamo_that_refuses_all_but_what_runs_is_told_to_switch_its_que
     assert "less busy" not in "".join(steps(found))
 
 
-async def test_a_dynamo_with_a_full_queue_is_not_told_to_switch_it_on() -> None:
+async def test_a_dynamo_with_a_full_queue_is_not_asked_to_switch_it_on() -> None:
     async with emulated(DYNAMO, slots=1, step_s=0.02, max_queued=3) as client:
         found = await examined(client.url)
     assert "HTTP 529" in found.conditions[2].evidence, report(found)
@@ -278,7 +278,7 @@ async def test_an_engine_that_nothing_tells_of_has_to_be_named() -> None:
     assert found.state is W, report(found)
 
 
-async def test_nobody_there() -> None:
+async def test_no_server_there() -> None:
     with pytest.raises(CannotLook, match=r"cannot reach http://127\.0\.0\.1:9"):
         await examined("http://127.0.0.1:9")
 

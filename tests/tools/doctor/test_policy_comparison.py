@@ -111,7 +111,7 @@ def test_a_probe_that_would_throw_requests_of_others_out(
     assert (harm(found) is not None) is is_harmful
 
 
-def test_an_engine_that_is_told_nothing(tmp_path: Path) -> None:
+def test_an_engine_that_gets_no_priority(tmp_path: Path) -> None:
     policy = written(tmp_path, "engine: none\ncapacity: {requests: 50}\n")
     assert "`engine: vllm`" in only(compare(policy, survey())).fix
     assert sent(policy) == "nothing: the policy's engine is none"

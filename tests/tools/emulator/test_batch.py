@@ -89,7 +89,7 @@ requests = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 12), st.integer
 
 @settings(max_examples=80, deadline=None)
 @given(requests, st.integers(1, 5), st.integers(1, 64), st.integers(72, 200), st.sets(st.integers(0, 24)))
-def test_tokens_are_conserved_and_nobody_exceeds_the_engine(
+def test_tokens_are_conserved_and_no_one_exceeds_the_engine(
     asked: list[tuple[int, int, int]], slots: int, budget: int, kv_tokens: int, canceled: set[int]
 ) -> None:
     model = StepModel(max_num_seqs=slots, prefill_tokens_per_step=budget, kv_tokens=kv_tokens)

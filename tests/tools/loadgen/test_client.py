@@ -121,7 +121,7 @@ async def test_an_overload_inside_a_stream_of_sglang_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-async def test_a_refusal_is_told_in_the_engines_own_words(engine: type[Engine]) -> None:
+async def test_a_refusal_is_reported_in_the_engines_own_words(engine: type[Engine]) -> None:
     async with emulated(engine) as client:
         seen = await one(client.url, chat(max_tokens=-1))
     assert seen.error is not None
@@ -130,7 +130,7 @@ async def test_a_refusal_is_told_in_the_engines_own_words(engine: type[Engine]) 
     assert (seen.ttft_s, seen.output_tokens) == (None, 0)
 
 
-async def test_the_loop_is_open_nobody_waits_for_a_server_that_is_silent() -> None:
+async def test_the_loop_is_open_no_one_waits_for_a_server_that_is_silent() -> None:
     async with speaking(saying(30.0)) as url:
         times = [0.0, 0.1, 0.1, 0.2, 0.3]
         seen = await play([url], [chat(at_s) for at_s in times], timeout_s=0.5)
@@ -321,18 +321,18 @@ async def test_among_several_servers_the_chosen_one_is_known_and_the_choice_repe
 
 
 async def test_the_report_ends_with_everything_counted() -> None:
-    told: list[tuple[float, int, int, int, bool]] = []
+    reported: list[tuple[float, int, int, int, bool]] = []
 
     def report(elapsed_s: float, progress: Progress) -> None:
-        told.append((elapsed_s, progress.sent, progress.answered, progress.failed, progress.is_over))
+        reported.append((elapsed_s, progress.sent, progress.answered, progress.failed, progress.is_over))
 
     async with emulated(VLLM) as client:
         requests = [chat(), chat(0.6), chat(0.6, max_tokens=-1)]
         await play([client.url], requests, timeout_s=5, report=report)
-    assert all(earlier[0] <= later[0] for earlier, later in pairwise(told))
-    assert len(told) >= 3
-    assert told[-1][1:] == (3, 2, 1, True)
-    assert not any(over for *_, over in told[:-1])
+    assert all(earlier[0] <= later[0] for earlier, later in pairwise(reported))
+    assert len(reported) >= 3
+    assert reported[-1][1:] == (3, 2, 1, True)
+    assert not any(over for *_, over in reported[:-1])
 
 
 async def test_a_client_that_did_not_run_for_a_while_knows_it() -> None:

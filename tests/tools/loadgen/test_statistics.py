@@ -121,7 +121,7 @@ requests = st.lists(st.tuples(moments, moments).map(lambda pair: (pair[0], pair[
 
 @given(requests)
 def test_starvation_is_what_comparing_every_pair_gives(found: list[tuple[float, float]]) -> None:
-    """Times are whole seconds, so equal ones are common: what was sent, or served, at once overtakes nobody."""
+    """Times are whole seconds, so equal ones are common: what was sent, or served, at once overtakes no one."""
     sent, first = [pair[0] for pair in found], [pair[1] for pair in found]
     starved = starvation_s(sent, first)
     for index, (sent_s, first_s) in enumerate(found):

@@ -173,7 +173,7 @@ def test_runs_without_a_single_answer_have_a_report_too() -> None:
     assert tags(page, "svg") == 1 + 4
 
 
-def test_a_long_trace_draws_no_more_dots_than_can_be_told_apart() -> None:
+def test_a_long_trace_draws_no_more_dots_than_can_be_distinguished() -> None:
     many = played([seen("high", n * 0.01, 0.5) for n in range(MOST_DOTS * 2 + 7)])
     page = report("Replay", [], TIERS, [many])
     drawn = tags(page, "circle", "dot") - 1  # one is in the key

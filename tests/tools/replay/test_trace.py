@@ -37,7 +37,7 @@ def problem(folder: Path, *lines: str | bytes | dict[str, Any]) -> str:
     return text.replace(name, "")
 
 
-def test_a_mooncake_trace_is_told_from_its_content() -> None:
+def test_a_mooncake_trace_is_known_from_its_content() -> None:
     trace = read_trace(str(REAL / "mooncake.jsonl"))
     assert (trace.format, len(trace.rows)) == ("mooncake_trace", 60)
     first = trace.rows[0]
@@ -48,7 +48,7 @@ def test_a_mooncake_trace_is_told_from_its_content() -> None:
     )
 
 
-def test_an_azure_trace_is_told_from_its_content_and_counts_from_its_first_request() -> None:
+def test_an_azure_trace_is_known_from_its_content_and_counts_from_its_first_request() -> None:
     trace = read_trace(str(REAL / "azure.csv"))
     assert (trace.format, len(trace.rows)) == ("Azure CSV", 60)
     assert (trace.rows[0].at_s, trace.rows[0].input_tokens, trace.rows[0].output_tokens) == (0.0, 4808, 10)
@@ -175,7 +175,7 @@ def test_a_packed_or_binary_file_is_said_so(tmp_path: Path) -> None:
     assert problem(tmp_path, b"\x1f\x8b\x08\x00\xff\xff\n\xff").startswith(":1: byte 2 is no UTF-8; a trace is a text")
 
 
-def test_every_mistake_is_told_at_once_but_not_a_thousand_times(tmp_path: Path) -> None:
+def test_every_mistake_is_reported_at_once_but_not_a_thousand_times(tmp_path: Path) -> None:
     good = {"timestamp": 0, "input_length": 1}
     assert problem(tmp_path, good, "{", good, "}").count("\n") == 1
     text = problem(tmp_path, good, *["{"] * 1000)

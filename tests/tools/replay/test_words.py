@@ -85,12 +85,12 @@ async def test_where_messages_cannot_be_counted_the_text_alone_is_exact(tokenize
 async def test_a_tokenizer_file_goes_before_the_engine(tokenizer: Tokenizer, tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     tokenizer.save(str(file))
-    async with Server("http://127.0.0.1:9") as nobody:
-        words = await words_of(nobody, "m", str(file), chat=False)
+    async with Server("http://127.0.0.1:9") as no_server:
+        words = await words_of(no_server, "m", str(file), chat=False)
         assert words.source == str(file)
         assert len(tokenizer.encode(words.text(123, random.Random(1))).ids) == 123
         with pytest.raises(NoTokenizer, match=r"not a tokenizer\.json"):
-            await words_of(nobody, "m", __file__, chat=False)
+            await words_of(no_server, "m", __file__, chat=False)
 
 
 async def test_without_a_tokenizer_a_token_is_four_bytes() -> None:

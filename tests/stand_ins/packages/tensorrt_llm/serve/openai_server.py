@@ -85,8 +85,8 @@ class OpenAIServer:
         return Response(status_code=200)
 
     async def stand_in(self) -> JSONResponse:
-        told = {"served": self.generator.served, "aborted": self.generator.aborted, "pid": os.getpid()}
-        return JSONResponse(told)
+        reported = {"served": self.generator.served, "aborted": self.generator.aborted, "pid": os.getpid()}
+        return JSONResponse(reported)
 
     @staticmethod
     def create_error_response(message: str) -> JSONResponse:
