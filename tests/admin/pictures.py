@@ -89,6 +89,27 @@ async def load(urls: list[str], tier: str) -> None:
             task.add_done_callback(asked.discard)
 
 
+class Engine:
+    """The emulated engine, which a scene may kill. It always has the same port."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._stack = ExitStack()
+        self.url = self._start("0")
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self._stack.close()
+
+    def restart(self) -> None:
+        """Starts it again, on its port."""
+        self._start(self.url.rpartition(":")[2])
+
+    def _start(self, port: str) -> str:
+        emulated = ("emulate", "--engine", "vllm", "--port", port, "--step-ms", "40", "--max-num-seqs", "48")
+        return address(self._stack.enter_context(started(self._log, *emulated)), self._log)
+
+
 @dataclass
 class Stage:
     """What a scene needs: the page in a browser, and the processes behind it."""
@@ -97,6 +118,8 @@ class Stage:
     admin_url: str
     sidecar_url: str
     store: RedisServer
+    engine: Engine
+    policy: Path
     condition: str = ""
 
     async def show(self, path: str, condition: str, within_s: float = 120.0) -> None:
@@ -143,7 +166,32 @@ async def store_lost(stage: Stage) -> None:
     stage.store.restart()
 
 
-SCENES: dict[str, Callable[[Stage], Awaitable[None]]] = {"live": live, "request": request, "store-lost": store_lost}
+async def engine_down(stage: Stage) -> None:
+    """The live page while the engine is down and requests wait. The engine is back afterward."""
+    stage.engine.kill()
+    await asyncio.sleep(8)
+    await stage.show("/", "document.body.innerText.includes('The engine does not answer')")
+    await stage.take("live-engine-down")
+    stage.engine.restart()
+
+
+async def observe(stage: Stage) -> None:
+    """The live page in `mode: observe`. The sidecars enforce again afterward."""
+    text = stage.policy.read_text()
+    stage.policy.write_text(f"mode: observe\n{text}")
+    await asyncio.sleep(BUSY_S + QUIET_S)
+    await stage.show("/", "document.body.innerText.includes('mode: observe')")
+    await stage.take("live-observe")
+    stage.policy.write_text(text)
+
+
+SCENES: dict[str, Callable[[Stage], Awaitable[None]]] = {
+    "live": live,
+    "request": request,
+    "store-lost": store_lost,
+    "engine-down": engine_down,
+    "observe": observe,
+}
 """In this order, each under the load that goes on. A scene leaves everything as it was."""
 
 
@@ -163,9 +211,10 @@ def main(seconds: float, scenes: Sequence[str]) -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         store = stack.enter_context(RedisServer(first_binary(), folder))
-        emulated = ("emulate", "--engine", "vllm", "--port", "0", "--step-ms", "40", "--max-num-seqs", "48")
-        engine = address(stack.enter_context(started(folder / "engine", *emulated)), folder / "engine")
-        served = ("serve", "--upstream", engine, "--policy", str(policies(folder)), "--port", "0", "--admin-port", "0")
+        engine = Engine(folder / "engine")
+        stack.callback(engine.kill)
+        policy = policies(folder)
+        served = ("serve", "--upstream", engine.url, "--policy", str(policy), "--port", "0", "--admin-port", "0")
         logs = [folder / f"sidecar-{number}" for number in range(2)]
         sidecars = [stack.enter_context(started(log, *served, SIDECAR_STORE=store.url)) for log in logs]
         places = [(address(sidecar, log), address(sidecar, log)) for sidecar, log in zip(sidecars, logs, strict=True)]
@@ -173,7 +222,7 @@ def main(seconds: float, scenes: Sequence[str]) -> None:
 
         async def play() -> None:
             async with tab(tools) as page:
-                stage = Stage(page, places[0][1], places[0][0], store)
+                stage = Stage(page, places[0][1], places[0][0], store, engine, policy)
                 await pictures(stage, [sidecar for sidecar, _ in places], seconds, scenes)
 
         asyncio.run(play())
