@@ -114,7 +114,7 @@ def test_a_store_that_does_not_answer_is_said_in_one_line_before_anything_runs()
     ended = demo("--replicas", "2", "--store", f"redis://:opensesame@127.0.0.1:{port}/0")
     assert ended.returncode == 1
     [line] = ended.stderr.splitlines()
-    assert line.startswith(f"sidecar: the store redis://:***@127.0.0.1:{port}/0 cannot be used: ConnectionError: ")
+    assert line.startswith(f"sidecar: the store redis://:***@127.0.0.1:{port}/0 cannot be used: connection refused by ")
     assert "opensesame" not in ended.stdout + ended.stderr
 
 
