@@ -57,7 +57,7 @@ async def test_the_newcomer_is_refused_and_says_what_differs(
             with caplog.at_level(logging.WARNING, "sidecar.store"):
                 async with newcomer(redis_server, on_loss) as pool:
                     (reason,) = pool.readiness()
-                    with pytest.raises(StoreUnavailable, match="the pool has other tiers"):
+                    with pytest.raises(StoreUnavailable, match="its policy and its pool have other tiers"):
                         await pool.enter(ask())
                     await asyncio.sleep(1.2)  # it tries again
                     assert pool.readiness() == (reason,)

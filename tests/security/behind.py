@@ -156,7 +156,8 @@ def standing(kind: str, folder: Path, more: str = "", **variables: str) -> Itera
     with _in_a_thread(_server(behind)) as upstream:
         path = write_policy(folder, more, engine="vllm", max_body="1MiB")
         served = ("serve", "--upstream", upstream, "--policy", str(path), "--port", "0", "--admin-port", "0")
-        with command(*served, **variables) as process:
+        # No probe of the engine's health: these tests count every request.
+        with command(*served, SIDECAR_ENGINE_CHECK="off", **variables) as process:
             behind.url = address(process)
             behind.port = int(behind.url.rpartition(":")[2])
             behind.admin = address(process)

@@ -150,4 +150,4 @@ async def test_an_app_that_fails_to_start_ends_it_with_exit_code_1(tmp_path: Pat
         errors = await process.errors()
     assert "no policy" in errors
     assert "Traceback" not in errors
-    assert errors.endswith("the app failed to start\n")
+    assert errors.endswith("no policy\n")
