@@ -91,20 +91,7 @@ class Observability:
         self.observer = EventDispatcher(self._spans, listeners, delay_s=REPORTED_WITHIN_S, failure_log=failure_log)
         self.observed = Fanout([self._dry_run.note, DryRunMetrics(metrics).note, DryRunLog(self._log).note])
         self.unguarded = Fanout([metrics.note_unguarded, UnguardedLog(self._log).note])
-        self._pages = LivePages(
-            Sources(
-                policy=lambda: self._policy,
-                pool=pool,
-                recent=recent,
-                tenants=metrics.held,
-                refusals=journal.refusals,
-                notices=lambda: _notices(controller),
-                observed=self._dry_run.read,
-                engine=lambda: _engine_view(controller),
-                oldest=self._waits.oldest,
-            ),
-            generations,
-        )
+        self._pages = LivePages(self._sources(controller, metrics, journal), generations)
         controller.engine_watch.on_change.append(self._pages.live.share_now)
         builder = ExplanationBuilder(journal, lambda: names, policy.pool, is_shared)
         stories = story_routes(builder, self._pages.live.overview)
@@ -139,6 +126,20 @@ class Observability:
             self._dry_run.begin(policy.generation, self._pool.now_us())
         self._spans.change_limits(_starvation_limits_s(policy))
         self._pages.live.share_now()
+
+    def _sources(self, controller: AdmissionController, metrics: RequestMetrics, journal: Journal) -> Sources:
+        """Where the live page gets its figures."""
+        return Sources(
+            policy=lambda: self._policy,
+            pool=self._pool,
+            recent=self._recent,
+            tenants=metrics.held,
+            refusals=journal.refusals,
+            notices=lambda: _notices(controller),
+            observed=self._dry_run.read,
+            engine=lambda: _engine_view(controller),
+            oldest=self._waits.oldest,
+        )
 
     def _dry_run_stats(self, controller: AdmissionController) -> DryRunStats:
         """The dry run's figures; a period has begun where the policy observes."""

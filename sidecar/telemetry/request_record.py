@@ -163,7 +163,7 @@ def _end_of_wait(last: Admitted, settled: Settled) -> Refused:
         end = Refused(
             at_us=settled.at_us,
             code=settled.error or settled.outcome.value,
-            message="it waited again, as its room had gone to a more important request, or no engine could be reached",
+            message="it waited again: its room had gone to another request, or the engine could not be reached",
             status=settled.status,
             queue_wait_us=settled.at_us - (last.at_us - last.queue_wait_us),
             starvation_us=0 if overtaken_us is None else settled.at_us - overtaken_us,

@@ -143,7 +143,10 @@ def test_one_that_waits_again_says_how_long_by_now() -> None:
     assert story.admitted is None
 
 
-NOT_AGAIN = "then refused with 503 queue_timeout: it waited again, as its room had gone to a more important request"
+NOT_AGAIN = (
+    "then refused with 503 queue_timeout: it waited again: its room had gone to another request, "
+    "or the engine could not be reached"
+)
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,7 @@ async def test_a_server_that_mounts_it_by_name_is_known_by_its_routes(
 ) -> None:
     """`vllm serve --middleware` constructs it with the app alone, and so may an app that is no engine's."""
     monkeypatch.setenv("SIDECAR_POLICY", str(write_policy(tmp_path, engine="vllm")))
+    monkeypatch.setenv("SIDECAR_ENGINE_CHECK", "alive")  # else another engine's server would not start
     app.add_middleware(AdmissionMiddleware)
     own = "/engine/0" if status == 404 else "/own/0"
     async with serving(app) as served:

@@ -112,6 +112,10 @@ class Overloaded:
     lost_s: float
 
 
+ENGINE_KILLED_AFTER_S = 3.0
+"""By then it has requests again."""
+
+
 @contextmanager
 def overloaded(folder: Path) -> Iterator[Overloaded]:
     """Brings it about, which takes some seconds; Prometheus lives on for the block."""
@@ -145,6 +149,13 @@ def overloaded(folder: Path) -> Iterator[Overloaded]:
             return fired(server, now_s) >= CALLED_FOR and is_up(server, now_s) and has_had_its_way(server, now_s)
 
         at_s = asyncio.run(_load(url, is_at_its_height))
+
+        def has_failed_some(now_s: float) -> bool:
+            if now_s > at_s + ENGINE_KILLED_AFTER_S:
+                processes[0].kill()  # what it runs fails, and what comes is held
+            return bool(server.query("admission_failed_total", now_s))
+
+        asyncio.run(_load(url, has_failed_some))
         store.kill()
         lost_s = asyncio.run(_load(url, lambda now_s: (STORE_LOST, "") in fired(server, now_s)))
         yield Overloaded(server, at_s, lost_s)

@@ -219,7 +219,7 @@ def reported(*arguments: str, **variables: str) -> tuple[int, str, str]:
 def test_serve_top_and_explain_with_a_token_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
-    with sidecar(SIDECAR_ADMIN_TOKEN_FILE=str(file)) as url:
+    with sidecar(SIDECAR_ADMIN_TOKEN_FILE=str(file), SIDECAR_ENGINE_CHECK="off") as url:
         with_token = {"authorization": f"Bearer {TOKEN}"}
         assert [status_of(url + path) for path in PROBES] == [200, 200]
         assert [status_of(url + path) for path in ("/", "/metrics", "/state", "/requests/x")] == [401] * 4
@@ -251,10 +251,11 @@ def test_serve_top_and_explain_with_a_token_from_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_an_admin_port_for_everybody_is_warned_of(host: str, variables: Mapping[str, str], warns: bool) -> None:
-    policies = str(shipped_policies())
-    ours = ("serve", "--upstream", "not an address", "--policy", policies, "--port", "0", "--admin-port", "0")
-    code, _, errors = reported(*ours, "--admin-host", host, SIDECAR_LOG_FORMAT="json", **variables)
-    assert code == 1  # the upstream: this is about what is said before
+    upstream = ("serve", "--upstream", "http://127.0.0.1:9", "--policy", str(shipped_policies()))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = ("--port", str(taken.getsockname()[1]), "--admin-port", "0", "--admin-host", host)
+        code, _, errors = reported(*upstream, *ports, SIDECAR_LOG_FORMAT="json", **variables)
+    assert code == 1  # the port is taken: this is about what is said before
     logged: list[Any] = [json.loads(line) for line in errors.splitlines() if line.startswith("{")]
     warned = [entry["message"] for entry in logged if entry["event"] == "admin_port_open"]
     assert bool(warned) is warns

@@ -176,8 +176,8 @@ def test_a_line_tells_how_often_its_request_was_preempted_and_what_that_cost() -
         (
             settled(Outcome.FAILED, 503, "queue_timeout"),
             "refused",
-            "request mine refused with 503 queue_timeout: it waited again, as its room had gone to a more important "
-            "request",
+            "request mine refused with 503 queue_timeout: it waited again: its room had gone to another "
+            "request, or the engine could not be reached",
         ),
         (
             settled(Outcome.CLIENT_LEFT, None, "client_left"),

@@ -129,6 +129,7 @@ def running_sidecar(folder: Path, upstream: str, collector: Received, protocol: 
         "OTEL_EXPORTER_OTLP_HEADERS": "x-tenant=lab",
         "OTEL_METRICS_EXPORTER": "none",
         "OTEL_SERVICE_NAME": "front-door",
+        "SIDECAR_ENGINE_CHECK": "off",  # an engine in this event loop answers nothing while the process starts
     }
     with command(*served, "--admin-port", "0", **variables) as process:
         yield Sidecar(address(process), address(process), process)

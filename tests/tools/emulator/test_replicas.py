@@ -157,7 +157,7 @@ def test_a_port_in_the_row_that_is_taken_starts_none(capsys: pytest.CaptureFixtu
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["emulate", "--engine", "vllm", "--replicas", "2", "--port", str(port - 1)]) == 1
-    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().out
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -172,4 +172,4 @@ def test_a_port_in_the_row_that_is_taken_starts_none(capsys: pytest.CaptureFixtu
 )
 def test_figures_that_do_not_fit_are_refused(flags: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["emulate", "--engine", "vllm", *flags]) == 2
-    assert why in capsys.readouterr().out
+    assert why in capsys.readouterr().err
