@@ -92,7 +92,7 @@ def pool(tmp_path: Path) -> Path:
 async def test_sighup_reads_the_files_at_once_and_ends_nothing(pool: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     served = ("serve", "--upstream", NOBODY, "--policy", str(pool), "--port", "0", "--admin-port", "0")
-    with started(log, *served, "--log-format", "json") as process:
+    with started(log, *served, "--log-format", "json", SIDECAR_ENGINE_CHECK="off") as process:
         sidecar, admin = address(process, log), address(process, log)
         process.send_signal(signal.SIGHUP)
         await logged(log, "policy_asked", "policy_current")
@@ -179,7 +179,8 @@ def two(tmp_path: Path) -> Iterator[Two]:
 
         def serve(policy: Path, log: Path) -> Any:
             served = ("serve", "--upstream", NOBODY, "--policy", str(policy), "--port", "0", "--admin-port", "0")
-            return started(log, *served, "--log-format", "json", SIDECAR_STORE=store.url)
+            environment = {"SIDECAR_STORE": store.url, "SIDECAR_ENGINE_CHECK": "off"}  # there is no engine
+            return started(log, *served, "--log-format", "json", **environment)
 
         with serve(policies[0], logs[0]) as one, serve(policies[1], logs[1]) as other:
             pairs = zip((one, other), logs, strict=True)

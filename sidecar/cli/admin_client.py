@@ -45,7 +45,7 @@ def page_of(admin: str, path: str, document: type[Document]) -> Document:
         raise CannotSee(f"{admin}{path} is not what this version of sidecar reads: {error}") from None
     except (OSError, HTTPException, ValueError) as error:  # URLError and timeouts are OSErrors
         reason = getattr(error, "reason", None) or error
-        said = str(getattr(reason, "strerror", None) or reason or type(error).__name__).lower()
+        said = " ".join(str(getattr(reason, "strerror", None) or reason or type(error).__name__).lower().split())
         raise CannotSee(f"no answer from {admin}: {said}; `sidecar serve` prints its admin port as it starts") from None
 
 

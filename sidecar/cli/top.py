@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 
 from sidecar.cli.admin_client import ADMIN, CannotSee, admin_url, page_of
@@ -43,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
         if args.once or args.json is not None or not can_draw():
             return _print(overview, args)
         _watch(overview, args)
+    except KeyboardInterrupt:  # the terminal is as before: no further line
+        return 128 + signal.SIGINT
     except CannotSee as problem:
         print(f"sidecar top: {problem}", file=sys.stderr)
         return 1

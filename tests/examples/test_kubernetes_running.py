@@ -36,6 +36,8 @@ from tests.support.redis_servers import RedisServer, first_binary, until
 KEY = "sk-of-the-test"
 NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
 GUARDED = {"SIDECAR_ADMIN_TOKEN": "a-token-of-the-test"}
+UNWATCHED = {"SIDECAR_ENGINE_CHECK": "off"}
+"""For a sidecar before no engine: it would hold its requests."""
 ENGINES = {"vllm": "vllm", "trtllm": "tensorrt-llm"}
 ADAPTER = yaml.safe_load((KUBERNETES / "monitoring" / "adapter.yaml").read_text())
 
@@ -167,8 +169,8 @@ def test_the_sidecars_of_a_shared_pool_meet_in_the_store(tmp_path: Path) -> None
         assert server.command("CONFIG", "GET", "maxmemory-policy")[1] == "noeviction"
         assert server.command("CONFIG", "GET", "save")[1] == ""
         with (
-            running("shared-pool", tmp_path / "a", NOBODY, SIDECAR_STORE=server.url) as first,
-            running("shared-pool", tmp_path / "b", NOBODY, SIDECAR_STORE=server.url, **GUARDED) as second,
+            running("shared-pool", tmp_path / "a", NOBODY, SIDECAR_STORE=server.url, **UNWATCHED) as first,
+            running("shared-pool", tmp_path / "b", NOBODY, SIDECAR_STORE=server.url, **GUARDED, **UNWATCHED) as second,
         ):
             for each in (first, second):
                 assert each.sidecar.page("/readyz")["notices"] == []

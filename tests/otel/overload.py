@@ -239,6 +239,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, client: Client, enough:
             async with session.post(url, json=body, headers=headers, timeout=timeout) as answer:
                 await answer.read()
                 pause_s = client.pause_s if answer.ok else REFUSED_PAUSE_S
-        except asyncio.TimeoutError:  # in Python 3.10 not yet the builtin TimeoutError
+        # A stream that its engine leaves breaks off; in Python 3.10 TimeoutError is not yet the builtin.
+        except (asyncio.TimeoutError, aiohttp.ClientPayloadError):
             pause_s = client.pause_s
         await asyncio.sleep(pause_s)

@@ -815,7 +815,7 @@ async def test_nothing_is_decided_while_the_store_gets_everything_stated() -> No
     running = replica.held(ask(0, 50))
     loss = losing(replica, simple(tokens=100), busy(others=0, own=50))
     waiting, too_large = new(replica, loss, ask(0, 20)), replica.waiting(ask(0, 90))
-    loss.pause()
+    loss.suspend()
     assert loss.partition is None
     assert loss.part() == {}
     await asyncio.sleep(2 * PATIENCE_S)

@@ -23,7 +23,7 @@ def why_not(error: Exception) -> str:
     if isinstance(failed, socket.gaierror):
         return "no such host" if failed.errno == socket.EAI_NONAME else str(failed.strerror)
     number = getattr(failed, "errno", None)
-    return os.strerror(number).lower() if number else str(error) or type(error).__name__
+    return os.strerror(number).lower() if number else " ".join(str(error).split()) or type(error).__name__
 
 
 class HttpPages:
