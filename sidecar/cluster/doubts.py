@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
+from sidecar.durations import short_duration
 from sidecar.events import ShadowHolds
-from sidecar.telemetry.dry_run import DryRunCounts
+from sidecar.telemetry.dry_run import DryRunCounts, added_up
 
 FEWEST = 5
 """Fewer requests than this say nothing of a figure's error."""
@@ -22,6 +23,8 @@ MOST_GUESSED, MOST_APART = 0.1, 0.25
 """Drawn lengths are right on average where their sum is within a quarter, and rare ones do not matter."""
 FEWEST_ARRIVALS, MOST_BY_CHANCE = 30, 0.6
 """See `sidecar.middleware.dry_run.arrivals`: 26% follow by chance."""
+FEW_IN_TAIL, TAIL_FROM_S, TAIL_TIMES = 100, 0.5, 1.5
+"""Of so few, one request alone makes a 99th percentile: it is doubted where it is this far beyond the 90th."""
 _OWN_FAULT = frozenset(("too_many_shadows", "defect"))
 
 
@@ -33,12 +36,14 @@ class Doubt(msgspec.Struct, frozen=True):
     advice: str
 
 
-def doubts(total: DryRunCounts, holds: Mapping[str, ShadowHolds]) -> list[Doubt]:
+def doubts(by_tier: Mapping[str, DryRunCounts], holds: Mapping[str, ShadowHolds]) -> list[Doubt]:
     """All doubts about these figures."""
+    total = added_up(by_tier.values())
     if not holds and not total.unknown:
         return []
     summed = added_up_holds(holds.values())
-    return [*_of_engine(summed), *_of_clients(summed), *_of_unknown(total), *_of_tiers(holds)]
+    of_all = [*_of_engine(summed), *_of_clients(summed), *_of_unknown(total)]
+    return [*of_all, *_of_tiers(holds), *_of_tails(by_tier)]
 
 
 def added_up_holds(all_holds: Iterable[ShadowHolds]) -> ShadowHolds:
@@ -110,6 +115,18 @@ def _of_tiers(holds: Mapping[str, ShadowHolds]) -> Iterator[Doubt]:
                 f"Clients of {tier} seem to send their next request when the last one was answered ({share}% of "
                 f"{one.arrivals:,} came directly after an end): when enforcing they would send at another pace.",
                 "Take the figures of this tier as a direction, and enforce for a trial hour.",
+            )
+
+
+def _of_tails(by_tier: Mapping[str, DryRunCounts]) -> Iterator[Doubt]:
+    for tier, counts in by_tier.items():
+        p90_s, p99_s = counts.wait_us(0.9) / 1e6, counts.wait_us(0.99) / 1e6
+        if tier and counts.admitted <= FEW_IN_TAIL and p99_s > max(p90_s + TAIL_FROM_S, p90_s * TAIL_TIMES):
+            yield Doubt(
+                tier,
+                f"The P99 of {tier} is one request's: of {counts.admitted:,}, nine in ten would have waited for at "
+                f"most {short_duration(p90_s)}, and the longest for {short_duration(p99_s)}.",
+                "Let it observe longer: which single request waits longest is chance.",
             )
 
 

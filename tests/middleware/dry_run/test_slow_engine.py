@@ -22,7 +22,7 @@ from sidecar.engines import ENGINES
 from sidecar.policy import compiler
 from sidecar.policy.model import Policy
 from sidecar.pools import LocalPool
-from sidecar.telemetry.dry_run import DryRunStats, added_up
+from sidecar.telemetry.dry_run import DryRunStats
 from sidecar.tokens import Estimator
 from sidecar.tools.emulator import Emulator, EmulatorConfig, Scheduling, StepModel
 from sidecar.tools.loadgen import Planned
@@ -130,9 +130,7 @@ def lines_of(load: observe.Load, seed: str, folder: Path) -> list[observe.Line]:
         would = observe.Figures(
             counts.requests, counts.wait_us(0.5) / 1e6, counts.wait_us(0.99) / 1e6, sum(counts.refused.values())
         )
-        reasons = [
-            doubt.reason for doubt in doubts(added_up(read.by_tier.values()), read.holds) if doubt.tier in ("", tier)
-        ]
+        reasons = [doubt.reason for doubt in doubts(read.by_tier, read.holds) if doubt.tier in ("", tier)]
         found.append(observe.Line(load.name, tier, would, did, reasons))
     return found
 
