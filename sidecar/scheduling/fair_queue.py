@@ -22,8 +22,9 @@ being those of all tenants that wait. A newcomer whose tenant would still be wit
 newest ticket of the tenant that is furthest above its own (`displaced`). So a flood fills only the part of the queue
 that the others leave. This costs O(tenants), for such a newcomer alone.
 
-A ticket that returns (it was preempted, or no engine took it) starts at V, and is older than those that start there.
-Its tenant was charged when it was first admitted. It stands in no lane.
+A ticket that returns (it was preempted, or no engine took it) starts at V, or with the head where that starts before V:
+small tickets have passed it then. So no ticket that came later is before one that returned. Its tenant was charged when
+it was first admitted. It stands in no lane.
 """
 
 from __future__ import annotations
@@ -123,8 +124,9 @@ class FairQueue:
         lane.waiting += 1
 
     def put_back(self, ticket: Ticket) -> None:
-        """Puts a ticket that returns in, at the tier's virtual time."""
-        ticket.start = self._virtual
+        """Puts a ticket that returns in, behind none that came later."""
+        head = self.head()
+        ticket.start = self._virtual if head is None else min(self._virtual, head.start)
         ticket.queued = True
         self._returned += 1
         self.count += 1

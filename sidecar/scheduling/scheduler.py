@@ -207,8 +207,6 @@ class Scheduler:
         ticket = self._leases.get(ticket_id)
         if ticket is None or not ticket.sequence:
             return False
-        if ticket_id not in self._preemption.leases:  # else `_may_return` has done it
-            self._leave_out_own_tokens(ticket)
         self._preemption.keep(ticket_id)
         ticket.overtaken_us = overtaken_us
         ticket.overtaken_after = max(ticket.sequence, self._latest_admitted)
@@ -222,6 +220,9 @@ class Scheduler:
         if ticket.id == self._admitted_while_held_back:
             self._admitted_while_held_back = None
         ticket.returns += 1
+        served = list(ticket.served_before)
+        served[ticket.tier] += ticket.admitted_tokens  # no ticket is served ahead of itself
+        ticket.served_before = tuple(served)
         self._waiting[ticket.id] = ticket
         self._has_returned = True
         self._tiers[ticket.tier].queue.put_back(ticket)
@@ -392,6 +393,7 @@ class Scheduler:
         if now_us < self._held_back_until_us:
             self._admitted_while_held_back = ticket.id
         ticket.admitted_us = now_us
+        ticket.admitted_tokens = ticket.tokens
         self._admissions += 1
         tier.latest_admission = self._admissions
         tier.queue.admit(ticket)
@@ -399,7 +401,8 @@ class Scheduler:
         self._leases[ticket.id] = ticket
         self.book(ticket.tier, ticket.tokens, ticket.requests)
         if tier.rules.preemptible:
-            self._may_return(ticket, wait)
+            self._preemption.admitted(ticket)
+            ticket.overtaken_us = wait.overtaken_at_us  # its wait goes on if it is preempted
         served = list(self._served)
         served[ticket.tier] += ticket.tokens
         self._served = tuple(served)
@@ -413,17 +416,6 @@ class Scheduler:
         self.book(lease.tier, -lease.tokens, -lease.requests)
         if lease.excess:
             self._tiers[lease.tier].owe(lease, now_us)
-
-    def _may_return(self, ticket: Ticket, wait: Wait) -> None:
-        """A lease that may be preempted. Its wait then goes on, and its own tokens do not count as served before it."""
-        self._preemption.admitted(ticket)
-        ticket.overtaken_us = wait.overtaken_at_us
-        self._leave_out_own_tokens(ticket)
-
-    def _leave_out_own_tokens(self, ticket: Ticket) -> None:
-        served = list(ticket.served_before)
-        served[ticket.tier] += ticket.tokens
-        ticket.served_before = tuple(served)
 
     def _passed(self, candidate: Candidate, now_us: int) -> Sequence[tuple[int, Rule]]:
         """The tiers whose head arrived before the ticket, each with the rule. The amounts held are those of the

@@ -32,8 +32,8 @@ class Ticket:
     the queue of its tier; `previous` and `next` are its neighbors there among the tickets of its tenant. `returns`
     counts how often it was a lease and waited again; `overtaken_us` is then its first overtaking, after a preemption at
     the latest the moment of its first return. Where it is None, only tickets after the place `overtaken_after` in the
-    order of arrival overtake it. A lease was admitted at `admitted_us`; `excess` is how many whole reserves too much
-    its tier held with it, where it was admitted by a turn.
+    order of arrival overtake it. A lease was admitted at `admitted_us` with `admitted_tokens`, which counted as served;
+    `excess` is how many whole reserves too much its tier held with it, where it was admitted by a turn.
     """
 
     id: str
@@ -53,6 +53,7 @@ class Ticket:
     overtaken_us: int | None = None
     overtaken_after: int = 0
     admitted_us: int = 0
+    admitted_tokens: int = 0
     excess: int = 0
 
 

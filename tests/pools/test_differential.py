@@ -473,6 +473,31 @@ def test_a_real_server_decides_as_one_process_does_for_long(
         asyncio.run(compare(client, policy, program, batch))
 
 
+SMALL_ONES_PASS_AND_A_LEASE_RETURNS = [
+    ("enter", 1, "c", 50, 1),  # by a turn: the tier owes when it has ended
+    ("enter", 0, "d", 45, 1),
+    ("enter", 1, "a", 5, 1),  # the one that returns
+    ("enter", 1, "a", 60, 1),
+    *[("enter", 1, "b", 9, 1)] * 3,
+    ("pass", 10),
+    ("end", 0),
+    ("enter", 0, "d", 30, 1),
+    ("hand_back", 1),
+    ("pass", 100),
+    ("end", 3),
+]
+
+
+def test_a_lease_that_returns_stands_before_a_later_ticket_of_its_tenant_that_small_ones_have_passed(
+    redis_server: RedisServer,
+) -> None:
+    tiers = (Shares("high"), Shares("low", reserve=Fraction(1, 10)))
+    policy = policy_of(pool_rules(tokens=100, requests=None, tiers=tiers))
+    with redis.Redis(host=redis_server.host, port=redis_server.port) as client:
+        client.flushall()
+        asyncio.run(compare(client, policy, SMALL_ONES_PASS_AND_A_LEASE_RETURNS, 1))
+
+
 def test_another_rule_is_noticed(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: a script that lets everybody overtake must not pass."""
     from tests.pools import scripted

@@ -43,6 +43,9 @@ def turns_go_round(recorder: Recorder) -> None:
 
 
 def no_tenant_overtakes_itself_inside_a_tier(recorder: Recorder) -> None:
+    """But for small tickets while the tier owes: they pass larger ones, also one of their tenant that returned. That
+    stands in no lane. Of the other tickets the first holds up its tenant, whatever its size.
+    """
     for decision in recorder.latest:
         assert decision.earlier_of_same_tenant == (), decision.request.id
 

@@ -173,7 +173,7 @@ class Oracle:
         return was_chosen
 
     def requeue(self, id: str, now_us: int) -> bool:
-        """A victim waits again, at its tier's virtual time and by its original arrival."""
+        """A victim waits again, before all of its tier that came later."""
         if not any(request.id == id and request.chosen for request in self.held()):
             return False
         request = self._return(id, now_us)
@@ -181,7 +181,7 @@ class Oracle:
         return True
 
     def hand_back(self, id: str, now_us: int) -> bool:
-        """A lease that no engine took waits again, at its tier's virtual time and by its original arrival."""
+        """A lease that no engine took waits again, before all of its tier that came later."""
         found = next((request for request in self.held() if request.id == id), None)
         if found is None:
             return False
@@ -194,7 +194,8 @@ class Oracle:
         if self.went_while_held_back == id:
             self.went_while_held_back = None
         request.tokens, request.chosen, request.returns = request.held_tokens, False, (*request.returns, now_us)
-        request.start = self.virtual.get(request.tier, 0)
+        others = [other.start for other in self.firsts(request.tier) if other is not request]
+        request.start = min([self.virtual.get(request.tier, 0), *others])  # others are below V where they were passed
         self._ended(request, now_us)
         return request
 

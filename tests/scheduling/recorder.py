@@ -205,7 +205,9 @@ class Recorder:
             ),
             "said_to_overtake": {tier: rule.value for tier, rule in admission.passed},
             "overtakes": record.overtakes(request, now_us),
-            "earlier_of_same_tenant": tuple(r.id for r in mine if r.number < request.number),
+            "earlier_of_same_tenant": tuple(
+                r.id for r in mine if r.number < request.number and not self._may_be_passed(r, request)
+            ),
         }
         self._serve(request)
         recorded = record.admit(request.id, now_us)
@@ -213,6 +215,12 @@ class Recorder:
         return Decision(
             request=request, reported=as_answer(admission), recorded=recorded, used_after=record.used(), **facts
         )
+
+    def _may_be_passed(self, earlier: Request, request: Request) -> bool:
+        """Whether a ticket that returned waits before one of its tenant that may pass it, because the tier owes."""
+        record = self.record
+        may_pass = record.owes(request.tier, self.now_us) and record.is_within_a_reserve(request)
+        return may_pass and bool(earlier.returns) and not record.is_within_a_reserve(earlier)
 
     def _choice(self, served: Request | None, names: list[str], earlier: list[Request]) -> Choice:
         record, now_us = self.record, self.now_us

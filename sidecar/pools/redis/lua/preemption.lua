@@ -98,10 +98,10 @@ end
 
 function pool.put_back(ticket)
   local level, tier = ticket.level, tiers[ticket.level]
+  ticket.start = pool.start_of_return(level)
   tier[QUEUED], tier[QUEUED_TOKENS] = tier[QUEUED] + 1, tier[QUEUED_TOKENS] + ticket.tokens
   meta[WAITING] = meta[WAITING] + 1
   is_changed[level], heads[level] = true, nil
-  ticket.start = tier[VIRTUAL]
   pool.store_head(ticket)
   if ticket.after then call('ZADD', waiting_key, pool.int(ticket.after) .. '.5', pool.int(ticket.sequence)) end
   call('HSET', mine, ticket.id,

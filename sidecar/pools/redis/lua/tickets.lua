@@ -286,6 +286,12 @@ function pool.leave_queue(ticket)
   end
 end
 
+-- A ticket that returns starts at the tier's virtual time, or with the head, which small ones may have passed.
+function pool.start_of_return(level)
+  local tier = tiers[level]
+  return tier[QUEUED] > 0 and math.min(tier[VIRTUAL], pool.head_of(level).start) or tier[VIRTUAL]
+end
+
 -- -- tickets of a replica that cannot reach the engine
 
 -- A ticket that is first in order leaves the queue, and waits outside: others may be admitted meanwhile. It keeps its
@@ -313,9 +319,9 @@ function pool.restore(ticket, record)
   local head = tier[QUEUED] > 0 and pool.head_of(level)
   if head and not head.is_stored then pool.store(head) end
   pool.unpark(ticket)
+  if ticket.times then ticket.start = pool.start_of_return(level) end
   tier[QUEUED], tier[QUEUED_TOKENS] = tier[QUEUED] + 1, tier[QUEUED_TOKENS] + ticket.tokens
   if ticket.times then
-    ticket.start = tier[VIRTUAL]
     pool.store_head(ticket)
   else
     ticket.start = math.max(tier[VIRTUAL], pool.lane_of(level, ticket.tenant).finish)
