@@ -7,7 +7,8 @@ how many streams generate. `service_time` learns from it. The other engine is co
   processed one after the other, at the learned time per token: chunked prefill shares one budget among all prompts,
   the oldest first.
 - It generates for as long as its request did, corrected by how many generate in either engine.
-- A request's own times are kept where the load did not lengthen them.
+- A request's own times are kept where the load did not lengthen them. Before a line is learned, the first byte of a
+  request that came to a crowded engine is taken to be the fastest that was seen. The report says so (`doubts`).
 
 No I/O. Times are arguments, in microseconds of the pool's clock.
 """
@@ -143,6 +144,8 @@ class EngineTimes:
         self._prompt_done(request)
         if not request.is_stream:
             return
+        if is_served:
+            request.model.saw_first_byte(now_us - request.sent_us)
         if is_served and not request.is_crowded:
             is_alone = request.queued_prompt == request.prompt_tokens
             request.model.learn_first_byte(request.queued_prompt, now_us - request.sent_us, is_alone=is_alone)
@@ -284,7 +287,10 @@ class EngineTimes:
         model, prompt = request.model, request.prompt_tokens
         line = model.first_byte
         if request.is_stream:
-            return 0.0 if line is None else line.at(prompt)
+            if line is not None:
+                return line.at(prompt)
+            # Its own first byte was delayed by the load. The fastest that was seen is nearer, until more is learned.
+            return (model.fastest_us or 0.0) if request.is_crowded else 0.0
         output_tokens = self._output(request)
         if output_tokens is None:
             return 0.0

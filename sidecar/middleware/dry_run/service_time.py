@@ -248,15 +248,21 @@ class OutputLengths:
 class ModelTimes:
     """What is learned of one model."""
 
-    __slots__ = ("_line", "_stale", "first_bytes", "lengths", "tokens", "wholes")
+    __slots__ = ("_line", "_stale", "fastest_us", "first_bytes", "lengths", "tokens", "wholes")
 
     def __init__(self) -> None:
+        self.fastest_us: float | None = None
         self.first_bytes = SizeClasses()
         self.tokens = TokenTimes()
         self.wholes = WholeTimes()
         self.lengths: dict[int, OutputLengths] = {}
         self._line: Line | None = None
         self._stale = ENOUGH
+
+    def saw_first_byte(self, delay_us: float) -> None:
+        """Any first byte of a stream: unloaded, none is later than the fastest of the same prompt."""
+        if self.fastest_us is None or delay_us < self.fastest_us:
+            self.fastest_us = delay_us
 
     def learn_first_byte(self, prompt_tokens: float, delay_us: float, *, is_alone: bool) -> None:
         """A first byte that no other request delayed but those whose prompts are counted in; alone, there are none."""
