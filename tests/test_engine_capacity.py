@@ -36,9 +36,11 @@ class Sidecar:
         self._url = url
         self._session = session
 
-    async def ask(self, **fields: Any) -> tuple[int, dict[str, Any]]:
+    async def ask(self, max_wait: str = "1m", **fields: Any) -> tuple[int, dict[str, Any]]:
         body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, **fields}
-        async with self._session.post(f"{self._url}/v1/chat/completions", json=body) as response:
+        async with self._session.post(
+            f"{self._url}/v1/chat/completions", json=body, headers={"x-admission-max-wait": max_wait}
+        ) as response:
             return response.status, json.loads(await response.read())
 
     def pool(self) -> Any:
@@ -53,9 +55,11 @@ async def engine_of(engine: type[Engine], **steps: Any) -> AsyncIterator[tuple[E
 
 
 @asynccontextmanager
-async def sidecar_of(folder: Path, engine: type[Engine], upstream: str, waiting: int = 4) -> AsyncIterator[Sidecar]:
+async def sidecar_of(
+    folder: Path, engine: type[Engine], upstream: str, waiting: int = 4, more: str = ""
+) -> AsyncIterator[Sidecar]:
     path = folder / "policy.yaml"
-    path.write_text(POLICY.format(engine=engine.name, waiting=waiting))
+    path.write_text(POLICY.format(engine=engine.name, waiting=waiting) + more)
     middleware = AdmissionMiddleware(ReverseProxy(upstream), path)
     async with serving(middleware) as served, aiohttp.ClientSession() as session:
         yield Sidecar(middleware, served.url, session)
@@ -67,6 +71,21 @@ async def until(condition: Callable[[], Any]) -> None:
             return
         await asyncio.sleep(0.005)
     raise AssertionError("never happened")
+
+
+async def test_the_pool_of_a_dry_run_is_not_held_back_by_the_queue_that_the_dry_run_lets_grow(tmp_path: Path) -> None:
+    async with (
+        engine_of(Vllm, max_num_seqs=2, kv_tokens=9_000_000) as (emulator, url),
+        sidecar_of(tmp_path, Vllm, url, waiting=3, more="mode: observe\n") as sidecar,
+    ):
+        flood = [asyncio.ensure_future(sidecar.ask(max_tokens=400)) for _ in range(12)]
+        await until(lambda: (sidecar.pool()["engine"]["waiting"] or 0) > 3)
+        for _ in range(3):  # two readings above the target would hold it back
+            await until(lambda: sidecar.pool()["engine"]["read_s_ago"] > 0.05)
+            await until(lambda: sidecar.pool()["engine"]["read_s_ago"] < 0.05)
+            assert not sidecar.pool()["engine"]["held_back"]
+            assert emulator.engine.waiting > 3
+        assert [status for status, _ in await asyncio.gather(*flood)] == [200] * 12
 
 
 @pytest.mark.parametrize("engine", [Sglang, TensorRtLlm, Dynamo])
@@ -116,7 +135,8 @@ async def test_a_lost_engine_leaves_its_capacity_behind(tmp_path: Path) -> None:
     try:
         await until(sidecar.middleware.controller.notices)
         assert "going on with 900 tokens and 10 requests" in sidecar.middleware.controller.notices()[0]
-        assert (await sidecar.ask())[0] == 502
+        status, refusal = await sidecar.ask(max_wait="1s")
+        assert (status, refusal["error"]["code"]) == (503, "no_engine")
         assert sidecar.pool()["leases"] == 0
     finally:
         await sidecar_context.__aexit__(None, None, None)

@@ -22,7 +22,7 @@ from sidecar.engines.base import Gauges
 from sidecar.engines.pages import Pages, Unread
 from sidecar.errors import CapacityUnknown
 from sidecar.events import Obstacle
-from sidecar.policy.model import Policy
+from sidecar.policy.model import Mode, Policy
 from sidecar.policy.rules import EngineCapacity
 from sidecar.pools.base import Ask, Lease, Pool
 from sidecar.pools.stats import HELD_BACK
@@ -244,12 +244,15 @@ class EngineSizedPool:
         return gauges.waiting is not None and gauges.waiting > self._capacity.waiting
 
     def _hold_back_if_waiting(self, gauges: Gauges) -> None:
-        """Holds the pool back while too many requests wait inside the engine, by two readings in a row."""
+        """Holds the pool back while too many requests wait inside the engine, by two readings in a row.
+
+        Not while the policy observes: the engine then gets every request, and its queue is not what enforcing leaves.
+        """
         was_above, self._is_above_target = self._is_above_target, self._has_too_many_waiting(gauges)
-        if self._is_above_target and was_above:
+        if self._is_above_target and was_above and self._policy.mode is not Mode.OBSERVE:
             self._is_held_back = True
             self._pool.hold_back(HELD_BACK_S)
-        elif self._is_held_back and not self._is_above_target:
+        elif self._is_held_back and (not self._is_above_target or self._policy.mode is Mode.OBSERVE):
             self._is_held_back = False
             self._pool.hold_back(0)
 
