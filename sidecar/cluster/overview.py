@@ -122,7 +122,8 @@ class PoolOverview:
                 await sharing
 
     def share_now(self) -> None:
-        """Reports to the other replicas at once, without the usual delay."""
+        """Reports to the other replicas at once. The next caller gets a new document."""
+        self._made = None
         self._news.set()
 
     def notices(self) -> list[str]:

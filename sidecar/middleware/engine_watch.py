@@ -115,7 +115,8 @@ class EngineWatch:
         if self._check is EngineCheck.OFF:
             return
         if self._address is None:
-            await self._identify_app()
+            if self._check is EngineCheck.ON:
+                await self._identify_app()
         elif not self._is_following():
             self._wake = asyncio.Event()
             await self._look_safely()
