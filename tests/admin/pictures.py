@@ -119,7 +119,6 @@ class Stage:
     sidecar_url: str
     store: RedisServer
     engine: Engine
-    policy: Path
     condition: str = ""
 
     async def show(self, path: str, condition: str, within_s: float = 120.0) -> None:
@@ -175,22 +174,11 @@ async def engine_down(stage: Stage) -> None:
     stage.engine.restart()
 
 
-async def observe(stage: Stage) -> None:
-    """The live page in `mode: observe`. The sidecars enforce again afterward."""
-    text = stage.policy.read_text()
-    stage.policy.write_text(f"mode: observe\n{text}")
-    await asyncio.sleep(BUSY_S + QUIET_S)
-    await stage.show("/", "document.body.innerText.includes('mode: observe')")
-    await stage.take("live-observe")
-    stage.policy.write_text(text)
-
-
 SCENES: dict[str, Callable[[Stage], Awaitable[None]]] = {
     "live": live,
     "request": request,
     "store-lost": store_lost,
     "engine-down": engine_down,
-    "observe": observe,
 }
 """In this order, each under the load that goes on. A scene leaves everything as it was."""
 
@@ -222,7 +210,7 @@ def main(seconds: float, scenes: Sequence[str]) -> None:
 
         async def play() -> None:
             async with tab(tools) as page:
-                stage = Stage(page, places[0][1], places[0][0], store, engine, policy)
+                stage = Stage(page, places[0][1], places[0][0], store, engine)
                 await pictures(stage, [sidecar for sidecar, _ in places], seconds, scenes)
 
         asyncio.run(play())
