@@ -221,7 +221,8 @@ async def test_an_engine_that_does_not_come_back_is_a_503_at_each_requests_own_t
             assert (answer.status, answer.code) == (503, "no_engine"), answer
             assert answer.body["error"]["message"].startswith("the engine has not answered for ")
             assert int(answer.headers["retry-after"]) >= 1
-            assert 4000 <= float(answer.headers["x-admission-wait-ms"]) < 6000
+            # The wait is counted from the queue: the request had come a moment before.
+            assert 3900 <= float(answer.headers["x-admission-wait-ms"]) < 6000
         for answer in await asyncio.gather(*longer):
             assert (answer.status, answer.body["type"], answer.code) == (503, "error", "no_engine")
             assert answer.body["error"]["type"] == "overloaded_error"

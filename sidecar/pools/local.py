@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 from sidecar.events import Obstacle
@@ -110,16 +110,15 @@ class LocalPool:
 
     def requeue(self, lease: Lease) -> None:
         """See `LeaseOwner.requeue`."""
-        now_us = self.now_us()
-        self._runtime.requeue(lease, now_us)
-        lease.waits_again()
-        self._refuse_if_outgrown(lease, now_us)
-        self._runtime.dispatch(now_us)
+        self._wait_again(lease, self._runtime.requeue)
 
     def hand_back(self, lease: Lease) -> None:
         """See `LeaseOwner.hand_back`."""
+        self._wait_again(lease, self._runtime.hand_back)
+
+    def _wait_again(self, lease: Lease, give_back: Callable[[Lease, int], bool]) -> None:
         now_us = self.now_us()
-        self._runtime.hand_back(lease, now_us)
+        give_back(lease, now_us)
         lease.waits_again()
         self._refuse_if_outgrown(lease, now_us)
         self._runtime.dispatch(now_us)

@@ -85,10 +85,10 @@ def test_while_it_starts(after_s: float) -> None:
 
 @pytest.mark.parametrize(("line", "number", "code"), [
     (r"control.* 0\.0 s", signal.SIGINT, 130),
-    (r"control.* [1-3]\.\d s", signal.SIGINT, 130),
-    (r"Now on the live page", signal.SIGINT, 130),
+    pytest.param(r"control.* [1-3]\.\d s", signal.SIGINT, 130, marks=pytest.mark.soak),
+    pytest.param(r"Now on the live page", signal.SIGINT, 130, marks=pytest.mark.soak),
     (r"admission .* [1-9]\.\d s", signal.SIGINT, 130),
-    (r"admission .* 0\.0 s", signal.SIGTERM, -signal.SIGTERM),
+    pytest.param(r"admission .* 0\.0 s", signal.SIGTERM, -signal.SIGTERM, marks=pytest.mark.soak),
     (r"admission .* 0\.0 s", signal.SIGKILL, -signal.SIGKILL),
 ])  # fmt: skip
 def test_while_it_plays(line: str, number: signal.Signals, code: int) -> None:
@@ -101,7 +101,9 @@ def test_while_it_plays(line: str, number: signal.Signals, code: int) -> None:
     assert "Exception" not in errors
 
 
-@pytest.mark.parametrize("after", [r"Now on the live page", r"admission .* [1-9]\.\d s"])
+@pytest.mark.parametrize(
+    "after", [r"Now on the live page", pytest.param(r"admission .* [1-9]\.\d s", marks=pytest.mark.soak)]
+)
 def test_replicas_end_too(after: str, tmp_path: Path) -> None:
     with RedisServer(first_binary(), tmp_path) as store:
         with demo("--seconds", "3", "--replicas", "3", "--store", store.url) as (process, mark):

@@ -479,7 +479,7 @@ async def test_retry_after_is_within_its_caps_whatever_happened(harness: Harness
         (await pool.enter(ask())).settle()
 
 
-@pytest.mark.parametrize(("per_second", "backlog"), [(2, 20), (10, 100)])
+@pytest.mark.parametrize(("per_second", "backlog"), [(2, 20), (5, 50)])
 async def test_retry_after_is_roughly_how_long_a_steady_queue_takes(
     harness: Harness, per_second: int, backlog: int
 ) -> None:
@@ -504,13 +504,13 @@ async def test_clients_refused_together_are_not_asked_to_come_back_together(harn
 # -- many at once
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 async def test_nothing_is_left_after_any_mix_of_ends(harness: Harness, seed: int) -> None:
     rng, clock = random.Random(seed), Clock()
     pool = await harness.pool(simple(("a", "b", "c"), requests=5, promote_after_s=1, max_waiting=20), clock)
     open_leases: list[Lease] = []
     ended = itertools.count()
-    for _ in range(1000):
+    for _ in range(600):
         clock.advance(rng.random() / 10)
         if open_leases and rng.random() < 0.5:
             lease = open_leases.pop(rng.randrange(len(open_leases)))

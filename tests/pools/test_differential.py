@@ -427,7 +427,7 @@ def test_the_fake_redis_decides_as_one_process_does(policy: Policy, program: Any
 
 
 @given(policy=pools(), program=OPERATIONS, batch=st.sampled_from([1, 1, 4, 16]))
-@settings(FEW, max_examples=80)
+@settings(FEW, max_examples=30)
 def test_a_real_server_decides_as_one_process_does(
     redis_server: RedisServer, policy: Policy, program: Any, batch: int
 ) -> None:

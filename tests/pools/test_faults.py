@@ -40,15 +40,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         server.stop()
 
 
-@pytest.fixture(params=SERVERS)
-def server(request: pytest.FixtureRequest, servers: Servers) -> RedisServer:
-    """A real server, of every kind, whatever a test before did to it."""
-    return healthy(servers[request.param])
-
-
 @pytest.fixture(params=[SERVERS[0], *(pytest.param(name, marks=pytest.mark.soak) for name in SERVERS[1:])])
-def patient_server(request: pytest.FixtureRequest, servers: Servers) -> RedisServer:
-    """For faults that take their time: one kind of server now, the others in the long run."""
+def server(request: pytest.FixtureRequest, servers: Servers) -> RedisServer:
+    """Whatever a test before did to it. Faults take their time: one kind of server now, the others in the long run."""
     return healthy(servers[request.param])
 
 
@@ -74,9 +68,9 @@ def check(load: Load, pools: list[RedisPool], *, at_least: int = 100, limit: int
 # -- replicas that die or hang
 
 
-async def test_what_a_killed_replica_held_is_back_within_twelve_seconds(patient_server: RedisServer) -> None:
-    command = ["-m", "tests.pools.replica", patient_server.url, "faults", "6", "10"]
-    async with child(*command) as process, replicas(simple(tokens=100), [patient_server.url]) as (pool,):
+async def test_what_a_killed_replica_held_is_back_within_twelve_seconds(server: RedisServer) -> None:
+    command = ["-m", "tests.pools.replica", server.url, "faults", "6", "10"]
+    async with child(*command) as process, replicas(simple(tokens=100), [server.url]) as (pool,):
         assert await line(process) == "holding"  # 60 of 100
         waiting = await pool.enter(ask(tokens=60))
         assert waiting.grant is None
@@ -90,10 +84,10 @@ async def test_what_a_killed_replica_held_is_back_within_twelve_seconds(patient_
 
 @pytest.mark.parametrize("stopped_s", [12.5, pytest.param(30, marks=pytest.mark.soak)])
 async def test_a_stopped_replica_loses_its_leases_and_registers_them_again(
-    patient_server: RedisServer, stopped_s: float
+    server: RedisServer, stopped_s: float
 ) -> None:
-    command = ["-m", "tests.pools.replica", patient_server.url, "faults", "2", "30"]
-    async with child(*command) as process, replicas(simple(tokens=100), [patient_server.url]) as (pool,):
+    command = ["-m", "tests.pools.replica", server.url, "faults", "2", "30"]
+    async with child(*command) as process, replicas(simple(tokens=100), [server.url]) as (pool,):
         assert await line(process) == "holding"
         process.send_signal(signal.SIGSTOP)
         waiting = await pool.enter(ask(tokens=100))
@@ -160,13 +154,13 @@ async def test_a_restarted_server_that_is_empty(server: RedisServer) -> None:
 # -- a store that is away
 
 
-async def test_a_paused_store_divides_the_pool_and_never_exceeds_it(patient_server: RedisServer) -> None:
+async def test_a_paused_store_divides_the_pool_and_never_exceeds_it(server: RedisServer) -> None:
     """Three busy replicas, of which one asks for most: it holds more than its part when the store falls silent."""
-    async with replicas(policy(), [patient_server.url] * 3) as pools:
+    async with replicas(policy(), [server.url] * 3) as pools:
         load = Load([pools[0], pools[1], pools[2], pools[0], pools[0]])
         async with load.going_on(50):
             await asyncio.sleep(0.5)
-            await do(patient_server, "CLIENT", "PAUSE", 10_000, "ALL")
+            await do(server, "CLIENT", "PAUSE", 10_000, "ALL")
             await until(lambda: all(pool.status.state.value == "divided" for pool in pools), 4, "divided")
             before = load.admitted
             await asyncio.sleep(3)
@@ -214,10 +208,10 @@ async def test_closed_refuses_new_requests_and_lets_the_running_ones_end(server:
         await nothing_left(pools)
 
 
-async def test_no_one_waits_for_a_store_that_stays_away(patient_server: RedisServer) -> None:
-    async with replicas(policy(), [patient_server.url] * 2, on_loss=StoreLoss.CLOSED) as pools:
+async def test_no_one_waits_for_a_store_that_stays_away(server: RedisServer) -> None:
+    async with replicas(policy(), [server.url] * 2, on_loss=StoreLoss.CLOSED) as pools:
         running, waiting = await pools[0].enter(ask(tokens=100)), await pools[0].enter(ask(tokens=100))
-        patient_server.kill()
+        server.kill()
         with pytest.raises(StoreUnavailable):
             await asyncio.wait_for(waiting.wait(), 13)
         assert not waiting.settle()

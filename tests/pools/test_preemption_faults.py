@@ -115,7 +115,7 @@ async def test_a_return_that_was_not_answered_is_stated_again(
         high = await enter(two, HIGH, 60)
         await reported(victim)
         with monkeypatch.context() as lossy:
-            lossy.setattr(one._batches, "requeue", lambda lease, waited_us: None)
+            lossy.setattr(one._batches, "requeue", lambda lease, waited_us, **how: None)
             again = victim.lease.requeue()
         assert one._session is not None
         one._session.restate()

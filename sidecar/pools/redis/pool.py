@@ -246,6 +246,13 @@ class RedisPool:
 
     def requeue(self, lease: Lease) -> None:
         """See `LeaseOwner.requeue`."""
+        self._wait_again(lease, is_handed_back=False)
+
+    def hand_back(self, lease: Lease) -> None:
+        """See `LeaseOwner.hand_back`. Without the store, the same as `requeue`."""
+        self._wait_again(lease, is_handed_back=self._outage is None)
+
+    def _wait_again(self, lease: Lease, *, is_handed_back: bool) -> None:
         if error := self._sizes.outgrown(lease.ask):
             self.end(lease, None)
             lease.waits_again()
@@ -255,20 +262,7 @@ class RedisPool:
         if self._outage is not None and self._partition is not None:
             self._outage.requeued(lease)
         else:
-            self._batches.requeue(lease, self.now_us() - lease.entered_us)
-
-    def hand_back(self, lease: Lease) -> None:
-        """See `LeaseOwner.hand_back`."""
-        if self._outage is not None:
-            self.requeue(lease)
-            return
-        if error := self._sizes.outgrown(lease.ask):
-            self.end(lease, None)
-            lease.waits_again()
-            lease.refused(error)
-            return
-        lease.waits_again()
-        self._batches.requeue(lease, self.now_us() - lease.entered_us, is_handed_back=True)
+            self._batches.requeue(lease, self.now_us() - lease.entered_us, is_handed_back=is_handed_back)
 
     # -- what happens to the session (`session.SessionOwner`)
 

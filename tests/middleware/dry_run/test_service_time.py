@@ -83,7 +83,7 @@ def test_samples_of_a_prompt_alone_replace_the_others_where_they_are_of_sizes_fa
 
 def test_memory_is_bounded_and_new_samples_replace_old_ones() -> None:
     model = ModelTimes()
-    for size in range(100_000):
+    for size in range(20_000):
         model.learn_first_byte(size, 1000.0, is_alone=True)
         model.tokens.learn(size % 300, 10.0)
         model.wholes.learn(size, 10, 1000.0)
