@@ -10,7 +10,8 @@
   see the first, and might read the other `Host`.
 - A disconnect is reported to the request that is served, even where the client has pipelined another request after it.
   uvicorn reports it to the last request only, so the first would hold its room, and the engine would compute on.
-- Bytes that are no HTTP are answered in the sidecar's error format, but never within another request's response.
+- Bytes that are no HTTP are answered in the sidecar's error format, but never within another request's response. After
+  that the server reads on for a moment: a connection that is closed with unread bytes is reset, and the answer lost.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ MOST_PIPELINED = 8
 """After so many the server stops reading. uvicorn stops after one, but then it sees no disconnect."""
 HEAD_WITHIN_S = 30.0
 """From the first byte of a head to its end. Before it a connection may be idle as long as between two requests."""
+READ_ON_S = 1.0
+"""After a refusal: several round trips for the client to see the answer, and to stop."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -44,6 +47,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._framing_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        self._has_refused = False
         self._cycles: list[RequestResponseCycle] = []
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's own narrowing
@@ -59,13 +63,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
+        if self._has_refused:
+            return
         self._framing_bytes += len(data)
         self._unset_keepalive_if_required()
         try:
             self._feed(data)
         except httptools.HttpParserError:
             self._refuse(_too_large() if self._head_bytes > MOST_HEAD_BYTES else InvalidHttp(_NO_HTTP))
-        if self.transport.is_closing():
+        if self._has_refused or self.transport.is_closing():
             return
         if self._framing_bytes > MOST_HEAD_BYTES:
             self._refuse(_too_large())
@@ -144,12 +150,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _refuse(self, error: AdmissionError) -> None:
         self._end_head()
         is_answering = any(cycle.response_started for cycle in self._unfinished())
-        if not is_answering and not self.transport.is_closing():
+        if is_answering:
+            self.transport.close()
+        elif not self._has_refused and not self.transport.is_closing():
             body = error_body(error)
             lines = [b"%s: %s\r\n" % header for header in error_headers(error, len(body), None)]
             status = b"HTTP/1.1 %d %s\r\n" % (error.status, _REASONS[error.status])
             self.transport.write(b"".join([status, *lines, b"connection: close\r\n\r\n", body]))
-        self.transport.close()
+            self.transport.write_eof()
+            self._has_refused = True
+            self.loop.call_later(READ_ON_S, self.transport.close)
 
     def _unfinished(self) -> list[RequestResponseCycle]:
         """The requests without a complete response: the one that is served, and those pipelined after it."""

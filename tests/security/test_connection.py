@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -41,6 +42,23 @@ async def test_a_head_without_end_is_cut_off(beginning: bytes) -> None:
         answer = Answer.parsed(await read_all(reader))
     assert answer.is_error(431, "headers_too_large", "65536 bytes", "less")
     assert answer.headers["connection"] == "close"
+
+
+async def test_a_client_that_sends_on_after_a_refusal_still_reads_it() -> None:
+    """A connection that is closed with unread bytes is reset: the client's system drops what it has not read yet."""
+    async with sidecar() as guarded, connected(guarded.port) as (reader, writer):
+        writer.write(b"GET /" + b"a" * 80_000)
+        await asyncio.sleep(0.1)  # it is refused
+        for _ in range(20):
+            writer.write(b"a" * 50_000)
+            await asyncio.sleep(0.005)
+        answer = Answer.parsed(await read_all(reader))
+        assert answer.is_error(431, "headers_too_large")
+        began_s = time.monotonic()
+        while not writer.is_closing() and time.monotonic() < began_s + 5:  # it is read for a moment, not for ever
+            writer.write(b"a")
+            await asyncio.sleep(0.05)
+        assert time.monotonic() - began_s < 2.5
 
 
 async def test_a_large_head_that_comes_at_once_is_refused_too() -> None:
