@@ -38,6 +38,8 @@ FULLEST = 2**53 - 1
 """The highest level, far beyond the capacity of the largest limit: what a double in Lua still has exactly."""
 FEWEST_SWEPT = 64
 """Tenants remembered before those at rest are looked for."""
+GUESSED_US = 1_000_000
+"""How long a tenant's requests are taken to last before one of them has ended: no client comes back in a tight loop."""
 
 
 class Limit(str, Enum):
@@ -53,6 +55,7 @@ class ExceededLimit(NamedTuple):
     will.
 
     For `concurrent_requests` it is an estimate: the mean time that the tenant's requests took, over their number.
+    Before one of them has ended it is `GUESSED_US`.
     """
 
     limit: Limit
@@ -103,9 +106,10 @@ class _Account:
 
 
 class RateLimiter:
-    """The accounts of all tenants with limits. One that is back at rest is forgotten. Not thread-safe.
+    """The accounts of all tenants with limits. Not thread-safe.
 
-    A changed limit counts from the next request on.
+    One that is back at rest only has a mean. It is forgotten when there are many. A changed limit counts from the next
+    request on.
     """
 
     def __init__(self) -> None:
@@ -151,7 +155,7 @@ class RateLimiter:
         if account.limits.tokens_per_minute is not None and charge.per_minute:
             self._settle_tokens(account, charge, used_tokens)
         if account.is_at_rest():
-            del self._accounts[charge.tenant]
+            account.refunded = account.requests_refunded = 0  # no charge is left that they could correct
 
     def refund_request(self, charge: Charge, now_us: int) -> None:
         """The request that was charged counts no more, as far as it has not drained. `correct` follows."""
@@ -239,7 +243,7 @@ def _wait_for_others(account: _Account) -> ExceededLimit | None:
     most = account.limits.concurrent_requests
     if most is None or account.concurrent < most:
         return None
-    return ExceededLimit(Limit.CONCURRENT, account.mean_us // most)
+    return ExceededLimit(Limit.CONCURRENT, account.mean_us // most if account.mean_us else GUESSED_US)
 
 
 def _remaining(per_minute: int | None, capacity: int, level: int) -> RemainingLimit | None:

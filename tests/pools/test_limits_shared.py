@@ -12,7 +12,7 @@ from sidecar.errors import StoreUnavailable, TenantLimit
 from sidecar.policy.model import Limits
 from sidecar.pools import Ask
 from sidecar.pools.redis import protocol
-from sidecar.scheduling.rate_limit import ExceededLimit, Limit
+from sidecar.scheduling.rate_limit import GUESSED_US, ExceededLimit, Limit
 from tests.pools.harness import Clock, simple
 from tests.pools.load import nothing_left, recovered, replicas, until
 from tests.pools.scripted import Scripted
@@ -77,7 +77,7 @@ async def test_all_replicas_share_one_allowance(store: RedisServer) -> None:
 def test_what_a_dead_replica_had_running_is_free_again(scripted: tuple[Scripted, Scripted, Clock]) -> None:
     dead, other, clock = scripted
     assert [over(dead, ticket, asks(TWO)) for ticket in (1, 2)] == [None, None]
-    assert over(other, 1, asks(TWO)) == ExceededLimit(Limit.CONCURRENT, 0)
+    assert over(other, 1, asks(TWO)) == ExceededLimit(Limit.CONCURRENT, GUESSED_US)
     for _ in range(6):
         clock.advance(2)
         other.call(kind=protocol.BEAT)
@@ -120,6 +120,28 @@ def test_tenants_back_at_rest_are_forgotten(scripted: tuple[Scripted, Scripted, 
         clock.advance(1)
         replica.call(kind=protocol.BEAT)
     assert replica.client.hlen(accounts) < 3
+
+
+def test_how_long_requests_take_is_known_after_they_have_all_ended_for_some_minutes(
+    scripted: tuple[Scripted, Scripted, Clock],
+) -> None:
+    replica, _, clock = scripted
+    one = asks(Limits(concurrent_requests=1))
+    replica.call(*protocol.enter(1, one, None))
+    clock.advance(40)
+    replica.call(*protocol.end(1, one, 10))
+    (accounts,) = replica.client.keys("*:a")
+    for _ in range(500):
+        clock.advance(1)
+        replica.call(kind=protocol.BEAT)
+    replica.call(*protocol.enter(2, one, None))
+    (refused,) = replica.call(*protocol.enter(3, one, None)).verdicts
+    assert refused.over == ExceededLimit(Limit.CONCURRENT, 40_000_000)
+    replica.call(*protocol.end(2, one, 10))
+    for _ in range(700):
+        clock.advance(1)
+        replica.call(kind=protocol.BEAT)
+    assert replica.client.hlen(accounts) == 0
 
 
 # -- a store that loses what it had, or answers that get lost

@@ -1,6 +1,7 @@
 -- The limits of tenants: the twin of `scheduling/rate_limit.py`.
 
-local UNIT, FULLEST = 60000000, 9007199254740991
+local UNIT, FULLEST, GUESSED_US = 60000000, 9007199254740991, 1000000
+local REMEMBERED_US = 600000000
 local accounts_key, accounts = prefix .. 'a', {}
 
 -- A bucket without a limit is always empty.
@@ -21,7 +22,7 @@ function pool.account(tenant)
     account = {
       requests = figures[1] or 0, tokens = figures[2] or 0, at = figures[3] or now, concurrent = figures[4] or 0,
       refunded = figures[5] or 0, mean = figures[6] or 0, rpm = figures[7] or -1, tpm = figures[8] or -1,
-      requests_refunded = figures[9] or 0,
+      requests_refunded = figures[9] or 0, stored_at = figures[3],
     }
     accounts[tenant] = account
     pool.drain(account)
@@ -46,11 +47,15 @@ function pool.save_accounts()
   end
 end
 
--- Forgets accounts at rest. Every beat checks a few, so memory is bounded, and no call reads all of them.
+-- Forgets accounts at rest. Every beat checks a few, so memory is bounded, and no call reads all of them. One that has
+-- a mean is forgotten when nothing has changed for `REMEMBERED_US`: the check keeps the time of its last change.
 function pool.forget_accounts(tenants)
   for _, tenant in ipairs(tenants) do
     local account = pool.account(tenant)
-    account.is_forgotten = pool.is_at_rest(account)
+    if pool.is_at_rest(account) then
+      account.at = account.stored_at or account.at
+      account.is_forgotten = account.mean == 0 or now - account.at > REMEMBERED_US
+    end
   end
 end
 
@@ -69,7 +74,9 @@ function pool.over(account, tokens, most, burst)
   end
   consider('t', pool.wait_for(account.tpm, account.tpm * burst, account.tokens, tokens * UNIT))
   consider('r', pool.wait_for(account.rpm, math.max(UNIT, account.rpm * burst), account.requests, UNIT))
-  if most >= 0 and account.concurrent >= most then consider('c', math.floor(account.mean / most)) end
+  if most >= 0 and account.concurrent >= most then
+    consider('c', account.mean > 0 and math.floor(account.mean / most) or GUESSED_US)
+  end
   return worst, after
 end
 
@@ -141,7 +148,7 @@ function pool.correct(charge, used, was_held)
     pool.settle_tokens(account, tokens, used < 0 and tokens or used, at, tonumber(level), tonumber(refunded),
       math.max(per_minute, account.tpm))
   end
-  if pool.is_at_rest(account) then account.mean, account.refunded, account.requests_refunded = 0, 0, 0 end
+  if pool.is_at_rest(account) then account.refunded, account.requests_refunded = 0, 0 end
 end
 
 function pool.correct_own(id, used)
