@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from sidecar.engines.base import Engine
+from sidecar.engines.base import Carrier, Engine
 from sidecar.engines.registry import client_members
 from sidecar.errors import InvalidApiKey, UnknownTier
 from sidecar.payload.decode import Payload
@@ -32,8 +32,8 @@ class Fallback(str, Enum):
 class Asked(NamedTuple):
     """The parts of a request that may state a priority.
 
-    `headers` holds the last value of every header, by lower-case name. `taken` are the names of headers from which some
-    engine would take a priority or a tenant (`engines.client_headers`).
+    `headers` holds the last value of every header, by lower-case name. `taken` names those from which some engine would
+    take a priority or a tenant (`engines.client_headers`). They are not forwarded.
     """
 
     endpoint: Endpoint
@@ -78,7 +78,7 @@ class Classification(msgspec.Struct):
     downgraded_from: int | None = None
 
     def note_charged(self, level: int | None) -> None:
-        """Takes over the level that the pool charges, or has no place at, where it says one."""
+        """Takes over the level that the pool names: the one that it charges, or the one whose queue is full."""
         if level is not None and level != self.level:
             self.downgraded_from, self.level = self.level, level
 
@@ -196,20 +196,28 @@ class Classifier:
             return SourceAnswer(source, level, where, _shown(raw))
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
             return SourceAnswer(source, self._last - floor(value * self._last + 0.5), where, _shown(raw))
-        tiers = ", ".join(tier.name for tier in self._policy.tiers)
+        tiers, is_body = ", ".join(tier.name for tier in self._policy.tiers), source is Source.BODY
+        is_engines = is_body and Source.ENGINE in self._policy.sources and Carrier.BODY in self._dialect.carriers
+        number = (
+            f"a number as {self._dialect.title} takes it ({self._dialect.direction()} is more important)"
+            if is_engines
+            else "a number from 0 to 1 (1 is the most important)"
+        )
         refusal = UnknownTier(
-            f"{where}: {_shown(raw)} is not a tier; "
-            f"send one of {tiers}, or a number from 0 to 1 (1 is the most important)"
+            f"{where}: {_shown(raw)} is not a tier; send one of {tiers}, or {number}", param=where if is_body else None
         )
         return SourceAnswer(source, None, where, _shown(raw), refusal)
 
 
 def api_key(headers: Mapping[bytes, bytes]) -> bytes | None:
-    """The key of `Authorization: Bearer` or, without one, of `x-api-key`; None where there is neither."""
+    """The key of `Authorization: Bearer` or, without one, of `x-api-key`; None where there is neither.
+
+    An empty `Bearer` is none: OpenAI's clients send it where they have no key.
+    """
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key")
+    return (scheme.lower() == b"bearer" and key.strip()) or headers.get(b"x-api-key")
 
 
 def _shown(raw: bytes) -> str:
     text = raw.decode("utf-8", "replace")
-    return text if len(text) <= 40 else text[:40] + "…"
+    return text if len(text) <= 40 else text[:40] + "…" + '"' * text.startswith('"')

@@ -32,7 +32,7 @@ class AdmissionError(Exception):
     """A request that ends without a call of the engine. Its message says what was wrong and what would be right.
 
     `retry_after_s` is None where it is not known when a retry of the same request would help; `never_fits` where none
-    ever will, as things are.
+    ever will, as things are. `param` is the member of the body that is wrong, None where it is not one.
     """
 
     status: ClassVar[int]
@@ -40,10 +40,11 @@ class AdmissionError(Exception):
     kind: ClassVar[str]
     never_fits: bool = False
 
-    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+    def __init__(self, message: str, *, retry_after_s: float | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.retry_after_s = retry_after_s
+        self.param = param
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.status}, {self.code!r}, {self.message!r})"

@@ -125,7 +125,7 @@ class Refused(msgspec.Struct, frozen=True, gc=False):
     """The middleware ended the request: it answered with an error, or had no one to answer (`status` is None).
 
     The latter is `client_left` (the client disconnected) or `canceled` (the server stopped). The waiting figures
-    are zero where it never waited.
+    are zero where it never waited. `tenant` is None where the key was not known yet.
     """
 
     at_us: int
@@ -136,6 +136,7 @@ class Refused(msgspec.Struct, frozen=True, gc=False):
     starvation_us: int = 0
     overtaken_at_us: int | None = None
     served_ahead: Mapping[str, int] = {}
+    tenant: str | None = None
 
 
 class FirstByte(msgspec.Struct, frozen=True, gc=False):

@@ -354,6 +354,26 @@ def test_an_engine_ask_is_clamped_like_any_other() -> None:
 # -- what `sidecar explain` shows
 
 
+def test_a_refusal_names_the_scale_on_which_a_number_counts() -> None:
+    own = policy_of(sources=(Source.ENGINE, Source.BODY, Source.HEADER), engine="vllm", engine_levels=THRESHOLDS)
+    with pytest.raises(UnknownTier, match=r"or a number as vLLM takes it \(lower is more important\)$"):
+        classified(own, asked_with(priority="urgent"))
+    with pytest.raises(UnknownTier, match=r"from 0 to 1 \(1 is the most important\)$"):
+        classified(own, asked_with(headers={b"x-priority": b"urgent"}))
+    with pytest.raises(UnknownTier, match=r"from 0 to 1 \(1 is the most important\)$"):
+        classified(policy_of(), asked_with(priority="urgent"))
+
+
+def test_a_long_value_is_quoted_to_its_end() -> None:
+    with pytest.raises(UnknownTier, match='priority: "' + "a" * 39 + '…" is not a tier'):
+        classified(policy_of(), asked_with(priority="a" * 60))
+
+
+def test_an_empty_bearer_key_is_none() -> None:
+    assert api_key({b"authorization": b"Bearer ", b"x-api-key": KEY}) == KEY
+    assert api_key({b"authorization": b"Bearer"}) is None
+
+
 def test_answers_tell_what_every_source_says_refusals_included() -> None:
     asked = asked_with(priority="high", headers={b"x-priority": b"nonsense"}, level=BATCH)
     answers = classifier_of(policy_of()).answers(asked, ACME)

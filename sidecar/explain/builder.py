@@ -232,4 +232,4 @@ def _turned_away(record: RequestRecord) -> RefusalDetails | None:
     refused = record.refused
     if refused is None:
         return None
-    return RefusalDetails(record.wall_s(refused.at_us), refused.status, refused.code, refused.message)
+    return RefusalDetails(record.wall_s(refused.at_us), refused.status, refused.code, refused.message, record.tenant)

@@ -130,12 +130,13 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class RefusalDetails(msgspec.Struct, frozen=True):
-    """It was refused. `status` is None where the client had disconnected."""
+    """It was refused. `status` is None where the client had disconnected, `tenant` where its key was not known."""
 
     refused_at_s: float
     status: int | None
     code: str
     message: str
+    tenant: str | None = None
 
 
 class Explanation(msgspec.Struct, frozen=True):

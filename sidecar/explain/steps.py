@@ -59,9 +59,14 @@ def steps(story: Explanation, clock: Clock = calendar_time) -> Iterator[Step]:
 
 
 def _who(story: Explanation) -> Iterator[Step]:
-    asked = story.asked
+    asked, refused = story.asked, story.refused
     if asked is None:
-        yield Step("asked by", "not known: refused before the key was read" if story.refused else "not known yet")
+        if refused is None:
+            yield Step("asked by", "not known yet")
+        elif refused.tenant is None:
+            yield Step("asked by", "not known: it ended before its key was known")
+        else:
+            yield Step("asked by", f"tenant {refused.tenant}; it ended before it had a tier")
         return
     clamped = f"; {asked.clamped_from} was asked for, which is more than it may have" if asked.clamped_from else ""
     lowered = (

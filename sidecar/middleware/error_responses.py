@@ -38,11 +38,14 @@ async def send_error(
 ) -> None:
     """Answers a request with `error`. Nothing may have been sent for it before.
 
-    `anthropic` selects the body's shape (see `speaks_anthropic`), `request_id` is sent as `x-request-id`, `headers` are
-    added unchanged: lower-case names, and none that is written here.
+    `anthropic` selects the body's shape (see `speaks_anthropic`). `request_id` is sent as `x-request-id`, and to
+    Anthropic's clients as `request-id` too. `headers` are added unchanged: lower-case names, and none that is written
+    here.
     """
     body = msgspec.json.encode(_anthropic_body(error, request_id)) if anthropic else error_body(error)
     start_headers = [*error_headers(error, len(body), request_id), *headers]
+    if anthropic and request_id is not None:
+        start_headers.append((b"request-id", request_id.encode("latin-1")))
     await send({"type": "http.response.start", "status": error.status, "headers": start_headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -67,7 +70,7 @@ def speaks_anthropic(path: str) -> bool:
 def error_body(error: AdmissionError) -> bytes:
     """The body in OpenAI's shape."""
     return msgspec.json.encode(
-        {"error": {"message": error.message, "type": error.kind, "param": None, "code": error.code}}
+        {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
     )
 
 

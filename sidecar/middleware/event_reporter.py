@@ -25,7 +25,7 @@ from sidecar.events import (
     Settled,
 )
 from sidecar.middleware.intake import SizedRequest
-from sidecar.policy.model import Endpoint, Policy
+from sidecar.policy.model import Endpoint, Policy, Tenant
 from sidecar.pools import Grant
 
 DISCONNECTED_CODE = "client_left"
@@ -35,10 +35,11 @@ CANCELED_CODE = "canceled"
 class EventReporter:
     """Reports one request. `now_us` is the pool's clock in microseconds; it is read only where an observer listens.
 
-    A request that was admitted once ends with `Settled`, even where it ends while it waits again.
+    A request that was admitted once ends with `Settled`, even where it ends while it waits again. `tenant` is set once
+    the request's key is known.
     """
 
-    __slots__ = ("_now_us", "_observation", "_was_admitted")
+    __slots__ = ("_now_us", "_observation", "_was_admitted", "tenant")
 
     def __init__(
         self, observer: Observer | None, scope: Scope, request_id: str, received_us: int, now_us: Callable[[], int]
@@ -46,6 +47,7 @@ class EventReporter:
         self._now_us = now_us
         self._observation: Observation | None = None
         self._was_admitted = False
+        self.tenant: Tenant | None = None
         if observer is not None and observer.listens():
             method, path, headers = scope["method"], scope["path"], scope["headers"]
             self._observation = observer.received(
@@ -158,7 +160,8 @@ class EventReporter:
     def _ended(self, code: str, message: str, status: int | None, wait: Grant | None) -> None:
         if self._observation is None:
             return
-        refused = _refused(code, message, status, self._now_us() if wait is None else wait.at_us, wait)
+        tenant = None if self.tenant is None else self.tenant.name
+        refused = _refused((self._now_us() if wait is None else wait.at_us, code, message, status), wait, tenant)
         if not self._was_admitted:
             self._observation.on_event(refused)
             return
@@ -167,8 +170,7 @@ class EventReporter:
         self._observation.on_event(Settled(self._now_us(), outcome, status, 0, None, None, code, waited))
 
 
-def _refused(code: str, message: str, status: int | None, at_us: int, wait: Grant | None) -> Refused:
+def _refused(end: tuple[int, str, str, int | None], wait: Grant | None, tenant: str | None) -> Refused:
     if wait is None:
-        return Refused(at_us, code, message, status)
-    waited = wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, wait.served_ahead
-    return Refused(at_us, code, message, status, *waited)
+        return Refused(*end, tenant=tenant)
+    return Refused(*end, wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, wait.served_ahead, tenant)

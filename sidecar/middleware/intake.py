@@ -40,6 +40,8 @@ MAX_WAIT_HEADER = b"x-admission-max-wait"
 ATTEMPT_HEADER = b"x-stainless-retry-count"
 """Header of OpenAI's and Anthropic's clients: how often the client has tried this request before."""
 _END_BYTES = 2048
+_SHOWN_BYTES = 20
+"""Of a header's value that is quoted in an error."""
 _LONGEST_LENGTH = 18
 """Digits of a Content-Length: an exabyte."""
 
@@ -75,8 +77,8 @@ class SizedRequest(msgspec.Struct):
 
     @property
     def requests(self) -> int:
-        """The sequences it will hold: one for every choice of every prompt."""
-        return self.payload.prompts * self.payload.choices
+        """The sequences it will hold."""
+        return sequences(self.api, self.payload)
 
     def ask(self) -> Ask:
         """What it asks of the pool."""
@@ -145,7 +147,9 @@ class RequestIntake:
     def check_head(self, scope: Scope) -> None:
         """Checks the key and the declared length, before a byte of the body is read."""
         headers = self._headers
-        refuse_two_keys(scope, headers)
+        if len(headers) != len(scope["headers"]):  # one of them is given twice
+            refuse_two_keys(scope, headers)
+            _refuse_two_values(scope, (self._snapshot.policy.tier_header, MAX_WAIT_HEADER))
         self.tenant = self._snapshot.classifier.tenant(headers)
         if b"content-length" in headers:
             self._check_size(_declared_length(scope, headers))
@@ -179,7 +183,7 @@ class RequestIntake:
         snapshot, endpoint, headers, tenant = self._snapshot, self._endpoint, self._headers, self.tenant
         assert tenant is not None
         policy = snapshot.policy
-        _refuse_other_encodings(body)
+        _refuse_other_encodings(headers, body)
         payload = decode(endpoint.api, body)
         refuse_background(payload, policy.background)
         taken = client_headers(headers)
@@ -201,6 +205,15 @@ class RequestIntake:
             output_cap=cap,
             max_wait_s=max_wait_s,
         )
+
+
+def sequences(api: Api, payload: Payload) -> int:
+    """The sequences that a request holds: one for every choice of every prompt.
+
+    All inputs of an embedding count as one. An input takes no place in the engine's batch for longer than its own
+    prompt, and inputs beyond the batch queue inside the engine. Their tokens count in full.
+    """
+    return 1 if api is Api.EMBEDDINGS else payload.prompts * payload.choices
 
 
 async def count_tokens(request: SizedRequest, snapshot: PolicySnapshot) -> None:
@@ -244,6 +257,13 @@ def refuse_two_keys(scope: Scope, headers: Mapping[bytes, bytes]) -> None:
             raise InvalidHeader(f"{name.decode()} is given twice; send one key, once")
 
 
+def _refuse_two_values(scope: Scope, names: Sequence[bytes]) -> None:
+    """Raises InvalidHeader for a header with two different values: none of them may be dropped in silence."""
+    for name in names:
+        if len({value for found, value in scope["headers"] if found == name}) > 1:
+            raise InvalidHeader(f"{name.decode('latin-1')} is given twice, with different values; send it once")
+
+
 def _declared_length(scope: Scope, headers: Mapping[bytes, bytes]) -> int:
     """The Content-Length in bytes. Raises InvalidHeader where it contradicts itself."""
     given = headers[b"content-length"]
@@ -258,8 +278,14 @@ def _declared_length(scope: Scope, headers: Mapping[bytes, bytes]) -> int:
     return int(given)
 
 
-def _refuse_other_encodings(body: bytes) -> None:
+def _refuse_other_encodings(headers: Mapping[bytes, bytes], body: bytes) -> None:
     """Raises InvalidBody: text that `payload.decode` skips is not decoded there, and would fail at the engine."""
+    coding = headers.get(b"content-encoding")
+    if coding is not None and coding.strip().lower() not in (b"identity", b""):
+        raise InvalidBody(
+            f"content-encoding: {coding[:_SHOWN_BYTES].decode('ascii', 'replace')} is not read here; send the body "
+            "uncompressed, without this header"
+        )
     if body.isascii():
         return
     try:
@@ -275,29 +301,32 @@ def refuse_background(payload: Payload, choice: Background) -> None:
     if choice is Background.REFUSE:
         raise BackgroundNotAllowed(
             "background: true is not allowed here, because such a response runs on after its request is answered; "
-            "leave it out, and send stream: true for a long answer (the policy's `background: hold` would allow it)"
+            "leave it out, and send stream: true for a long answer (the policy's `background: hold` would allow it)",
+            param="background",
         )
     if payload.names_response:
         raise InvalidBody(
-            "request_id: leave it out of a background request, which is followed by the id that the engine gives it"
+            "request_id: leave it out of a background request, which is followed by the id that the engine gives it",
+            param="request_id",
         )
 
 
 def refuse_what_is_too_much(api: Api, payload: Payload, policy: Policy) -> None:
     """Raises TooManyChoices or UnsizedPrompt for a request that the policy allows no one.
 
-    The bound is for prompts times choices: each prompt of a list starts that many choices. Embeddings generate nothing.
+    The bound is for choices times prompts: each prompt of a list starts that many choices.
     """
-    sequences, most = payload.prompts * payload.choices, policy.max_choices
-    if sequences > most and api is not Api.EMBEDDINGS:
+    starts, most = sequences(api, payload), policy.max_choices
+    if starts > most:
         raise TooManyChoices(
-            f"this request would start {sequences} sequences (choices times prompts: {payload.choices} x "
+            f"this request would start {starts} sequences (choices times prompts: {payload.choices} x "
             f"{payload.prompts}); {most} are allowed; ask for a smaller n or best_of, or send fewer prompts at once"
         )
     if payload.unsized is not None and policy.unsized is Unsized.REFUSE:
         raise UnsizedPrompt(
             f"{payload.unsized}: the size of the prompt that it stands for is not known here; send that prompt itself, "
-            "or ask the operator for `unsized: hold`"
+            "or ask the operator for `unsized: hold`",
+            param=payload.unsized,
         )
 
 
@@ -313,7 +342,8 @@ def _output_cap(api: Api, payload: Payload, body: bytes, tenant: Tenant, engine:
     if asked > most:
         raise OutputTooLong(
             f"{_MAXIMUM_FIELDS[api][-1]}: {asked} is more than the {most} tokens that one answer to tenant "
-            f"{tenant.name} may have; send {most} or less"
+            f"{tenant.name} may have; send {most} or less",
+            param=_MAXIMUM_FIELDS[api][-1],
         )
     default = engine.default_completion_tokens
     if api is Api.COMPLETIONS and default is not None and most >= default and remove(body, ("max_tokens",)) is body:

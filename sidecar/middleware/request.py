@@ -49,7 +49,7 @@ from sidecar.middleware.response_headers import (
     admission_headers,
     allowance_headers,
     early_headers,
-    id_header,
+    id_headers,
     request_id,
     wait_headers,
 )
@@ -203,6 +203,7 @@ class RequestHandler:
         if self._controller.is_draining:
             raise Draining("this server is shutting down and takes no new request; try another", retry_after_s=1)
         self._intake.check_head(self._scope)
+        self._reporter.tenant = self._intake.tenant
         request = self._request = await self._read()
         if self._snapshot.estimator.counter is not None:
             await count_tokens(request, self._snapshot)
@@ -381,7 +382,8 @@ class RequestHandler:
             self._status = message["status"]
             headers = list(message.get("headers", ()))
             own = admission_headers(self._request, self._lease, self._snapshot.tier_names, self._preemptions)
-            message = {**message, "headers": [*headers, *own, id_header(self._request_id, headers)]}
+            named = id_headers(self._request_id, headers, self._endpoint.api)
+            message = {**message, "headers": [*headers, *own, *named]}
         await send(message)
 
     def _read_response(self, body: bytes) -> None:

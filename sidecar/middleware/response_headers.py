@@ -11,6 +11,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from sidecar.apis import Api
 from sidecar.errors import RemainingLimits
 from sidecar.events import Headers
 from sidecar.middleware.intake import SizedRequest
@@ -19,6 +20,8 @@ from sidecar.pools import Grant, Lease
 REQUEST_ID = b"x-request-id"
 ADMISSION_ID = b"x-admission-id"
 """Holds the request's id where the app's response has an `x-request-id` of its own."""
+ANTHROPIC_ID = b"request-id"
+"""Header that Anthropic's clients read the request's id from."""
 
 _is_valid_id = re.compile(rb"[\x21-\x7e]{1,128}").fullmatch
 _NO_WAIT = ((b"x-admission-wait-ms", b"0"), (b"server-timing", b"admission;dur=0.0"))
@@ -32,20 +35,27 @@ def request_id(headers: Mapping[bytes, bytes]) -> str:
     return f"{random.getrandbits(128):032x}"
 
 
-def id_header(request_id: str, headers: Headers) -> tuple[bytes, bytes]:
-    """The header with the request's id, for a response that has `headers` already."""
+def id_headers(request_id: str, headers: Headers, api: Api) -> list[tuple[bytes, bytes]]:
+    """The headers with the request's id, for a response of `api` that has `headers` already."""
+    has_id, has_anthropic_id = False, api is not Api.MESSAGES
     for name, _ in headers:
         if name == REQUEST_ID:
-            return ADMISSION_ID, request_id.encode("ascii")
-    return REQUEST_ID, request_id.encode("ascii")
+            has_id = True
+        elif name == ANTHROPIC_ID:
+            has_anthropic_id = True
+    own = request_id.encode("ascii")
+    named = [(ADMISSION_ID if has_id else REQUEST_ID, own)]
+    if not has_anthropic_id:
+        named.append((ANTHROPIC_ID, own))
+    return named
 
 
 def early_headers(
     request: SizedRequest, lease: Lease, tier_names: Sequence[bytes], request_id: str
 ) -> list[tuple[bytes, bytes]]:
     """The headers that are known while the request still waits."""
-    named = (REQUEST_ID, request_id.encode("ascii"))
-    return [named, *_tier_headers(request, tier_names), *_limit_headers(request, lease, tier_names)]
+    named = id_headers(request_id, (), request.api)
+    return [*named, *_tier_headers(request, tier_names), *_limit_headers(request, lease, tier_names)]
 
 
 def admission_headers(

@@ -91,8 +91,8 @@ def not_guarded(method: str, path: str, routes: Routes) -> NotGuarded:
     else:
         guard = "Only POST requests can be guarded."
     return NotGuarded(
-        f"{method} {'this path' if shown == 'PATH' else shown} is not guarded by the policy of this server, and is not "
-        f"served. {guard} To serve every path without admission, write `unguarded: allow`."
+        f"{method} {'to this path' if shown == 'PATH' else shown} is not guarded by the policy of this server, and is "
+        f"not served. For the operator: {guard} `unguarded: allow` serves every path without admission."
     )
 
 

@@ -132,7 +132,7 @@ def decode(api: Api, body: bytes) -> Payload:
     except UnicodeDecodeError:
         raise InvalidBody("the body is not valid JSON: it has text that is not UTF-8") from None
     except msgspec.ValidationError as error:
-        raise InvalidBody(_sentence(error)) from None
+        raise InvalidBody(_sentence(error), param=_field(error)) from None
     except msgspec.DecodeError as error:
         reason = str(error).removeprefix("JSON is malformed: ").replace("Input data was truncated", "it ends too early")
         raise InvalidBody(f"the body is not valid JSON: {reason}") from None
@@ -151,17 +151,20 @@ _EXPECTED = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
 _HINTS = {"prompt": "send a string, a list of strings, or token ids", "input": "send a string or a list"}
 
 
+def _field(error: msgspec.ValidationError) -> str | None:
+    """The member that is wrong; None where the body itself is."""
+    found = re.match(r"`\$\.(\w+)", str(error).partition(" - at ")[2])
+    return None if found is None else found[1]
+
+
 def _sentence(error: msgspec.ValidationError) -> str:
     """`Expected `int`, got `str` - at `$.n`` becomes `n: expected a whole number, got a string`."""
-    what, _, where = str(error).partition(" - at ")
-    field = re.match(r"`\$\.(\w+)", where)
-    found = _EXPECTED.match(what)
+    name, found = _field(error), _EXPECTED.match(str(error))
     if found is None:
-        return f"{field.group(1)}: a number out of range" if field else "the body has a number that is out of range"
+        return f"{name}: a number out of range" if name else "the body has a number that is out of range"
     got = "a boolean" if found.group(2) == "bool" else _PLAIN_NAMES.get(found.group(2), found.group(2))
-    if field is None:
+    if name is None:
         return f"the body must be a JSON object, not {got}"
-    name = field.group(1)
     if name in _HINTS:
         return f"{name}: {got} is not expected here; {_HINTS[name]}"
     kinds = [kind for kind in found.group(1).split(" | ") if kind not in ("null", "float")]
@@ -206,7 +209,7 @@ def _completion(fields: _Completion, others: Carried) -> Payload:
     elif others.prompts or others.unsized:  # the prompt travels elsewhere
         payload = _conversation(fields, others, [])
     else:
-        raise InvalidBody("prompt: missing; send a string, a list of strings, or token ids")
+        raise InvalidBody("prompt: missing; send a string, a list of strings, or token ids", param="prompt")
     payload.max_output_tokens = _count(0, "max_tokens", fields.max_tokens)
     payload.choices = _choices(fields.n, fields.best_of)
     return payload
@@ -215,7 +218,7 @@ def _completion(fields: _Completion, others: Carried) -> Payload:
 def _response(fields: _Response, others: Carried) -> Payload:
     source, tools = _given(fields.input), _given(fields.tools)
     if source[:1] not in (b'"', b"[") and (source or not others.unsized):
-        raise InvalidBody(f"input: {'of the wrong type' if source else 'missing'}; {_HINTS['input']}")
+        raise InvalidBody(f"input: {'of the wrong type' if source else 'missing'}; {_HINTS['input']}", param="input")
     if source[:1] == b"[":
         _required_list("input", fields.input)
     payload = _conversation(fields, others, [source, _given(fields.instructions)], tools)
@@ -242,7 +245,7 @@ def _embedding(fields: _Embedding, others: Carried) -> Payload:
     elif _given(fields.messages):  # some engines embed a conversation
         payload = _conversation(fields, others, [_required_list("messages", fields.messages)])
     else:
-        raise InvalidBody("input: missing; send a string, a list of strings, or token ids")
+        raise InvalidBody("input: missing; send a string, a list of strings, or token ids", param="input")
     payload.max_output_tokens = 0
     return payload
 
@@ -315,7 +318,7 @@ def _sequences(name: str, prompt: _Prompt) -> tuple[list[str], int, int]:
     if isinstance(prompt, str):
         return [prompt], 0, 1
     if not prompt:
-        raise InvalidBody(f"{name}: an empty list; send at least one prompt")
+        raise InvalidBody(f"{name}: an empty list; send at least one prompt", param=name)
     kinds = {type(item) for item in prompt}
     if kinds == {int}:
         return [], len(prompt), 1
@@ -323,9 +326,9 @@ def _sequences(name: str, prompt: _Prompt) -> tuple[list[str], int, int]:
         return [item for item in prompt if isinstance(item, str)], 0, len(prompt)
     if kinds == {list}:
         if not all(prompt):
-            raise InvalidBody(f"{name}: a prompt without token ids; send at least one for each")
+            raise InvalidBody(f"{name}: a prompt without token ids; send at least one for each", param=name)
         return [], sum(len(item) for item in prompt if isinstance(item, list)), len(prompt)
-    raise InvalidBody(f"{name}: a list that mixes strings and token ids; send one kind")
+    raise InvalidBody(f"{name}: a list that mixes strings and token ids; send one kind", param=name)
 
 
 _KINDS = {b'"': "a string", b"{": "an object", b"t": "a boolean", b"f": "a boolean", b"n": "null"}
@@ -334,12 +337,12 @@ _KINDS = {b'"': "a string", b"{": "an object", b"t": "a boolean", b"f": "a boole
 def _required_list(name: str, raw: _Raw) -> bytes:
     given = _given(raw)
     if not given:
-        raise InvalidBody(f"{name}: missing; send a list")
+        raise InvalidBody(f"{name}: missing; send a list", param=name)
     if given[:1] != b"[":
         # Its kind, not the value: it may be a prompt, and the message goes into logs and traces.
-        raise InvalidBody(f"{name}: expected a list, got {_KINDS.get(given[:1], 'a number')}")
+        raise InvalidBody(f"{name}: expected a list, got {_KINDS.get(given[:1], 'a number')}", param=name)
     if not given[1:-1].strip():
-        raise InvalidBody(f"{name}: an empty list; send at least one")
+        raise InvalidBody(f"{name}: an empty list; send at least one", param=name)
     return given
 
 
@@ -371,7 +374,7 @@ def _flag(name: str, given: bytes) -> bool:
         value = value.lower()
     if isinstance(value, str | int | float) and value in _TRUE | _FALSE:
         return value in _TRUE
-    raise InvalidBody(f"{name}: expected true or false, got {_KINDS.get(given[:1], 'another value')}")
+    raise InvalidBody(f"{name}: expected true or false, got {_KINDS.get(given[:1], 'another value')}", param=name)
 
 
 def _count(least: int, name: str, value: _Count) -> int | None:
@@ -380,12 +383,12 @@ def _count(least: int, name: str, value: _Count) -> int | None:
         return None
     if isinstance(value, float):
         if not value.is_integer():
-            raise InvalidBody(f"{name}: expected a whole number, got {value:g}")
+            raise InvalidBody(f"{name}: expected a whole number, got {value:g}", param=name)
         value = int(value)
     if value < least:
-        raise InvalidBody(f"{name}: {_shown(str(value))} is too small; send {least} or more")
+        raise InvalidBody(f"{name}: {_shown(str(value))} is too small; send {max(1, least)} or more", param=name)
     if value > LARGEST_COUNT:
-        raise InvalidBody(f"{name}: {_shown(str(value))} is too large; send {LARGEST_COUNT} or less")
+        raise InvalidBody(f"{name}: {_shown(str(value))} is too large; send {LARGEST_COUNT} or less", param=name)
     return value
 
 

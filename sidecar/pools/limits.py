@@ -64,7 +64,7 @@ class SizeLimits:
             )
         if ask.requests > requests:
             return RequestTooLarge(
-                f"this request would start {ask.requests} sequences (prompts times choices); "
+                f"this request would start {ask.requests} sequences (choices times prompts); "
                 f"tier {tier.name} allows {requests}, {self.reason(ask.tier, requests, tokens=False)}; ask for fewer"
             )
         return None
@@ -95,7 +95,7 @@ class SizeLimits:
         """The refusal of one request more than a tier's queue may hold."""
         tier = self.policy.tiers[level]
         return QueueFull(
-            f"tier {tier.name} has {tier.max_waiting} requests waiting, the most that it may have; try again later",
+            f"tier {tier.name} has {_requests(tier.max_waiting)} waiting, the most that it may have; try again later",
             retry_after_s=retry_after_s,
             level=level,
         )
@@ -178,7 +178,7 @@ def tenant_limit(ask: Ask, over: ExceededLimit, allowance: RemainingLimits) -> T
 def _sentence(ask: Ask, limits: Limits, over: ExceededLimit, allowance: RemainingLimits) -> str:
     if over.limit is Limit.CONCURRENT:
         return (
-            f"tenant {ask.tenant} has {limits.concurrent_requests:,} requests waiting or running, which is its limit "
+            f"tenant {ask.tenant} has {_requests(limits.concurrent_requests)} waiting or running, which is its limit "
             "of concurrent requests; try again when one of them has ended"
         )
     if over.limit is Limit.REQUESTS:
@@ -199,6 +199,10 @@ def _sentence(ask: Ask, limits: Limits, over: ExceededLimit, allowance: Remainin
         f"tenant {ask.tenant} is over its limit of {limit}: {left:,} are left, and this request counts for {charged}; "
         f"it fits in {_seconds(over)}, a smaller one sooner"
     )
+
+
+def _requests(number: int | None) -> str:
+    return "1 request" if number == 1 else f"{number or 0:,} requests"
 
 
 def _seconds(over: ExceededLimit) -> str:

@@ -113,6 +113,13 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         return self.admitted or self.refused
 
     @property
+    def tenant(self) -> str | None:
+        """Its tenant, None where its key is not known."""
+        if self.classified is not None:
+            return self.classified.tenant
+        return None if self.refused is None else self.refused.tenant
+
+    @property
     def preemptions(self) -> int:
         """How often it was preempted."""
         return sum(not attempt.preempted.is_unreached for attempt in self.lost)

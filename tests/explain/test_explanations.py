@@ -21,6 +21,7 @@ from sidecar.admin.routes import story_routes
 from sidecar.events import Admitted, Classified, Event, Obstacle, Queued, Received
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.explain.document import Explanation
+from sidecar.explain.steps import Step, steps
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
@@ -276,6 +277,17 @@ async def test_a_refusal_without_a_wait_and_one_after_a_wait() -> None:
     assert too_long.wait is not None
     assert too_long.wait.queue_wait_s >= 0.1
     assert "; then refused with 503 queue_timeout: no room came free for tier batch within 0.1 s" in too_long.conclusion
+
+
+async def test_a_refusal_after_the_key_was_read_names_the_tenant() -> None:
+    async with explained(App()) as sidecar:
+        assert (await sidecar.ask(None, key("acme"), "x-priority: gold", "x-request-id: bad-tier")).status == 400
+        assert (await sidecar.ask(b"[", key("acme"), "x-request-id: bad-body")).status == 400
+        stories = [await sidecar.story("bad-tier"), await sidecar.story("bad-body")]
+    for story in stories:
+        assert story.refused is not None
+        assert story.refused.tenant == "acme"
+        assert next(steps(story)) == Step("asked by", "tenant acme; it ended before it had a tier")
 
 
 async def test_one_that_did_not_wait_says_so() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from typing import Any
 
@@ -51,7 +52,7 @@ BAD_BODIES: list[tuple[str, str, str | bytes, tuple[str, ...]]] = [
     ("max_tokens a string", CHAT, '{"max_tokens":"10",%s}' % LIST, ("max_tokens: expected a whole number",)),
     ("max_tokens a fraction", CHAT, '{"max_tokens":1.5,%s}' % LIST, ("max_tokens: expected a whole number",)),
     ("max_tokens true", CHAT, '{"max_tokens":true,%s}' % LIST, ("max_tokens: expected a whole number",)),
-    ("max_tokens negative", CHAT, '{"max_tokens":-1,%s}' % LIST, ("max_tokens: -1 is too small", "0 or more")),
+    ("max_tokens negative", CHAT, '{"max_tokens":-1,%s}' % LIST, ("max_tokens: -1 is too small", "1 or more")),
     ("max_completion_tokens", CHAT, '{"max_completion_tokens":-1,%s}' % LIST, ("max_completion_tokens: -1",)),
     ("max_tokens huge", CHAT, '{"max_tokens":%s,%s}' % ("9" * 4200, LIST), ("too large", "2147483647")),
     ("max_tokens beyond int", CHAT, '{"max_tokens":%s,%s}' % ("9" * 5000, LIST), ("max_tokens", "out of range")),
@@ -106,6 +107,42 @@ async def test_no_depth_of_nesting_gets_past_one_reader_and_breaks_another(aroun
         await caller.run()
         assert caller.status in (200, 400)
     await guarded.nothing_left()
+
+
+async def test_a_compressed_body_is_refused_by_the_name_of_its_header() -> None:
+    async with guarding(App()) as guarded:
+        for body in (gzip.compress(SMALL), b"in ASCII"):
+            refused = await guarded.ask(body, "content-encoding: gzip")
+            assert refused.is_error(400, "invalid_body", "content-encoding: gzip", "uncompressed")
+        assert (await guarded.ask(None, "content-encoding: identity")).status == 200
+
+
+@pytest.mark.parametrize("name", ["x-priority", "x-admission-max-wait"])
+async def test_two_different_values_of_one_header_are_a_400(name: str) -> None:
+    values = {"x-priority": ("high", "batch"), "x-admission-max-wait": ("5s", "1s")}[name]
+    app = App()
+    async with guarding(app) as guarded:
+        refused = await guarded.ask(None, key("acme"), *(f"{name}: {value}" for value in values))
+        assert refused.is_error(400, "invalid_header", name, "different values", "once")
+        assert app.seen == []
+        assert (await guarded.ask(None, key("acme"), *([f"{name}: {values[0]}"] * 2))).status == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (chat(max_tokens=-1), "max_tokens"),
+        (chat(n="two"), "n"),
+        (chat(messages=[]), "messages"),
+        (chat(priority="gold"), "priority"),
+        (chat(previous_response_id="r"), "previous_response_id"),
+        ([], None),
+    ],
+)
+async def test_an_openai_client_reads_which_member_is_wrong(body: Any, param: str | None) -> None:
+    async with guarding(App()) as guarded:
+        refused = await guarded.ask(body)
+    assert (refused.status, refused.json["error"]["param"]) == (400, param), refused
 
 
 # Too much, too slow, too often

@@ -95,7 +95,7 @@ async def test_more_sequences_than_the_policy_allows_are_a_400_that_says_how_man
 
 
 async def test_as_many_as_the_policy_allows_pass_and_embeddings_are_not_counted() -> None:
-    async with guarding(App(), policy(requests="100")) as guarded:
+    async with guarding(App(), policy(requests="8")) as guarded:
         assert (await guarded.ask(chat(n=8))).status == 200
         assert (await guarded.ask({"prompt": ["a", "b"], "n": 4}, path=COMPLETIONS)).status == 200
         assert (await guarded.ask({"input": ["a"] * 50}, path=EMBEDDINGS)).status == 200

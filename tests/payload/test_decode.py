@@ -352,7 +352,7 @@ SENTENCES = [
     (CHAT, b'{"messages":[1],"max_tokens":[5]}', "max_tokens: expected a whole number, got a list"),
     (CHAT, b'{"messages":[1],"max_tokens":5.5}', "max_tokens: expected a whole number, got 5.5"),
     (CHAT, b'{"messages":[1],"max_tokens":true}', "max_tokens: expected a whole number, got a boolean"),
-    (CHAT, b'{"messages":[1],"max_tokens":-1}', "max_tokens: -1 is too small; send 0 or more"),
+    (CHAT, b'{"messages":[1],"max_tokens":-1}', "max_tokens: -1 is too small; send 1 or more"),
     (CHAT, b'{"messages":[1],"max_tokens":1e400}', "max_tokens: a number out of range"),
     (CHAT, b'{"messages":[1],"n":0}', "n: 0 is too small; send 1 or more"),
     (CHAT, b'{"messages":[1],"n":4294967296}', "n: 4294967296 is too large; send 2147483647 or less"),

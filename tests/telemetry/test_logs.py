@@ -461,5 +461,6 @@ async def test_a_sidecar_logs_refusals_and_departures_and_neither_keys_nor_promp
         ("invalid_body", 400),
     ]
     assert (found[1]["request_id"], found[1]["tier"], found[1]["tenant"]) == ("i-was-refused", "batch", "nightly")
+    assert [line.get("tenant") for line in found] == ["acme", "nightly", None, "acme", "acme"]
     everything = "\n".join(written)
     assert not any(secret in everything for secret in ("secret prompt", "sk-wrong-key", *KEYS.values()))

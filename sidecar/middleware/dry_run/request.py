@@ -51,7 +51,7 @@ from sidecar.middleware.dry_run.shadow import CLIENT_LEFT, ShadowRequest, Shadow
 from sidecar.middleware.event_reporter import EventReporter
 from sidecar.middleware.forwarding import forwarded_scope
 from sidecar.middleware.intake import RequestIntake, SizedRequest
-from sidecar.middleware.response_headers import id_header, request_id
+from sidecar.middleware.response_headers import id_headers, request_id
 from sidecar.middleware.usage import UsageReader
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant
@@ -210,10 +210,10 @@ class RequestWatcher:
 
     def headers(self, of_app: Headers) -> Headers:
         """The headers that are added to the app's own."""
-        named = id_header(self._request_id, of_app)
+        named = id_headers(self._request_id, of_app, self._endpoint.api)
         if not isinstance(self._found, SizedRequest):
-            return (_MODE, named)
-        return (_MODE, (b"x-admission-tier", self._snapshot.tier_names[self._found.classification.level]), named)
+            return (_MODE, *named)
+        return (_MODE, (b"x-admission-tier", self._snapshot.tier_names[self._found.classification.level]), *named)
 
     def on_end(self, error: BaseException | None, *, is_complete: bool) -> None:
         """The app has returned, or the last byte is out. `error` is what the app raised."""

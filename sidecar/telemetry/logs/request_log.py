@@ -138,7 +138,7 @@ def _request_fields(record: RequestRecord, wait: Admitted | Refused | None) -> F
         "trace_id": None if trace is None else f"{trace.trace_id:032x}",
         "span_id": None if trace is None else f"{trace.span_id:016x}",
         "tier": None if classified is None else classified.tier,
-        "tenant": None if classified is None else classified.tenant,
+        "tenant": record.tenant,
     }
     if wait is not None and wait.queue_wait_us:
         fields |= {"queue_wait_s": wait.queue_wait_us / 1e6, "starvation_s": wait.starvation_us / 1e6}

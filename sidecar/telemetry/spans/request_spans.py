@@ -263,6 +263,8 @@ def _of_refusal(event: Refused, classified: Classified | None) -> Attributes:
     }
     if event.status is not None:
         attributes[semconv.HTTP_RESPONSE_STATUS_CODE] = event.status
+    if classified is None and event.tenant is not None:
+        attributes[semconv.ADMISSION_TENANT] = event.tenant
     if classified is not None and classified.model is not None:
         attributes[semconv.GEN_AI_REQUEST_MODEL] = classified.model  # else `engine` has it
     if _is_servers_failure(event):

@@ -1,0 +1,76 @@
+"""The request's id, as each client library reads it from answers and from refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+import pytest
+
+from tests.support.middleware import App, answer, guarding, policy, whole_body
+
+pytestmark = pytest.mark.anyio
+
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
+MESSAGE = (
+    b'{"id": "m1", "type": "message", "role": "assistant", "model": "m", "stop_reason": "end_turn", '
+    b'"stop_sequence": null, "content": [{"type": "text", "text": "hi"}], '
+    b'"usage": {"input_tokens": 1, "output_tokens": 1}}'
+)
+
+
+class Engine(App):
+    """Answers as Anthropic's API does."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        await whole_body(receive)
+        await answer(send, MESSAGE)
+
+
+class NamingEngine(Engine):
+    """Has an id of its own for each request."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def named(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (b"request-id", b"the-engines")]}
+            await send(message)
+
+        await super().__call__(scope, receive, named)
+
+
+@pytest.mark.parametrize("mode", ["enforce", "observe"])
+async def test_an_anthropic_client_reads_the_id_of_its_request(mode: str) -> None:
+    async with guarding(Engine(), policy(f"mode: {mode}\n")) as guarded:
+        url = f"http://127.0.0.1:{guarded.port}"
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="sk-acme", max_retries=0) as client:
+            made = await client.messages.with_raw_response.create(model="m", messages=MESSAGES, max_tokens=5)
+            assert made.headers["request-id"] == made.headers["x-request-id"]
+            assert (await made.parse())._request_id == made.headers["x-request-id"]
+
+
+async def test_an_anthropic_client_reads_the_id_of_a_refused_request() -> None:
+    async with guarding(Engine()) as guarded:
+        url = f"http://127.0.0.1:{guarded.port}"
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="sk-no-one", max_retries=0) as client:
+            with pytest.raises(anthropic.AuthenticationError) as refused:
+                await client.messages.create(model="m", messages=MESSAGES, max_tokens=5)
+    body: Any = refused.value.body
+    assert refused.value.request_id == refused.value.response.headers["x-request-id"] == body["request_id"]
+
+
+async def test_an_engines_own_id_of_a_message_stays() -> None:
+    async with guarding(NamingEngine()) as guarded:
+        url = f"http://127.0.0.1:{guarded.port}"
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="sk-acme", max_retries=0) as client:
+            made = await client.messages.with_raw_response.create(model="m", messages=MESSAGES, max_tokens=5)
+            assert made.headers.get_list("request-id") == ["the-engines"]
+            assert len(made.headers["x-request-id"]) == 32
+
+
+async def test_other_apis_have_no_header_of_anthropics() -> None:
+    async with guarding(Engine()) as guarded:
+        assert "request-id" not in (await guarded.ask()).headers
