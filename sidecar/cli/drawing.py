@@ -121,7 +121,7 @@ def _bar(overview: Overview, look: TerminalStyle, name: str, whole: int) -> list
 def _tiers(overview: Overview, look: TerminalStyle) -> list[str]:
     columns = _Columns.fitting(overview, look)
     title = look.cut("TIER", columns.name)
-    title += f"  {'HOLDS':>12}" if columns.holds else ""
+    title += f"  {'TOKENS / REQ':>12}" if columns.holds else ""
     title += f"  {'QUEUED':>6}  {'OLDEST':>9}  {'STARVED':>9}"
     title += f"  {'WAITS, 5 MIN':<{_SPARK}}" if columns.spark else ""
     title += "  OVERTAKEN, 5 MIN" if columns.overtaken else ""

@@ -13,10 +13,11 @@ from sidecar.apis import Api
 from sidecar.classify import Asked, Classification, Classifier, SourceAnswer
 from sidecar.cli.api_key import KEY_VARIABLE, key_given
 from sidecar.cli.output import write_json
+from sidecar.durations import policy_duration
 from sidecar.engines.base import Engine
 from sidecar.engines.registry import client_headers
 from sidecar.errors import AdmissionError, BodyTooLarge
-from sidecar.middleware.intake import longest_wait_s, refuse_background, refuse_what_is_too_much
+from sidecar.middleware.intake import longest_wait_s, refuse_background, refuse_what_is_too_much, sequences
 from sidecar.middleware.unguarded import treatment
 from sidecar.payload.decode import Payload, decode
 from sidecar.policy.compiler import Loaded, load_files
@@ -63,7 +64,13 @@ def run(args: argparse.Namespace) -> int:
         found["tenant"]["by"] += f", from {origin}"
     if args.json != "-":
         print(_text(found))
-    return 0 if write_json(args.json, found) and "error" not in found else 1
+    is_refused = "error" in found or _is_refused_everywhere(found)
+    return 0 if write_json(args.json, found) and not is_refused else 1
+
+
+def _is_refused_everywhere(found: Found) -> bool:
+    """Whether a POST to an unguarded path is refused, wherever the middleware runs."""
+    return not found["guarded"] and all(way["sending"] == "refused" for way in found["unguarded"])
 
 
 def _key(args: argparse.Namespace) -> tuple[str | None, str]:
@@ -127,7 +134,7 @@ class _Explanation:
             source["wins"] = answer.source is made.source
         self._found |= self._classification(made)
         refuse_what_is_too_much(endpoint.api, asked.payload, self._policy)
-        self._size(asked.payload, made, headers)
+        self._size(endpoint.api, asked.payload, made, headers)
         self._found["engine"] = self._engine(endpoint.api, made.level)
 
     def _tenant(self, tenant: Tenant) -> Found:
@@ -170,7 +177,7 @@ class _Explanation:
                 return f"{place}: {key}: {best}"
         return f"tenant {tenant.name}"
 
-    def _size(self, payload: Payload, made: Classification, headers: dict[bytes, bytes]) -> None:
+    def _size(self, api: Api, payload: Payload, made: Classification, headers: dict[bytes, bytes]) -> None:
         """The tokens and requests that it would hold. Raises RequestTooLarge, as the pool does."""
         tier, counter = self._policy.tiers[made.level], self._estimator.counter
         if counter is None:
@@ -179,14 +186,14 @@ class _Explanation:
             prompt = asyncio.run(self._estimator.counted_prompt_tokens(payload, counter))
         sizes = SizeLimits(self._policy)
         tokens, requests = sizes.limits(made.level)
-        sequences = payload.prompts * payload.choices
+        starts = sequences(api, payload)
         held = tokens_to_hold(payload, prompt, tier.default_output_tokens)
         if payload.unsized is not None and tokens < UNLIMITED:
             held = max(held, tokens)
         self._found["holds"] = {
             "tokens": held,
             "unsized": payload.unsized,
-            "requests": sequences,
+            "requests": starts,
             "prompt_tokens": prompt,
             "prompts": payload.prompts,
             "choices": payload.choices,
@@ -202,7 +209,7 @@ class _Explanation:
             "requests": sizes.reason(made.level, requests, tokens=False) if requests < UNLIMITED else None,
         }
         self._found["capacity_from"] = None if self._policy.engine_capacity is None else CapacitySource.ENGINE.value
-        ask = Ask(made.level, made.tenant.name, made.tenant.weight, self._found["holds"]["tokens"], sequences)
+        ask = Ask(made.level, made.tenant.name, made.tenant.weight, self._found["holds"]["tokens"], starts)
         sizes.refuse_what_never_fits(ask)
         self._found["longest_wait_s"] = longest_wait_s(headers, tier.max_wait_s)
 
@@ -290,6 +297,9 @@ def _said(source: Found) -> str:
 def _how_much(found: Found) -> list[str]:
     holds = found["holds"]
     each = f"{holds['output_tokens']:,} output" + ("" if holds["prompts"] == 1 else f" x {holds['prompts']} prompts")
+    output = f" + {each} ({holds['output_by']})" if holds["output_tokens"] else ", no output"
+    is_shared = holds["requests"] < holds["prompts"]
+    shared = "one for all inputs of an embedding" if is_shared else "one for each sequence"
     times = "" if holds["choices"] == 1 else f", x {holds['choices']} choices"
     how = (
         "by the policy's tokenizer"
@@ -297,17 +307,17 @@ def _how_much(found: Found) -> list[str]:
         else "by its size, 4 bytes a token, until the engine's usage says better"
     )
     lines = [
-        f"   {holds['tokens']:,} tokens: {holds['prompt_tokens']:,} prompt + {each} ({holds['output_by']}){times}",
+        f"   {holds['tokens']:,} tokens: {holds['prompt_tokens']:,} prompt{output}{times}",
         f"   the prompt is counted {how}"
         if holds["unsized"] is None
         else f"   {holds['unsized']} cannot be sized: it holds the most that one request may (unsized: hold)",
-        f"   {holds['requests']:,} of the pool's requests: one for each sequence",
-        f"   tier {found['tier']} accepts at most {_size_limit(found['largest'], found['largest_by'])}",
+        f"   {holds['requests']:,} of the pool's requests: {shared}",
+        f"   tier {found['tier']} accepts {_size_limit(found['largest'], found['largest_by'])}",
     ]
     if found["capacity_from"] is not None:
         lines.append("   less, where the engine says that it holds less (capacity: {from: engine})")
     if found.get("longest_wait_s") is not None:
-        lines.append(f"   it waits {found['longest_wait_s']:g} s at most; then 503 queue_timeout")
+        lines.append(f"   it waits {policy_duration(found['longest_wait_s'])} at most; then 503 queue_timeout")
     return lines
 
 
@@ -324,15 +334,13 @@ def _told(found: Found) -> list[str]:
 
 
 def _size_limit(largest: Found, by: Found) -> str:
-    tokens, requests = f"{_amount(largest['tokens'])} tokens", f"{_amount(largest['requests'])} requests"
-    if by["tokens"] == by["requests"]:
-        return f"{tokens} and {requests}: {by['tokens']}"
+    bounded = [f"{most:,} {dimension}" for dimension, most in largest.items() if most is not None]
+    unbounded = [f"any number of {dimension}" for dimension, most in largest.items() if most is None]
+    limit = ", and ".join([*unbounded, f"at most {' and '.join(bounded)}"] if bounded else unbounded)
+    if by["tokens"] == by["requests"] is not None:
+        return f"{limit}: {by['tokens']}"
     reasons = "; ".join(f"{dimension}: {reason}" for dimension, reason in by.items() if reason is not None)
-    return f"{tokens} and {requests} ({reasons})"
-
-
-def _amount(amount: int | None) -> str:
-    return "any number of" if amount is None else f"{amount:,}"
+    return f"{limit} ({reasons})" if reasons else limit
 
 
 def _bounded(amount: int) -> int | None:

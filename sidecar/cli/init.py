@@ -34,7 +34,7 @@ from sidecar.cli.arguments import server_url
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
 from sidecar.engines.base import Engine, Facts, Gauges
 from sidecar.engines.discovery import Identity
-from sidecar.engines.registry import ENGINES
+from sidecar.engines.registry import BUILT_IN, ENGINES
 from sidecar.policy.compiler import load, load_files, shipped_policies
 from sidecar.policy.fields import TenantName
 from sidecar.policy.keys import hash_line, new_key
@@ -68,7 +68,6 @@ _GIVE_REQUESTS = (
     "TensorRT-LLM: max_batch_size)"
 )
 _KEYS = (ENGINE_KEY_VARIABLE, KEY_VARIABLE)
-_ENGINES = ("vllm", "tensorrt-llm", "sglang", "dynamo", "none")
 
 
 class CannotWrite(Exception):
@@ -94,7 +93,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--tiers", type=int, choices=(3, 5), help="number of tiers (default: 5 where the engine runs enough requests)")
     add("--requests", type=_requests, metavar="N", help="requests that the engine runs at once, if it does not say")
-    add("--engine", choices=_ENGINES, help="which engine it is, if its pages do not say, or if none is running yet")
+    add(
+        "--engine",
+        choices=tuple(ENGINES),
+        help="which engine it is, if its pages do not say, or if none is running yet",
+    )
     add_key(parser, "API key of the engine, sent as `Authorization: Bearer KEY`", _KEYS)
     add("--json", metavar="FILE", help="also write what was done as JSON, - for standard output; only - has the keys")
 
@@ -276,6 +279,7 @@ def _text(args: argparse.Namespace, origin: str, figures: Mapping[str, Any]) -> 
         *_engine_first(args, figures["engine"]),
         f"  {with_key}sidecar serve --upstream {upstream} --policy {folder}",
         "      mode: observe, so every request passes; send your traffic to port 8080",
+        f"  or, in an app of your own: app.add_middleware(AdmissionMiddleware, policy={args.dir!r})",
         "  sidecar observed",
         "      what enforcing would have done",
         f"  sed -i.bak 's/^mode: observe/mode: enforce/' {shlex.quote(str(Path(args.dir, POOL_FILE)))}",
@@ -285,8 +289,8 @@ def _text(args: argparse.Namespace, origin: str, figures: Mapping[str, Any]) -> 
 
 
 def _engine_first(args: argparse.Namespace, engine: str) -> list[str]:
-    """The command for an emulated engine, where no engine is running yet."""
-    if args.upstream is not None or not ENGINES[engine].carriers:
+    """The command for an emulated engine, where no engine is running yet and one of this kind can be emulated."""
+    if args.upstream is not None or not ENGINES[engine].carriers or ENGINES[engine] not in BUILT_IN:
         return []
     own = [] if args.engine is None else [f"      or your own {engine}, on port 8000"]
     return [f"  {_emulate(engine, args.requests or EMULATED_REQUESTS)}", *own]
@@ -395,7 +399,8 @@ aging: {{promote_after: 5m, ceiling: {tiers.ceiling}}}
 default_tier: normal
 anonymous: normal    # The tier of requests without an API key; `deny` refuses them. An unknown key is always refused.
 {_sources(engine, tiers)}
-# The paths on which requests are admitted. Other paths pass only if they read, or if they are known to be harmless.
+# The paths on which requests are admitted. Before an engine, other paths pass only if they read, or are known to be
+# harmless. Mounted in an app of your own, they pass unless they may run the model.
 endpoints:
 {endpoints}
 tenants: tenants/*.yaml
@@ -409,7 +414,8 @@ def _sources(engine: type[Engine], tiers: StarterTiers) -> str:
     names = list(tiers.bodies)
     return f"""
 # Where a request's tier comes from: the first that answers wins. With `engine`, a number in a body's `priority` is
-# {engine.title}'s own, from each tier's number on, {engine.direction()} ones first. A name there is a tier's.
+# {engine.title}'s own, from each tier's number on, {engine.direction()} ones first. A name there is a tier's. In the
+# header, and in the body without `engine`, a number goes from 0 to 1, and 1 is the most important.
 sources: [engine, body, header, endpoint, key]
 engine_levels: {own_levels(engine, names, names.index("normal"))}
 """

@@ -159,6 +159,13 @@ def test_a_refusal_is_the_one_that_the_client_would_get(
     assert "wrong-key" not in printed
 
 
+def test_a_path_that_is_refused_ends_the_command_with_1(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(policy), "--path", "/foo"]) == 0, "it passes, mounted in an app"
+    (policy / "policy.yaml").write_text(POOL + "unguarded: deny\n")
+    assert main(["explain", str(policy), "--path", "/foo"]) == 1
+    assert "POST is refused: 404 not_guarded" in capsys.readouterr().out
+
+
 def test_a_body_over_the_limit_is_refused_as_at_the_sidecar(policy: Path) -> None:
     (policy / "policy.yaml").write_text("max_body: 10B\n" + POOL)
     code, found = explained(policy, "--path", "/v1/chat/completions")

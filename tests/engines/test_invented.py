@@ -159,6 +159,15 @@ async def test_explain_says_how_the_engine_gets_the_priority(installed: Path) ->
     assert explained["engine"] == {"name": "invented", "priority": 100, "headers": {HEADER: "100"}, "member": None}
 
 
+async def test_init_writes_a_policy_for_it(installed: Path) -> None:
+    written = installed / "written"
+    ended = await sidecar("init", str(written), "--engine", "invented", "--requests", "8")
+    assert ended.returncode == 0, ended.stderr
+    assert "engine: invented\n" in (written / "policy.yaml").read_text()
+    assert "sidecar emulate" not in ended.stdout, "it cannot be emulated"
+    assert (await sidecar("check", str(written))).returncode == 0
+
+
 async def test_serve_sends_the_engine_its_priority_and_no_client_does(installed: Path) -> None:
     engine = InventedServer()
     async with serving(engine.app) as upstream:
