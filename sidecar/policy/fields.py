@@ -23,7 +23,7 @@ from sidecar.engines.base import Carrier
 from sidecar.policy import units
 from sidecar.policy.keys import read_hash
 from sidecar.policy.model import Background, CapacitySource, Mode, Source, StoreLoss, Unguarded, Unsized
-from sidecar.policy.problems import printable, quoted, unknown
+from sidecar.policy.problems import printable, quoted, suggestion, unknown
 from sidecar.policy.store import EXAMPLE, SCHEMES, StoreAddress, store_address
 
 DENY = "deny"
@@ -71,7 +71,12 @@ def _tier(value: object, info: ValidationInfo) -> str:
 
 
 def _anonymous(value: object, info: ValidationInfo) -> str | None:
-    return None if value == DENY else _tier(value, info)
+    if value == DENY:
+        return None
+    name, tiers = units.text(value, "a tier, or deny", "normal"), context(info).tiers
+    if tiers and name not in tiers:
+        raise ValueError(f"{quoted(name)} is no tier; {suggestion(name, [*tiers, DENY], 'write one of')}")
+    return name
 
 
 def _new_tier(value: object) -> str:

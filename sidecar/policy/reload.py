@@ -134,7 +134,8 @@ class PolicyReloader:
     def _reject(self, problem: str) -> None:
         self.rejections += 1
         generation = self._governed.policy.generation
-        self._notice = f"the policy's files cannot be used, generation {generation} stays in force: {problem}"
+        found = "; ".join(problem.splitlines())  # one log line, whose format would write a line break as \n
+        self._notice = f"the policy's files cannot be used, generation {generation} stays in force: {found}"
         _log.error("%s", self._notice, extra={"event": "policy_rejected"})
 
     def _keep_out(self, keys: Sequence[str], generation: str | None) -> None:

@@ -226,7 +226,8 @@ class PoolFile(FileModel):
     )
     engine_levels: of.Thresholds | None = _key(
         None,
-        "From which number on a client's own engine priority counts as a tier. For the source `engine`.",
+        "From which number on a client's own engine priority counts as a tier. For the source `engine`: with it, a "
+        "number in the body's `priority` is on the engine's own scale, and not from 0 to 1.",
         {"high": 10, "normal": 5, "batch": 0},
     )
     endpoints: Annotated[dict[of.UrlPath, _EndpointBody], of.mapped("{/v1/chat/completions: {}}")] = _key(

@@ -85,10 +85,13 @@ async def test_a_broken_file_leaves_the_good_policy_in_force_and_is_said_until_i
         pool.write_text("engine: [")
         await until(says(watch, f"generation {running.generation} stays in force: {pool}:2"))
         assert (watch.rejections, process.policy) == (1, running)
+        pool.write_text("engine: vlm\ntiers: {}\n")
+        await until(says(watch, "; "))
+        assert all("\n" not in record.getMessage() for record in caplog.records), "one line each"
         pool.write_text(before)
         await until(lambda: watch.notices() == ())
         assert process.policy is running
-    assert events(caplog) == ["policy_rejected", "policy_current"]
+    assert events(caplog) == ["policy_rejected", "policy_rejected", "policy_current"]
 
 
 async def test_what_needs_a_restart_is_kept_out_whole_and_named(
