@@ -24,6 +24,7 @@ import pytest
 
 import sidecar
 from sidecar import errors
+from sidecar.cli import main
 from sidecar.policy.compiler import load
 
 ROOT = Path(__file__).parents[1]
@@ -55,8 +56,10 @@ class Answer:
         return json.loads(self.body)
 
 
-def ask(url: str, path: str, body: Mapping[str, Any], key: str, **headers: str) -> Answer:
-    sent = {"content-type": "application/json", "authorization": f"Bearer {key}", **headers}
+def ask(url: str, path: str, body: Mapping[str, Any], key: str | None, **headers: str) -> Answer:
+    sent = {"content-type": "application/json", **headers}
+    if key is not None:
+        sent["authorization"] = f"Bearer {key}"
     request = urllib.request.Request(url + path, json.dumps(body).encode(), sent)
     try:
         with urllib.request.urlopen(request, timeout=20) as response:
@@ -73,14 +76,14 @@ def documented(example: str) -> str:
 
 
 @contextmanager
-def running(example: str) -> Iterator[str]:
-    """Runs the README's command line, but for the port; gives the server's address and ends it."""
+def running(example: str, **settings: str) -> Iterator[str]:
+    """Runs the README's command line, but for the port and with settings; gives the server's address and ends it."""
     words = shlex.split(documented(example).replace("--port 8000", "--port 0"))
     variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
     with subprocess.Popen(
         [word for word in words if word.partition("=")[0] not in variables],
         cwd=ROOT,
-        env=environment() | variables,
+        env=environment() | variables | settings,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -115,6 +118,18 @@ def test_mounted_into_fastapi() -> None:
         assert ask(url, "/v1/chat/completions", body, "sk-nobody").json["error"]["code"] == "invalid_api_key"
         with urllib.request.urlopen(f"{url}/openapi.json", timeout=10) as unguarded:
             assert unguarded.headers["x-admission-tier"] is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"), [("observe", "not granted"), ("enforce", "tier normal, tenant anonymous, engine priority 0")]
+)
+def test_mounted_into_fastapi_with_the_policy_that_init_writes(tmp_path: Path, mode: str, said: str) -> None:
+    assert main(["init", str(tmp_path / "policies"), "--requests", "8"]) == 0
+    policy = tmp_path / "policies" / "policy.yaml"
+    policy.write_text(policy.read_text().replace("mode: observe", f"mode: {mode}"))
+    with running("fastapi_app", SIDECAR_POLICY=str(policy)) as url:
+        answer = ask(url, "/v1/chat/completions", {"model": "m", "max_tokens": 5, "messages": HELLO}, None)
+    assert answer.json["choices"][0]["message"]["content"] == said
 
 
 @pytest.mark.skipif("tensorrt_llm" in sys.modules, reason="with the real engine it loads a model")
