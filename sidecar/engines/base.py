@@ -246,7 +246,7 @@ class Advice:
 class AbortLatency(NamedTuple):
     """How long an engine may compute on for a request whose connection is closed: until then its room is not free.
 
-    `seconds` count from the disconnect, or, where that is false, from the end of the app's call for the request. A
+    `seconds` count from the disconnect where `is_from_disconnect` is True, and else from the end of the app's call. A
     reverse proxy closes its connection to the engine at the end of its call. An engine in this process gets the
     disconnect itself, and the app's call may end before or after the abort.
     """
@@ -261,7 +261,7 @@ class AbortLatency(NamedTuple):
 
 
 class Engine:
-    """One engine. A class of its own sets what differs from here; `name` and `routes` have no default.
+    """One engine. A class of its own sets what differs from here; `name`, `title` and `routes` have no default.
 
     Only `name` and `title` are shown to people; a policy has `name` after `engine:`.
     """
@@ -308,7 +308,7 @@ class Engine:
     """The longest that the engine computes on for a request after its connection is closed, in seconds. The default is
     that of the slowest engine that is known."""
     aborts_in_its_call: ClassVar[bool] = False
-    """Whether the engine's own app, mounted in this process, ends its call for a request after the abort only."""
+    """Whether the engine's own app, mounted in this process, ends its call for a request only after the abort."""
     default_completion_tokens: ClassVar[int | None] = None
     """Output tokens of a text completion without a maximum; None where the rest of the model's context is allowed."""
     has_ignore_eos: ClassVar[bool] = False
