@@ -18,9 +18,10 @@ UNLIMITED = 2**53 - 1
 class TierRules:
     """One tier's floor, headroom and limit, in tokens and in requests.
 
-    `limited` is False for a tier that may hold the whole pool: it is then always a candidate, even while re-registered
-    leases hold more than the pool. `preemptible` leases may be taken back, before their first byte, for a ticket of a
-    more important tier that has waited `preempt_after_us` microseconds of its own tier; None: it waits its turn.
+    `limited` says that the tier may hold less than the whole pool. Of a tier that is not limited the first ticket is
+    always a candidate, even while leases that were registered again hold more than the pool. `preemptible` leases may
+    be taken back, before their first byte, for a ticket of a more important tier that has waited `preempt_after_us`
+    microseconds of its own tier; None: it waits its turn.
     """
 
     name: str

@@ -3,18 +3,18 @@
 Rule 1 sorts tickets into four classes (`OrderClass`). Among turns the tier with the oldest latest admission comes
 first. Then, and in the other classes, the smaller precedence comes first; then the earlier arrival.
 
-`LevelOrder` is the only order today. Its precedence is the aged level. A second order is another class with the same
-methods, chosen by `order_of`, and its twin in `pools/redis/lua/ordering.lua`; no other file changes. For each ticket an
-order decides four separate things, the fields of `Candidate`:
+`LevelOrder` is the only order today, so `order_of` has nothing to choose by. Its precedence is the aged level. A second
+order is another class with the same methods, and its twin in `pools/redis/lua/ordering.lua`. `order_of` then chooses by
+a field that `PoolRules` gets for it. For each ticket an order decides four separate things, the fields of `Candidate`:
 
 - its place: `order_class`, `turn`, `precedence`, arrival and sequence, compared in this sequence;
-- `headroom_level`: rule 2 keeps the headroom of every tier more important than this level from the ticket;
-- `yields_to`: in class OTHER every tier more important than this level comes before the ticket by its level alone, so
-  rule 3 counts all that such a tier holds. An order that does not look at levels in class OTHER sets 0;
+- `headroom_level`: the ticket may not use the headroom of a tier that is more important than this level (rule 2);
+- `yields_to`: in class OTHER a tier that is more important than this level always comes before the ticket, so rule 3
+  counts everything that such a tier holds. An order that does not look at levels in class OTHER sets 0;
 - `engine_level`: the level that the engine receives as the priority of the request.
 
-An order that must see every waiting ticket, and not only the heads of the tiers, replaces `queue` of each tier with its
-own subclass of `FairQueue` when it is made.
+An order that must see every waiting ticket, and not only the heads of the tiers, has a subclass of `FairQueue`. Its
+constructor puts an object of that class into `queue` of each tier.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ class LevelOrder:
     def changes_us(self, heads: Iterable[Ticket], now_us: int) -> Iterator[int]:
         """The moments at which time alone may let one of the heads in.
 
-        That is when it reaches a whole level: it then respects one headroom less. At the ceiling it is also ordered by
-        arrival among the tickets of that level.
+        A head reaches a whole level at such a moment. From then on it may use the headroom of one tier more. A head at
+        the ceiling also has a new place: it is ordered by arrival among the tickets of that level.
         """
         unit_us, ceiling = self._promote_after_us, self._ceiling
         for head in heads:
