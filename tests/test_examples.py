@@ -121,7 +121,7 @@ def test_mounted_into_fastapi() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "said"), [("observe", "not granted"), ("enforce", "tier normal, tenant anonymous, engine priority 0")]
+    ("mode", "said"), [("observe", "not granted"), ("enforce", "tier normal, tenant anonymous, engine priority 10")]
 )
 def test_mounted_into_fastapi_with_the_policy_that_init_writes(tmp_path: Path, mode: str, said: str) -> None:
     assert main(["init", str(tmp_path / "policies"), "--requests", "8"]) == 0

@@ -22,7 +22,7 @@ from tests.support.wire import connected, exchange, post
 
 pytestmark = pytest.mark.anyio
 
-ADDED = (b"x-admission-mode: ", b"x-admission-tier: ", b"x-request-id: ")
+ADDED = (b"x-admission-mode: ", b"x-admission-tier: ", b"x-request-id: ", b"request-id: ")
 CHUNKED = (
     f"POST {CHAT} HTTP/1.1\r\nhost: sidecar\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n".encode()
     + b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (SMALL[:5], SMALL[5:], b'{"twice": 1}'))
@@ -305,7 +305,7 @@ async def test_a_defect_of_ours_is_logged_once_and_every_request_passes(
         "observed": (sidecar.sidecar, "observed"),
         "overheard": (intake.RequestIntake, "feed"),
         "usage": (usage.UsageReader, "feed"),
-        "headers": (request, "id_header"),
+        "headers": (request, "id_headers"),
         "shadows": (sidecar.sidecar.shadows, "follow"),
         "settled": (sidecar.sidecar.estimator, "learn"),
     }
