@@ -86,7 +86,7 @@ async def test_a_broken_file_leaves_the_good_policy_in_force_and_is_said_until_i
         await until(says(watch, f"generation {running.generation} stays in force: {pool}:2"))
         assert (watch.rejections, process.policy) == (1, running)
         pool.write_text("engine: vlm\ntiers: {}\n")
-        await until(says(watch, "; "))
+        await until(says(watch, f"; {pool}:2: tiers: "))
         assert all("\n" not in record.getMessage() for record in caplog.records), "one line each"
         pool.write_text(before)
         await until(lambda: watch.notices() == ())
