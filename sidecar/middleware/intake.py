@@ -40,6 +40,7 @@ MAX_WAIT_HEADER = b"x-admission-max-wait"
 ATTEMPT_HEADER = b"x-stainless-retry-count"
 """Header of OpenAI's and Anthropic's clients: how often the client has tried this request before."""
 _END_BYTES = 2048
+_EMBEDDINGS = Api.EMBEDDINGS  # looked up once: an enumeration's attribute costs as much as a call
 _SHOWN_BYTES = 20
 """Of a header's value that is quoted in an error."""
 _LONGEST_LENGTH = 18
@@ -213,7 +214,7 @@ def sequences(api: Api, payload: Payload) -> int:
     All inputs of an embedding count as one. An input takes no place in the engine's batch for longer than its own
     prompt, and inputs beyond the batch queue inside the engine. Their tokens count in full.
     """
-    return 1 if api is Api.EMBEDDINGS else payload.prompts * payload.choices
+    return 1 if api is _EMBEDDINGS else payload.prompts * payload.choices
 
 
 async def count_tokens(request: SizedRequest, snapshot: PolicySnapshot) -> None:

@@ -23,6 +23,7 @@ ADMISSION_ID = b"x-admission-id"
 ANTHROPIC_ID = b"request-id"
 """Header that Anthropic's clients read the request's id from."""
 
+_MESSAGES = Api.MESSAGES  # looked up once: an enumeration's attribute costs as much as a call
 _is_valid_id = re.compile(rb"[\x21-\x7e]{1,128}").fullmatch
 _NO_WAIT = ((b"x-admission-wait-ms", b"0"), (b"server-timing", b"admission;dur=0.0"))
 
@@ -37,7 +38,7 @@ def request_id(headers: Mapping[bytes, bytes]) -> str:
 
 def id_headers(request_id: str, headers: Headers, api: Api) -> list[tuple[bytes, bytes]]:
     """The headers with the request's id, for a response of `api` that has `headers` already."""
-    has_id, has_anthropic_id = False, api is not Api.MESSAGES
+    has_id, has_anthropic_id = False, api is not _MESSAGES
     for name, _ in headers:
         if name == REQUEST_ID:
             has_id = True
