@@ -13,7 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from sidecar.cli.arguments import NoPolicy, duration_s, policy_path, port, server_url
+from sidecar.cli.arguments import CLIENTS_PORT, NoPolicy, duration_s, policy_path, port, server_url
 from sidecar.policy import POLICY_VARIABLE
 from sidecar.telemetry.logs.setup import FORMATTERS, LEVELS, log_settings, own_logging
 
@@ -35,7 +35,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     policy_help = f"policy.yaml, or the folder it is in (default {POLICY_VARIABLE})"
     parser.add_argument("--policy", metavar="PATH", help=policy_help)
     parser.add_argument("--host", default="127.0.0.1", help="address to serve clients on (default %(default)s)")
-    parser.add_argument("--port", type=port, default=8080, help="port for clients, 0 for any (default %(default)s)")
+    parser.add_argument(
+        "--port", type=port, default=CLIENTS_PORT, help="port for clients, 0 for any (default %(default)s)"
+    )
     parser.add_argument(
         "--admin-host",
         default="127.0.0.1",
@@ -125,6 +127,7 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
                 drain=lambda: _drain(controller, args.grace),
                 drained=controller.drained,
                 reload=middleware.observability.reload,
+                upstream=args.upstream,
                 grace_s=args.grace,
                 announce=_announce_and_log if announces_twice else _announce,
             )
