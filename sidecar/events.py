@@ -268,13 +268,16 @@ class UnguardedRequest(msgspec.Struct, frozen=True, gc=False):
     """A request on a path that the policy does not guard, other than one that only reads.
 
     `route` is a known path or a route's template, never what a client made up. `code` and `message` are those of the
-    refusal, None where there is none; with `is_refused` false it passed all the same, in `mode: observe`.
+    refusal, None where there is none; with `is_refused` false it passed all the same, in `mode: observe`. `request_id`
+    is the id in the response of a refused request, None of another.
     """
 
     route: str
     is_refused: bool
     code: str | None = None
     message: str | None = None
+    status: int | None = None
+    request_id: str | None = None
 
 
 UnguardedObserver = Callable[[UnguardedRequest], None]

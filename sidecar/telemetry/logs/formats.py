@@ -16,6 +16,7 @@ FIELDS = (
     "request_id",
     "trace_id",
     "span_id",
+    "route",
     "pool",
     "tier",
     "tenant",
