@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -134,6 +135,8 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
         )
     except (server.CannotServe, TelemetryError, ValueError) as error:
         return error
+    # The next Ctrl-C ends the process as SIGTERM does: at once, without the traceback of a KeyboardInterrupt.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_telemetry()
     _log.info("stopped", extra={"event": "stopped"})
     return None
