@@ -92,7 +92,8 @@ class Admitted(msgspec.Struct, frozen=True, gc=False):
     `served_ahead` counts, by tier, the tokens admitted while it waited; `level` is its aged level in whole levels;
     `engine_priority` was sent to the engine, None where nothing was forwarded. `passed` has those it overtook: of
     every other tier whose first in line had come before it, by which rule it went first all the same: `always_first`,
-    `reserve`, `reserve_turn`, `level`, `limit` or `passed_over` (`scheduling.Rule` says what each means).
+    `reserve`, `reserve_turn`, `level`, `limit` or `passed_over` (`scheduling.Rule` says what each means). `is_dry_run`
+    says that it passed without a lease, in `mode: observe`.
     """
 
     at_us: int
@@ -103,6 +104,7 @@ class Admitted(msgspec.Struct, frozen=True, gc=False):
     level: int
     engine_priority: int | float | None
     passed: Mapping[str, str] = {}
+    is_dry_run: bool = False
 
 
 class Preempted(msgspec.Struct, frozen=True, gc=False):
@@ -181,7 +183,8 @@ class Observed(msgspec.Struct, frozen=True, gc=False):
     `code` is the refusal's; `client_left` where the client would have disconnected before it was admitted; why it is
     unknown where it is; None where it would have been admitted. `tier` and `tenant` are None where the request would
     have been refused before they were known. The waiting figures are those of `Admitted`. `received_us` is when the
-    request came, on the same clock as `at_us`.
+    request came, on the same clock as `at_us`. `path` is the endpoint's in the policy, `client` the address from which
+    the connection came.
     """
 
     at_us: int
@@ -195,6 +198,8 @@ class Observed(msgspec.Struct, frozen=True, gc=False):
     starvation_us: int = 0
     served_ahead: Mapping[str, int] = {}
     received_us: int = 0
+    path: str | None = None
+    client: str | None = None
 
 
 class ShadowHolds(msgspec.Struct):

@@ -61,7 +61,7 @@ def steps(story: Explanation, clock: Clock = calendar_time) -> Iterator[Step]:
 def _who(story: Explanation) -> Iterator[Step]:
     asked = story.asked
     if asked is None:
-        yield Step("asked by", "not known: refused before the key was read" if story.refused else "not known yet")
+        yield Step("asked by", _unknown_tenant(story))
         return
     clamped = f"; {asked.clamped_from} was asked for, which is more than it may have" if asked.clamped_from else ""
     lowered = (
@@ -72,6 +72,12 @@ def _who(story: Explanation) -> Iterator[Step]:
     model = "" if asked.model is None else f" of {asked.model}"
     kind = f"{asked.api}{model}, {'streamed' if asked.stream else 'not streamed'}"
     yield Step("holds", f"{counted(asked.tokens, 'token')} and {counted(asked.requests, 'sequence')} ({kind})")
+
+
+def _unknown_tenant(story: Explanation) -> str:
+    if story.dry_run is not None:
+        return "not known: enforcing would have refused it before its tier was known"
+    return "not known: refused before the key was read" if story.refused else "not known yet"
 
 
 _SOURCES = {

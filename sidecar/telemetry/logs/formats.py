@@ -17,6 +17,7 @@ FIELDS = (
     "trace_id",
     "span_id",
     "route",
+    "client",
     "pool",
     "tier",
     "tenant",
