@@ -53,7 +53,9 @@ def _enforcing(dry_run: DryRunDetails, story: Explanation) -> str:
     waited = f"after a wait of {exact_duration(dry_run.queue_wait_s)}{starved}" if dry_run.queue_wait_s else "at once"
     match dry_run.verdict:
         case None:
-            return f"enforcing would not have admitted it {'yet' if story.ended is None else 'before it ended'}"
+            if story.ended is not None:
+                return "enforcing had not decided when it ended"
+            return "enforcing would not have admitted it yet"
         case Verdict.ADMITTED.value:
             return f"enforcing would have admitted it {waited}"
         case Verdict.REFUSED.value:

@@ -296,7 +296,9 @@ async def test_observing_one_that_would_have_been_refused_or_would_have_waited_i
     app = App()
     async with explained(app, policy(POLICY + "mode: observe\n")) as sidecar:
         await (await sidecar.send("normal", "quick"))
-        assert await conclusion(sidecar, "quick") == f"{PASSED}enforcing would have admitted it at once"
+        # An answer that takes no time may end before the shadow request is decided on.
+        said = ("enforcing would have admitted it at once", "enforcing had not decided when it ended")
+        assert (await conclusion(sidecar, "quick")).removeprefix(PASSED) in said
         await sidecar.ask(None, "x-priority: urgent", "x-request-id: wrong")
         assert await conclusion(sidecar, "wrong") == f"{PASSED}enforcing would have refused it at once: unknown_tier"
         assert "would have refused it before" in text(await sidecar.story("wrong"))
