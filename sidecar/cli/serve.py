@@ -19,6 +19,8 @@ from sidecar.policy import POLICY_VARIABLE
 from sidecar.telemetry.logs.setup import FORMATTERS, LEVELS, log_settings, own_logging
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sidecar.middleware.controller import AdmissionController
 
 _log = logging.getLogger("sidecar.serve")
@@ -135,11 +137,15 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
         )
     except (server.CannotServe, TelemetryError, ValueError) as error:
         return error
+    _end(end_telemetry)
+    return None
+
+
+def _end(end_telemetry: Callable[[], None]) -> None:
     # The next Ctrl-C ends the process as SIGTERM does: at once, without the traceback of a KeyboardInterrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_telemetry()
     _log.info("stopped", extra={"event": "stopped"})
-    return None
 
 
 def _drain(controller: AdmissionController, grace_s: float) -> None:
