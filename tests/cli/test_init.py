@@ -50,11 +50,11 @@ def files_of(folder: Path) -> dict[str, str]:
 
 
 def check(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """What `sidecar check` says, without a mistake and without a warning."""
+    """What `sidecar check` says, without a mistake, and without a warning but that of an engine that says no number."""
     capsys.readouterr()
     assert main(["check", str(folder), "--json", "-"]) == 0
     checked: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert checked["warnings"] == []
+    assert [one for one in checked["warnings"] if "until it is seen to be full" not in one["message"]] == []
     return checked
 
 
