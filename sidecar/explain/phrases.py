@@ -111,6 +111,10 @@ def _reason(in_the_way: ObstacleDetails | None, wait: WaitDetails) -> str:
         return f"{unseen or 'others'} went ahead, {wait.unseen[0].where}" if wait.unseen else "others went ahead"
     came_first = sum(group.requests for group in wait.groups)
     way = "there was no room" if in_the_way is None else in_the_way.explanation
+    tokens = sum(each.tokens for each in wait.unseen)
+    if tokens:  # `unseen` has one place for all its tiers
+        seen = f"{counted(came_first, 'request')} known here and " if came_first else ""
+        return f"{way}; no request overtook it; {seen}{tokens:,} tokens went first, {wait.unseen[0].where}"
     if came_first:
         return f"{way}; no request overtook it, {counted(came_first, 'request')} that had come earlier went first"
     return f"{way}; no request went ahead of it"

@@ -21,8 +21,8 @@ from sidecar.admin.routes import story_routes
 from sidecar.cli.explain_request import text
 from sidecar.events import Admitted, Classified, Event, Obstacle, Queued, Received
 from sidecar.explain import phrases
-from sidecar.explain.builder import ExplanationBuilder
-from sidecar.explain.document import DryRunDetails, Explanation
+from sidecar.explain.builder import OTHER_REPLICAS, ExplanationBuilder
+from sidecar.explain.document import AheadGroup, DryRunDetails, Explanation, UnknownAhead, WaitDetails
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
@@ -316,6 +316,16 @@ def test_what_enforcing_would_have_done_has_a_sentence_for_every_verdict() -> No
     assert said(DryRunDetails("refused", "queue_timeout", 3.0)) == late
     assert "would have disconnected" in said(DryRunDetails("abandoned", "client_left"))
     assert said(DryRunDetails("unknown", "stopped")).endswith("is not known: stopped")
+
+
+def test_the_sentence_counts_what_other_replicas_admitted_first() -> None:
+    group = AheadGroup("high", False, "turn", "it came earlier", 3, 300)
+    wait = WaitDetails(1.0, 0.0, None, None, [group], [UnknownAhead("high", 3126, OTHER_REPLICAS)], [])
+    story = Explanation("id", "", "running", "lab", 0.0, "POST", "/v1/completions", 0.0, wait=wait)
+    assert phrases.conclusion(story) == (
+        "waited 1.00 s: there was no room; no request overtook it; 3 requests known here and 3,126 tokens went first, "
+        "admitted by other replicas of the pool"
+    )
 
 
 async def conclusion(sidecar: Explained, request_id: str) -> str:
