@@ -201,6 +201,15 @@ class EngineTimeout(AdmissionError):
     kind = "server_error"
 
 
+class LoopDetected(AdmissionError):
+    """The request came back to the sidecar whose proxy had sent it: the proxy's address leads to itself."""
+
+    status = 508
+    code = "loop_detected"
+    kind = "server_error"
+    never_fits = True
+
+
 class Unavailable(AdmissionError):
     """The pool's doing: the same request may well succeed later."""
 

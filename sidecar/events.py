@@ -92,7 +92,8 @@ class Admitted(msgspec.Struct, frozen=True, gc=False):
     `served_ahead` counts, by tier, the tokens admitted while it waited; `level` is its aged level in whole levels;
     `engine_priority` was sent to the engine, None where nothing was forwarded. `passed` has those it overtook: of
     every other tier whose first in line had come before it, by which rule it went first all the same: `always_first`,
-    `reserve`, `reserve_turn`, `level`, `limit` or `passed_over` (`scheduling.Rule` says what each means).
+    `reserve`, `reserve_turn`, `level`, `limit` or `passed_over` (`scheduling.Rule` says what each means). `is_dry_run`
+    says that it passed without a lease, in `mode: observe`.
     """
 
     at_us: int
@@ -103,6 +104,7 @@ class Admitted(msgspec.Struct, frozen=True, gc=False):
     level: int
     engine_priority: int | float | None
     passed: Mapping[str, str] = {}
+    is_dry_run: bool = False
 
 
 class Preempted(msgspec.Struct, frozen=True, gc=False):
@@ -182,7 +184,8 @@ class Observed(msgspec.Struct, frozen=True, gc=False):
     `code` is the refusal's; `client_left` where the client would have disconnected before it was admitted; why it is
     unknown where it is; None where it would have been admitted. `tier` and `tenant` are None where the request would
     have been refused before they were known. The waiting figures are those of `Admitted`. `received_us` is when the
-    request came, on the same clock as `at_us`.
+    request came, on the same clock as `at_us`. `path` is the endpoint's in the policy, `client` the address from which
+    the connection came.
     """
 
     at_us: int
@@ -196,6 +199,8 @@ class Observed(msgspec.Struct, frozen=True, gc=False):
     starvation_us: int = 0
     served_ahead: Mapping[str, int] = {}
     received_us: int = 0
+    path: str | None = None
+    client: str | None = None
 
 
 class ShadowHolds(msgspec.Struct):
@@ -269,13 +274,16 @@ class UnguardedRequest(msgspec.Struct, frozen=True, gc=False):
     """A request on a path that the policy does not guard, other than one that only reads.
 
     `route` is a known path or a route's template, never what a client made up. `code` and `message` are those of the
-    refusal, None where there is none; with `is_refused` false it passed all the same, in `mode: observe`.
+    refusal, None where there is none; with `is_refused` false it passed all the same, in `mode: observe`. `request_id`
+    is the id in the response of a refused request, None of another.
     """
 
     route: str
     is_refused: bool
     code: str | None = None
     message: str | None = None
+    status: int | None = None
+    request_id: str | None = None
 
 
 UnguardedObserver = Callable[[UnguardedRequest], None]

@@ -19,7 +19,7 @@ from sidecar.durations import policy_duration
 from sidecar.policy import fields as of
 from sidecar.policy.compiler import Loaded, load_files
 from sidecar.policy.model import CapacitySource, Limits, Mode, Policy, Tenant
-from sidecar.policy.problems import PolicyError, Problem
+from sidecar.policy.problems import PolicyError, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_certain_request, largest_request
 from sidecar.policy.warnings import NOMINAL, warnings
 from sidecar.pools.limits import SizeLimits
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n{count} mistake{'s' * (count != 1)}; the policy cannot be used", file=sys.stderr)
         write_json(args.json, {"ok": False, "errors": _listed(refused.problems)})
         return 1
-    found = warnings(loaded.policy, loaded.place)
+    found = (*warnings(loaded.policy, loaded.place), *_unbounded(loaded))
     if args.json != "-":
         print(_summary(loaded, found))
     return 0 if write_json(args.json, _figures(loaded, found)) else 1
@@ -63,6 +63,19 @@ def _listed(problems: tuple[Problem, ...]) -> list[dict[str, Any]]:
         }
         for problem in problems
     ]
+
+
+def _unbounded(loaded: Loaded) -> Iterator[Problem]:
+    """A pool whose requests the engine should bound, and does not. Mounted in the engine it does."""
+    policy, path = loaded.policy, ("capacity",)
+    if policy.engine_capacity is None or policy.rules.requests < UNLIMITED or policy.engine.reports_max_running:
+        return
+    yield Problem(
+        dotted(path),
+        f"{policy.engine.title} does not tell `sidecar serve` how many requests it runs at once: nothing bounds them "
+        "until it is seen to be full; write the number, such as {from: engine, requests: 160}",
+        loaded.place(path),
+    )
 
 
 def _figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:

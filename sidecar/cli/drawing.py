@@ -72,9 +72,12 @@ def _head(overview: Overview, look: TerminalStyle) -> list[str]:
     color = _RED if overview.starving or overview.lacks_engine else _GREEN
     lines = [look.paint(first, _DIM)]
     lines += [look.paint(line, _BOLD, color) for line in wrapped(overview.headline, look.width)]
-    return lines + [
-        look.paint(line, "33") for notice in overview.notices for line in wrapped(f"! {notice}", look.width)
-    ]
+    return lines + [look.paint(line, "33") for notice in overview.notices for line in _notice(notice, look)]
+
+
+def _notice(notice: str, look: TerminalStyle) -> list[str]:
+    """A notice of several mistakes has a line for each."""
+    return [line for part in f"! {notice}".splitlines() for line in wrapped(part, look.width)]
 
 
 def _store(overview: Overview, state: str) -> str:
@@ -85,7 +88,7 @@ def _store(overview: Overview, state: str) -> str:
 def wrapped(text: str, width: int) -> list[str]:
     """Text in lines of at most that width, broken between words where it can be."""
     lines = [""]
-    for word in printable(text).split():
+    for word in map(printable, text.split()):
         if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".lstrip()

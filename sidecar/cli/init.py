@@ -15,6 +15,7 @@ import asyncio
 import os
 import re
 import shlex
+import socket
 import sys
 import tempfile
 import textwrap
@@ -23,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import yaml
@@ -30,7 +32,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sidecar.apis import infer_api
 from sidecar.cli.api_key import KEY_VARIABLE, add_key, key_given
-from sidecar.cli.arguments import server_url
+from sidecar.cli.arguments import CLIENTS_PORT, server_url
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
 from sidecar.engines.base import Engine, Facts, Gauges
 from sidecar.engines.discovery import Identity
@@ -67,6 +69,11 @@ _GIVE_REQUESTS = (
     "give the second with --requests N (vLLM: --max-num-seqs, SGLang: --max-running-requests, "
     "TensorRT-LLM: max_batch_size)"
 )
+_BEFORE_A_SIDECAR = (
+    "  WARNING: a sidecar answers there. A second one before it admits every request twice: give --upstream the "
+    "address of the engine"
+)
+_PORTS_TRIED = 20
 _KEYS = (ENGINE_KEY_VARIABLE, KEY_VARIABLE)
 
 
@@ -133,18 +140,19 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
     """Reads the engine, writes the files and prints what was done. Returns the same as figures."""
     folder = Path(args.dir)
     _refuse_existing(folder, [POOL_FILE])  # before anything is asked of the engine
-    read = asyncio.run(_read(args)) if args.upstream else _unasked(args)
+    read, is_sidecar = asyncio.run(_read(args)) if args.upstream else (_unasked(args), False)
     given = args.requests or (None if args.upstream else EMULATED_REQUESTS)
     at_once = given or read.gauges.max_running
     capacity = _capacity(read, given)
     tiers = tiers_for(args.tiers, at_once)
     by_tenant = tier_by_tenant(args.tenants, tiers.bodies)
     keys = {name: new_key() for name in by_tenant}
-    origin = _origin(args, read, at_once)
+    origin = _origin(args, read, at_once, is_sidecar=is_sidecar)
     files = {f"{TENANTS}/{name}.yaml": tenant_file(name, tier, keys[name]) for name, tier in by_tenant.items()}
     files[POOL_FILE] = pool_file(origin, read.engine, capacity, tiers)
     figures = {
         "engine": read.engine.name,
+        "is_sidecar": is_sidecar,
         "capacity": {"yaml": capacity.yaml, "reason": capacity.reason},
         "tiers": {"names": list(tiers.bodies), "reason": tiers.reason},
         "files": write_files(folder, files, _check),
@@ -155,15 +163,16 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-async def _read(args: argparse.Namespace) -> Survey:
-    """The engine's pages, without a figure that no engine has. Raises CannotLook."""
+async def _read(args: argparse.Namespace) -> tuple[Survey, bool]:
+    """The engine's pages, without a figure that no engine has; and whether a sidecar answers. Raises CannotLook."""
     key, _ = key_given(args.key, args.key_file, variables=_KEYS)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     async with aiohttp.ClientSession() as session:
         pages = HttpPages(session, args.upstream, headers)
         read = await survey(pages, None if args.engine is None else ENGINES[args.engine])
     is_believable = (read.gauges.max_running or 0) <= MOST_REQUESTS
-    return read if is_believable else replace(read, gauges=replace(read.gauges, max_running=None))
+    believed = read if is_believable else replace(read, gauges=replace(read.gauges, max_running=None))
+    return believed, pages.is_sidecar
 
 
 def _unasked(args: argparse.Namespace) -> Survey:
@@ -174,14 +183,15 @@ def _unasked(args: argparse.Namespace) -> Survey:
     return Survey(Identity(engine, "the command line", None), engine, Facts(), Gauges())
 
 
-def _origin(args: argparse.Namespace, read: Survey, at_once: int | None) -> str:
+def _origin(args: argparse.Namespace, read: Survey, at_once: int | None, *, is_sidecar: bool) -> str:
     """What the policy is written for, printable, whatever the engine's pages hold."""
     if args.upstream is None and args.engine is None:
         return f"an emulated engine: {_emulate(read.engine.name, at_once)}"
     if args.upstream is None:
         assumed = "" if args.requests else ", which --requests N changes"
         return f"{read.engine.name} with {at_once} requests at once{assumed}; no engine was asked"
-    return f"{printable(read.name)} at {printable(args.upstream, 200)}"
+    name, upstream = printable(read.name), printable(args.upstream, 200)
+    return f"{name} after an admission sidecar at {upstream}" if is_sidecar else f"{name} at {upstream}"
 
 
 def _emulate(engine: str, at_once: int | None) -> str:
@@ -263,9 +273,12 @@ def _check(folder: Path) -> None:
 def _text(args: argparse.Namespace, origin: str, figures: Mapping[str, Any]) -> str:
     width = max(map(len, args.tenants))
     upstream, folder = shlex.quote(args.upstream or "http://127.0.0.1:8000"), shlex.quote(args.dir)
+    port = _port_for_clients(args.upstream)
+    with_port = "" if port == CLIENTS_PORT else f" --port {port}"
     with_key = "SIDECAR_ENGINE_KEY=... " if args.key or args.key_file else ""
     lines = [
         f"a policy for {origin}",
+        *([_BEFORE_A_SIDECAR] if figures["is_sidecar"] else []),
         f"  {figures['capacity']['yaml']}",
         f"    {figures['capacity']['reason']}",
         f"  tiers: {', '.join(figures['tiers']['names'])}",
@@ -277,8 +290,8 @@ def _text(args: argparse.Namespace, origin: str, figures: Mapping[str, Any]) -> 
         "",
         "next",
         *_engine_first(args, figures["engine"]),
-        f"  {with_key}sidecar serve --upstream {upstream} --policy {folder}",
-        "      mode: observe, so every request passes; send your traffic to port 8080",
+        f"  {with_key}sidecar serve --upstream {upstream} --policy {folder}{with_port}",
+        f"      mode: observe, so every request passes; send your traffic to port {port}",
         f"  or, in an app of your own: app.add_middleware(AdmissionMiddleware, policy={args.dir!r})",
         "  sidecar observed",
         "      what enforcing would have done",
@@ -286,6 +299,23 @@ def _text(args: argparse.Namespace, origin: str, figures: Mapping[str, Any]) -> 
         "      enforces it; the running sidecar follows within a second",
     ]
     return "\n".join(lines)
+
+
+def _port_for_clients(upstream: str | None) -> int:
+    """The first port from `sidecar serve`'s own that no one listens on here, and that is not the upstream's."""
+    taken = None if upstream is None else urlsplit(upstream).port
+    ports = range(CLIENTS_PORT, CLIENTS_PORT + _PORTS_TRIED)
+    return next((port for port in ports if port != taken and _is_free(port)), CLIENTS_PORT)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def _engine_first(args: argparse.Namespace, engine: str) -> list[str]:

@@ -10,14 +10,17 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING
 
-from sidecar.cli.arguments import NoPolicy, duration_s, policy_path, port, server_url
+from sidecar.cli.arguments import CLIENTS_PORT, NoPolicy, duration_s, policy_path, port, server_url
 from sidecar.policy import POLICY_VARIABLE
 from sidecar.telemetry.logs.setup import FORMATTERS, LEVELS, log_settings, own_logging
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sidecar.middleware.controller import AdmissionController
 
 _log = logging.getLogger("sidecar.serve")
@@ -35,7 +38,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     policy_help = f"policy.yaml, or the folder it is in (default {POLICY_VARIABLE})"
     parser.add_argument("--policy", metavar="PATH", help=policy_help)
     parser.add_argument("--host", default="127.0.0.1", help="address to serve clients on (default %(default)s)")
-    parser.add_argument("--port", type=port, default=8080, help="port for clients, 0 for any (default %(default)s)")
+    parser.add_argument(
+        "--port", type=port, default=CLIENTS_PORT, help="port for clients, 0 for any (default %(default)s)"
+    )
     parser.add_argument(
         "--admin-host",
         default="127.0.0.1",
@@ -125,15 +130,22 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
                 drain=lambda: _drain(controller, args.grace),
                 drained=controller.drained,
                 reload=middleware.observability.reload,
+                upstream=args.upstream,
                 grace_s=args.grace,
                 announce=_announce_and_log if announces_twice else _announce,
             )
         )
     except (server.CannotServe, TelemetryError, ValueError) as error:
         return error
+    _end(end_telemetry)
+    return None
+
+
+def _end(end_telemetry: Callable[[], None]) -> None:
+    # The next Ctrl-C ends the process as SIGTERM does: at once, without the traceback of a KeyboardInterrupt.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_telemetry()
     _log.info("stopped", extra={"event": "stopped"})
-    return None
 
 
 def _drain(controller: AdmissionController, grace_s: float) -> None:

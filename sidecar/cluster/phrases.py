@@ -91,7 +91,10 @@ def engine_headline(replicas: Sequence[ReplicaView], waiting: int, mode: Mode) -
 
 def said_of(mode: Mode, sentence: str) -> str:
     """The sentence for that mode: in `observe`, it is about the requests that would be held."""
-    return f"No request is held (mode: observe). If they were: {sentence}" if mode is Mode.OBSERVE else sentence
+    if mode is not Mode.OBSERVE:
+        return sentence
+    rest = f"no {sentence[3:]}" if sentence.startswith("No ") else sentence
+    return f"No request is held (mode: observe). If they were: {rest}"
 
 
 def _starves(tier: TierView) -> str:

@@ -296,6 +296,8 @@ class Engine:
     `header` is one without being named here."""
     untrusted_members: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Body members besides `priority` that the engine takes a priority from: clients may not send them."""
+    reports_max_running: ClassVar[bool] = True
+    """Whether a server of this engine, asked over a network, says how many requests it runs at once."""
     other_member: ClassVar[tuple[str, ...] | None] = None
     """The body member that `sidecar doctor` tries besides the carriers."""
     invalid_header: ClassVar[str | None] = None

@@ -49,6 +49,7 @@ class Vllm(base.Engine):
     """As OpenAI's API has it (`CompletionRequest.max_tokens`)."""
     has_ignore_eos = True
 
+    reports_max_running = False  # its settings are shown to a middleware mounted in it, or in its development mode
     routes = base.Routes(
         generating={
             **base.OPENAI,

@@ -13,6 +13,7 @@ from sidecar.explain.document import (
     AdmittedAhead,
     AheadGroup,
     AttemptDetails,
+    DryRunDetails,
     Ending,
     Explanation,
     FirstByteDetails,
@@ -79,6 +80,7 @@ class ExplanationBuilder:
             else FirstByteDetails(record.wall_s(record.first_byte.at_us), record.first_byte.status),
             ended=_ended(record),
             refused=_turned_away(record),
+            dry_run=_dry_run(record),
         )
         return msgspec.structs.replace(story, conclusion=conclusion(story))
 
@@ -226,6 +228,14 @@ def _ended(record: RequestRecord) -> Ending | None:
         output_tokens=settled.output_tokens,
         error=settled.error,
     )
+
+
+def _dry_run(record: RequestRecord) -> DryRunDetails | None:
+    observed = record.observed
+    if observed is None:
+        return DryRunDetails() if record.admitted is not None and record.admitted.is_dry_run else None
+    wait_s, starvation_s = observed.queue_wait_us / 1e6, observed.starvation_us / 1e6
+    return DryRunDetails(observed.verdict.value, observed.code, wait_s, starvation_s)
 
 
 def _turned_away(record: RequestRecord) -> RefusalDetails | None:

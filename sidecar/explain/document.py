@@ -139,6 +139,18 @@ class RefusalDetails(msgspec.Struct, frozen=True):
     tenant: str | None = None
 
 
+class DryRunDetails(msgspec.Struct, frozen=True):
+    """It passed in `mode: observe`. What enforcing would have done; `verdict` is None where that is not known yet.
+
+    `code` is the refusal's, or says why the verdict is unknown.
+    """
+
+    verdict: str | None = None
+    code: str | None = None
+    queue_wait_s: float = 0.0
+    starvation_s: float = 0.0
+
+
 class Explanation(msgspec.Struct, frozen=True):
     """Everything that is known of a request at `told_at_s`.
 
@@ -166,3 +178,4 @@ class Explanation(msgspec.Struct, frozen=True):
     answered: FirstByteDetails | None = None
     ended: Ending | None = None
     refused: RefusalDetails | None = None
+    dry_run: DryRunDetails | None = None

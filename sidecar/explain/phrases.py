@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sidecar.durations import exact_duration
-from sidecar.events import Admitted, Classified, Outcome
+from sidecar.events import Admitted, Classified, Outcome, Verdict
 from sidecar.explain.document import (
     AheadGroup,
     AttemptDetails,
+    DryRunDetails,
     Ending,
     Explanation,
     ObstacleDetails,
@@ -37,11 +38,32 @@ def _waited(story: Explanation) -> str:
 
 
 def _without_wait(story: Explanation) -> str:
+    if story.dry_run is not None:
+        return f"passed at once (mode: observe); {_enforcing(story.dry_run, story)}"
     if story.refused is not None:
         return _turned_away(story.refused, at_once=True)
     if story.state == "arriving":
         return "is being read" if story.asked is None else "is being taken in"
     return "admitted at once, without a wait"
+
+
+def _enforcing(dry_run: DryRunDetails, story: Explanation) -> str:
+    """What enforcing would have done to a request that passed."""
+    starved = f", of which {exact_duration(dry_run.starvation_s)} starved" if dry_run.starvation_s else ""
+    waited = f"after a wait of {exact_duration(dry_run.queue_wait_s)}{starved}" if dry_run.queue_wait_s else "at once"
+    match dry_run.verdict:
+        case None:
+            if story.ended is not None:
+                return "enforcing had not decided when it ended"
+            return "enforcing would not have admitted it yet"
+        case Verdict.ADMITTED.value:
+            return f"enforcing would have admitted it {waited}"
+        case Verdict.REFUSED.value:
+            return f"enforcing would have refused it {waited}: {dry_run.code}"
+        case Verdict.ABANDONED.value:
+            return "enforcing, its client would have disconnected before it was admitted"
+        case _:
+            return f"what enforcing would have done is not known: {dry_run.code}"
 
 
 def _preempted(story: Explanation) -> str:
@@ -89,6 +111,10 @@ def _reason(in_the_way: ObstacleDetails | None, wait: WaitDetails) -> str:
         return f"{unseen or 'others'} went ahead, {wait.unseen[0].where}" if wait.unseen else "others went ahead"
     came_first = sum(group.requests for group in wait.groups)
     way = "there was no room" if in_the_way is None else in_the_way.explanation
+    tokens = sum(each.tokens for each in wait.unseen)
+    if tokens:  # `unseen` has one place for all its tiers
+        seen = f"{counted(came_first, 'request')} known here and " if came_first else ""
+        return f"{way}; no request overtook it; {seen}{tokens:,} tokens went first, {wait.unseen[0].where}"
     if came_first:
         return f"{way}; no request overtook it, {counted(came_first, 'request')} that had come earlier went first"
     return f"{way}; no request went ahead of it"

@@ -59,14 +59,9 @@ def steps(story: Explanation, clock: Clock = calendar_time) -> Iterator[Step]:
 
 
 def _who(story: Explanation) -> Iterator[Step]:
-    asked, refused = story.asked, story.refused
+    asked = story.asked
     if asked is None:
-        if refused is None:
-            yield Step("asked by", "not known yet")
-        elif refused.tenant is None:
-            yield Step("asked by", "not known: it ended before its key was known")
-        else:
-            yield Step("asked by", f"tenant {refused.tenant}; it ended before it had a tier")
+        yield Step("asked by", _asker_before_tier(story))
         return
     clamped = f"; {asked.clamped_from} was asked for, which is more than it may have" if asked.clamped_from else ""
     lowered = (
@@ -77,6 +72,18 @@ def _who(story: Explanation) -> Iterator[Step]:
     model = "" if asked.model is None else f" of {asked.model}"
     kind = f"{asked.api}{model}, {'streamed' if asked.stream else 'not streamed'}"
     yield Step("holds", f"{counted(asked.tokens, 'token')} and {counted(asked.requests, 'sequence')} ({kind})")
+
+
+def _asker_before_tier(story: Explanation) -> str:
+    """Who asked, of a request that has no tier."""
+    if story.dry_run is not None:
+        return "not known: enforcing would have refused it before its tier was known"
+    if story.refused is None:
+        return "not known yet"
+    tenant = story.refused.tenant
+    if tenant is None:
+        return "not known: it ended before its key was known"
+    return f"tenant {tenant}; it ended before it had a tier"
 
 
 _SOURCES = {

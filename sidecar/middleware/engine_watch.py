@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from sidecar.engines.base import Engine
 from sidecar.engines.discovery import Identity, identify, identify_by_models, identify_by_routes, serves_models
-from sidecar.engines.pages import NotConnected, Page, Unread
+from sidecar.engines.pages import NoAnswer, NotConnected, Page, Unread
+from sidecar.errors import LoopDetected
 
 if TYPE_CHECKING:
     from sidecar.middleware.engine_pages import EnginePages
@@ -187,6 +188,10 @@ class EngineWatch:
     async def _look(self) -> None:
         try:
             page = await self._get_health()
+            if page.status == LoopDetected.status:
+                raise NoAnswer(
+                    f"{self._address} leads back to the sidecar that asks; give --upstream the engine's address"
+                )
             if page.status in UNREACHABLE_STATUSES:
                 raise Unread(f"GET {self._expected.health_page} answered {page.status}")
             await self._identify()

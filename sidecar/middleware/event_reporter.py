@@ -112,7 +112,7 @@ class EventReporter:
     def passed(self, at_us: int, level: int) -> None:
         """The request went to the app without a lease, as in the dry run, and did not wait."""
         if self._observation is not None:
-            self._observation.on_event(Admitted(at_us, 0, 0, None, {}, level, None))
+            self._observation.on_event(Admitted(at_us, 0, 0, None, {}, level, None, is_dry_run=True))
 
     def observed(self, observed: Observed) -> None:
         """The dry run knows what enforcing would have done."""

@@ -1,8 +1,8 @@
 """Request intake: a request's headers and body become a classified and sized request, or a refusal.
 
 The intake does no I/O. Enforcing and the dry run feed it the same messages, so both run the same checks in the same
-order: one API key, a known key, the declared length, the body's time and size, its encoding, its fields, the background
-rule, the tier, the number of sequences, the output maximum, the longest wait.
+order: no loop, one API key, a known key, the declared length, the body's time and size, its encoding, its fields, the
+background rule, the tier, the number of sequences, the output maximum, the longest wait.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.units import duration_s
 from sidecar.pools import Ask
 from sidecar.tokens import tokens_to_hold
+from sidecar.via import refuse_loop
 
 MAX_WAIT_HEADER = b"x-admission-max-wait"
 ATTEMPT_HEADER = b"x-stainless-retry-count"
@@ -146,8 +147,10 @@ class RequestIntake:
         self._size = 0
 
     def check_head(self, scope: Scope) -> None:
-        """Checks the key and the declared length, before a byte of the body is read."""
+        """Checks the way here, the key and the declared length, before a byte of the body is read."""
         headers = self._headers
+        if b"via" in headers:
+            refuse_loop(headers[b"via"])
         if len(headers) != len(scope["headers"]):  # one of them is given twice
             refuse_two_keys(scope, headers)
             _refuse_two_values(scope, (self._snapshot.policy.tier_header, MAX_WAIT_HEADER))

@@ -57,13 +57,14 @@ async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive:
     except AdmissionError as error:
         refusal, passed = error, scope
     if refusal is not None and not is_observing:
-        _report(controller, scope, refusal, is_refused=True)
-        await _refuse(scope, receive, send, refusal)
+        named = request_id(dict(scope["headers"]))
+        _report(controller, scope, refusal, refused_as=named)
+        await _refuse(scope, receive, send, refusal, named)
         return
     try:
         await controller.app(scope if is_observing else passed, receive, send)
     finally:
-        _report(controller, passed, refusal, is_refused=False)
+        _report(controller, passed, refusal)
 
 
 def route_path(scope: Scope) -> str:
@@ -174,8 +175,7 @@ def _with_key(controller: AdmissionController, scope: Scope) -> Scope:
     return {**scope, "headers": forwarded_headers(scope["headers"], taken, added)} if taken or added else scope
 
 
-async def _refuse(scope: Scope, receive: Receive, send: Send, refusal: AdmissionError) -> None:
-    named = request_id(dict(scope["headers"]))
+async def _refuse(scope: Scope, receive: Receive, send: Send, refusal: AdmissionError, named: str) -> None:
     is_anthropic = speaks_anthropic(scope["path"])
     if scope["type"] == "http":
         await send_error(send, refusal, anthropic=is_anthropic, request_id=named)
@@ -191,15 +191,20 @@ async def _refuse(scope: Scope, receive: Receive, send: Send, refusal: Admission
     await send_error(send_response, refusal, anthropic=is_anthropic, request_id=named)
 
 
-def _report(controller: AdmissionController, scope: Scope, refusal: AdmissionError | None, *, is_refused: bool) -> None:
+def _report(
+    controller: AdmissionController, scope: Scope, refusal: AdmissionError | None, refused_as: str | None = None
+) -> None:
+    """Reports a request. `refused_as` is its id where it was refused."""
     if controller.unguarded_observer is None:
         return
     controller.unguarded_observer(
         UnguardedRequest(
             route=_label(controller.snapshot.routes, scope),
-            is_refused=is_refused,
+            is_refused=refused_as is not None,
             code=None if refusal is None else refusal.code,
             message=None if refusal is None else refusal.message,
+            status=None if refusal is None else refusal.status,
+            request_id=refused_as,
         )
     )
 

@@ -134,9 +134,10 @@ class PolicyReloader:
     def _reject(self, problem: str) -> None:
         self.rejections += 1
         generation = self._governed.policy.generation
-        found = "; ".join(problem.splitlines())  # one log line, whose format would write a line break as \n
-        self._notice = f"the policy's files cannot be used, generation {generation} stays in force: {found}"
-        _log.error("%s", self._notice, extra={"event": "policy_rejected"})
+        said = f"the policy's files cannot be used, generation {generation} stays in force"
+        self._notice = f"{said}: {problem}"
+        one_line = "; ".join(problem.splitlines())
+        _log.error("%s: %s", said, one_line, extra={"event": "policy_rejected"})
 
     def _keep_out(self, keys: Sequence[str], generation: str | None) -> None:
         """Keeps all of it out: no operator has written one half of a policy."""

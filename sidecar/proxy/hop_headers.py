@@ -10,6 +10,7 @@ from starlette.types import Scope
 
 from sidecar.errors import InvalidHeader
 from sidecar.events import Headers
+from sidecar.via import OWN_VIA, refuse_loop
 
 _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
@@ -34,13 +35,22 @@ def target(scope: Scope) -> str:
 
 
 def forwarded_headers(scope: Scope) -> CIMultiDict[str]:
-    """The client's headers for the engine: without this hop's, without a length, with the client as `x-forwarded-*`."""
+    """The client's headers for the engine: without this hop's, without a length, with `via` and `x-forwarded-*`.
+
+    Raises LoopDetected for a request that this process has sent.
+    """
     received: list[tuple[bytes, bytes]] = scope["headers"]
     dropped = _NOT_FORWARDED | _named_by_connection(received)
     headers = CIMultiDict([(name.decode("ascii"), _text(value)) for name, value in received if name not in dropped])
     if client := scope.get("client"):
         already = headers.getall("x-forwarded-for", ())
         headers["x-forwarded-for"] = ", ".join([*already, client[0]])
+    if before := headers.getall("via", ()):
+        vias = ", ".join(before)
+        refuse_loop(vias.encode())
+        headers["via"] = f"{vias}, {OWN_VIA}"
+    else:
+        headers["via"] = OWN_VIA
     headers.setdefault("x-forwarded-proto", scope.get("scheme", "http"))
     host = next((value for name, value in received if name == b"host"), None)
     if host is not None:

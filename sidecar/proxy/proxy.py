@@ -1,8 +1,8 @@
 """Reverse proxy as an ASGI app: the client's bytes reach the engine, and the engine's bytes reach the client.
 
 Path, query, bodies and headers are neither decoded nor re-encoded. Only the headers of one hop are removed (RFC 9110,
-section 7.6.1), and only `host` and `x-forwarded-*` are written. Nothing is held back: every read from the engine is
-sent on at once, and the engine is read no faster than the client reads.
+section 7.6.1), and only `host`, `via` and `x-forwarded-*` are written. Nothing is held back: every read from the
+engine is sent on at once, and the engine is read no faster than the client reads.
 
 A client that disconnects cancels its request at the engine, before the response's headers as well as during a stream.
 An engine that cannot answer is a 502 or a 504. An engine that breaks off during its response raises `ResponseCut`: the
@@ -37,6 +37,7 @@ from sidecar.proxy.upstream import (
     may_be_stale,
     said,
 )
+from sidecar.via import OWN_VIA
 
 logger = logging.getLogger(__name__)
 
@@ -206,6 +207,8 @@ class _Forwarding:
         headers = returned_headers(response.status, response.raw_headers)
         if not can_be_written(headers):
             raise self._unreachable("its answer's headers are not HTTP", None)
+        if CALL_KEY not in self._scope:  # an admitted request's response has headers of the admission controller
+            headers.append((b"via", OWN_VIA.encode()))
         await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
         if response.status < 500 and CALL_KEY in self._scope:
             self._proxy.traffic.began(content)

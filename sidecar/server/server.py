@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 from sidecar.errors import Draining
 from sidecar.proxy.proxy import ResponseCut
 from sidecar.server.http_protocol import BoundedHttpProtocol
+from sidecar.server.own_address import leads_to
 
 # ALB and nginx close an idle connection after 60 s by default, and must be the first to close it.
 _KEEP_ALIVE_S = 75
@@ -55,15 +56,19 @@ async def serve(
     drained: Callable[[], Awaitable[None]],
     grace_s: float,
     reload: Callable[[], None] | None = None,
+    upstream: str | None = None,
     announce: Callable[[str], None] = print,
 ) -> None:
     """Serves `app` and `admin` until SIGTERM or SIGINT; returns when both have ended. Call it in the main thread.
 
     SIGHUP calls `reload`, where there is one: then a terminal that closes does not end the server. `announce` gets one
-    line per address as soon as it answers, with the port that was chosen for port 0. Raises CannotServe.
+    line per address as soon as it answers, with the port that was chosen for port 0. `upstream` is where `app` sends
+    requests. Raises CannotServe, also where that is one of the server's own addresses.
     """
     signals = _Signals(reload)
     with listening(host, port) as client_socket, listening(admin_host, admin_port) as admin_socket, signals.caught():
+        if upstream is not None and leads_to(upstream, (client_socket, admin_socket)):
+            raise CannotServe(f"the upstream {upstream} is this sidecar itself; give --upstream the engine's address")
         servers = [
             _Server("proxy", app, client_socket, lifespan="on", timeout_keep_alive=_KEEP_ALIVE_S),
             _Server("admin", admin, admin_socket, lifespan="off", timeout_keep_alive=_ADMIN_KEEP_ALIVE_S),

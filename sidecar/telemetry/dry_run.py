@@ -254,6 +254,8 @@ class DryRunLog:
             "request_id": observed.request_id,
             "tier": observed.tier,
             "tenant": observed.tenant,
+            "route": observed.path,
+            "client": observed.client,
         }
         if observed.queue_wait_us:
             fields["queue_wait_s"] = observed.queue_wait_us / 1e6

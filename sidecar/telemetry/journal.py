@@ -155,7 +155,7 @@ class Journal:
         is_refused = record.refused is not None and record.refused.status is not None
         if is_refused or (record.settled is not None and record.settled.message is not None):
             self._refused.append(record)
-        if record.queued is not None or _broke_off(record):
+        if record.queued is not None or record.is_refused_in_dry_run or _broke_off(record):
             self._ended.append(record)
 
     def _is_kept(self, record: RequestRecord) -> bool:

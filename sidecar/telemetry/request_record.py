@@ -22,6 +22,7 @@ from sidecar.events import (
     Received,
     Refused,
     Settled,
+    Verdict,
 )
 
 LONGEST_MODEL: Final = 128
@@ -95,6 +96,11 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         name = _FIELDS.get(type(event))
         if name is not None:
             setattr(self, name, event)
+
+    @property
+    def is_refused_in_dry_run(self) -> bool:
+        """Whether it passed in `mode: observe`, and enforcing would have refused it."""
+        return self.observed is not None and self.observed.verdict is Verdict.REFUSED
 
     @property
     def arrived_us(self) -> int:

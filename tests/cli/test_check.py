@@ -195,3 +195,24 @@ def test_a_reader_that_stops_gets_no_traceback() -> None:
         process.stdout.close()
         assert process.stderr is not None
         assert (process.stderr.read(), process.wait(20)) == (b"", 128 + signal.SIGPIPE)
+
+
+@pytest.mark.parametrize(
+    ("engine", "capacity", "is_said"),
+    [
+        ("vllm", "{from: engine}", True),
+        ("vllm", "{from: engine, requests: 8}", False),
+        ("vllm", "{tokens: 10k}", False),
+        ("sglang", "{from: engine}", False),
+    ],
+)
+def test_an_engine_that_does_not_say_how_many_requests_it_runs_is_warned_of(
+    engine: str, capacity: str, is_said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(
+        f"engine: {engine}\ncapacity: {capacity}\nanonymous: normal\ntiers: {{normal: {{}}, batch: {{}}}}\n"
+    )
+    assert main(["check", str(path)]) == 0
+    said = f"{path}:2: capacity: vLLM does not tell `sidecar serve` how many requests it runs at once"
+    assert (said in capsys.readouterr().out) is is_said

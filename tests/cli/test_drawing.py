@@ -41,6 +41,14 @@ def test_what_was_preempted_and_what_that_cost_is_below_its_tier(width: int) -> 
         assert any(line.endswith("queue_timeout after 2.0 s, preempted 1x: no room") for line in lines)
 
 
+def test_a_notice_of_two_mistakes_has_a_line_for_each() -> None:
+    lines = draw(
+        overview(notices=["the files cannot be used: a.yaml:3: at most 9\na.yaml:5: no tier"]), TerminalStyle(80)
+    )
+    (at,) = [number for number, line in enumerate(lines) if line.startswith("! ")]
+    assert lines[at : at + 2] == ["! the files cannot be used: a.yaml:3: at most 9", "a.yaml:5: no tier"]
+
+
 @pytest.mark.parametrize("width", [1, NARROWEST, 60, 80, 100, 140, 250])
 @pytest.mark.parametrize("colors", [True, False])
 def test_no_line_is_wider_than_the_terminal(width: int, colors: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import stat
 import subprocess
 import sys
@@ -24,13 +25,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidecar.cli import main
-from sidecar.cli.init import write_files
+from sidecar.cli.init import _port_for_clients, write_files
 from sidecar.engines.registry import ENGINES
 from sidecar.policy.compiler import load_files, shipped_policies
 from sidecar.policy.keys import hash_line
 from sidecar.policy.model import Mode
 from sidecar.policy.warnings import warnings
 from tests.support.commands import address, command
+from tests.support.ports import free_ports
 
 DIALECTS = ("vllm", "tensorrt-llm", "sglang", "dynamo")
 FAST = ("--max-num-seqs", "32", "--step-ms", "1", "--kv-tokens", "50000")
@@ -48,11 +50,11 @@ def files_of(folder: Path) -> dict[str, str]:
 
 
 def check(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """What `sidecar check` says, without a mistake and without a warning."""
+    """What `sidecar check` says, without a mistake, and without a warning but that of an engine that says no number."""
     capsys.readouterr()
     assert main(["check", str(folder), "--json", "-"]) == 0
     checked: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert checked["warnings"] == []
+    assert [one for one in checked["warnings"] if "until it is seen to be full" not in one["message"]] == []
     return checked
 
 
@@ -137,6 +139,38 @@ def test_a_policy_for_each_engine_passes_check_and_serves_the_printed_key(
             assert (status, headers["x-admission-tier"]) == (200, "batch")
             assert "x-admission-mode" not in headers
         check(folder, capsys)
+
+
+def test_a_sidecar_in_the_engines_place_is_named_and_the_printed_port_is_not_its_own(tmp_path: Path) -> None:
+    folder = str(tmp_path / "more")
+    with command("emulate", "--engine", "vllm", "--port", "0", *FAST) as engine:
+        url = address(engine)
+        first = init("--upstream", url, "--dir", str(tmp_path / "first"), "--json", "-")
+        assert json.loads(first.stdout)["is_sidecar"] is False
+        port = free_ports(1)
+        ports = ("--port", str(port), "--admin-port", "0")
+        with command("serve", "--upstream", url, "--policy", str(tmp_path / "first"), *ports) as serving:
+            sidecar = address(serving)
+            ended = init("--upstream", sidecar, "--dir", folder)
+            assert ended.returncode == 0, ended.stderr
+            assert f"after an admission sidecar at {sidecar}\n  WARNING: a sidecar answers there." in ended.stdout
+
+
+def test_the_printed_port_is_free_and_not_the_upstreams(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = free_ports(3)
+    monkeypatch.setattr("sidecar.cli.init.CLIENTS_PORT", first)
+    assert _port_for_clients(None) == first
+    assert _port_for_clients(f"http://127.0.0.1:{first}") == first + 1
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", first))
+        other.listen()
+        assert _port_for_clients(f"http://127.0.0.1:{first + 1}") == first + 2
+        assert main(["init", "--dir", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert f" --policy {tmp_path} --port {first + 1}\n" in printed
+    assert f"send your traffic to port {first + 1}\n" in printed
 
 
 def test_without_an_upstream_it_fits_an_emulated_engine_and_asks_no_one(
@@ -400,7 +434,7 @@ def test_json_on_standard_output_has_the_keys_and_a_file_has_not(
 ) -> None:
     assert main(["init", "--dir", str(tmp_path / "a"), "--json", "-"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert sorted(printed) == ["capacity", "engine", "files", "tenants", "tiers"]
+    assert sorted(printed) == ["capacity", "engine", "files", "is_sidecar", "tenants", "tiers"]
     assert [(one["tenant"], one["tier"]) for one in printed["tenants"]] == [("chat", "high"), ("nightly", "batch")]
     text = "".join(files_of(tmp_path / "a").values())
     assert all(hash_line(one["key"]) in text for one in printed["tenants"])

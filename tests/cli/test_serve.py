@@ -79,6 +79,37 @@ def test_it_says_where_it_serves_answers_there_and_ends_with_0() -> None:
         assert logged[6]["message"].startswith(f"engine {NOBODY}: no connection to it")
 
 
+def test_a_refused_unguarded_request_is_found_in_the_log_by_the_id_of_its_response() -> None:
+    with serving() as process:
+        sidecar = line(process, r"sidecar: proxy on (.*)")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"{sidecar}/v1/foo", b"{}", timeout=10)
+        with refused.value as answer:
+            named = answer.headers["x-request-id"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert process.stderr is not None
+        lines = [json.loads(written) for written in process.stderr.read().splitlines()]
+    [logged] = [one for one in lines if one["event"] == "refused"]
+    assert [logged[name] for name in ("request_id", "route", "code", "status")] == [named, "other", "not_guarded", 404]
+    assert logged["message"].startswith(f"request {named} refused with 404 not_guarded: POST this path is not guarded")
+
+
+def test_the_process_ends_soon_after_stopped_and_a_signal_meanwhile_shows_no_traceback() -> None:
+    with serving("--log-format", "json") as process:
+        line(process, r"sidecar: proxy on (.*)")
+        line(process, r"sidecar: admin on (.*)")
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        while '"event": "stopped"' not in process.stderr.readline():
+            pass
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+        process.wait(10)
+    assert "Traceback" not in said
+    assert "Exception ignored" not in said
+
+
 def test_the_log_can_be_text_of_errors_alone() -> None:
     with serving("--log-format", "text", "--log-level", "error") as process:
         line(process, r"sidecar: proxy on (.*)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sidecar.cluster.document import EngineView, OldestWaiter, ReplicaView, TenantView
-from sidecar.cluster.phrases import count, crowd, engine_headline, headline
+from sidecar.cluster.phrases import count, crowd, engine_headline, headline, said_of
 from sidecar.durations import short_duration
 from sidecar.policy.model import Mode
 from sidecar.telemetry.recent import Bucket, Overtakings
@@ -165,3 +165,8 @@ def test_the_first_sentence_is_about_an_engine_that_cannot_be_used(
 ) -> None:
     views = [replica(str(number), engine) for number, engine in enumerate(engines)]
     assert engine_headline(views, waiting, mode) == said
+
+
+def test_observing_the_sentence_goes_on_in_lower_case() -> None:
+    assert said_of(Mode.OBSERVE, "No request waits.").endswith("If they were: no request waits.")
+    assert said_of(Mode.ENFORCE, "No request waits.") == "No request waits."

@@ -18,9 +18,11 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from sidecar.admin.app import admin_app
 from sidecar.admin.routes import story_routes
+from sidecar.cli.explain_request import text
 from sidecar.events import Admitted, Classified, Event, Obstacle, Queued, Received
-from sidecar.explain.builder import ExplanationBuilder
-from sidecar.explain.document import Explanation
+from sidecar.explain import phrases
+from sidecar.explain.builder import OTHER_REPLICAS, ExplanationBuilder
+from sidecar.explain.document import AheadGroup, DryRunDetails, Explanation, UnknownAhead, WaitDetails
 from sidecar.explain.steps import Step, steps
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
@@ -38,6 +40,7 @@ from tests.telemetry.span_stories import begin
 
 pytestmark = pytest.mark.anyio
 SLOTS = 2
+PASSED = "passed at once (mode: observe); "
 POLICY = """\
 engine: vllm
 capacity: {tokens: 100k, requests: 2}
@@ -299,6 +302,46 @@ async def test_one_that_did_not_wait_says_so() -> None:
     assert (story.admitted.level, story.admitted.aged_to, story.admitted.engine_priority) == (2, None, 20)
     assert story.answered is not None
     assert story.answered.status == 200
+
+
+async def test_observing_one_that_would_have_been_refused_or_would_have_waited_is_found_and_says_so() -> None:
+    app = App()
+    async with explained(app, policy(POLICY + "mode: observe\n")) as sidecar:
+        await (await sidecar.send("normal", "quick"))
+        # An answer that takes no time may end before the shadow request is decided on.
+        said = ("enforcing would have admitted it at once", "enforcing had not decided when it ended")
+        assert (await conclusion(sidecar, "quick")).removeprefix(PASSED) in said
+        await sidecar.ask(None, "x-priority: urgent", "x-request-id: wrong")
+        assert await conclusion(sidecar, "wrong") == f"{PASSED}enforcing would have refused it at once: unknown_tier"
+        assert "would have refused it before" in text(await sidecar.story("wrong"))
+
+
+def test_what_enforcing_would_have_done_has_a_sentence_for_every_verdict() -> None:
+    def said(dry_run: DryRunDetails) -> str:
+        story = Explanation("id", "", "running", "lab", 0.0, "POST", "/v1/completions", 0.0, dry_run=dry_run)
+        return phrases.conclusion(story).removeprefix(PASSED)
+
+    assert said(DryRunDetails()) == "enforcing would not have admitted it yet"
+    waited = "enforcing would have admitted it after a wait of 8.70 s, of which 1.00 s starved"
+    assert said(DryRunDetails("admitted", None, 8.7, 1.0)) == waited
+    late = "enforcing would have refused it after a wait of 3.00 s: queue_timeout"
+    assert said(DryRunDetails("refused", "queue_timeout", 3.0)) == late
+    assert "would have disconnected" in said(DryRunDetails("abandoned", "client_left"))
+    assert said(DryRunDetails("unknown", "stopped")).endswith("is not known: stopped")
+
+
+def test_the_sentence_counts_what_other_replicas_admitted_first() -> None:
+    group = AheadGroup("high", False, "turn", "it came earlier", 3, 300)
+    wait = WaitDetails(1.0, 0.0, None, None, [group], [UnknownAhead("high", 3126, OTHER_REPLICAS)], [])
+    story = Explanation("id", "", "running", "lab", 0.0, "POST", "/v1/completions", 0.0, wait=wait)
+    assert phrases.conclusion(story) == (
+        "waited 1.00 s: there was no room; no request overtook it; 3 requests known here and 3,126 tokens went first, "
+        "admitted by other replicas of the pool"
+    )
+
+
+async def conclusion(sidecar: Explained, request_id: str) -> str:
+    return (await sidecar.story(request_id)).conclusion
 
 
 async def test_one_whose_client_hung_up_says_so() -> None:

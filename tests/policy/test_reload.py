@@ -86,12 +86,24 @@ async def test_a_broken_file_leaves_the_good_policy_in_force_and_is_said_until_i
         await until(says(watch, f"generation {running.generation} stays in force: {pool}:2"))
         assert (watch.rejections, process.policy) == (1, running)
         pool.write_text("engine: vlm\ntiers: {}\n")
-        await until(says(watch, f"; {pool}:2: tiers: "))
+        await until(says(watch, f"\n{pool}:2: tiers: "))
         assert all("\n" not in record.getMessage() for record in caplog.records), "one line each"
         pool.write_text(before)
         await until(lambda: watch.notices() == ())
         assert process.policy is running
     assert events(caplog) == ["policy_rejected", "policy_rejected", "policy_current"]
+
+
+async def test_two_mistakes_are_one_line_of_the_log_and_a_line_each_of_the_notice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = write_policy(tmp_path)
+    async with watching(pool) as (watch, _):
+        pool.write_text(pool.read_text() + "first: 1\nsecond: 2\n")
+        await until(lambda: watch.rejections == 1)
+        (notice,) = watch.notices()
+    assert len(notice.splitlines()) == 2
+    assert [record.getMessage() for record in caplog.records] == ["; ".join(notice.splitlines())]
 
 
 async def test_what_needs_a_restart_is_kept_out_whole_and_named(

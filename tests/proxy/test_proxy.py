@@ -14,6 +14,7 @@ import pytest
 from aiohttp.client_proto import ResponseHandler
 
 from sidecar.proxy.proxy import ReverseProxy
+from sidecar.via import OWN_VIA
 from tests.support.engine import OK, Connection, RawEngine, Script, answering, raw_engine
 from tests.support.serving import Served, serving
 from tests.support.wire import connected, exchange, get, post
@@ -83,10 +84,31 @@ async def test_no_header_is_added_but_the_forwarded_ones() -> None:
         await exchange(sidecar.port, get("/v1/models"))
     assert dict(engine.requests[0].headers) == {
         b"host": f"127.0.0.1:{engine.port}".encode(),
+        b"via": OWN_VIA.encode(),
         b"x-forwarded-for": b"127.0.0.1",
         b"x-forwarded-proto": b"http",
         b"x-forwarded-host": b"sidecar",
     }
+
+
+async def test_other_proxies_stay_in_via_and_another_sidecar_is_no_loop() -> None:
+    other = "1.1 admission-sidecar-0123456789abcdef"
+    async with proxied(answering()) as (engine, sidecar):
+        await exchange(sidecar.port, get("/", "via: 1.0 one", f"via: {other}"))
+    assert engine.requests[0].all(b"via") == [f"1.0 one, {other}, {OWN_VIA}".encode()]
+
+
+@pytest.mark.parametrize(
+    "request_", [get("/v1/models", f"via: {OWN_VIA}"), post("/v1/completions", b"{}", f"via: 1.1 a, {OWN_VIA}, 1.1 b")]
+)
+async def test_a_request_that_comes_back_is_refused(request_: bytes) -> None:
+    async with proxied(answering()) as (engine, sidecar):
+        answer = await exchange(sidecar.port, request_)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 508 ")
+    assert b"x-should-retry: false" in head
+    assert json.loads(body)["error"]["code"] == "loop_detected"
+    assert engine.requests == []
 
 
 async def test_who_was_forwarded_for_before_is_kept() -> None:
@@ -134,6 +156,7 @@ async def test_response_headers_pass_with_their_duplicates_and_without_the_hop_b
         b"x-latin: caf\xe9",
         b"content-encoding: gzip",
         b"content-length: 2",
+        f"via: {OWN_VIA}".encode(),
         b"connection: close",
     ]
     assert body == b"\x1f\x8b"

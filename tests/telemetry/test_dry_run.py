@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any
 
+import msgspec
 import pytest
 
 from sidecar.events import Admitted, Classified, Observed, Verdict
 from sidecar.telemetry.dispatch import Fanout
 from sidecar.telemetry.dry_run import DryRunLog, DryRunMetrics
 from sidecar.telemetry.logs.flood import LINES_PER_S
+from sidecar.telemetry.logs.formats import JsonFormatter
 from sidecar.telemetry.logs.request_log import RequestLog
 from tests.telemetry.measuring import Measuring
 from tests.telemetry.span_stories import Tracing, begin, received, settled
@@ -63,6 +66,13 @@ def test_a_line_for_each_that_would_have_been_refused_and_none_for_the_others(ca
         ("would_be_refused", "invalid_api_key", "request request-1 passed; enforcing would refuse it: invalid_api_key"),
     ]
     assert (caplog.records[0].queue_wait_s, caplog.records[0].tier) == (3.0, "batch")  # type: ignore[attr-defined]
+
+
+def test_the_line_names_the_path_and_the_address_of_the_client(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "sidecar.requests")
+    DryRunLog(RequestLog()).note(msgspec.structs.replace(NO_KEY, path="/v1/completions", client="10.0.0.7"))
+    line = json.loads(JsonFormatter().format(caplog.records[0]))
+    assert (line["route"], line["client"]) == ("/v1/completions", "10.0.0.7")
 
 
 def test_a_flood_of_them_is_cut_short_and_counted(caplog: pytest.LogCaptureFixture) -> None:

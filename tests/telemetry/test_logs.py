@@ -330,6 +330,14 @@ def test_what_is_left_out_at_the_end_is_reported_by_flush() -> None:
     assert [json.loads(line).get("left_out") for line in written][-2:] == [None, 10]
 
 
+def test_a_flush_after_the_end_waits_for_no_one() -> None:
+    writer = LineWriter(io.StringIO())
+    writer.end()
+    began_s = time.perf_counter()
+    writer.flush()
+    assert time.perf_counter() - began_s < 0.5
+
+
 def test_a_message_of_anybody_that_is_said_too_often_is_counted_too() -> None:
     with lines() as written:
         for number in range(1000):

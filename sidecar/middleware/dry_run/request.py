@@ -156,12 +156,14 @@ class RequestWatcher:
     """
 
     __slots__ = (
-        "_controller", "_disconnected", "_endpoint", "_found", "_intake", "_is_answered", "_is_over", "_received_us",
-        "_reporter", "_request_id", "_sent", "_shadow", "_snapshot", "_status", "_usage",
+        "_client", "_controller", "_disconnected", "_endpoint", "_found", "_intake", "_is_answered", "_is_over",
+        "_received_us", "_reporter", "_request_id", "_sent", "_shadow", "_snapshot", "_status", "_usage",
     )  # fmt: skip
 
     def __init__(self, controller: AdmissionController, endpoint: Endpoint, scope: Scope) -> None:
         headers, received_us = dict(scope["headers"]), controller.pool.now_us()
+        client = scope.get("client")
+        self._client: str | None = client[0] if client else None
         self._controller = controller
         self._snapshot = controller.snapshot
         self._endpoint = endpoint
@@ -323,6 +325,8 @@ class RequestWatcher:
             queue_wait_us=wait.queue_wait_us,
             starvation_us=wait.starvation_us,
             served_ahead=wait.served_ahead,
+            path=self._endpoint.path,
+            client=self._client,
         )
         if not self._is_over:
             self._reporter.observed(observed)

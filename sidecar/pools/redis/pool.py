@@ -289,7 +289,7 @@ class RedisPool:
             self._tell_whether_cut_off()
         unjudged = self._statement.unjudged
         self._rules_are_new = self._stated_rules is not self._sizes.rules  # they may have changed since
-        self.status.change(StoreState.SHARED, f"{len(self._leases)} leases and tickets of this replica")
+        self.status.change(StoreState.SHARED, f"{len(self._leases)} requests of this replica")
         self.answered(reply, batch)
         for lease in [lease for lease in unjudged if not lease.is_over]:
             self._ask(lease)

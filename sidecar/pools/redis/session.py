@@ -92,7 +92,7 @@ class StoreSession:
         self.decided = asyncio.Event()
         self._is_closing = False
         self._is_connected = False
-        self._was_lost = False
+        self._is_first_connection = True
         self._restates = False
         self._task = self.loop.create_task(self._run(), name="sidecar store session")
 
@@ -122,7 +122,6 @@ class StoreSession:
             if self._is_connected:  # a connection that worked is first made anew, at once
                 self._is_connected = False
                 continue
-            self._was_lost = True
             self._owner.lost(error)
             self.decided.set()
             await asyncio.sleep(RETRY_S * random.uniform(0.8, 1.2))
@@ -141,11 +140,14 @@ class StoreSession:
 
     async def _stay_connected(self) -> None:
         """Returns when the session is closed. Raises StoreError when the connection is of no use any more."""
+        is_first, self._is_first_connection = self._is_first_connection, False
         connection = await self._connect()
         listening: asyncio.Task[None] | None = None
         try:
-            if self._was_lost:
-                # Does the script run? The replica must not stop deciding by itself before that is known.
+            if not is_first:
+                # Does the script run? Before that is known the replica must not stop deciding by itself. Nor may it
+                # state what it has: a store that hangs may apply that later, and without its answer the replica knows
+                # of no free room.
                 await connection.call([script.CALL, self._owner.name, -1, 0])
             await self._sync(connection)
             listening = asyncio.ensure_future(self._listen(connection))
@@ -220,7 +222,6 @@ class StoreSession:
         except _SyncNeeded:
             raise StoreError("the pool was damaged; it is being made anew") from None
         self._is_connected = True
-        self._was_lost = False
         self._statement = statement
         self._owner.synced(reply, Batch(entering=entering))
         self._continue_statement(reply)

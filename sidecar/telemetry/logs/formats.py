@@ -16,6 +16,8 @@ FIELDS = (
     "request_id",
     "trace_id",
     "span_id",
+    "route",
+    "client",
     "pool",
     "tier",
     "tenant",

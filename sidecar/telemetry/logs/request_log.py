@@ -125,9 +125,15 @@ class UnguardedLog:
     def note(self, request: UnguardedRequest) -> None:
         """Writes the line, or leaves it out."""
         if request.is_refused:
-            fields: Fields = {"event": "refused", "code": request.code, "route": request.route}
-            arguments = (request.code, request.message)
-            self._log.write_bounded(logging.WARNING, "a request was refused: %s: %s", arguments, fields)
+            fields: Fields = {
+                "event": "refused",
+                "code": request.code,
+                "status": request.status,
+                "request_id": request.request_id,
+                "route": request.route,
+            }
+            arguments = (request.request_id, request.status, request.code, request.message)
+            self._log.write_bounded(logging.WARNING, "request %s refused with %d %s: %s", arguments, fields)
 
 
 def _request_fields(record: RequestRecord, wait: Admitted | Refused | None) -> Fields:

@@ -45,6 +45,7 @@ class LineWriter(QueueHandler):
         self._counting = threading.Lock()
         self._flood: FloodGuard[_MessageKind] = FloodGuard()
         self._lost = 0
+        self._has_ended = False
         self._listener = _LineListener(self._lines, stream, self._write_counts)
         self._listener.start()
 
@@ -69,7 +70,9 @@ class LineWriter(QueueHandler):
                 self._lost += 1
 
     def flush(self) -> None:
-        """Returns when everything is written, or after some `PATIENCE_S`."""
+        """Returns when everything is written, or after some `PATIENCE_S`; after the end at once."""
+        if self._has_ended:  # `logging` flushes every handler when the process ends; no thread would answer
+            return
         self._write_counts()
         written = threading.Event()
         with suppress(queue.Full):
@@ -79,6 +82,7 @@ class LineWriter(QueueHandler):
     def end(self) -> None:
         """Writes what is left, and ends the thread."""
         self.flush()
+        self._has_ended = True
         with suppress(queue.Full):
             self._listener.enqueue_sentinel()
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import aiohttp
 
 from sidecar.engines.pages import Page, Unread
+from sidecar.via import PSEUDONYM
 
 PATIENCE_S = 5.0
 """For one page: an engine under load answers later than an idle one, and who does not answer by then is of no use."""
@@ -27,13 +28,17 @@ def why_not(error: Exception) -> str:
 
 
 class HttpPages:
-    """The pages of the server at `url`. `headers` go with every request, such as the one that carries a key."""
+    """The pages of the server at `url`. `headers` go with every request, such as the one that carries a key.
+
+    `is_sidecar` says whether a page came through a sidecar's proxy.
+    """
 
     def __init__(self, session: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> None:
         self._session = session
         self._url = url.rstrip("/")
         self._headers = headers
         self._timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
+        self.is_sidecar = False
 
     @property
     def host(self) -> object | None:
@@ -46,6 +51,7 @@ class HttpPages:
             async with self._session.get(
                 self._url + path, headers=self._headers, timeout=self._timeout, allow_redirects=False
             ) as response:
+                self.is_sidecar = self.is_sidecar or PSEUDONYM in response.headers.get("via", "")
                 return Page(response.status, (await self._body(response)).decode("utf-8", "replace"))
         except asyncio.TimeoutError:  # in Python 3.10 not yet the builtin TimeoutError
             raise Unread(f"GET {self._url}{path} did not answer within {PATIENCE_S:g} s") from None

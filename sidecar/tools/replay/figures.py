@@ -159,7 +159,7 @@ def _mean(values: Sequence[int]) -> float | None:
 
 
 REQUEST_ID_HEADERS = ("x-admission-id", "x-request-id")
-_TIMING, _WAIT = "server-timing", "x-admission-wait-ms"
+_TIMING, _WAIT, _MODE = "server-timing", "x-admission-wait-ms", "x-admission-mode"
 _admission = re.compile(r"(?:^|,\s*)admission;dur=(\d+(?:\.\d+)?)").search
 _starved = re.compile(r"(?:^|,\s*)starved;dur=(\d+(?:\.\d+)?)").search
 
@@ -191,7 +191,7 @@ def door_wait(headers: Mapping[str, str]) -> DoorWait | None:
 
 def request_id(headers: Mapping[str, str]) -> str | None:
     """The request's id for `sidecar explain --request`. None without a sidecar."""
-    if _WAIT not in headers:
+    if _WAIT not in headers and _MODE not in headers:  # a sidecar that observes says no wait
         return None
     return next((headers[name] for name in REQUEST_ID_HEADERS if name in headers), None)
 

@@ -130,7 +130,8 @@ def by_request(played: Played, rows: Sequence[Row]) -> Iterator[Mapping[str, Any
             "queue_wait_s": wait and wait.queue_wait_s,
             "starvation_s": starvation_s,
             "door_starvation_s": wait and wait.starvation_s,
-            "door_request_id": request_id(seen.headers),
+            "sidecar_request_id": request_id(seen.headers),
+            "door_request_id": request_id(seen.headers),  # the same under its old name
             "prompt_tokens_asked": row.input_tokens,
             "prompt_tokens": seen.prompt_tokens,
             "output_tokens": seen.output_tokens,

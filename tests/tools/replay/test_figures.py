@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from sidecar.tools.loadgen import Correlation, Distribution
-from sidecar.tools.replay.figures import DoorSums
+from sidecar.tools.replay.figures import DoorSums, request_id
 from sidecar.tools.replay.prompts import Words
 from sidecar.tools.replay.table import advice, meaning, table
 from tests.tools.replay.seen import TIERS, played, seen
@@ -133,3 +133,9 @@ def test_what_can_be_done_about_an_error_is_said_once(error: str, said: str) -> 
     run = played([seen("high", 0.0, None, error=error) for _ in range(3)]).figures
     [line] = advice([run, run], Words())
     assert said in line
+
+
+@pytest.mark.parametrize("header", ["x-admission-wait-ms", "x-admission-mode"])
+def test_a_sidecars_answer_names_its_request_also_where_it_observes(header: str) -> None:
+    assert request_id({"x-request-id": "one", header: "0"}) == "one"
+    assert request_id({"x-request-id": "the-engines-own"}) is None
