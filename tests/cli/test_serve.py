@@ -92,7 +92,9 @@ def test_a_refused_unguarded_request_is_found_in_the_log_by_the_id_of_its_respon
         lines = [json.loads(written) for written in process.stderr.read().splitlines()]
     [logged] = [one for one in lines if one["event"] == "refused"]
     assert [logged[name] for name in ("request_id", "route", "code", "status")] == [named, "other", "not_guarded", 404]
-    assert logged["message"].startswith(f"request {named} refused with 404 not_guarded: POST this path is not guarded")
+    assert logged["message"].startswith(
+        f"request {named} refused with 404 not_guarded: POST to this path is not guarded"
+    )
 
 
 def test_the_process_ends_soon_after_stopped_and_a_signal_meanwhile_shows_no_traceback() -> None:
