@@ -20,9 +20,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.support.ports import free_port
 from tests.support.process import Running, python
-from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.redis_servers import RedisServer, first_binary, free_port
 
 pytestmark = pytest.mark.anyio
 

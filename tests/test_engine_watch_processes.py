@@ -19,8 +19,7 @@ import pytest
 
 from sidecar.policy.compiler import shipped_policies
 from tests.cluster.replicas import Replica, address, started
-from tests.support.ports import free_port
-from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.redis_servers import RedisServer, first_binary, free_port
 
 VLLM = """\
 engine: vllm

@@ -20,7 +20,7 @@ from sidecar.proxy.proxy import ReverseProxy
 from sidecar.tools.emulator import Emulator, EmulatorConfig
 from tests.support.engine import Connection, answering, raw_engine
 from tests.support.middleware import CHAT, answer, chat, chunk, start
-from tests.support.ports import free_port
+from tests.support.redis_servers import free_port
 from tests.support.serving import serving
 from tests.support.wire import exchange, post
 
