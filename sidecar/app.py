@@ -9,17 +9,28 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admin.app import admin_app
+from sidecar.admin.model_routes import model_routes
 from sidecar.admin.port import PORT_VARIABLE, admin_pages
 from sidecar.engines.base import Engine
 from sidecar.engines.pages import Pages
+from sidecar.fleet import FleetApp, FleetsApp, FleetView
+from sidecar.fleet.health import FleetHealth
+from sidecar.fleet.mounted_engine import MountedEngine, MountedWatch, engine_of_process
+from sidecar.fleet.mounted_routing import MountedRouting
+from sidecar.fleet.mounted_view import MountedView
+from sidecar.fleet.routing import FleetRouting
+from sidecar.fleet.setup import new_fleet
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_pages import EnginePages
 from sidecar.middleware.engine_watch import EngineCheck, EngineState, EngineWatch
 from sidecar.middleware.middleware import serve_scope
+from sidecar.middleware.model_requests import serve_models
+from sidecar.middleware.models import ModelsController
 from sidecar.observability import Observability
 from sidecar.policy import POLICY_VARIABLE
 from sidecar.policy.compiler import load
@@ -27,7 +38,10 @@ from sidecar.policy.model import Policy, Unguarded
 from sidecar.policy.reload import PolicyFiles
 from sidecar.policy.store import StoreAddress, store_address
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
+from sidecar.pools.fleet import FleetPool
+from sidecar.pools.local import LimitsPool
 from sidecar.proxy.proxy import ReverseProxy
+from sidecar.scheduling.rate_limit import RateLimiter
 from sidecar.secrets import ENGINE_KEY_VARIABLE, secret, secret_for_header
 from sidecar.server.mounted import FailedStart, Lifespan, MountedLifespan, Step, check_processes
 from sidecar.server.server import CannotServe
@@ -36,6 +50,9 @@ from sidecar.telemetry import StoreMetrics
 from sidecar.telemetry.logs.setup import mounted_logging
 from sidecar.telemetry.setup import TelemetryError, configure_from_environment
 from sidecar.tokens import Estimator, TokenizerCounter
+
+if TYPE_CHECKING:
+    from sidecar.pools.redis import RedisFleetPool
 
 STORE_VARIABLE = "SIDECAR_STORE"
 TAKE_OVER_VARIABLE = "SIDECAR_TAKE_OVER_POOL"
@@ -51,13 +68,18 @@ _NO_LIFESPAN = (
     f"{PORT_VARIABLE} is set, and there are no admin pages: no lifespan reaches the middleware, with which they start. "
     "Run the server with its lifespan on, and wrap the outermost app: an app that is mounted in another gets none"
 )
+_LIMITS_BY_MODEL = (
+    "the tenants' limits count for each model apart, because each model's pool is in the store by itself: a tenant may "
+    "use each limit once for each model"
+)
 _log = logging.getLogger("sidecar.app")
 
 
 class AdmissionMiddleware:
     """Admission control around an ASGI app, in one line: `app.add_middleware(AdmissionMiddleware, policy="policies/")`.
 
-    `policy` is a file, a folder with `policy.yaml` in it, or a loaded `Policy`; without one the environment variable
+    `app` is None where the policy names its engines (`engines:`), which the requests are forwarded to. `policy` is a
+    file, a folder with `policy.yaml` in it, or a loaded `Policy`; without one the environment variable
     `SIDECAR_POLICY` says where it is, so that a server which constructs its middleware with `app` alone can use this
     class too. The rest is in the environment: admin pages on `SIDECAR_ADMIN_PORT`, log lines by `SIDECAR_LOG_*`, and
     telemetry by `OTEL_*`, which with `policy` needs the admin port. `SIDECAR_STORE` goes before the policy's own
@@ -76,7 +98,7 @@ class AdmissionMiddleware:
 
     def __init__(
         self,
-        app: ASGIApp,
+        app: ASGIApp | None,
         policy: str | Path | Policy | None = None,
         *,
         dialect: Engine | None = None,
@@ -102,7 +124,7 @@ class AdmissionMiddleware:
                 raise
             self._serve: ASGIApp = FailedStart(mistake)
         else:
-            self._serve = partial(serve_scope, self.controller) if is_shown else self._serve_first
+            self._serve = _serving(self.controller) if is_shown else self._serve_first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one ASGI scope."""
@@ -110,16 +132,24 @@ class AdmissionMiddleware:
 
     async def _serve_first(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The first scope of a mounted middleware: a lifespan's, unless the server or an outer app has none for it."""
-        self._serve = partial(serve_scope, self.controller)
+        self._serve = _serving(self.controller)
         if scope["type"] != "lifespan":
             try:
-                check_processes(scope, os.environ, is_shared=store_of(self.controller.policy, os.environ) is not None)
+                policy = self.controller.policy
+                is_shared, is_engine = store_of(policy, os.environ) is not None, policy.engines is not None
+                check_processes(scope, os.environ, is_shared=is_shared, is_engine=is_engine)
             except ValueError as mistake:
                 self._serve = FailedStart(mistake)
             else:
                 if _has_admin_port(os.environ):
                     _log.warning("%s", _NO_LIFESPAN, extra={"event": "no_lifespan"})
         await self._serve(scope, receive, send)
+
+
+def _serving(controller: AdmissionController) -> ASGIApp:
+    if isinstance(controller, ModelsController):
+        return partial(serve_models, controller)
+    return partial(serve_scope, controller)
 
 
 def _load(path: str | Path | None, environment: Mapping[str, str]) -> tuple[Policy, PolicyFiles]:
@@ -130,7 +160,7 @@ def _load(path: str | Path | None, environment: Mapping[str, str]) -> tuple[Poli
 
 
 def _composed(
-    app: ASGIApp,
+    given_app: ASGIApp | None,
     policy: Policy,
     files: PolicyFiles | None,
     dialect: Engine | None,
@@ -145,27 +175,160 @@ def _composed(
     engine_key = secret_for_header(environment, ENGINE_KEY_VARIABLE)
     if engine_key is not None and policy.anonymous is not None and not policy.forward_key:
         _log.warning("%s", _OPEN_ENGINE, extra={"event": "engine_open"})
-    pages = EnginePages(app, engine_key)
-    expected = policy.engine if dialect is None else type(dialect)
-    engine_watch = _engine_watch(app, pages, expected, files, environment)
-    pool = _pool(policy, environment, pages, takes_over=takes_over)
     is_shared = store_of(policy, environment) is not None
+    setup = _Setup(environment, files, engine_key, dialect, takes_over=takes_over)
+    shows = partial(_observed, environment=environment, is_shared=is_shared, is_shown=is_shown)
+    if given_app is None and policy.models:
+        parts = _models_parts(policy, setup, shows)
+    else:
+        controller = _one_controller(given_app, policy, setup, is_by_name=is_by_name, is_launched=is_launched)
+        parts = [_Part(controller, shows(controller, policy, files))]
+    controller, observability = parts[0]
+    if is_shown:
+        controller.lifespan = _with_lifespan(parts, is_shared=is_shared)
+    else:
+        telemetry = _MountedTelemetry(observability, environment, is_by_name=is_by_name)
+        inner = _with_lifespan(parts, is_shared=is_shared, started=[telemetry.begin_after_app])
+        services = partial(_mounted_services, controller, observability, telemetry, environment)
+        controller.lifespan = MountedLifespan(
+            inner, services, is_shared=is_shared, environment=environment, is_engine=policy.engines is not None
+        )
+    return controller, observability
+
+
+class _Setup(NamedTuple):
+    """What a process is made with besides its policy. `dialect` is None where the policy says it."""
+
+    environment: Mapping[str, str]
+    files: PolicyFiles | None
+    engine_key: str | None
+    dialect: Engine | None
+    takes_over: bool
+
+
+class _Part(NamedTuple):
+    """A controller and its monitor. A process has one, or the front of several models and then one for each."""
+
+    controller: AdmissionController
+    observability: Observability
+
+
+def _one_controller(
+    given_app: ASGIApp | None, policy: Policy, setup: _Setup, *, is_by_name: bool, is_launched: bool
+) -> AdmissionController:
+    """The controller of one pool."""
+    estimator = _estimator(policy)
+    if given_app is None:
+        return _fleet_controller(policy, _fleet_routing(policy, setup), setup, estimator)
+    pages = EnginePages(given_app, setup.engine_key)
+    expected = policy.engine if setup.dialect is None else type(setup.dialect)
+    routing: MountedRouting | None = None
+    watch: EngineWatch
+    pool: Pool
+    if policy.engines is None:
+        pool = _pool(policy, setup.environment, pages, takes_over=setup.takes_over)
+        watch = _engine_watch(given_app, pages, expected, setup.files, setup.environment)
+    else:
+        engine = _mounted_engine(given_app, policy, setup, pages)
+        place, check = _place(setup.files), _engine_check(setup.environment)
+        watch = MountedWatch(pages, expected, engine, check=check, place=place)
+        pool, routing = engine.pool, MountedRouting(engine, watch)
     controller = AdmissionController(
         pages,
         policy=policy,
         pool=pool,
-        dialect=policy.engine.connected(policy.carrier, pages) if dialect is None else dialect,
-        estimator=Estimator(None if policy.tokenizer is None else TokenizerCounter(policy.tokenizer)),
+        dialect=setup.dialect or policy.engine.connected(policy.carrier, pages),
+        estimator=estimator,
         observer=None,
-        is_proxied=isinstance(app, ReverseProxy),
-        engine_key=engine_key,
-        unguarded=_unguarded(app, is_launched=is_launched, is_by_name=is_by_name),
-        engine_watch=engine_watch,
+        is_proxied=isinstance(given_app, ReverseProxy),
+        engine_key=setup.engine_key,
+        unguarded=_unguarded(given_app, is_launched=is_launched, is_by_name=is_by_name),
+        engine_watch=watch,
+        routing=routing,
     )
+    sizes = controller.lease_sizes
+    if isinstance(pool, EngineSizedPool):
+        pool.on_unfinished = controller.pending_aborts.seen
+        pool.on_preemptions = partial(sizes.preempted, None)
+    if routing is not None:
+        controller.engines = MountedView(routing.engine)
+        preempted = partial(sizes.preempted, routing.engine.name)
+        routing.engine.follow(lambda: controller.under_way, controller.pending_aborts.seen, preempted)
+    return controller
+
+
+def _fleet_controller(
+    policy: Policy, routing: FleetRouting, setup: _Setup, estimator: Estimator
+) -> AdmissionController:
+    """The controller of a pool of several engines."""
+    pages = EnginePages(FleetApp(routing.fleet), setup.engine_key)
+    controller = AdmissionController(
+        pages,
+        policy=policy,
+        pool=routing.pool,
+        dialect=setup.dialect or policy.engine.connected(policy.carrier, pages),
+        estimator=estimator,
+        observer=None,
+        is_proxied=True,
+        engine_key=setup.engine_key,
+        unguarded=Unguarded.DENY,
+        engine_watch=FleetHealth(routing.fleet),
+        routing=routing,
+    )
+    controller.engines = FleetView(routing)
+    routing.fleet.on_preemptions = controller.lease_sizes.preempted
+    return controller
+
+
+def _models_parts(
+    policy: Policy,
+    setup: _Setup,
+    shows: Callable[[AdmissionController, Policy, PolicyFiles | None], Observability],
+) -> list[_Part]:
+    """The front of the models' pools, and then each of them."""
+    allowances, estimator = RateLimiter(), _estimator(policy)
+    if len(policy.models) > 1 and store_of(policy, setup.environment) is not None:
+        _log.warning("%s", _LIMITS_BY_MODEL, extra={"event": "limits_by_model"})
+    policies = {name: policy.of_model(name) for name in policy.models}
+    routings = {name: _fleet_routing(one, setup, model=name, allowances=allowances) for name, one in policies.items()}
+    controllers = {name: _fleet_controller(one, routings[name], setup, estimator) for name, one in policies.items()}
+    pages = EnginePages(FleetsApp([FleetApp(routing.fleet) for routing in routings.values()]), setup.engine_key)
+    front = ModelsController(
+        pages,
+        controllers=controllers,
+        policy=policy,
+        pool=LimitsPool(policy, allowances),
+        dialect=setup.dialect or policy.engine.connected(policy.carrier, pages),
+        estimator=estimator,
+        engine_key=setup.engine_key,
+    )
+    of_models = [_Part(one, shows(one, one.policy, None)) for one in controllers.values()]
+    observability = shows(front, policy, setup.files)
+    front.observe_requests(observability.observer)
+    routes = {name: part.observability.routes for name, part in zip(controllers, of_models, strict=True)}
+
+    def flush() -> None:
+        for part in of_models:
+            part.observability.observer.flush()
+
+    observability.routes = model_routes(front, observability.routes, routes, flush)
+    return [_Part(front, observability), *of_models]
+
+
+def _observed(
+    controller: AdmissionController,
+    policy: Policy,
+    files: PolicyFiles | None,
+    *,
+    environment: Mapping[str, str],
+    is_shared: bool,
+    is_shown: bool,
+) -> Observability:
+    """A controller's monitor, connected with it."""
     observability = Observability(
         controller,
         policy,
-        pool,
+        controller.pool,
         files,
         environment,
         is_shared=is_shared,
@@ -174,17 +337,11 @@ def _composed(
     controller.monitor = observability
     controller.observer, controller.observed = observability.observer, observability.observed
     controller.unguarded_observer = observability.unguarded
-    if isinstance(pool, EngineSizedPool):
-        pool.on_unfinished = controller.pending_aborts.seen
-    if is_shown:
-        controller.lifespan = _with_lifespan(controller, observability, pages, is_shared=is_shared)
-    else:
-        telemetry = _MountedTelemetry(observability, environment, is_by_name=is_by_name)
-        started = [telemetry.begin_after_app]
-        inner = _with_lifespan(controller, observability, pages, is_shared=is_shared, started=started)
-        services = partial(_mounted_services, controller, observability, telemetry, environment)
-        controller.lifespan = MountedLifespan(inner, services, is_shared=is_shared, environment=environment)
-    return controller, observability
+    return observability
+
+
+def _estimator(policy: Policy) -> Estimator:
+    return Estimator(None if policy.tokenizer is None else TokenizerCounter(policy.tokenizer))
 
 
 def _engine_watch(
@@ -195,13 +352,18 @@ def _engine_watch(
     environment: Mapping[str, str],
 ) -> EngineWatch:
     """The engine's watch. Raises ValueError for a switch that is none."""
-    check, place = _engine_check(environment), (lambda: "") if files is None else files.engine_place
+    check, place = _engine_check(environment), _place(files)
     if not isinstance(app, ReverseProxy):
         return EngineWatch(pages, expected, check=check, place=place)
     flowed, address = app.traffic.has_flowed, app.upstream.url
     watch = EngineWatch(pages, expected, address=address, has_flowed=flowed, check=check, place=place)
     app.on_failure = watch.request_failed
     return watch
+
+
+def _place(files: PolicyFiles | None) -> Callable[[], str]:
+    """Where the policy names its engine."""
+    return (lambda: "") if files is None else files.engine_place
 
 
 def _engine_check(environment: Mapping[str, str]) -> EngineCheck:
@@ -222,20 +384,80 @@ def _unguarded(app: ASGIApp, *, is_launched: bool, is_by_name: bool) -> Unguarde
 def _pool(policy: Policy, environment: Mapping[str, str], pages: Pages, *, takes_over: bool) -> Pool:
     """Where the leases live, and who says how many. Raises ValueError for an address or a switch that is none."""
     store = store_of(policy, environment)
-    takes_over = _takes_over(environment) or takes_over
-    if takes_over and store is None:
-        raise ValueError(
-            f"there is no shared pool to take over: the policy has no store, and {STORE_VARIABLE} is not set"
-        )
+    takes_over = _takes_over_a_store(environment, store, takes_over=takes_over)
     pool = LocalPool(policy) if store is None else _shared_pool(policy, store, takes_over=takes_over)
     return pool if policy.engine_capacity is None else EngineSizedPool(policy, pool, pages)
 
 
-def _takes_over(environment: Mapping[str, str]) -> bool:
+def _fleet_routing(
+    policy: Policy, setup: _Setup, *, model: str | None = None, allowances: RateLimiter | None = None
+) -> FleetRouting:
+    """The engines that the policy names, or those of one model, with their pool. Raises ValueError as `_pool` does."""
+    if policy.engines is None:
+        raise ValueError("there is no engine to send requests to: give an app, or write `engines:` in the policy")
+    if policy.engines.mounted:
+        raise ValueError(
+            "the policy's engines are mounted (`engines: {mounted: true}`): give the app that is the engine"
+        )
+    pool = _engine_pool(policy, setup, allowances)
+    check = _engine_check(setup.environment)
+    fleet = new_fleet(policy, pool.now_us, engine_key=setup.engine_key, check=check, model=model)
+    if not isinstance(pool, FleetPool):
+        pool.on_incarnation, pool.on_drain = fleet.adopt, fleet.set_draining
+        pool.on_reached_elsewhere = fleet.set_reached_elsewhere
+    return FleetRouting(fleet, pool, policy, model)
+
+
+def _engine_pool(policy: Policy, setup: _Setup, allowances: RateLimiter | None = None) -> FleetPool | RedisFleetPool:
+    """The pool of a policy with engines. Raises ValueError as `_pool` does."""
+    assert policy.engines is not None
+    store, weight_percent = store_of(policy, setup.environment), policy.engines.affinity.weight_percent
+    takes_over = _takes_over_a_store(setup.environment, store, takes_over=setup.takes_over)
+    if store is None:
+        return FleetPool(policy, weight_percent=weight_percent, allowances=allowances)
+    from sidecar.pools.redis import RedisFleetPool, connector
+
+    metrics, connect = StoreMetrics(policy.pool), connector(store, policy.pool, has_engines=True)
+    return RedisFleetPool(
+        policy,
+        connect,
+        observer=metrics,
+        weight_percent=weight_percent,
+        took=metrics.round_trip,
+        takes_over=takes_over,
+        is_sole_user=policy.engines.mounted,
+    )
+
+
+def _mounted_engine(app: ASGIApp, policy: Policy, setup: _Setup, pages: Pages) -> MountedEngine:
+    """The engine of this process. Raises ValueError where the policy's engines are not mounted, or the app is none."""
+    assert policy.engines is not None
+    if not policy.engines.mounted:
+        raise ValueError(
+            f"the policy names engines by their addresses (`engines: {{{policy.engines.discovery.value}: ...}}`), and "
+            "an app that mounts the middleware sends none of its requests there: run `sidecar serve`, or write "
+            "`engines: {mounted: true}` where the app is the engine"
+        )
+    if isinstance(app, ReverseProxy):
+        raise ValueError("the policy's engines are mounted (`engines: {mounted: true}`), and a proxy is no engine")
+    pool = _engine_pool(policy, setup)
+    engine = MountedEngine(engine_of_process(setup.environment), policy, pool, pages)
+    if not isinstance(pool, FleetPool):
+        pool.on_incarnation = engine.adopt
+    return engine
+
+
+def _takes_over_a_store(environment: Mapping[str, str], store: StoreAddress | None, *, takes_over: bool) -> bool:
     written = environment.get(TAKE_OVER_VARIABLE, "")
     if written not in ("", "0", "1"):
         raise ValueError(f"{TAKE_OVER_VARIABLE}: {written!r} is neither 1 nor 0")
-    return written == "1"
+    if not takes_over and written != "1":
+        return False
+    if store is None:
+        raise ValueError(
+            f"there is no shared pool to take over: the policy has no store, and {STORE_VARIABLE} is not set"
+        )
+    return True
 
 
 def _shared_pool(policy: Policy, store: StoreAddress, *, takes_over: bool) -> Pool:
@@ -290,36 +512,35 @@ class _MountedTelemetry:
         self._send_the_rest = configure_from_environment(scrape=self._scrape)
 
 
-def _with_lifespan(
-    controller: AdmissionController,
-    observability: Observability,
-    app: ASGIApp,
-    *,
-    is_shared: bool,
-    started: Sequence[Step] = (),
-) -> ASGIApp:
+def _with_lifespan(parts: Sequence[_Part], *, is_shared: bool, started: Sequence[Step] = ()) -> ASGIApp:
     """The app, with the steps of the server's start and end. `started` are further ones after the app's own start."""
-    watch = controller.engine_watch
+    controllers = [part.controller for part in parts]
 
-    async def look_at_engine() -> None:
-        await watch.open()
-        if watch.state is EngineState.MISMATCH and not controller.is_observing:
-            raise CannotServe(f"{watch.reason} ({ENGINE_CHECK_VARIABLE}=alive starts all the same)")
+    async def look_at_engines() -> None:
+        await asyncio.gather(*(controller.engine_watch.open() for controller in controllers))
+        for controller in controllers:
+            watch = controller.engine_watch
+            if watch.state is EngineState.MISMATCH and not controller.is_observing:
+                raise CannotServe(f"{watch.reason} ({ENGINE_CHECK_VARIABLE}=alive starts all the same)")
 
     async def end_leases() -> None:
-        await watch.close()
-        await controller.background.close()
-        await controller.shadows.close()
+        for controller in controllers:
+            await controller.engine_watch.close()
+            await controller.background.close()
+            await controller.shadows.close()
         # Other replicas of a shared pool would fill the room before the engine has it.
-        await controller.pending_aborts.close(waits=is_shared)
+        await asyncio.gather(*(controller.pending_aborts.close(waits=is_shared) for controller in controllers))
 
-    pool, dialect = controller.pool, controller.dialect
-    closing = [end_leases, observability.close, pool.close]  # what they say last is logged
-    if isinstance(pool, EngineSizedPool):
-        asking = [*started, look_at_engine, pool.open, dialect.ask]
-        return Lifespan(app, opening=[observability.open], asking=asking, closing=closing)
-    asking = [*started, look_at_engine, dialect.ask]
-    return Lifespan(app, opening=[pool.open, observability.open], asking=asking, closing=closing)
+    observing = [part.observability for part in parts]
+    open_pools, ask = [one.pool.open for one in controllers], [one.dialect.ask for one in controllers]
+    open_pages = [one.open for one in observing]
+    # What the pools say last is logged.
+    closing = [end_leases, *(one.close for one in observing), *(one.pool.close for one in controllers)]
+    if isinstance(controllers[0].pool, EngineSizedPool):
+        asking = [*started, look_at_engines, *open_pools, *ask]
+        return Lifespan(controllers[0].app, opening=open_pages, asking=asking, closing=closing)
+    asking = [*started, look_at_engines, *ask]
+    return Lifespan(controllers[0].app, opening=[*open_pools, *open_pages], asking=asking, closing=closing)
 
 
 @asynccontextmanager

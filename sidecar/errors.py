@@ -117,6 +117,13 @@ class UnsizedPrompt(BadRequest):
     never_fits = True
 
 
+class ModelNotFound(BadRequest):
+    """A model that no pool of the policy's `models` serves."""
+
+    status = 404
+    code = "model_not_found"
+
+
 class UnknownTier(BadRequest):
     """A tier name that is not in the policy, or a number outside [0, 1]."""
 

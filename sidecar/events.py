@@ -2,7 +2,8 @@
 
 The middleware reports to one `Observation` per request, in the order of the classes below: at most one of each,
 `Received` first, `Refused` or `Settled` last. Only a request that is preempted or handed back begins again: after
-`Preempted` come `Queued` and, if it is admitted again, `Admitted`; it ends in `Settled` either way. A request that
+`Preempted` come `Queued` and, if it is admitted again, `Admitted`; it ends in `Settled` either way. In a pool of
+several engines `Replayed` comes before such a `Preempted`, and says which engine did not serve it. A request that
 passes in `mode: observe` is reported as it really went (admitted, without a wait), or with `Settled` alone where it
 would have been refused before its tier was known; `Observed` comes anywhere in between, where it is known in time.
 Times are whole microseconds of the process's monotonic clock (`*_us`); `Received` also has the wall clock, so that an
@@ -43,11 +44,35 @@ class Received(msgspec.Struct, frozen=True, gc=False):
     request_id: str
 
 
+class Expectation(msgspec.Struct, frozen=True, gc=False):
+    """What a request was expected to use when it entered the pool, where output lengths are learned.
+
+    `output_tokens` is the assumed length of each of its `sequences`, `source` where that comes from: own, replicas,
+    tenants, hint or maximum (nothing is known: what the old rule holds). `samples` are the answers it rests on and
+    `quantile` the share of them that are no longer; 0 where there are none. `overlap` is the ratio by which its tokens
+    were counted, `most_tokens` what it may use at most: its prompt and maximum output. `prompt_tokens` is that of all
+    sequences; `bytes_per_token` is None where it was not text alone. `bucket` is the class of requests that its length
+    is learned in, beside its tenant, endpoint and model.
+    """
+
+    output_tokens: int
+    sequences: int
+    source: str
+    samples: int
+    quantile: float
+    overlap: float
+    most_tokens: int
+    prompt_tokens: int = 0
+    bytes_per_token: float | None = None
+    bucket: str = ""
+
+
 class Classified(msgspec.Struct, frozen=True, gc=False):
     """The request's tenant, its tier, and the tokens it will hold. `clamped_from` is the tier that was asked for.
 
     `preemptible` says that what it is admitted with may be taken back until its first byte goes out; `downgraded_from`
-    is the tier it would have had, had its tenant not been over its limits.
+    is the tier it would have had, had its tenant not been over its limits. `expected` is None where no output length is
+    learned.
     """
 
     at_us: int
@@ -63,6 +88,7 @@ class Classified(msgspec.Struct, frozen=True, gc=False):
     requests: int
     preemptible: bool = False
     downgraded_from: str | None = None
+    expected: Expectation | None = None
 
 
 class Obstacle(str, Enum):
@@ -76,6 +102,7 @@ class Obstacle(str, Enum):
     NO_ROOM = "no_room"
     HEADROOM = "headroom"
     BEHIND = "behind"
+    CLAIM = "claim"
 
 
 class Queued(msgspec.Struct, frozen=True, gc=False):
@@ -86,13 +113,35 @@ class Queued(msgspec.Struct, frozen=True, gc=False):
     explanation: str
 
 
+class Placed(msgspec.Struct, frozen=True, gc=False):
+    """Why an engine got a request: its ledger without that request, and the predictions. None is unbounded.
+
+    `capacity_tokens` and `capacity_requests` are what it had at that moment, less while it starts slowly. `hits` are
+    tokens of the `prompt` that engines, by their ids, were predicted to have. `claimed_us` is for how long the request
+    had claimed an engine that had no room for it; 0 where it had not.
+    """
+
+    capacity_tokens: int | None
+    capacity_requests: int | None
+    held_tokens: int
+    held_requests: int
+    unprefilled_tokens: int
+    prompt: int = 0
+    hits: tuple[tuple[str, int], ...] = ()
+    claimed_us: int = 0
+
+
 class Admitted(msgspec.Struct, frozen=True, gc=False):
     """The request holds its lease. `overtaken_at_us` is None where nothing that came later went first.
+
+    In a pool of several engines `engine` is the id of the one that got it, `name#incarnation`, and `placed` says why,
+    where the pool says so.
 
     `served_ahead` counts, by tier, the tokens admitted while it waited; `level` is its aged level in whole levels;
     `engine_priority` was sent to the engine, None where nothing was forwarded. `passed` has those it overtook: of
     every other tier whose first in line had come before it, by which rule it went first all the same: `always_first`,
-    `reserve`, `reserve_turn`, `level`, `limit` or `passed_over` (`scheduling.Rule` says what each means). `is_dry_run`
+    `reserve`, `reserve_turn`, `level`, `limit`, `passed_over` or `claim` (`scheduling.Rule` says what each means).
+    `is_dry_run`
     says that it passed without a lease, in `mode: observe`.
     """
 
@@ -105,6 +154,33 @@ class Admitted(msgspec.Struct, frozen=True, gc=False):
     engine_priority: int | float | None
     passed: Mapping[str, str] = {}
     is_dry_run: bool = False
+    engine: str | None = None
+    placed: Placed | None = None
+
+
+class ReplayReason(str, Enum):
+    """Why a request left its engine before the first byte of its answer, and waits for one again.
+
+    UNREACHED: no connection could be made, or the engine had restarted or gone before the request was sent. FULL: it
+    answered 429, 503 or 529. CRASHED: the connection broke, and the engine is gone. BROKEN: the connection broke, and
+    the engine answers.
+    """
+
+    UNREACHED = "unreached"
+    FULL = "full"
+    CRASHED = "crashed"
+    BROKEN = "broken"
+
+
+class Replayed(msgspec.Struct, frozen=True, gc=False):
+    """An engine, by its id, did not serve the request, which waits again for one, unseen by its client.
+
+    `Preempted` with `is_unreached` follows at once.
+    """
+
+    at_us: int
+    engine: str
+    reason: ReplayReason
 
 
 class Preempted(msgspec.Struct, frozen=True, gc=False):
@@ -155,7 +231,8 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
     known: the engine's count, or else the estimate of the prompt and the chunks that went out. `error` is a word from
     a small set (an error code, an exception's class), None where the request did not fail. `wait` is what `Refused`
     would have said, for a request that was preempted and ended while it waited again; None where that is not known.
-    `message` is what the proxy answered in the engine's place, None where the app answered.
+    `message` is what the proxy answered in the engine's place, None where the app answered. `held_tokens` is what the
+    lease held at last, None where no output length is learned, and `growths` how often it grew while it streamed.
     """
 
     at_us: int
@@ -167,6 +244,8 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
     error: str | None
     wait: Refused | None = None
     message: str | None = None
+    held_tokens: int | None = None
+    growths: int = 0
 
 
 class Verdict(str, Enum):
@@ -226,7 +305,7 @@ class ShadowHolds(msgspec.Struct):
     followed: int = 0
 
 
-Event = Classified | Queued | Admitted | Preempted | Observed | Refused | FirstByte | Settled
+Event = Classified | Queued | Admitted | Replayed | Preempted | Observed | Refused | FirstByte | Settled
 
 
 class Observation(Protocol):

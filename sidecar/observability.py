@@ -12,14 +12,18 @@ from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, Mount
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sidecar.admin.engine_routes import EngineRoutes
 from sidecar.admin.routes import LivePages, metrics_routes, story_routes
 from sidecar.cluster.document import EngineView
+from sidecar.cluster.learned_lengths import LengthExchange
 from sidecar.cluster.overview import Generations
 from sidecar.cluster.report import Sources
 from sidecar.engines import NoEngine
 from sidecar.events import Received, ShadowHolds
 from sidecar.explain.builder import ExplanationBuilder
 from sidecar.middleware.controller import AdmissionController
+from sidecar.middleware.engine_view import EngineDocument
+from sidecar.middleware.lease_size import EngineSizesDocument
 from sidecar.policy.model import Mode, Policy, Tier
 from sidecar.policy.reload import PolicyFiles, PolicyReloader, ReloadSignal
 from sidecar.pools import Grant, Pool
@@ -28,6 +32,8 @@ from sidecar.telemetry.dry_run import DryRunLog, DryRunMetrics, DryRunStats
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.logs.request_log import RequestLog, UnguardedLog
 from sidecar.telemetry.metrics import PoolMetrics, PoolSample, RequestMetrics, TierSample
+from sidecar.telemetry.metrics.engines import EngineSample
+from sidecar.telemetry.metrics.lease_sizes import LeaseSizeSample
 from sidecar.telemetry.metrics.tenants import shown_tenants
 from sidecar.telemetry.recent import Recent
 from sidecar.telemetry.request_record import EventHandlers, RequestRecord
@@ -79,6 +85,8 @@ class Observability:
             lambda: controller.pending_aborts.held(),  # noqa: PLW0108  # the controller has them later
             engine_up=lambda: controller.engine_watch.up,
             oldest=self._waits.oldest,
+            engines=lambda: () if controller.engines is None else controller.engines.documents(),
+            lease_sizes=controller.lease_sizes.documents,
         )
         self._gauges = PoolMetrics(policy.pool, sampler)  # its gauges are read for as long as it lives
         listeners: list[Listener] = [metrics, journal, self._log, sampler, *([recent] if is_looked_at else [])]
@@ -91,11 +99,13 @@ class Observability:
         self.observer = EventDispatcher(self._spans, listeners, delay_s=REPORTED_WITHIN_S, failure_log=failure_log)
         self.observed = Fanout([self._dry_run.note, DryRunMetrics(metrics).note, DryRunLog(self._log).note])
         self.unguarded = Fanout([metrics.note_unguarded, UnguardedLog(self._log).note])
-        self._pages = LivePages(self._sources(controller, metrics, journal), generations)
+        lengths = LengthExchange(controller.lease_sizes.estimator)
+        self._pages = LivePages(self._sources(controller, metrics, journal), generations, lengths)
         controller.engine_watch.on_change.append(self._pages.live.share_now)
         builder = ExplanationBuilder(journal, lambda: names, policy.pool, is_shared)
         stories = story_routes(builder, self._pages.live.overview)
-        pages = [*self._pages.routes(), *metrics_routes(self.scrape), *stories]
+        self._engines = EngineRoutes(lambda: controller.engines)
+        pages = [*self._pages.routes(), *self._engines.routes(), *metrics_routes(self.scrape), *stories]
         self.routes: Sequence[BaseRoute] = [Mount("", routes=pages, middleware=[_up_to_date(self.observer)])]
 
     async def open(self) -> None:
@@ -110,6 +120,7 @@ class Observability:
         self._hangup.let_go()
         if self._watch is not None:
             await self._watch.stop()
+        self._engines.close()
         await self._pages.close()
         self.observer.flush()
         self._log.flush()
@@ -139,6 +150,8 @@ class Observability:
             observed=self._dry_run.read,
             engine=lambda: _engine_view(controller),
             oldest=self._waits.oldest,
+            engines=lambda: None if controller.engines is None else controller.engines.documents(),
+            lease_sizes=controller.lease_sizes.documents,
         )
 
     def _dry_run_stats(self, controller: AdmissionController) -> DryRunStats:
@@ -226,7 +239,8 @@ class PoolSampler:
     It is also a `Listener` to requests, which is how it knows the loop. `policy` is the one in force, `rejected` how
     many changed ones could not be used so far, `generations` how many different ones the pool's replicas run,
     `aborting` the requests and tokens that are held for requests that have ended, `engine_up` whether the engine can be
-    used (1, 0, or None where that is not known), `oldest` the pool's oldest waits.
+    used (1, 0, or None where that is not known), `oldest` the pool's oldest waits, `engines` those of a pool of
+    several, `lease_sizes` the leases by engine where output lengths are learned.
     """
 
     def __init__(
@@ -239,6 +253,8 @@ class PoolSampler:
         *,
         engine_up: Callable[[], int | None] = lambda: None,
         oldest: Callable[[], Sequence[Grant | None]] | None = None,
+        engines: Callable[[], Sequence[EngineDocument]] = tuple,
+        lease_sizes: Callable[[], Sequence[EngineSizesDocument]] = tuple,
     ) -> None:
         self._pool = pool
         self._policy = policy
@@ -247,6 +263,8 @@ class PoolSampler:
         self._aborting = aborting
         self._engine_up = engine_up
         self._oldest = pool.oldest if oldest is None else oldest
+        self._engines = engines
+        self._lease_sizes = lease_sizes
         self._loop: asyncio.AbstractEventLoop | None = None
         self.handlers: EventHandlers = {Received: self._note_loop}
         self._latest: PoolSample | None = None
@@ -289,8 +307,54 @@ class PoolSampler:
             aborting_requests=aborting_requests,
             aborting_tokens=aborting_tokens,
             engine_up=self._engine_up(),
+            engines=engine_samples(self._engines()),
+            no_engine_fits_s=state.get("no_engine_fits_s"),
+            lease_sizes=[_lease_size_sample(sizes) for sizes in self._lease_sizes()],
         )
         return self._latest
+
+
+def _lease_size_sample(sizes: EngineSizesDocument) -> LeaseSizeSample:
+    return LeaseSizeSample(
+        engine=sizes.engine,
+        held_tokens=sizes.held_tokens,
+        expected_tokens=sizes.expected_tokens,
+        used_tokens=sizes.used_tokens,
+        overlap=sizes.overlap,
+        quantile=sizes.quantile,
+        is_raised=int(sizes.is_raised),
+        preemptions=sizes.preemptions,
+    )
+
+
+def engine_samples(rows: Sequence[EngineDocument]) -> Sequence[EngineSample]:
+    """One for each name: the latest incarnation, with what earlier ones still hold. Those that are gone come last."""
+    by_name: dict[str, list[EngineDocument]] = {}
+    for row in rows:
+        by_name.setdefault(row.name, []).append(row)
+    found = [_engine_sample(same) for same in by_name.values()]
+    return sorted(found, key=lambda sample: sample.state == "gone")
+
+
+def _engine_sample(same: Sequence[EngineDocument]) -> EngineSample:
+    latest = same[-1]
+    capacity = latest.capacity
+    return EngineSample(
+        name=latest.name,
+        state=latest.state,
+        capacity_tokens=None if capacity is None else capacity.tokens,
+        capacity_requests=None if capacity is None else capacity.requests,
+        held_tokens=sum(row.held.tokens or 0 for row in same),
+        held_requests=sum(row.held.requests or 0 for row in same),
+        unprefilled_tokens=sum(row.unprefilled_tokens for row in same),
+        claims=latest.claims,
+        in_flight=sum(row.in_flight for row in same),
+        prompt_tokens=latest.prompt_tokens,
+        predicted_tokens=latest.predicted_tokens,
+        measured_tokens=latest.measured_tokens,
+        ejections=latest.ejections,
+        replays=latest.replays,
+    )
 
 
 def _tier_sample(tier: Tier, state: Mapping[str, Any], oldest: Grant | None) -> TierSample:

@@ -5,8 +5,10 @@ gateways use too, corrected by the engine's reported `usage`. With a tokenizer (
 counted; long text is sampled.
 
 The correction belongs to one tenant and one model, so that no tenant's requests change another tenant's estimates. A
-tenant begins at 4 bytes a token. Only a prompt that was decoded completely corrects the figure. Unknown fields count at
-4 bytes a token at most, whatever was learned: their bytes may be denser than text.
+tenant begins at the lower median of the tenants' ratios for the model, where 3 tenants have one, and else at 4 bytes a
+token: every tenant has one vote, however much it sends, and the lower ratio means more tokens. Only a prompt that was
+decoded completely corrects the figure. Unknown fields count at 4 bytes a token at most, whatever was learned: their
+bytes may be denser than text.
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ TENANTS_REMEMBERED = 4096
 """Tenants come from the policy, so no client can add one. With all of their models they take 20 MB at most."""
 LONGEST_MODEL_NAME = 256
 """Characters. A longer name is not remembered: no model has one, and memory must stay small."""
+FEWEST_TENANTS = 3
+"""Tenants from which a model has a ratio for newcomers: of fewer, one would decide it."""
+_STALE_SHARE = 8
+"""The median is computed anew when so many times the changes since the last time are as many as the ratios."""
 SAMPLED_ABOVE = 32_768
 """Characters up to which a tokenizer reads the whole text: about 30 ms. Longer text is sampled, and extrapolated."""
 
@@ -38,11 +44,16 @@ class Estimator:
     def __init__(self, counter: TokenizerCounter | None = None) -> None:
         self.counter = counter
         self._learned: OrderedDict[str, OrderedDict[str | None, float]] = OrderedDict()
+        self._models: dict[str | None, _ModelRatios] = {}
 
     def bytes_per_token(self, tenant: str, model: str | None) -> float:
         """The ratio of a tenant's text for a model, as learned so far."""
         learned = self._learned.get(tenant)
-        return BYTES_PER_TOKEN if learned is None else learned.get(model, BYTES_PER_TOKEN)
+        ratio = None if learned is None else learned.get(model)
+        if ratio is not None:
+            return ratio
+        ratios = self._models.get(model)
+        return BYTES_PER_TOKEN if ratios is None else ratios.median
 
     def prompt_tokens(self, payload: Payload, tenant: str) -> int:
         """Tokens of all prompts of a tenant's request together, by their bytes."""
@@ -61,18 +72,60 @@ class Estimator:
         """Learns from the engine's own count of a prompt, where that was text and was decoded completely."""
         if not payload.is_understood or not payload.prompt_bytes or prompt_tokens < 1:
             return
-        if payload.model is not None and len(payload.model) > LONGEST_MODEL_NAME:
+        model = payload.model
+        if model is not None and len(model) > LONGEST_MODEL_NAME:
             return
         least, most = PLAUSIBLE_BYTES_PER_TOKEN
         seen = min(most, max(least, payload.prompt_bytes / prompt_tokens))
-        learned = self._learned.setdefault(tenant, OrderedDict())
+        learned = self._learned.get(tenant)
+        ratio = None if learned is None else learned.get(model)
+        if ratio is None:
+            ratio = self.bytes_per_token(tenant, model)
+        ratio += LEARNING_RATE * (seen - ratio)
+        if learned is None:
+            learned = self._learned[tenant] = OrderedDict()
         self._learned.move_to_end(tenant)
-        ratio = learned.pop(payload.model, BYTES_PER_TOKEN)
-        learned[payload.model] = ratio + LEARNING_RATE * (seen - ratio)
+        learned[model] = ratio
+        learned.move_to_end(model)
+        ratios = self._models.get(model)
+        if ratios is None:
+            ratios = self._models[model] = _ModelRatios()
+        ratios.put(tenant, ratio)
         if len(learned) > MODELS_REMEMBERED:
-            learned.popitem(last=False)
+            self._forget(tenant, learned.popitem(last=False)[0])
         if len(self._learned) > TENANTS_REMEMBERED:
-            self._learned.popitem(last=False)
+            forgotten, models = self._learned.popitem(last=False)
+            for model in models:
+                self._forget(forgotten, model)
+
+    def _forget(self, tenant: str, model: str | None) -> None:
+        ratios = self._models[model]
+        ratios.put(tenant, None)
+        if not ratios.by_tenant:
+            del self._models[model]
+
+
+class _ModelRatios:
+    """The tenants' ratios for one model, and their lower median: what a tenant without one begins with."""
+
+    def __init__(self) -> None:
+        self.by_tenant: dict[str, float] = {}
+        self.median = BYTES_PER_TOKEN
+        self._changes = 0
+
+    def put(self, tenant: str, ratio: float | None) -> None:
+        """Sets a tenant's ratio; None forgets it."""
+        if ratio is None:
+            del self.by_tenant[tenant]
+        else:
+            self.by_tenant[tenant] = ratio
+        self._changes += 1
+        count = len(self.by_tenant)
+        if count < FEWEST_TENANTS:
+            self.median = BYTES_PER_TOKEN
+        elif self._changes * _STALE_SHARE >= count:
+            self.median = sorted(self.by_tenant.values())[(count - 1) // 2]
+            self._changes = 0
 
 
 def _unread_tokens(payload: Payload, ratio: float) -> int:

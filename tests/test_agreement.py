@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.agreement import MOST_APART, measure, table, worst
 
 
+@pytest.mark.long
 def test_waits_and_starvation_add_up_to_the_same_wherever_they_are_reported() -> None:
     found = measure(1000)
     assert worst(found) <= MOST_APART, table(found)

@@ -69,6 +69,7 @@ def test_the_packages_own_name_for_it_is_the_same_class() -> None:
         _ = sidecar.Admision
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lifespan", ["auto", "on"])
 def test_a_server_with_a_bad_policy_does_not_start(tmp_path: Path, lifespan: str) -> None:
     """Starlette makes its middleware when it starts, and uvicorn takes an exception there for no lifespan at all."""

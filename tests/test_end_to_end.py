@@ -230,6 +230,7 @@ async def test_many_asynchronous_clients_at_once_all_get_their_whole_answers(sta
         assert await asyncio.gather(*map(streamed, sizes), *map(whole, sizes)) == sizes * 2
 
 
+@pytest.mark.long
 def test_under_overload_high_is_answered_before_batch_that_came_first(stack: Stack) -> None:
     answered: list[str] = []
 
@@ -298,6 +299,7 @@ def _ask_in_vain(stack: Stack) -> None:
         client.chat.completions.create(model="m", messages=HELLO, extra_headers={"x-admission-max-wait": "1s"})
 
 
+@pytest.mark.long
 def test_a_client_that_leaves_in_mid_stream_frees_its_slot_at_the_engine(stack: Stack) -> None:
     with filled(stack) as streams:
         streams.close()
@@ -307,6 +309,7 @@ def test_a_client_that_leaves_in_mid_stream_frees_its_slot_at_the_engine(stack: 
         pass
 
 
+@pytest.mark.long
 def test_sigterm_refuses_the_new_finishes_the_running_and_ends_with_0(tmp_path: Path) -> None:
     with running_stack(tmp_path) as stack, stack.client(STANDARD) as running, stack.client(STANDARD) as late:
         stream = running.chat.completions.create(model="m", messages=HELLO, max_tokens=150, stream=True)

@@ -43,6 +43,10 @@ class Sidecar:
         ) as response:
             return response.status, json.loads(await response.read())
 
+    async def embed(self, inputs: list[list[int]]) -> tuple[int, dict[str, Any]]:
+        async with self._session.post(f"{self._url}/v1/embeddings", json={"model": "m", "input": inputs}) as response:
+            return response.status, json.loads(await response.read())
+
     def pool(self) -> Any:
         return self.middleware.controller.state()["pool"]
 
@@ -73,6 +77,7 @@ async def until(condition: Callable[[], Any]) -> None:
     raise AssertionError("never happened")
 
 
+@pytest.mark.long
 async def test_the_pool_of_a_dry_run_is_not_held_back_by_the_queue_that_the_dry_run_lets_grow(tmp_path: Path) -> None:
     async with (
         engine_of(Vllm, max_num_seqs=2, kv_tokens=9_000_000) as (emulator, url),
@@ -100,6 +105,28 @@ async def test_the_pool_is_as_large_as_the_engine_behind_the_network_says(tmp_pa
         assert (status, refusal["error"]["code"]) == (400, "request_too_large")
 
 
+async def test_lists_of_inputs_do_not_fill_the_engines_own_queue(tmp_path: Path) -> None:
+    """The engine queues each input as a request: were a list one sequence of the pool, one client could fill it."""
+    async with (
+        engine_of(Sglang, max_num_seqs=6, kv_tokens=9_000_000) as (emulator, url),
+        sidecar_of(tmp_path, Sglang, url, waiting=4) as sidecar,
+    ):
+        status, refusal = await sidecar.embed([[1] * 10] * 2000)
+        assert (status, refusal["error"]["code"]) == (400, "request_too_large")
+        assert "would start 2000 sequences" in refusal["error"]["message"]
+        assert "high allows 10, the whole pool" in refusal["error"]["message"]
+        flood = [asyncio.ensure_future(sidecar.embed([[1] * 400] * 10)) for _ in range(30)]
+        small = asyncio.ensure_future(sidecar.ask())
+        most = 0
+        while not all(one.done() for one in flood):
+            most = max(most, emulator.engine.running + emulator.engine.waiting)
+            assert not sidecar.pool()["engine"]["held_back"]
+            await asyncio.sleep(0.001)
+        assert most == 10, "as many as the pool has"
+        assert [status for status, _ in await asyncio.gather(*flood, small)] == [200] * 31
+
+
+@pytest.mark.long
 async def test_vllm_behind_a_network_bounds_tokens_alone_and_its_queue_bounds_the_rest(tmp_path: Path) -> None:
     vllm = Vllm
     async with (

@@ -84,6 +84,7 @@ def failed_start(upstream: str, policy: str) -> subprocess.CompletedProcess[str]
 # -- at the start
 
 
+@pytest.mark.long
 def test_the_shipped_policies_do_not_start_before_a_vllm(tmp_path: Path) -> None:
     with engine(tmp_path, "vllm", 0) as upstream:
         ended = failed_start(upstream, str(shipped_policies()))
@@ -177,6 +178,7 @@ def test_a_mounted_middleware_knows_the_engine_of_its_app_where_that_says_it(
 # -- later
 
 
+@pytest.mark.long
 def test_another_engine_that_comes_later_is_not_used_and_the_right_one_is(tmp_path: Path) -> None:
     port = free_port()
     with sidecar(tmp_path, f"http://127.0.0.1:{port}") as replica:
@@ -204,6 +206,7 @@ def test_another_engine_that_comes_later_is_not_used_and_the_right_one_is(tmp_pa
     ]
 
 
+@pytest.mark.long
 def test_an_engine_that_is_killed_is_known_by_the_next_request_and_its_return_within_a_second(tmp_path: Path) -> None:
     port = free_port()
     with sidecar(tmp_path, f"http://127.0.0.1:{port}") as replica:
@@ -228,6 +231,7 @@ def _metrics(replica: Replica) -> dict[str, float]:
     return {line.partition("{")[0]: float(line.split()[-1]) for line in lines if line.startswith("admission_engine")}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(first_binary() is None, reason="no redis-server or valkey-server")
 def test_the_pages_of_a_shared_pool_say_which_replica_cannot_reach_the_engine(tmp_path: Path) -> None:
     binary = first_binary()

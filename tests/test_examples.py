@@ -106,6 +106,7 @@ def address(process: subprocess.Popen[str]) -> str:
     raise AssertionError("".join(said))
 
 
+@pytest.mark.long
 def test_mounted_into_fastapi() -> None:
     with running("fastapi_app") as url:
         body = {"model": "m", "max_tokens": 5, "messages": HELLO}
@@ -120,6 +121,7 @@ def test_mounted_into_fastapi() -> None:
             assert unguarded.headers["x-admission-tier"] is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "said"), [("observe", "not granted"), ("enforce", "tier normal, tenant anonymous, engine priority 10")]
 )
@@ -132,6 +134,7 @@ def test_mounted_into_fastapi_with_the_policy_that_init_writes(tmp_path: Path, m
     assert answer.json["choices"][0]["message"]["content"] == said
 
 
+@pytest.mark.long
 @pytest.mark.skipif("tensorrt_llm" in sys.modules, reason="with the real engine it loads a model")
 def test_an_engine_in_the_same_process_can_read_what_was_granted() -> None:
     with running("in_process_engine") as url:
@@ -176,6 +179,7 @@ def test_the_middleware_is_found_by_name_as_vllm_finds_it() -> None:
     assert name in sidecar.__all__
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("curl") is None, reason="its requests are sent with curl")
 def test_the_reverse_proxy_script_shows_three_requests_and_leaves_nothing_running() -> None:
     assert blocks("reverse_proxy")[0].strip() == "sh examples/reverse_proxy/run.sh"

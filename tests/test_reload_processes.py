@@ -143,6 +143,8 @@ async def test_a_mounted_app_follows_its_policy_and_takes_sighup_where_no_one_el
     log = tmp_path / "log"
     async with mounted(pool, log) as (process, sidecar, admin), aiohttp.ClientSession() as client:
         await until(f"{admin}/readyz", lambda ready: ready["status"] == "ready")
+        # The admin port opens in the app's start, and uvicorn listens only after that.
+        await until(f"{sidecar}/openapi.json", bool)
         name, _, value = key("acme").partition(": ")
         async with client.post(sidecar + CHAT, json=chat(), headers={name: value}) as response:
             assert response.status == 200
@@ -188,6 +190,7 @@ def two(tmp_path: Path) -> Iterator[Two]:
             yield Two(store, sidecars, policies, logs)
 
 
+@pytest.mark.long
 async def test_replicas_that_run_different_policies_say_so_and_do_not_fight_over_the_store(two: Two) -> None:
     first, second = (replica.admin_url for replica in two.replicas)
     before = load(two.policies[0]).generation

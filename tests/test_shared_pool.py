@@ -271,6 +271,7 @@ async def hang_up(asked: asyncio.Task[Answer]) -> None:
 # -- one pool
 
 
+@pytest.mark.long
 async def test_what_one_replica_runs_the_other_shows_within_a_heartbeat(quiet: tuple[Replica, Replica]) -> None:
     first, second = quiet
     async with streaming(first.url):
@@ -314,6 +315,7 @@ async def test_a_request_that_finds_room_does_not_wait(quiet: tuple[Replica, Rep
         assert (answer.status, answer.headers["x-admission-wait-ms"]) == (200, "0")
 
 
+@pytest.mark.long
 async def test_a_client_that_hangs_up_while_it_waits_leaves_nothing_behind(quiet: tuple[Replica, Replica]) -> None:
     first, second = quiet
     async with holding(first.url, SLOTS):
@@ -327,6 +329,7 @@ async def test_a_client_that_hangs_up_while_it_waits_leaves_nothing_behind(quiet
 # -- a replica that ends
 
 
+@pytest.mark.long
 async def test_what_a_replica_held_is_free_at_once_when_it_is_asked_to_end(
     folder: Path, engine: str, store: RedisServer, quiet: tuple[Replica, Replica]
 ) -> None:
@@ -351,6 +354,7 @@ async def test_what_a_replica_held_is_free_at_once_when_it_is_asked_to_end(
     assert "Traceback" not in third.log.read_text()
 
 
+@pytest.mark.long
 async def test_what_a_killed_replica_held_is_back_as_soon_as_its_silence_is_noticed(
     folder: Path, engine: str, store: RedisServer, quiet: tuple[Replica, Replica]
 ) -> None:
@@ -380,6 +384,7 @@ async def suppressed(stream: Any) -> AsyncIterator[None]:
 # -- a store that is lost
 
 
+@pytest.mark.long
 async def test_without_the_store_replicas_go_on_with_their_part_and_say_so(
     store: RedisServer, quiet: tuple[Replica, Replica]
 ) -> None:
@@ -467,6 +472,7 @@ async def test_a_store_that_comes_later_is_found(folder: Path, engine: str, spar
 # -- where the store is
 
 
+@pytest.mark.long
 async def test_a_policy_may_name_the_store_and_the_environment_goes_before_it(
     folder: Path, engine: str, store: RedisServer, spare: RedisServer
 ) -> None:
@@ -511,6 +517,7 @@ def test_an_address_that_cannot_be_read_is_one_line_that_names_the_variable(writ
 OTHER_TIERS = POLICY.replace("high: {}", "urgent: {}") + "pool: tiers\n"
 
 
+@pytest.mark.long
 async def test_a_process_with_other_tiers_is_refused_and_says_so_until_it_takes_the_pool_over(
     folder: Path, engine: str, spare: RedisServer
 ) -> None:
@@ -543,6 +550,7 @@ async def test_a_process_with_other_tiers_is_refused_and_says_so_until_it_takes_
         assert (await ask(first.url)).status == 503
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("more", "environment", "said"),
     [

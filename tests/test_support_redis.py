@@ -207,6 +207,7 @@ def test_a_pair_replicates(binary: Binary, tmp_path: Path) -> None:
             replica.command("SET", "key", "other")
 
 
+@pytest.mark.long
 def test_sentinels_promote_the_replica_of_a_killed_master(binary: Binary, tmp_path: Path) -> None:
     with sentinel(binary, tmp_path) as watched:
         assert watched.url.count("127.0.0.1:") == 3
@@ -217,6 +218,7 @@ def test_sentinels_promote_the_replica_of_a_killed_master(binary: Binary, tmp_pa
         assert watched.replica.command("SET", "key", "value") == "OK"
 
 
+@pytest.mark.long
 def test_a_cluster_answers_on_the_owner_of_a_key_alone(binary: Binary, tmp_path: Path) -> None:
     with cluster(binary, tmp_path) as whole:
         assert whole.url == "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in whole.nodes)

@@ -16,6 +16,7 @@ from sidecar.apis import Api
 from sidecar.payload.decode import MEDIA_TOKENS, Payload, decode
 from sidecar.tokens import (
     BYTES_PER_TOKEN,
+    FEWEST_TENANTS,
     LONGEST_MODEL_NAME,
     MODELS_REMEMBERED,
     SAMPLED_ABOVE,
@@ -124,8 +125,82 @@ def test_only_so_many_tenants_are_remembered_the_latest_used() -> None:
         estimator.learn(text, "kept", 400)
         estimator.learn(text, f"t{number}", 400)
     assert estimator.bytes_per_token("kept", "m") == pytest.approx(1, abs=0.01)
-    assert estimator.bytes_per_token("t0", "m") == BYTES_PER_TOKEN
-    assert estimator.bytes_per_token(f"t{TENANTS_REMEMBERED}", "m") < BYTES_PER_TOKEN
+    assert estimator.bytes_per_token("t0", "m") == estimator.bytes_per_token("newcomer", "m")
+    assert len(estimator._learned) == len(estimator._models["m"].by_tenant) == TENANTS_REMEMBERED
+
+
+def ratio_of(estimator: Estimator, tenant: str, bytes_a_token: int, *, model: str = "m", times: int = 100) -> None:
+    for _ in range(times):
+        estimator.learn(completion("a" * 400, model=model), tenant, 400 // bytes_a_token)
+
+
+def test_a_newcomer_begins_at_the_lower_median_of_three_tenants_or_more() -> None:
+    estimator = Estimator()
+    for number, bytes_a_token in enumerate((5, 2, 8, 10)):
+        assert number >= FEWEST_TENANTS or estimator.bytes_per_token("new", "m") == BYTES_PER_TOKEN
+        ratio_of(estimator, f"t{number}", bytes_a_token)
+        median = sorted((5, 2, 8, 10)[: number + 1])[number // 2]
+        assert number + 1 < FEWEST_TENANTS or estimator.bytes_per_token("new", "m") == pytest.approx(median, abs=0.01)
+    assert estimator.bytes_per_token("new", "other") == BYTES_PER_TOKEN
+    assert estimator.bytes_per_token("t1", "m") == pytest.approx(2, abs=0.01)
+
+
+@pytest.mark.parametrize("bytes_a_token", [1, 16])
+def test_one_tenant_cannot_move_where_newcomers_begin_out_of_the_others_range(bytes_a_token: int) -> None:
+    estimator = Estimator()
+    for number, honest in enumerate((4, 5, 5)):
+        ratio_of(estimator, f"t{number}", honest)
+    ratio_of(estimator, "hostile", bytes_a_token, times=2000)
+    for number in range(1000):
+        ratio_of(estimator, "hostile", bytes_a_token, model=f"m{number}", times=1)
+        ratio_of(estimator, "hostile", bytes_a_token, times=1)
+    assert 4 <= round(estimator.bytes_per_token("new", "m"), 2) <= 5
+
+
+def test_ratios_of_forgotten_models_count_no_more_and_take_no_memory() -> None:
+    estimator = Estimator()
+    for tenant in ("a", "b", "c"):
+        ratio_of(estimator, tenant, 2)
+    for number in range(10 * MODELS_REMEMBERED):
+        ratio_of(estimator, "a", 1, model=f"m{number}", times=1)
+    assert estimator.bytes_per_token("new", "m") == BYTES_PER_TOKEN
+    assert len(estimator._models) == MODELS_REMEMBERED + 1
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 40), st.sampled_from([*"mnopq"]), st.sampled_from([25, 50, 100, 200, 400])),
+        max_size=200,
+    )
+)
+def test_the_median_is_that_of_the_ratios_but_for_the_last_eighth(events: list[tuple[int, str, int]]) -> None:
+    estimator = Estimator()
+    medians: dict[str, list[float]] = {}
+    for tenant, model, prompt_tokens in events:
+        estimator.learn(completion("a" * 400, model=model), f"t{tenant}", prompt_tokens)
+        ratios = sorted(known[model] for known in estimator._learned.values() if model in known)
+        medians.setdefault(model, []).append(
+            BYTES_PER_TOKEN if len(ratios) < FEWEST_TENANTS else ratios[(len(ratios) - 1) // 2]
+        )
+        assert estimator.bytes_per_token("new", model) in medians[model][-1 - len(ratios) // 8 :]
+
+
+def test_learning_sorts_the_ratios_of_many_tenants_only_now_and_then() -> None:
+    estimator, sorts = Estimator(), 0
+
+    def counting(values: object) -> list[float]:
+        nonlocal sorts
+        sorts += 1
+        return sorted(values)  # type: ignore[call-overload, no-any-return]
+
+    text = completion("a" * 400)
+    for number in range(800):
+        estimator.learn(text, f"t{number}", 400)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("sidecar.tokens.sorted", counting, raising=False)
+        for number in range(800):
+            estimator.learn(text, f"t{number}", 100)
+    assert 7 <= sorts <= 9
 
 
 @pytest.mark.parametrize(

@@ -36,12 +36,12 @@ def rows() -> Iterator[Line]:
 
 
 def preempted_after_s(rules: PoolRules, *, is_low_there: bool) -> float:
-    """How long a high request waits before a pool of which batch, normal and high hold 88% for ten minutes."""
+    """How long a high request waits before a pool of which batch, normal and high hold 95% for ten minutes."""
     simulation = Simulation(rules)
     share = rules.tokens // 100
 
     def begin() -> None:
-        for tier, parts in ((BATCH, 38), (NORMAL, 28), (HIGH, 22)):
+        for tier, parts in ((BATCH, 42), (NORMAL, 31), (HIGH, 22)):
             for _ in range(parts):
                 simulation.send(Request(tier, share, us(END_S)))
 

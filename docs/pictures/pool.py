@@ -1,7 +1,7 @@
 """Draws pool.svg, beside itself: the shipped policy's pool in one moment. `python docs/pictures/pool.py`.
 
-Floors, headroom and limits are those that the policy gives; what is held is made up. What stays free in the picture is
-exactly the headroom: for every tier but the first two the pool is full.
+Floors and limits are those that the policy gives; what is held is made up. Every tier lends all of its idle reserve, so
+nothing of the pool is free.
 """
 
 from __future__ import annotations
@@ -13,24 +13,21 @@ from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.rules import PoolRules, TierRules
 
 WRITTEN = Path(__file__).with_name("pool.svg")
-HELD_PERCENT = {"critical": 0, "high": 8, "normal": 24, "low": 0, "batch": 56}
+HELD_PERCENT = {"critical": 0, "high": 8, "normal": 30, "low": 2, "batch": 60}
 
 LEFT, TOP, SCALE, BAR, ROW = 92, 56, 6.0, 26, 46
 WIDTH, HEIGHT = 770, 420
-OWN, BORROWED, FREE, LENT = "#1f5f9e", "#8dbbe6", "url(#free)", "url(#lent)"
+OWN, BORROWED, LENT = "#1f5f9e", "#8dbbe6", "url(#lent)"
 LEGEND = (
     (OWN, "held, within its reserve"),
     (BORROWED, "held beyond its reserve"),
-    (FREE, "its reserve, kept free for it"),
     (LENT, "its reserve, lent to others"),
 )
 HEAD = f"""\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"
  font-family="system-ui, sans-serif" font-size="13">
-<title>A pool in one moment: what each tier holds, keeps free, lends and borrows</title>
+<title>A pool in one moment: what each tier holds, lends and borrows</title>
 <defs>
-<pattern id="free" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
-<rect width="6" height="6" fill="#fff3d6"/><rect width="2.5" height="6" fill="#d9a021"/></pattern>
 <pattern id="lent" width="6" height="6" patternUnits="userSpaceOnUse">
 <rect width="6" height="6" fill="#f3f3f3"/><circle cx="3" cy="3" r="1.3" fill="#777"/></pattern>
 </defs>
@@ -56,14 +53,13 @@ def words(x: float, y: float, text: str, more: str = "") -> str:
 
 
 def parts(tier: TierRules, capacity: int) -> Iterator[tuple[float, str]]:
-    """What a tier holds, keeps and lends, each in percent of the pool with its fill, from the left."""
+    """What a tier holds and lends, each in percent of the pool with its fill, from the left."""
     held = HELD_PERCENT[tier.name]
-    reserve, headroom = 100 * tier.reserve_tokens / capacity, 100 * tier.headroom_tokens / capacity
-    own, kept = min(held, reserve), max(0.0, headroom - held)
+    reserve = 100 * tier.reserve_tokens / capacity
+    own = min(held, reserve)
     yield own, OWN
     yield held - own, BORROWED
-    yield kept, FREE
-    yield reserve - own - kept, LENT
+    yield reserve - own, LENT
 
 
 def row(tier: TierRules, capacity: int) -> Iterator[str]:
@@ -98,7 +94,7 @@ def whole(rules: PoolRules) -> Iterator[str]:
                 yield box(begin, width, top, fill)
                 begin += width
     if round(begin, 6) != 100:
-        raise ValueError(f"the picture's moment holds and keeps {begin:g}% of the pool; change HELD_PERCENT to 100%")
+        raise ValueError(f"the picture's moment holds {begin:g}% of the pool; change HELD_PERCENT to 100%")
     yield words(LEFT, top + BAR + 17, "0%", ' font-size="11"')
     yield words(at(100), top + BAR + 17, "100%", ' font-size="11" text-anchor="end"')
     for place, (fill, text) in enumerate(LEGEND):

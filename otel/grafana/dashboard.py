@@ -22,7 +22,9 @@ def dashboard() -> Json:
         Section("Who holds the pool", 2, 8, sections.holding()),
         Section("Who goes ahead of whom", 2, 9, sections.overtaking()),
         Section("Admitted, refused, clamped, estimated", 2, 8, sections.deciding()),
+        Section("Sizes of leases", 2, 8, sections.sizing()),
         Section("Tenants", 2, 8, sections.tenants()),
+        Section("Engines of a pool of several", 2, 8, sections.engines()),
         Section("Shared pool, policy", 2, 8, sections.operating()),
     ]
     return {

@@ -262,6 +262,70 @@ def deciding() -> list[Json]:
     ]
 
 
+def sizing() -> list[Json]:
+    """What leases hold and use where output lengths are learned; no data with `learn: off`."""
+    by, named = "admission_engine", "{{admission_engine}}"
+    held, used = total("admission_lease_held_tokens", by), total("admission_lease_used_tokens", by)
+    by_class = "admission_output_ratio"
+    enough = f'{POOL}, {by_class}=~"0.25|0.5|0.75|1"'
+    covered = f"sum by (admission_tier) (rate(admission_output_answers_total{{{enough}}}[$__rate_interval]))"
+    preempted = f"max by ({by}) (rate(admission_engine_preemptions_total{{{POOL}}}[$__rate_interval]))"
+    return [
+        graph(
+            "Leases held and used",
+            "Tokens of running requests: what their leases hold, what they are expected to use at their ends, as a "
+            "plain sum, and what they use now. Below expected, held counts that they end at different times.",
+            "short",
+            [
+                Query(held, f"{named} held"),
+                Query(total("admission_lease_expected_tokens", by), f"{named} expected"),
+                Query(used, f"{named} used"),
+            ],
+        ),
+        graph(
+            "Used of what is held",
+            "Tokens that running requests use now, as a part of what their leases hold. Above 100% the engine is "
+            "fuller than the pool says.",
+            "percentunit",
+            [Query(f"{used} / {held}", named)],
+        ),
+        graph(
+            "Quantile and overlap",
+            "The quantile that leases hold of the output lengths, and the part of what requests need that is counted. "
+            "The engine's preemptions raise the quantile.",
+            "percentunit",
+            [
+                Query(gauge("admission_lease_quantile", by), f"{named} quantile"),
+                Query(gauge("admission_lease_overlap", by), f"{named} overlap"),
+            ],
+        ),
+        graph(
+            "Longer than expected",
+            "The part of complete answers that were longer than what their leases held for them at first. With a "
+            "quantile of 95%, about 5% are.",
+            "percentunit",
+            [Query(f"1 - {covered} / {rate('admission_output_answers', 'admission_tier')}", BY_TIER)],
+        ),
+        graph(
+            "Lengths to expected",
+            "Complete answers by their length in parts of what was expected: up to so much.",
+            "suffix: answers/s",
+            [Query(rate("admission_output_answers", by_class), f"{{{{{by_class}}}}}")],
+            stacked=True,
+        ),
+        graph(
+            "Growths and preemptions by the engine",
+            "How often a lease grew while its answer streamed, by tier; and how often the engine preempted a running "
+            "request for lack of KV cache, by engine.",
+            "cps",
+            [
+                Query(rate("admission_lease_growths", "admission_tier"), f"{BY_TIER} growths"),
+                Query(preempted, f"{named} preempted by the engine"),
+            ],
+        ),
+    ]
+
+
 def tenants() -> list[Json]:
     """The largest tenants, and all others as one."""
     by, legend = "admission_tenant", "{{admission_tenant}}"
@@ -340,5 +404,101 @@ def operating() -> list[Json]:
             "Changed policy files that could not be used. The log of the replica, and `sidecar check`, say why.",
             "short",
             [Query(increase("admission_policy_rejected", "instance"), "{{instance}}")],
+        ),
+    ]
+
+
+def engines() -> list[Json]:
+    """The engines of a pool of several; no data in a pool of one."""
+    by, named = "admission_engine", "{{admission_engine}}"
+    unusable = 'admission_engine_state=~"suspect|down|unreachable"'
+    held = f"{gauge('admission_engine_held_tokens', by)} / {gauge('admission_engine_capacity_tokens', by)}"
+    prompts = rate("admission_prompt_tokens", by)
+    return [
+        table(
+            "Engine states",
+            "The state of each engine as each replica sees it. Two rows of one engine: its replicas differ.",
+            "short",
+            ["admission_engine", "admission_engine_state", "instance"],
+            [
+                Query(
+                    f"{gauge('admission_engine_state', 'admission_engine, admission_engine_state, instance')} == 1",
+                    "is",
+                )
+            ],
+        ),
+        graph(
+            "Engines that cannot be used",
+            "1 while a replica finds the engine down, suspect or unreachable.",
+            "short",
+            [Query(f"max by ({by}) (admission_engine_state{{{POOL}, {unusable}}})", named)],
+        ),
+        graph(
+            "Engines held",
+            "Tokens that leases hold on the engine, as a part of its capacity. One far below the others is slow, "
+            "starts, or gets few of the prompts that it has cached.",
+            "percentunit",
+            [Query(held, named)],
+        ),
+        graph(
+            "Un-prefilled",
+            "Prompt tokens that were sent to the engine and not answered with a first byte yet.",
+            "short",
+            [Query(gauge("admission_engine_unprefilled_tokens", by), named)],
+        ),
+        graph(
+            "Claims",
+            "Requests that wait for room on this engine, although others may have some: most often for their prefix.",
+            "short",
+            [Query(gauge("admission_engine_claims", by), named)],
+        ),
+        graph(
+            "In flight",
+            "Admitted requests at the engine, of all replicas.",
+            "short",
+            [Query(total("admission_engine_in_flight", by), named)],
+        ),
+        graph(
+            "Prefix hits",
+            "The part of the prompt tokens that the engine was predicted to have cached, and that it reported. "
+            "Far apart: the size of its cache is not what it says.",
+            "percentunit",
+            [
+                Query(f"{rate('admission_prefix_tokens_predicted', by)} / {prompts}", f"{named} predicted"),
+                Query(f"{rate('admission_prefix_tokens_measured', by)} / {prompts}", f"{named} measured"),
+            ],
+        ),
+        graph(
+            "Ejections",
+            "How often a replica stopped to use an engine, by what it found.",
+            "short",
+            [
+                Query(
+                    increase("admission_engine_ejections", "admission_engine, admission_reason"),
+                    f"{named} {{{{admission_reason}}}}",
+                )
+            ],
+        ),
+        graph(
+            "Replays",
+            "Requests that left an engine before the first byte of their answer, and waited again, by the reason.",
+            "reqps",
+            [
+                Query(
+                    rate("admission_replays", "admission_engine, admission_reason"), f"{named} {{{{admission_reason}}}}"
+                )
+            ],
+        ),
+        graph(
+            "No engine fits",
+            "The part of the time in which a request fitted the pool, and waited for its own engine. Near 1 with room "
+            "in the pool: the engines are too small for these requests, or prefix affinity is weighted too high.",
+            "percentunit",
+            [
+                Query(
+                    f"max by (instance) (rate(admission_no_engine_fits_seconds_total{{{POOL}}}[$__rate_interval]))",
+                    "{{instance}}",
+                )
+            ],
         ),
     ]

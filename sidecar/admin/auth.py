@@ -2,7 +2,9 @@
 
 Without a token the port's address is the only protection. Two attacks through a browser on this machine are refused: a
 host name that an attacker points to 127.0.0.1 (DNS rebinding), by its `Host`; and background requests of another site's
-page, by `Sec-Fetch-Site`, which every browser sends. With a token the name does not matter: the attacker's page has
+page, by `Sec-Fetch-Site`, which every browser sends. Whatever changes something (POST) is refused to every page but the
+port's own, also as a form that the browser navigates to, and to every caller of a port that the network reaches without
+a token. With a token the name does not matter: the attacker's page has
 neither the token nor, under that name, the cookie.
 """
 
@@ -28,6 +30,11 @@ _NEEDS_TOKEN = (
     f"{TOKEN_VARIABLE} for sidecar top and sidecar explain"
 )
 _WRONG_TOKEN = f"this is not the admin token; it is the one in {TOKEN_VARIABLE} of the sidecar's own environment"
+_SAFE = frozenset(("GET", "HEAD", "OPTIONS"))
+"""Methods that change nothing."""
+_CHANGE_NEEDS_TOKEN = (
+    f"on a port that the network reaches, a change needs the admin token: {HOW_TO_SET}, or serve the port on 127.0.0.1"
+)
 _ALWAYS = ((b"cross-origin-resource-policy", b"same-origin"),)
 
 
@@ -95,6 +102,8 @@ class AdminGuard:
     def _answer(self, request: Request) -> Response | None:
         """None where the pages are to be shown."""
         headers = request.headers
+        if request.method not in _SAFE and (refusal := self._refusal_of_change(request)) is not None:
+            return refusal
         if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
             return _refused(403, "cross_site", "a page of another site asked for this; open the admin port itself")
         if self._access.token is None:
@@ -104,6 +113,14 @@ class AdminGuard:
         if request.url.path == "/" and "token" in request.query_params:
             return self._welcome(request)
         return _unauthorized(_WRONG_TOKEN if "authorization" in headers else _NEEDS_TOKEN)
+
+    def _refusal_of_change(self, request: Request) -> Response | None:
+        """Of a request that changes something, beyond what is asked of every request."""
+        if not _is_own(request):
+            return _refused(
+                403, "cross_site", "only a page of this port, or a client that is no browser, may change this"
+            )
+        return _refused(403, "admin_token_required", _CHANGE_NEEDS_TOKEN) if self._access.is_open else None
 
     def _has_token(self, authorization: str) -> bool:
         scheme, _, token = authorization.partition(" ")
@@ -133,6 +150,14 @@ class AdminGuard:
 def _cookie_name(request: Request) -> str:
     # Cookies ignore ports: two sidecars on one machine must not log each other out.
     return f"sidecar-admin-{(request.scope.get('server') or ('', 0))[1]}"
+
+
+def _is_own(request: Request) -> bool:
+    """Whether no browser sends it, or one whose user is on a page of this port. Old browsers send `Origin` alone."""
+    site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
+    if site is not None:
+        return site == "same-origin"
+    return origin is None or origin.partition("://")[2] == request.headers.get("host")
 
 
 def _names_this_machine(host: str | None) -> bool:

@@ -2,7 +2,7 @@
 // Draws the events of `overview/stream`. Everything is written as text (textContent) or as a number, never as markup: names
 // and messages come from requests. Nodes are kept from one second to the next, so that focus and selection are, too.
 
-const RULES = { always_first: "always first", reserve: "its reserve", reserve_turn: "its turn", level: "more important", limit: "this one at its limit", passed_over: "too large to wait for" };
+const RULES = { always_first: "always first", reserve: "its reserve", reserve_turn: "its turn", level: "more important", limit: "this one at its limit", passed_over: "too large to wait for", claim: "waiting for its engine" };
 const CUT_AFTER_MS = 5000;
 const at = (id) => document.getElementById(id);
 
@@ -294,6 +294,92 @@ function promises(parts, tier) {
   });
 }
 
+// -- the engines of a pool of several
+
+const UNUSABLE = new Set(["suspect", "down", "unreachable"]);
+
+function engines(overview) {
+  at("engines-section").hidden = overview.engines.length === 0;
+  keep(at("engine-rows"), overview.engines, (engine) => engine.id, makeEngine, updateEngine);
+}
+
+function makeEngine(engine) {
+  const parts = {};
+  for (const name of ["state", "reason", "elsewhere", "held", "figures"]) parts[name] = make("div");
+  parts.reason.className = parts.figures.className = "small";
+  parts.elsewhere.className = "differs";
+  parts.fill = make("div");
+  parts.gauge = make("div", "gauge soft", parts.fill);
+  parts.gauge.setAttribute("aria-hidden", "true");
+  const [, , number] = engine.id.match(/^(.*)#(\d+)$/) || ["", "", ""];
+  const incarnation = make("span", "soft", number && number !== "1" ? ` #${number}` : "");
+  const labels = ["Un-prefilled", "Claims", "In flight", "Prefix hits"];
+  parts.numbers = labels.map((label) => cell("number", label));
+  const node = row(head(make("span", "name", engine.name), incarnation),
+    cell("why", "State", parts.state, parts.reason, parts.elsewhere),
+    cell("", "Holds", parts.held, parts.gauge, parts.figures), ...parts.numbers);
+  node.parts = parts;
+  return node;
+}
+
+function updateEngine(node, engine) {
+  const { state, reason, elsewhere, held, figures, gauge, fill, numbers } = node.parts;
+  put(state, engine.state);
+  state.className = UNUSABLE.has(engine.state) ? "starves" : engine.state === "ready" ? "" : "differing";
+  put(reason, engine.reason);
+  put(elsewhere, engine.elsewhere);
+  const figure = (name, unit) => {
+    const has = engine.held[name], most = engine.capacity[name];
+    return (most === null ? `${count(has)} ${unit}` : `${count(has)} of ${count(most)} ${unit}`).replaceAll(" ", "\u00a0");
+  };
+  put(held, figure("tokens", "tokens"));
+  put(figures, figure("requests", "requests"));
+  const whole = engine.capacity.tokens;
+  gauge.hidden = !whole;
+  fill.style.width = `${Math.min(100, 100 * engine.held.tokens / (whole || 1))}%`;
+  const hits = engine.hit_rate === null ? "\u2013" : `${engine.is_measured ? "" : "~"}${(100 * engine.hit_rate).toFixed(0)}%`;
+  const said = [count(engine.unprefilled_tokens), count(engine.claims), count(engine.in_flight), hits];
+  said.forEach((text, index) => put(numbers[index], text));
+}
+
+// -- what leases hold and use, where output lengths are learned
+
+function leaseSizes(overview) {
+  at("sizes-section").hidden = overview.lease_sizes.length === 0;
+  keep(at("size-rows"), overview.lease_sizes, (sizes) => sizes.engine || "", makeSizes, (node, sizes) => updateSizes(node, sizes, overview));
+}
+
+function makeSizes() {
+  const parts = {};
+  for (const name of ["held", "quantile", "reason"]) parts[name] = make("div");
+  parts.name = make("span", "name");
+  parts.fill = make("div");
+  parts.gauge = make("div", "gauge soft", parts.fill);
+  parts.gauge.setAttribute("aria-hidden", "true");
+  const labels = ["Overlap", "Expected", "Growths", "Preempted by the engine"];
+  parts.numbers = labels.map((label) => cell("number", label));
+  const node = row(head(parts.name), cell("", "Held and used", parts.held, parts.gauge),
+    cell("why", "Quantile", parts.quantile, parts.reason), ...parts.numbers);
+  node.parts = parts;
+  return node;
+}
+
+function updateSizes(node, sizes, overview) {
+  const { name, held, gauge, fill, quantile, reason, numbers } = node.parts;
+  const used = sizes.used_tokens, has = sizes.held_tokens;
+  put(name, sizes.engine || overview.engine);
+  put(held, has ? `${count(has)} tokens held, ${count(used)} used (${share(used, has)})` : "nothing held");
+  gauge.hidden = !has;
+  fill.style.width = `${Math.min(100, 100 * used / (has || 1))}%`;
+  put(quantile, `${Number((100 * sizes.quantile).toFixed(2))}%`);
+  quantile.className = sizes.is_raised ? "differing" : "";
+  put(reason, sizes.reason);
+  reason.className = "small";
+  const preempted = sizes.preemptions === null ? "\u2013" : count(sizes.preemptions);
+  const said = [sizes.overlap.toFixed(2), count(sizes.expected_tokens), count(sizes.growths), preempted];
+  said.forEach((text, index) => put(numbers[index], text));
+}
+
 // -- tenants, replicas, refusals
 
 function tenants(overview) {
@@ -372,7 +458,8 @@ function show(overview) {
   put(at("pool"), overview.pool);
   const alarm = overview.lacks_engine ? "no engine" : overview.starving && `${overview.starving} starves`;
   document.title = `${alarm || "Admission"} \u2013 ${overview.pool}`;
-  const facts = [`engine ${overview.engine}`, `policy ${overview.generation}`];
+  const several = overview.engines.length;
+  const facts = [several ? `${new Set(overview.engines.map((engine) => engine.name)).size} engines of ${overview.engine}` : `engine ${overview.engine}`, `policy ${overview.generation}`];
   facts.push(where(overview));
   put(at("facts"), facts.join(" \u00b7 "));
   put(at("headline"), overview.headline);
@@ -381,6 +468,8 @@ function show(overview) {
   keep(at("notices"), [...new Set(overview.notices)], (notice) => notice, (notice) => make("li", "", notice), () => {});
   bars(overview);
   keep(at("tier-rows"), overview.tiers, (tier) => tier.tier, makeTier, (node, tier) => updateTier(node, tier, overview));
+  engines(overview);
+  leaseSizes(overview);
   tenants(overview);
   replicas(overview);
   refusals(overview);

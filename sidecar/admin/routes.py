@@ -18,6 +18,7 @@ from sidecar.admin.page_files import headers, text_of
 from sidecar.admin.request_page import LONGEST_ID, request_routes, unknown_request
 from sidecar.admin.stream import OverviewStream
 from sidecar.cluster.document import Overview
+from sidecar.cluster.learned_lengths import LengthExchange
 from sidecar.cluster.overview import Generations, PoolOverview
 from sidecar.cluster.report import Sources
 from sidecar.explain.builder import ExplanationBuilder
@@ -33,8 +34,10 @@ class LivePages:
     `open` and `close` belong to the server's start and end, `close` before the pool's own.
     """
 
-    def __init__(self, sources: Sources, generations: Generations | None = None) -> None:
-        self.live = PoolOverview(sources, generations=generations)
+    def __init__(
+        self, sources: Sources, generations: Generations | None = None, lengths: LengthExchange | None = None
+    ) -> None:
+        self.live = PoolOverview(sources, generations=generations, lengths=lengths)
         self.stream = OverviewStream(self._document)
 
     async def open(self) -> None:

@@ -30,6 +30,7 @@ COMMANDS = {
     "check": "check a policy: every mistake at once, with file and line",
     "explain": "say which tier a request gets, and why; or why one waited",
     "top": "watch the pool in a terminal: who waits, who starves, and why",
+    "engines": "list the engines of a pool, drain one, or resume it",
     "observed": "report what enforcing would have done, in mode: observe",
     "keys": "make an API key, or hash one for a tenant's file",
     "doctor": "find out whether an engine's priority does anything, and why not",

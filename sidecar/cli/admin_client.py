@@ -18,6 +18,11 @@ from sidecar.secrets import HOW_TO_SET, token_header
 ADMIN = "http://127.0.0.1:9464"
 PATIENCE_S = 3.0
 _MOST_BYTES = 16 * 2**20
+_TELLING_CODES = frozenset((
+    "no_engines", "unknown_engine", "unknown_model", "bad_parameter", "drain_timeout", "resumed", "stopping",
+    "admin_token_required",
+))  # fmt: skip
+"""Errors whose messages say all that there is to say."""
 
 Document = TypeVar("Document")
 
@@ -26,18 +31,35 @@ class CannotSee(Exception):
     """The admin port does not answer as one; the message is one line."""
 
 
-def page_of(admin: str, path: str, document: type[Document]) -> Document:
-    """Asks the admin port for one of its JSON documents. Raises CannotSee."""
+class _Error(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+
+
+class _Refusal(msgspec.Struct, frozen=True):
+    error: _Error
+
+
+def page_of(
+    admin: str, path: str, document: type[Document], *, method: str = "GET", patience_s: float | None = PATIENCE_S
+) -> Document:
+    """Asks the admin port for one of its JSON documents. Raises CannotSee, with the port's own sentence if it has one.
+
+    `patience_s` None waits for the answer as long as the connection lasts.
+    """
     # No proxy: it would be asked for an address of this machine, or of this network.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(_request(admin, path), timeout=PATIENCE_S) as answer:
+        with opener.open(_request(admin, path, method), timeout=patience_s) as answer:
             body = answer.read(_MOST_BYTES)
         return msgspec.json.decode(body, type=document)
     except urllib.error.HTTPError as error:
+        said = _sentence(error)
         error.close()
         if error.code == HTTPStatus.UNAUTHORIZED:
             raise CannotSee(f"{admin} needs its admin token; {HOW_TO_SET}") from None
+        if said is not None:
+            raise CannotSee(said) from None
         raise CannotSee(
             f"{admin} answers, but has no {path} ({error.code}): is it the admin port? `sidecar serve` prints it"
         ) from None
@@ -49,9 +71,18 @@ def page_of(admin: str, path: str, document: type[Document]) -> Document:
         raise CannotSee(f"no answer from {admin}: {said}; `sidecar serve` prints its admin port as it starts") from None
 
 
-def _request(admin: str, path: str) -> urllib.request.Request:
+def _sentence(error: urllib.error.HTTPError) -> str | None:
+    """The admin port's own reason for a refusal; None where it gives none, or where another server answers."""
+    try:
+        found = msgspec.json.decode(error.read(_MOST_BYTES), type=_Refusal).error
+    except (msgspec.MsgspecError, OSError, HTTPException):
+        return None
+    return found.message if found.code in _TELLING_CODES else None
+
+
+def _request(admin: str, path: str, method: str) -> urllib.request.Request:
     """Raises CannotSee where the environment's token is none."""
-    request = urllib.request.Request(f"{admin}{path}")
+    request = urllib.request.Request(f"{admin}{path}", method=method)
     try:
         for name, value in token_header(os.environ).items():
             request.add_unredirected_header(name, value)  # it is for this server alone

@@ -38,6 +38,21 @@ def policy_path(given: str | None, way: str = "POLICY") -> str:
     return path
 
 
+class OneEngine(argparse.Action):
+    """The address of one engine. A second one is refused: argparse itself would keep the last, without a word."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: object, option: str | None = None
+    ) -> None:
+        """Stores the address. Ends the command where there is one already."""
+        if getattr(namespace, self.dest) is not None:
+            parser.error(
+                f"{option} is given twice; several engines belong in the policy, under `engines:`: "
+                "`sidecar init --upstream A --upstream B` writes such a policy, and --policy names it"
+            )
+        setattr(namespace, self.dest, value)
+
+
 _V1 = "/v1"
 _LEFT_OUT = f"sidecar: the {_V1} at the end of the server's address is left out, because every path begins with it"
 

@@ -14,11 +14,12 @@ from fractions import Fraction
 from typing import Any
 
 from sidecar.cli.arguments import NoPolicy, add_policy, policy_path
+from sidecar.cli.check_engines import engines_figures, engines_text, pools, with_engine_list
 from sidecar.cli.output import aligned, write_json
 from sidecar.durations import policy_duration
 from sidecar.policy import fields as of
 from sidecar.policy.compiler import Loaded, load_files
-from sidecar.policy.model import CapacitySource, Limits, Mode, Policy, Tenant
+from sidecar.policy.model import CapacitySource, Learn, Limits, Mode, Policy, Tenant
 from sidecar.policy.problems import PolicyError, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_certain_request, largest_request
 from sidecar.policy.warnings import NOMINAL, warnings
@@ -37,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Returns 0 for a policy that can be used, 1 for one that cannot (or a JSON file that cannot), 2 for none."""
     try:
-        loaded = load_files(policy_path(args.policy))
+        loaded, found = with_engine_list(load_files(policy_path(args.policy)))
     except NoPolicy as missing:
         print(f"sidecar check: {missing}", file=sys.stderr)
         return 2
@@ -47,10 +48,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n{count} mistake{'s' * (count != 1)}; the policy cannot be used", file=sys.stderr)
         write_json(args.json, {"ok": False, "errors": _listed(refused.problems)})
         return 1
-    found = (*warnings(loaded.policy, loaded.place), *_unbounded(loaded))
+    found = (*found, *warnings(loaded.policy, loaded.place), *_unbounded(loaded))
     if args.json != "-":
-        print(_summary(loaded, found))
-    return 0 if write_json(args.json, _figures(loaded, found)) else 1
+        print(summary(loaded, found))
+    return 0 if write_json(args.json, figures(loaded, found)) else 1
 
 
 def _listed(problems: tuple[Problem, ...]) -> list[dict[str, Any]]:
@@ -78,22 +79,41 @@ def _unbounded(loaded: Loaded) -> Iterator[Problem]:
     )
 
 
-def _figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
+def figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
+    """The result as JSON types. `found` are the warnings."""
     policy = loaded.policy
-    open_from = None if policy.engine_capacity is None else CapacitySource.ENGINE.value
     return {
         "ok": True,
         "files": list(loaded.files),
         "generation": policy.generation,
         "engine": policy.engine.name,
         "mode": policy.mode.value,
-        "capacity": {**_both(policy.rules.tokens, policy.rules.requests), "from": open_from},
-        "tiers": [_tier_figures(policy, tier) for tier in policy.rules.tiers],
+        **_pool_figures(policy),
+        "learn": policy.learn.value,
+        "engines": engines_figures(policy),
+        "models": [
+            {
+                "model": model.name,
+                "aliases": model.aliases,
+                "engines": model.engines,
+                **_pool_figures(policy.of_model(model.name)),
+            }
+            for model in policy.models.values()
+        ],
         "unguarded": None if policy.unguarded is None else policy.unguarded.value,
         "background": policy.background.value,
         "tenants": sorted(_by_name(policy)),
         "limits": {name: _limit_figures(tenant.limits) for name, tenant in sorted(_by_name(policy).items())},
         "warnings": _listed(found),
+    }
+
+
+def _pool_figures(policy: Policy) -> dict[str, Any]:
+    """One pool: its capacity, and its tiers' parts of it."""
+    read_from = CapacitySource.ENGINE.value if policy.reads_capacity else None
+    return {
+        "capacity": {**_both(policy.rules.tokens, policy.rules.requests), "from": read_from},
+        "tiers": [_tier_figures(policy, tier) for tier in policy.rules.tiers],
     }
 
 
@@ -128,22 +148,26 @@ def _both(tokens: int, requests: int) -> dict[str, int | None]:
 
 def _largest(policy: Policy, level: int) -> tuple[int, int]:
     """The size limit of a tier."""
-    tokens, requests = largest_request(policy.rules, level)
-    return min(tokens, policy.tiers[level].max_request_tokens or tokens), requests
+    return SizeLimits(policy).limits(level)
 
 
 def _certain(policy: Policy, level: int) -> tuple[int, int]:
     """The part of the size limit that is certain even in an emergency."""
-    tokens, requests = largest_certain_request(policy.rules, level)
+    tokens, requests = map(min, largest_certain_request(policy.rules, level), policy.largest_engine)
     return min(tokens, policy.tiers[level].max_request_tokens or tokens), requests
 
 
-def _summary(loaded: Loaded, found: tuple[Problem, ...]) -> str:
+def summary(loaded: Loaded, found: tuple[Problem, ...]) -> str:
+    """The result for people. `found` are the warnings."""
     policy = loaded.policy
+    (first, pool), *others = pools(policy)
+    mode = f"mode: {policy.mode.value}{_MODES[policy.mode]}"
+    learn = f"learn: {policy.learn.value}; {_HELD[policy.learn]}"
     parts = [
-        f"{loaded.pool.file}: engine {policy.engine.name}, mode: {policy.mode.value}{_MODES[policy.mode]}\n"
-        f"pool: {_capacity(policy)}",
-        *(_table(policy, dimension) for dimension in _dimensions(policy)),
+        f"{loaded.pool.file}: engine {policy.engine.name}, {mode}\n{first}\n{learn}",
+        *_tables(pool),
+        *(part for heading, other in others for part in (heading, *_tables(other))),
+        *([engines] if (engines := engines_text(policy)) else []),
         "\n".join(_legend(policy)),
         _people(policy),
         _paths(policy),
@@ -161,18 +185,12 @@ _MODES = {
 }
 
 
-def _capacity(policy: Policy) -> str:
-    """The pool's size, and where it comes from, in both dimensions."""
-    tokens, requests, engine = policy.rules.tokens, policy.rules.requests, policy.engine_capacity
-    of_tokens, of_requests = "tokens are not bounded", "requests are not bounded"
-    if engine is not None:
-        of_tokens = f"{of.percent(engine.fraction)} of the tokens that the engine holds"
-        of_requests = f"the requests that the engine runs at once, and {engine.waiting} that wait in it"
-    if tokens < UNLIMITED:
-        of_tokens = f"{tokens:,} tokens"
-    if requests < UNLIMITED:
-        of_requests = f"{requests:,} requests"
-    return f"{of_tokens}; {of_requests}"
+_EXPECTED = "a lease holds prompt and expected output (its maximum, until such answers are known)"
+_HELD = {
+    Learn.OFF: "a lease holds prompt and maximum output",
+    Learn.CAUTIOUS: _EXPECTED,
+    Learn.FULL: f"{_EXPECTED}, less what ends at different times",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,16 +206,20 @@ class _Dimension:
     is_share: bool = False
 
 
+def _tables(policy: Policy) -> list[str]:
+    return [_table(policy, dimension) for dimension in _dimensions(policy)]
+
+
 def _dimensions(policy: Policy) -> Iterator[_Dimension]:
     """Those that are bounded, by the policy or by the engine."""
     of_engine = policy.rules_of(NOMINAL, NOMINAL)
-    if policy.engine_capacity is not None and not policy.is_sized:  # both have the same shares
+    if policy.reads_capacity and not policy.is_sized:  # both have the same shares
         yield _Dimension("share of the pool", _TOKENS, of_engine, is_share=True)
         return
     for index, name in enumerate(("tokens", "requests")):
         if (policy.rules.tokens, policy.rules.requests)[index] < UNLIMITED:
             yield _Dimension(f"in {name}", index, policy.rules)
-        elif policy.engine_capacity is not None:
+        elif policy.reads_capacity:
             yield _Dimension(f"share of {name}", index, of_engine, is_share=True)
 
 
@@ -208,7 +230,7 @@ _HEAD = ("reserve", "kept idle", "limit", "size limit", "certain size")
 def _table(policy: Policy, dimension: _Dimension) -> str:
     """One row for each tier, and the rule that sets its size limit."""
     sizes, rows, reasons = SizeLimits(policy), [], []
-    sizes.change_rules(dimension.rules)
+    sizes.change_rules(dimension.rules, policy.largest_engine)
     for tier in dimension.rules.tiers:
         largest, certain, most = _sizes(policy, dimension, tier.level)
         amounts = (*(pair[dimension.index] for pair in _pairs(tier)), largest, certain)
@@ -247,12 +269,13 @@ def _legend(policy: Policy) -> Sequence[str]:
     """Meaning of the columns."""
     first = policy.rules.tiers[0]
     emergency = f", even while {first.name} holds its limit" if first.always_first else ""
+    engine = "; it must fit one engine, too" if policy.engines is not None else ""
     return (
         "reserve: what a tier always gets back; kept idle: the part of it that no other tier may use",
         "limit: the most that a tier may hold at once, all of its requests together",
-        "size limit: the largest request that a tier accepts; a larger one gets a 400 at once",
+        f"size limit: the largest request that a tier accepts{engine}; a larger one gets a 400 at once",
         f"certain size: what finds room in a bounded time{emergency}; without a reserve, nothing",
-        "one request holds the tokens of its prompt and its maximum output, and counts once for each sequence",
+        "size limits and allowances count a request's prompt and its maximum output, once for each sequence",
     )
 
 

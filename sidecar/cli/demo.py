@@ -1,4 +1,4 @@
-"""Show what admission control does: an emulated TensorRT-LLM with 160 slots gets a third more work than it can do.
+"""Show what admission control does: an emulated TensorRT-LLM gets a third more work than it can do.
 
 The same arrivals are played three times, over real HTTP on loopback: at equal priority (the control), with the engine's
 own priority, and with admission control. Tiers, tenants and keys are those of the example policies. It takes less than
@@ -19,10 +19,11 @@ from typing import NoReturn, TextIO
 from sidecar.cli.output import reporter, unwritable, write_json
 from sidecar.policy.compiler import load, shipped_policies
 from sidecar.policy.store import store_address
-from sidecar.tools.demo.clients import arrivals
+from sidecar.tools.demo.clients import BURST, arrivals
 from sidecar.tools.demo.figures import RunMeasurement
 from sidecar.tools.demo.report import summary, table
 from sidecar.tools.demo.runs import CannotStart, Run, RunServers, Sharing, play_run, servers, shared
+from sidecar.tools.demo.server import slots
 
 EXAMPLE = "  sidecar demo --json demo.json\n  sidecar demo --replicas 3 --store redis://127.0.0.1:6379/0"
 LONGEST_S = 600.0  # the clients give up on an answer after a minute, and a longer run only builds a longer queue
@@ -64,8 +65,9 @@ def _play(args: argparse.Namespace, runs: Sequence[Run], out: TextIO) -> int:
         if page is not None:
             print(f"Live page of the third run, while the demo runs: http://127.0.0.1:{page}/", file=out)
         print(
-            f"An emulated TensorRT-LLM runs {policy.rules.requests} requests at once. {len(requests)} arrive within "
-            f"{args.seconds:g} s, the same in each of three runs.\nTiers and tenants: {policy_path}",
+            f"An emulated TensorRT-LLM runs {slots(policy)} requests at once. {len(requests)} arrive within "
+            f"{args.seconds:g} s, the same in each of three runs: a third more than it can do, and a burst of {BURST} "
+            f"urgent ones.\nTiers and tenants: {policy_path}",
             file=out,
             flush=True,
         )

@@ -4,8 +4,12 @@ The command reads what the engine says about itself. Then it sends a few short b
 priorities, and looks at the order in which they are served. It says first how much it will send; --read-only sends
 nothing.
 
+Without --upstream it examines each engine that the policy names, lists, or finds by DNS, one after another, and then
+whether they fit together: two names for one server, models that differ, caches that are off.
+
 Exit codes: 0 priority was seen to work; 1 something is broken, and the text says what; 2 a wrong command line, or no
-server to examine; 3 it could not be seen: too little load, or nothing was sent.
+server to examine; 3 it could not be seen: too little load, or nothing was sent. Of several engines the first of 1, 2
+and 3 that is true of one.
 """
 
 from __future__ import annotations
@@ -13,21 +17,31 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from sidecar.cli.api_key import KEY_VARIABLE, add_key, key_given
-from sidecar.cli.arguments import duration_s, server_url
+from sidecar.cli.arguments import OneEngine, duration_s, server_url
 from sidecar.cli.output import unwritable, write_json
 from sidecar.engines import ENGINES
+from sidecar.fleet.dns_discovery import DnsDiscovery, LookupFailed
 from sidecar.policy.compiler import load
+from sidecar.policy.fleet import DnsService, EngineAddress, FleetPolicy
+from sidecar.policy.fleet_compiler import read_engine_list
+from sidecar.policy.model import Policy
 from sidecar.secrets import ENGINE_KEY_VARIABLE
 from sidecar.tools.doctor.conditions import State
-from sidecar.tools.doctor.examination import Options, examine
-from sidecar.tools.doctor.report import figures, report
+from sidecar.tools.doctor.examination import Finding, Options, examine
+from sidecar.tools.doctor.report import figures, report, report_of_several
+from sidecar.tools.doctor.several_engines import ExaminedEngine, capacity, findings, places_of, rows
 from sidecar.tools.doctor.survey import CannotLook
 
 EXAMPLE = """  sidecar doctor --upstream http://127.0.0.1:8000
   sidecar doctor --upstream http://127.0.0.1:8000 --policy policies/ --json doctor.json
-  sidecar doctor --upstream http://127.0.0.1:8000 --read-only"""
+  sidecar doctor --upstream http://127.0.0.1:8000 --read-only
+  sidecar doctor --policy policies/                  each engine that the policy names"""
 
 WRONG, UNSEEN = 2, 3
 _KEYS = (KEY_VARIABLE, ENGINE_KEY_VARIABLE)
@@ -37,8 +51,10 @@ _MOST = 4_096
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
+    parser.set_defaults(refuse=parser.error)
     add = parser.add_argument
-    add("--upstream", required=True, type=server_url, metavar="URL", help="the engine, e.g. http://127.0.0.1:8000")
+    upstream = "the engine, e.g. http://127.0.0.1:8000 (default: each that the policy names)"
+    add("--upstream", type=server_url, action=OneEngine, metavar="URL", help=upstream)
     add("--policy", metavar="PATH", help="compare with this policy, and probe with its carrier and ladder")
     add("--json", metavar="FILE", help="also write everything as JSON, - for standard output")
     add("--read-only", "--skip-probe", action="store_true", help="only read, send no request that generates")
@@ -54,29 +70,115 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examines and prints. See the module for the exit codes."""
+    if args.upstream is None and args.policy is None:
+        args.refuse(_GIVE_ONE)
     try:
         if problem := unwritable(args.json):
             raise CannotLook(problem)
-        found = asyncio.run(examine(_options(args), _say))
+        policy = None if args.policy is None else load(args.policy)
+        if args.upstream is None:
+            return _examine_each(args, _with_engines(policy))
+        found = asyncio.run(examine(_options(args, args.upstream, _of_upstream(policy, args.upstream)), _say))
     except (CannotLook, ValueError) as error:
         print(f"sidecar doctor: {error}", file=sys.stderr)
         return WRONG
     if args.json != "-":
         print(report(found))
-    code = {State.WORKS: 0, State.BROKEN: 1, State.UNKNOWN: UNSEEN}[found.state]
-    return code if write_json(args.json, figures(found)) else WRONG
+    return _CODES[found.state] if write_json(args.json, figures(found)) else WRONG
 
 
-def _options(args: argparse.Namespace) -> Options:
-    """The arguments as options. Raises ValueError, PolicyError included, for what cannot be read."""
+_CODES = {State.WORKS: 0, State.BROKEN: 1, State.UNKNOWN: UNSEEN}
+
+
+_GIVE_ONE = "give --upstream URL, or --policy with a policy that names its engines"
+
+
+def _with_engines(policy: Policy | None) -> Policy:
+    """The policy with the engines that it names now.
+
+    Raises CannotLook where there are none, PolicyError for a bad engine list, ValueError where dnspython is missing.
+    """
+    if policy is None or policy.engines is None:
+        raise CannotLook(_GIVE_ONE)
+    if policy.engines.mounted:
+        raise CannotLook("the engines are the processes that mount the middleware: give --upstream URL of one of them")
+    fleet = policy.engines
+    engines = fleet.static
+    if fleet.dns is not None:
+        engines = tuple(asyncio.run(_named_by_dns(fleet, fleet.dns)))
+    elif fleet.file is not None:
+        engines = tuple(read_engine_list(policy, Path(fleet.file)))
+    if not engines:
+        raise CannotLook("the engine list is empty: give --upstream URL of an engine")
+    return policy.of_engines(engines)
+
+
+async def _named_by_dns(fleet: FleetPolicy, service: DnsService) -> Sequence[EngineAddress]:
+    """Raises CannotLook, and ValueError where dnspython is missing."""
+    try:
+        return await DnsDiscovery(service, fleet.capacity, fleet.prefill).look_once()
+    except LookupFailed as reason:
+        raise CannotLook(
+            f"DNS for {service}: {reason}; run it where the sidecar runs, or give --upstream URL of an engine"
+        ) from None
+
+
+def _of_upstream(policy: Policy | None, url: str) -> Policy | None:
+    """A policy with several engines, as it is for the one at this address."""
+    if policy is None or policy.engines is None:
+        return policy
+    fleet = policy.engines
+    other = EngineAddress(url, url, fleet.capacity, fleet.prefill)
+    return policy.of_engines([next((engine for engine in fleet.static if engine.url == url), other)])
+
+
+def _examine_each(args: argparse.Namespace, policy: Policy) -> int:
+    """Examines one engine after another: two at once would disturb each other where they share a machine."""
+    assert policy.engines is not None
+    codes, found, engines = [], [], []
+    for engine in policy.engines.static:
+        title = f"engine {engine.name}"
+        try:
+            options = _options(args, engine.url, policy.of_engines([engine]))
+            seen = asyncio.run(examine(options, partial(_say, about=f"{title}: ")))
+        except CannotLook as error:
+            print(f"sidecar doctor: {title}: {error}", file=sys.stderr)
+            codes.append(WRONG)
+            found.append({"name": engine.name, "upstream": engine.url, "verdict": None, "error": str(error)})
+            engines.append(ExaminedEngine(engine, asyncio.run(places_of(engine.url)), None))
+            continue
+        codes.append(_CODES[seen.state])
+        engines.append(ExaminedEngine(engine, asyncio.run(places_of(engine.url)), seen))
+        found.append({"name": engine.name, **figures(seen)})
+        if args.json != "-":
+            print(f"{title}\n{report(seen)}\n")
+    together = findings(policy, engines)
+    seen_codes = [*codes, _CODES[State.BROKEN]] if any(one.is_broken for one in together) else codes
+    worst = next((code for code in (_CODES[State.BROKEN], WRONG, UNSEEN) if code in seen_codes), 0)
+    if args.json != "-":
+        print(f"{report_of_several(engines, together)}\n")
+        words = {code: state.value for state, code in _CODES.items()} | {WRONG: "not examined"}
+        names = (engine.name for engine in policy.engines.static)
+        print(f"engines: {', '.join(f'{name} {words[code]}' for name, code in zip(names, codes, strict=True))}")
+    return worst if write_json(args.json, _figures_of_several(found, engines, together)) else WRONG
+
+
+def _figures_of_several(
+    found: Sequence[Mapping[str, Any]], engines: Sequence[ExaminedEngine], together: Sequence[Finding]
+) -> dict[str, Any]:
+    return {"engines": found, "together": {"rows": rows(engines), "findings": together, "capacity": capacity(engines)}}
+
+
+def _options(args: argparse.Namespace, url: str, policy: Policy | None) -> Options:
+    """The arguments as options. Raises ValueError for what cannot be read."""
     headers = dict(args.header)
     variables = () if "authorization" in headers else _KEYS
     key, _ = key_given(args.key, args.key_file, variables=variables)
     if key is not None:
         headers["authorization"] = f"Bearer {key}"
     return Options(
-        url=args.upstream,
-        policy=None if args.policy is None else load(args.policy),
+        url=url,
+        policy=policy,
         engine=None if args.engine is None else ENGINES[args.engine],
         model=args.model,
         headers=headers,
@@ -87,8 +189,8 @@ def _options(args: argparse.Namespace) -> Options:
     )
 
 
-def _say(line: str) -> None:
-    print(f"sidecar doctor: {line}", file=sys.stderr, flush=True)
+def _say(line: str, about: str = "") -> None:
+    print(f"sidecar doctor: {about}{line}", file=sys.stderr, flush=True)
 
 
 def _header(text: str) -> tuple[str, str]:

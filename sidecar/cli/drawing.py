@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from time import localtime, strftime
 from typing import NamedTuple
 
-from sidecar.cluster.document import Overview, RefusalView, ReplicaView, TenantView, TierView
-from sidecar.cluster.phrases import STARVES_FROM_S, count, preempted
+from sidecar.cluster.document import EngineRow, Overview, RefusalView, ReplicaView, TenantView, TierView
+from sidecar.cluster.phrases import STARVES_FROM_S, count, lease_sizes, preempted
 from sidecar.durations import short_duration
 from sidecar.events import StoreState
+from sidecar.middleware.engine_view import EngineDocument
 
 NARROWEST = 40
 _LABEL, _BAR_LEAST, _BAR_MOST = 9, 20, 60
@@ -58,6 +59,8 @@ def draw(overview: Overview, look: TerminalStyle) -> list[str]:
         "",
         *_tiers(overview, look),
         "",
+        *_engines(overview.engines, look),
+        *_lease_sizes(overview, look),
         *_tenants(overview.tenants, look),
         *_replicas(overview.replicas, overview.generation, look),
         *_refusals(overview.refusals, look),
@@ -198,6 +201,64 @@ def overtaken(tier: TierView) -> str:
     return ", ".join(said) or "-"
 
 
+def _lease_sizes(overview: Overview, look: TerminalStyle) -> list[str]:
+    """What leases hold and use, and each engine whose preemptions have raised the quantile; empty without learning."""
+    said = lease_sizes(overview.lease_sizes)
+    if not said:
+        return []
+    lines = wrapped(f"leases {said}", look.width)
+    for row in overview.lease_sizes:
+        if row.is_raised:
+            reason = f"{row.engine or overview.engine}: {row.reason}"
+            lines += [look.paint(f"    {part}", "33") for part in wrapped(reason, look.width - 4)]
+    return [*lines, ""]
+
+
+def _engines(engines: Sequence[EngineRow], look: TerminalStyle) -> list[str]:
+    """A line for each engine, and why it gets no requests; empty in a pool of one."""
+    if not engines:
+        return []
+    heads = ("STATE", "TOKENS", "REQUESTS", "UN-PREFILLED", "CLAIMS", "IN FLIGHT", "HITS")
+    rows = [_engine(one) for one in engines]
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    kept = _fitting(widths, look.width)
+    longest = max(len("ENGINE"), *(len(printable(one.id)) for one in engines))
+    name = min(longest, look.width - sum(widths[at] + 2 for at in kept))
+    lines = [look.paint("  ".join([f"{'ENGINE':<{name}}", *(f"{heads[at]:>{widths[at]}}" for at in kept)]), _DIM)]
+    for one, row in zip(engines, rows, strict=True):
+        line = "  ".join([look.cut(one.id, name), *(f"{row[at]:>{widths[at]}}" for at in kept)])
+        lines.append(look.paint(line, _RED) if one.state in _UNUSABLE else line)
+        said = "; ".join(part for part in (one.reason, one.elsewhere) if part)
+        lines += [f"    {part}" for part in wrapped(said, look.width - 4) if part]
+    return [*lines, ""]
+
+
+_UNUSABLE = frozenset(("suspect", "down", "unreachable"))
+_NARROW_NAME = 8
+
+
+def _fitting(widths: Sequence[int], width: int) -> list[int]:
+    """The columns that fit beside a short name."""
+    kept = list(range(len(widths)))
+    for column in (4, 5, 3, 2, 6, 1):
+        if sum(widths[at] + 2 for at in kept) + _NARROW_NAME <= width:
+            break
+        kept.remove(column)
+    return kept
+
+
+def _engine(row: EngineRow) -> list[str]:
+    return [
+        printable(row.state),
+        held_of(row, "tokens"),
+        held_of(row, "requests"),
+        count(row.unprefilled_tokens),
+        count(row.claims),
+        count(row.in_flight),
+        hit_rate(row),
+    ]
+
+
 def _tenants(tenants: Sequence[TenantView], look: TerminalStyle) -> list[str]:
     if not tenants:
         return []
@@ -242,3 +303,15 @@ def _refusal(newest: RefusalView, times: int, look: TerminalStyle) -> list[str]:
     gave_way = f", preempted {newest.preempted}x" if newest.preempted else ""
     said = look.cut(f"{clock}  {who}  {newest.code}{often}{waited}{gave_way}: {newest.message}", look.width).rstrip()
     return [said, look.paint(look.cut(f"          {newest.request_id}", look.width).rstrip(), _DIM)]
+
+
+def hit_rate(row: EngineDocument | EngineRow) -> str:
+    """The part of its prompts that an engine had cached lately; with `~` where that is only predicted."""
+    return "-" if row.hit_rate is None else f"{'' if row.is_measured else '~'}{row.hit_rate:.0%}"
+
+
+def held_of(row: EngineDocument | EngineRow, name: str) -> str:
+    """What an engine holds of its capacity, in `tokens` or `requests`."""
+    held = count(getattr(row.held, name) or 0)
+    most = None if row.capacity is None else getattr(row.capacity, name)
+    return held if most is None else f"{held} of {count(most)}"

@@ -12,6 +12,7 @@ from functools import partial
 from sidecar.cli.arguments import duration_s, port
 from sidecar.engines import ENGINES
 from sidecar.tools.emulator import EmulatorConfig, Scheduling, StepModel
+from sidecar.tools.emulator.faults import Fault, read_fault
 from sidecar.tools.emulator.replicas import Replica, run_replicas
 from sidecar.tools.emulator.server import bind, serve
 
@@ -38,6 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--step-ms-per-prefill-token", type=float, default=0.0, help="added per prompt token (default: %(default)s)")
     add("--prefill-tokens-per-step", type=int, default=512, help="prompt tokens a step takes (default: %(default)s)")
     add("--kv-tokens", type=int, help="KV cache, prompt and output reserved at once (default: unbounded)")
+    add("--preempt", action="store_true", help="take KV when it is written; when it is full, preempt and recompute")
     add("--max-queued", type=int, help="refuse beyond, as the engine does (default: unbounded)")
     add("--output-tokens", type=int, default=64, help="for requests without a maximum (default: %(default)s)")
     add("--tokens-per-chunk", type=int, default=1, help="coalesce streams (default: %(default)s)")
@@ -51,6 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--default-priority", type=int, help="SGLang: the priority of untagged requests (default: below all others)")
     _configure_prefix_cache(parser)
     _configure_replicas(parser)
+    _configure_faults(parser)
 
 
 def _configure_prefix_cache(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +86,25 @@ def _configure_replicas(parser: argparse.ArgumentParser) -> None:
     )
     _time(add, "--startup-delay", 0.0, "refuse connections for so long, as while a model loads")
     _time(add, "--shutdown-timeout", None, "let requests run on after SIGTERM (default: as the engine does)")
+
+
+def _configure_faults(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("faults; POST /_emulator/faults changes them while it runs").add_argument
+    add(
+        "--fault",
+        type=_fault,
+        action="append",
+        default=[],
+        metavar="KIND[,NAME=VALUE...]",
+        help="refuse, reset, cut, silent or slow_headers, e.g. refuse,status=429,retry_after=2,every=10; repeatable",
+    )
+
+
+def _fault(text: str) -> Fault:
+    try:
+        return read_fault(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _time(add: Callable[..., argparse.Action], flag: str, default: float | None, says: str) -> None:
@@ -134,8 +156,9 @@ def _replicas(
 
 
 def _say(text: str) -> None:
-    """Runs in each replica's process, too."""
-    print(text, flush=True)
+    """Runs in each replica's process, too. One write for each line: two processes must not mix theirs."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def _configs(args: argparse.Namespace) -> Sequence[EmulatorConfig]:
@@ -177,6 +200,7 @@ def _config(args: argparse.Namespace) -> EmulatorConfig:
         header_overrides=args.header_overrides,
         default_priority=args.default_priority,
         response_store=args.response_store,
+        preempts=args.preempt,
         low_values_first=args.low_values_first,
         abort_latency_s=args.abort_latency,
         prefix_cache=args.enable_prefix_caching,
@@ -184,6 +208,7 @@ def _config(args: argparse.Namespace) -> EmulatorConfig:
         cache_report=args.cache_report,
         dev_mode=args.dev_mode,
         shutdown_timeout_s=args.shutdown_timeout,
+        faults=tuple(args.fault),
     )
 
 

@@ -12,16 +12,19 @@ from typing import Any
 from sidecar.apis import Api
 from sidecar.classify import Asked, Classification, Classifier, SourceAnswer
 from sidecar.cli.api_key import KEY_VARIABLE, key_given
+from sidecar.cli.check_engines import with_engine_list
+from sidecar.cli.explain_placement import of_model, placement, placement_lines
 from sidecar.cli.output import write_json
 from sidecar.durations import policy_duration
 from sidecar.engines.base import Engine
 from sidecar.engines.registry import client_headers
 from sidecar.errors import AdmissionError, BodyTooLarge
-from sidecar.middleware.intake import longest_wait_s, refuse_background, refuse_what_is_too_much, sequences
+from sidecar.middleware.intake import longest_wait_s, refuse_background, refuse_what_is_too_much
+from sidecar.middleware.model_list import is_model_list
 from sidecar.middleware.unguarded import treatment
 from sidecar.payload.decode import Payload, decode
 from sidecar.policy.compiler import Loaded, load_files
-from sidecar.policy.model import CapacitySource, Endpoint, Policy, Tenant, Unguarded
+from sidecar.policy.model import CapacitySource, Endpoint, Learn, Policy, Tenant, Unguarded
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED
 from sidecar.pools import Ask
@@ -43,7 +46,7 @@ Found = dict[str, Any]
 def run(args: argparse.Namespace) -> int:
     """Returns 0 where the request would be let in, 1 where it would be refused or cannot be explained."""
     try:
-        loaded = load_files(args.policy)
+        loaded, _ = with_engine_list(load_files(args.policy))
         key, origin = _key(args)
         body = None
         if args.body is not None:
@@ -101,19 +104,25 @@ class _Explanation:
             return self._found
         self._found |= {"api": endpoint.api.value, "forward_to": endpoint.forward_to, "body_given": body is not None}
         try:
-            self._follow(endpoint, headers, SMALLEST[endpoint.api] if body is None else body)
+            self._follow(endpoint, headers, self._smallest(endpoint.api) if body is None else body)
         except AdmissionError as error:
             self._found["error"] = {"status": error.status, "code": error.code, "message": error.message}
         return self._found
 
+    def _smallest(self, api: Api) -> bytes:
+        """The body where none is given, for the first model where there are several."""
+        model = next(iter(self._policy.models), "m")
+        return SMALLEST[api].replace(b'"m"', json.dumps(model).encode(), 1)
+
     def _unguarded(self, path: str) -> list[Found]:
         """Treatment of requests on an unguarded path, by where the middleware is mounted."""
         chosen, routes = self._policy.unguarded, self._policy.engine.routes
+        lists_models = bool(self._policy.models) and is_model_list(path)
         modes = [chosen] if chosen is not None else [Unguarded.DENY, Unguarded.GENERATING]
         return [
             {
                 "mode": mode.value,
-                "reading": treatment(mode, self._policy, routes, "GET", path).value,
+                "reading": _LISTS if lists_models else treatment(mode, self._policy, routes, "GET", path).value,
                 "sending": treatment(mode, self._policy, routes, "POST", path).value,
             }
             for mode in modes
@@ -134,7 +143,9 @@ class _Explanation:
             source["wins"] = answer.source is made.source
         self._found |= self._classification(made)
         refuse_what_is_too_much(endpoint.api, asked.payload, self._policy)
-        self._size(endpoint.api, asked.payload, made, headers)
+        pool = of_model(self._policy, payload.model, body)
+        self._size(asked.payload, made, headers, pool)
+        self._found["placement"] = placement(self._policy, pool, self._found["holds"])
         self._found["engine"] = self._engine(endpoint.api, made.level)
 
     def _tenant(self, tenant: Tenant) -> Found:
@@ -177,16 +188,16 @@ class _Explanation:
                 return f"{place}: {key}: {best}"
         return f"tenant {tenant.name}"
 
-    def _size(self, api: Api, payload: Payload, made: Classification, headers: dict[bytes, bytes]) -> None:
-        """The tokens and requests that it would hold. Raises RequestTooLarge, as the pool does."""
+    def _size(self, payload: Payload, made: Classification, headers: dict[bytes, bytes], pool: Policy) -> None:
+        """The tokens and requests that it would hold in `pool`. Raises RequestTooLarge, as the pool does."""
         tier, counter = self._policy.tiers[made.level], self._estimator.counter
         if counter is None:
             prompt = self._estimator.prompt_tokens(payload, made.tenant.name)
         else:
             prompt = asyncio.run(self._estimator.counted_prompt_tokens(payload, counter))
-        sizes = SizeLimits(self._policy)
+        sizes = SizeLimits(pool)
         tokens, requests = sizes.limits(made.level)
-        starts = sequences(api, payload)
+        starts = payload.sequences
         held = tokens_to_hold(payload, prompt, tier.default_output_tokens)
         if payload.unsized is not None and tokens < UNLIMITED:
             held = max(held, tokens)
@@ -202,13 +213,14 @@ class _Explanation:
             else payload.max_output_tokens,
             "output_by": "the tier's default" if payload.max_output_tokens is None else "the request",
             "counted_by": "bytes" if counter is None else "tokenizer",
+            "learn": pool.learn.value,
         }
         self._found["largest"] = {"tokens": _bounded(tokens), "requests": _bounded(requests)}
         self._found["largest_by"] = {
             "tokens": sizes.reason(made.level, tokens) if tokens < UNLIMITED else None,
             "requests": sizes.reason(made.level, requests, tokens=False) if requests < UNLIMITED else None,
         }
-        self._found["capacity_from"] = None if self._policy.engine_capacity is None else CapacitySource.ENGINE.value
+        self._found["capacity_from"] = CapacitySource.ENGINE.value if pool.reads_capacity else None
         ask = Ask(made.level, made.tenant.name, made.tenant.weight, self._found["holds"]["tokens"], starts)
         sizes.refuse_what_never_fits(ask)
         self._found["longest_wait_s"] = longest_wait_s(headers, tier.max_wait_s)
@@ -239,8 +251,12 @@ def _text(found: Found) -> str:
         lines += ["", "2. Which tier: the sources in the policy's order; the first that answers wins", *_which(found)]
     if "holds" in found:
         lines += ["", "3. How much it holds until it is answered", *_how_much(found)]
+    step = 4
+    if found.get("placement") is not None:
+        lines += ["", "4. Which engine it enters", *placement_lines(found["placement"])]
+        step = 5
     if "engine" in found:
-        lines += ["", f"4. The priority sent to the engine ({found['engine']['name']})", *_told(found)]
+        lines += ["", f"{step}. The priority sent to the engine ({found['engine']['name']})", *_told(found)]
     error = found.get("error")
     if error:
         return "\n".join([*lines, "", f"Refused: {error['status']} {error['code']}", f"   {error['message']}"])
@@ -248,11 +264,13 @@ def _text(found: Found) -> str:
     return "\n".join([*lines, "", f"It gets tier {found['tier']} and holds {holds:,} tokens."])
 
 
+_LISTS = "lists the models"
 _MODES = {"deny": "before an engine's server", "generating": "mounted in an app"}
 _TREATED = {
     "passes": "passes untouched",
     "needs a key": "passes, with a tenant's key where `anonymous` is deny",
     "refused": "is refused: 404 not_guarded",
+    _LISTS: "is answered here with the policy's models, for a tenant's key",
 }
 
 
@@ -298,8 +316,6 @@ def _how_much(found: Found) -> list[str]:
     holds = found["holds"]
     each = f"{holds['output_tokens']:,} output" + ("" if holds["prompts"] == 1 else f" x {holds['prompts']} prompts")
     output = f" + {each} ({holds['output_by']})" if holds["output_tokens"] else ", no output"
-    is_shared = holds["requests"] < holds["prompts"]
-    shared = "one for all inputs of an embedding" if is_shared else "one for each sequence"
     times = "" if holds["choices"] == 1 else f", x {holds['choices']} choices"
     how = (
         "by the policy's tokenizer"
@@ -311,14 +327,30 @@ def _how_much(found: Found) -> list[str]:
         f"   the prompt is counted {how}"
         if holds["unsized"] is None
         else f"   {holds['unsized']} cannot be sized: it holds the most that one request may (unsized: hold)",
-        f"   {holds['requests']:,} of the pool's requests: {shared}",
+        *_learned(holds),
+        f"   {holds['requests']:,} of the pool's requests: one for each sequence",
         f"   tier {found['tier']} accepts {_size_limit(found['largest'], found['largest_by'])}",
     ]
     if found["capacity_from"] is not None:
         lines.append("   less, where the engine says that it holds less (capacity: {from: engine})")
+    if found.get("placement") is not None:
+        lines.append("   and no more than one engine holds")
     if found.get("longest_wait_s") is not None:
         lines.append(f"   it waits {policy_duration(found['longest_wait_s'])} at most; then 503 queue_timeout")
     return lines
+
+
+def _learned(holds: Found) -> list[str]:
+    """That a running sidecar may hold another size, where it learns output lengths."""
+    if holds["learn"] == Learn.OFF.value or holds["unsized"] is not None or not holds["output_tokens"]:
+        return []
+    less = (
+        "less"
+        if holds["output_by"] == "the request"
+        else "less, or more where answers are longer than the tier's default"
+    )
+    said = f"a running sidecar holds {less}, once it has learned how long such answers are"
+    return [f"   {said} (capacity: {{learn: {holds['learn']}}})"]
 
 
 def _told(found: Found) -> list[str]:

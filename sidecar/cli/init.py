@@ -31,17 +31,19 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from sidecar.apis import infer_api
+from sidecar.cli.admin_client import ADMIN
 from sidecar.cli.api_key import KEY_VARIABLE, add_key, key_given
 from sidecar.cli.arguments import CLIENTS_PORT, server_url
+from sidecar.cli.init_engines import disagreement, engine_names, engines_of, models_of
 from sidecar.cli.output import STANDARD_OUTPUT, write_json
 from sidecar.engines.base import Engine, Facts, Gauges
 from sidecar.engines.discovery import Identity
 from sidecar.engines.registry import BUILT_IN, ENGINES
+from sidecar.policy.capacity_schema import DEFAULT_WAITING as WAITING
 from sidecar.policy.compiler import load, load_files, shipped_policies
 from sidecar.policy.fields import TenantName
 from sidecar.policy.keys import hash_line, new_key
 from sidecar.policy.problems import PolicyError, printable
-from sidecar.policy.schema import DEFAULT_WAITING as WAITING
 from sidecar.policy.warnings import own_levels, takes_whole_numbers, warnings
 from sidecar.secrets import ENGINE_KEY_VARIABLE
 from sidecar.tools.doctor.burst import Queueing
@@ -51,6 +53,7 @@ from sidecar.tools.loadgen.pages import HttpPages
 
 EXAMPLE = """  sidecar init --upstream http://127.0.0.1:8000
   sidecar init policies/ --upstream http://127.0.0.1:8000 --requests 256 --tenants chat,tools=normal,nightly
+  sidecar init --upstream http://a:8000 --upstream http://b:8000     several engines behind one pool
   sidecar init                       for `sidecar emulate --engine vllm`
   sidecar init policies/ --engine sglang --requests 256     no engine is running yet
   sidecar init --example             the annotated example that is shipped, with keys that everyone knows"""
@@ -85,7 +88,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group().add_argument
-    source("--upstream", type=server_url, metavar="URL", help="the engine, e.g. http://127.0.0.1:8000")
+    upstream = "the engine, e.g. http://127.0.0.1:8000; repeat it for several engines"
+    source("--upstream", type=server_url, action="append", metavar="URL", help=upstream)
     source("--example", action="store_true", help="copy the shipped example, and nothing else")
     add("folder", nargs="?", metavar="DIR", help="folder for the files; made if missing (default policies/)")
     add("--dir", metavar="DIR", help="the same folder, as an option")
@@ -99,7 +103,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "others normal",
     )
     add("--tiers", type=int, choices=(3, 5), help="number of tiers (default: 5 where the engine runs enough requests)")
-    add("--requests", type=_requests, metavar="N", help="requests that the engine runs at once, if it does not say")
+    add(
+        "--requests",
+        type=_requests,
+        metavar="N",
+        help="requests that the engine, or each of several, runs at once, if it does not say",
+    )
     add(
         "--engine",
         choices=tuple(ENGINES),
@@ -140,11 +149,18 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
     """Reads the engine, writes the files and prints what was done. Returns the same as figures."""
     folder = Path(args.dir)
     _refuse_existing(folder, [POOL_FILE])  # before anything is asked of the engine
-    read, is_sidecar = asyncio.run(_read(args)) if args.upstream else (_unasked(args), False)
+    reads, is_sidecar = asyncio.run(_read_all(args)) if args.upstream else ([_unasked(args)], False)
     given = args.requests or (None if args.upstream else EMULATED_REQUESTS)
-    at_once = given or read.gauges.max_running
-    capacity = _capacity(read, given)
-    tiers = tiers_for(args.tiers, at_once)
+    sizes = [given or read.gauges.max_running for read in reads]
+    at_once = None if None in sizes else sum(size or 0 for size in sizes)
+    read, names, models = reads[0], [], dict[str, list[str]]()
+    if len(reads) == 1:
+        capacity = _capacity(read, given)
+    else:
+        names = engine_names(args.upstream)
+        models = dict(models_of(names, reads))
+        capacity = engines_of(args.upstream, names, [_capacity(one, given) for one in reads], models)
+    tiers = tiers_for(args.tiers, at_once, "the engine runs" if len(reads) == 1 else "the engines together run")
     by_tenant = tier_by_tenant(args.tenants, tiers.bodies)
     keys = {name: new_key() for name in by_tenant}
     origin = _origin(args, read, at_once, is_sidecar=is_sidecar)
@@ -153,6 +169,8 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
     figures = {
         "engine": read.engine.name,
         "is_sidecar": is_sidecar,
+        "engines": [{"name": name, "url": url} for name, url in zip(names, args.upstream or (), strict=False)],
+        "models": list(models),
         "capacity": {"yaml": capacity.yaml, "reason": capacity.reason},
         "tiers": {"names": list(tiers.bodies), "reason": tiers.reason},
         "files": write_files(folder, files, _check),
@@ -163,12 +181,24 @@ def _starter(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-async def _read(args: argparse.Namespace) -> tuple[Survey, bool]:
-    """The engine's pages, without a figure that no engine has; and whether a sidecar answers. Raises CannotLook."""
+async def _read_all(args: argparse.Namespace) -> tuple[list[Survey], bool]:
+    """The engines' pages, and whether a sidecar answers one of them.
+
+    Raises CannotLook, and CannotWrite for engines that fit in no policy together.
+    """
+    reads = [await _read(args, url) for url in args.upstream]
+    surveys = [read for read, _ in reads]
+    if reason := disagreement(args.upstream, surveys):
+        raise CannotWrite(reason)
+    return surveys, any(is_sidecar for _, is_sidecar in reads)
+
+
+async def _read(args: argparse.Namespace, url: str) -> tuple[Survey, bool]:
+    """An engine's pages, without a figure that no engine has; and whether a sidecar answers. Raises CannotLook."""
     key, _ = key_given(args.key, args.key_file, variables=_KEYS)
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     async with aiohttp.ClientSession() as session:
-        pages = HttpPages(session, args.upstream, headers)
+        pages = HttpPages(session, url, headers)
         read = await survey(pages, None if args.engine is None else ENGINES[args.engine])
     is_believable = (read.gauges.max_running or 0) <= MOST_REQUESTS
     believed = read if is_believable else replace(read, gauges=replace(read.gauges, max_running=None))
@@ -190,8 +220,9 @@ def _origin(args: argparse.Namespace, read: Survey, at_once: int | None, *, is_s
     if args.upstream is None:
         assumed = "" if args.requests else ", which --requests N changes"
         return f"{read.engine.name} with {at_once} requests at once{assumed}; no engine was asked"
-    name, upstream = printable(read.name), printable(args.upstream, 200)
-    return f"{name} after an admission sidecar at {upstream}" if is_sidecar else f"{name} at {upstream}"
+    name, upstream = printable(read.name), printable(args.upstream[0], 200)
+    first = f"{name} after an admission sidecar at {upstream}" if is_sidecar else f"{name} at {upstream}"
+    return first if len(args.upstream) == 1 else f"{len(args.upstream)} engines, the first of them {first}"
 
 
 def _emulate(engine: str, at_once: int | None) -> str:
@@ -263,23 +294,25 @@ def _refuse_existing(folder: Path, names: Sequence[str] | Mapping[str, str]) -> 
 def _check(folder: Path) -> None:
     """Refuses a starter policy that does not fit, such as five tiers for a pool of three requests."""
     try:
-        found = warnings(load(folder))
+        found = [one for one in warnings(load(folder)) if not one.path.startswith("engines.")]  # those are as they are
     except PolicyError as refused:
-        found = refused.problems
+        found = list(refused.problems)
     if found:
         raise CannotWrite(f"these tiers do not fit this pool: {found[0].path}: {found[0].message} (try --tiers 3)")
 
 
 def _text(args: argparse.Namespace, origin: str, figures: Mapping[str, Any]) -> str:
     width = max(map(len, args.tenants))
-    upstream, folder = shlex.quote(args.upstream or "http://127.0.0.1:8000"), shlex.quote(args.dir)
+    upstream, folder = shlex.quote((args.upstream or ["http://127.0.0.1:8000"])[0]), shlex.quote(args.dir)
+    serve = f"--policy {folder}" if figures["engines"] else f"--upstream {upstream} --policy {folder}"
     port = _port_for_clients(args.upstream)
     with_port = "" if port == CLIENTS_PORT else f" --port {port}"
+    several = len(figures["engines"]) > 0
     with_key = "SIDECAR_ENGINE_KEY=... " if args.key or args.key_file else ""
     lines = [
         f"a policy for {origin}",
         *([_BEFORE_A_SIDECAR] if figures["is_sidecar"] else []),
-        f"  {figures['capacity']['yaml']}",
+        textwrap.indent(figures["capacity"]["yaml"], "  "),
         f"    {figures['capacity']['reason']}",
         f"  tiers: {', '.join(figures['tiers']['names'])}",
         f"    {figures['tiers']['reason']}",
@@ -290,22 +323,39 @@ def _text(args: argparse.Namespace, origin: str, figures: Mapping[str, Any]) -> 
         "",
         "next",
         *_engine_first(args, figures["engine"]),
-        f"  {with_key}sidecar serve --upstream {upstream} --policy {folder}{with_port}",
+        f"  {with_key}sidecar serve {serve}{with_port}",
         f"      mode: observe, so every request passes; send your traffic to port {port}",
-        f"  or, in an app of your own: app.add_middleware(AdmissionMiddleware, policy={args.dir!r})",
-        "  sidecar observed",
+        *_mounted(args, figures),
+        *_observed(figures["models"]),
         "      what enforcing would have done",
         f"  sed -i.bak 's/^mode: observe/mode: enforce/' {shlex.quote(str(Path(args.dir, POOL_FILE)))}",
         "      enforces it; the running sidecar follows within a second",
+        *(
+            ["  sidecar engines list", "      the engines, what each holds, and which of them get no requests"]
+            * several
+        ),
     ]
     return "\n".join(lines)
 
 
-def _port_for_clients(upstream: str | None) -> int:
-    """The first port from `sidecar serve`'s own that no one listens on here, and that is not the upstream's."""
-    taken = None if upstream is None else urlsplit(upstream).port
+def _mounted(args: argparse.Namespace, figures: Mapping[str, Any]) -> list[str]:
+    """The other way to run the policy. An app of one's own is one engine: with several there is none."""
+    if figures["engines"]:
+        return []
+    return [f"  or, in an app of your own: app.add_middleware(AdmissionMiddleware, policy={args.dir!r})"]
+
+
+def _observed(models: Collection[str]) -> list[str]:
+    """The command for the report: of several models each has a pool, and a report, of its own."""
+    pools = (shlex.quote(f"{ADMIN}/models/{model}") for model in models)
+    return [f"  sidecar observed --admin {pool}" for pool in pools] or ["  sidecar observed"]
+
+
+def _port_for_clients(upstreams: Sequence[str] | None) -> int:
+    """The first port from `sidecar serve`'s own that no one listens on here, and that is not an upstream's."""
+    taken = {urlsplit(upstream).port for upstream in upstreams or ()}
     ports = range(CLIENTS_PORT, CLIENTS_PORT + _PORTS_TRIED)
-    return next((port for port in ports if port != taken and _is_free(port)), CLIENTS_PORT)
+    return next((port for port in ports if port not in taken and _is_free(port)), CLIENTS_PORT)
 
 
 def _is_free(port: int) -> bool:
@@ -355,13 +405,18 @@ FEWEST_FOR_FIVE = 20
 """Requests at once that five tiers can divide: the reserves, each rounded up, are about half of them."""
 
 _TIERS = {
-    "critical": "{reserve: 5%, limit: 30%, always_first: true}  # Incidents: always first, up to its limit.",
-    "high": "{reserve: 20%, lend: 60%}      # A person watches the answer appear.",
+    "critical": """                           # Incidents: always first, up to its limit.
+    reserve: 5%
+    limit: 30%
+    always_first: true
+    preempt_after: 250ms""",
+    "high": "{reserve: 20%, preempt_after: 500ms}     # A person watches the answer appear.",
     "normal": "{reserve: 10%}               # Everything that names no tier.",
-    "low": "{reserve: 10%}                  # Work that can wait for minutes.",
+    "low": "{reserve: 10%, preemptible: true}         # Work that can wait for minutes.",
     "batch": """                              # Work that can wait for hours, such as nightly runs.
     reserve: 10%
     limit: 60%                         # Keeps 40% of the pool for the other tiers. Raise it where only batch runs.
+    preemptible: true
     queue: {max_requests: 10k, max_wait: 30m}""",
 }
 _WITHOUT_RESERVES = {
@@ -371,8 +426,10 @@ _WITHOUT_RESERVES = {
 }
 _KEYS_OF_A_TIER = """\
 #   reserve   the share of the pool that the tier can always get back
-#   lend      the share of an idle reserve that other tiers may use; the rest stays free for an instant start
+#   lend      the share of an idle reserve that other tiers may use. Default: all of it, so that nothing stays idle
 #   limit     the largest share of the pool that the tier may hold
+#   preempt_after   the wait after which a request takes room back from less important tiers that are `preemptible`: of
+#             requests that have sent nothing of their answer. They wait again, and none is lost
 """
 
 
@@ -385,10 +442,10 @@ class StarterTiers:
     reason: str
 
 
-def tiers_for(wanted: int | None, at_once: int | None) -> StarterTiers:
+def tiers_for(wanted: int | None, at_once: int | None, who: str = "the engine runs") -> StarterTiers:
     """Three or five tiers: as many as wanted, or else what an engine that runs so many requests at once can divide."""
     known = "an unknown number of" if at_once is None else f"{at_once:,}"
-    reason = f"the engine runs {known} requests at once, and five tiers need {FEWEST_FOR_FIVE} or more"
+    reason = f"{who} {known} requests at once, and five tiers need {FEWEST_FOR_FIVE} or more"
     if wanted is not None:
         reason = "as many as asked for"
     if (wanted or 5) == 5 and (wanted or (at_once or 0) >= FEWEST_FOR_FIVE):

@@ -14,14 +14,17 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from sidecar.cli.arguments import CLIENTS_PORT, NoPolicy, duration_s, policy_path, port, server_url
+from sidecar.cli.arguments import CLIENTS_PORT, NoPolicy, OneEngine, duration_s, policy_path, port, server_url
 from sidecar.policy import POLICY_VARIABLE
 from sidecar.telemetry.logs.setup import FORMATTERS, LEVELS, log_settings, own_logging
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from starlette.types import ASGIApp
 
     from sidecar.middleware.controller import AdmissionController
+    from sidecar.policy.model import Policy
 
 _log = logging.getLogger("sidecar.serve")
 
@@ -33,7 +36,11 @@ EXAMPLE = "  sidecar serve --upstream http://127.0.0.1:8000 --policy policies/ -
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the command's own arguments."""
     parser.add_argument(
-        "--upstream", required=True, type=server_url, metavar="URL", help="the engine, e.g. http://127.0.0.1:8000"
+        "--upstream",
+        type=server_url,
+        action=OneEngine,
+        metavar="URL",
+        help="the engine, e.g. http://127.0.0.1:8000; a policy with `engines:` names its own",
     )
     policy_help = f"policy.yaml, or the folder it is in (default {POLICY_VARIABLE})"
     parser.add_argument("--policy", metavar="PATH", help=policy_help)
@@ -90,7 +97,6 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
     from sidecar.policy.model import Mode
     from sidecar.policy.reload import PolicyFiles
     from sidecar.policy.warnings import warnings
-    from sidecar.proxy.proxy import ReverseProxy
     from sidecar.server import server
     from sidecar.telemetry.setup import TelemetryError, configure_from_environment
 
@@ -105,7 +111,7 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
             _log.warning("%s", open_port(args.admin_host), extra={"event": "admin_port_open"})
         files = PolicyFiles(args.policy)
         middleware = AdmissionMiddleware(
-            ReverseProxy(args.upstream),
+            _app(args.upstream, loaded.policy),
             loaded.policy,
             files=files,
             is_shown=True,
@@ -130,7 +136,7 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
                 drain=lambda: _drain(controller, args.grace),
                 drained=controller.drained,
                 reload=middleware.observability.reload,
-                upstream=args.upstream,
+                upstreams=_upstreams(args.upstream, loaded.policy),
                 grace_s=args.grace,
                 announce=_announce_and_log if announces_twice else _announce,
             )
@@ -139,6 +145,30 @@ def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | No
         return error
     _end(end_telemetry)
     return None
+
+
+def _app(upstream: str | None, policy: Policy) -> ASGIApp | None:
+    """The proxy to the engine; None where the policy names its engines. Raises ValueError."""
+    from sidecar.proxy.proxy import ReverseProxy
+
+    if policy.engines is None and upstream is None:
+        raise ValueError(
+            "there is no engine to send requests to: give --upstream URL, or write `engines:` in the policy "
+            "(docs/several-engines.md)"
+        )
+    if policy.engines is not None and policy.engines.mounted:
+        raise ValueError(
+            "the policy's engines are mounted (`engines: {mounted: true}`): start the app that mounts the middleware "
+            "(docs/mounting.md), or write static, file or dns for engines behind this proxy"
+        )
+    if policy.engines is not None and upstream is not None:
+        raise ValueError("the policy names its engines (`engines:`): leave out --upstream, or remove `engines:`")
+    return None if upstream is None else ReverseProxy(upstream)
+
+
+def _upstreams(upstream: str | None, policy: Policy) -> Sequence[str]:
+    listed = () if policy.engines is None else policy.engines.static
+    return [engine.url for engine in listed] if upstream is None else [upstream]
 
 
 def _end(end_telemetry: Callable[[], None]) -> None:

@@ -107,11 +107,54 @@ class ReplicaView(msgspec.Struct, frozen=True):
     engine: EngineView | None = None
 
 
+class EngineRow(msgspec.Struct, frozen=True):
+    """One incarnation of an engine of a pool of several, as this process sees it; see `EngineDocument`.
+
+    `in_flight` and `hit_rate` are those of all replicas that have reported. `elsewhere` says which of them see the
+    engine otherwise; empty where none does.
+    """
+
+    name: str
+    id: str
+    state: str
+    reason: str
+    capacity: Amount
+    held: Amount
+    unprefilled_tokens: int
+    claims: int
+    in_flight: int
+    hit_rate: float | None = None
+    is_measured: bool = False
+    elsewhere: str = ""
+
+
+class LeaseSizesRow(msgspec.Struct, frozen=True):
+    """The leases at one engine, of all replicas that have reported. `engine` is None in a pool of one engine.
+
+    `quantile`, `overlap` and `reason` are what is in force. The `running` leases hold `held_tokens`; their requests are
+    expected to use `expected_tokens`, as a plain sum, and use `used_tokens` now. `growths` and `preemptions` count
+    since the processes began; the latter are the engine's own, None where it does not say.
+    """
+
+    engine: str | None
+    quantile: float
+    overlap: float
+    reason: str
+    is_raised: bool
+    running: int
+    held_tokens: int
+    expected_tokens: int
+    used_tokens: int
+    growths: int = 0
+    preemptions: int | None = None
+
+
 class Overview(msgspec.Struct, frozen=True):
     """The whole pool as `replica` knows it. `mode` is `local` or `shared`.
 
     `starving` is the tier whose oldest request starves most, None where none does; `headline` says it in a sentence,
-    unless `lacks_engine`: then it says which replicas cannot use their engine, and why.
+    unless `lacks_engine`: then it says which replicas cannot use their engine, and why. `engines` are those of a pool
+    of several; empty in a pool of one. `lease_sizes` are empty where no output length is learned.
     """
 
     replica: str
@@ -132,3 +175,5 @@ class Overview(msgspec.Struct, frozen=True):
     store: dict[str, Any] | None
     notices: list[str]
     lacks_engine: bool = False
+    engines: list[EngineRow] = []
+    lease_sizes: list[LeaseSizesRow] = []

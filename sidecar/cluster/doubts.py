@@ -13,7 +13,7 @@ import msgspec
 
 from sidecar.durations import short_duration
 from sidecar.events import ShadowHolds
-from sidecar.telemetry.dry_run import DryRunCounts, added_up
+from sidecar.telemetry.dry_run import DryRunCounts
 
 FEWEST = 5
 """Fewer requests than this say nothing of a figure's error."""
@@ -36,9 +36,8 @@ class Doubt(msgspec.Struct, frozen=True):
     advice: str
 
 
-def doubts(by_tier: Mapping[str, DryRunCounts], holds: Mapping[str, ShadowHolds]) -> list[Doubt]:
-    """All doubts about these figures."""
-    total = added_up(by_tier.values())
+def doubts(total: DryRunCounts, by_tier: Mapping[str, DryRunCounts], holds: Mapping[str, ShadowHolds]) -> list[Doubt]:
+    """All doubts about these figures. `total` is the sum of `by_tier`."""
     if not holds and not total.unknown:
         return []
     summed = added_up_holds(holds.values())

@@ -89,7 +89,7 @@ def observed_report(policy: Policy, all_heard: Sequence[ReceivedReport], at_s: f
         for tier in dict.fromkeys(tier for period, _ in periods for tier in period.holds)
     }
     total = added_up(by_tier.values())
-    found = doubts(by_tier, holds)
+    found = doubts(total, by_tier, holds)
     doubted = {doubt.tier for doubt in found}
     ranks = {tier.name: tier.level for tier in policy.tiers}
     tiers = sorted(by_tier, key=lambda name: ranks.get(name, len(ranks)))

@@ -14,11 +14,14 @@ from typing import Any
 from sidecar.cluster import merge
 from sidecar.cluster.document import Amount, Overview, Promised, TierView
 from sidecar.cluster.dry_run import ObservedReport, observed_report
+from sidecar.cluster.engines import EngineLists, engine_rows
+from sidecar.cluster.learned_lengths import LengthExchange
+from sidecar.cluster.lease_sizes import lease_size_rows
 from sidecar.cluster.merge import ReceivedReport
 from sidecar.cluster.phrases import crowd, engine_headline, headline, said_of, starving
 from sidecar.cluster.report import ReplicaReport, Sources, Unreadable, own_report, pack, unpack
 from sidecar.events import StoreState
-from sidecar.policy.model import Mode, Policy
+from sidecar.policy.model import Learn, Mode, Policy
 from sidecar.pools import NotShared, PeerReport
 
 SHARE_EVERY_S = 2.0
@@ -89,17 +92,23 @@ class PoolOverview:
     """Overview for the pages of the admin port. Use it from one event loop; it costs nothing per request.
 
     `open` begins to report to the other replicas every two seconds; `close` ends it. Without them
-    it still answers, for this process alone. `generations` gets the policies that the others run; `now_s` is the
-    calendar's clock.
+    it still answers, for this process alone. `generations` gets the policies that the others run, and `lengths` what
+    they have learned of output lengths; `now_s` is the calendar's clock.
     """
 
     def __init__(
-        self, sources: Sources, now_s: Callable[[], float] = time.time, generations: Generations | None = None
+        self,
+        sources: Sources,
+        now_s: Callable[[], float] = time.time,
+        generations: Generations | None = None,
+        lengths: LengthExchange | None = None,
     ) -> None:
         self._sources = sources
         self._generations = Generations() if generations is None else generations
+        self._lengths = lengths
         self._now_s = now_s
         self._news = asyncio.Event()
+        self._engine_lists = EngineLists()
         self._host = socket.gethostname()
         self._others: Mapping[str, PeerReport] = {}
         self._others_at_s = 0.0
@@ -128,7 +137,8 @@ class PoolOverview:
 
     def notices(self) -> list[str]:
         """Notices for the operator about the other replicas."""
-        return self._generations.notices(self._sources.policy().generation, self._now_s())
+        at_s = self._now_s()
+        return [*self._generations.notices(self._sources.policy().generation, at_s), *self._engine_lists.notices(at_s)]
 
     def generations(self) -> Mapping[str, Sequence[str]]:
         """The replicas of a shared pool by the generation of their policy; empty for a pool of one process."""
@@ -186,6 +196,8 @@ class PoolOverview:
             replicas=replicas,
             store=dict(state["store"]) if "store" in state else None,
             notices=[*self._sources.notices(), *_doubts(policy, all_heard, at_s), *trouble, *unreadable],
+            engines=engine_rows(self._sources.engines() or (), others),
+            lease_sizes=lease_size_rows(one.report.lease_sizes for one in all_heard),
         )
 
     def _own(self, state: Mapping[str, Any], at_s: float) -> ReplicaReport:
@@ -218,23 +230,33 @@ class PoolOverview:
     async def _share(self) -> bool:
         """Sends this replica's report and reads the others'. False where the store cannot be reached."""
         self._news.clear()
-        report = self._own(self._sources.pool.state(), self._now_s())
+        state: Mapping[str, Any] = self._sources.pool.state()
+        report = self._own(state, self._now_s())
         try:
-            others = await self._sources.pool.share(pack(report))
+            others = await self._sources.pool.share(self._packed(report, is_heard="store" in state))
         except NotShared as reason:
             is_said = is_alone(self._sources.pool.state())
             self._trouble = None if is_said else f"the other replicas' waits and refusals are not shown: {reason}"
-            self._hear(report.replica)
+            self._hear(report)
             return False
         self._others, self._others_at_s, self._trouble = others, self._now_s(), None
-        self._hear(report.replica)
+        self._hear(report)
+        if self._lengths is not None:  # not while the store is away: the others may be there all the same
+            self._lengths.hear(one.report for one in self._heard(self._others_at_s, but=report.replica)[0])
         return True
 
-    def _hear(self, own: str) -> None:
+    def _packed(self, report: ReplicaReport, *, is_heard: bool) -> bytes:
+        """The report as it travels: with what was learned, where anyone hears it."""
+        if self._lengths is None or not is_heard or self._sources.policy().learn is Learn.OFF:
+            return pack(report)
+        return self._lengths.packed(report)
+
+    def _hear(self, own: ReplicaReport) -> None:
         """Notes what the others run, those that are still there."""
         at_s = self._now_s()
-        others, _ = self._heard(at_s, but=own)
-        self._generations.hear([one.report for one in others], self._sources.policy().generation, at_s)
+        reports = [one.report for one in self._heard(at_s, but=own.replica)[0]]
+        self._generations.hear(reports, self._sources.policy().generation, at_s)
+        self._engine_lists.hear(reports, own, at_s)
 
     def _report_defect(self) -> None:
         """Logs the exception being handled, once for as long as it lasts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sidecar.cluster.document import ReplicaView, TenantView, TierView
+from sidecar.cluster.document import LeaseSizesRow, ReplicaView, TenantView, TierView
 from sidecar.durations import short_duration
 from sidecar.policy.model import Mode
 from sidecar.telemetry.recent import Overtakings
@@ -36,6 +36,28 @@ def preempted(tier: TierView) -> str:
     number = sum(bucket.preempted for bucket in tier.recent)
     lost_s = sum(bucket.engine_lost_s for bucket in tier.recent)
     return f"preempted {times(number)}, {short_duration(lost_s)} at the engine lost" if number else ""
+
+
+def lease_sizes(rows: Sequence[LeaseSizesRow]) -> str:
+    """What leases hold and use at all engines, and what is in force; empty where no output length is learned."""
+    if not rows:
+        return ""
+    held, used = sum(row.held_tokens for row in rows), sum(row.used_tokens for row in rows)
+    part = f" ({100 * used / held:.0f}%)" if held else ""
+    expected = count(sum(row.expected_tokens for row in rows))
+    growths = sum(row.growths for row in rows)
+    counted = [row.preemptions for row in rows if row.preemptions is not None]
+    lost = f", {count(sum(counted))} preempted by the engine" if counted else ""
+    return (
+        f"hold {count(held)} tokens, use {count(used)}{part}, expect {expected}; "
+        f"quantile {_range([row.quantile for row in rows])}, overlap {_range([row.overlap for row in rows])}; "
+        f"grew {count(growths)}x{lost}"
+    )
+
+
+def _range(values: Sequence[float]) -> str:
+    least, most = f"{min(values):.4g}", f"{max(values):.4g}"
+    return most if least == most else f"{least} to {most}"
 
 
 def starving(tiers: Sequence[TierView]) -> str | None:
@@ -81,6 +103,8 @@ def engine_headline(replicas: Sequence[ReplicaView], waiting: int, mode: Mode) -
         sentence = f"{cannot}: {engine.reason}, for {for_s}."
     elif engine.state == "mismatch":
         sentence = f"Another engine than the policy's answers, for {for_s}: {engine.reason}."
+    elif engine.reason.startswith("no engine "):  # of a pool of several
+        sentence = f"N{engine.reason[1:]}, for {for_s}."
     else:
         sentence = f"The engine does not answer: {engine.reason}, for {for_s}."
     if mode is Mode.OBSERVE:
@@ -120,6 +144,7 @@ def _because(rule: str, by: str, tier: str) -> str:
         "level": f"because {by} is more important",
         "limit": f"because {tier} was at its limit",
         "passed_over": f"because {tier} asked for more than the reserves of the others leave",
+        "claim": f"because {tier} waited for its own engine",
     }.get(rule, f"by the rule {rule}")
 
 

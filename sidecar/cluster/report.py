@@ -11,6 +11,8 @@ import msgspec
 
 from sidecar.cluster.document import EngineView, OldestWaiter, RefusalView, TenantView
 from sidecar.events import Refused
+from sidecar.middleware.engine_view import EngineDocument
+from sidecar.middleware.lease_size import EngineSizesDocument
 from sidecar.policy.model import Policy
 from sidecar.pools import Grant, Pool
 from sidecar.telemetry.dry_run import DryRunReport
@@ -32,11 +34,28 @@ class TierReport(msgspec.Struct, frozen=True):
     overtaken_by: dict[str, Overtakings]
 
 
+class EngineReport(msgspec.Struct, frozen=True):
+    """An engine of a pool of several, as a process sees it; see `EngineDocument`. Those that it does not list are left
+    out.
+    """
+
+    name: str
+    id: str
+    state: str
+    in_flight: int
+    recent_tokens: int = 0
+    hit_rate: float | None = None
+    is_measured: bool = False
+    mounted: bool = False
+
+
 class ReplicaReport(msgspec.Struct, frozen=True):
     """One process. `at_s` is its own calendar's; `generation` is its policy's, empty where it does not say.
 
     `observed` is None where nothing has been observed, `engine` where the process does not look at its engine. `mode`
-    is its policy's, empty where an older version does not say.
+    is its policy's, empty where an older version does not say. `engines` are None in a pool of one. `lease_sizes` are
+    those of its own leases, and `lengths` is the summary of what it learned (`lengths.summary`); both are empty where
+    it learns nothing. Nothing is taken for granted of `lengths` here: `LengthExchange` hands it on unread.
     """
 
     replica: str
@@ -51,6 +70,9 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     observed: DryRunReport | None = None
     engine: EngineView | None = None
     mode: str = ""
+    engines: list[EngineReport] | None = None
+    lease_sizes: list[EngineSizesDocument] = []
+    lengths: Any = None
 
 
 class Unreadable(Exception):
@@ -81,7 +103,8 @@ class Sources:
     `policy` is the one in force. `tenants` are those that hold or wait for something in this process; `refusals` the
     last requests that were refused, at most so many, newest first; `notices` are for the operator;
     `observed` what enforcing would have done, of at most so many tenants; `engine` is None where it is not looked at.
-    `oldest` are the pool's oldest waits that began under the mode in force.
+    `oldest` are the pool's oldest waits that began under the mode in force. `engines` is None in a pool of one.
+    `lease_sizes` are those of this process's leases, empty where no output length is learned.
     """
 
     policy: Callable[[], Policy]
@@ -93,6 +116,8 @@ class Sources:
     observed: Callable[[int], DryRunReport | None] = lambda _: None
     engine: Callable[[], EngineView | None] = lambda: None
     oldest: Callable[[], Sequence[Grant | None]] | None = None
+    engines: Callable[[], Sequence[EngineDocument] | None] = lambda: None
+    lease_sizes: Callable[[], Sequence[EngineSizesDocument]] = tuple
 
 
 def own_report(sources: Sources, state: Mapping[str, Any], replica: str, host: str, at_s: float) -> ReplicaReport:
@@ -119,7 +144,28 @@ def own_report(sources: Sources, state: Mapping[str, Any], replica: str, host: s
         observed=sources.observed(MOST_TENANTS),
         engine=sources.engine(),
         mode=policy.mode.value,
+        engines=_engines(sources.engines()),
+        lease_sizes=list(sources.lease_sizes()),
     )
+
+
+def _engines(rows: Sequence[EngineDocument] | None) -> list[EngineReport] | None:
+    if rows is None:
+        return None
+    return [
+        EngineReport(
+            row.name,
+            row.id,
+            row.state,
+            row.in_flight,
+            row.recent_tokens,
+            row.hit_rate,
+            is_measured=row.is_measured,
+            mounted=row.mounted,
+        )
+        for row in rows
+        if row.for_s is not None
+    ]
 
 
 def _tier(recent: Recent, name: str, grant: Grant | None, replica: str, at_s: float) -> TierReport:

@@ -158,6 +158,8 @@ class Gauges:
 
     All of one engine: the sum of its data-parallel ranks. `waiting` counts the requests that queue inside the engine.
     `unfinished` is the most requests that it may have now; None where its figures may stand still, or leave some out.
+    `preemptions` counts the times that a running request lost its KV cache to others, and had to be computed again,
+    since the engine started; None where it does not say.
     """
 
     kv_tokens: int | None = None
@@ -165,6 +167,7 @@ class Gauges:
     running: int | None = None
     waiting: int | None = None
     unfinished: int | None = None
+    preemptions: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,6 +322,8 @@ class Engine:
     """Whether the gauges change only when a request finishes, or there are none."""
     gauge_leaves_some_out: ClassVar[bool] = False
     """Whether requests may wait where the gauge of waiting requests does not count them."""
+    counts_preemptions: ClassVar[bool] = False
+    """Whether a server of this engine says how often it preempted a running request because its KV cache was full."""
     overload_status: ClassVar[int | None] = None
     """The HTTP status of requests that an engine without a queue does not take; None where the engine has a queue."""
     metrics_page: ClassVar[str] = "/metrics"

@@ -22,13 +22,15 @@ _METRICS = "/metrics"
 class Identity:
     """The server that answers: `engine` is None where no page says it, `where` the page, `model` the first one served.
 
-    `context_tokens` is the longest request that the model takes, prompt and output together.
+    `models` are all that it lists, with adapters and other names. `context_tokens` is the longest request that the
+    model takes, prompt and output together.
     """
 
     engine: type[Engine] | None
     where: str
     model: str | None
     context_tokens: int | None = None
+    models: tuple[str, ...] = ()
 
 
 async def identify(pages: Pages, *, reads_metrics: bool = True) -> Identity:
@@ -45,13 +47,15 @@ async def identify(pages: Pages, *, reads_metrics: bool = True) -> Identity:
 
 async def identify_by_models(pages: Pages) -> Identity:
     """The same by `/v1/models` alone."""
-    card = next(iter(mappings((await find_json(pages, _MODELS)).get("data"))), {})
+    cards = mappings((await find_json(pages, _MODELS)).get("data"))
+    card = next(iter(cards), {})
     model, context = card.get("id"), card.get("max_model_len")
     return Identity(
         engine_of_owner(card.get("owned_by")),
         _MODELS,
         model if isinstance(model, str) else None,
         context if isinstance(context, int) and context > 0 else None,
+        tuple(name for each in cards if isinstance(name := each.get("id"), str)),
     )
 
 

@@ -19,6 +19,10 @@ _MOST_CHARACTERS = 2**17
 """Of the lines of one metric: 500 workers of Dynamo. Longer pages are read that far."""
 
 
+REFUSED = "connection refused by"
+"""Beginning of the message where nothing listens at the engine's address: its process is away."""
+
+
 class Page(NamedTuple):
     """The response to a GET."""
 
@@ -32,6 +36,10 @@ class Unread(Exception):
 
 class NoAnswer(Unread):
     """The engine does not answer: it has not started, or is away."""
+
+
+class TooSlow(NoAnswer):
+    """The engine took the request for the page, and did not answer in time: a busy engine may do so."""
 
 
 class NotConnected(NoAnswer):

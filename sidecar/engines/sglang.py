@@ -7,14 +7,27 @@ accept the member and drop it (up to 0.5.23, `serving_responses.py` builds its r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from sidecar.apis import Api
 from sidecar.engines import base
-from sidecar.engines.pages import Pages, find_json, mapping, mappings, positive, read_json, total
+from sidecar.engines.pages import (
+    Metrics,
+    Pages,
+    Unread,
+    find_json,
+    find_text,
+    mapping,
+    mappings,
+    positive,
+    read_json,
+    total,
+)
 
 SERVER_INFO = "/server_info"
+RETRACTED = "sglang:num_retracted_requests_total"
 
 
 class Sglang(base.Engine):
@@ -57,6 +70,8 @@ class Sglang(base.Engine):
     default_completion_tokens = 16
     """As OpenAI's API has it (`CompletionRequest.max_tokens`)."""
     has_ignore_eos = True
+    counts_preemptions = True
+    """With `--enable-metrics`."""
 
     health_page = "/v1/models"
     """Not `/health`: by default (`SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION`) that generates a token."""
@@ -100,6 +115,7 @@ class Sglang(base.Engine):
             waiting=waiting,
             # A rank counts the prompt that it computes in chunks neither here nor there.
             unfinished=total([running, waiting, len(loads)]),
+            preemptions=await _retracted(pages, cls.metrics_page),
         )
 
     @classmethod
@@ -120,6 +136,25 @@ class Sglang(base.Engine):
         return base.facts_from(
             **{name: (SERVER_INFO, value) for name, value in found.items()}, has_field=(base.OPENAPI, field)
         )
+
+
+async def _retracted(pages: Pages, page: str) -> int | None:
+    """Requests that were retracted from the running batch because the KV cache was full; None without that page.
+
+    `sglang:num_retracted_reqs` is a gauge of one batch. The counter (`srt/observability/metrics_collector.py`:
+    `increment_retracted_reqs`) has a sample for each data-parallel rank, and with
+    `--enable-metrics-for-all-schedulers` one for each of the ranks that work in step, which all count the same.
+    """
+    try:
+        samples = Metrics(await find_text(pages, page)).samples(RETRACTED)
+    except Unread:  # a size that was read counts, whatever becomes of this page
+        return None
+    ranks: dict[str, float] = {}
+    for sample in samples:
+        rank = sample.labels.get("dp_rank", "")
+        ranks[rank] = max(sample.value, ranks.get(rank, sample.value))
+    counted = sum(ranks.values())
+    return round(counted) if ranks and 0 <= counted < math.inf else None
 
 
 def _threshold(info: Mapping[str, Any]) -> int | None:

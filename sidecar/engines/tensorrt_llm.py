@@ -6,7 +6,9 @@ Other schemas accept the member and drop it, and builds before the field answer 
 
 Its Prometheus page exists with `return_perf_metrics: true` alone, and its gauges stand still between finished requests.
 The JSON at `/metrics` is never read: reading takes it away from every other collector. No page reports the policy of
-its waiting queue.
+its waiting queue. None counts preemptions, either: `trtllm_num_paused_requests` is a gauge of one iteration
+(`tensorrt_llm/metrics/collector.py`: `log_iteration_stats`). Only `capacity_scheduler_policy: MAX_UTILIZATION` pauses
+requests at all; the default reserves prompt and output, so that a request which does not fit waits.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ class Vllm(base.Engine):
     default_completion_tokens = 16
     """As OpenAI's API has it (`CompletionRequest.max_tokens`)."""
     has_ignore_eos = True
+    counts_preemptions = True
 
     reports_max_running = False  # its settings are shown to a middleware mounted in it, or in its development mode
     routes = base.Routes(
@@ -79,6 +80,8 @@ class Vllm(base.Engine):
             running=running,
             waiting=waiting,
             unfinished=total([running, waiting]),
+            # One for each preemption (`v1/metrics/stats.py`: `num_preempted_reqs`), a sample for each rank.
+            preemptions=metrics.count("vllm:num_preemptions_total"),
         )
 
     @classmethod

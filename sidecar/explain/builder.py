@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from sidecar.events import Admitted
 from sidecar.explain.document import (
     AdmissionDetails,
     AdmittedAhead,
@@ -15,17 +16,19 @@ from sidecar.explain.document import (
     AttemptDetails,
     DryRunDetails,
     Ending,
+    EngineChoice,
     Explanation,
     FirstByteDetails,
     ObstacleDetails,
     RefusalDetails,
     RequestFacts,
+    SizeDetails,
     UnknownAhead,
     WaitDetails,
 )
 from sidecar.explain.phrases import aged_to, because, conclusion, rule_of
 from sidecar.telemetry.journal import Journal
-from sidecar.telemetry.request_record import JITTER_US, RequestRecord, engine_time_us
+from sidecar.telemetry.request_record import JITTER_US, RequestRecord, engine_name, engine_time_us
 
 MOST_LISTED = 64
 """Most of those ahead that are listed one by one; the groups count them all."""
@@ -81,6 +84,7 @@ class ExplanationBuilder:
             ended=_ended(record),
             refused=_turned_away(record),
             dry_run=_dry_run(record),
+            size=_size(record),
         )
         return msgspec.structs.replace(story, conclusion=conclusion(story))
 
@@ -89,7 +93,8 @@ class ExplanationBuilder:
         if admitted is None or classified is None:
             return None
         risen_to = aged_to(classified.tier, admitted.level, self.tiers())
-        return AdmissionDetails(record.wall_s(admitted.at_us), admitted.level, risen_to, admitted.engine_priority)
+        at_s, engine = record.wall_s(admitted.at_us), _engine(admitted)
+        return AdmissionDetails(at_s, admitted.level, risen_to, admitted.engine_priority, engine)
 
     def _waited(self, record: RequestRecord, now_us: int) -> WaitDetails | None:
         """None where it did not wait."""
@@ -158,6 +163,28 @@ class ExplanationBuilder:
         return GONE if is_kept else NOT_KEPT
 
 
+def _engine(admitted: Admitted) -> EngineChoice | None:
+    """The engine that it got; None in a pool of one."""
+    if admitted.engine is None:
+        return None
+    name, placed = engine_name(admitted.engine), admitted.placed
+    if placed is None:
+        return EngineChoice(name, admitted.engine)
+    return EngineChoice(
+        engine=name,
+        id=admitted.engine,
+        capacity_tokens=placed.capacity_tokens,
+        capacity_requests=placed.capacity_requests,
+        held_tokens=placed.held_tokens,
+        held_requests=placed.held_requests,
+        unprefilled_tokens=placed.unprefilled_tokens,
+        prompt_tokens=placed.prompt,
+        hit=dict(placed.hits).get(admitted.engine, 0),
+        other_hits={engine_name(other): hit for other, hit in placed.hits if other != admitted.engine},
+        claimed_s=placed.claimed_us / 1e6,
+    )
+
+
 def state_of(record: RequestRecord) -> str:
     """In a word, how far the request has come."""
     if record.refused is not None:  # also where it was settled: it was preempted, and not admitted again
@@ -202,6 +229,8 @@ def _gave_way(record: RequestRecord, now_us: int) -> list[AttemptDetails]:
             engine_s=engine_time_us(lost.preempted) / 1e6,
             waited_again_s=(end_us - lost.preempted.at_us) / 1e6,
             is_unreached=lost.preempted.is_unreached,
+            replay=None if lost.replayed is None else lost.replayed.reason.value,
+            engine=None if lost.admitted.engine is None else engine_name(lost.admitted.engine),
         )
         for lost, since_us, end_us in zip(record.lost, began_us, ends_us, strict=False)
     ]
@@ -228,6 +257,17 @@ def _ended(record: RequestRecord) -> Ending | None:
         output_tokens=settled.output_tokens,
         error=settled.error,
     )
+
+
+def _size(record: RequestRecord) -> SizeDetails | None:
+    """None where no output length is learned."""
+    classified, settled = record.classified, record.settled
+    if classified is None or classified.expected is None:
+        return None
+    size = msgspec.convert(classified.expected, SizeDetails, from_attributes=True)
+    if settled is None:
+        return size
+    return msgspec.structs.replace(size, held_tokens=settled.held_tokens, growths=settled.growths)
 
 
 def _dry_run(record: RequestRecord) -> DryRunDetails | None:

@@ -24,6 +24,26 @@ class RequestFacts(msgspec.Struct, frozen=True):
     downgraded_from: str | None = None
 
 
+class SizeDetails(msgspec.Struct, frozen=True):
+    """What it was expected to use, in tokens, where output lengths are learned; see `events.Expectation`.
+
+    `held_tokens` is what its lease held at its end, None before, and `growths` how often it grew until then.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    sequences: int
+    source: str
+    samples: int
+    quantile: float
+    overlap: float
+    most_tokens: int
+    bucket: str
+    bytes_per_token: float | None = None
+    held_tokens: int | None = None
+    growths: int = 0
+
+
 class ObstacleDetails(msgspec.Struct, frozen=True):
     """Why it was not admitted as it came."""
 
@@ -82,21 +102,43 @@ class WaitDetails(msgspec.Struct, frozen=True):
     first: list[AdmittedAhead]
 
 
+class EngineChoice(msgspec.Struct, frozen=True):
+    """The engine that it got in a pool of several, as it stood without the request. None is unbounded, or not known.
+
+    `hit` of the `prompt_tokens` it was predicted to have cached; `other_hits` are those of other engines, by their
+    names. `claimed_s` is for how long the request had claimed an engine that had no room for it.
+    """
+
+    engine: str
+    id: str
+    capacity_tokens: int | None = None
+    capacity_requests: int | None = None
+    held_tokens: int | None = None
+    held_requests: int | None = None
+    unprefilled_tokens: int = 0
+    prompt_tokens: int = 0
+    hit: int = 0
+    other_hits: dict[str, int] = {}
+    claimed_s: float = 0.0
+
+
 class AdmissionDetails(msgspec.Struct, frozen=True):
     """It was admitted, at this aged level; `engine_priority` is the priority sent to the engine, None where none
-    was.
+    was. `engine` is None in a pool of one engine.
     """
 
     admitted_at_s: float
     level: int
     aged_to: str | None
     engine_priority: float | None
+    engine: EngineChoice | None = None
 
 
 class AttemptDetails(msgspec.Struct, frozen=True):
     """It was admitted, and preempted before its first byte: `engine_s` of the engine's time are lost.
 
-    Or the engine could not be reached (`is_unreached`), and nothing is lost.
+    Or the engine could not be reached (`is_unreached`), and nothing is lost. In a pool of several engines it is also
+    that where the engine did not serve the request: `replay` says why, and `engine` which one it was.
 
     `queue_wait_s` is how long it had waited until then, since its arrival or the preemption before. `waited_again_s` is
     how long it waited after it, or has up to now.
@@ -108,6 +150,8 @@ class AttemptDetails(msgspec.Struct, frozen=True):
     engine_s: float
     waited_again_s: float
     is_unreached: bool = False
+    replay: str | None = None
+    engine: str | None = None
 
 
 class FirstByteDetails(msgspec.Struct, frozen=True):
@@ -179,3 +223,4 @@ class Explanation(msgspec.Struct, frozen=True):
     ended: Ending | None = None
     refused: RefusalDetails | None = None
     dry_run: DryRunDetails | None = None
+    size: SizeDetails | None = None

@@ -11,6 +11,7 @@ from sidecar.explain.document import (
     AttemptDetails,
     DryRunDetails,
     Ending,
+    EngineChoice,
     Explanation,
     ObstacleDetails,
     RefusalDetails,
@@ -34,6 +35,8 @@ def _waited(story: Explanation) -> str:
     so_far = " so far" if story.state == "waiting" else ""
     starved = f", of which {exact_duration(wait.starvation_s)} starved" if wait.starvation_s else ""
     sentence = f"{has} {exact_duration(wait.queue_wait_s)}{so_far}{starved}: {_reason(story.in_the_way, wait)}"
+    if story.admitted is not None and story.admitted.engine is not None and story.admitted.engine.claimed_s:
+        sentence += f"; for {exact_duration(story.admitted.engine.claimed_s)} of it, it waited for its own engine"
     return sentence if story.refused is None else f"{sentence}; then {_turned_away(story.refused)}"
 
 
@@ -89,11 +92,50 @@ def _at_first(first: AttemptDetails) -> str:
 
 
 def _gave_way(attempt: AttemptDetails) -> str:
+    if attempt.replay is not None:
+        return not_served(attempt)
     if attempt.is_unreached:
         return "no connection to the engine could be made"
     return (
         f"preempted after {exact_duration(attempt.engine_s)} at the engine: its room went to a more important request"
     )
+
+
+def not_served(attempt: AttemptDetails) -> str:
+    """Why an engine of several did not serve an attempt."""
+    engine = f"engine {attempt.engine}"
+    return {
+        "unreached": f"no connection to {engine} could be made",
+        "full": f"{engine} said that it was full",
+        "crashed": f"{engine} crashed before it answered",
+        "broken": f"{engine} broke the connection before it answered",
+    }.get(attempt.replay or "", f"{engine} did not serve it ({attempt.replay})")
+
+
+def chosen(choice: EngineChoice) -> str:
+    """Why it got its engine: the room there, the predicted hits, and the wait for it."""
+    parts = [choice.engine]
+    if choice.held_tokens is not None and choice.held_requests is not None:
+        tokens = _of(choice.held_tokens, choice.capacity_tokens, "tokens")
+        requests = _of(choice.held_requests, choice.capacity_requests, "requests")
+        sent = f", {choice.unprefilled_tokens:,} of them not prefilled" if choice.unprefilled_tokens else ""
+        parts.append(f"it held {tokens}{sent}, and {requests}")
+        parts.append(_hits(choice))
+    if choice.claimed_s:
+        parts.append(f"for {exact_duration(choice.claimed_s)} the request claimed an engine that had no room for it")
+    return "; ".join(parts)
+
+
+def _hits(choice: EngineChoice) -> str:
+    others = ", ".join(f"{name} {hit:,}" for name, hit in choice.other_hits.items())
+    beside = f" (others: {others})" if others else ""
+    if not choice.hit:
+        return f"of the prompt's {choice.prompt_tokens:,} tokens it was predicted to have none{beside}"
+    return f"it was predicted to have {choice.hit:,} of the prompt's {choice.prompt_tokens:,} tokens{beside}"
+
+
+def _of(held: int, most: int | None, noun: str) -> str:
+    return f"{held:,} {noun}" if most is None else f"{held:,} of {most:,} {noun}"
 
 
 def _turned_away(refused: RefusalDetails, *, at_once: bool = False) -> str:
@@ -150,18 +192,32 @@ def _what(ended: Ending) -> str | None:
     return failure_description(ended.outcome, ended.status, ended.error)
 
 
+CLAIM = "claim"
 TURN, FAIR_SHARE, BEHIND = "turn", "fair_share", "behind"
 """Rules that no event reports: it came earlier; the tenants of one tier take turns; others of its tier were first."""
 
 
 def rule_of(ahead: RequestRecord, waiter: RequestRecord) -> str:
-    """The rule by which `ahead` was admitted before `waiter`: one of the scheduler's, or one of the three here."""
+    """The rule by which `ahead` was admitted before `waiter`: one of the scheduler's, or one of the three here.
+
+    The scheduler reports no rule within one tier. There its tenants take turns; but of several engines a request that
+    has claimed one takes part in no turn, and of one tenant's requests only a claim lets a later one go first.
+    """
     classified, admitted, waiting = _tiers(ahead, waiter)
     if ahead.arrived_us <= waiter.arrived_us:
         return TURN
     if classified.tier == waiting.tier:
-        return FAIR_SHARE
+        is_claim = classified.tenant == waiting.tenant or _had_claimed(waiter, admitted.at_us)
+        return CLAIM if admitted.engine is not None and is_claim else FAIR_SHARE
     return admitted.passed.get(waiting.tier, BEHIND)
+
+
+def _had_claimed(waiter: RequestRecord, at_us: int) -> bool:
+    """Whether it waited for an engine that it had claimed then. Not known before it is admitted."""
+    admitted = waiter.admitted
+    if admitted is None or admitted.placed is None or not admitted.placed.claimed_us:
+        return False
+    return admitted.at_us - admitted.placed.claimed_us <= at_us
 
 
 def because(rule: str, ahead: RequestRecord, waiter: RequestRecord, tiers: Sequence[str]) -> str:
@@ -178,6 +234,7 @@ def because(rule: str, ahead: RequestRecord, waiter: RequestRecord, tiers: Seque
         "level": _rank(by, tier, admitted.level, tiers),
         "limit": f"{tier} was at its limit",
         "passed_over": f"{tier} asked for more than the reserves of the others leave",
+        CLAIM: f"{tier if by != tier else 'it'} waited for its own engine",
     }.get(rule, f"of the rule {rule}")
 
 

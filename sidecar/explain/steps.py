@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from sidecar.durations import exact_duration
 from sidecar.explain.document import AdmittedAhead, Explanation, WaitDetails
-from sidecar.explain.phrases import counted
+from sidecar.explain.phrases import chosen, counted, not_served
+from sidecar.explain.sizes import entered, moved
 from sidecar.telemetry.request_record import failure_description
 
 Clock = Callable[[float], str]
@@ -43,8 +44,11 @@ def steps(story: Explanation, clock: Clock = calendar_time) -> Iterator[Step]:
     met: list[tuple[float, Step]] = []
     for attempt in story.preempted:
         lost = f"{exact_duration(attempt.engine_s)} at the engine are lost"
-        met.append((attempt.admitted_at_s, Step("admitted", "")))
-        if attempt.is_unreached:
+        to_engine = "" if attempt.engine is None else f", to engine {attempt.engine}"
+        met.append((attempt.admitted_at_s, Step("admitted", to_engine)))
+        if attempt.replay is not None:
+            step = Step("waited again", f": {not_served(attempt)}")
+        elif attempt.is_unreached:
             step = Step("waited again", ": no connection to the engine could be made")
         else:
             step = Step("preempted", f": {lost}; its room went to a more important request")
@@ -72,6 +76,8 @@ def _who(story: Explanation) -> Iterator[Step]:
     model = "" if asked.model is None else f" of {asked.model}"
     kind = f"{asked.api}{model}, {'streamed' if asked.stream else 'not streamed'}"
     yield Step("holds", f"{counted(asked.tokens, 'token')} and {counted(asked.requests, 'sequence')} ({kind})")
+    if (sized := entered(story)) is not None:
+        yield Step("sized", sized)
 
 
 def _asker_before_tier(story: Explanation) -> str:
@@ -112,6 +118,8 @@ def _how_it_ended(story: Explanation, clock: Clock) -> Iterator[Step]:
         aged = "" if admitted.aged_to is None else f", aged to the rank of {admitted.aged_to}"
         at = _at(story, admitted.admitted_at_s, clock)
         yield Step("admitted", f"{at} at level {admitted.level}{aged}; {sent} sent to the engine")
+        if admitted.engine is not None:
+            yield Step("engine", chosen(admitted.engine))
     elif refused is None:
         yield Step("now", f"{_at(story, story.told_at_s, clock)}: {story.state}")
     if story.answered is not None:
@@ -124,6 +132,8 @@ def _how_it_ended(story: Explanation, clock: Clock) -> Iterator[Step]:
         used = counted(ended.tokens_used, "token")
         at = _at(story, ended.settled_at_s, clock)
         yield Step("settled", f"{at}: {ended.outcome}{status}{error}, {used} used")
+        if (how := moved(story)) is not None:
+            yield Step("lease", how)
     elif admitted is not None:
         yield Step("now", f"{_at(story, story.told_at_s, clock)}: still running")
     if refused is not None:

@@ -18,7 +18,7 @@ from sidecar.policy.compiler import load_files
 from sidecar.policy.model import Policy
 from sidecar.policy.warnings import warnings
 from sidecar.server.server import CannotServe
-from sidecar.server.workers import PROCESSES_VARIABLE, ServerProcesses, refuse_separate_pools
+from sidecar.server.workers import PROCESSES_VARIABLE, ServerProcesses, refuse_separate_pools, refuse_shared_engine
 
 TRIED_VARIABLE = "SIDECAR_ADMIN_PORTS_TRIED"
 """Set for processes that run the launcher again (TensorRT-LLM's further frontends), when the first may listen."""
@@ -53,7 +53,9 @@ def announce_processes(count: int, policy: Policy) -> None:
     Raises CannotLaunch where they would not share a pool, or where one of them would not get its admin port.
     """
     try:
-        if store_of(policy, os.environ) is None:
+        if policy.engines is not None:
+            refuse_shared_engine(ServerProcesses(count))
+        elif store_of(policy, os.environ) is None:
             refuse_separate_pools(ServerProcesses(count))
         if TRIED_VARIABLE not in os.environ:
             try_ports(os.environ, count)

@@ -8,15 +8,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+import msgspec
 from starlette.types import ASGIApp
 
 from sidecar.engines.base import Engine
 from sidecar.events import ObservedObserver, Observer, UnguardedObserver
+from sidecar.lengths.estimator import LengthEstimator
 from sidecar.middleware.background import BackgroundResponses
 from sidecar.middleware.dry_run.engine_times import EngineTimes, Room
 from sidecar.middleware.dry_run.shadow import ShadowRegistry
 from sidecar.middleware.engine_pages import EnginePages
+from sidecar.middleware.engine_route import EngineHealth, EngineRouting
+from sidecar.middleware.engine_view import EngineView
 from sidecar.middleware.engine_watch import EngineCheck, EngineWatch
+from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.pending_aborts import PendingAborts
 from sidecar.middleware.policy_snapshot import policy_snapshot
 from sidecar.middleware.watchdog import Watchdog
@@ -54,7 +59,8 @@ class AdmissionController:
 
     `engine_key` is the engine's own API key: it replaces the tenant's. `is_proxied` says that the app is a reverse
     proxy, and the engine is another process. `unguarded` applies to other paths where the policy does not say; None
-    lets the app decide, at its first request. `engine_watch` knows whether the engine can be used. `lifespan` serves
+    lets the app decide, at its first request. `engine_watch` knows whether the engine can be used. `routing` is there
+    where the pool has several engines, behind the app. `lifespan` serves
     the server's lifespan: the app, with what the server's start and end need around it. `server` is the task of that
     lifespan, None before it begins.
     """
@@ -67,16 +73,21 @@ class AdmissionController:
         pool: Pool,
         dialect: Engine,
         estimator: Estimator,
+        lengths: LengthEstimator | None = None,
         observer: Observer | None,
         observed: ObservedObserver | None = None,
         is_proxied: bool = False,
         engine_key: str | None = None,
         unguarded: Unguarded | None = Unguarded.GENERATING,
         unguarded_observer: UnguardedObserver | None = None,
-        engine_watch: EngineWatch | None = None,
+        engine_watch: EngineHealth | None = None,
+        routing: EngineRouting | None = None,
     ) -> None:
         self.app = app
-        self.engine_watch = engine_watch or EngineWatch(EnginePages(app), policy.engine, check=EngineCheck.OFF)
+        self.engine_watch: EngineHealth = engine_watch or EngineWatch(
+            EnginePages(app), policy.engine, check=EngineCheck.OFF
+        )
+        self.routing = routing
         self.lifespan = app
         self.engine_key = None if engine_key is None else engine_key.encode("ascii")
         self._is_proxied = is_proxied
@@ -84,10 +95,14 @@ class AdmissionController:
         self.pool = pool
         self.dialect = dialect
         self.estimator = estimator
+        self.lease_sizes = LeaseSizes(
+            policy.learn, pool.now_us, lengths or LengthEstimator(), lambda: self._room().replicas
+        )
         self.observer = observer
         self.observed = observed
         self.unguarded = unguarded
         self.unguarded_observer = unguarded_observer
+        self.engines: EngineView | None = None
         self.monitor: Monitor | None = None
         self.background = BackgroundResponses()
         self.shadows = ShadowRegistry()
@@ -115,7 +130,10 @@ class AdmissionController:
         """
         was_observing = self.is_observing, self.policy.generation
         snapshot = policy_snapshot(policy, self.dialect, self.estimator, self.engine_key, is_proxied=self._is_proxied)
+        if self.routing is not None:
+            self.routing.change_policy(policy)
         self.pool.change_policy(policy)
+        self.lease_sizes.change_learn(policy.learn)
         self.snapshot = snapshot
         self.watchdog.interval_s = _interval_s(policy)
         if not self.is_observing:
@@ -208,6 +226,7 @@ class AdmissionController:
             "aborting": self.pending_aborts.held()._asdict(),
             "background": len(self.background),
             "pool": self.pool.state(),
+            "lease_sizes": msgspec.to_builtins(self.lease_sizes.document()),
             **({"generations": generations} if generations else {}),
         }
 

@@ -10,7 +10,7 @@ from urllib.parse import quote, urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sidecar.engines.pages import NoAnswer, NotConnected, Page, Unread
+from sidecar.engines.pages import NoAnswer, NotConnected, Page, TooSlow, Unread
 from sidecar.errors import AdmissionError, EngineUnreachable
 
 ANSWER_WITHIN_S = 2.0
@@ -69,7 +69,7 @@ class EnginePages:
 
 
 async def fetch_page(app: ASGIApp, scope: Scope, within_s: float = ANSWER_WITHIN_S) -> Page:
-    """The app's response to a request without a body. Raises Unread, or NoAnswer where it takes too long.
+    """The app's response to a request without a body. Raises Unread, or TooSlow where it takes too long.
 
     A reverse proxy raises EngineUnreachable for these requests: its words say what is wrong with the connection.
     """
@@ -77,7 +77,7 @@ async def fetch_page(app: ASGIApp, scope: Scope, within_s: float = ANSWER_WITHIN
     try:
         await asyncio.wait_for(app(scope, response.receive, response.send), within_s)
     except asyncio.TimeoutError:  # in Python 3.10 not yet the builtin TimeoutError
-        raise NoAnswer(f"{asked} was not answered within {within_s:g} s") from None
+        raise TooSlow(f"{asked} was not answered within {within_s:g} s") from None
     except Unread:
         raise
     except EngineUnreachable as error:

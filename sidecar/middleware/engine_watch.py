@@ -6,12 +6,16 @@ Any other response is life: a 404 or a 401, too. While the engine is down it is 
 
 An engine that comes up is identified by its pages before any request is sent to it, and again after each time it was
 down. Of an app that this process runs only the identity is read: it lives as long as the process.
+
+Each engine of a fleet has a watch of its own, with the policy's figures (`Health`). There a request that is
+refused makes the engine suspect, and the next probe decides. A slow page means DOWN only where the fleet allows it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,8 +24,10 @@ from typing import TYPE_CHECKING
 
 from sidecar.engines.base import Engine
 from sidecar.engines.discovery import Identity, identify, identify_by_models, identify_by_routes, serves_models
-from sidecar.engines.pages import NoAnswer, NotConnected, Page, Unread
+from sidecar.engines.pages import REFUSED, NoAnswer, NotConnected, Page, TooSlow, Unread
 from sidecar.errors import LoopDetected
+from sidecar.policy.fleet import Health
+from sidecar.tasks import end
 
 if TYPE_CHECKING:
     from sidecar.middleware.engine_pages import EnginePages
@@ -53,6 +59,18 @@ class EngineState(str, Enum):
     MISMATCH = "mismatch"
 
 
+class Cause(str, Enum):
+    """Why no request is sent to an engine: nothing listens there, no connection can be made for another reason, its
+    pages are slow, they are errors, or it is another engine than the policy's.
+    """
+
+    REFUSED = "refused"
+    UNREACHABLE = "unreachable"
+    SLOW = "slow"
+    ERROR = "error"
+    MISMATCH = "mismatch"
+
+
 class EngineCheck(str, Enum):
     """What the watch does: liveness and identity, liveness alone, or nothing."""
 
@@ -61,44 +79,20 @@ class EngineCheck(str, Enum):
     OFF = "off"
 
 
-class EngineWatch:
-    """One per admission controller, for one event loop from `open` to `close`.
+class KnownState:
+    """What is known of an engine, or of a fleet of them: `state`, and since when, by the monotonic clock.
 
-    `expected` is the policy's engine, or another class that drives it. `address` is where a proxy's engine is, None for
-    an app in this process. `has_flowed` says whether the engine has sent responses since its last call. `place` names
-    the policy's line of the engine. `on_change` are called after each change of the state, in the event loop.
+    `on_change` are called after each change of the state, in the event loop.
     """
 
-    def __init__(
-        self,
-        pages: EnginePages,
-        expected: type[Engine],
-        *,
-        address: str | None = None,
-        has_flowed: Callable[[], bool] = lambda: False,
-        check: EngineCheck = EngineCheck.ON,
-        place: Callable[[], str] = lambda: "",
-    ) -> None:
-        self._pages = pages
-        self._expected = expected
-        self._address = address
-        self._has_flowed = has_flowed
-        self._check = check
-        self._place = place
+    def __init__(self) -> None:
         self.state = EngineState.UNKNOWN
-        self.reason: str | None = None
         self.since_s = time.monotonic()
         self.on_change: list[Callable[[], None]] = []
-        self._failures = 0
-        self._identity: Identity | None = None
-        self._identified_s = 0.0
-        self._has_warned = False
-        self._wake = asyncio.Event()
-        self._following: asyncio.Task[None] | None = None
 
     @property
     def is_usable(self) -> bool:
-        """Whether requests may be sent to the engine. True while nothing is known of it."""
+        """Whether requests may be sent. True while nothing is known."""
         return self.state is EngineState.UP or self.state is EngineState.UNKNOWN
 
     @property
@@ -110,6 +104,58 @@ class EngineWatch:
     def for_s(self) -> float:
         """How long the state has lasted, in seconds."""
         return time.monotonic() - self.since_s
+
+
+class EngineWatch(KnownState):
+    """One per engine, for one event loop from `open` to `close`.
+
+    `expected` is the policy's engine, or another class that drives it. `address` is where a proxy's engine is, None for
+    an app in this process. `has_flowed` says whether the engine has sent responses since its last call. `place` names
+    the policy's line of the engine.
+
+    The rest is for an engine of a fleet. `health` has the policy's figures, `who` names the engine in the log, and
+    `may_eject_slow` says whether this engine may be down for being slow. `is_suspect` says that the engine is down
+    because a request could not connect, and no probe has looked since; `cause` why it is, or last was, not usable.
+    `was_refused` stays set after a connection was refused, because another process may answer now, until the fleet has
+    looked at that. A lost packet or a name that cannot be resolved says nothing of the process.
+    """
+
+    def __init__(
+        self,
+        pages: EnginePages,
+        expected: type[Engine],
+        *,
+        address: str | None = None,
+        has_flowed: Callable[[], bool] = lambda: False,
+        check: EngineCheck = EngineCheck.ON,
+        place: Callable[[], str] = lambda: "",
+        health: Health | None = None,
+        who: str = "the engine",
+        may_eject_slow: Callable[[], bool] = lambda: True,
+    ) -> None:
+        super().__init__()
+        self._pages = pages
+        self._expected = expected
+        self._address = address
+        self._has_flowed = has_flowed
+        self._check = check
+        self._place = place
+        self._health = health
+        self._who = who
+        self._may_eject_slow = may_eject_slow
+        self.reason: str | None = None
+        self.is_suspect = self.was_refused = False
+        self.cause: Cause | None = None
+        self._slowness: str | None = None
+        self._failures = 0
+        self._passes = 0
+        self._identity: Identity | None = None
+        self._identified_s = 0.0
+        self._has_warned = False
+        self._wake = asyncio.Event()
+        self._looks_begun = 0
+        self._awaited: list[tuple[int, asyncio.Future[None]]] = []
+        self._following: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Looks at the engine once, then begins to watch it. The server's start calls it. It does not raise."""
@@ -127,13 +173,29 @@ class EngineWatch:
         """Ends the watching. Nothing is known of the engine any more."""
         following, self._following = self._following, None
         if following is not None and following.get_loop() is asyncio.get_running_loop():
-            following.cancel()
-            with suppress(asyncio.CancelledError):
-                await following
+            await end(following)
+        self._end_awaited(self._looks_begun + 1)
+
+    async def looked_again(self, within_s: float) -> bool:
+        """Looks at once. False where that takes longer than `within_s` seconds, or the engine is not watched."""
+        if not self._is_following():
+            return False
+        looked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._awaited.append((self._looks_begun + 1, looked))
+        self._wake.set()
+        await asyncio.wait((looked,), timeout=within_s)
+        return looked.done()
+
+    def change_health(self, health: Health) -> None:
+        """A fleet's engine is probed by other figures from the next probe on."""
+        self._health = health
 
     def unreachable(self, reason: str) -> None:
         """A request could not connect to the engine: it is down until a probe, which runs at once, says otherwise."""
         if self._is_following():
+            self.is_suspect |= self.state is not EngineState.DOWN
+            self._not_connected(reason)
+            self._passes = 0
             self._change(EngineState.DOWN, reason)
             self._wake.set()
 
@@ -147,12 +209,21 @@ class EngineWatch:
     def readiness(self) -> Sequence[str]:
         """Reasons why no request can be sent to the engine; empty where there is none."""
         if self.state is EngineState.DOWN:
-            return (f"the engine does not answer: {self.reason}",)
+            return (f"{self._who} does not answer: {self.reason}",)
         return (str(self.reason),) if self.state is EngineState.MISMATCH else ()
 
     def notices(self) -> Sequence[str]:
         """What the operator should know besides: that it cannot be known which engine answers."""
-        return () if self._identity is None or not self._is_unknown(self._identity) else (self._unknown_sentence(),)
+        found = [] if self._identity is None or not self._is_unknown(self._identity) else [self._unknown_sentence()]
+        if self._slowness is not None and self.state is EngineState.UP:
+            found.append(self._slow_sentence())
+        return tuple(found)
+
+    def _slow_sentence(self) -> str:
+        return (
+            f"{self._who} is slow ({self._slowness}), and is used all the same: without it more than half of the "
+            "engines would be out of use"
+        )
 
     def document(self) -> Mapping[str, object]:
         """The state, for people and dashboards: JSON types only."""
@@ -173,52 +244,98 @@ class EngineWatch:
 
     async def _follow(self) -> None:
         while True:
-            is_calm = self.state is EngineState.UP and self._failures == 0
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), PROBE_EVERY_S if is_calm else RETRY_EVERY_S)
+                await asyncio.wait_for(self._wake.wait(), self._pause_s())
             self._wake.clear()
             await self._look_safely()
 
+    def _pause_s(self) -> float:
+        is_calm = self.state is EngineState.UP and self._failures == 0
+        if self._health is None:
+            return PROBE_EVERY_S if is_calm else RETRY_EVERY_S
+        # The probes of many engines do not stay at one moment.
+        every_s = self._health.every_s * random.uniform(0.8, 1)
+        return every_s if is_calm else min(every_s, RETRY_EVERY_S)
+
     async def _look_safely(self) -> None:
+        self._looks_begun += 1
         try:
             await self._look()
         except Exception:
             _log.exception("a defect in the sidecar; the engine was not looked at", extra={"event": "defect"})
+        if self._awaited:
+            self._end_awaited(self._looks_begun)
+
+    def _end_awaited(self, look: int) -> None:
+        for wanted, looked in self._awaited:
+            if wanted <= look and not looked.done():
+                looked.set_result(None)
+        self._awaited = [pair for pair in self._awaited if not pair[1].done()]
 
     async def _look(self) -> None:
         try:
             page = await self._get_health()
             if page.status == LoopDetected.status:
-                raise NoAnswer(
-                    f"{self._address} leads back to the sidecar that asks; give --upstream the engine's address"
-                )
+                remedy = "give --upstream" if self._health is None else "name"
+                raise NoAnswer(f"{self._address} leads back to the sidecar that asks; {remedy} the engine's address")
             if page.status in UNREACHABLE_STATUSES:
-                raise Unread(f"GET {self._expected.health_page} answered {page.status}")
-            await self._identify()
+                raise Unread(f"GET {self._health_page} answered {page.status}")
+            await self._passed()
         except NotConnected as trouble:
-            self._failures = SLOW_PROBES
+            self._failures = self._most_failures
+            self._not_connected(str(trouble))
             self._down(str(trouble))
         except Unread as trouble:
-            self._failed(str(trouble))
+            self._failed(str(trouble), is_slow=isinstance(trouble, TooSlow))
         else:
-            self._failures = 0
+            self._failures, self._slowness = 0, None
+
+    async def _passed(self) -> None:
+        """A probe has passed: the engine is up, but a fleet's engine that was down only after several."""
+        self._passes += 1
+        is_risen = self._health is None or self._passes >= self._health.rise
+        if self.state is EngineState.DOWN and not self.is_suspect and not is_risen:
+            return
+        await self._identify()
+
+    @property
+    def _health_page(self) -> str:
+        return self._expected.health_page if self._health is None else self._health.path
+
+    @property
+    def _most_failures(self) -> int:
+        return SLOW_PROBES if self._health is None else self._health.fail
 
     async def _get_health(self) -> Page:
         within_s = ANSWER_WITHIN_S if self.state is EngineState.UP else COMES_WITHIN_S
-        return await self._pages.get(self._expected.health_page, within_s=within_s)
+        return await self._pages.get(self._health_page, within_s=within_s)
 
-    def _failed(self, trouble: str) -> None:
+    def _not_connected(self, reason: str) -> None:
+        self.was_refused |= reason.startswith(REFUSED)
+        self.cause = Cause.REFUSED if reason.startswith(REFUSED) else Cause.UNREACHABLE
+
+    def _failed(self, trouble: str, *, is_slow: bool) -> None:
         """Counts a failure that a busy engine may cause, unless it sends responses all the same."""
         self._failures = 0 if self._has_flowed() else self._failures + 1
-        if self.state is not EngineState.UP or self._failures >= SLOW_PROBES:
-            self._down(trouble)
+        if self.state is EngineState.UP:
+            if self._failures < self._most_failures:
+                return
+            if is_slow and not self._may_eject_slow():
+                is_news, self._slowness = self._slowness is None, trouble
+                if is_news:
+                    _log.warning("%s", self._slow_sentence(), extra={"event": "engine_slow"})
+                return
+        self.cause = Cause.SLOW if is_slow else Cause.ERROR
+        self._down(trouble)
 
     def _down(self, reason: str) -> None:
-        is_news = self.state is not EngineState.DOWN or reason != self.reason
+        was_suspect, self.is_suspect = self.is_suspect, False
+        is_news = was_suspect or self.state is not EngineState.DOWN or reason != self.reason
         self._identified_s = 0.0
-        self._change(EngineState.DOWN, reason)
+        self._passes = 0
+        self._change(EngineState.DOWN, reason, is_news=was_suspect)
         if is_news:
-            _log.warning("the engine does not answer: %s", reason, extra={"event": "engine_down"})
+            _log.warning("%s does not answer: %s", self._who, reason, extra={"event": "engine_down"})
 
     # -- identity
 
@@ -265,19 +382,25 @@ class EngineWatch:
         where = "this app" if self._address is None else self._address
         sentence = (
             f"{where} is {found.title} ({identity.where} says so), but the policy says engine: "
-            f"{self._expected.name}{self._place()}; write engine: {found.name}"
-            + ("" if self._address is None else f", or give --upstream the address of a {self._expected.title}")
+            f"{self._expected.name}{self._place()}; {self._remedy(found)}"
         )
         is_news = sentence != self.reason
+        self.cause = Cause.MISMATCH
         self._change(EngineState.MISMATCH, sentence)
         if is_news:
             _log.error("%s", sentence, extra={"event": "engine_mismatch"})
+
+    def _remedy(self, found: type[Engine]) -> str:
+        if self._health is not None:
+            return f"a pool has engines of one kind: remove this one, or name a {self._expected.title}"
+        other = "" if self._address is None else f", or give --upstream the address of a {self._expected.title}"
+        return f"write engine: {found.name}{other}"
 
     def _is_there(self) -> None:
         before, reason = self.state, self.reason
         self._change(EngineState.UP, None)
         if before is not EngineState.UP and reason is not None:
-            _log.warning("the engine answers again: %s", self._address, extra={"event": "engine_up"})
+            _log.warning("%s answers again: %s", self._who, self._address, extra={"event": "engine_up"})
 
     def _is_unknown(self, identity: Identity) -> bool:
         return identity.engine is None and self._expected.is_recognizable()
@@ -288,10 +411,15 @@ class EngineWatch:
             "as it is (sidecar doctor can try whether priorities work)"
         )
 
-    def _change(self, state: EngineState, reason: str | None) -> None:
+    def _change(self, state: EngineState, reason: str | None, *, is_news: bool = False) -> None:
+        """`is_news`: an engine that was suspect is known to be down now."""
+        if state is not EngineState.DOWN:
+            self.is_suspect = False
         if state is self.state:
             self.reason = reason
-            return
-        self.state, self.reason, self.since_s = state, reason, time.monotonic()
+            if not is_news:
+                return
+        else:
+            self.state, self.reason, self.since_s = state, reason, time.monotonic()
         for changed in self.on_change:
             changed()

@@ -11,6 +11,7 @@ from starlette.types import Receive, Send
 
 from sidecar.errors import AdmissionError
 from sidecar.events import Headers
+from sidecar.middleware.response_headers import ANTHROPIC_ID, REQUEST_ID
 
 # Anthropic's own names, by status; every other status is `api_error`.
 _ANTHROPIC_TYPES = {
@@ -45,7 +46,7 @@ async def send_error(
     body = msgspec.json.encode(_anthropic_body(error, request_id)) if anthropic else error_body(error)
     start_headers = [*error_headers(error, len(body), request_id), *headers]
     if anthropic and request_id is not None:
-        start_headers.append((b"request-id", request_id.encode("latin-1")))
+        start_headers.append((ANTHROPIC_ID, request_id.encode("latin-1")))
     await send({"type": "http.response.start", "status": error.status, "headers": start_headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -90,7 +91,7 @@ def error_headers(error: AdmissionError, length: int, request_id: str | None) ->
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if request_id is not None:
-        headers.append((b"x-request-id", request_id.encode("latin-1")))
+        headers.append((REQUEST_ID, request_id.encode("latin-1")))
     return headers
 
 

@@ -22,9 +22,12 @@ from sidecar.events import (
     Queued,
     Received,
     Refused,
+    Replayed,
+    ReplayReason,
     Settled,
 )
 from sidecar.middleware.intake import SizedRequest
+from sidecar.middleware.lease_size import LeaseSize
 from sidecar.policy.model import Endpoint, Policy, Tenant
 from sidecar.pools import Grant
 
@@ -69,9 +72,9 @@ class EventReporter:
                 at_us=at_us,
                 tier=tiers[classification.level].name,
                 tenant=classification.tenant.name,
-                source=classification.source.value,
+                source=classification.source._value_,  # `value` itself costs two calls
                 clamped_from=None if clamped_from is None else tiers[clamped_from].name,
-                api=endpoint.api.value,
+                api=endpoint.api._value_,
                 model=payload.model,
                 max_output_tokens=payload.max_output_tokens,
                 stream=payload.stream,
@@ -79,6 +82,7 @@ class EventReporter:
                 requests=request.requests,
                 downgraded_from=None if downgraded_from is None else tiers[downgraded_from].name,
                 preemptible=policy.rules.is_preemptible(classification.level),
+                expected=None if request.expected is None else request.expected.said(payload),
             )
         )
 
@@ -106,6 +110,8 @@ class EventReporter:
                     level=grant.level,
                     engine_priority=engine_priority,
                     passed=grant.passed,
+                    engine=grant.engine,
+                    placed=grant.placed,
                 )
             )
 
@@ -118,6 +124,11 @@ class EventReporter:
         """The dry run knows what enforcing would have done."""
         if self._observation is not None:
             self._observation.on_event(observed)
+
+    def replayed(self, engine: str, reason: ReplayReason) -> None:
+        """An engine, by its id, did not serve the request. `preempted` with `is_unreached` comes next."""
+        if self._observation is not None:
+            self._observation.on_event(Replayed(self._now_us(), engine, reason))
 
     def preempted(self, admitted_us: int, times: int, *, is_unreached: bool = False) -> None:
         """The request was preempted for the n-th time, or did not reach the engine, and waits again."""
@@ -149,13 +160,17 @@ class EventReporter:
         used: tuple[int, int | None, int | None],
         error: str | None,
         said: str | None = None,
+        size: LeaseSize | None = None,
     ) -> None:
         """The request is over. `used` is all tokens, then the engine's own count of input and output.
 
-        `said` is the message of the error that was answered in the engine's place.
+        `said` is the message of the error that was answered in the engine's place. `size` is that of the lease.
         """
         if self._observation is not None:
-            self._observation.on_event(Settled(self._now_us(), outcome, status, *used, error, message=said))
+            held, growths = (None, 0) if size is None else (size.held, size.growths)
+            self._observation.on_event(
+                Settled(self._now_us(), outcome, status, *used, error, message=said, held_tokens=held, growths=growths)
+            )
 
     def _ended(self, code: str, message: str, status: int | None, wait: Grant | None) -> None:
         if self._observation is None:

@@ -52,10 +52,11 @@ def granted_of(grant: Grant, request: SizedRequest, policy: Policy, priority: in
 
 def forwarded_body(body: bytes, payload: Payload, forward: Forward) -> bytes:
     """Removes every priority of the client's and inserts the engine's. The same object where nothing changes."""
-    is_there = {"priority": payload.priority is not None, "nvext": payload.nvext is not None}
-    for path in CLIENT_MEMBERS:
-        if is_there[path[0]]:
-            body = remove(body, path)
+    if payload.priority is not None or payload.nvext is not None:  # hardly any request has one
+        is_there = {"priority": payload.priority is not None, "nvext": payload.nvext is not None}
+        for path in CLIENT_MEMBERS:
+            if is_there[path[0]]:
+                body = remove(body, path)
     return body if forward.member is None else insert(body, "priority", forward.member)
 
 
@@ -68,7 +69,7 @@ def forwarded_headers(headers: Headers, taken: Sequence[bytes], added: Sequence[
     ours = {name for name, _ in added}
     gone = ours.union(taken)
     kept = [pair for pair in headers if pair[0] not in gone]
-    if any(name == b"connection" for name, _ in kept):
+    if b"connection" in dict(kept):
         kept = [(name, _without(ours, value)) if name == b"connection" else (name, value) for name, value in kept]
     return kept + list(added)
 

@@ -27,13 +27,14 @@ from sidecar.errors import (
     UnsizedPrompt,
 )
 from sidecar.events import Headers
+from sidecar.middleware.lease_size import Expected, LeaseSizes, LengthQuestion
 from sidecar.middleware.policy_snapshot import KEY_HEADERS, PolicySnapshot
 from sidecar.payload.decode import Payload, decode
 from sidecar.payload.edit import insert, remove
 from sidecar.policy.model import Background, Endpoint, Policy, Tenant, Unsized
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.units import duration_s
-from sidecar.pools import Ask
+from sidecar.pools import Ask, Pool
 from sidecar.tokens import tokens_to_hold
 from sidecar.via import refuse_loop
 
@@ -59,10 +60,13 @@ _MAXIMUM_FIELDS = {
 class SizedRequest(msgspec.Struct):
     """A valid request: its tenant and tier (`classification`), its size, and its body.
 
-    `tokens` is what it will hold in the pool, `prompt_tokens` the estimate of its prompts. `taken` names the client's
-    headers that must not be forwarded, `added` are headers for the engine. `output_cap` is the output maximum that is
-    written into the body, because the body has none and the tenant has a limit. `max_wait_s` is the longest wait that
-    the client allows.
+    `tokens` is what it will hold in the pool, `prompt_tokens` the estimate of its prompts, `assumed_output` the most
+    tokens of one sequence: the client's maximum, or what the policy assumes where it sets none. `expected` is what it
+    is expected to use, None before it enters the pool and where nothing is learned. `taken` names the client's headers
+    that must not be forwarded, `added` are headers for the engine. `output_cap` is the output maximum that is written
+    into the body, because the body has none and the tenant has a limit. `max_wait_s` is the longest wait that the
+    client allows. `path` is the endpoint's. `hits` are the prompt's tokens that engines are predicted to have, by their
+    ids; None in a pool of one engine.
     """
 
     body: bytes
@@ -76,16 +80,45 @@ class SizedRequest(msgspec.Struct):
     api: Api
     output_cap: int | None
     max_wait_s: float | None
+    path: str
+    assumed_output: int
+    hits: tuple[tuple[str, int], ...] | None = None
+    expected: Expected | None = None
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that it may use: prompt and maximum output."""
+        return self.tokens if self.expected is None else self.expected.most
+
+    def expect(self, sizes: LeaseSizes, pool: Pool) -> None:
+        """Sizes it by what it is expected to use in the pool."""
+        bound = self.payload.max_output_tokens if self.output_cap is None else self.output_cap
+        limit = pool.most_tokens(self.classification.level) if bound is None else 0
+        self.expected = sizes.expect(
+            LengthQuestion(
+                self.classification.tenant.name,
+                self.path,
+                self.payload,
+                self.prompt_tokens,
+                self.most_tokens,
+                self.assumed_output,
+                bound,
+                limit,
+            )
+        )
+        if self.expected is not None:
+            self.tokens = self.expected.tokens
 
     @property
     def requests(self) -> int:
         """The sequences it will hold."""
-        return sequences(self.api, self.payload)
+        return self.payload.sequences
 
     def ask(self) -> Ask:
         """What it asks of the pool."""
         tenant, level = self.classification.tenant, self.classification.level
         is_counted = tenant.limits.are_counted
+        hits, most = self.hits, self.most_tokens
         return Ask(
             level,
             tenant.name,
@@ -96,6 +129,9 @@ class SizedRequest(msgspec.Struct):
             attempt=_attempt(self.headers),
             limits=tenant.limits if is_counted else None,
             downgrade=tenant.downgrade_level if is_counted else None,
+            prompt=0 if hits is None else min(self.prompt_tokens, most),
+            hits=hits or (),
+            most=most,
         )
 
     def longest_wait_s(self, policy: Policy) -> float | None:
@@ -196,6 +232,7 @@ class RequestIntake:
         cap = _output_cap(endpoint.api, payload, body, tenant, policy.engine)
         max_wait_s = longest_wait_s(headers, None) if MAX_WAIT_HEADER in headers else None
         prompt_tokens = snapshot.estimator.prompt_tokens(payload, tenant.name)
+        output = _assumed_output(payload, policy, classification.level, cap)
         return SizedRequest(
             body=body,
             headers=headers,
@@ -204,20 +241,13 @@ class RequestIntake:
             taken=[*taken, *snapshot.credentials.taken(headers)],
             added=snapshot.credentials.added,
             prompt_tokens=prompt_tokens,
-            tokens=tokens_to_hold(payload, prompt_tokens, _assumed_output(policy, classification.level, cap)),
+            tokens=tokens_to_hold(payload, prompt_tokens, output),
             api=endpoint.api,
             output_cap=cap,
             max_wait_s=max_wait_s,
+            path=endpoint.path,
+            assumed_output=output,
         )
-
-
-def sequences(api: Api, payload: Payload) -> int:
-    """The sequences that a request holds: one for every choice of every prompt.
-
-    All inputs of an embedding count as one. An input takes no place in the engine's batch for longer than its own
-    prompt, and inputs beyond the batch queue inside the engine. Their tokens count in full.
-    """
-    return 1 if api is _EMBEDDINGS else payload.prompts * payload.choices
 
 
 async def count_tokens(request: SizedRequest, snapshot: PolicySnapshot) -> None:
@@ -225,11 +255,12 @@ async def count_tokens(request: SizedRequest, snapshot: PolicySnapshot) -> None:
     counter = snapshot.estimator.counter
     if counter is not None:
         request.prompt_tokens = await snapshot.estimator.counted_prompt_tokens(request.payload, counter)
-        output = _assumed_output(snapshot.policy, request.classification.level, request.output_cap)
-        request.tokens = tokens_to_hold(request.payload, request.prompt_tokens, output)
+        request.tokens = tokens_to_hold(request.payload, request.prompt_tokens, request.assumed_output)
 
 
-def _assumed_output(policy: Policy, level: int, cap: int | None) -> int:
+def _assumed_output(payload: Payload, policy: Policy, level: int, cap: int | None) -> int:
+    if payload.max_output_tokens is not None:
+        return payload.max_output_tokens
     default = policy.tiers[level].default_output_tokens
     return default if cap is None else min(default, cap)
 
@@ -318,10 +349,11 @@ def refuse_background(payload: Payload, choice: Background) -> None:
 def refuse_what_is_too_much(api: Api, payload: Payload, policy: Policy) -> None:
     """Raises TooManyChoices or UnsizedPrompt for a request that the policy allows no one.
 
-    The bound is for choices times prompts: each prompt of a list starts that many choices.
+    The bound is for choices times prompts: each prompt of a list starts that many choices. It is not for the
+    inputs of an embedding, for which nothing is generated: each holds a sequence, so the tier's size limit bounds them.
     """
-    starts, most = sequences(api, payload), policy.max_choices
-    if starts > most:
+    starts, most = payload.sequences, policy.max_choices
+    if starts > most and api is not _EMBEDDINGS:
         raise TooManyChoices(
             f"this request would start {starts} sequences (choices times prompts: {payload.choices} x "
             f"{payload.prompts}); {most} are allowed; ask for a smaller n or best_of, or send fewer prompts at once"
@@ -342,7 +374,7 @@ def _output_cap(api: Api, payload: Payload, body: bytes, tenant: Tenant, engine:
     most = tenant.limits.max_output_tokens
     if most is None or api not in _MAXIMUM_FIELDS:
         return None
-    asked = max(payload.max_output_tokens or 0, payload.other_maximum or 0)
+    asked = payload.max_output_tokens or 0
     if asked > most:
         raise OutputTooLong(
             f"{_MAXIMUM_FIELDS[api][-1]}: {asked} is more than the {most} tokens that one answer to tenant "

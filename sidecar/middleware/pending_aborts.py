@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sidecar.errors import AdmissionError, EngineUnreachable
 
 if TYPE_CHECKING:
-    from sidecar.middleware.engine_watch import EngineWatch
+    from sidecar.middleware.engine_route import EngineHealth
 
 ARRIVES_WITHIN_US = 1_000_000
 """An engine does not count a request yet whose prompt it is still reading."""
@@ -23,6 +23,8 @@ CLOSE_WITHIN_S = 5.0
 """A little more than the longest abort latency of a known engine."""
 CALL_KEY = "sidecar.engine_call"
 """The key of the scope under which a reverse proxy finds the `EngineCall`."""
+ENGINE_ID_KEY = "sidecar.engine_id"
+"""The key of the scope that names the engine of the request's grant, `name#incarnation`, where the pool has several."""
 _SHORTEST_S = 0.001
 
 
@@ -163,7 +165,7 @@ class EngineCall:
 
     __slots__ = ("_engine_watch", "_pending", "error", "is_handed_back", "may_run")
 
-    def __init__(self, engine_watch: EngineWatch | None = None) -> None:
+    def __init__(self, engine_watch: EngineHealth | None = None) -> None:
         self.may_run = True
         self.error: AdmissionError | None = None
         self.is_handed_back = False

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import sys
 from collections.abc import Callable, Coroutine
 from enum import IntEnum
@@ -22,7 +21,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from sidecar.apis import Api
 from sidecar.context import SCOPE_KEY, Granted, current
-from sidecar.durations import short_duration
 from sidecar.engines.base import Forward
 from sidecar.errors import (
     AdmissionError,
@@ -30,7 +28,6 @@ from sidecar.errors import (
     BodyTooLarge,
     Draining,
     InvalidHeader,
-    NoEngine,
     QueueFull,
     QueueTimeout,
     TenantLimit,
@@ -38,12 +35,13 @@ from sidecar.errors import (
 from sidecar.events import Obstacle, Outcome
 from sidecar.middleware.background import BackgroundEnd, BackgroundRequest
 from sidecar.middleware.controller import AdmissionController
-from sidecar.middleware.engine_watch import EngineState, EngineWatch
+from sidecar.middleware.engine_route import EngineRoute, no_engine
 from sidecar.middleware.error_responses import discard_body, send_error
 from sidecar.middleware.event_reporter import EventReporter
 from sidecar.middleware.forwarding import forwarded_request, granted_of
 from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens
-from sidecar.middleware.pending_aborts import CALL_KEY, EngineCall, Held
+from sidecar.middleware.lease_size import LeaseSize
+from sidecar.middleware.pending_aborts import CALL_KEY, ENGINE_ID_KEY, EngineCall, Held
 from sidecar.middleware.preemptible_attempt import PreemptibleAttempt
 from sidecar.middleware.response_headers import (
     admission_headers,
@@ -61,8 +59,6 @@ from sidecar.pools import Grant, Lease
 
 CUT = "CancelledError"
 """`Settled.error` of a request that the server cut off."""
-SOONEST_S, LATEST_S = 1.0, 60.0
-"""When a client may come again that found no engine: see `no_engine`."""
 
 
 class Stage(IntEnum):
@@ -95,8 +91,8 @@ class RequestHandler:
     __slots__ = (
         "_admitted_us", "_attempt", "_background", "_body", "_call", "_client", "_controller", "_cut", "_endpoint",
         "_ends_us", "_hand_backs", "_headers", "_intake", "_is_given_up", "_lease", "_preempted_us", "_preemptions",
-        "_receive", "_received_us", "_reporter", "_request", "_request_id", "_scope", "_snapshot", "_status", "_task",
-        "_timed_out", "_usage", "stage",
+        "_receive", "_received_us", "_reporter", "_request", "_request_id", "_route", "_scope", "_size", "_snapshot",
+        "_status", "_task", "_timed_out", "_usage", "stage",
     )  # fmt: skip
 
     _request: SizedRequest
@@ -126,7 +122,9 @@ class RequestHandler:
         self._attempt: PreemptibleAttempt | None = None
         self._cut: Draining | None = None
         self._call = EngineCall(controller.engine_watch)
+        self._route: EngineRoute | None = None
         self._background: BackgroundRequest | None = None
+        self._size: LeaseSize | None = None
         self._preempted_us: int | None = None
         self._preemptions = self._hand_backs = self._admitted_us = 0
         self._ends_us: int | None = None
@@ -207,12 +205,16 @@ class RequestHandler:
         request = self._request = await self._read()
         if self._snapshot.estimator.counter is not None:
             await count_tokens(request, self._snapshot)
+        if self._controller.routing is not None:
+            route = self._route = self._controller.routing.route(request)
+            request.hits, self._call, self._usage = route.hits, route.call(), route.usage
         lease = await self._enter(request)
         if request.is_preemptible(self._snapshot.policy):
             lease.on_preempt = self._preempt
         grant = lease.grant
         self._limit_wait(lease.entered_us, request.longest_wait_s(self._snapshot.policy))
         if grant is None:
+            self._reporter.queued(self._obstacle)
             return await self._wait(lease.wait())
         if grant.queue_wait_us:
             self._reporter.waited_for_store(grant.at_us - grant.queue_wait_us)
@@ -242,7 +244,7 @@ class RequestHandler:
         """Enters the pool, and reports the classification: only then the charged tier is known."""
         at_us = self._now_us()
         try:
-            self._lease = await enter_pool(self._controller.pool, request)
+            self._lease = await enter_pool(self._controller.pool, request, self._controller.lease_sizes)
             self.advance(Stage.WAITING)
         finally:
             self._reporter.classified(request, self._endpoint, self._snapshot.policy, at_us)
@@ -253,7 +255,6 @@ class RequestHandler:
 
     async def _wait(self, granted: asyncio.Future[Grant]) -> Grant:
         """See `wait.wait`."""
-        self._reporter.queued(self._obstacle)
         comments, every_s, api = None, self._snapshot.policy.keep_alive_s, self._endpoint.api
         if every_s is not None and self._request.payload.stream and api in STREAMING:
             headers = early_headers(self._request, self._lease, self._snapshot.tier_names, self._request_id)
@@ -265,6 +266,8 @@ class RequestHandler:
         """Why the request has to wait."""
         if self._preemptions:
             return Obstacle.PREEMPTED, "its room went to a more important request"
+        if self._hand_backs and self._route is not None and self._controller.engine_watch.is_usable:
+            return Obstacle.ENGINE, "its engine did not answer it"
         return self._controller.pool.obstacle(self._request.ask())
 
     def _end_of_wait(self) -> AdmissionError:
@@ -319,18 +322,26 @@ class RequestHandler:
         self._admitted_us = grant.at_us
         self._reporter.admitted(grant, priority if forward.is_sent else None)
         granted = granted_of(grant, request, snapshot.policy, priority)
-        receive, send = self._receive_for_app, self._send_for_app
+        receive: Receive = self._receive_for_app
+        send: Send = self._send_for_app
         attempt: PreemptibleAttempt | None = None
         if request.is_preemptible(snapshot.policy):
             attempt = self._attempt = PreemptibleAttempt(self._lease, receive, send, self._client.disconnect)
             receive, send = attempt.receive, attempt.send
             if self._preempted_us is not None:
                 attempt.preempt()
+        route = self._route
+        if route is not None:
+            send = route.begin(self._lease, send)
+        if request.expected is not None:
+            sizes, streams = controller.lease_sizes, request.payload.stream
+            self._size = sizes.begin(request.expected, self._lease, self._usage, streams=streams)
         token = current.set(granted)
         try:
             await controller.app(self._scope_for_app(forward, granted), receive, send)
         except Exception as error:
-            if attempt is None or not attempt.is_lost:
+            is_lost = attempt is not None and attempt.is_lost
+            if not is_lost and not (route is not None and route.failed(error)):
                 self._settle(Outcome.FAILED, type(error).__name__)
                 if self._client.keepalive is not None:
                     await self._client.keepalive.break_off()
@@ -338,15 +349,30 @@ class RequestHandler:
         finally:
             current.reset(token)
         if self._call.is_handed_back and self.stage is Stage.RUNNING:
-            return False
+            return route is not None and not await self._waits_again(route)
         return attempt is None or not attempt.is_lost or await self._disconnects_before_abort()
+
+    async def _waits_again(self, route: EngineRoute) -> bool:
+        """Whether a request waits again that got nothing of an answer. Where it does not, it gets the error."""
+        if await route.waits_again():
+            if self._call.may_run:  # the connection broke, but the engine lives: it computes on for a moment
+                await self._disconnects_before_abort()
+            return self.stage is Stage.RUNNING
+        self._call.is_handed_back, error = False, self._call.error
+        assert error is not None
+        is_anthropic = self._endpoint.api is Api.MESSAGES
+        await send_error(self._send_for_app, error, anthropic=is_anthropic)
+        return False
 
     def _scope_for_app(self, forward: Forward, granted: Granted) -> Scope:
         has_begun, traced = self._client.keepalive is not None, self._reporter.headers()
         forwarded = forwarded_request(self._scope, self._endpoint, self._request, forward, traced, has_begun=has_begun)
         scope, self._body = forwarded
         if self._request.payload.background:
-            self._background = BackgroundRequest(self._controller.app, scope, self._endpoint, self._request.payload)
+            app = self._controller.app if self._route is None else self._route.pinned(self._controller.app)
+            self._background = BackgroundRequest(app, scope, self._endpoint, self._request.payload)
+        if self._route is not None:
+            scope[ENGINE_ID_KEY] = None if self._lease.grant is None else self._lease.grant.engine
         scope[SCOPE_KEY] = granted
         scope[CALL_KEY] = self._call
         return scope
@@ -388,9 +414,14 @@ class RequestHandler:
 
     def _read_response(self, body: bytes) -> None:
         if body and self.stage is Stage.RUNNING:  # not what comes after a disconnect's grace: no one gets it
-            if not self._usage.has_begun:
+            usage, size = self._usage, self._size
+            if not usage.has_begun:
                 self._reporter.first_byte(self._status)
-            self._usage.feed(body)
+                if self._route is not None:
+                    self._route.first_byte()
+            usage.feed(body)
+            if size is not None and usage.chunks >= size.next_look:
+                size.look()
             if self._background is not None:
                 self._background.feed(body)
 
@@ -416,22 +447,36 @@ class RequestHandler:
     async def _wait_again(self) -> Grant:
         """Releases the room, and queues the request at its original place."""
         is_handed_back = self._call.is_handed_back
+        if self._size is not None:
+            self._size.ended()
         self._preempted_us = self._attempt = self._background = None
-        self._call = EngineCall(self._controller.engine_watch)
-        self._usage, self._status = UsageReader(), None
+        route = self._route
+        self._call = EngineCall(self._controller.engine_watch) if route is None else route.call()
+        self._usage, self._status = UsageReader() if route is None else route.usage, None
+        # Both report before the lease waits: it may be admitted at once.
         if is_handed_back:
             self._hand_backs += 1
-            granted = self._lease.hand_back()
-            self.advance(Stage.WAITING)
+            if route is not None:
+                self._report_replay(route)
             self._reporter.preempted(self._admitted_us, self._hand_backs, is_unreached=True)
+            self._reporter.queued(self._obstacle)
+            if self._ends_us is not None:  # what passed at the engine was no wait
+                self._ends_us += max(0, self._now_us() - self._admitted_us)
+            granted = self._lease.hand_back() if route is None else self._lease.hand_back(route.barred)
         else:
             self._preemptions += 1
-            granted = self._lease.requeue()
-            self.advance(Stage.WAITING)
             self._reporter.preempted(self._admitted_us, self._preemptions)
+            self._reporter.queued(self._obstacle)
             # The tier's longest wait is kept already: from now on only the client may limit the wait.
             self._limit_wait(self._now_us(), self._request.max_wait_s)
+            granted = self._lease.requeue()
+        self.advance(Stage.WAITING)
         return await self._wait(granted)
+
+    def _report_replay(self, route: EngineRoute) -> None:
+        grant = self._lease.grant
+        if grant is not None and grant.engine is not None and route.replay is not None:
+            self._reporter.replayed(grant.engine, route.replay)
 
     # -- the end
 
@@ -456,7 +501,7 @@ class RequestHandler:
             self._controller.background.follow(background, response_id, self._settle_background)
 
     def _settle_background(self, ended: BackgroundEnd) -> None:
-        self._usage.input_tokens, self._usage.output_tokens = ended.input_tokens, ended.output_tokens
+        self._usage.counted(ended.input_tokens, ended.output_tokens)
         self._client.disconnected_us = None  # a background response does not end with its client
         self._call.answered()
         self._release(ended.outcome, ended.error)
@@ -469,6 +514,9 @@ class RequestHandler:
             release = partial(lease.settle, usage.charged_tokens(request.prompt_tokens, self._status))
         else:
             release = partial(lease.settle, 0, is_counted=False)
+        tokens = usage.used_tokens(request.prompt_tokens) if failure is None else 0
+        if self._size is not None:
+            self._size.ended(tokens)
         if self._call.may_run:
             if lease.on_preempt is not None:
                 lease.on_preempt = lambda: None  # nothing can free its room sooner
@@ -477,13 +525,17 @@ class RequestHandler:
             release()
         if outcome is Outcome.FAILED and self._client.disconnected_us is not None:
             outcome, error = Outcome.CLIENT_LEFT, None  # the disconnect is why the app failed
+        if self._route is not None:
+            self._route.ended()
+        if request.expected is not None and failure is None and (self._status or 0) < 400:
+            is_complete = outcome is Outcome.COMPLETED
+            self._controller.lease_sizes.learn(request.expected, usage, is_complete=is_complete)
         if usage.input_tokens is not None:
             tenant = request.classification.tenant.name
             self._controller.estimator.learn(request.payload, tenant, usage.input_tokens)
-        tokens = usage.used_tokens(request.prompt_tokens) if failure is None else 0
         used = tokens, usage.input_tokens, usage.output_tokens
         said = None if failure is None else failure.message
-        self._reporter.settled(outcome, status=self._status, used=used, error=error, said=said)
+        self._reporter.settled(outcome, status=self._status, used=used, error=error, said=said, size=self._size)
 
     def _engine_error(self) -> AdmissionError | None:
         """The proxy's answer in place of the engine's, where the engine failed: no one is charged for it."""
@@ -495,7 +547,8 @@ class RequestHandler:
         is_lost = self._attempt is not None and self._attempt.is_lost
         disconnected_us = self._preempted_us if is_lost else self._client.disconnected_us
         due_us = self._snapshot.abort_latency.due_us(self._now_us(), disconnected_us)
-        held = Held(self._request.requests, self._request.tokens)
+        tokens = self._request.tokens if self._size is None else self._size.held
+        held = Held(self._request.requests, tokens)
         self._call.when_aborted(release, self._controller.pending_aborts, due_us, held)
 
     def _end(self) -> None:
@@ -530,17 +583,3 @@ class RequestHandler:
 
     def _now_us(self) -> int:
         return self._controller.pool.now_us()
-
-
-def no_engine(watch: EngineWatch) -> NoEngine:
-    """The refusal while no request can be sent to the engine. Its address and the trouble are for the operator alone.
-
-    A client comes again after as long as the engine has been away already, within `SOONEST_S` and `LATEST_S`.
-    """
-    lasted_s = watch.for_s
-    if watch.state is EngineState.MISMATCH:
-        why = "another engine answers than the one that this server is set up for"
-    else:
-        why = f"the engine has not answered for {short_duration(lasted_s)}"
-    retry_after_s = min(LATEST_S, max(SOONEST_S, lasted_s)) * random.uniform(0.8, 1.2)
-    return NoEngine(f"{why}, and no request is sent to it; try again later", retry_after_s=retry_after_s)

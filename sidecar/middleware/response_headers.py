@@ -67,6 +67,9 @@ def admission_headers(
     headers = [*_tier_headers(request, tier_names), *wait_headers(lease.grant)]
     if preemptions:
         headers.append((b"x-admission-preempted", b"%d" % preemptions))
+    engine = lease.grant.engine
+    if engine is not None:
+        headers.append((b"x-admission-engine", engine.rpartition("#")[0].encode("latin-1", "replace")))
     headers += _limit_headers(request, lease, tier_names)
     return headers
 

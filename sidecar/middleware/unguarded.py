@@ -67,6 +67,15 @@ async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive:
         _report(controller, passed, refusal)
 
 
+def is_refused(controller: AdmissionController, scope: Scope) -> bool:
+    """Whether `pass_or_refuse` refuses an HTTP request: known before a byte of its body is read."""
+    try:
+        _checked(controller, scope)
+    except AdmissionError:
+        return not controller.is_observing
+    return False
+
+
 def route_path(scope: Scope) -> str:
     """The path as the app's router reads it: without the prefix under which the app is mounted."""
     path: str = scope["path"]
@@ -147,7 +156,7 @@ def _checked(controller: AdmissionController, scope: Scope) -> Scope:
     treated = treatment(mode_of(controller, scope), policy, routes, method, path)
     if treated is Treatment.REFUSED:
         raise not_guarded(method, path, routes)
-    return _with_key(controller, scope) if treated is Treatment.NEEDS_KEY else scope
+    return with_engine_key(controller, scope) if treated is Treatment.NEEDS_KEY else scope
 
 
 def _may_generate(policy: Policy, routes: Routes, method: str, path: str) -> bool:
@@ -158,7 +167,7 @@ def _may_generate(policy: Policy, routes: Routes, method: str, path: str) -> boo
     return path in guarded or plain_path(path) in guarded or routes.generating_route(path) is not None
 
 
-def _with_key(controller: AdmissionController, scope: Scope) -> Scope:
+def with_engine_key(controller: AdmissionController, scope: Scope) -> Scope:
     """The scope with the engine's key in place of the tenant's. Raises InvalidApiKey, as a guarded path would.
 
     A client with the engine's own key passes unchanged.

@@ -2,7 +2,12 @@
 
 OpenAI's engines send `usage` last (and null before it, in a stream that was asked for it). Anthropic's API sends the
 input's usage in the first event and the output's in the last. Both are found by the member's name in the bytes that
-pass, and the body is not kept. Generated text cannot be mistaken for it: there the name's quotes are escaped.
+pass, and the body is not kept. Generated text cannot be mistaken for it: there the name's quotes are escaped. A tool or
+a schema that the client wrote can, where the answer repeats it: so a count never falls, and a stream of the responses
+API, which begins with the request, has none before its last event.
+
+An event counts as one token. One that is larger than any event of one token counts by its bytes, too: an engine whose
+client reads slowly puts what it generates meanwhile into one event.
 """
 
 from __future__ import annotations
@@ -12,9 +17,29 @@ import re
 import msgspec
 
 _NAME = b'"usage"'
+_CUT_NAME = len(_NAME) - 1
 _OBJECT = re.compile(rb'"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 LONGEST = 4096
 """Bytes of an unfinished `usage` object that are kept; real ones have a few hundred."""
+LARGEST_EVENT = 768
+"""Bytes of an event that may still be of one token, where it has no log probabilities: most have 200 to 400."""
+_FRAME = 256
+"""Bytes of an event beside its text."""
+_BYTES_PER_TOKEN = 4
+"""Of text in JSON: English has 4 to 5."""
+_LOG_PROBABILITY, _OTHER_TOKENS, _OF_TOKENS = b'"logprob":', b'"top_logprobs":', b'"token_logprobs":'
+_REPEATS = re.compile(
+    rb'(?<!\\)"response\.[a-z_.]*(?:created|queued|in_progress|added|done|completed|incomplete|failed)"'
+)
+"""The type of an event of `/v1/responses` that holds the request, or what was generated before, once more."""
+_AFTER_COUNT = 4
+"""Events that may follow an engine's last count: the end of the message, `[DONE]`."""
+
+_MOST_TOKENS = 2**40
+"""No answer has so many: a larger count says nothing, and a negative one neither."""
+_REQUEST = re.compile(rb"event: ?response\.created\r?\n")
+_END = re.compile(rb"event: ?response\.(?:completed|incomplete|failed)\r?\n")
+"""Of `/v1/responses`. Generated text has no such line: a line break is escaped there."""
 
 
 class _Usage(msgspec.Struct, gc=False):
@@ -24,27 +49,57 @@ class _Usage(msgspec.Struct, gc=False):
     output_tokens: int | None = None
 
 
+class _Details(msgspec.Struct, gc=False):
+    cached_tokens: int | None = None
+
+
+class _CachedUsage(msgspec.Struct, gc=False):
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+
+
 _decode = msgspec.json.Decoder(_Usage).decode
+_decode_cached = msgspec.json.Decoder(_CachedUsage).decode
 
 
 class UsageReader:
-    """The usage of one response so far. `chunks` counts the events of a stream: about one generated token each."""
+    """The usage of one response so far.
 
-    __slots__ = ("_carried", "chunks", "has_begun", "input_tokens", "output_tokens")
+    `chunks` counts the events of a stream: about one generated token each, and `large_tokens` more for large ones.
+    """
+
+    __slots__ = (
+        "_carried",
+        "_counted_at",
+        "_is_unended",
+        "chunks",
+        "has_begun",
+        "input_tokens",
+        "large_tokens",
+        "output_tokens",
+    )
 
     def __init__(self) -> None:
         self.input_tokens: int | None = None
         self.output_tokens: int | None = None
-        self.chunks = 0
-        self.has_begun = False
+        self.chunks = self.large_tokens = self._counted_at = 0
+        self.has_begun = self._is_unended = False
         self._carried = b""
 
     def feed(self, body: bytes | memoryview) -> None:
         """Takes the next bytes of the response, as they were sent."""
         self.has_begun = True
-        if isinstance(body, memoryview):  # Starlette lets apps send these
+        if type(body) is not bytes:  # Starlette lets apps send a memoryview
             body = bytes(body)
-        self.chunks += body.count(b"data:")
+        seen, self.chunks = self.chunks, self.chunks + body.count(b"data:")
+        if len(body) > LARGEST_EVENT and seen:  # the first event may repeat the prompt
+            self._count_large(body)
+        if not seen and _REQUEST.search(body):
+            self._is_unended = True
+        if self._is_unended and _END.search(body):
+            self._is_unended = False
         window = self._carried + body
         at, rest = window.find(_NAME), 0
         while at >= 0:
@@ -56,12 +111,29 @@ class UsageReader:
                 return
             rest = at + len(_NAME) if found is None else found.end()
             at = window.find(_NAME, rest)
-        self._carried = window[max(rest, len(window) - len(_NAME) + 1) :]  # the name itself may be
+        # The name itself may be.
+        self._carried = window[max(rest, len(window) - _CUT_NAME) :] if rest else window[-_CUT_NAME:]
+
+    def counted(self, input_tokens: int | None, output_tokens: int | None) -> None:
+        """Takes what the engine has counted so far; None is not said. What no answer has is not taken."""
+        if input_tokens is not None and 0 <= input_tokens <= _MOST_TOKENS:
+            self.input_tokens = max(input_tokens, self.input_tokens or 0)
+        if output_tokens is not None and 0 <= output_tokens <= _MOST_TOKENS:
+            self.output_tokens, self._counted_at = max(output_tokens, self.output_tokens or 0), self.chunks
+
+    @property
+    def later_chunks(self) -> int:
+        """`chunks` since the engine counted its output: 0 where that is the last that it says.
+
+        Some APIs send a count with the first event, and others with each. An answer that breaks off has no last one.
+        """
+        later = self.chunks - self._counted_at
+        return later if later > _AFTER_COUNT else 0
 
     def used_tokens(self, prompt_tokens: int) -> int:
-        """The engine's own count; without one the prompt's estimate and, for a stream, a token per chunk."""
+        """The engine's own count, and a token per chunk since; without one the prompt's estimate and all chunks."""
         used = prompt_tokens if self.input_tokens is None else self.input_tokens
-        return used + (self.chunks if self.output_tokens is None else self.output_tokens)
+        return used + (self.chunks if self.output_tokens is None else self.output_tokens + self.later_chunks)
 
     def charged_tokens(self, prompt_tokens: int, status: int | None) -> int | None:
         """The tokens to charge the tenant for. None where neither the response nor its failure says how many."""
@@ -70,11 +142,68 @@ class UsageReader:
         return self.used_tokens(prompt_tokens) if is_known else None
 
     def _take(self, raw: bytes) -> None:
+        if self._is_unended:
+            return
         try:
             usage = _decode(raw)
         except msgspec.MsgspecError:
             return  # an engine's own form of usage: the estimate stands
         seen_input = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
         seen_output = usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
-        self.input_tokens = self.input_tokens if seen_input is None else seen_input
-        self.output_tokens = self.output_tokens if seen_output is None else seen_output
+        self.counted(seen_input, seen_output)
+
+    def _count_large(self, body: bytes) -> None:
+        more = 0
+        for event in body.split(b"data:"):
+            if len(event) <= LARGEST_EVENT:
+                continue
+            counted = _counted_by_log_probabilities(event)
+            tokens = (len(event) - _FRAME) // _BYTES_PER_TOKEN if counted is None else counted - 1
+            if tokens and not _REPEATS.search(event[:_FRAME] + event[-_FRAME:]):
+                more += tokens
+        self.large_tokens += more
+        self.chunks += more
+
+
+def _counted_by_log_probabilities(event: bytes) -> int | None:
+    """The tokens of an event with log probabilities, which may be 2 KiB for one; None where it has none."""
+    if _LOG_PROBABILITY in event:  # a chat's: an object with a list of the others for each token
+        return max(1, event.count(_OTHER_TOKENS))
+    begin = event.find(_OF_TOKENS)  # a text completion's: a list of numbers
+    return None if begin < 0 else event.count(b",", begin, event.find(b"]", begin)) + 1
+
+
+class CachedUsageReader(UsageReader):
+    """The same, with what the engine's prefix cache held, for the pools that predict it.
+
+    `cached_tokens` is None where no answer said it. Engines that say it leave it out where it is 0. OpenAI's APIs have
+    it in the details of the prompt's tokens. Anthropic's counts the cached part of the prompt, and the part that went
+    into the cache, apart from `input_tokens`: here all three are the prompt.
+    """
+
+    __slots__ = ("_apart_tokens", "cached_tokens")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cached_tokens: int | None = None
+        self._apart_tokens = 0
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """The engine's count of the whole prompt; None where it reports none."""
+        return None if self.input_tokens is None else self.input_tokens + self._apart_tokens
+
+    def _take(self, raw: bytes) -> None:
+        super()._take(raw)
+        if self._is_unended:
+            return
+        try:
+            usage = _decode_cached(raw)
+        except msgspec.MsgspecError:
+            return  # an engine's own form of details: nothing is known
+        details = usage.prompt_tokens_details or usage.input_tokens_details
+        read = usage.cache_read_input_tokens
+        if read is not None:
+            self._apart_tokens = max(0, read) + max(0, usage.cache_creation_input_tokens or 0)
+        cached = read if details is None else details.cached_tokens
+        self.cached_tokens = self.cached_tokens if cached is None else max(0, cached)

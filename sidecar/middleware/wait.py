@@ -13,6 +13,7 @@ from sidecar.apis import Api
 from sidecar.errors import QueueFull
 from sidecar.events import Headers
 from sidecar.middleware.intake import SizedRequest
+from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.sse_keepalive import SseKeepAlive
 from sidecar.pools import Grant, Lease, Pool
 from sidecar.pools.base import WaitGivenUp
@@ -97,14 +98,16 @@ class ClientChannel:
         return message
 
 
-async def enter_pool(pool: Pool, request: SizedRequest, *, keeps_body: bool = True) -> Lease:
-    """Enters a request into the pool, and notes the tier at which the pool took it or refused it.
+async def enter_pool(pool: Pool, request: SizedRequest, sizes: LeaseSizes, *, keeps_body: bool = True) -> Lease:
+    """Sizes a request, enters it into the pool, and notes the tier at which the pool took it or refused it.
 
     Without `keeps_body` the body is dropped before the pool answers. Raises what `Pool.enter` raises.
     """
     classification = request.classification
     if request.payload.unsized is not None:
         request.hold_at_least(pool.most_tokens(classification.level))
+    elif sizes.learns:
+        request.expect(sizes, pool)
     ask = request.ask()
     if not keeps_body:
         request.drop_body()

@@ -26,6 +26,17 @@ from sidecar.payload.prompt_size import (
     measured,
     text_of,
 )
+from sidecar.payload.traits import (
+    NO_TRAITS,
+    Traits,
+    choice_of,
+    effort_of,
+    effort_of_reasoning,
+    effort_of_template,
+    effort_of_thinking,
+    is_given,
+    output_hint,
+)
 
 MEDIA_TOKENS = 1024
 """Tokens of an image, audio or file part. Vision encoders use 256 to about 2,000 tokens an image. The encoded bytes do
@@ -35,6 +46,7 @@ LARGEST_COUNT = 2**31 - 1
 """The largest `max_tokens` or `n`: engines keep them in 32 bits, and Redis scripts count exactly up to 2**53 only."""
 
 _Raw = msgspec.Raw | msgspec.UnsetType
+_UNSET = msgspec.UNSET  # looked up once
 _Count = int | float | None
 _Prompt = str | list[str | int | list[int]]
 
@@ -51,7 +63,8 @@ class Payload(msgspec.Struct):
 
     `unread_bytes` is the size of fields that are not known to be harmless, and so count as prompt. `unsized` names a
     field with a prompt whose size the body does not say. `is_understood` says that the prompt is only text in the API's
-    own fields: only then the engine's count of it shows how many bytes a token has.
+    own fields: only then the engine's count of it shows how many bytes a token has. `traits` say something about the
+    answer's length. `hidden_choices` are those of `choices` that are no part of the answer: of `best_of` it has `n`.
     """
 
     model: str | None
@@ -64,12 +77,28 @@ class Payload(msgspec.Struct):
     priority: bytes | None
     nvext: bytes | None
     text: Callable[[], str]
-    other_maximum: int | None = None
     background: bool = False
     names_response: bool = False
     unread_bytes: int = 0
     unsized: str | None = None
     is_understood: bool = False
+    traits: Traits = NO_TRAITS
+    hidden_choices: int = 0
+
+    @property
+    def output_hint(self) -> int | None:
+        """The client's own guess of its output length in tokens, None where it has none."""
+        return None if self.nvext is None else output_hint(self.nvext)
+
+    @property
+    def sequences(self) -> int:
+        """The sequences that run at the engine: one for every choice of every prompt, or for every input."""
+        return self.prompts * self.choices
+
+    @property
+    def shown_sequences(self) -> int:
+        """Those of them that the answer has."""
+        return self.prompts * (self.choices - self.hidden_choices)
 
 
 class _Fields(msgspec.Struct, gc=False):
@@ -79,6 +108,12 @@ class _Fields(msgspec.Struct, gc=False):
     stream: bool | None = None
     priority: _Raw = msgspec.UNSET
     nvext: _Raw = msgspec.UNSET
+    tool_choice: _Raw = msgspec.UNSET
+    reasoning_effort: _Raw = msgspec.UNSET
+    reasoning: _Raw = msgspec.UNSET
+    thinking: _Raw = msgspec.UNSET
+    stop: _Raw = msgspec.UNSET
+    stop_sequences: _Raw = msgspec.UNSET
 
 
 class _Chat(_Fields, gc=False):
@@ -191,15 +226,18 @@ def _once_each(members: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _chat(fields: _Chat, others: Carried) -> Payload:
-    maximum = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
-    name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     payload = _conversation(fields, others, [_required_list("messages", fields.messages)], _given(fields.tools))
-    payload.max_output_tokens = _count(0, name, maximum)
+    newer, older = (
+        _maximum("max_completion_tokens", fields.max_completion_tokens),
+        _maximum("max_tokens", fields.max_tokens),
+    )
+    # vLLM and today's SGLang go by the newer field, earlier versions of SGLang by the older one.
+    payload.max_output_tokens = max(newer, older) if newer and older else newer or older
     payload.choices = _choices(fields.n, fields.best_of)
+    if fields.best_of is not None:
+        payload.hidden_choices = payload.choices - (_count(1, "n", fields.n) or 1)
     if fields.response_format is not msgspec.UNSET:
         _add_format(payload, _given(fields.response_format))
-    if fields.max_completion_tokens is not None:
-        payload.other_maximum = _count(0, "max_tokens", fields.max_tokens)
     return payload
 
 
@@ -212,6 +250,8 @@ def _completion(fields: _Completion, others: Carried) -> Payload:
         raise InvalidBody("prompt: missing; send a string, a list of strings, or token ids", param="prompt")
     payload.max_output_tokens = _count(0, "max_tokens", fields.max_tokens)
     payload.choices = _choices(fields.n, fields.best_of)
+    if fields.best_of is not None:
+        payload.hidden_choices = payload.choices - (_count(1, "n", fields.n) or 1)
     return payload
 
 
@@ -222,7 +262,7 @@ def _response(fields: _Response, others: Carried) -> Payload:
     if source[:1] == b"[":
         _required_list("input", fields.input)
     payload = _conversation(fields, others, [source, _given(fields.instructions)], tools)
-    payload.max_output_tokens = _count(0, "max_output_tokens", fields.max_output_tokens)
+    payload.max_output_tokens = _maximum("max_output_tokens", fields.max_output_tokens)
     if not isinstance(fields.background, msgspec.UnsetType):
         payload.background = _flag("background", _given(fields.background))
         payload.names_response = bool(_given(fields.request_id))
@@ -235,7 +275,7 @@ def _response(fields: _Response, others: Carried) -> Payload:
 def _message(fields: _Message, others: Carried) -> Payload:
     parts = [_required_list("messages", fields.messages), _given(fields.system)]
     payload = _conversation(fields, others, parts, _given(fields.tools))
-    payload.max_output_tokens = _count(0, "max_tokens", fields.max_tokens)
+    payload.max_output_tokens = _maximum("max_tokens", fields.max_tokens)
     return payload
 
 
@@ -262,7 +302,9 @@ def _conversation(fields: _Fields, others: Carried, parts: list[bytes], tools: b
     written = [tools, *others.texts] if others.texts else [tools]
     payload = _payload(fields, others)
     payload.text = lambda: "\n".join([*map(text_of, parts), *(part.decode("utf-8", "replace") for part in written)])
-    payload.prompt_bytes += json_bytes(tools)
+    if tools:
+        payload.prompt_bytes += json_bytes(tools)
+        payload.traits = payload.traits._replace(tools=is_given(tools))
     for part in parts:
         if is_plain(part):
             payload.prompt_bytes += len(part)
@@ -303,7 +345,28 @@ def _payload(fields: _Fields, others: Carried) -> Payload:
         unread_bytes=others.unread_bytes,
         unsized=others.unsized,
         is_understood=others.is_empty,
+        traits=_traits(fields, others),
     )
+
+
+def _traits(fields: _Fields, others: Carried) -> Traits:
+    """The traits that the fields of every API say. `tools` and `format` are those of some APIs."""
+    effort: str | None = None
+    if fields.reasoning_effort is not _UNSET:
+        effort = effort_of(_given(fields.reasoning_effort))
+    elif fields.reasoning is not _UNSET:
+        effort = effort_of_reasoning(_given(fields.reasoning))
+    elif fields.thinking is not _UNSET:
+        effort = effort_of_thinking(_given(fields.thinking))
+    if effort is None and others.template_arguments:
+        effort = effort_of_template(others.template_arguments)
+    choice = None if fields.tool_choice is _UNSET else choice_of(_given(fields.tool_choice))
+    has_stop = (fields.stop is not _UNSET and is_given(_given(fields.stop))) or (
+        fields.stop_sequences is not _UNSET and is_given(_given(fields.stop_sequences))
+    )
+    if effort is None and choice is None and not has_stop:
+        return NO_TRAITS
+    return Traits(effort=effort, tool_choice=choice, stop=has_stop)
 
 
 def _add_format(payload: Payload, schema: bytes) -> None:
@@ -311,6 +374,7 @@ def _add_format(payload: Payload, schema: bytes) -> None:
     if schema:
         payload.unread_bytes += json_bytes(schema)
         payload.is_understood = False
+        payload.traits = payload.traits._replace(format=True)
 
 
 def _sequences(name: str, prompt: _Prompt) -> tuple[list[str], int, int]:
@@ -392,6 +456,11 @@ def _count(least: int, name: str, value: _Count) -> int | None:
     return value
 
 
+def _maximum(name: str, value: _Count) -> int | None:
+    """The output maximum of an API with a chat template: engines treat 0 there as none."""
+    return _count(0, name, value) or None
+
+
 def _shown(text: str) -> str:
     return text if len(text) <= 20 else text[:20] + "…"
 
@@ -402,7 +471,7 @@ class _Reader:
     def __init__(self, fields: type[_Fields], interpret: Callable[[Any, Carried], Payload]) -> None:
         self._own = frozenset(fields.__struct_fields__)
         self._known = self._own | HARMLESS
-        harmless = [(name, _Raw, msgspec.UNSET) for name in COMMON]
+        harmless = [(name, _Raw, msgspec.UNSET) for name in COMMON if name not in self._own]
         strict = msgspec.defstruct(
             f"{fields.__name__}Body", harmless, bases=(fields,), forbid_unknown_fields=True, gc=False
         )

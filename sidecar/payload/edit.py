@@ -44,6 +44,13 @@ def remove(body: bytes, path: Sequence[str]) -> bytes:
     return b"".join([*kept, body[since:]]) if kept else body
 
 
+def count(body: bytes, key: str) -> int:
+    """How many members of the outermost object have this key, an ASCII identifier."""
+    if _OPENS.match(body) is None:
+        return 0
+    return sum(1 for _ in _members(_without_escaped_quotes(body), (key,)))
+
+
 def _without_escaped_quotes(body: bytes) -> bytes:
     """The same length, and every quote left in it begins or ends a string: no backslash is outside of a string."""
     return body.replace(b"\\\\", b"??").replace(b'\\"', b"??") if b"\\" in body else body

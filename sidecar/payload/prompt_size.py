@@ -93,6 +93,7 @@ class Carried(msgspec.Struct):
 
     `tokens` are exact, in `prompts` prompts. `texts` are fields whose JSON is tokenized with the prompt. `unread_bytes`
     is the size of fields that are not known, and `unsized` the name of one whose prompt cannot be sized.
+    `template_arguments` are the JSON of `chat_template_kwargs`, which are among the texts, too.
     """
 
     tokens: int = 0
@@ -100,6 +101,7 @@ class Carried(msgspec.Struct):
     texts: list[bytes] = []
     unread_bytes: int = 0
     unsized: str | None = None
+    template_arguments: bytes = b""
 
     @property
     def is_empty(self) -> bool:
@@ -126,6 +128,11 @@ def _unread(found: Carried, name: str, value: bytes) -> None:
 
 def _unsized(found: Carried, name: str, value: bytes) -> None:  # noqa: ARG001  # whatever it holds
     found.unsized = name
+
+
+def _template_arguments(found: Carried, name: str, value: bytes) -> None:
+    _text(found, name, value)
+    found.template_arguments = value
 
 
 def _text(found: Carried, name: str, value: bytes) -> None:  # noqa: ARG001  # whatever it is called
@@ -187,11 +194,11 @@ _CARRIERS: Mapping[str, _Carrier] = {
     "input_embeds": _embeddings,
     "kv_transfer_params": _object(_TRANSFER_NAMES),
     "nvext": _object(_DYNAMO_NAMES),
+    "chat_template_kwargs": _template_arguments,
     **dict.fromkeys(
         (
             *(
                 "documents",
-                "chat_template_kwargs",
                 "previous_input_messages",
                 "previous_response",
                 "functions",

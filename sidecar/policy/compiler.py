@@ -15,11 +15,15 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from sidecar.apis import Api, infer_api
+from sidecar.policy.capacity_schema import Capacity
 from sidecar.policy.fields import ANONYMOUS, Context
-from sidecar.policy.model import Endpoint, Limits, Policy, ServiceObjectives, Tenant, Tier
+from sidecar.policy.file_model import FileModel
+from sidecar.policy.fleet import FleetPolicy, pool_prefill, pool_size
+from sidecar.policy.fleet_compiler import capacity_of, fleet_policy, model_policies
+from sidecar.policy.model import Endpoint, Learn, Limits, Policy, ServiceObjectives, Tenant, Tier
 from sidecar.policy.problems import Path, Place, PolicyError, Problem, printable
 from sidecar.policy.rules import EngineCapacity, PoolRules, Shares, pool_rules
-from sidecar.policy.schema import EndpointBody, FileModel, LimitsBody, PoolFile, Slo, TenantFile, TierBody
+from sidecar.policy.schema import EndpointBody, LimitsBody, PoolFile, Slo, TenantFile, TierBody
 from sidecar.policy.source import Document, read
 from sidecar.policy.tenant_files import obstacles, tenant_files
 from sidecar.policy.validate import entries, pool_problems, sentence, tenant_problems
@@ -153,10 +157,14 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
     levels = {name: level for level, name in enumerate(pool.tiers)}
     by_key = [(body.keys, _tenant(body, levels)) for body in tenants]
     thresholds = pool.engine_levels or {}
+    fleet = None if pool.engines is None else fleet_policy(pool.engines, pool.engine)
     return Policy(
-        rules=_rules(pool, levels),
+        rules=_rules(pool, fleet, levels),
         shares=_shares(pool),
-        engine_capacity=_engine_capacity(pool),
+        engine_capacity=_engine_capacity(pool, fleet),
+        engines=fleet,
+        models=model_policies(pool.models),
+        learn=_learn(pool),
         tiers=tuple(_tier(name, levels[name], body) for name, body in pool.tiers.items()),
         endpoints=MappingProxyType({path: _endpoint(path, body, levels) for path, body in pool.endpoints.items()}),
         tenants=MappingProxyType({key: tenant for keys, tenant in by_key for key in keys}),
@@ -176,14 +184,20 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
     )
 
 
-def _rules(pool: PoolFile, levels: dict[str, int]) -> PoolRules:
+def _rules(pool: PoolFile, fleet: FleetPolicy | None, levels: dict[str, int]) -> PoolRules:
+    prefill = None
+    if fleet is not None:
+        (tokens, requests), prefill = pool_size(fleet.static), pool_prefill(fleet.static)
+    else:
+        tokens, requests = _capacity(pool).tokens, _capacity(pool).requests
     return pool_rules(
-        tokens=pool.capacity.tokens,
-        requests=pool.capacity.requests,
+        tokens=tokens,
+        requests=requests,
         tiers=_shares(pool),
         promote_after_us=round(pool.aging.promote_after * 1_000_000) if pool.aging else None,
         ceiling=levels[pool.aging.ceiling] if pool.aging else 0,
         max_preemptions=pool.max_preemptions,
+        prefill=prefill,
     )
 
 
@@ -198,11 +212,19 @@ def _shares(pool: PoolFile) -> tuple[Shares, ...]:
     )
 
 
-def _engine_capacity(pool: PoolFile) -> EngineCapacity | None:
-    capacity = pool.capacity
-    if capacity.read_from is None:
-        return None
-    return EngineCapacity(capacity.fraction, capacity.waiting, capacity.tokens, capacity.requests)
+def _engine_capacity(pool: PoolFile, fleet: FleetPolicy | None) -> EngineCapacity | None:
+    capacity = None if fleet is not None else capacity_of(_capacity(pool))
+    return capacity if isinstance(capacity, EngineCapacity) else None
+
+
+def _learn(pool: PoolFile) -> Learn:
+    capacity = _capacity(pool) if pool.engines is None else pool.engines.capacity
+    return capacity.learn
+
+
+def _capacity(pool: PoolFile) -> Capacity:
+    assert pool.capacity is not None  # `validate` refuses a pool without one that has no engines either
+    return pool.capacity
 
 
 def _tier(name: str, level: int, body: TierBody) -> Tier:

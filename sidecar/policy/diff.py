@@ -14,7 +14,8 @@ from typing import Any
 
 from sidecar.durations import policy_duration
 from sidecar.engines.base import Engine
-from sidecar.policy.model import Endpoint, Limits, Policy, ServiceObjectives, Tenant
+from sidecar.policy.fleet import Affinity, DnsService, FleetPolicy, Health, Replay, WrittenCapacity
+from sidecar.policy.model import Limits, Policy, ServiceObjectives, Tenant
 from sidecar.policy.rules import UNLIMITED, EngineCapacity, PoolRules
 
 MOST_NAMED = 20
@@ -29,9 +30,14 @@ _KEYS = {
     "level": "tier",
     "max_level": "max_tier",
     "max_body_bytes": "max_body",
+    "weight_percent": "weight",
 }
 """Fields that have another name in the file; of all others, the unit after the name is left out."""
 _UNITS = ("_us", "_s")
+_RECORDS = (ServiceObjectives, Limits, EngineCapacity, WrittenCapacity, DnsService, Affinity, Health, Replay)
+"""Records whose fields are keys of a mapping inside."""
+_PARTS = {"speed": 1000, "weight_percent": 100}
+"""Numbers that are counted in parts of one."""
 _LEVELS = frozenset({"default_level", "level", "max_level", "downgrade_level"})
 
 
@@ -59,14 +65,29 @@ class _Telling:
         """Everything, by what it is about."""
         before, after = self._before, self._after
         yield from self._capacity(before.engine_capacity, after.engine_capacity)
+        capacity = "capacity" if after.engines is None else "engines capacity"
+        yield from _changed(f"{capacity} learn", before.learn.value, after.learn.value)
         yield from self._rules(before.rules, after.rules)
-        about = {"rules", "engine_capacity", "shares", "tiers", "endpoints", "tenants", "generation"}
+        about = {
+            "rules",
+            "engine_capacity",
+            "engines",
+            "models",
+            "shares",
+            "tiers",
+            "endpoints",
+            "tenants",
+            "generation",
+            "learn",
+        }
         yield from self._record("", before, after, but=about)
+        yield from self._fleet(before.engines, after.engines)
+        yield from self._named("model", before.models, after.models)
         for pair in zip(before.shares, after.shares, strict=False):
             yield from self._record(f"tier {pair[0].name} ", *pair)
         for tiers in zip(before.tiers, after.tiers, strict=False):
             yield from self._record(f"tier {tiers[0].name} ", *tiers, but={"level"})
-        yield from self._endpoints(before.endpoints, after.endpoints)
+        yield from self._named("endpoint", before.endpoints, after.endpoints)
         yield from self._tenants(_by_name(before.tenants), _by_name(after.tenants))
 
     def _capacity(self, before: EngineCapacity | None, after: EngineCapacity | None) -> Iterator[str]:
@@ -92,7 +113,7 @@ class _Telling:
             old, new = getattr(before, name), getattr(after, name)
             if old == new or (but and name in but):
                 continue
-            if isinstance(old, ServiceObjectives | Limits):
+            if isinstance(old, _RECORDS) and type(old) is type(new):
                 yield from self._record(f"{about}{_key(name)} ", old, new)
             else:
                 yield from _changed(f"{about}{_key(name)}", self._value(name, old), self._value(name, new))
@@ -104,18 +125,28 @@ class _Telling:
             return "deny" if value is None else str(self._after.tiers[value.level].name)
         if name == "downgrade_level":
             return "reject"
+        if name == "engines" and value is None:
+            return "all"
         if name == "engine_levels":
             return _value(name, tuple(f"{self._after.tiers[level].name} {least:g}" for least, level in value))
         return _value(name, value)
 
-    def _endpoints(self, before: Mapping[str, Endpoint], after: Mapping[str, Endpoint]) -> Iterator[str]:
-        for path in _names(before, after):
-            if path not in after:
-                yield f"endpoint {path} removed"
-            elif path not in before:
-                yield f"endpoint {path} added"
+    def _named(self, what: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+        for name in _names(before, after):
+            if name not in after:
+                yield f"{what} {name} removed"
+            elif name not in before:
+                yield f"{what} {name} added"
             else:
-                yield from self._record(f"endpoint {path} ", before[path], after[path])
+                yield from self._record(f"{what} {name} ", before[name], after[name])
+
+    def _fleet(self, before: FleetPolicy | None, after: FleetPolicy | None) -> Iterator[str]:
+        if before is None or after is None:
+            yield from _changed("engines", _discovery(before), _discovery(after))
+            return
+        yield from self._record("engines ", before, after, but={"static"})
+        old, new = ({engine.name: engine for engine in fleet.static} for fleet in (before, after))
+        yield from self._named("engine", old, new)
 
     def _tenants(self, before: _Tenants, after: _Tenants) -> Iterator[str]:
         for name in _names(before, after):
@@ -176,6 +207,13 @@ def _value(name: str, value: Any) -> str:
         return value.name
     if isinstance(value, bool):
         return "true" if value else "false"
+    if name in _PARTS:
+        return f"{value / _PARTS[name]:g}"
+    if isinstance(value, WrittenCapacity):
+        sizes = (("tokens", value.tokens), ("requests", value.requests))
+        return " and ".join(f"{size:,} {kind}" for kind, size in sizes if size is not None)
+    if isinstance(value, EngineCapacity):
+        return "from the engine"
     if isinstance(value, Fraction):
         return f"{float(100 * value):g}%"
     if name.endswith("_us"):
@@ -183,7 +221,7 @@ def _value(name: str, value: Any) -> str:
     if name.endswith("_s"):
         return policy_duration(value)
     if isinstance(value, int):
-        return f"{value:,}"
+        return _bounded(value)
     if isinstance(value, bytes):
         return value.decode("latin-1")
     if isinstance(value, tuple):
@@ -195,6 +233,10 @@ def _bounded(amount: int) -> str:
     return "unbounded" if amount == UNLIMITED else f"{amount:,}"
 
 
+def _discovery(fleet: FleetPolicy | None) -> str:
+    return "none" if fleet is None else fleet.discovery.value
+
+
 def needs_restart(running: Policy, changed: Policy) -> list[str]:
     """The keys, as the operator writes them, in which `changed` cannot replace `running`; none where it can.
 
@@ -204,7 +246,8 @@ def needs_restart(running: Policy, changed: Policy) -> list[str]:
     keys = {
         "engine": running.engine is not changed.engine,
         "forward_priority": running.carrier is not changed.carrier,
-        "capacity.from": (running.engine_capacity is None) != (changed.engine_capacity is None),
+        **_of_capacity(running, changed),
+        "models (their names)": set(running.models) != set(changed.models),
         "tiers (their names and order)": _tier_names(running) != _tier_names(changed),
         "tokenizer": running.tokenizer != changed.tokenizer,
         "store": running.store != changed.store,
@@ -212,6 +255,21 @@ def needs_restart(running: Policy, changed: Policy) -> list[str]:
         "on_store_loss": running.on_store_loss is not changed.on_store_loss,
     }
     return [key for key, is_another in keys.items() if is_another]
+
+
+def _of_capacity(running: Policy, changed: Policy) -> dict[str, bool]:
+    """Where the pool's engines, and its size, come from."""
+    before, after = running.engines, changed.engines
+    if before is None and after is None:
+        return {"capacity.from": (running.engine_capacity is None) != (changed.engine_capacity is None)}
+    if before is None or after is None:
+        return {"engines": True}
+    return {
+        "engines (static, file, dns or mounted)": before.discovery is not after.discovery,
+        "engines.capacity.from": before.mounted and type(before.capacity) is not type(after.capacity),
+        "engines.file": None not in (before.file, after.file) and before.file != after.file,
+        "engines.dns.name": before.dns is not None and after.dns is not None and str(before.dns) != str(after.dns),
+    }
 
 
 def _tier_names(policy: Policy) -> list[str]:

@@ -14,6 +14,7 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path as FilePath
 from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, PlainValidator, ValidationInfo, WithJsonSchema
 
@@ -21,14 +22,17 @@ from sidecar.apis import Api
 from sidecar.engines import ENGINES, Engine
 from sidecar.engines.base import Carrier
 from sidecar.policy import units
+from sidecar.policy.fleet import PROMPT_CACHE_KEY
 from sidecar.policy.keys import read_hash
-from sidecar.policy.model import Background, CapacitySource, Mode, Source, StoreLoss, Unguarded, Unsized
+from sidecar.policy.model import Background, CapacitySource, Learn, Mode, Source, StoreLoss, Unguarded, Unsized
 from sidecar.policy.problems import printable, quoted, suggestion, unknown
+from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.store import EXAMPLE, SCHEMES, StoreAddress, store_address
 
 DENY = "deny"
 REJECT = "reject"
 ANONYMOUS = "anonymous"
+UNBOUNDED = "unbounded"
 
 _TIER_NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")  # no digit first: a client may ask by number too; fits a metric label
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
@@ -37,7 +41,15 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
 _TAKEN_HEADERS = frozenset({"authorization", "x-api-key", "host", "content-length", "transfer-encoding", "connection"})
 _URL_PATH = re.compile(r"/[!-~]*")
 
+_ENGINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # no #, / or colon: it goes into ids, paths and labels
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,199}")  # no braces: it goes into a Redis hash tag
+_HOST = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?\.?"
+_SERVICE = re.compile(rf"(?P<host>{_HOST}):(?P<port>[0-9]{{1,5}})", re.ASCII)
+_SRV = re.compile(rf"_[A-Za-z0-9-]{{1,62}}\._(tcp|udp)\.{_HOST}", re.ASCII)
+
 MOST_PER_MINUTE = 100_000_000
+SHORTEST_PERIOD_S = Fraction(1, 10)
+"""Of what is asked for again and again. More often costs an engine, or a name server, more than it can tell."""
 
 E = TypeVar("E", bound=Enum)
 V = TypeVar("V")
@@ -191,18 +203,150 @@ def _burst(value: object) -> Fraction:
     return duration_s
 
 
-def _pool(value: object) -> str:
-    name = units.text(value, "a pool's name", "chat-70b")
-    if not _POOL_NAME.fullmatch(name):
-        raise ValueError(
-            f"{quoted(name)} is not a pool's name; "
-            "write up to 100 of A-Z, a-z, 0-9 and . _ -, a letter or a digit first"
-        )
+def _name(value: object, what: str, pattern: re.Pattern[str], allowed: str, *, like: str) -> str:
+    name = units.text(value, what, like)
+    if not pattern.fullmatch(name):
+        raise ValueError(f"{quoted(name)} is not {what}; write {allowed}, a letter or a digit first")
     return name
+
+
+def _pool(value: object) -> str:
+    return _name(value, "a pool's name", _POOL_NAME, "up to 100 of A-Z, a-z, 0-9 and . _ -", like="chat-70b")
 
 
 def _text(value: object) -> str:
     return units.text(value, "a pattern", "tenants/*.yaml")
+
+
+def engine_name(value: object) -> str:
+    """An engine's name as it was written. Raises ValueError where it is none."""
+    return _name(value, "an engine's name", _ENGINE_NAME, "up to 63 of A-Z, a-z, 0-9 and . _ -", like="a")
+
+
+def _mounted(value: object) -> bool:
+    if not units.flag(value):
+        raise ValueError("false names no engines; write mounted: true, or leave it out")
+    return True
+
+
+def engine_url(value: object) -> str:
+    """An engine's address without its last slashes, also with a base path."""
+    url, example = units.text(value, "an engine's address", "http://a:8000"), "write it like http://a:8000"
+    if "@" in url:  # never repeated: what is before it may be a password
+        raise ValueError("has a user or a password; leave it out: SIDECAR_ENGINE_KEY has the key of the engines")
+    if not re.fullmatch(r"[!-~]+", url):
+        raise ValueError(f"{quoted(url)} has a space or a character beyond ASCII; {example}")
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"{quoted(url)} is not an engine's address: {error}; {example}") from None
+    if parts.scheme not in {"http", "https"} or not host or port == 0:
+        raise ValueError(f"{quoted(url)} is not an engine's address; {example}")
+    if parts.query or parts.fragment or url[-1] in "?#":
+        raise ValueError(f"{quoted(url)} has more after its path; {example}")
+    url = url.rstrip("/")
+    if url.endswith("/v1"):  # the base address of OpenAI's clients: every path would have it twice
+        base = url.removesuffix("/v1").rstrip("/")
+        raise ValueError(f"{quoted(url)} ends with /v1, with which every path begins; write {base}")
+    return url
+
+
+def _speed(value: object) -> int:
+    """In thousandths."""
+    return round(1000 * _decimal(value, "a speed", "0.5", (Fraction(1, 100), 100)))
+
+
+def _weight(value: object) -> int:
+    """As a percentage."""
+    return round(100 * _decimal(value, "a weight", "2", (Fraction(0), 10)))
+
+
+def _learn(value: object) -> Learn:
+    """One of `Learn`. YAML reads an unquoted `off` as false, so each spelling of that counts."""
+    written = value.text if isinstance(value, units.Ambiguous) else units.scalar(value, "a way to learn", "cautious")
+    word = Learn.OFF.value if written.lower() in {"off", "false"} else written
+    if word not in [way.value for way in Learn]:
+        raise ValueError(f"{quoted(written)} is no way to learn; write off, cautious or full")
+    return Learn(word)
+
+
+def _decimal(value: object, what: str, example: str, span: tuple[Fraction, int]) -> Fraction:
+    """A number in a span, exactly."""
+    written = units.scalar(value, what, example)
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", written, re.ASCII):
+        raise ValueError(f"{quoted(written)} is not {what}; write a number such as {example}")
+    found, (least, most) = Fraction(written), span
+    if not least <= found <= most:
+        raise ValueError(f"{quoted(written)} is not {what}; write a number from {float(least):g} to {most}")
+    return found
+
+
+def _prefill(value: object) -> int:
+    return UNLIMITED if value == UNBOUNDED else units.positive_count(value)
+
+
+def _session(value: object) -> bytes:
+    """A header's name in lower case, or `PROMPT_CACHE_KEY`."""
+    return _header(units.text(value, "a session's source", "x-session-id")).encode("ascii")
+
+
+def _period(value: object) -> Fraction:
+    duration_s = units.positive_duration_s(value)
+    if duration_s < SHORTEST_PERIOD_S:
+        raise ValueError(f'{quoted(str(value))} is too often; write "100ms" or more')
+    return duration_s
+
+
+def _replays(value: object) -> int:
+    found = units.count(value)
+    if found > 1:
+        raise ValueError(f"{found} is too many: a request that broke two engines must not break a third; write 1 or 0")
+    return found
+
+
+def _engine_list(value: object, info: ValidationInfo) -> str:
+    """The file is there, or not yet: it is read when its engines are asked for."""
+    return str(context(info).folder / units.text(value, "a file", "engines.yaml"))
+
+
+def _service(value: object) -> tuple[str, int | None]:
+    """A host and its port, or the name of SRV records and None."""
+    written = units.text(value, "a name", "vllm.default.svc:8000")
+    match = _SERVICE.fullmatch(written)
+    if match and 0 < int(match["port"]) <= 65535:
+        return match["host"], int(match["port"])
+    if _SRV.fullmatch(written):
+        return written, None
+    if re.fullmatch(_HOST, written, re.ASCII):
+        raise ValueError(
+            f"{quoted(written)} has no port; write {written}:8000, or the name of SRV records, such as "
+            "_http._tcp.vllm.default.svc"
+        )
+    raise ValueError(f"{quoted(written)} is not a name that DNS knows; write it like vllm.default.svc:8000")
+
+
+def _model_name(value: object) -> str:
+    return _name(value, "a model's name", _MODEL_NAME, "up to 200 of A-Z, a-z, 0-9 and . _ / : @ + -", like="llama-70b")
+
+
+def _distinct(values: list[V]) -> list[V]:
+    twice = next((value for value in values if values.count(value) > 1), None)
+    if twice is not None:
+        name = twice.decode() if isinstance(twice, bytes) else str(twice)
+        raise ValueError(f"{printable(name)} is listed twice; keep its first place")
+    return values
+
+
+def a_list(example: str) -> BeforeValidator:
+    """Refuses what is no list, without repeating what stands there."""
+
+    def read(value: object) -> object:
+        if not isinstance(value, list):
+            raise ValueError(f"not a list; write {example}")
+        return value
+
+    return BeforeValidator(read)
 
 
 def _schema(description: str, *, numbers: bool = False, **keywords: Any) -> WithJsonSchema:
@@ -230,6 +374,7 @@ Size = Annotated[
     _schema('A size: "8MiB".', numbers=True, pattern=r"^[0-9.]+ ?(B|KiB|MiB|GiB)?$"),
 ]
 Flag = Annotated[bool, PlainValidator(units.flag), WithJsonSchema({"type": "boolean"})]
+Mounted = Annotated[bool, PlainValidator(_mounted), WithJsonSchema({"const": True})]
 Text = Annotated[str, PlainValidator(_text), WithJsonSchema({"type": "string"})]
 TierName = Annotated[str, PlainValidator(_tier), _schema("The name of a tier.")]
 AnonymousTier = Annotated[str | None, PlainValidator(_anonymous), _schema("The name of a tier, or `deny`.")]
@@ -244,6 +389,11 @@ EngineChoice = Annotated[
 CarrierChoice = Annotated[Carrier, PlainValidator(_choice(Carrier, "carrier")), _enum(Carrier)]
 CapacitySourceChoice = Annotated[
     CapacitySource, PlainValidator(_choice(CapacitySource, "source of a capacity")), _enum(CapacitySource)
+]
+LearnChoice = Annotated[
+    Learn,
+    PlainValidator(_learn),
+    WithJsonSchema({"anyOf": [{"type": "string", "enum": [way.value for way in Learn]}, {"const": False}]}),
 ]
 ApiName = Annotated[Api, PlainValidator(_choice(Api, "API")), _enum(Api)]
 StoreAt = Annotated[
@@ -282,3 +432,33 @@ OverLimit = Annotated[
         }
     ),
 ]
+EngineName = Annotated[str, PlainValidator(engine_name), _schema("A name.", pattern=f"^{_ENGINE_NAME.pattern}$")]
+EngineNames = Annotated[list[EngineName], listed("[a, b]"), AfterValidator(_distinct)]
+EngineUrl = Annotated[str, PlainValidator(engine_url), _schema("An address: http://a:8000.", pattern="^https?://")]
+_NUMBER: dict[str, Any] = {"type": "number"}
+Speed = Annotated[int, PlainValidator(_speed), WithJsonSchema({**_NUMBER, "minimum": 0.01, "maximum": 100})]
+Weight = Annotated[int, PlainValidator(_weight), WithJsonSchema({**_NUMBER, "minimum": 0, "maximum": 10})]
+Prefill = Annotated[
+    int,
+    PlainValidator(_prefill),
+    _schema("A count, or `unbounded`: 8k.", numbers=True, pattern=rf"^([0-9.]+ ?[kKMG]?|{UNBOUNDED})$", minimum=1),
+]
+SessionSources = Annotated[
+    list[
+        Annotated[
+            bytes,
+            PlainValidator(_session),
+            _schema(f"A header's name, or `{PROMPT_CACHE_KEY.decode()}`."),
+        ]
+    ],
+    a_list("[x-session-id, prompt_cache_key]"),
+    AfterValidator(_distinct),
+]
+Period = Annotated[Fraction, PlainValidator(_period), _DURATION]
+Replays = Annotated[int, PlainValidator(_replays), WithJsonSchema({"type": "integer", "minimum": 0, "maximum": 1})]
+EngineListAt = Annotated[str, PlainValidator(_engine_list), _schema("A file, relative to this one.")]
+Service = Annotated[
+    tuple[str, int | None], PlainValidator(_service), _schema("A host and its port, or the name of SRV records.")
+]
+ModelName = Annotated[str, PlainValidator(_model_name), _schema("A model's name.", pattern=f"^{_MODEL_NAME.pattern}$")]
+ModelNames = Annotated[list[ModelName], a_list("[llama, my-lora]"), AfterValidator(_distinct)]

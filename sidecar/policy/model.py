@@ -6,12 +6,14 @@ important), shares have become whole numbers (see `rules`), durations have becom
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from types import MappingProxyType
 
 from sidecar.apis import Api
 from sidecar.engines.base import Carrier, Engine
+from sidecar.policy.fleet import EngineAddress, FleetPolicy, ModelPolicy, largest_of, pool_prefill, pool_size
 from sidecar.policy.rules import UNLIMITED, EngineCapacity, PoolRules, Shares, pool_rules
 from sidecar.policy.store import StoreAddress
 
@@ -66,6 +68,14 @@ class Unsized(str, Enum):
 
     HOLD = "hold"
     REFUSE = "refuse"
+
+
+class Learn(str, Enum):
+    """How far a lease follows the output lengths that were learned; with `off` it holds prompt and `max_tokens`."""
+
+    OFF = "off"
+    CAUTIOUS = "cautious"
+    FULL = "full"
 
 
 MAX_CHOICES = 8
@@ -156,7 +166,10 @@ class Policy:
     reaches the engine, too. `abort_latency_s` is how long the engine may compute on after a disconnect, None for the
     engine's own figure. `unguarded` is None where it depends on what the middleware stands before. `max_choices` bounds
     the sequences that one request may start (choices times prompts), and `unsized` says what becomes of one whose
-    prompt cannot be sized.
+    prompt cannot be sized. `engines` is None where the pool has one engine, which the policy does not name; with
+    engines, `rules` are those of the sum of their written capacities. `models` are those with pools of their own, by
+    name; empty where all models share the pool. `learn` says how far leases follow the output lengths that were
+    learned.
     """
 
     rules: PoolRules
@@ -188,8 +201,45 @@ class Policy:
     background: Background = Background.REFUSE
     max_choices: int = MAX_CHOICES
     unsized: Unsized = Unsized.REFUSE
+    engines: FleetPolicy | None = None
+    models: Mapping[str, ModelPolicy] = field(default_factory=lambda: MappingProxyType({}))
+    learn: Learn = Learn.CAUTIOUS
 
-    def rules_of(self, tokens: int | None, requests: int | None) -> PoolRules:
+    def of_engines(self, engines: Sequence[EngineAddress]) -> Policy:
+        """The policy as it is with these engines, such as those of an engine list: `rules` are those of their sum."""
+        assert self.engines is not None
+        rules = self.rules_of(*pool_size(engines), pool_prefill(engines))
+        return replace(self, engines=replace(self.engines, static=tuple(engines)), rules=rules)
+
+    def of_model(self, name: str) -> Policy:
+        """The policy of one model's pool: its engines, their sum, and a name of its own in the store. Raises KeyError.
+
+        The pool called `default` has `default/llama-70b`: no policy can give a pool a name with a slash.
+        """
+        assert self.engines is not None  # `validate` refuses models without engines
+        names = self.models[name].engines
+        mine = [engine for engine in self.engines.static if names is None or engine.name in names]
+        return replace(self.of_engines(mine), pool=f"{self.pool}/{name}")
+
+    @property
+    def largest_engine(self) -> tuple[int, int]:
+        """The most (tokens, requests) that one engine holds: no larger request is ever admitted. See `largest_of`."""
+        return (UNLIMITED, UNLIMITED) if self.engines is None else largest_of(self.engines.static)
+
+    @property
+    def called_models(self) -> Mapping[str, str]:
+        """The models by the names that clients may call them: their own and their aliases, in the file's order."""
+        models = self.models.values()
+        return {name: model.name for model in models for name in (model.name, *model.aliases)}
+
+    @property
+    def reads_capacity(self) -> bool:
+        """Whether a part of the pool's size is read from the engines, or depends on how many are found."""
+        if self.engines is None:
+            return self.engine_capacity is not None
+        return not self.engines.static or not all(engine.is_written for engine in self.engines.static)
+
+    def rules_of(self, tokens: int | None, requests: int | None, prefill: int | None = None) -> PoolRules:
         """The same tiers' rules in a pool of another size. None is unbounded."""
         rules = self.rules
         return pool_rules(
@@ -199,6 +249,7 @@ class Policy:
             promote_after_us=rules.promote_after_us,
             ceiling=rules.ceiling,
             max_preemptions=rules.max_preemptions,
+            prefill=prefill,
         )
 
     @property

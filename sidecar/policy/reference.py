@@ -5,8 +5,9 @@ The purpose of a key, the form of its value and its default are written in `sche
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -14,30 +15,38 @@ from pydantic import BaseModel, WithJsonSchema
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from sidecar.policy.schema import FileModel, PoolFile, TenantFile
+from sidecar.policy.file_model import FileModel
+from sidecar.policy.fleet_schema import EngineListFile
+from sidecar.policy.schema import PoolFile, TenantFile
 from sidecar.policy.validate import keys_of
 
 PLACES: Mapping[type[FileModel], str] = {
     PoolFile: "The pool's file",
     TenantFile: "A tenant's file",
+    EngineListFile: "The engine list",
 }
 
 _HEAD = """\
 # The policy's files, key by key
 
-Written by `python -m sidecar.policy.reference` from the models that read them; a test keeps it so. `policies/` has both
-files with comments, and JSON Schemas for editors. `sidecar check` says what is wrong with a policy, and what will
-surprise.
+Written by `python -m sidecar.policy.reference` from the models that read them; a test keeps it so. `policies/` has the
+first two with comments, and JSON Schemas of all three for editors. `sidecar check` says what is wrong with a policy,
+and what will surprise.
 
 Shares are written `20%`, durations `500ms`, `2s`, `5m`, `1h`, counts `160`, `10k`, `2M`, sizes `8MiB`.
 """
 
 
+_Path = tuple[str, ...]
+
+
 def reference_text() -> str:
     """The whole page."""
-    parts = [_HEAD]
+    parts, paths = [_HEAD], dict[type[BaseModel], _Path]()
+    for model in PLACES:
+        _find(model, (), paths)
     for model, title in PLACES.items():
-        parts += _sections(model, title, ())
+        parts += _sections(model, title, (), paths)
     return "\n".join(parts)
 
 
@@ -46,34 +55,53 @@ def write(file: FilePath) -> None:
     file.write_text(reference_text(), encoding="utf-8")
 
 
-def _sections(model: type[BaseModel], title: str, path: Sequence[str]) -> Iterator[str]:
-    """The model's own section, then those of the mappings inside it."""
-    yield f"## {title}\n" if not path else f"### `{'.'.join(path)}`\n"
-    yield f"{_paragraphs(model.__doc__ or '')}\n"
-    yield from _table(model, path)
-    yield ""
+def _find(model: type[BaseModel], path: _Path, paths: dict[type[BaseModel], _Path]) -> None:
+    """Notes the path of each model's section: that of the first place where it stands."""
+    paths.setdefault(model, path)
+    for inner, below in _inside(model, path):
+        if inner not in paths:
+            _find(inner, below, paths)
+
+
+def _inside(model: type[BaseModel], path: _Path) -> Iterator[tuple[type[BaseModel], _Path]]:
+    """The mappings inside a model, and their paths."""
     for name, field in keys_of(model).items():
         inner, is_named = _inner(field.annotation)
         if inner is not None:
-            yield from _sections(inner, title, (*path, name, "NAME") if is_named else (*path, name))
+            yield inner, (*path, name, "NAME") if is_named else (*path, name)
 
 
-def _table(model: type[BaseModel], path: Sequence[str]) -> Iterator[str]:
+def _sections(model: type[BaseModel], title: str, path: _Path, paths: Mapping[type[BaseModel], _Path]) -> Iterator[str]:
+    """The model's own section, then those of the mappings inside it."""
+    yield f"## {title}\n" if not path else f"### `{'.'.join(path)}`\n"
+    yield f"{_paragraphs(model.__doc__ or '')}\n"
+    yield from _table(model, paths)
+    yield ""
+    for inner, below in _inside(model, path):
+        if paths[inner] == below:
+            yield from _sections(inner, title, below, paths)
+
+
+def _table(model: type[BaseModel], paths: Mapping[type[BaseModel], _Path]) -> Iterator[str]:
     yield "| key | value | default | what it is for |"
     yield "|---|---|---|---|"
     for name, field in keys_of(model).items():
-        yield f"| `{name}` | {_value(field, (*path, name))} | {_default(field)} | {_cell(field.description or '')} |"
+        yield f"| `{name}` | {_value(field, paths)} | {_default(field)} | {_cell(field.description or '')} |"
 
 
-def _value(field: FieldInfo, path: Sequence[str]) -> str:
+def _value(field: FieldInfo, paths: Mapping[type[BaseModel], _Path]) -> str:
     """How a value is written: its kind, and an example."""
-    inner, is_named = _inner(field.annotation)
+    inner, _ = _inner(field.annotation)
     if inner is not None:
-        anchor = "".join([*path, "name"] if is_named else path)
-        return f"a mapping, [below](#{anchor.lower()})"
+        mapping = "a list of mappings" if _is_list(field.annotation) else "a mapping"
+        return f"{mapping}, [below](#{''.join(paths[inner]).lower()})"
     kind = _kind(field.annotation, field.metadata)
     example = field.examples[0] if field.examples else None
     return _cell(kind) if example is None or "`" in kind else f"{_cell(kind)}, e.g. `{_flow(example)}`"
+
+
+def _is_list(annotation: Any) -> bool:
+    return get_origin(annotation) is list or any(map(_is_list, get_args(annotation)))
 
 
 def _kind(annotation: Any, metadata: Iterable[Any] = ()) -> str:
@@ -88,17 +116,27 @@ def _kind(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     return next(_kind(part) for part in get_args(annotation) if part is not type(None))
 
 
+_KINDS = {
+    "boolean": "`true` or `false`",
+    "integer": "a whole number",
+    "number": "a number",
+    "object": "a mapping",
+    "string": "text",
+}
+
+
 def _said(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return " or ".join(f"`{value}`" for value in schema["enum"])
     if "const" in schema:
-        return f"`{schema['const']}`"
+        const = schema["const"]
+        return f"`{const if isinstance(const, str) else json.dumps(const)}`"
     if "anyOf" in schema:
         return " or ".join(map(_said, schema["anyOf"]))
     if "properties" in schema:
         return "`{" + ", ".join(f"{name}: {name.upper()}" for name in schema["properties"]) + "}`"
     if "description" not in schema:
-        return {"boolean": "`true` or `false`", "object": "a mapping", "string": "text"}[schema["type"]]
+        return _KINDS[schema["type"]]
     text = str(schema["description"]).partition(":")[0].rstrip(".")
     return text[:1].lower() + text[1:]
 

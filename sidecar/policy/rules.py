@@ -16,7 +16,8 @@ UNLIMITED = 2**53 - 1
 
 @dataclass(frozen=True, slots=True)
 class TierRules:
-    """One tier's floor, headroom and limit, in tokens and in requests.
+    """One tier's floor, headroom and limit, in tokens and in requests, and for a pool of several engines in `prefill`:
+    prompt tokens that were sent to an engine which has sent no first byte yet.
 
     `limited` says that the tier may hold less than the whole pool. Of a tier that is not limited the first ticket is
     always a candidate, even while leases that were registered again hold more than the pool. `preemptible` leases may
@@ -36,11 +37,16 @@ class TierRules:
     always_first: bool = False
     preemptible: bool = False
     preempt_after_us: int | None = None
+    reserve_prefill: int = 0
+    headroom_prefill: int = 0
+    limit_prefill: int = UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRules:
-    """The whole pool: its capacity in both dimensions and its tiers, most important first (`tiers[i].level == i`).
+    """The whole pool: its capacity in each dimension and its tiers, most important first (`tiers[i].level == i`).
+
+    `prefill` is bounded in a pool of several engines only.
 
     `promote_after_us` is the time in microseconds after which a waiting ticket rises one level, None for no aging;
     `ceiling` is the level past which none rises. `max_preemptions` is how often one request is preempted at most.
@@ -52,6 +58,7 @@ class PoolRules:
     promote_after_us: int | None = None
     ceiling: int = 0
     max_preemptions: int = 0
+    prefill: int = UNLIMITED
 
     def is_preemptible(self, level: int) -> bool:
         """Whether the room of a request at this level may be taken back before its first byte."""
@@ -102,19 +109,21 @@ def pool_rules(
     promote_after_us: int | None = None,
     ceiling: int = 0,
     max_preemptions: int = 0,
+    prefill: int | None = None,
 ) -> PoolRules:
-    """Turns fractions of a pool into whole numbers. `tokens` or `requests` is None where it is unbounded."""
+    """Turns fractions of a pool into whole numbers. A dimension is None where it is unbounded."""
     return PoolRules(
         tokens=UNLIMITED if tokens is None else tokens,
         requests=UNLIMITED if requests is None else requests,
-        tiers=tuple(_tier_rules(shares, level, tokens, requests) for level, shares in enumerate(tiers)),
+        prefill=UNLIMITED if prefill is None else prefill,
+        tiers=tuple(_tier_rules(shares, level, tokens, requests, prefill) for level, shares in enumerate(tiers)),
         promote_after_us=promote_after_us,
         ceiling=ceiling,
         max_preemptions=max_preemptions,
     )
 
 
-def _tier_rules(shares: Shares, level: int, tokens: int | None, requests: int | None) -> TierRules:
+def _tier_rules(shares: Shares, level: int, tokens: int | None, requests: int | None, prefill: int | None) -> TierRules:
     return TierRules(
         name=shares.name,
         level=level,
@@ -128,6 +137,9 @@ def _tier_rules(shares: Shares, level: int, tokens: int | None, requests: int | 
         always_first=shares.always_first,
         preemptible=shares.preemptible,
         preempt_after_us=shares.preempt_after_us,
+        reserve_prefill=_floor_of(shares, prefill),
+        headroom_prefill=_headroom_of(shares, prefill),
+        limit_prefill=_limit_of(shares, prefill),
     )
 
 
@@ -178,6 +190,17 @@ def largest_request(rules: PoolRules, level: int) -> tuple[int, int]:
     beside_requests = _beside(rules.requests, [tier.reserve_requests for tier in rules.tiers], level)
     return min(tokens, max(own.reserve_tokens, beside_tokens)), min(
         requests, max(own.reserve_requests, beside_requests)
+    )
+
+
+def largest_prefill(rules: PoolRules, level: int) -> int:
+    """The size limit of a tier in un-prefilled prompt tokens. No request is refused by it: a prompt counts for less."""
+    tier, above = rules.tiers[level], rules.tiers[: best_level(rules, level)]
+    beside = _beside(rules.prefill, [other.reserve_prefill for other in rules.tiers], level)
+    return min(
+        tier.limit_prefill,
+        rules.prefill - sum(other.headroom_prefill for other in above),
+        max(tier.reserve_prefill, beside),
     )
 
 

@@ -1,4 +1,4 @@
-"""Schema of the two policy files as an operator writes them: every key, its unit, its default and its purpose.
+"""Schema of the policy files as an operator writes them: every key, its unit, its default and its purpose.
 
 Defaults are in the operator's notation ("100%", "30s"), so that the JSON Schema shows them as they are written.
 `fields` decides what one value may be, `validate` what holds between several values. Validation needs a
@@ -13,85 +13,34 @@ from fractions import Fraction
 from pathlib import Path as FilePath
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, ValidationInfo, field_validator
 
 from sidecar.apis import STANDARD_PATHS
 from sidecar.engines import NoEngine
 from sidecar.engines.base import Carrier
 from sidecar.policy import fields as of
+from sidecar.policy.capacity_schema import Capacity
+from sidecar.policy.file_model import FileModel, key, nothing_means_defaults
+from sidecar.policy.fleet_schema import EngineListFile, EnginesBody, ModelBody
 from sidecar.policy.model import MAX_CHOICES, Source
-
-
-def _key(default: object, description: str, example: object = None) -> Any:
-    """A key of a file. The default is in the operator's notation, which the type checker does not compare."""
-    return Field(default, description=description, examples=None if example is None else [example])
-
-
-DEFAULT_FRACTION = "95%"
-"""Engines keep some blocks for themselves, and an estimate may be a little low."""
-DEFAULT_WAITING = 2
-"""Few, because the engine serves them before the next request. With none, a slot that comes free stays empty for the
-way to the middleware and back; with two, vLLM on the CPU kept its throughput (benchmarks/real_engines.py)."""
-
-
-class FileModel(BaseModel):
-    """Unknown keys are mistakes; defaults go through the same readers as what is written."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True)
-
-
-class Capacity(FileModel):
-    """The capacity of the engine. One of the two is enough; a request must fit in both.
-
-    With `from: engine` whatever is not written is read from the engine, again and again: it follows changes, and keeps
-    the last good value where it can be read no more.
-    """
-
-    read_from: of.CapacitySourceChoice | None = Field(
-        None, alias="from", description="`engine`: read from it what is not written here.", examples=["engine"]
-    )
-    tokens: of.PositiveCount | None = _key(None, "Tokens that the KV cache holds.", "400k")
-    requests: of.PositiveCount | None = _key(None, "Requests in the running batch.", 160)
-    fraction: of.Share = _key(
-        DEFAULT_FRACTION, "With `from: engine`: the part of the tokens read that the pool may fill.", "90%"
-    )
-    waiting: of.Count = _key(
-        DEFAULT_WAITING,
-        "With `from: engine`: requests that may wait inside the engine, so that it never runs dry. While "
-        "more wait there, no request is admitted.",
-        8,
-    )
-
-    @field_validator("fraction")
-    @classmethod
-    def _fraction_leaves_room(cls, fraction: Fraction) -> Fraction:
-        if fraction == 0:
-            raise ValueError('"0%" leaves room for nothing; write a larger share')
-        return fraction
-
-    @model_validator(mode="after")
-    def _only_the_engine_has_a_fraction(self) -> Capacity:
-        unread = {"fraction", "waiting"} & self.model_fields_set
-        if self.read_from is None and unread:
-            raise ValueError(f"{min(unread)} is only read with from: engine; add that, or remove it")
-        return self
+from sidecar.policy.problems import printable
 
 
 class Aging(FileModel):
     """How a waiting request rises, so that old work is not overtaken forever."""
 
-    promote_after: of.PositiveDuration = _key(
+    promote_after: of.PositiveDuration = key(
         ..., "A waiting request rises one tier each time this long has passed.", "5m"
     )
-    ceiling: of.TierName = _key(..., "No request rises past this tier.", "normal")
+    ceiling: of.TierName = key(..., "No request rises past this tier.", "normal")
 
 
 class Slo(FileModel):
     """The promises of a tier. Telemetry and alerts compare with it; admission does not depend on it."""
 
-    ttft: of.PositiveDuration | None = _key(None, "Time to the first token, in 99 of 100.", "500ms")
-    queue_wait: of.PositiveDuration | None = _key(None, "The wait for admission, in 99 of 100.", "2s")
-    starvation: of.PositiveDuration | None = _key(
+    ttft: of.PositiveDuration | None = key(None, "Time to the first token, in 99 of 100.", "500ms")
+    queue_wait: of.PositiveDuration | None = key(None, "The wait for admission, in 99 of 100.", "2s")
+    starvation: of.PositiveDuration | None = key(
         None, "The longest that any request may starve: wait after it was overtaken.", "30m"
     )
 
@@ -99,8 +48,8 @@ class Slo(FileModel):
 class QueueBody(FileModel):
     """How much may wait."""
 
-    max_requests: of.Count | None = _key(None, "Requests that may wait; one more is refused. Default: no bound.", "10k")
-    max_wait: of.Duration | None = _key(
+    max_requests: of.Count | None = key(None, "Requests that may wait; one more is refused. Default: no bound.", "10k")
+    max_wait: of.Duration | None = key(
         None, "The longest a request waits before it is refused. Default: no bound.", "30m"
     )
 
@@ -108,34 +57,34 @@ class QueueBody(FileModel):
 class TierBody(FileModel):
     """One tier's part of the pool."""
 
-    reserve: of.Share = _key("0%", "The part of the pool this tier can always get back.", "20%")
-    lend: of.Share = _key(
+    reserve: of.Share = key("0%", "The part of the pool this tier can always get back.", "20%")
+    lend: of.Share = key(
         "100%",  # keeps nothing idle: holding capacity back is a price that an operator should choose to pay
         "How much of the unused reserve less important tiers may use meanwhile.",
         "50%",
     )
-    limit: of.Share = _key("100%", "The most of the pool this tier may ever hold.", "60%")
-    always_first: of.Flag = _key(
+    limit: of.Share = key("100%", "The most of the pool this tier may ever hold.", "60%")
+    always_first: of.Flag = key(
         False, "Goes before all others, whatever it holds. First tier only, with a limit below 100%."
     )
-    preemptible: of.Flag = _key(
+    preemptible: of.Flag = key(
         False,
         "Its running requests may be canceled and put back in the queue, while nothing of their answer has "
         "gone out, where the tier holds more than its reserve and a more important one has waited too long.",
     )
-    preempt_after: of.Duration | None = _key(
+    preempt_after: of.Duration | None = key(
         None,
         "A request of this tier that has waited so long takes room back from less important tiers that are "
         "preemptible. Default: it waits its turn.",
         "500ms",
     )
-    slo: Slo | None = _key(None, "What this tier promises.")
-    queue: QueueBody | None = _key(None, "How much may wait in this tier. Default: no bounds.")
-    default_output_tokens: of.PositiveCount = _key(
+    slo: Slo | None = key(None, "What this tier promises.")
+    queue: QueueBody | None = key(None, "How much may wait in this tier. Default: no bounds.")
+    default_output_tokens: of.PositiveCount = key(
         512,  # a long chat answer: rather too much than an overfull KV cache; real usage gives back the difference
         "What a request without a maximum of its own is taken to produce, until usage says better.",
     )
-    max_request_tokens: of.PositiveCount | None = _key(
+    max_request_tokens: of.PositiveCount | None = key(
         None, "The most tokens one request may hold. Default: the tier's size limit (`sidecar check` prints it).", "32k"
     )
 
@@ -160,81 +109,93 @@ class TierBody(FileModel):
 class EndpointBody(FileModel):
     """Treatment of requests on one path."""
 
-    tier: of.TierName | None = _key(None, "The tier of requests on this path.", "batch")
-    forward_to: of.UrlPath | None = _key(None, "The path the engine knows. Default: the same path.", "/v1/completions")
-    api: of.ApiName | None = _key(None, "The shape of its requests. Default: from the path.")
+    tier: of.TierName | None = key(None, "The tier of requests on this path.", "batch")
+    forward_to: of.UrlPath | None = key(None, "The path the engine knows. Default: the same path.", "/v1/completions")
+    api: of.ApiName | None = key(None, "The shape of its requests. Default: from the path.")
 
 
 class LimitsBody(FileModel):
     """A tenant's own limits; what is left out is unlimited."""
 
-    requests_per_minute: of.RateCount | None = _key(None, "Requests per minute.", 600)
-    tokens_per_minute: of.RateCount | None = _key(None, "Tokens per minute, prompts and answers.", "200k")
-    concurrent_requests: of.PositiveCount | None = _key(None, "Requests at once, waiting or running.", 32)
-    max_output_tokens: of.PositiveCount | None = _key(None, "Tokens of one answer.", 8192)
-    burst: of.BurstDuration = _key(
+    requests_per_minute: of.RateCount | None = key(None, "Requests per minute.", 600)
+    tokens_per_minute: of.RateCount | None = key(None, "Tokens per minute, prompts and answers.", "200k")
+    concurrent_requests: of.PositiveCount | None = key(None, "Requests at once, waiting or running.", 32)
+    max_output_tokens: of.PositiveCount | None = key(None, "Tokens of one answer.", 8192)
+    burst: of.BurstDuration = key(
         "60s",  # what a client reads out of `x-ratelimit-limit-*`: that so many may come, at once too
         "How much of its allowance may come at once: that of so long.",
         "10s",
     )
 
 
-def _nothing_means_defaults(value: object) -> object:
-    """`batch:` with nothing after it is a tier, or an endpoint, with every default."""
-    return {} if value is None else value
-
-
-_TierBody = Annotated[TierBody, BeforeValidator(_nothing_means_defaults)]
-_EndpointBody = Annotated[EndpointBody, BeforeValidator(_nothing_means_defaults)]
+_TierBody = Annotated[TierBody, BeforeValidator(nothing_means_defaults)]
+_ModelBody = Annotated[ModelBody, BeforeValidator(nothing_means_defaults)]
+_EndpointBody = Annotated[EndpointBody, BeforeValidator(nothing_means_defaults)]
 
 
 class PoolFile(FileModel):
     """One pool: an engine deployment, the tiers that share it, and the sources of a request's tier."""
 
-    engine: of.EngineChoice = _key(..., "The engine that serves the requests.", "tensorrt-llm")
-    forward_priority: of.CarrierChoice | None = _key(
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["capacity"]}, {"required": ["engines"]}]})
+
+    engine: of.EngineChoice = key(..., "The engine that serves the requests.", "tensorrt-llm")
+    forward_priority: of.CarrierChoice | None = key(
         None, "How the priority travels to the engine. Default: the engine's own way.", "body"
     )
-    capacity: Capacity = _key(..., "What the engine holds at once.", {"tokens": "400k", "requests": 160})
-    aging: Aging | None = _key(None, "How a waiting request rises. Default: it does not.")
-    tiers: Annotated[dict[of.NewTierName, _TierBody], of.mapped("{high: {reserve: 20%}, normal: {}}")] = _key(
+    capacity: Capacity | None = key(
+        None,
+        "What the engine holds at once. Required without `engines`, which have capacities of their own.",
+        {"tokens": "400k", "requests": 160},
+    )
+    engines: EnginesBody | None = key(
+        None,
+        "Several engines for one pool. Default: one, the proxy's --upstream or the app itself.",
+        {"static": [{"name": "a", "url": "http://a:8000"}]},
+    )
+    models: Annotated[dict[of.ModelName, _ModelBody], of.mapped("{llama-70b: {engines: [a, b]}}")] | None = key(
+        None,
+        "A pool of its own for each model, chosen by the body's `model`. Default: one pool, whatever the model.",
+        {"llama-70b": {"engines": ["a", "b"]}},
+    )
+    aging: Aging | None = key(None, "How a waiting request rises. Default: it does not.")
+    tiers: Annotated[dict[of.NewTierName, _TierBody], of.mapped("{high: {reserve: 20%}, normal: {}}")] = key(
         ..., "The tiers, most important first.", {"high": {"reserve": "20%"}, "normal": {}}
     )
-    default_tier: of.TierName | None = _key(
+    default_tier: of.TierName | None = key(
         None, 'The tier of a request that names none. Default: "normal" where there is such a tier.'
     )
-    mode: of.ModeChoice = _key(
+    mode: of.ModeChoice = key(
         "enforce",
         "`observe` lets every request pass at once and untouched, and records what `enforce` would have done.",
         "observe",
     )
-    max_preemptions: of.Count = _key(
+    max_preemptions: of.Count = key(
         2,  # what was preempted twice has cost the engine two prefills: the third time it stays
         "How often one request is preempted at most. For tiers that are preemptible.",
     )
-    keep_alive: of.PositiveDuration | None = _key(
+    keep_alive: of.PositiveDuration | None = key(
         None,
         "How often a streaming client that queues is sent a comment, so that no load balancer takes the "
         "wait for an idle connection. Default: never.",
         "15s",
     )
-    anonymous: of.AnonymousTier | None = _key(
+    anonymous: of.AnonymousTier | None = key(
         "deny", "The tier, also the best one, of a request without a key; `deny` refuses it.", "low"
     )
-    sources: of.SourceList = _key(
+    sources: of.SourceList = key(
         ["body", "header", "endpoint", "key"], "Where a request's tier comes from: the first that answers wins."
     )
-    engine_levels: of.Thresholds | None = _key(
+    engine_levels: of.Thresholds | None = key(
         None,
         "From which number on a client's own engine priority counts as a tier. For the source `engine`: with it, a "
         "number in the body's `priority` is on the engine's own scale, and not from 0 to 1.",
         {"high": 10, "normal": 5, "batch": 0},
     )
-    endpoints: Annotated[dict[of.UrlPath, _EndpointBody], of.mapped("{/v1/chat/completions: {}}")] = _key(
+    endpoints: Annotated[dict[of.UrlPath, _EndpointBody], of.mapped("{/v1/chat/completions: {}}")] = key(
         {path: {} for path in STANDARD_PATHS},
         "The guarded paths; `unguarded` says what happens on all others. Default: the five standard /v1 paths.",
     )
-    unguarded: of.UnguardedChoice | None = _key(
+    unguarded: of.UnguardedChoice | None = key(
         None,  # a proxy knows the engine's paths; an app has paths of its own, such as /login
         "What happens on paths that are not guarded. `deny`: only reading (GET) and what the engine is "
         "known to do harmlessly, such as tokenizing, passes; the rest is a 404. `generating`: only paths on which the "
@@ -242,64 +203,65 @@ class PoolFile(FileModel):
         "`generating` in an app.",
         "deny",
     )
-    background: of.BackgroundChoice = _key(
+    background: of.BackgroundChoice = key(
         "refuse",  # such a response is answered at once and runs on: its request would hold nothing meanwhile
         "What happens to `background: true` on responses. `refuse`: a 400. `hold`: the response is "
         "followed at the engine until it ends, and holds its lease until then.",
         "hold",
     )
-    tenants: of.Text | None = _key(
+    tenants: of.Text | None = key(
         None, "The tenants' files, relative to this one. Default: no tenants.", "tenants/*.yaml"
     )
-    tier_header: of.HeaderName = _key("x-priority", "The header in which a client names a tier.")
-    max_body: of.Size = _key("8MiB", "The largest request body.")
-    body_timeout: of.PositiveDuration = _key("30s", "The longest a request's body may take to arrive.")
-    disconnect_grace: of.Duration = _key(
+    tier_header: of.HeaderName = key("x-priority", "The header in which a client names a tier.")
+    max_body: of.Size = key("8MiB", "The largest request body.")
+    body_timeout: of.PositiveDuration = key("30s", "The longest a request's body may take to arrive.")
+    disconnect_grace: of.Duration = key(
         "2s",
         "How long an app may go on after its client's disconnect before its request counts as ended. The "
         "room stays held for `abort_latency`, too.",
     )
-    abort_latency: of.Duration | None = _key(
+    abort_latency: of.Duration | None = key(
         None,
         "How long the engine may compute on for a request after its client's disconnect: so long it keeps "
         "its room. Default: the engine's own.",
         "4s",
     )
-    tokenizer: of.ExistingFile | None = _key(
+    tokenizer: of.ExistingFile | None = key(
         None, "A tokenizer.json, relative to this file, to count prompts exactly. Default: bytes / 4."
     )
-    store: of.StoreAt | None = _key(
+    store: of.StoreAt | None = key(
         None,
         "Where many replicas keep one pool: redis://, rediss://, unix://, redis+sentinel:// or "
         "redis+cluster://. SIDECAR_STORE in the environment goes before it, and is the better place for a password. "
         "Default: leases live in this process.",
         "redis://127.0.0.1:6379/0",
     )
-    pool: of.PoolName = _key(
+    pool: of.PoolName = key(
         "default",
         "The pool's name in the store, where several pools share one. Without a store, here or in "
         "SIDECAR_STORE, it does nothing.",
         "chat-70b",
     )
-    on_store_loss: of.StoreLossChoice = _key(
+    on_store_loss: of.StoreLossChoice = key(
         "divide",  # the engine still works: a part of the pool for each replica is safe, and better than refusing all
         "What a replica does while the store cannot be reached: `divide` goes on with its part of the "
         "pool, `closed` refuses with 503. Without a store, here or in SIDECAR_STORE, it does nothing.",
         "closed",
     )
-    forward_key: of.Flag = _key(
+    forward_key: of.Flag = key(
         False,  # the engine has no use for it, and its log may show it
         "Whether the API key that a client sent reaches the engine too. By default it is "
         "removed, and the engine's own, SIDECAR_ENGINE_KEY in the environment, put in its place.",
     )
 
-    max_choices: of.PositiveCount = _key(
+    max_choices: of.PositiveCount = key(
         MAX_CHOICES,
         "The most sequences that one request may start: its choices (`n`, `best_of`) times its prompts. "
-        "Inputs of embeddings do not count: nothing is generated for them.",
+        "Inputs of embeddings do not count here, because nothing is generated for them. Each holds a sequence, so "
+        "the tier's size limit bounds them.",
         16,
     )
-    unsized: of.UnsizedChoice = _key(
+    unsized: of.UnsizedChoice = key(
         "refuse",  # to hold the most that a tier may be given makes one request as dear as all others together
         "What becomes of a request whose prompt is not in its body, such as `previous_response_id`: "
         "`refuse` answers 400, `hold` lets it hold its tier's `max_request_tokens`, or else the most that the tier "
@@ -309,10 +271,8 @@ class PoolFile(FileModel):
 
     @field_validator("capacity")
     @classmethod
-    def _capacity_has_a_bound(cls, capacity: Capacity, info: ValidationInfo) -> Capacity:
-        if capacity.tokens is None and capacity.requests is None and capacity.read_from is None:
-            raise ValueError("bounds nothing; write tokens, requests or both, such as {tokens: 400k, requests: 160}")
-        if capacity.read_from is not None and info.data.get("engine") is NoEngine:
+    def _engine_reports_it(cls, capacity: Capacity | None, info: ValidationInfo) -> Capacity | None:
+        if capacity is not None and capacity.read_from is not None and info.data.get("engine") is NoEngine:
             raise ValueError("the engine none reports nothing; write tokens, requests or both")
         return capacity
 
@@ -331,7 +291,9 @@ class PoolFile(FileModel):
         if name is not None or "normal" in tiers:
             return name or "normal"
         if tiers:
-            raise ValueError(f"missing, and no tier is called normal; write one such as default_tier: {tiers[0]}")
+            raise ValueError(
+                f"missing, and no tier is called normal; write one such as default_tier: {printable(tiers[0])}"
+            )
         return None
 
     @field_validator("engine_levels")
@@ -351,17 +313,17 @@ class PoolFile(FileModel):
 class TenantFile(FileModel):
     """One tenant: who it is, and what it may ask for."""
 
-    tenant: of.TenantName = _key(..., "The tenant's name, unique in the pool.", "acme")
-    keys: of.KeyHashes = _key(
+    tenant: of.TenantName = key(..., "The tenant's name, unique in the pool.", "acme")
+    keys: of.KeyHashes = key(
         ..., "Hashes of its API keys, from `sidecar keys new`. Never the keys themselves.", ["sha256:..."]
     )
-    tier: of.TierName = _key(..., "The tier of its requests that name none.", "normal")
-    max_tier: of.TierName | None = _key(
+    tier: of.TierName = key(..., "The tier of its requests that name none.", "normal")
+    max_tier: of.TierName | None = key(
         None, "The best tier it may ask for; more is clamped. Default: its tier.", "high"
     )
-    weight: of.PositiveCount = _key(1, "Its share against the other tenants of its tier.", 2)
-    limits: LimitsBody | None = _key(None, "Its own limits. Default: none.")
-    over_limit: of.OverLimit | None = _key(
+    weight: of.PositiveCount = key(1, "Its share against the other tenants of its tier.", 2)
+    limits: LimitsBody | None = key(None, "Its own limits. Default: none.")
+    over_limit: of.OverLimit | None = key(
         None, "What happens over a limit: `reject`, or {downgrade: TIER}. Default: reject."
     )
 
@@ -382,9 +344,13 @@ class TenantFile(FileModel):
         return name
 
 
-SCHEMAS: dict[str, type[FileModel]] = {"policy.schema.json": PoolFile, "tenant.schema.json": TenantFile}
+SCHEMAS: dict[str, type[FileModel]] = {
+    "policy.schema.json": PoolFile,
+    "tenant.schema.json": TenantFile,
+    "engines.schema.json": EngineListFile,
+}
 
-NAMED = {"tiers": "TierBody", "endpoints": "EndpointBody"}
+NAMED = {"tiers": "TierBody", "endpoints": "EndpointBody", "models": "ModelBody"}
 """The mappings whose keys are the operator's own names, and what each name may hold. Nothing at all is allowed too."""
 
 

@@ -39,7 +39,7 @@ LARGEST_FILE_BYTES = 2**20
 """A tenant with ten thousand keys fits; a log file given by mistake does not."""
 
 DEEPEST = 12
-"""A policy is four levels deep. A far deeper file is no policy, and must not exhaust the stack."""
+"""A policy is five levels deep. A far deeper file is no policy, and must not exhaust the stack."""
 
 _LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser is ten times faster
 _RESOLVER = Resolver()
@@ -168,7 +168,7 @@ class _Builder:
     def _node(self, event: Event, path: Path) -> object:
         line = _line(event)
         if len(path) > DEEPEST:
-            raise _Unreadable("nested too deeply; a policy is at most four levels deep", line)
+            raise _Unreadable("nested too deeply; a policy is at most five levels deep", line)
         if isinstance(event, AliasEvent) or (isinstance(event, NodeEvent) and event.anchor):
             raise _Unreadable("YAML anchors and aliases are not supported; write the value out", line)
         if getattr(event, "tag", None):

@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from sidecar.apis import STANDARD_APIS, infer_api
 from sidecar.policy import fields as of
+from sidecar.policy.fleet_validate import capacity_mistakes, fleet_mistakes
 from sidecar.policy.keys import read_hash
 from sidecar.policy.problems import Path, Problem, quoted, suggestion
 from sidecar.policy.source import Document
@@ -39,6 +40,8 @@ def pool_problems(document: Document) -> list[Problem]:
         *_ladder(tiers),
         *_empty_limits(tiers, entries(document.data, "capacity")),
         *_endpoints(entries(document.data, "endpoints")),
+        *capacity_mistakes(document.data or {}),
+        *fleet_mistakes(document.data or {}),
     ]
     return [document.problem(path, message) for path, message in found]
 

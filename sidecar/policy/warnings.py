@@ -7,9 +7,12 @@ from fractions import Fraction
 from operator import itemgetter
 from typing import NamedTuple
 
+from sidecar.engines import NoEngine
 from sidecar.engines.base import Carrier, Engine
 from sidecar.policy import fields as of
-from sidecar.policy.model import Limits, Policy, Source, Tier, Unsized
+from sidecar.policy.fleet import WrittenCapacity
+from sidecar.policy.fleet_warnings import fleet_warnings
+from sidecar.policy.model import Learn, Limits, Policy, Source, Tier, Unsized
 from sidecar.policy.problems import Path, Place, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
 
@@ -24,6 +27,9 @@ MOST_EXCESS = 1_000
 
 A_MINUTE_US = 60_000_000
 
+TAKES_BACK = "250ms"
+"""The `preempt_after` of an emergency tier that the messages suggest: the shipped policy's."""
+
 NOMINAL = 10_000
 """The requests of a pool whose size only the engine knows: its shares are judged, no amount is shown."""
 
@@ -32,7 +38,7 @@ Found = Iterator[tuple[Path, str]]
 
 def warnings(policy: Policy, place: Callable[[Path], Place | None] = lambda _path: None) -> tuple[Problem, ...]:
     """The warnings of `sidecar check` about a valid policy. `place` knows the files' lines: `Loaded.place`."""
-    found = [*_pool(policy), *_tiers(policy), *_tenants(policy)]
+    found = [*_pool(policy), *_pools(policy), *_tenants(policy), *fleet_warnings(policy)]
     return tuple(Problem(dotted(path), message, place(path)) for path, message in found)
 
 
@@ -45,19 +51,53 @@ def _pool(policy: Policy) -> Found:
             f"{of.percent(reserved)} of the pool is reserved, so priorities hardly matter under overload, and no tier "
             f"with a reserve accepts a request larger than that{left}; reserve 80% at most",
         )
-    if policy.is_sized:
-        yield from _rounded_up(policy.rules)
-        yield from _emergency(policy)
     yield from _engines_numbers(policy)
     if not policy.tenants and policy.anonymous is None:
         yield ("tenants",), "no tenant, and anonymous is deny: every request is refused; add a tenant, or a tier there"
     yield from _unsized(policy)
+    yield from _unchecked_trust(policy)
+
+
+def _pools(policy: Policy) -> Found:
+    """What depends on the pool's size: of the one pool, or of each model's."""
+    if not policy.models:
+        yield from _sizes(policy)
+        return
+    by_warning: dict[tuple[Path, str], list[str]] = {}
+    for name in policy.models:
+        for warning in _sizes(policy.of_model(name)):
+            by_warning.setdefault(warning, []).append(name)
+    for (path, message), names in by_warning.items():
+        yield path, message if len(names) == len(policy.models) else f"{message} (model {_listed(names)})"
+
+
+def _sizes(policy: Policy) -> Found:
+    if policy.is_sized:
+        yield from _rounded_up(policy.rules)
+        yield from _emergency(policy)
+        yield from _empty_limits(policy)
+    yield from _tiers(policy)
+
+
+def _empty_limits(policy: Policy) -> Found:
+    """Limits of less than one token or one request of the engines' sum. Of a written capacity they are mistakes."""
+    for tier, shares in zip(policy.rules.tiers, policy.shares, strict=True):
+        for kind, limit, size in (
+            ("tokens", tier.limit_tokens, policy.rules.tokens),
+            ("requests", tier.limit_requests, policy.rules.requests),
+        ):
+            if not limit:
+                yield (
+                    ("tiers", tier.name, "limit"),
+                    f"{of.percent(shares.limit)} of {size} {kind} is less than one, and admits nothing while the pool "
+                    "is not larger; write a larger share",
+                )
 
 
 def _unsized(policy: Policy) -> Found:
     """`unsized: hold` in tiers where nothing but the size limit bounds what such a request holds."""
     rules = policy.rules_of(NOMINAL, None) if policy.rules.tokens == UNLIMITED else policy.rules
-    if policy.unsized is not Unsized.HOLD or (policy.engine_capacity is None and policy.rules.tokens == UNLIMITED):
+    if policy.unsized is not Unsized.HOLD or (not policy.reads_capacity and policy.rules.tokens == UNLIMITED):
         return
     unbounded = [tier for tier in policy.tiers if tier.max_request_tokens is None]
     if unbounded:
@@ -67,6 +107,30 @@ def _unsized(policy: Policy) -> Found:
             f"a request whose prompt cannot be sized holds its tier's size limit: in {name} {most / rules.tokens:.0%} "
             "of the pool's tokens, so that few others run beside it; write max_request_tokens in "
             f"{_listed([tier.name for tier in unbounded])}",
+        )
+
+
+def _unchecked_trust(policy: Policy) -> Found:
+    """`learn: full` where no one would see that leases hold too little: the engine's preemptions are not read."""
+    if policy.learn is not Learn.FULL:
+        return
+    fleet, engine = policy.engines, policy.engine
+    path: Path = ("capacity", "learn") if fleet is None else ("engines", "capacity", "learn")
+    if not engine.counts_preemptions:
+        who = "the engine" if engine is NoEngine else engine.title
+        yield path, f"{who} reports no preemptions, so the quantile never rises; write learn: cautious"
+        return
+    if fleet is None:
+        unread, what = policy.engine_capacity is None, "the engine's preemptions"
+    else:
+        written = [one.name for one in fleet.static if one.is_written]
+        unread = bool(written) if fleet.static else isinstance(fleet.capacity, WrittenCapacity)
+        are_some = 0 < len(written) < len(fleet.static)
+        what = f"the preemptions of engine {_listed(written)}" if are_some else "the engines' preemptions"
+    if unread:
+        yield (
+            path,
+            f"no one reads {what}, so the quantile never rises; write from: engine, or learn: cautious",
         )
 
 
@@ -160,8 +224,9 @@ def _tiers(policy: Policy) -> Found:
     for tier, rules in zip(policy.tiers, pool.tiers, strict=True):
         yield from _starving(rules, pool)
         yield from _idle(rules, pool, shows_amount=policy.is_sized)
-        yield from _too_large(tier, pool)
-        yield from _owing(tier, rules, pool, is_sized=policy.is_sized)
+        yield from _too_large(tier, pool, policy.largest_engine[0])
+        yield from _owing(tier, rules, pool, policy.largest_engine, is_sized=policy.is_sized)
+        yield from _late_emergency(rules, pool)
         yield from _preemption(rules, pool)
 
 
@@ -225,25 +290,42 @@ def _idle(tier: TierRules, rules: PoolRules, *, shows_amount: bool) -> Found:
         idle = f"{headroom:,} {unit} ({part}) stay" if shows_amount else f"{part} stays"
         yield (
             ("tiers", tier.name, "lend"),
-            f"lends nothing: while it is idle, {idle} unused; lend more, unless it must start at once",
+            f"lends nothing: while it is idle, {idle} unused; lend all of it and take room back, by "
+            f"preempt_after: {TAKES_BACK} here and preemptible: true in a less important tier, unless the engine "
+            "cannot abort requests",
         )
 
 
-def _too_large(tier: Tier, rules: PoolRules) -> Found:
-    largest, _ = largest_request(rules, tier.level)
+def _late_emergency(tier: TierRules, rules: PoolRules) -> Found:
+    """An `always_first` tier that others may crowd out until their requests end."""
+    preempts = tier.preempt_after_us is not None
+    keeps_room = tier.headroom_tokens or tier.headroom_requests
+    if tier.always_first and has_reserve(tier) and not keeps_room and not preempts and len(rules.tiers) > 1:
+        yield (
+            ("tiers", tier.name),
+            "lends its whole reserve and takes no room back: in a full pool it starts only when requests of others "
+            f"end; write preempt_after: {TAKES_BACK} here and preemptible: true in a less important tier, or lend: 0%",
+        )
+
+
+def _too_large(tier: Tier, rules: PoolRules, engine_tokens: int) -> Found:
+    of_pool, _ = largest_request(rules, tier.level)
+    largest, what = min(
+        (of_pool, "the tier's size limit of"), (engine_tokens, "the largest engine's"), key=itemgetter(0)
+    )
     if tier.max_request_tokens is not None and tier.max_request_tokens > largest:
         yield (
             ("tiers", tier.name, "max_request_tokens"),
-            f"{tier.max_request_tokens:,} is more than the tier's size limit of {largest:,} tokens: a larger request "
+            f"{tier.max_request_tokens:,} is more than {what} {largest:,} tokens: a larger request "
             f"gets a 400 at once; write {largest} or less, or leave this out",
         )
 
 
-def _owing(tier: Tier, rules: TierRules, pool: PoolRules, *, is_sized: bool) -> Found:
+def _owing(tier: Tier, rules: TierRules, pool: PoolRules, largest: tuple[int, int], *, is_sized: bool) -> Found:
     """A tier that accepts requests of many reserves: each costs it its next turn for a long time."""
     if rules.always_first or not has_reserve(rules) or (tier.max_request_tokens is not None and not is_sized):
         return
-    tokens, requests = largest_request(pool, tier.level)
+    tokens, requests = map(min, largest_request(pool, tier.level), largest)
     tokens = min(tokens, tier.max_request_tokens or tokens)
     excess, size, better = max(
         (_excess(tokens, rules.reserve_tokens), f"{tokens:,} tokens", "write max_request_tokens, or raise the reserve"),

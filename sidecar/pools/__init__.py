@@ -1,7 +1,19 @@
 """The pools of leases: in one process, in a store that many share, or as large as the engine says."""
 
-from sidecar.pools.base import Ask, Grant, Lease, NotShared, PeerReport, Pool
+from sidecar.pools.base import Ask, EnginePool, Grant, Lease, NotShared, PeerReport, Pool
 from sidecar.pools.engine_capacity import EngineSizedPool
+from sidecar.pools.fleet import FleetPool
 from sidecar.pools.local import LocalPool
 
-__all__ = ["Ask", "EngineSizedPool", "Grant", "Lease", "LocalPool", "NotShared", "PeerReport", "Pool"]
+__all__ = [
+    "Ask",
+    "EnginePool",
+    "EngineSizedPool",
+    "FleetPool",
+    "Grant",
+    "Lease",
+    "LocalPool",
+    "NotShared",
+    "PeerReport",
+    "Pool",
+]

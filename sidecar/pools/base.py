@@ -9,10 +9,14 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from sidecar.errors import AdmissionError, RemainingLimits
-from sidecar.events import Obstacle
+from sidecar.events import Obstacle, Placed
 from sidecar.policy.model import Limits, Policy
 from sidecar.policy.rules import PoolRules
+from sidecar.scheduling.placement import EngineOffer, EngineState
 from sidecar.scheduling.rate_limit import Charge
+
+MOST_REPORT_BYTES = 64 * 1024
+"""Of one replica, for the others: see `Pool.share`."""
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False):
@@ -22,6 +26,12 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     `attempt` is the client's own count of how often it has sent it before, None where it does not say.
     `limits` are its tenant's, None where nothing of it is counted. A request over them falls to the level `downgrade`,
     or is refused where that is None.
+
+    `most` are the tokens that the request may use in all, 0 for as many as `tokens`. The size limit of its tier and its
+    tenant's limits count them; everything else counts `tokens`.
+
+    In a pool of several engines `prompt` are the tokens of the prompt, a part of `tokens`. `hits` are tokens of it that
+    engines, by their ids, are predicted to have, at most 8 pairs; `barred` are the names of engines that broke it.
     """
 
     tier: int
@@ -33,6 +43,15 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     attempt: int | None = None
     limits: Limits | None = None
     downgrade: int | None = None
+    prompt: int = 0
+    hits: tuple[tuple[str, int], ...] = ()
+    barred: tuple[str, ...] = ()
+    most: int = 0
+
+    @property
+    def charged_tokens(self) -> int:
+        """The tokens that limits count: `most`, and never less than it holds."""
+        return max(self.most, self.tokens)
 
 
 class Grant(msgspec.Struct, frozen=True, gc=False):
@@ -41,6 +60,8 @@ class Grant(msgspec.Struct, frozen=True, gc=False):
     `at_us` is the moment of the decision and `overtaken_at_us` that of the first overtaking, None where no later
     request went first; both are on the clock of `Pool.now_us`. `served_ahead` counts the tokens admitted meanwhile, by
     the tier's name; tiers with none are left out. `passed` has the tiers that it overtook: see `events.Admitted`.
+    `engine` is the id of the engine that the request is to be sent to, in a pool of several; `placed` says why, where
+    the pool says so.
     """
 
     at_us: int
@@ -50,6 +71,8 @@ class Grant(msgspec.Struct, frozen=True, gc=False):
     served_ahead: Mapping[str, int]
     level: int
     passed: Mapping[str, str] = {}
+    engine: str | None = None
+    placed: Placed | None = None
 
 
 class WaitGivenUp(Exception):
@@ -80,8 +103,11 @@ class LeaseOwner(Protocol):
         The owner resolves `outcome` with how the request had waited.
         """
 
-    def change_size(self, lease: Lease, tokens: int) -> None:
-        """The lease holds so many tokens from now on."""
+    def change_size(self, lease: Lease, freed_tokens: int) -> None:
+        """The lease holds what its ask says from now on: so many tokens less, or more where they are negative."""
+
+    def charge_tenant(self, lease: Lease, tokens: int) -> None:
+        """The lease's tenant is charged for so many tokens more."""
 
     def keep(self, lease: Lease, *, was_chosen: bool) -> None:
         """The lease is not to be preempted any more. `was_chosen`: another request waits for its room in vain."""
@@ -90,7 +116,10 @@ class LeaseOwner(Protocol):
         """The lease gives its room back and waits again."""
 
     def hand_back(self, lease: Lease) -> None:
-        """The same of a lease whose request no engine has taken."""
+        """The same of a lease whose request no engine has taken. The engines named in its ask are barred."""
+
+    def prefilled(self, lease: Lease) -> None:
+        """The lease's engine has prefilled its prompt."""
 
 
 class Lease:
@@ -102,6 +131,9 @@ class Lease:
     The holder sets `on_preempt` as soon as it has the lease. The pool calls it on the event loop, at most once a grant
     and never after the end, when a more important request is to have the room. The holder aborts its request in the
     engine and then calls `requeue`; the room is not free before. A lease without `on_preempt` is never preempted.
+
+    `paid_tokens` are what its tenant is charged for in its tier's fair order: what it entered with, and more by
+    `charge_tenant`. They stay where it waits again: no tenant is charged again for that.
 
     The rest is for pools. `ticket_id` is the lease's `id` in a scheduler, and `entered_us` when it came, by the pool's
     clock. `returns` counts how often it gave its room back and waited again. `charge` is what this process charged its
@@ -126,6 +158,7 @@ class Lease:
         "is_counted",
         "is_over",
         "on_preempt",
+        "paid_tokens",
         "returns",
         "served_before",
         "ticket_id",
@@ -142,6 +175,7 @@ class Lease:
         self.id = lease_id
         self.ticket_id = str(lease_id)
         self.ask = ask
+        self.paid_tokens = ask.tokens
         self.entered_us = entered_us
         self.grant: Grant | None = None
         self.allowance: RemainingLimits | None = None
@@ -206,13 +240,28 @@ class Lease:
         return outcome
 
     def resize(self, tokens: int) -> bool:
-        """Sets what the lease holds, at least 1 token. False, and nothing changes, where it is not held."""
+        """Sets what the lease holds, at least 1 token. False, and nothing changes, where it is not held.
+
+        Growth is never refused: while leases hold more than the pool, no request is admitted. A smaller lease lets
+        others in, in a moment: see `Pool`. Where the lease waits again, it asks for as much as it held last.
+        """
         if tokens < 1:
             raise ValueError(f"a lease holds at least 1 token, not {tokens}")
         if self.grant is None or self.is_over:
             return False
-        self._owner.change_size(self, tokens)
+        if freed_tokens := self.ask.tokens - tokens:
+            self.ask = msgspec.structs.replace(self.ask, tokens=tokens)
+            self._owner.change_size(self, freed_tokens)
         return True
+
+    def charge_tenant(self, tokens: int) -> None:
+        """The lease uses so many tokens more than its tenant was charged for: its tenant's next requests come later.
+
+        Other tenants of its tier go before them, as far as they wait. Nothing changes where the lease is not held.
+        """
+        if tokens > 0 and self.grant is not None and not self.is_over:
+            self.paid_tokens += tokens
+            self._owner.charge_tenant(self, tokens)
 
     def keep(self) -> None:
         """The first byte is sent: the lease is never preempted from now on. Nothing changes where it is not held."""
@@ -231,14 +280,24 @@ class Lease:
         self._owner.requeue(self)
         return self.wait()
 
-    def hand_back(self) -> asyncio.Future[Grant]:
+    def prefilled(self) -> None:
+        """The engine has prefilled the prompt: its first byte came, or its answer must be under way by now.
+
+        Harmless when repeated, and where the lease is not held or has no engine of its own.
+        """
+        if self.grant is not None and self.grant.engine is not None and not self.is_over:
+            self._owner.prefilled(self)
+
+    def hand_back(self, barred: tuple[str, ...] = ()) -> asyncio.Future[Grant]:
         """Gives the room back and waits again, by the original arrival: no engine has taken the request.
 
-        Its tenant is not charged again. Allowed while the lease is held and was not kept; otherwise it raises
-        RuntimeError. The wait may end as after `requeue`.
+        The engines named `barred` do not get it any more. Its tenant is not charged again. Allowed while the lease is
+        held and was not kept; otherwise it raises RuntimeError. The wait may end as after `requeue`.
         """
         if self.grant is None or self.is_over or self._is_kept:
             raise RuntimeError("a lease is handed back while it is held, and before its first byte")
+        if barred:
+            self.ask = msgspec.structs.replace(self.ask, barred=(*self.ask.barred, *barred))
         self._owner.hand_back(self)
         return self.wait()
 
@@ -303,7 +362,13 @@ class Lease:
 
 
 class Pool(Protocol):
-    """The leases of one engine, in one process or in a store that many share."""
+    """The leases of one engine, in one process or in a store that many share.
+
+    Leases change their size many times while they run. A pool decides about the room that they free in the same tick of
+    the event loop, once for all of them. Growth frees no room, so nothing is decided at once: where it gives another
+    waiting request the first place in order, that one is admitted with the next decision. In a store a change makes no
+    call of its own: see `redis.batch`.
+    """
 
     def change_rules(self, rules: PoolRules) -> None:
         """The pool has another size, with the same tiers. Waiting requests that it could never admit are refused."""
@@ -365,8 +430,48 @@ class Pool(Protocol):
         """Warnings for the operator although requests are being admitted."""
 
     async def share(self, report: bytes) -> Mapping[str, PeerReport]:
-        """Leaves `report`, of at most 64 KiB, to the other replicas of this pool, and returns theirs by their names.
+        """Leaves `report` to the other replicas of this pool, and returns theirs by their names.
+
+        It has at most `MOST_REPORT_BYTES`; more raises NotShared.
 
         A replica without a report in the last 10 seconds is left out. A pool of one process has no others. Raises
         NotShared where the store cannot be reached. No request is ever admitted later for it.
         """
+
+
+class EnginePool(Pool, Protocol):
+    """The leases of several engines. Each grant names one of them, by its id `name#incarnation`.
+
+    Before the first `set_engines` there are none: every request waits.
+    """
+
+    def set_engines(self, offers: Sequence[EngineOffer]) -> None:
+        """These are the pool's engines from now on; times are by `Pool.now_us`.
+
+        One that is left out keeps what it holds until that ends. Waiting requests that the pool could never hold are
+        refused, unless there are no engines at all. One that fits the pool and none of its engines waits.
+        """
+
+    def cap_engine(self, engine: str, for_s: float, refused: int = 1) -> None:
+        """An engine, by its id, runs no more requests for so many seconds than it does now, less those it `refused`.
+
+        Call it before the refused lease is handed back.
+        """
+
+    def raise_cap(self, engine: str, requests: int) -> None:
+        """A capped engine has answered a request that it got since: it may run so many requests more.
+
+        Without this, one request that an engine always refuses would keep it from ever running more than it did.
+        """
+
+    def change_weight(self, weight_percent: int) -> None:
+        """Predicted hits have another weight. Call `change_policy` after it: it applies both."""
+
+    def drain_engine(self, name: str, *, drains: bool) -> None:
+        """The engine of that name takes no new requests of any process that shares the pool, or does again.
+
+        A new incarnation takes them. In a pool of one process its own offers say the same.
+        """
+
+    def engines(self) -> Sequence[EngineState]:
+        """Every engine's ledger, by name and incarnation; also of those that are gone and still hold something."""

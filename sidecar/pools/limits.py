@@ -6,26 +6,34 @@ import msgspec
 
 from sidecar.errors import QueueFull, RemainingLimits, RequestTooLarge, TenantLimit
 from sidecar.policy.model import Limits, Policy
-from sidecar.policy.rules import PoolRules, largest_admissible, largest_request
+from sidecar.policy.rules import UNLIMITED, PoolRules, largest_admissible, largest_request
 from sidecar.pools.base import Ask, Lease
 from sidecar.scheduling.rate_limit import UNIT, ExceededLimit, Limit, RateLimiter
 
 
 class SizeLimits:
-    """The size limit of every tier of `policy`, in a pool of its present size.
+    """The size limit of every tier of `policy`, in a pool of its present size. It counts the most that a request may
+    use.
 
-    A larger request is refused with status 400 at once: it could never be admitted.
+    A larger request is refused with status 400 at once: it could never be admitted. In a pool of several engines it
+    must fit the largest of them, too.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.change_rules(policy.rules)
+        self.change_rules(policy.rules, policy.largest_engine)
 
-    def change_rules(self, rules: PoolRules) -> None:
-        """The pool has another size."""
+    def change_rules(self, rules: PoolRules, engine: tuple[int, int] = (UNLIMITED, UNLIMITED)) -> None:
+        """The pool has another size. The largest of several engines holds so many tokens and requests."""
         self.rules = rules
-        self.largest = tuple(largest_request(rules, tier.level) for tier in self.policy.tiers)
-        self._admissible = tuple(largest_admissible(rules, tier.level) for tier in self.policy.tiers)
+        tokens, requests = engine
+        sizes = [
+            (largest_request(rules, tier.level), largest_admissible(rules, tier.level)) for tier in self.policy.tiers
+        ]
+        self.largest = tuple((min(tokens, limit[0]), min(requests, limit[1])) for limit, _ in sizes)
+        # What waits already is not refused while the only engine that could hold it is away for a moment.
+        self._admissible = tuple(most for _, most in sizes)
+        self._engine = engine
 
     def refuse_what_never_fits(self, ask: Ask) -> None:
         """Raises RequestTooLarge, with the figures, for a request that could never be admitted."""
@@ -45,7 +53,8 @@ class SizeLimits:
     def too_large(self, ask: Ask) -> RequestTooLarge | None:
         """The refusal of a request that could never be admitted, with the figures; None where it could."""
         tokens, requests = self.limits(ask.tier)
-        return self._exceeds(ask, tokens, requests) if ask.tokens > tokens or ask.requests > requests else None
+        is_too_large = ask.tokens > tokens or ask.most > tokens or ask.requests > requests
+        return self._exceeds(ask, tokens, requests) if is_too_large else None
 
     def outgrown(self, ask: Ask) -> RequestTooLarge | None:
         """The refusal of a waiting request that could never be admitted any more, None where it could.
@@ -56,16 +65,17 @@ class SizeLimits:
 
     def _exceeds(self, ask: Ask, tokens: int, requests: int) -> RequestTooLarge | None:
         tier = self.policy.tiers[ask.tier]
-        if ask.tokens > tokens:
+        if (most := ask.charged_tokens) > tokens:
             return RequestTooLarge(
-                f"this request would hold {ask.tokens} tokens (prompt and maximum output); "
+                f"this request would hold {most} tokens (prompt and maximum output); "
                 f"tier {tier.name} allows {tokens}, {self.reason(ask.tier, tokens)}; "
                 "shorten the prompt or ask for less output"
             )
         if ask.requests > requests:
             return RequestTooLarge(
-                f"this request would start {ask.requests} sequences (choices times prompts); "
-                f"tier {tier.name} allows {requests}, {self.reason(ask.tier, requests, tokens=False)}; ask for fewer"
+                f"this request would start {ask.requests} sequences (choices times prompts, or inputs); "
+                f"tier {tier.name} allows {requests}, {self.reason(ask.tier, requests, tokens=False)}; "
+                "ask for fewer at once"
             )
         return None
 
@@ -83,6 +93,8 @@ class SizeLimits:
             return "the tier's limit"
         if allowed == pool:
             return "the whole pool"
+        if allowed == self._engine[0 if tokens else 1]:
+            return "the largest engine"
         if allowed == self._admissible[level][0 if tokens else 1]:
             return "the pool less what more important tiers keep free"
         return "the tier's reserve" if allowed == reserve else "the pool less what the other tiers reserve"
@@ -102,19 +114,24 @@ class SizeLimits:
 
 
 class TenantLimits:
-    """What this process counts of its tenants' limits. `sizes` has what a lower tier could ever admit."""
+    """What this process counts of its tenants' limits. `sizes` has what a lower tier could ever admit.
 
-    def __init__(self, sizes: SizeLimits) -> None:
+    `allowances` are those of all pools of the process, None where there is one.
+    """
+
+    def __init__(self, sizes: SizeLimits, allowances: RateLimiter | None = None) -> None:
         self._sizes = sizes
-        self._allowances = RateLimiter()
+        self._allowances = RateLimiter() if allowances is None else allowances
 
     def within(self, ask: Ask, now_us: int) -> Ask:
         """The request that may enter: `ask` itself within its limits, otherwise the same at a lower tier.
 
         Raises TenantLimit where there is no lower tier for it. Nothing is charged yet.
         """
-        over = None if ask.limits is None else self._allowances.over(ask.tenant, ask.limits, ask.tokens, now_us)
-        if ask.limits is None or over is None:
+        if ask.limits is None:
+            return ask
+        over = self._allowances.over(ask.tenant, ask.limits, ask.charged_tokens, now_us)
+        if over is None:
             return ask
         lower = downgraded(ask, self._sizes)
         if lower is None:
@@ -125,7 +142,7 @@ class TenantLimits:
         """Charges a request, unless it enters at a lower tier, and notes what is left of its tenant's `limits`."""
         ask = lease.ask
         if ask.limits is not None:
-            lease.charge = self._allowances.charge(ask.tenant, limits, ask.tokens, now_us)
+            lease.charge = self._allowances.charge(ask.tenant, limits, ask.charged_tokens, now_us)
         lease.allowance = self._allowances.allowance(ask.tenant, limits, now_us, is_downgraded=lease.charge is None)
 
     def count(self, lease: Lease, now_us: int) -> None:
@@ -186,7 +203,7 @@ def _sentence(ask: Ask, limits: Limits, over: ExceededLimit, allowance: Remainin
             f"tenant {ask.tenant} is over its limit of {limits.requests_per_minute:,} requests per minute; "
             f"the next one fits in {_seconds(over)}"
         )
-    charged = f"{ask.tokens:,} tokens (prompt and maximum output)"
+    charged = f"{ask.charged_tokens:,} tokens (prompt and maximum output)"
     limit = f"{limits.tokens_per_minute:,} tokens per minute"
     if over.fits_after_us is None:
         most = (limits.tokens_per_minute or 0) * limits.burst_us // UNIT

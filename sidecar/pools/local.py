@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 
 from sidecar.events import Obstacle
@@ -13,25 +14,30 @@ from sidecar.pools.limits import SizeLimits, TenantLimits
 from sidecar.pools.queue_places import QueuePlaces
 from sidecar.pools.runtime import Clock, LeaseRuntime, monotonic_us
 from sidecar.pools.stats import HELD_BACK, obstacle, pool_state
+from sidecar.scheduling.rate_limit import RateLimiter
 
 
 class LocalPool:
     """Leases of one process. Every change is one synchronous call: nothing is awaited between deciding and doing.
 
-    Use it from one event loop. `clock` is for tests.
+    Use it from one event loop. `clock` is for tests. `allowances` are the tenants' limits where other pools of the
+    process count in them, too.
     """
 
-    def __init__(self, policy: Policy, clock: Clock = monotonic_us) -> None:
+    def __init__(self, policy: Policy, clock: Clock = monotonic_us, *, allowances: RateLimiter | None = None) -> None:
         self._sizes = SizeLimits(policy)
         self._places = QueuePlaces(self._sizes, len(policy.tiers))
-        self._limits = TenantLimits(self._sizes)
-        self._runtime = LeaseRuntime(policy.rules, clock, self._places.admitted)
+        self._limits = TenantLimits(self._sizes, allowances)
+        self._runtime = self._new_runtime(policy, clock)
         self._waiting = self._runtime.waiting
         self._ids = count(1)
         self._paused: str | None = None
         self.now_us = clock
         self.most_tokens = self._sizes.most_tokens
         self.oldest = self._runtime.oldest
+
+    def _new_runtime(self, policy: Policy, clock: Clock) -> LeaseRuntime:
+        return LeaseRuntime(policy.rules, clock, self._places.admitted)
 
     async def open(self) -> None:
         """See `Pool.open`."""
@@ -49,10 +55,7 @@ class LocalPool:
         """See `Pool.change_rules`."""
         self._sizes.change_rules(rules)
         self._runtime.scheduler.change_rules(rules)
-        now_us = self.now_us()
-        for lease in list(self._waiting.values()):
-            self._refuse_if_outgrown(lease, now_us)
-        self._runtime.dispatch(now_us)
+        self._look_again()
 
     def hold_back(self, for_s: float) -> None:
         """See `Pool.hold_back`."""
@@ -100,9 +103,13 @@ class LocalPool:
         if outcome is not None:
             outcome.set_result(wait)
 
-    def change_size(self, lease: Lease, tokens: int) -> None:
+    def change_size(self, lease: Lease, freed_tokens: int) -> None:
         """See `LeaseOwner.change_size`."""
-        self._runtime.resize(lease, tokens)
+        self._runtime.resize(lease, freed_tokens)
+
+    def charge_tenant(self, lease: Lease, tokens: int) -> None:
+        """See `LeaseOwner.charge_tenant`."""
+        self._runtime.charge(lease, tokens)
 
     def keep(self, lease: Lease, *, was_chosen: bool) -> None:  # noqa: ARG002
         """See `LeaseOwner.keep`."""
@@ -115,6 +122,9 @@ class LocalPool:
     def hand_back(self, lease: Lease) -> None:
         """See `LeaseOwner.hand_back`."""
         self._wait_again(lease, self._runtime.hand_back)
+
+    def prefilled(self, lease: Lease) -> None:
+        """See `LeaseOwner.prefilled`. Prompts are counted for each of several engines only."""
 
     def _wait_again(self, lease: Lease, give_back: Callable[[Lease, int], bool]) -> None:
         now_us = self.now_us()
@@ -133,7 +143,7 @@ class LocalPool:
         """See `Pool.state`."""
         scheduler = self._runtime.scheduler
         return pool_state(
-            self._sizes.rules, self._runtime.usage(), leases=scheduler.leases(), waiting=scheduler.waiting()
+            scheduler.rules, self._runtime.usage(), leases=scheduler.leases(), waiting=scheduler.waiting()
         )
 
     def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
@@ -142,7 +152,7 @@ class LocalPool:
             return Obstacle.ENGINE, self._paused
         if self._runtime.scheduler.is_held_back(self.now_us()):
             return HELD_BACK
-        return obstacle(self._sizes.rules, self._runtime.usage(), ask)
+        return obstacle(self._runtime.scheduler.rules, self._runtime.usage(), ask)
 
     def readiness(self) -> Sequence[str]:
         """See `Pool.readiness`: a pool in this process is always there."""
@@ -167,9 +177,34 @@ class LocalPool:
             return displaced
         raise self._places.queue_full(ask, queued, now_us)
 
+    def _look_again(self) -> None:
+        """The pool has another size: some waiting requests may be too large, and others fit."""
+        now_us = self.now_us()
+        for lease in list(self._waiting.values()):
+            self._refuse_if_outgrown(lease, now_us)
+        self._runtime.dispatch(now_us)
+
     def _refuse_if_outgrown(self, lease: Lease, now_us: int) -> None:
         """Refuses a request that waits, where the pool has become too small for it."""
         if error := self._sizes.outgrown(lease.ask):
             self._runtime.cancel(lease, now_us)
             self._limits.ended(lease, 0, now_us)
             lease.refused(error)
+
+
+class LimitsPool(LocalPool):
+    """The pool of a process whose models have pools of their own. It has no bound, and no request enters it.
+
+    It stands for what those pools share: the clock, and the tenants' limits.
+    """
+
+    def __init__(self, policy: Policy, allowances: RateLimiter) -> None:
+        super().__init__(_unbounded(policy), allowances=allowances)
+
+    def change_policy(self, policy: Policy) -> None:
+        """See `Pool.change_policy`."""
+        super().change_policy(_unbounded(policy))
+
+
+def _unbounded(policy: Policy) -> Policy:
+    return replace(policy, rules=policy.rules_of(None, None))

@@ -26,11 +26,14 @@ def monotonic_us() -> int:
 class LeaseRuntime:
     """Belongs to the event loop of its first wait. After every change it admits whatever the rules let in.
 
+    One exception: of many leases that change their size, 200 a second in one process, each shrinks by little. What that
+    lets in is decided once a tick of the event loop.
+
     `on_admitted` is called with the tier and the moment of every admission.
     """
 
     def __init__(self, rules: PoolRules, clock: Clock, on_admitted: Callable[[int, int], None] | None = None) -> None:
-        self.scheduler = Scheduler(rules)
+        self.scheduler = self.new_scheduler(rules)
         self.waiting: dict[str, Lease] = {}
         self._preemptible: dict[str, Lease] = {}  # leases that may be preempted
         self._clock = clock
@@ -38,6 +41,11 @@ class LeaseRuntime:
         self._names = tuple(tier.name for tier in rules.tiers)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_us = 0
+        self._soon: asyncio.Handle | None = None
+
+    def new_scheduler(self, rules: PoolRules) -> Scheduler:
+        """The scheduler of this runtime."""
+        return Scheduler(rules)
 
     def submit(self, lease: Lease) -> None:
         """Puts a request in its tier's queue, to the front where it returns. `dispatch` admits it at the earliest."""
@@ -79,10 +87,15 @@ class LeaseRuntime:
             self.dispatch(now_us)
         return None if wait is None else grant_of(self._names, wait, now_us, lease.ask.tier)
 
-    def resize(self, lease: Lease, tokens: int) -> None:
-        """A lease holds another number of tokens."""
-        if self.scheduler.resize(lease.ticket_id, tokens) and self.waiting:
-            self.dispatch(self._clock())
+    def resize(self, lease: Lease, freed_tokens: int) -> None:
+        """A lease holds what its ask says, so many tokens less. Admits later in this tick whatever that lets in."""
+        is_held = self.scheduler.resize(lease.ticket_id, lease.ask.tokens)
+        if is_held and freed_tokens > 0 and self.waiting and self._soon is None:
+            self._soon = asyncio.get_running_loop().call_soon(self._decide_soon)
+
+    def charge(self, lease: Lease, tokens: int) -> None:
+        """See `Lease.charge_tenant`. No request is admitted earlier for it."""
+        self.scheduler.charge(lease.tier, lease.ask.tenant, lease.ask.weight, tokens)
 
     def keep(self, lease: Lease) -> None:
         """A lease is not to be preempted any more. Where it had been chosen, another one may be."""
@@ -145,10 +158,11 @@ class LeaseRuntime:
         ]
 
     def stop(self) -> None:
-        """Stops the timer: without a change nothing is admitted any more."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        """Stops the timers: without a change nothing is admitted any more."""
+        self._stop_timer()
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
 
     def _admit(self, admission: Admission, now_us: int) -> None:
         ticket = admission.ticket
@@ -167,9 +181,19 @@ class LeaseRuntime:
         change_us = self.scheduler.next_change_us(now_us)
         if change_us is None or (self._timer is not None and self._timer_at_us <= change_us):
             return
-        self.stop()
+        self._stop_timer()
         self._timer_at_us = change_us
         self._timer = asyncio.get_running_loop().call_later((change_us - now_us) / 1e6, self._on_timer)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _decide_soon(self) -> None:
+        self._soon = None
+        if self.waiting:
+            self.dispatch(self._clock())
 
     def _on_timer(self) -> None:
         self._timer = None

@@ -122,6 +122,7 @@ def _split(total: int, weights: Sequence[int]) -> Sequence[int]:
 
 
 NO_BOUND = (UNLIMITED, UNLIMITED)
+ALONE = "there is no room beside others"
 HELD_BACK = (Obstacle.HELD_BACK, "too many requests wait inside the engine: the pool is held back")
 
 
@@ -139,20 +140,31 @@ def obstacle(rules: PoolRules, tiers: Sequence[TierUsage], ask: Ask) -> tuple[Ob
     of_pool = no_room(rules, tiers, ask)
     if of_pool is not None:
         return Obstacle.NO_ROOM, f"the pool has no room: {of_pool}"
-    kept = [
-        tier.name
-        for tier, figures in zip(rules.tiers[: ask.tier], tiers, strict=False)
-        if figures.held_tokens < tier.headroom_tokens or figures.held_requests < tier.headroom_requests
-    ]
-    ahead = [tier.name for tier, figures in zip(rules.tiers, tiers, strict=True) if figures.queued_requests]
-    others = sum(figures.queued_requests for figures in tiers) - 1
+    if kept := _kept(rules, tiers, ask):
+        return Obstacle.HEADROOM, f"what is free is kept for {_list(kept)}"
+    waiting = [figures.queued_requests - (level == ask.tier) for level, figures in enumerate(tiers)]  # without `ask`
+    ahead = [tier.name for tier, count in zip(rules.tiers, waiting, strict=True) if count > 0]
+    others = sum(waiting)
     if others > 0:
         wait = "other request waits" if others == 1 else "other requests wait"
         return (
             Obstacle.BEHIND,
             f"{others} {wait} already, in {_list(ahead)}: none goes before the first in order",
         )
-    return Obstacle.HEADROOM, f"what is free is kept for {_list(kept)}" if kept else "there is no room beside others"
+    return Obstacle.BEHIND, ALONE
+
+
+def _kept(rules: PoolRules, tiers: Sequence[TierUsage], ask: Ask) -> Sequence[str]:
+    """The more important tiers whose headroom leaves no room for `ask`; none where there is room beside it."""
+    tokens = rules.tokens - sum(tier.held_tokens for tier in tiers) - ask.tokens
+    requests = rules.requests - sum(tier.held_requests for tier in tiers) - ask.requests
+    kept = [
+        (tier.name, max(0, tier.headroom_tokens - it.held_tokens), max(0, tier.headroom_requests - it.held_requests))
+        for tier, it in zip(rules.tiers[: ask.tier], tiers, strict=False)
+    ]
+    if sum(each[1] for each in kept) <= tokens and sum(each[2] for each in kept) <= requests:
+        return ()
+    return [name for name, *headroom in kept if any(headroom)]
 
 
 def no_room(rules: PoolRules, tiers: Sequence[TierUsage], ask: Ask) -> str | None:

@@ -17,6 +17,8 @@ import aiohttp
 from multidict import CIMultiDict
 from yarl import URL
 
+from sidecar.engines.pages import REFUSED
+
 # Below the 5 s after which uvicorn, and so trtllm-serve, vLLM and SGLang, closes an idle connection.
 KEEPALIVE_S = 4.0
 # A network connects in milliseconds; 5 s outlast one lost SYN and its repetitions after 1 s and 2 s.
@@ -108,7 +110,7 @@ def connect_trouble(url: str, error: aiohttp.ClientError, within_s: float) -> st
     if isinstance(cause, socket.gaierror):
         return f"the name in {url} cannot be resolved: {cause.strerror}"
     if isinstance(cause, ConnectionRefusedError):
-        return f"connection refused by {url}"
+        return f"{REFUSED} {url}"
     reason = None if cause is None or not cause.errno else os.strerror(cause.errno)
     return f"no connection to {url}: {reason or cause or type(error).__name__}"
 
@@ -182,6 +184,14 @@ def _break_with_its_connection(response: aiohttp.ClientResponse) -> None:
 
 def _discard(future: asyncio.Future[None], callback: Callable[[asyncio.Future[None]], None]) -> None:
     future.remove_done_callback(callback)
+    # One callback stays: a connection that is reset while no response uses it is no error, and asyncio would log one.
+    future.remove_done_callback(_retrieve)
+    future.add_done_callback(_retrieve)
+
+
+def _retrieve(future: asyncio.Future[None]) -> None:
+    if not future.cancelled():
+        future.exception()
 
 
 async def _slices(body: bytes) -> AsyncIterator[bytes]:

@@ -2,9 +2,9 @@
 
 Source: Goyal, Vin, Cheng, "Start-time Fair Queueing" (SIGCOMM 1996); tickets are tagged and charged later here. A
 ticket gets its start tag when it becomes the first of its tenant: `start = max(V, finish of its tenant)`, where V is
-the tier's virtual time. Its tenant is charged when it is admitted: `finish = start + tokens / weight`, and then `V =
-max(V, start)`. The head is the smallest start tag; equal tags go by arrival. Tags start afresh when no ticket of the
-tier waits. So a ticket that leaves the queue costs its tenant nothing, however many leave.
+the tier's virtual time. Its tenant is charged when it is admitted: `finish = max(start, finish) + tokens / weight`,
+and then `V = max(V, start)`. The head is the smallest start tag; equal tags go by arrival. Tags start afresh when no
+ticket of the tier waits. So a ticket that leaves the queue costs its tenant nothing, however many leave.
 
 Bound (theorem 1 there): over any interval in which two tenants wait, the tokens admitted for them, each divided by its
 weight, differ by at most one maximal ticket of each, divided by its weight.
@@ -21,6 +21,10 @@ A full queue's places are shared as service is. A tenant's share of them is `pla
 being those of all tenants that wait. A newcomer whose tenant would still be within its share takes the place of the
 newest ticket of the tenant that is furthest above its own (`displaced`). So a flood fills only the part of the queue
 that the others leave. This costs O(tenants), for such a newcomer alone.
+
+A lease may come to use more than it was admitted with. Its tenant is charged for that, too (`charge`); else a tenant of
+many short answers and a few very long ones would get far more than its share. Nothing is given back for a lease that
+becomes smaller: what it held, no one else could use.
 
 A ticket that returns (it was preempted, or no engine took it) starts at V, or with the head where that starts before V:
 small tickets have passed it then. So no ticket that came later is before one that returned. Its tenant was charged when
@@ -70,6 +74,7 @@ class FairQueue:
         "_virtual",
         "_weights",
         "count",
+        "requests",
         "small_requests",
         "small_tokens",
         "tokens",
@@ -84,7 +89,7 @@ class FairQueue:
         self._returned = 0
         self._weights = 0  # of all tenants that wait
         self.count = 0
-        self.tokens = 0
+        self.tokens = self.requests = 0
         self.small_tokens = small_tokens
         self.small_requests = small_requests
 
@@ -113,6 +118,7 @@ class FairQueue:
         ticket.queued = True
         self.count += 1
         self.tokens += ticket.tokens
+        self.requests += ticket.requests
         if lane.last is None:
             self._tag(ticket, lane)
         else:
@@ -131,6 +137,7 @@ class FairQueue:
         self._returned += 1
         self.count += 1
         self.tokens += ticket.tokens
+        self.requests += ticket.requests
         self._enter_heap(ticket)
 
     def head(self) -> Ticket | None:
@@ -176,13 +183,30 @@ class FairQueue:
         if self.count > 1:  # otherwise the tags start afresh
             self._virtual = max(self._virtual, ticket.start)
             if not ticket.returns:
-                self._lanes[ticket.tenant].finish = ticket.start + ticket.tokens / ticket.weight
+                lane = self._lanes[ticket.tenant]
+                # Where its tenant was charged since the ticket became the first, the finish is beyond its start.
+                lane.finish = max(lane.finish, ticket.start) + ticket.tokens / ticket.weight
         self.remove(ticket)
+
+    def charge(self, tenant: str, weight: int, tokens: int) -> None:
+        """A lease of a tenant uses so many tokens more than its tenant was charged for: its next tickets start later.
+
+        The first that waits keeps its start. Nothing changes where no ticket of the tier waits: the tags start afresh.
+        """
+        if not self.count:
+            return
+        lane = self._lanes.get(tenant)
+        if lane is None:
+            if len(self._lanes) >= self._lanes_limit:
+                self._forget_finished()
+            lane = self._lanes[tenant] = Lane()
+        lane.finish = max(self._virtual, lane.finish) + tokens / weight
 
     def remove(self, ticket: Ticket) -> None:
         """Takes any waiting ticket out. The entry of a first one stays in its heap until it surfaces or is swept."""
         self.count -= 1
         self.tokens -= ticket.tokens
+        self.requests -= ticket.requests
         if not self.count:
             ticket.queued = False
             self._start_afresh()

@@ -15,6 +15,12 @@ chosen earlier counts as free. A lease may be chosen while all of this holds.
 Leases are chosen from the least important tier first, the latest admitted first, until the tickets fit. Then those that
 are not needed are spared, the last chosen first. Where all of them together are not enough, none is chosen.
 
+A burst. An `always_first` tier takes room for all that waits in it, as soon as its served ticket has its room: each
+ticket would else wait for an abort of its own. What waits counts as tickets of the mean size, in both dimensions,
+within the tier's limit. Leases are chosen in the same order, and kept out only as far as one ticket more would fit: a
+rest that is too small for one is not taken. All tickets of such a tier come before every victim, so rule 3 above holds
+for each of them.
+
 No thrashing. The tier of a victim is not below its reserve, and by 3 the served ticket comes before the victim and
 before every head of that tier. So, if nothing else happens meanwhile, the tickets that room was taken for are admitted
 next, in order. Another ticket is admitted first only if it has come before them meanwhile: by its level, its floor or
@@ -24,10 +30,11 @@ its age. In any case no request is preempted more than `max_preemptions` times.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Protocol
 
 from sidecar.policy.rules import PoolRules, largest_admissible
-from sidecar.scheduling.order import Candidate, LevelOrder
+from sidecar.scheduling.order import Candidate, LevelOrder, OrderClass
 from sidecar.scheduling.ticket import Ticket
 from sidecar.scheduling.tier import TierState
 
@@ -43,6 +50,35 @@ class Room(Protocol):
 
     def holds_its_place(self, candidate: Candidate) -> bool:
         """Rule 3."""
+
+
+class Burst:
+    """What waits in the tier of an `always_first` ticket: how many tickets of the mean size fit, the served one too."""
+
+    def __init__(self, served: Candidate, tier: TierState, room: Room) -> None:
+        self._tier = tier
+        self._room = room
+        self._ticket = copy(served.ticket)
+        self._candidate = served._replace(ticket=self._ticket)
+        self._number = 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all fit that wait, or all that the tier's limit admits."""
+        return self._number >= self._tier.queue.count or self._tier.is_at_limit(self._with_one_more())
+
+    def grow(self) -> bool:
+        """Counts the tickets that fit beside what is booked now. Whether they are more than before."""
+        before = self._number
+        while not self.is_whole and self._room.fits(self._candidate):
+            self._number += 1
+        return self._number > before
+
+    def _with_one_more(self) -> Ticket:
+        queue, number = self._tier.queue, self._number + 1
+        self._ticket.tokens = -(-queue.tokens * number // queue.count)
+        self._ticket.requests = -(-queue.requests * number // queue.count)
+        return self._ticket
 
 
 class Preemption:
@@ -78,7 +114,10 @@ class Preemption:
         """
         victims = list(self._victims.values())
         self._book(victims, -1)
-        chosen = [] if self._all_fit(order) else self._enough(order, rules, now_us)
+        fits = self._all_fit(order)
+        chosen = [] if fits else self._enough(order, rules, now_us)
+        if (fits or chosen) and order[-1].order_class is OrderClass.ALWAYS_FIRST:
+            chosen += self._for_the_burst(order, chosen, rules, now_us)
         self._book(victims, 1)
         self._victims.update((victim.id, victim) for victim in chosen)
         return chosen
@@ -121,6 +160,29 @@ class Preemption:
             else:
                 self._book((lease,), -1)
         return needed
+
+    def _for_the_burst(
+        self, order: Sequence[Candidate], taken: Sequence[Ticket], rules: PoolRules, now_us: int
+    ) -> list[Ticket]:
+        """More leases than `taken`, for the other tickets that wait in the tier of the last of `order`."""
+        served = order[-1]
+        self._book(taken, -1)
+        burst = Burst(served, self._tiers[served.ticket.tier], self._room)
+        chosen: list[Ticket] = []
+        spare: list[Ticket] = []  # of no use until one ticket more fits
+        burst.grow()
+        for lease in () if burst.is_whole else self._eligible(served, rules, now_us):
+            if lease in taken or not self._tiers[lease.tier].has_its_reserve_without(lease):
+                continue
+            spare.append(lease)
+            self._book((lease,), -1)
+            if burst.grow():
+                chosen += spare
+                spare = []
+            if burst.is_whole:
+                break
+        self._book([*taken, *chosen, *spare], 1)
+        return chosen
 
     def _eligible(self, served: Candidate, rules: PoolRules, now_us: int) -> list[Ticket]:
         """The leases that satisfy 1, 3 and 4, in the order in which they are chosen."""

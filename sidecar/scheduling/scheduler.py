@@ -251,6 +251,10 @@ class Scheduler:
         lease.tokens = tokens
         return True
 
+    def charge(self, tier: int, tenant: str, weight: int, tokens: int) -> None:
+        """Charges a tenant for what a lease came to use beyond what it was charged for: see `FairQueue.charge`."""
+        self._tiers[tier].queue.charge(tenant, weight, tokens)
+
     def next_change_us(self, now_us: int) -> int | None:
         """When `dispatch` could next admit a ticket though nothing else happens, None where time changes nothing.
 

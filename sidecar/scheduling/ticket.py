@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from sidecar.scheduling.placement import Placing
+
 
 class Rule(str, Enum):
     """The rule by which a ticket was admitted before the head of another tier that had come before it.
 
     `RESERVE`: it was inside its tier's reserve. `TURN`: its tier was below its reserve, and owed nothing.
     `PASSED_OVER`: the other ticket was before it in order, and would not have fitted even beside the reserves alone.
+    `CLAIM`: the other ticket was before it in order, fitted the pool, and claimed another engine, which had no room.
     """
 
     ALWAYS_FIRST = "always_first"
@@ -21,6 +24,7 @@ class Rule(str, Enum):
     LEVEL = "level"
     LIMIT = "limit"
     PASSED_OVER = "passed_over"
+    CLAIM = "claim"
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +37,8 @@ class Ticket:
     counts how often it was a lease and waited again; `overtaken_us` is then its first overtaking, after a preemption at
     the latest the moment of its first return. Where it is None, only tickets after the place `overtaken_after` in the
     order of arrival overtake it. A lease was admitted at `admitted_us` with `admitted_tokens`, which counted as served;
-    `excess` is how many whole reserves too much its tier held with it, where it was admitted by a turn.
+    `excess` is how many whole reserves too much its tier held with it, where it was admitted by a turn. `placing` is
+    set only in a pool of several engines.
     """
 
     id: str
@@ -55,6 +60,7 @@ class Ticket:
     admitted_us: int = 0
     admitted_tokens: int = 0
     excess: int = 0
+    placing: Placing = field(init=False, repr=False)
 
 
 class Wait(NamedTuple):
@@ -74,10 +80,11 @@ class Admission(NamedTuple):
     """A ticket that became a lease. `level` is the level that the engine receives as its priority.
 
     `passed` pairs the levels of the other tiers whose head had arrived before the ticket with the rule by which the
-    ticket was admitted first.
+    ticket was admitted first. `engine` is the id of its engine in a pool of several.
     """
 
     ticket: Ticket
     wait: Wait
     level: int
     passed: Sequence[tuple[int, Rule]]
+    engine: str | None = None

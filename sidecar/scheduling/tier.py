@@ -23,8 +23,8 @@ class TierState:
 
     __slots__ = ("held_requests", "held_tokens", "latest_admission", "owes_until_us", "queue", "rules")
 
-    def __init__(self, rules: TierRules) -> None:
-        self.queue = FairQueue()
+    def __init__(self, rules: TierRules, queue: FairQueue | None = None) -> None:
+        self.queue = FairQueue() if queue is None else queue
         self.held_tokens = 0
         self.held_requests = 0
         self.latest_admission = 0

@@ -58,9 +58,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._end_head()
-        for cycle in self._unfinished():
-            cycle.disconnected = True
-            cycle.message_event.set()
+        self._disconnect_unfinished()
 
     def data_received(self, data: bytes) -> None:
         if self._has_refused:
@@ -159,7 +157,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.write(b"".join([status, *lines, b"connection: close\r\n\r\n", body]))
             self.transport.write_eof()
             self._has_refused = True
+            self._disconnect_unfinished()  # nothing can be written any more
             self.loop.call_later(READ_ON_S, self.transport.close)
+
+    def _disconnect_unfinished(self) -> None:
+        for cycle in self._unfinished():
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def _unfinished(self) -> list[RequestResponseCycle]:
         """The requests without a complete response: the one that is served, and those pipelined after it."""

@@ -14,14 +14,20 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidecar.server.server import CannotServe
-from sidecar.server.workers import ServerProcesses, refuse_separate_pools, server_processes
+from sidecar.server.workers import (
+    ServerProcesses,
+    refuse_separate_pools,
+    refuse_shared_engine,
+    server_processes,
+)
 
 _log = logging.getLogger("sidecar.mounted")
 _LAST_MESSAGES = frozenset(("lifespan.startup.failed", "lifespan.shutdown.complete", "lifespan.shutdown.failed"))
 
 
 class MountedLifespan:
-    """Runs `services` around an app's lifespan. `is_shared` says that the pool is in a store.
+    """Runs `services` around an app's lifespan. `is_shared` says that the pool is in a store, `is_engine` that each
+    process is an engine of it.
 
     `services` gets the server's processes, and raises CannotServe or ValueError where it cannot start. So does a server
     of several processes without a store.
@@ -34,10 +40,12 @@ class MountedLifespan:
         *,
         is_shared: bool,
         environment: Mapping[str, str],
+        is_engine: bool = False,
     ) -> None:
         self.app = app
         self._services = services
         self._is_shared = is_shared
+        self._is_engine = is_engine
         self._environment = environment
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,7 +62,9 @@ class MountedLifespan:
 
         async with AsyncExitStack() as started:
             try:
-                processes = check_processes(scope, self._environment, is_shared=self._is_shared)
+                processes = check_processes(
+                    scope, self._environment, is_shared=self._is_shared, is_engine=self._is_engine
+                )
                 await started.enter_async_context(self._services(processes))
             except (CannotServe, ValueError) as mistake:
                 await send(startup_failed(mistake))
@@ -62,10 +72,17 @@ class MountedLifespan:
             await self.app(scope, received, sent)
 
 
-def check_processes(scope: Scope, environment: Mapping[str, str], *, is_shared: bool) -> ServerProcesses:
-    """The server's processes, by its first scope. Raises ValueError where each would have a pool of its own."""
+def check_processes(
+    scope: Scope, environment: Mapping[str, str], *, is_shared: bool, is_engine: bool = False
+) -> ServerProcesses:
+    """The server's processes, by its first scope.
+
+    Raises ValueError where each would have a pool of its own, or (`is_engine`) offer a pool the one engine of all.
+    """
     processes = server_processes(scope, environment)
-    if not is_shared:
+    if is_engine:
+        refuse_shared_engine(processes)
+    elif not is_shared:
         refuse_separate_pools(processes)
     return processes
 

@@ -14,7 +14,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import uvicorn
@@ -56,19 +56,20 @@ async def serve(
     drained: Callable[[], Awaitable[None]],
     grace_s: float,
     reload: Callable[[], None] | None = None,
-    upstream: str | None = None,
+    upstreams: Sequence[str] = (),
     announce: Callable[[str], None] = print,
 ) -> None:
     """Serves `app` and `admin` until SIGTERM or SIGINT; returns when both have ended. Call it in the main thread.
 
     SIGHUP calls `reload`, where there is one: then a terminal that closes does not end the server. `announce` gets one
-    line per address as soon as it answers, with the port that was chosen for port 0. `upstream` is where `app` sends
-    requests. Raises CannotServe, also where that is one of the server's own addresses.
+    line per address as soon as it answers, with the port that was chosen for port 0. `upstreams` are where `app`
+    sends requests. Raises CannotServe, also where one of those is one of the server's own addresses.
     """
     signals = _Signals(reload)
     with listening(host, port) as client_socket, listening(admin_host, admin_port) as admin_socket, signals.caught():
-        if upstream is not None and leads_to(upstream, (client_socket, admin_socket)):
-            raise CannotServe(f"the upstream {upstream} is this sidecar itself; give --upstream the engine's address")
+        for upstream in upstreams:
+            if leads_to(upstream, (client_socket, admin_socket)):
+                raise CannotServe(f"the upstream {upstream} is this sidecar itself; give the engine's address")
         servers = [
             _Server("proxy", app, client_socket, lifespan="on", timeout_keep_alive=_KEEP_ALIVE_S),
             _Server("admin", admin, admin_socket, lifespan="off", timeout_keep_alive=_ADMIN_KEEP_ALIVE_S),

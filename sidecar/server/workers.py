@@ -63,6 +63,18 @@ def refuse_separate_pools(processes: ServerProcesses) -> None:
         )
 
 
+def refuse_shared_engine(processes: ServerProcesses) -> None:
+    """Raises ValueError for several processes; call it where each process offers the pool a whole engine."""
+    number, supervisor = processes
+    if number > 1:
+        started = f"{number} server processes" if supervisor is None else f"{number} server processes of {supervisor}"
+        switch = "" if supervisor is None else f"; if each has an engine of its own, set {PROCESSES_VARIABLE}=1"
+        raise ValueError(
+            f"{started} share this engine, and with `engines: {{mounted: true}}` each would offer the pool all of it: "
+            f"start a single server process, or write `capacity` in place of `engines`{switch}"
+        )
+
+
 def _supervised() -> ServerProcesses:
     """The processes of the supervisor that started this one; one where it is not known to have several."""
     return _of_multiprocessing() or _of_stack() or _of_command() or ServerProcesses(1)

@@ -21,6 +21,8 @@ from sidecar.events import (
     Queued,
     Received,
     Refused,
+    Replayed,
+    ReplayReason,
     Settled,
     Verdict,
 )
@@ -42,12 +44,13 @@ class TraceIds(NamedTuple):
 class PreemptedAttempt(msgspec.Struct, frozen=True, gc=False):
     """An admission that was taken back, and the wait before it, None where there was none.
 
-    It was preempted, or the engine could not be reached.
+    It was preempted, or the engine could not be reached, or it did not serve the request (`replayed`).
     """
 
     queued: Queued | None
     admitted: Admitted
     preempted: Preempted
+    replayed: Replayed | None = None
 
 
 class RequestRecord(msgspec.Struct, gc=False, eq=False):
@@ -55,8 +58,8 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
 
     For a preempted request, `queued` and `admitted` are of the last attempt, and `lost` has the earlier ones. Where it
     was not admitted again, `refused` is how its wait ended, beside `settled`. `copy_of` is the request itself where
-    this is a copy that the journal keeps of an admission that was taken back. The client's headers are not kept: they
-    hold its API key.
+    this is a copy that the journal keeps of an admission that was taken back. `replayed` is for a moment the cause of
+    the next `Preempted`. The client's headers are not kept: they hold its API key.
     """
 
     request_id: str
@@ -73,6 +76,7 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
     settled: Settled | None = None
     observed: Observed | None = None
     lost: tuple[PreemptedAttempt, ...] = ()
+    replayed: Replayed | None = None
     copy_of: RequestRecord | None = None
 
     @staticmethod
@@ -86,8 +90,8 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         """Adds one event. An object that is no event changes nothing."""
         if type(event) is Preempted:
             if self.admitted is not None:
-                self.lost = (*self.lost, PreemptedAttempt(self.queued, self.admitted, event))
-                self.queued = self.admitted = None
+                self.lost = (*self.lost, PreemptedAttempt(self.queued, self.admitted, event, self.replayed))
+                self.queued = self.admitted = self.replayed = None
             return
         if type(event) is Classified and event.model is not None and len(event.model) > LONGEST_MODEL:
             event = msgspec.structs.replace(event, model=event.model[:LONGEST_MODEL])
@@ -131,6 +135,11 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         return sum(not attempt.preempted.is_unreached for attempt in self.lost)
 
     @property
+    def replays(self) -> int:
+        """How often an engine did not serve it, and it waited for another."""
+        return sum(attempt.replayed is not None for attempt in self.lost)
+
+    @property
     def engine_lost_us(self) -> int:
         """The engine's time that was lost in attempts that were preempted."""
         return sum(engine_time_us(attempt.preempted) for attempt in self.lost if not attempt.preempted.is_unreached)
@@ -156,7 +165,22 @@ _FIELDS: Final[dict[type, str]] = {
     FirstByte: "first_byte",
     Settled: "settled",
     Observed: "observed",
+    Replayed: "replayed",
 }
+
+
+REPLAYED_BECAUSE: Final = {
+    ReplayReason.UNREACHED: "no connection to the engine could be made",
+    ReplayReason.FULL: "the engine said that it was full",
+    ReplayReason.CRASHED: "the engine crashed before it answered",
+    ReplayReason.BROKEN: "the engine broke the connection before it answered",
+}
+"""A clause for each reason of a replay."""
+
+
+def engine_name(engine_id: str) -> str:
+    """The operator's name of an engine, of its id `name#incarnation`."""
+    return engine_id.rpartition("#")[0]
 
 
 def engine_time_us(preempted: Preempted) -> int:

@@ -20,7 +20,7 @@ from sidecar.admin.routes import HEADERS, PAGE
 from sidecar.admin.stream import OverviewStream
 from sidecar.cluster.document import Amount, Promised, RefusalView, ReplicaView, TenantView
 from tests.cluster.replicas import Replica, overload, replicas
-from tests.cluster.views import gave_way, overview, starved, tier
+from tests.cluster.views import engine, engines, gave_way, overview, sizes, starved, tier
 from tests.support.browser import browser
 from tests.support.devtools import Tab, headless, tab
 from tests.support.serving import serving
@@ -110,6 +110,73 @@ async def test_what_comes_from_requests_is_text_and_stays_text(tools: str) -> No
         assert any("Content Security Policy" in line for line in page.console)
 
 
+async def test_a_row_for_each_engine_of_a_pool_of_several(tools: str) -> None:
+    async with shown(tools) as (page, server):
+        assert await page.evaluate("document.getElementById('engines-section').hidden")
+        server.overview = overview(engines=engines())
+        await page.until("document.getElementById('engine-rows').children.length === 4")
+        assert "4 engines of vllm" in await page.text()
+        rows = [[text.split("\n") for text in await cells(page, row, "engine-rows")] for row in range(4)]
+        assert rows[0] == [
+            ["a"], ["ready"], ["20k of 400k tokens", "20 of 160 requests"], ["3,000"], ["1"], ["20"], ["42%"],
+        ]  # fmt: skip
+        assert (rows[1][1], rows[1][6]) == (["draining"], ["~30%"])
+        assert rows[2][0] == ["c #3"]
+        assert rows[2][1] == ["down", "connection refused by http://c:8000"]
+        assert (rows[2][2][0], rows[2][6]) == ("0 of 400k tokens", ["\u2013"])
+        assert rows[3][1] == ["ready", "down at gpu-2 0123abcd"]
+        assert rows[3][2] == ["20k tokens", "20 of 160 requests"]
+        server.overview = overview(engines=[engine("a", state="down", reason=HOSTILE, elsewhere=HOSTILE)])
+        await page.until("document.getElementById('engine-rows').children.length === 1")
+        assert HOSTILE in (await cells(page, 0, "engine-rows"))[1]
+        assert page.console == []
+
+
+RAISED = "the engine preempted requests, so the quantile is above the 0.95 of learn: cautious"
+
+
+async def test_lease_sizes_are_shown_where_lengths_are_learned(tools: str) -> None:
+    async with shown(tools) as (page, server):
+        assert await page.evaluate("document.getElementById('sizes-section').hidden")
+        server.overview = overview(lease_sizes=[sizes()])
+        await page.until("document.getElementById('size-rows').children.length === 1")
+        row = [text.split("\n") for text in await cells(page, 0, "size-rows")]
+        assert row[0] == ["vllm"]  # a pool of one engine
+        assert row[1][0] == "40k tokens held, 30k used (75%)"
+        assert row[2] == ["95%", sizes().reason]
+        assert row[3:] == [["1.00"], ["44k"], ["12"], ["\u2013"]]
+        fill = "document.querySelector('#size-rows .gauge div').style.width"
+        assert await page.evaluate(fill) == "75%"
+        raised = sizes("b", quantile=0.9875, is_raised=True, reason=RAISED, overlap=0.833, preemptions=2)
+        server.overview = overview(lease_sizes=[sizes("a", held_tokens=0, used_tokens=0), raised])
+        await page.until("document.getElementById('size-rows').children.length === 2")
+        assert (await cells(page, 0, "size-rows"))[:2] == ["a", "nothing held"]
+        second = [text.split("\n") for text in await cells(page, 1, "size-rows")]
+        assert (second[0], second[2], second[3], second[6]) == (["b"], ["98.75%", RAISED], ["0.83"], ["2"])
+        assert await page.evaluate("document.querySelectorAll('#size-rows .differing').length") == 1
+        server.overview = overview(lease_sizes=[sizes(HOSTILE, reason=HOSTILE)])
+        await page.until("document.getElementById('size-rows').children.length === 1")
+        assert (await cells(page, 0, "size-rows"))[0] == HOSTILE
+        server.overview = overview()
+        await page.until("document.getElementById('sizes-section').hidden")
+        assert page.console == []
+
+
+@pytest.mark.parametrize("width", [1180, 900, 390])
+async def test_engines_with_long_names_fit_the_window(tools: str, width: int) -> None:
+    name = "vllm-decode-0.vllm-headless.inference.svc.cluster.local:8000"
+    reason = "connection refused by http://" + "a-very-long-host-name." * 10
+    rows = [
+        engine(name, state="down", reason=reason),
+        engine("b" * 64),
+        engine("[2001:db8::1]:8000", id="[2001:db8::1]:8000#12"),
+    ]
+    async with shown(tools, overview(engines=rows)) as (page, _):
+        await page.look(width, 900)
+        await page.until("document.getElementById('engine-rows').children.length === 3")
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width
+
+
 async def test_rows_stay_and_keep_their_focus_while_figures_change(tools: str) -> None:
     async with shown(tools) as (page, server):
         await page.evaluate("window.firstSeen = document.getElementById('tier-rows').children[1]")
@@ -172,7 +239,12 @@ async def test_promises_are_marked_as_kept_or_broken(tools: str) -> None:
 
 async def test_nothing_is_cut_off_at_any_width_by_day_or_night(tools: str) -> None:
     long = "a-rather-long-name-of-a-tier"
-    wide = overview(starved(long), *(tier(f"tier-{n}", n) for n in range(6)), tenants=[TenantView("t" * 80, 1, 1, 1)])
+    wide = overview(
+        starved(long),
+        *(tier(f"tier-{n}", n) for n in range(6)),
+        tenants=[TenantView("t" * 80, 1, 1, 1)],
+        lease_sizes=[sizes("e" * 64, reason=RAISED, is_raised=True, preemptions=123_456), sizes("b")],
+    )
     async with shown(tools, wide) as (page, _):
         for width in (360, 700, 1000, 1400):
             pictures = []
@@ -237,6 +309,7 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield one
 
 
+@pytest.mark.long
 async def test_a_running_sidecar_under_overload_is_seen_as_it_is(sidecar: Replica, tools: str) -> None:
     async with tab(tools) as page, overload([sidecar.url]):
         await page.open(f"{sidecar.admin_url}/")

@@ -196,6 +196,7 @@ async def test_the_id_on_the_live_page_opens_the_story_for_people(sidecar: Repli
         assert page.console == []
 
 
+@pytest.mark.long
 async def test_a_request_that_waited_says_what_it_waited_for_and_links_to_those_ahead(sidecar: Replica) -> None:
     async with overload([sidecar.url]), aiohttp.ClientSession() as client:
         await asyncio.sleep(1)

@@ -49,6 +49,7 @@ def _ways(folder: Path, prefix: str = "--") -> list[tuple[list[str], dict[str, s
     ]
 
 
+@pytest.mark.long
 def test_explain_takes_the_key_from_a_file_or_the_environment(tmp_path: Path) -> None:
     for arguments, variables in _ways(tmp_path):
         ran = _ran("explain", POLICIES, "--path", "/v1/chat/completions", *arguments, "--json", "-", **variables)
@@ -64,6 +65,7 @@ def test_a_header_with_a_key_goes_before_the_environment() -> None:
         assert json.loads(ran.stdout)["tenant"]["name"] == "research-batch"
 
 
+@pytest.mark.long
 def test_replay_takes_the_key_from_a_file_or_the_environment(tmp_path: Path, sidecar: str) -> None:
     target = tmp_path / "lines.jsonl"
     for arguments, variables in _ways(tmp_path, "--api-"):
@@ -103,6 +105,7 @@ def _recorder() -> Iterator[tuple[str, set[str | None]]]:
         server.shutdown()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["doctor", "init"])
 def test_doctor_and_init_take_the_key_from_a_file_or_the_environment(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -25,13 +25,14 @@ def test_a_good_policy_prints_a_table_and_its_warnings(capsys: pytest.CaptureFix
     assert printed.err == ""
     assert (
         "in tokens  reserve  kept idle    limit  size limit  certain size  size limit set by\n"
-        "critical    40,000     40,000  200,000     200,000       200,000  the tier's limit\n"
-        "high        80,000     40,000  400,000     280,000       120,000  the pool less what the other tiers reserve\n"
+        "critical    40,000          0  200,000     200,000       200,000  the tier's limit\n"
+        "high        80,000          0  400,000     280,000       120,000  the pool less what the other tiers reserve\n"
     ) in printed.out
-    assert "high              32         16    160         112            48  the pool less what" in printed.out
+    assert "high              32          0    160         112            48  the pool less what" in printed.out
     assert "certain size: what finds room in a bounded time, even while critical holds its limit" in printed.out
     assert "standard: normal, may ask for high; 1 key, weight 1" in printed.out
-    assert "tiers.critical.lend: lends nothing: while it is idle, 40,000 tokens (10% of the pool)" in printed.out
+    assert "tiers.low: accepts requests of many times its reserve: one of 220,000 tokens" in printed.out
+    assert "unused" not in printed.out, "the shipped policy keeps room idle"
 
 
 def test_a_bad_policy_prints_every_mistake_on_standard_error(
@@ -53,12 +54,13 @@ def test_json_on_standard_output_is_nothing_but_json(capsys: pytest.CaptureFixtu
     assert result["tiers"][0] == {
         "tier": "critical",
         "reserve": {"tokens": 40_000, "requests": 16},
-        "headroom": {"tokens": 40_000, "requests": 16},
+        "headroom": {"tokens": 0, "requests": 0},
         "limit": {"tokens": 200_000, "requests": 80},
         "largest_request": {"tokens": 200_000, "requests": 80},
         "largest_certain_request": {"tokens": 200_000, "requests": 80},
     }
-    assert [warning["path"] for warning in result["warnings"]] == ["tiers.critical.lend", "tiers.low", "tiers.batch"]
+    assert [warning["path"] for warning in result["warnings"]] == ["tiers.low", "tiers.batch"]
+    assert [tier["headroom"] for tier in result["tiers"]] == [{"tokens": 0, "requests": 0}] * 5
 
 
 def test_the_json_of_a_bad_policy_lists_its_mistakes(tmp_path: Path) -> None:
@@ -216,3 +218,26 @@ def test_an_engine_that_does_not_say_how_many_requests_it_runs_is_warned_of(
     assert main(["check", str(path)]) == 0
     said = f"{path}:2: capacity: vLLM does not tell `sidecar serve` how many requests it runs at once"
     assert (said in capsys.readouterr().out) is is_said
+
+
+@pytest.mark.parametrize(
+    ("learn", "said"),
+    [
+        ("", "learn: cautious; a lease holds prompt and expected output (its maximum, until such answers are known)\n"),
+        (", learn: off", "learn: off; a lease holds prompt and maximum output\n"),
+        (
+            ", learn: full",
+            "learn: full; a lease holds prompt and expected output (its maximum, until such answers are known), less "
+            "what ends at different times\n",
+        ),
+    ],
+)
+def test_the_way_to_learn_is_said_below_the_capacity(
+    learn: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(f"engine: vllm\ncapacity: {{tokens: 5k, requests: 8{learn}}}\ntiers: {{normal: {{}}}}\n")
+    assert main(["check", str(path)]) == 0
+    assert f"pool: 5,000 tokens; 8 requests\n{said}" in capsys.readouterr().out
+    assert main(["check", str(path), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["learn"] == (learn.rpartition(" ")[2] or "cautious")

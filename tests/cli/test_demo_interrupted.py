@@ -83,6 +83,7 @@ def test_while_it_starts(after_s: float) -> None:
     assert "Exception ignored" not in errors
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("line", "number", "code"), [
     (r"control.* 0\.0 s", signal.SIGINT, 130),
     pytest.param(r"control.* [1-3]\.\d s", signal.SIGINT, 130, marks=pytest.mark.soak),
@@ -101,6 +102,7 @@ def test_while_it_plays(line: str, number: signal.Signals, code: int) -> None:
     assert "Exception" not in errors
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "after", [r"Now on the live page", pytest.param(r"admission .* [1-9]\.\d s", marks=pytest.mark.soak)]
 )
@@ -114,6 +116,7 @@ def test_replicas_end_too(after: str, tmp_path: Path) -> None:
         assert "Traceback" not in errors
 
 
+@pytest.mark.long
 def test_a_page_that_is_open_does_not_hold_it_up() -> None:
     with demo("--seconds", "3") as (process, mark):
         assert process.stdout is not None

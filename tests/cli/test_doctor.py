@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,7 @@ def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
 FAST: Sequence[str] = ("--max-num-seqs", "4", "--step-ms", "1")
 
 
+@pytest.mark.long
 def test_an_engine_that_follows_priority_is_a_zero(tmp_path: Path) -> None:
     figures = tmp_path / "doctor.json"
     with emulator("--engine", "tensorrt-llm", *FAST) as url:
@@ -57,6 +59,7 @@ def test_an_engine_that_follows_priority_is_a_zero(tmp_path: Path) -> None:
     assert len(mixed["requests_seen"]) == 40
 
 
+@pytest.mark.long
 def test_what_is_broken_is_a_one_and_standard_output_is_nothing_but_json() -> None:
     with emulator("--engine", "tensorrt-llm", "--no-priority-field", *FAST) as url:
         ended = doctor("--upstream", url, "--json", "-")
@@ -67,6 +70,7 @@ def test_what_is_broken_is_a_one_and_standard_output_is_nothing_but_json() -> No
     assert found["bursts"] == []
 
 
+@pytest.mark.long
 def test_what_could_not_be_seen_is_a_three() -> None:
     with emulator("--engine", "vllm", *FAST) as url:
         ended = doctor("--upstream", url, "--read-only")
@@ -75,6 +79,7 @@ def test_what_could_not_be_seen_is_a_three() -> None:
     assert ended.stderr == ""
 
 
+@pytest.mark.long
 def test_a_policy_for_another_engine_is_broken(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text("engine: sglang\ncapacity: {requests: 4}\ntiers: {high: {}, normal: {}}\n")
@@ -97,6 +102,7 @@ def test_no_server_there_is_a_two(capsys: pytest.CaptureFixture[str]) -> None:
         (["--upstream", "http://e", "--timeout", "soon"], "soon"),
         (["--upstream", "http://e", "--timeout", "1h"], "write one from 1s to 600s"),
         (["--upstream", "http://e", "--header", "x-team"], "write one like x-team: search"),
+        (["--upstream", "http://e", "--upstream", "http://f"], "--upstream is given twice; several engines belong in"),
         ([], "--upstream"),
     ],
 )
@@ -120,6 +126,7 @@ def test_a_file_that_cannot_be_written_is_found_out_before_anything_is_sent(
     assert "cannot write" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_control_c_leaves_no_work_at_the_engine() -> None:
     with emulator("--engine", "vllm", "--max-num-seqs", "2", "--step-ms", "40") as url:
         command = [*SIDECAR, "doctor", "--upstream", url]
@@ -146,6 +153,7 @@ def _until(condition: object) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("engine", "option", "arguments"),
     [
@@ -165,3 +173,166 @@ def test_a_prefix_cache_whose_hits_are_not_reported_is_a_note(
         with emulator("--engine", engine, *FAST, *flags) as url:
             ended = doctor("--upstream", url, *arguments)
         assert bool(advice.search(ended.stdout)) is is_said, (flags, ended.stdout)
+
+
+FLEET = """\
+engine: vllm
+tiers: {{high: {{}}, normal: {{}}}}
+engines:
+  static:
+    - {{name: one, url: {one}}}
+    - {{name: two, url: {two}, capacity: {{requests: 9}}}}
+"""
+
+
+@pytest.mark.long
+def test_each_engine_of_a_policy_is_examined(tmp_path: Path) -> None:
+    path, figures = tmp_path / "policy.yaml", tmp_path / "doctor.json"
+    with emulator("--engine", "vllm", *FAST) as one, emulator("--engine", "sglang", *FAST) as two:
+        path.write_text(FLEET.format(one=one, two=two))
+        ended = doctor("--policy", str(path), "--read-only", "--json", str(figures))
+        alone = doctor("--policy", str(path), "--read-only", "--upstream", one)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert ended.stdout.startswith(f"engine one\nUNKNOWN: vllm 0.33.0 at {one}: nothing was sent\n")
+    assert "\n\nengine two\nBROKEN: sglang " in ended.stdout
+    assert "the policy says `engine: vllm`, but sglang answers" in ended.stdout
+    assert ended.stdout.endswith("\nengines: one unknown, two broken\n")
+    found = json.loads(figures.read_text())["engines"]
+    assert [(each["name"], each["verdict"], each["upstream"]) for each in found] == [
+        ("one", "unknown", one),
+        ("two", "broken", two),
+    ]
+    assert alone.returncode == 3
+    assert alone.stdout.startswith("UNKNOWN: vllm")
+
+
+@pytest.mark.long
+def test_an_engine_is_compared_with_its_own_capacity(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    with emulator("--engine", "sglang", *FAST) as one, emulator("--engine", "sglang", *FAST) as two:
+        path.write_text(FLEET.format(one=one, two=two).replace("vllm", "sglang"))
+        ended = doctor("--policy", str(path), "--read-only")
+        of_two = doctor("--policy", str(path), "--read-only", "--upstream", two)
+    first, _, second = ended.stdout.partition("\nengine two\n")
+    said = "capacity.requests is 9, but the engine runs 4 at once"
+    assert (said in first, said in second, said in of_two.stdout) == (False, True, True)
+
+
+@pytest.mark.long
+def test_the_engines_that_are_there_are_examined_where_one_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    with emulator("--engine", "vllm", *FAST) as two:
+        path.write_text(FLEET.format(one="http://127.0.0.1:9", two=two))
+        ended = doctor("--policy", str(path), "--read-only", "--json", "-")
+    assert ended.returncode == 2
+    assert "sidecar doctor: engine one: cannot reach http://127.0.0.1:9: " in ended.stderr
+    one, second = json.loads(ended.stdout)["engines"]
+    assert (one["name"], one["verdict"], second["verdict"]) == ("one", None, "unknown")
+    assert one["error"].startswith("cannot reach")
+
+
+def test_the_engines_of_a_list_are_examined(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(FLEET.partition("  static:")[0].format() + "  file: e.yaml\n")
+    with emulator("--engine", "vllm", *FAST) as one:
+        (tmp_path / "e.yaml").write_text(f"engines: [{{name: x, url: {one}}}]\n")
+        ended = doctor("--policy", str(path), "--read-only")
+    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (3, "engines: x unknown")
+
+
+def test_the_engines_that_dns_names_are_examined(tmp_path: Path) -> None:
+    with emulator("--engine", "vllm", *FAST) as url:
+        port = url.rpartition(":")[2]
+        text = FLEET.partition("  static:")[0].format() + f"  dns: {{name: 'localhost:{port}'}}\n"
+        (tmp_path / "policy.yaml").write_text(text)
+        ended = doctor("--policy", str(tmp_path), "--read-only")
+    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (3, f"engines: 127.0.0.1:{port} unknown")
+
+
+def together(folder: Path, policy: str, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+    """The exit code, the report of the engines together in one line, and the same as figures."""
+    (folder / "policy.yaml").write_text(policy)
+    ended = doctor("--policy", str(folder), "--json", str(folder / "d.json"), *arguments)
+    _, _, text = ended.stdout.partition("\nengines together\n")
+    return ended.returncode, " ".join(text.split()), json.loads((folder / "d.json").read_text())["together"]
+
+
+@pytest.mark.long
+def test_engines_that_fit_together_are_a_zero_and_their_capacity_is_one_line(tmp_path: Path) -> None:
+    cached = ("--enable-prefix-caching", "--cache-report", "--kv-tokens", "50000")
+    with emulator("--engine", "vllm", *FAST, *cached) as one, emulator("--engine", "vllm", *FAST, *cached) as two:
+        policy = FLEET.format(one=one, two=two).replace(", capacity: {requests: 9}", "")
+        code, text, found = together(tmp_path, policy)
+    assert (code, found["findings"]) == (0, [])
+    assert [row["cached_tokens_reported"] for row in found["rows"]] == [True, True]
+    assert [(row["name"], row["verdict"], row["tokens"]) for row in found["rows"]] == [
+        ("one", "works", 47_500),
+        ("two", "works", 47_500),
+    ]
+    assert "one works emulated 47,500 unbounded on reported two works" in text
+    line = "capacity: {from: engine, fraction: 95%, waiting: 2, requests: 6}"
+    assert f"capacity of each, for `engines` of the policy {line} engines: one works, two works" in text
+    assert found["capacity"]["yaml"] == line
+
+
+def test_two_names_for_one_server_are_broken(tmp_path: Path) -> None:
+    with emulator("--engine", "vllm", *FAST, "--enable-prefix-caching") as one:
+        other = one.replace("127.0.0.1", "localhost")
+        code, text, found = together(tmp_path, FLEET.format(one=one, two=other), "--read-only")
+        port = one.rpartition(":")[2]
+    assert code == 1
+    assert [finding["is_broken"] for finding in found["findings"]] == [True]
+    assert f"the engines one and two are one server, 127.0.0.1 port {port}: its capacity counts twice" in text
+    assert "leave one of them out" in text
+
+
+@pytest.mark.long
+def test_engines_of_several_models_belong_in_pools_of_their_own(tmp_path: Path) -> None:
+    with (
+        emulator("--engine", "vllm", *FAST, "--model", "llama") as one,
+        emulator("--engine", "vllm", *FAST, "--model", "qwen", "--context-tokens", "1000") as two,
+    ):
+        policy = FLEET.format(one=one, two=two)
+        code, text, _ = together(tmp_path, policy, "--read-only")
+        assert code == 1
+        assert "the engines of one pool serve no model in common: one llama; two qwen: write `models:`" in text
+        assert "differ in the longest request that they take: one 131,072 tokens, two 1,000 tokens" in text
+        pools = "models: {llama: {engines: [one]}, qwen: {engines: [two], aliases: [my-lora]}}\n"
+        code, text, found = together(tmp_path, policy + pools, "--read-only")
+    assert code == 1
+    assert [one["is_broken"] for one in found["findings"]] == [True, False], "the second: no prefix caches"
+    assert "the engine two is in the pool of qwen, and does not serve my-lora: it lists qwen" in text
+
+
+@pytest.mark.long
+def test_an_engine_without_a_prefix_cache_is_named_where_requests_are_drawn_by_it(tmp_path: Path) -> None:
+    cached = ("--enable-prefix-caching",)
+    with emulator("--engine", "vllm", *FAST, *cached) as one, emulator("--engine", "vllm", *FAST) as two:
+        policy = FLEET.format(one=one, two=two)
+        code, text, _ = together(tmp_path, policy, "--read-only")
+        assert code == 3
+        assert "two have no prefix cache: requests are drawn to them in vain" in text
+        without = policy + "  affinity: {prefix: false}\n"
+        _, text, found = together(tmp_path, without, "--read-only")
+    assert found["findings"] == []
+
+
+@pytest.mark.parametrize(
+    ("engines", "said"),
+    [
+        ("capacity: {tokens: 5}", "give --upstream URL, or --policy with a policy that names its engines"),
+        (
+            "engines: {dns: {name: 'v.invalid:8000'}}",
+            "DNS for v.invalid:8000: Name or service not known; run it where the sidecar runs, or give --upstream URL "
+            "of an engine",
+        ),
+        ("engines: {file: e.yaml}", "the engine list is empty: give --upstream URL of an engine"),
+    ],
+)
+def test_without_an_address_it_says_what_to_give(
+    tmp_path: Path, engines: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "e.yaml").write_text("engines: []\n")
+    (tmp_path / "policy.yaml").write_text(f"engine: vllm\ntiers: {{normal: {{}}}}\n{engines}\n")
+    assert main(["doctor", "--policy", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"sidecar doctor: {said}\n"

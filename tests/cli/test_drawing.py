@@ -8,7 +8,7 @@ import pytest
 
 from sidecar.cli.drawing import NARROWEST, TerminalStyle, draw, wrapped
 from sidecar.cluster.document import Amount, RefusalView, ReplicaView, TenantView
-from tests.cluster.views import gave_way, overview, starved, tier
+from tests.cluster.views import engine, engines, gave_way, overview, sizes, starved, tier
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2Jname\r\n\u202e"
 
@@ -28,6 +28,43 @@ def test_it_says_who_starves_and_shows_every_tier() -> None:
     drawn = bar.split()[1]
     assert (drawn.count("h"), drawn.count("b"), drawn.count("·")) == (42, 12, 6)  # 70%, 20% and 10% of 60
     assert any(line.endswith("queue_full after 2.0 s: no place") for line in lines)
+
+
+def test_the_figures_of_engines_with_short_names_stand_below_their_titles() -> None:
+    lines = draw(overview(engines=[engine("a"), engine("b")]), TerminalStyle(120))
+    (at,) = [place for place, line in enumerate(lines) if line.startswith("ENGINE")]
+    assert [len(line) for line in lines[at : at + 3]] == [len(lines[at])] * 3
+
+
+def test_a_line_for_each_engine_and_why_it_gets_no_requests() -> None:
+    assert not any(line.startswith("ENGINE") for line in draw(overview(), TerminalStyle(120)))
+    lines = draw(overview(engines=engines()), TerminalStyle(120))
+    at = next(number for number, line in enumerate(lines) if line.startswith("ENGINE"))
+    assert [line.split() for line in lines[at : at + 7]] == [
+        ["ENGINE", "STATE", "TOKENS", "REQUESTS", "UN-PREFILLED", "CLAIMS", "IN", "FLIGHT", "HITS"],
+        ["a#1", "ready", "20k", "of", "400k", "20", "of", "160", "3,000", "1", "20", "42%"],
+        ["b#1", "draining", "20k", "of", "400k", "20", "of", "160", "3,000", "0", "20", "~30%"],
+        ["c#3", "down", "0", "of", "400k", "0", "of", "160", "3,000", "1", "20", "-"],
+        ["connection", "refused", "by", "http://c:8000"],
+        ["d#1", "ready", "20k", "20", "of", "160", "3,000", "1", "20", "-"],
+        ["down", "at", "gpu-2", "0123abcd"],
+    ]
+    narrow = draw(overview(engines=engines()), TerminalStyle(NARROWEST))
+    assert [line.split() for line in narrow if line.startswith("ENGINE")] == [["ENGINE", "STATE", "TOKENS", "HITS"]]
+
+
+def test_what_leases_hold_and_use_is_a_line_where_lengths_are_learned() -> None:
+    assert not any(line.startswith("leases") for line in draw(overview(), TerminalStyle(140)))
+    lines = draw(overview(lease_sizes=[sizes()]), TerminalStyle(140))
+    assert "leases hold 40k tokens, use 30k (75%), expect 44k; quantile 0.95, overlap 1; grew 12x" in lines
+    raised = sizes("b", quantile=0.9875, overlap=0.83, is_raised=True, reason="r" * 90, preemptions=7)
+    lines = draw(overview(lease_sizes=[sizes("a", held_tokens=0, used_tokens=0), raised]), TerminalStyle(NARROWEST))
+    (at,) = [place for place, line in enumerate(lines) if line.startswith("leases")]
+    said = " ".join(line.strip() for line in lines[at : at + 8])
+    assert "hold 40k tokens, use 30k (75%), expect 88k" in said
+    assert "quantile 0.95 to 0.9875, overlap 0.83 to 1; grew 24x, 7 preempted by the engine" in said
+    assert "b: rrrr" in said
+    assert all(len(line) <= NARROWEST for line in lines)
 
 
 @pytest.mark.parametrize("width", [NARROWEST, 140])
@@ -61,6 +98,7 @@ def test_no_line_is_wider_than_the_terminal(width: int, colors: bool) -> None:
         replicas=[ReplicaView("r" * 40, "h" * 100, 1, 1, 3.0)],
         refusals=[RefusalView(1.0, "t" * 50, "u" * 50, "code", 503, "m" * 300, "i" * 128, 1.0, "one")],
         notices=["n" * 300],
+        engines=[*engines(), engine("e" * 64, state="down", reason="r" * 200), engine("f", id=f"f#{10**9}")],
     )
     lines = plain(draw(long, TerminalStyle(width, colors)))
     assert max(len(line) for line in lines) <= max(NARROWEST, width)
@@ -82,6 +120,7 @@ def test_a_terminal_obeys_nothing_that_comes_from_a_request() -> None:
         replicas=[ReplicaView(HOSTILE, HOSTILE, 1, 1, 0.0)],
         refusals=[RefusalView(1.0, HOSTILE, HOSTILE, HOSTILE, 503, HOSTILE, HOSTILE, 0.0, "one")],
         notices=[HOSTILE],
+        engines=[engine(HOSTILE, state=HOSTILE, reason=HOSTILE, elsewhere=HOSTILE)],
     )
     for width in (60, 140):
         text = "".join(draw(shown, TerminalStyle(width)))

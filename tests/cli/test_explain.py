@@ -26,6 +26,7 @@ endpoints:
   /v1/messages: {}
   /v1/batch/completions: {tier: batch, forward_to: /v1/completions}
   /v1/completions: {}
+  /v1/embeddings: {}
 tenants: tenants/*.yaml
 """
 
@@ -72,6 +73,7 @@ POST /v1/chat/completions, read as chat, with a small body
 3. How much it holds until it is answered
    26 tokens: 10 prompt + 16 output (the request)
    the prompt is counted by its size, 4 bytes a token, until the engine's usage says better
+   a running sidecar holds less, once it has learned how long such answers are (capacity: {{learn: cautious}})
    1 of the pool's requests: one for each sequence
    tier normal accepts at most 800 tokens and 8 requests: the pool less what more important tiers keep free
 
@@ -98,6 +100,15 @@ def test_a_source_behind_the_one_that_wins_cannot_refuse(policy: Path, tmp_path:
     assert found["largest_by"] == {"tokens": "the tier's limit", "requests": "the tier's limit"}
     assert found["longest_wait_s"] == 1800
     assert found["engine"] == {"name": "tensorrt-llm", "priority": 0.0, "headers": {}, "member": {"priority": 0.0}}
+
+
+@pytest.mark.parametrize(("inputs", "returned"), [(5, 0), (6, 1)])
+def test_each_input_of_an_embedding_holds_a_request(policy: Path, tmp_path: Path, inputs: int, returned: int) -> None:
+    body = tmp_path / "body.json"
+    body.write_text(json.dumps({"input": ["a"] * inputs}))
+    code, found = explained(policy, "--path", "/v1/embeddings", "--body", str(body))
+    assert code == returned
+    assert (found["holds"]["requests"], found["largest"]["requests"]) == (inputs, 5)
 
 
 def test_an_endpoint_that_names_a_tier_and_a_path(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,3 +272,130 @@ def test_a_prompt_that_cannot_be_sized_holds_the_most_that_its_tier_allows(
     code, found = explained(policy, "--path", "/v1/chat/completions", "--body", str(body))
     assert (code, found["holds"]["tokens"]) == (0, found["largest"]["tokens"])
     assert "session_params cannot be sized" in capsys.readouterr().out
+
+
+FLEET = (
+    POOL.replace("capacity: {tokens: 1000, requests: 10}\n", "")
+    + """\
+engines:
+  static:
+    - {name: a, url: http://a, capacity: {tokens: 600, requests: 6}}
+    - {name: b, url: http://b, capacity: {tokens: 400, requests: 4}}
+    - {name: c, url: http://c, capacity: {tokens: 100, requests: 4}}
+  prefill: 200
+"""
+)
+MODELS = "models: {llama: {engines: [a, b], aliases: [my-lora]}, qwen: {engines: [c]}}\n"
+
+
+def test_the_engines_are_explained(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (policy / "policy.yaml").write_text(FLEET)
+    body = policy / "body.json"
+    body.write_text('{"model": "x", "max_tokens": 400, "messages": [{"role": "user", "content": "Hello"}]}')
+    assert main(["explain", str(policy), "--path", "/v1/chat/completions", "--body", str(body), "--key", KEY]) == 0
+    printed = capsys.readouterr().out
+    assert "   and no more than one engine holds\n" in printed
+    assert (
+        """\
+
+4. Which engine it enters
+   one of its engines: a, b, c
+   never b, c: too small for it
+   the one with the least prompt tokens to prefill, less 3 times what its prefix cache is likely to have of the prompt
+   when that has room: its 10 prompt tokens count until the first byte,
+   and an engine may have 200 of such tokens, or one prompt that is larger
+
+5. The priority sent to the engine (tensorrt-llm)
+"""
+        in printed
+    )
+    code, found = explained(policy, "--path", "/v1/chat/completions", "--body", str(body), "--key", KEY)
+    assert code == 0
+    assert found["placement"] == {
+        "model": None,
+        "discovery": "static",
+        "engines": ["a", "b", "c"],
+        "too_small": ["b", "c"],
+        "prompt_tokens": 10,
+        "prefill": {"a": 200},
+        "affinity": {"prefix": True, "weight": 3.0, "session": []},
+    }
+    assert found["largest"] == {"tokens": 550, "requests": 6}
+
+
+def test_a_request_larger_than_every_engine_is_refused(policy: Path) -> None:
+    (policy / "policy.yaml").write_text(FLEET.replace("batch: {limit: 50%", "batch: {limit: 90%"))
+    body = policy / "body.json"
+    body.write_text('{"model": "x", "max_tokens": 600, "messages": [{"role": "user", "content": "Hello"}]}')
+    code, found = explained(policy, "--path", "/v1/chat/completions", "--body", str(body), "--key", KEY)
+    assert (code, found["error"]["status"], found["error"]["code"]) == (1, 400, "request_too_large")
+    assert "tier batch allows 600, the largest engine;" in found["error"]["message"]
+
+
+@pytest.mark.parametrize(("model", "pool", "engines"), [("my-lora", "llama", ["a", "b"]), ("qwen", "qwen", ["c"])])
+def test_the_model_decides_the_pool(policy: Path, model: str, pool: str, engines: list[str]) -> None:
+    (policy / "policy.yaml").write_text(FLEET + MODELS)
+    body = policy / "body.json"
+    body.write_text(f'{{"model": "{model}", "max_tokens": 9, "messages": [{{"role": "user", "content": "Hello"}}]}}')
+    code, found = explained(policy, "--path", "/v1/chat/completions", "--body", str(body), "--key", KEY)
+    assert (code, found["placement"]["model"], found["placement"]["engines"]) == (0, pool, engines)
+    assert found["largest"]["tokens"] == {"llama": 500, "qwen": 50}[pool]
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "said"),
+    [
+        ('{"model": "gpt-4", ', (404, "model_not_found"), 'no pool serves the model "gpt-4"; send one of llama, qwen'),
+        ('{"model": null, ', (400, "invalid_body"), "model: missing; send one of llama, qwen"),
+        ('{"model": "llama", "model": "qwen", ', (400, "invalid_body"), "model: given twice; send it once"),
+    ],
+)
+def test_a_model_that_no_pool_serves_is_refused(
+    policy: Path, body: str, error: tuple[int, str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (policy / "policy.yaml").write_text(FLEET + MODELS)
+    file = policy / "body.json"
+    file.write_text(f'{body}"messages": [{{"role": "user", "content": "Hello"}}]}}')
+    code, found = explained(policy, "--path", "/v1/chat/completions", "--body", str(file), "--key", KEY)
+    assert (code, found["error"]["status"], found["error"]["code"], found["error"]["message"]) == (1, *error, said)
+    assert f"Refused: {error[0]} {error[1]}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("models", "reading"), [(MODELS, "lists the models"), ("", "passes")])
+def test_the_list_of_models_is_answered_here_where_the_policy_has_models(
+    policy: Path, models: str, reading: str
+) -> None:
+    (policy / "policy.yaml").write_text(FLEET + models)
+    _, found = explained(policy, "--path", "/v1/models/qwen", "--key", KEY)
+    assert {way["reading"] for way in found["unguarded"]} == {reading}
+
+
+def test_without_a_body_the_first_model_is_asked_for(policy: Path) -> None:
+    (policy / "policy.yaml").write_text(FLEET + MODELS)
+    code, found = explained(policy, "--path", "/v1/chat/completions", "--key", KEY)
+    assert (code, found["placement"]["model"]) == (0, "llama")
+
+
+def test_a_mounted_engine_is_that_of_the_process(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mounted = "engines: {mounted: true, capacity: {tokens: 500}, prefill: 200}\n"
+    (policy / "policy.yaml").write_text(FLEET.partition("engines:")[0] + mounted)
+    code, found = explained(policy, "--path", "/v1/chat/completions", "--key", KEY)
+    assert (code, found["placement"]["engines"], found["placement"]["prefill"]) == (0, ["mounted"], {"mounted": 200})
+    said = capsys.readouterr().out
+    assert "4. Which engine it enters\n   that of the process which got the request: no other can run it\n" in said
+    assert "   and an engine may have 200 of such tokens, or one prompt that is larger\n" in said
+
+
+def test_engines_that_are_not_known_yet_are_named_by_their_source(
+    policy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (policy / "policy.yaml").write_text(FLEET.partition("engines:")[0] + "engines: {dns: {name: 'v:1'}}\n")
+    code, found = explained(policy, "--path", "/v1/chat/completions", "--key", KEY)
+    assert (code, found["placement"]["engines"], found["largest"]["tokens"]) == (0, [], None)
+    assert "   one of its engines: those that dns names\n" in capsys.readouterr().out
+
+
+def test_without_engines_nothing_is_said_of_them(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = explained(policy, "--path", "/v1/chat/completions", "--key", KEY)
+    assert (code, found["placement"]) == (0, None)
+    assert "one engine" not in capsys.readouterr().out

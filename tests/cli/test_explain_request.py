@@ -151,6 +151,8 @@ async def test_the_story_of_a_request_that_was_overtaken(tmp_path: Path) -> None
         "asked by     tenant acme",
         "tier         normal, by its header",
         r"holds        \d+ tokens and 1 sequence \(chat of emulated, streamed\)",
+        r"sized        It entered with \d+ tokens: prompt \d+ \(at \d\.\d bytes a token\), output 5 \(its max_tokens: "
+        r"too few answers are known of tenant acme on /v1/chat/completions, model emulated, bucket `max 64`\)",
         f"arrived      {CLOCK}",
         f"had to wait  {CLOCK}, after {LENGTH}: the pool has no room: 2 of 2 requests are held, and .*",
         rf"overtaken    {CLOCK}, after {LENGTH} by request overtakes of tier high \(tenant acme, \d+ tokens, "
@@ -158,6 +160,7 @@ async def test_the_story_of_a_request_that_was_overtaken(tmp_path: Path) -> None
         f"admitted     {CLOCK}, after {LENGTH} at level 1; priority 10 sent to the engine",
         f"first byte   {CLOCK}, after {LENGTH}, status 200",
         rf"settled      {CLOCK}, after {LENGTH}: completed, status 200, \d+ tokens used",
+        r"lease        It held \d+ at its end, and never grew. It really used \d+, by our estimate",
         "",
         r"Admitted while it waited: 1 request, \d+ tokens",
         "  tier            because                          requests  tokens",

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from sidecar.cli import main
 from sidecar.cli.init import _port_for_clients, write_files
+from sidecar.cli.init_engines import engine_names
 from sidecar.engines.registry import ENGINES
 from sidecar.policy.compiler import load_files, shipped_policies
 from sidecar.policy.keys import hash_line
@@ -99,6 +100,117 @@ def owned_by(owner: str) -> tuple[int, str]:
     return 200, json.dumps({"data": [{"id": "m", "owned_by": owner}]})
 
 
+def test_several_engines_make_one_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, run = tmp_path / "policies", ("emulate", "--engine", "sglang", "--port", "0")
+    with command(*run, *FAST) as one, command(*run, *FAST) as two:
+        urls = [address(one), address(two)]
+        ended = init("--upstream", urls[0], "--upstream", urls[1], "--dir", str(folder), "--json", str(tmp_path / "j"))
+        assert (ended.returncode, ended.stderr) == (0, "")
+    policy = load_files(folder).policy
+    assert policy.engines is not None
+    assert [(engine.name, engine.url) for engine in policy.engines.static] == [
+        ("engine-1", urls[0]),
+        ("engine-2", urls[1]),
+    ]
+    assert not any(engine.is_written for engine in policy.engines.static)
+    assert dict(policy.models) == {}
+    checked = check(folder, capsys)
+    assert (checked["capacity"]["from"], len(checked["tiers"])) == ("engine", 5)  # 64 requests at once, together
+    assert f"  sidecar serve --policy {folder}\n" in ended.stdout
+    assert f"a policy for 2 engines, the first of them sglang 0.5.23 at {urls[0]}\n  engines:\n    static:\n" in (
+        re.sub(r"sglang [0-9.]+ at", "sglang 0.5.23 at", ended.stdout)
+    )
+    figures = json.loads((tmp_path / "j").read_text())
+    assert figures["engines"] == [{"name": "engine-1", "url": urls[0]}, {"name": "engine-2", "url": urls[1]}]
+
+
+def shell(line: str, folder: Path, **variables: str) -> str:
+    """A printed command line, with this Python's `sidecar`."""
+    here = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]), **variables}
+    ended = subprocess.run(
+        ["sh", "-c", line], cwd=folder, env=here, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ended.returncode == 0, (line, ended.stderr)
+    return ended.stdout
+
+
+@pytest.mark.long
+def test_the_printed_commands_for_several_engines_run_to_the_end(tmp_path: Path) -> None:
+    first = free_ports(3)
+    emulated = ("emulate", "--engine", "vllm", "--replicas", "3", "--port", str(first), "--max-num-seqs", "4")
+    with command(*emulated, "--kv-tokens", "20000") as engines:
+        urls = [address(engines) for _ in range(3)]
+        upstreams = " ".join(f"--upstream {url}" for url in sorted(urls))
+        text = shell(f"sidecar init {upstreams} --requests 4 --json init.json", tmp_path)
+        key = next(iter(KEY.findall(text)))
+        lines = [line.strip() for line in text.partition("\nnext\n")[2].splitlines() if not line.startswith("      ")]
+        serve, observed, enforce, listed = lines
+        _, *words = serve.partition(" --port")[0].split()
+        with command(*words, "--port", "0", "--admin-port", "0", cwd=str(tmp_path)) as process:
+            url, admin = address(process), address(process)
+            assert asked(url, key)[0] == 200
+            assert "1 request" in shell(f"{observed} --admin {admin}", tmp_path)
+            shell(enforce, tmp_path)
+            limit_s = time.monotonic() + 20
+            while "x-admission-mode" in asked(url, key)[1]:
+                assert time.monotonic() < limit_s
+                time.sleep(0.2)
+            assert asked(url, key)[1]["x-admission-engine"] in {"engine-1", "engine-2", "engine-3"}
+            rows = shell(f"{listed} --admin {admin}", tmp_path)
+            assert all(f"engine-{number}#1" in rows for number in (1, 2, 3))
+        engines.terminate()
+        engines.wait(20)
+
+
+def test_engines_of_several_models_get_a_pool_for_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "policies"
+
+    def engine(model: str) -> Pages:
+        return {"/v1/models": (200, json.dumps({"data": [{"id": model, "owned_by": "vllm"}]}))}
+
+    with pages(engine("org/a")) as one, pages(engine("org/b")) as two, pages(engine("org/a")) as three:
+        upstreams = [part for url in (one, two, three) for part in ("--upstream", url)]
+        ended = init(*upstreams, "--dir", str(folder), "--requests", "40")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    policy = load_files(folder).policy
+    assert {name: model.engines for name, model in policy.models.items()} == {
+        "org/a": ("engine-1", "engine-3"),
+        "org/b": ("engine-2",),
+    }
+    assert (policy.rules.requests, policy.of_model("org/a").rules.requests) == (120, 80)
+    for model in ("org/a", "org/b"):
+        assert f"\n  sidecar observed --admin http://127.0.0.1:9464/models/{model}\n" in ended.stdout
+    assert "\n  sidecar observed\n" not in ended.stdout
+    check(folder, capsys)
+
+
+def test_engines_that_fit_in_no_policy_together_are_refused(tmp_path: Path) -> None:
+    with pages({"/v1/models": owned_by("vllm")}) as one, pages({"/v1/models": owned_by("sglang")}) as two:
+        ended = init("--upstream", one, "--upstream", two, "--dir", str(tmp_path / "p"), "--requests", "4")
+        assert ended.returncode == 1
+        assert ended.stderr == (
+            f"sidecar init: {two} is sglang, and {one} is vllm: the engines of one policy are of one kind; write a "
+            "policy for each kind; nothing was written\n"
+        )
+        ended = init("--upstream", one, "--upstream", f"{one}/", "--dir", str(tmp_path / "p"), "--requests", "4")
+        assert f"--upstream {one} is given twice; give each engine once" in ended.stderr
+    assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize(
+    ("urls", "names"),
+    [
+        (["http://vllm-0.vllm.ns.svc:8000", "http://vllm-1.vllm.ns.svc:8000"], ["vllm-0", "vllm-1"]),
+        (["http://vllm:8000", "http://vllm:8001"], ["engine-1", "engine-2"]),
+        (["http://10.0.0.1:8000", "http://gpu:8000"], ["engine-1", "engine-2"]),
+        (["http://[::1]:8000", "http://_x:8000"], ["engine-1", "engine-2"]),
+    ],
+)
+def test_engines_are_named_by_their_hosts_where_that_tells_them_apart(urls: list[str], names: list[str]) -> None:
+    assert engine_names(urls) == names
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_policy_for_each_engine_passes_check_and_serves_the_printed_key(
     dialect: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -162,11 +274,11 @@ def test_the_printed_port_is_free_and_not_the_upstreams(
     first = free_ports(3)
     monkeypatch.setattr("sidecar.cli.init.CLIENTS_PORT", first)
     assert _port_for_clients(None) == first
-    assert _port_for_clients(f"http://127.0.0.1:{first}") == first + 1
+    assert _port_for_clients([f"http://127.0.0.1:{first}"]) == first + 1
     with socket.socket() as other:
         other.bind(("127.0.0.1", first))
         other.listen()
-        assert _port_for_clients(f"http://127.0.0.1:{first + 1}") == first + 2
+        assert _port_for_clients([f"http://127.0.0.1:{first + 1}"]) == first + 2
         assert main(["init", "--dir", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert f" --policy {tmp_path} --port {first + 1}\n" in printed
@@ -434,7 +546,7 @@ def test_json_on_standard_output_has_the_keys_and_a_file_has_not(
 ) -> None:
     assert main(["init", "--dir", str(tmp_path / "a"), "--json", "-"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert sorted(printed) == ["capacity", "engine", "files", "is_sidecar", "tenants", "tiers"]
+    assert sorted(printed) == ["capacity", "engine", "engines", "files", "is_sidecar", "models", "tenants", "tiers"]
     assert [(one["tenant"], one["tier"]) for one in printed["tenants"]] == [("chat", "high"), ("nightly", "batch")]
     text = "".join(files_of(tmp_path / "a").values())
     assert all(hash_line(one["key"]) in text for one in printed["tenants"])

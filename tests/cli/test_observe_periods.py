@@ -76,6 +76,7 @@ def waits_shown(sidecar: Replica) -> list[float]:
     return found + [float(line.split()[-1]) for line in gauges]
 
 
+@pytest.mark.long
 def test_no_figure_of_one_period_is_in_another(tmp_path: Path) -> None:
     with replicas(tmp_path, 1, OBSERVING) as (sidecar,):
         send(sidecar, REQUESTS, tokens=round(SECONDS * 100))
@@ -111,6 +112,7 @@ def test_no_figure_of_one_period_is_in_another(tmp_path: Path) -> None:
         assert "1 replica observes" in observed(sidecar)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(browser() is None, reason="no browser: `sh .ci/browser` installs one")
 def test_the_live_page_shows_no_shadows_wait_once_it_enforces(tmp_path: Path) -> None:
     row = "[...document.querySelectorAll('#tier-rows tr')].map((row) => row.innerText).join(' | ')"

@@ -57,6 +57,7 @@ def figures(sidecar: Replica) -> Any:
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_any_of_two_replicas_tells_what_enforcing_would_have_done_to_the_requests_of_both(tmp_path: Path) -> None:
     observing = POLICY.replace("engine: vllm", "engine: vllm\nmode: observe")
     with (

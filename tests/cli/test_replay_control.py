@@ -75,6 +75,7 @@ def found_in(path: Path) -> Any:
     return json.loads(path.read_bytes())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by", ASKING)
 def test_the_control_serves_every_request_that_the_other_run_serves(by: str, tmp_path: Path) -> None:
     figures, page = tmp_path / "figures.json", tmp_path / "page.html"
@@ -96,6 +97,7 @@ def test_the_control_serves_every_request_that_the_other_run_serves(by: str, tmp
     assert "sk-" not in ended.stdout + ended.stderr + page.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by", ASKING)
 def test_a_run_that_refuses_many_does_not_look_fast(by: str, tmp_path: Path) -> None:
     """Batch's 60 do not fit its bound of 20. The refused are in no percentile of the answered."""
@@ -131,6 +133,7 @@ def test_a_run_that_refuses_many_does_not_look_fast(by: str, tmp_path: Path) -> 
     assert ended.stderr.splitlines()[-1].endswith("), 0 of 120 in the control")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("by", "policy"), [
     ("key", POLICY.replace("anonymous: high", "anonymous: deny")),
     ("tier", POLICY),
@@ -147,6 +150,7 @@ def test_no_control_is_played_through_a_sidecar_that_enforces(by: str, policy: s
             assert "write --control-upstream URL with the address of the engine itself" in line
 
 
+@pytest.mark.long
 def test_a_sidecar_that_observes_is_a_neutral_control(tmp_path: Path) -> None:
     with lab(tmp_path, f"mode: observe\n{POLICY}") as it:
         ended = it.replay("--upstream", it.sidecar, "--by", "tier", "--mix", "high=20,batch=100", "--control")
@@ -155,6 +159,7 @@ def test_a_sidecar_that_observes_is_a_neutral_control(tmp_path: Path) -> None:
     assert "NOT neutral" not in ended.stdout
 
 
+@pytest.mark.long
 def test_the_engines_own_priority_has_the_same_engine_as_its_control(tmp_path: Path) -> None:
     with lab(tmp_path) as it:
         ended = it.replay("--upstream", it.engine, "--by", "priority", "--mix", "high=60,batch=60", "--control")
@@ -162,6 +167,7 @@ def test_the_engines_own_priority_has_the_same_engine_as_its_control(tmp_path: P
     assert "\ncontrol: all requests alike\n" in ended.stdout
 
 
+@pytest.mark.long
 def test_a_control_that_cannot_be_played_is_reported_before_anything_is_sent(tmp_path: Path) -> None:
     with lab(tmp_path) as it:
         ended = it.replay("--upstream", it.sidecar, "--control-upstream", "http://127.0.0.1:9")
@@ -169,6 +175,7 @@ def test_a_control_that_cannot_be_played_is_reported_before_anything_is_sent(tmp
     assert "http://127.0.0.1:9 cannot be reached" in ended.stderr
 
 
+@pytest.mark.long
 def test_a_control_that_comes_under_admission_while_it_runs_is_reported(tmp_path: Path) -> None:
     """The mode is changed after the check: no check before the run can see that."""
     with lab(tmp_path, f"mode: observe\n{POLICY}") as it:

@@ -67,7 +67,7 @@ def test_it_says_where_it_serves_answers_there_and_ends_with_0() -> None:
         assert process.stderr is not None
         logged = [json.loads(written) for written in process.stderr.read().splitlines()]
         assert [entry["event"] for entry in logged] == [
-            *["policy_warning"] * 3,
+            *["policy_warning"] * 2,
             "engine_down",
             "started",
             "started",
@@ -75,10 +75,13 @@ def test_it_says_where_it_serves_answers_there_and_ends_with_0() -> None:
             "draining",
             "stopped",
         ]
-        assert re.search(r"policy.yaml:\d+: tiers.critical.lend: lends nothing", logged[0]["message"])
-        assert logged[6]["message"].startswith(f"engine {NOBODY}: no connection to it")
+        assert re.search(
+            r"policy.yaml:\d+: tiers.low: accepts requests of many times its reserve", logged[0]["message"]
+        )
+        assert logged[5]["message"].startswith(f"engine {NOBODY}: no connection to it")
 
 
+@pytest.mark.long
 def test_a_refused_unguarded_request_is_found_in_the_log_by_the_id_of_its_response() -> None:
     with serving() as process:
         sidecar = line(process, r"sidecar: proxy on (.*)")
@@ -191,6 +194,12 @@ def test_a_wrong_argument_is_said_so(arguments: list[str], capsys: pytest.Captur
     with pytest.raises(SystemExit, match="2"):
         main(["serve", "--upstream", NOBODY, "--policy", POLICIES, *arguments])
     assert f"argument {arguments[0]}" in capsys.readouterr().err
+
+
+def test_a_second_engine_is_refused_and_not_used_in_place_of_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "--upstream", NOBODY, "--upstream", "http://127.0.0.1:8000", "--policy", POLICIES])
+    assert "--upstream is given twice; several engines belong in the policy" in capsys.readouterr().err
 
 
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:

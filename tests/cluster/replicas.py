@@ -79,12 +79,29 @@ def address(process: subprocess.Popen[str], log: Path) -> str:
 
 @contextmanager
 def replicas(
-    folder: Path, count: int, policy: str = POLICY, *, stores: Sequence[str] = (), **environment: str
+    folder: Path,
+    count: int,
+    policy: str = POLICY,
+    *,
+    stores: Sequence[str] = (),
+    engine_options: Sequence[str] = (),
+    **environment: str,
 ) -> Iterator[list[Replica]]:
     """So many sidecars before one engine. `environment` is for all of them, `stores` has an address for each."""
     path = folder / "policy.yaml"
     path.write_text(policy)
-    emulated = ("emulate", "--engine", "vllm", "--port", "0", "--step-ms", "10", "--max-num-seqs", "64")
+    emulated = (
+        "emulate",
+        "--engine",
+        "vllm",
+        "--port",
+        "0",
+        "--step-ms",
+        "10",
+        "--max-num-seqs",
+        "64",
+        *engine_options,
+    )
     with ExitStack() as stack:
         engine = stack.enter_context(started(folder / "engine", *emulated))
         upstream = address(engine, folder / "engine")

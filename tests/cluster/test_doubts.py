@@ -17,15 +17,15 @@ def of(unknown: dict[str, int] | None = None, requests: int = 1000, **holds: flo
     fields = {name: getattr(GOOD, name) for name in ShadowHolds.__struct_fields__}
     shadows = ShadowHolds(**{**fields, **holds})
     counts = DryRunCounts(requests=requests, unknown=unknown or {})
-    return [(one.tier, one.reason) for one in doubts({"batch": counts}, {"batch": shadows})]
+    return [(one.tier, one.reason) for one in doubts(counts, {"batch": counts}, {"batch": shadows})]
 
 
 def test_nothing_is_doubted_without_a_reason() -> None:
     assert of() == []
     assert of(unlearned=50, lost=50, left=50) == []  # a twentieth
     assert of({"stopped": 900}) == []  # the server's end is no fault of the figures
-    assert doubts({}, {}) == []
-    assert doubts({"batch": DryRunCounts()}, {"batch": ShadowHolds()}) == []
+    assert doubts(DryRunCounts(), {}, {}) == []
+    assert doubts(DryRunCounts(), {"batch": DryRunCounts()}, {"batch": ShadowHolds()}) == []
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,7 @@ def observed(wait_s: float) -> Observed:
     ],
 )
 def test_a_99th_percentile_that_is_one_request_is_doubted(waits_s: list[float], is_doubted: bool) -> None:
-    found = doubts({"high": waited(*waits_s)}, {"high": GOOD})
+    counts = waited(*waits_s)
+    found = doubts(counts, {"high": counts}, {"high": GOOD})
     assert [one.tier for one in found] == ["high"] * is_doubted
     assert all("one request's" in one.reason and "2.7 s" in one.reason for one in found)

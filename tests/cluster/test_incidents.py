@@ -109,6 +109,7 @@ async def asking(url: str, clients: Sequence[str]) -> AsyncIterator[None]:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@pytest.mark.long
 async def test_a_tenant_that_floods_is_named_in_the_first_sentence(tmp_path: Path) -> None:
     async with site(tmp_path) as it, asking(it.url, ["flood"] * 60 + ["chat"] * 2):
         said = await it.headline(lambda said: "are from tenant flood." in said)
@@ -118,12 +119,14 @@ async def test_a_tenant_that_floods_is_named_in_the_first_sentence(tmp_path: Pat
     assert re.search(r" \d+ of the \d+ waiting requests are from tenant flood\.$", said)
 
 
+@pytest.mark.long
 async def test_a_tier_that_starves_is_named_with_what_overtakes_it(tmp_path: Path) -> None:
     async with site(tmp_path) as it, asking(it.url, ["chat"] * 8 + ["night"] * 3):
         said = await it.headline(lambda said: said.startswith("batch starves"))
     assert re.search(r"high overtook it .* in 5 minutes, because high is more important\.$", said)
 
 
+@pytest.mark.long
 async def test_an_engine_that_hangs_admits_nothing_while_requests_wait(tmp_path: Path) -> None:
     async with site(tmp_path) as it, asking(it.url, ["flood"] * 12):
         await it.headline(lambda said: "wait" in said and "No request waits" not in said)

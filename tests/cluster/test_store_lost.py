@@ -156,6 +156,7 @@ MATRIX = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("on_loss", "fault"), MATRIX)
 async def test_while_the_store_is_lost_under_load_a_replica_shows_itself_and_then_the_pool_again(
     on_loss: str, fault: str, tmp_path: Path
@@ -218,6 +219,7 @@ async def rows(page: Tab) -> list[list[str]]:
     return [[cell.replace("\u00a0", " ") for cell in row] for row in await page.evaluate(script)]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(browser() is None, reason="no browser: `sh .ci/browser` installs one")
 @pytest.mark.parametrize("on_loss", ["divide", "closed"])
 async def test_the_page_says_once_that_it_shows_this_replica_alone_and_no_row_contradicts_itself(
@@ -249,6 +251,7 @@ async def test_the_page_says_once_that_it_shows_this_replica_alone_and_no_row_co
         assert page.console == []
 
 
+@pytest.mark.long
 @pytest.mark.skipif(browser() is None, reason="no browser: `sh .ci/browser` installs one")
 async def test_a_store_that_was_never_reached_is_not_called_lost_anywhere(tools: str, tmp_path: Path) -> None:
     store = f"redis://127.0.0.1:{free_port()}/0"

@@ -6,6 +6,8 @@ from typing import Any
 
 from sidecar.cluster.document import (
     Amount,
+    EngineRow,
+    LeaseSizesRow,
     OldestWaiter,
     Overview,
     Promised,
@@ -60,6 +62,48 @@ def gave_way(name: str = "batch", level: int = 1) -> TierView:
         Bucket(1_700_000_000, preempted=1, engine_lost_s=3.2),
     ]
     return tier(name, level, recent=[*recent, *lost])
+
+
+def sizes(engine_name: str | None = None, **more: Any) -> LeaseSizesRow:
+    """The leases at an engine; `more` replaces what they have."""
+    plain: dict[str, Any] = {
+        "quantile": 0.95,
+        "overlap": 1.0,
+        "reason": "learn is cautious, and the engine has not preempted more than is tolerated",
+        "is_raised": False,
+        "running": 20,
+        "held_tokens": 40_000,
+        "expected_tokens": 44_000,
+        "used_tokens": 30_000,
+        "growths": 12,
+        "preemptions": None,
+    }
+    return LeaseSizesRow(engine=engine_name, **{**plain, **more})
+
+
+def engine(name: str, **more: Any) -> EngineRow:
+    """An engine that holds a little; `more` replaces what it has."""
+    plain: dict[str, Any] = {
+        "id": f"{name}#1",
+        "state": "ready",
+        "reason": "",
+        "capacity": Amount(400_000, 160),
+        "held": Amount(20_000, 20),
+        "unprefilled_tokens": 3_000,
+        "claims": 1,
+        "in_flight": 20,
+    }
+    return EngineRow(name=name, **{**plain, **more})
+
+
+def engines() -> list[EngineRow]:
+    """Four engines: one as usual, one that drains, one that is down, and one that another replica sees otherwise."""
+    return [
+        engine("a", hit_rate=0.42, is_measured=True),
+        engine("b", state="draining", claims=0, hit_rate=0.3),
+        engine("c", id="c#3", state="down", reason="connection refused by http://c:8000", held=Amount(0, 0)),
+        engine("d", capacity=Amount(None, 160), elsewhere="down at gpu-2 0123abcd"),
+    ]
 
 
 def overview(*tiers: TierView, **more: Any) -> Overview:

@@ -134,6 +134,7 @@ async def sidecar(*arguments: str) -> subprocess.CompletedProcess[str]:
     return await asyncio.to_thread(subprocess.run, argv, capture_output=True, text=True, check=False, timeout=120)
 
 
+@pytest.mark.long
 async def test_check_reads_a_policy_of_the_engine(installed: Path) -> None:
     good = await sidecar("check", str(installed))
     assert good.returncode == 0, good.stderr + good.stdout
@@ -190,6 +191,7 @@ async def test_serve_sends_the_engine_its_priority_and_no_client_does(installed:
     assert "priority" not in engine.bodies[0]
 
 
+@pytest.mark.long
 async def test_doctor_sees_that_its_priority_works(installed: Path) -> None:
     engine = InventedServer()
     async with serving(engine.app) as upstream:

@@ -114,6 +114,12 @@ VLLM_METRICS = """\
 vllm:num_requests_waiting{engine="0",model_name="tiny"} 3.0
 vllm:num_requests_waiting{engine="1",model_name="tiny"} 4.0
 vllm:num_requests_running{engine="0",model_name="tiny"} 2.0
+# HELP vllm:num_preemptions_total Cumulative number of preemption from the engine.
+# TYPE vllm:num_preemptions_total counter
+vllm:num_preemptions_total{engine="0",model_name="tiny"} 5.0
+vllm:num_preemptions_total{engine="1",model_name="tiny"} 2.0
+# TYPE vllm:num_preemptions_created gauge
+vllm:num_preemptions_created{engine="0",model_name="tiny"} 1.7606e+09
 vllm:cache_config_info{_block_size_resolved="True",block_size="128",engine="0",kv_cache_size_tokens="524288",\
 num_gpu_blocks="4096",kv_cache_dtype_skip_layers="[]"} 1.0
 vllm:cache_config_info{block_size="16",engine="1",kv_cache_size_tokens="None",num_gpu_blocks="1000"} 1.0
@@ -122,7 +128,7 @@ vllm:cache_config_info{block_size="16",engine="1",kv_cache_size_tokens="None",nu
 
 async def test_vllms_ranks_are_added_up() -> None:
     gauges = await VLLM.gauges(Written({"/metrics": VLLM_METRICS}))
-    assert gauges == Gauges(kv_tokens=524288 + 16000, running=2, waiting=7, unfinished=9)
+    assert gauges == Gauges(kv_tokens=524288 + 16000, running=2, waiting=7, unfinished=9, preemptions=7)
 
 
 async def test_a_size_that_one_rank_does_not_know_yet_is_not_known() -> None:
@@ -236,6 +242,66 @@ async def test_sglangs_ranks_are_added_up() -> None:
     assert await SGLANG.gauges(pages) == Gauges(kv_tokens=40960, max_running=256, running=10, waiting=7, unfinished=19)
 
 
+# SGLang's, by `srt/observability/metrics_collector.py`: two data-parallel ranks of two tensor-parallel ones each, with
+# --enable-metrics-for-all-schedulers. The gauge, of one batch, differs from the counter by a word in its name.
+SGLANG_METRICS = "".join(
+    f'sglang:num_retracted_{name}{{dp_rank="{dp}",engine_type="unified",model_name="tiny",moe_ep_rank="0",'
+    f'pp_rank="0",tp_rank="{tp}"}} {value}\n'
+    for name, dp, tp, value in (
+        ("requests_total", 0, 0, 48.0),
+        ("requests_total", 0, 1, 48.0),
+        ("requests_total", 1, 2, 3.0),
+        ("requests_total", 1, 3, 3.0),
+        ("reqs", 0, 0, 1.0),
+        ("input_tokens_total", 0, 0, 9000.0),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("page", "counted"),
+    [
+        (SGLANG_METRICS, 51),
+        (SGLANG_METRICS.replace('dp_rank="0",', "").replace('dp_rank="1",', ""), 48),
+        ("sglang:num_retracted_reqs 1.0\n", None),
+        (
+            "sglang:num_retracted_requests_total 1e308\n" + 'sglang:num_retracted_requests_total{dp_rank="1"} 1e308\n',
+            None,
+        ),
+        ("sglang:num_retracted_requests_total -1\n", None),
+        ("", None),
+    ],
+)
+async def test_sglang_counts_what_it_retracted_once_for_each_data_parallel_rank(page: str, counted: int | None) -> None:
+    pages = Written({"/server_info": "{}", "/v1/loads": "{}", "/metrics": page})
+    assert (await SGLANG.gauges(pages)).preemptions == counted
+
+
+async def test_a_metrics_page_that_is_not_answered_costs_sglang_no_size() -> None:
+    class Slow(Written):
+        async def get(self, path: str) -> Page:
+            if path == "/metrics":
+                raise NoAnswer("GET /metrics was not answered")
+            return await super().get(path)
+
+    rank = {"effective_max_running_requests_per_dp": 128, "memory_usage": {"token_capacity": 20480}}
+    gauges = await SGLANG.gauges(Slow({"/server_info": json.dumps({"internal_states": [rank]}), "/v1/loads": "{}"}))
+    assert (gauges.kv_tokens, gauges.preemptions) == (20480, None)
+
+
+async def test_tensorrt_llms_gauge_of_paused_requests_is_no_counter() -> None:
+    """It is of one iteration, and stands still between finished requests: the same pause would be counted again."""
+    pages = Written({"/prometheus/metrics": 'trtllm_num_paused_requests{model_name="m"} 3.0\n'})
+    assert (await TRTLLM.gauges(pages)).preemptions is None
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_only_an_engine_that_says_so_counts_preemptions(engine: type[Engine]) -> None:
+    gauges = await engine.gauges(EnginePages(emulated(engine).app))
+    assert gauges.preemptions == (0 if engine.counts_preemptions else None)
+    assert engine.counts_preemptions is (engine in (VLLM, SGLANG))
+
+
 # -- bad pages
 
 _NESTED = "[" * 100_000
@@ -266,7 +332,12 @@ _JSON = st.recursive(
 )
 _METRICS_LINES = st.lists(
     st.tuples(
-        st.sampled_from(["vllm:cache_config_info", "vllm:num_requests_waiting", "trtllm_kv_cache_max_blocks"]),
+        st.sampled_from(
+            [
+                *("vllm:cache_config_info", "vllm:num_requests_waiting", "vllm:num_preemptions_total"),
+                *("sglang:num_retracted_requests_total", "trtllm_kv_cache_max_blocks"),
+            ]
+        ),
         st.sampled_from(["", '{block_size="x"}', '{num_gpu_blocks="9' + "9" * 5000 + '"}', '{a="\\"', "{", "}"]),
         st.sampled_from(["NaN", "+Inf", "-1", "1e400", "x", "", "3"]),
     ).map(lambda parts: f"{parts[0]}{parts[1]} {parts[2]}")
@@ -287,6 +358,7 @@ def test_no_page_is_bad_enough_to_break_a_reader(engine: type[Engine], text: str
             found = await engine.gauges(pages)
             assert found.kv_tokens is None or found.kv_tokens > 0
             assert found.waiting is None or found.waiting >= 0
+            assert found.preemptions is None or found.preemptions >= 0
 
     asyncio.run(read())
 

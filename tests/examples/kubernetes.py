@@ -17,7 +17,7 @@ from tests.examples.command_lines import EXAMPLES
 KUBERNETES = EXAMPLES / "kubernetes"
 IN_POD = ("vllm", "trtllm")
 """The overlays that put a sidecar into the engine's pod."""
-OVERLAYS = (*IN_POD, "shared-pool")
+OVERLAYS = (*IN_POD, "shared-pool", "engines")
 
 Manifest = Mapping[str, Any]
 

@@ -22,10 +22,14 @@ from tests.support.prometheus import program
 from tests.support.redis_servers import RedisServer, first_binary, until
 
 COMPOSE = EXAMPLES / "compose"
-FILE: dict[str, Any] = yaml.safe_load((COMPOSE / "compose.yaml").read_text())
+FILES: dict[str, Any] = {
+    name: yaml.safe_load((COMPOSE / name).read_text()) for name in ("compose.yaml", "compose.engines.yaml")
+}
+FILE = FILES["compose.yaml"]
 SERVICES: dict[str, Any] = FILE["services"]
+WITH_ENGINES: dict[str, Any] = FILES["compose.engines.yaml"]["services"]
+EVERY = [(file, name) for file, read in FILES.items() for name in read["services"]]
 SIDECARS = [name for name, service in SERVICES.items() if service.get("command", [""])[0] == "serve"]
-OURS = [name for name, service in SERVICES.items() if service["image"] == "admission-sidecar"]
 KNOWN = {
     "cap_drop", "command", "depends_on", "environment", "healthcheck", "image", "ports", "profiles", "pull_policy",
     "read_only", "restart", "security_opt", "stop_grace_period", "user", "volumes",
@@ -52,18 +56,22 @@ def compose_command() -> list[str]:
     pytest.skip("no Docker Compose here; the other tests look at the same files without it")
 
 
-@pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "compose.vllm.yaml"]])
+@pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "compose.vllm.yaml"], ["compose.engines.yaml"]])
 def test_compose_itself_takes_the_files(files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODEL", "a-model")
     given = [word for name in files for word in ("-f", str(COMPOSE / name))]
-    checked = [*compose_command(), *given, "--profile", "load", "config", "--quiet"]
+    checked = [*compose_command(), *given, "--profile", "*", "config", "--quiet"]
     ended = subprocess.run(checked, capture_output=True, text=True, check=False, timeout=30)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("name", SERVICES)
-def test_a_service_is_described_in_words_that_compose_has(name: str) -> None:
-    service = SERVICES[name]
+def service_of(file: str, name: str) -> Any:
+    return FILES[file]["services"][name]
+
+
+@pytest.mark.parametrize(("file", "name"), EVERY)
+def test_a_service_is_described_in_words_that_compose_has(file: str, name: str) -> None:
+    service = service_of(file, name)
     assert set(service) <= KNOWN
     assert set(service.get("healthcheck", {})) <= {"test", "interval", "timeout", "start_period"}
     assert re.fullmatch(r"admission-sidecar|[\w./-]+:v?\d+\.\d+\.\d+(-alpine)?", service["image"]), "name a version"
@@ -71,34 +79,42 @@ def test_a_service_is_described_in_words_that_compose_has(name: str) -> None:
     for other in needed:
         condition = needed[other]["condition"] if isinstance(needed, dict) else "service_started"
         assert condition in {"service_started", "service_healthy"}
-        assert condition == "service_started" or "healthcheck" in SERVICES[other]
+        assert condition == "service_started" or "healthcheck" in service_of(file, other)
+        assert (
+            not service_of(file, other).get("profiles")
+            or service.get("profiles") == service_of(file, other)["profiles"]
+        )
 
 
-@pytest.mark.parametrize("name", SERVICES)
-def test_what_a_service_mounts_is_there_and_read_only(name: str) -> None:
-    for volume in SERVICES[name].get("volumes", ()):
+@pytest.mark.parametrize(("file", "name"), EVERY)
+def test_what_a_service_mounts_is_there_and_read_only(file: str, name: str) -> None:
+    for volume in service_of(file, name).get("volumes", ()):
         source, _, target = volume.partition(":")
         if source.startswith("."):
             assert (COMPOSE / source).exists()
             assert target.endswith(":ro")
         else:
-            assert source in FILE["volumes"]
+            assert source in FILES[file]["volumes"]
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_our_commands_have_the_flags_and_variables(name: str) -> None:
-    parsed(SERVICES[name]["command"])
-    assert unknown_variables(list(SERVICES[name].get("environment", {}))) == []
+@pytest.mark.parametrize(("file", "name"), EVERY)
+def test_our_commands_have_the_flags_and_variables(file: str, name: str) -> None:
+    service = service_of(file, name)
+    if service["image"] == "admission-sidecar":
+        parsed(service["command"])
+        assert unknown_variables(list(service.get("environment", {}))) == []
 
 
-def test_ports_are_published_on_this_machine_alone_and_none_twice() -> None:
-    published = [port for service in SERVICES.values() for port in service.get("ports", ())]
+@pytest.mark.parametrize("file", FILES)
+def test_ports_are_published_on_this_machine_alone_and_none_twice(file: str) -> None:
+    services = FILES[file]["services"]
+    published = [port for service in services.values() for port in service.get("ports", ())]
     assert all(re.fullmatch(r"127\.0\.0\.1:\d+:\d+", port) for port in published)
     outside = [port.split(":")[1] for port in published]
     assert len(set(outside)) == len(outside)
     for name in SIDECARS:
-        args = parsed(SERVICES[name]["command"])
-        assert {int(port.split(":")[2]) for port in SERVICES[name]["ports"]} == {args.port, args.admin_port}
+        args = parsed(services[name]["command"])
+        assert {int(port.split(":")[2]) for port in services[name]["ports"]} == {args.port, args.admin_port}
 
 
 def test_every_name_that_is_asked_for_is_a_service_and_every_port_one_that_it_has() -> None:
@@ -133,16 +149,32 @@ def test_the_provisioning_finds_its_variables_and_the_dashboard() -> None:
     assert any(f":{folder}/admission.json:" in volume for volume in grafana["volumes"])
 
 
-def test_a_sidecar_is_given_the_time_to_drain() -> None:
+@pytest.mark.parametrize("file", FILES)
+def test_a_sidecar_is_given_the_time_to_drain(file: str) -> None:
     for name in SIDECARS:
-        stops_s = duration_s(SERVICES[name]["stop_grace_period"])
-        assert stops_s >= parsed(SERVICES[name]["command"]).grace + BEYOND_GRACE_S
+        service = service_of(file, name)
+        assert duration_s(service["stop_grace_period"]) >= parsed(service["command"]).grace + BEYOND_GRACE_S
 
 
 def test_the_pool_is_what_the_engine_holds() -> None:
     engine, policy = parsed(SERVICES["engine"]["command"]), load(COMPOSE / "policy")
     assert policy.rules.tokens == engine.kv_tokens
     assert policy.rules.requests == engine.max_num_seqs + 2
+
+
+def test_the_pool_of_three_is_what_each_engine_holds_and_names_the_services() -> None:
+    policy = load(COMPOSE / "engines")
+    assert policy.engines is not None
+    engines = {engine.url.removeprefix("http://"): engine for engine in policy.engines.static}
+    commands = {f"{name}:8000": parsed(WITH_ENGINES[name]["command"]) for name in WITH_ENGINES if "engine" in name}
+    assert engines.keys() == commands.keys()
+    for place, args in commands.items():
+        assert engines[place].capacity.size(None, None) == (args.kv_tokens, args.max_num_seqs + 2)
+        assert place.endswith(f":{args.port}")
+    for name in SIDECARS:
+        path = parsed(WITH_ENGINES[name]["command"]).policy
+        ((source, target, _),) = (volume.split(":") for volume in WITH_ENGINES[name]["volumes"])
+        assert load(COMPOSE / source / Path(path).relative_to(target)).tenants == policy.tenants != {}
 
 
 def test_a_real_engine_takes_the_place_of_the_emulated_one() -> None:
@@ -174,6 +206,7 @@ def store(tmp_path: Path) -> Iterator[str]:
         yield running.url
 
 
+@pytest.mark.long
 def test_two_sidecars_share_one_pool_before_the_engine(store: str) -> None:
     variables = {
         name: SERVICES[SIDECARS[0]]["environment"][name] for name in ("SIDECAR_STORE", "OTEL_METRICS_EXPORTER")

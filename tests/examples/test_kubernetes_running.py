@@ -85,6 +85,7 @@ def pod(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield started
 
 
+@pytest.mark.long
 def test_the_probes_are_answered_and_clients_are_served_by_their_keys(pod: Pod) -> None:
     assert [status(pod, probe) for probe in ("startup", "liveness", "readiness")] == [200, 200, 200]
     assert asked(pod.sidecar.url, KEY) == 200
@@ -112,6 +113,7 @@ def test_a_config_map_that_changes_gives_keys_and_takes_them(pod: Pod) -> None:
     assert asked(pod.sidecar.url, KEY) == 200
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pod", ["vllm"], indirect=True)
 def test_a_request_that_waits_moves_what_the_scaler_follows(pod: Pod, tmp_path: Path) -> None:
     (rule,) = ADAPTER["rules"]
@@ -140,6 +142,7 @@ def series_of(rule: Mapping[str, Any]) -> str:
     return name
 
 
+@pytest.mark.long
 def test_the_hook_of_the_engine_ends_when_the_sidecar_has_closed(tmp_path: Path) -> None:
     hook = containers(pod_of_the_sidecar("vllm"))["engine"]["lifecycle"]["preStop"]["exec"]["command"]
     assert hook[:2] == ["python3", "-c"]
@@ -158,6 +161,7 @@ def test_the_hook_of_the_engine_ends_when_the_sidecar_has_closed(tmp_path: Path)
                 waiting.kill()
 
 
+@pytest.mark.long
 def test_the_sidecars_of_a_shared_pool_meet_in_the_store(tmp_path: Path) -> None:
     (store,) = (
         containers(pod["spec"])["valkey"] for pod in pods("shared-pool").values() if "valkey" in containers(pod["spec"])

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from sidecar.admin.app import admin_app
 from sidecar.admin.routes import story_routes
 from sidecar.cli.explain_request import text
-from sidecar.events import Admitted, Classified, Event, Obstacle, Queued, Received
+from sidecar.events import Admitted, Classified, Event, Obstacle, Placed, Queued, Received
 from sidecar.explain import phrases
 from sidecar.explain.builder import OTHER_REPLICAS, ExplanationBuilder
 from sidecar.explain.document import AheadGroup, DryRunDetails, Explanation, UnknownAhead, WaitDetails
@@ -198,13 +198,49 @@ async def test_the_tenants_of_a_tier_take_turns() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("tenant", "engine", "rule", "sentence"),
+    [
+        ("t", "b#1", "claim", "it waited for its own engine"),
+        ("other", "b#1", "fair_share", "the tenants of low take turns by their share"),
+        ("t", None, "fair_share", "the tenants of low take turns by their share"),
+    ],
+)
+def test_within_a_tier_a_later_request_of_the_same_tenant_goes_first_by_a_claim(
+    tenant: str, engine: str | None, rule: str, sentence: str
+) -> None:
+    journal = Journal(now_us=lambda: 1000)
+    ahead = arrives(journal, "ahead", "low", 20, tenant)
+    ahead(Admitted(50, 30, 0, None, {}, 3, None, {}, engine=engine))
+    arrives(journal, "waiter", "low", 10)
+    story = ExplanationBuilder(journal, lambda: TIERS, "lab", is_shared=False).explain("waiter")
+    assert story is not None
+    assert story.wait is not None
+    (group,) = story.wait.groups
+    assert (group.rule, group.because) == (rule, sentence)
+
+
+@pytest.mark.parametrize(("claimed_us", "rule"), [(60, "claim"), (10, "fair_share")])
+def test_of_several_tenants_the_time_of_the_claim_decides(claimed_us: int, rule: str) -> None:
+    journal = Journal(now_us=lambda: 1000)
+    ahead = arrives(journal, "ahead", "low", 20, "other")
+    ahead(Admitted(50, 30, 0, None, {}, 3, None, {}, engine="b#1"))
+    placed = Placed(100, 4, 0, 0, 0, claimed_us=claimed_us)
+    waiter = arrives(journal, "waiter", "low", 10)
+    waiter(Admitted(100, 90, 50, 50, {"low": 5}, 3, None, {}, engine="a#1", placed=placed))
+    story = ExplanationBuilder(journal, lambda: TIERS, "lab", is_shared=False).explain("waiter")
+    assert story is not None
+    assert story.wait is not None
+    assert [group.rule for group in story.wait.groups] == [rule]
+
+
 TIERS = ("critical", "high", "normal", "low", "batch")
 
 
-def arrives(journal: Journal, request_id: str, tier: str, at_us: int) -> Callable[[Event], None]:
+def arrives(journal: Journal, request_id: str, tier: str, at_us: int, tenant: str = "t") -> Callable[[Event], None]:
     """One that holds 5 tokens and has to wait, by its events alone."""
     tell = begin(journal, Received(at_us, 10**18, "POST", "/", [], request_id), None)
-    tell(Classified(at_us, tier, "t", "header", None, "chat", "m", 1, False, 5, 1))
+    tell(Classified(at_us, tier, tenant, "header", None, "chat", "m", 1, False, 5, 1))
     tell(Queued(at_us, Obstacle.NO_ROOM, "no room"))
     return tell
 

@@ -9,6 +9,16 @@ import yaml
 from hypothesis import strategies as st
 
 from sidecar.policy.compiler import shipped_policies
+from sidecar.policy.fleet_schema import (
+    AffinityBody,
+    DnsBody,
+    EngineEntry,
+    EngineListFile,
+    EnginesBody,
+    HealthBody,
+    ModelBody,
+    ReplayBody,
+)
 from sidecar.policy.schema import PoolFile, TenantFile
 
 SHIPPED = shipped_policies()
@@ -18,15 +28,44 @@ POOL, TENANT = yaml.safe_load(POOL_TEXT), yaml.safe_load(TENANT_TEXT)
 MARK = "sk-marked-4f2a9c7d8e9f0011"
 """A key where only hashes belong: no sentence may repeat it."""
 
+FLEET = {
+    **{key: value for key, value in POOL.items() if key != "capacity"},
+    "engines": {
+        "static": [
+            {"name": "a", "url": "http://a:8000"},
+            {"name": "b", "url": "http://b:8000/v", "capacity": {"tokens": "100k", "requests": 40}, "speed": 0.5},
+            {"name": "c", "url": "http://c:8000", "capacity": {"from": "engine", "waiting": 1}, "prefill": "unbounded"},
+        ],
+        "capacity": {"tokens": "400k", "requests": 160},
+        "prefill": "8k",
+        "affinity": {"prefix": True, "weight": 2, "session": ["x-session-id", "prompt_cache_key"]},
+        "health": {"path": "/health", "every": "2s", "fail": 3, "rise": 2},
+        "slow_start": "60s",
+        "replay": {"before_first_byte": 1, "budget": "10%"},
+        "drain_timeout": "10m",
+    },
+    "models": {"llama": {"engines": ["a", "b"], "aliases": ["x", "y"]}, "org/qwen:7b": {"engines": ["c"]}},
+}
+"""The shipped policy with several engines and models."""
+FLEETS = [
+    FLEET,
+    {**FLEET, "engines": {"dns": {"name": "vllm.ns.svc:8000", "refresh": "5s"}}, "models": {"m": {"aliases": ["x"]}}},
+    {**FLEET, "engines": {**FLEET["engines"], "static": None, "file": "engines.yaml"}},
+]
+LIST = {"engines": FLEET["engines"]["static"]}
+
+_MODELS = (PoolFile, TenantFile, EnginesBody, EngineEntry, DnsBody, AffinityBody, HealthBody, ReplayBody, ModelBody)
 NAMES = sorted(
-    {*PoolFile.model_fields, *TenantFile.model_fields, "from", "promote_after", "ceiling", "reserve", "lend"}
+    {*(name for model in (*_MODELS, EngineListFile) for name in model.model_fields)}
+    | {"from", "promote_after", "ceiling", "reserve", "lend"}
 )
 SCALARS: list[Any] = [
     None, True, False, 0, 1, -1, 10**17, 10**30, 0.5, 1e308, float("inf"), float("nan"), "", " ", "0%", "20%", "100%",
     "101%", "-1%", "1e9%", "0.0000000001%", "5m", "0s", "1ms", "-5m", "99999999d", "400k", "8MiB", "9999999999GiB",
     "normal", "high", "Normal", "nórmal", "tenants/*.yaml", "**/*", "[", "/", "/v1/chat/completions",
     "v1", "/a b", "redis://u:p@h/0", "redis://", "sha256:" + "0" * 64, "engine", "vllm", "none", "a" * 5000,
-    "\u202e", "\ud800", "\x07", "deny", MARK,
+    "a", "b", "unbounded", "http://a:8000", "http://u:p@h:1", "//", "http://[::1", "http://a:99999", "v:0", "_a._tcp.b",
+    "x-session-id", "1e3", "\u202e", "\ud800", "\x07", "deny", MARK,
 ]  # fmt: skip
 SPLICES = [
     ": ", "{", "}", "[", "]", "- ", "\n", "  ", "\t", "&a ", "*a", "!!python/object:x ", "'", '"', "%", "\x00",
@@ -86,7 +125,15 @@ def damaged(draw: st.DrawFn, text: st.SearchStrategy[str]) -> str:
     return made
 
 
-POOLS = st.one_of(changed(POOL).map(_written), damaged(st.just(POOL_TEXT)), damaged(changed(POOL).map(_written)))
+POOLS = st.one_of(
+    changed(POOL).map(_written),
+    damaged(st.just(POOL_TEXT)),
+    damaged(changed(POOL).map(_written)),
+    st.sampled_from(FLEETS).flatmap(changed).map(_written),
+    damaged(st.sampled_from(FLEETS).flatmap(changed).map(_written)),
+)
+LISTS = st.one_of(changed(LIST).map(_written), damaged(changed(LIST).map(_written)))
+"""Engine lists."""
 TENANTS = st.one_of(
     st.just(TENANT_TEXT),
     changed(TENANT).map(_written),

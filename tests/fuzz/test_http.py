@@ -70,6 +70,7 @@ async def _is_a_503_without_a_date(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+@pytest.mark.long
 @cases(few=10, many=1000)
 @given(inputs=SOME_WIRE)
 def test_whatever_comes_on_the_wire(sidecar: FuzzedSidecar, inputs: list[bytes]) -> None:
@@ -77,6 +78,7 @@ def test_whatever_comes_on_the_wire(sidecar: FuzzedSidecar, inputs: list[bytes])
     sidecar.check(inputs)
 
 
+@pytest.mark.long
 @cases(few=200, many=15_000)
 @given(scopes(), BODIES | mutated(BODIES) | st.binary(max_size=60), st.sampled_from(ENGINES))
 def test_whatever_a_lenient_server_hands_over(scope: dict[str, Any], body: bytes, engine: str) -> None:

@@ -7,21 +7,24 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sidecar.cli.check import figures, summary
 from sidecar.middleware.policy_snapshot import policy_snapshot
 from sidecar.policy.compiler import Loaded, load_files
+from sidecar.policy.fleet_compiler import read_engine_list
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.warnings import warnings
 from sidecar.pools import LocalPool
 from sidecar.tokens import Estimator
 from tests.fuzz.corpus import POLICIES, names
-from tests.fuzz.policies import MARK, POOLS, TENANTS
+from tests.fuzz.policies import LISTS, MARK, POOLS, TENANTS
 from tests.fuzz.scale import cases, tried
 
 WITHIN_S = 10.0
@@ -44,14 +47,19 @@ def outcome(folder: Path, pool: bytes, tenant: bytes) -> Policy | list[str]:
     try:
         loaded = load_files(folder)
     except PolicyError as refused:
-        lines = [str(problem) for problem in refused.problems]
-        assert lines
-        assert [line for line in lines if not re.fullmatch(rf"{re.escape(str(folder))}/\S+(:\d+)?: .+", line)] == []
-        assert [line for line in lines if JARGON.search(line) or MARK in line] == []
-        return lines
+        return sentences(folder, refused)
     finally:
         assert time.monotonic() - began_s < WITHIN_S
     return working(loaded)
+
+
+def sentences(folder: Path, refused: PolicyError) -> list[str]:
+    """What the operator reads."""
+    lines = [str(problem) for problem in refused.problems]
+    assert lines
+    assert [line for line in lines if not re.fullmatch(rf"{re.escape(str(folder))}/\S+(:\d+)?: .+", line)] == []
+    assert [line for line in lines if JARGON.search(line) or MARK in line] == []
+    return lines
 
 
 def working(loaded: Loaded) -> Policy:
@@ -60,6 +68,10 @@ def working(loaded: Loaded) -> Policy:
     assert all(str(warning) for warning in warnings(policy, loaded.place))
     assert policy_snapshot(policy, policy.engine(policy.carrier), Estimator(), None).policy is policy
     assert LocalPool(policy).state()["waiting"] == 0
+    for name in policy.models:
+        assert LocalPool(policy.of_model(name)).state()["waiting"] == 0
+    assert figures(loaded, ())["ok"]
+    assert summary(loaded, ())
     return policy
 
 
@@ -79,6 +91,20 @@ def test_what_was_found_once_stays_mended(folder: Path, file: Path) -> None:
 def test_the_shipped_policy_with_something_wrong_in_it(folder: Path, pool: str, tenant: str) -> None:
     tried["policies with something wrong"] += 1
     outcome(folder, pool.encode("utf-8", "surrogatepass"), tenant.encode("utf-8", "surrogatepass"))
+
+
+@cases(few=100, many=4_000)
+@given(text=LISTS)
+def test_an_engine_list_with_something_wrong_in_it(folder: Path, text: str) -> None:
+    tried["engine lists with something wrong"] += 1
+    file = folder / "engines.yaml"
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
+    (folder / "policy.yaml").write_text("engine: vllm\ntiers: {normal: {}}\nengines: {file: engines.yaml}\n")
+    loaded = load_files(folder)
+    try:
+        working(replace(loaded, policy=loaded.policy.of_engines(read_engine_list(loaded.policy, file))))
+    except PolicyError as refused:
+        sentences(folder, refused)
 
 
 @cases(few=50, many=2_000)

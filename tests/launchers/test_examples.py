@@ -43,6 +43,7 @@ def test_without_a_model_the_script_says_what_to_set(example: str) -> None:
     assert "set MODEL to" in ended.stderr
 
 
+@pytest.mark.long
 async def test_trtllm_serves_with_the_examples_options_and_hears_priorities(tmp_path: Path) -> None:
     """The stand-in takes no option that TensorRT-LLM's arguments do not have."""
     admin = str(free_port())

@@ -25,8 +25,12 @@ PRIORITIES = {"critical": 8, "high": 6, "normal": 4, "low": 2, "batch": 0}
 
 
 @asynccontextmanager
-async def sglang(folder: Path, *arguments: str, requests: int = 100, **variables: str) -> AsyncIterator[Launched]:
-    write_policy(folder, engine="sglang", requests=requests)
+async def sglang(
+    folder: Path, *arguments: str, requests: int = 100, capacity: str = "", **variables: str
+) -> AsyncIterator[Launched]:
+    policy = write_policy(folder, engine="sglang", requests=requests)
+    if capacity:
+        policy.write_text(mounted(policy.read_text(), capacity))
     given = ("--policy", str(folder), "--enable-priority-scheduling", *arguments)
     log = {"STAND_IN_SGLANG_LOG": str(folder / "sglang.log")}
     async with launched(ours("sglang-serve"), *given, variables={**log, **variables}) as server:
@@ -51,6 +55,7 @@ async def ask(server: Launched, tier: str, prompt: str, most: int = 2) -> None:
     assert (status, headers["x-admission-tier"]) == (200, tier), text
 
 
+@pytest.mark.long
 async def test_every_request_carries_its_own_priority(tmp_path: Path) -> None:
     async with sglang(tmp_path) as server:
         cases = [(tier, f"{tier} {index}") for tier in PRIORITIES for index in range(5)]
@@ -59,6 +64,7 @@ async def test_every_request_carries_its_own_priority(tmp_path: Path) -> None:
         assert reported == {prompt: PRIORITIES[tier] for tier, prompt in cases}
 
 
+@pytest.mark.long
 async def test_its_own_key_is_asked_for_before_the_sidecar(tmp_path: Path) -> None:
     """SGLang adds the check when it starts, behind our import of its app: no one unknown to it takes room."""
     async with sglang(tmp_path, "--api-key", "sk-sglang") as server:
@@ -79,6 +85,7 @@ async def test_a_client_that_leaves_is_aborted(tmp_path: Path) -> None:
         assert "aborted" in [event["what"] for event in happened(tmp_path)]
 
 
+@pytest.mark.long
 async def test_two_workers_share_one_pool(tmp_path: Path) -> None:
     """Through a real store: never more at once than the pool has, though each worker alone would admit as many."""
     admin = free_ports(2)
@@ -101,6 +108,24 @@ async def _both_workers_are_up(server: Launched) -> None:
     while server.log.count("Application startup complete") < 2:
         assert time.monotonic() < deadline_s, server.log
         await asyncio.sleep(0.05)
+
+
+async def test_its_process_is_an_engine_of_the_pool(tmp_path: Path) -> None:
+    async with sglang(tmp_path, capacity="engines: {mounted: true, slow_start: 0s, capacity: {requests: 3}}") as server:
+        await asyncio.gather(*(ask(server, "high", f"prompt {index}") for index in range(9)))
+        _, headers, _ = await server.post(CHAT, "high", messages=[{"role": "user", "content": "x"}], max_tokens=1)
+        assert headers["x-admission-engine"]
+
+
+def test_several_workers_of_one_mounted_engine_are_refused(tmp_path: Path, refusal: Refusal) -> None:
+    policy = write_policy(tmp_path, engine="sglang")
+    policy.write_text(mounted(policy.read_text(), "engines: {mounted: true, capacity: {requests: 3}}"))
+    said = refusal("sglang-serve", "m", "--policy", str(policy), "--tokenizer-worker-num", "2")
+    assert said.startswith("2 server processes share this engine, and with `engines: {mounted: true}` each would offer")
+
+
+def mounted(policy: str, engines: str) -> str:
+    return "\n".join(engines if line.startswith("capacity:") else line for line in policy.splitlines()) + "\n"
 
 
 def test_several_workers_without_a_store_are_refused(tmp_path: Path, refusal: Refusal) -> None:

@@ -52,6 +52,7 @@ async def served(server: Launched) -> dict[str, float]:
     return {str(each["prompt"]): each["priority"] for each in (await server.get("/stand_in"))["served"]}
 
 
+@pytest.mark.long
 async def test_every_endpoint_of_many_at_once_gets_its_own_priority(tmp_path: Path) -> None:
     """Responses and messages too, whose schemas have no field; streamed and not; shuffled and all at the same time."""
     cases = [
@@ -88,6 +89,7 @@ async def test_a_list_of_prompts_and_what_a_client_writes_itself(tmp_path: Path)
         assert await served(server) == {"one": 0.25, "two": 0.25}
 
 
+@pytest.mark.long
 async def test_a_request_that_is_not_guarded_is_left_at_the_engines_default(tmp_path: Path) -> None:
     write_policy(tmp_path).write_text(
         (tmp_path / "policy.yaml").read_text().replace("  /v1/chat/completions: {}\n", "") + "unguarded: allow\n"
@@ -98,6 +100,7 @@ async def test_a_request_that_is_not_guarded_is_left_at_the_engines_default(tmp_
         assert await served(server) == {"unguarded": 0.5}
 
 
+@pytest.mark.long
 async def test_the_engines_queue_follows_the_priorities_that_it_gets(tmp_path: Path) -> None:
     """One at a time: the request that finds the engine free is first, the others follow by tier, not by arrival."""
     async with trtllm(tmp_path, "--max_batch_size", "1") as server:
@@ -111,6 +114,7 @@ async def test_the_engines_queue_follows_the_priorities_that_it_gets(tmp_path: P
         assert list(await served(server)) == ["first", "critical", "high", "normal", "low", "batch"]
 
 
+@pytest.mark.long
 async def test_a_client_that_leaves_is_aborted_at_the_engine(tmp_path: Path) -> None:
     async with trtllm(tmp_path) as server:
         for path, body_of in BODIES.items():
@@ -191,6 +195,7 @@ async def replica(server: Launched, admin_port: int) -> str:
     raise AssertionError(server.log)
 
 
+@pytest.mark.long
 async def test_several_frontends_share_a_pool_in_the_store(tmp_path: Path) -> None:
     """Each is the same command line, run again by the first."""
     admin = free_ports(2)
@@ -201,6 +206,7 @@ async def test_several_frontends_share_a_pool_in_the_store(tmp_path: Path) -> No
             assert len(replicas) == 2
 
 
+@pytest.mark.long
 async def test_too_many_frontends_in_the_options_file_fail_the_start(tmp_path: Path) -> None:
     """The file is read by the real command alone: it is found out when the server starts."""
     with pytest.raises(AssertionError, match="2 server processes share this engine"):
@@ -240,6 +246,7 @@ def test_without_the_engine_it_says_how_to_get_it(tmp_path: Path, refusal: Refus
     assert "pip install tensorrt-llm" in said
 
 
+@pytest.mark.long
 def test_arguments_that_are_wrong_are_refused_by_the_real_command(tmp_path: Path) -> None:
     gone = ended("trtllm-serve", "m", "--policy", str(write_policy(tmp_path)), "--nix")
     assert gone.returncode == 2

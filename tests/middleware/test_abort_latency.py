@@ -87,6 +87,7 @@ async def mounted(app: Any, folder: Path, engine: str, more: str = "", pool: int
         yield middleware, served.port
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("engine", "notices_after_s", "more"),
     [
@@ -113,6 +114,7 @@ async def test_clients_that_disconnect_do_not_drive_the_engine_past_the_pool(
     assert emulator.engine.peak == POOL
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("engine", "notices_after_s", "more"),
     [("tensorrt-llm", 0.4, ""), ("sglang", 2.0, ""), ("none", 0.4, "abort_latency: 1.5s")],

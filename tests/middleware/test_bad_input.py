@@ -480,6 +480,7 @@ _HEADERS = st.lists(
 )
 
 
+@pytest.mark.long
 @given(st.one_of(st.binary(max_size=64), _OBJECTS, mutated()), _PATHS, _ENGINES, _HEADERS)
 @example(b'{"messages":["hi"],"nvext":{"agent_hints":{"priority":1}},"nvext":null}', CHAT, "dynamo", [])
 @hypothesis_settings(max_examples=400, deadline=None)

@@ -314,6 +314,7 @@ abort_latency: 60s
 """
 
 
+@pytest.mark.long
 async def test_what_the_engine_is_seen_to_have_released_is_free(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(FROM_ENGINE)
@@ -371,6 +372,7 @@ async def hang_up(port: int, middleware: Any) -> None:
     await until(lambda: middleware.controller.pending_aborts.held().requests == before + 1)
 
 
+@pytest.mark.long
 async def test_a_store_that_lost_everything_is_told_of_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

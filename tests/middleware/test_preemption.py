@@ -348,3 +348,44 @@ async def test_a_server_that_stops_leaves_nothing_of_a_lost_attempt(tmp_path: An
 
 def test_the_default_policy_preempts_no_one() -> None:
     assert not any(tier.preemptible for tier in policy().rules.tiers)
+
+
+class SlowToStop(Engine):
+    """Its first request ends on its own; a later one that is to stop goes on for a moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_may_end, self.may_stop, self.is_to_stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def runs_to_its_end(self, scope: Any, receive: Any, send: Any) -> bool:
+        if len(self.calls) == 1:
+            await self.first_may_end.wait()
+            return True
+        goes_on = await super().runs_to_its_end(scope, receive, send)
+        if not goes_on:
+            self.is_to_stop.set()
+            await self.may_stop.wait()
+        return goes_on
+
+
+async def test_a_request_whose_room_is_free_again_when_it_stops_reports_its_wait_before_its_grant(
+    tmp_path: Any,
+) -> None:
+    engine = SlowToStop()
+    async with guarding(engine, rules(tmp_path, requests=2)) as guarded:
+        first = await running(guarded, engine)
+        engine.has_begun.clear()
+        second = await running(guarded, engine, "x-request-id: bulk")
+        critical = asyncio.create_task(guarded.ask(None, CRITICAL))
+        await asyncio.wait_for(engine.is_to_stop.wait(), 5)
+        engine.first_may_end.set()
+        assert (await first).status == (await critical).status == 200
+        engine.may_stop.set()
+        engine.may_end.set()
+        got = await second
+    assert (got.status, got.headers["x-admission-preempted"]) == (200, "1")
+    assert engine.tiers == ["batch", "batch", "critical", "batch"]
+    (story,) = [story for story in guarded.recorder.stories if story.received.request_id == "bulk"]
+    assert story.kinds == ["Classified", "Admitted", "Preempted", "Queued", "Admitted", "FirstByte", "Settled"]
+    times = [event.at_us for event in story.events]
+    assert times == sorted(times)

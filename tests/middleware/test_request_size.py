@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import Any
@@ -94,11 +95,55 @@ async def test_more_sequences_than_the_policy_allows_are_a_400_that_says_how_man
     assert app.seen == []
 
 
-async def test_as_many_as_the_policy_allows_pass_and_embeddings_are_not_counted() -> None:
-    async with guarding(App(), policy(requests="8")) as guarded:
+async def test_as_many_as_the_policy_allows_pass_and_inputs_of_embeddings_do_not_count_as_choices() -> None:
+    async with guarding(App(), policy(requests="50")) as guarded:
         assert (await guarded.ask(chat(n=8))).status == 200
         assert (await guarded.ask({"prompt": ["a", "b"], "n": 4}, path=COMPLETIONS)).status == 200
         assert (await guarded.ask({"input": ["a"] * 50}, path=EMBEDDINGS)).status == 200
+
+
+# inputs of embeddings
+
+INPUTS: list[tuple[dict[str, Any], int]] = [
+    ({"input": "a"}, 1),
+    ({"input": [1, 2, 3]}, 1),
+    ({"input": ["a"] * 10}, 10),
+    ({"input": [[1]] * 10}, 10),
+    ({"input": "a", "input_ids": [[1]] * 10}, 10),
+]
+
+
+@pytest.mark.parametrize(("body", "sequences"), INPUTS)
+async def test_each_input_of_an_embedding_holds_a_sequence_until_it_is_answered(
+    body: dict[str, Any], sequences: int
+) -> None:
+    app = App(is_held=True)
+    async with guarding(app, policy(requests="10")) as guarded:
+        asked = asyncio.create_task(guarded.ask(body, path=EMBEDDINGS))
+        await guarded.until(leases=1)
+        tiers: Any = guarded.pool.state()["tiers"]
+        assert sum(tier["held"]["requests"] for tier in tiers) == sequences
+        app.release()
+        assert (await asked).status == 200
+        await guarded.nothing_left()
+    assert guarded.recorder.stories[-1].one(Classified).requests == sequences
+
+
+@pytest.mark.parametrize("inputs", [11, 2000])
+async def test_more_inputs_than_the_largest_size_are_a_400_that_says_how_many_are(inputs: int) -> None:
+    app = App()
+    async with guarding(app, policy(requests="10")) as guarded:
+        refused = await guarded.ask({"input": ["a"] * inputs}, path=EMBEDDINGS)
+        assert refused.is_error(
+            400,
+            "request_too_large",
+            f"would start {inputs} sequences",
+            "or inputs",
+            "normal allows 10",
+            "fewer at once",
+        )
+        await guarded.nothing_left()
+    assert app.seen == []
 
 
 # what cannot be sized
@@ -150,7 +195,9 @@ async def test_observing_finds_what_enforcing_would_have_refused_and_held() -> N
     async with observing(App(), policy()) as sidecar:
         assert (await sidecar.ask(chat(n=9))).status == 200
         assert (await sidecar.ask(CONTINUED, path=RESPONSES)).status == 200
+        assert (await sidecar.ask({"input": ["a"] * 9}, path=EMBEDDINGS)).status == 200
         assert (await sidecar.ask(chat(input_ids=IDS, max_tokens=1))).status == 200
-        await sidecar.until_found(3)
-    assert [code for _, code in sidecar.verdicts()] == ["too_many_choices", "unsized_prompt", None]
+        await sidecar.until_found(4)
+    found = ["too_many_choices", "unsized_prompt", "request_too_large", None]
+    assert [code for _, code in sidecar.verdicts()] == found
     assert held(sidecar) >= 3000

@@ -277,6 +277,7 @@ async def test_openais_client_raises_its_rate_limit_error() -> None:
         assert "1 requests per minute" in raised.value.message
 
 
+@pytest.mark.long
 async def test_openais_client_comes_back_on_time_and_gets_in() -> None:
     async with guarding(App(answer=COMPLETION), limited("requests_per_minute: 20, burst: 1s")) as sidecar:
         async with client_of(sidecar, retries=1) as client:

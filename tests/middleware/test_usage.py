@@ -11,7 +11,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from sidecar.events import Settled
-from sidecar.middleware.usage import LONGEST, UsageReader
+from sidecar.middleware.usage import LONGEST, CachedUsageReader, UsageReader
 from tests.support.middleware import SMALL, App, Caller, Guarded, policy
 
 OPENAI = {
@@ -112,6 +112,38 @@ def test_a_usage_without_end_is_given_up() -> None:
     for _ in range(1000):
         reader.feed(b"y" * 1000)
     assert len(reader._carried) <= LONGEST
+
+
+ANTHROPIC = {"input_tokens": 4, "output_tokens": 34, "cache_read_input_tokens": 6, "cache_creation_input_tokens": 2}
+CACHED = {
+    "chat": ({"usage": OPENAI}, 12, 8),
+    "responses": ({"usage": {**NAMED, "input_tokens_details": {"cached_tokens": 5}}}, 12, 5),
+    "messages": ({"usage": ANTHROPIC}, 12, 6),
+    "without details": ({"usage": NAMED}, 12, None),
+    "null details": ({"usage": {**NAMED, "prompt_tokens_details": None}}, 12, None),
+    "null in details": ({"usage": {**NAMED, "prompt_tokens_details": {"cached_tokens": None, "x": [1]}}}, 12, None),
+    "details of another kind": ({"usage": {**NAMED, "prompt_tokens_details": "many"}}, 12, None),
+    "a count of another kind": ({"usage": {**NAMED, "prompt_tokens_details": {"cached_tokens": "8"}}}, 12, None),
+    "below zero": ({"usage": {**OPENAI, "prompt_tokens_details": {"cached_tokens": -3}}}, 12, 0),
+    "no usage": ({}, None, None),
+}
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_cached_tokens_are_read_from_every_apis_own_field(name: str) -> None:
+    body, prompt_tokens, cached_tokens = CACHED[name]
+    for data in (json.dumps(body).encode(), event({"usage": None}) + event(body)):
+        reader = CachedUsageReader()
+        for byte in data:
+            reader.feed(bytes([byte]))
+        assert (reader.prompt_tokens, reader.cached_tokens) == (prompt_tokens, cached_tokens)
+
+
+def test_a_messages_stream_says_it_first_and_its_end_does_not_take_it_back() -> None:
+    reader = CachedUsageReader()
+    reader.feed(event({"type": "message_start", "message": {"usage": {**ANTHROPIC, "output_tokens": 1}}}))
+    reader.feed(event({"type": "message_delta", "usage": {"output_tokens": 34}}))
+    assert (reader.prompt_tokens, reader.cached_tokens, reader.output_tokens) == (12, 6, 34)
 
 
 @pytest.mark.anyio

@@ -22,6 +22,8 @@ ALERTS_GUIDE = ROOT / "docs" / "alerts.md"
 NAMES = {value for value in vars(semconv).values() if isinstance(value, str) and value.startswith("admission.")}
 IN_PROMETHEUS = {name.replace(".", "_") for name in NAMES}
 """Names of metrics and of labels alike: Prometheus keeps no record of which is which."""
+OF_SIZES = re.compile(r"admission_(lease_|output_|engine_preemptions)")
+"""Metrics of the sizes of leases, which `test_lease_size_metrics` asks for."""
 SUFFIXES = ("", "_total", "_seconds", "_seconds_bucket", "_seconds_total")
 _TOKEN = re.compile(r"\badmission_\w+")
 

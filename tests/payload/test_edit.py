@@ -82,6 +82,7 @@ HINTS = st.builds(
 BODIES = st.builds(lambda before, body, after: (before + body + after).encode(), SPACE, objects(VALUES) | HINTS, SPACE)
 
 
+@pytest.mark.long
 @given(body=BODIES, path=st.sampled_from(PATHS))
 @settings(max_examples=120)
 @example(body=b'{"priority":1,"priority":2,"priority":3}', path=("priority",))

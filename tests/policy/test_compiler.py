@@ -11,7 +11,7 @@ from sidecar.apis import Api
 from sidecar.engines import Vllm
 from sidecar.engines.base import Carrier
 from sidecar.policy.compiler import load, load_files
-from sidecar.policy.model import Limits, Source, Tenant
+from sidecar.policy.model import Learn, Limits, Source, Tenant
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import Shares, pool_rules
 from tests.policy.files import SMALL, mistakes, pool, tenant
@@ -25,11 +25,13 @@ def test_the_shipped_policy_is_the_ladder_of_the_design() -> None:
         tokens=400_000,
         requests=160,
         tiers=(
-            Shares("critical", Fraction(1, 10), Fraction(0), Fraction(1, 2), always_first=True),
-            Shares("high", Fraction(1, 5), Fraction(1, 2)),
-            Shares("normal", Fraction(1, 10)),
-            Shares("low", Fraction(1, 20)),
-            Shares("batch", Fraction(1, 20), Fraction(1), Fraction(3, 5)),
+            Shares(
+                "critical", Fraction(1, 10), Fraction(1), Fraction(1, 2), always_first=True, preempt_after_us=250_000
+            ),
+            Shares("high", Fraction(1, 5), Fraction(1), preempt_after_us=500_000),
+            Shares("normal", Fraction(1, 10), Fraction(1)),
+            Shares("low", Fraction(1, 20), Fraction(1), preemptible=True),
+            Shares("batch", Fraction(1, 20), Fraction(1), Fraction(3, 5), preemptible=True),
         ),
         promote_after_us=300_000_000,
         ceiling=2,
@@ -140,8 +142,8 @@ def test_the_errors_text_is_one_line_for_each_mistake(tmp_path: Path) -> None:
     with pytest.raises(PolicyError) as refused:
         load(pool(tmp_path, "engine: vllm\n"))
     assert [
-        f"{tmp_path}/policy.yaml:1: capacity: missing; write capacity: {{tokens: 400k, requests: 160}}",
         f"{tmp_path}/policy.yaml:1: tiers: missing; write tiers: {{high: {{reserve: 20%}}, normal: {{}}}}",
+        f"{tmp_path}/policy.yaml:1: capacity: missing; write capacity: {{tokens: 400k, requests: 160}}",
     ] == str(refused.value).splitlines()
 
 
@@ -177,3 +179,18 @@ def test_two_thousand_tenants_load_in_about_a_second(tmp_path: Path) -> None:
     began = time.process_time()
     assert len(load(tmp_path).tenants) == 2000
     assert time.process_time() - began < 3  # measured 0.5; a loaded machine is no failure, a slow parser is
+
+
+@pytest.mark.parametrize("written", ["off", '"off"', "'off'", "Off", "OFF", "false", '"false"', "False"])
+def test_every_spelling_of_off_is_off_although_yaml_reads_a_boolean(tmp_path: Path, written: str) -> None:
+    text = f"engine: vllm\ncapacity: {{tokens: 10, learn: {written}}}\ntiers: {{normal: {{}}}}\n"
+    assert load(pool(tmp_path, text)).learn is Learn.OFF
+
+
+def test_a_pool_learns_cautiously_unless_its_capacity_says_otherwise(tmp_path: Path) -> None:
+    assert load(pool(tmp_path)).learn is Learn.CAUTIOUS
+    engines = "engine: vllm\ntiers: {{normal: {{}}}}\nengines: {{static: [{{name: a, url: http://a}}]{0}}}\n"
+    assert load(pool(tmp_path, engines.format(""))).learn is Learn.CAUTIOUS
+    assert load(pool(tmp_path, engines.format(", capacity: {from: engine, learn: full}"))).learn is Learn.FULL
+    models = engines.format(", capacity: {tokens: 5, learn: off}") + "models: {m: {}}\n"
+    assert load(pool(tmp_path, models)).of_model("m").learn is Learn.OFF

@@ -26,6 +26,17 @@ default_tier: batch
 anonymous: batch
 tenants: tenants/*.yaml
 """
+FLEET = (
+    BASE.replace("capacity: {tokens: 100k, requests: 4}\n", "")
+    + """\
+engines:
+  static:
+    - {name: a, url: http://a:8000}
+    - {name: b, url: http://b:8000, capacity: {tokens: 20k, requests: 2}, speed: 0.5}
+  capacity: {tokens: 100k, requests: 4}
+models: {llama: {engines: [a], aliases: [x]}, qwen: {engines: [b]}}
+"""
+)
 ACME = "tenant: acme\nkeys: [{keys}]\ntier: batch\nmax_tier: high\n"
 
 
@@ -55,6 +66,7 @@ def written(folder: Path, pool: str = BASE, **tenants: str) -> Policy:
         ("starvation: 30m", "starvation: 1h", "tier batch slo starvation 30m -> 1h"),
         ("tokens: 100k, ", "", "capacity tokens 100,000 -> unbounded"),
         ("requests: 4}", "requests: 8}", "capacity requests 4 -> 8"),
+        ("requests: 4}", "requests: 4, learn: off}", "capacity learn cautious -> off"),
         ("promote_after: 5m", "promote_after: 1m", "aging 5m up to high -> 1m up to high"),
         ("aging: {promote_after: 5m, ceiling: high}\n", "", "aging 5m up to high -> none"),
         ("anonymous: batch", "anonymous: deny", "anonymous batch -> deny"),
@@ -142,6 +154,78 @@ def test_a_line_has_an_end(tmp_path: Path) -> None:
     assert line.count(";") == MOST_NAMED
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("speed: 0.5", "speed: 1", "engine b speed 0.5 -> 1"),
+        ("http://b:8000", "http://b:9000", "engine b url http://b:8000 -> http://b:9000"),
+        ("speed: 0.5", "speed: 0.5, prefill: unbounded", "engine b prefill 8,000 -> unbounded"),
+        (
+            "tokens: 20k, requests: 2",
+            "tokens: 30k, requests: 2",
+            "capacity tokens 120,000 -> 130,000; engine b capacity tokens 20,000 -> 30,000",
+        ),
+        (
+            "capacity: {tokens: 20k, requests: 2}, ",
+            "",
+            "capacity tokens 120,000 -> 200,000; capacity requests 6 -> 8; engine b capacity tokens 20,000 -> 100,000; "
+            "engine b capacity requests 2 -> 4",
+        ),
+        (
+            "    - {name: b",
+            "    - {name: c, url: http://c, capacity: {tokens: 1, requests: 1}}\n    - {name: b",
+            "capacity tokens 120,000 -> 120,001; capacity requests 6 -> 7; engine c added",
+        ),
+        (
+            "models:",
+            "  prefill: 16k\nmodels:",
+            "engines prefill 8,000 -> 16,000; engine a prefill 8,000 -> 16,000; eng",
+        ),
+        ("models:", "  affinity: {weight: 1.5}\nmodels:", "engines affinity weight 3 -> 1.5"),
+        ("models:", "  affinity: {prefix: false}\nmodels:", "engines affinity prefix true -> false"),
+        (
+            "models:",
+            "  affinity: {session: [x-a, prompt_cache_key]}\nmodels:",
+            "engines affinity session none -> x-a, prompt_cache_key",
+        ),
+        (
+            "models:",
+            "  health: {every: 5s, fail: 2}\nmodels:",
+            "engines health every 2s -> 5s; engines health fail 3 -> 2",
+        ),
+        ("models:", "  slow_start: 0s\nmodels:", "engines slow_start 1m -> 0s"),
+        ("requests: 4}", "requests: 4, learn: full}", "engines capacity learn cautious -> full"),
+        ("models:", "  replay: {budget: 20%}\nmodels:", "engines replay budget 10% -> 20%"),
+        ("models:", "  drain_timeout: 1h\nmodels:", "engines drain_timeout 10m -> 1h"),
+        ("aliases: [x]", "aliases: [x, y]", "model llama aliases x -> x, y"),
+        ("qwen: {", "gemma: {", "model qwen removed; model gemma added"),
+    ],
+)
+def test_a_change_of_the_engines_is_said_in_the_words_of_the_file(
+    tmp_path: Path, before: str, after: str, said: str
+) -> None:
+    assert before in FLEET
+    running, changed = written(tmp_path / "one", FLEET), written(tmp_path / "two", FLEET.replace(before, after))
+    line = describe_changes(running, changed)
+    assert line[: len(said)] == said
+    assert line == said or said.endswith("eng")
+
+
+def test_engines_that_come_or_are_found_in_another_way_are_said(tmp_path: Path) -> None:
+    one, several = written(tmp_path / "one"), written(tmp_path / "two", FLEET)
+    assert "engines none -> static" in differences(one, several)
+    text = FLEET.partition("engines:")[0] + "engines: {dns: {name: 'v:8000'}, capacity: {tokens: 5}}\n"
+    dns = written(tmp_path / "three", text)
+    said = "engines dns name v -> w"
+    assert said in differences(dns, written(tmp_path / "four", text.replace("v:8000", "w:8000")))
+    assert "engine a removed" in differences(several, dns)
+    read = written(
+        tmp_path / "five",
+        FLEET.replace("engine: none", "engine: vllm").replace("{tokens: 20k, requests: 2}", "{from: engine}"),
+    )
+    assert "engine b capacity 20,000 tokens and 2 requests -> from the engine" in differences(several, read)
+
+
 OTHERS = {int: 0, float: 7.5, str: "seven", bytes: b"seven"}
 
 
@@ -153,10 +237,10 @@ NOT_TOLD = {"generation", "engine_capacity"}
 def test_no_field_of_a_policy_changes_unsaid(tmp_path: Path, name: str) -> None:
     """Also of those that are yet to come: a field that is left out here would be a change that is not reported."""
     before = load(write_policy(tmp_path))
-    assert differences(before, changed(before, name)), name
+    assert differences(before, changed(before, name, tmp_path)), name
 
 
-def changed(before: Policy, name: str) -> Policy:
+def changed(before: Policy, name: str, folder: Path) -> Policy:
     """The same, with something else in one field."""
     value = getattr(before, name)
     if name == "rules":
@@ -168,6 +252,8 @@ def changed(before: Policy, name: str) -> Policy:
         return replace(before, **{name: dict(list(value.items())[1:])})
     if name in ("sources", "engine_levels"):
         return replace(before, **{name: {"sources": value[:1], "engine_levels": ((10.0, 0),)}[name]})
+    if name in ("engines", "models"):
+        return replace(before, **{name: getattr(written(folder / "fleet", FLEET), name)})
     if is_dataclass(value):
         return replace(before, **{name: None})
     if hasattr(type(value), "__members__"):

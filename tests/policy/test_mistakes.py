@@ -119,6 +119,12 @@ def test_a_wrong_ladder_says_what_would_be_right(tmp_path: Path, tiers: str, sai
         ("{from: engin}", 'capacity.from: "engin" is no source of a capacity; did you mean "engine"?'),
         ("{frm: engine}", 'capacity.frm: no such key; did you mean "from"?'),
         ("{from: engine, fraction: 0%}", 'capacity.fraction: "0%" leaves room for nothing; write a larger share'),
+        ("{tokens: 5, learn: on}", 'capacity.learn: "on" is no way to learn; write off, cautious or full'),
+        ("{tokens: 5, learn: true}", 'capacity.learn: "true" is no way to learn; write off, cautious or full'),
+        ("{tokens: 5, learn: Full}", 'capacity.learn: "Full" is no way to learn; write off, cautious or full'),
+        ("{tokens: 5, learn: 0.9}", 'capacity.learn: "0.9" is no way to learn; write off, cautious or full'),
+        ("{tokens: 5, learn: {}}", "capacity.learn: a mapping is not a way to learn; write cautious"),
+        ("{learn: full}", "capacity: bounds nothing; write tokens, requests or both, such as {tokens: 400k, "),
         ("{tokens: 5, waiting: 3}", "capacity: waiting is only read with from: engine; add that, or remove it"),
     ],
 )

@@ -28,7 +28,7 @@ def _read(folder: Path, content: bytes) -> tuple[object, list[str]]:
         (b"a: &x 1\nb: *x\n", 1, "YAML anchors and aliases are not supported; write the value out"),
         (b"a: !!python/object:os.system 1\n", 1, "YAML tags (!...) are not supported; write the plain value"),
         (b"a: 1\n? [b]\n: 2\n", 2, "a key that is not a name; write a plain name before the colon"),
-        (b"a: " + b"[" * 100_000, 1, "nested too deeply; a policy is at most four levels deep"),
+        (b"a: " + b"[" * 100_000, 1, "nested too deeply; a policy is at most five levels deep"),
         (b"\x7fELF\x02\x01\x01\0\0\n\xff", None, "not text; a policy is a small file of YAML"),
         ("engine: vllm".encode("utf-16"), 1, "not UTF-8 text; save the file as UTF-8"),
         (b"a" * (2**20 + 1), None, "larger than 1 MiB; a policy is a small file of YAML"),

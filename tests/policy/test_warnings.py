@@ -66,7 +66,11 @@ def test_more_than_four_fifths_reserved_turns_priorities_off(tmp_path: Path) -> 
 
 def test_a_tier_that_lends_nothing_says_what_it_costs(tmp_path: Path) -> None:
     said = "lends nothing: while it is idle, 300 tokens (30% of the pool) stay unused; "
-    assert [f"tiers.high.lend: {said}lend more, unless it must start at once"] == _said(
+    better = (
+        "lend all of it and take room back, by preempt_after: 250ms here and preemptible: true in a less important "
+        "tier, unless the engine cannot abort requests"
+    )
+    assert [f"tiers.high.lend: {said}{better}"] == _said(
         tmp_path, "{high: {reserve: 30%, lend: 0%}, normal: {reserve: 10%, lend: 10%}}"
     )
 
@@ -74,6 +78,37 @@ def test_a_tier_that_lends_nothing_says_what_it_costs(tmp_path: Path) -> None:
 def test_a_pool_of_requests_alone_is_counted_in_requests(tmp_path: Path) -> None:
     (said,) = _said(tmp_path, "{high: {reserve: 30%, lend: 0%}, normal: {reserve: 10%}}", capacity="requests: 15")
     assert "4 requests (27% of the pool) stay unused" in said
+
+
+@pytest.mark.parametrize(
+    ("critical", "normal", "is_late"),
+    [
+        ("", "", True),
+        (", lend: 0%", "", False),
+        (", lend: 50%", "", False),
+        (", preempt_after: 250ms", ", preemptible: true", False),
+    ],
+)
+def test_an_emergency_tier_that_lends_all_and_takes_nothing_back_is_late(
+    tmp_path: Path, critical: str, normal: str, is_late: bool
+) -> None:
+    tiers = (
+        f"{{critical: {{reserve: 10%, limit: 50%, always_first: true{critical}}}, normal: {{reserve: 10%{normal}}}}}"
+    )
+    said = [one for one in _said(tmp_path, tiers) if "lends its whole reserve" in one]
+    assert said == is_late * [
+        "tiers.critical: lends its whole reserve and takes no room back: in a full pool it starts only when requests "
+        "of others end; write preempt_after: 250ms here and preemptible: true in a less important tier, or lend: 0%"
+    ]
+
+
+def test_an_emergency_tier_without_a_reserve_was_promised_nothing(tmp_path: Path) -> None:
+    assert _said(tmp_path, "{critical: {limit: 50%, always_first: true}, normal: {reserve: 20%}}") == []
+
+
+def test_an_emergency_tier_beside_a_pool_of_an_unknown_size_is_late_too(tmp_path: Path) -> None:
+    tiers = "{critical: {reserve: 10%, limit: 50%, always_first: true}, normal: {reserve: 10%}}"
+    assert any("lends its whole reserve" in one for one in _said(tmp_path, tiers, capacity="from: engine"))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +147,7 @@ def test_reserves_that_are_more_than_the_pool_once_each_is_rounded_up(tmp_path: 
 
 
 def _first(limit: str, reserve: str = "10%") -> str:
-    return f"critical: {{reserve: {reserve}, limit: {limit}, always_first: true}}"
+    return f"critical: {{reserve: {reserve}, lend: 50%, limit: {limit}, always_first: true}}"
 
 
 def test_an_emergency_that_takes_the_reserves_of_others(tmp_path: Path) -> None:
@@ -260,3 +295,35 @@ def test_unsized_requests_with_a_bound_in_every_tier_are_not(tmp_path: Path) -> 
     assert _said(tmp_path, "{high: {reserve: 20%}, normal: {reserve: 10%}}", "unsized: refuse\n") == []
     no_tokens = _said(tmp_path, "{high: {reserve: 20%}, normal: {reserve: 10%}}", "unsized: hold\n", "requests: 100")
     assert no_tokens == []  # without a bound on tokens it holds none of them
+
+
+UNREAD = "no one reads the engine's preemptions, so the quantile never rises; write from: engine, or learn: cautious"
+
+
+@pytest.mark.parametrize(
+    ("engine", "capacity", "said"),
+    [
+        ("vllm", "tokens: 1000, requests: 100, learn: full", UNREAD),
+        ("vllm", "from: engine, tokens: 1000, requests: 100, learn: full", None),
+        ("vllm", "tokens: 1000, requests: 100, learn: cautious", None),
+        ("vllm", "tokens: 1000, requests: 100", None),
+        (
+            "tensorrt-llm",
+            "from: engine, requests: 8, learn: full",
+            "TensorRT-LLM reports no preemptions, so the quantile never rises; write learn: cautious",
+        ),
+        (
+            "none",
+            "tokens: 1000, requests: 100, learn: full",
+            "the engine reports no preemptions, so the quantile never rises; write learn: cautious",
+        ),
+    ],
+)
+def test_full_trust_that_no_one_checks_is_worth_a_warning(
+    tmp_path: Path, engine: str, capacity: str, said: str | None
+) -> None:
+    tiers = "{high: {reserve: 20%}, normal: {reserve: 10%}}"
+    text = f"engine: {engine}\ncapacity: {{{capacity}}}\ntiers: {tiers}\nanonymous: normal\n{SOURCES}"
+    loaded = load_files(pool(tmp_path, text))
+    found = [str(warning) for warning in warnings(loaded.policy, loaded.place)]
+    assert found == ([] if said is None else [f"{tmp_path}/policy.yaml:2: capacity.learn: {said}"])

@@ -22,9 +22,8 @@ from tests.support.redis_servers import RedisServer
 
 CLOCK_LINE = "local function clock_us() local time = redis.call('TIME') return time[1] * 1000000 + time[2] end"
 CLOCK_KEY = "the-tests-clock"
-CLOCKED_SOURCE = SOURCE.replace(
-    CLOCK_LINE, f"local function clock_us() return tonumber(redis.call('GET', '{CLOCK_KEY}')) end"
-)
+CLOCK = f"local function clock_us() return tonumber(redis.call('GET', '{CLOCK_KEY}')) end"
+CLOCKED_SOURCE = SOURCE.replace(CLOCK_LINE, CLOCK)
 assert CLOCKED_SOURCE != SOURCE
 
 _pools = count(1)

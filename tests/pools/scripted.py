@@ -8,12 +8,18 @@ from sidecar.policy.model import Policy
 from sidecar.pools.base import Ask
 from sidecar.pools.redis import protocol
 from sidecar.pools.redis.protocol import Argument, Reply
+from sidecar.scheduling import Scheduler
 from tests.pools.harness import Clock
 from tests.pools.redis_harness import CLOCK_KEY, CLOCKED_SOURCE
 
 
 class Scripted:
-    """One replica that says exactly what it should. `client` is a synchronous one."""
+    """One replica that says exactly what it should. `client` is a synchronous one.
+
+    `source` is the script, CLOCKED_SOURCE where it is None.
+    """
+
+    source: str | None = None
 
     def __init__(self, client: Any, clock: Clock, policy: Policy, name: str = "replica-a") -> None:
         self.client = client
@@ -27,7 +33,7 @@ class Scripted:
     def answer(self, *arguments: Argument) -> list[Any]:
         """The script's raw answer."""
         self.client.set(CLOCK_KEY, self.clock.us)
-        answer: list[Any] = self.client.eval(CLOCKED_SOURCE, 1, self.root, *arguments)
+        answer: list[Any] = self.client.eval(self.source or CLOCKED_SOURCE, 1, self.root, *arguments)
         return answer
 
     def call(self, *operations: Argument, kind: bytes = protocol.CALL) -> Reply:
@@ -56,18 +62,35 @@ class Scripted:
     def statement(self, kind: bytes, known: int, brings: int, unsaid: int, *statements: Argument) -> list[Any]:
         """The script's raw answer to one."""
         self.fence += 1
-        text = protocol.rules_text(self.policy, self.policy.rules)
-        return self.answer(kind, self.name, self.fence, known, text, brings, unsaid, *statements)
+        return self.answer(kind, self.name, self.fence, known, self.rules_text(), brings, unsaid, *statements)
+
+    def rules_text(self) -> str:
+        """The rules, as it states them."""
+        return protocol.rules_text(self.policy, self.policy.rules)
 
     def enter(self, ticket: int, ask: Ask) -> Reply:
         """Asks for a lease."""
         return self.call(*entering(ticket, ask))
+
+    def finish_tags(self, level: int, virtual: float) -> dict[str, float]:
+        """The finish tag of every tenant of a tier that is ahead of its virtual time."""
+        found = {}
+        for key in self.client.keys(f"{self.root}:*:f:{level}"):
+            for tenant, text in self.client.hgetall(key).items():
+                found[tenant.decode()] = float(text.split()[0])
+        return {tenant: finish for tenant, finish in found.items() if finish > virtual}
 
     def keys(self) -> dict[str, list[str]]:
         """The pool's keys behind its root, by what they are for."""
         found = sorted(key.decode() for key in self.client.keys(f"{self.root}*"))
         kinds = {key: key[len(self.root) :].split(":")[2] for key in found if key != self.root}
         return {kind: [key for key, of in kinds.items() if of == kind] for kind in ("beats", *"rowsqglfvpc")}
+
+
+def finish_tags(scheduler: Scheduler, level: int) -> dict[str, float]:
+    """The same in the scheduler of one process."""
+    queue = scheduler._tiers[level].queue
+    return {tenant: lane.finish for tenant, lane in queue._lanes.items() if lane.finish > queue._virtual}
 
 
 def entering(ticket: int, ask: Ask) -> tuple[Argument, ...]:

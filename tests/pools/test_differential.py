@@ -23,10 +23,10 @@ from sidecar.pools.base import Lease
 from sidecar.pools.redis import protocol
 from sidecar.pools.redis.protocol import Argument, WaitReply
 from tests.pools.harness import Clock, allow_any_size, ask, policy_of
-from tests.pools.scripted import Scripted, entering
+from tests.pools.scripted import Scripted, entering, finish_tags
 from tests.support.redis_servers import RedisServer
 
-FREE = ("back", "hand_back", "pause", "resume")
+FREE = ("back", "hand_back", "pause", "resume", "charge")
 """Operations that name no ticket."""
 WEIGHTS = {"a": 1, "b": 2, "c": 3, "d": 7}
 SHARES = [Fraction(0), Fraction(1, 4), Fraction(1, 3), Fraction(1, 2), Fraction(1)]
@@ -69,6 +69,9 @@ OPERATIONS = st.lists(
         ),
         st.tuples(st.just("end"), st.integers(0, 30)),
         st.tuples(st.sampled_from(["end", "resize"]), st.integers(0, 30), st.integers(1, 60)),
+        st.tuples(
+            st.just("charge"), st.integers(0, 4), st.sampled_from(sorted(WEIGHTS)), st.sampled_from([1, 9, 60, 2**53])
+        ),
         st.tuples(st.just("pass"), st.integers(0, 30)),
         st.tuples(st.just("hold_back"), st.sampled_from([0, 0, 5, 20, 60])),
         st.tuples(st.just("hand_back"), st.integers(0, 30)),
@@ -115,6 +118,7 @@ PREEMPTING_OPERATIONS = st.lists(
             *(("hand_back", index) for index in range(3)),
             *(("resize", index, tokens) for index, tokens in ((0, 1), (3, 15), (2, 45))),
             *(("keep", index) for index in range(2)),
+            *(("charge", 3, tenant, 30) for tenant in "ab"),
             *(("pass", us) for us in (1, 5, 5)),
         ]
     ),
@@ -216,6 +220,8 @@ class Local:
         return answers
 
     async def _play(self, operation: tuple[Any, ...], answers: Answers) -> None:
+        if operation[0] in ("end", "resize", "keep") and operation[1] not in self.leases:
+            return  # it was refused in this step
         match operation:
             case ("enter", ticket, wanted):
                 try:
@@ -228,6 +234,8 @@ class Local:
                     answers.left.append((ticket, self._figures(wait)))
             case ("resize", ticket, tokens):
                 self.leases[ticket].resize(tokens)
+            case ("charge", level, tenant, tokens):
+                self.pool._runtime.scheduler.charge(level, tenant, WEIGHTS[tenant], tokens)
             case ("keep", ticket):
                 self.leases[ticket].keep()
             case ("back", ticket, _):
@@ -250,7 +258,10 @@ class Local:
         levels = range(len(self.names))
         scheduler = self.pool._runtime.scheduler
         tags = [tier.queue._virtual for tier in scheduler._tiers]
-        tiers = [(*scheduler.held(level), *scheduler.queued(level), tags[level]) for level in levels]
+        tiers = [
+            ((*scheduler.held(level), *scheduler.queued(level), tags[level]), finish_tags(scheduler, level))
+            for level in levels
+        ]
         # The script may wake a replica although it can admit nothing for it.
         change = None if self.is_paused else scheduler.next_change_us(self.pool.now_us())
         return (tiers, scheduler.waiting(), scheduler.leases(), change)
@@ -279,6 +290,8 @@ class Lua:
                     arguments += (protocol.END, ticket)
                 case ("resize", ticket, tokens):
                     arguments += (protocol.RESIZE, ticket, tokens)
+                case ("charge", level, tenant, tokens):
+                    arguments += (protocol.CHARGE_TENANT, level, tenant, WEIGHTS[tenant], tokens)
                 case ("keep", ticket):
                     arguments += (protocol.KEEP, ticket, self.levels[ticket])
                 case ("back" | "hand_back", _, said):
@@ -323,7 +336,10 @@ class Lua:
     def stands(self) -> tuple[Any, ...]:
         after_us = self.reply.change_after_us
         change = None if after_us is None or self.is_paused else self.replica.clock.us + after_us
-        return ([self.tiers[level] for level in sorted(self.tiers)], self.reply.waiting, self.reply.leases, change)
+        tiers = [
+            (figures, self.replica.finish_tags(level, figures[4])) for level, figures in sorted(self.tiers.items())
+        ]
+        return (tiers, self.reply.waiting, self.reply.leases, change)
 
 
 def steps_of(program: list[tuple[Any, ...]], batch: int, tiers: int) -> Iterator[tuple[int, list[tuple[Any, ...]]]]:
@@ -348,6 +364,8 @@ def steps_of(program: list[tuple[Any, ...]], batch: int, tiers: int) -> Iterator
                 step.append(("resize", open_tickets[index % len(open_tickets)], tokens))
             case ("keep", index) if open_tickets:
                 step.append(("keep", open_tickets[index % len(open_tickets)]))
+            case ("charge", level, tenant, tokens):
+                step.append(("charge", level % tiers, tenant, tokens))
             case ("back", index, _):
                 step.append(("back", index))
             case ("hold_back", for_us):
@@ -398,11 +416,7 @@ async def compare(client: Any, policy: Policy, program: list[tuple[Any, ...]], b
         clock.us = begun_us + at_us
         operations = [operation for operation in step if operation[0] in FREE or operation[1] not in refused]
         operations = [known for operation in operations for known in of_a_victim(local, operation)]
-        if batch == 1:
-            expected, got = await local.play(operations), lua.play(operations)
-        else:  # a refused ticket may be ended in the same step
-            operations = [o for o in operations if o[0] in ("enter", "hold_back") or o[1] in local.leases]
-            expected, got = await local.play(operations), lua.play(operations)
+        expected, got = await local.play(operations), lua.play(operations)
         refused |= {*expected.refused, *expected.displaced}
         for answers in (expected, got):
             leave_out_served(answers, local.handed_back)
@@ -496,6 +510,81 @@ def test_a_lease_that_returns_stands_before_a_later_ticket_of_its_tenant_that_sm
     with redis.Redis(host=redis_server.host, port=redis_server.port) as client:
         client.flushall()
         asyncio.run(compare(client, policy, SMALL_ONES_PASS_AND_A_LEASE_RETURNS, 1))
+
+
+SIZES = [
+    ("enter", 0, "a", 30, 1),
+    ("enter", 0, "a", 30, 1),
+    ("resize", 0, 60),
+    ("resize", 0, 45),
+    ("resize", 0, 10),
+]
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("pool.book(level, tokens - held, 0)", ""),
+        ("pool.book(level, tokens - held, 0)", "pool.book(level, math.min(0, tokens - held), 0)"),
+        ("pool.resize(id, tonumber(ARGV[index + 2]))", ""),
+    ],
+)
+@pytest.mark.parametrize("batch", [1, 5])
+def test_another_size_is_noticed(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, right: str, wrong: str, batch: int
+) -> None:
+    """The negative control of leases that change their size."""
+    from tests.pools import scripted
+
+    policy = policy_of(pool_rules(tokens=40, requests=None, tiers=(Shares("t0"),)))
+    with redis.Redis(host=redis_server.host, port=redis_server.port) as client:
+        client.flushall()
+        asyncio.run(compare(client, policy, SIZES, batch))
+        client.flushall()
+        assert right in scripted.CLOCKED_SOURCE
+        monkeypatch.setattr(scripted, "CLOCKED_SOURCE", scripted.CLOCKED_SOURCE.replace(right, wrong))
+        with pytest.raises(AssertionError):
+            asyncio.run(compare(client, policy, SIZES, batch))
+
+
+CHARGES = [
+    ("enter", 0, "a", 30, 1),
+    ("enter", 0, "b", 30, 1),  # waits: the head, not stored yet where all is one step
+    ("charge", 0, "b", 9),  # it keeps its start
+    ("charge", 0, "c", 50),
+    ("enter", 0, "c", 30, 1),
+    ("enter", 0, "b", 30, 1),
+    ("enter", 0, "d", 30, 1),
+    *[("end", 0)] * 5,
+]
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("pool.charge_more(tonumber(id),", "local _ = select(1, tonumber(id),"),
+        ("lane.finish = math.max(tier[VIRTUAL], lane.finish) + tokens / weight", "lane.finish = tokens / weight"),
+        ("lane.finish = math.max(lane.finish, ticket.start) +", "lane.finish = ticket.start +"),
+        ("'%.17g %.0f %.0f', lane.finish", "'%.14g %.0f %.0f', lane.finish"),
+    ],
+)
+def test_another_charge_is_noticed(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, right: str, wrong: str
+) -> None:
+    """The negative control of tenants that pay for leases that grow."""
+    from tests.pools import scripted
+
+    policy = policy_of(pool_rules(tokens=40, requests=None, tiers=(Shares("t0"),)))
+    program = [*CHARGES[:6], ("end", 0), ("charge", 0, "b", 1), ("charge", 0, "b", 1), *CHARGES[6:]]
+    with redis.Redis(host=redis_server.host, port=redis_server.port) as client:
+        for batch in (1, 6, 100):
+            client.flushall()
+            asyncio.run(compare(client, policy, program, batch))
+        assert right in scripted.CLOCKED_SOURCE
+        monkeypatch.setattr(scripted, "CLOCKED_SOURCE", scripted.CLOCKED_SOURCE.replace(right, wrong))
+        client.flushall()
+        with pytest.raises(AssertionError):
+            asyncio.run(compare(client, policy, program, 1))
 
 
 def test_another_rule_is_noticed(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:

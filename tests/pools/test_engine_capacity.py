@@ -34,6 +34,7 @@ class Engine:
         self.seqs = seqs
         self.waiting = 0
         self.running = 0
+        self.preemptions: int | None = None
         self.is_reachable = True
         self.reads = 0
 
@@ -48,6 +49,8 @@ class Engine:
             "" if self.kv_tokens is None else f'vllm:cache_config_info{{kv_cache_size_tokens="{self.kv_tokens}"}} 1\n'
         )
         running = f"vllm:num_requests_running {self.running}\n"
+        if self.preemptions is not None:
+            running += f'vllm:num_preemptions_total{{engine="0"}} {self.preemptions}\n'
         return Page(200, f"{cache}{running}vllm:num_requests_waiting {self.waiting}\n")
 
 
@@ -277,3 +280,18 @@ async def test_a_defect_in_reading_is_survived(caplog: pytest.LogCaptureFixture)
         del engine.get
         await until(lambda: not pool.notices())
     assert "a defect in the sidecar" in caplog.text
+
+
+async def test_preemptions_are_passed_on_also_over_a_restart_and_a_time_without_them() -> None:
+    engine, passed = Engine(), list[int]()
+    async with following(engine) as pool:
+        pool.on_preemptions = lambda total, now_us: passed.append(total if now_us > 0 else -1)
+        await until(lambda: engine.reads > 3)
+        assert passed == []
+        for counter, total in ((7, 0), (9, 2), (9, 2), (4, 6), (None, 6), (5, 7), (2**60, 2**60 + 2), (0, 2**60 + 2)):
+            engine.preemptions, reads, known = counter, engine.reads, len(passed)
+            await until(lambda: engine.reads > reads + 3)  # noqa: B023  # evaluated at once
+            assert passed[-1] == total
+            assert (len(passed) > known) is (counter is not None)
+        assert passed == sorted(passed)
+        assert pool.state()["engine"]["preemptions"] == 0  # type: ignore[index]

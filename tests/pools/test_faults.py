@@ -68,6 +68,7 @@ def check(load: Load, pools: list[RedisPool], *, at_least: int = 100, limit: int
 # -- replicas that die or hang
 
 
+@pytest.mark.long
 async def test_what_a_killed_replica_held_is_back_within_twelve_seconds(server: RedisServer) -> None:
     command = ["-m", "tests.pools.replica", server.url, "faults", "6", "10"]
     async with child(*command) as process, replicas(simple(tokens=100), [server.url]) as (pool,):
@@ -82,6 +83,7 @@ async def test_what_a_killed_replica_held_is_back_within_twelve_seconds(server: 
         await nothing_left([pool])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stopped_s", [12.5, pytest.param(30, marks=pytest.mark.soak)])
 async def test_a_stopped_replica_loses_its_leases_and_registers_them_again(
     server: RedisServer, stopped_s: float
@@ -154,6 +156,7 @@ async def test_a_restarted_server_that_is_empty(server: RedisServer) -> None:
 # -- a store that is away
 
 
+@pytest.mark.long
 async def test_a_paused_store_divides_the_pool_and_never_exceeds_it(server: RedisServer) -> None:
     """Three busy replicas, of which one asks for most: it holds more than its part when the store falls silent."""
     async with replicas(policy(), [server.url] * 3) as pools:
@@ -173,6 +176,7 @@ async def test_a_paused_store_divides_the_pool_and_never_exceeds_it(server: Redi
         await nothing_left(pools)
 
 
+@pytest.mark.long
 async def test_an_idle_replica_gets_its_part_at_once_when_the_pool_was_idle(server: RedisServer) -> None:
     async with replicas(policy(), [server.url] * 3) as pools:
         server.kill()
@@ -208,6 +212,7 @@ async def test_closed_refuses_new_requests_and_lets_the_running_ones_end(server:
         await nothing_left(pools)
 
 
+@pytest.mark.long
 async def test_no_one_waits_for_a_store_that_stays_away(server: RedisServer) -> None:
     async with replicas(policy(), [server.url] * 2, on_loss=StoreLoss.CLOSED) as pools:
         running, waiting = await pools[0].enter(ask(tokens=100)), await pools[0].enter(ask(tokens=100))
@@ -278,6 +283,7 @@ def spoil(proxy: FaultProxy, fault: str, turn: int) -> None:
         proxy.swallow_replies = turn % 2 == 0
 
 
+@pytest.mark.long
 async def test_a_subscription_that_died_silently_costs_at_most_a_heartbeat(server: RedisServer) -> None:
     async with FaultProxy(server.host, server.port) as proxy, replicas(policy(), [proxy.url(), server.url]) as pools:
         await asyncio.sleep(0.1)
@@ -327,6 +333,7 @@ async def test_a_replica_whose_clock_is_ahead_sees_no_difference(server: RedisSe
 # -- other ways to run a store
 
 
+@pytest.mark.long
 async def test_a_replica_that_is_promoted_under_load(tmp_path: Path) -> None:
     with sentinel(first_binary(), tmp_path) as group:
         async with replicas(policy(), [group.url] * 2) as pools:
@@ -344,6 +351,7 @@ async def test_a_replica_that_is_promoted_under_load(tmp_path: Path) -> None:
             await nothing_left(pools)
 
 
+@pytest.mark.long
 async def test_a_cluster_of_three_masters(tmp_path: Path) -> None:
     with cluster(first_binary(), tmp_path) as nodes:
         async with replicas(policy(), [nodes.url] * 2) as pools:

@@ -12,8 +12,8 @@ import pytest
 
 from sidecar.policy.store import store_address
 from sidecar.pools import NotShared, Pool
+from sidecar.pools.base import MOST_REPORT_BYTES
 from sidecar.pools.redis import RedisPool, connector
-from sidecar.pools.redis.gossip import MOST_BYTES
 from sidecar.pools.redis.protocol import root_key
 from tests.pools.conftest import SERVERS
 from tests.pools.harness import Harness, LocalHarness, ask, simple
@@ -63,7 +63,7 @@ async def test_a_replica_that_ends_takes_its_report_with_it(harness: Harness) ->
 async def test_a_report_that_is_too_long_is_refused_and_the_pool_goes_on(harness: Harness) -> None:
     pool = await harness.pool(simple())
     with pytest.raises(NotShared, match="more than"):
-        await pool.share(bytes(MOST_BYTES + 1))
+        await pool.share(bytes(MOST_REPORT_BYTES + 1))
     assert (await pool.enter(ask())).grant is not None
     assert await reports(pool) == []
 

@@ -190,6 +190,7 @@ async def test_nothing_is_charged_twice_through_a_network_that_swallows_answers(
 # -- without the store
 
 
+@pytest.mark.long
 async def test_without_the_store_every_replica_has_its_part_of_the_limits(store: RedisServer) -> None:
     limits = Limits(tokens_per_minute=600, concurrent_requests=4)
     async with replicas(simple(tokens=100_000), [store.url] * 2) as pools:

@@ -70,6 +70,7 @@ async def test_the_newcomer_is_refused_and_says_what_differs(
     assert len([record for record in caplog.records if "refuses this process" in record.getMessage()]) == 1
 
 
+@pytest.mark.long
 async def test_the_newcomer_is_refused_also_when_the_store_loses_everything(redis_server: RedisServer) -> None:
     await do(redis_server, "FLUSHALL")
     async with replicas(simple(tokens=CAPACITY), [redis_server.url] * 2) as pools:
@@ -112,6 +113,7 @@ async def test_the_same_tiers_with_other_figures_still_count_for_all(redis_serve
             lease.settle()
 
 
+@pytest.mark.long
 async def test_taking_over_is_on_purpose_and_those_that_had_the_pool_admit_nothing_any_more(
     redis_server: RedisServer, on_loss: StoreLoss
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 import pytest
 
@@ -262,3 +263,18 @@ async def test_time_alone_preempts_on_the_pools_own_timer(harness: Harness) -> N
     victim.lease.requeue()
     grant = await asyncio.wait_for(high.lease.wait(), 5)
     assert grant.queue_wait_us >= 50_000
+
+
+async def test_a_burst_takes_room_for_every_sequence_of_its_requests(harness: Harness) -> None:
+    first = Shares("first", limit=Fraction(1, 2), always_first=True, preempt_after_us=0)
+    tiers = (first, Shares("low", preemptible=True))
+    pool = await harness.pool(policy_of(pool_rules(tokens=1000, requests=40, tiers=tiers, max_preemptions=2)))
+    chosen: list[int] = []
+    for number in range(40):
+        lease = await pool.enter(ask(1, 1))
+        lease.on_preempt = partial(chosen.append, number)
+    for _ in range(3):
+        await pool.enter(ask(0, 1, requests=4))
+    await harness.quiet(pool)
+    await asyncio.sleep(0.05)
+    assert sorted(chosen) == list(range(28, 40))

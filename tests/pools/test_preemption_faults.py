@@ -218,6 +218,7 @@ async def test_a_replica_alone_preempts_among_its_own(server: RedisServer) -> No
         await nothing_left([pool])
 
 
+@pytest.mark.long
 async def test_many_of_all_replicas_come_and_go_and_every_one_ends(server: RedisServer) -> None:
     """Victims let go after a moment; some leave then, and some send their first byte as they are chosen."""
     luck, ended, preempted, held, peak = random.Random(1), 0, 0, 0, 0

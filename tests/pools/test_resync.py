@@ -287,6 +287,7 @@ async def do(server: RedisServer, *words: str) -> Any:
     return await asyncio.get_running_loop().run_in_executor(None, lambda: server.command(*words))
 
 
+@pytest.mark.long
 async def test_no_one_takes_the_store_for_lost_while_a_dead_replica_with_many_waiting_is_swept(tmp_path: Path) -> None:
     await killed_with(tmp_path, 10_000)
 
@@ -325,6 +326,7 @@ async def killed_with(folder: Path, count: int) -> None:
 # -- a store that is slow
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("silent_s", [0.5, 1.2])
 async def test_a_store_that_is_slow_is_not_lost(silent_s: float, redis_server: RedisServer) -> None:
     async with replicas(simple(tokens=10), [redis_server.url] * 2, name="slow") as pools:

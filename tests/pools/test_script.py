@@ -131,6 +131,7 @@ def test_a_grant_for_another_replica_is_published(replicas: Replicas) -> None:
     subscription.close()
 
 
+@pytest.mark.long
 def test_many_grants_at_once_for_another_replica_all_arrive(replicas: Replicas) -> None:
     pool = Replicas(replicas.client, simple(tokens=5000))
     one, two = pool.one("a"), pool.one("b")

@@ -95,6 +95,7 @@ def test_another_order_admits_another_ticket_first_and_gives_the_engine_another_
     assert (admission.ticket.id, admission.level) == ("small", 2)
 
 
+@pytest.mark.long
 @given(policy=pools(), program=OPERATIONS, batch=st.sampled_from([1, 4]))
 @settings(FEW, max_examples=3)
 def test_the_fake_redis_orders_as_one_process_does(shortest_first, policy: Policy, program: Any, batch: int):
@@ -102,6 +103,7 @@ def test_the_fake_redis_orders_as_one_process_does(shortest_first, policy: Polic
     asyncio.run(compare(client, policy, program, batch))
 
 
+@pytest.mark.long
 @given(policy=pools(), program=OPERATIONS, batch=st.sampled_from([1, 4, 16]))
 @settings(FEW, max_examples=30)
 def test_a_real_server_orders_as_one_process_does(
@@ -112,6 +114,7 @@ def test_a_real_server_orders_as_one_process_does(
         asyncio.run(compare(client, policy, program, batch))
 
 
+@pytest.mark.long
 @given(policy=preempting_pools(), program=PREEMPTING_OPERATIONS)
 @settings(FEW, max_examples=10)
 def test_a_real_server_preempts_in_that_order_as_one_process_does(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 
+from sidecar.policy.compiler import load
 from sidecar.policy.rules import PoolRules, Shares, pool_rules
 from sidecar.pools.limits import SizeLimits
+from tests.policy.files import pool
 from tests.pools.harness import ask, policy_of
 
 FIRST = Shares("high", reserve=Fraction(1, 5), lend=Fraction(1, 2))
@@ -34,8 +37,8 @@ def test_the_refusal_names_the_size_limit_and_what_sets_it(low: Shares, allowed:
         f"tier low allows {allowed}, {reason}; shorten the prompt or ask for less output"
     )
     assert str(sizes.too_large(ask(tier=1, requests=allowed + 1))) == (
-        f"this request would start {allowed + 1} sequences (choices times prompts); "
-        f"tier low allows {allowed}, {reason}; ask for fewer"
+        f"this request would start {allowed + 1} sequences (choices times prompts, or inputs); "
+        f"tier low allows {allowed}, {reason}; ask for fewer at once"
     )
 
 
@@ -48,6 +51,32 @@ def test_a_tier_that_may_hold_everything_says_so() -> None:
 def test_the_least_of_what_bounds_a_request_is_named() -> None:
     sizes = SizeLimits(policy_of(_rules(Shares("low", reserve=Fraction(1, 10))), max_request_tokens=30))
     assert "tier low allows 30, its max_request_tokens;" in str(sizes.too_large(ask(tier=1, tokens=31)))
+
+
+def test_a_request_must_fit_one_engine(tmp_path: Path) -> None:
+    text = """\
+engine: vllm
+tiers: {normal: {}, batch: {limit: 50%}}
+engines:
+  static:
+    - {name: a, url: http://a, capacity: {tokens: 100, requests: 10}}
+    - {name: b, url: http://b, capacity: {tokens: 40, requests: 12}}
+"""
+    sizes = SizeLimits(load(pool(tmp_path, text)))
+    assert (sizes.limits(0), sizes.limits(1)) == ((100, 12), (70, 11))
+    assert sizes.too_large(ask(tokens=100)) is None
+    said = "tier normal allows 100, the largest engine; shorten the prompt or ask for less output"
+    assert said in str(sizes.too_large(ask(tokens=101)))
+    assert "allows 12, the largest engine; ask for fewer" in str(sizes.too_large(ask(requests=13)))
+    assert "allows 70, the tier's limit;" in str(sizes.too_large(ask(tier=1, tokens=71)))
+    # What waits already is not refused while its engine is away.
+    assert sizes.outgrown(ask(tokens=101)) is None
+
+
+def test_with_one_engine_the_engine_is_the_pool(tmp_path: Path) -> None:
+    text = "engine: vllm\ntiers: {normal: {}}\nengines: {static: [{name: a, url: http://a, capacity: {tokens: 9}}]}\n"
+    said = str(SizeLimits(load(pool(tmp_path, text))).too_large(ask(tokens=10)))
+    assert "allows 9, the whole pool" in said
 
 
 def test_a_reserve_that_is_more_than_the_others_leave() -> None:

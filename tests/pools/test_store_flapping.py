@@ -149,6 +149,7 @@ async def heard_of_three(pool: RedisPool) -> None:
     await until(lambda: pool._last is not None and pool._last.expected == 3, 4, "three replicas")
 
 
+@pytest.mark.long
 async def test_a_store_that_flaps_never_lets_three_replicas_exceed_the_pool(tmp_path: Path) -> None:
     await flap(tmp_path, trials=4)
 
@@ -184,6 +185,7 @@ async def flap(folder: Path, trials: int) -> None:
             await nothing_left(pools)
 
 
+@pytest.mark.long
 async def test_a_store_that_is_flushed_twice_while_a_replica_is_idle_is_never_exceeded(tmp_path: Path) -> None:
     with RedisServer(first_binary(), tmp_path) as server:
         async with replicas(policy(), [server.url] * 3) as pools:
@@ -207,6 +209,7 @@ async def flushed(server: RedisServer) -> None:
     await asyncio.get_running_loop().run_in_executor(None, lambda: server.command("FLUSHALL"))
 
 
+@pytest.mark.long
 async def test_a_store_that_is_lost_while_it_waits_for_others_leaves_everyone_what_it_held(tmp_path: Path) -> None:
     """Two of three come back to the empty store; the third holds what the first two must not take."""
     with RedisServer(first_binary(), tmp_path) as server:
@@ -250,6 +253,7 @@ def hide_store_from(pool: RedisPool) -> Callable[[], None]:
     return reaches
 
 
+@pytest.mark.long
 async def test_a_replica_that_has_heard_of_a_part_of_the_others_takes_nothing_for_free(tmp_path: Path) -> None:
     """The store admits again without the third, which holds 8 of 12, and is lost before it was heard of."""
     with RedisServer(first_binary(), tmp_path) as server:

@@ -101,6 +101,7 @@ async def test_a_place_that_was_taken_is_given_up_once_and_the_rest_are_served(h
     assert (pool.state()["waiting"], pool.state()["leases"]) == (0, 0)
 
 
+@pytest.mark.long
 async def test_a_flood_leaves_another_tenant_its_share_of_the_service(harness: Harness) -> None:
     """The attack: one tenant sends 24 requests a second, another 1, and 8 a second are served."""
     clock = Clock()

@@ -20,6 +20,7 @@ from tests.support.ports import free_ports
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("host", "listens", "which"),
     [("127.0.0.1", "127.0.0.1", 0), ("localhost", "0.0.0.0", 0), ("0.0.0.0", "127.0.0.1", 1)],
@@ -32,9 +33,10 @@ def test_serve_refuses_its_own_addresses_as_the_upstream(host: str, listens: str
     with command("serve", "--upstream", upstream, "--policy", str(tmp_path / "policy.yaml"), *addresses) as process:
         out, said = process.communicate(timeout=60)
     assert (process.returncode, out) == (1, "")
-    assert f"sidecar: the upstream {upstream} is this sidecar itself; give --upstream the engine's address" in said
+    assert f"sidecar: the upstream {upstream} is this sidecar itself; give the engine's address" in said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["enforce", "observe"])
 async def test_a_loop_through_another_server_ends_with_the_first_request_that_comes_back(
     mode: str, tmp_path: Path

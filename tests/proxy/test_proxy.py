@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import time
@@ -662,3 +663,25 @@ async def test_a_proxy_that_was_closed_opens_again() -> None:
             assert (await exchange(sidecar.port, post())).endswith(b"ok")
             await proxy.close()
     assert engine.connections == 2
+
+
+@pytest.mark.long
+async def test_a_connection_that_is_reset_between_two_requests_is_no_error_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def script(connection: Connection) -> None:
+        await connection.request()
+        await connection.send(STREAM)
+        for part in (b"data: 1\n\n", b""):
+            await asyncio.sleep(0.02)
+            await connection.send_chunk(part)
+        await asyncio.sleep(0.1)
+        connection.reset()
+
+    async with proxied(script) as (engine, sidecar):
+        for _ in range(2):
+            assert (await exchange(sidecar.port, post())).endswith(b"0\r\n\r\n")
+            await asyncio.sleep(0.2)
+            gc.collect()
+    assert engine.connections == 2
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []

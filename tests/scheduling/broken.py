@@ -177,6 +177,29 @@ class ServesTenantsByArrival(Scheduler):
             tier.queue = self.Queue(tier.queue.small_tokens, tier.queue.small_requests)
 
 
+class ChargesNoGrowth(Scheduler):
+    """Charges a tenant for what its leases were admitted with, whatever they come to use."""
+
+    def charge(self, tier: int, tenant: str, weight: int, tokens: int) -> None:
+        pass
+
+
+class ForgetsChargesAtTheNextAdmission(Scheduler):
+    """Charges an admission from the start of its ticket, though the tenant was charged since that was tagged."""
+
+    class Queue(FairQueue):
+        def admit(self, ticket: Ticket) -> None:
+            lane = self._lanes.get(ticket.tenant)
+            if lane is not None and not ticket.returns:
+                lane.finish = min(lane.finish, ticket.start)
+            super().admit(ticket)
+
+    def __init__(self, rules: PoolRules) -> None:
+        super().__init__(rules)
+        for tier in self._tiers:
+            tier.queue = self.Queue(tier.rules.reserve_tokens, tier.rules.reserve_requests)
+
+
 class ForgetsTheSecondDimension(Scheduler):
     """Counts tokens only."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -141,6 +141,14 @@ class Oracle:
                 return True
         return False
 
+    def charge(self, tier: int, tenant: str, weight: int, tokens: int) -> None:
+        """A lease of a tenant uses so many tokens more: its finish rises, from V at least. Without a ticket that waits
+        in the tier there are no tags. The first ticket of the tenant has its start already.
+        """
+        if self.waiting(tier):
+            from_tag = max(self.virtual.get(tier, 0), self.finish.get((tier, tenant), 0))
+            self.finish[tier, tenant] = from_tag + self.divide(tokens, weight)
+
     def dispatch(self, now_us: int) -> list[Answer]:
         answers: list[Answer] = []
         while not self.is_paused and (chosen := self.next_admission(now_us)) is not None:
@@ -159,7 +167,8 @@ class Oracle:
         request.start = virtual if request.start is None else request.start
         self.virtual[request.tier] = max(virtual, request.start)
         if not request.returns:  # a preempted request was charged when it was first admitted
-            self.finish[request.tier, request.tenant] = request.start + self.divide(request.tokens, request.weight)
+            from_tag = max(request.start, self.finish.get((request.tier, request.tenant), 0))
+            self.finish[request.tier, request.tenant] = from_tag + self.divide(request.tokens, request.weight)
         self.admitted.append((request, now_us, request.tokens))
         self._queue_changed(request.tier)
         return answer
@@ -201,6 +210,14 @@ class Oracle:
 
     # Definitions.
 
+    def capacity(self) -> tuple[int | None, ...]:
+        """C, in every dimension. None is unbounded."""
+        return self.policy.capacity
+
+    def sizes(self, request: Request) -> tuple[int, ...]:
+        """t of a ticket, in every dimension."""
+        return request.tokens, request.requests
+
     def waiting(self, tier: int | None = None) -> list[Request]:
         return [r for r in self.submitted if r.state == "waiting" and tier in (None, r.tier)]
 
@@ -212,9 +229,9 @@ class Oracle:
         mine = [request for request in self.held() if tier in (None, request.tier)]
         return sum(request.held_tokens for request in mine), sum(request.requests for request in mine)
 
-    def reserve(self, tier: int) -> tuple[int | None, int | None]:
+    def reserve(self, tier: int) -> tuple[int | None, ...]:
         share = self.policy.tiers[tier].reserve
-        return self._of_capacity(lambda c: math.ceil(share * c)) if share else (0, 0)
+        return self._of_capacity(lambda c: math.ceil(share * c)) if share else (0,) * len(self.capacity())
 
     def headroom(self, tier: int) -> tuple[int | None, int | None]:
         shares = self.policy.tiers[tier]
@@ -234,14 +251,12 @@ class Oracle:
         return max(level - risen, Fraction(self.policy.ceiling))
 
     def is_inside(self, request: Request) -> bool:
-        sizes = zip(
-            self.used(request.tier), (request.tokens, request.requests), self.reserve(request.tier), strict=True
-        )
+        sizes = zip(self.used(request.tier), self.sizes(request), self.reserve(request.tier), strict=True)
         return all(r is None or u + t <= r for u, t, r in sizes)
 
     def is_within_a_reserve(self, request: Request) -> bool:
         """Whether it is no larger than its tier's whole reserve."""
-        sizes = zip((request.tokens, request.requests), self.reserve(request.tier), strict=True)
+        sizes = zip(self.sizes(request), self.reserve(request.tier), strict=True)
         return all(r is None or t <= r for t, r in sizes)
 
     def owes(self, tier: int, now_us: int) -> bool:
@@ -287,7 +302,7 @@ class Oracle:
     def is_candidate(self, request: Request) -> bool:
         if self.policy.tiers[request.tier].limit >= 1:
             return True
-        wanted = zip(self.used(request.tier), (request.tokens, request.requests), self.limit(request.tier), strict=True)
+        wanted = zip(self.used(request.tier), self.sizes(request), self.limit(request.tier), strict=True)
         return all(most is None or used + size <= most for used, size, most in wanted)
 
     def in_order(self, now_us: int) -> list[Request]:
@@ -323,8 +338,8 @@ class Oracle:
         order_class = self.class_of(request, now_us) if order_class is None else order_class
         if order_class == ALWAYS_FIRST:
             return True
-        for dimension, size in enumerate((request.tokens, request.requests)):
-            capacity = self.policy.capacity[dimension]
+        for dimension, size in enumerate(self.sizes(request)):
+            capacity = self.capacity()[dimension]
             others = [q for q in range(len(self.policy.tiers)) if q != request.tier]
             kept = sum(self._kept(q, request, order_class, dimension, now_us) for q in others)
             if capacity is not None and size > capacity - kept:
@@ -348,12 +363,12 @@ class Oracle:
             else capacity
             - self.used()[dimension]
             - sum(max(0, self.headroom(q)[dimension] - self.used(q)[dimension]) for q in owed_to)
-            for dimension, capacity in enumerate(self.policy.capacity)
+            for dimension, capacity in enumerate(self.capacity())
         )
 
     def fits(self, request: Request, now_us: int) -> bool:
-        sizes = (request.tokens, request.requests)
-        return all(room is None or size <= room for size, room in zip(sizes, self.room(request, now_us), strict=True))
+        sizes = zip(self.sizes(request), self.room(request, now_us), strict=True)
+        return all(room is None or size <= room for size, room in sizes)
 
     # Preemption.
 
@@ -377,9 +392,48 @@ class Oracle:
             others = [other for other in chosen if other is not lease]
             if self.would_fit_without([*leaving, *others], before, now_us):
                 chosen = others
+        if self.policy.tiers[asking.tier].always_first:
+            chosen += self.taken_for_burst(asking, self.takeable_for(asking, now_us), [*leaving, *chosen], now_us)
         for lease in chosen:
             lease.chosen = True
         return [lease.id for lease in chosen]
+
+    def taken_for_burst(
+        self, asking: Request, takeable: list[Request], gone: list[Request], now_us: int
+    ) -> list[Request]:
+        """The leases without which more of the asking tier's tickets would fit, each of the mean size."""
+        chosen: list[Request] = []
+        spare: list[Request] = []
+        for lease in takeable:
+            fitting = self.fitting_of_burst(asking, [*gone, *chosen], now_us)
+            if fitting == self.size_of_burst(asking):
+                break
+            if lease in gone or self.gives_up_its_reserve([*gone, *chosen, *spare, lease], lease.tier):
+                continue
+            spare.append(lease)
+            if self.fitting_of_burst(asking, [*gone, *chosen, *spare], now_us) > fitting:
+                chosen, spare = [*chosen, *spare], []
+        return chosen
+
+    def burst(self, asking: Request, number: int) -> Request:
+        """So many tickets of the mean size as one."""
+        waiting = self.waiting(asking.tier)
+        tokens, requests = (
+            math.ceil(Fraction(number * sum(sizes), len(waiting)))
+            for sizes in ([one.tokens for one in waiting], [one.requests for one in waiting])
+        )
+        return replace(asking, tokens=tokens, requests=requests)
+
+    def size_of_burst(self, asking: Request) -> int:
+        """How many tickets wait in the tier, or as many of the mean size as its limit admits; one at least."""
+        numbers = range(2, len(self.waiting(asking.tier)) + 1)
+        return max([1, *(number for number in numbers if self.is_candidate(self.burst(asking, number)))])
+
+    def fitting_of_burst(self, asking: Request, gone: list[Request], now_us: int) -> int:
+        """How many tickets of the burst would fit without these leases; the one that asks always does."""
+        numbers = range(2, self.size_of_burst(asking) + 1)
+        with self._without(gone):
+            return max([1, *(number for number in numbers if self.fits(self.burst(asking, number), now_us))])
 
     def preempting(self, now_us: int) -> Request | None:
         """The first in order that has waited `preempt_after`."""
@@ -420,13 +474,13 @@ class Oracle:
             best = min(tier, self.policy.ceiling)
         return tuple(
             None if capacity is None else min(most, capacity - sum(self.headroom(q)[dimension] for q in range(best)))
-            for dimension, (capacity, most) in enumerate(zip(self.policy.capacity, self.limit(tier), strict=True))
+            for dimension, (capacity, most) in enumerate(zip(self.capacity(), self.limit(tier), strict=True))
         )
 
     def size_limit(self, tier: int) -> tuple[int | None, int | None]:
         """The largest request that a tier accepts."""
         found = []
-        for dimension, (capacity, most) in enumerate(zip(self.policy.capacity, self.admissible(tier), strict=True)):
+        for dimension, (capacity, most) in enumerate(zip(self.capacity(), self.admissible(tier), strict=True)):
             reserves = [self.reserve(q)[dimension] for q in range(len(self.policy.tiers))]
             beside = most
             if capacity is not None and reserves[tier] > 0:
@@ -531,9 +585,7 @@ class Oracle:
 
     def _excess(self, request: Request) -> int:
         """The whole reserves too much that a turn gives, in the dimension in which they are most."""
-        sizes = zip(
-            self.used(request.tier), (request.tokens, request.requests), self.reserve(request.tier), strict=True
-        )
+        sizes = zip(self.used(request.tier), self.sizes(request), self.reserve(request.tier), strict=True)
         return min(MOST_EXCESS, max(0, *((u + t - r) // r for u, t, r in sizes if r is not None)))
 
     def _ended(self, request: Request, now_us: int) -> None:
@@ -542,7 +594,7 @@ class Oracle:
         request.excess = 0
 
     def _of_capacity(self, share: Callable[[int], int]) -> tuple[int | None, int | None]:
-        return tuple(None if capacity is None else share(capacity) for capacity in self.policy.capacity)
+        return tuple(None if capacity is None else share(capacity) for capacity in self.capacity())
 
     def _move(self, id: str, before: str, after: str) -> Request | None:
         for request in self.submitted:

@@ -83,6 +83,8 @@ class Recorder:
         self.backlogs: dict[tuple[int, str, str], Backlog] = {}
         self.unfair: list[str] = []
         self.charged_twice: set[int] = set()
+        self.charged_since: Counter[tuple[int, str]] = Counter()  # the latest admission of a waiting tenant, by weight
+        self.most_charged: Counter[tuple[int, str]] = Counter()
         self.granted_overtaken: dict[str, int | None] = {}  # as the grant said it to the lease
 
     def pass_time(self, by_us: int) -> None:
@@ -116,6 +118,16 @@ class Recorder:
         self._compare("resize", id, self.scheduler.resize(id, tokens), self.record.resize(id, tokens))
         self.outgrown = self.outgrown or self.over_the_pool()
         self._drain()
+
+    def charge(self, tier: int, tenant: str, weight: int, tokens: int) -> None:
+        self._turn()
+        self.scheduler.charge(tier, tenant, weight, tokens)
+        self.record.charge(tier, tenant, weight, tokens)
+        if any(request.tenant == tenant for request in self.record.waiting(tier)):
+            place, amount = (tier, tenant), Fraction(tokens, weight)
+            self.charged_since[place] += amount
+            self.most_charged[place] = max(self.most_charged[place], self.charged_since[place])
+            self._book(tier, tenant, amount)
 
     def dispatch(self) -> list[str]:
         self._turn()
@@ -266,11 +278,17 @@ class Recorder:
 
     def _serve(self, request: Request) -> None:
         """Books an admission with every pair of backlogged tenants that it belongs to, before the ticket leaves."""
-        amount = Fraction(request.tokens, request.weight)
+        self.charged_since[request.tier, request.tenant] = 0
+        self._book(request.tier, request.tenant, Fraction(request.tokens, request.weight))
+
+    def _book(self, of: int, tenant: str, amount: Fraction) -> None:
+        """Between two admissions, at most the largest ticket and the most that was charged in such a time go ahead of
+        the other tenant, and then once more what is charged before the next one.
+        """
         for (tier, one, other), backlog in self.backlogs.items():
-            if tier == request.tier and request.tenant in (one, other):
-                backlog.serve(amount if request.tenant == one else -amount)
-                bound = self._largest(tier, one) + self._largest(tier, other)
+            if tier == of and tenant in (one, other):
+                backlog.serve(amount if tenant == one else -amount)
+                bound = sum(self._largest(tier, each) + 2 * self.most_charged[tier, each] for each in (one, other))
                 if backlog.spread() > bound:
                     self.unfair.append(f"tier {tier}: {one!r} and {other!r} differ by {backlog.spread()} > {bound}")
 

@@ -142,6 +142,88 @@ def test_a_pool_held_back_preempts_no_one():
     assert preempted(scheduler, 30) == ["low"]
 
 
+FIRST = Shares("first", limit=Fraction(1, 2), always_first=True, preempt_after_us=10)
+EMERGENCY = (FIRST, *TIERS[1:])
+
+
+def filled(scheduler: Scheduler, leases: int = 10, tokens: int = 10, tier: int = BATCH) -> None:
+    for number in range(leases):
+        assert enter(scheduler, f"bulk-{number}", tier, tokens)
+
+
+def test_a_burst_of_an_always_first_tier_takes_the_room_of_all_of_it_at_once():
+    scheduler = pool(*EMERGENCY)
+    filled(scheduler)
+    for number in range(4):
+        enter(scheduler, f"first-{number}", 0, 10, now_us=number)
+    assert preempted(scheduler, 9) == []
+    assert preempted(scheduler, 10) == ["bulk-9", "bulk-8", "bulk-7", "bulk-6"]  # three of them have waited less
+    assert preempted(scheduler, 11) == []
+    admitted = [back(scheduler, f"bulk-{number}", 12) for number in (9, 8, 7, 6)]
+    assert admitted == [["first-0"], ["first-1"], ["first-2"], ["first-3"]]
+
+
+def test_a_burst_of_another_tier_takes_room_for_one_after_the_other():
+    scheduler = pool()
+    filled(scheduler)
+    for number in range(4):
+        enter(scheduler, f"high-{number}", HIGH, 10)
+    assert preempted(scheduler, 10) == ["bulk-9"]
+    assert preempted(scheduler, 11) == []
+    assert back(scheduler, "bulk-9", 12) == ["high-0"]
+    assert preempted(scheduler, 12) == ["bulk-8"]
+
+
+def test_a_burst_takes_no_more_than_its_limit_admits():
+    scheduler = pool(*EMERGENCY)
+    filled(scheduler)
+    for number in range(8):
+        enter(scheduler, f"first-{number}", 0, 10)
+    assert len(preempted(scheduler, 10)) == 5
+
+
+def test_a_burst_takes_what_is_there_and_no_lease_that_lets_no_further_ticket_in():
+    scheduler = pool(*EMERGENCY)
+    assert enter(scheduler, "streams", LOW, 65)
+    scheduler.keep("streams")
+    filled(scheduler, 7, 5)
+    for number in range(3):
+        enter(scheduler, f"first-{number}", 0, 15)
+    assert preempted(scheduler, 10) == [f"bulk-{number}" for number in (6, 5, 4, 3, 2, 1)]  # `bulk-0` lets no third in
+
+
+def test_a_burst_counts_the_sequences_of_its_tickets():
+    """Of requests with n=4 each needs the places of four, and not the tokens of its neighbors."""
+    scheduler = Scheduler(Policy((1000, 40), EMERGENCY, max_preemptions=2).rules())
+    for number in range(40):
+        assert enter(scheduler, f"bulk-{number}", LOW, 1)
+    for number in range(3):
+        scheduler.submit(f"first-{number}", tier=0, tokens=1, requests=4, now_us=0)
+    enter(scheduler, "one", 0, 1)
+    assert preempted(scheduler, 10) == [f"bulk-{number}" for number in range(39, 26, -1)]  # 3 * 4 + 1
+    for number in range(39, 26, -1):
+        back(scheduler, f"bulk-{number}", 12)
+    assert scheduler.queued(0)[1] == 0
+
+
+def test_a_burst_that_grows_takes_more_beside_what_is_on_its_way():
+    scheduler = pool(*EMERGENCY)
+    filled(scheduler)
+    enter(scheduler, "first-0", 0, 10)
+    assert preempted(scheduler, 10) == ["bulk-9"]
+    for number in (1, 2):
+        enter(scheduler, f"first-{number}", 0, 10, now_us=11)
+    assert preempted(scheduler, 11) == ["bulk-8", "bulk-7"]
+
+
+def test_a_burst_leaves_a_floor_as_it_is():
+    scheduler = pool(FIRST, TIERS[1], replace(TIERS[2], reserve=Fraction(7, 10)))
+    filled(scheduler)
+    for number in range(5):
+        enter(scheduler, f"first-{number}", 0, 10)
+    assert len(preempted(scheduler, 10)) == 3
+
+
 def test_what_was_registered_is_never_a_victim():
     scheduler = pool()
     scheduler.register("elsewhere", tier=LOW, tokens=100, requests=1)

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import invariants
 import pytest
+from broken import ChargesNoGrowth
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -112,6 +113,12 @@ class Pool(RuleBasedStateMachine):
         name = self._any(data)
         self.recorder.resize(name, tokens)
         self.oracle.resize(name, tokens)
+
+    @rule(tier=st.integers(0, 4), tenant=st.sampled_from("abcd"), tokens=st.sampled_from([1, 7, 40, 2**53]))
+    def charge(self, tier: int, tenant: str, tokens: int) -> None:
+        charged = tier % len(self.recorder.record.policy.tiers), tenant, WEIGHTS[tenant], tokens
+        self.recorder.charge(*charged)
+        self.oracle.charge(*charged)
 
     @rule()
     def no_engine_takes_the_latest_lease(self) -> None:
@@ -350,6 +357,48 @@ def test_exact_fractions_and_doubles_admit_alike_where_weights_are_powers_of_two
             exact.settle(oldest, number)
             scheduler.settle(oldest, number)
         assert exact.dispatch(number) == [as_answer(admission) for admission in scheduler.dispatch(number)]
+
+
+PAID = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.sampled_from([0, 0, 0, 5, 60])), min_size=20)
+
+
+def paid_ahead(kind: type[Scheduler], sizes: list[tuple[int, int, int]]) -> tuple[Fraction, Fraction]:
+    """By how much two tenants that always wait differ at most in what they used, and the bound on it.
+
+    Every third size is what the lease then comes to use beyond its own; the tenant of that lease pays for it.
+    """
+    scheduler = kind(Policy((1000, 1), (Shares("one"),)).rules())
+    used, ahead, number = {"a": Fraction(0), "b": Fraction(0)}, [Fraction(0)], 0
+    for tenant in "abab":
+        scheduler.submit(f"{tenant}{number}", tier=0, tokens=1, now_us=0, tenant=tenant, weight=WEIGHTS[tenant])
+        number += 1
+    for moment, (one, other, growth) in enumerate(sizes):
+        for admission in scheduler.dispatch(moment):
+            ticket = admission.ticket
+            tenant, weight = ticket.tenant, ticket.weight
+            again = {"tokens": one if tenant == "a" else other, "tenant": tenant, "weight": weight}
+            scheduler.submit(f"{tenant}{number}", tier=0, now_us=moment, **again)
+            number += 1
+            if growth and tenant == "a":
+                scheduler.charge(0, tenant, weight, growth)
+            used[tenant] += Fraction(ticket.tokens + (growth if tenant == "a" else 0), weight)
+            ahead.append(used["a"] - used["b"])
+            scheduler.settle(ticket.id, moment)
+    grown = max(growth for *_, growth in sizes)
+    largest = max(one for one, *_ in sizes) + Fraction(max(other for _, other, _ in sizes), WEIGHTS["b"])
+    return max(ahead) - min(ahead), largest + 2 * grown
+
+
+@settings(QUICK, max_examples=200)
+@given(sizes=PAID)
+def test_what_two_tenants_use_differs_by_a_ticket_of_each_and_what_grew_since_the_last(sizes):
+    difference, bound = paid_ahead(Scheduler, sizes)
+    assert difference <= bound
+
+
+def test_a_scheduler_that_charges_no_growth_breaks_that_bound():
+    difference, bound = paid_ahead(ChargesNoGrowth, [(10, 10, 60)] * 50)
+    assert difference > bound
 
 
 STRICT = Policy(

@@ -216,6 +216,7 @@ def reported(*arguments: str, **variables: str) -> tuple[int, str, str]:
         return process.returncode, out, errors
 
 
+@pytest.mark.long
 def test_serve_top_and_explain_with_a_token_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")

@@ -16,6 +16,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.long
 async def test_a_browser_needs_the_token_once(tmp_path: Path) -> None:
     with sidecar(SIDECAR_ADMIN_TOKEN=TOKEN) as url, headless(tmp_path) as tools:
         async with tab(tools) as page:

@@ -126,6 +126,36 @@ async def test_a_request_that_takes_long_is_not_a_slow_head(monkeypatch: pytest.
         assert (await asked).status == 200
 
 
+async def test_a_request_before_refused_bytes_is_disconnected_at_once_and_its_response_goes_nowhere(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The connection is read on for a moment, but nothing can be written to it any more."""
+    began, left_after_s, answered = asyncio.Event(), [], asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        began.set()
+        refused_s = time.monotonic()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left_after_s.append(time.monotonic() - refused_s)
+        await start(send)
+        await chunk(send, b"too late", more=False)
+        answered.set()
+
+    behind = guarding(app, policy(engine="none"), http=BoundedHttpProtocol, lifespan="off")
+    async with behind as guarded, connected(guarded.port) as (reader, writer):
+        writer.write(post(CHAT, SMALL, close=False))
+        await asyncio.wait_for(began.wait(), 5)
+        writer.write(b"no HTTP\r\n\r\n")
+        text = await read_all(reader)
+        await asyncio.wait_for(answered.wait(), 5)
+        assert Answer.parsed(text).is_error(400, "invalid_http")
+    assert b"too late" not in text
+    assert left_after_s[0] < 0.5
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("before", [b"", get("/next").replace(b"connection: close\r\n", b"")])
 async def test_no_refusal_is_written_into_somebody_elses_response(before: bytes) -> None:
     """Garbage behind a request that is being answered ends the connection, and is not answered in the middle."""

@@ -99,6 +99,7 @@ async def pages(url: str) -> dict[str, str]:
     return shown
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 @pytest.mark.parametrize("log_format", ["json", "text"])
 async def test_no_key_is_in_anything_that_the_process_says(log_format: str, tmp_path: Path) -> None:

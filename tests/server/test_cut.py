@@ -118,6 +118,7 @@ async def test_a_second_signal_answers_503_in_one_line(tmp_path: Path, second: t
         check_log(await process.errors(), 5, "a second signal came")
 
 
+@pytest.mark.long
 async def test_the_end_of_the_grace_does_the_same(tmp_path: Path) -> None:
     async with sidecar(tmp_path, grace="0.5s") as (process, url, admin), aiohttp.ClientSession() as client:
         tasks = await under_way(client, url, admin)
@@ -142,6 +143,7 @@ async def test_with_nothing_under_way_nothing_is_said(tmp_path: Path) -> None:
         assert "cut" not in await process.errors()
 
 
+@pytest.mark.long
 async def test_in_observe_mode_and_on_other_paths_it_is_a_503_too(tmp_path: Path) -> None:
     more = "mode: observe\n"
     async with sidecar(tmp_path, more=more) as (process, url, _), aiohttp.ClientSession() as client:
@@ -158,6 +160,7 @@ async def test_in_observe_mode_and_on_other_paths_it_is_a_503_too(tmp_path: Path
         assert "Traceback" not in await process.errors()
 
 
+@pytest.mark.long
 async def test_a_client_that_reads_nothing_does_not_hold_up_the_end(tmp_path: Path) -> None:
     """Its connection cannot be closed in order: the rest of its response is never sent."""
 
@@ -183,6 +186,7 @@ async def test_a_client_that_reads_nothing_does_not_hold_up_the_end(tmp_path: Pa
         writer.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ends", ["second", "grace"])
 async def test_a_mounted_request_without_a_first_byte_gets_the_503_under_plain_uvicorn(
     tmp_path: Path, ends: str

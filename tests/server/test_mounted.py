@@ -76,6 +76,7 @@ async def test_all_of_it_has_ended_when_the_server_hears_so(monkeypatch: pytest.
     assert listens == {"lifespan.startup.complete": True, "lifespan.shutdown.complete": False}
 
 
+@pytest.mark.long
 def test_one_process_more_than_was_said_finds_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIDECAR_PROCESSES", "2")
     monkeypatch.setenv("SIDECAR_STORE", "redis://127.0.0.1:9/0")

@@ -41,6 +41,7 @@ def command(arguments: Sequence[str]) -> list[str]:
     return [argument.format(port=port) for argument in arguments]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "variables", "supervisor"),
     [
@@ -102,6 +103,7 @@ def test_services_that_run_beside_each_other_are_one_process_each(tmp_path: Path
             assert "server processes" not in server.until("Application startup complete")
 
 
+@pytest.mark.long
 def test_each_process_has_an_admin_port(tmp_path: Path) -> None:
     write_app(tmp_path)
     variables = {"SIDECAR_STORE": NO_STORE, "SIDECAR_ADMIN_PORT": str(free_ports(2))}
@@ -110,6 +112,7 @@ def test_each_process_has_an_admin_port(tmp_path: Path) -> None:
     assert len(set(re.findall(r"admin on http://127.0.0.1:(\d+)", said))) == 2
 
 
+@pytest.mark.long
 def test_a_new_process_takes_the_admin_port_when_the_one_that_it_replaces_has_ended(tmp_path: Path) -> None:
     """gunicorn starts the new one first (SIGHUP). A start that fails for the taken port would end the whole server."""
     write_app(tmp_path)
@@ -128,6 +131,7 @@ def test_a_new_process_takes_the_admin_port_when_the_one_that_it_replaces_has_en
         assert server.process.poll() is None
 
 
+@pytest.mark.long
 def test_without_a_lifespan_the_requests_are_refused(tmp_path: Path) -> None:
     write_app(tmp_path)
     port = free_port()

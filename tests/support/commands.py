@@ -11,11 +11,12 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def command(*arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """Runs it, without telemetry but by `variables`; killed at the end of the block if it is still there."""
+def command(*arguments: str, cwd: str | None = None, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """Runs it in `cwd`, without telemetry but by `variables`; killed at the end of the block if it is still there."""
     argv = [sys.executable, "-m", "sidecar.cli", *arguments]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")} | variables
-    with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             yield process
         finally:

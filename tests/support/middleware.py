@@ -92,7 +92,8 @@ def key(tenant: str) -> str:
 
 _IN_ORDER = re.compile(
     "((Classified )?(Queued )?Refused)"  # or admitted, perhaps preempted and admitted again, and settled
-    "|(Classified (Queued )?Admitted (Preempted Queued Admitted )*(Preempted Queued |(FirstByte )?)Settled)"
+    "|(Classified (Queued )?Admitted ((Replayed )?Preempted Queued Admitted )*"
+    "((Replayed )?Preempted Queued |(FirstByte )?)Settled)"
 )
 
 

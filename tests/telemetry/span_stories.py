@@ -12,6 +12,7 @@ from sidecar.events import (
     Admitted,
     Classified,
     Event,
+    Expectation,
     FirstByte,
     Headers,
     Obstacle,
@@ -100,6 +101,12 @@ def settled(
     after_us: int, outcome: Outcome = Outcome.COMPLETED, status: int | None = 200, error: str | None = None
 ) -> Settled:
     return Settled(ARRIVAL_US + after_us, outcome, status, 712, 512, 200, error)
+
+
+EXPECTED = Expectation(
+    100, 2, "own", 1532, 0.95, overlap=0.83, most_tokens=1000, prompt_tokens=700, bytes_per_token=3.9, bucket="plain"
+)
+"""Two sequences of 100 tokens. `settled` has 200 output tokens: as long as expected."""
 
 
 def in_vain(after_us: int, code: str, status: int | None) -> Settled:

@@ -125,6 +125,7 @@ def scraped(reader):
     }
 
 
+@pytest.mark.long
 @given(REQUESTS)
 @settings(max_examples=30, deadline=None)
 def test_a_scraper_cannot_tell_who_counted(requests):

@@ -30,6 +30,12 @@ from tests.telemetry.span_stories import (
 HEALTHY = [classified(), admitted(), settled(1000)]
 
 
+@pytest.fixture(autouse=True)
+def _no_meter_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier test in this process may have set one, which lasts as long as the process."""
+    monkeypatch.setattr("opentelemetry.metrics._internal._METER_PROVIDER", None)
+
+
 class Ear:
     def __init__(self) -> None:
         self.heard: list[Event] = []

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,6 +108,13 @@ def test_what_goes_wrong_is_a_line(events: list[Event], level: str, event: str, 
         tell(RequestLog(), *events)
     (line,) = map(json.loads, written)
     assert (line["level"], line["event"], line["code"]) == (level, event, code)
+
+
+def test_a_failure_names_the_engine_of_several_that_failed() -> None:
+    with lines() as written:
+        tell(RequestLog(), CLASSIFIED, msgspec.structs.replace(ADMITTED, engine="b#2"), settled(Outcome.FAILED))
+    (line,) = map(json.loads, written)
+    assert line["engine"] == "b#2"
 
 
 @pytest.mark.parametrize(
@@ -364,6 +372,7 @@ with own_logging(LogSettings("debug", "json")):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("blocks", "said"), [(False, b"done\n"), (True, b"")], ids=["ours", "control"])
 def test_a_log_that_is_not_read_stops_no_request(blocks: bool, said: bytes) -> None:
     read, write = os.pipe()

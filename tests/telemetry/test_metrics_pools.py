@@ -2,11 +2,13 @@
 
 import gc
 import time
+from dataclasses import replace
 
 import pytest
 
 from sidecar.telemetry.metrics import PoolMetrics, PoolSample, TierSample
 from sidecar.telemetry.metrics.instruments import FRESH_S
+from sidecar.telemetry.metrics.lease_sizes import LeaseSizeSample
 from tests.telemetry.measuring import Measuring
 
 HIGH = TierSample(
@@ -66,6 +68,16 @@ OF_POOL = {
 }
 
 
+OF_SIZES = {
+    "lease.held.tokens": (100, 1),
+    "lease.expected.tokens": (200, 2),
+    "lease.used.tokens": (50, 3),
+    "lease.overlap": (0.5, 1.0),
+    "lease.quantile": (0.9, 0.95),
+    "lease.quantile_raised": (0, 1),
+}
+
+
 @pytest.fixture
 def measuring():
     return Measuring()
@@ -88,6 +100,15 @@ def test_every_figure_is_reported_under_its_name(measuring):
         "s"
     }
     assert kept is not None
+
+
+def test_the_sizes_of_leases_are_those_of_each_engine(measuring):
+    first = LeaseSizeSample("a", 100, 200, 50, 0.5, 0.9, 0, preemptions=3)
+    kept = watch(measuring, replace(UNBOUNDED, lease_sizes=[first, LeaseSizeSample(None, 1, 2, 3, 1.0, 0.95, 1)]))
+    found = {name: measuring.values(f"admission.{name}") for name in OF_SIZES}
+    assert kept is not None
+    assert found == {name: {("a", "default"): of_a, ("default",): of_one} for name, (of_a, of_one) in OF_SIZES.items()}
+    assert measuring.values("admission.engine.preemptions") == {("a", "default"): 3}
 
 
 def test_what_has_no_bounds_and_no_promise_is_left_out(measuring):

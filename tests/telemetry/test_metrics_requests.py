@@ -19,6 +19,7 @@ from sidecar.telemetry.request_record import TraceIds
 from tests.telemetry.measuring import Measuring
 from tests.telemetry.span_stories import (
     ARRIVAL_US,
+    EXPECTED,
     admitted,
     begin,
     classified,
@@ -163,6 +164,46 @@ def test_an_error_and_an_answer_in_one_piece_have_no_first_token(measuring, stre
     play(measuring.requests(), classified(stream=stream), admitted(), FirstByte(ARRIVAL_US + 100, status))
 
     assert measuring.sums("admission.time_to_first_token") == {}
+
+
+@pytest.mark.parametrize(
+    ("output", "ratio"),
+    [(0, "0.25"), (50, "0.25"), (51, "0.5"), (200, "1"), (201, "1.25"), (400, "2"), (801, "more"), (10**9, "more")],
+)
+def test_an_answer_is_counted_by_its_length_to_the_expected_one(measuring, output, ratio):
+    expected = msgspec.structs.replace(classified(), expected=EXPECTED)  # two sequences of 100 tokens
+    ended = msgspec.structs.replace(settled(90_000), output_tokens=output, growths=3)
+    play(measuring.requests(), expected, admitted(), first_byte(30_000), ended)
+    assert measuring.values("admission.output.answers") == {(ratio, "default", "acme", "batch"): 1}
+    assert measuring.values("admission.lease.growths") == {("default", "batch"): 3}
+
+
+@pytest.mark.parametrize(
+    ("of_request", "of_end"),
+    [
+        ({"expected": None}, {}),
+        ({"expected": msgspec.structs.replace(EXPECTED, source="maximum")}, {}),
+        ({}, {"output_tokens": None}),
+        ({}, {"outcome": Outcome.CLIENT_LEFT}),
+        ({}, {"outcome": Outcome.FAILED}),
+        ({}, {"status": 500}),
+    ],
+)
+def test_where_nothing_was_expected_or_the_answer_is_not_whole_there_is_no_error(measuring, of_request, of_end):
+    expected = msgspec.structs.replace(classified(), **{"expected": EXPECTED, **of_request})
+    play(measuring.requests(), expected, admitted(), msgspec.structs.replace(settled(90_000), **of_end))
+    assert measuring.values("admission.output.answers") == {}
+
+
+def test_the_errors_of_tenants_beyond_the_first_few_are_counted_together(measuring):
+    listener = measuring.requests(tenants_shown=1)
+    for tenant in ("acme", "globex", "initech"):
+        asked = msgspec.structs.replace(classified(), tenant=tenant, expected=EXPECTED)
+        play(listener, asked, admitted(), settled(90_000))
+    assert measuring.values("admission.output.answers") == {
+        ("1", "default", "acme", "batch"): 1,
+        ("1", "default", "other", "batch"): 2,
+    }
 
 
 def test_tenants_beyond_the_first_few_are_others(measuring):
@@ -311,4 +352,4 @@ def test_every_metric_says_what_it_is(measuring):
     found: dict[str, MetricsData] = measuring.metrics()
     for metric in found.values():
         assert metric.description.endswith(".")
-        assert metric.unit in {"s", "{request}", "{token}", "{policy}", "{preemption}"}
+        assert metric.unit in {"s", "{request}", "{token}", "{policy}", "{preemption}", "{growth}"}

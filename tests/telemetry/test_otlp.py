@@ -232,6 +232,7 @@ def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield Story(received, statuses, answers)
 
 
+@pytest.mark.long
 def test_who_sends_is_said(story: Story) -> None:
     assert len(story.received.spans) > 20
     for span in story.received.spans:
@@ -282,6 +283,7 @@ def test_its_attributes_are_exactly_these(story: Story) -> None:
         "admission.source": "key",
         "admission.decision": "admitted",
         "admission.outcome": "completed",
+        "admission.output.source": "maximum",
         "admission.tokens.used": usage.total_tokens,
         "admission.level": 2,
         "admission.engine_priority": 20,
@@ -399,6 +401,7 @@ def test_a_client_that_left_while_it_waited_is_no_error(story: Story) -> None:
     assert spans["admission.queued"].end_ns == spans["admission"].end_ns
 
 
+@pytest.mark.long
 @pytest.mark.anyio
 @pytest.mark.parametrize("sampled", [True, False])
 async def test_the_engine_is_sent_the_engine_spans_context(tmp_path: Path, sampled: bool) -> None:

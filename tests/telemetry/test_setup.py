@@ -378,7 +378,9 @@ assert not loaded, loaded
 from sidecar import AdmissionMiddleware
 from sidecar.policy.compiler import shipped_policies
 
-AdmissionMiddleware(None, shipped_policies())
+async def app(scope, receive, send): ...
+
+AdmissionMiddleware(app, shipped_policies())
 """
     run(mounted, check)
 

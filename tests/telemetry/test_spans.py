@@ -1,9 +1,13 @@
+import re
+
+import msgspec
 import pytest
 from opentelemetry.trace import SpanKind, StatusCode
 
 from sidecar import errors
-from sidecar.events import Outcome
+from sidecar.events import Expectation, Outcome
 from tests.telemetry.span_stories import (
+    EXPECTED,
     Tracing,
     admitted,
     classified,
@@ -75,6 +79,30 @@ def test_the_attributes_of_a_request_admitted_at_once(tracing):
         "gen_ai.usage.input_tokens": 512,
         "gen_ai.usage.output_tokens": 200,
     }
+
+
+def test_what_it_was_expected_to_use_and_how_its_lease_moved(tracing):
+    expected = msgspec.structs.replace(classified(), expected=EXPECTED)
+    grown = msgspec.structs.replace(settled(90_000), held_tokens=900, growths=2)
+    written = dict(tracing.play(expected, admitted(60), first_byte(20_060), grown)["admission"].attributes)
+    assert {name: written[name] for name in sorted(written) if re.search("output|most|held|overlap|growths", name)} == {
+        "admission.growths": 2,
+        "admission.output.expected": 100,
+        "admission.output.quantile": 0.95,
+        "admission.output.source": "own",
+        "admission.overlap": 0.83,
+        "admission.tokens.held": 900,
+        "admission.tokens.most": 1000,
+    }
+
+
+def test_where_nothing_was_known_and_nothing_moved_only_that_is_written(tracing):
+    unknown = Expectation(100, 1, "maximum", 0, 0.0, overlap=1.0, most_tokens=800)
+    still = msgspec.structs.replace(settled(90_000), held_tokens=800)
+    events = msgspec.structs.replace(classified(), expected=unknown), admitted(60), first_byte(20_060), still
+    with_learning = dict(tracing.play(*events)["admission"].attributes)
+    assert with_learning.pop("admission.output.source") == "maximum"
+    assert not [name for name in with_learning if re.search("output|most|held|overlap|growths", name)]
 
 
 def test_the_operation_is_named_as_the_conventions_name_it(tracing):

@@ -230,6 +230,7 @@ def last_told(exports):
     return reported
 
 
+@pytest.mark.long
 def test_sidecar_serve_tells_a_collector_of_a_store_that_is_lost_and_back(collector, tmp_path):
     url, exports = collector
     variables = {

@@ -129,9 +129,12 @@ class DryRunRequest:
 
     def _begin_to_watch(self) -> None:
         try:
-            self._watcher = RequestWatcher(self._controller, self._endpoint, self._scope)
+            self._watcher = self._new_watcher()
         except Exception as defect:
             self._stop_watching(defect)
+
+    def _new_watcher(self) -> RequestWatcher:
+        return RequestWatcher(self._controller, self._endpoint, self._scope)
 
     def _end(self, error: BaseException | None, *, is_complete: bool = False) -> None:
         if self._watcher is not None:
@@ -234,6 +237,9 @@ class RequestWatcher:
         if isinstance(self._found, SizedRequest) and usage.input_tokens is not None:
             tenant = self._found.classification.tenant.name
             self._controller.estimator.learn(self._found.payload, tenant, usage.input_tokens)
+        expected = self._found.expected if isinstance(self._found, SizedRequest) else None
+        if expected is not None and (self._status or 0) < 400:
+            self._controller.lease_sizes.learn(expected, usage, is_complete=outcome is Outcome.COMPLETED)
         used = usage.used_tokens(prompt_tokens), usage.input_tokens, usage.output_tokens
         self._reporter.settled(outcome, status=self._status, used=used, error=code)
 
@@ -279,13 +285,17 @@ class RequestWatcher:
         self._report(ShadowResult(Verdict.REFUSED, refusal.code, None))
 
     def _begin_shadow(self, request: SizedRequest) -> None:
+        """The body is complete. Called once."""
         self._found = request
         if not self._usage.has_begun:  # an app may answer before it has read the body
             self._reporter.classified(request, self._endpoint, self._snapshot.policy, self._now_us())
             self._reporter.passed(self._now_us(), request.classification.level)
+        if self._controller.routing is not None:
+            request.hits = ()  # its prompt counts at an engine; nothing is predicted, as the request passes to any
         times = self._controller.engine_times
         self._sent = sent = times.sent(request, self._now_us())
-        shadow = ShadowRequest(self._controller.pool, self._snapshot, request, self._report, times=times, sent=sent)
+        pool, sizes = self._controller.pool, self._controller.lease_sizes
+        shadow = ShadowRequest(pool, self._snapshot, request, self._report, sizes=sizes, times=times, sent=sent)
         if self._controller.shadows.follow(shadow):
             self._shadow = shadow
         else:

@@ -19,6 +19,7 @@ from sidecar.errors import AdmissionError, QueueTimeout
 from sidecar.events import Verdict
 from sidecar.middleware.dry_run.engine_times import EngineTimes, SentRequest
 from sidecar.middleware.intake import SizedRequest, count_tokens
+from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.policy_snapshot import PolicySnapshot
 from sidecar.middleware.wait import enter_pool
 from sidecar.pools import Grant, Lease, Pool
@@ -56,7 +57,7 @@ class ShadowRequest:
 
     __slots__ = (
         "_began_us", "_begun", "_disconnected", "_ended", "_follows", "_holds", "_pool", "_preempted", "_report",
-        "_request", "_sent", "_snapshot", "_times", "_used", "_waits",
+        "_request", "_sent", "_sizes", "_snapshot", "_times", "_used", "_waits",
     )  # fmt: skip
 
     def __init__(
@@ -66,6 +67,7 @@ class ShadowRequest:
         request: SizedRequest,
         report: Callable[[ShadowResult], None],
         *,
+        sizes: LeaseSizes,
         times: EngineTimes,
         sent: SentRequest,
     ) -> None:
@@ -73,6 +75,7 @@ class ShadowRequest:
         self._snapshot = snapshot
         self._request = request
         self._report: Callable[[ShadowResult], None] | None = report
+        self._sizes = sizes
         self._times = times
         self._sent = sent
         self._used: int | None = None
@@ -123,7 +126,7 @@ class ShadowRequest:
         try:
             if self._snapshot.estimator.counter is not None:
                 await count_tokens(self._request, self._snapshot)
-            lease = await enter_pool(self._pool, self._request, keeps_body=False)
+            lease = await enter_pool(self._pool, self._request, self._sizes, keeps_body=False)
             await self._pass_through(lease)
         except AdmissionError as refusal:
             self._end(Verdict.REFUSED, refusal.code, None)
@@ -144,6 +147,8 @@ class ShadowRequest:
                 if not is_preemptible:
                     self._end(Verdict.ADMITTED, None, grant)
                 first_us = await self._first_byte(grant)
+                if first_us is not None:
+                    lease.prefilled()
                 if first_us is not None or not self._preempted.done() or self._disconnected.done():
                     break
                 self._holds, self._preempted = False, asyncio.get_running_loop().create_future()

@@ -1,6 +1,7 @@
 """The pool of many processes. Its state is in Redis (or Valkey), and its rules are one Lua script there."""
 
 from sidecar.pools.redis.connection import Connect, connector
+from sidecar.pools.redis.fleet import RedisFleetPool
 from sidecar.pools.redis.pool import RedisPool
 
-__all__ = ["Connect", "RedisPool", "connector"]
+__all__ = ["Connect", "RedisFleetPool", "RedisPool", "connector"]

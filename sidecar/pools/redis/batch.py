@@ -1,4 +1,10 @@
-"""Batches of operations: everything that a replica has to say since its last call to the store."""
+"""Batches of operations: everything that a replica has to say since its last call to the store.
+
+Leases change their size many times while they run, and no request waits for the answer. So a change makes no call of
+its own: the last size of each lease travels with the next call, whatever that is for, at the latest with a heartbeat.
+Where a lease frees tokens and requests wait in the pool, a call follows within SHRINKS_WITHIN_S. A lease that ends or
+waits again says its size no more: the store frees what it has of it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +12,30 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from sidecar.pools.base import Grant, Lease, WaitOutcome
-from sidecar.pools.redis.protocol import BACK, CUT_OFF, KEEP, RESIZE, Argument, end, enter, requeue
+from sidecar.pools.redis.protocol import (
+    BACK,
+    CHARGE_TENANT,
+    CUT_OFF,
+    KEEP,
+    PREFILLED,
+    RESIZE,
+    Argument,
+    end,
+    enter,
+    placing,
+    requeue,
+)
 
 MOST_OPERATIONS = 128
 """Of one call. The script needs some 30 us for each; further operations travel in the next call."""
+MOST_RESIZES = 256
+"""Of one call, beside its operations. The script needs some 10 us for each; the rest travels in the next call."""
+SHRINKS_WITHIN_S = 0.25
+"""The longest that a waiting request of a busy pool waits for room that a lease has freed by shrinking. Shorter waits
+would cost calls: four a second and replica are few beside those of the requests."""
 
 
 def resolve(outcome: WaitOutcome | None, wait: Grant | None) -> None:
@@ -55,6 +79,9 @@ class BatchQueue:
         self._batches = deque([Batch()])
         self._reason = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
+        self._resized: dict[int, tuple[Lease, int]] = {}  # each with the tokens that the store does not know to be free
+        self._charges: dict[tuple[int, str], tuple[int, int]] = {}  # (level, tenant) -> (weight, tokens)
+        self._shrinks_timer: asyncio.TimerHandle | None = None
 
     def enter(self, lease: Lease, lower: int | None = None, promised: int | None = None) -> None:
         """A lease asks to be admitted. Over its tenant's limits it falls to the level `lower`."""
@@ -65,13 +92,25 @@ class BatchQueue:
         batch = self._add(end(lease.id, lease.ask, used_tokens, is_counted=lease.is_counted))
         batch.ends += 1
         if lease.grant is not None:
-            batch.free(lease)
+            self._free(lease, batch)
         if outcome is not None:
             batch.leaving[lease.id] = (lease, outcome)
 
-    def resize(self, lease: Lease, freed_tokens: int) -> None:
-        """A lease holds so many tokens less, or more where they are negative."""
-        self._add((RESIZE, lease.id, lease.ask.tokens)).freed_tokens += freed_tokens
+    def resize(self, lease: Lease, freed_tokens: int, *, is_awaited: bool) -> None:
+        """A lease holds so many tokens less, or more where they are negative. It waits for a call: see above.
+
+        `is_awaited`: requests wait in the pool.
+        """
+        _, before = self._resized.get(lease.id, (lease, 0))
+        self._resized[lease.id] = (lease, before + freed_tokens)
+        if is_awaited and freed_tokens > 0:
+            self.wake_for_shrinks()
+
+    def charge(self, lease: Lease, tokens: int) -> None:
+        """A lease uses so many tokens more than its tenant was charged for. It waits for a call, as a new size does."""
+        place = (lease.tier, lease.ask.tenant)
+        _, before = self._charges.get(place, (0, 0))
+        self._charges[place] = (lease.ask.weight, before + tokens)
 
     def keep(self, lease: Lease, *, is_urgent: bool) -> None:
         """A lease is not to be preempted any more. Where it was not chosen that can wait for the next call."""
@@ -80,7 +119,7 @@ class BatchQueue:
     def requeue(self, lease: Lease, waited_us: int, *, is_handed_back: bool = False) -> None:
         """A lease gives its room back and waits again."""
         said = requeue(lease.id, lease.ask, waited_us, lease.returns, is_handed_back=is_handed_back)
-        self._add(said).free(lease)
+        self._free(lease, self._add(said))
 
     def cut_off(self) -> None:
         """The replica cannot reach the engine, until its next statement."""
@@ -107,6 +146,11 @@ class BatchQueue:
         if change_us is not None:
             self._timer = asyncio.get_running_loop().call_later(change_us / 1e6, self.wake)
 
+    def wake_for_shrinks(self) -> None:
+        """Requests wait in the pool: tokens that leases have freed by shrinking are said before long."""
+        if self._resized and self._shrinks_timer is None:
+            self._shrinks_timer = asyncio.get_running_loop().call_later(SHRINKS_WITHIN_S, self._say_shrinks)
+
     async def filled(self) -> None:
         """Returns when there is a reason for a call."""
         await self._reason.wait()
@@ -114,14 +158,25 @@ class BatchQueue:
     def take(self) -> Batch:
         """The operations of the next call. Where they do not all fit into one, the reason for a call stays."""
         batch = self._batches.popleft()
+        if self._charges:
+            self._say_charges(batch)
+        if self._resized:
+            self._say_resizes(batch)
         if not self._batches:
             self._batches.append(Batch())
-            self._reason.clear()
+            if not self._resized and not self._charges:
+                self._reason.clear()
         return batch
 
+    def forget_charges(self) -> None:
+        """The store is lost, and with it all that its queue knows of tenants."""
+        self._charges.clear()
+
     def take_all(self) -> Sequence[Batch]:
-        """All operations that were not sent."""
+        """All operations that were not sent. A statement makes up for them, but not for charges: they stay."""
         batches, self._batches = self._batches, deque([Batch()])
+        self._resized.clear()
+        self._stop_shrinks_timer()
         self._reason.clear()
         return batches
 
@@ -129,6 +184,39 @@ class BatchQueue:
     def has_more(self) -> bool:
         """Whether one call is not enough."""
         return len(self._batches) > 1
+
+    def _free(self, lease: Lease, batch: Batch) -> None:
+        """A lease gives back all that the store has of it."""
+        batch.free(lease)
+        if (resized := self._resized.pop(lease.id, None)) is not None:
+            batch.freed_tokens += resized[1]
+
+    def _say_resizes(self, batch: Batch) -> None:
+        """Adds the sizes that the store does not know to a call, before its operations: these may need the room."""
+        taken = [self._resized.pop(lease_id) for lease_id in list(islice(self._resized, MOST_RESIZES))]
+        batch.freed_tokens += sum(freed_tokens for _, freed_tokens in taken)
+        said = [argument for lease, _ in taken for argument in (RESIZE, lease.id, lease.ask.tokens)]
+        batch.arguments = [*said, *batch.arguments]
+        if not self._resized:
+            self._stop_shrinks_timer()
+
+    def _say_charges(self, batch: Batch) -> None:
+        """Adds charges to a call. Those that one call does not take follow with the next."""
+        said: list[Argument] = []
+        for level, tenant in list(islice(self._charges, MOST_OPERATIONS)):
+            weight, tokens = self._charges.pop((level, tenant))
+            said += (CHARGE_TENANT, level, tenant, weight, tokens)
+        batch.arguments = [*said, *batch.arguments]
+
+    def _say_shrinks(self) -> None:
+        self._shrinks_timer = None
+        if any(freed_tokens > 0 for _, freed_tokens in self._resized.values()):
+            self._reason.set()
+
+    def _stop_shrinks_timer(self) -> None:
+        if self._shrinks_timer is not None:
+            self._shrinks_timer.cancel()
+            self._shrinks_timer = None
 
     def _add(self, operation: Sequence[Argument], *, wakes: bool = True) -> Batch:
         batch = self._batches[-1]
@@ -140,3 +228,25 @@ class BatchQueue:
         if wakes:
             self._reason.set()
         return batch
+
+
+class EngineBatchQueue(BatchQueue):
+    """The operations of a pool of several engines: those of a request say more, and there are some for engines."""
+
+    def enter(self, lease: Lease, lower: int | None = None, promised: int | None = None) -> None:
+        """See `BatchQueue.enter`."""
+        said = (*placing(lease.ask), *enter(lease.id, lease.ask, lower, promised))
+        self._add(said).entering.append(lease)
+
+    def requeue(self, lease: Lease, waited_us: int, *, is_handed_back: bool = False) -> None:
+        """See `BatchQueue.requeue`."""
+        again = requeue(lease.id, lease.ask, waited_us, lease.returns, is_handed_back=is_handed_back)
+        self._free(lease, self._add((*placing(lease.ask), *again)))
+
+    def prefilled(self, lease: Lease) -> None:
+        """The first byte of a lease came. No request waits for the answer."""
+        self._add((PREFILLED, lease.id))
+
+    def say(self, operation: Sequence[Argument]) -> None:
+        """An operation that concerns engines."""
+        self._add(operation)

@@ -25,7 +25,7 @@ from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from sidecar.policy.store import StoreAddress, StoreKind
-from sidecar.pools.redis.protocol import SOURCE, Argument, root_key
+from sidecar.pools.redis.protocol import ENGINES_SOURCE, SOURCE, Argument, root_key
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout
@@ -81,9 +81,9 @@ class Script(NamedTuple):
 class StoreConnection:
     """One connection to one server."""
 
-    def __init__(self, client: Redis, pool: str, script: str = SOURCE) -> None:
+    def __init__(self, client: Redis, pool: str, script: str = SOURCE, *, has_engines: bool = False) -> None:
         self._client: Any = client  # redis-py's commands are half typed
-        self._root = root_key(pool)
+        self._root = root_key(pool, has_engines=has_engines)
         self._script = Script.of(script)
         self.is_closed = False
 
@@ -130,8 +130,9 @@ Connect = Callable[[], Awaitable[StoreConnection]]
 """Makes a connection to the server that keeps the pool now. Raises StoreError."""
 
 
-def connector(address: StoreAddress, pool: str) -> Connect:
-    """Makes connections to the server at `address` that keeps the pool called `pool`."""
+def connector(address: StoreAddress, pool: str, *, has_engines: bool = False) -> Connect:
+    """Makes connections to the server at `address` that keeps the pool called `pool`, one of several engines or not."""
+    source = ENGINES_SOURCE if has_engines else SOURCE
     locate = {
         StoreKind.SERVER: _stated,
         StoreKind.SOCKET: _stated,
@@ -149,7 +150,7 @@ def connector(address: StoreAddress, pool: str) -> Connect:
                 socket_timeout=None,  # `StoreConnection.call` has its own limit for each call
                 single_connection_client=True,
             )
-            connection = StoreConnection(client, pool)
+            connection = StoreConnection(client, pool, source, has_engines=has_engines)
             try:
                 async with timeout(CONNECT_WITHIN_S + GREETING_WITHIN_S):
                     await client.initialize()
@@ -197,6 +198,11 @@ async def _known_to_sentinels(address: StoreAddress, _: str) -> dict[str, Any]:
     return {"host": host, "port": port}
 
 
+async def _close_cluster(cluster: RedisCluster) -> None:
+    await cluster.aclose()
+    await cluster.nodes_manager.aclose("startup_nodes")  # which it leaves open where it was canceled
+
+
 async def _owner_in_cluster(address: StoreAddress, pool: str) -> dict[str, Any]:
     """Asks the cluster for the node that owns the pool's slot: all its keys have one hash tag."""
     nodes = [ClusterNode(host, port) for host, port in address.nodes]
@@ -205,7 +211,12 @@ async def _owner_in_cluster(address: StoreAddress, pool: str) -> dict[str, Any]:
         await cluster.initialize()
         owner = cluster.get_node_from_key(root_key(pool))
     finally:
-        await cluster.aclose()
+        closing = asyncio.ensure_future(_close_cluster(cluster))
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:  # a pool that closes cancels this, and its nodes would stay open
+            await closing
+            raise
     if owner is None:
         raise StoreError("no node of the cluster owns the pool's slot")
     return {"host": owner.host, "port": owner.port}

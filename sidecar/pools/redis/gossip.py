@@ -12,12 +12,11 @@ from importlib.resources import files
 from itertools import islice
 from typing import Any
 
-from sidecar.pools.base import NotShared, PeerReport
+from sidecar.pools.base import MOST_REPORT_BYTES, NotShared, PeerReport
 from sidecar.pools.redis.connection import Connect, Script, StoreConnection, StoreError
 from sidecar.pools.redis.protocol import Argument
 
 SOURCE = (files(__package__) / "lua" / "gossip.lua").read_text(encoding="utf-8")
-MOST_BYTES = 64 * 1024
 _SCRIPT = Script.of(SOURCE)
 
 
@@ -32,8 +31,8 @@ class Gossip:
 
     async def share(self, report: bytes) -> Mapping[str, PeerReport]:
         """See `Pool.share`."""
-        if len(report) > MOST_BYTES:
-            raise NotShared(f"a report of {len(report)} bytes is more than the {MOST_BYTES} that it may have")
+        if len(report) > MOST_REPORT_BYTES:
+            raise NotShared(f"a report of {len(report)} bytes is more than the {MOST_REPORT_BYTES} that it may have")
         async with self._turn:
             try:
                 return await self._shared(report)

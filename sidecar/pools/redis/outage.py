@@ -125,7 +125,7 @@ class Outage:
         """A lease gave its room back and waits again, like requests that waited when the store was lost."""
         if self.partition is not None:
             self.partition.requeue(lease, self._clock())
-        if lease.grant is None and not self._is_patient and not fits_into(self._part, lease.ask):
+        if lease.grant is None and not self._is_patient and not self.fits(lease.ask):
             self._refuse(lease, self._unavailable(lease.ask))
 
     def part(self) -> Mapping[str, int | None]:
@@ -134,6 +134,10 @@ class Outage:
             return {}
         part = self.partition.part
         return {"tokens": bounded(part.tokens), "requests": bounded(part.requests)}
+
+    def fits(self, ask: Ask) -> bool:
+        """Whether this replica's whole part could ever admit a request."""
+        return fits_into(self._part, ask)
 
     def _equal_part(self) -> PoolRules:
         if not self._divides or self._known is None:
@@ -149,7 +153,7 @@ class Outage:
 
     def _refusal(self, lease: Lease) -> AdmissionError | None:
         """The refusal of a new request; None where it may wait, and is charged to its tenant."""
-        if not fits_into(self._part, lease.ask):
+        if not self.fits(lease.ask):
             return self._unavailable(lease.ask)
         return self.limits.admit(lease, self._clock())
 
@@ -178,7 +182,7 @@ class Outage:
 
     def _refuse_waiting_too_large(self) -> None:
         for lease in [lease for lease in self._leases.values() if lease.grant is None]:
-            if not fits_into(self._part, lease.ask):
+            if not self.fits(lease.ask):
                 self._refuse(lease, self._unavailable(lease.ask))
 
     def _unavailable(self, ask: Ask) -> StoreUnavailable:

@@ -106,16 +106,24 @@ class Partition(LeaseRuntime):
         self.part = part
         self._parked: dict[int, Lease] = {}  # does not fit now; the part may grow, or the store come back
         for lease in leases:
-            ask = lease.ask
             if lease.grant is not None:
-                self.scheduler.register(lease.ticket_id, tier=ask.tier, tokens=ask.tokens, requests=ask.requests)
+                self.register(lease)
             else:
                 self.submit(lease)
         self.dispatch(clock())
 
+    def register(self, lease: Lease) -> None:
+        """A lease that the store granted, or an earlier part."""
+        ask = lease.ask
+        self.scheduler.register(lease.ticket_id, tier=ask.tier, tokens=ask.tokens, requests=ask.requests)
+
+    def fits(self, ask: Ask) -> bool:
+        """Whether the part could admit a request now, if nothing else were held."""
+        return fits_into(self.part, ask)
+
     def submit(self, lease: Lease) -> None:
         """See `LeaseRuntime.submit`. A request that does not fit now waits for the part to grow."""
-        if fits_into(self.part, lease.ask):
+        if self.fits(lease.ask):
             super().submit(lease)
         else:
             self._parked[lease.id] = lease
@@ -161,9 +169,9 @@ class PartitionLimits(TenantLimits):
             if not error.never_fits or not _fits(lease.ask, limits):
                 return error
             return StoreUnavailable(
-                f"the store of this pool cannot be reached, and this request ({lease.ask.tokens} tokens) does not fit "
-                f"into this replica's part of the limits of tenant {lease.ask.tenant}; try again, or ask for less "
-                "output",
+                f"the store of this pool cannot be reached, and this request ({lease.ask.charged_tokens} tokens) does "
+                f"not fit into this replica's part of the limits of tenant {lease.ask.tenant}; try again, or ask for "
+                "less output",
                 retry_after_s=BEAT_S,
             )
         if entered is not asked:
@@ -183,4 +191,4 @@ def equal_limits(limits: Limits, replicas: int) -> Limits:
 
 def _fits(ask: Ask, limits: Limits) -> bool:
     per_minute = limits.tokens_per_minute
-    return per_minute is None or ask.tokens * 60_000_000 <= per_minute * limits.burst_us
+    return per_minute is None or ask.charged_tokens * 60_000_000 <= per_minute * limits.burst_us

@@ -27,7 +27,7 @@ from sidecar.pools.redis.batch import Batch, BatchQueue, resolve
 from sidecar.pools.redis.connection import Connect, PoolRefuses, StoreError
 from sidecar.pools.redis.gossip import Gossip
 from sidecar.pools.redis.outage import Outage
-from sidecar.pools.redis.partition import Partition
+from sidecar.pools.redis.partition import LastKnown, Partition
 from sidecar.pools.redis.resync import KnownUsage, Membership, Statement
 from sidecar.pools.redis.session import RoundTripObserver, StoreSession
 from sidecar.pools.redis.status import StoreStatus
@@ -64,7 +64,7 @@ class RedisPool:
         self._places = QueuePlaces(self._sizes, len(policy.tiers))
         self._ids = count(1)
         self._leases: dict[int, Lease] = {}
-        self._batches = BatchQueue()
+        self._batches = self._new_batches()
         self._unsent_ends = 0
         self._known = KnownUsage()
         self._statement = Statement((), clock)
@@ -125,12 +125,8 @@ class RedisPool:
 
     def pause(self, reason: str | None) -> None:
         """See `Pool.pause`. The store admits no request of this replica, and goes on with those of the others."""
-        was_paused, self._paused = self._paused is not None, reason
-        is_paused = reason is not None
-        if self._outage is not None:
-            self._outage.pause(is_paused=is_paused)
-        elif is_paused != was_paused:
-            self._tell_whether_cut_off()
+        was_cut_off, self._paused = self._is_cut_off, reason
+        self._turned(was_cut_off=was_cut_off)
 
     async def enter(self, ask: Ask) -> Lease:
         """See `Pool.enter`."""
@@ -229,13 +225,19 @@ class RedisPool:
         else:
             self._batches.end(lease, outcome, used_tokens)
 
-    def change_size(self, lease: Lease, tokens: int) -> None:
-        """See `LeaseOwner.change_size`."""
-        freed_tokens, lease.ask = lease.ask.tokens - tokens, msgspec.structs.replace(lease.ask, tokens=tokens)
+    def change_size(self, lease: Lease, freed_tokens: int) -> None:
+        """See `LeaseOwner.change_size`. The store hears of it with the next call: see `batch`."""
         if self._partition is not None:
-            self._partition.resize(lease, tokens)
+            self._partition.resize(lease, freed_tokens)
         else:
-            self._batches.resize(lease, freed_tokens)
+            self._batches.resize(lease, freed_tokens, is_awaited=self._last is not None and self._last.waiting > 0)
+
+    def charge_tenant(self, lease: Lease, tokens: int) -> None:
+        """See `LeaseOwner.charge_tenant`. A lost store forgets it, as it does all tags."""
+        if self._partition is not None:
+            self._partition.charge(lease, tokens)
+        else:
+            self._batches.charge(lease, tokens)
 
     def keep(self, lease: Lease, *, was_chosen: bool) -> None:
         """See `LeaseOwner.keep`."""
@@ -247,6 +249,9 @@ class RedisPool:
     def requeue(self, lease: Lease) -> None:
         """See `LeaseOwner.requeue`."""
         self._wait_again(lease, is_handed_back=False)
+
+    def prefilled(self, lease: Lease) -> None:
+        """See `LeaseOwner.prefilled`. Prompts are counted for each of several engines only."""
 
     def hand_back(self, lease: Lease) -> None:
         """See `LeaseOwner.hand_back`. Without the store, the same as `requeue`."""
@@ -271,12 +276,12 @@ class RedisPool:
         self._drop_unsent()
         if self._outage is not None:
             self._outage.suspend()
-        self._statement = Statement(self._leases.values(), self.now_us, is_cut_off=self._paused is not None)
+        self._statement = self._new_statement()
         self._known.state(self._statement)
         self._stated_rules = self._sizes.rules
         knew = self._last.expected if self._last else 0
         brings = self._membership.brings(are_rules_new=self._rules_are_new)
-        text = protocol.rules_text(self._sizes.policy, self._sizes.rules)
+        text = self._rules_text()
         header: list[protocol.Argument] = [knew, text, brings, self._unsent_ends]
         self._unsent_ends = 0
         return header, self._statement
@@ -285,7 +290,7 @@ class RedisPool:
         """See `SessionOwner.synced`. The store decides again."""
         self._membership.accepted()
         self._end_outage()
-        if self._statement.is_cut_off != (self._paused is not None):
+        if self._statement.is_cut_off != self._is_cut_off:
             self._tell_whether_cut_off()
         unjudged = self._statement.unjudged
         self._rules_are_new = self._stated_rules is not self._sizes.rules  # they may have changed since
@@ -322,6 +327,8 @@ class RedisPool:
             lease.waits()
         batch.resolve_leaving(self._own_figures)
         self._batches.wake_after(reply.change_after_us)
+        if reply.waiting:
+            self._batches.wake_for_shrinks()
 
     def unanswered(self, batch: Batch) -> None:
         """See `SessionOwner.unanswered`. If the store heard it, others may hold what this replica gave back."""
@@ -345,13 +352,31 @@ class RedisPool:
         divides = not is_refused and self._last is not None and self._sizes.policy.on_store_loss is StoreLoss.DIVIDE
         self.status.change(StoreState.DIVIDED if divides else StoreState.CLOSED, reason, is_refused=is_refused)
         self._drop_unsent()
+        self._batches.forget_charges()
         self._batches.wake_after(None)
         known = None if is_refused else self._known.at_loss()
         if self._outage is None:
-            self._outage = Outage(self._sizes, self._leases, known, self.now_us, is_refused=is_refused)
-        self._outage.pause(is_paused=self._paused is not None)
+            self._outage = self._new_outage(known, is_refused=is_refused)
+        self._outage.pause(is_paused=self._is_cut_off)
         if self._outage.partition is None:
             self._outage.begin(known)
+
+    # -- what another kind of pool does otherwise
+
+    def _new_batches(self) -> BatchQueue:
+        return BatchQueue()
+
+    def _new_statement(self) -> Statement:
+        return Statement(self._leases.values(), self.now_us, is_cut_off=self._is_cut_off)
+
+    def _new_outage(self, known: LastKnown | None, *, is_refused: bool) -> Outage:
+        return Outage(self._sizes, self._leases, known, self.now_us, is_refused=is_refused)
+
+    def _channel(self) -> str:
+        return protocol.grants_channel(self._sizes.policy.pool, self.name)
+
+    def _rules_text(self) -> str:
+        return protocol.rules_text(self._sizes.policy, self._sizes.rules)
 
     # -- the store's decisions
 
@@ -366,7 +391,7 @@ class RedisPool:
             returns = wait.returns if wait else 0  # else it is an earlier grant, heard of late
             if lease is not None and lease.grant is None and returns == lease.returns:
                 self._known.hold(lease.ask.tokens, lease.ask.requests)
-                if self._paused is None:
+                if not self._is_cut_off:
                     lease.granted(self._grant(lease, wait, now_us))
                 else:  # the store had not heard yet that this replica cannot reach the engine
                     lease.returns += 1
@@ -415,6 +440,7 @@ class RedisPool:
             served_ahead=served_by_name(self._tier_names, wait.served_ahead) if wait.served_ahead else {},
             level=lease.tier if wait.level is None else wait.level,
             passed={self._tier_names[tier]: rule.value for tier, rule in wait.passed},
+            engine=wait.engine,
         )
 
     # -- what this process knows of waits without the store
@@ -464,9 +490,20 @@ class RedisPool:
 
     # -- the outage, the session
 
+    @property
+    def _is_cut_off(self) -> bool:
+        """Whether this replica can send no request to the engine."""
+        return self._paused is not None
+
+    def _turned(self, *, was_cut_off: bool) -> None:
+        if self._outage is not None:
+            self._outage.pause(is_paused=self._is_cut_off)
+        elif self._is_cut_off != was_cut_off:
+            self._tell_whether_cut_off()
+
     def _tell_whether_cut_off(self) -> None:
         """Reports to the store whether this replica can reach the engine. Its tickets take their places by a resync."""
-        if self._paused is not None:
+        if self._is_cut_off:
             self._batches.cut_off()
         elif self._session is not None:
             self._session.restate()
@@ -502,8 +539,8 @@ class RedisPool:
         loop = asyncio.get_running_loop()
         if self._session is None or self._session.loop is not loop:
             self._start_over()
-            channel = protocol.grants_channel(self._sizes.policy.pool, self.name)
-            self._batches = BatchQueue()
+            channel = self._channel()
+            self._batches = self._new_batches()
             self._session = StoreSession(self, self._connect, channel, self._batches, self._fences, took=self._took)
         return self._session
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from importlib.resources import files
 from types import MappingProxyType
@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sidecar.policy.model import Policy, Tier
-from sidecar.policy.rules import PoolRules, TierRules
+from sidecar.policy.rules import PoolRules, Shares, TierRules
 from sidecar.pools.base import Ask
 from sidecar.scheduling import Rule
+from sidecar.scheduling.placement import EngineOffer, Found
 from sidecar.scheduling.rate_limit import ExceededLimit, Limit
 
 TIER_FIELDS = [field.name for field in fields(TierRules) if field.name not in ("name", "level")]
@@ -27,10 +28,11 @@ TIER_FIELDS.insert(TIER_FIELDS.index("preemptible"), "max_waiting")
 these names in capitals: `rule[RESERVE_TOKENS]`. So a new field of `TierRules` reaches Lua by itself."""
 
 
-def joined(texts: Mapping[str, str] = MappingProxyType({})) -> str:
+def joined(texts: Mapping[str, str] = MappingProxyType({}), *, has_engines: bool = False) -> str:
     """The admission script: `lua/admission.lua` with its included files. `texts` replaces files, by name.
 
-    One script, because a call costs more with each function that a script defines and each local that it captures.
+    One script, because a call costs more with each function that a script defines and each local that it captures. So a
+    pool of several engines has another one, with the lines that begin with `-- with engines:`.
     """
 
     def text_of(name: str) -> str:
@@ -38,13 +40,25 @@ def joined(texts: Mapping[str, str] = MappingProxyType({})) -> str:
 
     names = ", ".join(name.upper() for name in TIER_FIELDS)
     positions = ", ".join(map(str, range(1, len(TIER_FIELDS) + 1)))
-    whole = re.sub(r"^-- include (\S+)$", lambda line: text_of(line[1]), text_of("admission.lua"), flags=re.MULTILINE)
+    whole = text_of("admission.lua")
+    if has_engines:
+        names, positions = f"{names}, TIER_FIELDS", f"{positions}, {len(TIER_FIELDS)}"
+        whole = re.sub(r"^-- with engines: include", "-- include", whole, flags=re.MULTILINE)
+        whole = re.sub(r"^-- with engines: ", "", whole, flags=re.MULTILINE)
+    else:
+        whole = re.sub(r"^-- with engines: .*\n\n?", "", whole, flags=re.MULTILINE)
+    for _ in range(2):  # an included file may include others
+        whole = re.sub(r"^-- include (\S+)$", lambda line: text_of(line[1]), whole, flags=re.MULTILINE)
     return f"local {names} = {positions}\n\n{whole}\n"
 
 
 SOURCE = joined()
-LAYOUT = 6
+ENGINES_SOURCE = joined(has_engines=True)
+"""The script of a pool of several engines."""
+LAYOUT = "7"
 """Goes up when what the keys hold changes: replicas of two versions then keep two pools, rather than one broken one."""
+ENGINES_LAYOUT = "engines-2"
+"""The same for pools of several engines. Their keys hold more, so a pool that gets its first engines is another one."""
 
 BEAT_S = 2.0
 """A replica calls at least this often. The script knows the same figure."""
@@ -56,7 +70,9 @@ ENTER, END, RESIZE, BACK, LEASE, TICKET = b"e", b"x", b"z", b"b", b"l", b"t"
 KEEP, REQUEUE, HAND_BACK, CUT_OFF = b"k", b"p", b"r", b"h"
 METERED_ENTER, METERED_END, COUNTED, UNTOLD = b"m", b"u", b"a", b"f"
 ENTER_PROMISED, METERED_ENTER_PROMISED = b"E", b"M"
+CHARGED, CHARGE_TENANT = b"y", b"q"
 LEASES_STATED, ALL_STATED = b"n", b"d"
+PLACING, ENGINES, PREFILLED, CAP, RAISE_CAP, DRAIN = b"w", b"g", b"i", b"c", b"j", b"o"
 OK, UNKNOWN, STALE, FOREIGN, ABSENT = b"ok", b"unknown", b"stale", b"foreign", b"absent"
 JOINS, KEEPS, REPLACES, TAKES_OVER = -1, 0, 1, 2
 """The fate of the rules in the store. KEEPS: they stay, if there are any. REPLACES: the rules of this replica replace
@@ -69,21 +85,25 @@ _RULES = {
     "l": Rule.LEVEL,
     "x": Rule.LIMIT,
     "o": Rule.PASSED_OVER,
+    "c": Rule.CLAIM,
 }
 
+MOST_DENOMINATOR = 2**40
 _LIMITS = {b"t": Limit.TOKENS, b"r": Limit.REQUESTS, b"c": Limit.CONCURRENT}
+
+_NO_ENGINES: Sequence[Any] = ((), (), b"", 0)
 
 Argument = str | bytes | int
 
 
-def root_key(pool: str) -> str:
+def root_key(pool: str, *, has_engines: bool = False) -> str:
     """The key that everything of a pool begins with; the braces keep it on one node of a cluster."""
-    return f"admission:{LAYOUT}:{{{pool}}}"
+    return f"admission:{ENGINES_LAYOUT if has_engines else LAYOUT}:{{{pool}}}"
 
 
-def grants_channel(pool: str, replica: str) -> str:
+def grants_channel(pool: str, replica: str, *, has_engines: bool = False) -> str:
     """Where other replicas' calls publish the grants of `replica`."""
-    return f"{root_key(pool)}:grants:{replica}"
+    return f"{root_key(pool, has_engines=has_engines)}:grants:{replica}"
 
 
 def rules_text(policy: Policy, rules: PoolRules) -> str:
@@ -100,6 +120,28 @@ def _tier(rule: TierRules, tier: Tier, rules: PoolRules) -> list[int]:
     return [-1 if figure is None else int(figure) for figure in figures]
 
 
+def engines_rules_text(policy: Policy, weight_percent: int) -> str:
+    """The same for a pool of several engines, whose size the script computes. The weight of a hit stands in place of
+    the pool's tokens, and each tier has its shares after its figures: reserve, headroom and limit as fractions.
+    """
+    rules = policy.rules_of(0, 0, 0)
+    tiers = [
+        _tier(rule, tier, rules) + _fractions(shares)
+        for rule, tier, shares in zip(rules.tiers, policy.tiers, policy.shares, strict=True)
+    ]
+    pool = [weight_percent, 0, rules.promote_after_us or 0, rules.ceiling]
+    return json.dumps([[tier.name for tier in rules.tiers], *pool, *tiers], separators=(",", ":"))
+
+
+def _fractions(shares: Shares) -> list[int]:
+    """Numerators and denominators, of at most 2^40: the script computes with doubles."""
+    exact = (shares.reserve, (1 - shares.lend) * shares.reserve, shares.limit)
+    fractions = (
+        share if share.denominator <= MOST_DENOMINATOR else share.limit_denominator(MOST_DENOMINATOR) for share in exact
+    )
+    return [figure for share in fractions for figure in (share.numerator, share.denominator)]
+
+
 def enter(lease_id: int, ask: Ask, lower: int | None, promised: int | None = None) -> Sequence[Argument]:
     """The operation by which a request asks for a lease; over its tenant's limits it falls to the level `lower`.
 
@@ -112,7 +154,49 @@ def enter(lease_id: int, ask: Ask, lower: int | None, promised: int | None = Non
         return (ENTER if promised is None else ENTER_PROMISED, *size, *last)
     figures = (limits.requests_per_minute, limits.tokens_per_minute, limits.concurrent_requests, limits.burst_us, lower)
     operation = METERED_ENTER if promised is None else METERED_ENTER_PROMISED
-    return (operation, *size, *(-1 if figure is None else figure for figure in figures), *last)
+    charged = (CHARGED, ask.most) if ask.most > ask.tokens else ()
+    return (*charged, operation, *size, *(-1 if figure is None else figure for figure in figures), *last)
+
+
+def placing(ask: Ask) -> Sequence[Argument]:
+    """The operation before those of a request that asks for a lease, or waits, in a pool of several engines."""
+    if not ask.hits and not ask.barred:
+        return (PLACING, ask.prompt)
+    return (PLACING, msgspec.json.encode((ask.prompt, dict(ask.hits), ask.barred)))
+
+
+def on_engine(engine: str | None, unprefilled: int) -> Sequence[Argument]:
+    """The operation before the statement of a lease: its engine, and what is un-prefilled there."""
+    return (PLACING, msgspec.json.encode((engine or "-", unprefilled)))
+
+
+def engines(offers: Sequence[EngineOffer], draining: Collection[str], now_us: int) -> Sequence[Argument]:
+    """The operation by which a replica states all engines that it knows. `draining` are names."""
+    stated = [
+        (*offer[:5], int(offer.takes_new), offer.ramp_us, now_us - offer.since_us, int(name_of(offer.id) in draining))
+        for offer in offers
+    ]
+    return (ENGINES, msgspec.json.encode(stated))
+
+
+def cap(engine: str, refused: int, for_us: int) -> Sequence[Argument]:
+    """The operation by which an engine runs no more requests for so long than now, less those that it refused."""
+    return (CAP, engine, refused, for_us)
+
+
+def raise_cap(engine: str, requests: int) -> Sequence[Argument]:
+    """The operation by which a capped engine may run so many requests more."""
+    return (RAISE_CAP, engine, requests)
+
+
+def drain(name: str, *, drains: bool) -> Sequence[Argument]:
+    """The operation by which the engine of a name takes no new requests, or does again."""
+    return (DRAIN, name, int(drains))
+
+
+def name_of(engine: str) -> str:
+    """The name in an engine's id."""
+    return engine.rpartition("#")[0]
 
 
 def end(lease_id: int, ask: Ask, used_tokens: int | None, *, is_counted: bool = True) -> Sequence[Argument]:
@@ -164,7 +248,9 @@ class WaitReply(NamedTuple):
     """How a ticket waited, in microseconds; `starved_us` is None where it was not overtaken.
 
     `level` is None where it was admitted as it came: it is its tier's. `passed` is as in `scheduling.Admission`.
-    `returns` is how often it had waited again before: a line may arrive late, and twice.
+    `returns` is how often it had waited again before: a line may arrive late, and twice. In a pool of several engines
+    `engine` is the id of its own, `found` that one's ledger without it, where the store says so, and `claimed_us` for
+    how long it had claimed an engine.
     """
 
     wait_us: int
@@ -173,6 +259,9 @@ class WaitReply(NamedTuple):
     served_ahead: Sequence[int]
     passed: Sequence[tuple[int, Rule]] = ()
     returns: int = 0
+    engine: str | None = None
+    found: Found | None = None
+    claimed_us: int = 0
 
 
 class Lines(NamedTuple):
@@ -203,6 +292,9 @@ class LimitVerdict(NamedTuple):
 class Reply(NamedTuple):
     """The reply of a call. A grant whose wait is None was given as the ticket came.
 
+    The last four are for a pool of several engines: see `engine_ledgers`. `blocked_us` is for how long, in all, some
+    ticket has waited that fitted the pool and not its engine.
+
     `latest_age_us` is the age of the latest arrival among all admitted tickets: an earlier ticket that still waits has
     been overtaken. None where none was admitted yet.
 
@@ -232,11 +324,15 @@ class Reply(NamedTuple):
     ended: Sequence[tuple[int, WaitReply | None]]
     refused: Sequence[int]
     verdicts: Sequence[LimitVerdict]
+    engines: Sequence[bytes] = ()
+    named: Sequence[bytes] = ()
+    claims: bytes = b""
+    blocked_us: int = 0
 
 
 def read_reply(answer: Sequence[Any]) -> Reply:
     """The answer of a call that was `ok`."""
-    _, figures, tiers, grants, ended, refused, verdicts = answer
+    _, figures, tiers, grants, ended, refused, verdicts, *of_engines = answer
     replicas, change_after_us, *counts, latest_age_us, expected, is_on_hold, unheard, is_stating = figures
     lists = (
         [_read_tier(text) for text in tiers],
@@ -248,7 +344,8 @@ def read_reply(answer: Sequence[Any]) -> Reply:
     latest = None if latest_age_us < 0 else latest_age_us
     change = None if change_after_us < 0 else change_after_us
     stated = (expected, bool(is_on_hold), unheard, bool(is_stating))
-    return Reply._make((replicas, change, *counts, latest, *stated, *lists))
+    whole = (replicas, change, *counts, latest, *stated, *lists, *(of_engines or _NO_ENGINES))
+    return Reply._make(whole)
 
 
 def read_lines(texts: Sequence[bytes]) -> Lines:
@@ -291,17 +388,26 @@ def _read_victim(text: bytes) -> tuple[int, int]:
 
 
 def read_wait(text: bytes) -> tuple[int, WaitReply | None]:
-    """A line `ID [PASSED]` or `ID WAIT_US STARVED_US LEVEL SERVED... [PASSED] [rTIMES]`: the id, and how it waited."""
+    """The id, and how it waited: `ID [PASSED] [ON_ENGINE]` or `ID WAIT_US STARVED_US LEVEL SERVED... [PASSED] [rTIMES]
+    [ON_ENGINE]`. ON_ENGINE is `[fFOUND,...[,CLAIMED_US]] @ENGINE`.
+    """
     if b" " not in text:
         return int(text), None
     words = text.split()
+    engine = words.pop()[1:].decode() if words[-1].startswith(b"@") else None
+    found, claimed_us = _read_found(words.pop()) if words[-1].startswith(b"f") else (None, 0)
     returns = int(words.pop()[1:]) if words[-1].startswith(b"r") else 0
     passed = _read_passed(words.pop()) if words[-1].startswith(b"p") else ()
     if len(words) == 1:
-        return int(words[0]), WaitReply(0, None, None, (), passed)
+        return int(words[0]), WaitReply(0, None, None, (), passed, returns, engine, found, claimed_us)
     ticket, wait_us, starved_us, level, *served = map(int, words)
     starved = None if starved_us < 0 else starved_us
-    return ticket, WaitReply(wait_us, starved, level, served, passed, returns)
+    return ticket, WaitReply(wait_us, starved, level, served, passed, returns, engine, found, claimed_us)
+
+
+def _read_found(text: bytes) -> tuple[Found, int]:
+    figures = [int(figure) for figure in text[1:].split(b",")]
+    return Found._make(figures[:5]), sum(figures[5:])
 
 
 def _read_passed(codes: bytes) -> Sequence[tuple[int, Rule]]:
@@ -312,6 +418,6 @@ def _read_tier(text: bytes) -> tuple[int, TierReply]:
     level, figures = text.split(b" ", 1)
     read = msgspec.json.decode(figures)
     held_tokens, held_requests, tokens, queued, virtual, served, admitted = read[:7]
-    parked, parked_tokens = read[11:]
+    parked, parked_tokens = read[11:13]
     waiting = (tokens + parked_tokens, queued + parked)
     return int(level), TierReply(held_tokens, held_requests, *waiting, virtual, served, admitted)

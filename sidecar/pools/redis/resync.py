@@ -7,7 +7,7 @@ many waiting requests delays no other one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from sidecar.policy.rules import UNLIMITED
 from sidecar.pools.base import Lease
@@ -68,21 +68,47 @@ class Statement:
         tickets = _taken(self._tickets, STATED_AT_ONCE - len(leases))
         for lease in leases:
             if lease.id in self._held:
-                arguments += _stated(lease, None)
+                arguments += self._stated(lease, None)
             else:
                 arguments += (protocol.UNTOLD, lease.id)
         for ticket in tickets:
-            arguments += _stated(ticket, self._clock() - ticket.entered_us)
+            arguments += self._stated(ticket, self._clock() - ticket.entered_us)
         return arguments, [ticket for ticket in tickets if ticket.is_entering]
+
+    def _stated(self, lease: Lease, waited_us: int | None) -> Sequence[protocol.Argument]:
+        counted = () if lease.ask.limits is None else (protocol.COUNTED, lease.id, lease.ask.tenant)
+        return (*protocol.statement(lease.id, lease.ask, waited_us, lease.returns), *counted)
+
+
+class EngineStatement(Statement):
+    """A statement in a pool of several engines: first what the replica says of `engines`, and of each lease its engine.
+
+    `unprefilled` says how many tokens of a lease's prompt are un-prefilled there at the moment.
+    """
+
+    def __init__(
+        self,
+        leases: Iterable[Lease],
+        clock: Clock,
+        *,
+        is_cut_off: bool,
+        engines: Sequence[protocol.Argument],
+        unprefilled: Callable[[Lease], int],
+    ) -> None:
+        super().__init__(leases, clock, is_cut_off=is_cut_off)
+        self._first += engines
+        self._unprefilled = unprefilled
+
+    def _stated(self, lease: Lease, waited_us: int | None) -> Sequence[protocol.Argument]:
+        if waited_us is not None or lease.grant is None:
+            first = protocol.placing(lease.ask)
+        else:
+            first = protocol.on_engine(lease.grant.engine, self._unprefilled(lease))
+        return (*first, *super()._stated(lease, waited_us))
 
 
 def _taken(leases: deque[Lease], most: int) -> Sequence[Lease]:
     return [leases.popleft() for _ in range(min(most, len(leases)))]
-
-
-def _stated(lease: Lease, waited_us: int | None) -> Sequence[protocol.Argument]:
-    counted = () if lease.ask.limits is None else (protocol.COUNTED, lease.id, lease.ask.tenant)
-    return (*protocol.statement(lease.id, lease.ask, waited_us, lease.returns), *counted)
 
 
 class Membership:

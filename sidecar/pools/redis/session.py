@@ -154,11 +154,13 @@ class StoreSession:
             while await self._serve(connection):
                 pass
         finally:
-            if listening is not None:
-                connection.is_closed = True  # the client may take a cancellation for a failure, and connect anew
-                listening.cancel()
-                await asyncio.wait((listening,), timeout=CLOSE_WITHIN_S / 2)
-            await connection.close()
+            try:
+                if listening is not None:
+                    connection.is_closed = True  # the client may take a cancellation for a failure, and connect anew
+                    listening.cancel()
+                    await asyncio.wait((listening,), timeout=CLOSE_WITHIN_S / 2)
+            finally:  # also where the session is canceled while it ends by itself
+                await connection.close()
 
     async def _serve(self, connection: StoreConnection) -> bool:
         """Makes one call, as soon as there is a reason for it. False where it was the last."""

@@ -21,6 +21,7 @@ FIELDS = (
     "pool",
     "tier",
     "tenant",
+    "engine",
     "code",
     "status",
     "queue_wait_s",

@@ -148,6 +148,8 @@ def _request_fields(record: RequestRecord, wait: Admitted | Refused | None) -> F
     }
     if wait is not None and wait.queue_wait_us:
         fields |= {"queue_wait_s": wait.queue_wait_us / 1e6, "starvation_s": wait.starvation_us / 1e6}
+    if isinstance(wait, Admitted) and wait.engine is not None:  # of several: which one failed
+        fields["engine"] = wait.engine
     if preemptions := record.preemptions:
         fields |= {"preemptions": preemptions, "engine_lost_s": record.engine_lost_us / 1e6}
     return fields

@@ -23,7 +23,22 @@ from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 from sidecar.events import Outcome
 from sidecar.telemetry import semconv
 from sidecar.telemetry.metrics import histograms
+from sidecar.telemetry.metrics.engines import (
+    ENGINE_COUNTERS,
+    ENGINE_GAUGES,
+    MOST_SHOWN,
+    EngineSample,
+    engine_values,
+    state_values,
+)
 from sidecar.telemetry.metrics.histograms import DurationHistogram
+from sidecar.telemetry.metrics.lease_sizes import (
+    ENGINE_PREEMPTIONS,
+    LEASE_SIZE_GAUGES,
+    LeaseSizeMetric,
+    LeaseSizeSample,
+    lease_size_values,
+)
 from sidecar.telemetry.metrics.tenants import TenantHoldings, TenantLabels
 from sidecar.version import __version__
 
@@ -64,11 +79,12 @@ class Counters(msgspec.Struct, eq=False):
     tokens_estimated: Counted = {}
     tokens_used: Counted = {}
     estimate_errors: Counted = {}
+    growths: Counted = {}
 
     def know(self, tier: str) -> None:
         """Reports every series of a tier from the start: where one begins at 1, Prometheus does not see the 1."""
         preempted = self.preemptions, self.preempted_engine_us
-        for counted in (self.admitted, self.tokens_estimated, self.tokens_used, *preempted):
+        for counted in (self.admitted, self.tokens_estimated, self.tokens_used, self.growths, *preempted):
             counted.setdefault((tier,), 0)
         for outcome in Outcome:
             self.settled.setdefault((tier, outcome.value), 0)
@@ -183,6 +199,13 @@ COUNTERS = (
         "By how many tokens completed requests were estimated over or under what the engine counted.",
         TOKENS,
     ),
+    Counter(
+        semconv.LEASE_GROWTHS,
+        "growths",
+        (TIER,),
+        "How often a lease grew while its answer streamed, because it became longer than expected.",
+        "{growth}",
+    ),
 )
 
 TENANT_COUNTERS = (
@@ -236,6 +259,9 @@ class PoolSample:
 
     `policies_rejected` counts since the process began. `aborting` is what this process holds for requests that have
     ended. `engine_up` is 1 where this process can use the engine, 0 where it cannot, None where that is not looked at.
+    `engines` are those of a pool of several; `no_engine_fits_s` sums up since the process began for how long a request
+    fitted such a pool and waited for an engine, None where that is not counted. `lease_sizes` are there where output
+    lengths are learned.
     """
 
     tiers: Sequence[TierSample]
@@ -248,6 +274,9 @@ class PoolSample:
     aborting_requests: int = 0
     aborting_tokens: int = 0
     engine_up: int | None = None
+    engines: Sequence[EngineSample] = ()
+    no_engine_fits_s: float | None = None
+    lease_sizes: Sequence[LeaseSizeSample] = ()
 
 
 Sample = Callable[[], PoolSample | None]
@@ -322,6 +351,13 @@ POLICY_REJECTED = Gauge(
     "{policy}",
 )
 
+NO_ENGINE_FITS = Gauge(
+    semconv.NO_ENGINE_FITS,
+    "no_engine_fits_s",
+    "For how long a request waited that fitted the pool, because the engine that it claimed had no room.",
+    SECONDS,
+)
+
 
 class Instruments:
     """Every instrument but those of the store."""
@@ -345,6 +381,12 @@ class Instruments:
                 meter.create_observable_counter(
                     counter.name, [partial(read, counter)], counter.unit, counter.description
                 )
+        meter.create_observable_counter(
+            semconv.OUTPUT_ANSWERS,
+            [self._counted_answers],
+            "{answer}",
+            "Complete answers of a learned length, by their length in parts of what was expected: up to so much.",
+        )
         self._create_gauges(meter)
 
     def counters(self, pool: str, tenants_shown: int) -> Counters:
@@ -377,9 +419,27 @@ class Instruments:
             "{token}",
             "Tokens held by leases of this process, of the largest tenants and of all others together.",
         )
-        rejected = POLICY_REJECTED
-        reading = [partial(self._read_pools, rejected)]
-        meter.create_observable_counter(rejected.name, reading, rejected.unit, rejected.description)
+        for gauge in (POLICY_REJECTED, NO_ENGINE_FITS):
+            reading = [partial(self._read_pools, gauge)]
+            meter.create_observable_counter(gauge.name, reading, gauge.unit, gauge.description)
+        self._create_engine_metrics(meter)
+        for size in LEASE_SIZE_GAUGES:
+            observe(size.name, [partial(self._read_lease_sizes, size)], size.unit, size.description)
+        preemptions = ENGINE_PREEMPTIONS
+        read_preemptions = [partial(self._read_lease_sizes, preemptions)]
+        meter.create_observable_counter(preemptions.name, read_preemptions, preemptions.unit, preemptions.description)
+
+    def _create_engine_metrics(self, meter: metrics.Meter) -> None:
+        said = "1 for the state that the engine is in, as this process sees it, and 0 for each other."
+        meter.create_observable_gauge(
+            semconv.ENGINE_STATE, [partial(self._read_engines, state_values)], description=said
+        )
+        for metric in ENGINE_GAUGES:
+            reading = [partial(self._read_engines, partial(engine_values, metric))]
+            meter.create_observable_gauge(metric.name, reading, metric.unit, metric.description)
+        for metric in ENGINE_COUNTERS:
+            reading = [partial(self._read_engines, partial(engine_values, metric))]
+            meter.create_observable_counter(metric.name, reading, metric.unit, metric.description)
 
     # -- counters
 
@@ -395,6 +455,13 @@ class Instruments:
             for tenant, counts in counters.tenants.series().items():
                 labels = {semconv.POOL: pool, semconv.ADMISSION_TENANT: tenant}
                 yield Observation(getattr(counts, counter.counted), labels)
+
+    def _counted_answers(self, _: CallbackOptions) -> Observations:
+        for pool, counters in self._counters.items():
+            for tenant, counts in counters.tenants.series().items():
+                for (tier, ratio), answers in list(counts.answers.items()):
+                    labels = {semconv.POOL: pool, TIER: tier, semconv.ADMISSION_TENANT: tenant}
+                    yield Observation(answers, {**labels, semconv.OUTPUT_RATIO: ratio})
 
     # -- gauges
 
@@ -429,6 +496,19 @@ class Instruments:
             value = getattr(sample, gauge.value)
             if value is not None:
                 yield Observation(value, {semconv.POOL: pool})
+
+    def _read_engines(
+        self, values: Callable[[EngineSample], Sequence[tuple[int, dict[str, str]]]], _: CallbackOptions
+    ) -> Observations:
+        for pool, sample in self._sampled().items():
+            for engine in sample.engines[:MOST_SHOWN]:
+                for value, labels in values(engine):
+                    yield Observation(value, {semconv.POOL: pool, **labels})
+
+    def _read_lease_sizes(self, metric: LeaseSizeMetric, _: CallbackOptions) -> Observations:
+        for pool, sample in self._sampled().items():
+            for value, labels in lease_size_values(metric, sample.lease_sizes[:MOST_SHOWN]):
+                yield Observation(value, {semconv.POOL: pool, **labels})
 
     def _read_policies(self, _: CallbackOptions) -> Observations:
         for pool, sample in self._sampled().items():

@@ -7,13 +7,16 @@ and only where the SDK is the host's are durations given to it one by one.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from opentelemetry.metrics import MeterProvider, NoOpMeterProvider
 
 from sidecar.events import (
     Admitted,
     Classified,
+    Expectation,
     FirstByte,
     Observed,
     Outcome,
@@ -25,15 +28,23 @@ from sidecar.events import (
 )
 from sidecar.telemetry import semconv
 from sidecar.telemetry.metrics.histograms import DurationHistogram, LabeledHistogram
-from sidecar.telemetry.metrics.instruments import OVER, UNDER, Counted, Instruments, instruments_of
+from sidecar.telemetry.metrics.instruments import OVER, UNDER, Instruments, instruments_of
 from sidecar.telemetry.metrics.tenants import SHOWN, TenantHolding, TenantHoldings
 from sidecar.telemetry.request_record import EventHandlers, RequestRecord, engine_time_us
 
 logger = logging.getLogger(__name__)
 
+Labels = TypeVar("Labels", bound=tuple[str, ...])
+
 GAVE_UP = frozenset(("client_left", "canceled"))
 """The codes of `Refused` that are not the middleware's refusal."""
 PASSED, REFUSED, FAILED = "passed", "refused", "failed"
+RATIOS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0)
+RATIO_NAMES = (*(f"{ratio:g}" for ratio in RATIOS), "more")
+"""Classes of an answer's length in parts of the expected one, each up to so much. A counter of each costs no call of a
+host's SDK, which a histogram would."""
+MAXIMUM = "maximum"
+"""`Expectation.source` where nothing was known: the difference to that is no error of an estimate."""
 
 
 class WaitHistograms:
@@ -177,6 +188,18 @@ class RequestMetrics:
         if is_counted and event.outcome is Outcome.COMPLETED:
             error = classified.tokens - used
             add(counters.estimate_errors, (tier, UNDER if error < 0 else OVER), abs(error))
+        if classified.expected is not None:
+            self._note_size(classified, classified.expected, event)
+
+    def _note_size(self, classified: Classified, expected: Expectation, event: Settled) -> None:
+        """Counts how often the lease grew, and compares the length of a complete answer with what was expected."""
+        tier, output = classified.tier, event.output_tokens
+        if event.growths:
+            add(self.counters.growths, (tier,), event.growths)
+        is_complete = event.outcome is Outcome.COMPLETED and (event.status or 0) < 400
+        if output is not None and is_complete and expected.source != MAXIMUM:
+            ratio = RATIO_NAMES[bisect_left(RATIOS, output / (expected.output_tokens * expected.sequences))]
+            add(self.counters.tenants.counts(classified.tenant).answers, (tier, ratio))
 
     def _refused(self, record: RequestRecord, event: Refused) -> None:
         self._end_queued(record)
@@ -197,7 +220,7 @@ class RequestMetrics:
         self._waits.record(tier, decision, end, record)
 
 
-def add(counted: Counted, labels: tuple[str, ...], number: int = 1) -> None:
+def add(counted: dict[Labels, int], labels: Labels, number: int = 1) -> None:
     """Adds to the count of these labels."""
     counted[labels] = counted.get(labels, 0) + number
 

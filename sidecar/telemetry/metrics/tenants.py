@@ -24,12 +24,13 @@ TIMES_LARGER = 2
 
 
 class TenantCounts:
-    """One series of each tenant metric. Only grows."""
+    """One series of each tenant metric. Only grows. `answers` counts by tier and by the class of their length."""
 
-    __slots__ = ("admitted", "refused", "tokens_used")
+    __slots__ = ("admitted", "answers", "refused", "tokens_used")
 
     def __init__(self) -> None:
         self.admitted = self.refused = self.tokens_used = 0
+        self.answers: dict[tuple[str, str], int] = {}
 
 
 class TenantSeries:

@@ -8,9 +8,21 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import Link, SpanContext, SpanKind
 
-from sidecar.events import Admitted, Classified, Observed, Outcome, Queued, Received, Refused, Settled
+from sidecar.events import (
+    Admitted,
+    Classified,
+    Expectation,
+    Observed,
+    Outcome,
+    Queued,
+    Received,
+    Refused,
+    Replayed,
+    ReplayReason,
+    Settled,
+)
 from sidecar.telemetry import semconv
-from sidecar.telemetry.request_record import RequestRecord, failure_description
+from sidecar.telemetry.request_record import REPLAYED_BECAUSE, RequestRecord, engine_name, failure_description
 from sidecar.telemetry.spans.links import FindLinks, WaitLinks
 from sidecar.telemetry.spans.open_span import Attributes, Moment, OpenSpan
 
@@ -74,6 +86,8 @@ class RequestSpans:
             request = None
             if self.classified is not None:
                 request = _of_engine_request(self.classified, self._settings.provider_name)
+            if event.engine is not None:
+                request = {**(request or {}), semconv.ADMISSION_ENGINE: engine_name(event.engine)}
             start_ns = self._wall_ns(event.at_us)
             engine = self._admission.child(semconv.ENGINE, SpanKind.CLIENT, start_ns, request)
             self._engines.append(engine)
@@ -106,6 +120,8 @@ class RequestSpans:
         if record.admitted is not None and self._engines:
             self._end_engine(record, record.admitted, event)
         written.update(_of_settlement(event))
+        if self.classified is not None and event.held_tokens not in (None, self.classified.tokens):
+            written[semconv.ADMISSION_TOKENS_HELD] = event.held_tokens
         error = _failure(event, written, from_status=SERVERS_ERRORS)
         if record.refused is not None:  # preempted, and not admitted again: no engine had it any more
             written[semconv.ADMISSION_REASON] = record.refused.code
@@ -136,6 +152,8 @@ class RequestSpans:
             written.update(_of_admission(attempt.admitted))
         if preemptions := record.preemptions:
             written[semconv.ADMISSION_PREEMPTIONS] = preemptions
+        if replays := record.replays:
+            written[semconv.ADMISSION_REPLAYS] = replays
         if record.waited is not None:
             self._write_wait(written, record.queued, record.waited)
         if record.admitted is not None:
@@ -174,6 +192,9 @@ class RequestSpans:
             self._draw_wait(tier, attempt.queued, start_us, attempt.admitted, ())
             start_us = attempt.preempted.at_us
             ended_ns = self._wall_ns(start_us)
+            if attempt.replayed is not None:
+                self._end_replayed(engine, attempt.replayed, ended_ns)
+                continue
             if attempt.preempted.is_unreached:
                 engine.end(ended_ns, {semconv.ERROR_TYPE: UNREACHABLE}, error="no connection to the engine")
                 continue
@@ -184,6 +205,16 @@ class RequestSpans:
         if waited.starvation_us > 0 and waited.overtaken_at_us is not None:
             served_ahead = _of_served_ahead(waited)
             self._draw(semconv.STARVED, waited.overtaken_at_us, waited.at_us, {**tier, **served_ahead}, overtook)
+
+    def _end_replayed(self, engine: OpenSpan, event: Replayed, ended_ns: int) -> None:
+        """An attempt that its engine did not serve. One that says it is full is no failure, and no error."""
+        reason = event.reason.value
+        written: Attributes = {semconv.ADMISSION_REPLAY_REASON: reason}
+        is_failure = event.reason is not ReplayReason.FULL
+        if is_failure:
+            written[semconv.ERROR_TYPE] = UNREACHABLE if event.reason is ReplayReason.UNREACHED else reason
+        moments = [(semconv.REPLAYED, self._wall_ns(event.at_us))]
+        engine.end(ended_ns, written, moments, error=REPLAYED_BECAUSE[event.reason] if is_failure else None)
 
     def _draw_wait(
         self,
@@ -238,7 +269,20 @@ def _of_classification(event: Classified) -> Attributes:
         attributes[semconv.ADMISSION_CLAMPED_FROM] = event.clamped_from
     if event.downgraded_from is not None:
         attributes[semconv.ADMISSION_DOWNGRADED_FROM] = event.downgraded_from
+    if event.expected is not None:
+        _write_expectation(attributes, event.expected)
     return attributes
+
+
+def _write_expectation(attributes: Attributes, expected: Expectation) -> None:
+    """What it was expected to use, as far as that is not what it holds without learning."""
+    attributes[semconv.ADMISSION_OUTPUT_SOURCE] = expected.source
+    if expected.quantile:
+        attributes[semconv.ADMISSION_OUTPUT_EXPECTED] = expected.output_tokens
+        attributes[semconv.ADMISSION_OUTPUT_QUANTILE] = expected.quantile
+        attributes[semconv.ADMISSION_TOKENS_MOST] = expected.most_tokens
+    if expected.overlap < 1:
+        attributes[semconv.ADMISSION_OVERLAP] = expected.overlap
 
 
 def _of_admission(event: Admitted) -> Attributes:
@@ -248,6 +292,12 @@ def _of_admission(event: Admitted) -> Attributes:
         attributes[semconv.ADMISSION_ENGINE_PRIORITY] = event.engine_priority
     for tier, rule in event.passed.items():
         attributes[semconv.ADMISSION_PASSED_PREFIX + tier] = rule
+    if event.engine is not None:
+        attributes[semconv.ADMISSION_ENGINE] = engine_name(event.engine)
+    if event.placed is not None:
+        attributes[semconv.ADMISSION_ENGINE_HIT] = dict(event.placed.hits).get(event.engine or "", 0)
+        if event.placed.claimed_us:
+            attributes[semconv.ADMISSION_ENGINE_CLAIMED_S] = event.placed.claimed_us / 1e6
     return attributes
 
 
@@ -313,6 +363,8 @@ def _of_settlement(event: Settled) -> Attributes:
     }
     if event.status is not None:
         attributes[semconv.HTTP_RESPONSE_STATUS_CODE] = event.status
+    if event.growths:
+        attributes[semconv.ADMISSION_GROWTHS] = event.growths
     return attributes
 
 

@@ -2,7 +2,8 @@
 
 The loop is open: no client waits for an answer before it sends the next request. Each tier's requests are a Poisson
 process. Critical, high and normal together fill the engine; with low and batch it gets about a third more work than it
-can do. All tiers arrive alike, so at equal priority they wait alike.
+can do. All tiers arrive alike, so at equal priority they wait alike. When the engine is full there is an incident: a
+burst of critical requests within a tenth of a second.
 """
 
 from __future__ import annotations
@@ -48,6 +49,13 @@ PROMPT_TOKENS = (40, 320)
 OUTPUT_TOKENS = (16, 48)
 
 
+BURST = 24
+"""Requests of the incident: half as many again as the critical tier's reserve of the shipped pool."""
+BURST_S = 0.1
+BURST_AT = 5 / 8
+"""The part of the run after which it begins: the engine has been full for a while, and stays so."""
+
+
 def arrivals(duration_s: float, seed: int = 1) -> list[Arrival]:
     """All requests of one run, in order of their times."""
     rng = random.Random(seed)
@@ -58,8 +66,14 @@ def arrivals(duration_s: float, seed: int = 1) -> list[Arrival]:
         while at_s < duration_s:
             times.append(at_s)
             at_s += rng.expovariate(stream.per_second)
-        found += [Arrival(at_s, stream, rng.randint(*PROMPT_TOKENS), rng.randint(*OUTPUT_TOKENS)) for at_s in times]
+        found += [_arrival(at_s, stream, rng) for at_s in times]
+    burst = (BURST_AT * duration_s + BURST_S * number / BURST for number in range(BURST))
+    found += [_arrival(at_s, STREAMS[0], rng) for at_s in burst if at_s < duration_s]
     return sorted(found, key=lambda arrival: arrival.at_s)
+
+
+def _arrival(at_s: float, stream: ArrivalStream, rng: random.Random) -> Arrival:
+    return Arrival(at_s, stream, rng.randint(*PROMPT_TOKENS), rng.randint(*OUTPUT_TOKENS))
 
 
 ANSWER_WITHIN_S = 60.0

@@ -25,7 +25,7 @@ from sidecar.policy.store import StoreAddress, store_address
 from sidecar.secrets import FILE_SUFFIX
 from sidecar.tools.demo.clients import Arrival, ArrivalStream, Asking, play
 from sidecar.tools.demo.figures import RunMeasurement, measure
-from sidecar.tools.demo.server import LOG_PATH
+from sidecar.tools.demo.server import LOG_PATH, slots
 from sidecar.tools.emulator.generation import Served
 from sidecar.tools.loadgen import Progress
 
@@ -109,7 +109,7 @@ def play_run(
     seen = asyncio.run(play(place.sidecars, arrivals, run.asking(policy), watch))
     with urllib.request.urlopen(f"http://127.0.0.1:{place.log}{LOG_PATH}") as response:
         log = msgspec.json.decode(response.read(), type=list[Served])
-    measured = measure(run.name, [tier.name for tier in policy.tiers], seen, log, policy.rules.requests)
+    measured = measure(run.name, [tier.name for tier in policy.tiers], seen, log, slots(policy))
     figures = replace(measured, stalled_s=stalled_s)
     if not run.has_admission:
         return figures
@@ -141,8 +141,6 @@ class Sharing:
 
 _LEFT_OUT = frozenset((STORE_VARIABLE, STORE_VARIABLE + FILE_SUFFIX, PORT_VARIABLE))
 """The user's own settings that are not for the demo's servers: their store, and the port of their admin pages."""
-START_WITHIN_S = 60.0
-"""A server needs about a second; a machine that is busy with other things, many."""
 END_WITHIN_S = 1.0
 """A server that has not ended in order until then is killed. The demo's clients are gone by then."""
 

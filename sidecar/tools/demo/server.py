@@ -31,7 +31,7 @@ HOST = "127.0.0.1"
 GRACE_S = 0.5
 """When a demo is over no request is under way; when it is broken off no client waits for one."""
 
-# A step of a full batch takes 46 ms, so 160 sequences give about 3,500 tokens a second: 110 requests of this size, and
+# A step of a full batch takes 46 ms, so 156 sequences give about 3,500 tokens a second: 110 requests of this size, and
 # little enough work for the emulator that two cores are idle most of the time.
 STEP_S = 0.030
 STEP_S_PER_SEQUENCE = 0.0001
@@ -41,14 +41,24 @@ TOKENS_PER_CHUNK = 4
 need most of a core, and on a busy machine the demo measures that machine."""
 
 
+WAITING_IN_ENGINE = 4
+"""Requests of the pool that wait in the engine: about as many as end in one step. Without them a place that becomes
+free is empty for a step, until the next request has come: 3% of the engine is idle (docs/capacity.md, `waiting`)."""
+
+
+def slots(policy: Policy) -> int:
+    """The requests that the engine runs at once."""
+    return policy.rules.requests - WAITING_IN_ENGINE
+
+
 def emulated_engine(policy: Policy) -> Emulator:
-    """An engine that holds exactly what the policy's pool says it holds."""
+    """An engine that holds the tokens of the policy's pool, and the requests except those that wait in it."""
     return Emulator(
         EmulatorConfig(
             engine=TensorRtLlm,
             tokens_per_chunk=TOKENS_PER_CHUNK,
             steps=StepModel(
-                max_num_seqs=policy.rules.requests,
+                max_num_seqs=slots(policy),
                 prefill_tokens_per_step=PREFILL_TOKENS_PER_STEP,
                 kv_tokens=policy.rules.tokens,
                 step_s=STEP_S,

@@ -12,10 +12,10 @@ import aiohttp
 
 from sidecar.engines import Engine, NoEngine
 from sidecar.engines.base import Gauges
+from sidecar.policy.capacity_schema import DEFAULT_FRACTION as FRACTION
+from sidecar.policy.capacity_schema import DEFAULT_WAITING as WAITING
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import UNLIMITED
-from sidecar.policy.schema import DEFAULT_FRACTION as FRACTION
-from sidecar.policy.schema import DEFAULT_WAITING as WAITING
 from sidecar.tools.doctor import probe as sizing
 from sidecar.tools.doctor.burst import Burst, Queueing
 from sidecar.tools.doctor.conditions import Condition, State, conditions, is_before, read_only
@@ -65,6 +65,14 @@ class Examination:
         if State.BROKEN in states or any(finding.is_broken for finding in self.findings):
             return State.BROKEN
         return State.WORKS if states == {State.WORKS} and self.probed is not None else State.UNKNOWN
+
+    @property
+    def reports_cached_tokens(self) -> bool | None:
+        """Whether answers say how much of a prompt was cached. SGLang's pages say it, of vLLM only its answers."""
+        reported = self.survey.facts.reports_cached_tokens
+        if reported is None and self.probed is not None and self.probed.alone.prompt_tokens is not None:
+            return self.probed.alone.cached_tokens is not None
+        return reported
 
     @property
     def bursts(self) -> Sequence[Burst]:

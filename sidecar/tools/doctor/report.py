@@ -10,7 +10,8 @@ from typing import Any
 
 from sidecar.tools.doctor.burst import Burst
 from sidecar.tools.doctor.conditions import State
-from sidecar.tools.doctor.examination import Examination
+from sidecar.tools.doctor.examination import Examination, Finding
+from sidecar.tools.doctor.several_engines import ExaminedEngine, capacity, table
 
 WIDTH = 120
 _NAME, _STATE = 18, 9
@@ -90,17 +91,26 @@ def _notes(examination: Examination) -> Sequence[str]:
 
 
 def _cache_report(examination: Examination) -> Sequence[str]:
-    """Where prompts are found in a cache, and no answer says so. SGLang's pages say it, of vLLM only its answers."""
-    survey, probed = examination.survey, examination.probed
-    option, reports = survey.engine.advice.cache_report, survey.facts.reports_cached_tokens
-    if reports is None and probed is not None and probed.alone.prompt_tokens is not None:
-        reports = probed.alone.cached_tokens is not None
-    if option is None or reports is not False or not survey.facts.caches_prefixes:
+    """Where prompts are found in a cache, and no answer says so."""
+    survey = examination.survey
+    option = survey.engine.advice.cache_report
+    if option is None or examination.reports_cached_tokens is not False or not survey.facts.caches_prefixes:
         return []
     return [
         f"{survey.engine.title} has a prefix cache, but its answers do not say how much of a prompt was found there: "
         f"start it with {option}"
     ]
+
+
+def report_of_several(engines: Sequence[ExaminedEngine], found: Sequence[Finding]) -> str:
+    """The engines of a policy together: a table, what to do, and the `capacity` that fits all."""
+    parts = ["\n".join(["engines together", *(f"  {line}".rstrip() for line in _columns(table(engines)))])]
+    if found:
+        parts.append(_section("what to do about the engines together", [f"{one.text}: {one.fix}" for one in found]))
+    common = capacity(engines)
+    if common is not None:
+        parts.append("\n".join(["capacity of each, for `engines` of the policy", f"  {common.yaml}"]))
+    return "\n\n".join(parts)
 
 
 def spent(examination: Examination) -> str:
@@ -112,6 +122,11 @@ def spent(examination: Examination) -> str:
     lost = f"; {refused} were refused" if refused else ""
     bursts = f"{len(examination.bursts)} burst{'s' * (len(examination.bursts) != 1)}"
     return f"sent {requests} requests in {bursts}, {tokens:,} tokens, {took_s:.1f} s{lost}"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> Sequence[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)) for row in rows]
 
 
 def _wrapped(text: str, head: str, below: str | None = None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
@@ -12,6 +12,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import Lifespan, Receive, Scope, Send
 
 from sidecar.apis import Api
 from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
@@ -24,6 +25,9 @@ from sidecar.tools.emulator.dialects.tensorrt_llm import TrtllmDialect
 from sidecar.tools.emulator.dialects.vllm import VllmDialect
 from sidecar.tools.emulator.endpoint import GeneratingEndpoint
 from sidecar.tools.emulator.engine import EmulatedEngine
+from sidecar.tools.emulator.faults import Faults
+from sidecar.tools.emulator.kv_events import KvEvents
+from sidecar.tools.emulator.rendering import RENDERED, Rendering
 
 DIALECTS: Mapping[type[Engine], type[Dialect]] = {
     TensorRtLlm: TrtllmDialect,
@@ -41,8 +45,19 @@ PATHS = {
 }
 
 
+class _App(Starlette):
+    """The engine behind its faults. They come before every middleware: some need the server's own `send`."""
+
+    def __init__(self, faults: Faults, routes: Sequence[BaseRoute], lifespan: Lifespan[Starlette]) -> None:
+        super().__init__(routes=routes, lifespan=lifespan)
+        self._faults = faults
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._faults.serve(super().__call__, scope, receive, send)
+
+
 class Emulator:
-    """One emulated engine: `app` for an ASGI server, `engine` to look inside.
+    """One emulated engine: `app` for an ASGI server, `engine` to look inside, `faults` to make it rude.
 
     Nothing runs until the first request. The lifespan's end, or `engine.stop()`, aborts what is left.
     """
@@ -52,7 +67,8 @@ class Emulator:
         self.dialect = DIALECTS[config.engine](config)
         self.engine = EmulatedEngine(config, self.dialect)
         self._started = int(time.time())
-        self.app = Starlette(routes=self._routes(), lifespan=self._lifespan)
+        self.faults = Faults(PATHS, config.faults)
+        self.app: Starlette = _App(self.faults, self._routes(), self._lifespan)
 
     def __repr__(self) -> str:
         return f"<Emulator {self.engine!r}>"
@@ -82,11 +98,27 @@ class Emulator:
         if info := engine_pages.server_info(config):
             routes.append(_page("/server_info", lambda: info))
         if kind is Sglang:
-            routes.append(_page("/v1/loads", lambda: engine_pages.sglang_loads(config, engine.load)))
-            routes.append(_page("/flush_cache", self._flush_cache, "GET", "POST"))
+            routes += self._sglang_pages(info)
+        if kind is Vllm:
+            routes += [
+                Route(path, Rendering(api, self.dialect, config).respond, methods=["POST"])
+                for api, path in RENDERED.items()
+            ]
+        if config.prefix_cache:
+            routes.append(Route("/_emulator/kv_events", KvEvents(engine).respond))
         if config.dev_mode:
             routes.append(_page("/reset_prefix_cache", lambda: {"success": engine.reset_prefix_cache()}, "POST"))
         return routes
+
+    def _sglang_pages(self, info: Mapping[str, Any] | None) -> list[BaseRoute]:
+        """SGLang's own; the names that begin with `get_` are older ones, which it answers too."""
+        model_info = engine_pages.sglang_model_info(self.config)
+        return [
+            *(_page(path, lambda: model_info) for path in ("/model_info", "/get_model_info")),
+            _page("/get_server_info", lambda: info),
+            _page("/v1/loads", lambda: engine_pages.sglang_loads(self.engine)),
+            _page("/flush_cache", self._flush_cache, "GET", "POST"),
+        ]
 
     def _health(self) -> Response | dict[str, Any]:
         """SGLang's is 503 as soon as it drains (`http_server.health_generate`); seen running, vLLM's stays 200."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from sidecar.engines import Dynamo, Engine, NoEngine, Sglang, TensorRtLlm, Vllm
+from sidecar.tools.emulator.faults import Fault
 from sidecar.tools.emulator.kv_cache import KvCache
 from sidecar.tools.emulator.scheduler import StepModel
 
@@ -35,12 +36,16 @@ class EmulatorConfig:
     disconnect. `response_store` keeps background responses: vLLM's VLLM_ENABLE_RESPONSES_API_STORE, SGLang's
     --enable-response-store.
 
+    `preempts` takes KV when it is written, and preempts a running sequence when there is none, as vLLM and SGLang do,
+    and TensorRT-LLM with `capacity_scheduler_policy: MAX_UTILIZATION`. Without it prompt and output are reserved at
+    once.
+
     `prefix_cache` keeps the token blocks of prompts and outputs in the KV cache, in blocks of `block_tokens` (None: the
     engine's own size). Real engines have it on by default. Here it is off by default, because experiments send the same
     text again and again, as no one's users do. `cache_report` says in `usage` what was found: vLLM's
     --enable-prompt-tokens-details, SGLang's --enable-cache-report, both off by default. `dev_mode` is vLLM's
     VLLM_SERVER_DEV_MODE. `shutdown_timeout_s` is how long requests may run after SIGTERM (None: as long as this engine
-    lets them by default, see `shutdown.py`). `name` tells several engines apart.
+    lets them by default, see `shutdown.py`). `name` tells several engines apart. `faults` are set from the start.
     """
 
     engine: type[Engine]
@@ -58,12 +63,14 @@ class EmulatorConfig:
     lists_workers: bool = True
     abort_latency_s: float = 0.0
     response_store: bool = False
+    preempts: bool = False
     prefix_cache: bool = False
     block_tokens: int | None = None
     cache_report: bool = False
     dev_mode: bool = False
     shutdown_timeout_s: float | None = None
     name: str = "engine"
+    faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
         if self.engine is NoEngine:
@@ -80,6 +87,8 @@ class EmulatorConfig:
             raise ValueError(f"{self.engine.title} always reports cached tokens; it has no switch for it")
         if self.dev_mode and self.engine is not Vllm:
             raise ValueError("dev_mode is vLLM's VLLM_SERVER_DEV_MODE; no other engine has it")
+        if self.preempts and self.steps.kv_tokens is None:
+            raise ValueError("preempts needs kv_tokens: an unbounded KV cache is never full")
         self._check_blocks()
 
     def _check_blocks(self) -> None:

@@ -17,6 +17,7 @@ from itertools import accumulate
 from sidecar.tools.emulator.config import EmulatorConfig
 from sidecar.tools.emulator.dialects.base import Dialect
 from sidecar.tools.emulator.generation import Choice, Generation, Served
+from sidecar.tools.emulator.generation_rate import GenerationRate
 from sidecar.tools.emulator.occupancy import Occupancy
 from sidecar.tools.emulator.prompt_blocks import Chain
 from sidecar.tools.emulator.request import EngineRequest
@@ -33,7 +34,8 @@ CACHED_TOKENS_BOUNDS = (0, 64, 256, 1_024, 4_096, 16_384, 65_536)  # of the emul
 class Load:
     """The engine's gauges at one moment. `kv_tokens_held` is reserved, not yet written, KV included.
 
-    `reused_blocks` and `missed_blocks` count the prompt blocks of all admitted sequences.
+    `reused_blocks` and `missed_blocks` count the prompt blocks of all admitted sequences. `paused` is how many
+    sequences the last step preempted.
     """
 
     running: int
@@ -41,6 +43,7 @@ class Load:
     kv_tokens_held: int
     reused_blocks: int = 0
     missed_blocks: int = 0
+    paused: int = 0
 
     @property
     def block_hit_rate(self) -> float:
@@ -53,13 +56,14 @@ class EmulatedEngine:
 
     `finished`, `aborted` and `refused` count requests; `running` and `waiting` count sequences. `prompt_tokens` and
     `cached_tokens` are those of finished requests. `last_hit_rate` is the cached share of the prompt tokens of the last
-    step that had any. `is_stopping` after SIGTERM.
+    step that had any. `is_stopping` after SIGTERM. `computed_s` is the time of all steps by the model, `lost_s`
+    what they took longer because the machine was busy: an engine that lost much is not as its model describes it.
     """
 
     def __init__(self, config: EmulatorConfig, dialect: Dialect) -> None:
         self.config = config
         self.dialect = dialect
-        self.batch: RunningBatch[Choice] = RunningBatch(config.steps, config.kv_cache())
+        self.batch: RunningBatch[Choice] = RunningBatch(config.steps, config.kv_cache(), preempts=config.preempts)
         self.queue: WaitingQueue[Choice] = WaitingQueue(dialect.queue_order)
         self.finished = 0
         self.aborted = 0
@@ -68,6 +72,8 @@ class EmulatedEngine:
         self.most_running = self.most_kv_tokens_held = 0
         self.generated_tokens = self.prompt_tokens = self.cached_tokens = 0
         self.last_hit_rate = 0.0
+        self.computed_s = self.lost_s = 0.0
+        self.generation_rate = GenerationRate()
         self.is_stopping = False
         self.cached_tokens_by_request = Histogram(CACHED_TOKENS_BOUNDS)
         self.queue_time_s = Histogram(QUEUE_TIME_BOUNDS_S)
@@ -94,10 +100,22 @@ class EmulatedEngine:
         return len(self.queue)
 
     @property
+    def waiting_prompt_tokens(self) -> int:
+        """Prompt tokens of the requests that have no slot yet, found in the prefix cache or not."""
+        return sum(generation.ask.prompt_tokens for generation in self._open if generation.admitted_s is None)
+
+    @property
     def load(self) -> Load:
         """The gauges now."""
         cache = self.batch.kv_cache
-        return Load(self.running, self.waiting, cache.held_tokens, cache.hit_blocks, cache.missed_blocks)
+        return Load(
+            self.running,
+            self.waiting,
+            cache.held_tokens,
+            cache.hit_blocks,
+            cache.missed_blocks,
+            self.batch.last_preemptions,
+        )
 
     @property
     def peak(self) -> int:
@@ -269,28 +287,36 @@ class EmulatedEngine:
             step = self.batch.begin(self.queue)
             self._admitted(step, loop.time())
             self._measure(step)
-            due_s = max(due_s + step.duration_s, loop.time())
+            due_s += step.duration_s
+            self.computed_s += step.duration_s
+            late_s = loop.time() - due_s
+            if late_s > 0:  # the machine was too slow for this step
+                self.lost_s += late_s
+                due_s += late_s
             await asyncio.sleep(due_s - loop.time())
             self._deliver(self.batch.end(), loop.time())
         self._task = None
 
     def _admitted(self, step: Step[Choice], now_s: float) -> None:
+        self.occupancy.add(unprefilled_tokens=step.lost_tokens)
         for choice in step.admitted:
             if choice.generation.admitted_s is None:
                 choice.generation.admitted_s = now_s
-            self.queue_time_s.observe(now_s - choice.generation.arrival_s)
-            self.occupancy.add(unprefilled_tokens=choice.expected_hit - choice.cached_tokens)
+            if not choice.preemptions:
+                self.queue_time_s.observe(now_s - choice.generation.arrival_s)
+            self.occupancy.add(unprefilled_tokens=choice.expected_hit - choice.found_tokens)
         self.iterations.append((next(self._steps), self.load))
 
     def _measure(self, step: Step[Choice]) -> None:
         self.most_running = max(self.most_running, self.running)
         self.most_kv_tokens_held = max(self.most_kv_tokens_held, self.batch.kv_tokens_held)
-        found = sum(choice.cached_tokens for choice in step.admitted)
+        found = sum(choice.found_tokens for choice in step.admitted)
         if found or step.prefill_tokens:
             self.last_hit_rate = found / (found + step.prefill_tokens)
 
     def _deliver(self, output: Output[Choice], now_s: float) -> None:
         self.generated_tokens += len(output.emitted)
+        self.generation_rate.add(len(output.emitted), now_s)
         self.occupancy.add(unprefilled_tokens=-output.prefill_tokens)
         for choice in output.emitted:
             generation = choice.generation

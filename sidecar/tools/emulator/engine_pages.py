@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
 from typing import Any
 
 from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
@@ -68,18 +70,48 @@ def server_info(config: EmulatorConfig) -> dict[str, Any] | None:
     }
 
 
-def sglang_loads(config: EmulatorConfig, load: Load) -> dict[str, Any]:
-    """SGLang's `/v1/loads`: one entry per data-parallel rank, of which there is one."""
+def sglang_model_info(config: EmulatorConfig) -> dict[str, Any]:
+    """SGLang's `/model_info`, with which its router begins to know a worker (`http_server.model_info`)."""
+    return {
+        "model_path": config.model,
+        "tokenizer_path": config.model,
+        "is_generation": True,
+        "preferred_sampling_params": None,
+        "weight_version": "default",
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "model_type": None,
+        "architectures": None,
+    }
+
+
+def sglang_loads(engine: EmulatedEngine) -> dict[str, Any]:
+    """SGLang's `/v1/loads`: one entry per data-parallel rank, of which there is one.
+
+    The fields are those of `LoadSnapshot.to_dict` without its optional sections. `utilization` is always 0 there, too.
+    """
+    config, load, occupancy = engine.config, engine.load, engine.occupancy
     rank = {
         "dp_rank": 0,
         "num_running_reqs": load.running,
         "num_waiting_reqs": load.waiting,
+        "num_waiting_uncached_tokens": occupancy.unprefilled_tokens,
         "num_total_reqs": load.running + load.waiting,
         "num_used_tokens": load.kv_tokens_held,
+        "num_total_tokens": load.kv_tokens_held + engine.waiting_prompt_tokens,
         "max_total_num_tokens": config.kv_capacity_tokens,
         "max_running_requests": config.steps.max_num_seqs,
+        "token_usage": round(load.kv_tokens_held / config.kv_capacity_tokens, 4),
+        "gen_throughput": round(engine.generation_rate.tokens_per_s(asyncio.get_running_loop().time()), 2),
+        "cache_hit_rate": round(engine.last_hit_rate, 4),
+        "utilization": 0.0,
     }
-    return {"version": VERSIONS[config.engine], "dp_rank_count": 1, "loads": [rank]}
+    return {
+        "timestamp": datetime.now(timezone.utc).isoformat(),
+        "version": VERSIONS[config.engine],
+        "dp_rank_count": 1,
+        "loads": [rank],
+    }
 
 
 def dynamo_health(config: EmulatorConfig) -> dict[str, Any]:
@@ -142,8 +174,14 @@ def emulator_state(engine: EmulatedEngine) -> dict[str, Any]:
             "running": engine.most_running,
             "kv_tokens": engine.most_kv_tokens_held,
         },
-        "counts": {"finished": engine.finished, "aborted": engine.aborted, "refused": engine.refused},
+        "counts": {
+            "finished": engine.finished,
+            "aborted": engine.aborted,
+            "refused": engine.refused,
+            "preempted": engine.batch.preemptions,
+        },
         "prefix_cache": found if cache.caches_prefixes else None,
+        "steps": {"computed_s": round(engine.computed_s, 3), "lost_s": round(engine.lost_s, 3)},
     }
 
 
@@ -212,6 +250,7 @@ def trtllm_text(engine: EmulatedEngine) -> str:
     page.gauge("trtllm_max_num_tokens_runtime", config.steps.prefill_tokens_per_step + config.steps.max_num_seqs)
     page.gauge("trtllm_kv_cache_max_blocks", config.kv_capacity_tokens // config.block_size)
     page.gauge("trtllm_kv_cache_tokens_per_block", config.block_size)
+    page.gauge("trtllm_num_paused_requests", load.paused)
     page.gauge("trtllm_kv_cache_hit_rate", load.block_hit_rate)
     page.counter("trtllm_kv_cache_reused_blocks_total", load.reused_blocks)
     page.counter("trtllm_kv_cache_missed_blocks_total", load.missed_blocks)
@@ -236,6 +275,7 @@ def _iteration(engine: EmulatedEngine, number: int, load: Load) -> dict[str, Any
         "numActiveRequests": load.running,
         "numQueuedRequests": load.waiting,
         "maxNumActiveRequests": engine.config.steps.max_num_seqs,
+        "inflightBatchingStats": {"numPausedRequests": load.paused},
         "kvCacheStats": {
             "maxNumBlocks": most,
             "usedNumBlocks": used,
@@ -260,7 +300,7 @@ def vllm_text(engine: EmulatedEngine) -> str:
     page.gauge("vllm:kv_cache_usage_perc", load.kv_tokens_held / config.kv_capacity_tokens)
     page.counter("vllm:prefix_cache_queries_total", engine.batch.kv_cache.queried_tokens)
     page.counter("vllm:prefix_cache_hits_total", engine.batch.kv_cache.hit_tokens)
-    page.counter("vllm:num_preemptions_total", 0)
+    page.counter("vllm:num_preemptions_total", engine.batch.preemptions)
     page.counter("vllm:generation_tokens_total", engine.generated_tokens)
     page.counter("vllm:request_success_total", engine.finished, finished_reason="length")
     page.counter("vllm:admission_rejections_total", engine.refused, reason="queue_overflow")
@@ -293,7 +333,8 @@ def sglang_text(engine: EmulatedEngine) -> str:
     page.gauge("sglang:cache_hit_rate", engine.last_hit_rate)
     page.counter("sglang:prompt_tokens_total", engine.prompt_tokens)
     page.counter("sglang:cached_tokens_total", engine.cached_tokens, cache_source="device")
-    page.gauge("sglang:num_retracted_reqs", 0)
+    page.gauge("sglang:num_retracted_reqs", load.paused)
+    page.counter("sglang:num_retracted_requests_total", engine.batch.preemptions)
     page.histogram("sglang:queue_time_seconds", engine.queue_time_s)
     return str(page)
 

@@ -59,7 +59,12 @@ class Choice(Sequence):
     def unprefilled_tokens(self) -> int:
         """Prompt tokens that are neither computed nor cached; while the choice waits, as far as is known."""
         hit = self.expected_hit if self.holding is None else 0
-        return self.prompt_tokens - hit - self.prefilled + self.computing
+        return self.prefill_tokens - hit - self.prefilled + self.computing
+
+    def preempt(self) -> int:
+        """See `Sequence`. What it would find when it is admitted again is not looked up before."""
+        self.expected_hit = 0
+        return super().preempt()
 
     @property
     def publishable_tokens(self) -> int:

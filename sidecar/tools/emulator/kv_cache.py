@@ -11,8 +11,9 @@ The rules are vLLM 0.32's, read in `vllm/v1/core/block_pool.py`, `kv_cache_manag
    sequence releases its last block first, so a prefix outlives what was built on it (`get_new_blocks`, `free`).
 5. Two sequences that compute one block at the same time hold a copy each; only the first copy is found later.
 
-One rule is the emulator's: room for prompt and output is reserved at once (TensorRT-LLM's GUARANTEED_NO_EVICT), where
-vLLM takes a block when it is written. Without `caches_prefixes` a block is one token, and nothing is ever found again.
+Room for prompt and output is reserved at once (TensorRT-LLM's GUARANTEED_NO_EVICT). Or it is reserved for the prompt
+alone, and a block is taken when it is written (`grow`), as in vLLM. Without `caches_prefixes` a block is one token, and
+nothing is ever found again.
 
 `reserve`, `publish` and `release` take time in proportion to the blocks of one sequence, whatever the cache holds.
 """
@@ -21,18 +22,32 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 BlockHash: TypeAlias = bytes
+
+
+class Observer(Protocol):
+    """Is called after each change of what a prompt could hit."""
+
+    def stored(self, block: BlockHash, parent: BlockHash | None) -> None:
+        """A block can be found from now on; `parent` is the one before it, None for a prompt's first."""
+
+    def removed(self, block: BlockHash) -> None:
+        """A block was evicted."""
+
+    def cleared(self) -> None:
+        """Every block was forgotten."""
 
 
 class Holding:
     """What one running sequence holds. `cached_tokens` were found when it was admitted, so nothing computes them."""
 
-    __slots__ = ("_private", "_published", "_shared", "cached_tokens")
+    __slots__ = ("_blocks", "_private", "_published", "_shared", "cached_tokens")
 
     def __init__(self, blocks: int, found: Sequence[BlockHash], block_tokens: int) -> None:
         self.cached_tokens = len(found) * block_tokens
+        self._blocks = blocks
         self._shared = list(found)
         self._private = blocks - len(found)
         self._published = len(found)
@@ -61,6 +76,7 @@ class KvCache:
         self.blocks = None if capacity_tokens is None else capacity_tokens // block_tokens
         self.queried_tokens = self.hit_tokens = 0
         self.hit_blocks = self.missed_blocks = 0
+        self.observer: Observer | None = None
         self._private = 0
         self._holders: dict[BlockHash, int] = {}
         # The least recently used first. A dictionary would do, but to drop its first key again and again is O(n).
@@ -101,13 +117,29 @@ class KvCache:
         self._count(len(found), prompt_tokens)
         return Holding(self._blocks_for(tokens), found, self.block_tokens)
 
+    def grow(self, holding: Holding, tokens: int) -> bool:
+        """Takes the blocks that the holder lacks for `tokens`. False, and nothing happens, where there are too few."""
+        fresh = self._blocks_for(tokens) - holding._blocks
+        if fresh <= 0:
+            return True
+        if self.blocks is not None and self._private + len(self._holders) + fresh > self.blocks:
+            return False
+        holding._blocks += fresh
+        holding._private += fresh
+        self._private += fresh
+        self._evict()
+        return True
+
     def publish(self, holding: Holding, blocks: Sequence[BlockHash], computed_tokens: int) -> None:
         """The holder has computed its first `computed_tokens`: their full blocks can be hit from now on."""
         full = min(computed_tokens // self.block_tokens, len(blocks))
-        for block in blocks[holding._published : full]:
+        for number in range(holding._published, full):
+            block = blocks[number]
             if block not in self._holders:  # else the holder keeps a copy of its own, which is never found
                 holding._private -= 1
                 self._private -= 1
+                if self.observer is not None and block not in self._idle:
+                    self.observer.stored(block, blocks[number - 1] if number else None)
             self._hold(block)
             holding._shared.append(block)
         holding._published = max(holding._published, full)
@@ -126,6 +158,8 @@ class KvCache:
         if self._private or self._holders:
             return False
         self._idle.clear()
+        if self.observer is not None:
+            self.observer.cleared()
         return True
 
     def _blocks_for(self, tokens: int) -> int:
@@ -146,7 +180,9 @@ class KvCache:
 
     def _evict(self) -> None:
         while self.blocks is not None and self._private + len(self._holders) + len(self._idle) > self.blocks:
-            self._idle.popitem(last=False)
+            block, _ = self._idle.popitem(last=False)
+            if self.observer is not None:
+                self.observer.removed(block)
 
     def _count(self, found: int, prompt_tokens: int) -> None:
         if self.caches_prefixes:

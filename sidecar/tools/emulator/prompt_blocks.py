@@ -78,10 +78,11 @@ def read_chains(api: Api, body: Body, model: str, block_tokens: int) -> tuple[Ch
         return ()
     extra = [model, body.get("cache_salt"), body.get("tools")]
     root = msgspec.json.encode([api is Api.COMPLETIONS, *extra])
-    return tuple(Chain(root, pieces, block_tokens) for pieces in _prompts(api, body))
+    return tuple(Chain(root, pieces, block_tokens) for pieces in read_prompts(api, body))
 
 
-def _prompts(api: Api, body: Body) -> Iterator[list[Piece]]:
+def read_prompts(api: Api, body: Body) -> Iterator[list[Piece]]:
+    """The pieces of each prompt of a body that `read_ask` accepted."""
     if api is Api.COMPLETIONS:
         yield from ([piece] for piece in _completions(body["prompt"]))
     elif api is Api.RESPONSES:

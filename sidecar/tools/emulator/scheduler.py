@@ -12,6 +12,12 @@ prompt and output together when a sequence is admitted (TensorRT-LLM's GUARANTEE
 ever evicted. A step has two halves, `begin` and `end`, `duration_s` apart: a sequence may be removed in between.
 A simulator calls both and adds `duration_s` to its own time; the emulator sleeps.
 
+With `preempts` KV is taken when it is written, as in vLLM and SGLang. A step then begins with (0): each sequence past
+its prefill takes the room of its next token, oldest first. Where there is none, the last of the running sequences by
+the queue's order is preempted. Its KV is free, it waits at its old place in the queue, and later its prompt and what it
+had generated are computed again. A step that preempts admits nothing. These are the rules of vLLM's scheduler
+(`v1/core/sched/scheduler.py`: `schedule`, `_preempt_request`).
+
 The queue is one heap, with each engine's own order. No engine ages requests: a key is computed once, when a request
 arrives, and ties are first come, first served. The counter that breaks ties also makes the heap's order total.
 """
@@ -30,6 +36,8 @@ from typing import Generic, TypeAlias, TypeVar
 
 from sidecar.engines import Dynamo, Engine, Sglang, TensorRtLlm, Vllm
 from sidecar.tools.emulator.kv_cache import BlockHash, Holding, KvCache
+
+Key: TypeAlias = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +77,13 @@ class Sequence:
 
     `blocks` has the hashes of the prompt's full token blocks, where the engine caches prefixes. `cached_tokens` of the
     prompt were found there when it was admitted: they count as prefilled. `computing` tokens of `prefilled` are in the
-    step that runs now.
+    step that runs now. `place` is its place in the waiting queue, which it keeps while it runs. After `preemptions` its
+    first `recomputed` output tokens are computed like a prompt.
     """
 
     __slots__ = (
-        "blocks", "cached_tokens", "computing", "emitted", "holding", "output_tokens", "prefilled", "prompt_tokens",
+        "blocks", "cached_tokens", "computing", "emitted", "holding", "output_tokens", "place", "preemptions",
+        "prefilled", "prompt_tokens", "recomputed",
     )  # fmt: skip
 
     def __init__(self, prompt_tokens: int, output_tokens: int, blocks: Blocks[BlockHash] = ()) -> None:
@@ -87,11 +97,31 @@ class Sequence:
         self.computing = 0
         self.emitted = 0
         self.holding: Holding | None = None
+        self.place: tuple[Key, int] = ((), 0)
+        self.preemptions = 0
+        self.recomputed = 0
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens that are computed before the next output token: the prompt, and after a preemption the output."""
+        return self.prompt_tokens + self.recomputed
+
+    @property
+    def found_tokens(self) -> int:
+        """Tokens that were found in the prefix cache when it was admitted; 0 while it waits."""
+        return 0 if self.holding is None else self.holding.cached_tokens
+
+    def preempt(self) -> int:
+        """Everything that was computed is lost. Returns how many tokens more are to be computed than before."""
+        before = self.prefill_tokens - self.prefilled
+        self.preemptions += 1
+        self.recomputed, self.prefilled = self.emitted, 0
+        return self.prefill_tokens - before
 
     @property
     def computed_tokens(self) -> int:
         """Tokens whose KV is written. That of the newest output token is not: the next step computes it."""
-        return self.prefilled - self.computing + max(self.emitted - 1, 0)
+        return self.prefilled - self.computing + max(self.emitted - self.recomputed - 1, 0)
 
     def computed_blocks(self) -> Blocks[BlockHash]:
         """The hashes of the full blocks of the prompt, and of the output where it is known."""
@@ -108,11 +138,16 @@ S = TypeVar("S", bound=Sequence)
 
 @dataclass(frozen=True, slots=True)
 class Step(Generic[S]):
-    """Start of a step. `admitted` left the queue now; `end` is due after `duration_s` seconds."""
+    """Start of a step. `admitted` left the queue now; `end` is due after `duration_s` seconds.
+
+    `preempted` are in the queue again, and the engine has to compute `lost_tokens` once more for that.
+    """
 
     admitted: list[S]
     prefill_tokens: int
     duration_s: float
+    preempted: Blocks[S] = ()
+    lost_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +160,15 @@ class Output(Generic[S]):
 
 
 class RunningBatch(Generic[S]):
-    """The running sequences: the state that steps advance. Not thread-safe, never awaits."""
+    """The running sequences: the state that steps advance. Not thread-safe, never awaits.
 
-    def __init__(self, model: StepModel, kv_cache: KvCache | None = None) -> None:
+    `preemptions` counts those of all steps, `last_preemptions` those of the last step.
+    """
+
+    def __init__(self, model: StepModel, kv_cache: KvCache | None = None, *, preempts: bool = False) -> None:
         self.model = model
+        self.preempts = preempts
+        self.preemptions = self.last_preemptions = 0
         self.kv_cache = kv_cache or KvCache(model.kv_tokens)
         self._prefilling: deque[S] = deque()
         # A dictionary is an ordered set here: a disconnect removes one sequence of many in constant time.
@@ -144,15 +184,17 @@ class RunningBatch(Generic[S]):
 
     def begin(self, queue: WaitingQueue[S]) -> Step[S]:
         """Admits what fits and spends the prefill budget. Call `end` once before the next `begin`."""
-        admitted = self._admit(queue)
+        preempted, lost_tokens = self._make_room(queue) if self.preempts else ([], 0)
+        admitted = [] if preempted else self._admit(queue)
         running = len(self)
         prefill_tokens = self._prefill()
-        return Step(admitted, prefill_tokens, self.model.duration_s(running, prefill_tokens))
+        duration_s = self.model.duration_s(running, prefill_tokens)
+        return Step(admitted, prefill_tokens, duration_s, preempted, lost_tokens)
 
     def end(self) -> Output[S]:
         """Hands out the step's tokens and drops what is finished."""
         prefill_tokens = self._computed()
-        while self._prefilling and self._prefilling[0].prefilled == self._prefilling[0].prompt_tokens:
+        while self._prefilling and self._prefilling[0].prefilled == self._prefilling[0].prefill_tokens:
             self._decoding[self._prefilling.popleft()] = None
         emitted: list[S] = []
         finished: list[S] = []
@@ -178,18 +220,42 @@ class RunningBatch(Generic[S]):
         self._release(sequence)
         return True
 
+    def _make_room(self, queue: WaitingQueue[S]) -> tuple[list[S], int]:
+        """Takes the room of the next tokens. Returns the sequences that were preempted for it, and their lost tokens.
+
+        It ends: the first of the running sequences by the queue's order is preempted only when it runs alone, and alone
+        it fits.
+        """
+        preempted: list[S] = []
+        lost_tokens = 0
+        for sequence in list(self._decoding):
+            while sequence.holding is not None:  # else it was preempted for one before it
+                if self.kv_cache.grow(sequence.holding, sequence.prompt_tokens + sequence.emitted):
+                    break
+                victim = max(itertools.chain(self._prefilling, self._decoding), key=lambda running: running.place)
+                self.remove(victim)
+                lost_tokens += victim.preempt()
+                queue.put_back(victim)
+                preempted.append(victim)
+        self.preemptions += len(preempted)
+        self.last_preemptions = len(preempted)
+        return preempted, lost_tokens
+
     def _admit(self, queue: WaitingQueue[S]) -> list[S]:
         admitted: list[S] = []
         while len(self) < self.model.max_num_seqs:
             head = queue.peek()
             if head is None:
                 break
-            holding = self.kv_cache.reserve(head.tokens, head.blocks, head.prompt_tokens)
+            tokens = head.prefill_tokens if self.preempts else head.tokens
+            holding = self.kv_cache.reserve(tokens, head.blocks, head.prompt_tokens)
             if holding is None:
                 break
             queue.pop()
             head.holding = holding
-            head.cached_tokens = head.prefilled = holding.cached_tokens
+            head.prefilled = holding.cached_tokens
+            if not head.preemptions:  # a client is told of the first time only
+                head.cached_tokens = holding.cached_tokens
             self._prefilling.append(head)
             admitted.append(head)
         return admitted
@@ -199,7 +265,7 @@ class RunningBatch(Generic[S]):
         for sequence in self._prefilling:
             if budget == 0:
                 break
-            tokens = min(budget, sequence.prompt_tokens - sequence.prefilled)
+            tokens = min(budget, sequence.prefill_tokens - sequence.prefilled)
             sequence.prefilled += tokens
             sequence.computing = tokens
             budget -= tokens
@@ -237,7 +303,6 @@ class Rank:
     strict: int = 0
 
 
-Key: TypeAlias = tuple[float, ...]
 Order: TypeAlias = Callable[[Rank, float], Key]
 """From a request's rank and its arrival in seconds to its sort key; the smallest key is served first."""
 
@@ -303,7 +368,12 @@ class WaitingQueue(Generic[S]):
 
     def push(self, sequence: S, rank: Rank, arrival_s: float) -> None:
         """Queues a sequence that arrived at `arrival_s`."""
-        entry = _Entry(self._order(rank, arrival_s), next(self._counter), sequence)
+        sequence.place = self._order(rank, arrival_s), next(self._counter)
+        self.put_back(sequence)
+
+    def put_back(self, sequence: S) -> None:
+        """Queues a sequence that was pushed before, at the place that it had then."""
+        entry = _Entry(*sequence.place, sequence)
         self._entries[sequence] = entry
         heapq.heappush(self._heap, entry)
 

@@ -81,6 +81,7 @@ def test_samples_of_a_prompt_alone_replace_the_others_where_they_are_of_sizes_fa
     assert (line.base_us, line.per_token_us) == (pytest.approx(0), pytest.approx(100))
 
 
+@pytest.mark.long
 def test_memory_is_bounded_and_new_samples_replace_old_ones() -> None:
     model = ModelTimes()
     for size in range(20_000):

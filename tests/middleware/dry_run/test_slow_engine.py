@@ -22,7 +22,7 @@ from sidecar.engines import ENGINES
 from sidecar.policy import compiler
 from sidecar.policy.model import Policy
 from sidecar.pools import LocalPool
-from sidecar.telemetry.dry_run import DryRunStats
+from sidecar.telemetry.dry_run import DryRunStats, added_up
 from sidecar.tokens import Estimator
 from sidecar.tools.emulator import Emulator, EmulatorConfig, Scheduling, StepModel
 from sidecar.tools.loadgen import Planned
@@ -121,7 +121,7 @@ def lines_of(load: observe.Load, seed: str, folder: Path) -> list[observe.Line]:
         headers = dict(caller.sent[0]["headers"])
         wait_s = float(headers.get(b"x-admission-wait-ms", 0)) / 1000
         real.setdefault(planned.label, []).append((caller.status, wait_s))
-    found = []
+    found, total = [], added_up(read.by_tier.values())
     for tier, all_real in real.items():
         waits_s = sorted(wait_s for status, wait_s in all_real if status == 200)
         refused = sum(status in (429, 503) for status, _ in all_real)
@@ -130,7 +130,7 @@ def lines_of(load: observe.Load, seed: str, folder: Path) -> list[observe.Line]:
         would = observe.Figures(
             counts.requests, counts.wait_us(0.5) / 1e6, counts.wait_us(0.99) / 1e6, sum(counts.refused.values())
         )
-        reasons = [doubt.reason for doubt in doubts(read.by_tier, read.holds) if doubt.tier in ("", tier)]
+        reasons = [doubt.reason for doubt in doubts(total, read.by_tier, read.holds) if doubt.tier in ("", tier)]
         found.append(observe.Line(load.name, tier, would, did, reasons))
     return found
 
@@ -150,6 +150,7 @@ def not_streamed(planned: Planned) -> Planned:
     return replace(planned, body=json.dumps(body).encode())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["bulk", "bursty"])
 def test_it_is_so_for_responses_that_are_not_streamed(name: str, tmp_path: Path) -> None:
     load = LOADS[name]

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from sidecar.policy.compiler import load, shipped_policies
-from sidecar.tools.demo.clients import OUTPUT_TOKENS, PROMPT_TOKENS, STREAMS, arrivals
+from sidecar.tools.demo.clients import BURST, BURST_AT, BURST_S, OUTPUT_TOKENS, PROMPT_TOKENS, STREAMS, arrivals
 
 
 def test_one_seed_gives_one_sequence_and_another_seed_another() -> None:
@@ -28,8 +28,19 @@ def test_every_stream_comes_as_often_as_it_says() -> None:
     counts = Counter(arrival.stream.tier for arrival in arrivals(seconds))
     assert set(counts) == {stream.tier for stream in STREAMS}
     for stream in STREAMS:
-        expected = stream.per_second * seconds
+        expected = stream.per_second * seconds + (BURST if stream.tier == "critical" else 0)
         assert counts[stream.tier] == pytest.approx(expected, abs=5 * expected**0.5)
+
+
+def test_an_incident_is_a_burst_of_critical_requests() -> None:
+    begin_s = BURST_AT * 8.0
+    times = [one.at_s for one in arrivals(8.0) if one.stream.tier == "critical"]
+    assert sum(begin_s <= at_s <= begin_s + BURST_S for at_s in times) >= BURST
+    assert {one.stream.header for one in arrivals(8.0) if one.stream.tier == "critical"} == {"critical"}
+
+
+def test_a_run_that_ends_within_the_burst_has_no_request_after_its_end() -> None:
+    assert all(one.at_s < 0.1 for one in arrivals(0.1))
 
 
 def test_sizes_stay_within_their_bounds() -> None:

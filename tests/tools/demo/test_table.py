@@ -8,7 +8,7 @@ from dataclasses import replace
 from sidecar.tools.demo.figures import RunMeasurement
 from sidecar.tools.demo.report import summary, table
 from sidecar.tools.demo.runs import Sharing, shared
-from tests.tools.demo.figures import three
+from tests.tools.demo.figures import three, tier
 
 
 def test_the_table_has_a_line_for_every_run_and_tier() -> None:
@@ -29,17 +29,21 @@ def test_what_failed_is_said_beside_its_run() -> None:
     assert "engine priority only  (utilization 93%, 3 failed and are in no percentile)" in table(three(failed=3))
 
 
-def test_the_three_figures_are_a_line_each_with_a_column_for_each_run() -> None:
+def test_the_five_figures_are_a_line_each_with_a_column_for_each_run() -> None:
     said, again, empty, head, *lines = summary(three()).splitlines()
     assert f"{said} {again}".endswith("engine's own priority stops bulk work, and admission control does neither.")
     assert empty == ""
     assert head.split()[2:] == ["equal", "priority", "engine", "priority", "admission"]
     assert [[cell.strip() for cell in re.findall(".{17}", line[60:])] for line in lines] == [
+        ["93.4%", "93.4%", "93.4%"],
+        ["-", "-", "-"],
         ["6.90 s", "0.30 s", "0.60 s"],
         ["20%", "0%", "6%"],
         ["20 of 20", "20 of 20", "20 of 20"],
     ]
     assert max(map(len, summary(three()).splitlines())) <= 120
+    urgent = [replace(run, tiers={**run.tiers, "critical": tier(0.1, 0.0)}) for run in three()]
+    assert summary(urgent).splitlines()[5].split()[-6:] == ["0.30", "s"] * 3
 
 
 def test_the_conclusion_claims_nothing_that_the_figures_do_not_show() -> None:

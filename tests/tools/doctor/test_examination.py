@@ -188,6 +188,7 @@ async def test_without_gauges_longer_answers_tell_a_queue() -> None:
     assert found.capacity.yaml == "capacity: {requests: 4}"
 
 
+@pytest.mark.long
 async def test_a_proxy_that_holds_requests_back_is_not_the_engines_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "GOAL_S", 0.5)
     async with emulated(VLLM, slots=50) as client, between(client.url, at_once=4) as url:

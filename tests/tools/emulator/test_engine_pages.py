@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
 
 from sidecar.engines import Engine, NoEngine
 from sidecar.tools.emulator import EmulatorConfig, Scheduling
-from tests.tools.emulator.emulated import DYNAMO, ENGINES, SGLANG, TRTLLM, VLLM, emulated
+from tests.tools.emulator.emulated import DYNAMO, ENGINES, SGLANG, TRTLLM, VLLM, Client, emulated
 
 pytestmark = pytest.mark.anyio
 
@@ -146,3 +148,66 @@ async def test_an_engine_is_healthy_and_names_its_model(engine: type[Engine]) ->
 def test_a_configuration_that_no_engine_has_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"emulate|must"):
         EmulatorConfig(**{"engine": VLLM, **wrong})
+
+
+async def test_the_page_says_how_long_the_steps_were_by_the_model_and_how_much_the_machine_added() -> None:
+    async with emulated(VLLM, step_s=0.01) as client:
+        await client.post(max_tokens=10)
+        quiet = await steps_of(client)
+        assert quiet["computed_s"] == pytest.approx(0.1, abs=0.011)
+        running = asyncio.create_task(client.post(max_tokens=10))
+        await client.until(lambda engine: engine.running == 1)
+        time.sleep(0.3)  # noqa: ASYNC251  # the machine is busy: the engine shares this process's only thread
+        await running
+        busy = await steps_of(client)
+    assert busy["lost_s"] - quiet["lost_s"] >= 0.25
+
+
+async def steps_of(client: Client) -> Any:
+    async with client.session.get(f"{client.url}/_emulator") as response:
+        return (await response.json())["steps"]
+
+
+async def test_sglang_answers_what_its_router_asks_of_a_worker() -> None:
+    """`discover_metadata` of sglang-router 0.3 and smg 1.13: the new names, and the older ones where those are 404."""
+    async with emulated(SGLANG, model="some-model") as client:
+        pages = [json.loads((await client.get(path))[1]) for path in ("/model_info", "/get_model_info")]
+        infos = [json.loads((await client.get(path))[1]) for path in ("/server_info", "/get_server_info")]
+    assert pages[0] == pages[1]
+    assert infos[0] == infos[1]
+    assert (pages[0]["model_path"], pages[0]["is_generation"]) == ("some-model", True)
+    assert infos[0]["served_model_name"] == "some-model"
+
+
+@pytest.mark.parametrize("engine", [VLLM, TRTLLM, DYNAMO])
+async def test_no_other_engine_has_sglangs_pages(engine: type[Engine]) -> None:
+    async with emulated(engine) as client:
+        for path in ("/model_info", "/get_model_info", "/get_server_info", "/v1/loads"):
+            assert (await client.get(path))[0] == 404
+
+
+async def test_sglangs_loads_show_what_waits_and_what_is_held() -> None:
+    path = "/v1/loads?include=core,disagg,queues,memory"  # as smg 1.13 asks
+    async with emulated(SGLANG) as client:
+        before = json.loads((await client.get(path))[1])["loads"][0]
+        busy, waiting = await client.occupied(), await client.queued()
+        page = json.loads((await client.get(path))[1])
+        during = page["loads"][0]
+        await client.released(busy, waiting)
+        after = json.loads((await client.get(path))[1])["loads"][0]
+    assert page["version"]
+    assert page["timestamp"]
+    assert (during["num_running_reqs"], during["num_waiting_reqs"], during["num_total_reqs"]) == (1, 1, 2)
+    assert during["num_waiting_uncached_tokens"] > 0
+    assert during["num_total_tokens"] > during["num_used_tokens"] > 0
+    assert 0 < during["token_usage"] == round(during["num_used_tokens"] / during["max_total_num_tokens"], 4)
+    idle = ("num_running_reqs", "num_waiting_reqs", "num_waiting_uncached_tokens", "num_used_tokens", "token_usage")
+    assert [before[key] for key in idle] == [after[key] for key in idle] == [0, 0, 0, 0, 0.0]
+    assert before["gen_throughput"] == 0.0
+
+
+async def test_sglang_reports_its_generation_rate() -> None:
+    async with emulated(SGLANG) as client:
+        await client.post(max_tokens=100)
+        rank = json.loads((await client.get("/v1/loads"))[1])["loads"][0]
+    assert rank["gen_throughput"] > 0.0

@@ -118,6 +118,7 @@ operations = st.lists(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(operations, st.integers(1, 4), st.integers(1, 12))
 def test_it_finds_holds_and_evicts_what_the_slow_one_does(

@@ -91,6 +91,7 @@ def test_each_has_its_name_its_port_its_process_and_its_own_state() -> None:
         assert all(pages[name]["process"] == engine.process for name, engine in found.items())
 
 
+@pytest.mark.long
 def test_one_that_is_killed_is_reported_and_the_others_run_on() -> None:
     with engines(3) as (process, found):
         os.kill(found["engine-2"].process, signal.SIGKILL)
@@ -110,6 +111,7 @@ def test_one_that_is_killed_is_reported_and_the_others_run_on() -> None:
         assert process.wait(10) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
 def test_one_signal_ends_all(sig: signal.Signals) -> None:
     with engines(2) as (process, found):
@@ -137,6 +139,7 @@ def test_they_end_with_the_process_that_started_them() -> None:
         until(lambda: all(engine.is_gone for engine in found.values()), "an engine outlived the command")
 
 
+@pytest.mark.long
 def test_speed_is_for_all_or_for_each() -> None:
     with engines(2, "--speed", "1,0.25", "--step-ms", "10") as (_, found):
         fast, slow = found["engine-1"], found["engine-2"]
@@ -154,8 +157,8 @@ def test_it_refuses_connections_while_it_starts_and_has_its_port_all_the_same() 
 
 
 def test_a_port_in_the_row_that_is_taken_starts_none(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_ports(2) + 1
+    with socket.create_server(("127.0.0.1", port)):
         assert main(["emulate", "--engine", "vllm", "--replicas", "2", "--port", str(port - 1)]) == 1
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 

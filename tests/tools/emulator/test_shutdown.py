@@ -104,6 +104,7 @@ async def test_vllm_ends_every_request_at_once_as_if_it_were_complete() -> None:
         assert await engine.process.exit_code() == 0
 
 
+@pytest.mark.long
 async def test_vllm_with_a_shutdown_timeout_drains_but_refuses_new_requests_while_it_looks_healthy() -> None:
     async with served("vllm", "--shutdown-timeout", "2s") as engine:
         short = await engine.begun(10)
@@ -131,6 +132,7 @@ async def test_sglang_serves_until_it_is_idle_and_says_that_it_is_not_healthy() 
         assert await engine.process.exit_code() == 0
 
 
+@pytest.mark.long
 async def test_tensorrt_llm_takes_no_connection_and_finishes_what_runs() -> None:
     async with served("tensorrt-llm") as engine:
         running = await engine.begun(60)
@@ -141,6 +143,7 @@ async def test_tensorrt_llm_takes_no_connection_and_finishes_what_runs() -> None
         assert await engine.process.exit_code() == 0
 
 
+@pytest.mark.long
 async def test_dynamo_breaks_the_streams_that_take_too_long() -> None:
     async with served("dynamo", "--shutdown-timeout", "1s") as engine:
         running = await engine.begun(10_000)

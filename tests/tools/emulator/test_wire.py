@@ -115,11 +115,11 @@ async def test_tokens_can_share_a_chunk_but_the_first_travels_alone() -> None:
 
 
 async def test_chunks_arrive_one_by_one_as_they_are_generated() -> None:
-    async with emulated(VLLM, step_s=0.01) as client:
-        body = {**BODIES["completions"], "stream": True, "max_tokens": 5}
+    async with emulated(VLLM, step_s=0.1) as client:  # a busy machine may join two of them, not most
+        body = {**BODIES["completions"], "stream": True, "max_tokens": 10}
         async with client.session.post(client.url + PATHS["completions"], json=body) as response:
             reads = [chunk async for chunk in response.content.iter_any()]
-    assert len(reads) >= 5
+    assert len(reads) >= 8
 
 
 async def test_without_a_maximum_the_configured_output_is_generated() -> None:

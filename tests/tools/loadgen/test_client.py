@@ -396,6 +396,7 @@ def test_an_address_that_is_none_is_said_so(url: str) -> None:
         Target.of(url)
 
 
+@pytest.mark.long
 async def test_it_ends_when_it_is_canceled_at_any_moment_of_connecting() -> None:
     """Up to Python 3.11 `asyncio.wait_for` loses a cancellation that comes together with its result."""
     async with emulated(VLLM, slots=8) as client:

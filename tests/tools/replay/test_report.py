@@ -86,6 +86,7 @@ def test_a_browser_opens_it_from_a_file_with_nothing_to_complain_about(page: obj
         assert "<title>high, replay: half of 12 within 0.7 s</title>" in found.dom
 
 
+@pytest.mark.long
 @needs_browser
 def test_it_asks_the_network_for_nothing_but_itself(tmp_path: Path) -> None:
     for page in (two_runs(), hostile()):

@@ -40,7 +40,7 @@
 -- ARGV[6]  begin, sync: 1 where these rules replace others, 0 where they do not; 2 where they also replace those of
 --          another ladder of tiers: the pool is made anew. -1: as 1, but it makes no pool where there is none
 -- ARGV[7]  begin, sync: how many leases it ended before without being able to report them
--- then     call, beat: operations, each idempotent by its id
+-- then     call, beat: operations, each but q idempotent by its id
 --            e ID LEVEL TENANT WEIGHT TOKENS REQUESTS   asks for a lease
 --            E ... HELD, M ... HELD                     as e and m, where the free places of the queue are promised to
 --                                                       other requests, HELD of them to its own tenant: refused unless
@@ -49,11 +49,16 @@
 --                                                       the same within the limits of its tenant: per minute and at
 --                                                       once, -1 for none. A request over them enters at the level
 --                                                       LOWER; where that is -1, it is refused
+--            y TOKENS                                   of the next m or M: it counts for so many tokens in these limits.
+--                                                       Without it, it counts for those that it asks for
 --            x ID                                       ends it, waiting or held
 --            u ID TOKENS                                the same of one that entered by `m`: it used so many tokens, -1
 --                                                       where the number is not known, -2 where it does not count
 --                                                       in its tenant's limits at all
---            z ID TOKENS                                sets the tokens that it holds
+--            z ID TOKENS                                sets the tokens that it holds. The next operation admits what has
+--                                                       room now, or the end of the call
+--            q LEVEL TENANT WEIGHT TOKENS               leases of the tenant use so many tokens more than it was charged
+--                                                       for: its next tickets start later
 --            k ID LEVEL                                 its first byte goes out: it is never preempted
 --            p ID LEVEL TENANT WEIGHT TOKENS REQUESTS WAITED_US TIMES
 --                                                       its engine has released it: it waits again, for the TIMES-th
@@ -132,7 +137,7 @@ local META_TEXT = '[' .. string.rep('%.0f,', META_FIELDS - 1) .. '%.0f]'
 -- the tickets in `g`. WEIGHTS is the sum of the weights of the tenants that wait. PARKED counts the tickets that wait
 -- outside the queue: see `park`.
 local HELD_TOKENS, HELD_REQUESTS, QUEUED_TOKENS, QUEUED, VIRTUAL, SERVED, ADMITTED, OWES_UNTIL, LATEST_ADMISSION, LARGE,
-  WEIGHTS, PARKED, PARKED_TOKENS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13
+  WEIGHTS, PARKED, PARKED_TOKENS, QUEUED_REQUESTS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14
 -- The classes of rule 1
 local CLASS_ALWAYS_FIRST, CLASS_INSIDE, CLASS_TURN, CLASS_OTHER = 0, 1, 2, 3
 local MOST_EXCESS, LATEST_US = 1000, 9007199254740991
@@ -152,6 +157,8 @@ local stage = '' -- what this replica is stating: see `begin`
 local pool = {verdicts = {}, dead = {}, cut_off = {}, left = LEFT, discarded = 0}
 
 local function clock_us() local time = redis.call('TIME') return time[1] * 1000000 + time[2] end
+
+-- with engines: include engine_fields.lua
 
 -- `protocol.joined` puts a file in place of each include. The functions are fields of a table inside of `define_*`
 -- functions, because every call makes all functions anew. A function that captures a local of the chunk walks a list
@@ -186,10 +193,13 @@ local function define_operations()
 -- include operations.lua
 end
 
+-- with engines: include define_engines.lua
+
 define_tickets()
 define_rules()
 define_replicas()
 define_operations()
+-- with engines: define_engines()
 local is_done, result = pcall(pool.main)
 if is_done then return result end
 if not is_damaged then return error(result) end

@@ -170,13 +170,24 @@ function pool.finish(id)
   pool.dispatch()
 end
 
+-- Many leases change their size in one call. The next operation decides about their room, or the end of the call.
 function pool.resize(id, tokens)
   local record = call('HGET', mine, id)
   local level, held, requests, text, excess, admitted, sequence, arrived = pool.read_lease(record or '')
   if not level then return end
   pool.book(level, tokens - held, 0)
   call('HSET', mine, id, pool.lease_record(level, tokens, requests, excess, admitted, sequence, arrived, text))
-  pool.dispatch()
+end
+
+-- A lease of a tenant uses more than its tenant was charged for: the twin of `FairQueue.charge`.
+function pool.charge_more(level, tenant, weight, tokens)
+  local tier = tiers[level]
+  if tier[QUEUED] == 0 then return end
+  local head = pool.head_of(level)
+  if head and not head.is_stored then pool.store(head) end
+  local lane = pool.lane_of(level, tenant)
+  lane.finish = math.max(tier[VIRTUAL], lane.finish) + tokens / weight
+  pool.save_lane(level, tenant, lane)
 end
 
 function pool.operate(index)
@@ -189,6 +200,12 @@ function pool.operate(index)
     elseif operation == 'm' or operation == 'M' then
       pool.rate_limits().enter_limited(index, operation == 'M' and tonumber(ARGV[index + 12]))
       index = index + (operation == 'M' and 13 or 12)
+    elseif operation == 'q' then
+      pool.charge_more(tonumber(id), ARGV[index + 2], tonumber(ARGV[index + 3]), tonumber(ARGV[index + 4]))
+      index = index + 5
+    elseif operation == 'y' then
+      pool.charged = tonumber(id)
+      index = index + 2
     elseif operation == 'u' then
       pool.rate_limits().correct_own(id, tonumber(ARGV[index + 2]))
       pool.finish(id)

@@ -99,7 +99,7 @@ end
 function pool.put_back(ticket)
   local level, tier = ticket.level, tiers[ticket.level]
   ticket.start = pool.start_of_return(level)
-  tier[QUEUED], tier[QUEUED_TOKENS] = tier[QUEUED] + 1, tier[QUEUED_TOKENS] + ticket.tokens
+  pool.count_queued(tier, ticket, 1)
   meta[WAITING] = meta[WAITING] + 1
   is_changed[level], heads[level] = true, nil
   pool.store_head(ticket)
@@ -208,12 +208,82 @@ function pool.needed(chosen, order)
   return needed
 end
 
+-- So many of the mean size, rounded up, where `count` are `sum` together.
+function pool.of_mean(sum, number, count)
+  local rest = sum * number % count
+  return (sum * number - rest) / count + (rest > 0 and 1 or 0)
+end
+
+-- As `Burst.is_whole`: whether `number` tickets are all that wait in the tier, or all that its limit admits. It makes the
+-- burst one ticket larger than that.
+function pool.is_whole(burst, number)
+  local ticket, tier = burst.ticket, tiers[burst.ticket.level]
+  ticket.tokens = pool.of_mean(tier[QUEUED_TOKENS], number + 1, tier[QUEUED])
+  ticket.requests = pool.of_mean(tier[QUEUED_REQUESTS], number + 1, tier[QUEUED])
+  return number >= tier[QUEUED] or pool.is_at_limit(ticket.level, ticket)
+end
+
+-- How many tickets of the burst fit beside what is booked now, `number` at least, and whether they are all.
+function pool.grow(burst, number)
+  local is_whole = pool.is_whole(burst, number)
+  while not is_whole and pool.fits(burst) do
+    number = number + 1
+    is_whole = pool.is_whole(burst, number)
+  end
+  return number, is_whole
+end
+
+-- The served candidate with a copy of its ticket.
+function pool.burst_of(served)
+  local burst, ticket = {}, {}
+  for key, value in pairs(served) do burst[key] = value end
+  for key, value in pairs(served.ticket) do ticket[key] = value end
+  burst.ticket = ticket
+  return burst
+end
+
+-- Adds leases to those that are taken, for the other tickets that wait in the tier of the last candidate.
+function pool.add_for_burst(order, taken)
+  local served = order[#order]
+  local burst, is_taken, spare = pool.burst_of(served), {}, {}
+  local number, is_whole = pool.grow(burst, 1)
+  for _, lease in ipairs(taken) do is_taken[lease.member] = true end
+  for level = levels - 1, served.ticket.level + 1, -1 do
+    if is_whole then break end
+    if pool.is_tier_eligible(level, served) then
+      local most_tokens, most_requests = pool.largest(level)
+      for _, member in ipairs(call('ZREVRANGE', pool.preemptible_key(level), 0, -1)) do
+        local lease = not is_taken[member] and pool.lease_of(member)
+        if lease and pool.is_eligible(lease, most_tokens, most_requests, served) then
+          spare[#spare + 1] = lease
+          pool.book_all({lease}, -1)
+          local before = number
+          number, is_whole = pool.grow(burst, before)
+          if number > before then
+            for _, one in ipairs(spare) do taken[#taken + 1] = one end
+            spare = {}
+          end
+          if is_whole then break end
+        end
+      end
+    end
+  end
+  pool.book_all(spare, 1)
+end
+
 function pool.choose(order)
-  local victims, needed = pool.victims(), {}
+  local victims, needed, served = pool.victims(), {}, order[#order]
   pool.book_all(victims, -1)
-  if not pool.all_fit(order) then
-    local chosen, is_enough = pool.enough(order)
+  local is_enough = pool.all_fit(order)
+  if not is_enough then
+    local chosen
+    chosen, is_enough = pool.enough(order)
     if is_enough then needed = pool.needed(chosen, order) else pool.book_all(chosen, 1) end
+  end
+  if is_enough and served.order_class == CLASS_ALWAYS_FIRST then
+    pool.book_all(needed, -1)
+    pool.add_for_burst(order, needed)
+    pool.book_all(needed, 1)
   end
   pool.book_all(victims, 1)
   return needed
@@ -228,10 +298,12 @@ function pool.may_preempt()
   return false
 end
 
+pool.in_order_of_turn = pool.in_order
+
 -- The candidates up to the first that has waited long enough, nil where there is none.
 function pool.up_to_served()
   local order = {}
-  for _, candidate in ipairs(pool.in_order()) do
+  for _, candidate in ipairs(pool.in_order_of_turn()) do
     order[#order + 1] = candidate
     local after = rules[FIRST_RULE + candidate.ticket.level][PREEMPT_AFTER_US]
     if after >= 0 and now - candidate.ticket.arrived >= after then return order end

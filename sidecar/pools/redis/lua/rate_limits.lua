@@ -175,23 +175,25 @@ function pool.restate(id, tenant)
 end
 
 function pool.enter_limited(index, promised)
-  local id, tenant = ARGV[index + 1], ARGV[index + 3]
+  local id, tenant, charged = ARGV[index + 1], ARGV[index + 3], pool.charged
+  pool.charged = nil
   if call('HEXISTS', mine, id) == 1 then return end
   local figure = {}
   for place = 2, 11 do figure[place] = tonumber(ARGV[index + place]) end
   local level, tokens, burst, lower = figure[2], figure[5], figure[10], figure[11]
   local account = pool.account(tenant)
   account.rpm, account.tpm = figure[7], figure[8]
-  local over, after = pool.over(account, tokens, figure[9], burst)
+  charged = charged or tokens
+  local over, after = pool.over(account, charged, figure[9], burst)
   if over and lower < 0 then
     pool.verdicts[#pool.verdicts + 1] = fmt('%s o %s %.0f ', id, over, after) .. pool.left_text(account, burst)
     return
   end
   local charge, before = nil, #refused
-  if over then level = math.max(level, lower) else charge = pool.charge(account, tenant, tokens) end
+  if over then level = math.max(level, lower) else charge = pool.charge(account, tenant, charged) end
   pool.enter(id, level, tenant, figure[4], tokens, figure[6], promised)
   if #refused > before then
-    if charge then pool.undo(account, tokens) end
+    if charge then pool.undo(account, charged) end
   elseif charge then
     call('HSET', prefix .. 'm:' .. me, id, charge)
   end

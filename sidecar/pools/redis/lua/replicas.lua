@@ -221,7 +221,7 @@ function pool.create(expected)
   rules_text, rules, tiers, heads, lanes = ARGV[5], cjson.decode(ARGV[5]), {}, {}, {}
   all_tokens, all_requests = 0, 0
   pool.apply_rules()
-  for level = 0, levels - 1 do tiers[level] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0} end
+  for level = 0, levels - 1 do tiers[level] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0} end
   if expected > 0 then pool.expect(expected, meta[BIRTH]) end
   call('DEL', root)
   call('HSET', root, 'rules', rules_text)

@@ -46,7 +46,7 @@ function pool.load()
 end
 
 function pool.tier_text(tier)
-  return fmt('[%.0f,%.0f,%.0f,%.0f,%.17g,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f]', unpack(tier))
+  return fmt('[%.0f,%.0f,%.0f,%.0f,%.17g,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f]', unpack(tier))
 end
 
 function pool.save(is_complete)

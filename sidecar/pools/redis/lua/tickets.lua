@@ -181,6 +181,11 @@ function pool.second_head(level)
   return found.small
 end
 
+function pool.count_queued(tier, ticket, sign)
+  tier[QUEUED], tier[QUEUED_TOKENS] = tier[QUEUED] + sign, tier[QUEUED_TOKENS] + sign * ticket.tokens
+  tier[QUEUED_REQUESTS] = tier[QUEUED_REQUESTS] + sign * ticket.requests
+end
+
 -- A ticket enters its queue. The first in an empty queue need not be stored yet.
 function pool.push(ticket, tenant, weight)
   local tier = tiers[ticket.level]
@@ -195,7 +200,7 @@ function pool.push(ticket, tenant, weight)
   else
     heads[ticket.level] = {first = ticket, small = pool.is_small(ticket) and ticket or nil}
   end
-  tier[QUEUED], tier[QUEUED_TOKENS] = tier[QUEUED] + 1, tier[QUEUED_TOKENS] + ticket.tokens
+  pool.count_queued(tier, ticket, 1)
   meta[WAITING] = meta[WAITING] + 1
   is_changed[ticket.level] = true
 end
@@ -275,7 +280,7 @@ end
 function pool.leave_queue(ticket)
   local level = ticket.level
   local tier = tiers[level]
-  tier[QUEUED], tier[QUEUED_TOKENS] = tier[QUEUED] - 1, tier[QUEUED_TOKENS] - ticket.tokens
+  pool.count_queued(tier, ticket, -1)
   is_changed[level], heads[level] = true, nil
   if ticket.is_stored then
     pool.leave_lane(ticket)
@@ -320,7 +325,7 @@ function pool.restore(ticket, record)
   if head and not head.is_stored then pool.store(head) end
   pool.unpark(ticket)
   if ticket.times then ticket.start = pool.start_of_return(level) end
-  tier[QUEUED], tier[QUEUED_TOKENS] = tier[QUEUED] + 1, tier[QUEUED_TOKENS] + ticket.tokens
+  pool.count_queued(tier, ticket, 1)
   if ticket.times then
     pool.store_head(ticket)
   else
@@ -336,7 +341,8 @@ function pool.charge_tenant(ticket)
   local tier = tiers[ticket.level]
   tier[VIRTUAL] = math.max(tier[VIRTUAL], ticket.start)
   if not ticket.times then
-    pool.lane_of(ticket.level, ticket.tenant).finish = ticket.start + ticket.tokens / ticket.weight
+    local lane = pool.lane_of(ticket.level, ticket.tenant)
+    lane.finish = math.max(lane.finish, ticket.start) + ticket.tokens / ticket.weight
   end
 end
 

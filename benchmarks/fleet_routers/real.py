@@ -1,0 +1,269 @@
+"""Real routers before the emulated engines: installed in environments of their own, and started by one function.
+
+    python -m benchmarks.fleet_routers.real NAME --port PORT WORKER_URL...      (installs NAME on its first run)
+
+| name | what it is | its rule |
+|---|---|---|
+| smg | SMG, the router that came out of SGLang's: `smg launch` | cache_aware, its own gate |
+| sglang-router | the last router under SGLang's name | cache_aware, 64 and 1.5 |
+| vllm-router | vLLM's router, a fork of SGLang's | cache_aware, 64 and 1.5 |
+| dynamo | Dynamo's frontend with its KV router; a process of ours registers each engine | kv |
+
+64 and 1.5: the cache counts no more where the largest load exceeds the smallest by more than 64 requests and by more
+than the factor 1.5. SMG 1.13 compares the matched engine with the mean of all instead, lowers the 64 to the natural
+swing of its load, and chooses otherwise by the expected wait, for which it reads /v1/loads every 10 s (`smg launch
+--help`).
+
+Everything else is as it comes, but for what keeps a router on this machine: addresses of loopback, and no downloads of
+tokenizers. SMG and the vLLM router take engines of vLLM and SGLang, the SGLang router those of SGLang. The vLLM
+production stack's router and llm-d's are in no package registry: the one is installed from its repository, the other is
+a Go program in a container image.
+
+Each is installed into $LAB/routers/NAME-VERSION, where LAB is ~/.cache/engine-lab if it is not set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import venv
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+READY_WITHIN_S = 60.0
+STOPS_WITHIN_S = 15.0
+NO_DOWNLOADS = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
+"""No one listens at the address: the SGLang router fetches a tokenizer by itself, and does without where it fails."""
+RULE = ["--policy", "cache_aware", "--cache-threshold", "0.3"]
+RULE += ["--balance-abs-threshold", "64", "--balance-rel-threshold", "1.5"]
+
+Command = Callable[[Path, Sequence[str], int], list[str]]
+Registered = Callable[[str], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """One router: its package, how it is started from its environment, and how many engines it has registered.
+
+    `skipped` are requirements of the package that are not installed, and `loosened` those whose version is not minded.
+    `engine` is the dialect of the emulator that it is tested with. `note` says what to know when its facts are read.
+    """
+
+    package: str
+    version: str
+    command: Command
+    registered: Registered
+    engine: str = "sglang"
+    skipped: Sequence[str] = ()
+    loosened: Sequence[str] = ()
+    note: str = ""
+
+
+class NotInstalled(Exception):
+    """A router cannot be installed here. The message has the command and its error."""
+
+
+class NotReady(Exception):
+    """A router ended, or did not register all engines in time. The message has the end of its log."""
+
+
+def _loopback(workers: Sequence[str], port: int) -> list[str]:
+    metrics = [
+        "--prometheus-host",
+        "127.0.0.1",
+        "--prometheus-port",
+        str(port + 10_000 if port < 50_000 else port - 10_000),
+    ]
+    return ["--host", "127.0.0.1", "--port", str(port), *metrics, "--worker-urls", *workers]
+
+
+def _smg(folder: Path, workers: Sequence[str], port: int) -> list[str]:
+    quick = ["--worker-startup-check-interval", "1", "--disable-tokenizer-autoload"]
+    return [str(folder / "bin" / "smg"), "launch", *_loopback(workers, port), *RULE, *quick]
+
+
+def _sglang_router(folder: Path, workers: Sequence[str], port: int) -> list[str]:
+    quick = ["--worker-startup-check-interval", "1"]
+    return [str(folder / "bin" / "sglang-router"), "launch", *_loopback(workers, port), *RULE, *quick]
+
+
+def _vllm_router(folder: Path, workers: Sequence[str], port: int) -> list[str]:
+    quick = ["--worker-startup-check-interval", "1"]
+    return [str(folder / "bin" / "vllm-router"), *_loopback(workers, port), *RULE, *quick]
+
+
+def _dynamo(folder: Path, workers: Sequence[str], port: int) -> list[str]:
+    fleet = [sys.executable, "-m", "benchmarks.fleet_routers.dynamo_fleet", "--python", str(folder / "bin" / "python")]
+    return [*fleet, "--port", str(port), *workers]
+
+
+def _healthy_workers(url: str) -> int:
+    return sum(worker["is_healthy"] for worker in _json(f"{url}/workers")["workers"])
+
+
+def _dynamo_instances(url: str) -> int:
+    if not _json(f"{url}/v1/models")["data"]:
+        return 0
+    return sum(one["endpoint"] == "generate" for one in _json(f"{url}/health")["instances"])
+
+
+ROUTERS: Mapping[str, Router] = {
+    "smg": Router("smg", "1.13.0", _smg, _healthy_workers),
+    "sglang-router": Router("sglang-router", "0.3.2", _sglang_router, _healthy_workers),
+    "vllm-router": Router("vllm-router", "0.1.17", _vllm_router, _healthy_workers, engine="vllm"),
+    # aisimulate is a placeholder that fetches its wheel elsewhere, and is wanted for the option --ais-perf-model alone.
+    "dynamo": Router(
+        "ai-dynamo",
+        "1.6.1",
+        _dynamo,
+        _dynamo_instances,
+        engine="vllm",
+        skipped=["aisimulate"],
+        loosened=["certifi"],
+        note="our worker decides what reaches an engine and what its 503 becomes (HttpError); it dies with its engine",
+    ),
+}
+
+
+def folder_of(name: str) -> Path:
+    """Where a router is installed, or would be."""
+    lab = Path(os.environ.get("LAB") or Path.home() / ".cache" / "engine-lab")
+    return lab / "routers" / f"{name}-{ROUTERS[name].version}"
+
+
+def install(name: str) -> Path:
+    """Installs a router where it is not yet. Returns its environment. Raises NotInstalled."""
+    router, folder = ROUTERS[name], folder_of(name)
+    done = folder / ".ready"
+    if done.is_file():
+        return folder
+    venv.create(folder, with_pip=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    wanted = f"{router.package}=={router.version}"
+    if router.skipped or router.loosened:
+        _run([*pip, "--no-deps", wanted])
+        _run([*pip, *_requirements(folder, router)])
+    else:
+        _run([*pip, "--only-binary", ":all:", wanted])
+    done.touch()
+    return folder
+
+
+def _requirements(folder: Path, router: Router) -> Sequence[str]:
+    """The requirements of an installed package, less the skipped ones; a loosened one without its version."""
+    script = (
+        "import json, sys; from importlib.metadata import requires; from pip._vendor.packaging.requirements import "
+        "Requirement; print(json.dumps([[r.name, str(r.specifier), sorted(r.extras)] for r in map(Requirement, "
+        "requires(sys.argv[1]) or []) if r.marker is None or r.marker.evaluate({'extra': ''})]))"
+    )
+    line = [str(folder / "bin" / "python"), "-c", script, router.package]
+    found: list[tuple[str, str, list[str]]] = json.loads(_run(line))
+    return [
+        name + (f"[{','.join(extras)}]" if extras else "") + ("" if name in router.loosened else specifier)
+        for name, specifier, extras in found
+        if name not in router.skipped
+    ]
+
+
+def _run(line: Sequence[str]) -> str:
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NotInstalled(f"{' '.join(line)} exited with {done.returncode}:\n{done.stderr.strip()[-2_000:]}")
+    return done.stdout
+
+
+def start(name: str, worker_urls: Sequence[str], port: int) -> subprocess.Popen[bytes]:
+    """Starts a router on loopback, and returns when it has registered all workers. The caller ends it with `stop`.
+
+    Installs it where it is not yet, which takes a minute, and five for Dynamo. Its log is beside its environment, named
+    by its port. Raises NotInstalled, NotReady.
+    """
+    router, folder = ROUTERS[name], install(name)
+    log = log_of(name, port)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            router.command(folder, worker_urls, port),
+            cwd=ROOT,
+            env={**os.environ, **NO_DOWNLOADS},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        _wait(name, process, len(worker_urls), port)
+    except BaseException:
+        stop(process)
+        raise
+    return process
+
+
+def log_of(name: str, port: int) -> Path:
+    """What the router on this port writes."""
+    return folder_of(name) / f"log-{port}.txt"
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends a router and all that it has started."""
+    process.terminate()
+    try:
+        process.wait(STOPS_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait(name: str, process: subprocess.Popen[bytes], workers: int, port: int) -> None:
+    deadline_s = time.monotonic() + READY_WITHIN_S
+    registered = 0
+    while time.monotonic() < deadline_s and process.poll() is None:
+        with contextlib.suppress(OSError, urllib.error.URLError, ValueError, KeyError):
+            registered = ROUTERS[name].registered(f"http://127.0.0.1:{port}")
+        if registered >= workers:
+            return
+        time.sleep(0.2)
+    ended = "is still starting" if process.poll() is None else f"exited with {process.returncode}"
+    tail = log_of(name, port).read_text(errors="replace")[-2_000:]
+    raise NotReady(f"{name} {ended}, and has registered {registered} of {workers} workers. Its log ends with:\n{tail}")
+
+
+def _json(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=2.0) as response:
+        return json.load(response)
+
+
+def main() -> int:
+    """Installs and runs one until Ctrl-C."""
+    parser = argparse.ArgumentParser(description="a real router before emulated engines")
+    parser.add_argument("name", choices=[*ROUTERS])
+    parser.add_argument("workers", nargs="+", metavar="WORKER_URL")
+    parser.add_argument("--port", type=int, required=True)
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        process = start(args.name, args.workers, args.port)
+    except (NotInstalled, NotReady) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{args.name} on http://127.0.0.1:{args.port}, log in {log_of(args.name, args.port)}", flush=True)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        stop(process)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""What learned output lengths gain, in virtual time."""

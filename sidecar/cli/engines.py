@@ -1,0 +1,117 @@
+"""List the engines of a pool, drain one before it is stopped, or let it take requests again.
+
+The command asks the admin port of a running sidecar (`sidecar serve` with `engines:` in its policy), and sends the
+token in SIDECAR_ADMIN_TOKEN or SIDECAR_ADMIN_TOKEN_FILE along. A draining engine gets no new requests, and serves those
+that it has. With --wait the command returns when it is empty: as the preStop hook of a rolling update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from urllib.parse import quote
+
+from sidecar.admin.engine_routes import Drained, Engines
+from sidecar.cli.admin_client import ADMIN, PATIENCE_S, CannotSee, admin_url, page_of
+from sidecar.cli.arguments import duration_s
+from sidecar.cli.drawing import held_of, hit_rate, printable
+from sidecar.cli.output import STANDARD_OUTPUT, aligned, unwritable, write_json
+from sidecar.cluster.phrases import count
+from sidecar.durations import short_duration
+from sidecar.middleware.engine_view import EngineDocument
+
+EXAMPLE = """  sidecar engines list
+  sidecar engines drain a --wait --timeout 5m
+  sidecar engines resume a"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's own arguments."""
+    add = parser.add_argument
+    add("action", choices=("list", "drain", "resume"), help="what to do")
+    add("name", nargs="?", metavar="NAME", help="the engine, as `list` names it")
+    add("--wait", action="store_true", help="drain: return when the engine is empty")
+    add(
+        "--timeout", type=duration_s, metavar="TIME", help="drain: wait no longer (default: the policy's drain_timeout)"
+    )
+    add("--admin", type=admin_url, default=ADMIN, metavar="URL", help="the sidecar's admin port (default %(default)s)")
+    add("--json", metavar="FILE", help="write the answer as JSON as well, - for standard output alone")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0 where it was done: with --wait, where the engine is empty. 1 where not, 2 for a wrong command line."""
+    mistake = _mistake(args)
+    if mistake is not None:
+        print(f"sidecar engines: {mistake}", file=sys.stderr)
+        return 2
+    if (problem := unwritable(args.json)) is not None:
+        print(f"sidecar engines: {problem}", file=sys.stderr)
+        return 1
+    try:
+        answer: Engines | Drained = _list(args) if args.action == "list" else _change(args)
+    except CannotSee as refusal:
+        print(f"sidecar engines: {refusal}", file=sys.stderr)
+        return 1
+    if args.json != STANDARD_OUTPUT:
+        print("\n".join(table(answer.engines) if isinstance(answer, Engines) else [_said(answer, args)]))
+    return 0 if write_json(args.json, answer) else 1
+
+
+def _mistake(args: argparse.Namespace) -> str | None:
+    if args.action == "list":
+        if args.name is not None or args.wait or args.timeout is not None:
+            return "list takes no engine, no --wait and no --timeout"
+        return None
+    if args.name is None:
+        return f"{args.action} needs the engine's name: `sidecar engines list` shows the names"
+    if args.action == "resume" and (args.wait or args.timeout is not None):
+        return "resume takes no --wait and no --timeout: it is done at once"
+    return "--timeout is for --wait" if args.timeout is not None and not args.wait else None
+
+
+def _list(args: argparse.Namespace) -> Engines:
+    return page_of(args.admin, "/engines", Engines)
+
+
+def _change(args: argparse.Namespace) -> Drained:
+    path = f"/engines/{quote(args.name, safe='')}/{args.action}"
+    patience_s: float | None = PATIENCE_S
+    if args.wait:
+        within = "" if args.timeout is None else f"&timeout={args.timeout:.3f}s"
+        path = f"{path}?wait=true{within}"
+        patience_s = None if args.timeout is None else args.timeout + PATIENCE_S
+    return page_of(args.admin, path, Drained, method="POST", patience_s=patience_s)
+
+
+def _said(answer: Drained, args: argparse.Namespace) -> str:
+    engine = answer.engine
+    if args.action == "resume":
+        return printable(f"engine {engine.name} takes requests again; it is {engine.state}")
+    if answer.drained:
+        return printable(f"engine {engine.name} is empty, and gets no new requests")
+    held = f"{engine.held.requests} requests ({count(engine.held.tokens or 0)} tokens)"
+    return printable(f"engine {engine.name} gets no new requests; it holds {held} now")
+
+
+_COLUMNS: Sequence[tuple[str, Callable[[EngineDocument], str]]] = (
+    ("STATE", lambda row: row.state),
+    ("TOKENS", lambda row: held_of(row, "tokens")),
+    ("REQUESTS", lambda row: held_of(row, "requests")),
+    ("UN-PREFILLED", lambda row: count(row.unprefilled_tokens)),
+    ("CLAIMS", lambda row: f"{row.claims:,}"),
+    ("IN FLIGHT", lambda row: f"{row.in_flight:,}"),
+    ("HITS", hit_rate),
+)
+
+
+def table(rows: Sequence[EngineDocument]) -> list[str]:
+    """The engines as a table, and under it why some get no requests."""
+    cells = [["ENGINE", *(name for name, _ in _COLUMNS)]]
+    cells += [[printable(row.id), *(cell(row) for _, cell in _COLUMNS)] for row in rows]
+    return [*aligned(cells), *(printable(_why(row)) for row in rows if row.reason is not None)]
+
+
+def _why(row: EngineDocument) -> str:
+    lasts = "" if row.for_s is None else f" (for {short_duration(row.for_s)})"
+    return f"{row.id} gets no requests: {row.reason}{lasts}"

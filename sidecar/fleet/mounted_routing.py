@@ -1,0 +1,123 @@
+"""Routing to the engine of this process: the app itself, which is called once for each admission.
+
+Nothing is predicted, and nothing is sent a second time: the engine lives and ends with the process. An answer of the
+app's passes as it is, with its head.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import ASGIApp, Message, Send
+
+from sidecar.errors import Draining
+from sidecar.events import ReplayReason
+from sidecar.fleet.mounted_engine import MountedEngine
+from sidecar.fleet.prefill_times import PrefillTimes
+from sidecar.middleware.engine_route import EngineHealth
+from sidecar.middleware.intake import SizedRequest
+from sidecar.middleware.pending_aborts import EngineCall
+from sidecar.middleware.usage import UsageReader
+from sidecar.policy.model import Policy
+from sidecar.pools import Lease
+
+
+class MountedRouting:
+    """See `EngineRouting`. `watch` is the app's."""
+
+    def __init__(self, engine: MountedEngine, watch: EngineHealth) -> None:
+        self.engine = engine
+        self.watch = watch
+        self.prefill_times = PrefillTimes()
+
+    def route(self, request: SizedRequest) -> MountedRoute:
+        """See `EngineRouting`. Raises Draining while the engine drains."""
+        if self.engine.is_draining:
+            raise Draining("this server is draining and takes no new request; try another", retry_after_s=1)
+        self.engine.wake()
+        return MountedRoute(self, request)
+
+    def change_policy(self, policy: Policy) -> None:
+        """See `EngineRouting`."""
+        self.engine.change_policy(policy)
+
+
+class MountedRoute:
+    """One request's route to the app. See `EngineRoute`."""
+
+    __slots__ = (
+        "_is_in_flight", "_lease", "_request", "_routing", "_send", "_sent_us", "_status", "_timer", "barred", "hits",
+        "replay", "usage",
+    )  # fmt: skip
+
+    _lease: Lease
+    _send: Send
+    usage: UsageReader
+
+    def __init__(self, routing: MountedRouting, request: SizedRequest) -> None:
+        self._routing = routing
+        self._request = request
+        self.hits: tuple[tuple[str, int], ...] = ()
+        self.barred: tuple[str, ...] = ()
+        self.replay: ReplayReason | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_in_flight = False
+        self._sent_us = self._status = 0
+
+    def begin(self, lease: Lease, send: Send) -> Send:
+        """See `EngineRoute`. The head is not held back."""
+        engine = self._routing.engine
+        self._lease, self._send, self._sent_us = lease, send, engine.pool.now_us()
+        self._is_in_flight, self._status = True, 0
+        engine.in_flight += 1
+        if not self._request.payload.stream:
+            in_s = self._routing.prefill_times.expected_s(engine.id, self._request.prompt_tokens)
+            self._timer = asyncio.get_running_loop().call_later(in_s, lease.prefilled)
+        return self._send_noting
+
+    def call(self) -> EngineCall:
+        """See `EngineRoute`."""
+        self._end_attempt()  # one that was preempted
+        self.usage = UsageReader()
+        return EngineCall(self._routing.watch)
+
+    def pinned(self, app: ASGIApp) -> ASGIApp:
+        """See `EngineRoute`: the app is the engine."""
+        return app
+
+    async def _send_noting(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+        await self._send(message)
+
+    def first_byte(self) -> None:
+        """See `EngineRoute`."""
+        self._stop_timer()
+        self._lease.prefilled()
+        if self._request.payload.stream and 0 < self._status < 400:
+            engine = self._routing.engine
+            took_s = (engine.pool.now_us() - self._sent_us) / 1e6
+            self._routing.prefill_times.learn(engine.id, self._request.prompt_tokens, took_s)
+
+    def ended(self) -> None:
+        """See `EngineRoute`."""
+        self._end_attempt()
+
+    def failed(self, error: Exception) -> bool:  # noqa: ARG002  # see `EngineRoute`
+        """See `EngineRoute`: an error of the app's is the server's to answer."""
+        return False
+
+    async def waits_again(self) -> bool:
+        """See `EngineRoute`: only a proxy leaves a request unanswered."""
+        return False
+
+    def _end_attempt(self) -> None:
+        self._stop_timer()
+        if self._is_in_flight:
+            self._is_in_flight = False
+            self._routing.engine.in_flight -= 1
+
+    def _stop_timer(self) -> None:
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()

@@ -1,0 +1,111 @@
+"""The engines of a pool whose engines are mounted, as one process sees them: its own, and the others' ledgers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from sidecar.fleet.mounted_engine import LOOK_EVERY_S, MountedEngine
+from sidecar.middleware.engine_view import DrainEnd, EngineAmount, EngineDocument
+from sidecar.pools.stats import bounded
+from sidecar.scheduling.placement import EngineState, name_and_incarnation
+
+
+class MountedView:
+    """See `EngineView`. Only the engine of this process can be drained here: the others' processes drain their own."""
+
+    def __init__(self, engine: MountedEngine, now_s: Callable[[], float] = time.monotonic) -> None:
+        self.engine = engine
+        self._now_s = now_s
+        self._since_s = now_s()
+
+    @property
+    def drain_timeout_s(self) -> float:
+        """See `EngineView`."""
+        return self.engine.drain_timeout_s
+
+    def documents(self) -> Sequence[EngineDocument]:
+        """See `EngineView`."""
+        ledgers = {ledger.id: ledger for ledger in self.engine.pool.engines()}
+        rows = [self._own(ledgers.pop(self.engine.id, None)), *map(_other, ledgers.values())]
+        return sorted(rows, key=lambda row: name_and_incarnation(row.id))
+
+    async def drain(self, name: str) -> None:
+        """See `EngineView`."""
+        self._check(name)
+        self.engine.drain()
+
+    async def resume(self, name: str) -> None:
+        """See `EngineView`."""
+        self._check(name)
+        await self.engine.resume()
+
+    async def drained(self, name: str, within_s: float) -> DrainEnd:
+        """See `EngineView`. The process is empty when no request of it is under way."""
+        self._check(name)
+        end_s = self._now_s() + within_s
+        while True:
+            if not self.engine.is_draining:
+                return DrainEnd.RESUMED
+            if self.engine.is_drained:
+                return DrainEnd.EMPTY
+            if self._now_s() >= end_s:
+                return DrainEnd.TIMED_OUT
+            await asyncio.sleep(min(LOOK_EVERY_S, max(0.0, end_s - self._now_s())))
+
+    def _check(self, name: str) -> None:
+        if name != self.engine.name:
+            raise KeyError(name)
+
+    def _own(self, ledger: EngineState | None) -> EngineDocument:
+        engine, size = self.engine, self.engine.size
+        is_known = ledger is not None and ledger.takes_new
+        return EngineDocument(
+            name=engine.name,
+            id=engine.id,
+            url=None,
+            state=engine.state.value,
+            reason=engine.reason,
+            for_s=round(self._now_s() - self._since_s, 3),
+            takes_new=engine.takes_new and not engine.is_draining,
+            draining=engine.is_draining,
+            capacity=None if size is None else EngineAmount(*size),
+            effective=_effective(ledger) if ledger is not None and is_known else EngineAmount(0, 0),
+            prefill=bounded(engine.prefill),
+            speed=1.0,
+            held=EngineAmount(0, 0) if ledger is None else EngineAmount(ledger.held_tokens, ledger.held_requests),
+            unprefilled_tokens=0 if ledger is None else ledger.unprefilled_tokens,
+            claims=0 if ledger is None else ledger.claims,
+            in_flight=engine.in_flight,
+            mounted=True,
+        )
+
+
+def _other(ledger: EngineState) -> EngineDocument:
+    """The engine of another process; its state is that of the pool, unless that process has reported it."""
+    name, _, _ = ledger.id.rpartition("#")
+    state = "capped" if ledger.is_capped else "ready"
+    return EngineDocument(
+        name=name,
+        id=ledger.id,
+        url=None,
+        state=state if ledger.takes_new else "gone",
+        reason=None if ledger.takes_new else "its process takes no requests, or has ended",
+        for_s=None,
+        takes_new=ledger.takes_new,
+        draining=False,
+        capacity=EngineAmount(bounded(ledger.tokens), bounded(ledger.requests)) if ledger.takes_new else None,
+        effective=_effective(ledger) if ledger.takes_new else EngineAmount(0, 0),
+        prefill=bounded(ledger.prefill),
+        speed=1.0,
+        held=EngineAmount(ledger.held_tokens, ledger.held_requests),
+        unprefilled_tokens=ledger.unprefilled_tokens,
+        claims=ledger.claims,
+        in_flight=0,
+        mounted=True,
+    )
+
+
+def _effective(ledger: EngineState) -> EngineAmount:
+    return EngineAmount(bounded(ledger.effective_tokens), bounded(ledger.effective_requests))

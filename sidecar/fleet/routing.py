@@ -1,0 +1,409 @@
+"""Routing: one request's way to the engines of its fleet, from the prediction of its prefix hits to its last byte.
+
+What becomes of an attempt that ends before the first byte of the response's body:
+
+| what happened | what becomes of the request |
+|---|---|
+| it was not sent: no connection, or the engine has restarted or gone | it waits again |
+| 429, 503 or 529 | it waits again, and the engine gets no more requests than it runs for its Retry-After |
+| the connection broke, and the engine has crashed, restarted or gone | it is replayed at another engine |
+| the connection broke, and the engine answers | the same, within the replay budget |
+| a second engine broke it, or there is no other | the client gets a 502 |
+| the engine is slow | nothing: it is never sent twice |
+
+A crash is outside the budget. It happens once in an engine's life, and its requests were admitted once already, so that
+the other engines take them by their ledgers. The budget bounds what an engine that lives on, or a request that breaks
+its connections, may cost the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Collection
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sidecar.apis import Api
+from sidecar.errors import AdmissionError, EngineUnreachable
+from sidecar.events import ReplayReason
+from sidecar.fleet.affinity import Affinity, Prediction
+from sidecar.fleet.fleet import Fleet
+from sidecar.fleet.member import Member
+from sidecar.fleet.prefill_times import PrefillTimes
+from sidecar.fleet.refusals import Refusals
+from sidecar.fleet.replay_budget import ReplayBudget
+from sidecar.fleet.retry_after import retry_after_s
+from sidecar.fleet.setup import change_fleet
+from sidecar.middleware.intake import SizedRequest
+from sidecar.middleware.pending_aborts import ENGINE_ID_KEY, EngineCall
+from sidecar.middleware.usage import CachedUsageReader, UsageReader
+from sidecar.policy.model import Policy
+from sidecar.pools import Lease
+from sidecar.pools.base import EnginePool
+from sidecar.proxy.proxy import ResponseCut
+
+FULL_STATUSES = frozenset((429, 503, 529))
+MOST_REFUSALS = 5
+"""The most refusals of one request that its client does not see: the next one may be about this request."""
+TRIED_AFTER_S = 1.0
+"""So soon an engine that refused a request while it ran no other gets the next one, in a long Retry-After, too."""
+JUDGED_WITHIN_S = 1.0
+"""How long an engine that broke a connection may take to show that it lives."""
+
+
+class EngineRefused(Exception):
+    """An engine answered that it is full. `retry_after_s` is when it takes requests again."""
+
+    def __init__(self, status: int, retry_after_s: float) -> None:
+        super().__init__(f"status {status}")
+        self.retry_after_s = retry_after_s
+
+
+class FleetRouting:
+    """Routes for the requests to one fleet, whose pool is `pool`. See `EngineRouting`.
+
+    `replays` counts by engine name and reason. By engine name, `prompt_tokens` were answered, of which
+    `predicted_tokens` were predicted to be cached; of the `counted_tokens` of prompts whose engine says so,
+    `cached_tokens` were. `model` is the one that the pool serves, None for all.
+    """
+
+    def __init__(self, fleet: Fleet, pool: EnginePool, policy: Policy, model: str | None = None) -> None:
+        assert policy.engines is not None
+        self.fleet = fleet
+        self.pool = pool
+        self._model = model
+        self.replays: Counter[tuple[str, ReplayReason]] = Counter()
+        self.prompt_tokens: Counter[str] = Counter()
+        self.predicted_tokens: Counter[str] = Counter()
+        self.counted_tokens: Counter[str] = Counter()
+        self.cached_tokens: Counter[str] = Counter()
+        self._counting: set[tuple[str, Api]] = set()
+        self.prefill_times = PrefillTimes()
+        self.drain_timeout_s = policy.engines.drain_timeout_s
+        self.has_choice = False
+        self._to_be_tried: set[str] = set()
+        self.refusals = Refusals()
+        self.most_breaks = policy.engines.replay.before_first_byte
+        self.budget = ReplayBudget(policy.engines.replay.budget)
+        self._settings = policy.engines.affinity
+        self.affinity = _affinity(policy)
+        fleet.on_change = self._engines_changed
+        fleet.on_crowded = lambda engine_id, for_s: pool.cap_engine(engine_id, for_s, 0)
+
+    def route(self, request: SizedRequest) -> Route:
+        """See `EngineRouting`."""
+        return Route(self, request)
+
+    def change_policy(self, policy: Policy) -> None:
+        """See `EngineRouting`. What is known of the engines' caches stays while `affinity` does."""
+        assert policy.engines is not None
+        self.drain_timeout_s = policy.engines.drain_timeout_s
+        self.most_breaks = policy.engines.replay.before_first_byte
+        self.budget.share = policy.engines.replay.budget
+        self.pool.change_weight(policy.engines.affinity.weight_percent)
+        change_fleet(self.fleet, policy, self._model)
+        before, self._settings = self._settings, policy.engines.affinity
+        if (before.prefix, before.session) != (self._settings.prefix, self._settings.session):
+            self.affinity = _affinity(policy)
+            self._engines_changed()
+
+    def refused(self, member: Member, error: EngineRefused, requests: int, tenant: str) -> None:
+        """An engine refused a request of so many sequences. Where only this tenant is refused, nothing follows.
+
+        Where it runs nothing else, no answer could show that it has room for others. Then it is tried, one by one:
+        else a single request that is always refused would keep every engine from all of them.
+        """
+        if self.refusals.refused(member.id, tenant, self.pool.now_us()):
+            return
+        self.pool.cap_engine(member.id, error.retry_after_s, requests)
+        member.cap(error.retry_after_s)
+        if not member.in_flight and member.id not in self._to_be_tried:
+            self._to_be_tried.add(member.id)
+            asyncio.get_running_loop().call_later(TRIED_AFTER_S, self._try, member.id, requests)
+
+    def _try(self, engine_id: str, requests: int) -> None:
+        self._to_be_tried.discard(engine_id)
+        member = self.fleet.member(engine_id)
+        if member is not None and not member.in_flight and self.pool.now_us() < member.capped_until_us:
+            self.pool.raise_cap(engine_id, requests)
+
+    def served(self, name: str, prompt_tokens: int, hit: int) -> None:
+        """An engine answers a prompt, of which it was predicted to have `hit` tokens."""
+        self.prompt_tokens[name] += prompt_tokens
+        self.predicted_tokens[name] += hit
+
+    def counted(self, name: str, api: Api, prompt_tokens: int, cached: int | None) -> None:
+        """An engine's own count of a prompt. Engines that report `cached` leave it out where it is 0."""
+        if cached is not None:
+            self._counting.add((name, api))
+        elif (name, api) not in self._counting:
+            return
+        self.counted_tokens[name] += prompt_tokens
+        self.cached_tokens[name] += cached or 0
+
+    def has_other_than(self, names: Collection[str]) -> bool:
+        """Whether there is an engine besides these, in whatever state: a request may wait for that one."""
+        return any(member.name not in names and not member.is_gone for member in self.fleet.members())
+
+    def _engines_changed(self) -> None:
+        offers = self.fleet.offers()
+        self.has_choice = len(offers) > 1  # else nothing is predicted
+        self._forget_gone()
+        if self.affinity is not None:
+            self.affinity.set_engines({offer.id: offer.tokens for offer in offers})
+        self.pool.set_engines(offers)
+
+    def _forget_gone(self) -> None:
+        """Drops the counts of engines that are gone: with pods that change their addresses names are ever new."""
+        known = {member.name for member in self.fleet.members()}
+        for counts in (self.prompt_tokens, self.predicted_tokens, self.counted_tokens, self.cached_tokens):
+            for name in [name for name in counts if name not in known]:
+                del counts[name]
+        for key in [key for key in self.replays if key[0] not in known]:
+            del self.replays[key]
+        self._counting = {pair for pair in self._counting if pair[0] in known}
+        self.refusals.keep({member.id for member in self.fleet.members()})
+
+
+def _affinity(policy: Policy) -> Affinity | None:
+    assert policy.engines is not None
+    affinity = policy.engines.affinity
+    if not affinity.prefix and not affinity.session:
+        return None
+    return Affinity(prefix=affinity.prefix, session=affinity.session)
+
+
+class Route:
+    """One request's route. See `EngineRoute`."""
+
+    __slots__ = (
+        "_answered", "_broken", "_call", "_error", "_hit", "_lease", "_member", "_name", "_prediction", "_refusals",
+        "_request", "_routing", "_send", "_sent_us", "_start", "_timer", "_uncached_tokens", "barred", "hits", "replay",
+        "usage",
+    )  # fmt: skip
+
+    _lease: Lease
+    _send: Send
+    _call: RoutedCall
+    usage: UsageReader
+
+    def __init__(self, routing: FleetRouting, request: SizedRequest) -> None:
+        self._routing = routing
+        self._request = request
+        self._prediction: Prediction | None = None
+        self.hits: tuple[tuple[str, int], ...] = ()
+        self.barred: tuple[str, ...] = ()
+        self.replay: ReplayReason | None = None
+        if routing.affinity is not None and routing.has_choice:
+            tenant = request.classification.tenant.name
+            self._prediction = routing.affinity.predict(
+                tenant, request.api, request.body, request.headers, request.prompt_tokens
+            )
+            self.hits = self._prediction.hits
+        self._member: Member | None = None
+        self._name = ""
+        self._error: Exception | None = None
+        self._start: Message | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._answered = False
+        self._broken: list[str] = []
+        self._refusals = self._hit = self._uncached_tokens = self._sent_us = 0
+
+    # -- one attempt
+
+    def begin(self, lease: Lease, send: Send) -> Send:
+        """See `EngineRoute`."""
+        routing, grant = self._routing, lease.grant
+        assert grant is not None
+        assert grant.engine is not None
+        engine_id, now_us = grant.engine, routing.pool.now_us()
+        if self._member is None and not self._name:
+            routing.budget.admitted(now_us)
+        self._member = routing.fleet.member(engine_id)
+        self._name = engine_id.rpartition("#")[0]
+        self._lease, self._send, self._sent_us = lease, send, now_us
+        self._error = self._start = None
+        self._answered, self.barred = False, ()
+        self._hit = next((tokens for name, tokens in self.hits if name == engine_id), 0)
+        self._uncached_tokens = max(0, self._request.prompt_tokens - self._hit)
+        if self._prediction is not None and routing.affinity is not None:
+            routing.affinity.sent(self._prediction, engine_id)
+        if not self._request.payload.stream:
+            in_s = routing.prefill_times.expected_s(engine_id, self._uncached_tokens)
+            self._timer = asyncio.get_running_loop().call_later(in_s, lease.prefilled)
+        return self._send_with_body
+
+    def call(self) -> RoutedCall:
+        """See `EngineRoute`."""
+        self._stop_timer()  # of an attempt that was preempted
+        self.usage = CachedUsageReader()
+        self._call = RoutedCall(self)
+        return self._call
+
+    def pinned(self, app: ASGIApp) -> ASGIApp:
+        """See `EngineRoute`."""
+        grant = self._lease.grant
+        engine_id = None if grant is None else grant.engine
+
+        async def ask(scope: Scope, receive: Receive, send: Send) -> None:
+            await app({**scope, ENGINE_ID_KEY: engine_id}, receive, send)
+
+        return ask
+
+    async def _send_with_body(self, message: Message) -> None:
+        """The app's `send`: passes the head on with the first byte of the body."""
+        if self._answered:
+            await self._send(message)
+            return
+        if message["type"] == "http.response.start":
+            if message["status"] in FULL_STATUSES and self._refusals < MOST_REFUSALS:
+                # It ends the attempt, and closes the connection: the body may be without end.
+                raise EngineRefused(message["status"], retry_after_s(_header(message, b"retry-after")))
+            self._start = message
+            return
+        if message["type"] == "http.response.body" and not message.get("body") and message.get("more_body", False):
+            return
+        self._answered = True
+        if self._start is not None:
+            await self._send(self._start)
+        await self._send(message)
+
+    def first_byte(self) -> None:
+        """See `EngineRoute`."""
+        self._stop_timer()
+        self._lease.prefilled()
+        routing, grant, member = self._routing, self._lease.grant, self._member
+        if grant is None or grant.engine is None or not self._is_served:
+            return
+        routing.served(self._name, self._request.prompt_tokens, self._hit)
+        routing.refusals.answered(grant.engine, self._request.classification.tenant.name, self._sent_us)
+        now_us = routing.pool.now_us()
+        if self._request.payload.stream:
+            took_s = (now_us - self._sent_us) / 1e6
+            routing.prefill_times.learn(grant.engine, self._uncached_tokens, took_s)
+        if member is not None and member.capped_since_us < self._sent_us < now_us < member.capped_until_us:
+            # It takes requests again: one that it refuses must not hold it back for all others.
+            routing.pool.raise_cap(grant.engine, self._request.requests)
+
+    def ended(self) -> None:
+        """See `EngineRoute`."""
+        self._stop_timer()
+        affinity, usage = self._routing.affinity, self.usage
+        if not self._answered or not self._is_served or not isinstance(usage, CachedUsageReader):
+            return
+        cached = usage.cached_tokens
+        if usage.prompt_tokens is not None:
+            self._routing.counted(self._name, self._request.api, usage.prompt_tokens, cached)
+        if affinity is not None and self._prediction is not None:
+            output = usage.chunks if usage.output_tokens is None else usage.output_tokens
+            affinity.ended(
+                self._prediction, prompt_tokens=usage.prompt_tokens, cached_tokens=cached, output_tokens=output
+            )
+
+    @property
+    def _is_served(self) -> bool:
+        """Whether the engine computes the answer. An error says nothing of its caches, its speed, or its room."""
+        return self._start is not None and self._start["status"] < 400
+
+    def _stop_timer(self) -> None:
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+
+    # -- its failure
+
+    def failed(self, error: Exception) -> bool:
+        """See `EngineRoute`."""
+        if self._answered or not isinstance(error, EngineRefused | ResponseCut):
+            return False
+        self._error, self._start = error, None
+        if isinstance(error, ResponseCut):
+            self._call.error = EngineUnreachable(
+                "the engine could not be reached: it closed the connection before it answered", retry_after_s=1
+            )
+        else:
+            self._call.may_run = False
+        self._call.is_handed_back = True
+        return True
+
+    def not_answered(self, error: AdmissionError, *, was_sent: bool) -> bool:
+        """The proxy got no answer. Whether the request may wait again."""
+        if self._answered or not isinstance(error, EngineUnreachable):
+            return False
+        self._error = error
+        self._call.may_run = was_sent
+        return True
+
+    async def waits_again(self) -> bool:
+        """See `EngineRoute`."""
+        self._stop_timer()
+        routing, member, error = self._routing, self._member, self._error
+        if isinstance(error, EngineRefused):
+            self._refusals += 1
+            if member is not None:
+                routing.refused(member, error, self._request.requests, self._request.classification.tenant.name)
+            return self._counted(ReplayReason.FULL)
+        if not self._call.may_run and not self._is_there(member):
+            return self._counted(ReplayReason.UNREACHED)
+        has_crashed = await self._has_crashed(member)
+        if has_crashed:
+            self._call.may_run = False
+        self._broken.append(self._name)
+        self.barred = (self._name,)
+        if len(self._broken) > routing.most_breaks:
+            if len(self._broken) > 1:
+                self._call.error = _broken(self._broken)
+            return False
+        if not routing.has_other_than(self._broken):
+            return False
+        if has_crashed:
+            return self._counted(ReplayReason.CRASHED)
+        return routing.budget.take(routing.pool.now_us()) and self._counted(ReplayReason.BROKEN)
+
+    async def _has_crashed(self, member: Member | None) -> bool:
+        """Whether the engine that broke the connection is there no more. One that has gone gets no more requests, so
+        there is nothing that the budget would have to bound.
+        """
+        if self._call.may_run and member is not None and self._is_there(member):
+            await member.looked_again(JUDGED_WITHIN_S)
+        return member is None or member.is_gone or not self._is_there(member)
+
+    def _is_there(self, member: Member | None) -> bool:
+        """Whether the incarnation that the request was sent to can still be used."""
+        grant = self._lease.grant
+        return member is not None and grant is not None and member.id == grant.engine and member.watch.is_usable
+
+    def _counted(self, reason: ReplayReason) -> bool:
+        self._routing.replays[self._name, reason] += 1
+        self.replay = reason
+        return True
+
+
+class RoutedCall(EngineCall):
+    """The call of one attempt of a route. See `EngineCall`."""
+
+    __slots__ = ("_route",)
+
+    def __init__(self, route: Route) -> None:
+        super().__init__(None)
+        self._route = route
+
+    def failed(self, error: AdmissionError, *, was_sent: bool) -> bool:
+        """See `EngineCall`."""
+        self.is_handed_back = self._route.not_answered(error, was_sent=was_sent)
+        if not self.is_handed_back:
+            return super().failed(error, was_sent=was_sent)
+        self.error = error
+        return False
+
+
+def _broken(names: list[str]) -> EngineUnreachable:
+    return EngineUnreachable(
+        f"{len(names)} engines closed the connection before they answered this request, and it is not sent to another",
+        trouble=f"the engines {', '.join(names)} broke off before their first byte",
+    )
+
+
+def _header(message: Message, name: bytes) -> bytes | None:
+    return next((value for found, value in message.get("headers", ()) if found.lower() == name), None)

@@ -1,0 +1,1 @@
+"""Output lengths: what a request will really use."""

@@ -1,0 +1,424 @@
+"""Estimates of output lengths: what is learned from a tenant's answers sizes that tenant's next requests.
+
+The first of these that has 50 complete samples answers, even where it can only say that it does not know:
+
+1. the tenant's own samples of the endpoint, model and bucket, on this replica;
+2. the same, together with the summaries of the other replicas;
+3. the upper median, over at least 3 tenants that have so many samples, of each tenant's own quantile for the endpoint,
+   model and bucket;
+4. the same for everything on the endpoint.
+
+A tenant whose own answers were nearly all cut short is not sized by others: that its lengths are not known is what its
+samples say. Where no step answers, the old rule applies: a lease holds max_tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from sidecar.lengths import summary
+from sidecar.lengths.buckets import LengthKey
+from sidecar.lengths.hints import MARGIN, Hints
+from sidecar.lengths.histogram import LONGEST, LengthHistogram, Survival
+from sidecar.lengths.median import Evidence, Median
+from sidecar.lengths.summary import LONGEST_NAME, Summary
+
+ENOUGH = 50
+"""Complete samples from which a distribution is used: the 0.95 quantile of fewer is nearly their longest."""
+KEYS_REMEMBERED = 64
+"""For each tenant; its least recently learned key is forgotten. Models and buckets come from clients."""
+ENDPOINTS_REMEMBERED = 16
+"""For each tenant."""
+TENANTS_REMEMBERED = 4096
+"""Tenants come from the policy, so no client can add one."""
+REPLICAS_REMEMBERED = 64
+MOST_TOKENS_PER_CHUNK = 64.0
+CHUNK_LEARNING_RATE = 0.1
+"""Weight of the newest answer's tokens per chunk."""
+_ALL_UP_TO = 256
+"""Samples of an endpoint up to which all are learned; of later answers every fourth is enough for newcomers."""
+_EVERY_OTHER = 3
+"""A mask: what concerns newcomers alone is done at every fourth answer."""
+_LEAST_SUMMARY_BYTES = 64
+"""No entry of a summary is smaller."""
+
+
+class Source(str, Enum):
+    """Where an estimate comes from.
+
+    The tenant's own samples; those with other replicas' summaries; the median over tenants; the client's hint.
+    """
+
+    OWN = "own"
+    REPLICAS = "replicas"
+    TENANTS = "tenants"
+    HINT = "hint"
+
+
+# Looked up once: an enumeration's attribute costs as much as a call.
+_OWN, _REPLICAS, _TENANTS, _HINT = Source.OWN, Source.REPLICAS, Source.TENANTS, Source.HINT
+
+
+class Estimate(msgspec.Struct, frozen=True, gc=False):
+    """The assumed output length of one sequence, in tokens, always more than it has generated already.
+
+    `samples` are the complete samples behind it: for a hint, the answers that showed how the tenant's hints hold.
+    `quantile` is the share of answers that are not longer.
+    """
+
+    tokens: int
+    source: Source
+    samples: int
+    quantile: float
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedLengths:
+    """What was learned of one tenant and key on this replica, for people. All lengths are tokens of one sequence.
+
+    `samples` are the complete answers, `censored` those that were cut short. `estimate` is their quantile `quantile`.
+    `median` and `estimate` are None where the samples do not say. From `ENOUGH` samples on they are used.
+    """
+
+    tenant: str
+    endpoint: str
+    model: str | None
+    bucket: str
+    samples: int
+    censored: int
+    median: int | None
+    estimate: int | None
+    quantile: float
+    tokens_per_chunk: float
+
+
+class LengthEstimator:
+    """Estimates and learns output lengths. One per process; not thread-safe; no clock."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+        self._medians: dict[LengthKey | str, Median] = {}
+        self._heard: dict[tuple[str, LengthKey], _Heard] = {}
+        self._replicas: OrderedDict[str, list[tuple[str, LengthKey]]] = OrderedDict()
+
+    def estimate(
+        self, tenant: str, key: LengthKey, quantile: float, *, generated: int = 0, hint: int | None = None
+    ) -> Estimate | None:
+        """The output length to assume of a sequence that has `generated` tokens already; None: nothing is known.
+
+        The caller bounds it by max_tokens. A hint, in tokens, raises an estimate. It stands in for one, twice as long
+        as it says, only where the tenant's hints have held so far.
+        """
+        known = self._tenants.get(tenant)
+        learned = None if known is None else known.keys.get(key)
+        if learned is not None and learned.lengths.samples >= ENOUGH:
+            tokens = learned.lengths.length(quantile, generated)
+            found = None if tokens is None else Estimate(tokens, _OWN, learned.lengths.samples, quantile)
+        else:
+            found = self._shared(tenant, key, learned, quantile, generated)
+        if hint is None or hint < 1:
+            return found
+        return _with_hint(found, hint, generated, quantile, Hints() if known is None else known.hints)
+
+    def _shared(
+        self, tenant: str, key: LengthKey, learned: _Learned | None, quantile: float, generated: int
+    ) -> Estimate | None:
+        heard = self._heard.get((tenant, key))
+        if heard is not None and heard.samples >= ENOUGH:
+            tokens = heard.quantile(quantile, generated)
+            return None if tokens is None else Estimate(tokens, _REPLICAS, heard.samples, quantile)
+        if learned is not None and learned.lengths.censored >= ENOUGH:
+            return None
+        for subject in (key, key.endpoint):
+            median = self._medians.get(subject)
+            if median is not None and median.is_full:
+                tokens, samples = median.quantile(quantile, generated)
+                return None if tokens is None else Estimate(tokens, _TENANTS, samples, quantile)
+        return None
+
+    def trusts_hints(self, tenant: str) -> bool:
+        """Whether the tenant's hints have held so far."""
+        known = self._tenants.get(tenant)
+        return known is not None and known.hints.are_trusted
+
+    def tokens_per_chunk(self, tenant: str, key: LengthKey) -> float:
+        """Output tokens in one chunk of a stream, 1.0 to 64.0, as learned so far; 1.0 where nothing is known."""
+        known = self._tenants.get(tenant)
+        learned = None if known is None else known.keys.get(key)
+        return 1.0 if learned is None else learned.tokens_per_chunk
+
+    def learn(
+        self,
+        tenant: str,
+        key: LengthKey,
+        length: int,
+        *,
+        is_censored: bool,
+        hint: int | None = None,
+        chunks: int | None = None,
+    ) -> None:
+        """Learns the output length of one sequence, in tokens.
+
+        `is_censored` says that max_tokens or a disconnect cut it short. `chunks` is the number of its chunks where the
+        answer was a stream and `length` is the engine's own count.
+        """
+        if length < 0:
+            return
+        if length > LONGEST:
+            length = LONGEST + 1  # a count that no float holds would raise
+        known = self._tenants.get(tenant)
+        learned = None if known is None else known.keys.get(key)
+        endpoint = None if known is None else known.endpoints.get(key.endpoint)
+        is_new = False
+        if known is None or learned is None or endpoint is None:
+            if not _is_plausible(key):
+                return
+            known, learned, endpoint = self._new_places(tenant, key)
+            is_new = True
+        self._tenants.move_to_end(tenant)
+        known.keys.move_to_end(key)
+        known.endpoints.move_to_end(key.endpoint)
+        lengths = learned.lengths
+        lengths.add(length, is_censored=is_censored)
+        if chunks and length:
+            learned.note_chunks(length, chunks)
+        if hint is not None and hint >= 1:
+            known.hints.learn(hint, length, is_censored=is_censored)
+        if lengths.samples <= ENOUGH:
+            self._vote(tenant, key, self._evidence(tenant, key, lengths))
+        self._turn = turn = self._turn + 1
+        if not turn & _EVERY_OTHER or endpoint.samples < _ALL_UP_TO:
+            endpoint.add(length, is_censored=is_censored)
+            self._tell_medians(tenant, key, endpoint)
+        if is_new:
+            self._forget_oldest(tenant, known)
+
+    def _tell_medians(self, tenant: str, key: LengthKey, endpoint: LengthHistogram) -> None:
+        """Newcomers are sized by what many tenants learn."""
+        if endpoint.samples <= ENOUGH:
+            self._vote(tenant, key.endpoint, endpoint if endpoint.samples == ENOUGH else None)
+        if not self._turn & _EVERY_OTHER:
+            for subject in (key, key.endpoint):
+                median = self._medians.get(subject)
+                if median is not None:
+                    median.learned(_EVERY_OTHER + 1)
+
+    def _new_places(self, tenant: str, key: LengthKey) -> tuple[_Tenant, _Learned, LengthHistogram]:
+        """Where a sample belongs, as far as there is no such place yet."""
+        known = self._tenants.get(tenant)
+        if known is None:
+            known = self._tenants[tenant] = _Tenant()
+        learned = known.keys.get(key)
+        if learned is None:
+            learned = known.keys[key] = _Learned()
+            heard = self._heard.get((tenant, key))
+            if heard is not None:
+                heard.own = learned.lengths
+        endpoint = known.endpoints.get(key.endpoint)
+        if endpoint is None:
+            endpoint = known.endpoints[key.endpoint] = LengthHistogram()
+        return known, learned, endpoint
+
+    def _forget_oldest(self, tenant: str, known: _Tenant) -> None:
+        """Forgets what was learned least recently, where a new place is one too many."""
+        if len(known.keys) > KEYS_REMEMBERED:
+            self._forget_key(tenant, known.keys.popitem(last=False)[0])
+        if len(known.endpoints) > ENDPOINTS_REMEMBERED:
+            self._vote(tenant, known.endpoints.popitem(last=False)[0], None)
+        if len(self._tenants) > TENANTS_REMEMBERED:
+            self._forget_tenant()
+
+    def _evidence(self, tenant: str, key: LengthKey, own: LengthHistogram | None) -> Evidence | None:
+        """What a tenant votes by in the median of a key; None where it has not enough samples."""
+        if own is not None and own.samples >= ENOUGH:
+            return own
+        heard = self._heard.get((tenant, key))
+        return heard if heard is not None and heard.samples >= ENOUGH else None
+
+    def _vote(self, tenant: str, subject: LengthKey | str, evidence: Evidence | None) -> None:
+        median = self._medians.get(subject)
+        if evidence is not None:
+            if median is None:
+                median = self._medians[subject] = Median()
+            median.put(tenant, evidence)
+        elif median is not None:
+            median.remove(tenant)
+            if not len(median):
+                del self._medians[subject]
+
+    def _forget_key(self, tenant: str, key: LengthKey) -> None:
+        heard = self._heard.get((tenant, key))
+        if heard is not None:
+            heard.own = None
+        self._vote(tenant, key, self._evidence(tenant, key, None))
+
+    def _forget_tenant(self) -> None:
+        tenant, known = self._tenants.popitem(last=False)
+        for key in known.keys:
+            self._forget_key(tenant, key)
+        for endpoint in known.endpoints:
+            self._vote(tenant, endpoint, None)
+
+    def summary(self, most_bytes: int) -> dict[str, Any]:
+        """What this replica learned itself, for the others, in at most so many bytes of JSON.
+
+        `sidecar.lengths.summary` describes it. Every tenant's most used key comes first, then every tenant's second:
+        none can crowd out another.
+        """
+        return summary.write(self._most_used(most_bytes // _LEAST_SUMMARY_BYTES), most_bytes)
+
+    def _most_used(self, most: int) -> Iterator[tuple[str, LengthKey, LengthHistogram]]:
+        ranked = []
+        for tenant, known in heapq.nlargest(most, self._tenants.items(), key=_use_of_tenant):
+            keys = sorted(known.keys.items(), key=_use_of_key, reverse=True)
+            ranked += [
+                (rank, -learned.lengths.samples, tenant, key, learned.lengths)
+                for rank, (key, learned) in enumerate(keys)
+            ]
+        ranked.sort(key=lambda entry: entry[:2])
+        return ((tenant, key, lengths) for _, _, tenant, key, lengths in ranked)
+
+    def most_learned(self, most: int, quantile: float) -> list[LearnedLengths]:
+        """So many of what this replica learned from most answers, with their quantile."""
+        every = ((tenant, key, one) for tenant, known in self._tenants.items() for key, one in known.keys.items())
+        return [
+            LearnedLengths(
+                tenant,
+                *key,
+                one.lengths.samples,
+                one.lengths.censored,
+                one.lengths.quantile(0.5),
+                one.lengths.quantile(quantile),
+                quantile,
+                round(one.tokens_per_chunk, 2),
+            )
+            for tenant, key, one in heapq.nlargest(most, every, key=lambda found: found[2].lengths.samples)
+        ]
+
+    def hear(self, replica: str, document: object) -> None:
+        """Takes another replica's summary in place of its last one. Never raises: it skips what has not the form."""
+        entries = summary.read(document)
+        if entries is None:
+            return
+        self.forget(replica)
+        places = self._replicas[replica] = []
+        for tenant, key, told in entries:
+            place = (tenant, key)
+            heard = self._heard.get(place)
+            if heard is None:
+                heard = self._heard[place] = _Heard(self._own(tenant, key))
+            heard.put(replica, told)
+            places.append(place)
+            self._vote_anew(tenant, key, heard)
+        if len(self._replicas) > REPLICAS_REMEMBERED:
+            self.forget(next(iter(self._replicas)))
+
+    def forget(self, replica: str) -> None:
+        """Forgets what a replica told, if it told anything."""
+        for place in self._replicas.pop(replica, ()):
+            heard = self._heard.get(place)
+            if heard is not None:
+                heard.remove(replica)
+                if not heard.by_replica:
+                    del self._heard[place]
+                self._vote_anew(*place, heard)
+
+    def _vote_anew(self, tenant: str, key: LengthKey, heard: _Heard) -> None:
+        """Like `_vote`, where the evidence may be the same object and say something else."""
+        self._vote(tenant, key, self._evidence(tenant, key, heard.own))
+        median = self._medians.get(key)
+        if median is not None:
+            median.refresh()
+
+    def _own(self, tenant: str, key: LengthKey) -> LengthHistogram | None:
+        known = self._tenants.get(tenant)
+        learned = None if known is None else known.keys.get(key)
+        return None if learned is None else learned.lengths
+
+
+def _is_plausible(key: LengthKey) -> bool:
+    """No model and no endpoint has a name so long; memory must stay small."""
+    return len(key.endpoint) <= LONGEST_NAME and (key.model is None or len(key.model) <= LONGEST_NAME)
+
+
+def _with_hint(found: Estimate | None, hint: int, generated: int, quantile: float, hints: Hints) -> Estimate | None:
+    if found is not None:
+        return found if found.tokens >= hint else Estimate(hint, _HINT, hints.answers, quantile)
+    if not hints.are_trusted or MARGIN * hint <= generated:
+        return None
+    return Estimate(MARGIN * hint, _HINT, hints.answers, quantile)
+
+
+class _Learned:
+    """What was learned for one tenant and key."""
+
+    __slots__ = ("lengths", "tokens_per_chunk")
+
+    def __init__(self) -> None:
+        self.lengths = LengthHistogram()
+        self.tokens_per_chunk = 1.0
+
+    def note_chunks(self, length: int, chunks: int) -> None:
+        seen = min(MOST_TOKENS_PER_CHUNK, max(1.0, length / chunks))
+        self.tokens_per_chunk += CHUNK_LEARNING_RATE * (seen - self.tokens_per_chunk)
+
+
+class _Tenant:
+    """What was learned from one tenant: by key, by endpoint, and how its hints held."""
+
+    __slots__ = ("endpoints", "hints", "keys")
+
+    def __init__(self) -> None:
+        self.keys: OrderedDict[LengthKey, _Learned] = OrderedDict()
+        self.endpoints: OrderedDict[str, LengthHistogram] = OrderedDict()
+        self.hints = Hints()
+
+
+class _Heard:
+    """What other replicas told of one tenant and key, together with this replica's own samples."""
+
+    def __init__(self, own: LengthHistogram | None) -> None:
+        self.own = own
+        self.by_replica: dict[str, Summary] = {}
+        self._samples = 0
+        self._survival: Survival | None = None
+        self._own_samples = 0
+
+    def put(self, replica: str, told: Summary) -> None:
+        self.by_replica[replica] = told
+        self._changed()
+
+    def remove(self, replica: str) -> None:
+        self.by_replica.pop(replica, None)
+        self._changed()
+
+    def _changed(self) -> None:
+        self._samples = sum(told.samples for told in self.by_replica.values())
+        self._survival = None
+
+    @property
+    def samples(self) -> int:
+        return self._samples if self.own is None else self._samples + self.own.samples
+
+    def quantile(self, q: float, beyond: int = 0) -> int | None:
+        own_samples = 0 if self.own is None else self.own.samples + self.own.censored
+        if self._survival is None or own_samples != self._own_samples:
+            self._survival = summary.merged(self.own, self.by_replica.values())
+            self._own_samples = own_samples
+        return self._survival.quantile(q, beyond)
+
+
+def _use_of_tenant(item: tuple[str, _Tenant]) -> int:
+    return max((learned.lengths.samples for learned in item[1].keys.values()), default=0)
+
+
+def _use_of_key(item: tuple[LengthKey, _Learned]) -> int:
+    return item[1].lengths.samples

@@ -1,0 +1,171 @@
+"""Summaries of what a replica learned, small enough for its report, and what others make of them.
+
+A document has only what its replica saw itself, never what it heard: replicas that hear each other in turn count no
+request twice. It is `{"version": 1, "lengths": [[tenant, endpoint, model, bucket, samples, weight, points], ...]}`. The
+points are one list: a length, the millionths of the answers that are longer, the next length, and so on. All numbers
+are whole. A reader takes nothing for granted: it skips entries that are not of this form.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from math import ceil
+from typing import Any, NamedTuple
+
+from sidecar.lengths.buckets import LengthKey
+from sidecar.lengths.histogram import EDGES, LONGEST, LengthHistogram, Survival, bin_of
+
+VERSION = 1
+MILLION = 1_000_000
+LEVELS = tuple(
+    round(MILLION * share)
+    for share in (
+        0.9,
+        0.8,
+        0.7,
+        0.6,
+        0.5,
+        0.4,
+        0.3,
+        0.25,
+        0.2,
+        0.15,
+        0.1,
+        0.075,
+        0.05,
+        0.03,
+        0.02,
+        0.01,
+        0.005,
+        0.001,
+        0.0,
+    )
+)
+"""The shares of longer answers at which a point is taken, in millionths: denser where quantiles are asked for."""
+_NOISE = 1e-6
+"""Shares are rounded up, so that no summary says less than its samples; but not for the rounding of a float."""
+MOST_POINTS = 32
+MOST_SAMPLES = 10**9
+"""A replica that has learned more says so many."""
+MOST_WEIGHT = 3000
+"""The decayed weight of endless samples with a half-life of 2,000 is 2,886: no honest replica says more."""
+MOST_ENTRIES = 4096
+LONGEST_NAME = 256
+"""Characters of a tenant, an endpoint or a model; nothing is learned for a longer one."""
+
+
+class Summary(NamedTuple):
+    """The lengths of one tenant and key on one replica. `points` are (length, millionths of the answers longer)."""
+
+    samples: int
+    weight: int
+    points: tuple[tuple[int, int], ...]
+
+    def add_to(self, complete: list[float], censored: list[float]) -> None:
+        """Adds weights by bin: answers between two points count as the longer, those after the last are censored."""
+        left, unit = MILLION, self.weight / MILLION
+        last = 0
+        for length, longer in self.points:
+            last = bin_of(length)
+            complete[last] += (left - longer) * unit
+            left = longer
+        censored[last] += left * unit
+
+
+def summarize(histogram: LengthHistogram) -> Summary:
+    """The summary of a histogram."""
+    survival = histogram.survival()
+    points: list[tuple[int, int]] = []
+    level = 0
+    for edge, share in zip(survival.edges, survival.beyond, strict=True):
+        longer = ceil(share * MILLION - _NOISE)
+        if level < len(LEVELS) and longer <= LEVELS[level]:
+            points.append((edge, longer))
+            while level < len(LEVELS) and longer <= LEVELS[level]:
+                level += 1
+    if survival.edges and points[-1:] != [(survival.edges[-1], longer)]:
+        points.append((survival.edges[-1], longer))
+    return Summary(min(histogram.samples, MOST_SAMPLES), max(1, round(histogram.weight)), tuple(points))
+
+
+def merged(own: LengthHistogram | None, heard: Iterable[Summary]) -> Survival:
+    """The distribution of this replica's samples and the others' together."""
+    complete, censored = [0.0] * len(EDGES), [0.0] * len(EDGES)
+    if own is not None:
+        for index, (ended, cut) in enumerate(zip(*own.weights(), strict=True)):
+            complete[index], censored[index] = ended, cut
+    for summary in heard:
+        summary.add_to(complete, censored)
+    return Survival(complete, censored)
+
+
+def write(entries: Iterable[tuple[str, LengthKey, LengthHistogram]], most_bytes: int) -> dict[str, Any]:
+    """The document of the first entries that fit into so many bytes of JSON."""
+    lengths: list[list[Any]] = []
+    document = {"version": VERSION, "lengths": lengths}
+    left = most_bytes - len(json.dumps(document, separators=(",", ":")))
+    for tenant, key, histogram in entries:
+        if not histogram.samples:
+            continue
+        samples, weight, points = summarize(histogram)
+        entry = [tenant, *key, samples, weight, [number for point in points for number in point]]
+        size = _size(entry)
+        if size is None:
+            continue
+        left -= size
+        if left < 0:
+            break
+        lengths.append(entry)
+    return document
+
+
+def _size(entry: list[Any]) -> int | None:
+    """The bytes of an entry and its comma; None where a name has no UTF-8."""
+    try:
+        return len(json.dumps(entry, separators=(",", ":"), ensure_ascii=False).encode()) + 1
+    except UnicodeEncodeError:
+        return None
+
+
+def read(document: object) -> Iterator[tuple[str, LengthKey, Summary]] | None:
+    """The entries of another replica's document that are as they must be; None where it is no document at all."""
+    if not isinstance(document, dict) or document.get("version") != VERSION:
+        return None
+    lengths = document.get("lengths")
+    if not isinstance(lengths, list):
+        return None
+    found = (_entry(one) for one in lengths[:MOST_ENTRIES])
+    return (one for one in found if one is not None)
+
+
+def _entry(one: object) -> tuple[str, LengthKey, Summary] | None:
+    if not isinstance(one, list) or len(one) != 7:
+        return None
+    tenant, endpoint, model, bucket, samples, weight, numbers = one
+    if not (_is_name(tenant) and _is_name(endpoint) and _is_name(bucket) and (model is None or _is_name(model))):
+        return None
+    points = _points(numbers)
+    if points is None or not _is_whole(samples, 1, MOST_SAMPLES) or not _is_whole(weight, 1, MOST_WEIGHT):
+        return None
+    return tenant, LengthKey(endpoint, model, bucket), Summary(samples, weight, points)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= LONGEST_NAME
+
+
+def _is_whole(value: object, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _points(numbers: object) -> tuple[tuple[int, int], ...] | None:
+    """The points, where lengths rise and the shares of longer answers fall."""
+    if not isinstance(numbers, list) or not 2 <= len(numbers) <= 2 * MOST_POINTS or len(numbers) % 2:
+        return None
+    before, left = 0, MILLION
+    for length, longer in zip(numbers[::2], numbers[1::2], strict=True):
+        if not _is_whole(length, before + 1, LONGEST) or not _is_whole(longer, 0, left):
+            return None
+        before, left = length, longer
+    return tuple(zip(numbers[::2], numbers[1::2], strict=True))

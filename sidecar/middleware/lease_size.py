@@ -1,0 +1,543 @@
+"""Size of a lease: what a request is expected to use, when it enters the pool and while its answer streams.
+
+A request enters with its prompt and the learned quantile of its output length (`lengths.estimator`). While it streams
+the quantile is asked again every 64 tokens, given that the answer is already so long: the lease shrinks and grows.
+Requests end at different times, so all of them together need less than the sum of what each may still need: the ratio
+of the two (`lengths.overlap`) is applied to what a lease holds. How much of this is trusted is the policy's `learn`,
+and the engine's own preemptions take trust back (`lengths.trust`).
+
+The output of an answer that does not stream cannot be seen: its lease keeps its size to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from heapq import nlargest
+from typing import Protocol
+
+import msgspec
+
+from sidecar.events import Expectation
+from sidecar.lengths.buckets import LengthKey, key_of
+from sidecar.lengths.estimator import Estimate, LearnedLengths, LengthEstimator, Source
+from sidecar.lengths.overlap import WHOLE, Overlap
+from sidecar.lengths.trust import Trust
+from sidecar.payload.decode import Payload
+from sidecar.policy.model import Learn
+from sidecar.pools.base import Lease
+
+EVERY_TOKENS = 64
+"""Tokens of each sequence after which a lease is sized anew. A conversation's answer has three to ten times as many."""
+_MOST_ENGINES = 256
+"""Engines that are remembered while they run nothing. Autoscalers give every new one a new name."""
+MOST_SHOWN = 64
+"""Engines in a document, as in metrics."""
+MOST_LEARNED_SHOWN = 20
+_SMALLEST_CHANGE_SHIFT = 6
+"""A lease is not resized for less than a 64th of what it holds: each change is an operation in the store."""
+
+
+_SAMPLES_PER_RUNNING = 3
+"""Complete samples for each request of a key that runs, before an estimate of its own answers counts. The answers that
+end first are the shortest of a batch: with a batch of 270 the first 50 say far too little, and the engine preempts."""
+_MOST_KNOWN = 65_536
+_LONGEST_NAME = 256
+"""Characters of a model whose keys are kept: no model has a longer name, and memory must stay small."""
+# Looked up once: an enumeration's attribute costs as much as a call.
+_OWN, _REPLICAS, _HINT = Source.OWN, Source.REPLICAS, Source.HINT
+
+_NEVER = 2**62
+
+
+class Expected(msgspec.Struct, frozen=True, gc=False):
+    """What one request is expected to use, in tokens.
+
+    `prompt` is that of all choices together, in `sequences` sequences, of which the answer has `shown`. `bound` is the
+    most that one of them may generate, None where the client says none; the old rule takes `assumed` then. `longest` is
+    the same, or what its tier admits where there is no `bound`. `estimate` is None where nothing is
+    known: the lease then holds `most`, what the old rule holds. `tokens` is what it enters the pool with, at the
+    overlap `ratio` of 65,536, `quantile` the share of answers that `estimate` covers. `plain` is what it is expected to
+    use in all, before the overlap.
+    """
+
+    tenant: str
+    key: LengthKey
+    prompt: int
+    sequences: int
+    bound: int | None
+    assumed: int
+    longest: int
+    shown: int
+    hint: int | None
+    estimate: Estimate | None
+    most: int
+    quantile: float
+    tokens: int
+    ratio: int
+    plain: int
+
+    def said(self, payload: Payload) -> Expectation:
+        """The same for telemetry. `payload` is the request's."""
+        estimate, bound = self.estimate, self.bound
+        if estimate is None:
+            output, source, samples, quantile = self.most_output, "maximum", 0, 0.0
+        else:
+            output = estimate.tokens if bound is None or estimate.tokens < bound else bound
+            source, samples, quantile = estimate.source._value_, estimate.samples, self.quantile
+        is_text = payload.prompt_bytes and not payload.prompt_tokens and not payload.unread_bytes
+        bytes_per_token = payload.prompt_bytes * payload.choices / self.prompt if is_text else None
+        sequences, overlap, bucket = self.sequences, self.ratio / WHOLE, self.key.bucket
+        return Expectation(  # names would cost as much as all of this
+            output, sequences, source, samples, quantile, overlap, self.most, self.prompt, bytes_per_token, bucket
+        )
+
+    @property
+    def most_output(self) -> int:
+        """The most tokens of one sequence, as the old rule takes it."""
+        return self.assumed if self.bound is None else self.bound
+
+    @property
+    def most_used(self) -> int:
+        """The most tokens that the request can come to use: no lease holds more, and no tenant is charged for more."""
+        return self.prompt + self.longest * self.sequences
+
+
+class Answer(Protocol):
+    """An answer as it passes: its events so far, and the engine's own count of its output where it said one.
+
+    See `usage.UsageReader`.
+    """
+
+    chunks: int
+    large_tokens: int
+    output_tokens: int | None
+
+    @property
+    def later_chunks(self) -> int:
+        """The chunks since the engine's count, 0 where that is the last."""
+
+
+class LengthQuestion(msgspec.Struct, frozen=True, gc=False):
+    """A request to be sized: see `Expected`. `limit` is the most that one request of its tier may hold:
+    it counts where there is no `bound`.
+    """
+
+    tenant: str
+    path: str
+    payload: Payload
+    prompt_tokens: int
+    most: int
+    assumed: int
+    bound: int | None
+    limit: int
+
+
+class EngineSizesDocument(msgspec.Struct, frozen=True):
+    """The leases of one process at one engine, for people and metrics. `engine` is None where the pool has one engine.
+
+    `quantile`, `overlap` and `reason` are what is in force. Its `running` leases hold `held_tokens` in the pool. They
+    are expected to use `expected_tokens`, as a plain sum, and use `used_tokens` now, as far as that is known: the
+    output of an answer that does not stream is not. `growths` counts how often one of its leases grew. `preemptions`
+    counts the engine's own since the first reading, None where it does not say.
+    """
+
+    engine: str | None
+    quantile: float
+    overlap: float
+    reason: str
+    is_raised: bool
+    running: int
+    held_tokens: int
+    expected_tokens: int
+    used_tokens: int
+    growths: int = 0
+    preemptions: int | None = None
+
+
+class LeaseSizesDocument(msgspec.Struct, frozen=True):
+    """The leases of one process at all engines, and what was learned most often: the admin port's `/state` has it."""
+
+    learn: str
+    engines: list[EngineSizesDocument] = []
+    learned: list[LearnedLengths] = []
+
+
+class EngineSizes:
+    """The leases of this process at one engine, and the trust in it.
+
+    Its `leases` hold `held_tokens`, and `admitted` counts all that there were, `admitted_by_all` those of all replicas,
+    about. The overlap has the leases where the trust uses it.
+    """
+
+    def __init__(self, learn: Learn, now_us: Callable[[], int], name: str | None) -> None:
+        self.name = name
+        self.overlap = Overlap()
+        self.trust = Trust(learn, now_us())
+        self.admitted = self.held_tokens = self.admitted_by_all = self.growths = 0
+        self.leases: dict[int, LeaseSize] = {}
+        self.preemptions: int | None = None
+        self.read_us = now_us()
+        self._counted = 0
+
+    @property
+    def running(self) -> int:
+        """The leases at this engine."""
+        return len(self.leases)
+
+    def count_admitted(self, replicas: int) -> None:
+        """Each of the replicas has admitted about as many as this one: all of them caused the engine's preemptions."""
+        self.admitted_by_all += (self.admitted - self._counted) * replicas
+        self._counted = self.admitted
+
+    def document(self) -> EngineSizesDocument:
+        """What is in force, and what it holds."""
+        used = sum(lease.used_tokens for lease in self.leases.values())
+        expected = sum(lease.expected_tokens for lease in self.leases.values())
+        trust = self.trust
+        return EngineSizesDocument(
+            self.name,
+            trust.quantile,
+            self.ratio / WHOLE,
+            trust.reason,
+            trust.is_raised,
+            self.running,
+            self.held_tokens,
+            expected,
+            used,
+            self.growths,
+            self.preemptions,
+        )
+
+    @property
+    def ratio(self) -> int:
+        """The overlap in force, of 65,536."""
+        return self.overlap.ratio if self.trust.uses_overlap else WHOLE
+
+    def counted(self, tokens: int) -> int:
+        """What a lease that needs so many tokens is counted for: a whole number, at least 1."""
+        return max(1, -(-tokens * self.ratio // WHOLE))
+
+
+def _last_read_us(engine: EngineSizes) -> int:
+    return engine.read_us
+
+
+class LeaseSizes:
+    """The sizes of a process's leases in one pool. Not thread-safe; every method returns at once.
+
+    `learns` says whether requests are sized by what is learned. `now_us` is the pool's clock, `replicas` how many
+    processes share the pool. `estimator` may be shared with other pools of the process.
+    """
+
+    def __init__(
+        self,
+        learn: Learn,
+        now_us: Callable[[], int],
+        estimator: LengthEstimator,
+        replicas: Callable[[], int] = lambda: 1,
+    ) -> None:
+        self.mode = learn
+        self.learns = learn is not Learn.OFF
+        self.estimator = estimator
+        self._now_us = now_us
+        self._replicas = replicas
+        self._base = Trust(learn, now_us())
+        self._is_at_base = learn is Learn.CAUTIOUS
+        self._engines: dict[str | None, EngineSizes] = {}
+        self._unknown: dict[tuple[str, LengthKey], int] = {}
+        self._known = set[tuple[str, LengthKey]]()
+
+    def change_learn(self, learn: Learn) -> None:
+        """The policy has another `learn`. What was learned stays; leases under way change at their next 64 tokens."""
+        self.mode, self.learns = learn, learn is not Learn.OFF
+        self._base.change_mode(learn)
+        for engine in self._engines.values():
+            engine.trust.change_mode(learn)
+        self._trust_changed()
+
+    def _trust_changed(self) -> None:
+        """Notes whether the base is in force at every engine, and no overlap: then no request needs to ask them."""
+        is_raised = any(engine.trust.is_raised for engine in self._engines.values())
+        self._is_at_base = self.mode is Learn.CAUTIOUS and not is_raised
+
+    def preempted(self, engine: str | None, total: int, now_us: int) -> None:
+        """An engine, by its name, says how many requests it has preempted since it started."""
+        found = self._engine(engine)
+        found.preemptions, found.read_us = total, now_us
+        found.count_admitted(self._replicas())
+        found.trust.preempted(total, now_us, found.admitted_by_all)
+
+    def expect(self, asked: LengthQuestion) -> Expected | None:
+        """The size of a request that enters the pool. None where nothing is generated. Not with `learn: off`."""
+        payload, bound, assumed, most = asked.payload, asked.bound, asked.assumed, asked.most
+        if assumed < 1:
+            return None
+        tenant, model = asked.tenant, payload.model
+        find = key_of if model is None or len(model) <= _LONGEST_NAME else key_of.__wrapped__
+        key = find(asked.path, model, payload.traits, bound)
+        quantile, ratio = (self._base.quantile, WHOLE) if self._is_at_base else self._entry()
+        hint = None if payload.nvext is None else payload.output_hint
+        estimate = self.estimate(tenant, key, quantile, 0, hint)
+        sequences, prompt = payload.sequences, asked.prompt_tokens * payload.choices
+        # Without a maximum the old rule's figure is no bound. No estimate makes a request too large for its tier.
+        longest = max(assumed, (asked.limit - prompt) // sequences) if bound is None else bound
+        if estimate is None:
+            plain = prompt + sequences * (assumed if bound is None else bound)
+            tokens = most
+        else:
+            tokens = plain = prompt + sequences * min(estimate.tokens, longest)
+        if ratio < WHOLE:
+            tokens = -(-tokens * ratio // WHOLE)
+        return Expected(
+            tenant, key, prompt, sequences, bound, assumed, longest, payload.shown_sequences, hint, estimate, most,
+            quantile, tokens or 1, ratio, plain,
+        )  # fmt: skip
+
+    def estimate(
+        self, tenant: str, key: LengthKey, quantile: float, generated: int, hint: int | None
+    ) -> Estimate | None:
+        """What the estimator says, unless all it has are the first answers of a batch that still runs."""
+        found = self.estimator.estimate(tenant, key, quantile, generated=generated, hint=hint)
+        place = (tenant, key)
+        if found is None or place in self._known:
+            return found
+        if found.source is _HINT and place in self._unknown:
+            # Above such an estimate a hint says no more than alone: less than the maximum only where it is trusted.
+            bare = self.estimator.estimate(tenant, key, quantile, generated=generated)
+            if bare is None or self._is_enough(bare, place):
+                return found
+            return found if self.estimator.trusts_hints(tenant) else None
+        if not self._is_enough(found, place):
+            return None
+        if found.source is not _OWN and found.source is not _REPLICAS:
+            return found
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known.add(place)
+        return found
+
+    def _is_enough(self, found: Estimate, place: tuple[str, LengthKey]) -> bool:
+        """Whether the answers behind an estimate are more than the first ones of a batch."""
+        is_own = found.source is _OWN or found.source is _REPLICAS
+        return not is_own or found.samples >= _SAMPLES_PER_RUNNING * self._unknown.get(place, 0)
+
+    def began(self, expected: Expected) -> bool:
+        """One more request runs. Whether it is counted, which is so while its key is not known: then call `ended`."""
+        place = (expected.tenant, expected.key)
+        if place in self._known:
+            return False
+        self._unknown[place] = self._unknown.get(place, 0) + 1
+        return True
+
+    def ended(self, expected: Expected) -> None:
+        """A request that was counted runs no more."""
+        place = (expected.tenant, expected.key)
+        running = self._unknown.pop(place) - 1
+        if running:
+            self._unknown[place] = running
+
+    def begin(self, expected: Expected, lease: Lease, answer: Answer, *, streams: bool) -> LeaseSize:
+        """A request that was expected to use so much was admitted. `answer` is read as it passes."""
+        grant = lease.grant
+        name = None if grant is None or grant.engine is None else grant.engine.partition("#")[0]
+        engine = self._engines.get(name) or self._engine(name)
+        engine.admitted += 1
+        size = LeaseSize(self, engine, expected, lease, answer)
+        if streams:
+            size.follow(self.estimator.tokens_per_chunk(expected.tenant, expected.key))
+        return size
+
+    def learn(self, expected: Expected, answer: Answer, *, is_complete: bool) -> None:
+        """An answer is over. It is longer than what was seen where it is not complete, or as long as it may be."""
+        said = answer.output_tokens
+        if said is None and not answer.chunks:
+            return  # an answer that says nothing of its length
+        length = self.generated(expected, answer) if said is None else min(said // expected.shown, expected.longest)
+        is_censored = not is_complete or (expected.bound is not None and length >= expected.bound)
+        if length or not is_censored:
+            is_counted = said is not None and not answer.later_chunks
+            chunks = (answer.chunks - answer.large_tokens) // expected.shown if is_counted else None
+            self.estimator.learn(
+                expected.tenant, expected.key, length, is_censored=is_censored, hint=expected.hint, chunks=chunks
+            )
+
+    def generated(self, expected: Expected, answer: Answer) -> int:
+        """Tokens of each sequence so far: the engine's count, and the events since by the tokens that one has."""
+        tokens = answer.output_tokens
+        chunks = answer.chunks if tokens is None else answer.later_chunks
+        if chunks:
+            events = max(0, chunks - answer.large_tokens)
+            per_chunk = self.estimator.tokens_per_chunk(expected.tenant, expected.key)
+            tokens = (tokens or 0) + max(chunks, int(events * per_chunk))
+        # Some APIs send more events than tokens, and engines may say any number. No answer is longer than its maximum.
+        return min((tokens or 0) // expected.shown, expected.longest)
+
+    def engines(self) -> Iterator[EngineSizes]:
+        """Every engine, also one that runs nothing now."""
+        yield from self._engines.values()
+
+    def documents(self) -> list[EngineSizesDocument]:
+        """Those of the engines, by name; empty where nothing is learned. Those that run most, where there are many."""
+        if not self.learns:
+            return []
+        self._look()
+        shown = nlargest(MOST_SHOWN, self._engines.values(), key=lambda engine: engine.running)
+        return [engine.document() for engine in sorted(shown, key=lambda engine: engine.name or "")]
+
+    def document(self) -> LeaseSizesDocument:
+        """What is in force and what was learned, in bounded size."""
+        if not self.learns:
+            return LeaseSizesDocument(self.mode.value)
+        quantile, _ = self._entry()
+        learned = self.estimator.most_learned(MOST_LEARNED_SHOWN, quantile)
+        return LeaseSizesDocument(self.mode.value, self.documents(), learned)
+
+    def left(self) -> None:
+        """An engine runs nothing any more. Where many came and went, one such is forgotten."""
+        if len(self._engines) > _MOST_ENGINES:
+            self._forget_idle()
+
+    def _look(self) -> None:
+        """An engine that is gone says no more that it does not preempt: it has no trust to lose."""
+        now_us = self._now_us()
+        for engine in list(self._engines.values()):
+            if engine.trust.is_raised:
+                engine.trust.look(now_us)
+
+    def _engine(self, name: str | None) -> EngineSizes:
+        found = self._engines.get(name)
+        if found is None:
+            if len(self._engines) >= _MOST_ENGINES:
+                self._forget_idle()
+            found = self._engines[name] = EngineSizes(self.mode, self._now_us, name)
+            found.trust.on_change.append(self._trust_changed)
+        return found
+
+    def _forget_idle(self) -> None:
+        """Forgets the engine of those that run nothing that has not been read for longest."""
+        idle = min((engine for engine in self._engines.values() if not engine.leases), key=_last_read_us, default=None)
+        if idle is not None:
+            del self._engines[idle.name]
+            self._trust_changed()
+
+    def _entry(self) -> tuple[float, int]:
+        """The quantile and the overlap for a request whose engine is not known yet: the most careful of each."""
+        quantile, ratio = self._base.quantile, 0
+        for engine in self._engines.values():
+            if engine.leases:
+                trust = engine.trust
+                quantile = max(quantile, trust.quantile)
+                if ratio < WHOLE:
+                    ratio = max(ratio, engine.overlap.ratio) if trust.uses_overlap else WHOLE
+        return quantile, ratio or WHOLE
+
+
+class LeaseSize:
+    """The size of one lease, from its admission to its end. `next_look` counts the events of its answer.
+
+    Call `look` as soon as the answer has had so many events, and `ended` when the request leaves its engine, however
+    it does. `held` is what the lease holds, `growths` how often it grew. `used_tokens` and `expected_tokens` are what
+    it uses now, as far as that is known, and what it is expected to use at most.
+    """
+
+    __slots__ = (
+        "_answer", "_engine", "_expected", "_is_counted", "_is_over", "_lease", "_per_chunk", "_sizes",
+        "expected_tokens", "growths", "held", "next_look", "used_tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        sizes: LeaseSizes,
+        engine: EngineSizes,
+        expected: Expected,
+        lease: Lease,
+        answer: Answer,
+    ) -> None:
+        self._sizes = sizes
+        self._engine = engine
+        self._expected = expected
+        self._lease = lease
+        self._answer = answer
+        self.held = held = lease.ask.tokens
+        self._per_chunk = 1.0
+        self.growths = 0
+        self._is_over = False
+        self.next_look = _NEVER
+        self._is_counted = sizes.began(expected)
+        engine.leases[lease.id] = self
+        engine.held_tokens += held
+        self.used_tokens, self.expected_tokens = expected.prompt, expected.plain
+        if held != expected.plain or engine.trust.uses_overlap:
+            self._resize(0, expected.estimate)
+
+    def follow(self, tokens_per_chunk: float) -> None:
+        """The answer streams, with so many tokens in an event."""
+        self._per_chunk = tokens_per_chunk
+        self.next_look = self._chunks(EVERY_TOKENS)
+
+    def look(self) -> None:
+        """Sizes the lease anew, given what its answer has by now."""
+        expected, sizes = self._expected, self._sizes
+        generated = sizes.generated(expected, self._answer)
+        quantile = self._engine.trust.quantile
+        estimate = sizes.estimate(expected.tenant, expected.key, quantile, generated, expected.hint)
+        self.next_look = self._answer.chunks + self._chunks(EVERY_TOKENS)
+        self._resize(generated, estimate)
+
+    def ended(self, used_tokens: int = 0) -> None:
+        """The request has left its engine, and has used so many tokens. Harmless when repeated.
+
+        Call it before the lease is settled: its tenant pays for what it used above what it was charged for. An engine
+        may say any number: no request uses more than the most that it may.
+        """
+        if self._is_over:
+            return
+        # What is counted is never more than what is used. To ask for it also brings the overlap up to date.
+        if used_tokens > self._lease.paid_tokens or self._engine.trust.uses_overlap:
+            self._charge(self._engine.counted(min(used_tokens, self._expected.most_used)))
+        self._is_over, self.next_look = True, _NEVER
+        engine = self._engine
+        del engine.leases[self._lease.id]
+        engine.overlap.remove(self._lease.id)
+        if self._is_counted:
+            self._sizes.ended(self._expected)
+        engine.held_tokens -= self.held
+        if not engine.leases:
+            self._sizes.left()
+
+    def _resize(self, generated: int, estimate: Estimate | None) -> None:
+        expected, engine = self._expected, self._engine
+        if estimate is not None:
+            output = estimate.tokens
+        elif expected.estimate is not None and generated:
+            # Longer than every answer that was seen: as much again may come. The maximum may be a thousand times what
+            # is used, and the pool would admit no one beside it.
+            output = max(2 * generated, expected.estimate.tokens)
+        else:
+            output = expected.most_output
+        output = min(output, expected.longest)
+        sequences, held = expected.sequences, self.held
+        rest = output - generated if output > generated else 0
+        self.used_tokens = used = expected.prompt + generated * sequences
+        self.expected_tokens = tokens = used + rest * sequences
+        if engine.trust.uses_overlap:
+            engine.overlap.put(self._lease.id, used, rest, sequences)
+            tokens = engine.counted(tokens)
+        if abs(tokens - held) <= held >> _SMALLEST_CHANGE_SHIFT:
+            return
+        if tokens > held:
+            self.growths += 1
+            engine.growths += 1
+            self._charge(tokens)
+        if self._lease.resize(tokens):
+            engine.held_tokens += tokens - held
+            self.held = tokens
+
+    def _charge(self, tokens: int) -> None:
+        """Charges the tenant, in its tier's fair queue, for all that is above what it was charged for."""
+        if (more := tokens - self._lease.paid_tokens) > 0:
+            self._lease.charge_tenant(more)
+
+    def _chunks(self, tokens: int) -> int:
+        """The events that bring so many tokens of each sequence."""
+        return max(1, int(tokens * self._expected.shown / self._per_chunk))

@@ -1,0 +1,244 @@
+"""The pool of several engines, in one process: the local pool with a scheduler that chooses the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from sidecar.events import Obstacle, Placed
+from sidecar.policy.model import Policy
+from sidecar.policy.rules import PoolRules
+from sidecar.pools.base import Ask, Lease
+from sidecar.pools.limits import SizeLimits
+from sidecar.pools.local import LocalPool
+from sidecar.pools.runtime import Clock, LeaseRuntime, monotonic_us
+from sidecar.pools.stats import ALONE, bounded, grant_of
+from sidecar.scheduling import Admission
+from sidecar.scheduling.fleet_scheduler import FleetScheduler
+from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineOffer, EngineState, Found, sum_of_offers
+from sidecar.scheduling.rate_limit import RateLimiter
+
+NO_ENGINE = "no engine takes new requests at present"
+MOST_NAMED = 3
+"""More engines than these are only counted in a sentence."""
+
+
+class EngineRuntime(LeaseRuntime):
+    """What every lease runtime of several engines does: leases name their engines. See `LeaseRuntime`."""
+
+    scheduler: FleetScheduler
+
+    def submit(self, lease: Lease) -> None:
+        """See `LeaseRuntime.submit`."""
+        ask = lease.ask
+        self.scheduler.submit(
+            lease.ticket_id,
+            tier=ask.tier,
+            tokens=ask.tokens,
+            requests=ask.requests,
+            tenant=ask.tenant,
+            weight=ask.weight,
+            now_us=lease.entered_us,
+            returns=lease.returns,
+            prompt=ask.prompt,
+            hits=ask.hits,
+            barred=ask.barred,
+        )
+        self.waiting[lease.ticket_id] = lease
+
+    def hand_back(self, lease: Lease, now_us: int) -> bool:
+        """See `LeaseRuntime.hand_back`."""
+        self.scheduler.bar(lease.ticket_id, lease.ask.barred)
+        return super().hand_back(lease, now_us)
+
+    def prefilled(self, lease: Lease) -> None:
+        """A lease's engine has prefilled its prompt."""
+        now_us = self._clock()
+        if self.scheduler.prefilled(lease.ticket_id, now_us) and self.waiting:
+            self.dispatch(now_us)
+
+    def _admit(self, admission: Admission, now_us: int) -> None:
+        ticket = admission.ticket
+        lease = self.waiting.pop(ticket.id)
+        if self.scheduler.rules.tiers[ticket.tier].preemptible:
+            self._preemptible[ticket.id] = lease
+        if self._on_admitted is not None:
+            self._on_admitted(ticket.tier, now_us)
+        grant = grant_of(self._names, admission.wait, now_us, admission.level, admission.passed)
+        since_us = ticket.placing.claimed_us
+        placed = placed_on(ticket.placing.found, lease.ask, 0 if since_us is None else now_us - since_us)
+        lease.granted(msgspec.structs.replace(grant, engine=admission.engine, placed=placed))
+
+
+class FleetRuntime(EngineRuntime):
+    """The lease runtime of a pool of several engines. See `LeaseRuntime`."""
+
+    def __init__(
+        self, policy: Policy, weight_percent: int, clock: Clock, on_admitted: Callable[[int, int], None]
+    ) -> None:
+        self._policy = policy
+        self._weight_percent = weight_percent
+        super().__init__(policy.rules, clock, on_admitted)
+
+    def new_scheduler(self, rules: PoolRules) -> FleetScheduler:  # noqa: ARG002  # sizes are those of the engines
+        """See `LeaseRuntime.new_scheduler`."""
+        return FleetScheduler(self._policy.rules_of, self._weight_percent)
+
+
+class FleetPool(LocalPool):
+    """See `LocalPool` and `EnginePool`. `weight_percent` is the weight of a predicted hit."""
+
+    _runtime: FleetRuntime
+
+    def __init__(
+        self,
+        policy: Policy,
+        clock: Clock = monotonic_us,
+        *,
+        weight_percent: int = WEIGHT_PERCENT,
+        allowances: RateLimiter | None = None,
+    ) -> None:
+        self._weight_percent = weight_percent
+        self._offers: Sequence[EngineOffer] = ()
+        super().__init__(policy, clock, allowances=allowances)
+        self._size()
+
+    def _new_runtime(self, policy: Policy, clock: Clock) -> FleetRuntime:
+        return FleetRuntime(policy, self._weight_percent, clock, self._places.admitted)
+
+    def set_engines(self, offers: Sequence[EngineOffer]) -> None:
+        """See `EnginePool.set_engines`."""
+        self._offers = offers
+        self._runtime.scheduler.set_engines(offers, self.now_us())
+        self._size()
+        self._look_again()
+
+    def cap_engine(self, engine: str, for_s: float, refused: int = 1) -> None:
+        """See `EnginePool.cap_engine`."""
+        now_us, scheduler = self.now_us(), self._runtime.scheduler
+        held = scheduler.held_by(engine)
+        scheduler.cap(engine, max(0, held - refused), now_us + round(for_s * 1e6), now_us)
+        self._runtime.dispatch(now_us)
+
+    def raise_cap(self, engine: str, requests: int) -> None:
+        """See `EnginePool.raise_cap`."""
+        self._runtime.scheduler.raise_cap(engine, requests)
+        self._runtime.dispatch(self.now_us())
+
+    def engines(self) -> Sequence[EngineState]:
+        """See `EnginePool.engines`."""
+        return self._runtime.scheduler.engines(self.now_us())
+
+    def prefilled(self, lease: Lease) -> None:
+        """See `LeaseOwner.prefilled`."""
+        self._runtime.prefilled(lease)
+
+    def drain_engine(self, name: str, *, drains: bool) -> None:
+        """See `EnginePool.drain_engine`: the next offers say it."""
+
+    def change_weight(self, weight_percent: int) -> None:
+        """See `EnginePool.change_weight`."""
+        self._weight_percent = weight_percent
+
+    def change_policy(self, policy: Policy) -> None:
+        """See `Pool.change_policy`. The pool's size is that of its engines."""
+        self._sizes.policy = policy
+        self._runtime.scheduler.change_rules_of(policy.rules_of, self._weight_percent)
+        self._size()
+        self._look_again()
+
+    def change_rules(self, rules: PoolRules) -> None:
+        """See `Pool.change_rules`: nothing changes, because the engines say how large the pool is."""
+
+    def state(self) -> Mapping[str, object]:
+        """See `Pool.state`; with the engines."""
+        engines = [engine_state(engine) for engine in self.engines()]  # first: it brings the pool's size up to date
+        no_engine_fits_s = self._runtime.scheduler.blocked_us(self.now_us()) / 1e6
+        return {**super().state(), "engines": engines, "no_engine_fits_s": round(no_engine_fits_s, 3)}
+
+    def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
+        """See `Pool.obstacle`."""
+        of_pool = super().obstacle(ask)
+        found = None if self._paused is not None else engine_obstacle(self.engines(), ask, of_pool)
+        return found or of_pool
+
+    def _size(self) -> None:
+        change_sizes(self._sizes, self._offers)
+
+
+def change_sizes(sizes: SizeLimits, offers: Sequence[EngineOffer]) -> None:
+    """Sizes are judged by the whole capacity of all engines: a pool that shrinks for a while refuses no one."""
+    if not offers:
+        sizes.change_rules(sizes.policy.rules_of(None, None))
+        return
+    tokens, requests, _ = sum_of_offers(offers)
+    largest = max(offer.tokens for offer in offers), max(offer.requests for offer in offers)
+    sizes.change_rules(sizes.policy.rules_of(tokens, requests), largest)
+
+
+def engine_obstacle(
+    engines: Sequence[EngineState], ask: Ask, of_pool: tuple[Obstacle, str]
+) -> tuple[Obstacle, str] | None:
+    """Why no engine takes a request although the pool might; None where the obstacle is the pool's own."""
+    taking = [engine for engine in engines if engine.takes_new]
+    if not taking:
+        return Obstacle.ENGINE, NO_ENGINE
+    if not any(ask.tokens <= engine.tokens and ask.requests <= engine.requests for engine in taking):
+        return Obstacle.ENGINE, "it is larger than every engine that takes new requests at present"
+    if of_pool[0] is not Obstacle.BEHIND:
+        return None  # there is no room for it in the pool
+    with_room = [engine for engine in taking if _has_room(engine, ask)]
+    if not with_room:
+        return Obstacle.NO_ROOM, f"none of {len(taking)} engines has room for it, though all together have"
+    open_ones = [engine for engine in with_room if not engine.unprefilled_tokens or _has_prefill(engine, ask)]
+    if not open_ones:
+        return Obstacle.NO_ROOM, f"{_have(with_room)} room for it, and no prefill beside the prompts sent there"
+    unclaimed = [engine for engine in open_ones if not engine.claims]
+    if not unclaimed:
+        return Obstacle.BEHIND, f"{_have(open_ones)} room for it, and requests before it wait for room there"
+    if of_pool[1] == ALONE or any(engine.claims for engine in taking):
+        return Obstacle.CLAIM, f"it waits for the engine that suits it best, while {_have(unclaimed)} room for it"
+    return None
+
+
+def placed_on(found: Found | None, ask: Ask, claimed_us: int) -> Placed | None:
+    """Why an engine got a request, for people: its ledger as the request `found` it, and the predictions."""
+    if found is None:
+        return None
+    amounts = (found.held_tokens, found.held_requests, found.unprefilled_tokens)
+    return Placed(bounded(found.tokens), bounded(found.requests), *amounts, ask.prompt, ask.hits, claimed_us)
+
+
+def _has_room(engine: EngineState, ask: Ask) -> bool:
+    return (
+        engine.held_tokens + ask.tokens <= engine.effective_tokens
+        and engine.held_requests + ask.requests <= engine.effective_requests
+    )
+
+
+def _has_prefill(engine: EngineState, ask: Ask) -> bool:
+    hit = dict(ask.hits).get(engine.id, 0)
+    return engine.unprefilled_tokens + max(1, ask.prompt - hit) <= engine.effective_prefill
+
+
+def _have(engines: Sequence[EngineState]) -> str:
+    names = [engine.id.rpartition("#")[0] for engine in engines]
+    if len(names) > MOST_NAMED:
+        return f"{len(names)} engines have"
+    return f"engine {names[0]} has" if len(names) == 1 else f"engines {', '.join(names[:-1])} and {names[-1]} have"
+
+
+def engine_state(engine: EngineState) -> Mapping[str, object]:
+    """One engine's ledger: JSON types only."""
+    return {
+        "engine": engine.id,
+        "takes_new": engine.takes_new,
+        "capped": engine.is_capped,
+        "capacity": {"tokens": bounded(engine.tokens), "requests": bounded(engine.requests)},
+        "effective": {"tokens": bounded(engine.effective_tokens), "requests": bounded(engine.effective_requests)},
+        "prefill": bounded(engine.effective_prefill),
+        "held": {"tokens": engine.held_tokens, "requests": engine.held_requests},
+        "unprefilled_tokens": engine.unprefilled_tokens,
+        "claims": engine.claims,
+    }

@@ -1,0 +1,271 @@
+"""The pool of several engines that many replicas share: the store's script chooses the engine of each request.
+
+Each replica states which engines it knows, and which of them it can use. The store merges that: it never places a
+request on an engine that the request's own replica cannot use. An engine's incarnation and whether it drains are the
+store's; a replica hears of them by its next call, at the latest by its next heartbeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import msgspec
+
+from sidecar.events import Obstacle, StoreObserver
+from sidecar.policy.model import Policy
+from sidecar.policy.rules import PoolRules
+from sidecar.pools.base import Ask, Grant, Lease, WaitOutcome
+from sidecar.pools.fleet import change_sizes, engine_obstacle, engine_state, placed_on
+from sidecar.pools.redis import protocol
+from sidecar.pools.redis.batch import Batch, EngineBatchQueue
+from sidecar.pools.redis.connection import Connect
+from sidecar.pools.redis.engine_ledgers import EngineLedgers
+from sidecar.pools.redis.engine_partition import EngineOutage, EnginePartition
+from sidecar.pools.redis.partition import LastKnown
+from sidecar.pools.redis.pool import RedisPool
+from sidecar.pools.redis.resync import EngineStatement
+from sidecar.pools.redis.session import RoundTripObserver
+from sidecar.pools.runtime import Clock, monotonic_us
+from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineOffer, EngineState
+
+
+class RedisFleetPool(RedisPool):
+    """See `RedisPool` and `EnginePool`. `connect` is `connector(..., has_engines=True)`.
+
+    `on_incarnation` is called with a name, its latest incarnation in the store where that is later than the one stated
+    here, and whether other replicas have seen it restart just now: see `Fleet.adopt`. `on_drain` is called with a name
+    and whether it drains, where that has changed, and `on_reached_elsewhere` with the names of the engines that other
+    replicas can use and this one cannot. `is_sole_user`: no other replica can use the engines that are stated here, so
+    that they are not divided while the store is lost.
+    """
+
+    _batches: EngineBatchQueue
+    _outage: EngineOutage | None
+
+    def __init__(
+        self,
+        policy: Policy,
+        connect: Connect,
+        clock: Clock = monotonic_us,
+        observer: StoreObserver | None = None,
+        *,
+        weight_percent: int = WEIGHT_PERCENT,
+        took: RoundTripObserver | None = None,
+        takes_over: bool = False,
+        is_sole_user: bool = False,
+    ) -> None:
+        self._is_sole_user = is_sole_user
+        self._weight_percent = weight_percent
+        self._offers: Sequence[EngineOffer] = ()
+        self._draining: frozenset[str] = frozenset()
+        self._elsewhere: frozenset[str] = frozenset()
+        self._prefilled: set[int] = set()
+        self._ledgers = EngineLedgers()
+        self._is_syncing = False
+        self._blocked_us = self._blocked_us_in_store = 0
+        self.on_incarnation: Callable[[str, int, bool], None] = lambda _, __, ___: None
+        self.on_drain: Callable[[str, bool], None] = lambda _, __: None
+        self.on_reached_elsewhere: Callable[[Collection[str]], None] = lambda _: None
+        super().__init__(policy, connect, clock, observer, took=took, takes_over=takes_over)
+        change_sizes(self._sizes, self._offers)
+
+    # -- the contract of a pool of several engines
+
+    def set_engines(self, offers: Sequence[EngineOffer]) -> None:
+        """See `EnginePool.set_engines`. The other replicas' engines stay."""
+        was_cut_off = self._is_cut_off
+        self._offers = tuple(offers)
+        change_sizes(self._sizes, self._offers)
+        self._refuse_outgrown()
+        if self._outage is not None:
+            self._outage.set_engines(self._offers, self._weight_percent)
+        else:
+            self._batches.say(self._engines())
+        self._turned(was_cut_off=was_cut_off)
+
+    def cap_engine(self, engine: str, for_s: float, refused: int = 1) -> None:
+        """See `EnginePool.cap_engine`. It holds for all replicas that share the pool."""
+        for_us = round(for_s * 1e6)
+        if isinstance(partition := self._partition, EnginePartition):
+            now_us, scheduler = self.now_us(), partition.scheduler
+            scheduler.cap(engine, max(0, scheduler.held_by(engine) - refused), now_us + for_us, now_us)
+        elif self._session is not None:
+            self._batches.say(protocol.cap(engine, refused, for_us))
+
+    def raise_cap(self, engine: str, requests: int) -> None:
+        """See `EnginePool.raise_cap`."""
+        if isinstance(partition := self._partition, EnginePartition):
+            partition.scheduler.raise_cap(engine, requests)
+        elif self._session is not None:
+            self._batches.say(protocol.raise_cap(engine, requests))
+
+    def drain_engine(self, name: str, *, drains: bool) -> None:
+        """See `EnginePool.drain_engine`."""
+        self._draining = self._draining | {name} if drains else self._draining - {name}
+        if self._outage is None and self._session is not None:
+            self._batches.say(protocol.drain(name, drains=drains))
+
+    def engines(self) -> Sequence[EngineState]:
+        """See `EnginePool.engines`. By the store's latest answer; of this replica's parts while it is alone."""
+        if isinstance(partition := self._partition, EnginePartition):
+            return partition.scheduler.engines(self.now_us())
+        return self._ledgers.states()
+
+    def named_engines(self) -> Mapping[str, Sequence[str]]:
+        """The names of the engines that each replica knows, by replicas, where not all know the same; else empty."""
+        return self._ledgers.named
+
+    def change_weight(self, weight_percent: int) -> None:
+        """See `FleetPool.change_weight`."""
+        self._weight_percent = weight_percent
+
+    def change_policy(self, policy: Policy) -> None:
+        """See `Pool.change_policy`. The pool's size is that of its engines."""
+        self._sizes.policy = policy
+        change_sizes(self._sizes, self._offers)
+        self._rules_are_new = True
+        self._refuse_outgrown()
+        if self._outage is not None:
+            self._outage.set_engines(self._offers, self._weight_percent)
+        if self._session is not None:
+            self._session.restate()
+
+    def change_rules(self, rules: PoolRules) -> None:
+        """See `Pool.change_rules`: nothing changes, because the engines say how large the pool is."""
+
+    def state(self) -> Mapping[str, object]:
+        """See `Pool.state`; with the engines, and which replica knows which, where they differ.
+
+        `no_engine_fits_s` is of the whole pool since this replica joined it, without the times when the store is away.
+        """
+        return {
+            **super().state(),
+            "engines": [engine_state(engine) for engine in self.engines()],
+            "engines_by_replica": dict(self.named_engines()),
+            "no_engine_fits_s": round(self._blocked_us / 1e6, 3),
+        }
+
+    def obstacle(self, ask: Ask) -> tuple[Obstacle, str]:
+        """See `Pool.obstacle`."""
+        found = super().obstacle(ask)
+        if self._paused is not None or self._partition is not None:
+            return found
+        return engine_obstacle(self.engines(), ask, found) or found
+
+    # -- what a lease asks for
+
+    def end(self, lease: Lease, outcome: WaitOutcome | None, used_tokens: int | None = 0) -> None:
+        """See `LeaseOwner.end`."""
+        self._prefilled.discard(lease.id)
+        super().end(lease, outcome, used_tokens)
+
+    def prefilled(self, lease: Lease) -> None:
+        """See `LeaseOwner.prefilled`."""
+        if lease.id in self._prefilled:
+            return
+        self._prefilled.add(lease.id)
+        if isinstance(partition := self._partition, EnginePartition):
+            partition.prefilled(lease)
+        else:
+            self._batches.prefilled(lease)
+
+    def _wait_again(self, lease: Lease, *, is_handed_back: bool) -> None:
+        self._prefilled.discard(lease.id)
+        super()._wait_again(lease, is_handed_back=is_handed_back)
+
+    def _grant(self, lease: Lease, wait: protocol.WaitReply | None, now_us: int) -> Grant:
+        grant = super()._grant(lease, wait, now_us)
+        if wait is None or wait.found is None:
+            return grant
+        return msgspec.structs.replace(grant, placed=placed_on(wait.found, lease.ask, wait.claimed_us))
+
+    def _unprefilled(self, lease: Lease) -> int:
+        """The tokens of a lease's prompt that its engine has not prefilled yet."""
+        if lease.grant is None or lease.grant.engine is None or lease.id in self._prefilled:
+            return 0
+        return max(1, lease.ask.prompt - dict(lease.ask.hits).get(lease.grant.engine, 0))
+
+    # -- what happens to the session
+
+    def synced(self, reply: protocol.Reply, batch: Batch) -> None:
+        """See `SessionOwner.synced`."""
+        self._is_syncing = True
+        super().synced(reply, batch)
+        self._is_syncing = False
+
+    def answered(self, reply: protocol.Reply, batch: Batch) -> None:
+        """See `SessionOwner.answered`."""
+        self._ledgers.hear(reply, is_complete=self._is_syncing or batch.is_beat)
+        if not self._is_syncing:
+            self._blocked_us += max(0, reply.blocked_us - self._blocked_us_in_store)
+        self._blocked_us_in_store = reply.blocked_us
+        super().answered(reply, batch)
+        if reply.engines:
+            self._follow_ledgers()
+
+    def _follow_ledgers(self) -> None:
+        """Reports what other replicas have seen of the engines."""
+        own = {protocol.name_of(offer.id): int(offer.id.rpartition("#")[2]) for offer in self._offers}
+        for name, incarnation in self._ledgers.latest().items():
+            if own.get(name, incarnation) < incarnation:
+                self.on_incarnation(name, incarnation, not self._is_syncing)
+        before, self._draining = self._draining, self._ledgers.draining()
+        for name in sorted(before ^ self._draining):
+            self.on_drain(name, name in self._draining)
+        usable = {protocol.name_of(offer.id) for offer in self._offers if offer.takes_new}
+        elsewhere = frozenset(map(protocol.name_of, self._ledgers.taking())) - usable
+        if elsewhere != self._elsewhere:
+            self._elsewhere = elsewhere
+            self.on_reached_elsewhere(elsewhere)
+
+    # -- what `RedisPool` does otherwise
+
+    @property
+    def _is_cut_off(self) -> bool:
+        return self._paused is not None or not any(offer.takes_new for offer in self._offers)
+
+    def _refuse_outgrown(self) -> None:
+        for lease in [lease for lease in self._leases.values() if lease.grant is None]:
+            if error := self._sizes.outgrown(lease.ask):
+                self.end(lease, None)
+                lease.refused(error)
+
+    def _engines(self) -> Sequence[protocol.Argument]:
+        return protocol.engines(self._offers, self._draining, self.now_us())
+
+    def _new_batches(self) -> EngineBatchQueue:
+        return EngineBatchQueue()
+
+    def _new_statement(self) -> EngineStatement:
+        return EngineStatement(
+            self._leases.values(),
+            self.now_us,
+            is_cut_off=self._is_cut_off,
+            engines=self._engines(),
+            unprefilled=self._unprefilled,
+        )
+
+    def _new_outage(self, known: LastKnown | None, *, is_refused: bool) -> EngineOutage:
+        return EngineOutage(
+            self._sizes,
+            self._leases,
+            known,
+            self.now_us,
+            weight_percent=self._weight_percent,
+            offers=self._offers,
+            ledgers=self._ledgers,
+            unprefilled=self._unprefilled,
+            is_refused=is_refused,
+            is_sole_user=self._is_sole_user,
+        )
+
+    def _channel(self) -> str:
+        return protocol.grants_channel(self._sizes.policy.pool, self.name, has_engines=True)
+
+    def _rules_text(self) -> str:
+        return protocol.engines_rules_text(self._sizes.policy, self._weight_percent)
+
+    def _rules(self) -> PoolRules:
+        if self._is_shared:
+            return self._sizes.policy.rules_of(*self._ledgers.capacity())
+        return super()._rules()

@@ -1,0 +1,133 @@
+"""The state of one tier and the order of its tickets in a pool of several engines: three dimensions, and claimants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_prefill
+from sidecar.scheduling.claims import ClaimQueue
+from sidecar.scheduling.order import Candidate, LevelOrder, OrderClass
+from sidecar.scheduling.ticket import Ticket
+from sidecar.scheduling.tier import LATEST_US, MOST_EXCESS, TierState
+
+_ALWAYS_FIRST, _INSIDE, _TURN, _OTHER = OrderClass
+_new = tuple.__new__  # as in `order`
+
+
+class FleetTier(TierState):
+    """One tier. `held_prefill` are the un-prefilled prompt tokens that its leases count for.
+
+    `most_prefill` is what one prompt counts for at most: no more than the tier's size limit, and than one engine may
+    have. A larger prompt still enters an empty engine, so it must fit the pool, too.
+    """
+
+    __slots__ = ("held_prefill", "most_prefill")
+    queue: ClaimQueue
+
+    def __init__(self, rules: TierRules) -> None:
+        self.held_prefill = 0
+        self.most_prefill = UNLIMITED
+        super().__init__(rules, ClaimQueue())
+
+    def change_pool(self, rules: PoolRules, most_prefill: int) -> None:
+        """Applies the rules of a pool of another size, in which one engine may have so much un-prefilled."""
+        own = rules.tiers[self.rules.level]
+        self.most_prefill = min(most_prefill, largest_prefill(rules, own.level))
+        is_bounded = self.most_prefill > own.reserve_prefill
+        self.queue.change_small_prefill(own.reserve_prefill if is_bounded else UNLIMITED)
+        self.change_rules(own)
+
+    def prefill(self, ticket: Ticket) -> int:
+        """The un-prefilled tokens that a ticket counts for in the pool."""
+        return min(ticket.placing.uncached, self.most_prefill)
+
+    def heads(self, now_us: int) -> Sequence[Ticket]:
+        """See `TierState.heads`. Claimants are candidates like them."""
+        claimants = self.queue.claimants
+        return [*claimants.values(), *super().heads(now_us)] if claimants else super().heads(now_us)
+
+    def excess_prefill(self, ticket: Ticket) -> int:
+        """How many whole reserves more are too much in un-prefilled tokens than in the other dimensions."""
+        reserve = self.rules.reserve_prefill
+        prefill = (self.held_prefill + self.prefill(ticket) - reserve) // reserve
+        return max(0, min(MOST_EXCESS, prefill) - self.excess(ticket))
+
+    def owe_prefill(self, lease: Ticket, now_us: int) -> None:
+        """A lease has its first byte: what was too much in un-prefilled tokens alone is owed for the time until now."""
+        owed_us = lease.placing.excess_prefill * max(0, now_us - lease.admitted_us)
+        self.owes_until_us = min(LATEST_US, max(now_us, self.owes_until_us) + owed_us)
+        lease.placing.excess_prefill = 0
+
+    def has_its_reserve_without(self, lease: Ticket) -> bool:
+        """See `TierState.has_its_reserve_without`."""
+        rules = self.rules
+        return super().has_its_reserve_without(lease) or (
+            not rules.always_first and self.held_prefill - lease.placing.prefill >= rules.reserve_prefill
+        )
+
+    def is_at_limit(self, ticket: Ticket) -> bool:
+        """See `TierState.is_at_limit`."""
+        rules = self.rules
+        return super().is_at_limit(ticket) or (
+            rules.limited and self.held_prefill + self.prefill(ticket) > rules.limit_prefill
+        )
+
+
+class FleetOrder(LevelOrder):
+    """The order by aged level, where being inside a reserve and having a turn count un-prefilled tokens, too."""
+
+    _tiers: Sequence[FleetTier]
+
+    def candidate(self, tier: TierState, ticket: Ticket, now_us: int) -> Candidate:
+        """See `LevelOrder.candidate`."""
+        return self.candidates(tier, (ticket,), now_us)[0]  # type: ignore[arg-type]  # a FleetTier
+
+    def candidates(self, tier: FleetTier, tickets: Iterable[Ticket], now_us: int) -> list[Candidate]:
+        """The places and the levels of tickets of one tier. Every walk looks at all claimants, so it calls little."""
+        rules = tier.rules
+        tokens_left = rules.reserve_tokens - tier.held_tokens
+        requests_left = rules.reserve_requests - tier.held_requests
+        prefill_left = rules.reserve_prefill - tier.held_prefill
+        most_prefill = tier.most_prefill
+        most_uncached = UNLIMITED if most_prefill <= prefill_left else prefill_left  # of a ticket that is inside
+        if rules.always_first:
+            tokens_left, outside, outside_turn = -1, _ALWAYS_FIRST, 0
+        elif now_us >= tier.owes_until_us and tokens_left > 0 and requests_left > 0 and prefill_left > 0:
+            outside, outside_turn = _TURN, tier.latest_admission
+        else:
+            outside, outside_turn = _OTHER, 0
+        level = rules.level
+        precedence = self._precedences[level]
+        is_aging = level > self._ceiling
+        found = []
+        for ticket in tickets:
+            arrived_us = ticket.arrived_us
+            if is_aging:
+                precedence = self._precedences[rules.level] - (now_us - arrived_us)
+                if precedence < self._ceiling_precedence:  # noqa: PLR1730  # `max` is one call more
+                    precedence = self._ceiling_precedence
+                level = -(-precedence // self._promote_after_us)
+            if (
+                ticket.tokens <= tokens_left
+                and ticket.requests <= requests_left
+                and ticket.placing.uncached <= most_uncached
+            ):
+                order_class, turn = _INSIDE, 0
+            else:
+                order_class, turn = outside, outside_turn
+            place = (order_class, turn, precedence, arrived_us, ticket.sequence, ticket, level, level, level)
+            found.append(_new(Candidate, place))
+        return found
+
+    def in_order(self, now_us: int) -> list[Candidate]:
+        """See `LevelOrder.in_order`."""
+        found: list[Candidate] = []
+        for tier in self._tiers:
+            if tier.queue.count:
+                heads = tier.heads(now_us)
+                if tier.rules.limited:
+                    heads = [head for head in heads if not tier.is_at_limit(head)]
+                found += self.candidates(tier, heads, now_us)
+        if len(found) > 1:
+            found.sort()
+        return found

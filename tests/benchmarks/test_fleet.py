@@ -1,0 +1,346 @@
+"""The fleet's benchmark: its load, its figures, and that each of its checks fails for what it is there for."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from benchmarks.fleet import comparison, routers, virtual
+from benchmarks.fleet import engines as emulated
+from benchmarks.fleet.engines import EngineFigures
+from benchmarks.fleet.load import load, tokens_of
+from benchmarks.fleet.runs import Figures, Run, through, work_of
+from benchmarks.fleet.scenarios import SCENARIOS, cost, killed, replicas, rolling, slow, storm
+from benchmarks.fleet.setting import Setting
+from benchmarks.fleet.verdict import Verdict, summary
+from benchmarks.fleet_routers import RULES
+from sidecar.policy.compiler import load as load_policy
+from sidecar.tools.loadgen import Planned, Seen
+
+started = routers.running
+
+ROWS = [
+    {"timestamp": 3_000 * (number // 8), "input_length": tokens, "output_length": 16 + number % 5, "hash_ids": hashes}
+    for number, (tokens, hashes) in enumerate(
+        [(2_048, [0, 1, 2, 3]), (1_500, [0, 1, 4]), (3_000, [0, 1, 2, 3, 5, 6]), (700, [0, 7])] * 20
+    )
+]
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    """Eighty small requests that three engines serve in a second or two."""
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(msgspec.json.encode(row).decode() + "\n" for row in ROWS))
+    return Setting(trace=trace, requests=len(ROWS), rate=2.0, engines=3, cache_tokens=400_000, warm_up=0.0)
+
+
+def test_prompts_have_the_blocks_in_common_that_the_trace_says_and_the_scaled_length(setting: Setting) -> None:
+    requests = load(setting)
+    assert sorted({tokens_of(one)[0] for one in requests}) == [88, 188, 256, 375]
+    texts = sorted({msgspec.json.decode(one.body)["messages"][0]["content"] for one in requests}, key=len)
+    block = setting.block_tokens * 4
+    shortest, short, middle, long = texts
+    assert long.startswith(middle)
+    assert short[: 2 * block] == middle[: 2 * block]
+    assert short[2 * block] != middle[2 * block] or short[2 * block :] != middle[2 * block : len(short)]
+    assert shortest[:block] == middle[:block]
+
+
+def test_a_load_is_the_same_for_a_seed_and_another_for_another(setting: Setting) -> None:
+    assert [(one.at_s, one.body) for one in load(setting)] == [(one.at_s, one.body) for one in load(setting)]
+    other = load(replace(setting, seed=2))
+    assert [one.at_s for one in other] != [one.at_s for one in load(setting)]
+    assert not {one.body for one in other} & {one.body for one in load(setting)}
+
+
+def test_times_are_divided_by_the_rate_and_the_compression(setting: Setting) -> None:
+    """Ten moments of the trace, three seconds apart, each spread over the next three."""
+    last_s = max(one.at_s for one in load(setting))
+    assert 27 / (2.0 * 8) - 1 <= last_s <= 30 / (2.0 * 8)
+
+
+def seen(ttft_s: float | None, *, sent_s: float = 0.0, cached: int = 0, error: str | None = None) -> Seen:
+    body = b'{"messages": [{"content": "12345678"}], "max_tokens": 3}'
+    first_s = None if ttft_s is None else sent_s + ttft_s
+    status = 200 if ttft_s is not None else None
+    return Seen(Planned(sent_s, "/", {}, body), sent_s, first_s, sent_s + 1, status, error, 3, 10, {}, None, 0, cached)
+
+
+def test_figures_are_in_the_traces_time_and_count_what_failed_as_infinitely_late() -> None:
+    setting = Setting(compression=10.0)
+    found = Figures.of([*[seen(0.4)] * 97, seen(0.6), seen(1.0), seen(None, error="reset")], setting)
+    assert (found.requests, found.failed, found.soon) == (100, 1, 0.97)
+    assert found.p50_s == pytest.approx(4.0)
+    assert found.p99_s is None
+    assert Figures.of([*[seen(0.4)] * 98, seen(1.0), seen(0.9)], setting).p99_s == pytest.approx(10.0)
+
+
+def test_the_hit_rate_is_what_usage_says() -> None:
+    assert Figures.of([seen(0.1, cached=8), seen(0.1), seen(None)], Setting()).hit_rate == pytest.approx(8 / 30)
+
+
+def test_work_counts_complete_requests_only() -> None:
+    assert work_of([seen(0.1), seen(0.1, error="cut")]) == 2 + 3
+
+
+def run_of(router: str, p99_s: float, soon: float, hit_rate: float, **changes: object) -> Run:
+    figures = Figures(1_000, 0, soon, p99_s / 4, p99_s, hit_rate)
+    engine = EngineFigures(100, 400_000, 900, 1_000, 100, 100.0, 0.5, 250)
+    use = {"router": 0.1, "engines": 0.2, "load": 0.1}
+    found = Run(router, 1, figures, (1.0, 2.0, 3.0, 9.0), (engine,), use, 0.6, 0.01, ())
+    return replace(found, **changes)  # type: ignore[arg-type]
+
+
+GOOD = [
+    run_of("round-robin", 200.0, 0.0, 0.10),
+    run_of("cache-aware", 10.0, 0.90, 0.30),
+    run_of(routers.OURS, 6.0, 0.95, 0.26),
+]
+
+
+def missed(runs: Sequence[Run]) -> list[str]:
+    verdicts = comparison.judge(runs, Setting())
+    assert len(verdicts) >= 5
+    return [verdict.what.removeprefix("seed 1: ") for verdict in verdicts if not verdict.is_met]
+
+
+def test_a_good_comparison_reaches_everything() -> None:
+    assert missed(GOOD) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        (run_of(routers.OURS, 6.8, 0.95, 0.26), "best other p99 to ours"),
+        (run_of(routers.OURS, 6.0, 0.89, 0.26), "ours, share with a first token within 5 s"),
+        (run_of(routers.OURS, 6.0, 0.95, 0.25), "ours, hit rate of the best's"),
+        (run_of(routers.OURS, 6.0, 0.95, 0.26, seen=(seen(None, error="reset"),)), "ours, failed requests"),
+        (run_of(routers.OURS, 6.0, 0.95, 0.26, idle=0.05), "idle share of the machine"),
+        (run_of(routers.OURS, 6.0, 0.95, 0.26, stalled_s=0.5), "longest stall of the load, s"),
+        (
+            run_of(routers.OURS, 6.0, 0.95, 0.26, engines=(replace(GOOD[0].engines[0], lost_s=5.0),)),
+            "share of the engines' time lost",
+        ),
+        (
+            run_of(routers.OURS, 6.0, 0.95, 0.26, engines=(replace(GOOD[0].engines[0], most_requests=129),)),
+            "ours, most requests in an engine",
+        ),
+        (
+            run_of(routers.OURS, 6.0, 0.95, 0.26, engines=(replace(GOOD[0].engines[0], most_tokens=500_001),)),
+            "ours, most tokens in an engine",
+        ),
+    ],
+)
+def test_each_check_of_the_comparison_can_fail(changed: Run, what: str) -> None:
+    assert missed([*GOOD[:-1], changed]) == [what]
+
+
+def test_a_load_that_does_not_saturate_round_robin_shows_nothing() -> None:
+    assert missed([replace(GOOD[0], quarters=(1.0, 2.0, 2.0, 3.0)), *GOOD[1:]]) == [
+        "round robin's wait grows, last quarter to second"
+    ]
+
+
+def test_in_virtual_time_there_is_no_machine_to_judge() -> None:
+    busy = [replace(run, idle=0.0) for run in GOOD]
+    assert all(verdict.is_met for verdict in comparison.judge(busy, Setting(), is_real=False))
+    assert missed(busy) == ["idle share of the machine"]
+
+
+def test_without_ours_the_comparison_is_not_judged_and_no_success() -> None:
+    assert missed(GOOD[:-1]) == ["ours against the others"]
+
+
+def test_a_verdict_that_could_not_be_made_is_no_success() -> None:
+    verdicts = [Verdict.at_most("a", 1, 1), Verdict.at_least("b", 0.5, 1.0), Verdict.at_least("c", None, 1.0)]
+    assert [verdict.is_met for verdict in verdicts] == [True, False, None]
+    assert "1 of 3 reached" in summary(verdicts)
+    assert "NOT JUDGED" in summary(verdicts)
+
+
+def test_the_work_of_a_killed_engine_is_an_error_only_for_those_that_had_a_first_byte() -> None:
+    def met(*requests: Seen) -> list[bool | None]:
+        return [verdict.is_met for verdict in killed._errors(requests, at_s=5.0)]
+
+    begun = seen(0.1, sent_s=4.0, error="cut")
+    assert met(seen(0.1), begun) == [True, True]
+    assert met(begun, seen(None, sent_s=4.0, error="reset")) == [False, True]
+    assert met(begun, seen(0.1, sent_s=6.0, error="cut")) == [False, True]  # it was sent to a dead engine
+    assert met(seen(0.1)) == [True, False]  # nothing was killed
+
+
+def test_the_worst_window_of_an_update_is_found() -> None:
+    steady = [seen(0.1, sent_s=number / 10) for number in range(400)]
+    gap = [one for one in steady if not 15 <= one.sent_s < 20]
+    assert rolling._worst(steady, steady, 10.0, 30.0) == pytest.approx(1.0, abs=0.05)
+    assert rolling._worst(gap, steady, 10.0, 30.0) == pytest.approx(3 / 8, abs=0.05)
+
+
+def test_an_answer_that_says_it_is_complete_and_is_too_short_was_cut() -> None:
+    assert not rolling.is_cut(seen(0.1))
+    assert rolling.is_cut(replace(seen(0.1), output_tokens=2))
+    assert not rolling.is_cut(replace(seen(None, error="502"), output_tokens=0))
+
+
+def test_tiers_are_dealt_out_and_the_ingress_is_skewed() -> None:
+    chance = random.Random(1)
+    high = sum(slow.tiers(chance)[0] == "high" for _ in range(2_000))
+    assert 340 <= high <= 460
+    to_second = sum(replicas._ingress("high", chance) for _ in range(2_000))
+    assert 1_540 <= to_second <= 1_660
+    to_second = sum(replicas._ingress("batch", chance) for _ in range(2_000))
+    assert 340 <= to_second <= 460
+
+
+def test_the_cost_of_sixteen_engines_is_judged() -> None:
+    assert [verdict.is_met for verdict in cost.judge({0: 100.0, 1: 100.0, 16: 129.0})] == [True, True]
+    assert [verdict.is_met for verdict in cost.judge({0: 90.0, 1: 100.0, 16: 129.0})] == [True, False]
+    assert [verdict.is_met for verdict in cost.judge({0: 100.0, 1: 90.0, 16: 129.0})] == [False, True]
+
+
+def test_the_policy_before_a_fleet_is_one(tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").write_text(cost.UPSTREAM_POLICY)
+    assert load_policy(tmp_path).tiers[0].name == "normal"
+
+
+@pytest.mark.long
+def test_a_run_through_real_processes_counts_the_same_hits_as_its_engines(setting: Setting) -> None:
+    requests = load(setting)
+    with emulated.running(setting) as engines, started("cache-aware", engines, setting) as router:
+        run = asyncio.run(through([router], engines, requests, setting))
+    assert run.failed == 0
+    assert run.figures.hit_rate == pytest.approx(run.engines_hit_rate)
+    assert run.figures.hit_rate > 0.5
+    assert sum(each.finished for each in run.engines) == len(requests)
+    assert sum(each.queried_tokens for each in run.engines) == sum(tokens_of(one)[0] for one in requests)
+    assert all(0 < each.most_requests <= len(requests) for each in run.engines if each.finished)
+    assert run.use["engines"] > 0
+    assert run.use["router"] > 0
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_run_in_virtual_time_repeats_exactly_and_serves_everything(name: str, setting: Setting) -> None:
+    run = virtual.play(name, setting)
+    assert run.failed == 0
+    assert sum(each.finished for each in run.engines) == len(ROWS)
+    assert run.figures.hit_rate == pytest.approx(run.engines_hit_rate)
+    assert run.document() == virtual.play(name, setting).document()
+
+
+@pytest.mark.long
+def test_virtual_time_and_real_processes_agree_where_nothing_is_by_chance(setting: Setting) -> None:
+    """Round robin sends each request to the same engine in both; hits differ by what was computed just then."""
+    requests = load(setting)
+    with emulated.running(setting) as engines, started("round-robin", engines, setting) as router:
+        real = asyncio.run(through([router], engines, requests, setting))
+    simulated = virtual.play("round-robin", setting)
+    assert [each.finished for each in real.engines] == [each.finished for each in simulated.engines]
+    assert [each.queried_tokens for each in real.engines] == [each.queried_tokens for each in simulated.engines]
+    assert real.figures.hit_rate == pytest.approx(simulated.figures.hit_rate, abs=0.15)
+
+
+def test_the_sidecars_own_scheduler_runs_in_virtual_time(setting: Setting) -> None:
+    pytest.importorskip("sidecar.scheduling.fleet_scheduler")
+    run = virtual.play(routers.OURS, setting)
+    assert run.failed == 0
+    assert max(each.most_tokens for each in run.engines) <= setting.engine_tokens
+    assert run.figures.hit_rate > virtual.play("round-robin", setting).figures.hit_rate
+
+
+@pytest.mark.long
+def test_two_routers_get_the_requests_that_they_are_meant_to(setting: Setting) -> None:
+    requests = load(setting)
+    to = [number % 2 for number in range(len(requests))]
+    with (
+        emulated.running(setting) as engines,
+        started("round-robin", engines, setting) as one,
+        started("round-robin", engines, setting) as other,
+    ):
+        run = asyncio.run(through([one, other], engines, requests, setting, to=to))
+    assert [each.url_index for each in run.seen] == to
+    assert run.failed == 0
+
+
+@pytest.mark.long
+def test_an_engine_that_is_killed_comes_back_empty_on_its_port(setting: Setting) -> None:
+    with emulated.running(setting) as engines:
+        engine = engines[1]
+        before = engine.process
+        engine.kill()
+        until_gone(engine)
+        engine.start_again()
+        assert engine.answers
+        assert engine.process != before
+        assert engine.page()["process"] == engine.process
+        engine.set_faults({"kind": "refuse"})
+        engine.kill(signal.SIGTERM)
+        until_gone(engine)
+        engine.start_again()
+        assert engine.page("/_emulator/faults")["active"] == []
+    assert not engine.answers
+
+
+def until_gone(engine: emulated.Engine) -> None:
+    for _ in range(500):
+        if not engine.answers:
+            return
+        subprocess.run(["sleep", "0.02"], check=True)
+    raise AssertionError("it answers on")
+
+
+@pytest.mark.long
+def test_any_other_program_can_be_a_router(setting: Setting) -> None:
+    command = f"{sys.executable} -m benchmarks.fleet_routers --rule least-requests --port {{port}} {{engines}}"
+    with emulated.running(setting) as engines, started(f"mine={command}", engines, setting) as router:
+        run = asyncio.run(through([router], engines, load(setting)[:20], setting))
+    assert router.name == "mine"
+    assert run.failed == 0
+
+
+def test_a_router_that_does_not_start_is_named(setting: Setting) -> None:
+    with emulated.running(setting) as engines:
+        with pytest.raises(routers.NotStarted, match="bad did not start"), started("bad=false", engines, setting):
+            pass
+        named = "nothing is no router; there are round-robin"
+        with pytest.raises(routers.NotStarted, match=named), started("nothing", engines, setting):
+            pass
+
+
+GREEDY = """
+from benchmarks.fleet.greedy import make_greedy
+from sidecar.scheduling.placement import EngineOffer, Placement, Placing
+
+def choices():
+    placement = Placement()
+    placement.set_engines([EngineOffer("a#1", 1_000, 10, 100), EngineOffer("b#1", 1_000, 10, 100)], 0)
+    placement.book(placement.ledgers["a#1"], 100, 1, 90, 90)
+    return [placement.best(100, 1, Placing(80, {"a#1": hit})).id for hit in (79, 60, 0)]
+
+before = choices()
+make_greedy()
+print(before, choices())
+"""
+
+
+def test_greedy_placement_takes_an_engine_with_room_and_not_the_best_one() -> None:
+    """In a process of its own: it replaces the placement of the process."""
+    pytest.importorskip("sidecar.scheduling.placement")
+    ended = subprocess.run([sys.executable, "-c", GREEDY], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "['a#1', 'a#1', 'b#1'] ['a#1', 'b#1', 'b#1']"
+
+
+def test_every_scenario_has_a_row_in_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "benchmarks" / "README.md").read_text()
+    assert storm.run is SCENARIOS["storm"].run
+    for name in ("routers", "virtual", *SCENARIOS):
+        assert f"| `{name}` |" in page

@@ -1,0 +1,82 @@
+"""Discovery by the system's resolver, in a network and with a resolv.conf that only this process has.
+
+Run by `test_dns_discovery.py` inside `unshare --net --mount`. Prints what discovery said after each step, as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import dns.rcode
+
+from sidecar.fleet import DnsDiscovery, DnsService, WrittenCapacity, dns_discovery
+from tests.fleet.waiting import until
+from tests.support.dns_server import ZONE, DnsServer
+from tests.support.own_network import bring_loopback_up, use_own_resolver
+
+
+class CountingDiscovery(DnsDiscovery):
+    """Counts its lookups."""
+
+    looks = 0
+
+    async def _look(self) -> float:
+        pause_s = await super()._look()
+        self.looks += 1
+        return pause_s
+
+
+async def main() -> None:
+    """Changes the server's answers, and notes what discovery makes of each."""
+    dns_discovery.LOOKUP_WITHIN_S = 3.0
+    outcomes: dict[str, object] = {}
+    with DnsServer(port=53) as server:
+        service = DnsService("vllm." + ZONE.rstrip("."), 8000, 0.05)
+        server.set("vllm", "A", "10.0.0.1", "10.0.0.2")
+        discovery = CountingDiscovery(service, WrittenCapacity(1000, 8))
+        await discovery.open()
+
+        async def note(step: str) -> None:
+            looks = discovery.looks
+            await until(lambda: discovery.looks > looks + 1, 30)  # the first of them may have begun before
+            names = [engine.name for engine in discovery.engines]
+            outcomes[step] = [names, list(discovery.notices())]
+
+        await note("two")
+        server.set("vllm", "A", "10.0.0.2", "10.0.0.3")
+        await note("changed")
+        server.set("vllm", "A", "10.0.0.3", "10.0.0.3", "10.0.0.3")
+        await note("duplicates")
+        server.records.clear()
+        server.set("vllm", "AAAA", "fd00::2", "fd00::1")
+        await note("ipv6")
+        server.set("vllm", "A", "10.0.0.1")
+        await note("dual stack")
+        server.records.clear()
+        server.set("vllm", "A", *(f"10.0.1.{number}" for number in range(200)))
+        await note("two hundred")
+        many = dict(server.records)
+        server.records.clear()
+        await note("nxdomain")
+        server.records.update(many)
+        server.rcode = dns.rcode.SERVFAIL
+        await note("servfail")
+        server.rcode = None
+        server.records.clear()
+        server.set("vllm", "A")
+        await note("empty")
+        server.is_silent = True
+        await note("silent")
+        server.is_silent = False
+        server.set("vllm", "A", "10.0.0.9")
+        await until(lambda: len(discovery.engines) == 1, 30)
+        await note("back")
+        await discovery.close()
+    print(json.dumps(outcomes))  # noqa: T201  # for the test
+
+
+if __name__ == "__main__":
+    bring_loopback_up()
+    use_own_resolver()
+    asyncio.run(main())

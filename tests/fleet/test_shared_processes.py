@@ -1,0 +1,283 @@
+"""Several engines behind several `sidecar serve` on one store: all are processes of their own, stopped and killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.cluster.replicas import CHAT, address, started
+from tests.fleet.served import ServedFleet
+from tests.fleet.test_processes import Engines, emulated
+from tests.support.fault_proxy import FaultProxy
+from tests.support.ports import free_ports
+from tests.support.redis_servers import RedisServer, first_binary
+
+pytestmark = pytest.mark.anyio
+ENGINES = 3
+REQUESTS = 4
+FOREVER = 15_000
+"""Tokens: at 20 ms each, longer than any test."""
+POLICY = f"""\
+pool: shared
+engine: vllm
+on_store_loss: divide
+engines:
+  static: [{{static}}]
+  capacity: {{{{tokens: 80k, requests: {REQUESTS}}}}}
+  health: {{{{path: /health, every: 200ms, fail: 2, rise: 1}}}}
+  slow_start: 0s
+tiers:
+  high: {{{{}}}}
+default_tier: high
+anonymous: high
+endpoints: {{{{/v1/chat/completions: {{{{}}}}}}}}
+"""
+Lists = Sequence[Mapping[str, str]]
+
+
+@dataclass
+class Shared:
+    """Sidecars on one store, and their engines."""
+
+    sidecars: list[ServedFleet]
+    engines: Engines
+    client: aiohttp.ClientSession
+
+    async def counts(self) -> list[Any]:
+        """`/_emulator` of every engine."""
+        return [
+            await self._get(f"http://127.0.0.1:{self.engines.port + number}/_emulator") for number in range(ENGINES)
+        ]
+
+    async def pool(self, number: int) -> Any:
+        """The pool as a sidecar shows it."""
+        return (await self._get(f"{self.sidecars[number].admin}/state"))["pool"]
+
+    async def held(self, number: int) -> dict[str, int]:
+        """Requests that each engine holds, by the ledgers that a sidecar shows."""
+        return {it["engine"]: it["held"]["requests"] for it in (await self.pool(number))["engines"]}
+
+    async def rows(self, number: int) -> Any:
+        return await self.sidecars[number].rows(self.client)
+
+    async def until(self, what: str, found: Callable[[], Any], wanted: Callable[[Any], bool], within_s: float) -> Any:
+        """Waits until what `found` returns is as `wanted`."""
+        for _ in range(round(within_s / 0.05)):
+            seen = await found()
+            if wanted(seen):
+                return seen
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"{what}: not within {within_s:g} s: {seen}")
+
+    async def holds(self, number: int, *requests: int, within_s: float = 8.0) -> None:
+        """Waits until the ledgers are exactly these, e0 first, and nothing is un-prefilled."""
+        await self.until("ledgers", lambda: self.held(number), lambda held: tuple(held.values()) == requests, within_s)
+        assert [it["unprefilled_tokens"] for it in (await self.pool(number))["engines"]] == [0] * len(requests)
+
+    async def change(self, number: int, engine: str, to: str) -> None:
+        """A sidecar is asked to drain an engine, or to resume it."""
+        async with self.client.post(f"{self.sidecars[number].admin}/engines/{engine}/{to}") as response:
+            assert response.status == 200, await response.text()
+
+    async def _get(self, url: str) -> Any:
+        async with self.client.get(url) as response:
+            return await response.json()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(first_binary(), tmp_path) as server:
+        yield server
+
+
+@contextmanager
+def processes(folder: Path, store: RedisServer, lists: Lists | None, port: int) -> Iterator[tuple[list[Any], Engines]]:
+    """Engines e0 to e2 and a sidecar for each list of engines, by name; None: two that have all."""
+    every = {f"e{number}": f"http://127.0.0.1:{port + number}" for number in range(ENGINES)}
+    with ExitStack() as stack:
+        engines = stack.enter_context(emulated(folder, ENGINES, port, "--max-num-seqs", "64", "--kv-tokens", "2000000"))
+        logs = []
+        for number, urls in enumerate(lists or (every, every)):
+            policy, log = folder / f"policy-{number}.yaml", folder / f"sidecar-{number}"
+            static = ", ".join(f"{{name: {name}, url: '{url}'}}" for name, url in {**urls}.items())
+            policy.write_text(POLICY.format(static=static))
+            arguments = ("serve", "--policy", str(policy), "--port", "0", "--admin-port", "0")
+            logs.append((stack.enter_context(started(log, *arguments, SIDECAR_STORE=store.url)), log))
+        yield logs, engines
+
+
+@asynccontextmanager
+async def shared(folder: Path, store: RedisServer, lists: Lists | None = None, port: int = 0) -> AsyncIterator[Shared]:
+    with processes(folder, store, lists, port or free_ports(ENGINES)) as (logs, engines):
+        loop = asyncio.get_running_loop()  # a proxy in it must go on while they start
+        sidecars = []
+        for process, log in logs:
+            url = await loop.run_in_executor(None, address, process, log)
+            admin = await loop.run_in_executor(None, address, process, log)
+            sidecars.append(ServedFleet(process, url, admin, engines))
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+            found = Shared(sidecars, engines, client)
+            for number in range(len(sidecars)):
+                await found.until("shared", lambda number=number: found.pool(number), _is_shared(len(sidecars)), 10)
+            yield found
+
+
+def _is_shared(replicas: int) -> Callable[[Any], bool]:
+    return lambda pool: (pool["store"]["state"], pool["store"]["replicas"]) == ("shared", replicas)
+
+
+@asynccontextmanager
+async def streams(pool: Shared, number: int, count: int) -> AsyncIterator[list[aiohttp.ClientResponse]]:
+    """So many streams by one sidecar, each with its first byte; the clients hang up at the end."""
+    body = {"model": "m", "stream": True, "max_tokens": FOREVER, "messages": [{"role": "user", "content": "hello"}]}
+    found = []
+    try:
+        for _ in range(count):
+            found.append(await pool.client.post(pool.sidecars[number].url + CHAT, json=body))
+            assert found[-1].status == 200
+            await found[-1].content.readline()
+        yield found
+    finally:
+        for response in found:
+            response.close()
+
+
+def engine_of(response: aiohttp.ClientResponse) -> str:
+    return response.headers["x-admission-engine"]
+
+
+@pytest.mark.long
+async def test_two_sidecars_never_give_an_engine_more_than_it_can_and_leave_nothing_behind(
+    tmp_path: Path, store: RedisServer
+) -> None:
+    async with shared(tmp_path, store) as pool:
+        asks = [pool.sidecars[number % 2].ask(pool.client, output=8, text=f"hello {number}") for number in range(60)]
+        answers = await asyncio.gather(*asks)
+        assert {answer.status for answer in answers} == {200}
+        counts = await pool.counts()
+        assert [it["most"]["requests"] <= REQUESTS for it in counts] == [True] * ENGINES, counts
+        assert sum(it["counts"]["finished"] for it in counts) == 60
+        assert all(it["counts"]["finished"] >= 8 for it in counts), "all engines got some"
+        for number in range(2):
+            await pool.holds(number, 0, 0, 0)
+
+
+@pytest.mark.long
+async def test_a_drain_on_one_sidecar_is_the_others_too(tmp_path: Path, store: RedisServer) -> None:
+    async with shared(tmp_path, store) as pool:
+        one, other = pool.sidecars
+        async with streams(pool, 1, 3) as running:
+            await pool.change(0, "e0", "drain")
+            assert sorted(map(engine_of, running)) == ["e0", "e1", "e2"]
+            await other.until(pool.client, "e0", "draining", 8)
+            before = (await pool.counts())[0]["counts"]["finished"]
+            answers = await asyncio.gather(*(sidecar.ask(pool.client, output=2) for sidecar in [one, other] * 6))
+            assert {engine_of(it) for it in answers} <= {"e1", "e2"}
+            assert (await pool.counts())[0]["counts"]["finished"] == before
+            await pool.change(1, "e0", "resume")
+            await one.until(pool.client, "e0", "ready", 8)
+            answers = await asyncio.gather(*(one.ask(pool.client, output=2) for _ in range(9)))
+            assert "e0" in {engine_of(it) for it in answers}
+
+
+@pytest.mark.long
+async def test_an_engine_that_one_sidecar_cannot_reach_is_used_by_the_other(tmp_path: Path, store: RedisServer) -> None:
+    port = free_ports(ENGINES)
+    urls = {f"e{number}": f"http://127.0.0.1:{port + number}" for number in range(ENGINES)}
+    async with FaultProxy("127.0.0.1", port + 1) as way:
+        lists = (urls, {**urls, "e1": f"http://127.0.0.1:{way.port}"})
+        async with shared(tmp_path, store, lists, port) as pool:
+            one, other = pool.sidecars
+            await other.until(pool.client, "e1", "ready", 10)
+            way.refuse = True
+            way.drop_connections()
+            row = await other.until(pool.client, "e1", "unreachable", 10)
+            assert row["reason"]
+            assert (await pool.rows(0))["e1"]["state"] == "ready"
+            theirs, mine = await asyncio.gather(
+                asyncio.gather(*(other.ask(pool.client, output=3) for _ in range(16))),
+                asyncio.gather(*(one.ask(pool.client, output=3) for _ in range(16))),
+            )
+            assert {it.status for it in (*theirs, *mine)} == {200}
+            assert {engine_of(it) for it in theirs} == {"e0", "e2"}
+            assert "e1" in {engine_of(it) for it in mine}
+            way.refuse = False
+            await other.until(pool.client, "e1", "ready", 10)
+
+
+@pytest.mark.long
+async def test_the_leases_of_a_killed_sidecar_end_and_nothing_is_stuck(tmp_path: Path, store: RedisServer) -> None:
+    async with shared(tmp_path, store) as pool:
+        one, other = pool.sidecars
+        async with streams(pool, 1, ENGINES * REQUESTS - 1), streams(pool, 0, 1):
+            waiting = asyncio.ensure_future(one.ask(pool.client, output=2))
+            await pool.until("one waits", lambda: pool.pool(0), lambda it: it["waiting"] == 1, 5)
+            other.process.kill()
+            answer = await asyncio.wait_for(waiting, 20)
+            assert answer.status == 200
+            await pool.until("leases", lambda: pool.held(0), lambda held: sum(held.values()) == 1, 8)
+            answers = await asyncio.gather(*(one.ask(pool.client, output=2) for _ in range(ENGINES * REQUESTS * 2)))
+            assert {it.status for it in answers} == {200}
+            assert (await pool.pool(0))["store"]["replicas"] == 1
+        await pool.holds(0, 0, 0, 0)
+
+
+@pytest.mark.long
+async def test_the_ledgers_are_exact_after_the_store_was_killed_and_is_back(tmp_path: Path, store: RedisServer) -> None:
+    async with shared(tmp_path, store) as pool:
+        async with streams(pool, 0, 4), streams(pool, 1, 2):
+            await pool.until("leases", lambda: pool.held(0), lambda held: sum(held.values()) == 6, 5)
+            store.kill()
+            for number in range(2):
+                await pool.until("alone", lambda number=number: pool.pool(number), _is_away, 8)
+            answers = await asyncio.gather(*(it.ask(pool.client, output=2) for it in pool.sidecars for _ in range(3)))
+            assert {it.status for it in answers} == {200}
+            store.restart()
+            for number in range(2):
+                await pool.until("shared", lambda number=number: pool.pool(number), _is_shared(2), 10)
+            counts = [it["now"]["requests"] for it in await pool.counts()]
+            assert sum(counts) == 6
+            for number in range(2):
+                await pool.holds(number, *counts)
+        for number in range(2):
+            await pool.holds(number, 0, 0, 0)
+        assert all(it["most"]["requests"] <= REQUESTS for it in await pool.counts())
+
+
+def _is_away(pool: Any) -> bool:
+    return pool["store"]["state"] != "shared"
+
+
+def _knows_both_lists(pool: Any) -> bool:
+    """A sidecar that has just joined has not stated its engines yet."""
+    lists = pool["engines_by_replica"].values()
+    return len(lists) == 2 and all(lists)
+
+
+@pytest.mark.long
+async def test_sidecars_with_other_lists_of_engines_share_what_both_know_and_show_the_rest(
+    tmp_path: Path, store: RedisServer
+) -> None:
+    port = free_ports(ENGINES)
+    urls = {f"e{number}": f"http://127.0.0.1:{port + number}" for number in range(ENGINES)}
+    lists = ({name: urls[name] for name in ("e0", "e1")}, {name: urls[name] for name in ("e1", "e2")})
+    async with shared(tmp_path, store, lists, port) as pool:
+        found = await pool.until("lists", lambda: pool.pool(0), _knows_both_lists, 8)
+        assert sorted(found["engines_by_replica"].values()) == [["e0", "e1"], ["e1", "e2"]]
+        assert [it["engine"] for it in found["engines"]] == ["e0#1", "e1#1", "e2#1"]
+        full = ENGINES * REQUESTS  # once all are ready
+        await pool.until("capacity", lambda: pool.pool(0), lambda page: page["capacity"]["requests"] == full, 8)
+        row = await pool.sidecars[0].until(pool.client, "e2", "unreachable", 8)
+        assert row["reason"] == "the engine list of this process does not name it; another replica's does"
+        for number, names in ((0, {"e0", "e1"}), (1, {"e1", "e2"})):
+            answers = await asyncio.gather(*(pool.sidecars[number].ask(pool.client, output=3) for _ in range(12)))
+            assert {it.status for it in answers} == {200}
+            assert {engine_of(it) for it in answers} == names
+        assert all(it["most"]["requests"] <= REQUESTS for it in await pool.counts())

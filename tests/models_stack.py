@@ -1,0 +1,163 @@
+"""Two models with pools of their own behind one `sidecar serve`, before three emulated engines; all are processes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from tests.support.commands import address, command
+from tests.support.ports import free_ports
+
+KEY, LIMITED = "sk-alpha", "sk-limited"
+LLAMA, QWEN, LORA = "meta/llama-70b", "qwen-7b", "my-lora"
+REQUESTS = 2
+"""What each engine runs at once."""
+POLICY = """\
+engine: vllm
+mode: {mode}
+engines:
+  static:
+    - {{name: a, url: http://127.0.0.1:{a}}}
+    - {{name: b, url: http://127.0.0.1:{b}}}
+    - {{name: c, url: http://127.0.0.1:{c}}}
+  capacity: {{tokens: 20k, requests: 2}}
+  health: {{every: 500ms, fail: 2, rise: 1}}
+  slow_start: 1s
+models:
+  meta/llama-70b: {{engines: [a, b], aliases: [llama, my-lora]}}
+  qwen-7b: {{engines: [c]}}
+tiers:
+  high: {{}}
+  batch: {{reserve: 10%}}
+default_tier: high
+sources: [engine, body, header, endpoint, key]
+engine_levels: {{high: -10, batch: 0}}
+anonymous: deny
+endpoints:
+  /v1/chat/completions: {{}}
+  /v1/responses: {{}}
+  /v1/messages: {{}}
+background: hold
+tenants: tenants/*.yaml
+"""
+TENANTS = {"alpha": (KEY, ""), "limited": (LIMITED, "limits: {concurrent_requests: 1}\n")}
+ENGINES = {"a": "llama-70b", "b": "llama-70b", "c": QWEN}
+_EMULATED = ("--engine", "vllm", "--step-ms", "10", "--max-num-seqs", "8", "--response-store")
+
+
+@dataclass
+class ModelsStack:
+    """The sidecar, its policy's folder, and its engines by name."""
+
+    folder: Path
+    url: str
+    admin_url: str
+    ports: dict[str, int]
+    sidecar: subprocess.Popen[str]
+    engines: dict[str, ExitStack] = field(default_factory=dict)
+    starting: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def client(self, key: str = KEY) -> openai.AsyncOpenAI:
+        """A client that shows what it is refused."""
+        return openai.AsyncOpenAI(api_key=key, base_url=f"{self.url}/v1", max_retries=0, timeout=30)
+
+    def start(self, name: str) -> None:
+        """Begins to start an engine."""
+        stack = self.engines[name] = ExitStack()
+        port = str(self.ports[name])
+        process = stack.enter_context(command("emulate", "--port", port, "--model", ENGINES[name], *_EMULATED))
+        self.starting.append(process)
+
+    def started(self) -> None:
+        """Returns when all engines answer that were started."""
+        while self.starting:
+            address(self.starting.pop())
+
+    def kill(self, name: str) -> None:
+        """Kills an engine."""
+        self.engines.pop(name).close()
+
+    def admin(self, path: str) -> Any:
+        """A JSON page of the admin port, whatever its status."""
+        try:
+            with urllib.request.urlopen(self.admin_url + path, timeout=10) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            with error:
+                return json.load(error)
+
+    def text(self, path: str) -> str:
+        """A page of the admin port as text."""
+        with urllib.request.urlopen(self.admin_url + path, timeout=10) as answer:
+            return str(answer.read().decode())
+
+    def pool(self, model: str) -> Any:
+        """The state of a model's pool."""
+        return self.admin("/state")["models"][model]["pool"]
+
+    def counts(self, model: str) -> tuple[int, int]:
+        """(leases, waiting) of a model's pool."""
+        pool = self.pool(model)
+        return pool["leases"], pool["waiting"]
+
+    async def write(self, policy: str) -> str:
+        """Replaces the policy. Returns its generation as soon as it is in force."""
+        before = self.admin("/state")["policy"]["generation"]
+        (self.folder / "policy.yaml").write_text(policy)
+        await until(lambda: self.admin("/state")["policy"]["generation"] != before)
+        return str(self.admin("/state")["policy"]["generation"])
+
+    def policy(self) -> str:
+        """The policy as it stands."""
+        return (self.folder / "policy.yaml").read_text()
+
+
+async def until(condition: Callable[[], object], within_s: float = 15.0) -> None:
+    """Waits for it."""
+    end_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end_s, condition
+        await asyncio.sleep(0.02)
+
+
+def write_models_policy(folder: Path, ports: dict[str, int], mode: str = "enforce") -> Path:
+    """The policy of the stack."""
+    (folder / "policy.yaml").write_text(POLICY.format(mode=mode, **ports))
+    (folder / "tenants").mkdir()
+    for name, (key, more) in TENANTS.items():
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        (folder / "tenants" / f"{name}.yaml").write_text(
+            f'tenant: {name}\nkeys: ["sha256:{digest}"]\ntier: high\n{more}'
+        )
+    return folder
+
+
+@contextmanager
+def models_stack(folder: Path, mode: str = "enforce", without: str = "", **environment: str) -> Iterator[ModelsStack]:
+    """All of it; but the engines in `without`, by their names, are not started. `environment` is the sidecar's."""
+    first = free_ports(3)
+    ports = {name: first + number for number, name in enumerate(ENGINES)}
+    write_models_policy(folder, ports, mode)
+    with ExitStack() as running:
+        stack = ModelsStack(folder, "", "", ports, None)  # type: ignore[arg-type]  # it is started last
+        running.callback(lambda: [engine.close() for engine in stack.engines.values()])
+        for name in ENGINES:
+            if name not in without:
+                stack.start(name)
+        stack.started()
+        served = ("serve", "--policy", str(folder), "--port", "0", "--admin-port", "0")
+        stack.sidecar = running.enter_context(command(*served, **environment))
+        stack.url, stack.admin_url = address(stack.sidecar), address(stack.sidecar)
+        yield stack

@@ -1,0 +1,123 @@
+"""A real Prometheus scrapes a sidecar whose engines work, break and die: metrics, panels and alerts by engine."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+
+import aiohttp
+import pytest
+
+from sidecar.telemetry import semconv
+from sidecar.telemetry.metrics.engines import STATES
+from tests.fleet.served import ServedFleet, served_fleet
+from tests.otel.files import RULES, queries, rules
+from tests.otel.overload import KNOWN_AFTER_S, hurried
+from tests.otel.test_prometheus import GROUPING, OF_ENGINES, SELECTOR, for_this_pool
+from tests.otel.test_readme import ENGINE_METRICS, EVERYWHERE
+from tests.support.prometheus import Prometheus, prometheus
+from tests.support.redis_servers import until
+
+PATIENCE_S = 30.0
+
+
+class Scraped:
+    """A Prometheus, and the sidecar that it scrapes."""
+
+    def __init__(self, server: Prometheus, fleet: ServedFleet) -> None:
+        self.server = server
+        self.fleet = fleet
+
+    def fired(self) -> set[tuple[str, str]]:
+        """The alerts that fire, each with its engine."""
+        found = self.server.query('ALERTS{alertstate="firing"}', time.time() - KNOWN_AFTER_S)
+        return {(sample.labels["alertname"], sample.labels.get("admission_engine", "")) for sample in found}
+
+    def until_fires(self, alert: str, engine: str) -> None:
+        """Waits until an alert fires."""
+        end_s = time.monotonic() + PATIENCE_S
+        while (alert, engine) not in self.fired():
+            assert time.monotonic() < end_s, self.fired()
+            time.sleep(0.2)
+
+
+async def load(fleet: ServedFleet, seconds: float) -> None:
+    """Requests that share prefixes, more than fit."""
+    end_s = time.monotonic() + seconds
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+
+        async def asks(number: int) -> None:
+            while time.monotonic() < end_s:
+                await fleet.ask(client, text=f"You are agent {number % 3}. " * 200)
+
+        await asyncio.gather(*(asks(number) for number in range(12)))
+
+
+@pytest.fixture(scope="module")
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
+    folder = tmp_path_factory.mktemp("engines")
+    arguments = ("--step-ms", "5", "--kv-tokens", "20000")
+    with (
+        served_fleet(folder, 3, 2, *arguments) as fleet,
+        prometheus(folder, [fleet.admin.removeprefix("http://")], [hurried(RULES, folder)]) as server,
+    ):
+        until(server.scraped, "the sidecar is scraped", PATIENCE_S)
+        asyncio.run(load(fleet, 6.0))
+        yield Scraped(server, fleet)
+
+
+@pytest.mark.long
+def test_every_panel_and_rule_about_engines_finds_data(scraped: Scraped) -> None:
+    at_s = time.time() - KNOWN_AFTER_S
+    asked = {name: for_this_pool(each, "default") for name, each in queries() if OF_ENGINES.search(each)}
+    assert len(asked) > 8
+    empty = {name: each for name, each in asked.items() if not scraped.server.query(each, at_s)}
+    assert {name for name in empty if "measured" not in empty[name]} == set()  # reported by engines that are asked to
+    expressions = [GROUPING.sub("", rule.expression) for rule in rules() if OF_ENGINES.search(rule.expression)]
+    series = {"".join(match) for expression in expressions for match in SELECTOR.findall(expression)}
+    assert series
+    assert {each for each in series if not scraped.server.query(each, at_s)} == set()
+
+
+def test_the_metrics_are_those_of_the_readme_with_their_labels(scraped: Scraped) -> None:
+    found: dict[str, set[str]] = {}
+    selector = '{__name__=~"admission_.+", __name__!~"admission_engine_up"}'
+    for sample in scraped.server.query(selector, time.time() - KNOWN_AFTER_S):
+        if OF_ENGINES.search(sample.labels["__name__"]):
+            found.setdefault(sample.labels["__name__"], set()).update(set(sample.labels) - EVERYWHERE)
+    measured = semconv.PREFIX_MEASURED.replace(".", "_") + "_total"
+    listed = {name: {label.replace(".", "_") for label in of.labels} for name, of in ENGINE_METRICS.items()}
+    assert found == {name: labels for name, labels in listed.items() if name != measured or name in found}
+
+
+def test_the_states_and_what_was_done_are_those_that_the_engines_page_has(scraped: Scraped) -> None:
+    at_s = time.time() - KNOWN_AFTER_S
+    states = {
+        (sample.labels["admission_engine"], sample.labels["admission_engine_state"]): sample.value
+        for sample in scraped.server.query("admission_engine_state", at_s)
+    }
+    assert states == {(f"e{n}", state): int(state == "ready") for n in range(3) for state in STATES}
+    prompts = {
+        sample.labels["admission_engine"] for sample in scraped.server.query("admission_prompt_tokens_total > 0", at_s)
+    }
+    assert prompts == {"e0", "e1", "e2"}
+    assert scraped.server.query("sum(admission_prefix_tokens_predicted_total) > 0", at_s)
+
+
+@pytest.mark.long
+def test_the_alerts_of_one_engine_and_of_all(scraped: Scraped) -> None:
+    down = {(name, engine) for name, engine in scraped.fired() if "Engine" in name}
+    assert down == set()
+    scraped.fleet.engines.kill(1, signal.SIGKILL)
+    scraped.until_fires("AdmissionOneEngineDown", "e1")
+    assert not any(name == "AdmissionEngineDown" for name, _ in scraped.fired())
+    at_s = time.time() - KNOWN_AFTER_S
+    (ejected,) = scraped.server.query("admission_engine_ejections_total > 0", at_s)
+    assert (ejected.labels["admission_engine"], ejected.labels["admission_reason"]) == ("e1", "refused")
+    for number in (0, 2):
+        scraped.fleet.engines.kill(number, signal.SIGKILL)
+    scraped.until_fires("AdmissionEngineDown", "")
+    time.sleep(2 * KNOWN_AFTER_S)
+    assert not any(name == "AdmissionOneEngineDown" for name, _ in scraped.fired())

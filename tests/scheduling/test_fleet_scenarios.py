@@ -1,0 +1,111 @@
+"""Every hand-checked scenario of several engines, step by step, on the oracle and on the scheduler."""
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from fleet_oracle import FleetOracle
+from oracle import Policy
+
+from sidecar.policy.rules import UNLIMITED, Shares
+from sidecar.scheduling.fleet_scheduler import FleetScheduler
+from sidecar.scheduling.placement import EngineOffer
+
+SCENARIOS = json.loads((Path(__file__).parent / "scenarios" / "fleet.json").read_text())
+
+
+def policy_of(scenario: dict) -> Policy:
+    names = [tier["name"] for tier in scenario["tiers"]]
+    aging = scenario["aging"]
+    return Policy(
+        capacity=(None, None),
+        tiers=tuple(
+            Shares(
+                tier["name"],
+                *(
+                    Fraction(str(tier.get(name, default)))
+                    for name, default in (("reserve", 0), ("lend", 1), ("limit", 1))
+                ),
+                always_first=bool(tier.get("always_first")),
+            )
+            for tier in scenario["tiers"]
+        ),
+        promote_after_us=aging and int(aging["promote_after_s"] * 1_000_000),
+        ceiling=names.index(aging["ceiling"]) if aging else 0,
+    )
+
+
+def offers_of(engines: list[dict]) -> list[EngineOffer]:
+    return [
+        EngineOffer(
+            engine["id"],
+            engine["tokens"],
+            engine["requests"],
+            engine.get("prefill", UNLIMITED),
+            engine.get("speed", 1000),
+            engine.get("takes_new", True),
+            round(engine.get("ramp_s", 0) * 1e6),
+            round(engine.get("since_s", 0) * 1e6),
+        )
+        for engine in engines
+    ]
+
+
+def play(pool: FleetScheduler | FleetOracle, step: dict, tiers: list[str]) -> list:
+    now_us = round(step["at"] * 1e6)
+    match step["do"]:
+        case "submit":
+            named = ("tokens", "requests", "prompt", "tenant", "weight", "hits", "barred")
+            fields = {name: step[name] for name in named if name in step}
+            pool.submit(step["id"], tier=tiers.index(step["tier"]), now_us=now_us, **fields)
+        case "settle":
+            pool.settle(step["id"], now_us)
+        case "prefilled":
+            pool.prefilled(step["id"], now_us)
+        case "engines":
+            pool.set_engines(offers_of(step["engines"]), now_us)
+        case "cap":
+            pool.cap(step["engine"], step["requests"], round(step["until"] * 1e6), now_us)
+        case "cancel":
+            cancel = (step["id"], now_us) if isinstance(pool, FleetScheduler) else (step["id"],)
+            pool.cancel(*cancel)
+        case "hand_back":
+            if isinstance(pool, FleetScheduler):
+                pool.bar(step["id"], step["barred"])
+                pool.hand_back(step["id"], now_us, None)
+            else:
+                pool.hand_back(step["id"], now_us, step["barred"])
+        case "wait":
+            pass
+        case unknown:
+            raise ValueError(unknown)
+    return pool.dispatch(now_us)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario["name"])
+def test_the_oracle_gives_exactly_the_answers_worked_out_by_hand(scenario):
+    oracle, tiers = FleetOracle(policy_of(scenario)), [tier["name"] for tier in scenario["tiers"]]
+    oracle.set_engines(offers_of(scenario["engines"]), 0)
+    for number, step in enumerate(scenario["steps"]):
+        answers = [{"id": placed.answer.id, "engine": placed.engine} for placed in play(oracle, step, tiers)]
+        assert step["admitted"] == answers, f"step {number}: {step}; {scenario['lesson']}"
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario["name"])
+def test_the_scheduler_gives_exactly_the_answers_worked_out_by_hand(scenario):
+    assert answers(FleetScheduler, scenario) == recorded(scenario), scenario["lesson"]
+
+
+def answers(kind: type[FleetScheduler], scenario: dict) -> list:
+    scheduler = kind(FleetOracle(policy_of(scenario)).rules_of)
+    scheduler.set_engines(offers_of(scenario["engines"]), 0)
+    tiers = [tier["name"] for tier in scenario["tiers"]]
+    return [
+        [{"id": admission.ticket.id, "engine": admission.engine} for admission in play(scheduler, step, tiers)]
+        for step in scenario["steps"]
+    ]
+
+
+def recorded(scenario: dict) -> list:
+    return [step["admitted"] for step in scenario["steps"]]
