@@ -38,6 +38,9 @@ async def bare(scope: Scope, receive: Receive, send: Send) -> None:
         await _lifespan(receive, send)
     elif scope["path"] == "/cpu":
         await _answer(send, repr(time.process_time()).encode())
+    elif scope["method"] == "GET":
+        # Which engine is it? The sidecar asks; this app is none.
+        await _answer(send, b'{"error": "not found"}', status=404)
     elif json.loads(await _body(receive)).get("stream"):
         await _stream(send)
     else:
@@ -62,9 +65,9 @@ async def _body(receive: Receive) -> bytes:
             return body
 
 
-async def _answer(send: Send, answer: bytes) -> None:
+async def _answer(send: Send, answer: bytes, status: int = 200) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer))]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": answer, "more_body": False})
 
 

@@ -80,7 +80,9 @@ class Stand:
 
     def raised(self) -> list[float]:
         """The quantiles that preemptions brought, oldest first."""
-        said = re.findall(r"requests that the engine preempted: \d+. Leases hold quantile ([\d.]+)", self.log.read_text())
+        said = re.findall(
+            r"requests that the engine preempted: \d+. Leases hold quantile ([\d.]+)", self.log.read_text()
+        )
         return [float(quantile) for quantile in said]
 
 
