@@ -199,11 +199,23 @@ class Preempted(msgspec.Struct, frozen=True, gc=False):
     is_unreached: bool = False
 
 
+class ServiceGain(msgspec.Struct, frozen=True, gc=False):
+    """What a request earned, in weighted tokens that came before their deadlines, of what it could have earned.
+
+    `slo` is its outcome by its tier's objective: met, ttft, tpot, refused or abandoned.
+    """
+
+    earned: int
+    attainable: int
+    slo: str
+
+
 class Refused(msgspec.Struct, frozen=True, gc=False):
     """The middleware ended the request: it answered with an error, or had no one to answer (`status` is None).
 
     The latter is `client_left` (the client disconnected) or `canceled` (the server stopped). The waiting figures
-    are zero where it never waited. `tenant` is None where the key was not known yet.
+    are zero where it never waited. `tenant` is None where the key was not known yet. `gain` is there where its tier has
+    an objective.
     """
 
     at_us: int
@@ -215,6 +227,7 @@ class Refused(msgspec.Struct, frozen=True, gc=False):
     overtaken_at_us: int | None = None
     served_ahead: Mapping[str, int] = {}
     tenant: str | None = None
+    gain: ServiceGain | None = None
 
 
 class FirstByte(msgspec.Struct, frozen=True, gc=False):
@@ -233,6 +246,7 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
     would have said, for a request that was preempted and ended while it waited again; None where that is not known.
     `message` is what the proxy answered in the engine's place, None where the app answered. `held_tokens` is what the
     lease held at last, None where no output length is learned, and `growths` how often it grew while it streamed.
+    `gain` is there where its tier has an objective.
     """
 
     at_us: int
@@ -246,6 +260,7 @@ class Settled(msgspec.Struct, frozen=True, gc=False):
     message: str | None = None
     held_tokens: int | None = None
     growths: int = 0
+    gain: ServiceGain | None = None
 
 
 class Verdict(str, Enum):

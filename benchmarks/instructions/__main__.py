@@ -44,6 +44,8 @@ FIGURES = {
     "proxied": Figure("`sidecar serve`, a request, its whole process", "proxied"),
     "mounted_chunk": Figure("admission, mounted, a streamed chunk", "mounted_chunk", "bare_chunk"),
     "observed_chunk": Figure("the same with traces and metrics", "observed_chunk", "bare_chunk"),
+    "measured": Figure("+ admission, mounted, with service gain", "measured", "bare"),
+    "measured_chunk": Figure("admission, mounted, a streamed chunk, with service gain", "measured_chunk", "bare_chunk"),
     "proxied_chunk": Figure("`sidecar serve`, a streamed chunk, its whole process", "proxied_chunk"),
     "pool": Figure("local pool: enter + settle", "pool"),
     "scheduler": Figure("scheduler: one decision, 1,000 waiting", "scheduler"),
@@ -56,6 +58,8 @@ MOUNTED = (
     "mounted_chunk",
     "pool",
     "scheduler",
+    "measured",
+    "measured_chunk",
     "observed",
     "observed_chunk",
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
@@ -33,7 +34,7 @@ from benchmarks.overhead_apps import CHUNK, DoNothing, Nowhere, bare
 from benchmarks.scheduler import Crowd
 from sidecar import AdmissionMiddleware
 from sidecar.policy.compiler import load
-from sidecar.policy.model import Policy
+from sidecar.policy.model import Policy, ServiceObjectives
 from sidecar.pools import Ask, LocalPool
 
 WARM_UP = 200
@@ -41,6 +42,8 @@ WARM_UP = 200
 PATH = "/v1/chat/completions"
 WAITING = 1_000
 """Tickets that wait while the scheduler decides."""
+STREAMING_BODY = BODY[:-1] + b', "stream": true}'
+"""The service gain of a stream is measured only where the client asked for one."""
 
 
 class Request:
@@ -48,8 +51,8 @@ class Request:
 
     __slots__ = ("_body", "_ended", "status")
 
-    def __init__(self) -> None:
-        self._body: bytes | None = BODY
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
         self._ended = asyncio.Event()
         self.status = 0
 
@@ -69,9 +72,9 @@ class Request:
             self._ended.set()
 
 
-async def request(app: ASGIApp) -> None:
-    """Sends one request to `app` in a task of its own. Raises RuntimeError for a status other than 200."""
-    own = Request()
+async def request(app: ASGIApp, body: bytes = BODY) -> None:
+    """Sends one request with `body` to `app` in a task of its own. Raises RuntimeError for a status other than 200."""
+    own = Request(body)
     scope: Scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -84,7 +87,7 @@ async def request(app: ASGIApp) -> None:
         "path": PATH,
         "raw_path": PATH.encode(),
         "query_string": b"",
-        "headers": list(_HEADERS),
+        "headers": [*_HEADERS, (b"content-length", b"%d" % len(body))],
         "state": {},
     }
     await asyncio.ensure_future(_present(app, scope, own))
@@ -100,7 +103,6 @@ _HEADERS = [
     (b"host", b"127.0.0.1"),
     (b"content-type", b"application/json"),
     *((name.lower().encode(), value.encode()) for name, value in HEADERS),
-    (b"content-length", b"%d" % len(BODY)),
 ]
 
 
@@ -202,7 +204,8 @@ async def part(name: str, policy: Policy, count: int) -> None:
     else:
         around, is_streamed, _ = name.partition("_chunk")
         app = around_app(around, stream_of(count) if is_streamed else bare, policy)
-        await (request(app) if is_streamed else requests(app, count))
+        body = STREAMING_BODY if around == "measured" else BODY
+        await (request(app, body) if is_streamed else requests(app, count))
 
 
 def around_app(name: str, app: ASGIApp, policy: Policy) -> ASGIApp:
@@ -213,6 +216,9 @@ def around_app(name: str, app: ASGIApp, policy: Policy) -> ASGIApp:
         return DoNothing(app)
     if name == "observed":
         install_sdk()
+    if name == "measured":
+        slo = ServiceObjectives(ttft_s=1.0, tpot_s=0.06)
+        policy = replace(policy, tiers=tuple(replace(tier, slo=slo) for tier in policy.tiers))
     return AdmissionMiddleware(app, policy)
 
 

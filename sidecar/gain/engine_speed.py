@@ -47,6 +47,8 @@ They are what one GPU needs for a model of 8 to 14 billion parameters, within a 
 DEFAULT_LOAD = (1.0, 100.0, 100_000.0)
 _NEW_PART = 1 / 64
 """Of the newest sample in the mean load and in the mean error."""
+_NEW_RATIO = 1 / 16
+MOST_TOKENS_PER_EVENT = 64.0
 _MOST_ENGINES = 256
 
 
@@ -71,6 +73,25 @@ class Coefficients(msgspec.Struct, frozen=True, gc=False):
     def prefill_us(self, prompt_tokens: int) -> int:
         """The time to the first token, in microseconds, with so many tokens of prompts to compute before it."""
         return self.first_us + self.prefill_ns * prompt_tokens // 1000
+
+
+class EngineSpeedDocument(msgspec.Struct, frozen=True):
+    """The speed of an engine for people and metrics. `engine` is None where the pool has one engine.
+
+    The whole numbers are those of `Coefficients`. The errors are mean parts of the larger of predicted and actual time,
+    None while the stated defaults predict, and the samples count since the process began.
+    """
+
+    engine: str | None
+    prefill_ns: int
+    output_ns: int
+    token_us: int
+    first_us: int
+    is_known: bool
+    first_samples: int
+    token_samples: int
+    first_error: float | None
+    token_error: float | None
 
 
 class Load(NamedTuple):
@@ -102,13 +123,15 @@ class EngineSpeed:
     """The speed of one engine, and what this process has running there. Times are microseconds of one clock.
 
     `first_error` and `token_error` are mean errors of the predictions: the difference in parts of the larger one of
-    predicted and actual time, so 0 to 1. None before the first sample.
+    predicted and actual time, so 0 to 1. None while the stated defaults predict. `tokens_per_event` is how many tokens
+    an event of its streams has, as far as it counts them.
     """
 
     def __init__(self) -> None:
         self.running = self.running_tokens = self.unprefilled = 0
         self.first_error: float | None = None
         self.token_error: float | None = None
+        self.tokens_per_event = 1.0
         self._at_us = self._sequences_us = self._tokens_us = 0
         self._unseen: deque[tuple[int, int]] = deque()
         self._prefill = GroupedFit(DEFAULT_PREFILL, (1.0, 1000.0))
@@ -133,6 +156,20 @@ class EngineSpeed:
                 round(prompt_us * 1000), round(output_us * 1000), round(token_us), round(first_us), is_known
             )
         return found
+
+    def document(self, name: str | None) -> EngineSpeedDocument:
+        """What is in force, under the engine's name."""
+        found, (firsts, tokens) = self.coefficients, self.samples
+        speed = found.prefill_ns, found.output_ns, found.token_us, found.first_us, found.is_known
+        first_error, token_error = self.first_error, self.token_error
+        return EngineSpeedDocument(
+            name,
+            *speed,
+            firsts,
+            tokens,
+            None if first_error is None else round(first_error, 4),
+            None if token_error is None else round(token_error, 4),
+        )
 
     def token_us(self) -> int:
         """The time between two tokens of an answer that is predicted for the load of this moment."""
@@ -163,7 +200,8 @@ class EngineSpeed:
             self.unprefilled -= call.uncached
             if is_sample and now_us > call.sent_us:
                 took_us = now_us - call.sent_us
-                self.first_error = _mean_error(self.first_error, call.predicted_us, took_us)
+                if self._prefill.is_known:
+                    self.first_error = _mean_error(self.first_error, call.predicted_us, took_us)
                 if self._prefill.learn(call.tenant, (1.0, float(call.backlog)), float(took_us)):
                     self._coefficients = None
         return self.load(now_us)
@@ -181,9 +219,15 @@ class EngineSpeed:
         sequences = (until.sequences_us - since.sequences_us) / took_us
         tokens = (until.tokens_us - since.tokens_us) / took_us
         features, token_us = (1.0, sequences, tokens), took_us / intervals
-        self.token_error = _mean_error(self.token_error, self._token.predict(features), token_us)
+        if self._token.is_known:
+            self.token_error = _mean_error(self.token_error, self._token.predict(features), token_us)
         if self._token.learn(call.tenant, features, token_us):
             self._coefficients = None
+
+    def counted(self, tokens: int, events: int) -> None:
+        """The engine counted so many tokens in a stream of so many events."""
+        now = min(MOST_TOKENS_PER_EVENT, max(1.0, tokens / events))
+        self.tokens_per_event += (now - self.tokens_per_event) * _NEW_RATIO
 
     def ended(self, call: Call, now_us: int) -> None:
         """A request has left the engine, however it did. Harmless when repeated."""

@@ -24,6 +24,7 @@ from sidecar.middleware.engine_watch import EngineCheck, EngineWatch
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.pending_aborts import PendingAborts
 from sidecar.middleware.policy_snapshot import policy_snapshot
+from sidecar.middleware.request_gain import GainMeter
 from sidecar.middleware.watchdog import Watchdog
 from sidecar.policy.model import Mode, Policy, Unguarded
 from sidecar.pools import Pool
@@ -98,6 +99,7 @@ class AdmissionController:
         self.lease_sizes = LeaseSizes(
             policy.learn, pool.now_us, lengths or LengthEstimator(), lambda: self._room().replicas
         )
+        self.gain = GainMeter(pool.now_us, self.lease_sizes)
         self.observer = observer
         self.observed = observed
         self.unguarded = unguarded
@@ -227,6 +229,7 @@ class AdmissionController:
             "background": len(self.background),
             "pool": self.pool.state(),
             "lease_sizes": msgspec.to_builtins(self.lease_sizes.document()),
+            **({"gain": msgspec.to_builtins(self.gain.document())} if self.snapshot.objectives else {}),
             **({"generations": generations} if generations else {}),
         }
 

@@ -24,10 +24,12 @@ from sidecar.events import (
     Refused,
     Replayed,
     ReplayReason,
+    ServiceGain,
     Settled,
 )
 from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.lease_size import LeaseSize
+from sidecar.middleware.request_gain import RequestGain
 from sidecar.policy.model import Endpoint, Policy, Tenant
 from sidecar.pools import Grant
 
@@ -39,10 +41,10 @@ class EventReporter:
     """Reports one request. `now_us` is the pool's clock in microseconds; it is read only where an observer listens.
 
     A request that was admitted once ends with `Settled`, even where it ends while it waits again. `tenant` is set once
-    the request's key is known.
+    the request's key is known. `gain` is told how the request ended, whether an observer listens or not.
     """
 
-    __slots__ = ("_now_us", "_observation", "_was_admitted", "tenant")
+    __slots__ = ("_now_us", "_observation", "_was_admitted", "gain", "tenant")
 
     def __init__(
         self, observer: Observer | None, scope: Scope, request_id: str, received_us: int, now_us: Callable[[], int]
@@ -51,6 +53,7 @@ class EventReporter:
         self._observation: Observation | None = None
         self._was_admitted = False
         self.tenant: Tenant | None = None
+        self.gain: RequestGain | None = None
         if observer is not None and observer.listens():
             method, path, headers = scope["method"], scope["path"], scope["headers"]
             self._observation = observer.received(
@@ -166,26 +169,32 @@ class EventReporter:
 
         `said` is the message of the error that was answered in the engine's place. `size` is that of the lease.
         """
+        gain = None if self.gain is None else self.gain.settled(outcome, status, is_failure=said is not None)
         if self._observation is not None:
             held, growths = (None, 0) if size is None else (size.held, size.growths)
             self._observation.on_event(
-                Settled(self._now_us(), outcome, status, *used, error, message=said, held_tokens=held, growths=growths)
+                Settled(self._now_us(), outcome, status, *used, error, None, said, held, growths, gain)
             )
 
     def _ended(self, code: str, message: str, status: int | None, wait: Grant | None) -> None:
+        is_abandoned = code == DISCONNECTED_CODE
+        gain = None if self.gain is None else self.gain.refused(status, is_abandoned=is_abandoned)
         if self._observation is None:
             return
         tenant = None if self.tenant is None else self.tenant.name
-        refused = _refused((self._now_us() if wait is None else wait.at_us, code, message, status), wait, tenant)
+        at_us = self._now_us() if wait is None else wait.at_us
+        refused = _refused((at_us, code, message, status), wait, tenant, gain)
         if not self._was_admitted:
             self._observation.on_event(refused)
             return
-        outcome = Outcome.CLIENT_LEFT if code == DISCONNECTED_CODE else Outcome.FAILED
+        outcome = Outcome.CLIENT_LEFT if is_abandoned else Outcome.FAILED
         waited = None if wait is None else refused
-        self._observation.on_event(Settled(self._now_us(), outcome, status, 0, None, None, code, waited))
+        self._observation.on_event(Settled(self._now_us(), outcome, status, 0, None, None, code, waited, gain=gain))
 
 
-def _refused(end: tuple[int, str, str, int | None], wait: Grant | None, tenant: str | None) -> Refused:
+def _refused(
+    end: tuple[int, str, str, int | None], wait: Grant | None, tenant: str | None, gain: ServiceGain | None
+) -> Refused:
     if wait is None:
-        return Refused(*end, tenant=tenant)
-    return Refused(*end, wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, wait.served_ahead, tenant)
+        return Refused(*end, tenant=tenant, gain=gain)
+    return Refused(*end, wait.queue_wait_us, wait.starvation_us, wait.overtaken_at_us, wait.served_ahead, tenant, gain)

@@ -27,8 +27,10 @@ from sidecar.errors import (
     UnsizedPrompt,
 )
 from sidecar.events import Headers
+from sidecar.gain.token_deadlines import Objective
 from sidecar.middleware.lease_size import Expected, LeaseSizes, LengthQuestion
 from sidecar.middleware.policy_snapshot import KEY_HEADERS, PolicySnapshot
+from sidecar.middleware.slo_headers import SLO_HEADERS, asked_slo
 from sidecar.payload.decode import Payload, decode
 from sidecar.payload.edit import insert, remove
 from sidecar.policy.model import Background, Endpoint, Policy, Tenant, Unsized
@@ -65,8 +67,9 @@ class SizedRequest(msgspec.Struct):
     is expected to use, None before it enters the pool and where nothing is learned. `taken` names the client's headers
     that must not be forwarded, `added` are headers for the engine. `output_cap` is the output maximum that is written
     into the body, because the body has none and the tenant has a limit. `max_wait_s` is the longest wait that the
-    client allows. `path` is the endpoint's. `hits` are the prompt's tokens that engines are predicted to have, by their
-    ids; None in a pool of one engine.
+    client allows, `objective` its tier's, as the client loosens it, None where its gain is not measured. `path` is the
+    endpoint's. `hits` are the prompt's tokens that engines are predicted to have, by their ids; None in a pool of one
+    engine.
     """
 
     body: bytes
@@ -84,6 +87,7 @@ class SizedRequest(msgspec.Struct):
     assumed_output: int
     hits: tuple[tuple[str, int], ...] | None = None
     expected: Expected | None = None
+    objective: Objective | None = None
 
     @property
     def most_tokens(self) -> int:
@@ -189,7 +193,7 @@ class RequestIntake:
             refuse_loop(headers[b"via"])
         if len(headers) != len(scope["headers"]):  # one of them is given twice
             refuse_two_keys(scope, headers)
-            _refuse_two_values(scope, (self._snapshot.policy.tier_header, MAX_WAIT_HEADER))
+            _refuse_two_values(scope, (self._snapshot.policy.tier_header, MAX_WAIT_HEADER, *SLO_HEADERS))
         self.tenant = self._snapshot.classifier.tenant(headers)
         if b"content-length" in headers:
             self._check_size(_declared_length(scope, headers))
@@ -247,6 +251,7 @@ class RequestIntake:
             max_wait_s=max_wait_s,
             path=endpoint.path,
             assumed_output=output,
+            objective=_objective(headers, snapshot, classification) if snapshot.objectives else None,
         )
 
 
@@ -263,6 +268,18 @@ def _assumed_output(payload: Payload, policy: Policy, level: int, cap: int | Non
         return payload.max_output_tokens
     default = policy.tiers[level].default_output_tokens
     return default if cap is None else min(default, cap)
+
+
+def _objective(
+    headers: Mapping[bytes, bytes], snapshot: PolicySnapshot, classification: Classification
+) -> Objective | None:
+    """The tier's objective, as the client loosens it. Headers that do not count are reported with the response."""
+    objective = snapshot.objectives[classification.level]
+    if objective is None or headers.keys().isdisjoint(SLO_HEADERS):
+        return objective
+    objective, ignored = asked_slo(headers, objective)
+    classification.ignored += tuple(ignored)
+    return objective
 
 
 def longest_wait_s(headers: Mapping[bytes, bytes], of_tier_s: float | None) -> float | None:

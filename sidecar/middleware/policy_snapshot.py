@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from sidecar.classify import Classifier
 from sidecar.engines.base import AbortLatency, Engine, Routes, abort_latency
-from sidecar.policy.model import Endpoint, Policy
+from sidecar.gain.token_deadlines import Objective
+from sidecar.policy.model import Endpoint, Policy, Tier
 from sidecar.tokens import Estimator
 
 _AUTHORIZATION, _API_KEY = b"authorization", b"x-api-key"
@@ -58,7 +59,8 @@ class PolicySnapshot:
     """A policy and everything that is computed from it once. Lists by level begin with the most important tier.
 
     `priorities` are the values that the engine gets, `tier_names` are header values. `abort_latency` is how long the
-    engine computes on after an aborted request.
+    engine computes on after an aborted request. `objectives` are the tiers' own; none at all where no tier has one:
+    then no gain is measured.
     """
 
     policy: Policy
@@ -70,6 +72,7 @@ class PolicySnapshot:
     tier_names: tuple[bytes, ...]
     abort_latency: AbortLatency
     routes: Routes
+    objectives: tuple[Objective | None, ...] = ()
 
 
 def policy_snapshot(
@@ -79,6 +82,7 @@ def policy_snapshot(
 
     `engine_key` replaces the tenant's key. `is_proxied` says that the engine is another process, after a reverse proxy.
     """
+    objectives = tuple(objective_of(tier) for tier in policy.tiers)
     return PolicySnapshot(
         policy=policy,
         endpoints=policy.endpoints,
@@ -89,4 +93,13 @@ def policy_snapshot(
         tier_names=tuple(tier.name.encode() for tier in policy.tiers),
         abort_latency=abort_latency(dialect, policy.abort_latency_s, is_proxied=is_proxied),
         routes=policy.engine.routes,
+        objectives=objectives if any(objectives) else (),
     )
+
+
+def objective_of(tier: Tier) -> Objective | None:
+    """The objective that a tier's gain is measured by: None where it has not both times."""
+    slo = tier.slo
+    if slo.ttft_s is None or slo.tpot_s is None:
+        return None
+    return Objective(round(slo.ttft_s * 1e6), round(slo.tpot_s * 1e6), tier.gain_weight)

@@ -43,6 +43,7 @@ from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens
 from sidecar.middleware.lease_size import LeaseSize
 from sidecar.middleware.pending_aborts import CALL_KEY, ENGINE_ID_KEY, EngineCall, Held
 from sidecar.middleware.preemptible_attempt import PreemptibleAttempt
+from sidecar.middleware.request_gain import Feed, RequestGain
 from sidecar.middleware.response_headers import (
     admission_headers,
     allowance_headers,
@@ -90,13 +91,14 @@ class RequestHandler:
 
     __slots__ = (
         "_admitted_us", "_attempt", "_background", "_body", "_call", "_client", "_controller", "_cut", "_endpoint",
-        "_ends_us", "_hand_backs", "_headers", "_intake", "_is_given_up", "_lease", "_preempted_us", "_preemptions",
-        "_receive", "_received_us", "_reporter", "_request", "_request_id", "_route", "_scope", "_size", "_snapshot",
-        "_status", "_task", "_timed_out", "_usage", "stage",
+        "_ends_us", "_feed", "_gain", "_hand_backs", "_headers", "_intake", "_is_given_up", "_lease", "_preempted_us",
+        "_preemptions", "_receive", "_received_us", "_reporter", "_request", "_request_id", "_route", "_scope", "_size",
+        "_snapshot", "_status", "_task", "_timed_out", "_usage", "stage",
     )  # fmt: skip
 
     _request: SizedRequest
     _lease: Lease
+    _feed: Feed
 
     def __init__(
         self, controller: AdmissionController, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
@@ -125,6 +127,7 @@ class RequestHandler:
         self._route: EngineRoute | None = None
         self._background: BackgroundRequest | None = None
         self._size: LeaseSize | None = None
+        self._gain: RequestGain | None = None
         self._preempted_us: int | None = None
         self._preemptions = self._hand_backs = self._admitted_us = 0
         self._ends_us: int | None = None
@@ -247,6 +250,9 @@ class RequestHandler:
             self._lease = await enter_pool(self._controller.pool, request, self._controller.lease_sizes)
             self.advance(Stage.WAITING)
         finally:
+            if objectives := self._snapshot.objectives:
+                gain, names = self._controller.gain, self._snapshot.tier_names
+                self._gain = self._reporter.gain = gain.follow(request, objectives, names, at_us)
             self._reporter.classified(request, self._endpoint, self._snapshot.policy, at_us)
         return self._lease
 
@@ -336,6 +342,8 @@ class RequestHandler:
         if request.expected is not None:
             sizes, streams = controller.lease_sizes, request.payload.stream
             self._size = sizes.begin(request.expected, self._lease, self._usage, streams=streams)
+        gain = self._gain
+        self._feed = self._usage.feed if gain is None else gain.sent(grant.engine, self._usage)
         token = current.set(granted)
         try:
             await controller.app(self._scope_for_app(forward, granted), receive, send)
@@ -419,7 +427,9 @@ class RequestHandler:
                 self._reporter.first_byte(self._status)
                 if self._route is not None:
                     self._route.first_byte()
-            usage.feed(body)
+                if self._gain is not None:
+                    self._gain.first_byte(self._status)
+            self._feed(body)
             if size is not None and usage.chunks >= size.next_look:
                 size.look()
             if self._background is not None:
@@ -449,6 +459,8 @@ class RequestHandler:
         is_handed_back = self._call.is_handed_back
         if self._size is not None:
             self._size.ended()
+        if self._gain is not None:
+            self._gain.taken_back()
         self._preempted_us = self._attempt = self._background = None
         route = self._route
         self._call = EngineCall(self._controller.engine_watch) if route is None else route.call()

@@ -236,11 +236,12 @@ def _tier(name: str, level: int, body: TierBody) -> Tier:
         max_wait_s=_seconds(body.queue.max_wait) if body.queue else None,
         max_request_tokens=body.max_request_tokens,
         slo=_promises(body.slo) if body.slo else ServiceObjectives(),
+        gain_weight=body.gain.weight if body.gain else 1,
     )
 
 
 def _promises(slo: Slo) -> ServiceObjectives:
-    return ServiceObjectives(_seconds(slo.ttft), _seconds(slo.queue_wait), _seconds(slo.starvation))
+    return ServiceObjectives(_seconds(slo.ttft), _seconds(slo.queue_wait), _seconds(slo.starvation), _seconds(slo.tpot))
 
 
 def _seconds(duration: Fraction | None) -> float | None:

@@ -365,6 +365,9 @@ PositiveDuration = Annotated[Fraction, PlainValidator(units.positive_duration_s)
 _COUNT = _schema("A count: 160, 10k, 2M.", numbers=True, pattern=r"^[0-9.]+ ?[kKMG]?$", minimum=0)
 Count = Annotated[int, PlainValidator(units.count), _COUNT]
 PositiveCount = Annotated[int, PlainValidator(units.positive_count), _COUNT]
+GainWeight = Annotated[
+    int, PlainValidator(units.gain_weight), _schema("A weight: 4.", numbers=True, pattern="^[0-9]+$", minimum=1)
+]
 RateCount = Annotated[int, PlainValidator(_rate), _COUNT]
 BurstDuration = Annotated[Fraction, PlainValidator(_burst), _DURATION]
 ModeChoice = Annotated[Mode, PlainValidator(_choice(Mode, "mode")), _enum(Mode)]

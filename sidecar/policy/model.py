@@ -89,6 +89,7 @@ class ServiceObjectives:
     ttft_s: float | None = None
     queue_wait_s: float | None = None
     starvation_s: float | None = None
+    tpot_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class Tier:
     `max_waiting` is the most requests that may queue (None: unbounded), `max_wait_s` the longest a request may queue
     (None: unbounded), `default_output_tokens` what a request without a maximum of its own is taken to produce,
     `max_request_tokens` the most one request may hold (None: the size limit), `slo` the promises that telemetry
-    compares with.
+    compares with, `gain_weight` the worth of a token in time.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Tier:
     max_wait_s: float | None = None
     max_request_tokens: int | None = None
     slo: ServiceObjectives = ServiceObjectives()
+    gain_weight: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,22 @@ class Slo(FileModel):
     """The promises of a tier. Telemetry and alerts compare with it; admission does not depend on it."""
 
     ttft: of.PositiveDuration | None = key(None, "Time to the first token, in 99 of 100.", "500ms")
+    tpot: of.PositiveDuration | None = key(
+        None,
+        "Time per output token after the first. With it and `ttft` the tier's service gain is measured: each token "
+        "against its deadline.",
+        "60ms",
+    )
     queue_wait: of.PositiveDuration | None = key(None, "The wait for admission, in 99 of 100.", "2s")
     starvation: of.PositiveDuration | None = key(
         None, "The longest that any request may starve: wait after it was overtaken.", "30m"
     )
+
+
+class GainBody(FileModel):
+    """The worth of a tier's service, beside that of other tiers."""
+
+    weight: of.GainWeight = key(1, "The worth of an output token that comes in time, from 1 to 1000.", "4")
 
 
 class QueueBody(FileModel):
@@ -79,6 +91,7 @@ class TierBody(FileModel):
         "500ms",
     )
     slo: Slo | None = key(None, "What this tier promises.")
+    gain: GainBody | None = key(None, "The worth of a token in time. Needs `slo` with `ttft` and `tpot`.")
     queue: QueueBody | None = key(None, "How much may wait in this tier. Default: no bounds.")
     default_output_tokens: of.PositiveCount = key(
         512,  # a long chat answer: rather too much than an overfull KV cache; real usage gives back the difference
@@ -87,6 +100,16 @@ class TierBody(FileModel):
     max_request_tokens: of.PositiveCount | None = key(
         None, "The most tokens one request may hold. Default: the tier's size limit (`sidecar check` prints it).", "32k"
     )
+
+    @field_validator("gain")
+    @classmethod
+    def _gain_has_deadlines(cls, gain: GainBody | None, info: ValidationInfo) -> GainBody | None:
+        slo = info.data.get("slo")
+        if gain is not None and (slo is None or slo.ttft is None or slo.tpot is None):
+            raise ValueError(
+                "a tier's gain is that of tokens before their deadlines: give its `slo` a `ttft` and a `tpot`"
+            )
+        return gain
 
     @field_validator("limit")
     @classmethod

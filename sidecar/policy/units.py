@@ -159,6 +159,18 @@ def positive_count(value: object) -> int:
     return found
 
 
+MOST_GAIN_WEIGHT = 1000
+"""Of a token in time: products of it with tokens and microseconds stay whole numbers that every part can hold."""
+
+
+def gain_weight(value: object) -> int:
+    """A whole number from 1 to 1000."""
+    found = positive_count(value)
+    if found > MOST_GAIN_WEIGHT:
+        raise ValueError(f"{found} is too large; weights count beside each other: write 1 to {MOST_GAIN_WEIGHT}")
+    return found
+
+
 def size_bytes(value: object) -> int:
     """A size in bytes, 1 or more: "8MiB", "512KiB", 1048576."""
     written = scalar(value, "a size", '"8MiB"')

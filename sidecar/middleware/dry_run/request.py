@@ -51,6 +51,7 @@ from sidecar.middleware.dry_run.shadow import CLIENT_LEFT, ShadowRequest, Shadow
 from sidecar.middleware.event_reporter import EventReporter
 from sidecar.middleware.forwarding import forwarded_scope
 from sidecar.middleware.intake import RequestIntake, SizedRequest
+from sidecar.middleware.request_gain import Feed
 from sidecar.middleware.response_headers import id_headers, request_id
 from sidecar.middleware.usage import UsageReader
 from sidecar.policy.model import Endpoint
@@ -159,8 +160,8 @@ class RequestWatcher:
     """
 
     __slots__ = (
-        "_client", "_controller", "_disconnected", "_endpoint", "_found", "_intake", "_is_answered", "_is_over",
-        "_received_us", "_reporter", "_request_id", "_sent", "_shadow", "_snapshot", "_status", "_usage",
+        "_client", "_controller", "_disconnected", "_endpoint", "_feed", "_found", "_intake", "_is_answered",
+        "_is_over", "_received_us", "_reporter", "_request_id", "_sent", "_shadow", "_snapshot", "_status", "_usage",
     )  # fmt: skip
 
     def __init__(self, controller: AdmissionController, endpoint: Endpoint, scope: Scope) -> None:
@@ -176,6 +177,7 @@ class RequestWatcher:
             controller.observer, scope, self._request_id, received_us, controller.pool.now_us
         )
         self._usage = UsageReader()
+        self._feed: Feed = self._usage.feed
         self._shadow: ShadowRequest | None = None
         self._sent: SentRequest | None = None
         self._status: int | None = None
@@ -209,7 +211,9 @@ class RequestWatcher:
                 if not self._usage.has_begun:
                     self._reporter.first_byte(self._status)
                     self._first_byte()
-                self._usage.feed(body)
+                    if self._reporter.gain is not None:
+                        self._reporter.gain.first_byte(self._status)
+                self._feed(body)
             # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
             self._is_answered = not message.get("more_body", False) and not self._disconnected
 
@@ -245,6 +249,8 @@ class RequestWatcher:
 
     def release(self) -> None:
         """After a defect: the shadow ends, and holds nothing more than its request would."""
+        if self._reporter.gain is not None:
+            self._reporter.gain.taken_back()
         if self._sent is not None:
             self._controller.engine_times.ended(self._sent, self._now_us(), None, is_complete=False)
         if self._shadow is not None:
@@ -290,6 +296,7 @@ class RequestWatcher:
         if not self._usage.has_begun:  # an app may answer before it has read the body
             self._reporter.classified(request, self._endpoint, self._snapshot.policy, self._now_us())
             self._reporter.passed(self._now_us(), request.classification.level)
+            self._measure_gain(request)
         if self._controller.routing is not None:
             request.hits = ()  # its prompt counts at an engine; nothing is predicted, as the request passes to any
         times = self._controller.engine_times
@@ -300,6 +307,13 @@ class RequestWatcher:
             self._shadow = shadow
         else:
             self._report(ShadowResult(Verdict.UNKNOWN, TOO_MANY, None))
+
+    def _measure_gain(self, request: SizedRequest) -> None:
+        """The gain as it really is, without the admission of the policy."""
+        objectives, names = self._snapshot.objectives, self._snapshot.tier_names
+        gain = self._controller.gain.follow(request, objectives, names, self._now_us()) if objectives else None
+        if gain is not None:
+            self._reporter.gain, self._feed = gain, gain.sent(None, self._usage)
 
     def _report_unread_body(self) -> None:
         """The request is over before its body was complete."""

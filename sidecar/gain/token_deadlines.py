@@ -1,0 +1,143 @@
+"""Deadlines of an answer's tokens: what a request earned of what it could, and whether it met its tier's objective.
+
+Token i of an answer, from 1, is due `ttft + (i - 1) * tpot` after the request arrived. One that is forwarded before
+that earns its tier's weight. The sum over the tokens is the token-level deadline-aware gain of ProServe (arXiv
+2512.12928). What could be earned is the weight of all its tokens.
+
+The outcome of a request is the objective that it missed first: its first token was not in time (`ttft`), or the mean
+time of the later ones was above `tpot`, as `vllm bench serve --goodput` computes it. A request that got no complete
+answer is `refused`, or `abandoned` where its client left. It counts in what could be earned by the length that was
+expected of it, or by what was forwarded if that is more: else a policy would look better for refusing requests.
+
+An answer that does not stream shows no times of tokens. It earns all where it comes before its last token is due, and
+else nothing.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+import msgspec
+
+
+class SloOutcome(str, Enum):
+    """The end of a request, by its tier's objective."""
+
+    MET = "met"
+    TTFT = "ttft"
+    TPOT = "tpot"
+    REFUSED = "refused"
+    ABANDONED = "abandoned"
+
+
+class Objective(NamedTuple):
+    """The times that a tier promises, in microseconds, and the worth of a token in time."""
+
+    ttft_us: int
+    tpot_us: int
+    weight: int
+
+    def loosened(self, ttft_us: int, tpot_us: int) -> Objective:
+        """The same for a client that is content with longer times. A shorter one changes nothing."""
+        return Objective(max(self.ttft_us, ttft_us), max(self.tpot_us, tpot_us), self.weight)
+
+
+class Earned(msgspec.Struct, frozen=True, gc=False):
+    """The gain of one request, in weighted tokens, and its outcome."""
+
+    earned: int
+    attainable: int
+    outcome: SloOutcome
+
+
+class TokenDeadlines:
+    """The tokens of one answer as they pass. `read` costs the same however many tokens come at once.
+
+    Tokens are counted in events of the stream, each of which has `tokens_per_event`, of one of the `sequences`. The
+    number of tokens that the answer really had is given at its end. Call `end` once, before one of the gains is asked.
+    """
+
+    __slots__ = (
+        "_due_us", "_first_due_us", "_first_us", "_late", "_objective", "_seen", "_sequences", "_skipped", "_step_us",
+        "last_us",
+    )  # fmt: skip
+
+    def __init__(
+        self, objective: Objective, arrived_us: int, *, tokens_per_event: float = 1.0, sequences: int = 1
+    ) -> None:
+        self._objective = objective
+        self._first_due_us = self._due_us = arrived_us + objective.ttft_us
+        self._step_us = max(1, round(objective.tpot_us * tokens_per_event / sequences))
+        self._sequences = sequences
+        self._seen = self._skipped = self._late = 0
+        self._first_us: int | None = None
+        self.last_us = 0
+
+    def read(self, now_us: int, events: int) -> None:
+        """So many events have come by now."""
+        new = events - self._seen
+        if new <= 0:
+            return
+        if self._first_us is None:
+            self._first_us = now_us
+        over_us = now_us - self._due_us
+        if over_us >= 0:
+            late = over_us // self._step_us + 1
+            self._late += min(new, late)
+        self._seen = events
+        self._due_us += new * self._step_us
+        self.last_us = now_us
+
+    def skip(self, events: int) -> None:
+        """So many events have come, and the new ones have no token."""
+        self._skipped += events - self._seen
+        self._seen = events
+
+    def end(self, without_token: int) -> None:
+        """The last so many events had no token: they were sent when the answer was complete."""
+        without_token = min(without_token, self._seen - self._skipped)
+        self._due_us -= without_token * self._step_us
+        over_us = self.last_us - self._due_us
+        if over_us >= 0:
+            self._late -= min(self._late, without_token, over_us // self._step_us + 1)
+        self._skipped += without_token
+
+    @property
+    def events(self) -> int:
+        """The events that had tokens."""
+        return self._seen - self._skipped
+
+    def streamed(self, tokens: int) -> Earned:
+        """The gain of a complete answer that streamed, with so many tokens in all its sequences."""
+        weight = self._objective.weight
+        return Earned(weight * self._in_time(tokens), weight * tokens, self._outcome(tokens))
+
+    def whole(self, tokens: int, admitted_us: int, now_us: int) -> Earned:
+        """The gain of a complete answer that did not stream."""
+        weight, later = self._objective.weight, max(0, tokens // self._sequences - 1)
+        if now_us < self._first_due_us + later * self._objective.tpot_us:
+            return Earned(weight * tokens, weight * tokens, SloOutcome.MET)
+        is_first_late = admitted_us >= self._first_due_us
+        return Earned(0, weight * tokens, SloOutcome.TTFT if is_first_late else SloOutcome.TPOT)
+
+    def broken_off(self, tokens: int, expected: int, *, is_abandoned: bool) -> Earned:
+        """The gain of a request that got so many tokens of an answer, perhaps none, and not its end."""
+        weight = self._objective.weight
+        outcome = SloOutcome.ABANDONED if is_abandoned else SloOutcome.REFUSED
+        return Earned(weight * self._in_time(tokens), weight * max(tokens, expected), outcome)
+
+    def _in_time(self, tokens: int) -> int:
+        events = self.events
+        return tokens - min(tokens, -(-self._late * tokens // events)) if events else 0
+
+    def _outcome(self, tokens: int) -> SloOutcome:
+        first_us = self._first_us
+        if first_us is None:  # an answer without a token
+            return SloOutcome.MET
+        if first_us >= self._first_due_us:
+            return SloOutcome.TTFT
+        later = tokens // self._sequences - 1
+        if later > 0 and self.last_us - first_us > later * self._objective.tpot_us:
+            return SloOutcome.TPOT
+        return SloOutcome.MET
