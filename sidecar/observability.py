@@ -21,9 +21,11 @@ from sidecar.cluster.report import Sources
 from sidecar.engines import NoEngine
 from sidecar.events import Received, ShadowHolds
 from sidecar.explain.builder import ExplanationBuilder
+from sidecar.gain.engine_speed import EngineSpeedDocument
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_view import EngineDocument
 from sidecar.middleware.lease_size import EngineSizesDocument
+from sidecar.middleware.policy_snapshot import objective_of
 from sidecar.policy.model import Mode, Policy, Tier
 from sidecar.policy.reload import PolicyFiles, PolicyReloader, ReloadSignal
 from sidecar.pools import Grant, Pool
@@ -32,6 +34,7 @@ from sidecar.telemetry.dry_run import DryRunLog, DryRunMetrics, DryRunStats
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.logs.request_log import RequestLog, UnguardedLog
 from sidecar.telemetry.metrics import PoolMetrics, PoolSample, RequestMetrics, TierSample
+from sidecar.telemetry.metrics.engine_speeds import EngineSpeedSample
 from sidecar.telemetry.metrics.engines import EngineSample
 from sidecar.telemetry.metrics.lease_sizes import LeaseSizeSample
 from sidecar.telemetry.metrics.tenants import shown_tenants
@@ -75,7 +78,9 @@ class Observability:
         journal, recent = Journal(is_sampled_only=not is_looked_at), Recent()
         self._pool, self._recent, self._waits = pool, recent, ModeWaits(pool)
         names = [tier.name for tier in policy.tiers]
-        metrics = RequestMetrics(policy.pool, tiers=names, tenants_shown=shown_tenants(environment))
+        metrics = RequestMetrics(
+            policy.pool, tiers=names, measured=_measured(policy), tenants_shown=shown_tenants(environment)
+        )
         self._dry_run, generations = self._dry_run_stats(controller), Generations()
         sampler = PoolSampler(
             pool,
@@ -87,6 +92,7 @@ class Observability:
             oldest=self._waits.oldest,
             engines=lambda: () if controller.engines is None else controller.engines.documents(),
             lease_sizes=controller.lease_sizes.documents,
+            engine_speeds=lambda: _engine_speeds(controller),
         )
         self._gauges = PoolMetrics(policy.pool, sampler)  # its gauges are read for as long as it lives
         listeners: list[Listener] = [metrics, journal, self._log, sampler, *([recent] if is_looked_at else [])]
@@ -152,6 +158,7 @@ class Observability:
             oldest=self._waits.oldest,
             engines=lambda: None if controller.engines is None else controller.engines.documents(),
             lease_sizes=controller.lease_sizes.documents,
+            engine_speeds=lambda: _engine_speeds(controller),
         )
 
     def _dry_run_stats(self, controller: AdmissionController) -> DryRunStats:
@@ -189,6 +196,15 @@ def _notices(controller: AdmissionController) -> Sequence[str]:
     """Those of the live page, whose first sentence is about the engine already."""
     of_engine = controller.engine_watch.readiness()
     return [notice for notice in (*controller.readiness(), *controller.notices()) if notice not in of_engine]
+
+
+def _measured(policy: Policy) -> Sequence[str]:
+    """The tiers whose service gain is measured."""
+    return [tier.name for tier in policy.tiers if objective_of(tier) is not None]
+
+
+def _engine_speeds(controller: AdmissionController) -> Sequence[EngineSpeedDocument]:
+    return controller.gain.document().engines if controller.snapshot.objectives else ()
 
 
 def _engine_view(controller: AdmissionController) -> EngineView | None:
@@ -240,7 +256,8 @@ class PoolSampler:
     many changed ones could not be used so far, `generations` how many different ones the pool's replicas run,
     `aborting` the requests and tokens that are held for requests that have ended, `engine_up` whether the engine can be
     used (1, 0, or None where that is not known), `oldest` the pool's oldest waits, `engines` those of a pool of
-    several, `lease_sizes` the leases by engine where output lengths are learned.
+    several, `lease_sizes` the leases by engine where output lengths are learned, `engine_speeds` the engines' speeds
+    where service gain is measured.
     """
 
     def __init__(
@@ -255,6 +272,7 @@ class PoolSampler:
         oldest: Callable[[], Sequence[Grant | None]] | None = None,
         engines: Callable[[], Sequence[EngineDocument]] = tuple,
         lease_sizes: Callable[[], Sequence[EngineSizesDocument]] = tuple,
+        engine_speeds: Callable[[], Sequence[EngineSpeedDocument]] = tuple,
     ) -> None:
         self._pool = pool
         self._policy = policy
@@ -265,6 +283,7 @@ class PoolSampler:
         self._oldest = pool.oldest if oldest is None else oldest
         self._engines = engines
         self._lease_sizes = lease_sizes
+        self._engine_speeds = engine_speeds
         self._loop: asyncio.AbstractEventLoop | None = None
         self.handlers: EventHandlers = {Received: self._note_loop}
         self._latest: PoolSample | None = None
@@ -310,6 +329,7 @@ class PoolSampler:
             engines=engine_samples(self._engines()),
             no_engine_fits_s=state.get("no_engine_fits_s"),
             lease_sizes=[_lease_size_sample(sizes) for sizes in self._lease_sizes()],
+            engine_speeds=[_engine_speed_sample(speed) for speed in self._engine_speeds()],
         )
         return self._latest
 
@@ -324,6 +344,17 @@ def _lease_size_sample(sizes: EngineSizesDocument) -> LeaseSizeSample:
         quantile=sizes.quantile,
         is_raised=int(sizes.is_raised),
         preemptions=sizes.preemptions,
+    )
+
+
+def _engine_speed_sample(speed: EngineSpeedDocument) -> EngineSpeedSample:
+    return EngineSpeedSample(
+        engine=speed.engine,
+        prefill_token_s=speed.prefill_ns / 1e9,
+        output_token_s=speed.output_ns / 1e9,
+        between_tokens_s=speed.token_us / 1e6,
+        first_error=speed.first_error,
+        token_error=speed.token_error,
     )
 
 

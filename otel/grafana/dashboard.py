@@ -23,6 +23,7 @@ def dashboard() -> Json:
         Section("Who goes ahead of whom", 2, 9, sections.overtaking()),
         Section("Admitted, refused, clamped, estimated", 2, 8, sections.deciding()),
         Section("Sizes of leases", 2, 8, sections.sizing()),
+        Section("Tokens in time, and the engines' speed", 2, 8, sections.gaining()),
         Section("Tenants", 2, 8, sections.tenants()),
         Section("Engines of a pool of several", 2, 8, sections.engines()),
         Section("Shared pool, policy", 2, 8, sections.operating()),

@@ -29,6 +29,11 @@ def total(name: str, by: str) -> str:
     return f"sum by ({by}) ({name}{{{POOL}}})"
 
 
+def mean(name: str, by: str) -> str:
+    """What every replica measures for itself: the mean of all."""
+    return f"avg by ({by}) ({name}{{{POOL}}})"
+
+
 def rate(name: str, by: str = "") -> str:
     """A counter of all replicas, a second."""
     return f"sum by ({by}) (rate({name}_total{{{POOL}}}[$__rate_interval]))"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from panels import LENT, RESERVE, Json, Query, figure, graph, table
-from queries import BY_TIER, POOL, gauge, increase, largest, promised, quantiles, rate, share, total
+from queries import BY_TIER, POOL, gauge, increase, largest, mean, promised, quantiles, rate, share, total
 
 
 def now() -> list[Json]:
@@ -321,6 +321,59 @@ def sizing() -> list[Json]:
             [
                 Query(rate("admission_lease_growths", "admission_tier"), f"{BY_TIER} growths"),
                 Query(preempted, f"{named} preempted by the engine"),
+            ],
+        ),
+    ]
+
+
+def gaining() -> list[Json]:
+    """Tokens before their deadlines, and the engines' speed; no data where no tier has an objective."""
+    by, named = "admission_engine", "{{admission_engine}}"
+    tier = "admission_tier"
+    outcomes = rate("admission_slo_requests", "admission_slo")
+    met = f'sum by ({tier}) (rate(admission_slo_requests_total{{{POOL}, admission_slo="met"}}[$__rate_interval]))'
+    earned, attainable = rate("admission_gain_earned", tier), rate("admission_gain_attainable", tier)
+    return [
+        graph(
+            "Service gain",
+            "Weighted output tokens that came before their deadlines, as a part of all that were offered (TDG). "
+            "Refused and abandoned requests count.",
+            "percentunit",
+            [
+                Query(f"{earned} / {attainable}", BY_TIER),
+                Query(f"{rate('admission_gain_earned')} / {rate('admission_gain_attainable')}", "all tiers"),
+            ],
+        ),
+        graph(
+            "Objectives met",
+            "Requests that met the ttft and tpot of their tier, as a part of all that were offered.",
+            "percentunit",
+            [Query(f"{met} / {rate('admission_slo_requests', tier)}", BY_TIER)],
+        ),
+        graph(
+            "Outcomes by objective",
+            "Offered requests: met, late with the first token (ttft), slow after it (tpot), refused, abandoned.",
+            "reqps",
+            [Query(outcomes, "{{admission_slo}}")],
+            stacked=True,
+        ),
+        graph(
+            "Time per token",
+            "The engine's time for a token of a prompt and of an output, and the time between two tokens of an answer.",
+            "s",
+            [
+                Query(mean("admission_engine_time_prefill_token_seconds", by), f"{named} prompt"),
+                Query(mean("admission_engine_time_output_token_seconds", by), f"{named} output"),
+                Query(mean("admission_engine_time_between_tokens_seconds", by), f"{named} between tokens"),
+            ],
+        ),
+        graph(
+            "Prediction error",
+            "Mean error of the predicted times, in parts of the larger of predicted and actual time.",
+            "percentunit",
+            [
+                Query(mean("admission_engine_prediction_error_first_token", by), f"{named} first token"),
+                Query(mean("admission_engine_prediction_error_between_tokens", by), f"{named} between tokens"),
             ],
         ),
     ]

@@ -152,6 +152,7 @@ function makeTier(tier) {
   for (const name of ["held", "figures", "queued", "tokens", "oldest", "starved", "ahead", "most"]) parts[name] = make("div");
   for (const name of ["figures", "tokens", "ahead", "most"]) parts[name].className = "small";
   parts.promises = make("ul", "promises");
+  parts.gain = make("div", "small");
   parts.by = make("ul", "by");
   parts.fill = make("div");
   parts.reserve = make("i", "reserve");
@@ -163,7 +164,7 @@ function makeTier(tier) {
   parts.oldestCell = cell("", "Oldest waiter", parts.oldest, parts.starved, parts.ahead);
   parts.byCell = cell("", "Overtaken, last 5 min", parts.by);
   const node = row(
-    head(make("span", `mark ${color(tier)}`), make("span", "name", tier.tier), parts.promises),
+    head(make("span", `mark ${color(tier)}`), make("span", "name", tier.tier), parts.promises, parts.gain),
     cell("", "Holds", parts.held, parts.gauge, parts.figures),
     parts.queuedCell, parts.oldestCell, parts.byCell,
     cell("", "Waits, last 5 min", parts.spark, parts.most));
@@ -286,12 +287,21 @@ function promises(parts, tier) {
     ["wait", tier.slo.queue_wait_s, most("wait_max_s")],
     ["starvation", tier.slo.starvation_s, most("starvation_max_s")],
   ].filter(([, promised]) => promised !== null);
+  gain(parts, tier);
   keep(parts.promises, found, ([name]) => name, () => make("li"), (node, [name, promised, seen]) => {
     const broken = seen > promised;
     node.className = broken ? "broken" : "";
     const bound = duration(promised).replace(/\u00a000\u00a0[sm]$|\.0(?=\u00a0s)/, "");
     put(node, broken ? `\u2717 ${name} ${duration(seen)}, promised ${bound}` : `\u2713 ${name} within ${bound}`);
   });
+}
+
+// Requests and tokens that came as promised, of all that ended: refused and abandoned ones count.
+function gain(parts, tier) {
+  const sum = (name) => tier.recent.reduce((total, bucket) => total + bucket[name], 0);
+  const offered = sum("offered"), attainable = sum("gain_attainable");
+  const met = `${share(sum("met"), offered)} of ${count(offered)} requests met ttft and tpot`;
+  put(parts.gain, offered ? `${met}${attainable ? `, ${share(sum("gain_earned"), attainable)} of tokens in time` : ""}` : "");
 }
 
 // -- the engines of a pool of several
@@ -340,6 +350,37 @@ function updateEngine(node, engine) {
   const hits = engine.hit_rate === null ? "\u2013" : `${engine.is_measured ? "" : "~"}${(100 * engine.hit_rate).toFixed(0)}%`;
   const said = [count(engine.unprefilled_tokens), count(engine.claims), count(engine.in_flight), hits];
   said.forEach((text, index) => put(numbers[index], text));
+}
+
+// -- how fast the engines are, where tokens have deadlines
+
+function engineSpeeds(overview) {
+  at("speeds-section").hidden = overview.engine_speeds.length === 0;
+  keep(at("speed-rows"), overview.engine_speeds, (speed) => speed.engine || "", makeSpeed, (node, speed) => updateSpeed(node, speed, overview));
+}
+
+function makeSpeed() {
+  const parts = { name: make("span", "name"), source: make("div") };
+  const labels = ["Prompt token", "Output token", "Between tokens", "Error, first token", "Error, between tokens"];
+  parts.numbers = labels.map((label) => cell("number", label));
+  const node = row(head(parts.name), cell("", "Source", parts.source), ...parts.numbers);
+  node.parts = parts;
+  return node;
+}
+
+function updateSpeed(node, speed, overview) {
+  const { name, source, numbers } = node.parts;
+  put(name, speed.engine || overview.engine);
+  put(source, speed.is_known ? "measured" : "stated defaults, in part");
+  source.className = speed.is_known ? "" : "soft";
+  const error = (part) => (part === null ? "\u2013" : share(part, 1));
+  const said = [tiny(speed.prefill_ns), tiny(speed.output_ns), tiny(1000 * speed.token_us), error(speed.first_error), error(speed.token_error)];
+  said.forEach((text, index) => put(numbers[index], text));
+}
+
+function tiny(ns) {
+  const [figure, unit] = ns < 1e6 ? [ns / 1e3, "\u00b5s"] : [ns / 1e6, "ms"];
+  return `${figure < 9.95 ? figure.toFixed(1) : Math.round(figure)}\u00a0${unit}`;
 }
 
 // -- what leases hold and use, where output lengths are learned
@@ -469,6 +510,7 @@ function show(overview) {
   bars(overview);
   keep(at("tier-rows"), overview.tiers, (tier) => tier.tier, makeTier, (node, tier) => updateTier(node, tier, overview));
   engines(overview);
+  engineSpeeds(overview);
   leaseSizes(overview);
   tenants(overview);
   replicas(overview);

@@ -35,6 +35,7 @@ class Promised(msgspec.Struct, frozen=True):
     ttft_s: float | None = None
     queue_wait_s: float | None = None
     starvation_s: float | None = None
+    tpot_s: float | None = None
 
 
 class TierView(msgspec.Struct, frozen=True):
@@ -149,12 +150,29 @@ class LeaseSizesRow(msgspec.Struct, frozen=True):
     preemptions: int | None = None
 
 
+class EngineSpeedRow(msgspec.Struct, frozen=True):
+    """The speed of one engine, of all replicas that have reported. `engine` is None in a pool of one engine.
+
+    `prefill_ns` and `output_ns` are its times for a token of a prompt and of an output, `token_us` is the time between
+    two tokens of an answer. The errors of predictions are parts, 0 to 1, None while the stated defaults predict.
+    """
+
+    engine: str | None
+    prefill_ns: int
+    output_ns: int
+    token_us: int
+    is_known: bool
+    first_error: float | None = None
+    token_error: float | None = None
+
+
 class Overview(msgspec.Struct, frozen=True):
     """The whole pool as `replica` knows it. `mode` is `local` or `shared`.
 
     `starving` is the tier whose oldest request starves most, None where none does; `headline` says it in a sentence,
     unless `lacks_engine`: then it says which replicas cannot use their engine, and why. `engines` are those of a pool
-    of several; empty in a pool of one. `lease_sizes` are empty where no output length is learned.
+    of several; empty in a pool of one. `lease_sizes` are empty where no output length is learned,
+    `engine_speeds` where no service gain is measured.
     """
 
     replica: str
@@ -177,3 +195,4 @@ class Overview(msgspec.Struct, frozen=True):
     lacks_engine: bool = False
     engines: list[EngineRow] = []
     lease_sizes: list[LeaseSizesRow] = []
+    engine_speeds: list[EngineSpeedRow] = []

@@ -107,3 +107,7 @@ def _add(into: Bucket, more: Bucket) -> None:
     into.ttft_max_s = max(into.ttft_max_s, more.ttft_max_s)
     into.preempted += more.preempted
     into.engine_lost_s += more.engine_lost_s
+    into.offered += more.offered
+    into.met += more.met
+    into.gain_earned += more.gain_earned
+    into.gain_attainable += more.gain_attainable

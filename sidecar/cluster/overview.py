@@ -14,6 +14,7 @@ from typing import Any
 from sidecar.cluster import merge
 from sidecar.cluster.document import Amount, Overview, Promised, TierView
 from sidecar.cluster.dry_run import ObservedReport, observed_report
+from sidecar.cluster.engine_speeds import engine_speed_rows
 from sidecar.cluster.engines import EngineLists, engine_rows
 from sidecar.cluster.learned_lengths import LengthExchange
 from sidecar.cluster.lease_sizes import lease_size_rows
@@ -198,6 +199,7 @@ class PoolOverview:
             notices=[*self._sources.notices(), *_doubts(policy, all_heard, at_s), *trouble, *unreadable],
             engines=engine_rows(self._sources.engines() or (), others),
             lease_sizes=lease_size_rows(one.report.lease_sizes for one in all_heard),
+            engine_speeds=engine_speed_rows(one.report.engine_speeds for one in all_heard),
         )
 
     def _own(self, state: Mapping[str, Any], at_s: float) -> ReplicaReport:
@@ -286,7 +288,7 @@ def _tier(policy: Policy, state: Mapping[str, Any], all_heard: list[ReceivedRepo
         borrowed_tokens=state.get("borrowed", 0),
         lent_tokens=state.get("lent", 0),
         oldest=merge.oldest(name, all_heard),
-        slo=Promised(slo.ttft_s, slo.queue_wait_s, slo.starvation_s),
+        slo=Promised(slo.ttft_s, slo.queue_wait_s, slo.starvation_s, slo.tpot_s),
         recent=merge.recent(name, all_heard, at_s),
         overtaken_by=merge.overtaken_by(name, all_heard),
     )

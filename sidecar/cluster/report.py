@@ -11,6 +11,7 @@ import msgspec
 
 from sidecar.cluster.document import EngineView, OldestWaiter, RefusalView, TenantView
 from sidecar.events import Refused
+from sidecar.gain.engine_speed import EngineSpeedDocument
 from sidecar.middleware.engine_view import EngineDocument
 from sidecar.middleware.lease_size import EngineSizesDocument
 from sidecar.policy.model import Policy
@@ -56,6 +57,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     is its policy's, empty where an older version does not say. `engines` are None in a pool of one. `lease_sizes` are
     those of its own leases, and `lengths` is the summary of what it learned (`lengths.summary`); both are empty where
     it learns nothing. Nothing is taken for granted of `lengths` here: `LengthExchange` hands it on unread.
+    `engine_speeds` are those that it has measured.
     """
 
     replica: str
@@ -73,6 +75,7 @@ class ReplicaReport(msgspec.Struct, frozen=True):
     engines: list[EngineReport] | None = None
     lease_sizes: list[EngineSizesDocument] = []
     lengths: Any = None
+    engine_speeds: list[EngineSpeedDocument] = []
 
 
 class Unreadable(Exception):
@@ -104,7 +107,8 @@ class Sources:
     last requests that were refused, at most so many, newest first; `notices` are for the operator;
     `observed` what enforcing would have done, of at most so many tenants; `engine` is None where it is not looked at.
     `oldest` are the pool's oldest waits that began under the mode in force. `engines` is None in a pool of one.
-    `lease_sizes` are those of this process's leases, empty where no output length is learned.
+    `lease_sizes` are those of this process's leases, empty where no output length is learned. `engine_speeds` are empty
+    where no service gain is measured.
     """
 
     policy: Callable[[], Policy]
@@ -118,6 +122,7 @@ class Sources:
     oldest: Callable[[], Sequence[Grant | None]] | None = None
     engines: Callable[[], Sequence[EngineDocument] | None] = lambda: None
     lease_sizes: Callable[[], Sequence[EngineSizesDocument]] = tuple
+    engine_speeds: Callable[[], Sequence[EngineSpeedDocument]] = tuple
 
 
 def own_report(sources: Sources, state: Mapping[str, Any], replica: str, host: str, at_s: float) -> ReplicaReport:
@@ -146,6 +151,7 @@ def own_report(sources: Sources, state: Mapping[str, Any], replica: str, host: s
         mode=policy.mode.value,
         engines=_engines(sources.engines()),
         lease_sizes=list(sources.lease_sizes()),
+        engine_speeds=list(sources.engine_speeds()),
     )
 
 
@@ -179,7 +185,14 @@ def _tier(recent: Recent, name: str, grant: Grant | None, replica: str, at_s: fl
 
 
 def _has_any(bucket: Bucket) -> bool:
-    return bool(bucket.admitted or bucket.refused or bucket.wait_max_s or bucket.ttft_max_s or bucket.preempted)
+    return bool(
+        bucket.admitted
+        or bucket.refused
+        or bucket.wait_max_s
+        or bucket.ttft_max_s
+        or bucket.preempted
+        or bucket.offered
+    )
 
 
 def _refusal(record: RequestRecord, replica: str) -> RefusalView:

@@ -59,8 +59,8 @@ class TokenDeadlines:
     """
 
     __slots__ = (
-        "_due_us", "_first_due_us", "_first_us", "_late", "_objective", "_seen", "_sequences", "_skipped", "_step_us",
-        "last_us",
+        "_due_us", "_first_due_us", "_first_us", "_late", "_objective", "_seen", "_sequences", "_skipped", "last_us",
+        "step_us",
     )  # fmt: skip
 
     def __init__(
@@ -68,7 +68,7 @@ class TokenDeadlines:
     ) -> None:
         self._objective = objective
         self._first_due_us = self._due_us = arrived_us + objective.ttft_us
-        self._step_us = max(1, round(objective.tpot_us * tokens_per_event / sequences))
+        self.step_us = max(1, round(objective.tpot_us * tokens_per_event / sequences))
         self._sequences = sequences
         self._seen = self._skipped = self._late = 0
         self._first_us: int | None = None
@@ -83,11 +83,21 @@ class TokenDeadlines:
             self._first_us = now_us
         over_us = now_us - self._due_us
         if over_us >= 0:
-            late = over_us // self._step_us + 1
+            late = over_us // self.step_us + 1
             self._late += min(new, late)
         self._seen = events
-        self._due_us += new * self._step_us
+        self._due_us += new * self.step_us
         self.last_us = now_us
+
+    @property
+    def base_us(self) -> int:
+        """The event after n others is due `n * step_us` after this."""
+        return self._due_us - self._seen * self.step_us
+
+    def in_time(self, now_us: int, events: int) -> None:
+        """So many events have come by now, and all that are new in time: the same as `read` for each of them."""
+        self._due_us += (events - self._seen) * self.step_us
+        self._seen, self.last_us = events, now_us
 
     def skip(self, events: int) -> None:
         """So many events have come, and the new ones have no token."""
@@ -97,10 +107,10 @@ class TokenDeadlines:
     def end(self, without_token: int) -> None:
         """The last so many events had no token: they were sent when the answer was complete."""
         without_token = min(without_token, self._seen - self._skipped)
-        self._due_us -= without_token * self._step_us
+        self._due_us -= without_token * self.step_us
         over_us = self.last_us - self._due_us
         if over_us >= 0:
-            self._late -= min(self._late, without_token, over_us // self._step_us + 1)
+            self._late -= min(self._late, without_token, over_us // self.step_us + 1)
         self._skipped += without_token
 
     @property

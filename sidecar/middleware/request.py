@@ -43,7 +43,7 @@ from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens
 from sidecar.middleware.lease_size import LeaseSize
 from sidecar.middleware.pending_aborts import CALL_KEY, ENGINE_ID_KEY, EngineCall, Held
 from sidecar.middleware.preemptible_attempt import PreemptibleAttempt
-from sidecar.middleware.request_gain import Feed, RequestGain
+from sidecar.middleware.request_gain import AnswerReader, RequestGain
 from sidecar.middleware.response_headers import (
     admission_headers,
     allowance_headers,
@@ -91,14 +91,14 @@ class RequestHandler:
 
     __slots__ = (
         "_admitted_us", "_attempt", "_background", "_body", "_call", "_client", "_controller", "_cut", "_endpoint",
-        "_ends_us", "_feed", "_gain", "_hand_backs", "_headers", "_intake", "_is_given_up", "_lease", "_preempted_us",
-        "_preemptions", "_receive", "_received_us", "_reporter", "_request", "_request_id", "_route", "_scope", "_size",
-        "_snapshot", "_status", "_task", "_timed_out", "_usage", "stage",
+        "_ends_us", "_gain", "_hand_backs", "_headers", "_intake", "_is_given_up", "_lease", "_preempted_us",
+        "_preemptions", "_reader", "_receive", "_received_us", "_reporter", "_request", "_request_id", "_route",
+        "_scope", "_size", "_snapshot", "_status", "_task", "_timed_out", "_usage", "stage",
     )  # fmt: skip
 
     _request: SizedRequest
     _lease: Lease
-    _feed: Feed
+    _reader: AnswerReader
 
     def __init__(
         self, controller: AdmissionController, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
@@ -343,7 +343,7 @@ class RequestHandler:
             sizes, streams = controller.lease_sizes, request.payload.stream
             self._size = sizes.begin(request.expected, self._lease, self._usage, streams=streams)
         gain = self._gain
-        self._feed = self._usage.feed if gain is None else gain.sent(grant.engine, self._usage)
+        self._reader = self._usage if gain is None else gain.sent(grant.engine, self._usage)
         token = current.set(granted)
         try:
             await controller.app(self._scope_for_app(forward, granted), receive, send)
@@ -429,7 +429,7 @@ class RequestHandler:
                     self._route.first_byte()
                 if self._gain is not None:
                     self._gain.first_byte(self._status)
-            self._feed(body)
+            self._reader.feed(body)
             if size is not None and usage.chunks >= size.next_look:
                 size.look()
             if self._background is not None:

@@ -13,8 +13,8 @@ median that was learned, or else the mean of its tier's answers, or else what th
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -40,13 +40,16 @@ _WITHOUT_TOKEN = re.compile(
     rb'|response\.[a-z_.]*(?:done|completed|incomplete|failed))"'
 )
 """In an event after the last token: the engine's count, or the end of the message."""
-_LAST = 4
-"""Bodies in which they are looked for."""
 _NEVER = 2**62
 MOST_SHOWN = 64
 """Engines in a document, as in metrics."""
 
-Feed = Callable[[bytes], None]
+
+class AnswerReader(Protocol):
+    """What reads an answer as it passes: the usage reader, or what measures its tokens, too."""
+
+    def feed(self, body: bytes) -> None:
+        """Takes the next bytes of the response, as they were sent."""
 
 
 class GainDocument(msgspec.Struct, frozen=True):
@@ -113,8 +116,9 @@ class RequestGain:
     """
 
     __slots__ = (
-        "_admitted_us", "_arrived_us", "_call", "_deadlines", "_first_events", "_last_bodies", "_look_at", "_meter",
-        "_objective", "_request", "_since", "_speed", "_tier", "_until", "_usage",
+        "_admitted_us", "_arrived_us", "_base_us", "_call", "_deadlines", "_first_events", "_last_bodies", "_last_us",
+        "_look_at", "_meter", "_now_us", "_objective", "_request", "_since", "_speed", "_step_us", "_tier", "_until",
+        "_usage",
     )  # fmt: skip
 
     _speed: EngineSpeed
@@ -129,6 +133,7 @@ class RequestGain:
         arrived_us: int,
     ) -> None:
         self._meter = meter
+        self._now_us = meter.now_us
         self._request = request
         self._objective = objective
         self._tier = tier
@@ -137,11 +142,11 @@ class RequestGain:
         self._call: Call | None = None
         self._deadlines: TokenDeadlines | None = None
 
-    def sent(self, engine_id: str | None, usage: UsageReader) -> Feed:
+    def sent(self, engine_id: str | None, usage: UsageReader) -> AnswerReader:
         """The request is sent to an engine, by its id. Returns what reads the answer."""
         request, payload = self._request, self._request.payload
         name = None if engine_id is None else engine_id.partition("#")[0]
-        now_us = self._meter.now_us()
+        now_us = self._now_us()
         self._speed = speed = self._meter.speeds.engine(name)
         hit = next((tokens for id_, tokens in request.hits or () if id_ == engine_id), 0)
         prompt, tenant = request.prompt_tokens, request.classification.tenant.name
@@ -159,15 +164,16 @@ class RequestGain:
         self._first_events, self._look_at = 0, 1
         objective = self._objective
         if objective is None or not payload.stream:
-            return usage.feed
-        self._deadlines = TokenDeadlines(
+            return usage
+        self._deadlines = deadlines = TokenDeadlines(
             objective,
             self._arrived_us,
             tokens_per_event=speed.tokens_per_event,
             sequences=max(1, payload.shown_sequences),
         )
-        self._last_bodies: deque[bytes] = deque(maxlen=_LAST)
-        return self._feed
+        self._base_us, self._step_us = deadlines.base_us, deadlines.step_us
+        self._last_us, self._last_bodies = now_us, (b"", b"")
+        return self
 
     def first_byte(self, status: int | None) -> None:
         """The first byte of the answer is there."""
@@ -175,12 +181,12 @@ class RequestGain:
         if call is None or not request.payload.stream:
             return
         is_sample = (status or 0) < 400 and request.api not in _TOKENS_LATER
-        self._since = self._speed.first_token(call, self._meter.now_us(), is_sample=is_sample)
+        self._since = self._speed.first_token(call, self._now_us(), is_sample=is_sample)
 
     def taken_back(self) -> None:
         """The attempt is over, and the request waits again."""
         if self._call is not None:
-            self._speed.ended(self._call, self._meter.now_us())
+            self._speed.ended(self._call, self._now_us())
         self._call = self._deadlines = None
 
     def refused(self, status: int | None, *, is_abandoned: bool) -> ServiceGain | None:
@@ -191,8 +197,10 @@ class RequestGain:
 
     def settled(self, outcome: Outcome, status: int | None, *, is_failure: bool) -> ServiceGain | None:
         """The admitted request is over. `is_failure` says that the answer was not the engine's."""
-        now_us, call, deadlines = self._meter.now_us(), self._call, self._deadlines
+        now_us, call, deadlines = self._now_us(), self._call, self._deadlines
         if deadlines is not None:
+            if self._usage.chunks:
+                deadlines.in_time(self._last_us, self._usage.chunks)
             deadlines.end(len(_WITHOUT_TOKEN.findall(b"".join(self._last_bodies))))
         tokens = self._tokens()
         is_answered = not is_failure and (status or 0) < 400
@@ -216,28 +224,41 @@ class RequestGain:
 
     # -- the answer as it passes
 
-    def _feed(self, body: bytes) -> None:
-        usage, deadlines = self._usage, self._deadlines
+    def feed(self, body: bytes) -> None:
+        """See `UsageReader.feed`. Of a chunk in time, only its time is kept."""
+        usage = self._usage
+        before = usage.chunks
         usage.feed(body)
-        events, now_us = usage.chunks, self._meter.now_us()
-        if deadlines is None or (events >= self._look_at and not self._look(deadlines, now_us, events, body)):
+        self._last_us = now_us = self._now_us()
+        self._last_bodies = self._last_bodies[1], body
+        if now_us >= self._base_us + before * self._step_us or usage.chunks >= self._look_at:
+            self._look(now_us, before, usage.chunks)
+
+    def _look(self, now_us: int, before: int, events: int) -> None:
+        """At the first events, at late ones, and when so many have come that the speed is known."""
+        deadlines = self._deadlines
+        if deadlines is None or events <= before:
             return
-        self._last_bodies.append(body)
+        if events >= self._look_at:
+            if self._first_events:
+                self._until, self._look_at = (self._speed.load(now_us), events), _NEVER
+            elif self._is_opening(events):
+                deadlines.skip(events)
+                self._base_us, self._look_at = deadlines.base_us, events + 1
+                return
+            else:
+                self._first_events, self._look_at = events, events + LOOK_AFTER
+                deadlines.read(now_us, events)
+                return
+        deadlines.in_time(now_us, before)
         deadlines.read(now_us, events)
 
-    def _look(self, deadlines: TokenDeadlines, now_us: int, events: int, body: bytes) -> bool:
-        """At the first events, and again when so many have come that the speed is known. False: there is no token."""
-        if self._first_events:
-            self._until, self._look_at = (self._speed.load(now_us), events), _NEVER
-            return True
-        body = bytes(body)  # Starlette lets apps send a memoryview
-        is_opening = _DELTA not in body if self._request.api in _TOKENS_LATER else events == 1 and _EMPTY.search(body)
-        if is_opening:
-            deadlines.skip(events)
-            self._look_at = events + 1
-            return False
-        self._first_events, self._look_at = events, events + LOOK_AFTER
-        return True
+    def _is_opening(self, events: int) -> bool:
+        """Whether the answer has no token yet."""
+        body = bytes(self._last_bodies[1])  # Starlette lets apps send a memoryview
+        if self._request.api in _TOKENS_LATER:
+            return _DELTA not in body
+        return events == 1 and _EMPTY.search(body) is not None
 
     # -- the end
 

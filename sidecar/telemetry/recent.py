@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from sidecar.events import Admitted, FirstByte, Preempted, Refused, Settled
+from sidecar.events import Admitted, FirstByte, Preempted, Refused, ServiceGain, Settled
 from sidecar.telemetry.request_record import EventHandlers, RequestRecord, engine_time_us
 
 BUCKET_S = 5
@@ -21,6 +21,8 @@ BUCKETS = 60
 MOST_TIERS = 64
 """More than any policy has: a changed policy may bring new names, and a process that sees many must not grow."""
 _BUCKET_US = BUCKET_S * 1_000_000
+MET = "met"
+"""`ServiceGain.slo` of a request that got what its tier promises."""
 
 
 class Bucket(msgspec.Struct):
@@ -28,7 +30,8 @@ class Bucket(msgspec.Struct):
 
     The sums are over the requests whose wait ended in them, the maxima also over those that waited on at their end.
     `ttft_max_s` is the longest time from arrival to the first byte of a streamed answer. `preempted` counts how often a
-    request gave its room back, `engine_lost_s` for how long the engine had worked on them.
+    request gave its room back, `engine_lost_s` for how long the engine had worked on them. Of a tier whose service gain
+    is measured, `offered` requests ended, `met` of them as promised, and they earned so much of what was attainable.
     """
 
     t_s: int
@@ -41,6 +44,10 @@ class Bucket(msgspec.Struct):
     ttft_max_s: float = 0.0
     preempted: int = 0
     engine_lost_s: float = 0.0
+    offered: int = 0
+    met: int = 0
+    gain_earned: int = 0
+    gain_attainable: int = 0
 
 
 class Overtakings(msgspec.Struct):
@@ -123,8 +130,12 @@ class Recent:
             if record.wall_ns >= self._since_ns:
                 _add_wait(bucket, record, event)
             bucket.refused += event.status is not None  # else the client disconnected, or the server stopped
+            if event.gain is not None and record.settled is None:
+                _add_gain(bucket, event.gain)
 
-    def _settled(self, record: RequestRecord, _: Settled) -> None:
+    def _settled(self, record: RequestRecord, event: Settled) -> None:
+        if event.gain is not None and record.classified is not None:
+            _add_gain(self._tier(record.classified.tier).at(_number(record, event.at_us)), event.gain)
         if record.refused is not None:  # preempted, and not admitted again
             self._refused(record, record.refused)
 
@@ -166,6 +177,13 @@ def add_overtakings(into: dict[str, Overtakings], more: Mapping[str, Overtakings
         by.tokens += counted.tokens
         for rule, requests in counted.rules.items():
             by.rules[rule] = by.rules.get(rule, 0) + requests
+
+
+def _add_gain(bucket: Bucket, gain: ServiceGain) -> None:
+    bucket.offered += 1
+    bucket.met += gain.slo == MET
+    bucket.gain_earned += gain.earned
+    bucket.gain_attainable += gain.attainable
 
 
 def _add_wait(bucket: Bucket, record: RequestRecord, end: Admitted | Refused) -> None:

@@ -37,9 +37,12 @@ def listed(text: str) -> dict[str, Listed]:
 
 ENGINES = "### The engines of a pool of several"
 SIZES = "### The sizes of leases"
+GAIN = "### Service gain"
 _BEFORE, _, _AFTER = README.partition(ENGINES)
-_ENGINES, _, _SIZES = _AFTER.partition(SIZES)
+_ENGINES, _, _REST = _AFTER.partition(SIZES)
+_SIZES, _, _GAIN = _REST.partition(GAIN)
 METRICS, ENGINE_METRICS, SIZE_METRICS = listed(_BEFORE), listed(_ENGINES), listed(_SIZES)
+GAIN_METRICS = listed(_GAIN)
 
 
 def scraped(overload: Overloaded) -> dict[str, set[str]]:

@@ -51,7 +51,7 @@ from sidecar.middleware.dry_run.shadow import CLIENT_LEFT, ShadowRequest, Shadow
 from sidecar.middleware.event_reporter import EventReporter
 from sidecar.middleware.forwarding import forwarded_scope
 from sidecar.middleware.intake import RequestIntake, SizedRequest
-from sidecar.middleware.request_gain import Feed
+from sidecar.middleware.request_gain import AnswerReader
 from sidecar.middleware.response_headers import id_headers, request_id
 from sidecar.middleware.usage import UsageReader
 from sidecar.policy.model import Endpoint
@@ -160,8 +160,8 @@ class RequestWatcher:
     """
 
     __slots__ = (
-        "_client", "_controller", "_disconnected", "_endpoint", "_feed", "_found", "_intake", "_is_answered",
-        "_is_over", "_received_us", "_reporter", "_request_id", "_sent", "_shadow", "_snapshot", "_status", "_usage",
+        "_client", "_controller", "_disconnected", "_endpoint", "_found", "_intake", "_is_answered", "_is_over",
+        "_reader", "_received_us", "_reporter", "_request_id", "_sent", "_shadow", "_snapshot", "_status", "_usage",
     )  # fmt: skip
 
     def __init__(self, controller: AdmissionController, endpoint: Endpoint, scope: Scope) -> None:
@@ -177,7 +177,7 @@ class RequestWatcher:
             controller.observer, scope, self._request_id, received_us, controller.pool.now_us
         )
         self._usage = UsageReader()
-        self._feed: Feed = self._usage.feed
+        self._reader: AnswerReader = self._usage
         self._shadow: ShadowRequest | None = None
         self._sent: SentRequest | None = None
         self._status: int | None = None
@@ -213,7 +213,7 @@ class RequestWatcher:
                     self._first_byte()
                     if self._reporter.gain is not None:
                         self._reporter.gain.first_byte(self._status)
-                self._feed(body)
+                self._reader.feed(body)
             # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
             self._is_answered = not message.get("more_body", False) and not self._disconnected
 
@@ -313,7 +313,7 @@ class RequestWatcher:
         objectives, names = self._snapshot.objectives, self._snapshot.tier_names
         gain = self._controller.gain.follow(request, objectives, names, self._now_us()) if objectives else None
         if gain is not None:
-            self._reporter.gain, self._feed = gain, gain.sent(None, self._usage)
+            self._reporter.gain, self._reader = gain, gain.sent(None, self._usage)
 
     def _report_unread_body(self) -> None:
         """The request is over before its body was complete."""

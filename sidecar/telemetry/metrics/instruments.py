@@ -23,6 +23,12 @@ from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 from sidecar.events import Outcome
 from sidecar.telemetry import semconv
 from sidecar.telemetry.metrics import histograms
+from sidecar.telemetry.metrics.engine_speeds import (
+    ENGINE_SPEED_GAUGES,
+    EngineSpeedMetric,
+    EngineSpeedSample,
+    engine_speed_values,
+)
 from sidecar.telemetry.metrics.engines import (
     ENGINE_COUNTERS,
     ENGINE_GAUGES,
@@ -56,6 +62,7 @@ Counted = dict[tuple[str, ...], int]
 
 TIER, REASON = semconv.ADMISSION_TIER, semconv.ADMISSION_REASON
 OVER, UNDER = "over", "under"
+SLO_OUTCOMES = ("met", "ttft", "tpot", "refused", "abandoned")
 _OVERTAKING = (TIER, semconv.BY, semconv.ADMISSION_RULE)
 
 
@@ -80,6 +87,9 @@ class Counters(msgspec.Struct, eq=False):
     tokens_used: Counted = {}
     estimate_errors: Counted = {}
     growths: Counted = {}
+    gain_earned: Counted = {}
+    gain_attainable: Counted = {}
+    slo_requests: Counted = {}
 
     def know(self, tier: str) -> None:
         """Reports every series of a tier from the start: where one begins at 1, Prometheus does not see the 1."""
@@ -90,6 +100,13 @@ class Counters(msgspec.Struct, eq=False):
             self.settled.setdefault((tier, outcome.value), 0)
         for direction in (OVER, UNDER):
             self.estimate_errors.setdefault((tier, direction), 0)
+
+    def know_objective(self, tier: str) -> None:
+        """The same of the series that a tier has if its service gain is measured."""
+        self.gain_earned.setdefault((tier,), 0)
+        self.gain_attainable.setdefault((tier,), 0)
+        for outcome in SLO_OUTCOMES:
+            self.slo_requests.setdefault((tier, outcome), 0)
 
 
 class Counter(NamedTuple):
@@ -206,6 +223,26 @@ COUNTERS = (
         "How often a lease grew while its answer streamed, because it became longer than expected.",
         "{growth}",
     ),
+    Counter(
+        semconv.GAIN_EARNED,
+        "gain_earned",
+        (TIER,),
+        "Output tokens that were forwarded before their deadlines, each by the weight of its tier.",
+        TOKENS,
+    ),
+    Counter(
+        semconv.GAIN_ATTAINABLE,
+        "gain_attainable",
+        (TIER,),
+        "All output tokens of the requests that were offered, each by the weight of its tier.",
+        TOKENS,
+    ),
+    Counter(
+        semconv.SLO_REQUESTS,
+        "slo_requests",
+        (TIER, semconv.ADMISSION_SLO),
+        "Offered requests of tiers with an objective, by whether they met it.",
+    ),
 )
 
 TENANT_COUNTERS = (
@@ -261,7 +298,7 @@ class PoolSample:
     ended. `engine_up` is 1 where this process can use the engine, 0 where it cannot, None where that is not looked at.
     `engines` are those of a pool of several; `no_engine_fits_s` sums up since the process began for how long a request
     fitted such a pool and waited for an engine, None where that is not counted. `lease_sizes` are there where output
-    lengths are learned.
+    lengths are learned, `engine_speeds` where service gain is measured.
     """
 
     tiers: Sequence[TierSample]
@@ -277,6 +314,7 @@ class PoolSample:
     engines: Sequence[EngineSample] = ()
     no_engine_fits_s: float | None = None
     lease_sizes: Sequence[LeaseSizeSample] = ()
+    engine_speeds: Sequence[EngineSpeedSample] = ()
 
 
 Sample = Callable[[], PoolSample | None]
@@ -425,6 +463,8 @@ class Instruments:
         self._create_engine_metrics(meter)
         for size in LEASE_SIZE_GAUGES:
             observe(size.name, [partial(self._read_lease_sizes, size)], size.unit, size.description)
+        for speed in ENGINE_SPEED_GAUGES:
+            observe(speed.name, [partial(self._read_engine_speeds, speed)], speed.unit, speed.description)
         preemptions = ENGINE_PREEMPTIONS
         read_preemptions = [partial(self._read_lease_sizes, preemptions)]
         meter.create_observable_counter(preemptions.name, read_preemptions, preemptions.unit, preemptions.description)
@@ -508,6 +548,11 @@ class Instruments:
     def _read_lease_sizes(self, metric: LeaseSizeMetric, _: CallbackOptions) -> Observations:
         for pool, sample in self._sampled().items():
             for value, labels in lease_size_values(metric, sample.lease_sizes[:MOST_SHOWN]):
+                yield Observation(value, {semconv.POOL: pool, **labels})
+
+    def _read_engine_speeds(self, metric: EngineSpeedMetric, _: CallbackOptions) -> Observations:
+        for pool, sample in self._sampled().items():
+            for value, labels in engine_speed_values(metric, sample.engine_speeds[:MOST_SHOWN]):
                 yield Observation(value, {semconv.POOL: pool, **labels})
 
     def _read_policies(self, _: CallbackOptions) -> Observations:

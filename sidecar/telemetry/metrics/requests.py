@@ -23,6 +23,7 @@ from sidecar.events import (
     Preempted,
     Queued,
     Refused,
+    ServiceGain,
     Settled,
     UnguardedRequest,
 )
@@ -72,8 +73,9 @@ class WaitHistograms:
 class RequestMetrics:
     """A listener. One for each middleware; two middlewares on one pool add to the same counters.
 
-    `tiers` are reported from the start, before any request; `tenants_shown` tenants at most are named. `meter_provider`
-    None means the global one; an SDK that is installed later is found.
+    `tiers` are reported from the start, before any request, and of the `measured` ones the service gain;
+    `tenants_shown` tenants at most are named. `meter_provider` None means the global one; an SDK that is installed
+    later is found.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class RequestMetrics:
         pool: str,
         *,
         tiers: Sequence[str] = (),
+        measured: Sequence[str] = (),
         tenants_shown: int = SHOWN,
         meter_provider: MeterProvider | None = None,
     ) -> None:
@@ -91,6 +94,8 @@ class RequestMetrics:
         self.counters = self.instruments.counters(pool, tenants_shown)
         for tier in tiers:
             self.counters.know(tier)
+        for tier in measured:
+            self.counters.know_objective(tier)
         self._waits = WaitHistograms(pool, self.instruments.queue_wait, self.instruments.starvation)
         self._first_tokens: dict[str, LabeledHistogram] = {}
         self.handlers: EventHandlers = {
@@ -190,6 +195,14 @@ class RequestMetrics:
             add(counters.estimate_errors, (tier, UNDER if error < 0 else OVER), abs(error))
         if classified.expected is not None:
             self._note_size(classified, classified.expected, event)
+        if event.gain is not None:
+            self._note_gain(tier, event.gain)
+
+    def _note_gain(self, tier: str, gain: ServiceGain) -> None:
+        counters = self.counters
+        add(counters.gain_earned, (tier,), gain.earned)
+        add(counters.gain_attainable, (tier,), gain.attainable)
+        add(counters.slo_requests, (tier, gain.slo))
 
     def _note_size(self, classified: Classified, expected: Expectation, event: Settled) -> None:
         """Counts how often the lease grew, and compares the length of a complete answer with what was expected."""
@@ -208,6 +221,8 @@ class RequestMetrics:
         add(counters.abandoned if gave_up else counters.refused, (tier, event.code))
         if classified is not None and not gave_up:
             counters.tenants.counts(classified.tenant).refused += 1
+        if event.gain is not None:
+            self._note_gain(tier, event.gain)
         if event.queue_wait_us > 0:
             self._record_wait(record, event.code if gave_up else "refused", event)
 

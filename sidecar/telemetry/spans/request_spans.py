@@ -19,6 +19,7 @@ from sidecar.events import (
     Refused,
     Replayed,
     ReplayReason,
+    ServiceGain,
     Settled,
 )
 from sidecar.telemetry import semconv
@@ -317,6 +318,8 @@ def _of_refusal(event: Refused, classified: Classified | None) -> Attributes:
         attributes[semconv.ADMISSION_TENANT] = event.tenant
     if classified is not None and classified.model is not None:
         attributes[semconv.GEN_AI_REQUEST_MODEL] = classified.model  # else `engine` has it
+    if event.gain is not None:
+        attributes.update(_of_gain(event.gain))
     if _is_servers_failure(event):
         attributes[semconv.ERROR_TYPE] = event.code
     return attributes
@@ -365,7 +368,18 @@ def _of_settlement(event: Settled) -> Attributes:
         attributes[semconv.HTTP_RESPONSE_STATUS_CODE] = event.status
     if event.growths:
         attributes[semconv.ADMISSION_GROWTHS] = event.growths
+    if event.gain is not None:
+        attributes.update(_of_gain(event.gain))
     return attributes
+
+
+def _of_gain(gain: ServiceGain) -> Attributes:
+    """What it earned, in weighted tokens, and whether its tier's objective was met."""
+    return {
+        semconv.GAIN_EARNED: gain.earned,
+        semconv.GAIN_ATTAINABLE: gain.attainable,
+        semconv.ADMISSION_SLO: gain.slo,
+    }
 
 
 def _of_engine_request(classified: Classified, provider_name: str | None) -> Attributes:
