@@ -21,6 +21,8 @@ from sidecar.cli.api_key import add_key, key_given
 from sidecar.cli.arguments import server_url
 from sidecar.cli.output import reporter, unwritable, write_json, write_text
 from sidecar.engines import ENGINES, Engine, NoEngine
+from sidecar.gain.token_deadlines import Objective
+from sidecar.middleware.policy_snapshot import objective_of
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from sidecar.policy.problems import PolicyError
@@ -104,11 +106,16 @@ class _Command:
         upstream = await self._find()
         control = await self._control()
         planned = runs(self._asking(tiers, upstream), upstream.urls, control)
-        replay = Replay(trace, rows, row_tiers, tiers, self._writer(upstream), upstream, args.timeout)
+        writer, timeout_s, objectives = self._writer(upstream), args.timeout, self._objectives()
+        replay = Replay(trace, rows, row_tiers, tiers, writer, upstream, timeout_s, objectives)
         heading = _heading(replay, jitter_s)
         print("\n".join(heading), file=self.out, flush=True)
         played = [await play_run(one, replay, reporter(one.name)) for one in planned]
         return self._told(heading, replay, played)
+
+    def _objectives(self) -> Mapping[str, Objective]:
+        tiers = () if self.policy is None else self.policy.tiers
+        return {tier.name: objective for tier in tiers if (objective := objective_of(tier)) is not None}
 
     async def _control(self) -> Control | None:
         """Where the control is played. A server that is not the upstream gets no tenant's key."""

@@ -17,7 +17,9 @@ SELECTOR = re.compile(r"\b(admission_\w+)((?:\{[^}]*\})?)(?=[\s\[)]|$)")
 GROUPING = re.compile(r"\b(?:by|on|group_left|without) ?\([^)]*\)")
 
 
-OF_ENGINES = re.compile(r"admission_(engine_(?!up|preemptions|time_|prediction_error_)|replays|prefix|prompt_tokens|no_engine_fits)")
+OF_ENGINES = re.compile(
+    r"admission_(engine_(?!up|preemptions|time_|prediction_error_)|replays|prefix|prompt_tokens|no_engine_fits)"
+)
 """Metrics of a pool of several engines, which `test_engine_metrics` asks for."""
 
 

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sidecar.gain.token_deadlines import Objective
 from sidecar.tools.loadgen import Correlation, Distribution, Seen, spearman, starvation_s
+from sidecar.tools.replay.objectives import RunObjectives, run_objectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ class RunFigures:
     `correlation` is that of importance with time to first token: negative where the more important come first. `errors`
     counts failures by what was said. `latest_s` is how far the client itself fell behind its schedule, `stalled_s` the
     longest time for which it did not run at all: what was measured is no more exact than that. `prompt_tokens_asked`
-    and `_counted` are the mean of what was planned and of what usage said.
+    and `_counted` are the mean of what was planned and of what usage said. `objectives` are there where the policy
+    gives tiers of the run an `slo` with `ttft` and `tpot`.
     """
 
     name: str
@@ -67,6 +70,7 @@ class RunFigures:
     stalled_s: float
     prompt_tokens_asked: float | None
     prompt_tokens_counted: float | None
+    objectives: RunObjectives | None = None
 
 
 def measure(
@@ -77,8 +81,12 @@ def measure(
     asked: Sequence[int | None],
     *,
     stalled_s: float = 0.0,
+    objectives: Mapping[str, Objective] | None = None,
 ) -> RunFigures:
-    """The figures of a run. `tiers` is the ladder, most important first; `asked` the prompt tokens of every request."""
+    """The figures of a run. `tiers` is the ladder, most important first; `asked` the prompt tokens of every request.
+
+    `objectives` are the tiers' own, by name.
+    """
     duration_s = max(one.end_s for one in seen) - min(one.sent_s for one in seen)
     starved_s = _starvation(seen)
     complete = [one for one in seen if one.is_complete]
@@ -100,6 +108,7 @@ def measure(
         stalled_s=stalled_s,
         prompt_tokens_asked=_mean([size for _, size in both]),
         prompt_tokens_counted=_mean([counted for counted, _ in both]),
+        objectives=run_objectives(seen, objectives or {}, duration_s),
     )
 
 

@@ -16,6 +16,7 @@ from itertools import accumulate
 from sidecar.tools.loadgen import Distribution, Seen
 from sidecar.tools.replay.comparison import Comparison, verdict
 from sidecar.tools.replay.figures import RunFigures, TierFigures
+from sidecar.tools.replay.objectives import lines as objective_lines
 from sidecar.tools.replay.run import Played
 from sidecar.tools.replay.table import SIDE_BY_SIDE, basis, errors, meaning, of_all, totals
 
@@ -70,7 +71,7 @@ def report(
 
 def _found(run: RunFigures) -> str:
     lines = [element("strong", escape(run.title)), escape(meaning(run)), escape(totals(run))]
-    lines += map(escape, (*errors(run), *basis(run)))
+    lines += map(escape, (*errors(run), *basis(run), *objective_lines(run.objectives)))
     return element("div", "<br>".join(lines), _class="found" if run.name != "control" else "found control")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sidecar.engines import Engine, NoEngine
+from sidecar.gain.token_deadlines import Objective
 from sidecar.tools.loadgen import Progress, Seen, play
 from sidecar.tools.replay.control import Control
 from sidecar.tools.replay.figures import RunFigures, door_wait, measure, request_id, starvation_by_request
@@ -33,7 +34,10 @@ class ReplayTarget:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """One replay: the rows of a trace, with their tiers, and how they are written and sent."""
+    """One replay: the rows of a trace, with their tiers, and how they are written and sent.
+
+    `objectives` are those of the policy's tiers, by name.
+    """
 
     trace: Trace
     rows: Sequence[Row]
@@ -42,6 +46,7 @@ class Replay:
     writer: Writer
     upstream: ReplayTarget
     timeout_s: float
+    objectives: Mapping[str, Objective] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +115,9 @@ async def play_run(run: PlannedRun, replayed: Replay, report: Callable[[float, P
         pick=random.Random(replayed.writer.seed),
     )
     asked = [row.input_tokens if row.session is None else None for row in replayed.rows]
-    return Played(measure(run.name, run.title, replayed.tiers, seen, asked, stalled_s=client.stalled_s), seen)
+    stalled_s, objectives = client.stalled_s, replayed.objectives
+    figures = measure(run.name, run.title, replayed.tiers, seen, asked, stalled_s=stalled_s, objectives=objectives)
+    return Played(figures, seen)
 
 
 def by_request(played: Played, rows: Sequence[Row]) -> Iterator[Mapping[str, Any]]:

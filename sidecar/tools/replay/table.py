@@ -11,6 +11,7 @@ import msgspec
 from sidecar.tools.loadgen import Correlation, Distribution
 from sidecar.tools.replay.comparison import Comparison, TierComparison, verdict
 from sidecar.tools.replay.figures import RunFigures, TierFigures, TtftOfAll
+from sidecar.tools.replay.objectives import lines as objective_lines
 from sidecar.tools.replay.prompts import Words
 from sidecar.tools.replay.run import Played, Replay, by_request
 
@@ -32,7 +33,7 @@ def table(runs: Sequence[RunFigures], compared: Comparison | None = None) -> str
     lines = [_HEAD]
     for run in runs:
         lines += ["", run.title, *(_line(tier, figures) for tier, figures in run.tiers.items()), f"  {totals(run)}"]
-        lines += [f"  {line}" for line in (*errors(run), *basis(run), meaning(run))]
+        lines += [f"  {line}" for line in (*errors(run), *basis(run), meaning(run), *objective_lines(run.objectives))]
     if compared is not None:
         lines += ["", SIDE_BY_SIDE, "", _COMPARED_HEAD]
         lines += [_compared(tier, figures) for tier, figures in compared.tiers.items()]
