@@ -152,7 +152,7 @@ function makeTier(tier) {
   for (const name of ["held", "figures", "queued", "tokens", "oldest", "starved", "ahead", "most"]) parts[name] = make("div");
   for (const name of ["figures", "tokens", "ahead", "most"]) parts[name].className = "small";
   parts.promises = make("ul", "promises");
-  parts.gain = make("div", "small");
+  parts.gain = make("div", "promises");
   parts.by = make("ul", "by");
   parts.fill = make("div");
   parts.reserve = make("i", "reserve");
@@ -300,7 +300,7 @@ function promises(parts, tier) {
 function gain(parts, tier) {
   const sum = (name) => tier.recent.reduce((total, bucket) => total + bucket[name], 0);
   const offered = sum("offered"), attainable = sum("gain_attainable");
-  const met = `${share(sum("met"), offered)} of ${count(offered)} requests met ttft and tpot`;
+  const met = `${share(sum("met"), offered)} of ${count(offered)} as promised`;
   put(parts.gain, offered ? `${met}${attainable ? `, ${share(sum("gain_earned"), attainable)} of tokens in time` : ""}` : "");
 }
 
@@ -379,7 +379,7 @@ function updateSpeed(node, speed, overview) {
 }
 
 function tiny(ns) {
-  const [figure, unit] = ns < 1e6 ? [ns / 1e3, "\u00b5s"] : [ns / 1e6, "ms"];
+  const [figure, unit] = ns < 1e6 ? [ns / 1e3, "\u00b5s"] : ns < 1e9 ? [ns / 1e6, "ms"] : [ns / 1e9, "s"];
   return `${figure < 9.95 ? figure.toFixed(1) : Math.round(figure)}\u00a0${unit}`;
 }
 

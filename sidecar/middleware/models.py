@@ -24,6 +24,9 @@ from sidecar.policy.model import Policy, Unguarded
 from sidecar.pools import Pool
 from sidecar.tokens import Estimator
 
+_OF_A_MODEL = frozenset(("pool", "lease_sizes", "gain"))
+"""Parts of the state that each model has for itself."""
+
 
 class ModelsController(AdmissionController):
     """The front of several pools. `controllers` are those of the models, by the models' names.
@@ -128,7 +131,7 @@ class ModelsController(AdmissionController):
 
     def state(self) -> Mapping[str, object]:
         """See `AdmissionController.state`. `models` has the state of each model's pool, and there is no other pool."""
-        state = {key: value for key, value in super().state().items() if key not in ("pool", "lease_sizes")}
+        state = {key: value for key, value in super().state().items() if key not in _OF_A_MODEL}
         states = {name: controller.state() for name, controller in self.controllers.items()}
         held = [controller.pending_aborts.held() for controller in self.controllers.values()]
         return {
@@ -137,7 +140,8 @@ class ModelsController(AdmissionController):
             "aborting": {"requests": sum(one.requests for one in held), "tokens": sum(one.tokens for one in held)},
             "background": sum(len(controller.background) for controller in self.controllers.values()),
             "models": {
-                name: {key: one[key] for key in ("engine", "pool", "lease_sizes")} for name, one in states.items()
+                name: {key: value for key, value in one.items() if key == "engine" or key in _OF_A_MODEL}
+                for name, one in states.items()
             },
         }
 

@@ -18,7 +18,8 @@ from starlette.routing import Route
 
 from sidecar.admin.routes import HEADERS, PAGE
 from sidecar.admin.stream import OverviewStream
-from sidecar.cluster.document import Amount, Promised, RefusalView, ReplicaView, TenantView
+from sidecar.cluster.document import Amount, EngineSpeedRow, Promised, RefusalView, ReplicaView, TenantView
+from sidecar.telemetry.recent import Bucket
 from tests.cluster.replicas import Replica, overload, replicas
 from tests.cluster.views import engine, engines, gave_way, overview, sizes, starved, tier
 from tests.support.browser import browser
@@ -162,6 +163,29 @@ async def test_lease_sizes_are_shown_where_lengths_are_learned(tools: str) -> No
         assert page.console == []
 
 
+async def test_the_speed_of_the_engines_is_shown_where_tokens_have_deadlines(tools: str) -> None:
+    async with shown(tools) as (page, server):
+        assert await page.evaluate("document.getElementById('speeds-section').hidden")
+        known = EngineSpeedRow(None, 41_250, 1_815_796, 11_733, True, 0.204, 0.0196)
+        server.overview = overview(engine_speeds=[known])
+        await page.until("document.getElementById('speed-rows').children.length === 1")
+        assert await cells(page, 0, "speed-rows") == ["vllm", "measured", "41 µs", "1.8 ms", "12 ms", "20%", "2%"]
+        server.overview = overview(engine_speeds=[EngineSpeedRow(HOSTILE, 125_000, 250_000, 25_000, False)])
+        await page.until("document.querySelector('#speed-rows .soft') !== null")
+        row = await cells(page, 0, "speed-rows")
+        assert row == [HOSTILE, "stated defaults, in part", "125 µs", "250 µs", "25 ms", "\u2013", "\u2013"]
+        assert page.console == []
+
+
+async def test_a_tier_says_how_many_of_its_requests_ended_as_promised(tools: str) -> None:
+    buckets = [Bucket(1_700_000_000, offered=30, met=29, gain_earned=97, gain_attainable=100)]
+    buckets.append(Bucket(1_700_000_005, offered=10, met=5, gain_earned=0, gain_attainable=100))
+    async with shown(tools, overview(tier("high", recent=buckets), tier("low", 1))) as (page, _):
+        await page.until("document.getElementById('tier-rows').children.length === 2")
+        assert "85% of 40 as promised, 49% of tokens in time" in (await cells(page, 0))[0]
+        assert "as promised" not in (await cells(page, 1))[0]
+
+
 @pytest.mark.parametrize("width", [1180, 900, 390])
 async def test_engines_with_long_names_fit_the_window(tools: str, width: int) -> None:
     name = "vllm-decode-0.vllm-headless.inference.svc.cluster.local:8000"
@@ -243,6 +267,7 @@ async def test_nothing_is_cut_off_at_any_width_by_day_or_night(tools: str) -> No
         starved(long),
         *(tier(f"tier-{n}", n) for n in range(6)),
         tenants=[TenantView("t" * 80, 1, 1, 1)],
+        engine_speeds=[EngineSpeedRow("e" * 64, 10**12, 10**12, 10**9, True, 1.0, 1.0)],
         lease_sizes=[sizes("e" * 64, reason=RAISED, is_raised=True, preemptions=123_456), sizes("b")],
     )
     async with shown(tools, wide) as (page, _):
