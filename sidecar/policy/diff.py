@@ -31,6 +31,7 @@ _KEYS = {
     "max_level": "max_tier",
     "max_body_bytes": "max_body",
     "weight_percent": "weight",
+    "gain_weight": "gain weight",
 }
 """Fields that have another name in the file; of all others, the unit after the name is left out."""
 _UNITS = ("_us", "_s")

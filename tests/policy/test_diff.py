@@ -44,6 +44,13 @@ def key(number: int) -> str:
     return f'"sha256:{hashlib.sha256(b"%d" % number).hexdigest()}"'
 
 
+def test_a_tiers_weight_has_the_name_that_it_has_in_the_file() -> None:
+    objective = "slo: {ttft: 1s, tpot: 60ms}"
+    before = policy(max_wait=f"30s}}, {objective}, gain: {{weight: 2")
+    after = policy(max_wait=f"30s}}, {objective}, gain: {{weight: 4")
+    assert "tier normal gain weight 2 -> 4" in differences(before, after)
+
+
 def written(folder: Path, pool: str = BASE, **tenants: str) -> Policy:
     folder.mkdir()
     (folder / "tenants").mkdir()
@@ -63,6 +70,7 @@ def written(folder: Path, pool: str = BASE, **tenants: str) -> Policy:
         ("{limit: 60%", "{limit: 60%, preemptible: true", "tier batch preemptible false -> true"),
         ("max_requests: 100", "max_requests: 10k", "tier batch queue max_requests 100 -> 10,000"),
         ("max_wait: 30m", "max_wait: 90s", "tier batch queue max_wait 30m -> 90s"),
+        ("starvation: 30m", "starvation: 30m, tpot: 60ms", "tier batch slo tpot none -> 60ms"),
         ("starvation: 30m", "starvation: 1h", "tier batch slo starvation 30m -> 1h"),
         ("tokens: 100k, ", "", "capacity tokens 100,000 -> unbounded"),
         ("requests: 4}", "requests: 8}", "capacity requests 4 -> 8"),

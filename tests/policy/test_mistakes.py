@@ -90,6 +90,15 @@ def test_a_wrong_line_says_what_would_be_right(tmp_path: Path, line: str, said: 
         ("{normal: {}, 1: {}}", 'tiers.1: "1" is not a tier\'s name; '),
         ("{normal: {}, deny: {}}", 'tiers.deny: "deny" has a meaning of its own in this file; write another name'),
         ("{normal: {slo: {tfft: 1s}}}", 'tiers.normal.slo.tfft: no such key; did you mean "ttft"?'),
+        (
+            "{normal: {slo: {ttft: 1s}, gain: {weight: 2}}}",
+            "tiers.normal.gain: a tier's gain is that of tokens before their deadlines: give its `slo` a `ttft` and a ",
+        ),
+        (
+            "{normal: {slo: {ttft: 1s, tpot: 60ms}, gain: {weight: 1001}}}",
+            "tiers.normal.gain.weight: 1001 is too large; weights count beside each other: write 1 to 1000",
+        ),
+        ("{normal: {slo: {ttft: 1s, tpot: 0s}}}", "tiers.normal.slo.tpot: "),
         ("{normal: {max_request_tokens: 0}}", "tiers.normal.max_request_tokens: 0 leaves room for nothing; write 1 or"),
         (
             "{normal: {queue: {max_wait: 12:30}}}",
