@@ -27,7 +27,7 @@ from zlib import crc32
 
 import msgspec
 
-from sidecar.gain.relative_fit import RelativeFit
+from sidecar.gain.relative_fit import RelativeFit, predicted
 
 GROUPS = 16
 """Of tenants, by a hash of their names: a share of the vote for each, in bounded memory."""
@@ -271,7 +271,7 @@ class GroupedFit:
 
     def predict(self, features: Sequence[float]) -> float:
         """The time at these features."""
-        return max(1.0, sum(one * feature for one, feature in zip(self.coefficients, features, strict=True)))
+        return predicted(self.coefficients, features)
 
     def learn(self, tenant: str, features: Sequence[float], took_us: float) -> bool:
         """Takes a sample of a tenant. Whether a prediction may have changed."""

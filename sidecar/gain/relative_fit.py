@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
+from operator import mul
 from statistics import median
 
 BATCH = 8
@@ -96,7 +97,7 @@ class RelativeFit:
 
 def predicted(coefficients: Sequence[float], features: Sequence[float]) -> float:
     """The time that coefficients give: at least a microsecond."""
-    return max(1.0, sum(one * feature for one, feature in zip(coefficients, features, strict=True)))
+    return max(1.0, sum(map(mul, coefficients, features), 0.0))
 
 
 def normalized(coefficients: Sequence[float], features: Sequence[float], took_us: float) -> tuple[list[float], float]:

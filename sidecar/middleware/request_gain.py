@@ -217,7 +217,10 @@ class RequestGain:
             if is_mistake:
                 return None
             return self._broken_off(tokens if is_answered else 0, is_abandoned=outcome is Outcome.CLIENT_LEFT)
-        tier.answered(tokens)
+        if tokens or self._usage.output_tokens is not None:
+            tier.answered(tokens)
+        else:  # an answer that does not stream, of an engine that does not count
+            tokens = self._meter.expected_tokens(self._request, tier)
         if deadlines is not None:
             return self._earned(deadlines.streamed(tokens))
         return self._earned(TokenDeadlines(objective, self._arrived_us).whole(tokens, self._admitted_us, now_us))

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
-from sidecar.events import ServiceGain
+from sidecar.events import Outcome, ServiceGain
 from sidecar.gain.token_deadlines import Objective
+from sidecar.middleware.intake import RequestIntake, SizedRequest
 from sidecar.middleware.slo_headers import asked_slo
+from sidecar.middleware.usage import UsageReader
 from sidecar.pools import LocalPool
 from sidecar.tokens import Estimator
 from tests.support.middleware import (
+    CHAT,
     App,
     Caller,
     Guarded,
@@ -130,6 +133,12 @@ async def test_an_answer_that_does_not_stream_is_due_as_a_whole() -> None:
         guarded = Clocked(app)
         await Caller(guarded.sidecar, WHOLE).run()
         assert guarded.gain() == gain
+
+
+async def test_an_answer_that_says_nothing_of_its_length_counts_by_what_was_expected() -> None:
+    guarded = Clocked(App())
+    await Caller(guarded.sidecar, WHOLE).run()
+    assert guarded.gain() == ServiceGain(40, 40, "met")
 
 
 async def test_an_error_of_the_engine_is_a_refusal_and_a_mistake_of_the_client_is_none() -> None:
@@ -309,3 +318,57 @@ async def test_a_header_with_two_values_is_refused() -> None:
     async with guarding(App(), policy(max_wait=SLO)) as guarded:
         answered = await guarded.ask(None, key("acme"), "x-slo-ttft-ms: 5000", "x-slo-ttft-ms: 9000")
         assert answered.is_error(400, "invalid_header", "x-slo-ttft-ms")
+
+
+# -- attempts
+
+
+async def test_whatever_becomes_of_its_attempts_a_request_leaves_no_engine_behind() -> None:
+    """Preempted before its first byte, replayed at another engine, and refused at last."""
+    seen = []
+
+    class Noting(App):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "http":
+                seen.append(dict(speed.__dict__))
+            await super().__call__(scope, receive, send)
+
+    guarded = Clocked(Noting())
+    speed = guarded.sidecar.gain.speeds.engine(None)
+    await Caller(guarded.sidecar, STREAM).run()
+    assert seen[0]["running"] == 1
+    gain = guarded.sidecar.gain
+    request = await sized(guarded)
+    followed = gain.follow(request, guarded.sidecar.snapshot.objectives, guarded.sidecar.snapshot.tier_names, 0)
+    assert followed is not None
+    followed.sent("a#1", UsageReader()).feed(EVENT)
+    followed.first_byte(200)
+    followed.taken_back()
+    followed.sent("b#1", UsageReader())
+    assert gain.speeds.engine("b").running == 1
+    assert followed.refused(503, is_abandoned=False) == ServiceGain(0, 40, "refused")
+    for engine in gain.speeds.engines.values():
+        assert (engine.running, engine.running_tokens, engine.unprefilled) == (0, 0, 0)
+
+
+async def test_a_second_attempt_is_measured_from_the_first_arrival() -> None:
+    guarded = Clocked(App())
+    request = await sized(guarded)
+    snapshot = guarded.sidecar.snapshot
+    followed = guarded.sidecar.gain.follow(request, snapshot.objectives, snapshot.tier_names, guarded.now_us)
+    assert followed is not None
+    followed.sent(None, UsageReader()).feed(EVENT)
+    followed.taken_back()
+    guarded.now_us += 1_500_000
+    followed.sent(None, UsageReader()).feed(EVENT)
+    gain = followed.settled(Outcome.COMPLETED, 200, is_failure=False)
+    assert gain is not None
+    assert (gain.earned, gain.slo) == (0, "ttft")
+
+
+async def sized(guarded: Clocked) -> SizedRequest:
+    intake = RequestIntake(guarded.sidecar.snapshot, guarded.sidecar.policy.endpoints[CHAT], {}, guarded.now_us)
+    intake.check_head({"headers": []})
+    request = intake.feed({"type": "http.request", "body": STREAM}, guarded.now_us)
+    assert request is not None
+    return request
