@@ -20,7 +20,15 @@ import msgspec
 
 from sidecar.apis import Api
 from sidecar.events import Outcome, ServiceGain
-from sidecar.gain.engine_speed import LOOK_AFTER, Call, EngineSpeed, EngineSpeedDocument, EngineSpeeds, Load
+from sidecar.gain.engine_speed import (
+    LOOK_AFTER,
+    MOST_TOKENS_PER_EVENT,
+    Call,
+    EngineSpeed,
+    EngineSpeedDocument,
+    EngineSpeeds,
+    Load,
+)
 from sidecar.gain.ledger import GainLedger, TierGain, TierGainDocument
 from sidecar.gain.token_deadlines import Earned, Objective, TokenDeadlines
 from sidecar.middleware.intake import SizedRequest
@@ -269,11 +277,16 @@ class RequestGain:
         """The tokens of the answer so far, of all its sequences: the engine's count, or else those of its events."""
         if self._call is None:
             return 0
-        usage, deadlines = self._usage, self._deadlines
-        if usage.output_tokens is not None and (deadlines is None or not usage.later_chunks):
-            return usage.output_tokens
+        usage, deadlines, request = self._usage, self._deadlines, self._request
         events = usage.chunks if deadlines is None else deadlines.events
-        return max(usage.output_tokens or 0, round(events * self._speed.tokens_per_event))
+        counted = usage.output_tokens
+        if counted is None or (deadlines is not None and usage.later_chunks):
+            return max(counted or 0, round(events * self._speed.tokens_per_event))
+        # A tool that the client wrote, repeated in the answer, may look like a count of any size.
+        if deadlines is not None:
+            return min(counted, round(events * MOST_TOKENS_PER_EVENT))
+        most = request.assumed_output if request.expected is None else request.expected.longest
+        return min(counted, most * request.payload.shown_sequences)
 
     def _learn(self, call: Call, now_us: int) -> None:
         """The times of an answer's tokens, where it was seen to stream."""

@@ -141,6 +141,17 @@ async def test_an_answer_that_says_nothing_of_its_length_counts_by_what_was_expe
     assert guarded.gain() == ServiceGain(40, 40, "met")
 
 
+async def test_no_count_makes_an_answer_longer_than_it_can_be() -> None:
+    """What looks like usage may be a tool of the client's, which the answer repeats."""
+    guarded = await streamed(0.5, *[0.01] * 9, usage=2**40)
+    gain = guarded.gain()
+    assert gain is not None
+    assert gain.attainable <= 4 * 64 * 11
+    tier = guarded.sidecar.gain.ledger.tier("normal")
+    assert tier.mean_tokens is not None
+    assert tier.mean_tokens <= 64 * 11
+
+
 async def test_an_error_of_the_engine_is_a_refusal_and_a_mistake_of_the_client_is_none() -> None:
     for status, gain in (
         (400, None),
