@@ -127,7 +127,8 @@ class EngineSpeed:
     an event of its streams has, as far as it counts them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: int = 1) -> None:
+        self._replicas = replicas
         self.running = self.running_tokens = self.unprefilled = 0
         self.first_error: float | None = None
         self.token_error: float | None = None
@@ -137,6 +138,11 @@ class EngineSpeed:
         self._prefill = GroupedFit(DEFAULT_PREFILL, (1.0, 1000.0))
         self._token = GroupedFit(DEFAULT_TOKEN, DEFAULT_LOAD)
         self._coefficients: Coefficients | None = None
+
+    def share(self, replicas: int) -> None:
+        """So many processes use the engine, about equally: it runs what this one sees so many times."""
+        if replicas != self._replicas:
+            self._replicas, self._coefficients = replicas, None
 
     @property
     def samples(self) -> tuple[int, int]:
@@ -150,7 +156,7 @@ class EngineSpeed:
         if found is None:
             first_us, prompt_us = self._prefill.coefficients
             token_us = self._token.expected_us
-            output_us = token_us / max(1.0, self._token.mean[1])
+            output_us = token_us / max(1.0, self._token.mean[1] * self._replicas)
             is_known = self._prefill.is_known and self._token.is_known
             found = self._coefficients = Coefficients(
                 round(prompt_us * 1000), round(output_us * 1000), round(token_us), round(first_us), is_known
@@ -274,7 +280,7 @@ class GroupedFit:
         return predicted(self.coefficients, features)
 
     def learn(self, tenant: str, features: Sequence[float], took_us: float) -> bool:
-        """Takes a sample of a tenant. Whether a prediction may have changed."""
+        """Takes a sample of a tenant. Whether the predictions have changed."""
         turn = self.samples = self.samples + 1
         group = group_of(tenant)
         fit = self._groups.get(group)
@@ -289,8 +295,9 @@ class GroupedFit:
         part = max(_NEW_PART, 1 / turn)
         pairs = zip(self.mean, features, strict=True)
         self.mean = tuple(old + (min(new, 2 * old + 1) - old) * part for old, new in pairs)  # no sample is all of it
-        if fit.coefficients is not before:
-            self._choose()
+        if fit.coefficients is before:
+            return False
+        self._choose()
         return True
 
     def _choose(self) -> None:
@@ -311,12 +318,19 @@ class EngineSpeeds:
 
     def __init__(self) -> None:
         self.engines: dict[str | None, EngineSpeed] = {}
+        self._replicas = 1
+
+    def share(self, replicas: int) -> None:
+        """So many processes share the pool, and so its engines."""
+        self._replicas = replicas
+        for engine in self.engines.values():
+            engine.share(replicas)
 
     def engine(self, name: str | None) -> EngineSpeed:
         """The speed of an engine. A new one has the stated defaults."""
         found = self.engines.get(name)
         if found is None:
-            found = self.engines[name] = EngineSpeed()
+            found = self.engines[name] = EngineSpeed(self._replicas)
             if len(self.engines) > _MOST_ENGINES:
                 del self.engines[next(iter(self.engines))]
         return found

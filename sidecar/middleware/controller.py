@@ -99,7 +99,7 @@ class AdmissionController:
         self.lease_sizes = LeaseSizes(
             policy.learn, pool.now_us, lengths or LengthEstimator(), lambda: self._room().replicas
         )
-        self.gain = GainMeter(pool.now_us, self.lease_sizes)
+        self.gain = GainMeter(pool.now_us, self.lease_sizes, lambda: self._room().replicas)
         self.observer = observer
         self.observed = observed
         self.unguarded = unguarded

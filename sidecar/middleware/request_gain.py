@@ -68,10 +68,14 @@ class GainDocument(msgspec.Struct, frozen=True):
 
 
 class GainMeter:
-    """The gain of one pool's requests in one process, and the speed of its engines."""
+    """The gain of one pool's requests in one process, and the speed of its engines.
 
-    def __init__(self, now_us: Callable[[], int], sizes: LeaseSizes) -> None:
+    `replicas` is how many processes share the pool.
+    """
+
+    def __init__(self, now_us: Callable[[], int], sizes: LeaseSizes, replicas: Callable[[], int] = lambda: 1) -> None:
         self.now_us = now_us
+        self._replicas = replicas
         self.speeds = EngineSpeeds()
         self.ledger = GainLedger()
         self._sizes = sizes
@@ -97,7 +101,8 @@ class GainMeter:
         return RequestGain(self, request, objective, tier, arrived_us)
 
     def document(self) -> GainDocument:
-        """The gain by tier and the speed by engine, in bounded size."""
+        """The gain by tier and the speed by engine, in bounded size. Also notes how many replicas there are now."""
+        self.speeds.share(self._replicas())
         engines = self.speeds.engines
         shown = sorted(engines, key=lambda name: -engines[name].running)[:MOST_SHOWN]
         return GainDocument(

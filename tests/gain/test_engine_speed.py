@@ -96,6 +96,14 @@ def test_an_output_token_costs_the_part_of_a_step_that_a_sequence_has() -> None:
     assert speed.coefficients.output_ns == pytest.approx(1_500_000, rel=0.1)
 
 
+def test_two_replicas_share_a_step_between_twice_as_many_sequences() -> None:
+    speeds = EngineSpeeds()
+    alone = speeds.engine("a").coefficients
+    speeds.share(2)
+    for shared in (speeds.coefficients("a"), speeds.engine("new").coefficients):
+        assert (shared.output_ns, shared.token_us) == (alone.output_ns // 2, alone.token_us)
+
+
 def test_the_time_per_token_is_predicted_for_the_load_of_the_moment() -> None:
     speed, now_us, draw = EngineSpeed(), 0, random.Random(3)
     for _ in range(300):
