@@ -11,7 +11,7 @@ from time import localtime, strftime
 from typing import NamedTuple
 
 from sidecar.cluster.document import EngineRow, Overview, RefusalView, ReplicaView, TenantView, TierView
-from sidecar.cluster.phrases import STARVES_FROM_S, count, lease_sizes, preempted
+from sidecar.cluster.phrases import STARVES_FROM_S, as_promised, count, lease_sizes, preempted
 from sidecar.durations import short_duration
 from sidecar.events import StoreState
 from sidecar.middleware.engine_view import EngineDocument
@@ -60,6 +60,7 @@ def draw(overview: Overview, look: TerminalStyle) -> list[str]:
         *_tiers(overview, look),
         "",
         *_engines(overview.engines, look),
+        *_as_promised(overview, look),
         *_lease_sizes(overview, look),
         *_tenants(overview.tenants, look),
         *_replicas(overview.replicas, overview.generation, look),
@@ -199,6 +200,12 @@ def overtaken(tier: TierView) -> str:
         for by, counted in tier.overtaken_by.items()
     ]
     return ", ".join(said) or "-"
+
+
+def _as_promised(overview: Overview, look: TerminalStyle) -> list[str]:
+    """Requests and tokens in time by tier; empty where no tier has an objective."""
+    said = as_promised(overview.tiers)
+    return [*wrapped(f"as promised, 5 min: {said}", look.width), ""] if said else []
 
 
 def _lease_sizes(overview: Overview, look: TerminalStyle) -> list[str]:

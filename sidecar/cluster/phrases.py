@@ -38,6 +38,20 @@ def preempted(tier: TierView) -> str:
     return f"preempted {times(number)}, {short_duration(lost_s)} at the engine lost" if number else ""
 
 
+def as_promised(tiers: Sequence[TierView]) -> str:
+    """The requests and tokens of each tier that came as promised, lately; empty where no tier has an objective."""
+    said = []
+    for tier in tiers:
+        offered = sum(bucket.offered for bucket in tier.recent)
+        attainable = sum(bucket.gain_attainable for bucket in tier.recent)
+        if offered:
+            met = sum(bucket.met for bucket in tier.recent)
+            earned = sum(bucket.gain_earned for bucket in tier.recent)
+            in_time = f", {100 * earned / attainable:.0f}% of tokens in time" if attainable else ""
+            said.append(f"{tier.tier} {100 * met / offered:.0f}% of {count(offered)}{in_time}")
+    return "; ".join(said)
+
+
 def lease_sizes(rows: Sequence[LeaseSizesRow]) -> str:
     """What leases hold and use at all engines, and what is in force; empty where no output length is learned."""
     if not rows:

@@ -8,6 +8,7 @@ import pytest
 
 from sidecar.cli.drawing import NARROWEST, TerminalStyle, draw, wrapped
 from sidecar.cluster.document import Amount, RefusalView, ReplicaView, TenantView
+from sidecar.telemetry.recent import Bucket
 from tests.cluster.views import engine, engines, gave_way, overview, sizes, starved, tier
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2Jname\r\n\u202e"
@@ -65,6 +66,17 @@ def test_what_leases_hold_and_use_is_a_line_where_lengths_are_learned() -> None:
     assert "quantile 0.95 to 0.9875, overlap 0.83 to 1; grew 24x, 7 preempted by the engine" in said
     assert "b: rrrr" in said
     assert all(len(line) <= NARROWEST for line in lines)
+
+
+@pytest.mark.parametrize("width", [NARROWEST, 140])
+def test_what_came_as_promised_is_a_line_where_a_tier_has_an_objective(width: int) -> None:
+    assert not any(line.startswith("as promised") for line in draw(overview(), TerminalStyle(width)))
+    buckets = [Bucket(1, offered=30, met=29, gain_earned=97, gain_attainable=100), Bucket(6, offered=10, met=5)]
+    lines = draw(overview(tier("high", recent=buckets), tier(HOSTILE, 1, recent=buckets)), TerminalStyle(width))
+    (at,) = [place for place, line in enumerate(lines) if line.startswith("as promised")]
+    said = " ".join(line.strip() for line in lines[at : at + 6])
+    assert "as promised, 5 min: high 85% of 40, 97% of tokens in time; ?]0;owned" in said
+    assert all(len(line) <= width for line in lines)
 
 
 @pytest.mark.parametrize("width", [NARROWEST, 140])

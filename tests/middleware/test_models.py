@@ -52,6 +52,17 @@ async def test_engines_of_an_engine_list_belong_to_their_models(tmp_path: Path) 
         assert (await sidecar.ask("n"))[1] == "c"
 
 
+async def test_each_model_has_its_own_service_gain(tmp_path: Path) -> None:
+    async with served_models(tmp_path, TWO, max_wait="30s}, slo: {ttft: 30s, tpot: 5s") as sidecar:
+        assert (await sidecar.ask("m"))[0] == 200
+        state: Any = sidecar.front.state()
+        assert "gain" not in state
+        (tier,) = state["models"]["m"]["gain"]["tiers"]
+        assert (tier["outcomes"]["met"], tier["earned"]) == (1, 2)
+        assert [engine["engine"] for engine in state["models"]["m"]["gain"]["engines"]] == ["a"]
+        assert state["models"]["n"]["gain"] == {"tiers": [], "engines": []}
+
+
 async def test_a_request_of_no_pool_ends_in_none(tmp_path: Path) -> None:
     async with served_models(tmp_path, TWO) as sidecar:
         for model, status in (("x", 404), (None, 400)):
