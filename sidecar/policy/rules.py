@@ -50,6 +50,7 @@ class PoolRules:
 
     `promote_after_us` is the time in microseconds after which a waiting ticket rises one level, None for no aging;
     `ceiling` is the level past which none rises. `max_preemptions` is how often one request is preempted at most.
+    `is_by_gain` says that tickets beyond the floors are ordered by gain, and not by level.
     """
 
     tokens: int
@@ -59,6 +60,7 @@ class PoolRules:
     ceiling: int = 0
     max_preemptions: int = 0
     prefill: int = UNLIMITED
+    is_by_gain: bool = False
 
     def is_preemptible(self, level: int) -> bool:
         """Whether the room of a request at this level may be taken back before its first byte."""
@@ -110,25 +112,37 @@ def pool_rules(
     ceiling: int = 0,
     max_preemptions: int = 0,
     prefill: int | None = None,
+    floor_of_reserve: Fraction = Fraction(1),
+    is_by_gain: bool = False,
 ) -> PoolRules:
-    """Turns fractions of a pool into whole numbers. A dimension is None where it is unbounded."""
+    """Turns fractions of a pool into whole numbers. A dimension is None where it is unbounded.
+
+    `floor_of_reserve` is the part of each reserve that is its tier's floor. Headroom is of the whole reserve.
+    """
     return PoolRules(
         tokens=UNLIMITED if tokens is None else tokens,
         requests=UNLIMITED if requests is None else requests,
         prefill=UNLIMITED if prefill is None else prefill,
-        tiers=tuple(_tier_rules(shares, level, tokens, requests, prefill) for level, shares in enumerate(tiers)),
+        tiers=tuple(
+            _tier_rules(shares, level, (tokens, requests, prefill), shares.reserve * floor_of_reserve)
+            for level, shares in enumerate(tiers)
+        ),
         promote_after_us=promote_after_us,
         ceiling=ceiling,
         max_preemptions=max_preemptions,
+        is_by_gain=is_by_gain,
     )
 
 
-def _tier_rules(shares: Shares, level: int, tokens: int | None, requests: int | None, prefill: int | None) -> TierRules:
+def _tier_rules(
+    shares: Shares, level: int, capacity: tuple[int | None, int | None, int | None], floor: Fraction
+) -> TierRules:
+    tokens, requests, prefill = capacity
     return TierRules(
         name=shares.name,
         level=level,
-        reserve_tokens=_floor_of(shares, tokens),
-        reserve_requests=_floor_of(shares, requests),
+        reserve_tokens=_floor_of(floor, tokens),
+        reserve_requests=_floor_of(floor, requests),
         headroom_tokens=_headroom_of(shares, tokens),
         headroom_requests=_headroom_of(shares, requests),
         limit_tokens=_limit_of(shares, tokens),
@@ -137,16 +151,16 @@ def _tier_rules(shares: Shares, level: int, tokens: int | None, requests: int | 
         always_first=shares.always_first,
         preemptible=shares.preemptible,
         preempt_after_us=shares.preempt_after_us,
-        reserve_prefill=_floor_of(shares, prefill),
+        reserve_prefill=_floor_of(floor, prefill),
         headroom_prefill=_headroom_of(shares, prefill),
         limit_prefill=_limit_of(shares, prefill),
     )
 
 
-def _floor_of(shares: Shares, capacity: int | None) -> int:
+def _floor_of(share: Fraction, capacity: int | None) -> int:
     if capacity is None:  # an unbounded dimension never decides whether a tier is below its reserve
-        return UNLIMITED if shares.reserve else 0
-    return math.ceil(shares.reserve * capacity)
+        return UNLIMITED if share else 0
+    return math.ceil(share * capacity)
 
 
 def _headroom_of(shares: Shares, capacity: int | None) -> int:

@@ -114,7 +114,7 @@ class FairQueue:
         if lane is None:
             if len(self._lanes) >= self._lanes_limit:
                 self._forget_finished()
-            lane = self._lanes[ticket.tenant] = Lane()
+            lane = self._lanes[ticket.tenant] = self._new_lane()
         ticket.queued = True
         self.count += 1
         self.tokens += ticket.tokens
@@ -199,7 +199,7 @@ class FairQueue:
         if lane is None:
             if len(self._lanes) >= self._lanes_limit:
                 self._forget_finished()
-            lane = self._lanes[tenant] = Lane()
+            lane = self._lanes[tenant] = self._new_lane()
         lane.finish = max(self._virtual, lane.finish) + tokens / weight
 
     def remove(self, ticket: Ticket) -> None:
@@ -221,6 +221,9 @@ class FairQueue:
     def __len__(self) -> int:
         """Everything that is remembered: entries of the heaps, and tenants."""
         return len(self._small) + len(self._large) + len(self._lanes)
+
+    def _new_lane(self) -> Lane:
+        return Lane()
 
     def _tag(self, first: Ticket, lane: Lane) -> None:
         first.start = max(self._virtual, lane.finish)

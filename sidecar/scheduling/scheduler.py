@@ -62,6 +62,8 @@ class Scheduler:
     order. Call `preempt` after it: it returns the leases that the engine is to release.
     """
 
+    _ticket = Ticket
+
     def __init__(self, rules: PoolRules) -> None:
         self.rules = rules
         self.is_paused = False
@@ -122,7 +124,7 @@ class Scheduler:
         if tokens < 1 or requests < 1 or weight < 1:
             raise ValueError(f"tokens, requests and weight are at least 1, not {tokens}, {requests}, {weight}")
         self._sequence += 1
-        ticket = Ticket(ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence, self._served)
+        ticket = self._ticket(ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence, self._served)
         self._waiting[ticket_id] = ticket
         if returns:
             ticket.returns = returns
@@ -140,7 +142,7 @@ class Scheduler:
         """
         if ticket_id in self._waiting or ticket_id in self._leases:
             raise ValueError(f"a ticket called {ticket_id!r} is already here")
-        self._leases[ticket_id] = Ticket(ticket_id, tier, "", 1, tokens, requests, 0, 0, self._served)
+        self._leases[ticket_id] = self._ticket(ticket_id, tier, "", 1, tokens, requests, 0, 0, self._served)
         self.book(tier, tokens, requests)
 
     def dispatch(self, now_us: int) -> list[Admission]:

@@ -13,7 +13,8 @@ from sidecar.scheduling.placement import Placing
 class Rule(str, Enum):
     """The rule by which a ticket was admitted before the head of another tier that had come before it.
 
-    `RESERVE`: it was inside its tier's reserve. `TURN`: its tier was below its reserve, and owed nothing.
+    `RESERVE`: it was inside its tier's reserve. `TURN`: its tier was below its reserve, and owed nothing. `GAIN`: it
+    earned more, or its deadline was nearer, in a pool that orders by gain.
     `PASSED_OVER`: the other ticket was before it in order, and would not have fitted even beside the reserves alone.
     `CLAIM`: the other ticket was before it in order, fitted the pool, and claimed another engine, which had no room.
     """
@@ -22,6 +23,7 @@ class Rule(str, Enum):
     RESERVE = "reserve"
     TURN = "reserve_turn"
     LEVEL = "level"
+    GAIN = "gain"
     LIMIT = "limit"
     PASSED_OVER = "passed_over"
     CLAIM = "claim"

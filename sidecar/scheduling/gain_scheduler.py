@@ -1,0 +1,173 @@
+"""The scheduler of a pool that orders by gain: the rules of `scheduler`, with `gain_order` in place of the levels.
+
+Rule 3. A ticket keeps its place beside what the other tiers hold in their floors, and their headroom: all that was
+admitted by gain is after it.
+
+Preemption takes no lease that counts in its tier's floor, and none of a tier whose floor is not full.
+
+Urgent. At every dispatch up to 64 tickets become urgent, those with the earliest deadlines: a ticket whose deadline is
+nearer than half of the time that the engines need for all that waits. It stays urgent: more engines or fewer tickets
+do not take that back.
+
+Bounded wait. The bounds of `scheduler` hold for the heads of the tiers, with the floors in place of the reserves.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+from sidecar.policy.rules import PoolRules
+from sidecar.scheduling.fair_queue import SPARE_ENTRIES
+from sidecar.scheduling.gain import GainFigures, GainTicket
+from sidecar.scheduling.gain_order import GainOrder, GainTier
+from sidecar.scheduling.order import Candidate, OrderClass
+from sidecar.scheduling.preemption import Preemption
+from sidecar.scheduling.scheduler import Scheduler
+from sidecar.scheduling.ticket import Admission, Ticket, Wait
+
+MOST_MADE_URGENT = 64
+"""Tickets that become urgent in one dispatch."""
+LOOK_AGAIN_US = 100_000
+"""Densities fall all the time. So long after a decision the order may be another, though nothing else happened."""
+
+_ALWAYS_FIRST, _, _, _OTHER = OrderClass
+
+
+class GainScheduler(Scheduler):
+    """See `Scheduler`. Call `appraise` after `submit`, before anything else, for a ticket that can earn something.
+
+    `engines` is how many engines work on what waits.
+    """
+
+    _tiers: tuple[GainTier, ...]
+    _order: GainOrder
+    _ticket = GainTicket
+
+    def __init__(self, rules: PoolRules) -> None:
+        super().__init__(rules)
+        self.engines = 1
+        self._tiers = tuple(GainTier(tier) for tier in rules.tiers)
+        self._order = GainOrder(rules, self._tiers)
+        self._preemption = Preemption(self._tiers, self._order, self)
+        self._deadlines: list[tuple[int, int, int, GainTicket]] = []
+
+    def appraise(self, ticket: Ticket, gain: GainFigures) -> None:
+        """Gives a ticket that was just submitted its figures."""
+        assert isinstance(ticket, GainTicket)
+        ticket.gain = gain.bounded()
+        self._tiers[ticket.tier].queue.appraise(ticket)
+        self._await_deadline(ticket)
+
+    def dispatch(self, now_us: int) -> list[Admission]:
+        """See `Scheduler.dispatch`."""
+        if self._deadlines and not self.is_paused:
+            self._make_urgent(now_us)
+        return super().dispatch(now_us)
+
+    def preempt(self, now_us: int) -> list[Ticket]:
+        """See `Scheduler.preempt`."""
+        self._refresh(now_us)
+        return super().preempt(now_us)
+
+    def resize(self, ticket_id: str, tokens: int) -> bool:
+        """See `Scheduler.resize`."""
+        lease = self._leases.get(ticket_id)
+        before = 0 if lease is None else lease.tokens
+        is_held = super().resize(ticket_id, tokens)
+        if isinstance(lease, GainTicket) and lease.in_floor:
+            self._tiers[lease.tier].book_floor(tokens - before, 0)
+        return is_held
+
+    def next_change_us(self, now_us: int) -> int | None:
+        """See `Scheduler.next_change_us`. A ticket becomes urgent, or densities have fallen."""
+        found = super().next_change_us(now_us)
+        if not self._waiting or self.is_paused:
+            return found
+        changes = [] if found is None else [found]
+        if self._deadlines:
+            changes.append(max(now_us + 1, self._deadlines[0][0] - self._patience_us() + 1))
+        if any(tier.queue.has_urgent for tier in self._tiers):
+            changes.append(now_us + LOOK_AGAIN_US)
+        return min(changes, default=None)
+
+    def holds_its_place(self, candidate: Candidate) -> bool:
+        """See `Scheduler.holds_its_place`, with the floors in place of the reserves."""
+        ticket = candidate.ticket
+        if candidate.order_class is _ALWAYS_FIRST:
+            return True
+        tokens, requests = self.rules.tokens - ticket.tokens, self.rules.requests - ticket.requests
+        for level, tier in enumerate(self._tiers):
+            if level == ticket.tier:
+                continue
+            rules = tier.rules
+            if rules.always_first:
+                kept_tokens, kept_requests = tier.held_tokens, tier.held_requests
+            else:
+                kept_tokens = min(tier.floor_tokens, rules.reserve_tokens)
+                kept_requests = min(tier.floor_requests, rules.reserve_requests)
+            if level < candidate.headroom_level:
+                kept_tokens = max(kept_tokens, rules.headroom_tokens)
+                kept_requests = max(kept_requests, rules.headroom_requests)
+            tokens -= kept_tokens
+            requests -= kept_requests
+        return tokens >= 0 and requests >= 0
+
+    def _next_admission(self, now_us: int) -> Candidate | None:
+        self._refresh(now_us)
+        return super()._next_admission(now_us)
+
+    def _refresh(self, now_us: int) -> None:
+        for tier in self._tiers:
+            if tier.queue.has_urgent:
+                tier.queue.refresh(now_us)
+
+    def _patience_us(self) -> int:
+        """A ticket whose deadline is nearer than this is urgent."""
+        return sum(tier.queue.cost_us for tier in self._tiers) // (2 * self.engines)
+
+    def _make_urgent(self, now_us: int) -> None:
+        before_us = now_us + self._patience_us()
+        made = 0
+        while self._deadlines and made < MOST_MADE_URGENT:
+            deadline_us, _, _, ticket = self._deadlines[0]
+            if not _waits_for_its_deadline(ticket):
+                heappop(self._deadlines)
+            elif deadline_us < before_us:
+                heappop(self._deadlines)
+                self._tiers[ticket.tier].queue.make_urgent(ticket, now_us)
+                made += 1
+            else:
+                break
+        if len(self._deadlines) > 2 * len(self._waiting) + SPARE_ENTRIES:
+            self._deadlines = [entry for entry in self._deadlines if _waits_for_its_deadline(entry[3])]
+            heapify(self._deadlines)
+
+    def _await_deadline(self, ticket: GainTicket) -> None:
+        if ticket.gain is not None and not ticket.is_urgent:
+            heappush(self._deadlines, (ticket.deadline_us, ticket.arrived_us, ticket.sequence, ticket))
+
+    def _admit(self, candidate: Candidate, now_us: int) -> Admission:
+        ticket = candidate.ticket
+        assert isinstance(ticket, GainTicket)
+        admission = super()._admit(candidate, now_us)
+        ticket.in_floor = candidate.order_class is not _OTHER
+        if ticket.in_floor:
+            self._tiers[ticket.tier].book_floor(ticket.tokens, ticket.requests)
+        return admission
+
+    def _release(self, lease: Ticket, now_us: int) -> None:
+        assert isinstance(lease, GainTicket)
+        if lease.in_floor:
+            self._tiers[lease.tier].book_floor(-lease.tokens, -lease.requests)
+            lease.in_floor = False
+        super()._release(lease, now_us)
+
+    def _return(self, ticket: Ticket, now_us: int) -> None:
+        assert isinstance(ticket, GainTicket)
+        ticket.density = ticket.density_at(now_us)
+        super()._return(ticket, now_us)
+        self._await_deadline(ticket)
+
+
+def _waits_for_its_deadline(ticket: GainTicket) -> bool:
+    return ticket.queued and not ticket.is_urgent

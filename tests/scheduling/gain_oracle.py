@@ -1,0 +1,254 @@
+"""A slow, literal reading of the order by gain: lists, no heap, no figure that is kept but what a rule remembers.
+
+Nothing of `sidecar.scheduling` is used here but the figures of a ticket. See `oracle` for the rules that stay.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from oracle import ALWAYS_FIRST, OTHER, TURN, Answer, Oracle, Policy, Request
+
+from sidecar.policy.rules import PoolRules, pool_rules
+from sidecar.scheduling.gain import GainFigures
+
+MOST_REFRESHED = MOST_MADE_URGENT = 64
+
+
+@dataclass(frozen=True)
+class GainPolicy(Policy):
+    """A pool that orders by gain; `fair` is the part of each reserve that is its tier's floor."""
+
+    fair: Fraction = Fraction(1, 4)
+
+    def rules(self) -> PoolRules:
+        tokens, requests = self.capacity
+        return pool_rules(
+            tokens=tokens,
+            requests=requests,
+            tiers=self.tiers,
+            promote_after_us=self.promote_after_us,
+            ceiling=self.ceiling,
+            max_preemptions=self.max_preemptions,
+            floor_of_reserve=self.fair,
+            is_by_gain=True,
+        )
+
+
+@dataclass
+class GainRequest(Request):
+    """`density` is what a decision computed last; `in_floor` says of a lease that it was admitted for its floor."""
+
+    gain: GainFigures | None = None
+    density: int = 0
+    urgent: bool = False
+    in_floor: bool = False
+
+
+class GainOracle(Oracle):
+    """The order by gain by the page."""
+
+    policy: GainPolicy
+    submitted: list[GainRequest]
+
+    def __init__(self, policy: GainPolicy) -> None:
+        super().__init__(policy, divide=lambda tokens, weight: tokens / weight)
+        self.largest: dict[int, int] = {}
+        self.engines = 1
+
+    # Operations.
+
+    def submit(self, id: str, *, tier: int, now_us: int, gain: GainFigures | None = None, **ticket) -> GainRequest:
+        plain = super().submit(id, tier=tier, now_us=now_us, **ticket)
+        request = GainRequest(**vars(plain), gain=gain)
+        self.submitted[-1] = request
+        self.largest[tier] = max(self.largest.get(tier, 0), 2 ** math.ceil(math.log2(request.tokens)))
+        return request
+
+    def resize(self, id: str, tokens: int) -> bool:
+        return super().resize(id, tokens)
+
+    def charge(self, tier: int, tenant: str, weight: int, tokens: int) -> None:
+        super().charge(tier, tenant, weight, tokens)
+        if self.waiting(tier):
+            self._delay_first(tier, tenant)
+
+    def dispatch(self, now_us: int) -> list[Answer]:
+        if not self.is_paused:
+            self.make_urgent(now_us)
+        return super().dispatch(now_us)
+
+    def preempt(self, now_us: int) -> list[str]:
+        self.refresh(now_us)
+        return super().preempt(now_us)
+
+    def next_admission(self, now_us: int) -> Request | None:
+        self.refresh(now_us)
+        return super().next_admission(now_us)
+
+    def admit(self, id: str, now_us: int) -> Answer:
+        request = next(request for request in self.waiting() if request.id == id)
+        order_class, tier = self.class_of(request, now_us), request.tier
+        answer = self.answer(request, now_us)
+        request.excess = self._excess(request) if order_class == TURN else 0
+        if self.is_held_back(now_us):
+            self.went_while_held_back = id
+        virtual = self.virtual[tier] = self.virtual_now(tier)
+        charges = not request.returns
+        if charges:
+            first = next(first for first in self.firsts(tier) if first.tenant == request.tenant and not first.returns)
+            from_tag = max(first.start, self.finish.get((tier, request.tenant), 0))
+            self.finish[tier, request.tenant] = from_tag + request.tokens / request.weight
+        request.start = virtual if request.start is None else request.start
+        request.state, request.held_tokens, request.admitted_us = "held", request.tokens, now_us
+        request.in_floor = order_class != OTHER
+        self.admitted.append((request, now_us, request.tokens))
+        self._queue_changed(tier)
+        if charges and self.waiting(tier):
+            self._delay_first(tier, request.tenant)
+        return answer
+
+    def _return(self, id: str, now_us: int) -> Request:
+        request = super()._return(id, now_us)
+        request.in_floor = False
+        request.density = self.density(request, now_us)
+        return request
+
+    def make_urgent(self, now_us: int) -> None:
+        """Phi is half of the engines' time for all that waits; what is due sooner is urgent from now on."""
+        worth = [request for request in self.waiting() if request.gain is not None]
+        phi_us = sum(request.gain.cost_us for request in worth) // (2 * self.engines)
+        calm = sorted((r for r in worth if not r.urgent), key=lambda r: (self.due_us(r), r.arrived_us, r.number))
+        for request in [r for r in calm if self.due_us(r) - now_us < phi_us][:MOST_MADE_URGENT]:
+            request.urgent, request.density = True, self.density(request, now_us)
+
+    def refresh(self, now_us: int) -> None:
+        """Of each tier the densest ticket, as far as is known, is computed anew until nothing changes."""
+        for tier in range(len(self.policy.tiers)):
+            for _ in range(MOST_REFRESHED):
+                urgent = self.urgent(tier)
+                if not urgent:
+                    break
+                density = self.density(urgent[0], now_us)
+                if density == urgent[0].density:
+                    break
+                urgent[0].density = density
+
+    # Definitions.
+
+    def density(self, request: GainRequest, now_us: int) -> int:
+        """Gain for a second of the engine, if it is admitted now."""
+        if request.gain is None:
+            return 0
+        weight, tokens, cost_us, _, start_by_us, slack_us = request.gain
+        late_us = max(0, now_us - request.arrived_us - start_by_us)
+        gain = weight * max(0, tokens - math.floor(Fraction(late_us, slack_us)))
+        return math.floor(Fraction(gain * 10**6, cost_us))
+
+    def due_us(self, request: GainRequest) -> int:
+        return request.arrived_us + request.gain.deadline_us
+
+    def reserve(self, tier: int) -> tuple[int | None, ...]:
+        """The floor of a tier."""
+        share = self.policy.tiers[tier].reserve * self.policy.fair
+        return self._of_capacity(lambda c: math.ceil(share * c)) if share else (0,) * len(self.capacity())
+
+    def floor_used(self, tier: int) -> tuple[int, int]:
+        """Uf of a tier."""
+        mine = [request for request in self.held() if request.tier == tier and request.in_floor]
+        return sum(request.held_tokens for request in mine), sum(request.requests for request in mine)
+
+    def is_below_its_reserve(self, tier: int) -> bool:
+        return all(r is None or u < r for u, r in zip(self.floor_used(tier), self.reserve(tier), strict=True))
+
+    def is_inside(self, request: Request) -> bool:
+        sizes = zip(self.floor_used(request.tier), self.sizes(request), self.reserve(request.tier), strict=True)
+        return all(r is None or u + t <= r for u, t, r in sizes)
+
+    def is_in_headroom(self, request: Request) -> bool:
+        sizes = zip(self.used(request.tier), self.sizes(request), self.headroom(request.tier), strict=True)
+        return any(self.headroom(request.tier)) and all(h is None or u + t <= h for u, t, h in sizes)
+
+    def virtual_now(self, tier: int) -> float:
+        """V: the smallest start of all that wait, or what it was if that is more."""
+        return max([self.virtual.get(tier, 0), min(first.start for first in self.firsts(tier))])
+
+    def is_ahead(self, request: GainRequest) -> bool:
+        """Whether its tenant is ahead of V by more than two maximal requests."""
+        if request.returns or request.state != "waiting":
+            return False
+        latest = [r for r in self.submitted if (r.tier, r.tenant) == (request.tier, request.tenant)][-1]
+        finish = self.finish.get((request.tier, request.tenant), 0.0)
+        return self.virtual_now(request.tier) < finish - 2 * self.largest.get(request.tier, 0) / latest.weight
+
+    def urgent(self, tier: int) -> list[GainRequest]:
+        """The urgent tickets that may go by gain, the densest first as far as is known."""
+        found = [r for r in self.waiting(tier) if r.urgent and r.density > 0 and not self.is_ahead(r)]
+        return sorted(found, key=lambda r: (-r.density, r.arrived_us, r.number))
+
+    def best(self, tier: int) -> list[GainRequest]:
+        """The best ticket of a tier by gain, if any."""
+        if self.policy.tiers[tier].always_first:
+            return []
+        calm = [r for r in self.waiting(tier) if r.gain is not None and not r.urgent and not self.is_ahead(r)]
+        calm.sort(key=lambda r: (self.due_us(r), r.arrived_us, r.number))
+        return [*self.urgent(tier), *calm][:1]
+
+    def class_of(self, request: Request, now_us: int) -> int:
+        """Only a head of its tier is admitted for its floor."""
+        if self.policy.tiers[request.tier].always_first:
+            return ALWAYS_FIRST
+        if request.state == "waiting" and request not in self.heads(now_us):
+            return OTHER
+        return super().class_of(request, now_us)
+
+    def in_order(self, now_us: int) -> list[Request]:
+        heads = self.heads(now_us)
+        best = [r for tier in range(len(self.policy.tiers)) for r in self.best(tier) if r not in heads]
+        candidates = [request for request in [*heads, *best] if self.is_candidate(request)]
+        return sorted(candidates, key=lambda request: self.place(request, now_us))
+
+    def _place(self, head: Request, order_class: int, now_us: int) -> tuple:
+        if order_class != OTHER:
+            return super()._place(head, order_class, now_us)
+        rank, key = 3, self.aged_level(head, now_us)
+        density = self.density(head, now_us)
+        if self.is_in_headroom(head):
+            rank = 0
+        elif head.gain is not None and not self.is_ahead(head) and (not head.urgent or density > 0):
+            rank, key = (1, -density) if head.urgent else (2, self.due_us(head))
+        return (order_class, rank, key, head.arrived_us, head.number)
+
+    def _kept(self, tier: int, request: Request, order_class: int, dimension: int, now_us: int) -> int:
+        used, reserve = self.floor_used(tier)[dimension], self.reserve(tier)[dimension]
+        if self.policy.tiers[tier].always_first:
+            kept = self.used(tier)[dimension]
+        else:
+            kept = used if reserve is None else min(used, reserve)
+        is_better = tier < self.aged_level(request, now_us)
+        return max(kept, self.headroom(tier)[dimension] or 0) if is_better else kept
+
+    def takeable_for(self, first: Request, now_us: int) -> list[Request]:
+        return [lease for lease in super().takeable_for(first, now_us) if not lease.in_floor]
+
+    def _why_first(self, request: Request, head: Request, now_us: int) -> str:
+        why = super()._why_first(request, head, now_us)
+        if why != "level" or self.class_of(request, now_us) != OTHER:
+            return why
+        return {0: "reserve", 3: "level"}.get(self.place(request, now_us)[1], "gain")
+
+    def _excess(self, request: Request) -> int:
+        sizes = zip(self.floor_used(request.tier), self.sizes(request), self.reserve(request.tier), strict=True)
+        return min(1_000, max(0, *((u + t - r) // r for u, t, r in sizes if r is not None)))
+
+    def _queue_changed(self, tier: int) -> None:
+        super()._queue_changed(tier)
+        if not self.waiting(tier):
+            self.largest.pop(tier, None)
+
+    def _delay_first(self, tier: int, tenant: str) -> None:
+        for first in self.firsts(tier):
+            if first.tenant == tenant and not first.returns:
+                first.start = max(first.start, self.virtual.get(tier, 0), self.finish.get((tier, tenant), 0))
