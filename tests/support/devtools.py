@@ -132,8 +132,8 @@ def headless(folder: Path) -> Iterator[str]:
 @asynccontextmanager
 async def tab(tools: str) -> AsyncIterator[Tab]:
     """An empty page in a browser that runs; closed with the block."""
-    async with aiohttp.ClientSession(tools) as session:
-        async with session.put("/json/new?about:blank") as response:
+    async with aiohttp.ClientSession() as session:
+        async with session.put(f"{tools}/json/new?about:blank") as response:
             page = await response.json()
         async with session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0) as socket:
             opened = Tab(socket)
@@ -141,7 +141,7 @@ async def tab(tools: str) -> AsyncIterator[Tab]:
                 yield opened
             finally:
                 await opened.close()
-        async with session.get(f"/json/close/{page['id']}"):
+        async with session.get(f"{tools}/json/close/{page['id']}"):
             pass
 
 
