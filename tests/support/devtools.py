@@ -59,8 +59,14 @@ class Tab:
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     async def evaluate(self, expression: str) -> Any:
-        """What an expression is in the page; a promise is waited for."""
-        reported = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        """What an expression is in the page; a promise is waited for. Asks again where the page was left meanwhile."""
+        end_s = time.monotonic() + WITHIN_S
+        while True:
+            reported = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+            if "error" not in reported:
+                break
+            assert time.monotonic() < end_s, reported["error"]
+            await asyncio.sleep(0.05)
         assert "exceptionDetails" not in reported, reported["exceptionDetails"]
         return reported["result"].get("value")
 
