@@ -99,7 +99,8 @@ async def test_viewers_are_bounded_and_a_place_comes_free() -> None:
 
 async def test_a_viewer_that_takes_nothing_is_let_go_and_holds_up_no_one() -> None:
     made = Made(size=400_000)
-    async with streaming(made, stalled_s=0.3) as (stream, url, port), aiohttp.ClientSession() as client:
+    client = aiohttp.ClientSession(read_bufsize=1_000_000)  # a line may not be longer than twice this
+    async with streaming(made, stalled_s=0.3) as (stream, url, port), client:
         with socket.create_connection(("127.0.0.1", port)) as stalled:
             stalled.sendall(b"GET /s HTTP/1.1\r\nhost: x\r\n\r\n")
             await until(lambda: stream.viewers == 1)

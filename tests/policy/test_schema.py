@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pydantic
 import pytest
 
 from sidecar.policy.file_model import FileModel
@@ -10,8 +11,10 @@ from sidecar.policy.reference import reference_text
 from sidecar.policy.schema import SCHEMAS, schema_text
 
 POLICIES = Path(__file__).parents[2] / "policies"
+OLD_PYDANTIC = int(pydantic.VERSION.split(".")[1]) < 11
 
 
+@pytest.mark.skipif(OLD_PYDANTIC, reason="it writes the same schema in other words")
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_the_schema_in_policies_is_current(name: str) -> None:
     written = (POLICIES / name).read_text(encoding="utf-8")

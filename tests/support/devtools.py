@@ -59,8 +59,14 @@ class Tab:
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     async def evaluate(self, expression: str) -> Any:
-        """What an expression is in the page; a promise is waited for."""
-        reported = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        """What an expression is in the page; a promise is waited for. Asks again where the page was left meanwhile."""
+        end_s = time.monotonic() + WITHIN_S
+        while True:
+            reported = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+            if "error" not in reported:
+                break
+            assert time.monotonic() < end_s, reported["error"]
+            await asyncio.sleep(0.05)
         assert "exceptionDetails" not in reported, reported["exceptionDetails"]
         return reported["result"].get("value")
 
@@ -132,8 +138,8 @@ def headless(folder: Path) -> Iterator[str]:
 @asynccontextmanager
 async def tab(tools: str) -> AsyncIterator[Tab]:
     """An empty page in a browser that runs; closed with the block."""
-    async with aiohttp.ClientSession(tools) as session:
-        async with session.put("/json/new?about:blank") as response:
+    async with aiohttp.ClientSession() as session:
+        async with session.put(f"{tools}/json/new?about:blank") as response:
             page = await response.json()
         async with session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0) as socket:
             opened = Tab(socket)
@@ -141,7 +147,7 @@ async def tab(tools: str) -> AsyncIterator[Tab]:
                 yield opened
             finally:
                 await opened.close()
-        async with session.get(f"/json/close/{page['id']}"):
+        async with session.get(f"{tools}/json/close/{page['id']}"):
             pass
 
 
