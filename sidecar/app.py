@@ -34,7 +34,7 @@ from sidecar.middleware.models import ModelsController
 from sidecar.observability import Observability
 from sidecar.policy import POLICY_VARIABLE
 from sidecar.policy.compiler import load
-from sidecar.policy.model import Policy, Unguarded
+from sidecar.policy.model import Order, Policy, Unguarded
 from sidecar.policy.reload import PolicyFiles
 from sidecar.policy.store import StoreAddress, store_address
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
@@ -385,6 +385,11 @@ def _pool(policy: Policy, environment: Mapping[str, str], pages: Pages, *, takes
     """Where the leases live, and who says how many. Raises ValueError for an address or a switch that is none."""
     store = store_of(policy, environment)
     takes_over = _takes_over_a_store(environment, store, takes_over=takes_over)
+    if store is not None and policy.order is Order.GAIN:
+        raise ValueError(
+            f"a pool in a store orders by level only: remove `order: gain` from the policy, or the store "
+            f"(`store:`, {STORE_VARIABLE})"
+        )
     pool = LocalPool(policy) if store is None else _shared_pool(policy, store, takes_over=takes_over)
     return pool if policy.engine_capacity is None else EngineSizedPool(policy, pool, pages)
 

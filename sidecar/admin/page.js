@@ -2,7 +2,7 @@
 // Draws the events of `overview/stream`. Everything is written as text (textContent) or as a number, never as markup: names
 // and messages come from requests. Nodes are kept from one second to the next, so that focus and selection are, too.
 
-const RULES = { always_first: "always first", reserve: "its reserve", reserve_turn: "its turn", level: "more important", limit: "this one at its limit", passed_over: "too large to wait for", claim: "waiting for its engine" };
+const RULES = { always_first: "always first", reserve: "its reserve", reserve_turn: "its turn", level: "more important", gain: "earns more in time", limit: "this one at its limit", passed_over: "too large to wait for", claim: "waiting for its engine" };
 const CUT_AFTER_MS = 5000;
 const at = (id) => document.getElementById(id);
 

@@ -155,6 +155,7 @@ def _because(rule: str, by: str, tier: str) -> str:
         "always_first": f"because {by} always goes first",
         "reserve": f"because {by} held less than its reserve",
         "reserve_turn": f"because {by} held less than its reserve, and it was its turn",
+        "gain": f"because {by} earned more in that time, or its deadline was nearer",
         "level": f"because {by} is more important",
         "limit": f"because {tier} was at its limit",
         "passed_over": f"because {tier} asked for more than the reserves of the others leave",

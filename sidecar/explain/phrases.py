@@ -231,6 +231,7 @@ def because(rule: str, ahead: RequestRecord, waiter: RequestRecord, tiers: Seque
         "always_first": f"{by} always goes first",
         "reserve": f"{by} held less than its reserve",
         "reserve_turn": f"{by} held less than its reserve, and it was its turn",
+        "gain": f"{by} earned more in that time, or its deadline was nearer",
         "level": _rank(by, tier, admitted.level, tiers),
         "limit": f"{tier} was at its limit",
         "passed_over": f"{tier} asked for more than the reserves of the others leave",

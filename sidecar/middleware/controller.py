@@ -23,8 +23,9 @@ from sidecar.middleware.engine_view import EngineView
 from sidecar.middleware.engine_watch import EngineCheck, EngineWatch
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.pending_aborts import PendingAborts
-from sidecar.middleware.policy_snapshot import policy_snapshot
+from sidecar.middleware.policy_snapshot import PolicySnapshot, policy_snapshot
 from sidecar.middleware.request_gain import GainMeter
+from sidecar.middleware.wait import Appraise
 from sidecar.middleware.watchdog import Watchdog
 from sidecar.policy.model import Mode, Policy, Unguarded
 from sidecar.pools import Pool
@@ -119,6 +120,12 @@ class AdmissionController:
     def policy(self) -> Policy:
         """The policy of new requests."""
         return self.snapshot.policy
+
+    def appraiser(self, snapshot: PolicySnapshot) -> Appraise | None:
+        """What gives requests the figures of their gain. None where the policy orders by level."""
+        if not snapshot.policy.rules.is_by_gain:
+            return None
+        return lambda request: self.gain.appraise(request, snapshot.tier_names)
 
     @property
     def is_observing(self) -> bool:

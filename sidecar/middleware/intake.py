@@ -37,6 +37,7 @@ from sidecar.policy.model import Background, Endpoint, Policy, Tenant, Unsized
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.units import duration_s
 from sidecar.pools import Ask, Pool
+from sidecar.scheduling.gain import GainFigures
 from sidecar.tokens import tokens_to_hold
 from sidecar.via import refuse_loop
 
@@ -67,7 +68,8 @@ class SizedRequest(msgspec.Struct):
     is expected to use, None before it enters the pool and where nothing is learned. `taken` names the client's headers
     that must not be forwarded, `added` are headers for the engine. `output_cap` is the output maximum that is written
     into the body, because the body has none and the tenant has a limit. `max_wait_s` is the longest wait that the
-    client allows, `objective` its tier's, as the client loosens it, None where its gain is not measured. `path` is the
+    client allows, `objective` its tier's, as the client loosens it, None where its gain is not measured. `gain` are
+    its figures where the pool orders by gain. `path` is the
     endpoint's. `hits` are the prompt's tokens that engines are predicted to have, by their ids; None in a pool of one
     engine.
     """
@@ -88,6 +90,7 @@ class SizedRequest(msgspec.Struct):
     hits: tuple[tuple[str, int], ...] | None = None
     expected: Expected | None = None
     objective: Objective | None = None
+    gain: GainFigures | None = None
 
     @property
     def most_tokens(self) -> int:
@@ -136,6 +139,7 @@ class SizedRequest(msgspec.Struct):
             prompt=0 if hits is None else min(self.prompt_tokens, most),
             hits=hits or (),
             most=most,
+            gain=self.gain,
         )
 
     def longest_wait_s(self, policy: Policy) -> float | None:

@@ -247,7 +247,9 @@ class RequestHandler:
         """Enters the pool, and reports the classification: only then the charged tier is known."""
         at_us = self._now_us()
         try:
-            self._lease = await enter_pool(self._controller.pool, request, self._controller.lease_sizes)
+            controller = self._controller
+            appraise = controller.appraiser(self._snapshot)
+            self._lease = await enter_pool(controller.pool, request, controller.lease_sizes, appraise)
             self.advance(Stage.WAITING)
         finally:
             if objectives := self._snapshot.objectives:

@@ -34,6 +34,7 @@ from sidecar.gain.token_deadlines import Earned, Objective, TokenDeadlines
 from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.usage import UsageReader
+from sidecar.scheduling.gain import GainFigures
 
 FIRST_LATER_STATUS = 429
 """The lowest status that may say that there was no room: those below are mistakes of the client."""
@@ -49,6 +50,8 @@ _WITHOUT_TOKEN = re.compile(
 )
 """In an event after the last token: the engine's count, or the end of the message."""
 _NEVER = 2**62
+LEAST_SLACK_US = 1_000
+"""Of one token, where an engine is as slow as the objective, or slower."""
 MOST_SHOWN = 64
 """Engines in a document, as in metrics."""
 
@@ -99,6 +102,23 @@ class GainMeter:
             objective = objectives[level]
         tier = None if objective is None else self.ledger.tier(tier_names[level].decode())
         return RequestGain(self, request, objective, tier, arrived_us)
+
+    def appraise(self, request: SizedRequest, tier_names: Sequence[bytes]) -> None:
+        """Gives a request its figures for the order by gain: none where its tier has no objective."""
+        objective = request.objective
+        if objective is None or request.assumed_output < 1 or request.payload.background:
+            return
+        tier = self.ledger.tier(tier_names[request.classification.level].decode())
+        speed = self.speeds.coefficients(None)
+        tokens = self.expected_tokens(request, tier)
+        request.gain = GainFigures(
+            objective.weight,
+            tokens,
+            speed.cost_us(request.prompt_tokens, tokens),
+            objective.ttft_us,
+            objective.ttft_us - speed.prefill_us(request.prompt_tokens),
+            max(LEAST_SLACK_US, objective.tpot_us - speed.token_us),
+        ).bounded()
 
     def document(self) -> GainDocument:
         """The gain by tier and the speed by engine, in bounded size. Also notes how many replicas there are now."""

@@ -18,6 +18,9 @@ from sidecar.middleware.sse_keepalive import SseKeepAlive
 from sidecar.pools import Grant, Lease, Pool
 from sidecar.pools.base import WaitGivenUp
 
+Appraise = Callable[[SizedRequest], None]
+"""Gives a request that was sized the figures of its gain."""
+
 
 class ClientDisconnected(Exception):
     """The client disconnected before it was admitted. `wait` says how its wait went, None where it did not wait."""
@@ -98,16 +101,21 @@ class ClientChannel:
         return message
 
 
-async def enter_pool(pool: Pool, request: SizedRequest, sizes: LeaseSizes, *, keeps_body: bool = True) -> Lease:
+async def enter_pool(
+    pool: Pool, request: SizedRequest, sizes: LeaseSizes, appraise: Appraise | None = None, *, keeps_body: bool = True
+) -> Lease:
     """Sizes a request, enters it into the pool, and notes the tier at which the pool took it or refused it.
 
-    Without `keeps_body` the body is dropped before the pool answers. Raises what `Pool.enter` raises.
+    `appraise` gives it the figures of its gain once it is sized. Without `keeps_body` the body is dropped before the
+    pool answers. Raises what `Pool.enter` raises.
     """
     classification = request.classification
     if request.payload.unsized is not None:
         request.hold_at_least(pool.most_tokens(classification.level))
     elif sizes.learns:
         request.expect(sizes, pool)
+    if appraise is not None:
+        appraise(request)
     ask = request.ask()
     if not keeps_body:
         request.drop_body()

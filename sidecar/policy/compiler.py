@@ -20,7 +20,7 @@ from sidecar.policy.fields import ANONYMOUS, Context
 from sidecar.policy.file_model import FileModel
 from sidecar.policy.fleet import FleetPolicy, pool_prefill, pool_size
 from sidecar.policy.fleet_compiler import capacity_of, fleet_policy, model_policies
-from sidecar.policy.model import Endpoint, Learn, Limits, Policy, ServiceObjectives, Tenant, Tier
+from sidecar.policy.model import Endpoint, Learn, Limits, Order, Policy, ServiceObjectives, Tenant, Tier
 from sidecar.policy.problems import Path, Place, PolicyError, Problem, printable
 from sidecar.policy.rules import EngineCapacity, PoolRules, Shares, pool_rules
 from sidecar.policy.schema import EndpointBody, LimitsBody, PoolFile, Slo, TenantFile, TierBody
@@ -35,7 +35,7 @@ _SHARE_KEYS = [field.name for field in fields(Shares) if field.name in TierBody.
 """Keys of a tier that the rules take as they are."""
 _POOL_KEYS = (
     *("engine", "tokenizer", "store", "pool", "on_store_loss", "mode", "forward_key", "unguarded", "background"),
-    *("max_choices", "unsized"),
+    *("max_choices", "unsized", "order", "fair"),
 )
 """Keys of the pool's file that the policy takes as they are."""
 
@@ -198,6 +198,8 @@ def _rules(pool: PoolFile, fleet: FleetPolicy | None, levels: dict[str, int]) ->
         ceiling=levels[pool.aging.ceiling] if pool.aging else 0,
         max_preemptions=pool.max_preemptions,
         prefill=prefill,
+        floor_of_reserve=pool.fair if pool.order is Order.GAIN else Fraction(1),
+        is_by_gain=pool.order is Order.GAIN,
     )
 
 

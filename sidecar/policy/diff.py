@@ -249,6 +249,7 @@ def needs_restart(running: Policy, changed: Policy) -> list[str]:
         "forward_priority": running.carrier is not changed.carrier,
         **_of_capacity(running, changed),
         "models (their names)": set(running.models) != set(changed.models),
+        "order": running.order is not changed.order,
         "tiers (their names and order)": _tier_names(running) != _tier_names(changed),
         "tokenizer": running.tokenizer != changed.tokenizer,
         "store": running.store != changed.store,

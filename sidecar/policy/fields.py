@@ -24,7 +24,7 @@ from sidecar.engines.base import Carrier
 from sidecar.policy import units
 from sidecar.policy.fleet import PROMPT_CACHE_KEY
 from sidecar.policy.keys import read_hash
-from sidecar.policy.model import Background, CapacitySource, Learn, Mode, Source, StoreLoss, Unguarded, Unsized
+from sidecar.policy.model import Background, CapacitySource, Learn, Mode, Order, Source, StoreLoss, Unguarded, Unsized
 from sidecar.policy.problems import printable, quoted, suggestion, unknown
 from sidecar.policy.rules import UNLIMITED
 from sidecar.policy.store import EXAMPLE, SCHEMES, StoreAddress, store_address
@@ -370,6 +370,7 @@ GainWeight = Annotated[
 ]
 RateCount = Annotated[int, PlainValidator(_rate), _COUNT]
 BurstDuration = Annotated[Fraction, PlainValidator(_burst), _DURATION]
+OrderChoice = Annotated[Order, PlainValidator(_choice(Order, "order")), _enum(Order)]
 ModeChoice = Annotated[Mode, PlainValidator(_choice(Mode, "mode")), _enum(Mode)]
 Size = Annotated[
     int,

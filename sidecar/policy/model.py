@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from fractions import Fraction
 from types import MappingProxyType
 
 from sidecar.apis import Api
@@ -54,6 +55,13 @@ class Background(str, Enum):
 
     REFUSE = "refuse"
     HOLD = "hold"
+
+
+class Order(str, Enum):
+    """What orders the requests beyond their tiers' floors: the aged level, or the service gain."""
+
+    LEVEL = "level"
+    GAIN = "gain"
 
 
 class StoreLoss(str, Enum):
@@ -171,7 +179,7 @@ class Policy:
     prompt cannot be sized. `engines` is None where the pool has one engine, which the policy does not name; with
     engines, `rules` are those of the sum of their written capacities. `models` are those with pools of their own, by
     name; empty where all models share the pool. `learn` says how far leases follow the output lengths that were
-    learned.
+    learned. With the order `gain`, `fair` is the part of each reserve that is its tier's floor.
     """
 
     rules: PoolRules
@@ -206,6 +214,8 @@ class Policy:
     engines: FleetPolicy | None = None
     models: Mapping[str, ModelPolicy] = field(default_factory=lambda: MappingProxyType({}))
     learn: Learn = Learn.CAUTIOUS
+    order: Order = Order.LEVEL
+    fair: Fraction = Fraction(1, 4)
 
     def of_engines(self, engines: Sequence[EngineAddress]) -> Policy:
         """The policy as it is with these engines, such as those of an engine list: `rules` are those of their sum."""
@@ -252,6 +262,8 @@ class Policy:
             ceiling=rules.ceiling,
             max_preemptions=rules.max_preemptions,
             prefill=prefill,
+            floor_of_reserve=self.fair if rules.is_by_gain else Fraction(1),
+            is_by_gain=rules.is_by_gain,
         )
 
     @property

@@ -184,6 +184,18 @@ class PoolFile(FileModel):
     tiers: Annotated[dict[of.NewTierName, _TierBody], of.mapped("{high: {reserve: 20%}, normal: {}}")] = key(
         ..., "The tiers, most important first.", {"high": {"reserve": "20%"}, "normal": {}}
     )
+    order: of.OrderChoice = key(
+        "level",
+        "What orders the requests beyond their tiers' floors: `level`, or `gain`, which serves first what earns most "
+        "before its deadline, of the tiers with an `slo` of `ttft` and `tpot`. One engine, and without a store.",
+        "gain",
+    )
+    fair: of.Share = key(
+        "25%",  # a quarter repairs the important tiers' worst waits, and costs one point in a hundred of the gain
+        "With `order: gain`, the part of each reserve that is filled in fair order: the tier's floor. With `level` the "
+        "whole reserve is.",
+        "50%",
+    )
     default_tier: of.TierName | None = key(
         None, 'The tier of a request that names none. Default: "normal" where there is such a tier.'
     )

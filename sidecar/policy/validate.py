@@ -42,6 +42,7 @@ def pool_problems(document: Document) -> list[Problem]:
         *_endpoints(entries(document.data, "endpoints")),
         *capacity_mistakes(document.data or {}),
         *fleet_mistakes(document.data or {}),
+        *_order(document.data or {}),
     ]
     return [document.problem(path, message) for path, message in found]
 
@@ -70,6 +71,15 @@ def _empty_limits(tiers: dict[str, object], capacity: dict[str, object]) -> Foun
             if limit and size and limit * size < 1:
                 message = f"{of.percent(limit)} of {size} {kind} is less than one, and admits nothing, ever"
                 yield ("tiers", name, "limit"), f"{message}; write a larger share"
+
+
+def _order(data: Mapping[str, object]) -> Found:
+    """What the order by gain does not go with."""
+    if data.get("order") != "gain":
+        return
+    for key, where in (("store", "in a store"), ("engines", "of several engines")):
+        if data.get(key) is not None:
+            yield ("order",), f"a pool {where} orders by level only; remove `order: gain`, or `{key}`"
 
 
 def _read(reader: Callable[[object], N], value: object) -> N | None:

@@ -12,7 +12,7 @@ from sidecar.engines.base import Carrier, Engine
 from sidecar.policy import fields as of
 from sidecar.policy.fleet import WrittenCapacity
 from sidecar.policy.fleet_warnings import fleet_warnings
-from sidecar.policy.model import Learn, Limits, Policy, Source, Tier, Unsized
+from sidecar.policy.model import Learn, Limits, Order, Policy, Source, Tier, Unsized
 from sidecar.policy.problems import Path, Place, Problem, dotted
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, best_level, has_reserve, largest_request
 
@@ -56,6 +56,12 @@ def _pool(policy: Policy) -> Found:
         yield ("tenants",), "no tenant, and anonymous is deny: every request is refused; add a tenant, or a tier there"
     yield from _unsized(policy)
     yield from _unchecked_trust(policy)
+    if policy.order is Order.GAIN and not any(tier.slo.ttft_s and tier.slo.tpot_s for tier in policy.tiers):
+        yield (
+            ("order",),
+            "no tier has an `slo` with `ttft` and `tpot`, so no request earns anything and all are ordered by level; "
+            "write such an slo, or remove this line",
+        )
 
 
 def _pools(policy: Policy) -> Found:

@@ -12,6 +12,7 @@ from sidecar.errors import AdmissionError, RemainingLimits
 from sidecar.events import Obstacle, Placed
 from sidecar.policy.model import Limits, Policy
 from sidecar.policy.rules import PoolRules
+from sidecar.scheduling.gain import GainFigures
 from sidecar.scheduling.placement import EngineOffer, EngineState
 from sidecar.scheduling.rate_limit import Charge
 
@@ -32,6 +33,8 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
 
     In a pool of several engines `prompt` are the tokens of the prompt, a part of `tokens`. `hits` are tokens of it that
     engines, by their ids, are predicted to have, at most 8 pairs; `barred` are the names of engines that broke it.
+
+    `gain` are its figures in a pool that orders by gain; None where its tier has no objectives.
     """
 
     tier: int
@@ -47,6 +50,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     hits: tuple[tuple[str, int], ...] = ()
     barred: tuple[str, ...] = ()
     most: int = 0
+    gain: GainFigures | None = None
 
     @property
     def charged_tokens(self) -> int:

@@ -181,7 +181,8 @@ def downgraded(ask: Ask, sizes: SizeLimits) -> Ask | None:
     if ask.downgrade is None:
         return None
     tier = max(ask.tier, ask.downgrade)
-    lower = msgspec.structs.replace(ask, tier=tier, limits=None, downgrade=None)
+    # Its figures are those of a tier that it does not have.
+    lower = msgspec.structs.replace(ask, tier=tier, limits=None, downgrade=None, gain=None)
     return None if sizes.too_large(lower) else lower
 
 

@@ -14,6 +14,7 @@ from sidecar.policy.rules import PoolRules
 from sidecar.pools.base import Ask, Grant, Lease
 from sidecar.pools.stats import TierUsage, grant_of
 from sidecar.scheduling import Admission, Scheduler, Wait
+from sidecar.scheduling.gain_scheduler import GainScheduler
 
 Clock = Callable[[], int]
 
@@ -45,12 +46,12 @@ class LeaseRuntime:
 
     def new_scheduler(self, rules: PoolRules) -> Scheduler:
         """The scheduler of this runtime."""
-        return Scheduler(rules)
+        return GainScheduler(rules) if rules.is_by_gain else Scheduler(rules)
 
     def submit(self, lease: Lease) -> None:
         """Puts a request in its tier's queue, to the front where it returns. `dispatch` admits it at the earliest."""
         ask = lease.ask
-        self.scheduler.submit(
+        ticket = self.scheduler.submit(
             lease.ticket_id,
             tier=ask.tier,
             tokens=ask.tokens,
@@ -60,6 +61,8 @@ class LeaseRuntime:
             now_us=lease.entered_us,
             returns=lease.returns,
         )
+        if ask.gain is not None and isinstance(self.scheduler, GainScheduler):
+            self.scheduler.appraise(ticket, ask.gain)
         self.waiting[lease.ticket_id] = lease
 
     def dispatch(self, now_us: int) -> None:

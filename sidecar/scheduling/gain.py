@@ -24,7 +24,7 @@ from sidecar.scheduling.ticket import Ticket
 MOST_WEIGHT = 1_000
 MOST_TOKENS = 2**22
 MOST_COST_US = 2**43
-"""Of one request. The densest ticket then has 1,000 * 2^22 * 10^6 < 2^53, and a thousand tickets cost less than 2^53."""
+"""Of one request. The densest ticket then has 1,000 * 2^22 * 10^6 < 2^53, and a thousand of the dearest cost less."""
 SCALE = 1_000_000
 
 

@@ -108,9 +108,7 @@ class GainOrder(LevelOrder):
         else:
             return self.beyond(tier, ticket, now_us)
         precedence, level = self._aged(ticket, now_us)
-        return Candidate(
-            order_class, turn, precedence, ticket.arrived_us, ticket.sequence, ticket, level, level, level
-        )
+        return Candidate(order_class, turn, precedence, ticket.arrived_us, ticket.sequence, ticket, level, level, level)
 
     def beyond(self, tier: GainTier, ticket: Ticket, now_us: int) -> Candidate:
         """The place of any ticket beyond its tier's floor."""

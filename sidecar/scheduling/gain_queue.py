@@ -18,28 +18,35 @@ Entries of tickets that are gone or have changed stay in their heaps until they 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 
 from sidecar.scheduling.fair_queue import SPARE_ENTRIES, Entry, FairQueue, Lane
 from sidecar.scheduling.gain import GainTicket
 from sidecar.scheduling.ticket import Ticket
 
-MOST_REFRESHED = 64
-"""Densities that one decision brings up to date, of each tier."""
+MOST_REFRESHED = 4
+"""Densities that one decision brings up to date, of each tier. While the pool is full none is."""
 
 _Place = tuple[int, int, int, GainTicket, bool]
 """The deadline, or the density below zero; the arrival, the sequence, the ticket, and whether it had returned."""
+_First = tuple[int, int, int, int, "GainLane"]
+"""The same three of the first of a lane, the number of this entry, and the lane."""
 
 
 class GainLane(Lane):
-    """A lane whose tickets with figures are in two heaps, too. `first` is valid while any ticket waits in it."""
+    """A lane whose tickets with figures are in two heaps, too. `first` is valid while any ticket waits in it.
 
-    __slots__ = ("calm", "first", "is_aside", "urgent")
+    The two entries are the numbers of those that stand for it in the tier's heaps: others of it there count no more.
+    """
+
+    __slots__ = ("calm", "calm_entry", "first", "is_aside", "urgent", "urgent_entry")
 
     def __init__(self) -> None:
         super().__init__()
         self.first: Ticket | None = None
+        self.calm_entry = 0
+        self.urgent_entry = 0
         self.calm: list[_Place] = []
         self.urgent: list[_Place] = []
         self.is_aside = False
@@ -72,7 +79,7 @@ def _is_urgent(place: _Place) -> bool:
 class GainQueue(FairQueue):
     """See `FairQueue`. `cost_us` is what all waiting tickets with figures cost."""
 
-    __slots__ = ("_aside", "_calm", "_gone", "_largest", "_returned_lane", "_urgent", "cost_us")
+    __slots__ = ("_aside", "_calm", "_entries", "_gone", "_largest", "_returned_lane", "_urgent", "cost_us")
 
     _lanes: dict[str, GainLane]  # type: ignore[assignment]  # made by `_new_lane`
 
@@ -81,8 +88,9 @@ class GainQueue(FairQueue):
         self._forget_gain()
 
     def _forget_gain(self) -> None:
-        self._calm: list[_Place] = []
-        self._urgent: list[_Place] = []
+        self._calm: list[_First] = []
+        self._urgent: list[_First] = []
+        self._entries = 0
         self._aside: list[tuple[float, str]] = []
         self._returned_lane = GainLane()
         self._largest = 0
@@ -197,14 +205,14 @@ class GainQueue(FairQueue):
     def best(self) -> GainTicket | None:
         """The densest urgent ticket, or else the one with the earliest deadline, of tenants that are not ahead."""
         self._look_aside()
-        place = self._first(self._urgent, is_urgent=True) or self._first(self._calm, is_urgent=False)
+        place = self._first(is_urgent=True) or self._first(is_urgent=False)
         return None if place is None else place[3]
 
     def refresh(self, now_us: int) -> None:
-        """Brings densities up to date, the best first, until the best one is; at most 64."""
+        """Brings densities up to date, the best first, until the best one is; at most 4."""
         self._look_aside()
         for _ in range(MOST_REFRESHED):
-            place = self._first(self._urgent, is_urgent=True)
+            place = self._first(is_urgent=True)
             if place is None:
                 return
             ticket = place[3]
@@ -261,32 +269,43 @@ class GainQueue(FairQueue):
         place = (ticket.deadline_us, ticket.arrived_us, ticket.sequence, ticket, bool(ticket.returns))
         heappush(lane.calm, place)
         if lane.calm[0] is place and not lane.is_aside:
-            heappush(self._calm, place)
+            heappush(self._calm, self._calm_first(place, lane))
 
     def _enter_urgent(self, place: _Place, lane: GainLane) -> None:
         if not place[3].density:  # it can earn nothing any more: the fair order has it
             return
         heappush(lane.urgent, place)
         if lane.urgent[0] is place and not lane.is_aside:
-            heappush(self._urgent, place)
+            heappush(self._urgent, self._urgent_first(place, lane))
 
-    def _first(self, heap: list[_Place], *, is_urgent: bool) -> _Place | None:
+    def _calm_first(self, place: _Place, lane: GainLane) -> _First:
+        self._entries = lane.calm_entry = self._entries + 1
+        return (*place[:3], self._entries, lane)
+
+    def _urgent_first(self, place: _Place, lane: GainLane) -> _First:
+        self._entries = lane.urgent_entry = self._entries + 1
+        return (*place[:3], self._entries, lane)
+
+    def _first(self, *, is_urgent: bool) -> _Place | None:
         """The first of the first tickets of all lanes that are not ahead."""
+        heap, entry_of = (self._urgent, self._urgent_first) if is_urgent else (self._calm, self._calm_first)
         now = self._now()
         while heap:
-            place = heap[0]
-            lane = self._lane_of(place)
-            first = None if lane is None or lane.is_aside else lane.densest() if is_urgent else lane.earliest()
-            if lane is None or first is None:
+            key, _, sequence, number, lane = heap[0]
+            if lane.is_aside or number != (lane.urgent_entry if is_urgent else lane.calm_entry):
                 heappop(heap)
-            elif first is not place:
-                heapreplace(heap, first)
+                continue
+            first = lane.densest() if is_urgent else lane.earliest()
+            if first is None:
+                heappop(heap)
+            elif first[0] != key or first[2] != sequence:
+                heapreplace(heap, entry_of(first, lane))
             elif lane is not self._returned_lane and now < self._near(lane):
                 heappop(heap)
                 lane.is_aside = True
-                heappush(self._aside, (self._near(lane), place[3].tenant))
+                heappush(self._aside, (self._near(lane), first[3].tenant))
             else:
-                return place
+                return first
         return None
 
     def _look_aside(self) -> None:
@@ -304,9 +323,10 @@ class GainQueue(FairQueue):
 
     def _bring_back(self, lane: GainLane) -> None:
         lane.is_aside = False
-        for heap, first in ((self._urgent, lane.densest()), (self._calm, lane.earliest())):
-            if first is not None:
-                heappush(heap, first)
+        if (densest := lane.densest()) is not None:
+            heappush(self._urgent, self._urgent_first(densest, lane))
+        if (earliest := lane.earliest()) is not None:
+            heappush(self._calm, self._calm_first(earliest, lane))
 
     def _bring_all_back(self) -> None:
         for _, tenant in self._aside:
@@ -320,17 +340,14 @@ class GainQueue(FairQueue):
         self._gone = 0
         lanes = [self._returned_lane, *self._lanes.values()]
         for lane in lanes:
-            lane.calm = _heap([place for place in lane.calm if _is_calm(place)])
-            lane.urgent = _heap([place for place in lane.urgent if _is_urgent(place)])
-        near = [lane for lane in lanes if not lane.is_aside]
-        self._calm = _heap([lane.calm[0] for lane in near if lane.calm])
-        self._urgent = _heap([lane.urgent[0] for lane in near if lane.urgent])
-
-
-def _heap(places: Sequence[_Place]) -> list[_Place]:
-    found = list(places)
-    heapify(found)
-    return found
+            lane.calm = [place for place in lane.calm if _is_calm(place)]
+            lane.urgent = [place for place in lane.urgent if _is_urgent(place)]
+            heapify(lane.calm)
+            heapify(lane.urgent)
+        self._calm, self._urgent = [], []
+        for lane in lanes:
+            if not lane.is_aside:
+                self._bring_back(lane)
 
 
 def _stands(entry: Entry) -> bool:

@@ -23,7 +23,7 @@ from sidecar.scheduling.gain_order import GainOrder, GainTier
 from sidecar.scheduling.order import Candidate, OrderClass
 from sidecar.scheduling.preemption import Preemption
 from sidecar.scheduling.scheduler import Scheduler
-from sidecar.scheduling.ticket import Admission, Ticket, Wait
+from sidecar.scheduling.ticket import Admission, Ticket
 
 MOST_MADE_URGENT = 64
 """Tickets that become urgent in one dispatch."""

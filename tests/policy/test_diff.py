@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import fields, is_dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +235,7 @@ def test_engines_that_come_or_are_found_in_another_way_are_said(tmp_path: Path) 
     assert "engine b capacity 20,000 tokens and 2 requests -> from the engine" in differences(several, read)
 
 
-OTHERS = {int: 0, float: 7.5, str: "seven", bytes: b"seven"}
+OTHERS = {int: 0, float: 7.5, str: "seven", bytes: b"seven", Fraction: Fraction(1, 7)}
 
 
 NOT_TOLD = {"generation", "engine_capacity"}

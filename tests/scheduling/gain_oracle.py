@@ -14,7 +14,7 @@ from oracle import ALWAYS_FIRST, OTHER, TURN, Answer, Oracle, Policy, Request
 from sidecar.policy.rules import PoolRules, pool_rules
 from sidecar.scheduling.gain import GainFigures
 
-MOST_REFRESHED = MOST_MADE_URGENT = 64
+MOST_REFRESHED, MOST_MADE_URGENT = 4, 64
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,6 @@ class GainOracle(Oracle):
         self.largest[tier] = max(self.largest.get(tier, 0), 2 ** math.ceil(math.log2(request.tokens)))
         return request
 
-    def resize(self, id: str, tokens: int) -> bool:
-        return super().resize(id, tokens)
-
     def charge(self, tier: int, tenant: str, weight: int, tokens: int) -> None:
         super().charge(tier, tenant, weight, tokens)
         if self.waiting(tier):
@@ -85,6 +82,8 @@ class GainOracle(Oracle):
         return super().preempt(now_us)
 
     def next_admission(self, now_us: int) -> Request | None:
+        if not all(most is None or used < most for used, most in zip(self.used(), self.capacity(), strict=True)):
+            return None
         self.refresh(now_us)
         return super().next_admission(now_us)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from fractions import Fraction
 
-import pytest
 from gain_oracle import GainOracle, GainPolicy
 from hypothesis import given, settings
 from hypothesis import strategies as st

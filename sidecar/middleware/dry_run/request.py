@@ -302,7 +302,10 @@ class RequestWatcher:
         times = self._controller.engine_times
         self._sent = sent = times.sent(request, self._now_us())
         pool, sizes = self._controller.pool, self._controller.lease_sizes
-        shadow = ShadowRequest(pool, self._snapshot, request, self._report, sizes=sizes, times=times, sent=sent)
+        appraise = self._controller.appraiser(self._snapshot)
+        shadow = ShadowRequest(
+            pool, self._snapshot, request, self._report, sizes=sizes, appraise=appraise, times=times, sent=sent
+        )
         if self._controller.shadows.follow(shadow):
             self._shadow = shadow
         else:

@@ -21,7 +21,7 @@ from sidecar.middleware.dry_run.engine_times import EngineTimes, SentRequest
 from sidecar.middleware.intake import SizedRequest, count_tokens
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.policy_snapshot import PolicySnapshot
-from sidecar.middleware.wait import enter_pool
+from sidecar.middleware.wait import Appraise, enter_pool
 from sidecar.pools import Grant, Lease, Pool
 
 LONGEST_WAIT_S = 3600.0
@@ -56,8 +56,8 @@ class ShadowRequest:
     """
 
     __slots__ = (
-        "_began_us", "_begun", "_disconnected", "_ended", "_follows", "_holds", "_pool", "_preempted", "_report",
-        "_request", "_sent", "_sizes", "_snapshot", "_times", "_used", "_waits",
+        "_appraise", "_began_us", "_begun", "_disconnected", "_ended", "_follows", "_holds", "_pool", "_preempted",
+        "_report", "_request", "_sent", "_sizes", "_snapshot", "_times", "_used", "_waits",
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +68,7 @@ class ShadowRequest:
         report: Callable[[ShadowResult], None],
         *,
         sizes: LeaseSizes,
+        appraise: Appraise | None,
         times: EngineTimes,
         sent: SentRequest,
     ) -> None:
@@ -76,6 +77,7 @@ class ShadowRequest:
         self._request = request
         self._report: Callable[[ShadowResult], None] | None = report
         self._sizes = sizes
+        self._appraise = appraise
         self._times = times
         self._sent = sent
         self._used: int | None = None
@@ -126,7 +128,7 @@ class ShadowRequest:
         try:
             if self._snapshot.estimator.counter is not None:
                 await count_tokens(self._request, self._snapshot)
-            lease = await enter_pool(self._pool, self._request, self._sizes, keeps_body=False)
+            lease = await enter_pool(self._pool, self._request, self._sizes, self._appraise, keeps_body=False)
             await self._pass_through(lease)
         except AdmissionError as refusal:
             self._end(Verdict.REFUSED, refusal.code, None)
