@@ -64,7 +64,7 @@ class Stage:
 
 
 def play(offered: Sequence[Request], stage: Stage, admission: Admission) -> Played:
-    """Plays all requests to their ends."""
+    """Plays all requests to their ends. One that still waits when nothing more can happen gets no answer."""
     loop, engines, coming = stage.loop, stage.engines, 0
     while True:
         times = [engine.due_us for engine in engines if engine.due_us is not None]
@@ -88,6 +88,9 @@ def play(offered: Sequence[Request], stage: Stage, admission: Admission) -> Play
             if engine.due_us is None:
                 _tell(engine.leave_idle(), admission, loop.now_us)
                 engine.begin(loop.now_us)
+    for one in offered:
+        if one.end_us is None:
+            stage.refuse(one, "never_admitted")
     return Played(offered, engines, loop.now_us)
 
 
