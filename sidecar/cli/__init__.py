@@ -35,6 +35,7 @@ COMMANDS = {
     "keys": "make an API key, or hash one for a tenant's file",
     "doctor": "find out whether an engine's priority does anything, and why not",
     "replay": "play a trace against a server, and say what each tier went through",
+    "simulate": "play a trace in virtual time, and compare policies on it",
 }
 
 

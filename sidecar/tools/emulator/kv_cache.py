@@ -88,6 +88,12 @@ class KvCache:
         return (self._private + len(self._holders)) * self.block_tokens
 
     @property
+    def free_blocks(self) -> int:
+        """Blocks that no running sequence holds, cached ones included. For a cache with a capacity."""
+        assert self.blocks is not None
+        return self.blocks - self._private - len(self._holders)
+
+    @property
     def cached_blocks(self) -> int:
         """Blocks that a prompt could hit, held ones included."""
         return len(self._holders) + len(self._idle)
@@ -135,11 +141,12 @@ class KvCache:
         full = min(computed_tokens // self.block_tokens, len(blocks))
         for number in range(holding._published, full):
             block = blocks[number]
-            if block not in self._holders:  # else the holder keeps a copy of its own, which is never found
-                holding._private -= 1
-                self._private -= 1
-                if self.observer is not None and block not in self._idle:
-                    self.observer.stored(block, blocks[number - 1] if number else None)
+            if block in self._holders:
+                continue  # the holder keeps a copy of its own, which is never found
+            holding._private -= 1
+            self._private -= 1
+            if self.observer is not None and block not in self._idle:
+                self.observer.stored(block, blocks[number - 1] if number else None)
             self._hold(block)
             holding._shared.append(block)
         holding._published = max(holding._published, full)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -33,7 +33,6 @@ class Running:
     tokens: Tokens
     chain: list[Block]
     own: list[Block]
-    copies: list[Block] = field(default_factory=list)
 
 
 class Reference:
@@ -78,9 +77,7 @@ class Reference:
         for end in range((len(running.chain) + 1) * self.size, len(tokens) + 1, self.size):
             mine, known = running.own.pop(0), self.with_prefix(tokens[:end])
             if known is not None and known.holders:
-                self.hold(known)
-                running.copies.append(mine)
-                running.chain.append(known)
+                running.chain.append(mine)  # a copy of its own, which is never found
                 continue
             if known is not None:  # nothing holds it: mine is as good
                 known.prefix = None
@@ -90,13 +87,10 @@ class Reference:
             running.chain.append(mine)
 
     def release(self, running: Running) -> None:
-        for block in [*running.own, *running.copies]:
-            block.holders = 0
-            self.free.insert(0, block)
-        for block in reversed(running.chain):
+        for block in [*running.own, *reversed(running.chain)]:
             block.holders -= 1
             if not block.holders:
-                self.free.append(block)
+                self.free.insert(0 if block.prefix is None else len(self.free), block)
 
     @property
     def held(self) -> int:
@@ -245,3 +239,19 @@ def test_without_prefixes_a_block_is_a_token_and_nothing_is_found() -> None:
 def test_figures_that_no_cache_could_have_are_refused(wrong: tuple[int | None, int]) -> None:
     with pytest.raises(ValueError, match=r"block|capacity"):
         KvCache(*wrong, caches_prefixes=True)
+
+
+def test_of_two_that_compute_a_block_at_once_one_counts_after_the_other_has_ended() -> None:
+    cache = KvCache(8, 2, caches_prefixes=True)
+    prompt = blocks_of((1, 2, 3, 4), 2)
+    one, other = cache.reserve(4), cache.reserve(4)
+    assert one is not None
+    assert other is not None
+    cache.publish(one, prompt, 4)
+    cache.publish(other, prompt, 4)
+    assert cache.held_tokens == 8, "each holds a copy"
+    cache.release(one)
+    assert cache.held_tokens == 4, "the other's copy is left"
+    cache.release(other)
+    assert cache.held_tokens == 0
+    assert cache.hit_length(prompt, 5) == 4

@@ -1,0 +1,174 @@
+"""Baselines: every request goes to an engine when it comes, and only the engine orders its own queue.
+
+Each request goes to the engine with the fewest that are not over, the first of equals. Where an order needs the length
+of an answer it has what the product has: the median that was learned of its tenant so far, and the policy's
+`default_output_tokens` before that.
+
+- `engine-fcfs`: first come, first served, the default of vLLM, SGLang and TensorRT-LLM.
+- `engine-priority`: strict priority by tier, then arrival: vLLM's `--scheduling-policy priority`.
+- `edf`: the earliest deadline of a first token first (Liu and Layland, J. ACM 1973).
+- `sjf`: the least expected engine time first (for LLMs: Fu et al., arXiv 2408.15792).
+- `density`: the most expected weight of tokens for the expected engine time first (weighted shortest processing time:
+  Smith, Naval Research Logistics Quarterly 1956). Lateness does not count.
+- `vtc`: the weighted virtual token counter (Sheng et al., OSDI 2024), tiers as clients, an output token as two input
+  tokens as there, with a counter for each engine.
+
+In each of them what runs is preempted only where the KV cache is full: the last in the engine's order first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from sidecar.gain.token_deadlines import Objective
+from sidecar.lengths.buckets import LengthKey
+from sidecar.lengths.estimator import LengthEstimator
+from sidecar.policy.model import Policy
+from sidecar.tools.simulate.engine import Job, JobQueue, KeyQueue, SimulatedEngine
+from sidecar.tools.simulate.load import Request
+from sidecar.tools.simulate.play import Stage
+
+NAMES = ("engine-fcfs", "engine-priority", "edf", "sjf", "density", "vtc")
+_KEY = LengthKey("/v1/chat/completions", None, "plain")
+_OUTPUT_WEIGHT = 2
+
+
+class VtcQueue:
+    """The clients' queues of one engine: the one with the smallest counter is next."""
+
+    def __init__(self, weights: Sequence[int]) -> None:
+        self.engine: SimulatedEngine | None = None
+        self._weights = weights
+        self._counters = [0.0] * len(weights)
+        self._waiting: list[deque[Request]] = [deque() for _ in weights]
+        self._charged: dict[Request, int] = {}
+        self._last = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting))
+
+    def push(self, job: Job) -> None:
+        """See `JobQueue`. A client that had none waiting has no credit from before."""
+        assert isinstance(job, Request)
+        mine = self._waiting[job.tier]
+        if not mine:
+            others = [self._counters[level] for level, queue in enumerate(self._waiting) if queue]
+            floor = min(others) if others else self._counters[self._last]
+            self._counters[job.tier] = max(self._counters[job.tier], floor)
+        if job.preemptions:
+            mine.appendleft(job)
+        else:
+            mine.append(job)
+
+    def peek(self) -> Job:
+        """See `JobQueue`."""
+        self._charge()
+        levels = [level for level, queue in enumerate(self._waiting) if queue]
+        return self._waiting[min(levels, key=lambda level: self._counters[level])][0]
+
+    def pop(self) -> Job:
+        """See `JobQueue`. Its prompt is charged, the first time."""
+        job = self.peek()
+        assert isinstance(job, Request)
+        self._waiting[job.tier].popleft()
+        self._last = job.tier
+        if not job.preemptions:
+            self._counters[job.tier] += job.prompt / self._weights[job.tier]
+            self._charged[job] = 0
+        return job
+
+    def remove(self, job: Job) -> bool:
+        """See `JobQueue`. No baseline ends a request."""
+        del job
+        return False
+
+    def _charge(self) -> None:
+        """Charges what was generated since the last time."""
+        assert self.engine is not None
+        for job, charged in list(self._charged.items()):
+            length = self.engine.length(job)
+            self._counters[job.tier] += _OUTPUT_WEIGHT * (length - charged) / self._weights[job.tier]
+            if length >= job.output:
+                del self._charged[job]
+            else:
+                self._charged[job] = length
+
+
+class BaselineAdmission:
+    """See `play.Admission`."""
+
+    def __init__(self, name: str, policy: Policy, objectives: Mapping[int, Objective], stage: Stage) -> None:
+        self._policy, self._stage, self._objectives = policy, stage, objectives
+        self._estimator = LengthEstimator()
+        self._key: Callable[[Request], float] = getattr(self, f"_{name.replace('-', '_')}")
+        self._open = [0] * len(stage.engines)
+        self._count = 0
+        for engine in stage.engines:
+            if isinstance(engine.queue, VtcQueue):
+                engine.queue.engine = engine
+
+    def arrives(self, request: Request) -> None:
+        """See `Admission`."""
+        if not self._stage.engines[0].cache.fits(request.prompt + request.output):
+            self._stage.refuse(request, "request_too_large")
+            return
+        self._count += 1
+        request.place = (self._key(request),), self._count
+        engine = self._open.index(min(self._open))
+        self._open[engine] += 1
+        self._stage.send(request, engine)
+
+    def first_token(self, request: Request) -> None:
+        """See `Admission`."""
+
+    def reached(self, request: Request) -> None:
+        """See `Admission`."""
+
+    def finished(self, request: Request) -> None:
+        """See `Admission`."""
+        assert request.engine is not None
+        self._open[request.engine] -= 1
+        self._estimator.learn(request.tenant, _KEY, request.output, is_censored=False)
+
+    def removed(self, request: Request) -> None:
+        """See `Admission`."""
+
+    def _engine_fcfs(self, request: Request) -> float:
+        del request
+        return 0.0
+
+    _vtc = _engine_fcfs
+
+    def _engine_priority(self, request: Request) -> float:
+        return float(request.tier)
+
+    def _edf(self, request: Request) -> float:
+        objective = self._objectives.get(request.tier)
+        return math.inf if objective is None else float(request.at_us + objective.ttft_us)
+
+    def _sjf(self, request: Request) -> float:
+        return self._cost_us(request, self._expected(request))
+
+    def _density(self, request: Request) -> float:
+        tokens = self._expected(request)
+        objective = self._objectives.get(request.tier)
+        return -(0 if objective is None else objective.weight) * tokens / self._cost_us(request, tokens)
+
+    def _expected(self, request: Request) -> int:
+        found = self._estimator.estimate(request.tenant, _KEY, 0.5)
+        return max(1, self._policy.tiers[request.tier].default_output_tokens if found is None else found.tokens)
+
+    def _cost_us(self, request: Request, tokens: int) -> float:
+        model = self._stage.model
+        prefill_us = model.step_us / model.chunk_tokens + model.step_us_per_prefill_token
+        return prefill_us * request.prompt + tokens * model.cost_us_per_output_token
+
+
+def queue_of(name: str, policy: Policy, objectives: Mapping[int, Objective]) -> Callable[[], JobQueue]:
+    """The queue of each engine."""
+    if name != "vtc":
+        return KeyQueue
+    weights = [1 if (found := objectives.get(tier.level)) is None else found.weight for tier in policy.tiers]
+    return lambda: VtcQueue(weights)

@@ -1,0 +1,115 @@
+"""One run: requests come, an admission sends them to engines, and time jumps from event to event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from sidecar.tools.simulate.engine import Job, JobQueue, KeyQueue, Reached, SimulatedEngine
+from sidecar.tools.simulate.engine_model import EngineModel
+from sidecar.tools.simulate.load import Request
+from sidecar.tools.simulate.virtual_loop import VirtualLoop
+
+
+class Admission(Protocol):
+    """What stands before the engines: the product's pool, or a baseline."""
+
+    def arrives(self, request: Request) -> None:
+        """A request is offered."""
+
+    def first_token(self, request: Request) -> None:
+        """Its first token came."""
+
+    def reached(self, request: Request) -> None:
+        """It has the length at which the admission wanted to hear of it."""
+
+    def finished(self, request: Request) -> None:
+        """Its answer is complete."""
+
+    def removed(self, request: Request) -> None:
+        """Its engine has ended it, because the admission said so."""
+
+
+class Played(NamedTuple):
+    """A run that is over. Every request of `offered` has an `end_us`."""
+
+    offered: Sequence[Request]
+    engines: Sequence[SimulatedEngine]
+    end_us: int
+
+
+class Stage:
+    """The engines and the clock of one run, as its admission sees them."""
+
+    def __init__(
+        self, model: EngineModel, engines: int, loop: VirtualLoop, queue: Callable[[], JobQueue] = KeyQueue
+    ) -> None:
+        self.model = model
+        self.loop = loop
+        self.engines = [SimulatedEngine(model, queue()) for _ in range(engines)]
+
+    def send(self, request: Request, engine: int) -> None:
+        """Sends a request to an engine."""
+        request.engine = engine
+        self.engines[engine].push(request, self.loop.now_us)
+
+    def abort(self, request: Request) -> None:
+        """Ends a request in its engine, with the step that runs."""
+        assert request.engine is not None
+        self.engines[request.engine].remove(request, self.loop.now_us)
+
+    def refuse(self, request: Request, why: str) -> None:
+        """A request gets no answer."""
+        request.refusal, request.end_us = why, self.loop.now_us
+
+
+def play(offered: Sequence[Request], stage: Stage, admission: Admission) -> Played:
+    """Plays all requests to their ends. One that still waits when nothing more can happen gets no answer."""
+    loop, engines, coming = stage.loop, stage.engines, 0
+    while True:
+        times = [engine.due_us for engine in engines if engine.due_us is not None]
+        if coming < len(offered):
+            times.append(offered[coming].at_us)
+        busy = any(map(len, engines)) or coming < len(offered)
+        if (timer_us := loop.next_us) is not None and (busy or _waits(offered)):
+            times.append(timer_us)
+        if not times:
+            break
+        loop.now_us = max(loop.now_us, min(times))
+        for engine in engines:
+            if engine.due_us is not None and engine.due_us <= loop.now_us:
+                _tell(engine.advance(), admission, loop.now_us)
+        loop.run_ready()
+        while coming < len(offered) and offered[coming].at_us <= loop.now_us:
+            admission.arrives(offered[coming])
+            coming += 1
+        loop.run_ready()
+        for engine in engines:
+            if engine.due_us is None:
+                _tell(engine.leave_idle(), admission, loop.now_us)
+                engine.begin(loop.now_us)
+    for one in offered:
+        if one.end_us is None:
+            stage.refuse(one, "never_admitted")
+    return Played(offered, engines, loop.now_us)
+
+
+def _waits(offered: Sequence[Request]) -> bool:
+    return any(one.end_us is None for one in offered)
+
+
+def _tell(found: Reached, admission: Admission, now_us: int) -> None:
+    for one in _requests(found.first):
+        one.first_us = now_us
+        admission.first_token(one)
+    for one in _requests(found.reached):
+        admission.reached(one)
+    for one in _requests(found.finished):
+        one.end_us = now_us
+        admission.finished(one)
+    for one in _requests(found.removed):
+        admission.removed(one)
+
+
+def _requests(jobs: Sequence[Job]) -> Sequence[Request]:
+    return [job for job in jobs if isinstance(job, Request)]

@@ -1,0 +1,243 @@
+"""`sidecar simulate`, through the command: its figures, its determinism, and what it says of bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sidecar.cli import main
+from sidecar.middleware.policy_snapshot import objective_of
+from sidecar.policy.compiler import load as load_policy
+from sidecar.tools.replay.trace import read_trace
+from sidecar.tools.simulate.baselines import NAMES
+from sidecar.tools.simulate.engine import KeyQueue
+from sidecar.tools.simulate.engine_model import load_model, shipped
+from sidecar.tools.simulate.figures import judged, result
+from sidecar.tools.simulate.load import Assign, Request, load
+from sidecar.tools.simulate.play import Played, Stage, play
+from sidecar.tools.simulate.product import ProductAdmission
+from sidecar.tools.simulate.virtual_loop import VirtualLoop
+
+POLICY = """\
+engine: vllm
+capacity: {tokens: 4000, requests: 16}
+tiers:
+  high: {reserve: 20%, preempt_after: 20ms, slo: {ttft: 500ms, tpot: 30ms}, gain: {weight: 4}}
+  batch: {reserve: 5%, preemptible: true, slo: {ttft: 2s, tpot: 100ms}, QUEUE}
+default_tier: high
+anonymous: high
+endpoints: {/v1/chat/completions: {}}
+"""
+MODEL = """\
+name: small
+step_us: 5000
+step_us_per_sequence: 300
+step_us_per_prefill_token: 20
+kv_tokens: 4000
+max_sequences: 16
+chunk_tokens: 256
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "now").mkdir()
+    (tmp_path / "now" / "policy.yaml").write_text(POLICY.replace("QUEUE", "queue: {max_wait: 3s, max_requests: 40}"))
+    (tmp_path / "planned").mkdir()
+    (tmp_path / "planned" / "policy.yaml").write_text(POLICY.replace(", QUEUE", "").replace("20%", "60%"))
+    (tmp_path / "model.yaml").write_text(MODEL)
+    rows = [
+        {"timestamp": 37 * n, "input_length": 200 + n % 7 * 90, "output_length": 20 + n % 11 * 9} for n in range(150)
+    ]
+    rows += [{"timestamp": 2000, "input_length": 5000, "output_length": 5}]
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+def simulate(folder: Path, *more: str) -> Any:
+    target = folder / "figures.json"
+    args = [str(folder / "trace.jsonl"), "--policy", str(folder / "now"), "--engine-model", str(folder / "model.yaml")]
+    assert main(["simulate", *args, "--mix", "high=30,batch=70", "--json", str(target), *more]) == 0
+    return json.loads(target.read_text())
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+def test_every_request_has_one_end_and_the_same_seed_gives_the_same_figures(folder: Path, engines: int) -> None:
+    more = ("--engines", str(engines), "--seeds", "2", "--baselines", "--scale", "2")
+    found = simulate(folder, "--policy", str(folder / "planned"), *more)
+    assert found == simulate(folder, "--policy", str(folder / "planned"), *more)
+    runs = found["runs"]
+    assert [one["policy"] for one in runs[::2]] == ["now", "planned", *NAMES]
+    assert [one["seed"] for one in runs] == [1, 2] * (len(NAMES) + 2)
+    for one in runs:
+        assert sum(tier["requests"] for tier in one["tiers"].values()) == 151
+        assert sum(tier["refused"] for tier in one["tiers"].values()) >= 1, "one is larger than the pool"
+        assert 0 < one["utilization"] <= 1
+        assert 0 < one["tdg"] <= 1
+        assert {"p50", "p99"} <= set(one["tiers"]["high"]["ttft_s"])
+
+
+def test_the_seeds_differ(folder: Path) -> None:
+    first, second = simulate(folder, "--seeds", "2")["runs"]
+    assert first["tiers"] != second["tiers"]
+
+
+def played(folder: Path, name: str, by: Assign = Assign.REQUEST) -> tuple[Any, Played]:
+    policy, model = load_policy(folder / name), load_model(str(folder / "model.yaml"))
+    offered = load(
+        read_trace(str(folder / "trace.jsonl")), ["high", "batch"], {"high": 1, "batch": 2}, by=by, scale=3.0,
+        block_tokens=16, seed=7,
+    )  # fmt: skip
+    loop = VirtualLoop()
+    with loop.running():
+        stage = Stage(model, 2, loop, KeyQueue)
+        return policy, play(offered, stage, ProductAdmission(policy, stage))
+
+
+@pytest.mark.parametrize("name", ["now", "planned"])
+def test_gain_and_objectives_are_those_of_a_literal_computation(folder: Path, name: str) -> None:
+    policy, run = played(folder, name)
+    objectives = {tier.level: objective_of(tier) for tier in policy.tiers}
+    earned = attainable = met = 0
+    for one in run.offered:
+        objective = objectives[one.tier]
+        assert objective is not None
+        attainable += objective.weight * one.output
+        if one.refusal is not None:
+            assert not one.stretches
+            continue
+        ends_us = run.engines[one.engine or 0].ends_us
+        moments = [at for begin, end in one.stretches for at in ends_us[begin:end]]
+        assert len(moments) == one.output
+        assert moments == sorted(set(moments))
+        assert (moments[0], moments[-1]) == (one.first_us, one.end_us)
+        due_us = one.at_us + objective.ttft_us
+        in_time = sum(at < due_us + number * objective.tpot_us for number, at in enumerate(moments))
+        is_met = moments[0] < due_us and moments[-1] - moments[0] <= (one.output - 1) * objective.tpot_us
+        assert judged(one, ends_us, objective) == (in_time, is_met)
+        earned += objective.weight * in_time
+        met += is_met
+    measured = {level: objective for level, objective in objectives.items() if objective is not None}
+    found = result(run, ["high", "batch"], measured, name="x", order="level", seed=7, scale=3.0)
+    assert found.tdg == earned / attainable
+    assert found.slo == met / len(run.offered)
+    assert 0 < earned < attainable
+
+
+def test_what_the_pool_refuses_and_what_waits_too_long_gets_no_token(folder: Path) -> None:
+    _, run = played(folder, "now")
+    refusals = {one.refusal for one in run.offered}
+    assert {None, "request_too_large"} < refusals
+    assert refusals & {"queue_timeout", "queue_full"}
+    assert all(engine.cache.held_tokens == 0 for engine in run.engines)
+
+
+def test_each_tenant_has_one_tier(folder: Path) -> None:
+    _, run = played(folder, "planned", Assign.TENANT)
+    tiers: dict[str, set[int]] = {}
+    for one in run.offered:
+        tiers.setdefault(one.tenant, set()).add(one.tier)
+    assert len(tiers) > 10
+    assert all(len(found) == 1 for found in tiers.values())
+
+
+def test_a_row_of_hash_ids_shares_its_prefix(folder: Path) -> None:
+    rows = [
+        {"timestamp": 1000 * n, "input_length": 600, "output_length": 3, "hash_ids": [1, 2 + n % 2]} for n in range(9)
+    ]
+    (folder / "shared.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    trace = read_trace(str(folder / "shared.jsonl"))
+    first, second, third, *_ = load(trace, ["high"], None, by=Assign.REQUEST, scale=1.0, block_tokens=16, seed=1)
+    assert isinstance(first, Request)
+    assert list(first.blocks) == list(third.blocks)
+    assert list(first.blocks[:32]) == list(second.blocks[:32])
+    assert first.blocks[32] != second.blocks[32]
+    assert len(first.blocks) == 600 // 16
+
+
+def test_the_highest_rates_are_found(folder: Path) -> None:
+    rates = simulate(folder, "--find-rate", "--seeds", "1", "--policy", str(folder / "planned"))["rates"]
+    assert [(one["policy"], one["target"]) for one in rates] == [
+        ("now", 0.9), ("now", 0.99), ("planned", 0.9), ("planned", 0.99),
+    ]  # fmt: skip
+    scale = rates[2]["scale"]
+    assert rates[3]["scale"] <= scale
+
+    def attained(tried: float) -> float:
+        found = simulate(folder, "--seeds", "1", "--policy", str(folder / "planned"), "--scale", str(tried))
+        return min(tier["slo"] for tier in found["runs"][1]["tiers"].values())
+
+    assert attained(scale) >= 0.9 > attained(scale * 1.5)
+
+
+def test_the_report_names_every_policy_and_loads_nothing(folder: Path) -> None:
+    target = folder / "report.html"
+    simulate(folder, "--policy", str(folder / "planned"), "--seeds", "1", "--report", str(target))
+    page = target.read_text()
+    assert "planned against now" in page
+    assert "://" not in page
+    assert "<script" not in page
+
+
+def test_tiers_without_objectives_are_measured_by_their_waits(folder: Path, capsys: Any) -> None:
+    text = POLICY.replace("slo: {ttft: 2s, tpot: 100ms}, QUEUE", "limit: 90%")
+    (folder / "now" / "policy.yaml").write_text(text)
+    found = simulate(folder, "--seeds", "1")["runs"][0]["tiers"]["batch"]
+    assert (found["slo"], found["tdg"]) == (None, None)
+    assert found["queue_wait_s"]["max"] is not None
+    assert "batch without `slo: {ttft, tpot}`" in capsys.readouterr().out
+
+
+def test_the_baselines_order_the_engines_queue_as_they_say(folder: Path) -> None:
+    runs = simulate(folder, "--seeds", "1", "--baselines", "--scale", "2")["runs"]
+    found = {one["policy"]: one for one in runs}
+    p50 = {name: {tier: found[name]["tiers"][tier]["ttft_s"]["p50"] for tier in ("high", "batch")} for name in NAMES}
+    assert p50["engine-fcfs"]["high"] > 0.5 * p50["engine-fcfs"]["batch"], "whatever the tier"
+    for name in ("engine-priority", "edf", "vtc"):
+        assert p50[name]["high"] < 0.5 * p50[name]["batch"], name
+    assert found["density"]["tdg"] > found["engine-fcfs"]["tdg"]
+    waits = {name: found[name]["tiers"]["batch"]["ttft_s"]["p50"] for name in ("sjf", "engine-fcfs")}
+    assert waits["sjf"] < waits["engine-fcfs"], "most requests are shorter than the longest"
+
+
+def test_a_rate_needs_an_objective(folder: Path, capsys: Any) -> None:
+    bare = POLICY.replace("QUEUE", "limit: 90%").replace(", slo: {ttft: 500ms, tpot: 30ms}, gain: {weight: 4}", "")
+    bare = bare.replace("slo: {ttft: 2s, tpot: 100ms}, ", "")
+    (folder / "now" / "policy.yaml").write_text(bare)
+    args = [str(folder / "trace.jsonl"), "--policy", str(folder / "now"), "--find-rate"]
+    assert main(["simulate", *args]) == 2
+    assert "no tier of now has `slo` with both ttft and tpot" in capsys.readouterr().err
+
+
+BAD = [
+    (["missing.csv"], "missing.csv: cannot be read"),
+    (["trace.jsonl", "--mix", "gold=1"], "'gold' is no tier of the policy"),
+    (["trace.jsonl", "--scale", "0"], "must be more than 0"),
+    (["trace.jsonl", "--scale", "nan"], "must be more than 0"),
+    (["trace.jsonl", "--engines", "0"], "no whole number from 1"),
+    (["trace.jsonl", "--engine-model", "none.yaml"], "those that ship are"),
+    (["trace.jsonl", "--engine-model", "trace.jsonl"], "trace.jsonl: "),
+    (["trace.jsonl", "--policy", "nowhere"], "nowhere"),
+    (["trace.jsonl", "--order", "gain"], "orders by level alone"),
+]
+
+
+@pytest.mark.parametrize(("args", "said"), BAD)
+def test_bad_input_is_said_in_a_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, args: list[str], said: str
+) -> None:
+    monkeypatch.chdir(folder)
+    try:
+        code = main(["simulate", *args, "--policy", "now"])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    assert code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_every_model_that_ships_can_be_used() -> None:
+    for name in shipped():
+        assert load_model(name).name == name
