@@ -16,6 +16,7 @@ from typing import TextIO
 from sidecar.cli.output import aligned, unwritable, write_json, write_text
 from sidecar.cli.replay import mix
 from sidecar.policy.compiler import load as load_policy
+from sidecar.policy.model import Order
 from sidecar.policy.problems import PolicyError
 from sidecar.tools.replay.plan import BadTier, ladder
 from sidecar.tools.replay.trace import BadTrace, read_trace
@@ -35,7 +36,7 @@ MOST_SCALE = 1e6
 
 
 class BadOrder(ValueError):
-    """An order that this version does not have. One line."""
+    """An order, or a search for a rate, that does not go with the rest. One line."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +52,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="tiers of rows without one (default: all of the policy alike)")  # fmt: skip
     add("--assign", type=Assign, choices=list(Assign), default=Assign.REQUEST, metavar="request|tenant",
         help="what gets a tier: each request (default), or each of 20 tenants")  # fmt: skip
-    add("--order", choices=("level", "gain"), default="level", help="the order of waiting requests (default level)")
+    add("--order", type=Order, choices=list(Order), metavar="level|gain",
+        help="the order of waiting requests (default: the policy's)")  # fmt: skip
     add("--baselines", action="store_true", help=f"also play {', '.join(NAMES)}, on the first policy's tiers")
     add("--seeds", type=_seeds, default=5, metavar="N", help="runs of each, with other tiers (default %(default)s)")
     add("--find-rate", action="store_true",
@@ -93,13 +95,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prepared(args: argparse.Namespace) -> tuple[Setting, list[Candidate]]:
-    if args.order == "gain":
-        raise BadOrder("--order gain: the scheduler of this version orders by level alone")
     trace = read_trace(args.trace)
     check(trace)
     names = [Path(name).resolve().name for name in args.policy]
     shown = [name if names.count(name) == 1 else given for name, given in zip(names, args.policy, strict=True)]
     policies = [load_policy(name) for name in args.policy]
+    if args.order is not None:
+        policies = [policy.ordered_by(args.order) for policy in policies]
+    if args.engines > 1 and any(policy.order is Order.GAIN for policy in policies):
+        raise BadOrder("order gain: a pool of several engines orders by level only in this version; write --engines 1")
     for policy in policies:
         ladder(policy, args.mix, trace.rows)
     candidates = [Candidate(name, policy) for name, policy in zip(shown, policies, strict=True)]

@@ -266,6 +266,13 @@ class Policy:
             is_by_gain=rules.is_by_gain,
         )
 
+    def ordered_by(self, order: Order) -> Policy:
+        """The same policy with another order."""
+        rules = replace(self.rules, is_by_gain=order is Order.GAIN)
+        sizes = (None if size == UNLIMITED else size for size in (rules.tokens, rules.requests, rules.prefill))
+        ordered = replace(self, order=order, rules=rules)
+        return replace(ordered, rules=ordered.rules_of(*sizes))
+
     @property
     def is_sized(self) -> bool:
         """Whether the pool's size stands in the policy, in one dimension at least. It may still be the engine's."""

@@ -54,7 +54,7 @@ class Candidate:
     @property
     def order(self) -> str:
         """Of the tickets that wait; `engine` where none waits before the engines."""
-        return "engine" if self.baseline else "level"
+        return "engine" if self.baseline else self.policy.order.value
 
     @property
     def objectives(self) -> Mapping[int, Objective]:
@@ -78,7 +78,7 @@ def run(setting: Setting, candidate: Candidate, seed: int, scale: float) -> RunR
         admission: Admission = (
             BaselineAdmission(candidate.name, policy, objectives, stage)
             if candidate.baseline
-            else ProductAdmission(policy, stage)
+            else ProductAdmission(policy, objectives, stage)
         )
         played = play(offered, stage, admission)
     return result(played, tiers, objectives, name=candidate.name, order=candidate.order, seed=seed, scale=scale)

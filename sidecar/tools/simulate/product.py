@@ -10,19 +10,22 @@ which the product keeps what it believes of that.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
 from sidecar.apis import Api
 from sidecar.errors import AdmissionError
+from sidecar.gain.token_deadlines import Objective
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.middleware.lease_size import Expected, LeaseSize, LeaseSizes, LengthQuestion
+from sidecar.middleware.request_gain import LEAST_SLACK_US
 from sidecar.payload.decode import decode
 from sidecar.policy.model import Policy
 from sidecar.pools.base import Ask, Lease
 from sidecar.pools.fleet import FleetPool
 from sidecar.pools.local import LocalPool
+from sidecar.scheduling.gain import GainFigures
 from sidecar.scheduling.placement import EngineOffer
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.play import Stage
@@ -58,8 +61,9 @@ class _Held:
 class ProductAdmission:
     """See `play.Admission`. The pool is as large as the engines are."""
 
-    def __init__(self, policy: Policy, stage: Stage) -> None:
+    def __init__(self, policy: Policy, objectives: Mapping[int, Objective], stage: Stage) -> None:
         self._policy, self._stage = policy, stage
+        self._objectives = objectives if policy.rules.is_by_gain else {}
         self._pool = _pool(policy, stage, lambda: stage.loop.now_us)
         self._sizes = LeaseSizes(policy.learn, self._pool.now_us, LengthEstimator())
         self._held: dict[Request, _Held] = {}
@@ -76,7 +80,8 @@ class ProductAdmission:
             expected = self._sizes.expect(question)
             tokens = tokens if expected is None else expected.tokens
         hits = self._hits(request)
-        ask = Ask(request.tier, request.tenant, 1, tokens, 1, prompt=request.prompt, hits=hits, most=most)
+        gain = self._gain(request, expected, assumed)
+        ask = Ask(request.tier, request.tenant, 1, tokens, 1, prompt=request.prompt, hits=hits, most=most, gain=gain)
         try:
             lease = at_once(self._pool.enter(ask))
         except AdmissionError as error:
@@ -126,6 +131,26 @@ class ProductAdmission:
             for number, engine in enumerate(self._stage.engines)
         ]
         return tuple(sorted((one for one in found if one[1]), key=lambda one: -one[1])[:_MOST_HITS])
+
+    def _gain(self, request: Request, expected: Expected | None, assumed: int) -> GainFigures | None:
+        """What the product estimates, with the engine's true coefficients in place of learned ones."""
+        objective = self._objectives.get(request.tier)
+        if objective is None:
+            return None
+        tokens, model = assumed, self._stage.model
+        if expected is not None:
+            found = self._sizes.estimate(expected.tenant, expected.key, 0.5, 0, None)
+            tokens = assumed if found is None else min(found.tokens, expected.longest)
+        prompt_us = model.step_us_per_prefill_token * request.prompt
+        step_us = model.duration_us(len(self._stage.engines[0].running()), 0)
+        return GainFigures(
+            objective.weight,
+            tokens,
+            round(prompt_us + tokens * model.cost_us_per_output_token),
+            objective.ttft_us,
+            round(objective.ttft_us - step_us - prompt_us),
+            max(LEAST_SLACK_US, objective.tpot_us - step_us),
+        ).bounded()
 
     def _wait(self, request: Request) -> None:
         lease = self._held[request].lease
