@@ -64,7 +64,10 @@ class Stage:
 
 
 def play(offered: Sequence[Request], stage: Stage, admission: Admission) -> Played:
-    """Plays all requests to their ends."""
+    """Plays all requests to their ends.
+
+    What no engine can hold to its end would never end: it is refused, whoever admits.
+    """
     loop, engines, coming = stage.loop, stage.engines, 0
     while True:
         times = [engine.due_us for engine in engines if engine.due_us is not None]
@@ -81,7 +84,11 @@ def play(offered: Sequence[Request], stage: Stage, admission: Admission) -> Play
                 _tell(engine.advance(), admission, loop.now_us)
         loop.run_ready()
         while coming < len(offered) and offered[coming].at_us <= loop.now_us:
-            admission.arrives(offered[coming])
+            request = offered[coming]
+            if engines[0].cache.fits(request.prompt + request.output):
+                admission.arrives(request)
+            else:
+                stage.refuse(request, "request_too_large")
             coming += 1
         loop.run_ready()
         for engine in engines:
