@@ -173,7 +173,7 @@ def test_the_highest_rates_are_found(folder: Path) -> None:
 
     def attained(tried: float) -> float:
         found = simulate(folder, "--seeds", "1", "--policy", str(folder / "planned"), "--scale", str(tried))
-        return min(tier["slo"] for tier in found["runs"][1]["tiers"].values())
+        return min(float(tier["slo"]) for tier in found["runs"][1]["tiers"].values())
 
     assert attained(scale) >= 0.9 > attained(scale * 1.5)
 
@@ -216,6 +216,27 @@ def test_tiers_without_objectives_are_measured_by_their_waits(folder: Path, caps
     assert (found["slo"], found["tdg"]) == (None, None)
     assert found["queue_wait_s"]["max"] is not None
     assert "batch without `slo: {ttft, tpot}`" in capsys.readouterr().out
+
+
+def test_the_baselines_order_the_engines_queue_as_they_say(folder: Path) -> None:
+    runs = simulate(folder, "--seeds", "1", "--baselines", "--scale", "2")["runs"]
+    found = {one["policy"]: one for one in runs}
+    p50 = {name: {tier: found[name]["tiers"][tier]["ttft_s"]["p50"] for tier in ("high", "batch")} for name in NAMES}
+    assert p50["engine-fcfs"]["high"] > 0.5 * p50["engine-fcfs"]["batch"], "whatever the tier"
+    for name in ("engine-priority", "edf", "vtc"):
+        assert p50[name]["high"] < 0.5 * p50[name]["batch"], name
+    assert found["density"]["tdg"] > found["engine-fcfs"]["tdg"]
+    waits = {name: found[name]["tiers"]["batch"]["ttft_s"]["p50"] for name in ("sjf", "engine-fcfs")}
+    assert waits["sjf"] < waits["engine-fcfs"], "most requests are shorter than the longest"
+
+
+def test_a_rate_needs_an_objective(folder: Path, capsys: Any) -> None:
+    bare = POLICY.replace("QUEUE", "limit: 90%").replace(", slo: {ttft: 500ms, tpot: 30ms}, gain: {weight: 4}", "")
+    bare = bare.replace("slo: {ttft: 2s, tpot: 100ms}, ", "")
+    (folder / "now" / "policy.yaml").write_text(bare)
+    args = [str(folder / "trace.jsonl"), "--policy", str(folder / "now"), "--find-rate"]
+    assert main(["simulate", *args]) == 2
+    assert "no tier of now has `slo` with both ttft and tpot" in capsys.readouterr().err
 
 
 BAD = [

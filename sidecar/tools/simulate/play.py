@@ -64,9 +64,9 @@ class Stage:
 
 
 def play(offered: Sequence[Request], stage: Stage, admission: Admission) -> Played:
-    """Plays all requests to their ends.
+    """Plays all requests to their ends. One that still waits when nothing more can happen gets no answer.
 
-    What no engine can hold to its end would never end: it is refused, whoever admits.
+    Nor does one that no engine can hold to its end, whoever admits: it would be preempted again and again.
     """
     loop, engines, coming = stage.loop, stage.engines, 0
     while True:
@@ -95,6 +95,9 @@ def play(offered: Sequence[Request], stage: Stage, admission: Admission) -> Play
             if engine.due_us is None:
                 _tell(engine.leave_idle(), admission, loop.now_us)
                 engine.begin(loop.now_us)
+    for one in offered:
+        if one.end_us is None:
+            stage.refuse(one, "never_admitted")
     return Played(offered, engines, loop.now_us)
 
 
