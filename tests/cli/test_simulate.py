@@ -190,7 +190,7 @@ def test_what_no_engine_can_hold_to_its_end_is_refused(folder: Path, engines: st
     """The pool admits it: its prompt and the output that the policy expects of it are small enough."""
     rows = [
         {"timestamp": 0, "input_length": 100, "output_length": 5000},
-        {"timestamp": 1, "input_length": 50, "output_length": 20},
+        {"timestamp": 60_000, "input_length": 50, "output_length": 20},
     ]
     text = POLICY.replace("QUEUE", "default_output_tokens: 64").replace("reserve: 20%", "default_output_tokens: 64")
     (folder / "now" / "policy.yaml").write_text(text)
@@ -198,6 +198,7 @@ def test_what_no_engine_can_hold_to_its_end_is_refused(folder: Path, engines: st
     for one in simulate(folder, "--baselines", "--seeds", "1", "--engines", engines)["runs"]:
         assert sum(tier["refused"] for tier in one["tiers"].values()) == 1
         assert sum(tier["tokens"] for tier in one["tiers"].values()) == 20
+        assert all(tier["queue_wait_s"]["max"] < 1 for tier in one["tiers"].values()), "at once"
 
 
 def test_the_report_names_every_policy_and_loads_nothing(folder: Path) -> None:
