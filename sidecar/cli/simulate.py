@@ -21,7 +21,16 @@ from sidecar.policy.problems import PolicyError
 from sidecar.tools.replay.plan import BadTier, ladder
 from sidecar.tools.replay.trace import BadTrace, read_trace
 from sidecar.tools.simulate.baselines import NAMES
-from sidecar.tools.simulate.comparison import Candidate, Rate, Setting, by_policy, find_rates, seconds, shown
+from sidecar.tools.simulate.comparison import (
+    Candidate,
+    Rate,
+    Setting,
+    by_policy,
+    find_rates,
+    offered_tiers,
+    seconds,
+    shown,
+)
 from sidecar.tools.simulate.comparison import run as run_one
 from sidecar.tools.simulate.engine_model import DEFAULT, BadEngineModel, load_model, shipped
 from sidecar.tools.simulate.figures import RunResult
@@ -106,17 +115,18 @@ def _prepared(args: argparse.Namespace) -> tuple[Setting, list[Candidate]]:
         raise BadOrder("order gain: a pool of several engines orders by level only in this version; write --engines 1")
     for policy in policies:
         ladder(policy, args.mix, trace.rows)
-    candidates = [Candidate(name, policy) for name, policy in zip(shown, policies, strict=True)]
-    if args.find_rate:
-        for candidate in candidates:
-            if not candidate.objectives:
-                raise BadOrder(
-                    f"--find-rate: no tier of {candidate.name} has `slo` with both ttft and tpot, so none can meet it"
-                )
-    if args.baselines:
-        candidates += [Candidate(name, policies[0], baseline=True) for name in NAMES]
     model = load_model(args.engine_model)
     setting = Setting(trace, model, args.engines, args.mix, args.assign, args.scale, args.seeds)
+    candidates = [Candidate(name, policy) for name, policy in zip(shown, policies, strict=True)]
+    for candidate in candidates:
+        offered = offered_tiers(setting, candidate)
+        if args.find_rate and not offered & candidate.objectives.keys():
+            raise BadOrder(
+                f"--find-rate: no tier of {candidate.name} has `slo` with both ttft and tpot and gets requests, "
+                "so none can meet it"
+            )
+    if args.baselines:
+        candidates += [Candidate(name, policies[0], baseline=True) for name in NAMES]
     return setting, candidates
 
 
@@ -172,7 +182,7 @@ def rate_table(rates: Sequence[Rate]) -> list[str]:
     """The highest rates."""
     rows = [["highest rate", "met by", "scale", "requests/s"]]
     for one in rates:
-        scale = "none" if one.scale is None else f"{one.scale:.2f}"
+        scale = "none" if one.scale is None else f"{'at least ' * one.is_bound}{one.scale:.2f}"
         per_s = "-" if one.requests_per_s is None else f"{one.requests_per_s:.1f}"
         rows.append([one.policy, f"{one.target:.0%}", scale, per_s])
     return aligned(rows)

@@ -48,7 +48,12 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "now" / "policy.yaml").write_text(POLICY.replace("QUEUE", "queue: {max_wait: 3s, max_requests: 40}"))
     (tmp_path / "planned").mkdir()
     (tmp_path / "planned" / "policy.yaml").write_text(POLICY.replace(", QUEUE", "").replace("20%", "60%"))
+    (tmp_path / "half").mkdir()
+    half = POLICY.replace("slo: {ttft: 2s, tpot: 100ms}, QUEUE", "limit: 90%")
+    (tmp_path / "half" / "policy.yaml").write_text(half)
     (tmp_path / "model.yaml").write_text(MODEL)
+    gold = {"timestamp": 0, "input_length": 9, "output_length": 2, "priority": "gold"}
+    (tmp_path / "gold.jsonl").write_text(json.dumps(gold))
     rows = [
         {"timestamp": 37 * n, "input_length": 200 + n % 7 * 90, "output_length": 20 + n % 11 * 9} for n in range(150)
     ]
@@ -168,9 +173,32 @@ def test_the_highest_rates_are_found(folder: Path) -> None:
 
     def attained(tried: float) -> float:
         found = simulate(folder, "--seeds", "1", "--policy", str(folder / "planned"), "--scale", str(tried))
-        return min(tier["slo"] for tier in found["runs"][1]["tiers"].values())
+        return min(float(tier["slo"]) for tier in found["runs"][1]["tiers"].values())
 
     assert attained(scale) >= 0.9 > attained(scale * 1.5)
+
+
+def test_a_rate_that_nothing_bounds_is_said_to_be_at_least_that(folder: Path, capsys: Any) -> None:
+    (folder / "trace.jsonl").write_text(json.dumps({"timestamp": 0, "input_length": 9, "output_length": 2}))
+    rates = simulate(folder, "--find-rate", "--seeds", "1")["rates"]
+    assert [(one["scale"], one["is_bound"]) for one in rates] == [(1024.0, True)] * 2
+    assert "at least 1024.00" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("engines", ["1", "2"])
+def test_what_no_engine_can_hold_to_its_end_is_refused(folder: Path, engines: str) -> None:
+    """The pool admits it: its prompt and the output that the policy expects of it are small enough."""
+    rows = [
+        {"timestamp": 0, "input_length": 100, "output_length": 5000},
+        {"timestamp": 60_000, "input_length": 50, "output_length": 20},
+    ]
+    text = POLICY.replace("QUEUE", "default_output_tokens: 64").replace("reserve: 20%", "default_output_tokens: 64")
+    (folder / "now" / "policy.yaml").write_text(text)
+    (folder / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for one in simulate(folder, "--baselines", "--seeds", "1", "--engines", engines)["runs"]:
+        assert sum(tier["refused"] for tier in one["tiers"].values()) == 1
+        assert sum(tier["tokens"] for tier in one["tiers"].values()) == 20
+        assert all(tier["queue_wait_s"]["max"] < 1 for tier in one["tiers"].values()), "at once"
 
 
 def test_the_report_names_every_policy_and_loads_nothing(folder: Path) -> None:
@@ -222,6 +250,11 @@ BAD = [
     (["trace.jsonl", "--engine-model", "trace.jsonl"], "trace.jsonl: "),
     (["trace.jsonl", "--policy", "nowhere"], "nowhere"),
     (["trace.jsonl", "--order", "gain"], "orders by level alone"),
+    (["gold.jsonl"], "'gold' is no tier"),
+    (
+        ["trace.jsonl", "--policy", "half", "--mix", "batch=1", "--find-rate"],
+        "no tier of half has `slo` with both ttft and tpot and gets",
+    ),
 ]
 
 

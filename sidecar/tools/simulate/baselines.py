@@ -111,9 +111,6 @@ class BaselineAdmission:
 
     def arrives(self, request: Request) -> None:
         """See `Admission`."""
-        if not self._stage.engines[0].cache.fits(request.prompt + request.output):
-            self._stage.refuse(request, "request_too_large")
-            return
         self._count += 1
         request.place = (self._key(request),), self._count
         engine = self._open.index(min(self._open))

@@ -17,7 +17,7 @@ from sidecar.tools.simulate.baselines import BaselineAdmission, queue_of
 from sidecar.tools.simulate.engine import KeyQueue
 from sidecar.tools.simulate.engine_model import EngineModel
 from sidecar.tools.simulate.figures import RunResult, result
-from sidecar.tools.simulate.load import Assign, load
+from sidecar.tools.simulate.load import Assign, Request, load
 from sidecar.tools.simulate.play import Admission, Stage, play
 from sidecar.tools.simulate.product import ProductAdmission
 from sidecar.tools.simulate.virtual_loop import VirtualLoop
@@ -63,14 +63,22 @@ class Candidate:
         return {level: objective for level, objective in found.items() if objective is not None}
 
 
+def offered_tiers(setting: Setting, candidate: Candidate) -> set[int]:
+    """The levels that get requests in the run of the first seed. Raises BadTier where a row names another tier."""
+    return {one.tier for one in _load(setting, candidate, 1, setting.scale)}
+
+
+def _load(setting: Setting, candidate: Candidate, seed: int, scale: float) -> list[Request]:
+    tiers = [tier.name for tier in candidate.policy.tiers]
+    block_tokens = setting.model.block_tokens
+    return load(setting.trace, tiers, setting.mix, by=setting.by, scale=scale, block_tokens=block_tokens, seed=seed)
+
+
 def run(setting: Setting, candidate: Candidate, seed: int, scale: float) -> RunResult:
     """One run. The same for the same arguments."""
     policy, objectives = candidate.policy, candidate.objectives
     tiers = [tier.name for tier in policy.tiers]
-    offered = load(
-        setting.trace, tiers, setting.mix, by=setting.by, scale=scale, block_tokens=setting.model.block_tokens,
-        seed=seed,
-    )  # fmt: skip
+    offered = _load(setting, candidate, seed, scale)
     loop = VirtualLoop()
     with loop.running():
         queue = queue_of(candidate.name, policy, objectives) if candidate.baseline else KeyQueue
@@ -87,6 +95,7 @@ def run(setting: Setting, candidate: Candidate, seed: int, scale: float) -> RunR
 class Rate(msgspec.Struct, frozen=True):
     """The highest scale at which the share `target` of every tier's requests met its objective, on average over the
     seeds. None where none of the scales that were tried did. `requests_per_s` are those of the trace at that scale.
+    With `is_bound` it is the highest that was tried, and a higher one may do as well.
     """
 
     policy: str
@@ -94,6 +103,7 @@ class Rate(msgspec.Struct, frozen=True):
     target: float
     scale: float | None
     requests_per_s: float | None
+    is_bound: bool
 
 
 def find_rates(setting: Setting, candidate: Candidate) -> list[Rate]:
@@ -111,14 +121,17 @@ def find_rates(setting: Setting, candidate: Candidate) -> list[Rate]:
     duration_s = max(row.at_s or 0.0 for row in rows) or 1.0
     found = []
     for target in TARGETS:
-        scale = _highest(lambda tried, target=target: attained(tried) >= target, setting.scale)  # type: ignore[misc]
+        scale, is_bound = _highest(lambda tried, target=target: attained(tried) >= target, setting.scale)  # type: ignore[misc]
         per_s = None if scale is None else len(rows) * scale / duration_s
-        found.append(Rate(candidate.name, candidate.order, target, scale, per_s))
+        found.append(Rate(candidate.name, candidate.order, target, scale, per_s, is_bound))
     return found
 
 
-def _highest(holds: Callable[[float], bool], start: float) -> float | None:
-    """The highest that holds, to 2%. It doubles or halves at most ten times from `start` to find where to look."""
+def _highest(holds: Callable[[float], bool], start: float) -> tuple[float | None, bool]:
+    """The highest that holds, to 2%, and whether none was found that does not.
+
+    It doubles or halves at most ten times from `start` to find where to look.
+    """
     low = high = start
     if holds(start):
         for _ in range(MOST_DOUBLINGS):
@@ -126,18 +139,18 @@ def _highest(holds: Callable[[float], bool], start: float) -> float | None:
             if not holds(high):
                 break
         else:
-            return high
+            return high, True
     else:
         for _ in range(MOST_DOUBLINGS):
             low, high = low / 2, low
             if holds(low):
                 break
         else:
-            return None
+            return None, False
     while high > low * CLOSE:
         middle = sqrt(low * high)
         low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    return low, False
 
 
 def interval(found: Sequence[float | None]) -> tuple[float, float] | None:

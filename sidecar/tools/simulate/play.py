@@ -64,7 +64,10 @@ class Stage:
 
 
 def play(offered: Sequence[Request], stage: Stage, admission: Admission) -> Played:
-    """Plays all requests to their ends. One that still waits when nothing more can happen gets no answer."""
+    """Plays all requests to their ends. One that still waits when nothing more can happen gets no answer.
+
+    Nor does one that no engine can hold to its end, whoever admits: it would be preempted again and again.
+    """
     loop, engines, coming = stage.loop, stage.engines, 0
     while True:
         times = [engine.due_us for engine in engines if engine.due_us is not None]
@@ -81,7 +84,11 @@ def play(offered: Sequence[Request], stage: Stage, admission: Admission) -> Play
                 _tell(engine.advance(), admission, loop.now_us)
         loop.run_ready()
         while coming < len(offered) and offered[coming].at_us <= loop.now_us:
-            admission.arrives(offered[coming])
+            request = offered[coming]
+            if engines[0].cache.fits(request.prompt + request.output):
+                admission.arrives(request)
+            else:
+                stage.refuse(request, "request_too_large")
             coming += 1
         loop.run_ready()
         for engine in engines:

@@ -154,7 +154,7 @@ def _rates(rates: Sequence[Rate]) -> Sequence[str]:
         (
             one.policy,
             f"{one.target:.0%}",
-            "none" if one.scale is None else f"{one.scale:.2f}",
+            "none" if one.scale is None else f"{'at least ' * one.is_bound}{one.scale:.2f}",
             "-" if one.requests_per_s is None else f"{one.requests_per_s:.1f}",
         )
         for one in rates
