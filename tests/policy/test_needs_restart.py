@@ -37,6 +37,7 @@ def keys(folder: Path, before: str, after: str) -> list[str]:
         ("{high: {reserve: 20%}, batch: {}}", "{batch: {}, high: {reserve: 20%}}", "tiers (their names and order)"),
         ("engine: vllm", "engine: vllm\nstore: redis://127.0.0.1:6379/0", "store"),
         ("engine: vllm", "engine: vllm\npool: chat", "pool"),
+        ("engine: vllm", "engine: vllm\norder: gain", "order"),
         ("engine: vllm", "engine: vllm\non_store_loss: closed", "on_store_loss"),
         ("engine: vllm", "engine: vllm\ntokenizer: policy.yaml", "tokenizer"),
     ],

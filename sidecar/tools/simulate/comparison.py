@@ -86,7 +86,7 @@ def run(setting: Setting, candidate: Candidate, seed: int, scale: float) -> RunR
         admission: Admission = (
             BaselineAdmission(candidate.name, policy, objectives, stage)
             if candidate.baseline
-            else ProductAdmission(policy, objectives, stage)
+            else ProductAdmission(policy, stage)
         )
         played = play(offered, stage, admission)
     return result(played, tiers, objectives, name=candidate.name, order=candidate.order, seed=seed, scale=scale)

@@ -10,15 +10,15 @@ which the product keeps what it believes of that.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from sidecar.apis import Api
 from sidecar.errors import AdmissionError
-from sidecar.gain.token_deadlines import Objective
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.middleware.lease_size import Expected, LeaseSize, LeaseSizes, LengthQuestion
+from sidecar.middleware.policy_snapshot import objective_of
 from sidecar.middleware.request_gain import LEAST_SLACK_US
 from sidecar.payload.decode import decode
 from sidecar.policy.model import Policy
@@ -61,9 +61,9 @@ class _Held:
 class ProductAdmission:
     """See `play.Admission`. The pool is as large as the engines are."""
 
-    def __init__(self, policy: Policy, objectives: Mapping[int, Objective], stage: Stage) -> None:
+    def __init__(self, policy: Policy, stage: Stage) -> None:
         self._policy, self._stage = policy, stage
-        self._objectives = objectives if policy.rules.is_by_gain else {}
+        self._objectives = [objective_of(tier) if policy.rules.is_by_gain else None for tier in policy.tiers]
         self._pool = _pool(policy, stage, lambda: stage.loop.now_us)
         self._sizes = LeaseSizes(policy.learn, self._pool.now_us, LengthEstimator())
         self._held: dict[Request, _Held] = {}
@@ -134,7 +134,7 @@ class ProductAdmission:
 
     def _gain(self, request: Request, expected: Expected | None, assumed: int) -> GainFigures | None:
         """What the product estimates, with the engine's true coefficients in place of learned ones."""
-        objective = self._objectives.get(request.tier)
+        objective = self._objectives[request.tier]
         if objective is None:
             return None
         tokens, model = assumed, self._stage.model
