@@ -487,6 +487,24 @@ def test_a_real_server_decides_as_one_process_does_for_long(
         asyncio.run(compare(client, policy, program, batch))
 
 
+A_NEWCOMER_PASSES_ONE_THAT_RETURNED = [
+    ("enter", 1, "c", 9, 2),
+    ("enter", 0, "c", 21, 1),
+    ("hold_back", 5),
+    ("pass", 1),
+    ("hand_back", 0),  # larger than the reserve: it waits
+    ("enter", 1, "b", 5, 1),
+]
+
+
+def test_a_tier_without_a_queue_admits_a_newcomer_that_passes_one_that_returned() -> None:
+    """The newcomer is stored while it is decided about, because another request stands before it."""
+    tiers = (Shares("high", reserve=Fraction(1, 4)), Shares("low", reserve=Fraction(1, 4)))
+    policy = policy_of(pool_rules(tokens=None, requests=4, tiers=tiers), max_waiting=0)
+    client = fakeredis.FakeRedis(server=fakeredis.FakeServer(version=(7,)))
+    asyncio.run(compare(client, policy, A_NEWCOMER_PASSES_ONE_THAT_RETURNED, 1))
+
+
 SMALL_ONES_PASS_AND_A_LEASE_RETURNS = [
     ("enter", 1, "c", 50, 1),  # by a turn: the tier owes when it has ended
     ("enter", 0, "d", 45, 1),

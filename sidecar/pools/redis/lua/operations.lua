@@ -114,7 +114,11 @@ function pool.enter(id, level, tenant, weight, tokens, requests, promised)
   pool.dispatch()
   if ticket.is_admitted then return end
   if places == 0 then -- a tier without a queue: the ticket is admitted at once or refused
-    if ticket.is_stored then call('HDEL', mine, id) end
+    if ticket.is_stored then
+      -- After a request that returned, the heads are read anew: it may have been admitted as another table.
+      if string.sub(call('HGET', mine, id), 1, 1) == 'L' then return end
+      call('HDEL', mine, id)
+    end
     local overtaken = pool.overtaken_at(ticket.sequence)
     pool.remove(ticket)
     pool.settle_steps(ticket, overtaken)
