@@ -9,7 +9,8 @@ from tests.support.signals import restore_for_children
 
 # A deadline for each example measures the machine, which runs other tests beside this one.
 settings.register_profile("no deadline", deadline=None)
-settings.register_profile("repeatable", deadline=None, derandomize=True)  # .ci/run: what fails there is the change's own
+# For `.ci/run`: what fails there is the change's own.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("no deadline")
 restore_for_children()
 
