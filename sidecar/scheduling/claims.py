@@ -11,7 +11,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 
 from sidecar.policy.rules import UNLIMITED
-from sidecar.scheduling.fair_queue import SPARE_ENTRIES, Entry, FairQueue
+from sidecar.scheduling.fair_queue import SPARE_ENTRIES, Entry, FairQueue, Lane
 from sidecar.scheduling.placement import NEVER_US
 from sidecar.scheduling.ticket import Ticket
 
@@ -20,13 +20,11 @@ MOST_CLAIMANTS = 16
 
 
 class ClaimQueue(FairQueue):
-    """The fair queue of one tier, and its claimants, by their ids.
+    """The queue of one tier, and its claimants, by their ids. It has no slots, so that another order can inherit it.
 
     A ticket is small when it needs no more than the tier's reserve in each dimension: `small_prefill` in un-prefilled
     prompt tokens.
     """
-
-    __slots__ = ("claimants", "small_prefill")
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,10 +46,10 @@ class ClaimQueue(FairQueue):
         placing = ticket.placing
         if placing.patient_until_us == NEVER_US:
             placing.patient_until_us = now_us + placing.patience_us
-        self._virtual = max(self._virtual, ticket.start)
+        self._reach(ticket)
         if not (ticket.returns or placing.is_back):
             lane = self._lanes[ticket.tenant]
-            placing.charged_from = max(lane.finish, ticket.start)
+            placing.charged_from = max(lane.finish, self._first_start(ticket, lane))
             lane.finish = placing.charge = placing.charged_from + ticket.tokens / ticket.weight
         self._leave_lane(ticket)
         self._drop_gone()
@@ -60,23 +58,27 @@ class ClaimQueue(FairQueue):
 
     def go_back(self, ticket: Ticket) -> None:
         """A claimant stands in the queue again."""
+        self._no_claimant(ticket)
+        ticket.placing.is_back = True
+        self.put_back(ticket)
+
+    def _no_claimant(self, ticket: Ticket) -> None:
         del self.claimants[ticket.id]
-        ticket.placing.is_claimant, ticket.placing.is_back = False, True
+        ticket.placing.is_claimant = False
         self.count -= 1
         self.tokens -= ticket.tokens
         self.requests -= ticket.requests
-        self.put_back(ticket)
 
     def admit(self, ticket: Ticket) -> None:
         """Takes out a ticket that is admitted. Its tenant is charged, unless it was for its claim."""
         placing = ticket.placing
         if not placing.is_claimant and placing.is_back and self.count > 1:
-            self._virtual = max(self._virtual, ticket.start)
+            self._reach(ticket)
         if placing.is_claimant or placing.is_back:
             self._take_out(ticket)
         else:
             super().admit(ticket)
-        placing.is_claimant = placing.is_back = False
+        placing.is_back = False
         placing.charge = 0.0
 
     def remove(self, ticket: Ticket) -> None:
@@ -85,14 +87,19 @@ class ClaimQueue(FairQueue):
             self._refund(ticket)
         self._take_out(ticket)
 
+    def _reach(self, ticket: Ticket) -> None:
+        """The tier's virtual time moves on to a ticket that leaves the queue."""
+        self._virtual = max(self._virtual, ticket.start)
+
+    def _first_start(self, ticket: Ticket, lane: Lane) -> float:  # noqa: ARG002  # the ticket is the first of its lane
+        """The start of the first ticket of the lane that a ticket stands in."""
+        return ticket.start
+
     def _take_out(self, ticket: Ticket) -> None:
         if not ticket.placing.is_claimant:
             super().remove(ticket)
             return
-        del self.claimants[ticket.id]
-        self.count -= 1
-        self.tokens -= ticket.tokens
-        self.requests -= ticket.requests
+        self._no_claimant(ticket)
         if not self.count:
             self._start_afresh()
 

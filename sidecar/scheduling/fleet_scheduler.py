@@ -66,10 +66,12 @@ class FleetScheduler(Scheduler):
 
     _tiers: tuple[FleetTier, ...]
     _order: FleetOrder
+    _tier_type: type[FleetTier] = FleetTier
+    _order_type: type[FleetOrder] = FleetOrder
+    _preemption_type = FleetPreemption
 
     def __init__(self, rules_of: RulesOf, weight_percent: int = WEIGHT_PERCENT) -> None:
-        rules = rules_of(0, 0, 0)
-        super().__init__(rules)
+        super().__init__(rules_of(0, 0, 0))
         self.placement = Placement(weight_percent)
         self._rules_of = rules_of
         self._size = (self.placement.capacity, 0)
@@ -81,9 +83,6 @@ class FleetScheduler(Scheduler):
         self._same_until_us: int | None = None  # before that time alone changes nothing, where it was asked
         self._spare: tuple[int, int, int] | None = None
         self._asked = 0
-        self._tiers = tuple(FleetTier(tier) for tier in rules.tiers)
-        self._order = FleetOrder(rules, self._tiers)
-        self._preemption = FleetPreemption(self._tiers, self._order, self)
         self._resize_pool()
 
     def set_engines(self, offers: Iterable[EngineOffer], now_us: int) -> None:
@@ -134,7 +133,7 @@ class FleetScheduler(Scheduler):
         if tokens < 1 or requests < 1 or weight < 1:
             raise ValueError(f"tokens, requests and weight are at least 1, not {tokens}, {requests}, {weight}")
         self._sequence += 1
-        ticket = Ticket(ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence, self._served)
+        ticket = self._ticket_type(ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence, self._served)
         ticket.placing = Placing(prompt, dict(hits[:MOST_HITS]), tuple(barred))
         self._waiting[ticket_id] = ticket
         if returns:
@@ -508,7 +507,7 @@ class FleetScheduler(Scheduler):
         if candidate.order_class is _TURN:
             placing.excess_prefill = tier.excess_prefill(ticket)
         prefill = tier.prefill(ticket)
-        admission = super()._admit(candidate, now_us)
+        admission = self._admit(candidate, now_us)
         placing.engine, placing.prefill, placing.unprefilled = ledger, prefill, placing.unprefilled_on(ledger.id)
         placing.found = ledger.found()
         self._book_engine(ticket, 1)

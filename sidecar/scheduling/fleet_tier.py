@@ -21,13 +21,13 @@ class FleetTier(TierState):
     have. A larger prompt still enters an empty engine, so it must fit the pool, too.
     """
 
-    __slots__ = ("held_prefill", "most_prefill")
     queue: ClaimQueue
+    _queue_type = ClaimQueue
 
     def __init__(self, rules: TierRules) -> None:
         self.held_prefill = 0
         self.most_prefill = UNLIMITED
-        super().__init__(rules, ClaimQueue())
+        super().__init__(rules)
 
     def change_pool(self, rules: PoolRules, most_prefill: int) -> None:
         """Applies the rules of a pool of another size, in which one engine may have so much un-prefilled."""

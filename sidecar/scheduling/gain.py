@@ -66,14 +66,18 @@ def density(figures: GainFigures, waited_us: int) -> int:
 class GainTicket(Ticket):
     """A ticket in a pool that orders by gain. `gain` is None where its tier has no objectives.
 
-    `density` is what was last computed: not less than it is now. A ticket that `is_urgent` stays so. `in_floor` says of
-    a lease that it counts in its tier's floor.
+    `density` is what was last computed: not less than it is now. A ticket that `is_urgent` stays so. One that
+    `is_apart` came back to its queue and stands in no lane. `in_floor` says of a lease that it counts in its tier's
+    floor. Of a claimant (`claims`), `is_claiming` says that it is one, and `is_by_gain` that it was no head of its tier.
     """
 
     gain: GainFigures | None = None
     density: int = 0
     is_urgent: bool = False
+    is_apart: bool = False
     in_floor: bool = False
+    is_claiming: bool = False
+    is_by_gain: bool = False
 
     def density_at(self, now_us: int) -> int:
         """Its density now; 0 without figures."""

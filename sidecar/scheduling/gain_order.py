@@ -44,9 +44,10 @@ class GainTier(TierState):
     __slots__ = ("floor_requests", "floor_tokens")
 
     queue: GainQueue
+    _queue_type: type[GainQueue] = GainQueue
 
     def __init__(self, rules: TierRules) -> None:
-        super().__init__(rules, GainQueue())
+        super().__init__(rules)
         self.floor_tokens = 0
         self.floor_requests = 0
 
@@ -65,11 +66,17 @@ class GainTier(TierState):
     def has_its_reserve_without(self, lease: Ticket) -> bool:
         """Whether the floor is full. A lease in the floor is never taken."""
         assert isinstance(lease, GainTicket)
-        rules = self.rules
+        return not self.rules.always_first and not lease.in_floor and not self.is_below_floor()
+
+    def is_below_floor(self) -> bool:
+        """Whether its floor has room left, in each dimension."""
+        return self.floor_tokens < self.rules.reserve_tokens and self.floor_requests < self.rules.reserve_requests
+
+    def has_floor_for(self, ticket: Ticket) -> bool:
+        """Whether its floor has room for a ticket."""
         return (
-            not rules.always_first
-            and not lease.in_floor
-            and (self.floor_tokens >= rules.reserve_tokens or self.floor_requests >= rules.reserve_requests)
+            self.floor_tokens + ticket.tokens <= self.rules.reserve_tokens
+            and self.floor_requests + ticket.requests <= self.rules.reserve_requests
         )
 
 
@@ -90,20 +97,12 @@ class GainOrder(LevelOrder):
     def candidate(self, tier: TierState, ticket: Ticket, now_us: int) -> Candidate:
         """See `LevelOrder.candidate`: the place of a tier's head."""
         assert isinstance(tier, GainTier)
-        rules = tier.rules
         turn = 0
-        if rules.always_first:
+        if tier.rules.always_first:
             order_class = _ALWAYS_FIRST
-        elif (
-            tier.floor_tokens + ticket.tokens <= rules.reserve_tokens
-            and tier.floor_requests + ticket.requests <= rules.reserve_requests
-        ):
+        elif tier.has_floor_for(ticket):
             order_class = _INSIDE
-        elif (
-            now_us >= tier.owes_until_us
-            and tier.floor_tokens < rules.reserve_tokens
-            and tier.floor_requests < rules.reserve_requests
-        ):
+        elif now_us >= tier.owes_until_us and tier.is_below_floor():
             order_class, turn = _TURN, tier.latest_admission
         else:
             return self.beyond(tier, ticket, now_us)
@@ -162,7 +161,7 @@ class GainOrder(LevelOrder):
     def _is_in_headroom(self, tier: GainTier, ticket: Ticket) -> bool:
         rules = tier.rules
         return (
-            (rules.headroom_tokens > 0 or rules.headroom_requests > 0)
+            (rules.headroom_tokens > 0 or rules.headroom_requests > 0 or rules.headroom_prefill > 0)
             and (not self._bounds_tokens or tier.held_tokens + ticket.tokens <= rules.headroom_tokens)
             and (not self._bounds_requests or tier.held_requests + ticket.requests <= rules.headroom_requests)
         )

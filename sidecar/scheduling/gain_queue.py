@@ -68,12 +68,12 @@ class GainLane(Lane):
 
 def _is_calm(place: _Place) -> bool:
     ticket = place[3]
-    return ticket.queued and not ticket.is_urgent and bool(ticket.returns) is place[4]
+    return ticket.queued and not ticket.is_urgent and ticket.is_apart is place[4]
 
 
 def _is_urgent(place: _Place) -> bool:
     ticket = place[3]
-    return ticket.queued and place[0] == -ticket.density and bool(ticket.returns) is place[4]
+    return ticket.queued and place[0] == -ticket.density and ticket.is_apart is place[4]
 
 
 class GainQueue(FairQueue):
@@ -121,15 +121,15 @@ class GainQueue(FairQueue):
     def put_back(self, ticket: Ticket) -> None:
         """See `FairQueue.put_back`."""
         assert isinstance(ticket, GainTicket)
+        ticket.is_apart = True
         super().put_back(ticket)
         self._enter(ticket, self._returned_lane)
 
     def admit(self, ticket: Ticket) -> None:
         """Takes out a ticket that its tenant is charged for. See the module."""
-        lane = None if ticket.returns else self._lanes[ticket.tenant]
-        head = self.head()
-        assert head is not None
-        self._virtual = max(self._virtual, head.start)
+        assert isinstance(ticket, GainTicket)
+        lane = None if ticket.is_apart else self._lanes[ticket.tenant]
+        self._virtual = self._now()
         if lane is not None:
             assert lane.first is not None
             lane.finish = max(lane.finish, lane.first.start) + ticket.tokens / ticket.weight
@@ -200,7 +200,7 @@ class GainQueue(FairQueue):
 
     def appraise(self, ticket: GainTicket) -> None:
         """A ticket that was just put in has its figures now."""
-        self._enter(ticket, self._returned_lane if ticket.returns else self._lanes[ticket.tenant])
+        self._enter(ticket, self._returned_lane if ticket.is_apart else self._lanes[ticket.tenant])
 
     def best(self) -> GainTicket | None:
         """The densest urgent ticket, or else the one with the earliest deadline, of tenants that are not ahead."""
@@ -236,9 +236,9 @@ class GainQueue(FairQueue):
         assert lane is not None
         self._enter_urgent(place, lane)
 
-    def is_ahead(self, ticket: Ticket) -> bool:
+    def is_ahead(self, ticket: GainTicket) -> bool:
         """Whether a waiting ticket is of a tenant that is ahead: it is admitted in fair order only."""
-        if ticket.returns:
+        if ticket.is_apart:
             return False
         lane = self._lanes[ticket.tenant]
         return self._now() < self._near(lane)
@@ -257,7 +257,7 @@ class GainQueue(FairQueue):
 
     @staticmethod
     def _urgent_place(ticket: GainTicket) -> _Place:
-        return -ticket.density, ticket.arrived_us, ticket.sequence, ticket, bool(ticket.returns)
+        return -ticket.density, ticket.arrived_us, ticket.sequence, ticket, ticket.is_apart
 
     def _enter(self, ticket: GainTicket, lane: GainLane) -> None:
         if ticket.gain is None:
@@ -266,7 +266,7 @@ class GainQueue(FairQueue):
         if ticket.is_urgent:
             self._enter_urgent(self._urgent_place(ticket), lane)
             return
-        place = (ticket.deadline_us, ticket.arrived_us, ticket.sequence, ticket, bool(ticket.returns))
+        place = (ticket.deadline_us, ticket.arrived_us, ticket.sequence, ticket, ticket.is_apart)
         heappush(lane.calm, place)
         if lane.calm[0] is place and not lane.is_aside:
             heappush(self._calm, self._calm_first(place, lane))

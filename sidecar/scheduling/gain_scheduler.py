@@ -21,7 +21,6 @@ from sidecar.scheduling.fair_queue import SPARE_ENTRIES
 from sidecar.scheduling.gain import GainFigures, GainTicket
 from sidecar.scheduling.gain_order import GainOrder, GainTier
 from sidecar.scheduling.order import Candidate, OrderClass
-from sidecar.scheduling.preemption import Preemption
 from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.ticket import Admission, Ticket
 
@@ -34,21 +33,16 @@ _ALWAYS_FIRST, _, _, _OTHER = OrderClass
 
 
 class GainScheduler(Scheduler):
-    """See `Scheduler`. Call `appraise` after `submit`, before anything else, for a ticket that can earn something.
-
-    `engines` is how many engines work on what waits.
-    """
+    """See `Scheduler`. Call `appraise` after `submit`, before anything else, for a ticket that can earn something."""
 
     _tiers: tuple[GainTier, ...]
     _order: GainOrder
-    _ticket = GainTicket
+    _ticket_type = GainTicket
+    _tier_type: type[GainTier] = GainTier
+    _order_type: type[GainOrder] = GainOrder
 
     def __init__(self, rules: PoolRules) -> None:
         super().__init__(rules)
-        self.engines = 1
-        self._tiers = tuple(GainTier(tier) for tier in rules.tiers)
-        self._order = GainOrder(rules, self._tiers)
-        self._preemption = Preemption(self._tiers, self._order, self)
         self._deadlines: list[tuple[int, int, int, GainTicket]] = []
 
     def appraise(self, ticket: Ticket, gain: GainFigures) -> None:
@@ -60,13 +54,13 @@ class GainScheduler(Scheduler):
 
     def dispatch(self, now_us: int) -> list[Admission]:
         """See `Scheduler.dispatch`."""
-        if self._deadlines and not self.is_paused:
+        if not self.is_paused:
             self._make_urgent(now_us)
         return super().dispatch(now_us)
 
     def preempt(self, now_us: int) -> list[Ticket]:
         """See `Scheduler.preempt`."""
-        self._refresh(now_us)
+        self._refresh_densities(now_us)
         return super().preempt(now_us)
 
     def resize(self, ticket_id: str, tokens: int) -> bool:
@@ -113,24 +107,29 @@ class GainScheduler(Scheduler):
         return tokens >= 0 and requests >= 0
 
     def _next_admission(self, now_us: int) -> Candidate | None:
-        self._refresh(now_us)
+        self._refresh_densities(now_us)
         return super()._next_admission(now_us)
 
-    def _refresh(self, now_us: int) -> None:
+    def _refresh_densities(self, now_us: int) -> None:
         for tier in self._tiers:
             if tier.queue.has_urgent:
                 tier.queue.refresh(now_us)
 
     def _patience_us(self) -> int:
         """A ticket whose deadline is nearer than this is urgent."""
-        return sum(tier.queue.cost_us for tier in self._tiers) // (2 * self.engines)
+        return sum(tier.queue.cost_us for tier in self._tiers) // (2 * self._engines_that_work())
+
+    def _engines_that_work(self) -> int:
+        return 1
 
     def _make_urgent(self, now_us: int) -> None:
+        if not self._deadlines:
+            return
         before_us = now_us + self._patience_us()
         made = 0
         while self._deadlines and made < MOST_MADE_URGENT:
             deadline_us, _, _, ticket = self._deadlines[0]
-            if not _waits_for_its_deadline(ticket):
+            if not _is_calm(ticket):
                 heappop(self._deadlines)
             elif deadline_us < before_us:
                 heappop(self._deadlines)
@@ -139,7 +138,7 @@ class GainScheduler(Scheduler):
             else:
                 break
         if len(self._deadlines) > 2 * len(self._waiting) + SPARE_ENTRIES:
-            self._deadlines = [entry for entry in self._deadlines if _waits_for_its_deadline(entry[3])]
+            self._deadlines = [entry for entry in self._deadlines if _is_calm(entry[3])]
             heapify(self._deadlines)
 
     def _await_deadline(self, ticket: GainTicket) -> None:
@@ -169,5 +168,5 @@ class GainScheduler(Scheduler):
         self._await_deadline(ticket)
 
 
-def _waits_for_its_deadline(ticket: GainTicket) -> bool:
-    return ticket.queued and not ticket.is_urgent
+def _is_calm(ticket: GainTicket) -> bool:
+    return (ticket.queued or ticket.is_claiming) and not ticket.is_urgent

@@ -3,9 +3,8 @@
 Rule 1 sorts tickets into four classes (`OrderClass`). Among turns the tier with the oldest latest admission comes
 first. Then, and in the other classes, the smaller precedence comes first; then the earlier arrival.
 
-`LevelOrder` is the only order today, so `order_of` has nothing to choose by. Its precedence is the aged level. A second
-order is another class with the same methods, and its twin in `pools/redis/lua/ordering.lua`. `order_of` then chooses by
-a field that `PoolRules` gets for it. For each ticket an order decides four separate things, the fields of `Candidate`:
+Another order is another class with the same methods (`gain_order`), and its twin in `pools/redis/lua`. The precedence of
+`LevelOrder` is the aged level. For each ticket an order decides four separate things, the fields of `Candidate`:
 
 - its place: `order_class`, `turn`, `precedence`, arrival and sequence, compared in this sequence;
 - `headroom_level`: the ticket may not use the headroom of a tier that is more important than this level (rule 2);
@@ -13,8 +12,8 @@ a field that `PoolRules` gets for it. For each ticket an order decides four sepa
   counts everything that such a tier holds. An order that does not look at levels in class OTHER sets 0;
 - `engine_level`: the level that the engine receives as the priority of the request.
 
-An order that must see every waiting ticket, and not only the heads of the tiers, has a subclass of `FairQueue`. Its
-constructor puts an object of that class into `queue` of each tier.
+An order that must see every waiting ticket, and not only the heads of the tiers, has a subclass of `FairQueue` in a
+subclass of `TierState`.
 """
 
 from __future__ import annotations
@@ -158,8 +157,3 @@ class LevelOrder:
                 rise = (now_us - head.arrived_us) // unit_us + 1
                 if rise <= head.tier - ceiling:
                     yield head.arrived_us + rise * unit_us
-
-
-def order_of(rules: PoolRules, tiers: Sequence[TierState]) -> LevelOrder:
-    """The order that the rules ask for."""
-    return LevelOrder(rules, tiers)

@@ -44,7 +44,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import sub
 
 from sidecar.policy.rules import PoolRules
-from sidecar.scheduling.order import Candidate, OrderClass, order_of
+from sidecar.scheduling.order import Candidate, LevelOrder, OrderClass
 from sidecar.scheduling.overtaking import Overtaking
 from sidecar.scheduling.preemption import Preemption
 from sidecar.scheduling.ticket import Admission, Rule, Ticket, Wait
@@ -62,20 +62,24 @@ class Scheduler:
     order. Call `preempt` after it: it returns the leases that the engine is to release.
     """
 
-    _ticket = Ticket
+    # What a scheduler is made of: each kind has its own.
+    _ticket_type: type[Ticket] = Ticket
+    _tier_type: type[TierState] = TierState
+    _order_type: type[LevelOrder] = LevelOrder
+    _preemption_type: type[Preemption] = Preemption
 
     def __init__(self, rules: PoolRules) -> None:
         self.rules = rules
         self.is_paused = False
-        self._tiers = tuple(TierState(tier) for tier in rules.tiers)
-        self._order = order_of(rules, self._tiers)
+        self._tiers = tuple(self._tier_type(tier) for tier in rules.tiers)
+        self._order = self._order_type(rules, self._tiers)
         self._all_tokens = 0
         self._all_requests = 0
         self._served = self._none_served = (0,) * len(rules.tiers)
         self._waiting: dict[str, Ticket] = {}  # in order of arrival, unless a victim has returned
         self._has_returned = False
         self._leases: dict[str, Ticket] = {}
-        self._preemption = Preemption(self._tiers, self._order, self)
+        self._preemption = self._preemption_type(self._tiers, self._order, self)
         self._overtaking = Overtaking()
         self._sequence = 0
         self._admissions = 0
@@ -124,7 +128,7 @@ class Scheduler:
         if tokens < 1 or requests < 1 or weight < 1:
             raise ValueError(f"tokens, requests and weight are at least 1, not {tokens}, {requests}, {weight}")
         self._sequence += 1
-        ticket = self._ticket(ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence, self._served)
+        ticket = self._ticket_type(ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence, self._served)
         self._waiting[ticket_id] = ticket
         if returns:
             ticket.returns = returns
@@ -142,7 +146,7 @@ class Scheduler:
         """
         if ticket_id in self._waiting or ticket_id in self._leases:
             raise ValueError(f"a ticket called {ticket_id!r} is already here")
-        self._leases[ticket_id] = self._ticket(ticket_id, tier, "", 1, tokens, requests, 0, 0, self._served)
+        self._leases[ticket_id] = self._ticket_type(ticket_id, tier, "", 1, tokens, requests, 0, 0, self._served)
         self.book(tier, tokens, requests)
 
     def dispatch(self, now_us: int) -> list[Admission]:

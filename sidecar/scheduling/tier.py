@@ -23,8 +23,10 @@ class TierState:
 
     __slots__ = ("held_requests", "held_tokens", "latest_admission", "owes_until_us", "queue", "rules")
 
-    def __init__(self, rules: TierRules, queue: FairQueue | None = None) -> None:
-        self.queue = FairQueue() if queue is None else queue
+    _queue_type: type[FairQueue] = FairQueue
+
+    def __init__(self, rules: TierRules) -> None:
+        self.queue = self._queue_type()
         self.held_tokens = 0
         self.held_requests = 0
         self.latest_admission = 0

@@ -51,18 +51,18 @@ class GainOracle(Oracle):
     """The order by gain by the page."""
 
     policy: GainPolicy
+    request_type = GainRequest
     submitted: list[GainRequest]
 
     def __init__(self, policy: GainPolicy) -> None:
         super().__init__(policy, divide=lambda tokens, weight: tokens / weight)
         self.largest: dict[int, int] = {}
-        self.engines = 1
 
     # Operations.
 
     def submit(self, id: str, *, tier: int, now_us: int, gain: GainFigures | None = None, **ticket) -> GainRequest:
         plain = super().submit(id, tier=tier, now_us=now_us, **ticket)
-        request = GainRequest(**vars(plain), gain=gain)
+        request = self.request_type(**vars(plain), gain=gain)
         self.submitted[-1] = request
         self.largest[tier] = max(self.largest.get(tier, 0), 2 ** math.ceil(math.log2(request.tokens)))
         return request
@@ -78,13 +78,13 @@ class GainOracle(Oracle):
         return super().dispatch(now_us)
 
     def preempt(self, now_us: int) -> list[str]:
-        self.refresh(now_us)
+        self.refresh_densities(now_us)
         return super().preempt(now_us)
 
     def next_admission(self, now_us: int) -> Request | None:
         if not all(most is None or used < most for used, most in zip(self.used(), self.capacity(), strict=True)):
             return None
-        self.refresh(now_us)
+        self.refresh_densities(now_us)
         return super().next_admission(now_us)
 
     def admit(self, id: str, now_us: int) -> Answer:
@@ -95,10 +95,9 @@ class GainOracle(Oracle):
         if self.is_held_back(now_us):
             self.went_while_held_back = id
         virtual = self.virtual[tier] = self.virtual_now(tier)
-        charges = not request.returns
+        charges = self.is_in_lane(request)
         if charges:
-            first = next(first for first in self.firsts(tier) if first.tenant == request.tenant and not first.returns)
-            from_tag = max(first.start, self.finish.get((tier, request.tenant), 0))
+            from_tag = max(self.first_of_lane(request).start, self.finish.get((tier, request.tenant), 0))
             self.finish[tier, request.tenant] = from_tag + request.tokens / request.weight
         request.start = virtual if request.start is None else request.start
         request.state, request.held_tokens, request.admitted_us = "held", request.tokens, now_us
@@ -118,12 +117,12 @@ class GainOracle(Oracle):
     def make_urgent(self, now_us: int) -> None:
         """Phi is half of the engines' time for all that waits; what is due sooner is urgent from now on."""
         worth = [request for request in self.waiting() if request.gain is not None]
-        phi_us = sum(request.gain.cost_us for request in worth) // (2 * self.engines)
+        phi_us = sum(request.gain.cost_us for request in worth) // (2 * self.engines())
         calm = sorted((r for r in worth if not r.urgent), key=lambda r: (self.due_us(r), r.arrived_us, r.number))
         for request in [r for r in calm if self.due_us(r) - now_us < phi_us][:MOST_MADE_URGENT]:
             request.urgent, request.density = True, self.density(request, now_us)
 
-    def refresh(self, now_us: int) -> None:
+    def refresh_densities(self, now_us: int) -> None:
         """Of each tier the densest ticket, as far as is known, is computed anew until nothing changes."""
         for tier in range(len(self.policy.tiers)):
             for _ in range(MOST_REFRESHED):
@@ -145,6 +144,9 @@ class GainOracle(Oracle):
         late_us = max(0, now_us - request.arrived_us - start_by_us)
         gain = weight * max(0, tokens - math.floor(Fraction(late_us, slack_us)))
         return math.floor(Fraction(gain * 10**6, cost_us))
+
+    def engines(self) -> int:
+        return 1
 
     def due_us(self, request: GainRequest) -> int:
         return request.arrived_us + request.gain.deadline_us
@@ -172,26 +174,38 @@ class GainOracle(Oracle):
 
     def virtual_now(self, tier: int) -> float:
         """V: the smallest start of all that wait, or what it was if that is more."""
-        return max([self.virtual.get(tier, 0), min(first.start for first in self.firsts(tier))])
+        virtual = self.virtual.get(tier, 0)
+        return max(virtual, min((first.start for first in self.firsts(tier)), default=virtual))
+
+    def first_of_lane(self, request: GainRequest) -> GainRequest:
+        """The first of the tickets of its tenant."""
+        firsts = self.firsts(request.tier)
+        return next(first for first in firsts if first.tenant == request.tenant and self.is_in_lane(first))
 
     def is_ahead(self, request: GainRequest) -> bool:
         """Whether its tenant is ahead of V by more than two maximal requests."""
-        if request.returns or request.state != "waiting":
+        if request.state != "waiting" or not self.is_in_lane(request):
             return False
         latest = [r for r in self.submitted if (r.tier, r.tenant) == (request.tier, request.tenant)][-1]
         finish = self.finish.get((request.tier, request.tenant), 0.0)
         return self.virtual_now(request.tier) < finish - 2 * self.largest.get(request.tier, 0) / latest.weight
 
+    def is_in_lane(self, request: GainRequest) -> bool:
+        return not request.returns
+
     def urgent(self, tier: int) -> list[GainRequest]:
         """The urgent tickets that may go by gain, the densest first as far as is known."""
-        found = [r for r in self.waiting(tier) if r.urgent and r.density > 0 and not self.is_ahead(r)]
+        found = [r for r in self.queued(tier) if r.urgent and r.density > 0 and not self.is_ahead(r)]
         return sorted(found, key=lambda r: (-r.density, r.arrived_us, r.number))
 
-    def best(self, tier: int) -> list[GainRequest]:
+    def queued(self, tier: int) -> list[GainRequest]:
+        return self.waiting(tier)
+
+    def best_by_gain(self, tier: int) -> list[GainRequest]:
         """The best ticket of a tier by gain, if any."""
         if self.policy.tiers[tier].always_first:
             return []
-        calm = [r for r in self.waiting(tier) if r.gain is not None and not r.urgent and not self.is_ahead(r)]
+        calm = [r for r in self.queued(tier) if r.gain is not None and not r.urgent and not self.is_ahead(r)]
         calm.sort(key=lambda r: (self.due_us(r), r.arrived_us, r.number))
         return [*self.urgent(tier), *calm][:1]
 
@@ -205,7 +219,7 @@ class GainOracle(Oracle):
 
     def in_order(self, now_us: int) -> list[Request]:
         heads = self.heads(now_us)
-        best = [r for tier in range(len(self.policy.tiers)) for r in self.best(tier) if r not in heads]
+        best = [r for tier in range(len(self.policy.tiers)) for r in self.best_by_gain(tier) if r not in heads]
         candidates = [request for request in [*heads, *best] if self.is_candidate(request)]
         return sorted(candidates, key=lambda request: self.place(request, now_us))
 
@@ -249,5 +263,5 @@ class GainOracle(Oracle):
 
     def _delay_first(self, tier: int, tenant: str) -> None:
         for first in self.firsts(tier):
-            if first.tenant == tenant and not first.returns:
+            if first.tenant == tenant and self.is_in_lane(first):
                 first.start = max(first.start, self.virtual.get(tier, 0), self.finish.get((tier, tenant), 0))

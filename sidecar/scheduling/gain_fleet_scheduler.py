@@ -1,0 +1,96 @@
+"""The scheduler of a pool with several engines that orders by gain: `fleet_scheduler` with the order of `gain_order`.
+
+A walk looks at the heads of the tiers, at the claimants, and at the best ticket of each tier, in the order by gain. A
+best ticket that claims an engine becomes a claimant: the next best of its tier is a candidate then.
+
+A ticket is urgent when its deadline is nearer than half of the time that all engines which take new work need for all
+that waits.
+"""
+
+from __future__ import annotations
+
+from sidecar.scheduling.fleet_scheduler import FleetScheduler, Placed, RulesOf
+from sidecar.scheduling.gain import GainFigures, GainTicket
+from sidecar.scheduling.gain_fleet import GainFleetOrder, GainFleetTier
+from sidecar.scheduling.gain_scheduler import GainScheduler
+from sidecar.scheduling.order import Candidate, OrderClass
+from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineLedger
+from sidecar.scheduling.ticket import Admission, Ticket
+
+_ALWAYS_FIRST = OrderClass.ALWAYS_FIRST
+
+
+class GainFleetScheduler(GainScheduler, FleetScheduler):
+    """See `FleetScheduler` and `GainScheduler`."""
+
+    _tiers: tuple[GainFleetTier, ...]
+    _order: GainFleetOrder
+    _tier_type = GainFleetTier
+    _order_type = GainFleetOrder
+
+    def __init__(self, rules_of: RulesOf, weight_percent: int = WEIGHT_PERCENT) -> None:
+        self._deadlines: list[tuple[int, int, int, GainTicket]] = []
+        FleetScheduler.__init__(self, rules_of, weight_percent)
+
+    def appraise(self, ticket: Ticket, gain: GainFigures) -> None:
+        """See `GainScheduler.appraise`."""
+        super().appraise(ticket, gain)
+        if self._tiers[ticket.tier].queue.best() is ticket:
+            self._changed()
+
+    def charge(self, tier: int, tenant: str, weight: int, tokens: int) -> None:
+        """See `Scheduler.charge`. The tenant's first ticket that waits starts later, too."""
+        self._changed()
+        super().charge(tier, tenant, weight, tokens)
+
+    def holds_its_place(self, candidate: Candidate) -> bool:
+        """See `GainScheduler.holds_its_place`, in three dimensions."""
+        if candidate.order_class is _ALWAYS_FIRST:
+            return True
+        if not super().holds_its_place(candidate):
+            return False
+        ticket = candidate.ticket
+        prefill = self.rules.prefill - self._tiers[ticket.tier].prefill(ticket)
+        for level, tier in enumerate(self._tiers):
+            if level == ticket.tier:
+                continue
+            rules = tier.rules
+            kept = tier.held_prefill if rules.always_first else min(tier.floor_prefill, rules.reserve_prefill)
+            if level < candidate.headroom_level:
+                kept = max(kept, rules.headroom_prefill)
+            prefill -= kept
+        return prefill >= 0
+
+    def _make_urgent(self, now_us: int) -> None:
+        super()._make_urgent(now_us)
+        if any(tier.queue.has_urgent for tier in self._tiers):
+            self._changed()  # densities fall with time alone
+
+    def _walk(self, now_us: int) -> Placed | None:
+        self._refresh_densities(now_us)
+        return super()._walk(now_us)
+
+    def _engines_that_work(self) -> int:
+        return max(1, len(self.placement.taking))
+
+    def _admit_to(self, candidate: Candidate, ledger: EngineLedger, now_us: int) -> Admission:
+        admission = super()._admit_to(candidate, ledger, now_us)
+        ticket = candidate.ticket
+        assert isinstance(ticket, GainTicket)
+        if ticket.in_floor:
+            self._tiers[ticket.tier].floor_prefill += ticket.placing.prefill
+        return admission
+
+    def _release(self, lease: Ticket, now_us: int) -> None:
+        self._give_floor_back(lease)
+        super()._release(lease, now_us)
+
+    def _give_prefill_back(self, lease: Ticket, now_us: int) -> None:
+        self._give_floor_back(lease)
+        super()._give_prefill_back(lease, now_us)
+
+    def _give_floor_back(self, lease: Ticket) -> None:
+        """What is un-prefilled of a lease does not count in its tier's floor any more."""
+        assert isinstance(lease, GainTicket)
+        if lease.in_floor:
+            self._tiers[lease.tier].floor_prefill -= lease.placing.prefill
