@@ -111,8 +111,6 @@ def _prepared(args: argparse.Namespace) -> tuple[Setting, list[Candidate]]:
     policies = [load_policy(name) for name in args.policy]
     if args.order is not None:
         policies = [policy.ordered_by(args.order) for policy in policies]
-    if args.engines > 1 and any(policy.order is Order.GAIN for policy in policies):
-        raise BadOrder("order gain: a pool of several engines orders by level only in this version; write --engines 1")
     for policy in policies:
         ladder(policy, args.mix, trace.rows)
     model = load_model(args.engine_model)

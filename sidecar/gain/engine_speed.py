@@ -335,10 +335,15 @@ class EngineSpeeds:
                 del self.engines[next(iter(self.engines))]
         return found
 
-    def coefficients(self, name: str | None) -> Coefficients:
-        """The coefficients of an engine, or the stated defaults. Asking does not make one."""
-        found = self.engines.get(name)
-        return DEFAULTS if found is None else found.coefficients
+    def typical(self) -> Coefficients:
+        """The coefficients of the engine in the middle by its time for an output token: of those that are known, where
+        there are any. For a request whose engine is not chosen yet. Costs O(engines).
+        """
+        if len(self.engines) == 1:
+            return next(iter(self.engines.values())).coefficients
+        found = [engine.coefficients for engine in self.engines.values()]
+        found = [it for it in found if it.is_known] or found or [DEFAULTS]
+        return sorted(found, key=lambda it: it.output_ns)[(len(found) - 1) // 2]
 
 
 def group_of(tenant: str) -> int:

@@ -109,14 +109,15 @@ class GainMeter:
         if objective is None or request.assumed_output < 1 or request.payload.background:
             return
         tier = self.ledger.tier(tier_names[request.classification.level].decode())
-        speed = self.speeds.coefficients(None)
+        speed = self.speeds.typical()
         tokens = self.expected_tokens(request, tier)
+        uncached = max(0, request.prompt_tokens - max((hit for _, hit in request.hits or ()), default=0))
         request.gain = GainFigures(
             objective.weight,
             tokens,
-            speed.cost_us(request.prompt_tokens, tokens),
+            speed.cost_us(uncached, tokens),
             objective.ttft_us,
-            objective.ttft_us - speed.prefill_us(request.prompt_tokens),
+            objective.ttft_us - speed.prefill_us(uncached),
             max(LEAST_SLACK_US, objective.tpot_us - speed.token_us),
         ).bounded()
 

@@ -77,9 +77,8 @@ def _order(data: Mapping[str, object]) -> Found:
     """What the order by gain does not go with."""
     if data.get("order") != "gain":
         return
-    for key, where in (("store", "in a store"), ("engines", "of several engines")):
-        if data.get(key) is not None:
-            yield ("order",), f"a pool {where} orders by level only; remove `order: gain`, or `{key}`"
+    if data.get("store") is not None:
+        yield ("order",), "a pool in a store orders by level only; remove `order: gain`, or `store`"
 
 
 def _read(reader: Callable[[object], N], value: object) -> N | None:

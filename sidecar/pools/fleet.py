@@ -16,6 +16,7 @@ from sidecar.pools.runtime import Clock, LeaseRuntime, monotonic_us
 from sidecar.pools.stats import ALONE, bounded, grant_of
 from sidecar.scheduling import Admission
 from sidecar.scheduling.fleet_scheduler import FleetScheduler
+from sidecar.scheduling.gain_fleet_scheduler import GainFleetScheduler
 from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineOffer, EngineState, Found, sum_of_offers
 from sidecar.scheduling.rate_limit import RateLimiter
 
@@ -32,7 +33,7 @@ class EngineRuntime(LeaseRuntime):
     def submit(self, lease: Lease) -> None:
         """See `LeaseRuntime.submit`."""
         ask = lease.ask
-        self.scheduler.submit(
+        ticket = self.scheduler.submit(
             lease.ticket_id,
             tier=ask.tier,
             tokens=ask.tokens,
@@ -45,6 +46,7 @@ class EngineRuntime(LeaseRuntime):
             hits=ask.hits,
             barred=ask.barred,
         )
+        self._appraise(ticket, ask)
         self.waiting[lease.ticket_id] = lease
 
     def hand_back(self, lease: Lease, now_us: int) -> bool:
@@ -83,7 +85,8 @@ class FleetRuntime(EngineRuntime):
 
     def new_scheduler(self, rules: PoolRules) -> FleetScheduler:  # noqa: ARG002  # sizes are those of the engines
         """See `LeaseRuntime.new_scheduler`."""
-        return FleetScheduler(self._policy.rules_of, self._weight_percent)
+        kind = GainFleetScheduler if self._policy.rules.is_by_gain else FleetScheduler
+        return kind(self._policy.rules_of, self._weight_percent)
 
 
 class FleetPool(LocalPool):

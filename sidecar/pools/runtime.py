@@ -15,6 +15,7 @@ from sidecar.pools.base import Ask, Grant, Lease
 from sidecar.pools.stats import TierUsage, grant_of
 from sidecar.scheduling import Admission, Scheduler, Wait
 from sidecar.scheduling.gain_scheduler import GainScheduler
+from sidecar.scheduling.ticket import Ticket
 
 Clock = Callable[[], int]
 
@@ -61,9 +62,12 @@ class LeaseRuntime:
             now_us=lease.entered_us,
             returns=lease.returns,
         )
+        self._appraise(ticket, ask)
+        self.waiting[lease.ticket_id] = lease
+
+    def _appraise(self, ticket: Ticket, ask: Ask) -> None:
         if ask.gain is not None and isinstance(self.scheduler, GainScheduler):
             self.scheduler.appraise(ticket, ask.gain)
-        self.waiting[lease.ticket_id] = lease
 
     def dispatch(self, now_us: int) -> None:
         """Admits every request that the rules let in now; for the first that they do not, leases are preempted."""

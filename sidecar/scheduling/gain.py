@@ -68,7 +68,7 @@ class GainTicket(Ticket):
 
     `density` is what was last computed: not less than it is now. A ticket that `is_urgent` stays so. One that
     `is_apart` came back to its queue and stands in no lane. `in_floor` says of a lease that it counts in its tier's
-    floor. Of a claimant (`claims`), `is_claiming` says that it is one, and `is_by_gain` that it was no head of its tier.
+    floor. One that `is_claiming` is a claimant (`claims`); `is_by_gain` says that it was no head of its tier then.
     """
 
     gain: GainFigures | None = None

@@ -1,7 +1,7 @@
 """The queue of one tier of several engines that is ordered by gain: its claimants may be any of its tickets.
 
-A ticket that claims an engine has left its lane, and its tenant was charged for it as by an admission: from the start of
-the tenant's first ticket. It is never held against it that its tenant is ahead. One that was no head of its tier when
+A ticket that claims an engine has left its lane, and its tenant was charged for it as by an admission: from the start
+of the tenant's first ticket. That its tenant is ahead does not matter any more. One that was no head of its tier when
 it claimed is not admitted for the floor. One that has to return to the queue stands in the lane of those that returned.
 """
 
@@ -66,9 +66,7 @@ class GainClaimQueue(ClaimQueue, GainQueue):
         first = lane.first
         start = max(self._virtual, lane.finish)
         if lane.waiting and first is not None and start < first.start:
-            first.start = start
-            self._enter_heap(first)
-            self._clean()
+            self._start_at(first, start)
         if lane.is_aside:
             self._bring_back(lane)
 

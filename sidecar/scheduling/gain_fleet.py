@@ -70,5 +70,7 @@ class GainFleetOrder(GainOrder, FleetOrder):
 
     def _is_in_headroom(self, tier: GainTier, ticket: Ticket) -> bool:
         assert isinstance(tier, GainFleetTier)
-        has_prefill = not self._bounds_prefill or tier.held_prefill + tier.prefill(ticket) <= tier.rules.headroom_prefill
+        has_prefill = (
+            not self._bounds_prefill or tier.held_prefill + tier.prefill(ticket) <= tier.rules.headroom_prefill
+        )
         return has_prefill and super()._is_in_headroom(tier, ticket)

@@ -61,10 +61,11 @@ class GainFleetScheduler(GainScheduler, FleetScheduler):
             prefill -= kept
         return prefill >= 0
 
-    def _make_urgent(self, now_us: int) -> None:
-        super()._make_urgent(now_us)
-        if any(tier.queue.has_urgent for tier in self._tiers):
+    def _make_urgent(self, now_us: int) -> int:
+        made = super()._make_urgent(now_us)
+        if made or any(tier.queue.has_urgent for tier in self._tiers):
             self._changed()  # densities fall with time alone
+        return made
 
     def _walk(self, now_us: int) -> Placed | None:
         self._refresh_densities(now_us)

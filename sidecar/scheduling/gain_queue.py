@@ -5,7 +5,8 @@ heaps of its lane, too: by deadline, or by density once it is urgent. Two heaps 
 lane. So the best ticket is found in O(log n), whatever waits, and no ticket is out of sight.
 
 Fairness. Tickets leave in any order here, so the tags of `fair_queue` are kept differently in three places. The virtual
-time V is the smallest start of all that wait (a tenant that is served often must not move it). A tenant is charged from
+time V is the smallest start of all tenants that wait (one that is served often must not move it, and a ticket that
+returned must not hold it). A tenant is charged from
 the start of its first ticket, whichever of its tickets is admitted, and the start of its first ticket rises with that.
 A tenant is *ahead* while its finish is beyond V by more than two maximal requests, divided by its weight: the maximal
 request is the largest since the queue was empty, rounded up to a power of two. Then its lane is set aside: its tickets
@@ -79,7 +80,7 @@ def _is_urgent(place: _Place) -> bool:
 class GainQueue(FairQueue):
     """See `FairQueue`. `cost_us` is what all waiting tickets with figures cost."""
 
-    __slots__ = ("_aside", "_calm", "_entries", "_gone", "_largest", "_returned_lane", "_urgent", "cost_us")
+    __slots__ = ("_aside", "_calm", "_entries", "_firsts", "_gone", "_largest", "_returned_lane", "_urgent", "cost_us")
 
     _lanes: dict[str, GainLane]  # type: ignore[assignment]  # made by `_new_lane`
 
@@ -91,6 +92,7 @@ class GainQueue(FairQueue):
         self._calm: list[_First] = []
         self._urgent: list[_First] = []
         self._entries = 0
+        self._firsts: list[Entry] = []  # of the lanes; the first entry stands
         self._aside: list[tuple[float, str]] = []
         self._returned_lane = GainLane()
         self._largest = 0
@@ -164,6 +166,7 @@ class GainQueue(FairQueue):
         assert isinstance(lane, GainLane)
         lane.first = first
         super()._tag(first, lane)
+        heappush(self._firsts, (first.start, first.sequence, first))
 
     def _delay(self, lane: GainLane) -> None:
         """The first ticket of a lane that was charged starts where its tenant's finish is."""
@@ -171,15 +174,26 @@ class GainQueue(FairQueue):
         assert first is not None
         start = max(self._virtual, lane.finish)
         if start > first.start:
-            first.start = start
-            self._enter_heap(first)
-            self._clean()
+            self._start_at(first, start)
+
+    def _start_at(self, first: Ticket, start: float) -> None:
+        """The first ticket of a lane starts at another time."""
+        first.start = start
+        self._enter_heap(first)
+        heappush(self._firsts, (start, first.sequence, first))
+        self._clean()
 
     def _clean(self) -> None:
         """The first entries of the fair queue's heaps are tickets that wait, with the start that they have."""
         for heap in (self._small, self._large):
             while heap and not _stands(heap[0]):
                 heappop(heap)
+        firsts = self._firsts
+        while firsts and not _stands_in_lane(firsts[0]):
+            heappop(firsts)
+        if len(firsts) > 2 * len(self._lanes) + SPARE_ENTRIES:
+            self._firsts = [entry for entry in firsts if _stands_in_lane(entry)]
+            heapify(self._firsts)
         if len(self._small) + len(self._large) > 2 * (len(self._lanes) + self._returned) + SPARE_ENTRIES:
             self._sweep()
 
@@ -245,8 +259,7 @@ class GainQueue(FairQueue):
 
     def _now(self) -> float:
         """V, as the next admission makes it."""
-        head = self.head()
-        return self._virtual if head is None else max(self._virtual, head.start)
+        return max(self._virtual, self._firsts[0][0]) if self._firsts else self._virtual
 
     def _near(self, lane: GainLane) -> float:
         """The virtual time from which on a lane is not ahead."""
@@ -352,3 +365,9 @@ class GainQueue(FairQueue):
 
 def _stands(entry: Entry) -> bool:
     return entry[2].queued and entry[0] == entry[2].start
+
+
+def _stands_in_lane(entry: Entry) -> bool:
+    ticket = entry[2]
+    assert isinstance(ticket, GainTicket)
+    return ticket.queued and entry[0] == ticket.start and not ticket.is_apart

@@ -110,6 +110,10 @@ class GainScheduler(Scheduler):
         self._refresh_densities(now_us)
         return super()._next_admission(now_us)
 
+    def _firsts(self, now_us: int) -> list[Ticket]:
+        best = (tier.queue.best() for tier in self._tiers if tier.queue.count and not tier.rules.always_first)
+        return [*super()._firsts(now_us), *(ticket for ticket in best if ticket is not None)]
+
     def _refresh_densities(self, now_us: int) -> None:
         for tier in self._tiers:
             if tier.queue.has_urgent:
@@ -122,9 +126,10 @@ class GainScheduler(Scheduler):
     def _engines_that_work(self) -> int:
         return 1
 
-    def _make_urgent(self, now_us: int) -> None:
+    def _make_urgent(self, now_us: int) -> int:
+        """How many tickets become urgent."""
         if not self._deadlines:
-            return
+            return 0
         before_us = now_us + self._patience_us()
         made = 0
         while self._deadlines and made < MOST_MADE_URGENT:
@@ -140,6 +145,7 @@ class GainScheduler(Scheduler):
         if len(self._deadlines) > 2 * len(self._waiting) + SPARE_ENTRIES:
             self._deadlines = [entry for entry in self._deadlines if _is_calm(entry[3])]
             heapify(self._deadlines)
+        return made
 
     def _await_deadline(self, ticket: GainTicket) -> None:
         if ticket.gain is not None and not ticket.is_urgent:

@@ -3,8 +3,8 @@
 Rule 1 sorts tickets into four classes (`OrderClass`). Among turns the tier with the oldest latest admission comes
 first. Then, and in the other classes, the smaller precedence comes first; then the earlier arrival.
 
-Another order is another class with the same methods (`gain_order`), and its twin in `pools/redis/lua`. The precedence of
-`LevelOrder` is the aged level. For each ticket an order decides four separate things, the fields of `Candidate`:
+Another order is another class with the same methods (`gain_order`). The precedence of `LevelOrder` is the aged level.
+For each ticket an order decides four separate things, the fields of `Candidate`:
 
 - its place: `order_class`, `turn`, `precedence`, arrival and sequence, compared in this sequence;
 - `headroom_level`: the ticket may not use the headroom of a tier that is more important than this level (rule 2);

@@ -128,7 +128,9 @@ class Scheduler:
         if tokens < 1 or requests < 1 or weight < 1:
             raise ValueError(f"tokens, requests and weight are at least 1, not {tokens}, {requests}, {weight}")
         self._sequence += 1
-        ticket = self._ticket_type(ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence, self._served)
+        ticket = self._ticket_type(
+            ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence, self._served
+        )
         self._waiting[ticket_id] = ticket
         if returns:
             ticket.returns = returns
@@ -270,13 +272,17 @@ class Scheduler:
         if not self._waiting or self.is_paused:
             return None
         changes = [tier.owes_until_us for tier in self._tiers if tier.queue.count and tier.owes_until_us > now_us]
-        heads = [head for tier in self._tiers if tier.queue.count for head in tier.heads(now_us)]
+        heads = self._firsts(now_us)
         changes += self._order.changes_us(heads, now_us)
         if any(tier.rules.preemptible for tier in self._tiers) and self.rules.max_preemptions:
             changes += self._preemptions_us(heads, now_us)
         if self._held_back_until_us > now_us:
             changes.append(self._held_back_until_us)
         return min(changes, default=None)
+
+    def _firsts(self, now_us: int) -> list[Ticket]:
+        """The tickets that may be next."""
+        return [head for tier in self._tiers if tier.queue.count for head in tier.heads(now_us)]
 
     def _preemptions_us(self, heads: Iterable[Ticket], now_us: int) -> Iterator[int]:
         return (

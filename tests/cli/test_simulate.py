@@ -249,7 +249,6 @@ BAD = [
     (["trace.jsonl", "--engine-model", "none.yaml"], "those that ship are"),
     (["trace.jsonl", "--engine-model", "trace.jsonl"], "trace.jsonl: "),
     (["trace.jsonl", "--policy", "nowhere"], "nowhere"),
-    (["trace.jsonl", "--order", "gain", "--engines", "2"], "orders by level only in this version"),
     (["gold.jsonl"], "'gold' is no tier"),
     (
         ["trace.jsonl", "--policy", "half", "--mix", "batch=1", "--find-rate"],

@@ -38,12 +38,12 @@ def test_every_group_has_a_tenant_here() -> None:
 
 def test_a_new_engine_has_the_stated_defaults() -> None:
     assert EngineSpeed().coefficients == DEFAULTS == Coefficients(125_000, 250_000, 25_000, 20_000, is_known=False)
-    assert EngineSpeeds().coefficients("new") == DEFAULTS
+    assert EngineSpeeds().typical() == DEFAULTS
 
 
 def test_asking_for_an_engine_does_not_remember_it_and_their_number_is_bounded() -> None:
     speeds = EngineSpeeds()
-    speeds.coefficients("asked")
+    speeds.typical()
     assert not speeds.engines
     for number in range(1000):
         speeds.engine(f"pod-{number}")
@@ -100,7 +100,7 @@ def test_two_replicas_share_a_step_between_twice_as_many_sequences() -> None:
     speeds = EngineSpeeds()
     alone = speeds.engine("a").coefficients
     speeds.share(2)
-    for shared in (speeds.coefficients("a"), speeds.engine("new").coefficients):
+    for shared in (speeds.engine("a").coefficients, speeds.engine("new").coefficients):
         assert (shared.output_ns, shared.token_us) == (alone.output_ns // 2, alone.token_us)
 
 
@@ -213,3 +213,14 @@ def test_an_answer_of_a_few_tokens_says_nothing_of_the_time_per_token() -> None:
         speed.tokens_came(call, since, speed.load(5000), 7.0)
         speed.ended(call, 5000)
     assert speed.samples == (100, 0)
+
+
+def test_the_typical_engine_is_the_one_in_the_middle_of_those_that_are_known() -> None:
+    speeds = EngineSpeeds()
+    assert speeds.engine("only").coefficients == speeds.typical()
+    for name, token_us in (("a", 30_000), ("b", 10_000), ("c", 20_000), ("d", 90_000)):
+        at_us = 0
+        for tokens in range(50, 4000, 50):
+            at_us = served(speeds.engine(name), at_us + 1000, tokens, 30_000 + 40 * tokens, token_us)
+    speeds.engine("no answer yet")
+    assert speeds.typical() == speeds.engine("c").coefficients  # of the two in the middle the faster one

@@ -5,8 +5,6 @@ from __future__ import annotations
 from fractions import Fraction
 from pathlib import Path
 
-import pytest
-
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Order
 from sidecar.policy.warnings import warnings
@@ -35,19 +33,18 @@ def test_by_level_the_whole_reserve_is_the_floor(tmp_path: Path) -> None:
     assert load(pool(tmp_path, SMALL)).fair == Fraction(1, 4)
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ("store: redis://a:6379/0\n", "a pool in a store orders by level only; remove `order: gain`, or `store`"),
-        (
-            "engines: {static: [{name: a, url: 'http://a:8000', capacity: {tokens: 10k, requests: 8}}]}\n",
-            "a pool of several engines orders by level only; remove `order: gain`, or `engines`",
-        ),
-    ],
-)
-def test_what_it_does_not_go_with_is_said(tmp_path: Path, more: str, said: str) -> None:
-    text = GAIN if "store" in more else GAIN.replace("capacity: {tokens: 1000, requests: 10}\n", "")
-    assert mistakes(pool(tmp_path, text + more)) == [f"policy.yaml:{3 if 'store' in more else 2}: order: {said}"]
+def test_with_several_engines_the_floor_is_counted_in_prompts_too(tmp_path: Path) -> None:
+    text = GAIN.replace("capacity: {tokens: 1000, requests: 10}\n", "")
+    engines = "engines: {static: [{name: a, url: 'http://a:8000', capacity: {tokens: 10k, requests: 8}}]}\n"
+    rules = load(pool(tmp_path, text + engines)).rules_of(1000, 10, 400)
+    high = rules.tiers[0]
+    assert (high.reserve_tokens, high.reserve_requests, high.reserve_prefill) == (50, 1, 20)
+    assert (high.headroom_tokens, high.headroom_prefill) == (100, 40)
+
+
+def test_a_store_is_refused(tmp_path: Path) -> None:
+    said = "a pool in a store orders by level only; remove `order: gain`, or `store`"
+    assert mistakes(pool(tmp_path, f"{GAIN}store: redis://a:6379/0\n")) == [f"policy.yaml:3: order: {said}"]
 
 
 def test_another_word_is_refused(tmp_path: Path) -> None:

@@ -173,9 +173,9 @@ class GainOracle(Oracle):
         return any(self.headroom(request.tier)) and all(h is None or u + t <= h for u, t, h in sizes)
 
     def virtual_now(self, tier: int) -> float:
-        """V: the smallest start of all that wait, or what it was if that is more."""
+        """V: the smallest start of all tenants that wait, or what it was if that is more."""
         virtual = self.virtual.get(tier, 0)
-        return max(virtual, min((first.start for first in self.firsts(tier)), default=virtual))
+        return max(virtual, min((it.start for it in self.firsts(tier) if self.is_in_lane(it)), default=virtual))
 
     def first_of_lane(self, request: GainRequest) -> GainRequest:
         """The first of the tickets of its tenant."""

@@ -20,9 +20,7 @@ from test_fleet_properties import (
 )
 from test_gain_oracle import by_gain, figures
 
-from sidecar.scheduling.gain_claims import GainClaimQueue
 from sidecar.scheduling.gain_fleet_scheduler import GainFleetScheduler
-from sidecar.scheduling.ticket import Ticket
 
 
 @dataclass

@@ -80,7 +80,7 @@ class ProductAdmission:
             expected = self._sizes.expect(question)
             tokens = tokens if expected is None else expected.tokens
         hits = self._hits(request)
-        gain = self._gain(request, expected, assumed)
+        gain = self._gain(request, expected, assumed, max((hit for _, hit in hits), default=0))
         ask = Ask(request.tier, request.tenant, 1, tokens, 1, prompt=request.prompt, hits=hits, most=most, gain=gain)
         try:
             lease = at_once(self._pool.enter(ask))
@@ -132,7 +132,7 @@ class ProductAdmission:
         ]
         return tuple(sorted((one for one in found if one[1]), key=lambda one: -one[1])[:_MOST_HITS])
 
-    def _gain(self, request: Request, expected: Expected | None, assumed: int) -> GainFigures | None:
+    def _gain(self, request: Request, expected: Expected | None, assumed: int, hit: int) -> GainFigures | None:
         """What the product estimates, with the engine's true coefficients in place of learned ones."""
         objective = self._objectives[request.tier]
         if objective is None:
@@ -141,8 +141,9 @@ class ProductAdmission:
         if expected is not None:
             found = self._sizes.estimate(expected.tenant, expected.key, 0.5, 0, None)
             tokens = assumed if found is None else min(found.tokens, expected.longest)
-        prompt_us = model.step_us_per_prefill_token * request.prompt
-        step_us = model.duration_us(len(self._stage.engines[0].running()), 0)
+        prompt_us = model.step_us_per_prefill_token * (request.prompt - hit)
+        engines = self._stage.engines
+        step_us = model.duration_us(sum(len(engine.running()) for engine in engines) // len(engines), 0)
         return GainFigures(
             objective.weight,
             tokens,
