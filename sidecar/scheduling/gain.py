@@ -84,6 +84,11 @@ class GainTicket(Ticket):
         return 0 if self.gain is None else density(self.gain, now_us - self.arrived_us)
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether it waits: in its queue, or as a claimant."""
+        return self.queued or self.is_claiming
+
+    @property
     def deadline_us(self) -> int:
         """The deadline of its first token, on the clock of its arrival."""
         assert self.gain is not None

@@ -9,9 +9,10 @@ that waits.
 
 from __future__ import annotations
 
-from sidecar.scheduling.fleet_scheduler import FleetScheduler, Placed, RulesOf
+from sidecar.scheduling.fleet_scheduler import FleetScheduler, RulesOf
 from sidecar.scheduling.gain import GainFigures, GainTicket
 from sidecar.scheduling.gain_fleet import GainFleetOrder, GainFleetTier
+from sidecar.scheduling.gain_queue import Place
 from sidecar.scheduling.gain_scheduler import GainScheduler
 from sidecar.scheduling.order import Candidate, OrderClass
 from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineLedger
@@ -61,15 +62,32 @@ class GainFleetScheduler(GainScheduler, FleetScheduler):
             prefill -= kept
         return prefill >= 0
 
+    def dispatch(self, now_us: int) -> list[Admission]:
+        """See `Scheduler.dispatch`."""
+        if not self.is_paused:
+            self._make_urgent(now_us)
+            self._refresh_densities(now_us)
+        return FleetScheduler.dispatch(self, now_us)
+
     def _make_urgent(self, now_us: int) -> int:
         made = super()._make_urgent(now_us)
-        if made or any(tier.queue.has_urgent for tier in self._tiers):
-            self._changed()  # densities fall with time alone
+        if made:
+            self._changed()
         return made
 
-    def _walk(self, now_us: int) -> Placed | None:
-        self._refresh_densities(now_us)
-        return super()._walk(now_us)
+    def _refresh_densities(self, now_us: int) -> list[Place | None]:
+        """See `GainScheduler._refresh_densities`. Those of claimants are brought up to date, too."""
+        for tier in self._tiers:
+            for ticket in tier.queue.claimants.values():
+                assert isinstance(ticket, GainTicket)
+                if ticket.is_urgent and ticket.density != (density := ticket.density_at(now_us)):
+                    ticket.density = density
+                    self._changed()
+        return super()._refresh_densities(now_us)
+
+    def _renew(self, place: Place, density: int) -> None:
+        super()._renew(place, density)
+        self._changed()
 
     def _engines_that_work(self) -> int:
         return max(1, len(self.placement.taking))
@@ -80,6 +98,7 @@ class GainFleetScheduler(GainScheduler, FleetScheduler):
         assert isinstance(ticket, GainTicket)
         if ticket.in_floor:
             self._tiers[ticket.tier].floor_prefill += ticket.placing.prefill
+        self._refresh_densities(now_us)
         return admission
 
     def _release(self, lease: Ticket, now_us: int) -> None:

@@ -21,7 +21,7 @@ from enum import IntEnum
 
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules
 from sidecar.scheduling.gain import GainTicket
-from sidecar.scheduling.gain_queue import GainQueue
+from sidecar.scheduling.gain_queue import GainQueue, Place
 from sidecar.scheduling.order import Candidate, LevelOrder, OrderClass
 from sidecar.scheduling.ticket import Rule, Ticket
 from sidecar.scheduling.tier import MOST_EXCESS, TierState
@@ -110,7 +110,7 @@ class GainOrder(LevelOrder):
         return Candidate(order_class, turn, precedence, ticket.arrived_us, ticket.sequence, ticket, level, level, level)
 
     def beyond(self, tier: GainTier, ticket: Ticket, now_us: int) -> Candidate:
-        """The place of any ticket beyond its tier's floor."""
+        """The place of any ticket beyond its tier's floor. A lease is as dense as it would be now."""
         assert isinstance(ticket, GainTicket)
         precedence, level = self._aged(ticket, now_us)
         rank = Rank.NO_GAIN
@@ -119,7 +119,7 @@ class GainOrder(LevelOrder):
         elif ticket.gain is not None and not (ticket.queued and tier.queue.is_ahead(ticket)):
             if not ticket.is_urgent:
                 rank, precedence = Rank.CALM, ticket.deadline_us
-            elif density := ticket.density_at(now_us):
+            elif density := ticket.density if ticket.is_waiting else ticket.density_at(now_us):
                 rank, precedence = Rank.URGENT, -density
         return Candidate(_OTHER, rank, precedence, ticket.arrived_us, ticket.sequence, ticket, level, 0, level)
 
@@ -137,17 +137,47 @@ class GainOrder(LevelOrder):
         found.sort()
         return found
 
+    def first_of_all(self, densest: Sequence[Place | None], now_us: int) -> Candidate | None:
+        """The first candidate in order, where it is found without the others. `densest` are the tiers' densest tickets.
+
+        None says nothing: a ticket may be in its tier's headroom, or the best one is at its tier's limit.
+        """
+        in_floors: list[Candidate] = []
+        for tier in self._tiers:
+            if not tier.queue.count:
+                continue
+            if self._may_be_in_headroom(tier):
+                return None
+            if tier.rules.always_first or tier.is_below_floor():
+                heads = tier.heads(now_us)
+                in_floors += [self.candidate(tier, head, now_us) for head in heads if not tier.is_at_limit(head)]
+        in_floors = [candidate for candidate in in_floors if candidate.order_class is not _OTHER]
+        if in_floors:
+            return min(in_floors)
+        place = min((place for place in densest if place is not None), default=None)
+        if place is None:
+            earliest = (None if tier.rules.always_first else tier.queue.earliest() for tier in self._tiers)
+            place = min((place for place in earliest if place is not None), default=None)
+        if place is None:
+            return None
+        tier = self._tiers[place[3].tier]
+        return None if tier.is_at_limit(place[3]) else self.beyond(tier, place[3], now_us)
+
     def comes_before(self, ticket: Ticket, candidate: Candidate, now_us: int) -> bool:
         """See `LevelOrder.comes_before`."""
         return self.beyond(self._tiers[ticket.tier], ticket, now_us)[:5] < candidate[:5]
+
+    def rule_beyond(self, candidate: Candidate) -> Rule:
+        """The rule by which a candidate of class OTHER is admitted before any that it comes before."""
+        if candidate.turn == Rank.HEADROOM:
+            return Rule.RESERVE
+        return Rule.LEVEL if candidate.turn == Rank.NO_GAIN else Rule.GAIN
 
     def rule(self, candidate: Candidate, head: Candidate) -> Rule:
         """See `LevelOrder.rule`."""
         if candidate.order_class is not _OTHER or head < candidate:
             return super().rule(candidate, head)
-        if candidate.turn == Rank.HEADROOM:
-            return Rule.RESERVE
-        return Rule.LEVEL if candidate.turn == Rank.NO_GAIN else Rule.GAIN
+        return self.rule_beyond(candidate)
 
     def _aged(self, ticket: Ticket, now_us: int) -> tuple[int, int]:
         """The aged level as a precedence, and rounded up to a whole one."""
@@ -157,6 +187,15 @@ class GainOrder(LevelOrder):
             precedence = max(precedence - (now_us - ticket.arrived_us), self._ceiling_precedence)
             level = -(-precedence // self._promote_after_us)
         return precedence, level
+
+    def _may_be_in_headroom(self, tier: GainTier) -> bool:
+        rules = tier.rules
+        tokens, requests = rules.headroom_tokens, rules.headroom_requests
+        return bool(
+            (tokens or requests)
+            and (not self._bounds_tokens or tier.held_tokens < tokens)
+            and (not self._bounds_requests or tier.held_requests < requests)
+        )
 
     def _is_in_headroom(self, tier: GainTier, ticket: Ticket) -> bool:
         rules = tier.rules

@@ -26,10 +26,7 @@ from sidecar.scheduling.fair_queue import SPARE_ENTRIES, Entry, FairQueue, Lane
 from sidecar.scheduling.gain import GainTicket
 from sidecar.scheduling.ticket import Ticket
 
-MOST_REFRESHED = 4
-"""Densities that one decision brings up to date, of each tier. While the pool is full none is."""
-
-_Place = tuple[int, int, int, GainTicket, bool]
+Place = tuple[int, int, int, GainTicket, bool]
 """The deadline, or the density below zero; the arrival, the sequence, the ticket, and whether it had returned."""
 _First = tuple[int, int, int, int, "GainLane"]
 """The same three of the first of a lane, the number of this entry, and the lane."""
@@ -48,18 +45,18 @@ class GainLane(Lane):
         self.first: Ticket | None = None
         self.calm_entry = 0
         self.urgent_entry = 0
-        self.calm: list[_Place] = []
-        self.urgent: list[_Place] = []
+        self.calm: list[Place] = []
+        self.urgent: list[Place] = []
         self.is_aside = False
 
-    def earliest(self) -> _Place | None:
+    def earliest(self) -> Place | None:
         """The ticket with the earliest deadline of those that are not urgent."""
         calm = self.calm
         while calm and not _is_calm(calm[0]):
             heappop(calm)
         return calm[0] if calm else None
 
-    def densest(self) -> _Place | None:
+    def densest(self) -> Place | None:
         """The densest urgent ticket, by what was last computed."""
         urgent = self.urgent
         while urgent and not _is_urgent(urgent[0]):
@@ -67,12 +64,12 @@ class GainLane(Lane):
         return urgent[0] if urgent else None
 
 
-def _is_calm(place: _Place) -> bool:
+def _is_calm(place: Place) -> bool:
     ticket = place[3]
     return ticket.queued and not ticket.is_urgent and ticket.is_apart is place[4]
 
 
-def _is_urgent(place: _Place) -> bool:
+def _is_urgent(place: Place) -> bool:
     ticket = place[3]
     return ticket.queued and place[0] == -ticket.density and ticket.is_apart is place[4]
 
@@ -218,28 +215,30 @@ class GainQueue(FairQueue):
 
     def best(self) -> GainTicket | None:
         """The densest urgent ticket, or else the one with the earliest deadline, of tenants that are not ahead."""
-        self._look_aside()
-        place = self._first(is_urgent=True) or self._first(is_urgent=False)
+        place = self.densest() or self.earliest()
         return None if place is None else place[3]
 
-    def refresh(self, now_us: int) -> None:
-        """Brings densities up to date, the best first, until the best one is; at most 4."""
+    def densest(self) -> Place | None:
+        """The densest urgent ticket of tenants that are not ahead, by what was last computed."""
         self._look_aside()
-        for _ in range(MOST_REFRESHED):
-            place = self._first(is_urgent=True)
-            if place is None:
-                return
-            ticket = place[3]
-            density = ticket.density_at(now_us)
-            if density == ticket.density:
-                return
-            ticket.density = density
-            lane = self._lane_of(place)
-            assert lane is not None
-            if density:
-                heapreplace(lane.urgent, self._urgent_place(ticket))
-            else:
-                heappop(lane.urgent)
+        return self._first(is_urgent=True)
+
+    def earliest(self) -> Place | None:
+        """The ticket with the earliest deadline of those that are not urgent, of tenants that are not ahead. Call it
+        after `densest`.
+        """
+        return self._first(is_urgent=False)
+
+    def renew(self, place: Place, density: int) -> None:
+        """The densest ticket has another density, a lower one."""
+        ticket = place[3]
+        ticket.density = density
+        lane = self._lane_of(place)
+        assert lane is not None
+        if density:
+            heapreplace(lane.urgent, self._urgent_place(ticket))
+        else:
+            heappop(lane.urgent)
 
     def make_urgent(self, ticket: GainTicket, now_us: int) -> None:
         """A waiting ticket is ordered by its density from now on."""
@@ -265,11 +264,11 @@ class GainQueue(FairQueue):
         """The virtual time from which on a lane is not ahead."""
         return lane.finish - 2 * self._largest / lane.weight
 
-    def _lane_of(self, place: _Place) -> GainLane | None:
+    def _lane_of(self, place: Place) -> GainLane | None:
         return self._returned_lane if place[4] else self._lanes.get(place[3].tenant)
 
     @staticmethod
-    def _urgent_place(ticket: GainTicket) -> _Place:
+    def _urgent_place(ticket: GainTicket) -> Place:
         return -ticket.density, ticket.arrived_us, ticket.sequence, ticket, ticket.is_apart
 
     def _enter(self, ticket: GainTicket, lane: GainLane) -> None:
@@ -284,22 +283,22 @@ class GainQueue(FairQueue):
         if lane.calm[0] is place and not lane.is_aside:
             heappush(self._calm, self._calm_first(place, lane))
 
-    def _enter_urgent(self, place: _Place, lane: GainLane) -> None:
+    def _enter_urgent(self, place: Place, lane: GainLane) -> None:
         if not place[3].density:  # it can earn nothing any more: the fair order has it
             return
         heappush(lane.urgent, place)
         if lane.urgent[0] is place and not lane.is_aside:
             heappush(self._urgent, self._urgent_first(place, lane))
 
-    def _calm_first(self, place: _Place, lane: GainLane) -> _First:
+    def _calm_first(self, place: Place, lane: GainLane) -> _First:
         self._entries = lane.calm_entry = self._entries + 1
         return (*place[:3], self._entries, lane)
 
-    def _urgent_first(self, place: _Place, lane: GainLane) -> _First:
+    def _urgent_first(self, place: Place, lane: GainLane) -> _First:
         self._entries = lane.urgent_entry = self._entries + 1
         return (*place[:3], self._entries, lane)
 
-    def _first(self, *, is_urgent: bool) -> _Place | None:
+    def _first(self, *, is_urgent: bool) -> Place | None:
         """The first of the first tickets of all lanes that are not ahead."""
         heap, entry_of = (self._urgent, self._urgent_first) if is_urgent else (self._calm, self._calm_first)
         now = self._now()

@@ -14,18 +14,22 @@ Bounded wait. The bounds of `scheduler` hold for the heads of the tiers, with th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
 from sidecar.policy.rules import PoolRules
 from sidecar.scheduling.fair_queue import SPARE_ENTRIES
 from sidecar.scheduling.gain import GainFigures, GainTicket
 from sidecar.scheduling.gain_order import GainOrder, GainTier
+from sidecar.scheduling.gain_queue import Place
 from sidecar.scheduling.order import Candidate, OrderClass
 from sidecar.scheduling.scheduler import Scheduler
-from sidecar.scheduling.ticket import Admission, Ticket
+from sidecar.scheduling.ticket import Admission, Rule, Ticket
 
 MOST_MADE_URGENT = 64
 """Tickets that become urgent in one dispatch."""
+MOST_REFRESHED = 8
+"""Densities that one decision brings up to date."""
 LOOK_AGAIN_US = 100_000
 """Densities fall all the time. So long after a decision the order may be another, though nothing else happened."""
 
@@ -40,6 +44,7 @@ class GainScheduler(Scheduler):
     _ticket_type = GainTicket
     _tier_type: type[GainTier] = GainTier
     _order_type: type[GainOrder] = GainOrder
+    _first: Candidate | None = None  # in order, where the latest decision knew it
 
     def __init__(self, rules: PoolRules) -> None:
         super().__init__(rules)
@@ -107,17 +112,50 @@ class GainScheduler(Scheduler):
         return tokens >= 0 and requests >= 0
 
     def _next_admission(self, now_us: int) -> Candidate | None:
-        self._refresh_densities(now_us)
+        densest = self._refresh_densities(now_us)
+        self._first = None if now_us < self._held_back_until_us else self._order.first_of_all(densest, now_us)
+        if self._first is not None:
+            if self.fits(self._first):
+                return self._first
+            if self.holds_its_place(self._first):
+                return None
+            self._first = None
         return super()._next_admission(now_us)
+
+    def _passed(self, candidate: Candidate, now_us: int) -> Sequence[tuple[int, Rule]]:
+        if candidate is not self._first or candidate.order_class is not _OTHER:
+            return super()._passed(candidate, now_us)
+        rule, passed = self._order.rule_beyond(candidate), []
+        for level, tier in enumerate(self._tiers):
+            head = tier.queue.head()
+            if head is not None and level != candidate.ticket.tier and head.arrived_us <= candidate.arrived_us:
+                if (head.arrived_us, head.sequence) < candidate[3:5]:
+                    passed.append((level, Rule.LIMIT if tier.is_at_limit(head) else rule))
+        return passed
 
     def _firsts(self, now_us: int) -> list[Ticket]:
         best = (tier.queue.best() for tier in self._tiers if tier.queue.count and not tier.rules.always_first)
         return [*super()._firsts(now_us), *(ticket for ticket in best if ticket is not None)]
 
-    def _refresh_densities(self, now_us: int) -> None:
-        for tier in self._tiers:
-            if tier.queue.has_urgent:
-                tier.queue.refresh(now_us)
+    def _refresh_densities(self, now_us: int) -> list[Place | None]:
+        """Brings densities up to date, the highest of all tiers first, until the highest one is; at most 8. Returns the
+        densest ticket of every tier.
+        """
+        found = [None if tier.rules.always_first else tier.queue.densest() for tier in self._tiers]
+        for _ in range(MOST_REFRESHED):
+            place = min((place for place in found if place is not None), default=None)
+            if place is None:
+                break
+            ticket = place[3]
+            density = ticket.density_at(now_us)
+            if density == ticket.density:
+                break
+            self._renew(place, density)
+            found[ticket.tier] = self._tiers[ticket.tier].queue.densest()
+        return found
+
+    def _renew(self, place: Place, density: int) -> None:
+        self._tiers[place[3].tier].queue.renew(place, density)
 
     def _patience_us(self) -> int:
         """A ticket whose deadline is nearer than this is urgent."""
@@ -175,4 +213,4 @@ class GainScheduler(Scheduler):
 
 
 def _is_calm(ticket: GainTicket) -> bool:
-    return (ticket.queued or ticket.is_claiming) and not ticket.is_urgent
+    return ticket.is_waiting and not ticket.is_urgent

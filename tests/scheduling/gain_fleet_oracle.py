@@ -44,9 +44,17 @@ class GainFleetOracle(GainOracle, FleetOracle):
 
     # Operations.
 
-    def walk(self, now_us: int) -> tuple[Request, str] | None:
-        self.refresh_densities(now_us)
-        return super().walk(now_us)
+    def dispatch(self, now_us: int) -> list[Placed]:
+        if not self.is_paused:
+            self.make_urgent(now_us)
+            self.refresh_densities(now_us)
+        return FleetOracle.dispatch(self, now_us)
+
+    def refresh_densities(self, now_us: int) -> None:
+        for claimant in self.claimants():
+            if claimant.urgent:
+                claimant.density = self.density(claimant, now_us)
+        super().refresh_densities(now_us)
 
     def claim(self, request: GainFleetRequest, now_us: int) -> None:
         """Leaves the queue; its tenant is charged from the start of its first ticket."""
@@ -77,6 +85,7 @@ class GainFleetOracle(GainOracle, FleetOracle):
         in_floor = self.class_of(request, now_us) != OTHER
         placed = super().admit_to(request, engine, now_us)
         request.in_floor, request.by_gain = in_floor, False
+        self.refresh_densities(now_us)
         return placed
 
     # Definitions.

@@ -14,7 +14,7 @@ from oracle import ALWAYS_FIRST, OTHER, TURN, Answer, Oracle, Policy, Request
 from sidecar.policy.rules import PoolRules, pool_rules
 from sidecar.scheduling.gain import GainFigures
 
-MOST_REFRESHED, MOST_MADE_URGENT = 4, 64
+MOST_REFRESHED, MOST_MADE_URGENT = 8, 64
 
 
 @dataclass(frozen=True)
@@ -123,16 +123,13 @@ class GainOracle(Oracle):
             request.urgent, request.density = True, self.density(request, now_us)
 
     def refresh_densities(self, now_us: int) -> None:
-        """Of each tier the densest ticket, as far as is known, is computed anew until nothing changes."""
-        for tier in range(len(self.policy.tiers)):
-            for _ in range(MOST_REFRESHED):
-                urgent = self.urgent(tier)
-                if not urgent:
-                    break
-                density = self.density(urgent[0], now_us)
-                if density == urgent[0].density:
-                    break
-                urgent[0].density = density
+        """The densest ticket of all tiers, as far as is known, is computed anew until nothing changes."""
+        for _ in range(MOST_REFRESHED):
+            tiers = [tier for tier, rules in enumerate(self.policy.tiers) if not rules.always_first]
+            urgent = self.by_density([request for tier in tiers for request in self.urgent(tier)])
+            if not urgent or urgent[0].density == self.density(urgent[0], now_us):
+                return
+            urgent[0].density = self.density(urgent[0], now_us)
 
     # Definitions.
 
@@ -195,8 +192,10 @@ class GainOracle(Oracle):
 
     def urgent(self, tier: int) -> list[GainRequest]:
         """The urgent tickets that may go by gain, the densest first as far as is known."""
-        found = [r for r in self.queued(tier) if r.urgent and r.density > 0 and not self.is_ahead(r)]
-        return sorted(found, key=lambda r: (-r.density, r.arrived_us, r.number))
+        return self.by_density([r for r in self.queued(tier) if r.urgent and r.density > 0 and not self.is_ahead(r)])
+
+    def by_density(self, requests: list[GainRequest]) -> list[GainRequest]:
+        return sorted(requests, key=lambda r: (-r.density, r.arrived_us, r.number))
 
     def queued(self, tier: int) -> list[GainRequest]:
         return self.waiting(tier)
@@ -227,7 +226,7 @@ class GainOracle(Oracle):
         if order_class != OTHER:
             return super()._place(head, order_class, now_us)
         rank, key = 3, self.aged_level(head, now_us)
-        density = self.density(head, now_us)
+        density = head.density if head.state == "waiting" else self.density(head, now_us)
         if self.is_in_headroom(head):
             rank = 0
         elif head.gain is not None and not self.is_ahead(head) and (not head.urgent or density > 0):
