@@ -29,6 +29,7 @@ class GainClaimQueue(ClaimQueue, GainQueue):
         assert isinstance(ticket, GainTicket)
         ticket.is_by_gain = ticket is not self.head() and ticket is not self.small_head()
         lane = None if ticket.is_apart else self._lanes[ticket.tenant]
+        self._is_known = False
         super().claim(ticket, now_us)
         ticket.is_claiming = True
         if lane is not None and lane.waiting:
@@ -63,6 +64,7 @@ class GainClaimQueue(ClaimQueue, GainQueue):
         if lane is None or lane.finish != placing.charge:
             return
         lane.finish = placing.charged_from
+        self._is_known = False
         first = lane.first
         start = max(self._virtual, lane.finish)
         if lane.waiting and first is not None and start < first.start:

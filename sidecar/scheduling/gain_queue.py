@@ -77,7 +77,10 @@ def _is_urgent(place: Place) -> bool:
 class GainQueue(FairQueue):
     """See `FairQueue`. `cost_us` is what all waiting tickets with figures cost."""
 
-    __slots__ = ("_aside", "_calm", "_entries", "_firsts", "_gone", "_largest", "_returned_lane", "_urgent", "cost_us")
+    __slots__ = (
+        "_aside", "_calm", "_densest", "_entries", "_firsts", "_gone", "_is_known", "_largest", "_returned_lane",
+        "_urgent", "cost_us",
+    )  # fmt: skip
 
     _lanes: dict[str, GainLane]  # type: ignore[assignment]  # made by `_new_lane`
 
@@ -94,6 +97,8 @@ class GainQueue(FairQueue):
         self._returned_lane = GainLane()
         self._largest = 0
         self._gone = 0
+        self._densest: Place | None = None  # where it is known
+        self._is_known = False
         self.cost_us = 0
 
     # -- as a fair queue
@@ -108,6 +113,7 @@ class GainQueue(FairQueue):
         assert isinstance(ticket, GainTicket)
         known = self._lanes.get(ticket.tenant)
         weight = None if known is None else known.weight
+        self._is_known = False
         super().push(ticket)
         if ticket.tokens > self._largest:
             self._largest = 1 << (ticket.tokens - 1).bit_length()
@@ -140,6 +146,7 @@ class GainQueue(FairQueue):
         """See `FairQueue.charge`. The first ticket that waits starts later, too."""
         if not self.count:
             return
+        self._is_known = False
         super().charge(tenant, weight, tokens)
         lane = self._lanes[tenant]
         if lane.waiting:
@@ -151,6 +158,7 @@ class GainQueue(FairQueue):
         if ticket.gain is not None:
             self.cost_us -= ticket.gain.cost_us
             self._gone += 1
+        self._is_known = False
         super().remove(ticket)
         self._clean()
         if self._gone > 2 * self.count + SPARE_ENTRIES:
@@ -220,23 +228,27 @@ class GainQueue(FairQueue):
 
     def densest(self) -> Place | None:
         """The densest urgent ticket of tenants that are not ahead, by what was last computed."""
-        self._look_aside()
-        return self._first(is_urgent=True)
+        if not self._is_known:
+            if self._aside:
+                self._look_aside()
+            self._densest = self._first_urgent()
+            self._is_known = True
+        return self._densest
 
     def earliest(self) -> Place | None:
         """The ticket with the earliest deadline of those that are not urgent, of tenants that are not ahead. Call it
         after `densest`.
         """
-        return self._first(is_urgent=False)
+        return self._first_calm()
 
     def renew(self, place: Place, density: int) -> None:
         """The densest ticket has another density, a lower one."""
         ticket = place[3]
         ticket.density = density
-        lane = self._lane_of(place)
-        assert lane is not None
+        self._is_known = False
+        lane = self._returned_lane if ticket.is_apart else self._lanes[ticket.tenant]
         if density:
-            heapreplace(lane.urgent, self._urgent_place(ticket))
+            heapreplace(lane.urgent, (-density, *place[1:]))
         else:
             heappop(lane.urgent)
 
@@ -244,10 +256,8 @@ class GainQueue(FairQueue):
         """A waiting ticket is ordered by its density from now on."""
         ticket.is_urgent = True
         ticket.density = ticket.density_at(now_us)
-        place = self._urgent_place(ticket)
-        lane = self._lane_of(place)
-        assert lane is not None
-        self._enter_urgent(place, lane)
+        lane = self._returned_lane if ticket.is_apart else self._lanes[ticket.tenant]
+        self._enter_urgent(self._urgent_place(ticket), lane)
 
     def is_ahead(self, ticket: GainTicket) -> bool:
         """Whether a waiting ticket is of a tenant that is ahead: it is admitted in fair order only."""
@@ -264,9 +274,6 @@ class GainQueue(FairQueue):
         """The virtual time from which on a lane is not ahead."""
         return lane.finish - 2 * self._largest / lane.weight
 
-    def _lane_of(self, place: Place) -> GainLane | None:
-        return self._returned_lane if place[4] else self._lanes.get(place[3].tenant)
-
     @staticmethod
     def _urgent_place(ticket: GainTicket) -> Place:
         return -ticket.density, ticket.arrived_us, ticket.sequence, ticket, ticket.is_apart
@@ -275,6 +282,7 @@ class GainQueue(FairQueue):
         if ticket.gain is None:
             return
         self.cost_us += ticket.gain.cost_us
+        self._is_known = False
         if ticket.is_urgent:
             self._enter_urgent(self._urgent_place(ticket), lane)
             return
@@ -286,6 +294,7 @@ class GainQueue(FairQueue):
     def _enter_urgent(self, place: Place, lane: GainLane) -> None:
         if not place[3].density:  # it can earn nothing any more: the fair order has it
             return
+        self._is_known = False
         heappush(lane.urgent, place)
         if lane.urgent[0] is place and not lane.is_aside:
             heappush(self._urgent, self._urgent_first(place, lane))
@@ -298,27 +307,50 @@ class GainQueue(FairQueue):
         self._entries = lane.urgent_entry = self._entries + 1
         return (*place[:3], self._entries, lane)
 
-    def _first(self, *, is_urgent: bool) -> Place | None:
-        """The first of the first tickets of all lanes that are not ahead."""
-        heap, entry_of = (self._urgent, self._urgent_first) if is_urgent else (self._calm, self._calm_first)
-        now = self._now()
+    def _first_urgent(self) -> Place | None:
+        """The densest of the first tickets of all lanes that are not ahead. Decisions call it, so it calls little."""
+        heap, now = self._urgent, self._now()
         while heap:
             key, _, sequence, number, lane = heap[0]
-            if lane.is_aside or number != (lane.urgent_entry if is_urgent else lane.calm_entry):
+            if lane.is_aside or number != lane.urgent_entry:
                 heappop(heap)
                 continue
-            first = lane.densest() if is_urgent else lane.earliest()
+            urgent = lane.urgent
+            first = urgent[0] if urgent and _is_urgent(urgent[0]) else lane.densest()
             if first is None:
                 heappop(heap)
             elif first[0] != key or first[2] != sequence:
-                heapreplace(heap, entry_of(first, lane))
+                heapreplace(heap, self._urgent_first(first, lane))
             elif lane is not self._returned_lane and now < self._near(lane):
                 heappop(heap)
-                lane.is_aside = True
-                heappush(self._aside, (self._near(lane), first[3].tenant))
+                self._set_aside(lane, first[3].tenant)
             else:
                 return first
         return None
+
+    def _first_calm(self) -> Place | None:
+        """The one with the earliest deadline of the first tickets of all lanes that are not ahead."""
+        heap, now = self._calm, self._now()
+        while heap:
+            key, _, sequence, number, lane = heap[0]
+            if lane.is_aside or number != lane.calm_entry:
+                heappop(heap)
+                continue
+            first = lane.earliest()
+            if first is None:
+                heappop(heap)
+            elif first[0] != key or first[2] != sequence:
+                heapreplace(heap, self._calm_first(first, lane))
+            elif lane is not self._returned_lane and now < self._near(lane):
+                heappop(heap)
+                self._set_aside(lane, first[3].tenant)
+            else:
+                return first
+        return None
+
+    def _set_aside(self, lane: GainLane, tenant: str) -> None:
+        lane.is_aside = True
+        heappush(self._aside, (self._near(lane), tenant))
 
     def _look_aside(self) -> None:
         """Brings back the lanes that V has come close to."""

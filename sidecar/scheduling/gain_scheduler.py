@@ -28,7 +28,7 @@ from sidecar.scheduling.ticket import Admission, Rule, Ticket
 
 MOST_MADE_URGENT = 64
 """Tickets that become urgent in one dispatch."""
-MOST_REFRESHED = 8
+MOST_REFRESHED = 4
 """Densities that one decision brings up to date."""
 LOOK_AGAIN_US = 100_000
 """Densities fall all the time. So long after a decision the order may be another, though nothing else happened."""
@@ -126,11 +126,11 @@ class GainScheduler(Scheduler):
         if candidate is not self._first or candidate.order_class is not _OTHER:
             return super()._passed(candidate, now_us)
         rule, passed = self._order.rule_beyond(candidate), []
+        own, place = candidate.ticket.tier, candidate[3:5]
         for level, tier in enumerate(self._tiers):
             head = tier.queue.head()
-            if head is not None and level != candidate.ticket.tier and head.arrived_us <= candidate.arrived_us:
-                if (head.arrived_us, head.sequence) < candidate[3:5]:
-                    passed.append((level, Rule.LIMIT if tier.is_at_limit(head) else rule))
+            if head is not None and level != own and (head.arrived_us, head.sequence) < place:
+                passed.append((level, Rule.LIMIT if tier.is_at_limit(head) else rule))
         return passed
 
     def _firsts(self, now_us: int) -> list[Ticket]:
@@ -138,14 +138,15 @@ class GainScheduler(Scheduler):
         return [*super()._firsts(now_us), *(ticket for ticket in best if ticket is not None)]
 
     def _refresh_densities(self, now_us: int) -> list[Place | None]:
-        """Brings densities up to date, the highest of all tiers first, until the highest one is; at most 8. Returns the
+        """Brings densities up to date, the highest of all tiers first, until the highest one is; at most 4. Returns the
         densest ticket of every tier.
         """
         found = [None if tier.rules.always_first else tier.queue.densest() for tier in self._tiers]
         for _ in range(MOST_REFRESHED):
-            place = min((place for place in found if place is not None), default=None)
-            if place is None:
+            places = [place for place in found if place is not None]
+            if not places:
                 break
+            place = min(places)
             ticket = place[3]
             density = ticket.density_at(now_us)
             if density == ticket.density:

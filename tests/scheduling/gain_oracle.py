@@ -14,7 +14,7 @@ from oracle import ALWAYS_FIRST, OTHER, TURN, Answer, Oracle, Policy, Request
 from sidecar.policy.rules import PoolRules, pool_rules
 from sidecar.scheduling.gain import GainFigures
 
-MOST_REFRESHED, MOST_MADE_URGENT = 8, 64
+MOST_REFRESHED, MOST_MADE_URGENT = 4, 64
 
 
 @dataclass(frozen=True)
