@@ -196,12 +196,14 @@ def largest_request(rules: PoolRules, level: int) -> tuple[int, int]:
 
     It is what could be admitted at all and, for a tier with a reserve, no more than the pool less the reserves of all
     other tiers, or its own reserve where that is more. A larger request could wait for room that the floors of the
-    others never leave. A tier without a reserve has no promise to keep.
+    others never leave. A tier without a reserve has no promise to keep. Where floors are a part of the reserves, the
+    headroom of a more important tier may be more than its floor, and counts in its place.
     """
     tokens, requests = largest_admissible(rules, level)
     own = rules.tiers[level]
-    beside_tokens = _beside(rules.tokens, [tier.reserve_tokens for tier in rules.tiers], level)
-    beside_requests = _beside(rules.requests, [tier.reserve_requests for tier in rules.tiers], level)
+    kept = [_kept(tier, level) for tier in rules.tiers]
+    beside_tokens = _beside(rules.tokens, [each[0] for each in kept], level)
+    beside_requests = _beside(rules.requests, [each[1] for each in kept], level)
     return min(tokens, max(own.reserve_tokens, beside_tokens)), min(
         requests, max(own.reserve_requests, beside_requests)
     )
@@ -210,7 +212,7 @@ def largest_request(rules: PoolRules, level: int) -> tuple[int, int]:
 def largest_prefill(rules: PoolRules, level: int) -> int:
     """The size limit of a tier in un-prefilled prompt tokens. No request is refused by it: a prompt counts for less."""
     tier, above = rules.tiers[level], rules.tiers[: best_level(rules, level)]
-    beside = _beside(rules.prefill, [other.reserve_prefill for other in rules.tiers], level)
+    beside = _beside(rules.prefill, [_kept(other, level)[2] for other in rules.tiers], level)
     return min(
         tier.limit_prefill,
         rules.prefill - sum(other.headroom_prefill for other in above),
@@ -230,7 +232,7 @@ def largest_certain_request(rules: PoolRules, level: int) -> tuple[int, int]:
     floors = [
         (tier.limit_tokens, tier.limit_requests)
         if tier.always_first and tier.level != level
-        else (tier.reserve_tokens, tier.reserve_requests)
+        else _kept(tier, level)[:2]
         for tier in rules.tiers
     ]
     beside_tokens = _beside(rules.tokens, [floor[0] for floor in floors], level)
@@ -241,6 +243,17 @@ def largest_certain_request(rules: PoolRules, level: int) -> tuple[int, int]:
 def has_reserve(tier: TierRules) -> bool:
     """Whether a tier has a floor. In a dimension that the policy does not bound every tier has one."""
     return min(tier.reserve_tokens, tier.reserve_requests) > 0
+
+
+def _kept(tier: TierRules, level: int) -> tuple[int, int, int]:
+    """The tokens, requests and un-prefilled tokens that a tier keeps from a ticket of a level."""
+    if tier.level >= level:
+        return tier.reserve_tokens, tier.reserve_requests, tier.reserve_prefill
+    return (
+        max(tier.reserve_tokens, tier.headroom_tokens),
+        max(tier.reserve_requests, tier.headroom_requests),
+        max(tier.reserve_prefill, tier.headroom_prefill),
+    )
 
 
 def _beside(capacity: int, floors: list[int], level: int) -> int:

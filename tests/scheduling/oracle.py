@@ -482,6 +482,8 @@ class Oracle:
         found = []
         for dimension, (capacity, most) in enumerate(zip(self.capacity(), self.admissible(tier), strict=True)):
             reserves = [self.reserve(q)[dimension] for q in range(len(self.policy.tiers))]
+            if capacity is not None:  # by gain the headroom may be more than the floor
+                reserves[:tier] = [max(reserves[q], self.headroom(q)[dimension]) for q in range(tier)]
             beside = most
             if capacity is not None and reserves[tier] > 0:
                 beside = min(most, max(reserves[tier], capacity - sum(reserves) + reserves[tier]))
