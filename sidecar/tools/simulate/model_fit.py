@@ -177,10 +177,17 @@ def _decoding(one: Seen, batch: Sequence[Seen], per_prefill_us: float) -> tuple[
 
 
 def _of_prompts(lone: Sequence[Seen], step_us: float, chunk: int) -> tuple[float, float]:
-    """The time of a prompt token, and the time in no step, in microseconds."""
+    """The time of a prompt token, and the time in no step, in microseconds.
+
+    A line below zero at its beginning is one that bends upwards, as with attention over long prompts. The line through
+    zero that replaces it is right for prompts of the middle lengths.
+    """
     points = [(float(_computed(one)), (one.ttft_s or 0.0) * 1e6 - _steps(one, chunk) * step_us) for one in lone]
     slope = max(0.0, _slope(points, least_apart=32))
-    return slope, max(0.0, statistics.median(y - slope * x for x, y in points))
+    outside_us = statistics.median(y - slope * x for x, y in points)
+    if outside_us < 0:
+        return max(0.0, statistics.median(y / x for x, y in points)), 0.0
+    return slope, outside_us
 
 
 def _misfit(found: Coefficients, lone: Sequence[Seen]) -> float:
@@ -337,9 +344,11 @@ def as_yaml(fitted: FittedModel, probe: SpeedProbe, date: str) -> str:
         f"# from {len(probe.lone)} prompts sent alone and {len(probe.batches)} batches of up to "
         f"{max(map(len, probe.batches))} requests.",
         f"# Its median errors on them: time to first token {ttft.p50:.0%}, time per token {tpot.p50:.0%}.",
-        f"# Not in it: {fitted.outside_us / 1e3:.1f} ms of network and API server before each first token.",
         f"name: {json.dumps(model.name)}",
     ]
+    if fitted.outside_us:
+        said = f"# Not in it: {fitted.outside_us / 1e3:.1f} ms of network and API server before each first token."
+        lines.insert(3, said)
     keys = ("step_us", "step_us_per_prefill_token", "step_us_per_sequence")
     lines += [f"{key}: {getattr(model, key):.3f}" for key in keys]
     lines += [f"{key}: {getattr(model, key)}  # {reason}" for key, reason in fitted.reasons.items()]
@@ -365,12 +374,13 @@ def report(fitted: FittedModel, probe: SpeedProbe) -> str:
         ("time per token", fitted.tpot),
     )
     lines += [f"  {name:<25}{error.p50:>12.1%}{error.p90:>10.1%}" for name, error in errors]
-    error = fitted.ttft_outside
-    lines += [
-        "",
-        f"  not in the model: {_ms(fitted.outside_us)} before each first token, of the network and the API server;",
-        f"  with them, the error of a first token alone is {error.p50:.1%} (90% are below {error.p90:.1%})",
-    ]
+    if fitted.outside_us:
+        error = fitted.ttft_outside
+        lines += [
+            "",
+            f"  not in the model: {_ms(fitted.outside_us)} before each first token, of the network and the API server;",
+            f"  with them, the error of a first token alone is {error.p50:.1%} (90% are below {error.p90:.1%})",
+        ]
     if probe.failed:
         lines += ["", f"  {len(probe.failed)} requests do not count: {probe.failed[-1]}"]
     return "\n".join(lines)

@@ -111,6 +111,17 @@ def test_one_measurement_in_five_may_be_wrong_by_any_amount() -> None:
     assert found.step_us_per_prefill_token == pytest.approx(30, rel=0.15)
 
 
+def test_of_an_engine_with_costly_attention_prompts_of_the_middle_lengths_are_right() -> None:
+    bent = [seen(length, 2, length, 0.009 + length * 5e-5 + length**2 * 1e-8) for length in PROMPTS * 3]
+    flat = EngineModel(name="m", step_us=9_000.0, kv_tokens=200_000)
+    found = coefficients(bent, batches(flat, 0.0))
+    assert found.outside_us == 0
+    for one in bent:
+        if 400 < (one.prompt_tokens or 0) < 2_048:
+            predicted_us = found.step_us + found.step_us_per_prefill_token * (one.prompt_tokens or 0)
+            assert predicted_us == pytest.approx((one.ttft_s or 0) * 1e6, rel=0.15)
+
+
 def test_no_coefficient_is_negative() -> None:
     shrinking = [seen(length, 2, length, 1 - length / 10_000) for length in PROMPTS]
     faster = [[seen(32, 32, size, 0.01, 0.05 / size)] * size for size in BATCHES]
