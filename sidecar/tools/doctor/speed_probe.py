@@ -32,7 +32,7 @@ ANSWER_TOKENS, BATCH_PROMPT_TOKENS = 32, 32
 """Of each request of a batch: 31 steps, against one or two for the prompts of a batch."""
 LONE_ANSWER_TOKENS = 2
 CALIBRATION_BYTES = 2_400
-"""Of the longer of two prompts; the other has a sixth. Of a short context it has two bytes for each token."""
+"""Of the longer of two prompts; the other has a sixth. In a short context a token of one byte fits, too."""
 PROMPTS_PART = 0.5
 """Of the time that is allowed, for the prompts sent alone."""
 FEWEST_LENGTHS, FEWEST_SIZES = 3, 2
@@ -135,7 +135,7 @@ def _lengths(found: Survey) -> Sequence[int]:
 
 def _calibration_bytes(found: Survey) -> tuple[int, int]:
     context = found.identity.context_tokens
-    longer = CALIBRATION_BYTES if context is None else min(CALIBRATION_BYTES, 2 * (context - 2 * _TEMPLATE_TOKENS))
+    longer = CALIBRATION_BYTES if context is None else min(CALIBRATION_BYTES, context - 2 * _TEMPLATE_TOKENS)
     return max(1, longer // 6), max(1, longer)
 
 

@@ -35,6 +35,9 @@ CHUNKS = (256, 512, 1_024, 2_048, 4_096, 8_192, 16_384)
 """Tokens of prompts in a step, as engines are started with: powers of two."""
 CLEARER = 0.5
 """Another chunk than the default counts where it leaves at most this part of the default's error."""
+DEARER = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Times of a step with a prompt, in steps without: engines launch other kernels for it. The model does not have that,
+but a chunk is seen by it."""
 QUEUED = 0.8
 """Of a batch: where fewer ran at once, the rest waited for a sequence to end."""
 TOKENS_PER_SEQUENCE = 2_048
@@ -135,7 +138,7 @@ def coefficients(lone: Sequence[Seen], batches: Sequence[Sequence[Seen]]) -> Coe
             step_us, per_sequence_us = _of_tokens(batches, per_prefill_us)
             per_prefill_us, outside_us = _of_prompts(lone, step_us + per_sequence_us, chunk)
         found = Coefficients(step_us, per_sequence_us, per_prefill_us, outside_us, chunk, is_chunk_seen=True)
-        fitted[chunk] = found, _misfit(found, lone)
+        fitted[chunk] = found, min(_misfit(lone, step_us + per_sequence_us, chunk, dearer) for dearer in DEARER)
     longest = max(_computed(one) for one in lone)
     # All chunks that are longer than every prompt are alike: the shortest of them stands for them.
     known = {chunk: one for chunk, one in fitted.items() if chunk // 2 < longest}
@@ -190,15 +193,17 @@ def _of_prompts(lone: Sequence[Seen], step_us: float, chunk: int) -> tuple[float
     return slope, outside_us
 
 
-def _misfit(found: Coefficients, lone: Sequence[Seen]) -> float:
-    """The mean difference of predicted and measured times to a first token, in microseconds. Of a length its median."""
-    step_us = found.step_us + found.step_us_per_sequence
+def _misfit(lone: Sequence[Seen], step_us: float, chunk: int, dearer: float) -> float:
+    """The mean difference of fitted and measured times to a first token, in microseconds. Of a length its median.
+
+    A step that computes a prompt takes `dearer` times as long as others, beside the time of its tokens.
+    """
+    step_us *= dearer
+    per_prefill_us, outside_us = _of_prompts(lone, step_us, chunk)
     by_length: dict[str, list[float]] = {}
     for one in lone:
-        computed = _computed(one)
-        predicted_us = found.outside_us + _steps(one, found.chunk_tokens) * step_us
-        predicted_us += found.step_us_per_prefill_token * computed
-        by_length.setdefault(one.planned.label, []).append((one.ttft_s or 0.0) * 1e6 - predicted_us)
+        fitted_us = outside_us + _steps(one, chunk) * step_us + per_prefill_us * _computed(one)
+        by_length.setdefault(one.planned.label, []).append((one.ttft_s or 0.0) * 1e6 - fitted_us)
     return statistics.fmean(abs(statistics.median(errors)) for errors in by_length.values())
 
 

@@ -82,6 +82,12 @@ def test_the_chunk_is_seen_in_the_times_of_long_prompts(chunk: int) -> None:
     assert (found.chunk_tokens, found.is_chunk_seen) == (chunk, True)
 
 
+def test_a_chunk_is_seen_where_steps_with_prompts_are_dearer() -> None:
+    dear = [seen(length, 2, length, 0.005 + -(-length // 512) * 0.017 + length * 2e-5) for length in PROMPTS * 3]
+    found = coefficients(dear, batches(EngineModel(name="m", step_us=6_000.0, kv_tokens=200_000)))
+    assert (found.chunk_tokens, found.is_chunk_seen) == (512, True)
+
+
 def test_no_chunk_is_claimed_where_every_prompt_took_one_step() -> None:
     model = EngineModel(name="m", step_us=9_000.0, step_us_per_prefill_token=30.0, kv_tokens=9_999, chunk_tokens=8_192)
     found = coefficients(prompts(model), batches(model))
