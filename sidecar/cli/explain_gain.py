@@ -136,8 +136,10 @@ def _densities(policy: Policy, sized: SizedForGain) -> Mapping[str, int | None]:
     found: dict[str, int | None] = {}
     for tier in policy.tiers:
         objective = objective_of(tier)
-        is_ordered = objective is not None and sized.output_tokens
-        found[tier.name] = density(_figures(objective, sized), 0) if objective is not None and is_ordered else None
+        if objective is None or not sized.output_tokens:
+            found[tier.name] = None
+        else:
+            found[tier.name] = density(_figures(objective, sized), 0)
     return found
 
 
