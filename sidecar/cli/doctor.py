@@ -7,6 +7,9 @@ nothing.
 Without --upstream it examines each engine that the policy names, lists, or finds by DNS, one after another, and then
 whether they fit together: two names for one server, models that differ, caches that are off.
 
+With --engine-model it sends other requests and looks at their times instead, and writes a file for `sidecar simulate`.
+The exit code is 0 where the file was written, else 2.
+
 Exit codes: 0 priority was seen to work; 1 something is broken, and the text says what; 2 a wrong command line, or no
 server to examine; 3 it could not be seen: too little load, or nothing was sent. Of several engines the first of 1, 2
 and 3 that is true of one.
@@ -41,7 +44,8 @@ from sidecar.tools.doctor.survey import CannotLook
 EXAMPLE = """  sidecar doctor --upstream http://127.0.0.1:8000
   sidecar doctor --upstream http://127.0.0.1:8000 --policy policies/ --json doctor.json
   sidecar doctor --upstream http://127.0.0.1:8000 --read-only
-  sidecar doctor --policy policies/                  each engine that the policy names"""
+  sidecar doctor --policy policies/                  each engine that the policy names
+  sidecar doctor --upstream http://127.0.0.1:8000 --engine-model engine.yaml"""
 
 WRONG, UNSEEN = 2, 3
 _KEYS = (KEY_VARIABLE, ENGINE_KEY_VARIABLE)
@@ -65,6 +69,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--header", action="append", default=[], type=_header, metavar="NAME:VALUE", help="sent with every request")
     add("--requests", type=_requests, default=400, metavar="N", help="most in one burst; it starts small (%(default)s)")
     add("--timeout", type=_seconds, default=60.0, metavar="TIME", help="for all requests together (default 60s)")
+    speed = "measure the engine's speed instead, and write FILE for `sidecar simulate --engine-model FILE`"
+    add("--engine-model", metavar="FILE", help=speed)
     add("--force", action="store_true", help="probe even where that interrupts requests of others (SGLang)")
 
 
@@ -72,9 +78,16 @@ def run(args: argparse.Namespace) -> int:
     """Examines and prints. See the module for the exit codes."""
     if args.upstream is None and args.policy is None:
         args.refuse(_GIVE_ONE)
+    if args.engine_model is not None:
+        _refuse_what_measures_no_speed(args)
     try:
         if problem := unwritable(args.json):
             raise CannotLook(problem)
+        if args.engine_model is not None:
+            from sidecar.cli.doctor_engine_model import write_model
+
+            options = _options(args, args.upstream, None)
+            return 0 if write_model(options, args.engine_model, args.json, _say) else WRONG
         policy = None if args.policy is None else load(args.policy)
         if args.upstream is None:
             return _examine_each(args, _with_engines(policy))
@@ -91,6 +104,17 @@ _CODES = {State.WORKS: 0, State.BROKEN: 1, State.UNKNOWN: UNSEEN}
 
 
 _GIVE_ONE = "give --upstream URL, or --policy with a policy that names its engines"
+
+
+def _refuse_what_measures_no_speed(args: argparse.Namespace) -> None:
+    """Ends the program for arguments that do not go with --engine-model."""
+    if args.upstream is None:
+        args.refuse("--engine-model is of one engine: give --upstream URL")
+    for name, is_given in (("--policy", args.policy is not None), ("--read-only", args.read_only)):
+        if is_given:
+            args.refuse(f"{name} does not go with --engine-model, which measures the engine's speed")
+    if args.json == args.engine_model:
+        args.refuse("--json and --engine-model write to the same file: give two")
 
 
 def _with_engines(policy: Policy | None) -> Policy:

@@ -13,6 +13,7 @@ from sidecar.apis import Api
 from sidecar.classify import Asked, Classification, Classifier, SourceAnswer
 from sidecar.cli.api_key import KEY_VARIABLE, key_given
 from sidecar.cli.check_engines import with_engine_list
+from sidecar.cli.explain_gain import SizedForGain, gain, gain_lines
 from sidecar.cli.explain_placement import of_model, placement, placement_lines
 from sidecar.cli.output import write_json
 from sidecar.durations import policy_duration
@@ -146,6 +147,7 @@ class _Explanation:
         pool = of_model(self._policy, payload.model, body)
         self._size(asked.payload, made, headers, pool)
         self._found["placement"] = placement(self._policy, pool, self._found["holds"])
+        self._found["gain"] = self._gain(asked.payload, made.level, headers)
         self._found["engine"] = self._engine(endpoint.api, made.level)
 
     def _tenant(self, tenant: Tenant) -> Found:
@@ -225,6 +227,13 @@ class _Explanation:
         sizes.refuse_what_never_fits(ask)
         self._found["longest_wait_s"] = longest_wait_s(headers, tier.max_wait_s)
 
+    def _gain(self, payload: Payload, level: int, headers: dict[bytes, bytes]) -> Found | None:
+        """Its place under `order: gain`, before anything was measured; None under another order."""
+        holds = self._found["holds"]
+        output = 0 if payload.background else holds["output_tokens"] * payload.shown_sequences
+        sized = SizedForGain(level, holds["tokens"], holds["requests"], holds["prompt_tokens"], output)
+        return gain(self._policy, sized, headers)
+
     def _engine(self, api: Api, level: int) -> Found:
         priority = self._dialect.priority(level, len(self._names))
         forward = self._dialect.forward(api, priority)
@@ -255,6 +264,13 @@ def _text(found: Found) -> str:
     if found.get("placement") is not None:
         lines += ["", "4. Which engine it enters", *placement_lines(found["placement"])]
         step = 5
+    if found.get("gain") is not None:
+        lines += [
+            "",
+            f"{step}. Its place among requests that wait (order: gain)",
+            *gain_lines(found["gain"], found["tier"]),
+        ]
+        step += 1
     if "engine" in found:
         lines += ["", f"{step}. The priority sent to the engine ({found['engine']['name']})", *_told(found)]
     error = found.get("error")

@@ -11,6 +11,8 @@ import pytest
 from sidecar.tools.doctor.conditions import State
 from sidecar.tools.doctor.examination import Examination, Options, examine
 from sidecar.tools.doctor.report import report, steps
+from sidecar.tools.doctor.speed_probe import measure
+from sidecar.tools.simulate.model_fit import fit
 from tests.real.lab import dynamo, vllm
 from tests.tools.doctor.between import Edit, between, drops_header, negates_everything
 
@@ -93,3 +95,14 @@ async def test_a_recommended_capacity_is_what_the_engine_runs(lab: dict[str, str
     assert found.capacity is not None
     assert found.capacity.yaml == "capacity: {from: engine, fraction: 95%, waiting: 2, requests: 6}"
     assert "524,288 tokens" in found.capacity.reason
+
+
+@pytest.mark.parametrize("name", ["vllm priority", "dynamo"])
+async def test_an_engine_model_is_fitted(name: str, lab: dict[str, str]) -> None:
+    """How well depends on the machine: the engine and the test share its processors."""
+    probe = await measure(Options(url=lab[name], headers={}), lambda line: None)
+    fitted = fit(probe)
+    assert fitted.model.step_us > 0
+    assert fitted.model.kv_tokens > 0
+    assert fitted.tpot.samples > 0
+    assert fitted.tpot.p50 < 1

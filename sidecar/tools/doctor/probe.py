@@ -82,7 +82,7 @@ class Probe:
 
         Raises CannotLook where no request is answered.
         """
-        probed = await self._first_answer(target)
+        probed = await self.first_answer(target)
         for way in (sidecar_tier,) if probed.is_sidecar else ways:
             probed.checks.append(await check(way, probed.target, self._clock))
         accepted = [one for one in probed.checks if one.refusal is None]
@@ -92,8 +92,11 @@ class Probe:
             await self._control(probed)
         return probed
 
-    async def _first_answer(self, target: ExaminedServer) -> Probed:
-        """The simplest request that the server answers: some know no `ignore_eos`, some models have no chat."""
+    async def first_answer(self, target: ExaminedServer) -> Probed:
+        """The simplest request that the server answers: some know no `ignore_eos`, some models have no chat.
+
+        Raises CannotLook where it answers none.
+        """
         said: list[str] = []
         # Its usage also shows whether answers report cached tokens, where a switch decides that.
         usage = {"stream_options": {"include_usage": True}} if self._survey.engine.advice.cache_report else None

@@ -11,6 +11,7 @@ from typing import Any
 from sidecar.tools.loadgen import Planned, Seen, play
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+COUNT = "count slowly from one to two hundred"
 PATIENCE_S = 10.0
 """For the answer to a single request, even from an engine that works on other clients' requests."""
 
@@ -46,9 +47,10 @@ class ExaminedServer:
         tokens: int,
         members: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
+        text: str = COUNT,
     ) -> Planned:
         """A stream of `tokens` tokens. `name` starts the prompt: no two share a prefix in the engine's cache."""
-        prompt = f"{name}: count slowly from one to two hundred"
+        prompt = f"{name}: {text}"
         body: dict[str, Any] = {"model": self.model, "max_tokens": tokens, "stream": True, "temperature": 0}
         body |= {"messages": [{"role": "user", "content": prompt}]} if self.path == CHAT else {"prompt": prompt}
         body |= {"ignore_eos": True} if self.ignores_end else {}

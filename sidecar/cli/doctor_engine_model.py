@@ -1,0 +1,42 @@
+"""The part of `sidecar doctor` that fits an engine model for `sidecar simulate` to an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+
+from sidecar.cli.output import STANDARD_OUTPUT, unwritable, write_json, write_text
+from sidecar.tools.doctor.examination import Options
+from sidecar.tools.doctor.speed_probe import measure
+from sidecar.tools.doctor.survey import CannotLook
+from sidecar.tools.simulate.engine_model import shipped
+from sidecar.tools.simulate.model_fit import as_yaml, figures, fit, report
+
+
+def write_model(options: Options, file: str, json_target: str | None, say: Callable[[str], None]) -> bool:
+    """Measures the engine, prints the fit, and writes the model to `file`. False where that cannot be written.
+
+    Raises CannotLook where the engine cannot be measured, or, before anything is sent, where a file cannot be written.
+    """
+    if file in shipped():
+        raise CannotLook(f"{file} is the name of a model that ships, which `simulate` would read: write ./{file}.yaml")
+    is_new = file != STANDARD_OUTPUT and not Path(file).exists()
+    if problem := unwritable(file):
+        raise CannotLook(problem)
+    try:
+        probe = asyncio.run(measure(options, say))
+        fitted = fit(probe)
+    except BaseException:
+        if is_new:
+            Path(file).unlink(missing_ok=True)  # an empty file is no model
+        raise
+    text = as_yaml(fitted, probe, datetime.now(timezone.utc).date().isoformat())
+    if not write_text(file, lambda: text):
+        return False
+    if STANDARD_OUTPUT not in (file, json_target):
+        print(
+            f"{report(fitted, probe)}\n\nwritten to {file}: sidecar simulate TRACE --policy DIR --engine-model {file}"
+        )
+    return write_json(json_target, figures(fitted, probe))

@@ -1,0 +1,239 @@
+"""Explanation of a request's place under `order: gain`: its tier's floor, its objective, and what it earns.
+
+The output and the engine's speed are those that hold before anything was measured. A running sidecar has learned both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sidecar.durations import exact_duration, policy_duration
+from sidecar.explain.phrases import counted
+from sidecar.gain.engine_speed import DEFAULTS, Coefficients
+from sidecar.gain.token_deadlines import Objective
+from sidecar.middleware.policy_snapshot import objective_of
+from sidecar.middleware.request_gain import LEAST_SLACK_US
+from sidecar.middleware.slo_headers import asked_slo
+from sidecar.policy.model import Policy
+from sidecar.policy.rules import UNLIMITED, TierRules
+from sidecar.scheduling.gain import GainFigures, density
+
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SizedForGain:
+    """A request as the order by gain sees it: what it holds, its prompt, and the output that it is expected to have.
+
+    `output_tokens` is 0 where it generates nothing, or where no one waits for its answer.
+    """
+
+    level: int
+    tokens: int
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+def gain(policy: Policy, sized: SizedForGain, headers: Mapping[bytes, bytes]) -> Found | None:
+    """The place of a request, as JSON types; None where the policy orders by level."""
+    rules = policy.rules
+    if not rules.is_by_gain:
+        return None
+    tier = policy.tiers[sized.level]
+    own = objective = objective_of(tier)
+    ignored: list[str] = []
+    if objective is not None:
+        objective, ignored = asked_slo(headers, objective)
+    earns = None if objective is None or not sized.output_tokens else _earns(objective, sized)
+    return {
+        "always_first": rules.tiers[sized.level].always_first,
+        "floor": _floor(policy, sized, rules.tiers[sized.level]),
+        "headroom": _headroom(sized, rules.tiers[sized.level], policy),
+        "weight": tier.gain_weight if objective is not None else None,
+        "ttft_s": None if objective is None else objective.ttft_us / 1e6,
+        "tpot_s": None if objective is None else objective.tpot_us / 1e6,
+        "is_loosened": objective != own,
+        "ignored": ignored,
+        "why_not": _why_not(objective, sized),
+        "speed": _speed(DEFAULTS),
+        "earns": earns,
+        "densities": _densities(policy, sized),
+    }
+
+
+def _why_not(objective: Objective | None, sized: SizedForGain) -> str | None:
+    """Why it can earn nothing."""
+    if objective is None:
+        return "its tier has no `slo` with both `ttft` and `tpot`"
+    return None if sized.output_tokens else "it generates no tokens, or no one waits for them"
+
+
+def _floor(policy: Policy, sized: SizedForGain, rules: TierRules) -> Found:
+    share = policy.shares[sized.level]
+    part = share.reserve * policy.fair
+    fits = sized.tokens <= rules.reserve_tokens and sized.requests <= rules.reserve_requests
+    return {
+        "fair": float(policy.fair),
+        "reserve": float(share.reserve),
+        "part": float(part),
+        "tokens": _bounded(rules.reserve_tokens),
+        "requests": _bounded(rules.reserve_requests),
+        "fits": fits and bool(part),
+    }
+
+
+def _headroom(sized: SizedForGain, rules: TierRules, policy: Policy) -> Found | None:
+    """What the tier does not lend of its reserve; None where it lends all, or the request is larger."""
+    share = policy.shares[sized.level]
+    part = share.reserve * (1 - share.lend)
+    tokens = rules.headroom_tokens if policy.rules.tokens < UNLIMITED else UNLIMITED
+    requests = rules.headroom_requests if policy.rules.requests < UNLIMITED else UNLIMITED
+    if not part or sized.tokens > tokens or sized.requests > requests:
+        return None
+    return {"part": float(part), "tokens": _bounded(tokens), "requests": _bounded(requests)}
+
+
+def _speed(speed: Coefficients) -> Found:
+    return {
+        "prefill_ns": speed.prefill_ns,
+        "output_ns": speed.output_ns,
+        "token_us": speed.token_us,
+        "first_us": speed.first_us,
+    }
+
+
+def _figures(objective: Objective, sized: SizedForGain) -> GainFigures:
+    """As `GainMeter.appraise` makes them before anything was measured."""
+    return GainFigures(
+        objective.weight,
+        sized.output_tokens,
+        DEFAULTS.cost_us(sized.prompt_tokens, sized.output_tokens),
+        objective.ttft_us,
+        objective.ttft_us - DEFAULTS.prefill_us(sized.prompt_tokens),
+        max(LEAST_SLACK_US, objective.tpot_us - DEFAULTS.token_us),
+    ).bounded()
+
+
+def _earns(objective: Objective, sized: SizedForGain) -> Found:
+    figures = _figures(objective, sized)
+    return {
+        "prompt_tokens": sized.prompt_tokens,
+        "output_tokens": figures.tokens,
+        "gain": figures.weight * figures.tokens,
+        "cost_us": figures.cost_us,
+        "density": density(figures, 0),
+        "start_by_s": figures.start_by_us / 1e6,
+        "slack_s": figures.slack_us / 1e6,
+        "nothing_after_s": (figures.start_by_us + figures.tokens * figures.slack_us) / 1e6,
+    }
+
+
+def _densities(policy: Policy, sized: SizedForGain) -> Mapping[str, int | None]:
+    """The density of the same request in each tier; None where the tier has no objective."""
+    found: dict[str, int | None] = {}
+    for tier in policy.tiers:
+        objective = objective_of(tier)
+        if objective is None or not sized.output_tokens:
+            found[tier.name] = None
+        else:
+            found[tier.name] = density(_figures(objective, sized), 0)
+    return found
+
+
+def _bounded(amount: int) -> int | None:
+    return None if amount >= UNLIMITED else amount
+
+
+def gain_lines(found: Found, tier: str) -> list[str]:
+    """The same for people: what it earns, then its place, from the first to the last."""
+    if found["always_first"]:
+        return [f"   tier {tier} is always first: before all that is ordered by gain   (rule always_first)"]
+    rows = [("floor", _floor_said(found["floor"], tier))]
+    if found["earns"] is not None:
+        rows += _earning(found)
+    rows += _first(found, tier)
+    rows += _place(found)
+    return [f"   {label:<9} {said}" for label, said in rows]
+
+
+def _floor_said(floor: Found, tier: str) -> str:
+    of = f"fair {_percent(floor['fair'])} of its reserve, {_percent(floor['reserve'])}"
+    return f"tier {tier} has {_share(floor)} ({of})" if floor["part"] else f"tier {tier} has none ({of})"
+
+
+def _share(found: Found) -> str:
+    units = (("tokens", "token"), ("requests", "request"))
+    sizes = [counted(found[name], noun) for name, noun in units if found[name] is not None]
+    return " and ".join(sizes) if sizes else f"{_percent(found['part'])} of the pool"
+
+
+def _percent(part: float) -> str:
+    return f"{part * 100:.4g}%"
+
+
+def _earning(found: Found) -> list[tuple[str, str]]:
+    earns, speed = found["earns"], found["speed"]
+    loosened = ", loosened by its headers" if found["is_loosened"] else ""
+    ignored = f"; ignored: {', '.join(found['ignored'])}" if found["ignored"] else ""
+    rows = [
+        (
+            "promised",
+            f"the first token within {policy_duration(found['ttft_s'])}, then one every "
+            f"{policy_duration(found['tpot_s'])}{loosened}{ignored}",
+        ),
+        (
+            "expected",
+            f"{counted(earns['output_tokens'], 'output token')}, the most that it may have, until lengths are learned; "
+            f"x weight {found['weight']} = {earns['gain']:,}",
+        ),
+        (
+            "costs",
+            f"{exact_duration(earns['cost_us'] / 1e6)} of the engine: {earns['prompt_tokens']:,} prompt x "
+            f"{speed['prefill_ns'] / 1e3:g} us + {earns['output_tokens']:,} output x {speed['output_ns'] / 1e3:g} us",
+        ),
+        (
+            "takes",
+            f"{exact_duration(speed['first_us'] / 1e6)} and its prompt to a first token, then "
+            f"{exact_duration(speed['token_us'] / 1e6)} for each; these four are defaults until they are measured",
+        ),
+        ("density", f"{earns['density']:,} for each second of the engine"),
+    ]
+    said = [f"{name} {'none' if value is None else f'{value:,}'}" for name, value in found["densities"].items()]
+    return [*rows, ("", f"by the tiers' own objectives it would have: {', '.join(said)}")] if len(said) > 1 else rows
+
+
+def _first(found: Found, tier: str) -> list[tuple[str, str]]:
+    """Where it is before all that is ordered by gain."""
+    rows, headroom = [], found["headroom"]
+    if found["floor"]["fits"]:
+        rows.append(("first", "where it fits into what is free of its tier's floor, in fair order   (rule reserve)"))
+    elif found["floor"]["part"]:
+        said = "while its tier's floor, which is smaller than it, is not full: by turns   (rule reserve_turn)"
+        rows.append(("first", said))
+    if headroom is not None:
+        rows.append(("then", f"where it fits into the {_share(headroom)} that {tier} never lends   (rule reserve)"))
+    return rows
+
+
+def _place(found: Found) -> list[tuple[str, str]]:
+    earns = found["earns"]
+    if earns is None:
+        return [("last", f"by level, in fair order: {found['why_not']}   (rule level)")]
+    start_s, end_s = earns["start_by_s"], exact_duration(earns["nothing_after_s"])
+    falls = f"After it waited {exact_duration(start_s)} its density falls, for tokens would come late"
+    return [
+        ("then", "while urgent, the highest density first: its deadline is nearer than half of the engine's time for"),
+        (
+            "",
+            f"all that waits. {falls}   (rule gain)",
+        ),
+        ("then", "while not urgent, the nearest deadline of a first token first   (rule gain)"),
+        (
+            "last",
+            f"after it waited {end_s}, when no token can be in time; or while its tenant is ahead of the others of",
+        ),
+        ("", "its tier by two of the largest requests: by level, in fair order   (rule level)"),
+    ]

@@ -1,0 +1,415 @@
+"""Fit of an engine model to a probe of a real engine, and how well it predicts what the probe saw.
+
+    time per token         = step_us + step_us_per_sequence * running
+    time to a first token  = outside + steps * (step_us + step_us_per_sequence) + step_us_per_prefill_token * prompt
+
+The first is fitted to batches, by the sequences that ran on average while an answer was generated. The second is fitted
+to prompts that were alone; `steps` is the prompt in chunks, rounded up. `outside` is the time of the network and of the
+engine's API server, which no step has: it is reported, and not a part of the model.
+
+Slopes are medians of the slopes between all pairs of points, weighted by the distance of the two (Theil and Sen;
+Jaeckel, "Estimating regression coefficients by minimizing the dispersion of the residuals", 1972). Up to 29% of the
+points may be wrong by any amount. A coefficient below zero is zero.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import NamedTuple
+
+from sidecar.engines.base import Gauges
+from sidecar.tools.doctor.speed_probe import FEWEST_TOKENS, SpeedProbe
+from sidecar.tools.loadgen import Seen
+from sidecar.tools.loadgen.statistics import quantile
+from sidecar.tools.replay.trace import Row
+from sidecar.tools.simulate.engine_model import EngineModel
+from sidecar.tools.simulate.load import Request
+from sidecar.tools.simulate.play import Stage, play
+from sidecar.tools.simulate.virtual_loop import VirtualLoop
+
+CHUNKS = (256, 512, 1_024, 2_048, 4_096, 8_192, 16_384)
+"""Tokens of prompts in a step, as engines are started with: powers of two."""
+CLEARER = 0.5
+"""Another chunk than the default counts where it leaves at most this part of the default's error."""
+DEARER = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Times of a step with a prompt, in steps without: engines launch other kernels for it. The model does not have that,
+but a chunk is seen by it."""
+QUEUED = 0.8
+"""Of a batch: where fewer ran at once, the rest waited for a sequence to end."""
+TOKENS_PER_SEQUENCE = 2_048
+"""Of the KV cache, where the engine does not say its size: a prompt and an answer of usual traces fit."""
+_PASSES = 4
+"""The two fits use each other's result, for a few percent of their points. After so many it stands."""
+_WRITE = "a default: write what the engine runs with"
+_DEFAULT = EngineModel(name="", step_us=0.0, kv_tokens=TOKENS_PER_SEQUENCE)
+
+
+class Coefficients(NamedTuple):
+    """The fitted figures, in microseconds but for `chunk_tokens`; `is_chunk_seen` is false where that is the default.
+
+    `outside_us` is in no step.
+    """
+
+    step_us: float
+    step_us_per_sequence: float
+    step_us_per_prefill_token: float
+    outside_us: float
+    chunk_tokens: int
+    is_chunk_seen: bool
+
+
+class Errors(NamedTuple):
+    """Relative errors of predictions, in parts of what was measured: the median, and the one that 90% do not exceed."""
+
+    p50: float
+    p90: float
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class FittedModel:
+    """A model with the reasons for its sizes, and its errors on the probe's own requests.
+
+    `ttft` is the simulation's time to the first token of prompts that were alone; `ttft_outside` is the same with the
+    time added that is in no step. `ttft_batch` and `tpot` are of requests in batches.
+    """
+
+    model: EngineModel
+    outside_us: float
+    reasons: dict[str, str]
+    ttft: Errors
+    ttft_outside: Errors
+    ttft_batch: Errors
+    tpot: Errors
+
+
+def fit(probe: SpeedProbe) -> FittedModel:
+    """The model of a probe that has enough measurements, as `speed_probe.measure` returns it."""
+    found = coefficients(probe.lone, probe.batches)
+    gauges = probe.survey.gauges
+    sequences, by_sequences = max_sequences(gauges, probe.batches)
+    kv_tokens, by_kv_tokens = sequences * TOKENS_PER_SEQUENCE, f"not reported: {TOKENS_PER_SEQUENCE:,} a sequence"
+    if gauges.kv_tokens is not None:
+        kv_tokens, by_kv_tokens = max(gauges.kv_tokens, _DEFAULT.block_tokens), "the engine says so"
+    by_chunk = "seen in the times of long prompts"
+    if not found.is_chunk_seen:
+        is_default = found.chunk_tokens == _DEFAULT.chunk_tokens
+        by_chunk = _WRITE if is_default else "no shorter one was seen; write what the engine runs with"
+    model = EngineModel(
+        name=probe.target.model,
+        step_us=round(found.step_us, 3),
+        step_us_per_sequence=round(found.step_us_per_sequence, 3),
+        step_us_per_prefill_token=round(found.step_us_per_prefill_token, 3),
+        kv_tokens=kv_tokens,
+        max_sequences=sequences,
+        chunk_tokens=found.chunk_tokens,
+    )
+    reasons = {
+        "kv_tokens": by_kv_tokens,
+        "block_tokens": "a default",
+        "max_sequences": by_sequences,
+        "chunk_tokens": by_chunk,
+    }
+    outside_s, alone, batches = found.outside_us / 1e6, [[one] for one in probe.lone], probe.batches
+    return FittedModel(
+        model,
+        found.outside_us,
+        reasons,
+        ttft=ttft_errors(model, alone),
+        ttft_outside=ttft_errors(model, alone, outside_s),
+        ttft_batch=ttft_errors(model, batches),
+        tpot=tpot_errors(model, batches),
+    )
+
+
+# -- coefficients
+
+
+def coefficients(lone: Sequence[Seen], batches: Sequence[Sequence[Seen]]) -> Coefficients:
+    """Fits both times. Raises statistics.StatisticsError without a prompt that was alone, or without a batch."""
+    fitted: dict[int, tuple[Coefficients, float]] = {}
+    for chunk in CHUNKS:
+        step_us = per_sequence_us = per_prefill_us = outside_us = 0.0
+        for _ in range(_PASSES):
+            step_us, per_sequence_us = _of_tokens(batches, per_prefill_us)
+            per_prefill_us, outside_us = _of_prompts(lone, step_us + per_sequence_us, chunk)
+        found = Coefficients(step_us, per_sequence_us, per_prefill_us, outside_us, chunk, is_chunk_seen=True)
+        fitted[chunk] = found, min(_misfit(lone, step_us + per_sequence_us, chunk, dearer) for dearer in DEARER)
+    longest = max(_computed(one) for one in lone)
+    # All chunks that are longer than every prompt are alike: the shortest of them stands for them.
+    known = {chunk: one for chunk, one in fitted.items() if chunk // 2 < longest}
+    standard, error = fitted[_DEFAULT.chunk_tokens]
+    best, least = min(known.values(), key=lambda one: one[1])
+    if best.chunk_tokens == _DEFAULT.chunk_tokens:
+        others = [other for chunk, (_, other) in known.items() if chunk != best.chunk_tokens]
+        is_clear = bool(others) and best.chunk_tokens < longest and least <= CLEARER * min(others)
+        return best._replace(is_chunk_seen=is_clear)
+    if least <= CLEARER * error:
+        return best._replace(is_chunk_seen=best.chunk_tokens < longest)
+    return standard._replace(is_chunk_seen=False)
+
+
+def _of_tokens(batches: Sequence[Sequence[Seen]], per_prefill_us: float) -> tuple[float, float]:
+    """The time of a step, and of each sequence in it, in microseconds. One point for each batch: its medians."""
+    points = []
+    for batch in batches:
+        found = [_decoding(one, batch, per_prefill_us) for one in batch if _has_tpot(one)]
+        if found:
+            points.append((statistics.median(x for x, _ in found), statistics.median(y for _, y in found)))
+    slope = max(0.0, _slope(points, least_apart=0.5))
+    return max(0.0, statistics.median(y - slope * x for x, y in points)), slope
+
+
+def _decoding(one: Seen, batch: Sequence[Seen], per_prefill_us: float) -> tuple[float, float]:
+    """The sequences that ran on average from an answer's first token to its end, and its time per token.
+
+    Without the time for the prompts that were computed meanwhile.
+    """
+    assert one.first_token_s is not None
+    assert one.tpot_s is not None
+    took_s, shared_s, prefilled = one.end_s - one.first_token_s, 0.0, 0
+    for other in batch:
+        assert other.first_token_s is not None
+        shared_s += max(0.0, min(one.end_s, other.end_s) - max(one.first_token_s, other.first_token_s))
+        prefilled += _computed(other) if one.first_token_s < other.first_token_s < one.end_s else 0
+    return shared_s / took_s, one.tpot_s * 1e6 - per_prefill_us * prefilled / (one.output_tokens - 1)
+
+
+def _of_prompts(lone: Sequence[Seen], step_us: float, chunk: int) -> tuple[float, float]:
+    """The time of a prompt token, and the time in no step, in microseconds.
+
+    A line below zero at its beginning is one that bends upwards, as with attention over long prompts. The line through
+    zero that replaces it is right for prompts of the middle lengths.
+    """
+    points = [(float(_computed(one)), (one.ttft_s or 0.0) * 1e6 - _steps(one, chunk) * step_us) for one in lone]
+    slope = max(0.0, _slope(points, least_apart=32))
+    outside_us = statistics.median(y - slope * x for x, y in points)
+    if outside_us < 0:
+        return max(0.0, statistics.median(y / x for x, y in points)), 0.0
+    return slope, outside_us
+
+
+def _misfit(lone: Sequence[Seen], step_us: float, chunk: int, dearer: float) -> float:
+    """The mean difference of fitted and measured times to a first token, in microseconds. Of a length its median.
+
+    A step that computes a prompt takes `dearer` times as long as others, beside the time of its tokens.
+    """
+    step_us *= dearer
+    per_prefill_us, outside_us = _of_prompts(lone, step_us, chunk)
+    by_length: dict[str, list[float]] = {}
+    for one in lone:
+        fitted_us = outside_us + _steps(one, chunk) * step_us + per_prefill_us * _computed(one)
+        by_length.setdefault(one.planned.label, []).append((one.ttft_s or 0.0) * 1e6 - fitted_us)
+    return statistics.fmean(abs(statistics.median(errors)) for errors in by_length.values())
+
+
+def _slope(points: Sequence[tuple[float, float]], least_apart: float) -> float:
+    """The weighted median of the slopes between points that are so far apart; 0 where no two are."""
+    slopes = sorted(
+        ((y2 - y1) / (x2 - x1), abs(x2 - x1))
+        for (x1, y1), (x2, y2) in combinations(points, 2)
+        if abs(x2 - x1) >= least_apart
+    )
+    half, passed = sum(weight for _, weight in slopes) / 2, 0.0
+    for slope, weight in slopes:
+        passed += weight
+        if passed >= half:
+            return slope
+    return 0.0
+
+
+def _computed(one: Seen) -> int:
+    """The tokens of a prompt that were not cached."""
+    return max(1, (one.prompt_tokens or 0) - (one.cached_tokens or 0))
+
+
+def _steps(one: Seen, chunk: int) -> int:
+    return -(-_computed(one) // chunk)
+
+
+def _has_tpot(one: Seen) -> bool:
+    return one.output_tokens >= FEWEST_TOKENS and one.tpot_s is not None
+
+
+def max_sequences(gauges: Gauges, batches: Sequence[Sequence[Seen]]) -> tuple[int, str]:
+    """The sequences that run at once, and how that is known."""
+    if gauges.max_running is not None:
+        return gauges.max_running, "the engine says so"
+    largest = max(batches, key=len, default=())
+    ran = at_once(largest)
+    if 0 < ran < QUEUED * len(largest):
+        return ran, f"as many of {len(largest)} ran at once"
+    return _DEFAULT.max_sequences, _WRITE
+
+
+def at_once(seen: Sequence[Seen]) -> int:
+    """How many ran at the same moment, as their clients saw it: from the first token to the end."""
+    moves = [
+        move for one in seen if one.first_token_s is not None for move in ((one.first_token_s, 1), (one.end_s, -1))
+    ]
+    running = most = 0
+    for _, step in sorted(moves):
+        running += step
+        most = max(most, running)
+    return most
+
+
+# -- predictions
+
+
+class _SendsAtOnce:
+    """See `play.Admission`: there is none, every request goes to the engine as it comes."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._count = 0
+
+    def arrives(self, request: Request) -> None:
+        """See `Admission`."""
+        self._count += 1
+        request.place = (0.0,), self._count
+        self._stage.send(request, 0)
+
+    def _nothing(self, request: Request) -> None:
+        """See `Admission`."""
+
+    first_token = reached = finished = removed = _nothing
+
+
+def predicted(model: EngineModel, seen: Sequence[Seen]) -> list[tuple[float | None, float | None]]:
+    """The simulation's times to the first token and per token, in seconds, of requests that were sent like these.
+
+    None where the model's engine cannot hold one, or for less than two tokens.
+    """
+    began_s = min(one.sent_s for one in seen)
+    requests = [
+        Request(Row(0, one.sent_s - began_s, _computed(one), max(1, one.output_tokens)), 0, "", ()) for one in seen
+    ]
+    loop = VirtualLoop()
+    stage = Stage(model, 1, loop)
+    with loop.running():
+        play(sorted(requests, key=lambda one: one.at_us), stage, _SendsAtOnce(stage))
+    return [_times(one) for one in requests]
+
+
+def _times(request: Request) -> tuple[float | None, float | None]:
+    if request.first_us is None or request.end_us is None:
+        return None, None
+    ttft_s, rest_s = (request.first_us - request.at_us) / 1e6, (request.end_us - request.first_us) / 1e6
+    return ttft_s, rest_s / (request.output - 1) if request.output > 1 else None
+
+
+def ttft_errors(model: EngineModel, groups: Sequence[Sequence[Seen]], outside_s: float = 0.0) -> Errors:
+    """Of times to first token, with `outside_s` added to each. Each group was sent to an idle engine."""
+    return _errors(
+        [
+            abs((first_s + outside_s) / one.ttft_s - 1)
+            for one, (first_s, _) in _predictions(model, groups)
+            if first_s is not None and one.ttft_s
+        ]
+    )
+
+
+def tpot_errors(model: EngineModel, groups: Sequence[Sequence[Seen]]) -> Errors:
+    """Of times per token. Each group was sent to an idle engine."""
+    return _errors(
+        [
+            abs(token_s / one.tpot_s - 1)
+            for one, (_, token_s) in _predictions(model, groups)
+            if token_s is not None and one.tpot_s and _has_tpot(one)
+        ]
+    )
+
+
+def _predictions(
+    model: EngineModel, groups: Sequence[Sequence[Seen]]
+) -> Iterator[tuple[Seen, tuple[float | None, float | None]]]:
+    for group in groups:
+        yield from zip(group, predicted(model, group), strict=True)
+
+
+def _errors(values: Sequence[float]) -> Errors:
+    if not values:
+        return Errors(0.0, 0.0, 0)
+    return Errors(quantile(values, 0.5), quantile(values, 0.9), len(values))
+
+
+# -- text
+
+
+def as_yaml(fitted: FittedModel, probe: SpeedProbe, date: str) -> str:
+    """The file: the model, with its origin, its errors and the reasons for its sizes as comments."""
+    model, ttft, tpot = fitted.model, fitted.ttft, fitted.tpot
+    lines = [
+        f"# Fitted by `sidecar doctor --engine-model` on {date} to {probe.survey.name},",
+        f"# from {len(probe.lone)} prompts sent alone and {len(probe.batches)} batches of up to "
+        f"{max(map(len, probe.batches))} requests.",
+        f"# Its median errors on them: time to first token {ttft.p50:.0%}, time per token {tpot.p50:.0%}.",
+        f"name: {json.dumps(model.name)}",
+    ]
+    if fitted.outside_us:
+        said = f"# Not in it: {fitted.outside_us / 1e3:.1f} ms of network and API server before each first token."
+        lines.insert(3, said)
+    keys = ("step_us", "step_us_per_prefill_token", "step_us_per_sequence")
+    lines += [f"{key}: {getattr(model, key):.3f}" for key in keys]
+    lines += [f"{key}: {getattr(model, key)}  # {reason}" for key, reason in fitted.reasons.items()]
+    return "\n".join(lines) + "\n"
+
+
+def report(fitted: FittedModel, probe: SpeedProbe) -> str:
+    """The same for people, without a line's end at its end."""
+    model = fitted.model
+    said = {key: f"{getattr(model, key):,}" for key in fitted.reasons}
+    rows: list[tuple[str, str, str]] = [
+        ("a step", _ms(model.step_us), ""),
+        ("each sequence in it", _ms(model.step_us_per_sequence), ""),
+        ("each prompt token in it", _ms(model.step_us_per_prefill_token), ""),
+        *((key, said[key], reason) for key, reason in fitted.reasons.items()),
+    ]
+    lines = [f"engine model of {probe.survey.name}, {model.name}", ""]
+    lines += [f"  {name:<25}{value:>12}   {why}".rstrip() for name, value, why in rows]
+    lines += ["", f"how well it predicts the {probe.requests} requests of the probe (median error; 90% are below)"]
+    errors = (
+        ("first token, alone", fitted.ttft),
+        ("first token, in batches", fitted.ttft_batch),
+        ("time per token", fitted.tpot),
+    )
+    lines += [f"  {name:<25}{error.p50:>12.1%}{error.p90:>10.1%}" for name, error in errors]
+    if fitted.outside_us:
+        error = fitted.ttft_outside
+        lines += [
+            "",
+            f"  not in the model: {_ms(fitted.outside_us)} before each first token, of the network and the API server;",
+            f"  with them, the error of a first token alone is {error.p50:.1%} (90% are below {error.p90:.1%})",
+        ]
+    if probe.failed:
+        lines += ["", f"  {len(probe.failed)} requests do not count: {probe.failed[-1]}"]
+    return "\n".join(lines)
+
+
+def figures(fitted: FittedModel, probe: SpeedProbe) -> dict[str, object]:
+    """All of it in JSON types."""
+    return {
+        "upstream": probe.target.url,
+        "engine": probe.survey.name,
+        "model": {key: getattr(fitted.model, key) for key in fitted.model.__struct_fields__},
+        "reasons": fitted.reasons,
+        "outside_us": fitted.outside_us,
+        "errors": {
+            name: dict(getattr(fitted, name)._asdict()) for name in ("ttft", "ttft_outside", "ttft_batch", "tpot")
+        },
+        "prompts": [{"tokens": _computed(one), "ttft_s": one.ttft_s} for one in probe.lone],
+        "batches": [
+            [{"ttft_s": one.ttft_s, "tpot_s": one.tpot_s, "output_tokens": one.output_tokens} for one in batch]
+            for batch in probe.batches
+        ],
+        "failed": probe.failed,
+    }
+
+
+def _ms(microseconds: float) -> str:
+    return f"{microseconds / 1e3:.3f} ms"

@@ -1,0 +1,176 @@
+"""`sidecar explain` of a policy with `order: gain`: the place of a request, as the scheduler would see it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from sidecar.app import AdmissionMiddleware
+from sidecar.cli import main
+from sidecar.middleware.request_gain import GainMeter
+from sidecar.policy.compiler import load
+from sidecar.proxy.proxy import ReverseProxy
+from sidecar.scheduling.gain import GainFigures, density
+from tests.support.serving import serving
+from tests.tools.emulator.emulated import VLLM, emulated
+
+POOL = """\
+engine: vllm
+capacity: {tokens: 100000, requests: 64}
+order: gain
+fair: 25%
+tiers:
+  critical: {always_first: true, limit: 50%, slo: {ttft: 1s, tpot: 60ms}, gain: {weight: 8}}
+  high: {reserve: 20%, lend: 50%, slo: {ttft: 1s, tpot: 60ms}, gain: {weight: 4}}
+  normal: {reserve: 0.04%, slo: {ttft: 3s, tpot: 100ms}, gain: {weight: 2}}
+  batch: {}
+default_tier: high
+anonymous: critical
+endpoints: {/v1/chat/completions: {}, /v1/embeddings: {}, /v1/responses: {}}
+"""
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    (tmp_path / "policy.yaml").write_text(POOL)
+    return tmp_path
+
+
+def explained(policy: Path, *arguments: str, path: str = "/v1/chat/completions") -> dict[str, Any]:
+    target = policy / "result.json"
+    assert main(["explain", str(policy), "--path", path, "--json", str(target), *arguments]) == 0
+    found = json.loads(target.read_text())["gain"]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_every_figure_and_rule_is_explained_to_a_stranger(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(policy), "--path", "/v1/chat/completions", "--header", "x-priority: high"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        out[out.index("4. ") : out.index("5. ")]
+        == """\
+4. Its place among requests that wait (order: gain)
+   floor     tier high has 5,000 tokens and 4 requests (fair 25% of its reserve, 20%)
+   promised  the first token within 1s, then one every 60ms
+   expected  16 output tokens, the most that it may have, until lengths are learned; x weight 4 = 64
+   costs     5.25 ms of the engine: 10 prompt x 125 us + 16 output x 250 us
+   takes     20 ms and its prompt to a first token, then 25 ms for each; these four are defaults until they are measured
+   density   12,190 for each second of the engine
+             by the tiers' own objectives it would have: critical 24,380, high 12,190, normal 6,095, batch none
+   first     where it fits into what is free of its tier's floor, in fair order   (rule reserve)
+   then      where it fits into the 10,000 tokens and 6 requests that high never lends   (rule reserve)
+   then      while urgent, the highest density first: its deadline is nearer than half of the engine's time for
+             all that waits. After it waited 0.98 s its density falls, for tokens would come late   (rule gain)
+   then      while not urgent, the nearest deadline of a first token first   (rule gain)
+   last      after it waited 1.54 s, when no token can be in time; or while its tenant is ahead of the others of
+             its tier by two of the largest requests: by level, in fair order   (rule level)
+
+"""
+    )
+
+
+def test_an_order_by_level_has_no_such_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "policy.yaml").write_text(POOL.replace("order: gain\nfair: 25%\n", ""))
+    target = tmp_path / "result.json"
+    assert main(["explain", str(tmp_path), "--path", "/v1/chat/completions", "--json", str(target)]) == 0
+    assert json.loads(target.read_text())["gain"] is None
+    assert "4. The priority sent to the engine" in capsys.readouterr().out
+
+
+def test_a_tier_that_is_always_first_is_said_to_be(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explained(policy, "--header", "x-priority: critical")["always_first"]
+    assert "   tier critical is always first: before all that is ordered by gain" in capsys.readouterr().out
+
+
+def test_a_request_larger_than_its_floor_waits_for_a_turn(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = explained(policy, "--header", "x-priority: normal")
+    assert found["floor"] == {
+        "fair": 0.25, "reserve": 0.0004, "part": 0.0001, "tokens": 10, "requests": 1, "fits": False,
+    }  # fmt: skip
+    out = capsys.readouterr().out
+    assert "   first     while its tier's floor, which is smaller than it, is not full: by turns   (rule" in out
+    assert "never lends" not in out
+
+
+def test_without_an_objective_a_request_is_last(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = explained(policy, "--header", "x-priority: batch")
+    assert (found["earns"], found["weight"], found["floor"]["fits"]) == (None, None, False)
+    out = capsys.readouterr().out
+    assert "   floor     tier batch has none (fair 25% of its reserve, 0%)\n" in out
+    assert "   last      by level, in fair order: its tier has no `slo` with both `ttft` and `tpot`" in out
+
+
+def test_a_request_that_generates_nothing_earns_nothing(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = explained(policy, "--header", "x-priority: high", path="/v1/embeddings")
+    assert found["earns"] is None
+    assert set(found["densities"].values()) == {None}
+    assert (
+        "last      by level, in fair order: it generates no tokens, or no one waits for them" in capsys.readouterr().out
+    )
+
+
+def test_headers_loosen_the_objective_and_never_tighten_it(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    headers = ("--header", "x-priority: high", "--header", "x-slo-ttft-ms: 2500", "--header", "x-slo-tpot-ms: 5")
+    found = explained(policy, *headers)
+    assert (found["ttft_s"], found["tpot_s"], found["ignored"]) == (2.5, 0.06, ["x-slo-tpot-ms"])
+    said = "the first token within 2.5s, then one every 60ms, loosened by its headers; ignored: x-slo-tpot-ms"
+    assert said in capsys.readouterr().out
+
+
+def test_a_pool_that_the_engine_sizes_has_parts_of_it(policy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = POOL.replace("{tokens: 100000, requests: 64}", "{from: engine}")
+    (policy / "policy.yaml").write_text(text)
+    found = explained(policy, "--header", "x-priority: high")
+    assert (found["floor"]["tokens"], found["floor"]["part"], found["headroom"]["part"]) == (None, 0.05, 0.1)
+    out = capsys.readouterr().out
+    assert "tier high has 5% of the pool (fair 25% of its reserve, 20%)" in out
+    assert "into the 10% of the pool that high never lends" in out
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("tier", ["high", "normal", "batch"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16},
+        {"messages": [{"role": "user", "content": "word " * 2_000}], "max_tokens": 50, "n": 3},
+        {"messages": [{"role": "user", "content": "word " * 9_000}]},
+    ],
+    ids=["small", "choices", "late"],
+)
+async def test_the_figures_are_those_that_the_sidecar_gives_the_request(
+    policy: Path, tmp_path: Path, tier: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[GainFigures | None] = []
+    appraise = GainMeter.appraise
+
+    def spy(meter: GainMeter, request: Any, tier_names: Any) -> None:
+        appraise(meter, request, tier_names)
+        given.append(request.gain)
+
+    monkeypatch.setattr(GainMeter, "appraise", spy)
+    (tmp_path / "body.json").write_text(json.dumps({"model": "m", **body}))
+    async with emulated(VLLM, slots=8) as client:
+        app = AdmissionMiddleware(ReverseProxy(client.url), policy=load(policy))
+        async with serving(app) as served, aiohttp.ClientSession() as session:
+            headers = {"x-priority": tier, "content-type": "application/json"}
+            url = f"{served.url}/v1/chat/completions"
+            async with session.post(url, data=(tmp_path / "body.json").read_bytes(), headers=headers) as answer:
+                assert answer.status == 200
+    found = explained(policy, "--header", f"x-priority: {tier}", "--body", str(tmp_path / "body.json"))
+    assert len(given) == 1
+    if given[0] is None:
+        assert found["earns"] is None
+        return
+    figures, earns = given[0], found["earns"]
+    assert (found["weight"], earns["output_tokens"], earns["cost_us"]) == figures[:3]
+    assert round(found["ttft_s"] * 1e6) == figures.deadline_us
+    assert (round(earns["start_by_s"] * 1e6), round(earns["slack_s"] * 1e6)) == figures[4:]
+    assert earns["density"] == density(figures, 0)
+    nothing_after_us = round(earns["nothing_after_s"] * 1e6)
+    assert density(figures, nothing_after_us - 1) >= 0 == density(figures, nothing_after_us)
