@@ -1,8 +1,8 @@
 """Invariant 7 with `order: gain`: the bounds of a wait hold with the floor, `fair` of the reserve, in place of it.
 
 The floods and clauses are those of `test_bounded_wait`. Every ticket has figures of its own, so that the order by gain
-disagrees with the fair order as often as it can. Of all clauses, `share` is of the fair order alone: by gain a tenant is
-bounded by being ahead (`gain_queue`).
+disagrees with the fair order as often as it can. Of all clauses, `share` is of the fair order alone: by gain a tenant
+is bounded by being ahead (`gain_queue`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def campaign(kind: Kind, seeds: range, scheduler: type[GainScheduler] = GainSche
     measured = Measured()
     for seed in seeds:
         luck = random.Random(f"gain-{kind}-{seed}")
-        policy = by_gain(random_policy(luck, both=kind.both), luck.choice([Fraction(1, 4), Fraction(1, 2), Fraction(1)]))
+        fair = luck.choice([Fraction(1, 4), Fraction(1, 2), Fraction(1)])
+        policy = by_gain(random_policy(luck, both=kind.both), fair)
         rules = policy.rules()
         measured.add(GainPlay(scheduler(rules), luck).run(random_flood(luck, rules, kind), None))
     return measured
