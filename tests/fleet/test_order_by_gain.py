@@ -1,0 +1,126 @@
+"""Several engines and `order: gain`, with real requests: whose deadline is nearer goes first, on whichever engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from sidecar.scheduling.gain_fleet_scheduler import GainFleetScheduler
+from tests.fleet.routed import Act, Routed, Rude, changed, engines_of, ok, routed, rude, write_policy
+from tests.fleet.waiting import until
+from tests.support.engine import Connection, Received
+
+pytestmark = pytest.mark.anyio
+SLO = "max_wait: 30s}, slo: {ttft: 2s, tpot: 100ms}, gain: {weight: 4}}"
+PATIENT = {"x-priority": "normal", "x-slo-ttft-ms": "60000"}
+
+
+class Held:
+    """Engines that answer one request after the other. `came` are the requests' names, in the order of arrival."""
+
+    def __init__(self) -> None:
+        self.came: list[str] = []
+        self._answers = asyncio.Semaphore(0)
+
+    async def serve(self, waiting: list[asyncio.Task]) -> list[str]:
+        """Answers one after the other until all are served. Returns who came meanwhile, in order."""
+        before = len(self.came)
+        for number in range(len(waiting)):
+            self._answers.release()
+            await until(lambda number=number: len(self.came) == before + number + 1)
+        for _ in range(9):
+            self._answers.release()
+        assert {reply.status for reply in await asyncio.gather(*waiting)} == {200}
+        return self.came[before:]
+
+    def act(self) -> Act:
+        async def answer(connection: Connection, request: Received) -> None:
+            self.came += [name.decode() for name in request.all(b"x-name")]
+            await self._answers.acquire()
+            await ok(connection, request)
+
+        return answer
+
+
+def by_gain(folder: Path, engines: list[Rude], **settings: str) -> Path:
+    settings = {"capacity": "{tokens: 100k, requests: 1}", "more": "order: gain", **settings}
+    path = write_policy(folder / "policy.yaml", engines_of(engines), **settings)
+    path.write_text(path.read_text().replace("normal: {queue: {max_wait: 30s}}", f"normal: {{queue: {{{SLO}"))
+    return path
+
+
+@asynccontextmanager
+async def stand(folder: Path, **settings: str) -> AsyncIterator[tuple[Routed, Held]]:
+    """Two engines, both busy."""
+    held = Held()
+    async with rude(held.act(), held.act()) as engines, routed(by_gain(folder, engines, **settings)) as sidecar:
+        assert isinstance(sidecar.pool._runtime.scheduler, GainFleetScheduler)
+        running = [sidecar.begin(headers=named("running")) for _ in range(2)]
+        await until(lambda: len(held.came) == 2)
+        yield sidecar, held
+        assert {reply.status for reply in await asyncio.gather(*running)} == {200}
+
+
+def named(name: str, headers: dict[str, str] | None = None) -> dict[str, str]:
+    return {"x-name": name, **(headers or {"x-priority": "normal"})}
+
+
+async def in_queue(sidecar: Routed, *requests: dict[str, str]) -> list[asyncio.Task]:
+    """Requests that wait, one after the other."""
+    begun = []
+    before = sidecar.waiting
+    for number, headers in enumerate(requests):
+        begun.append(sidecar.begin(headers=headers))
+        await until(lambda number=number: sidecar.waiting == before + number + 1)
+    return begun
+
+
+async def test_the_nearer_deadline_goes_first_on_any_engine(tmp_path: Path) -> None:
+    async with stand(tmp_path) as (sidecar, held):
+        waiting = await in_queue(
+            sidecar,
+            named("bulk", {"x-priority": "batch"}),
+            named("patient", PATIENT),
+            named("patient too", PATIENT),
+            named("urgent"),
+            named("urgent too"),
+        )
+        found = await held.serve(waiting)
+        assert found == ["urgent", "urgent too", "patient", "patient too", "bulk"]
+
+
+async def test_an_engine_that_breaks_loses_no_request_and_no_order(tmp_path: Path) -> None:
+    held = Held()
+    async with rude(held.act(), held.act()) as engines, routed(by_gain(tmp_path, engines)) as sidecar:
+        running = [sidecar.begin(headers=named("running")) for _ in range(2)]
+        await until(lambda: len(held.came) == 2)
+        waiting = await in_queue(sidecar, named("patient", PATIENT), named("urgent"))
+        await engines[0].crash()
+        found = await held.serve([*waiting, running[0]])
+        assert sorted(found) == ["patient", "running", "urgent"]  # the one that the broken engine had, once more
+        assert found.index("urgent") < found.index("patient")
+        assert {reply.status for reply in await asyncio.gather(*running)} == {200}
+
+
+async def test_a_reload_keeps_what_waits_and_its_order(tmp_path: Path) -> None:
+    async with stand(tmp_path) as (sidecar, held):
+        waiting = await in_queue(sidecar, named("patient", PATIENT), named("urgent"))
+        path = tmp_path / "policy.yaml"
+        path.write_text(path.read_text().replace("order: gain", "order: gain\nfair: 100%"))
+        changed(sidecar, path)
+        waiting += await in_queue(sidecar, named("patient too", PATIENT))
+        assert await held.serve(waiting) == ["urgent", "patient", "patient too"]
+
+
+async def test_the_floor_is_filled_in_fair_order_before_any_gain(tmp_path: Path) -> None:
+    async with stand(tmp_path, more="order: gain\nfair: 100%") as (sidecar, held):
+        assert sidecar.pool._runtime.scheduler.rules.tiers[2].reserve_requests == 0
+        path = tmp_path / "policy.yaml"
+        path.write_text(path.read_text().replace("batch: {", "batch: {reserve: 50%, "))
+        changed(sidecar, path)
+        waiting = await in_queue(sidecar, named("urgent"), named("bulk", {"x-priority": "batch"}))
+        assert await held.serve(waiting) == ["bulk", "urgent"]
