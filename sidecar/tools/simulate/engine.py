@@ -3,9 +3,11 @@
 The rules are those of `emulator.scheduler.RunningBatch` with `preempts`, but for one: a request leaves the queue only
 where the step has prompt tokens left to compute for it, as in vLLM (`while self.waiting and token_budget > 0` in
 `v1/core/sched/scheduler.py`), so that prompts wait in the order of the queue. With `admits_ahead` it leaves as soon as
-it has a place and room, as in the emulator, and a test holds both to the same steps. What differs is the cost. A decoding sequence is not touched at each step: its tokens are counted by the engine's steps. A
-plan is one step, or as many equal ones as there are until a sequence ends, a length is reached that someone asked for,
-or the KV cache could be full. A request that comes meanwhile cuts the plan at the end of the step that runs.
+it has a place and room, as in the emulator, and a test holds both to the same steps.
+
+What differs is the cost. A decoding sequence is not touched at each step: its tokens are counted by the engine's steps.
+A plan is one step, or as many equal ones as there are until a sequence ends, a length is reached that someone asked
+for, or the KV cache could be full. A request that comes meanwhile cuts the plan at the end of the step that runs.
 
 Times are whole microseconds.
 """
@@ -118,7 +120,8 @@ class Reached(NamedTuple):
 class SimulatedEngine:
     """One engine. `ends_us[n]` is the end of its step n; `due_us` that of its plan, None while it is idle.
 
-    With `admits_ahead` the emulator's rule holds: see the module. `busy_us` is how long it computed, `held_token_us` the tokens in its KV cache times how long they were there.
+    With `admits_ahead` the emulator's rule holds: see the module. `busy_us` is how long it computed, `held_token_us` the
+    tokens in its KV cache times how long they were there.
     """
 
     def __init__(self, model: EngineModel, queue: JobQueue, *, admits_ahead: bool = False) -> None:
