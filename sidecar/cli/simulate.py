@@ -19,8 +19,8 @@ from sidecar.policy.compiler import load as load_policy
 from sidecar.policy.model import Order
 from sidecar.policy.problems import PolicyError
 from sidecar.tools.replay.plan import BadTier, ladder
-from sidecar.tools.replay.trace import BadTrace, read_trace
-from sidecar.tools.simulate.baselines import NAMES
+from sidecar.tools.replay.trace import LONGEST_S, BadTrace, read_trace
+from sidecar.tools.simulate.baselines import NAMES, ROUTERS, names
 from sidecar.tools.simulate.comparison import (
     Candidate,
     Rate,
@@ -42,6 +42,7 @@ EXAMPLE = """  sidecar simulate azure_conv.csv --policy policies/ --engines 4 --
   sidecar simulate azure_conv.csv --policy policies/ --engines 4 --find-rate --seeds 1 --json -"""
 MOST_SEEDS, MOST_ENGINES = 100, 256
 MOST_SCALE = 1e6
+MICROSECOND_S = 1e-6
 
 
 class BadOrder(ValueError):
@@ -63,7 +64,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="what gets a tier: each request (default), or each of 20 tenants")  # fmt: skip
     add("--order", type=Order, choices=list(Order), metavar="level|gain",
         help="the order of waiting requests (default: the policy's)")  # fmt: skip
-    add("--baselines", action="store_true", help=f"also play {', '.join(NAMES)}, on the first policy's tiers")
+    add("--patience", type=_patience, metavar="SECONDS",
+        help="clients leave after so long without a first token (default: none leaves)")  # fmt: skip
+    add("--baselines", action="store_true",
+        help=f"also play {', '.join(NAMES)}, on the first policy's tiers; before several engines also "
+        + ", ".join(ROUTERS))  # fmt: skip
     add("--seeds", type=_seeds, default=5, metavar="N", help="runs of each, with other tiers (default %(default)s)")
     add("--find-rate", action="store_true",
         help="the highest --scale at which every tier's SLO holds, for 90%% and 99%% of its requests")  # fmt: skip
@@ -106,15 +111,15 @@ def run(args: argparse.Namespace) -> int:
 def _prepared(args: argparse.Namespace) -> tuple[Setting, list[Candidate]]:
     trace = read_trace(args.trace)
     check(trace)
-    names = [Path(name).resolve().name for name in args.policy]
-    shown = [name if names.count(name) == 1 else given for name, given in zip(names, args.policy, strict=True)]
+    own = [Path(name).resolve().name for name in args.policy]
+    shown = [name if own.count(name) == 1 else given for name, given in zip(own, args.policy, strict=True)]
     policies = [load_policy(name) for name in args.policy]
     if args.order is not None:
         policies = [policy.ordered_by(args.order) for policy in policies]
     for policy in policies:
         ladder(policy, args.mix, trace.rows)
     model = load_model(args.engine_model)
-    setting = Setting(trace, model, args.engines, args.mix, args.assign, args.scale, args.seeds)
+    setting = Setting(trace, model, args.engines, args.mix, args.assign, args.scale, args.seeds, args.patience)
     candidates = [Candidate(name, policy) for name, policy in zip(shown, policies, strict=True)]
     for candidate in candidates:
         offered = offered_tiers(setting, candidate)
@@ -124,7 +129,7 @@ def _prepared(args: argparse.Namespace) -> tuple[Setting, list[Candidate]]:
                 "so none can meet it"
             )
     if args.baselines:
-        candidates += [Candidate(name, policies[0], baseline=True) for name in NAMES]
+        candidates += [Candidate(name, policies[0], baseline=True) for name in names(args.engines)]
     return setting, candidates
 
 
@@ -136,6 +141,8 @@ def _heading(setting: Setting, candidates: Sequence[Candidate]) -> list[str]:
         f"before {setting.engines} x {setting.model.name}",
         f"tiers by {setting.by.value}, {setting.seeds} {'seed' if setting.seeds == 1 else 'seeds'}; virtual time",
     ]
+    if setting.patience_s is not None:
+        lines.append(f"clients leave after {setting.patience_s:g} s without a first token")
     for candidate in candidates:
         lacking = [tier.name for tier in candidate.policy.tiers if tier.level not in candidate.objectives]
         if lacking and not candidate.baseline:
@@ -148,13 +155,17 @@ def _heading(setting: Setting, candidates: Sequence[Candidate]) -> list[str]:
 
 def table(results: Sequence[RunResult]) -> list[str]:
     """The means over the seeds, with their 95% confidence intervals; a line for each tier."""
-    rows = [["policy", "TDG", "SLO", "weighted SLO", "TTFT p50 s", "TTFT p99 s", "longest wait s", "refused", "KV"]]
+    has_left = any(tier.abandoned for one in results for tier in one.tiers.values())
+    left = ["abandoned"] * has_left
+    rows = [
+        ["policy", "TDG", "SLO", "weighted SLO", "TTFT p50 s", "TTFT p99 s", "longest wait s", "refused", *left, "KV"]
+    ]
     for runs in by_policy(results):
         rows.append(
             [
                 runs[0].policy,
                 *(shown([getattr(one, name) for one in runs]) for name in ("tdg", "slo", "weighted_slo")),
-                "", "", "", "",
+                "", "", "", "", *[""] * has_left,
                 f"{sum(one.utilization for one in runs) / len(runs):.2f}",
             ]
         )  # fmt: skip
@@ -170,6 +181,7 @@ def table(results: Sequence[RunResult]) -> list[str]:
                     seconds([one.ttft_s.p99 for one in tiers]),
                     seconds([one.queue_wait_s.max for one in tiers]),
                     str(sum(one.refused for one in tiers)),
+                    *[str(sum(one.abandoned for one in tiers))] * has_left,
                     "",
                 ]
             )
@@ -193,6 +205,16 @@ def _scale(text: str) -> float:
         number = 0.0
     if not 0 < number <= MOST_SCALE:
         raise argparse.ArgumentTypeError(f"{text!r} must be more than 0, and at most {MOST_SCALE:g}")
+    return number
+
+
+def _patience(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not MICROSECOND_S <= number <= LONGEST_S:
+        raise argparse.ArgumentTypeError(f"{text!r} must be seconds, more than 0 and at most {LONGEST_S:g}")
     return number
 
 

@@ -12,12 +12,12 @@ from sidecar.cli import main
 from sidecar.middleware.policy_snapshot import objective_of
 from sidecar.policy.compiler import load as load_policy
 from sidecar.tools.replay.trace import read_trace
-from sidecar.tools.simulate.baselines import NAMES
+from sidecar.tools.simulate.baselines import ROUTERS, names
 from sidecar.tools.simulate.engine import KeyQueue
 from sidecar.tools.simulate.engine_model import load_model, shipped
 from sidecar.tools.simulate.figures import judged, result
 from sidecar.tools.simulate.load import Assign, Request, load
-from sidecar.tools.simulate.play import Played, Stage, play
+from sidecar.tools.simulate.play import ABANDONED, Played, Stage, play
 from sidecar.tools.simulate.product import ProductAdmission
 from sidecar.tools.simulate.virtual_loop import VirtualLoop
 
@@ -75,8 +75,8 @@ def test_every_request_has_one_end_and_the_same_seed_gives_the_same_figures(fold
     found = simulate(folder, "--policy", str(folder / "planned"), *more)
     assert found == simulate(folder, "--policy", str(folder / "planned"), *more)
     runs = found["runs"]
-    assert [one["policy"] for one in runs[::2]] == ["now", "planned", *NAMES]
-    assert [one["seed"] for one in runs] == [1, 2] * (len(NAMES) + 2)
+    assert [one["policy"] for one in runs[::2]] == ["now", "planned", *names(engines)]
+    assert [one["seed"] for one in runs] == [1, 2] * (len(names(engines)) + 2)
     for one in runs:
         assert sum(tier["requests"] for tier in one["tiers"].values()) == 151
         assert sum(tier["refused"] for tier in one["tiers"].values()) >= 1, "one is larger than the pool"
@@ -90,7 +90,7 @@ def test_the_seeds_differ(folder: Path) -> None:
     assert first["tiers"] != second["tiers"]
 
 
-def played(folder: Path, name: str, by: Assign = Assign.REQUEST) -> tuple[Any, Played]:
+def played(folder: Path, name: str, by: Assign = Assign.REQUEST, patience_us: int | None = None) -> tuple[Any, Played]:
     policy, model = load_policy(folder / name), load_model(str(folder / "model.yaml"))
     offered = load(
         read_trace(str(folder / "trace.jsonl")), ["high", "batch"], {"high": 1, "batch": 2}, by=by, scale=3.0,
@@ -99,7 +99,7 @@ def played(folder: Path, name: str, by: Assign = Assign.REQUEST) -> tuple[Any, P
     loop = VirtualLoop()
     with loop.running():
         stage = Stage(model, 2, loop, KeyQueue)
-        return policy, play(offered, stage, ProductAdmission(policy, stage))
+        return policy, play(offered, stage, ProductAdmission(policy, stage), patience_us)
 
 
 @pytest.mark.parametrize("name", ["now", "planned"])
@@ -138,6 +138,20 @@ def test_what_the_pool_refuses_and_what_waits_too_long_gets_no_token(folder: Pat
     assert {None, "request_too_large"} < refusals
     assert refusals & {"queue_timeout", "queue_full"}
     assert all(engine.cache.held_tokens == 0 for engine in run.engines)
+
+
+def test_a_client_that_left_holds_nothing_in_the_pool_or_an_engine(folder: Path) -> None:
+    _, run = played(folder, "planned", patience_us=300_000)
+    left = [one for one in run.offered if one.refusal == ABANDONED]
+    assert {one.engine is None for one in left} == {True, False}, "some in the pool, some in an engine"
+    for one in left:
+        assert one.first_us is None
+        assert one.end_us is not None
+        assert 300_000 <= one.end_us - one.at_us <= 350_000, "when its patience ends, or with the step that runs"
+        assert not one.stretches
+    assert all(engine.cache.held_tokens == 0 and not len(engine) for engine in run.engines)
+    late = [one for one in run.offered if one.refusal is None and (one.first_us or 0) - one.at_us > 350_000]
+    assert not late
 
 
 def test_each_tenant_has_one_tier(folder: Path) -> None:
@@ -222,13 +236,39 @@ def test_tiers_without_objectives_are_measured_by_their_waits(folder: Path, caps
 def test_the_baselines_order_the_engines_queue_as_they_say(folder: Path) -> None:
     runs = simulate(folder, "--seeds", "1", "--baselines", "--scale", "2")["runs"]
     found = {one["policy"]: one for one in runs}
-    p50 = {name: {tier: found[name]["tiers"][tier]["ttft_s"]["p50"] for tier in ("high", "batch")} for name in NAMES}
+    p50 = {name: {tier: found[name]["tiers"][tier]["ttft_s"]["p50"] for tier in ("high", "batch")} for name in names(1)}
     assert p50["engine-fcfs"]["high"] > 0.5 * p50["engine-fcfs"]["batch"], "whatever the tier"
     for name in ("engine-priority", "edf", "vtc"):
         assert p50[name]["high"] < 0.5 * p50[name]["batch"], name
     assert found["density"]["tdg"] > found["engine-fcfs"]["tdg"]
     waits = {name: found[name]["tiers"]["batch"]["ttft_s"]["p50"] for name in ("sjf", "engine-fcfs")}
     assert waits["sjf"] < waits["engine-fcfs"], "most requests are shorter than the longest"
+
+
+def test_the_routers_send_requests_to_engines_that_are_first_come_first_served(folder: Path) -> None:
+    runs = simulate(folder, "--seeds", "1", "--baselines", "--scale", "4", "--engines", "3")["runs"]
+    p50 = {one["policy"]: [tier["ttft_s"]["p50"] for tier in one["tiers"].values()] for one in runs}
+    for name in ROUTERS:
+        high, batch = p50[name]
+        assert high > 0.5 * batch, f"{name}: whatever the tier"
+    assert p50["round-robin"] != p50["least-requests"]
+
+
+@pytest.mark.parametrize("engines", ["1", "2"])
+def test_clients_without_a_first_token_leave_when_their_patience_ends(folder: Path, capsys: Any, engines: str) -> None:
+    more = ("--seeds", "1", "--baselines", "--scale", "8", "--engines", engines)
+    found, patient = simulate(folder, "--patience", "0.7", *more), simulate(folder, *more)
+    assert "clients leave after 0.7 s without a first token" in capsys.readouterr().out
+    assert found == simulate(folder, "--patience", "0.7", *more)
+    for one, other in zip(found["runs"], patient["runs"], strict=True):
+        tiers = one["tiers"].values()
+        assert sum(tier["abandoned"] for tier in tiers) > 0, one["policy"]
+        assert sum(tier["abandoned"] for tier in other["tiers"].values()) == 0
+        assert sum(tier["refused"] for tier in tiers) <= sum(tier["refused"] for tier in other["tiers"].values())
+        step_s = 0.05
+        assert all(tier["ttft_s"]["max"] <= 0.7 + step_s for tier in tiers), one["policy"]
+        assert all(tier["queue_wait_s"]["max"] <= 0.7 + step_s for tier in tiers), one["policy"]
+        assert one["tokens_per_s"] > 0
 
 
 def test_a_rate_needs_an_objective(folder: Path, capsys: Any) -> None:
@@ -245,6 +285,8 @@ BAD = [
     (["trace.jsonl", "--mix", "gold=1"], "'gold' is no tier of the policy"),
     (["trace.jsonl", "--scale", "0"], "must be more than 0"),
     (["trace.jsonl", "--scale", "nan"], "must be more than 0"),
+    (["trace.jsonl", "--patience", "0"], "must be seconds, more than 0"),
+    (["trace.jsonl", "--patience", "nan"], "must be seconds, more than 0"),
     (["trace.jsonl", "--engines", "0"], "no whole number from 1"),
     (["trace.jsonl", "--engine-model", "none.yaml"], "those that ship are"),
     (["trace.jsonl", "--engine-model", "trace.jsonl"], "trace.jsonl: "),

@@ -1,10 +1,12 @@
 """Baselines: every request goes to an engine when it comes, and only the engine orders its own queue.
 
-Each request goes to the engine with the fewest that are not over, the first of equals. Where an order needs the length
+Each request goes to the engine with the fewest that are not over, the first of equals, but for the three baselines that
+are routers (`routing` has their rules): `round-robin`, `least-requests` and `cache-aware`. Before one engine they would
+all be `engine-fcfs`. Where an order needs the length
 of an answer it has what the product has: the median that was learned of its tenant so far, and the policy's
 `default_output_tokens` before that.
 
-- `engine-fcfs`: first come, first served, the default of vLLM, SGLang and TensorRT-LLM.
+- `engine-fcfs`: first come, first served, the default of vLLM, SGLang and TensorRT-LLM; the routers' engines, too.
 - `engine-priority`: strict priority by tier, then arrival: vLLM's `--scheduling-policy priority`.
 - `edf`: the earliest deadline of a first token first (Liu and Layland, J. ACM 1973).
 - `sjf`: the least expected engine time first (for LLMs: Fu et al., arXiv 2408.15792).
@@ -28,9 +30,11 @@ from sidecar.lengths.estimator import LengthEstimator
 from sidecar.policy.model import Policy
 from sidecar.tools.simulate.engine import Job, JobQueue, KeyQueue, SimulatedEngine
 from sidecar.tools.simulate.load import Request
-from sidecar.tools.simulate.play import Stage
+from sidecar.tools.simulate.play import ABANDONED, Stage
+from sidecar.tools.simulate.routing import CacheAware, FewestRequests, LeastRequests, RoundRobin, Routing
 
 NAMES = ("engine-fcfs", "engine-priority", "edf", "sjf", "density", "vtc")
+ROUTERS = ("round-robin", "least-requests", "cache-aware")
 _KEY = LengthKey("/v1/chat/completions", None, "plain")
 _OUTPUT_WEIGHT = 2
 
@@ -80,9 +84,14 @@ class VtcQueue:
         return job
 
     def remove(self, job: Job) -> bool:
-        """See `JobQueue`. No baseline ends a request."""
-        del job
-        return False
+        """See `JobQueue`. What was charged for it stays charged."""
+        assert isinstance(job, Request)
+        self._charged.pop(job, None)
+        mine = self._waiting[job.tier]
+        if job not in mine:
+            return False
+        mine.remove(job)
+        return True
 
     def _charge(self) -> None:
         """Charges what was generated since the last time."""
@@ -102,7 +111,9 @@ class BaselineAdmission:
     def __init__(self, name: str, policy: Policy, objectives: Mapping[int, Objective], stage: Stage) -> None:
         self._policy, self._stage, self._objectives = policy, stage, objectives
         self._estimator = LengthEstimator()
-        self._key: Callable[[Request], float] = getattr(self, f"_{name.replace('-', '_')}")
+        own = "engine-fcfs" if name in ROUTERS else name
+        self._key: Callable[[Request], float] = getattr(self, f"_{own.replace('-', '_')}")
+        self._routing = _routing(name, stage)
         self._open = [0] * len(stage.engines)
         self._count = 0
         for engine in stage.engines:
@@ -113,9 +124,14 @@ class BaselineAdmission:
         """See `Admission`."""
         self._count += 1
         request.place = (self._key(request),), self._count
-        engine = self._open.index(min(self._open))
+        engine = self._routing.select(request, self._open)
         self._open[engine] += 1
         self._stage.send(request, engine)
+
+    def leaves(self, request: Request) -> None:
+        """See `Admission`."""
+        request.has_left = True
+        self._stage.abort(request)
 
     def first_token(self, request: Request) -> None:
         """See `Admission`."""
@@ -130,7 +146,11 @@ class BaselineAdmission:
         self._estimator.learn(request.tenant, _KEY, request.output, is_censored=False)
 
     def removed(self, request: Request) -> None:
-        """See `Admission`."""
+        """See `Admission`: its client has left."""
+        assert request.engine is not None
+        self._open[request.engine] -= 1
+        self._stage.engines[request.engine].queue.remove(request)  # a queue that counts what runs forgets it
+        self._stage.refuse(request, ABANDONED)
 
     def _engine_fcfs(self, request: Request) -> float:
         del request
@@ -161,6 +181,19 @@ class BaselineAdmission:
         model = self._stage.model
         prefill_us = model.step_us / model.chunk_tokens + model.step_us_per_prefill_token
         return prefill_us * request.prompt + tokens * model.cost_us_per_output_token
+
+
+def names(engines: int) -> Sequence[str]:
+    """The baselines that differ before so many engines."""
+    return NAMES if engines == 1 else (*NAMES, *ROUTERS)
+
+
+def _routing(name: str, stage: Stage) -> Routing:
+    if name == "round-robin":
+        return RoundRobin()
+    if name == "least-requests":
+        return LeastRequests()
+    return CacheAware(stage.model.block_tokens) if name == "cache-aware" else FewestRequests()
 
 
 def queue_of(name: str, policy: Policy, objectives: Mapping[int, Objective]) -> Callable[[], JobQueue]:

@@ -32,7 +32,7 @@ _T = (0.0, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all runs have in common."""
+    """What all runs have in common. Clients leave after `patience_s` without a first token; None: none leaves."""
 
     trace: Trace
     model: EngineModel
@@ -41,6 +41,7 @@ class Setting:
     by: Assign
     scale: float
     seeds: int
+    patience_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ def run(setting: Setting, candidate: Candidate, seed: int, scale: float) -> RunR
             if candidate.baseline
             else ProductAdmission(policy, stage)
         )
-        played = play(offered, stage, admission)
+        patience_us = None if setting.patience_s is None else round(setting.patience_s * 1e6)
+        played = play(offered, stage, admission, patience_us)
     return result(played, tiers, objectives, name=candidate.name, order=candidate.order, seed=seed, scale=scale)
 
 

@@ -1,9 +1,13 @@
 """Engine in virtual time: the step model of `sidecar emulate`, which jumps over steps in which nothing changes.
 
-The rules are those of `emulator.scheduler.RunningBatch` with `preempts`, and a test holds both to the same steps. What
-differs is the cost. A decoding sequence is not touched at each step: its tokens are counted by the engine's steps. A
-plan is one step, or as many equal ones as there are until a sequence ends, a length is reached that someone asked for,
-or the KV cache could be full. A request that comes meanwhile cuts the plan at the end of the step that runs.
+The rules are those of `emulator.scheduler.RunningBatch` with `preempts`, but for one: a request leaves the queue only
+where the step has prompt tokens left to compute for it, as in vLLM (`while self.waiting and token_budget > 0` in
+`v1/core/sched/scheduler.py`), so that prompts wait in the order of the queue. With `admits_ahead` it leaves as soon as
+it has a place and room, as in the emulator, and a test holds both to the same steps.
+
+What differs is the cost. A decoding sequence is not touched at each step: its tokens are counted by the engine's steps.
+A plan is one step, or as many equal ones as there are until a sequence ends, a length is reached that someone asked
+for, or the KV cache could be full. A request that comes meanwhile cuts the plan at the end of the step that runs.
 
 Times are whole microseconds.
 """
@@ -116,13 +120,15 @@ class Reached(NamedTuple):
 class SimulatedEngine:
     """One engine. `ends_us[n]` is the end of its step n; `due_us` that of its plan, None while it is idle.
 
-    `busy_us` is how long it computed, `held_token_us` the tokens in its KV cache times how long they were there.
+    With `admits_ahead` the emulator's rule holds: see the module. `busy_us` is how long it computed, `held_token_us` the
+    tokens in its KV cache times how long they were there.
     """
 
-    def __init__(self, model: EngineModel, queue: JobQueue, *, caches_prefixes: bool = True) -> None:
+    def __init__(self, model: EngineModel, queue: JobQueue, *, admits_ahead: bool = False) -> None:
         self.model = model
         self.queue = queue
-        self.cache = KvCache(model.kv_tokens, model.block_tokens, caches_prefixes=caches_prefixes)
+        self.cache = KvCache(model.kv_tokens, model.block_tokens, caches_prefixes=True)
+        self._admits_ahead = admits_ahead
         self.ends_us: list[int] = []
         self.due_us: int | None = None
         self.preemptions = self.busy_us = self.held_token_us = 0
@@ -265,7 +271,10 @@ class SimulatedEngine:
         self.queue.push(job)
 
     def _admit(self, now_us: int) -> None:
+        left = self.model.chunk_tokens - sum(job.prefill_tokens - job.prefilled for job in self._prefilling)
         while len(self.queue) and len(self._prefilling) + len(self._decoding) < self.model.max_sequences:
+            if left <= 0 and not self._admits_ahead:
+                break
             job = self.queue.peek()
             holding = self.cache.reserve(job.prefill_tokens, job.blocks, job.prompt)
             if holding is None:
@@ -273,6 +282,7 @@ class SimulatedEngine:
             self.queue.pop()
             job.holding = holding
             job.prefilled = holding.cached_tokens
+            left -= job.prefill_tokens - job.prefilled
             if job.started_us is None:
                 job.started_us = now_us
             self._prefilling.append(job)

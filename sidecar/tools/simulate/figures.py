@@ -1,8 +1,8 @@
 """Figures of a run, over all requests that were offered: docs/simulate.md has the definitions.
 
 TDG is the weight of the tokens that came before their deadlines, divided by the weight of all tokens of all requests
-that were offered, also of those that were refused: their lengths are in the trace. A request met its objective where
-its first token was in time, and the mean time of the later ones at most `tpot`.
+that were offered, also of those that were refused or abandoned: their lengths are in the trace. A request met its
+objective where its first token was in time, and the mean time of the later ones at most `tpot`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from sidecar.gain.token_deadlines import Objective
 from sidecar.tools.simulate.load import Request
-from sidecar.tools.simulate.play import Played
+from sidecar.tools.simulate.play import ABANDONED, Played
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -28,7 +28,10 @@ class Times(msgspec.Struct, frozen=True):
 
 
 class TierResult(msgspec.Struct, frozen=True):
-    """One tier of a run. `slo` and `tdg` are None for a tier without an objective, or without requests."""
+    """One tier of a run. `slo` and `tdg` are None for a tier without an objective, or without requests.
+
+    `abandoned` requests are those whose clients left before a first token; they are not `refused`.
+    """
 
     requests: int
     slo: float | None
@@ -36,6 +39,7 @@ class TierResult(msgspec.Struct, frozen=True):
     ttft_s: Times
     queue_wait_s: Times
     refused: int
+    abandoned: int
     tokens: int
 
 
@@ -123,7 +127,7 @@ class _Sums:
     def __init__(self, objective: Objective | None) -> None:
         self.objective = objective
         self.weight = 0 if objective is None else objective.weight
-        self.requests = self.met = self.earned = self.attainable = self.refused = self.tokens = 0
+        self.requests = self.met = self.earned = self.attainable = self.refused = self.abandoned = self.tokens = 0
         self.ttft_us: list[int] = []
         self.wait_us: list[int] = []
 
@@ -131,8 +135,11 @@ class _Sums:
         self.requests += 1
         self.attainable += self.weight * one.output
         if one.refusal is not None or one.first_us is None or one.started_us is None:
-            self.refused += 1
-            self.wait_us.append((one.end_us or 0) - one.at_us)
+            has_left = one.refusal == ABANDONED
+            self.abandoned += has_left
+            self.refused += not has_left
+            waited_until_us = one.started_us if has_left and one.started_us is not None else one.end_us
+            self.wait_us.append((waited_until_us or 0) - one.at_us)
             return
         self.tokens += one.output
         self.ttft_us.append(one.first_us - one.at_us)
@@ -151,6 +158,7 @@ class _Sums:
             ttft_s=_times(self.ttft_us),
             queue_wait_s=_times(self.wait_us),
             refused=self.refused,
+            abandoned=self.abandoned,
             tokens=self.tokens,
         )
 

@@ -32,10 +32,10 @@ class Request(Job):
     """One request that is offered: in `tier`, a level, at `at_us`. In an engine it is the engine's job.
 
     `engine` is where it runs, None where it never did. `end_us` is the end of its answer, or of its wait where it got
-    none: then `refusal` says why. `first_us` is when its first token came.
+    none: then `refusal` says why. `first_us` is when its first token came. One that `has_left` has no client any more.
     """
 
-    __slots__ = ("at_us", "end_us", "engine", "first_us", "refusal", "tenant", "tier")
+    __slots__ = ("at_us", "end_us", "engine", "first_us", "has_left", "refusal", "tenant", "tier")
 
     def __init__(self, row: Row, tier: int, tenant: str, blocks: Sequence[BlockHash]) -> None:
         super().__init__(row.input_tokens or 1, row.output_tokens or 1, blocks)
@@ -45,6 +45,7 @@ class Request(Job):
         self.engine: int | None = None
         self.end_us: int | None = None
         self.first_us: int | None = None
+        self.has_left = False
         self.refusal: str | None = None
 
 

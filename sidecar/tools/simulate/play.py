@@ -1,8 +1,12 @@
-"""One run: requests come, an admission sends them to engines, and time jumps from event to event."""
+"""One run: requests come, an admission sends them to engines, and time jumps from event to event.
+
+A client that has patience leaves when it had no first token for so long. Where the engine already computes its prompt,
+that takes until the end of the step that runs; one whose first token comes with that step stays.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from sidecar.tools.simulate.engine import Job, JobQueue, KeyQueue, Reached, SimulatedEngine
@@ -10,12 +14,18 @@ from sidecar.tools.simulate.engine_model import EngineModel
 from sidecar.tools.simulate.load import Request
 from sidecar.tools.simulate.virtual_loop import VirtualLoop
 
+ABANDONED = "abandoned"
+"""The refusal of a request whose client has left."""
+
 
 class Admission(Protocol):
     """What stands before the engines: the product's pool, or a baseline."""
 
     def arrives(self, request: Request) -> None:
         """A request is offered."""
+
+    def leaves(self, request: Request) -> None:
+        """Its client leaves, before its first token."""
 
     def first_token(self, request: Request) -> None:
         """Its first token came."""
@@ -27,7 +37,7 @@ class Admission(Protocol):
         """Its answer is complete."""
 
     def removed(self, request: Request) -> None:
-        """Its engine has ended it, because the admission said so."""
+        """Its engine has ended it, because the admission said so or its client has left."""
 
 
 class Played(NamedTuple):
@@ -63,16 +73,45 @@ class Stage:
         request.refusal, request.end_us = why, self.loop.now_us
 
 
-def play(offered: Sequence[Request], stage: Stage, admission: Admission) -> Played:
+class _Patience:
+    """The clients that wait for a first token, in the order in which they would leave."""
+
+    def __init__(self, offered: Sequence[Request], patience_us: int | None) -> None:
+        self._offered = offered
+        self._patience_us = patience_us
+        self._next = 0
+
+    def due_us(self, coming: int) -> int | None:
+        """When the next one leaves of those before the request number `coming`; None where none does."""
+        if self._patience_us is None:
+            return None
+        while self._next < coming:
+            one = self._offered[self._next]
+            if one.first_us is None and one.end_us is None:
+                return one.at_us + self._patience_us
+            self._next += 1
+        return None
+
+    def leaving(self, coming: int, now_us: int) -> Iterator[Request]:
+        """Those that leave now, once each."""
+        while (due_us := self.due_us(coming)) is not None and due_us <= now_us:
+            self._next += 1
+            yield self._offered[self._next - 1]
+
+
+def play(offered: Sequence[Request], stage: Stage, admission: Admission, patience_us: int | None = None) -> Played:
     """Plays all requests to their ends. One that still waits when nothing more can happen gets no answer.
 
     Nor does one that no engine can hold to its end, whoever admits: it would be preempted again and again.
     """
     loop, engines, coming = stage.loop, stage.engines, 0
+    patience = _Patience(offered, patience_us)
     while True:
         times = [engine.due_us for engine in engines if engine.due_us is not None]
         if coming < len(offered):
             times.append(offered[coming].at_us)
+        if (leaves_us := patience.due_us(coming)) is not None:
+            times.append(leaves_us)
         busy = any(map(len, engines)) or coming < len(offered)
         if (timer_us := loop.next_us) is not None and (busy or _waits(offered)):
             times.append(timer_us)
@@ -83,6 +122,9 @@ def play(offered: Sequence[Request], stage: Stage, admission: Admission) -> Play
             if engine.due_us is not None and engine.due_us <= loop.now_us:
                 _tell(engine.advance(), admission, loop.now_us)
         loop.run_ready()
+        for request in patience.leaving(coming, loop.now_us):
+            admission.leaves(request)
+            loop.run_ready()
         while coming < len(offered) and offered[coming].at_us <= loop.now_us:
             request = offered[coming]
             if engines[0].cache.fits(request.prompt + request.output):
@@ -107,7 +149,7 @@ def _waits(offered: Sequence[Request]) -> bool:
 
 def _tell(found: Reached, admission: Admission, now_us: int) -> None:
     for one in _requests(found.first):
-        one.first_us = now_us
+        one.first_us, one.has_left = now_us, False
         admission.first_token(one)
     for one in _requests(found.reached):
         admission.reached(one)

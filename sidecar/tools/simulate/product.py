@@ -2,9 +2,9 @@
 
 Each request takes the steps of `middleware.wait` and `middleware.request` in their order: it is sized, enters the pool,
 is sent to the engine of its grant, is looked at while it streams, and is learned from at its end. The engine serves the
-level of the grant first, as vLLM's priority scheduling does. Left out: the proxy's own time, limits of tenants, and
-clients that leave. What an engine has of a prompt is what its cache has when the request comes, instead of the table in
-which the product keeps what it believes of that.
+level of the grant first, as vLLM's priority scheduling does. Left out: the proxy's own time, and limits of tenants.
+What an engine has of a prompt is what its cache has when the request comes, instead of the table in which the product
+keeps what it believes of that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sidecar.pools.local import LocalPool
 from sidecar.scheduling.gain import GainFigures
 from sidecar.scheduling.placement import EngineOffer
 from sidecar.tools.simulate.load import Request
-from sidecar.tools.simulate.play import Stage
+from sidecar.tools.simulate.play import ABANDONED, Stage
 from sidecar.tools.simulate.virtual_loop import at_once
 
 CHAT = "/v1/chat/completions"
@@ -93,6 +93,16 @@ class ProductAdmission:
             self._stage.loop.call_later(tier.max_wait_s, self._too_long, request)
         self._wait(request)
 
+    def leaves(self, request: Request) -> None:
+        """See `Admission`. In an engine it is ended first."""
+        lease = self._held[request].lease
+        if lease.grant is None:
+            lease.leave()
+            self._end(request, ABANDONED)
+        else:
+            request.has_left = True
+            self._stage.abort(request)
+
     def first_token(self, request: Request) -> None:
         """See `Admission`."""
         held = self._held[request]
@@ -115,11 +125,15 @@ class ProductAdmission:
         held.lease.settle(request.prompt + request.output)
 
     def removed(self, request: Request) -> None:
-        """See `Admission`: it was preempted, and waits again."""
+        """See `Admission`: it was preempted, and waits again, or its client has left."""
         held = self._held[request]
         if held.size is not None:
             held.size.ended()
             held.size = None
+        if request.has_left:
+            held.lease.settle()
+            self._end(request, ABANDONED)
+            return
         held.lease.requeue()
         self._wait(request)
 

@@ -125,7 +125,7 @@ def _bars(runs: Sequence[Sequence[RunResult]], tiers: Sequence[str]) -> str:
 def _tiers(runs: Sequence[Sequence[RunResult]]) -> str:
     columns = (
         "", "tier", "requests", "SLO", "TDG", "TTFT p50, s", "TTFT p99, s", "longest wait, s", "refused",
-        "of the tokens",
+        "abandoned", "of the tokens",
     )  # fmt: skip
     return _table(columns, [_tier(one, tier) for one in runs for tier in one[0].tiers])
 
@@ -143,6 +143,7 @@ def _tier(runs: Sequence[RunResult], name: str) -> Sequence[str]:
         seconds([one.ttft_s.p99 for one in tiers]),
         seconds([one.queue_wait_s.max for one in tiers]),
         str(sum(one.refused for one in tiers) // len(tiers)),
+        str(sum(one.abandoned for one in tiers) // len(tiers)),
         f"{sum(one.tokens for one in tiers) / tokens:.1%}" if tokens else "-",
     )
 

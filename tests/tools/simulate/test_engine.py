@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,7 +32,7 @@ def blocks_of(number: int, coming: Coming) -> Sequence[bytes]:
 
 def simulated(comings: Sequence[Coming]) -> tuple[list[list[int]], int]:
     """The moments of every request's tokens, and the preemptions."""
-    engine = SimulatedEngine(MODEL, KeyQueue())
+    engine = SimulatedEngine(MODEL, KeyQueue(), admits_ahead=True)
     jobs = [Job(one[2], one[3], blocks_of(number, one)) for number, one in enumerate(comings)]
     now_us = coming = 0
     while coming < len(jobs) or len(engine):
@@ -110,6 +111,22 @@ def test_a_decode_without_news_is_one_plan() -> None:
 def test_a_request_that_comes_meanwhile_runs_with_the_next_step(at_us: int) -> None:
     found = [(0, 0, 4, 12, False), (at_us, 0, 4, 3, False)]
     assert simulated(found) == emulated(found)
+
+
+def test_prompts_wait_in_the_order_of_the_queue_until_a_step_has_tokens_for_them() -> None:
+    engine = SimulatedEngine(msgspec.structs.replace(MODEL, max_sequences=4), KeyQueue())
+    jobs = [Job(MODEL.chunk_tokens, 2), Job(MODEL.chunk_tokens // 2, 2), Job(MODEL.chunk_tokens, 2), Job(1, 2)]
+    for number, rank in enumerate((0, 2, 2, 1)):
+        jobs[number].place = (float(rank),), number
+        engine.push(jobs[number], 0)
+    ran = []
+    while len(engine):
+        engine.begin(engine.ends_us[-1] if engine.ends_us else 0)
+        ran.append([job.started_us is not None for job in jobs])
+        engine.advance()
+    assert ran[0] == [True, False, False, False], "the whole step is the first one's"
+    assert ran[1] == [True, True, True, True], "by rank: one token, half a step, and the begin of the last"
+    assert [len(job.stretches) for job in jobs] == [1] * 4
 
 
 def test_a_request_that_is_removed_leaves_with_the_step_that_runs() -> None:

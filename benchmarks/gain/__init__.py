@@ -1,0 +1,1 @@
+"""What `order: gain` earns: against level order and against engines without admission, in virtual time."""
