@@ -277,7 +277,7 @@ class _SendsAtOnce:
     def _nothing(self, request: Request) -> None:
         """See `Admission`."""
 
-    first_token = reached = finished = removed = _nothing
+    leaves = first_token = reached = finished = removed = _nothing
 
 
 def predicted(model: EngineModel, seen: Sequence[Seen]) -> list[tuple[float | None, float | None]]:
