@@ -42,8 +42,8 @@ from sidecar.tools.simulate.baselines import names
 from sidecar.tools.simulate.comparison import interval, shown
 from sidecar.tools.simulate.load import Assign
 
-ENGINES = 1
-"""`order: gain` is for one engine in this version."""
+ENGINES = MOST_ENGINES = 1
+"""`order: gain` is for one engine in this version: a pool of several would be ordered by level."""
 LOADS = {"heavy": 1.5, "moderate": 1.2, "low": 0.5}
 PATIENCE_S = 30.0
 LEAVING = f"heavy, clients leave after {PATIENCE_S:g} s"
@@ -173,4 +173,7 @@ if __name__ == "__main__":
     parser.add_argument("--only", action="append", choices=list(SOURCES), help="this trace; repeated")
     parser.add_argument("--traces", metavar="FOLDER", type=Path, default=FOLDER, help="the folder of the public traces")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures of all runs there")
-    sys.exit(main(parser.parse_args()))
+    given = parser.parse_args()
+    if not 1 <= given.engines <= MOST_ENGINES:
+        parser.error(f"--engines {given.engines}: `order: gain` is for {MOST_ENGINES} engine in this version")
+    sys.exit(main(given))

@@ -120,8 +120,8 @@ class Reached(NamedTuple):
 class SimulatedEngine:
     """One engine. `ends_us[n]` is the end of its step n; `due_us` that of its plan, None while it is idle.
 
-    With `admits_ahead` the emulator's rule holds: see the module. `busy_us` is how long it computed, `held_token_us` the
-    tokens in its KV cache times how long they were there.
+    With `admits_ahead` the emulator's rule holds: see the module. `busy_us` is how long it computed, `held_token_us`
+    the tokens in its KV cache times how long they were there.
     """
 
     def __init__(self, model: EngineModel, queue: JobQueue, *, admits_ahead: bool = False) -> None:
