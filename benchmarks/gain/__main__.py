@@ -42,8 +42,7 @@ from sidecar.tools.simulate.baselines import names
 from sidecar.tools.simulate.comparison import interval, shown
 from sidecar.tools.simulate.load import Assign
 
-ENGINES = 1
-"""`order: gain` is for one engine in this version."""
+ENGINES = 4
 LOADS = {"heavy": 1.5, "moderate": 1.2, "low": 0.5}
 PATIENCE_S = 30.0
 LEAVING = f"heavy, clients leave after {PATIENCE_S:g} s"
@@ -173,4 +172,7 @@ if __name__ == "__main__":
     parser.add_argument("--only", action="append", choices=list(SOURCES), help="this trace; repeated")
     parser.add_argument("--traces", metavar="FOLDER", type=Path, default=FOLDER, help="the folder of the public traces")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures of all runs there")
-    sys.exit(main(parser.parse_args()))
+    given = parser.parse_args()
+    if given.engines < 1:
+        parser.error(f"--engines {given.engines}: at least 1")
+    sys.exit(main(given))

@@ -135,9 +135,9 @@ class Measured(msgspec.Struct, frozen=True):
 def model_of(common: Common, trace: str) -> EngineModel:
     """The engine before which a trace is played."""
     source = SOURCES[trace]
-    if common.model is not None:
-        return load_model(common.model)
-    return msgspec.structs.replace(load_model(source.model), chunk_tokens=source.chunk_tokens)
+    model = load_model(source.model if common.model is None else common.model)
+    chunk_tokens = source.chunk_tokens if common.model is None else model.chunk_tokens
+    return msgspec.structs.replace(model, chunk_tokens=chunk_tokens, block_tokens=source.block_tokens)
 
 
 def shown(weights: Sequence[int]) -> str:

@@ -43,19 +43,21 @@ class Source:
     """A trace: its file, or None for the synthetic one; and the engine that is fast enough for its prompts.
 
     `chunk_tokens` of the engine's model: a slow engine needs small chunks, or a step with a prompt takes longer than
-    the tpot of the most important tier.
+    the tpot of the most important tier. `block_tokens` of its KV cache: where prompts are long, larger blocks cost less
+    time here, and are small enough for prefixes that the trace has in blocks of 512.
     """
 
     name: str
     file: str | None
     model: str
     chunk_tokens: int
+    block_tokens: int = 16
 
 
 A100, H100 = "llama-3.1-8b-a100", "llama-3.1-8b-h100"
 CONV = Source("Azure-conv", "azure_conv.csv", A100, 512)
 CODE = Source("Azure-code", "azure_code.csv", A100, 512)
-MOONCAKE = Source("Mooncake", "mooncake_conversation.jsonl", H100, 2048)
+MOONCAKE = Source("Mooncake", "mooncake_conversation.jsonl", H100, 2048, 64)
 SYNTHETIC = Source("synthetic", None, A100, 512)
 SOURCES: Mapping[str, Source] = {one.name: one for one in (CONV, CODE, MOONCAKE, SYNTHETIC)}
 
