@@ -61,7 +61,7 @@ function pool.next_rise(soonest) return soonest end
 
 
 def replace_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sidecar.scheduling.scheduler.order_of", ShortestFirst)
+    monkeypatch.setattr(Scheduler, "_order_type", ShortestFirst)
 
 
 def replace_lua(monkeypatch: pytest.MonkeyPatch) -> None:
