@@ -214,8 +214,8 @@ class GainQueue(FairQueue):
 
     @property
     def has_urgent(self) -> bool:
-        """Whether any urgent ticket may wait that can earn something."""
-        return bool(self._urgent) or bool(self._aside)
+        """Whether any urgent ticket waits that earns something, of tenants that are not ahead."""
+        return self.densest() is not None
 
     def appraise(self, ticket: GainTicket) -> None:
         """A ticket that was just put in has its figures now."""

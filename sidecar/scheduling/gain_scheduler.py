@@ -65,8 +65,18 @@ class GainScheduler(Scheduler):
 
     def preempt(self, now_us: int) -> list[Ticket]:
         """See `Scheduler.preempt`."""
-        self._refresh_densities(now_us)
+        if self._may_preempt(now_us):
+            self._refresh_densities(now_us)
         return super().preempt(now_us)
+
+    def _may_preempt(self, now_us: int) -> bool:
+        rules = self.rules
+        return (
+            bool(self._waiting and rules.max_preemptions)
+            and not (self.is_paused or self.is_held_back(now_us))
+            and any(tier.preemptible for tier in rules.tiers)
+            and any(tier.queue.count and tier.rules.preempt_after_us is not None for tier in self._tiers)
+        )
 
     def resize(self, ticket_id: str, tokens: int) -> bool:
         """See `Scheduler.resize`."""

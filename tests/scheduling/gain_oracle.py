@@ -78,7 +78,11 @@ class GainOracle(Oracle):
         return super().dispatch(now_us)
 
     def preempt(self, now_us: int) -> list[str]:
-        self.refresh_densities(now_us)
+        tiers = self.policy.tiers
+        may_take = self.policy.max_preemptions > 0 and any(tier.preemptible for tier in tiers)
+        may_ask = any(tiers[request.tier].preempt_after_us is not None for request in self.waiting())
+        if may_take and may_ask and not self.is_paused and not self.is_held_back(now_us):
+            self.refresh_densities(now_us)
         return super().preempt(now_us)
 
     def next_admission(self, now_us: int) -> Request | None:

@@ -28,7 +28,9 @@ TIER_FIELDS.insert(TIER_FIELDS.index("preemptible"), "max_waiting")
 these names in capitals: `rule[RESERVE_TOKENS]`. So a new field of `TierRules` reaches Lua by itself."""
 
 
-def joined(texts: Mapping[str, str] = MappingProxyType({}), *, has_engines: bool = False) -> str:
+def joined(
+    texts: Mapping[str, str] = MappingProxyType({}), *, has_engines: bool = False, is_by_gain: bool = False
+) -> str:
     """The admission script: `lua/admission.lua` with its included files. `texts` replaces files, by name.
 
     One script, because a call costs more with each function that a script defines and each local that it captures. So a
@@ -43,10 +45,12 @@ def joined(texts: Mapping[str, str] = MappingProxyType({}), *, has_engines: bool
     whole = text_of("admission.lua")
     if has_engines:
         names, positions = f"{names}, TIER_FIELDS", f"{positions}, {len(TIER_FIELDS)}"
-        whole = re.sub(r"^-- with engines: include", "-- include", whole, flags=re.MULTILINE)
-        whole = re.sub(r"^-- with engines: ", "", whole, flags=re.MULTILINE)
-    else:
-        whole = re.sub(r"^-- with engines: .*\n\n?", "", whole, flags=re.MULTILINE)
+    for kind, is_wanted in (("engines", has_engines), ("gain", is_by_gain)):
+        if is_wanted:
+            whole = re.sub(rf"^-- with {kind}: include", "-- include", whole, flags=re.MULTILINE)
+            whole = re.sub(rf"^-- with {kind}: ", "", whole, flags=re.MULTILINE)
+        else:
+            whole = re.sub(rf"^-- with {kind}: .*\n\n?", "", whole, flags=re.MULTILINE)
     for _ in range(2):  # an included file may include others
         whole = re.sub(r"^-- include (\S+)$", lambda line: text_of(line[1]), whole, flags=re.MULTILINE)
     return f"local {names} = {positions}\n\n{whole}\n"
@@ -55,6 +59,8 @@ def joined(texts: Mapping[str, str] = MappingProxyType({}), *, has_engines: bool
 SOURCE = joined()
 ENGINES_SOURCE = joined(has_engines=True)
 """The script of a pool of several engines."""
+GAIN_SOURCE = joined(is_by_gain=True)
+"""The script of a pool that orders by gain."""
 LAYOUT = "7"
 """Goes up when what the keys hold changes: replicas of two versions then keep two pools, rather than one broken one."""
 ENGINES_LAYOUT = "engines-2"
@@ -71,6 +77,7 @@ KEEP, REQUEUE, HAND_BACK, CUT_OFF = b"k", b"p", b"r", b"h"
 METERED_ENTER, METERED_END, COUNTED, UNTOLD = b"m", b"u", b"a", b"f"
 ENTER_PROMISED, METERED_ENTER_PROMISED = b"E", b"M"
 CHARGED, CHARGE_TENANT = b"y", b"q"
+GAIN = b"G"
 LEASES_STATED, ALL_STATED = b"n", b"d"
 PLACING, ENGINES, PREFILLED, CAP, RAISE_CAP, DRAIN = b"w", b"g", b"i", b"c", b"j", b"o"
 OK, UNKNOWN, STALE, FOREIGN, ABSENT = b"ok", b"unknown", b"stale", b"foreign", b"absent"
@@ -86,6 +93,7 @@ _RULES = {
     "x": Rule.LIMIT,
     "o": Rule.PASSED_OVER,
     "c": Rule.CLAIM,
+    "g": Rule.GAIN,
 }
 
 MOST_DENOMINATOR = 2**40
@@ -156,6 +164,11 @@ def enter(lease_id: int, ask: Ask, lower: int | None, promised: int | None = Non
     operation = METERED_ENTER if promised is None else METERED_ENTER_PROMISED
     charged = (CHARGED, ask.most) if ask.most > ask.tokens else ()
     return (*charged, operation, *size, *(-1 if figure is None else figure for figure in figures), *last)
+
+
+def gain(ask: Ask) -> Sequence[Argument]:
+    """The operation before those of a request that asks for a lease, waits or returns, in a pool that orders by gain."""
+    return () if ask.gain is None else (GAIN, ",".join(map(str, ask.gain)))
 
 
 def placing(ask: Ask) -> Sequence[Argument]:

@@ -1,0 +1,48 @@
+-- Preemption in a pool that orders by gain. It replaces parts of `preemption.lua`.
+
+local put_back, requeue = pool.put_back, pool.requeue
+
+-- A lease that returns keeps its figures, and whether it was urgent.
+function pool.requeue(index, is_handed_back)
+  local _, is_urgent, gain_text = pool.read_note(me, ARGV[index + 1])
+  pool.returning = {is_urgent = is_urgent, gain_text = next_gain or gain_text}
+  next_gain = false
+  requeue(index, is_handed_back)
+  pool.returning = nil
+end
+
+function pool.put_back(ticket)
+  ticket.gain_text, ticket.is_apart = pool.returning.gain_text, true
+  ticket.gain = pool.read_gain(ticket.gain_text)
+  put_back(ticket)
+  pool.enter_gain(ticket, pool.returning.is_urgent)
+end
+
+-- A lease comes with the figures that it would wait with.
+function pool.comes_before(ticket, candidate)
+  if not ticket.gain_text then
+    local _, is_urgent, gain_text = pool.read_note(ticket.owner, ticket.id)
+    ticket.is_lease, ticket.gain = true, pool.read_gain(gain_text)
+    ticket.is_calm, ticket.is_urgent = not is_urgent, is_urgent
+    ticket.density = is_urgent and ticket.gain and pool.density(ticket.gain, ticket.arrived) or 0
+  end
+  return pool.is_before(pool.beyond(ticket.level, ticket), candidate)
+end
+
+-- No lease in a floor is taken, and none of a tier whose floor is not full.
+function pool.is_eligible(lease, most_tokens, most_requests, served)
+  if rules[FIRST_RULE + lease.level][ALWAYS_FIRST] == 1 or pool.is_below_floor(lease.level) then return false end
+  if pool.read_note(lease.owner, lease.id) then return false end
+  if lease.tokens > most_tokens or lease.requests > most_requests then return false end
+  if not pool.recall(lease) then return pool.damaged() end
+  return lease.times < rules[FIRST_RULE + lease.level][PREEMPTIBLE] and not pool.comes_before(lease, served)
+end
+
+local preempt = pool.preempt
+
+function pool.preempt()
+  if pool.may_preempt() then pool.refresh_densities() end
+  preempt()
+end
+
+pool.in_order_of_turn = pool.in_order

@@ -1,0 +1,40 @@
+-- The state of a pool that orders by gain, and its operations. It replaces parts of `state.lua` and `operations.lua`.
+
+function pool.tier_text(tier)
+  return fmt('[%.0f,%.0f,%.0f,%.0f,%.17g,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f]', unpack(tier))
+end
+
+local create = pool.create
+
+function pool.create(expected)
+  create(expected)
+  for level = 0, levels - 1 do
+    for field = FLOOR_TOKENS, LARGEST do tiers[level][field] = 0 end
+  end
+end
+
+function pool.load_preemption()
+  if not pool.preempt then
+    define_preemption()
+    define_gain_preemption()
+  end
+end
+
+local state_one = pool.state_one
+
+-- `G FIGURES`: those of the next request that enters, is stated or returns.
+function pool.state_one(operation, index)
+  if operation ~= 'G' then return state_one(operation, index) end
+  next_gain = ARGV[index + 1]
+  return index + 2
+end
+
+local renew_keys = pool.renew_keys
+
+function pool.renew_keys()
+  renew_keys()
+  for _, name in ipairs({'e', 'y'}) do call('PEXPIRE', prefix .. name, KEPT_MS) end
+  for level = 0, levels - 1 do
+    for _, name in ipairs({'fs', 'fm', 'dl', 'ul', 'as'}) do call('PEXPIRE', pool.of_tier(name, level), KEPT_MS) end
+  end
+end
