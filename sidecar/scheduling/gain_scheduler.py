@@ -93,6 +93,8 @@ class GainScheduler(Scheduler):
         if not self._waiting or self.is_paused:
             return found
         changes = [] if found is None else [found]
+        while self._deadlines and not _is_calm(self._deadlines[0][3]):
+            heappop(self._deadlines)
         if self._deadlines:
             changes.append(max(now_us + 1, self._deadlines[0][0] - self._patience_us() + 1))
         if any(tier.queue.has_urgent for tier in self._tiers):
