@@ -45,6 +45,8 @@ class GainScheduler(Scheduler):
     _tier_type: type[GainTier] = GainTier
     _order_type: type[GainOrder] = GainOrder
     _first: Candidate | None = None  # in order, where the latest decision knew it
+    _refreshed_us: int | None = None
+    _refreshes_left = 0  # at that time
 
     def __init__(self, rules: PoolRules) -> None:
         super().__init__(rules)
@@ -150,11 +152,15 @@ class GainScheduler(Scheduler):
         return [*super()._firsts(now_us), *(ticket for ticket in best if ticket is not None)]
 
     def _refresh_densities(self, now_us: int) -> list[Place | None]:
-        """Brings densities up to date, the highest of all tiers first, until the highest one is; at most 4. Returns the
-        densest ticket of every tier.
+        """Brings densities up to date, the highest of all tiers first, until the highest one is. Returns the densest
+        ticket of every tier.
+
+        At most 4 at one time, and 4 more for each admission: another decision at the same time changes nothing.
         """
+        if now_us != self._refreshed_us:
+            self._refreshed_us, self._refreshes_left = now_us, MOST_REFRESHED
         found = [None if tier.rules.always_first else tier.queue.densest() for tier in self._tiers]
-        for _ in range(MOST_REFRESHED):
+        while self._refreshes_left:
             places = [place for place in found if place is not None]
             if not places:
                 break
@@ -163,6 +169,7 @@ class GainScheduler(Scheduler):
             density = ticket.density_at(now_us)
             if density == ticket.density:
                 break
+            self._refreshes_left -= 1
             self._renew(place, density)
             found[ticket.tier] = self._tiers[ticket.tier].queue.densest()
         return found
@@ -206,6 +213,7 @@ class GainScheduler(Scheduler):
         ticket = candidate.ticket
         assert isinstance(ticket, GainTicket)
         admission = super()._admit(candidate, now_us)
+        self._refreshes_left += MOST_REFRESHED
         ticket.in_floor = candidate.order_class is not _OTHER
         if ticket.in_floor:
             self._tiers[ticket.tier].book_floor(ticket.tokens, ticket.requests)

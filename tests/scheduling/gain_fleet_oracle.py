@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fleet_oracle import MOST_EXCESS, FleetOracle, FleetRequest, Placed
-from gain_oracle import GainOracle, GainPolicy, GainRequest
+from gain_oracle import MOST_REFRESHED, GainOracle, GainPolicy, GainRequest
 from oracle import OTHER, Request
 
 from sidecar.policy.rules import PoolRules, pool_rules
@@ -85,6 +85,7 @@ class GainFleetOracle(GainOracle, FleetOracle):
         in_floor = self.class_of(request, now_us) != OTHER
         placed = super().admit_to(request, engine, now_us)
         request.in_floor, request.by_gain = in_floor, False
+        self.refreshes_left += MOST_REFRESHED
         self.refresh_densities(now_us)
         return placed
 

@@ -52,6 +52,8 @@ class GainOracle(Oracle):
 
     policy: GainPolicy
     request_type = GainRequest
+    refreshed_us: int | None = None
+    refreshes_left = 0
     submitted: list[GainRequest]
 
     def __init__(self, policy: GainPolicy) -> None:
@@ -106,6 +108,7 @@ class GainOracle(Oracle):
         request.start = virtual if request.start is None else request.start
         request.state, request.held_tokens, request.admitted_us = "held", request.tokens, now_us
         request.in_floor = order_class != OTHER
+        self.refreshes_left += MOST_REFRESHED
         self.admitted.append((request, now_us, request.tokens))
         self._queue_changed(tier)
         if charges and self.waiting(tier):
@@ -128,12 +131,15 @@ class GainOracle(Oracle):
 
     def refresh_densities(self, now_us: int) -> None:
         """The densest ticket of all tiers, as far as is known, is computed anew until nothing changes."""
-        for _ in range(MOST_REFRESHED):
+        if self.refreshed_us != now_us:
+            self.refreshed_us, self.refreshes_left = now_us, MOST_REFRESHED
+        while self.refreshes_left:
             tiers = [tier for tier, rules in enumerate(self.policy.tiers) if not rules.always_first]
             urgent = self.by_density([request for tier in tiers for request in self.urgent(tier)])
             if not urgent or urgent[0].density == self.density(urgent[0], now_us):
                 return
             urgent[0].density = self.density(urgent[0], now_us)
+            self.refreshes_left -= 1
 
     # Definitions.
 

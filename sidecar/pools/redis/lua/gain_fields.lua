@@ -9,4 +9,7 @@ local SCALE, MOST_MADE_URGENT, MOST_REFRESHED, LOOK_AGAIN_US = 1000000, 64, 4, 1
 local MOST_EQUAL = 64 -- the most lanes that are compared by arrival, where their first tickets are equal
 local APART = 'r' -- the lane of the tickets that returned; that of a tenant is 't' and its name
 local UNLIMITED = 9007199254740991
+-- More figures of the pool: when densities were brought up to date last, and how many more may be at that time
+local REFRESHED, REFRESHES = 24, 25
+META_FIELDS, META_TEXT = 25, '[' .. string.rep('%.0f,', 24) .. '%.0f]'
 local next_gain = false -- what `G` said of the next request

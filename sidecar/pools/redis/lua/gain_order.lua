@@ -41,14 +41,13 @@ end
 
 -- -- the order
 
--- What is known of a waiting ticket: whether it is calm, else its density as last computed.
+-- What is known of a waiting ticket: whether it is calm, else its density as last computed. Heads are kept for a whole
+-- call, so they are looked up each time.
 function pool.look_up(ticket)
-  if not ticket.gain or ticket.is_calm ~= nil or ticket.is_urgent ~= nil then return end
+  if not ticket.gain or ticket.is_lease or ticket.lane then return end
   local lane, member = pool.lane_name(ticket), pool.member_of(ticket)
-  if call('ZSCORE', pool.calm_key(ticket.level, lane), member) then
-    ticket.is_calm = true
-    return
-  end
+  ticket.is_calm = call('ZSCORE', pool.calm_key(ticket.level, lane), member) and true or false
+  if ticket.is_calm then return end
   ticket.is_urgent, ticket.density = true, -tonumber(call('ZSCORE', pool.urgent_key(ticket.level, lane), member) or 0)
 end
 
@@ -173,6 +172,7 @@ function pool.admit(candidate)
   local ticket = candidate.ticket
   local in_floor = candidate.order_class ~= CLASS_OTHER
   admit(candidate)
+  meta[REFRESHES] = meta[REFRESHES] + MOST_REFRESHED
   if in_floor then pool.book_floor(ticket.level, ticket.tokens, ticket.requests) end
   pool.note_lease(ticket.owner, ticket.id, in_floor, ticket.was_urgent, ticket.gain_text)
 end

@@ -331,7 +331,8 @@ function pool.refresh_densities()
   for level = 0, levels - 1 do
     if tiers[level][QUEUED] > 0 and rules[FIRST_RULE + level][ALWAYS_FIRST] == 0 then found[level] = pool.densest(level) end
   end
-  for _ = 1, MOST_REFRESHED do
+  if meta[REFRESHED] ~= now then meta[REFRESHED], meta[REFRESHES] = now, MOST_REFRESHED end
+  while meta[REFRESHES] > 0 do
     local top
     for level = 0, levels - 1 do
       local ticket = found[level]
@@ -340,6 +341,7 @@ function pool.refresh_densities()
     if not top then break end
     local density = pool.density(top.gain, top.arrived)
     if density == top.density then break end
+    meta[REFRESHES] = meta[REFRESHES] - 1
     local key = pool.urgent_key(top.level, top.lane)
     if density > 0 then call('ZADD', key, pool.int(-density), top.member) else call('ZREM', key, top.member) end
     pool.update_urgent(top.level, top.lane)
