@@ -469,7 +469,7 @@ def _shared_pool(policy: Policy, store: StoreAddress, *, takes_over: bool) -> Po
     from sidecar.pools.redis import RedisPool, connector
 
     metrics = StoreMetrics(policy.pool)
-    connect = connector(store, policy.pool)
+    connect = connector(store, policy.pool, is_by_gain=policy.rules.is_by_gain)
     return RedisPool(policy, connect, observer=metrics, took=metrics.round_trip, takes_over=takes_over)
 
 

@@ -95,4 +95,13 @@ def finish_tags(scheduler: Scheduler, level: int) -> dict[str, float]:
 
 def entering(ticket: int, ask: Ask) -> tuple[Argument, ...]:
     """The operation by which a ticket enters."""
-    return (*protocol.gain(ask), protocol.ENTER, ticket, ask.tier, ask.tenant, ask.weight, ask.tokens, ask.requests)
+    return (
+        *protocol.gain(ticket, ask),
+        protocol.ENTER,
+        ticket,
+        ask.tier,
+        ask.tenant,
+        ask.weight,
+        ask.tokens,
+        ask.requests,
+    )

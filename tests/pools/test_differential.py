@@ -183,7 +183,7 @@ class Local:
         lease = self.leases[ticket]
         known = self.pool._runtime.scheduler._leases[lease.ticket_id]
         held = ask(lease.ask.tier, known.tokens, requests=lease.ask.requests, tenant=lease.ask.tenant)
-        return (*protocol.gain(lease.ask), *protocol.requeue(ticket, held, 0, known.returns + 1))
+        return (*protocol.gain(ticket, lease.ask), *protocol.requeue(ticket, held, 0, known.returns + 1))
 
     def hand_back_of(self, ticket: int) -> tuple[Argument, ...]:
         """What a replica would say of a lease that no engine took."""
@@ -191,7 +191,7 @@ class Local:
         known = self.pool._runtime.scheduler._leases[lease.ticket_id]
         held = ask(lease.ask.tier, known.tokens, requests=lease.ask.requests, tenant=known.tenant, weight=known.weight)
         said = protocol.requeue(ticket, held, 0, known.returns + 1, is_handed_back=True)
-        return (*protocol.gain(lease.ask), *said)
+        return (*protocol.gain(ticket, lease.ask), *said)
 
     def statement(self) -> tuple[Argument, ...]:
         """What a replica would state of all that it has."""
@@ -202,7 +202,7 @@ class Local:
                 tokens = lease.ask.tokens if known is None else known.tokens
                 held = msgspec.structs.replace(lease.ask, tokens=tokens)
                 waited_us = None if known is not None else now_us - lease.entered_us
-                stated += protocol.gain(held) if waited_us is not None else ()
+                stated += protocol.gain(ticket, held) if waited_us is not None else ()
                 stated += protocol.statement(ticket, held, waited_us, lease.returns)
         return tuple(stated)
 

@@ -48,10 +48,13 @@ def figures(ticket: int) -> GainFigures | None:
 
 def with_gain(program: Any, batch: int, tiers: int) -> Iterator[tuple[int, list[tuple[Any, ...]]]]:
     for at_us, step in steps_of(program, batch, tiers):
-        yield at_us, [
-            ("enter", it[1], msgspec.structs.replace(it[2], gain=figures(it[1]))) if it[0] == "enter" else it
-            for it in step
-        ]
+        yield (
+            at_us,
+            [
+                ("enter", it[1], msgspec.structs.replace(it[2], gain=figures(it[1]))) if it[0] == "enter" else it
+                for it in step
+            ],
+        )
 
 
 @pytest.fixture(autouse=True)

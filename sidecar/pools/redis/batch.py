@@ -25,6 +25,7 @@ from sidecar.pools.redis.protocol import (
     Argument,
     end,
     enter,
+    gain,
     placing,
     requeue,
 )
@@ -85,7 +86,10 @@ class BatchQueue:
 
     def enter(self, lease: Lease, lower: int | None = None, promised: int | None = None) -> None:
         """A lease asks to be admitted. Over its tenant's limits it falls to the level `lower`."""
-        self._add(enter(lease.id, lease.ask, lower, promised)).entering.append(lease)
+        said = enter(lease.id, lease.ask, lower, promised)
+        if lease.ask.gain is not None:
+            said = (*gain(lease.id, lease.ask), *said)
+        self._add(said).entering.append(lease)
 
     def end(self, lease: Lease, outcome: WaitOutcome | None, used_tokens: int | None) -> None:
         """A lease, or its wait, is over. The answer resolves `outcome` with how it had waited."""
@@ -119,7 +123,7 @@ class BatchQueue:
     def requeue(self, lease: Lease, waited_us: int, *, is_handed_back: bool = False) -> None:
         """A lease gives its room back and waits again."""
         said = requeue(lease.id, lease.ask, waited_us, lease.returns, is_handed_back=is_handed_back)
-        self._free(lease, self._add(said))
+        self._free(lease, self._add((*gain(lease.id, lease.ask), *said)))
 
     def cut_off(self) -> None:
         """The replica cannot reach the engine, until its next statement."""

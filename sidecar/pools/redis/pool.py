@@ -373,7 +373,8 @@ class RedisPool:
         return Outage(self._sizes, self._leases, known, self.now_us, is_refused=is_refused)
 
     def _channel(self) -> str:
-        return protocol.grants_channel(self._sizes.policy.pool, self.name)
+        policy = self._sizes.policy
+        return protocol.grants_channel(policy.pool, self.name, is_by_gain=policy.rules.is_by_gain)
 
     def _rules_text(self) -> str:
         return protocol.rules_text(self._sizes.policy, self._sizes.rules)

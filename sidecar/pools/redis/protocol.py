@@ -66,6 +66,9 @@ LAYOUT = "7"
 ENGINES_LAYOUT = "engines-2"
 """The same for pools of several engines. Their keys hold more, so a pool that gets its first engines is another one."""
 
+GAIN_LAYOUT = "gain-1"
+"""The same for pools that order by gain: another order is another pool, and needs a restart."""
+
 BEAT_S = 2.0
 """A replica calls at least this often. The script knows the same figure."""
 SILENCE_S = 10.0
@@ -104,14 +107,15 @@ _NO_ENGINES: Sequence[Any] = ((), (), b"", 0)
 Argument = str | bytes | int
 
 
-def root_key(pool: str, *, has_engines: bool = False) -> str:
+def root_key(pool: str, *, has_engines: bool = False, is_by_gain: bool = False) -> str:
     """The key that everything of a pool begins with; the braces keep it on one node of a cluster."""
-    return f"admission:{ENGINES_LAYOUT if has_engines else LAYOUT}:{{{pool}}}"
+    layout = ENGINES_LAYOUT if has_engines else GAIN_LAYOUT if is_by_gain else LAYOUT
+    return f"admission:{layout}:{{{pool}}}"
 
 
-def grants_channel(pool: str, replica: str, *, has_engines: bool = False) -> str:
+def grants_channel(pool: str, replica: str, *, has_engines: bool = False, is_by_gain: bool = False) -> str:
     """Where other replicas' calls publish the grants of `replica`."""
-    return f"{root_key(pool, has_engines=has_engines)}:grants:{replica}"
+    return f"{root_key(pool, has_engines=has_engines, is_by_gain=is_by_gain)}:grants:{replica}"
 
 
 def rules_text(policy: Policy, rules: PoolRules) -> str:
@@ -166,9 +170,9 @@ def enter(lease_id: int, ask: Ask, lower: int | None, promised: int | None = Non
     return (*charged, operation, *size, *(-1 if figure is None else figure for figure in figures), *last)
 
 
-def gain(ask: Ask) -> Sequence[Argument]:
-    """The operation before those of a request that asks for a lease, waits or returns, in a pool that orders by gain."""
-    return () if ask.gain is None else (GAIN, ",".join(map(str, ask.gain)))
+def gain(lease_id: int, ask: Ask) -> Sequence[Argument]:
+    """The operation before that of a request that asks for a lease, waits or returns, in a pool that orders by gain."""
+    return () if ask.gain is None else (GAIN, lease_id, ask.tier, ",".join(map(str, ask.gain)))
 
 
 def placing(ask: Ask) -> Sequence[Argument]:

@@ -77,7 +77,8 @@ class Statement:
 
     def _stated(self, lease: Lease, waited_us: int | None) -> Sequence[protocol.Argument]:
         counted = () if lease.ask.limits is None else (protocol.COUNTED, lease.id, lease.ask.tenant)
-        return (*protocol.statement(lease.id, lease.ask, waited_us, lease.returns), *counted)
+        first = () if waited_us is None else protocol.gain(lease.id, lease.ask)
+        return (*first, *protocol.statement(lease.id, lease.ask, waited_us, lease.returns), *counted)
 
 
 class EngineStatement(Statement):

@@ -5,8 +5,8 @@ local put_back, requeue = pool.put_back, pool.requeue
 -- A lease that returns keeps its figures, and whether it was urgent.
 function pool.requeue(index, is_handed_back)
   local _, is_urgent, gain_text = pool.read_note(me, ARGV[index + 1])
-  pool.returning = {is_urgent = is_urgent, gain_text = next_gain or gain_text}
-  next_gain = false
+  local stated = pool.stated_gain(ARGV[index + 1], tonumber(ARGV[index + 2]))
+  pool.returning = {is_urgent = is_urgent, gain_text = stated or gain_text}
   requeue(index, is_handed_back)
   pool.returning = nil
 end

@@ -22,11 +22,12 @@ end
 
 local state_one = pool.state_one
 
--- `G FIGURES`: those of the next request that enters, is stated or returns.
+-- `G ID LEVEL FIGURES`: those of the request that enters, is stated or returns next. One that its tenant's limits move to
+-- another tier has none there.
 function pool.state_one(operation, index)
   if operation ~= 'G' then return state_one(operation, index) end
-  next_gain = ARGV[index + 1]
-  return index + 2
+  next_gain = {id = ARGV[index + 1], level = tonumber(ARGV[index + 2]), text = ARGV[index + 3]}
+  return index + 4
 end
 
 local renew_keys = pool.renew_keys

@@ -19,6 +19,11 @@ function pool.read_gain(text)
   }
 end
 
+-- What was said of a request just before it.
+function pool.stated_gain(id, level)
+  return next_gain and next_gain.id == id and next_gain.level == level and next_gain.text
+end
+
 -- What a ticket earns for a second of its engine, if it is admitted now.
 function pool.density(gain, arrived)
   local late, tokens = now - arrived - gain.start_by, gain.tokens
@@ -166,8 +171,8 @@ end
 
 -- Every ticket is stored as it comes, so that it stands among those that may be best.
 function pool.push(ticket, tenant, weight)
-  ticket.gain_text, ticket.is_apart = next_gain or '-', false
-  ticket.gain, next_gain = pool.read_gain(ticket.gain_text), false
+  ticket.gain_text, ticket.is_apart = pool.stated_gain(ticket.id, ticket.level) or '-', false
+  ticket.gain = pool.read_gain(ticket.gain_text)
   local level, before = ticket.level, pool.lane_of(ticket.level, tenant).weight
   push(ticket, tenant, weight)
   if not ticket.is_stored then
