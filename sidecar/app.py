@@ -385,13 +385,18 @@ def _pool(policy: Policy, environment: Mapping[str, str], pages: Pages, *, takes
     """Where the leases live, and who says how many. Raises ValueError for an address or a switch that is none."""
     store = store_of(policy, environment)
     takes_over = _takes_over_a_store(environment, store, takes_over=takes_over)
+    _check_order(policy, store)
+    pool = LocalPool(policy) if store is None else _shared_pool(policy, store, takes_over=takes_over)
+    return pool if policy.engine_capacity is None else EngineSizedPool(policy, pool, pages)
+
+
+def _check_order(policy: Policy, store: StoreAddress | None) -> None:
+    """Raises ValueError for an order that the store does not know."""
     if store is not None and policy.order is Order.GAIN:
         raise ValueError(
             f"a pool in a store orders by level only: remove `order: gain` from the policy, or the store "
             f"(`store:`, {STORE_VARIABLE})"
         )
-    pool = LocalPool(policy) if store is None else _shared_pool(policy, store, takes_over=takes_over)
-    return pool if policy.engine_capacity is None else EngineSizedPool(policy, pool, pages)
 
 
 def _fleet_routing(
@@ -418,6 +423,7 @@ def _engine_pool(policy: Policy, setup: _Setup, allowances: RateLimiter | None =
     assert policy.engines is not None
     store, weight_percent = store_of(policy, setup.environment), policy.engines.affinity.weight_percent
     takes_over = _takes_over_a_store(setup.environment, store, takes_over=setup.takes_over)
+    _check_order(policy, store)
     if store is None:
         return FleetPool(policy, weight_percent=weight_percent, allowances=allowances)
     from sidecar.pools.redis import RedisFleetPool, connector

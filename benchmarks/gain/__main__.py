@@ -46,7 +46,7 @@ ENGINES = 4
 LOADS = {"heavy": 1.5, "moderate": 1.2, "low": 0.5}
 PATIENCE_S = 30.0
 LEAVING = f"heavy, clients leave after {PATIENCE_S:g} s"
-WORK_S, QUICK_WORK_S = 200.0, 30.0
+WORK_S, QUICK_WORK_S = 150.0, 30.0
 """A window's requests are so many seconds of all engines' work."""
 SAMPLE = 500
 """Requests for each engine from which the size of a window is estimated."""

@@ -224,7 +224,7 @@ def _dimensions(policy: Policy) -> Iterator[_Dimension]:
 
 
 _TOKENS = 0
-_HEAD = ("reserve", "kept idle", "limit", "size limit", "certain size")
+_HEAD = ("kept idle", "limit", "size limit", "certain size")
 
 
 def _table(policy: Policy, dimension: _Dimension) -> str:
@@ -238,7 +238,8 @@ def _table(policy: Policy, dimension: _Dimension) -> str:
         is_amount = dimension.index == _TOKENS and not dimension.is_share
         reason = sizes.reason(tier.level, largest, tokens=is_amount)
         reasons.append(reason if most is None else f"{reason}; {most:,} tokens at most, its max_request_tokens")
-    lines = aligned([(dimension.title, *_HEAD), *rows])
+    floor = "floor" if policy.rules.is_by_gain else "reserve"
+    lines = aligned([(dimension.title, floor, *_HEAD), *rows])
     return "\n".join(f"{line}  {said}" for line, said in zip(lines, ["size limit set by", *reasons], strict=True))
 
 
@@ -270,8 +271,14 @@ def _legend(policy: Policy) -> Sequence[str]:
     first = policy.rules.tiers[0]
     emergency = f", even while {first.name} holds its limit" if first.always_first else ""
     engine = "; it must fit one engine, too" if policy.engines is not None else ""
+    kept = "reserve: what a tier always gets back; kept idle: the part of it that no other tier may use"
+    if policy.rules.is_by_gain:
+        kept = (
+            f"floor: what a tier always gets back in fair order, {of.percent(policy.fair)} of its reserve (fair); "
+            "kept idle: the part of the reserve that no other tier may use"
+        )
     return (
-        "reserve: what a tier always gets back; kept idle: the part of it that no other tier may use",
+        kept,
         "limit: the most that a tier may hold at once, all of its requests together",
         f"size limit: the largest request that a tier accepts{engine}; a larger one gets a 400 at once",
         f"certain size: what finds room in a bounded time{emergency}; without a reserve, nothing",

@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sidecar.app import STORE_VARIABLE, AdmissionMiddleware
+from sidecar.policy.compiler import load
 from sidecar.scheduling.gain_fleet_scheduler import GainFleetScheduler
 from tests.fleet.routed import Act, Routed, Rude, changed, engines_of, ok, routed, rude, write_policy
 from tests.fleet.waiting import until
@@ -124,3 +127,29 @@ async def test_the_floor_is_filled_in_fair_order_before_any_gain(tmp_path: Path)
         changed(sidecar, path)
         waiting = await in_queue(sidecar, named("urgent"), named("bulk", {"x-priority": "batch"}))
         assert await held.serve(waiting) == ["bulk", "urgent"]
+
+
+MOUNTED = """\
+engine: vllm
+engines: {mounted: true, capacity: {tokens: 100k, requests: 8}}
+order: gain
+anonymous: normal
+tiers: {normal: {slo: {ttft: 1s, tpot: 50ms}}}
+"""
+
+
+@pytest.mark.parametrize("is_mounted", [False, True])
+def test_a_store_is_refused_wherever_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_mounted: bool
+) -> None:
+    """It would order by level, and no one would notice."""
+    monkeypatch.setenv(STORE_VARIABLE, "redis://127.0.0.1:1/0")
+    path = write_policy(tmp_path / "policy.yaml", "  static: [{name: a, url: 'http://a:8000'}]", more="order: gain")
+    if is_mounted:
+        path.write_text(MOUNTED)
+    with pytest.raises(ValueError, match="a pool in a store orders by level only: remove `order: gain`"):
+        AdmissionMiddleware(engine if is_mounted else None, load(path))
+
+
+async def engine(scope: Any, receive: Any, send: Any) -> None:
+    """An app that is never asked."""

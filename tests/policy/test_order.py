@@ -5,6 +5,9 @@ from __future__ import annotations
 from fractions import Fraction
 from pathlib import Path
 
+import pytest
+
+from sidecar.cli import main
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Order
 from sidecar.policy.warnings import warnings
@@ -60,3 +63,11 @@ def test_without_an_objective_it_is_warned_of(tmp_path: Path) -> None:
     assert said(GAIN) == []
     (warning,) = said(GAIN.replace(", tpot: 50ms", ""))
     assert warning.startswith("no tier has an `slo` with `ttft` and `tpot`, so no request earns anything")
+
+
+def test_check_shows_the_floor_and_not_the_reserve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = pool(tmp_path, GAIN)
+    assert main(["check", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert "in tokens  floor  kept idle" in said
+    assert "floor: what a tier always gets back in fair order, 25% of its reserve (fair)" in said
