@@ -46,3 +46,19 @@ function pool.preempt()
 end
 
 pool.in_order_of_turn = pool.in_order
+
+local next_preemption = pool.next_preemption
+
+-- A best ticket may preempt, too.
+function pool.next_preemption(soonest)
+  local found = next_preemption(soonest)
+  for level = 0, levels - 1 do
+    local after = rules[FIRST_RULE + level][PREEMPT_AFTER_US]
+    if after >= 0 and tiers[level][QUEUED] > 0 then
+      local best = pool.best_beside(level, pool.head_of(level), pool.second_head(level))
+      local change = best and best.arrived + after - now or -1
+      if change > 0 and (found < 0 or change < found) then found = change end
+    end
+  end
+  return found
+end
