@@ -24,7 +24,7 @@ from fractions import Fraction
 from sidecar.policy.rules import PoolRules, Shares, pool_rules
 from sidecar.scheduling import Scheduler
 from sidecar.scheduling.gain import GainFigures
-from sidecar.scheduling.gain_scheduler import GainScheduler
+from sidecar.scheduling.gain_scheduler import MOST_MADE_URGENT, GainScheduler
 
 TARGET = 2.0
 LEASES = 400
@@ -60,6 +60,8 @@ class Crowd:
             self._enter()
             if len(self._leases) < LEASES:
                 self._dispatch()
+        for _ in range(waiting // MOST_MADE_URGENT + 1):  # a pool is rarely so full at once: those of before are urgent
+            self._dispatch()
 
     def cycle(self) -> None:
         """One enter, one settle, and what that admits."""
