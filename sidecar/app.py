@@ -385,17 +385,16 @@ def _pool(policy: Policy, environment: Mapping[str, str], pages: Pages, *, takes
     """Where the leases live, and who says how many. Raises ValueError for an address or a switch that is none."""
     store = store_of(policy, environment)
     takes_over = _takes_over_a_store(environment, store, takes_over=takes_over)
-    _check_order(policy, store)
     pool = LocalPool(policy) if store is None else _shared_pool(policy, store, takes_over=takes_over)
     return pool if policy.engine_capacity is None else EngineSizedPool(policy, pool, pages)
 
 
 def _check_order(policy: Policy, store: StoreAddress | None) -> None:
-    """Raises ValueError for an order that the store does not know."""
+    """Raises ValueError for an order that engines in a store do not know."""
     if store is not None and policy.order is Order.GAIN:
         raise ValueError(
-            f"a pool in a store orders by level only: remove `order: gain` from the policy, or the store "
-            f"(`store:`, {STORE_VARIABLE})"
+            "a pool of several engines in a store orders by level only: remove `order: gain` or `engines` from the "
+            f"policy, or the store (`store:`, {STORE_VARIABLE})"
         )
 
 

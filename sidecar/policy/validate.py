@@ -77,8 +77,11 @@ def _order(data: Mapping[str, object]) -> Found:
     """What the order by gain does not go with."""
     if data.get("order") != "gain":
         return
-    if data.get("store") is not None:
-        yield ("order",), "a pool in a store orders by level only; remove `order: gain`, or `store`"
+    if data.get("store") is not None and data.get("engines") is not None:
+        yield (
+            ("order",),
+            "a pool of several engines in a store orders by level only; remove `order: gain`, `engines` or `store`",
+        )
 
 
 def _read(reader: Callable[[object], N], value: object) -> N | None:

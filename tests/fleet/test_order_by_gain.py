@@ -147,7 +147,7 @@ def test_a_store_is_refused_wherever_it_is_named(
     path = write_policy(tmp_path / "policy.yaml", "  static: [{name: a, url: 'http://a:8000'}]", more="order: gain")
     if is_mounted:
         path.write_text(MOUNTED)
-    with pytest.raises(ValueError, match="a pool in a store orders by level only: remove `order: gain`"):
+    with pytest.raises(ValueError, match="a pool of several engines in a store orders by level only"):
         AdmissionMiddleware(engine if is_mounted else None, load(path))
 
 

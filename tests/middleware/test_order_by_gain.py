@@ -11,6 +11,7 @@ import pytest
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy
 from tests.support.middleware import App, chat, guarding, write_policy
+from tests.support.redis_servers import RedisServer, first_binary
 
 pytestmark = pytest.mark.anyio
 
@@ -63,6 +64,18 @@ async def test_a_request_that_a_limit_moved_to_another_tier_has_no_gain_there(tm
     own = "authorization: Bearer sk-acme"
     found = await served(policy, ["x-name: paid", own], ["x-name: over", own], ["x-name: without a key"])
     assert found == ["paid", "without a key", "over"]
+
+
+async def test_the_order_is_the_same_in_a_store(tmp_path: Path) -> None:
+    with RedisServer(first_binary(), tmp_path) as server:
+        policy = by("gain", tmp_path, f"store: {server.url}\n")
+        found = await served(
+            policy,
+            ["x-name: bulk", "authorization: Bearer sk-nightly"],
+            ["x-name: patient", "x-slo-ttft-ms: 60000"],
+            ["x-name: urgent"],
+        )
+    assert found == ["urgent", "patient", "bulk"]
 
 
 async def test_a_client_that_leaves_is_forgotten(tmp_path: Path) -> None:

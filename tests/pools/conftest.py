@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pools.harness import Harness, LocalHarness
+from tests.pools.harness import ByGain, Harness, LocalHarness
 from tests.pools.redis_harness import FakeHarness, RedisHarness
 from tests.support.redis_servers import RedisServer, binaries, first_binary
 
@@ -47,14 +47,29 @@ class Servers(dict[str, RedisServer]):
         return self[name]
 
 
-@pytest.fixture(params=["local", "fakeredis", *SERVERS])
+KINDS = ["local", "fakeredis", *SERVERS]
+BY_GAIN = ["local by gain", f"{SERVERS[0]} by gain"]
+"""Requests without deadlines, in a pool that orders by gain: it does what the contract says, too."""
+
+
+@pytest.fixture(params=[*KINDS, *BY_GAIN])
 async def harness(request: pytest.FixtureRequest, servers: dict[str, RedisServer]) -> AsyncIterator[Harness]:
-    made: Harness
-    if request.param == "local":
-        made = LocalHarness()
-    elif request.param == "fakeredis":
-        made = FakeHarness()
-    else:
-        made = RedisHarness(servers[request.param])
+    kind, *order = request.param.split(" by ")
+    made = new_harness(kind, servers)
+    yield ByGain(made) if order else made
+    await made.close()
+
+
+@pytest.fixture(params=KINDS)
+async def level_harness(request: pytest.FixtureRequest, servers: dict[str, RedisServer]) -> AsyncIterator[Harness]:
+    """Pools that order by level only."""
+    made = new_harness(request.param, servers)
     yield made
     await made.close()
+
+
+def new_harness(kind: str, servers: dict[str, RedisServer]) -> Harness:
+    """That of one kind of pool."""
+    if kind == "local":
+        return LocalHarness()
+    return FakeHarness() if kind == "fakeredis" else RedisHarness(servers[kind])

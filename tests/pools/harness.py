@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Protocol
 
@@ -61,6 +62,26 @@ class LocalHarness:
 
     async def close(self) -> None:
         pass
+
+
+class ByGain:
+    """Pools of another harness that order by gain, whatever their policies say. The floors are all of the reserves."""
+
+    def __init__(self, harness: Harness) -> None:
+        self._harness = harness
+        self.quiet, self.poke, self.close = harness.quiet, harness.poke, harness.close
+
+    async def pool(self, policy: Policy, clock: Clock | None = None, *, any_size: bool = False) -> Pool:
+        pool = await self._harness.pool(by_gain(policy), clock, any_size=any_size)
+        change_rules, change_policy = pool.change_rules, pool.change_policy
+        pool.change_rules = lambda rules: change_rules(replace(rules, is_by_gain=True))  # type: ignore[method-assign]
+        pool.change_policy = lambda policy: change_policy(by_gain(policy))  # type: ignore[method-assign]
+        return pool
+
+
+def by_gain(policy: Policy) -> Policy:
+    """The same, in another order."""
+    return replace(policy, rules=replace(policy.rules, is_by_gain=True))
 
 
 def allow_any_size(sizes: SizeLimits) -> None:

@@ -106,7 +106,11 @@ async def replicas(
     """Pools that share one store, opened; each by an address of its own."""
     policy = replace(policy, pool=name, on_store_loss=on_loss)
     pools = [
-        RedisPool(policy, connector(store_address(url), name), clocks[index] if clocks else monotonic_us)
+        RedisPool(
+            policy,
+            connector(store_address(url), name, is_by_gain=policy.rules.is_by_gain),
+            clocks[index] if clocks else monotonic_us,
+        )
         for index, url in enumerate(urls)
     ]
     try:

@@ -16,7 +16,7 @@ from sidecar.policy.store import store_address
 from sidecar.pools import Pool
 from sidecar.pools.redis import RedisPool
 from sidecar.pools.redis.connection import ANSWER_WITHIN_S, StoreConnection, connector
-from sidecar.pools.redis.protocol import SOURCE, Argument
+from sidecar.pools.redis.protocol import GAIN_SOURCE, SOURCE, Argument, root_key
 from tests.pools.harness import Clock, allow_any_size
 from tests.support.redis_servers import RedisServer
 
@@ -24,7 +24,9 @@ CLOCK_LINE = "local function clock_us() local time = redis.call('TIME') return t
 CLOCK_KEY = "the-tests-clock"
 CLOCK = f"local function clock_us() return tonumber(redis.call('GET', '{CLOCK_KEY}')) end"
 CLOCKED_SOURCE = SOURCE.replace(CLOCK_LINE, CLOCK)
+CLOCKED_GAIN_SOURCE = GAIN_SOURCE.replace(CLOCK_LINE, CLOCK)
 assert CLOCKED_SOURCE != SOURCE
+assert CLOCKED_GAIN_SOURCE != GAIN_SOURCE
 
 _pools = count(1)
 
@@ -32,8 +34,13 @@ _pools = count(1)
 class Observed(StoreConnection):
     """A connection of which a test knows whether a call is on its way. With a clock, it sets the script's time."""
 
-    def __init__(self, client: Any, pool: str, clock: Clock | None) -> None:
-        super().__init__(client, pool, SOURCE if clock is None else CLOCKED_SOURCE)
+    def __init__(self, client: Any, policy: Policy, clock: Clock | None) -> None:
+        is_by_gain = policy.rules.is_by_gain
+        if clock is None:
+            source = GAIN_SOURCE if is_by_gain else SOURCE
+        else:
+            source = CLOCKED_GAIN_SOURCE if is_by_gain else CLOCKED_SOURCE
+        super().__init__(client, root_key(policy.pool, is_by_gain=is_by_gain), source)
         self._clock = clock
         self.begun = 0
         self.answered = 0
@@ -71,7 +78,7 @@ class SharedHarness:
         opened: list[Opened] = []
 
         async def connect() -> StoreConnection:
-            connection = Observed(await self.client(), policy.pool, clock)
+            connection = Observed(await self.client(), policy, clock)
             if opened[0].connection is None or opened[0].connection.is_closed:  # else it is for reports
                 opened[0].connection = connection
             return connection

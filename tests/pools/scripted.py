@@ -10,13 +10,13 @@ from sidecar.pools.redis import protocol
 from sidecar.pools.redis.protocol import Argument, Reply
 from sidecar.scheduling import Scheduler
 from tests.pools.harness import Clock
-from tests.pools.redis_harness import CLOCK_KEY, CLOCKED_SOURCE
+from tests.pools.redis_harness import CLOCK_KEY, CLOCKED_GAIN_SOURCE, CLOCKED_SOURCE
 
 
 class Scripted:
     """One replica that says exactly what it should. `client` is a synchronous one.
 
-    `source` is the script, CLOCKED_SOURCE where it is None.
+    `source` is the script, that of the policy's order where it is None.
     """
 
     source: str | None = None
@@ -26,14 +26,15 @@ class Scripted:
         self.clock = clock
         self.policy = policy
         self.name = name
-        self.root = protocol.root_key(policy.pool)
+        self.root = protocol.root_key(policy.pool, is_by_gain=policy.rules.is_by_gain)
         self.fence = 0
         self.listed = 0
 
     def answer(self, *arguments: Argument) -> list[Any]:
         """The script's raw answer."""
         self.client.set(CLOCK_KEY, self.clock.us)
-        answer: list[Any] = self.client.eval(self.source or CLOCKED_SOURCE, 1, self.root, *arguments)
+        source = self.source or (CLOCKED_GAIN_SOURCE if self.policy.rules.is_by_gain else CLOCKED_SOURCE)
+        answer: list[Any] = self.client.eval(source, 1, self.root, *arguments)
         return answer
 
     def call(self, *operations: Argument, kind: bytes = protocol.CALL) -> Reply:

@@ -274,16 +274,16 @@ async def test_aging_moves_old_work_ahead_of_new(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario["name"])
-async def test_a_pool_gives_exactly_the_recorded_answers(harness: Harness, scenario: dict[str, Any]) -> None:
+async def test_a_pool_gives_exactly_the_recorded_answers(level_harness: Harness, scenario: dict[str, Any]) -> None:
     rules, clock = rules_of(scenario), Clock()
-    pool = await harness.pool(policy_of(rules), clock, any_size=True)
+    pool = await level_harness.pool(policy_of(rules), clock, any_size=True)
     begun_us, names = clock.us, [tier.name for tier in rules.tiers]
     leases: dict[str, Lease] = {}
     answered: set[str] = set()
     for number, step in enumerate(scenario["steps"]):
         clock.us = begun_us + int(step["at"] * 1_000_000)
         await _play(pool, leases, names, step)
-        await harness.poke(pool)
+        await level_harness.poke(pool)
         answers = {name: lease.grant for name, lease in leases.items() if lease.grant and name not in answered}
         answered |= set(answers)
         expected = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -16,10 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidecar.policy.model import Policy
-from sidecar.pools.redis import protocol
 from sidecar.scheduling.gain import GainFigures
-from tests.pools import scripted, test_differential
-from tests.pools.redis_harness import CLOCK_KEY, CLOCK_LINE
+from tests.pools import test_differential
 from tests.pools.test_differential import (
     FEW,
     OPERATIONS,
@@ -30,7 +29,6 @@ from tests.pools.test_differential import (
 )
 from tests.support.redis_servers import RedisServer
 
-CLOCK = f"local function clock_us() return tonumber(redis.call('GET', '{CLOCK_KEY}')) end"
 steps_of = test_differential.steps_of
 
 
@@ -59,14 +57,11 @@ def with_gain(program: Any, batch: int, tiers: int) -> Iterator[tuple[int, list[
 
 @pytest.fixture(autouse=True)
 def by_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scripted, "CLOCKED_SOURCE", protocol.GAIN_SOURCE.replace(CLOCK_LINE, CLOCK))
     monkeypatch.setattr(test_differential, "steps_of", with_gain)
 
 
 def ordered(policy: Policy, fair: Fraction) -> Policy:
     """The same by gain, with the floors of this part of the reserves."""
-    from dataclasses import replace
-
     rules = policy.rules
     tiers = tuple(
         replace(

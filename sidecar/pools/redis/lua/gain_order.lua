@@ -99,13 +99,28 @@ function pool.candidate(level, ticket)
   }
 end
 
--- The best ticket of a tier by gain, where it is none of its heads.
+-- The best ticket of a tier by gain, where it is none of its heads. It may be that of a replica that is away: then it leaves
+-- the queue when it is first in order, as a head does.
 function pool.best_beside(level, head, second)
   if rules[FIRST_RULE + level][ALWAYS_FIRST] == 1 then return nil end
   local best = pool.densest(level) or pool.earliest(level)
   if not best or best.sequence == head.sequence or (second and best.sequence == second.sequence) then return nil end
-  if pool.is_any_away() and pool.is_away(best.owner) then return nil end
+  if pool.is_any_away() and pool.is_away(best.owner) then best.is_away = true end
   return best
+end
+
+local is_any_head_away = pool.is_any_head_away
+
+function pool.is_any_head_away()
+  if is_any_head_away() then return true end
+  if not pool.is_any_away() then return false end
+  for level = 0, levels - 1 do
+    if tiers[level][QUEUED] > 0 then
+      local best = pool.best_beside(level, pool.head_of(level), pool.second_head(level))
+      if best and best.is_away then return true end
+    end
+  end
+  return false
 end
 
 function pool.in_order()

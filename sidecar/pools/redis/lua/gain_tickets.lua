@@ -114,9 +114,8 @@ function pool.update_urgent(level, lane)
   end
 end
 
-function pool.keep_lane(key)
-  if call('ZCARD', key) == 1 then call('PEXPIRE', key, KEPT_MS) end
-end
+-- A lane is renewed with every ticket that enters it. A ticket that waited longer would be stated anew by its replica.
+function pool.keep_lane(key) call('PEXPIRE', key, LANE_KEPT_MS) end
 
 -- A ticket with figures that waits: calm, or urgent with its density.
 function pool.enter_gain(ticket, is_urgent)
@@ -169,6 +168,23 @@ function pool.store_head(ticket)
   end
 end
 
+function pool.note_largest(level, tokens)
+  local largest = math.max(1, tiers[level][LARGEST])
+  while largest < tokens do largest = largest * 2 end
+  tiers[level][LARGEST] = largest
+  pool.bring_all_back(level)
+end
+
+local sort_heads = pool.sort_heads
+
+-- No ticket becomes the first of its tenant by another reserve.
+function pool.sort_heads(level)
+  local own = pool.store_head
+  pool.store_head = store_head
+  sort_heads(level)
+  pool.store_head = own
+end
+
 -- Every ticket is stored as it comes, so that it stands among those that may be best.
 function pool.push(ticket, tenant, weight)
   ticket.gain_text, ticket.is_apart = pool.stated_gain(ticket.id, ticket.level) or '-', false
@@ -180,12 +196,8 @@ function pool.push(ticket, tenant, weight)
     pool.store(ticket)
     heads[level] = nil
   end
-  local largest = tiers[level][LARGEST]
-  if ticket.tokens > largest then
-    largest = math.max(1, largest)
-    while largest < ticket.tokens do largest = largest * 2 end
-    tiers[level][LARGEST] = largest
-    pool.bring_all_back(level)
+  if ticket.tokens > tiers[level][LARGEST] then
+    pool.note_largest(level, ticket.tokens)
   elseif before ~= ticket.weight and pool.is_aside(level, 't' .. tenant) then
     pool.bring_back(level, tenant)
   end
@@ -244,6 +256,16 @@ function pool.leave_queue(ticket)
   elseif not ticket.is_apart then
     pool.delay(level, tenant)
   end
+end
+
+local restore = pool.restore
+
+-- A ticket that was parked may be urgent again as soon as its pool looks.
+function pool.restore(ticket, record)
+  restore(ticket, record)
+  if ticket.tokens > tiers[ticket.level][LARGEST] then pool.note_largest(ticket.level, ticket.tokens) end
+  ticket.is_apart = ticket.times ~= nil
+  pool.enter_gain(ticket, false)
 end
 
 -- -- by gain
