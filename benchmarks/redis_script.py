@@ -7,13 +7,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, count, cycle, islice
+from random import Random
 from typing import Any
 
 import uvloop
 
 from benchmarks.redis_setup import BATCH, HIGH, LOW, NORMAL, Figure, plain_client, shipped_policy
-from sidecar.policy.model import Policy
+from sidecar.policy.model import Order, Policy
+from sidecar.pools import Ask
 from sidecar.pools.redis import protocol
+from sidecar.scheduling.gain import GainFigures
 
 FEW, MANY = 100, 100_000
 TIERS = (HIGH, NORMAL, LOW, BATCH)
@@ -23,6 +26,7 @@ TOKENS = 2_500
 PAIRS = 16
 """Of an enter and an end; so a call has 32 operations."""
 FILL_PER_CALL = 500
+DEADLINE_US = 120_000_000
 
 
 def script_cost(url: str, quick: bool) -> Figure:
@@ -54,10 +58,16 @@ class Queue:
     The next newcomer is of the tier that was admitted: so the queue keeps its length, and every tier its part of it.
     """
 
-    def __init__(self, client: Any, waiting: int) -> None:
+    def __init__(self, client: Any, waiting: int, *, is_by_gain: bool = False, tenants: int = TENANTS) -> None:
         self.waiting = waiting
         self._client = client
-        self._policy = _without_bounds(shipped_policy(f"waiting-{waiting}"))
+        order = Order.GAIN if is_by_gain else Order.LEVEL
+        self._policy = _without_bounds(shipped_policy(f"waiting-{waiting}-{order}").ordered_by(order))
+        self._root = protocol.root_key(self._policy.pool, is_by_gain=is_by_gain)
+        self._source = protocol.GAIN_SOURCE if is_by_gain else protocol.SOURCE
+        self._is_by_gain = is_by_gain
+        self._tenants = tenants
+        self._luck = Random(7)
         self._sha = ""
         self._ids = count(1)
         self._tiers: dict[int, int] = {}
@@ -66,7 +76,7 @@ class Queue:
 
     async def fill(self) -> None:
         """Makes the pool, and lets enter until so many wait."""
-        self._sha = await self._client.script_load(protocol.SOURCE)
+        self._sha = await self._client.script_load(self._source)
         reply = await self._call(protocol.SYNC, 1, protocol.rules_text(self._policy, self._policy.rules), 1, 0)
         while missing := self.waiting - reply.waiting:
             tiers = islice(cycle(TIERS), min(missing, FILL_PER_CALL))
@@ -99,11 +109,17 @@ class Queue:
     def _enter(self, tier: int) -> list[protocol.Argument]:
         lease_id = next(self._ids)
         self._tiers[lease_id] = tier
-        return [protocol.ENTER, lease_id, tier, f"tenant-{lease_id % TENANTS}", 1, TOKENS, 1]
+        said = [protocol.ENTER, lease_id, tier, f"tenant-{lease_id % self._tenants}", 1, TOKENS, 1]
+        return [*protocol.gain(lease_id, self._figures(tier)), *said] if self._is_by_gain else said
+
+    def _figures(self, tier: int) -> Ask:
+        """Deadlines in two minutes, a fraction of what the queue needs: nearly all are urgent, and densities fall."""
+        tokens = self._luck.randrange(10, 1000)
+        figures = GainFigures(2 ** (BATCH - tier), tokens, 250 * tokens + 50_000, DEADLINE_US, 0, 30_000)
+        return Ask(tier, "", 1, TOKENS, 1, 0, gain=figures)
 
     async def _call(self, kind: bytes, *arguments: protocol.Argument) -> protocol.Reply:
-        root = protocol.root_key(self._policy.pool)
-        answer = await self._client.evalsha(self._sha, 1, root, kind, "crowd", 1, *arguments)
+        answer = await self._client.evalsha(self._sha, 1, self._root, kind, "crowd", 1, *arguments)
         if answer[0] != protocol.OK:
             raise RuntimeError(f"the script answered {answer}")
         return protocol.read_reply(answer)

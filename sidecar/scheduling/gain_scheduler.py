@@ -28,7 +28,7 @@ from sidecar.scheduling.ticket import Admission, Rule, Ticket
 
 MOST_MADE_URGENT = 64
 """Tickets that become urgent in one dispatch."""
-MOST_REFRESHED = 4
+MOST_REFRESHED = 2
 """Densities that one decision brings up to date."""
 LOOK_AGAIN_US = 100_000
 """Densities fall all the time. So long after a decision the order may be another, though nothing else happened."""
@@ -53,9 +53,11 @@ class GainScheduler(Scheduler):
         self._deadlines: list[tuple[int, int, int, GainTicket]] = []
 
     def appraise(self, ticket: Ticket, gain: GainFigures) -> None:
-        """Gives a ticket that was just submitted its figures."""
+        """Gives a ticket that was just submitted its figures. Where its deadline is near by now, it is urgent at once."""
         assert isinstance(ticket, GainTicket)
-        ticket.gain = gain.bounded()
+        ticket.gain = gain = gain.bounded()
+        if gain.deadline_us < self._patience_us(gain.cost_us):
+            ticket.is_urgent, ticket.density = True, ticket.density_at(ticket.arrived_us)
         self._tiers[ticket.tier].queue.appraise(ticket)
         self._await_deadline(ticket)
 
@@ -177,9 +179,9 @@ class GainScheduler(Scheduler):
     def _renew(self, place: Place, density: int) -> None:
         self._tiers[place[3].tier].queue.renew(place, density)
 
-    def _patience_us(self) -> int:
-        """A ticket whose deadline is nearer than this is urgent."""
-        return sum(tier.queue.cost_us for tier in self._tiers) // (2 * self._engines_that_work())
+    def _patience_us(self, more_us: int = 0) -> int:
+        """A ticket whose deadline is nearer than this is urgent. `more_us` is the cost of one that is not in its queue."""
+        return (sum(tier.queue.cost_us for tier in self._tiers) + more_us) // (2 * self._engines_that_work())
 
     def _engines_that_work(self) -> int:
         return 1

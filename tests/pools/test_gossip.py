@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from sidecar.policy.store import store_address
-from sidecar.pools import NotShared, Pool
+from sidecar.pools import LocalPool, NotShared, Pool
 from sidecar.pools.base import MOST_REPORT_BYTES
 from sidecar.pools.redis import RedisPool, connector
 from sidecar.pools.redis.protocol import root_key
 from tests.pools.conftest import SERVERS
-from tests.pools.harness import Harness, LocalHarness, ask, simple
+from tests.pools.harness import Harness, ask, simple
 from tests.pools.redis_harness import FakeHarness, RedisHarness
 from tests.support.redis_servers import RedisServer, first_binary
 
@@ -40,7 +40,7 @@ async def test_replicas_of_one_pool_hear_each_other(harness: Harness) -> None:
     first, second = await harness.pool(simple()), await harness.pool(simple())
     anything = bytes(range(256)) * 4
     await first.share(anything)
-    if isinstance(harness, LocalHarness):
+    if isinstance(first, LocalPool):
         assert await reports(second) == []  # two pools, not one
         return
     ((name, heard),) = (await second.share(b"")).items()

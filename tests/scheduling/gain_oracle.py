@@ -14,7 +14,7 @@ from oracle import ALWAYS_FIRST, OTHER, TURN, Answer, Oracle, Policy, Request
 from sidecar.policy.rules import PoolRules, pool_rules
 from sidecar.scheduling.gain import GainFigures
 
-MOST_REFRESHED, MOST_MADE_URGENT = 4, 64
+MOST_REFRESHED, MOST_MADE_URGENT = 2, 64
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class GainOracle(Oracle):
         request = self.request_type(**vars(plain), gain=gain)
         self.submitted[-1] = request
         self.largest[tier] = max(self.largest.get(tier, 0), 2 ** math.ceil(math.log2(request.tokens)))
+        if gain is not None and gain.deadline_us < self.phi_us():
+            request.urgent, request.density = True, self.density(request, now_us)
         return request
 
     def charge(self, tier: int, tenant: str, weight: int, tokens: int) -> None:
@@ -122,12 +124,16 @@ class GainOracle(Oracle):
         return request
 
     def make_urgent(self, now_us: int) -> None:
-        """Phi is half of the engines' time for all that waits; what is due sooner is urgent from now on."""
-        worth = [request for request in self.waiting() if request.gain is not None]
-        phi_us = sum(request.gain.cost_us for request in worth) // (2 * self.engines())
-        calm = sorted((r for r in worth if not r.urgent), key=lambda r: (self.due_us(r), r.arrived_us, r.number))
-        for request in [r for r in calm if self.due_us(r) - now_us < phi_us][:MOST_MADE_URGENT]:
+        """What is due sooner than Phi is urgent from now on."""
+        calm = [request for request in self.waiting() if request.gain is not None and not request.urgent]
+        due = [request for request in calm if self.due_us(request) - now_us < self.phi_us()]
+        for request in sorted(due, key=lambda r: (self.due_us(r), r.arrived_us, r.number))[:MOST_MADE_URGENT]:
             request.urgent, request.density = True, self.density(request, now_us)
+
+    def phi_us(self) -> int:
+        """Half of the engines' time for all that waits."""
+        worth = [request for request in self.waiting() if request.gain is not None]
+        return sum(request.gain.cost_us for request in worth) // (2 * self.engines())
 
     def refresh_densities(self, now_us: int) -> None:
         """The densest ticket of all tiers, as far as is known, is computed anew until nothing changes."""

@@ -1,13 +1,12 @@
 -- The figures of a pool that orders by gain. These lines stand outside of all functions, as those of `admission.lua`.
 
 -- More figures of a tier: what its leases in its floor hold, the engines' time for all that waits, and the largest request
--- since its queue was empty, rounded up to a power of two.
-local FLOOR_TOKENS, FLOOR_REQUESTS, COST, LARGEST = 15, 16, 17, 18
+-- since its queue was empty, rounded up to a power of two, and how many tenants are aside.
+local FLOOR_TOKENS, FLOOR_REQUESTS, COST, LARGEST, ASIDE = 15, 16, 17, 18, 19
 -- The ranks in class OTHER, a candidate's turn
 local RANK_HEADROOM, RANK_URGENT, RANK_CALM, RANK_NO_GAIN = 0, 1, 2, 3
-local SCALE, MOST_MADE_URGENT, MOST_REFRESHED, LOOK_AGAIN_US = 1000000, 64, 4, 100000 -- as in `scheduling`
-local MOST_EQUAL = 64 -- the most lanes that are compared by arrival, where their first tickets are equal
-local APART = 'r' -- the lane of the tickets that returned; that of a tenant is 't' and its name
+local SCALE, MOST_MADE_URGENT, MOST_REFRESHED, LOOK_AGAIN_US = 1000000, 64, 2, 100000 -- as in `scheduling`
+local APART = 'r' -- the lane of the tickets that returned
 local UNLIMITED = 9007199254740991
 -- More figures of the pool: when densities were brought up to date last, and how many more may be at that time
 local REFRESHED, REFRESHES = 24, 25

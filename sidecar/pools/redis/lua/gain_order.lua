@@ -5,16 +5,6 @@ local aged = pool.aged
 
 -- -- floors
 
--- A lease is noted by 'IN_FLOOR URGENT FIGURES' for as long as it lasts.
-function pool.note_lease(owner, id, in_floor, is_urgent, gain_text)
-  call('HSET', prefix .. 'y', owner .. ' ' .. id, (in_floor and '1 ' or '0 ') .. (is_urgent and '1 ' or '0 ') .. gain_text)
-end
-
-function pool.read_note(owner, id)
-  local in_floor, is_urgent, text = match(call('HGET', prefix .. 'y', owner .. ' ' .. id) or '', '^(%d) (%d) (.*)$')
-  return in_floor == '1', is_urgent == '1', text or '-'
-end
-
 function pool.is_below_floor(level)
   local rule, tier = rules[FIRST_RULE + level], tiers[level]
   return tier[FLOOR_TOKENS] < rule[RESERVE_TOKENS] and tier[FLOOR_REQUESTS] < rule[RESERVE_REQUESTS]
@@ -41,16 +31,6 @@ end
 
 -- -- the order
 
--- What is known of a waiting ticket: whether it is calm, else its density as last computed. Heads are kept for a whole
--- call, so they are looked up each time.
-function pool.look_up(ticket)
-  if not ticket.gain or ticket.is_lease or ticket.lane then return end
-  local lane, member = pool.lane_name(ticket), pool.member_of(ticket)
-  ticket.is_calm = call('ZSCORE', pool.calm_key(ticket.level, lane), member) and true or false
-  if ticket.is_calm then return end
-  ticket.is_urgent, ticket.density = true, -tonumber(call('ZSCORE', pool.urgent_key(ticket.level, lane), member) or 0)
-end
-
 function pool.is_in_headroom(level, ticket)
   local rule, tier = rules[FIRST_RULE + level], tiers[level]
   local tokens, requests = rule[HEADROOM_TOKENS], rule[HEADROOM_REQUESTS]
@@ -59,15 +39,16 @@ function pool.is_in_headroom(level, ticket)
     and (rules[CAPACITY_REQUESTS] == UNLIMITED or tier[HELD_REQUESTS] + ticket.requests <= requests)
 end
 
--- The place of any ticket beyond its tier's floor. A lease is as dense as it would be now.
-function pool.beyond(level, ticket)
+-- The place of any ticket beyond its tier's floor. A lease is as dense as it would be now. `is_known`: the ticket was just
+-- found by its density or its deadline.
+function pool.beyond(level, ticket, is_known)
   local precedence, aged_level = aged(level, ticket.arrived)
   local rank = RANK_NO_GAIN
   if pool.is_in_headroom(level, ticket) then
     rank = RANK_HEADROOM
   elseif ticket.gain then
-    pool.look_up(ticket)
-    if ticket.is_lease or not pool.is_ahead(level, pool.lane_name(ticket), pool.virtual_now(level)) then
+    if not is_known then pool.look_up(ticket) end
+    if ticket.is_lease or not pool.is_ahead(level, ticket) then
       if ticket.is_calm then
         rank, precedence = RANK_CALM, ticket.arrived + ticket.gain.deadline
       elseif ticket.density > 0 then
@@ -81,17 +62,17 @@ function pool.beyond(level, ticket)
   }
 end
 
+-- The class and the turn of a ticket.
+function pool.class_of(level, ticket)
+  if rules[FIRST_RULE + level][ALWAYS_FIRST] == 1 then return CLASS_ALWAYS_FIRST, 0 end
+  if pool.has_floor_for(level, ticket) then return CLASS_INSIDE, 0 end
+  if now >= tiers[level][OWES_UNTIL] and pool.is_below_floor(level) then return CLASS_TURN, tiers[level][LATEST_ADMISSION] end
+  return CLASS_OTHER, 0
+end
+
 function pool.candidate(level, ticket)
-  local order_class, turn = CLASS_TURN, 0
-  if rules[FIRST_RULE + level][ALWAYS_FIRST] == 1 then
-    order_class = CLASS_ALWAYS_FIRST
-  elseif pool.has_floor_for(level, ticket) then
-    order_class = CLASS_INSIDE
-  elseif now >= tiers[level][OWES_UNTIL] and pool.is_below_floor(level) then
-    turn = tiers[level][LATEST_ADMISSION]
-  else
-    return pool.beyond(level, ticket)
-  end
+  local order_class, turn = pool.class_of(level, ticket)
+  if order_class == CLASS_OTHER then return pool.beyond(level, ticket) end
   local precedence, aged_level = aged(level, ticket.arrived)
   return {
     order_class = order_class, turn = turn, precedence = precedence, ticket = ticket,
@@ -105,7 +86,6 @@ function pool.best_beside(level, head, second)
   if rules[FIRST_RULE + level][ALWAYS_FIRST] == 1 then return nil end
   local best = pool.densest(level) or pool.earliest(level)
   if not best or best.sequence == head.sequence or (second and best.sequence == second.sequence) then return nil end
-  if pool.is_any_away() and pool.is_away(best.owner) then best.is_away = true end
   return best
 end
 
@@ -131,17 +111,61 @@ function pool.in_order()
       if not pool.is_at_limit(level, head) then found[#found + 1] = pool.candidate(level, head) end
       if second and not pool.is_at_limit(level, second) then found[#found + 1] = pool.candidate(level, second) end
       local best = pool.best_beside(level, head, second)
-      if best and not pool.is_at_limit(level, best) then found[#found + 1] = pool.beyond(level, best) end
+      if best and not pool.is_at_limit(level, best) then found[#found + 1] = pool.beyond(level, best, true) end
     end
   end
   if found[2] then table.sort(found, pool.is_before) end
   return found
 end
 
-local rule_code = pool.rule_code
+function pool.may_be_in_headroom(level)
+  local rule, tier = rules[FIRST_RULE + level], tiers[level]
+  local tokens, requests = rule[HEADROOM_TOKENS], rule[HEADROOM_REQUESTS]
+  return (tokens > 0 or requests > 0)
+    and (rules[CAPACITY_TOKENS] == UNLIMITED or tier[HELD_TOKENS] < tokens)
+    and (rules[CAPACITY_REQUESTS] == UNLIMITED or tier[HELD_REQUESTS] < requests)
+end
+
+-- The first candidate in order, where it is found without the others. nil says nothing: a ticket may be in its tier's
+-- headroom, or the best one is at its tier's limit. `densest` are the tiers' densest tickets.
+function pool.first_of_all(densest)
+  local first
+  for level = 0, levels - 1 do
+    if tiers[level][QUEUED] > 0 then
+      if pool.may_be_in_headroom(level) then return nil end
+      if rules[FIRST_RULE + level][ALWAYS_FIRST] == 1 or pool.is_below_floor(level) then
+        for _, head in pairs({pool.head_of(level), pool.second_head(level)}) do
+          if not pool.is_at_limit(level, head) and pool.class_of(level, head) < CLASS_OTHER then
+            local candidate = pool.candidate(level, head)
+            if not first or pool.is_before(candidate, first) then first = candidate end
+          end
+        end
+      end
+    end
+  end
+  if first then return first end
+  local best = pool.first_of(densest)
+  if not best then
+    local earliest = {}
+    for level = 0, levels - 1 do
+      if tiers[level][QUEUED] > 0 and rules[FIRST_RULE + level][ALWAYS_FIRST] == 0 then earliest[level] = pool.earliest(level) end
+    end
+    best = pool.first_of(earliest)
+  end
+  return best and not pool.is_at_limit(best.level, best) and pool.beyond(best.level, best, true)
+end
+
+local candidate_of, rule_code = pool.candidate, pool.rule_code
+
+-- Of the heads that the first in order passes only the class counts.
+local function only_class(level, ticket) return {order_class = pool.class_of(level, ticket), turn = 0, precedence = 0, ticket = ticket} end
 
 function pool.rule_code(candidate, head)
-  if candidate.order_class ~= CLASS_OTHER or pool.is_before(head, candidate) then return rule_code(candidate, head) end
+  if candidate.order_class ~= CLASS_OTHER then
+    if not candidate.is_first or candidate.order_class ~= head.order_class then return rule_code(candidate, head) end
+    return candidate.order_class == CLASS_TURN and 't' or 'l'
+  end
+  if not candidate.is_first and pool.is_before(head, candidate) then return 'o' end
   if candidate.turn == RANK_HEADROOM then return 'r' end
   return candidate.turn == RANK_NO_GAIN and 'l' or 'g'
 end
@@ -173,41 +197,72 @@ end
 
 local dispatch, next_admission, admit = pool.dispatch, pool.next_admission, pool.admit
 
+-- The one ticket that waits, where it is not stored: no order is needed.
+function pool.lone_ticket()
+  if meta[WAITING] ~= 1 then return nil end
+  for level = 0, levels - 1 do
+    if tiers[level][QUEUED] > 0 then
+      local ticket = pool.head_of(level)
+      return not ticket.is_stored and ticket
+    end
+  end
+end
+
 function pool.dispatch()
-  if meta[WAITING] > 0 and not pool.is_engine_gone() and not pool.is_on_hold() then pool.make_urgent() end
+  if meta[WAITING] > 0 and not pool.lone_ticket() and not pool.is_engine_gone() and not pool.is_on_hold() then pool.make_urgent() end
   dispatch()
 end
 
 function pool.next_admission()
-  pool.refresh_densities()
+  local lone = pool.lone_ticket()
+  local densest = pool.refresh_densities(lone)
+  if lone and not pool.is_held_back() then
+    local candidate = not pool.is_at_limit(lone.level, lone) and pool.candidate(lone.level, lone)
+    return candidate and pool.fits(candidate) and candidate
+  end
+  local first = not pool.is_held_back() and pool.first_of_all(densest)
+  if first then
+    first.is_first = true
+    if first.ticket.is_away then
+      if pool.may_discard() then return first end
+    elseif pool.fits(first) then
+      return first
+    elseif pool.holds_its_place(first) then
+      return nil
+    end
+  end
   return next_admission()
 end
 
 function pool.admit(candidate)
   local ticket = candidate.ticket
   local in_floor = candidate.order_class ~= CLASS_OTHER
+  if candidate.is_first then pool.candidate = only_class end
+  if not ticket.is_stored and ticket.gain then
+    ticket.was_urgent = ticket.arrived + ticket.gain.deadline < now + pool.patience()
+  end
+  pool.begins, ticket.in_floor = ticket, in_floor
   admit(candidate)
+  pool.begins, pool.candidate = nil, candidate_of
   meta[REFRESHES] = meta[REFRESHES] + MOST_REFRESHED
   if in_floor then pool.book_floor(ticket.level, ticket.tokens, ticket.requests) end
-  pool.note_lease(ticket.owner, ticket.id, in_floor, ticket.was_urgent, ticket.gain_text)
 end
 
 local free, resize = pool.free, pool.resize
 
 -- A lease has ended, or returns.
 function pool.free(owner, id, record)
-  local in_floor = pool.read_note(owner, id)
-  if in_floor then
+  if pool.read_note(record) then
     local level, tokens, requests = pool.read_lease(record)
     pool.book_floor(level, -tokens, -requests)
   end
-  call('HDEL', prefix .. 'y', owner .. ' ' .. id)
   return free(owner, id, record)
 end
 
 function pool.resize(id, tokens)
-  local level, held = pool.read_lease(call('HGET', mine, id) or '')
-  if level and pool.read_note(me, id) then pool.book_floor(level, tokens - held, 0) end
+  local record = call('HGET', mine, id)
+  local level, held = pool.read_lease(record or '')
+  if level and pool.read_note(record) then pool.book_floor(level, tokens - held, 0) end
   resize(id, tokens)
 end
 
@@ -215,7 +270,11 @@ local charge_more = pool.charge_more
 
 function pool.charge_more(level, tenant, weight, tokens)
   charge_more(level, tenant, weight, tokens)
-  if tiers[level][QUEUED] > 0 then pool.delay(level, tenant) end
+  if tiers[level][QUEUED] == 0 then return end
+  local lane = pool.lane_of(level, tenant)
+  pool.forget_best(level)
+  pool.delay(level, tenant, lane)
+  pool.save_lane(level, tenant, lane)
 end
 
 -- -- time

@@ -1,7 +1,7 @@
 -- The state of a pool that orders by gain, and its operations. It replaces parts of `state.lua` and `operations.lua`.
 
 function pool.tier_text(tier)
-  return fmt('[%.0f,%.0f,%.0f,%.0f,%.17g,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f]', unpack(tier))
+  return fmt('[%.0f,%.0f,%.0f,%.0f,%.17g,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f]', unpack(tier))
 end
 
 local create = pool.create
@@ -9,7 +9,7 @@ local create = pool.create
 function pool.create(expected)
   create(expected)
   for level = 0, levels - 1 do
-    for field = FLOOR_TOKENS, LARGEST do tiers[level][field] = 0 end
+    for field = FLOOR_TOKENS, ASIDE do tiers[level][field] = 0 end
   end
 end
 
@@ -34,8 +34,8 @@ local renew_keys = pool.renew_keys
 
 function pool.renew_keys()
   renew_keys()
-  for _, name in ipairs({'e', 'y'}) do call('PEXPIRE', prefix .. name, KEPT_MS) end
+  call('PEXPIRE', prefix .. 'e', KEPT_MS)
   for level = 0, levels - 1 do
-    for _, name in ipairs({'fs', 'fm', 'dl', 'ul', 'as'}) do call('PEXPIRE', pool.of_tier(name, level), KEPT_MS) end
+    for _, name in ipairs({'fs:', 'dl:', 'ul:', 'as:'}) do call('PEXPIRE', pool.gain_key(name, level), KEPT_MS) end
   end
 end

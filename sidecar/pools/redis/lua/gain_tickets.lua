@@ -3,16 +3,30 @@
 --
 -- A waiting ticket with figures is in one of two zsets of its lane: by deadline while it is calm, or by density once it is
 -- urgent; in none where it is urgent and can earn nothing. Two zsets of the tier have the first of every lane that is not
--- aside. So a decision reads few entries, whatever waits.
+-- aside. So a decision reads few entries, whatever waits. What was read is kept until its tier changes, for the whole call.
 
-function pool.calm_key(level, lane) return prefix .. 'D:' .. level .. ':' .. lane end
-function pool.urgent_key(level, lane) return prefix .. 'U:' .. level .. ':' .. lane end
-function pool.of_tier(name, level) return prefix .. name .. ':' .. level end
+-- By level: the densest ticket or false, and V. By member: the ticket that was read.
+local kept = {best = {}, virtual = {}, tickets = {}}
 
--- -- the figures: 'WEIGHT,TOKENS,COST,DEADLINE,START_BY,SLACK', '-' without
+-- A lane's two orders, and the tier's of the first of all lanes.
+local CALM, URGENT = {lane = 'D:', tier = 'dl:'}, {lane = 'U:', tier = 'ul:'}
+
+function pool.gain_key(name, level) return prefix .. name .. level end
+function pool.order_key(order, level, lane) return prefix .. order.lane .. level .. ':' .. lane end
+
+function pool.forget_best(level) kept.best[level], kept.virtual[level] = nil, nil end
+
+local mark_cut_off = pool.mark_cut_off
+
+function pool.mark_cut_off(owner, is_cut_off)
+  kept.best, kept.tickets = {}, {}
+  mark_cut_off(owner, is_cut_off)
+end
+
+-- -- the figures: 'WEIGHT,TOKENS,COST,DEADLINE,START_BY,SLACK', '-' without; 'r' is before those of a ticket that returned
 
 function pool.read_gain(text)
-  local weight, tokens, cost, deadline, start_by, slack = match(text, '^(%d+),(%d+),(%d+),(%d+),(%d+),(%d+)$')
+  local weight, tokens, cost, deadline, start_by, slack = match(text, '^r?(%d+),(%d+),(%d+),(%d+),(%d+),(%d+)$')
   return weight and {
     weight = tonumber(weight), tokens = tonumber(tokens), cost = tonumber(cost), deadline = tonumber(deadline),
     start_by = tonumber(start_by), slack = tonumber(slack),
@@ -33,26 +47,43 @@ function pool.density(gain, arrived)
 end
 
 function pool.member_of(ticket)
-  return fmt('%016.0f %s %s %.0f %.0f %.0f %.0f %s %s', ticket.sequence, ticket.owner, ticket.id, ticket.tokens,
-    ticket.requests, ticket.arrived, ticket.weight, ticket.gain_text, ticket.tenant)
+  if not ticket.member then
+    ticket.member = fmt('%016.0f %s %s %.0f %.0f %.0f %.0f %s %s', ticket.sequence, ticket.owner, ticket.id, ticket.tokens,
+      ticket.requests, ticket.arrived, ticket.weight, ticket.gain_text, ticket.tenant)
+  end
+  return ticket.member
 end
 
-local read_member, ticket_text, read_ticket, push = pool.read_member, pool.ticket_text, pool.read_ticket, pool.push
+local ticket_text, read_ticket = pool.ticket_text, pool.read_ticket
 
--- The tenant of a text that has the figures before it.
-local function with_gain(ticket)
-  local text, tenant = match(ticket.tenant, '^(%S+) (.*)$')
-  ticket.gain_text, ticket.tenant, ticket.gain = text, tenant, pool.read_gain(text)
-  return ticket
+function pool.set_gain(ticket, text)
+  ticket.gain_text, ticket.gain, ticket.is_apart = text, pool.read_gain(text), string.sub(text, 1, 1) == 'r'
 end
 
 function pool.read_member(level, member)
-  local ticket = with_gain(read_member(level, member))
-  ticket.member = member
+  local ticket = kept.tickets[member]
+  if not ticket then
+    local sequence, owner, id, tokens, requests, arrived, weight, text, tenant =
+      match(member, '^(%d+) (%S+) (%S+) (%d+) (%d+) (%d+) (%d+) (%S+) (.*)$')
+    ticket = {
+      id = id, owner = owner, level = level, tokens = tonumber(tokens), requests = tonumber(requests),
+      sequence = tonumber(sequence), arrived = tonumber(arrived), weight = tonumber(weight), tenant = tenant,
+      is_stored = true, member = member,
+    }
+    pool.set_gain(ticket, text)
+    kept.tickets[member] = ticket
+  end
   return ticket
 end
 
-function pool.read_ticket(owner, id, record) return with_gain(read_ticket(owner, id, record)) end
+-- The text of the tenant has the figures before it.
+function pool.read_ticket(owner, id, record)
+  local ticket = read_ticket(owner, id, record)
+  local text, tenant = match(ticket.tenant, '^(%S+) (.*)$')
+  ticket.tenant = tenant
+  pool.set_gain(ticket, text)
+  return ticket
+end
 
 function pool.ticket_text(ticket, served)
   local tenant = ticket.tenant
@@ -62,24 +93,67 @@ function pool.ticket_text(ticket, served)
   return text
 end
 
--- -- lanes
+-- -- what is known of a lease: 'IN_FLOOR URGENT FIGURES', on a line of its own in its record
 
--- A head that is not the first of its tenant's lane is one that returned.
-function pool.lane_name(ticket)
-  if ticket.is_apart == nil then
-    if ticket.member and not ticket.times then
-      ticket.is_apart = call('HGET', pool.of_tier('fm', ticket.level), ticket.tenant) ~= ticket.member
-    else
-      ticket.is_apart = ticket.times ~= nil
-    end
+local lease_record, read_lease, state_lease = pool.lease_record, pool.read_lease, pool.state_lease
+
+function pool.lease_record(level, tokens, requests, excess, admitted, sequence, arrived, grant)
+  local note, ticket = pool.lease_note, pool.begins
+  if ticket then note = (ticket.in_floor and '1 ' or '0 ') .. (ticket.was_urgent and '1 ' or '0 ') .. ticket.gain_text end
+  return lease_record(level, tokens, requests, excess, admitted, sequence, arrived, grant) .. '\n' .. note
+end
+
+-- A lease that is written is the one that was just read, or one that begins.
+function pool.read_lease(record)
+  local lease, note = match(record, '^(.*)\n(.*)$')
+  pool.lease_note = note or ''
+  return read_lease(lease or record)
+end
+
+function pool.state_lease(index, old)
+  pool.lease_note = ''
+  state_lease(index, old)
+end
+
+-- Whether a lease is in its tier's floor, whether it was urgent, and its figures.
+function pool.read_note(record)
+  local in_floor, is_urgent, text = match(record or '', '\n(%d) (%d) (.*)$')
+  return in_floor == '1', is_urgent == '1', text or '-'
+end
+
+-- -- lanes: that of a tenant is 't' and its name
+
+function pool.lane_name(ticket) return ticket.is_apart and APART or 't' .. ticket.tenant end
+
+-- The lane of a tenant also has its first ticket, and where that starts.
+function pool.read_lane(text)
+  local finish, waiting, weight, start, first = match(text, '^(%S+) (%d+) (%d+) ?(%S*) ?(.*)$')
+  return {
+    finish = tonumber(finish), waiting = tonumber(waiting), weight = tonumber(weight), start = tonumber(start), first = first,
+  }
+end
+
+function pool.save_lane(level, tenant, lane)
+  local key = pool.finish_key(level)
+  if lane.waiting > 0 then
+    call('HSET', key, tenant,
+      fmt('%.17g %.0f %.0f %.17g ', lane.finish, lane.waiting, lane.weight, lane.start) .. lane.first)
+  elseif lane.finish <= tiers[level][VIRTUAL] then
+    call('HDEL', key, tenant)
+  else
+    call('HSET', key, tenant, fmt('%.17g %.0f %.0f', lane.finish, lane.waiting, lane.weight))
   end
-  return ticket.is_apart and APART or 't' .. ticket.tenant
 end
 
 -- V: the smallest start of the tenants that wait, or what it was if that is more.
 function pool.virtual_now(level)
-  local first = call('ZRANGE', pool.of_tier('fs', level), 0, 0, 'WITHSCORES')
-  return first[1] and math.max(tiers[level][VIRTUAL], tonumber(first[2])) or tiers[level][VIRTUAL]
+  local found = kept.virtual[level]
+  if not found then
+    local first = call('ZRANGE', pool.gain_key('fs:', level), 0, 0, 'WITHSCORES')
+    found = first[1] and math.max(tiers[level][VIRTUAL], tonumber(first[2])) or tiers[level][VIRTUAL]
+    kept.virtual[level] = found
+  end
+  return found
 end
 
 -- The virtual time from which on a tenant is not ahead.
@@ -88,91 +162,95 @@ function pool.near(level, tenant)
   return lane.finish - 2 * tiers[level][LARGEST] / lane.weight
 end
 
-function pool.is_ahead(level, lane, virtual)
-  return lane ~= APART and virtual < pool.near(level, string.sub(lane, 2))
+function pool.is_ahead(level, ticket)
+  if ticket.is_apart then return false end
+  local near = pool.near(level, ticket.tenant)
+  return tiers[level][VIRTUAL] < near and pool.virtual_now(level) < near
 end
 
-function pool.is_aside(level, lane)
-  return lane ~= APART and call('ZSCORE', pool.of_tier('as', level), string.sub(lane, 2)) and true or false
+function pool.is_aside(level, ticket)
+  return tiers[level][ASIDE] > 0 and not ticket.is_apart
+    and call('ZSCORE', pool.gain_key('as:', level), ticket.tenant) and true or false
 end
 
--- The entry of a lane in one of the two zsets of its tier is that of its first ticket.
-function pool.update_first(level, lane, key, of_tier)
-  local first = call('ZRANGE', key, 0, 0, 'WITHSCORES')
-  if first[1] then call('ZADD', of_tier, first[2], lane) else call('ZREM', of_tier, lane) end
-end
-
-function pool.update_calm(level, lane)
-  if not pool.is_aside(level, lane) then
-    pool.update_first(level, lane, pool.calm_key(level, lane), pool.of_tier('dl', level))
+-- A ticket enters an order. Where it is the first of its lane it takes the place of the one before in that of the tier.
+function pool.put_in(order, ticket, score)
+  local level, member, lane = ticket.level, pool.member_of(ticket), pool.order_key(order, ticket.level, pool.lane_name(ticket))
+  call('ZADD', lane, score, member)
+  call('PEXPIRE', lane, LANE_KEPT_MS)
+  local first = call('ZRANGE', lane, 0, 1)
+  if first[1] ~= member then return end
+  local of_tier = pool.gain_key(order.tier, level)
+  if first[2] then
+    if call('ZREM', of_tier, first[2]) == 0 then return end -- the lane is aside
+  elseif pool.is_aside(level, ticket) then
+    return
   end
+  call('ZADD', of_tier, score, member)
 end
 
-function pool.update_urgent(level, lane)
-  if not pool.is_aside(level, lane) then
-    pool.update_first(level, lane, pool.urgent_key(level, lane), pool.of_tier('ul', level))
+-- A ticket leaves an order. Returns whether it was there.
+function pool.take_out(order, ticket)
+  local level, member, lane = ticket.level, pool.member_of(ticket), pool.order_key(order, ticket.level, pool.lane_name(ticket))
+  if call('ZREM', lane, member) == 0 then return false end
+  local of_tier = pool.gain_key(order.tier, level)
+  if call('ZREM', of_tier, member) == 1 then
+    local first = call('ZRANGE', lane, 0, 0, 'WITHSCORES')
+    if first[1] then call('ZADD', of_tier, first[2], first[1]) end
   end
+  return true
 end
-
--- A lane is renewed with every ticket that enters it. A ticket that waited longer would be stated anew by its replica.
-function pool.keep_lane(key) call('PEXPIRE', key, LANE_KEPT_MS) end
 
 -- A ticket with figures that waits: calm, or urgent with its density.
 function pool.enter_gain(ticket, is_urgent)
   if not ticket.gain then return end
-  local level, lane, member = ticket.level, pool.lane_name(ticket), pool.member_of(ticket)
+  pool.forget_best(ticket.level)
   if is_urgent then
     local density = pool.density(ticket.gain, ticket.arrived)
-    if density > 0 then
-      call('ZADD', pool.urgent_key(level, lane), pool.int(-density), member)
-      pool.keep_lane(pool.urgent_key(level, lane))
-      pool.update_urgent(level, lane)
-    end
-    return
+    if density > 0 then pool.put_in(URGENT, ticket, pool.int(-density)) end
+  else
+    local deadline = pool.int(ticket.arrived + ticket.gain.deadline)
+    pool.put_in(CALM, ticket, deadline)
+    call('ZADD', prefix .. 'e', deadline, ticket.level .. ' ' .. pool.member_of(ticket))
   end
-  local deadline = pool.int(ticket.arrived + ticket.gain.deadline)
-  call('ZADD', pool.calm_key(level, lane), deadline, member)
-  pool.keep_lane(pool.calm_key(level, lane))
-  call('ZADD', prefix .. 'e', deadline, level .. ' ' .. lane .. '\n' .. member)
-  pool.update_calm(level, lane)
 end
 
 -- Takes it out again. Returns whether it was urgent.
 function pool.leave_gain(ticket)
   if not ticket.gain then return false end
-  local level, lane, member = ticket.level, pool.lane_name(ticket), pool.member_of(ticket)
-  if call('ZREM', pool.calm_key(level, lane), member) == 1 then
-    call('ZREM', prefix .. 'e', level .. ' ' .. lane .. '\n' .. member)
-    pool.update_calm(level, lane)
-    return false
-  end
-  if call('ZREM', pool.urgent_key(level, lane), member) == 1 then pool.update_urgent(level, lane) end
-  return true
+  pool.forget_best(ticket.level)
+  if pool.take_out(URGENT, ticket) then return true end
+  if not pool.take_out(CALM, ticket) then return true end
+  call('ZREM', prefix .. 'e', ticket.level .. ' ' .. pool.member_of(ticket))
+  return false
 end
 
 -- -- the fair queue
 
-local store_head, leave_lane, count_queued = pool.store_head, pool.leave_lane, pool.count_queued
+local store, store_head, count_queued = pool.store, pool.store_head, pool.count_queued
 
 function pool.count_queued(tier, ticket, sign)
   count_queued(tier, ticket, sign)
+  ticket.is_counted = true
   if ticket.gain then tier[COST] = tier[COST] + sign * ticket.gain.cost end
+end
+
+-- The cost of a ticket that just comes is not counted yet. Where its deadline is near by now, it is urgent at once.
+function pool.store(ticket)
+  store(ticket)
+  if not ticket.gain then return end
+  local is_urgent = ticket.gain.deadline < pool.patience(ticket.is_counted and 0 or ticket.gain.cost)
+  pool.enter_gain(ticket, is_urgent)
 end
 
 function pool.store_head(ticket)
   store_head(ticket)
-  if ticket.is_apart == nil then ticket.is_apart = ticket.times ~= nil end
-  if not ticket.is_apart then
-    call('ZADD', pool.of_tier('fs', ticket.level), pool.tag(ticket.start), ticket.tenant)
-    call('HSET', pool.of_tier('fm', ticket.level), ticket.tenant, pool.member_of(ticket))
-  end
-end
-
-function pool.note_largest(level, tokens)
-  local largest = math.max(1, tiers[level][LARGEST])
-  while largest < tokens do largest = largest * 2 end
-  tiers[level][LARGEST] = largest
-  pool.bring_all_back(level)
+  local level, tenant = ticket.level, ticket.tenant
+  pool.forget_best(level)
+  if ticket.is_apart then return end
+  local lane = pool.lane_of(level, tenant)
+  lane.first, lane.start = pool.member_of(ticket), ticket.start
+  call('ZADD', pool.gain_key('fs:', level), pool.tag(ticket.start), tenant)
 end
 
 local sort_heads = pool.sort_heads
@@ -185,165 +263,186 @@ function pool.sort_heads(level)
   pool.store_head = own
 end
 
--- Every ticket is stored as it comes, so that it stands among those that may be best.
+function pool.note_largest(level, tokens)
+  local largest = math.max(1, tiers[level][LARGEST])
+  while largest < tokens do largest = largest * 2 end
+  tiers[level][LARGEST] = largest
+  pool.forget_best(level)
+  if tiers[level][ASIDE] == 0 then return end
+  for _, tenant in ipairs(call('ZRANGE', pool.gain_key('as:', level), 0, -1)) do pool.bring_back(level, tenant) end
+end
+
+local push = pool.push
+
+-- A ticket is stored as it comes, so that it stands among those that may be best: but not where no other waits.
 function pool.push(ticket, tenant, weight)
-  ticket.gain_text, ticket.is_apart = pool.stated_gain(ticket.id, ticket.level) or '-', false
-  ticket.gain = pool.read_gain(ticket.gain_text)
+  pool.set_gain(ticket, pool.stated_gain(ticket.id, ticket.level) or '-')
   local level, before = ticket.level, pool.lane_of(ticket.level, tenant).weight
   push(ticket, tenant, weight)
-  if not ticket.is_stored then
+  if not ticket.is_stored and meta[WAITING] > 1 then
     ticket.start = math.max(tiers[level][VIRTUAL], pool.lane_of(level, tenant).finish)
     pool.store(ticket)
-    heads[level] = nil
   end
   if ticket.tokens > tiers[level][LARGEST] then
     pool.note_largest(level, ticket.tokens)
-  elseif before ~= ticket.weight and pool.is_aside(level, 't' .. tenant) then
+  elseif before ~= ticket.weight and pool.is_aside(level, ticket) then
     pool.bring_back(level, tenant)
-  end
-  pool.enter_gain(ticket, false)
-end
-
-function pool.leave_lane(ticket)
-  local level, tenant = ticket.level, ticket.tenant
-  ticket.was_urgent = pool.leave_gain(ticket)
-  pool.lane_name(ticket)
-  leave_lane(ticket)
-  if not ticket.is_apart and pool.lane_of(level, tenant).waiting == 0 then
-    call('ZREM', pool.of_tier('fs', level), tenant)
-    call('HDEL', pool.of_tier('fm', level), tenant)
   end
 end
 
 -- The first ticket of a tenant that was charged starts where its finish is.
-function pool.delay(level, tenant)
-  local lane = pool.lane_of(level, tenant)
-  if lane.waiting == 0 then return end
-  local before = tonumber(call('ZSCORE', pool.of_tier('fs', level), tenant))
+function pool.delay(level, tenant, lane)
   local start = math.max(tiers[level][VIRTUAL], lane.finish)
-  if not before or start <= before then return end
-  local member = call('HGET', pool.of_tier('fm', level), tenant)
-  if not member then return pool.damaged() end
-  call('ZADD', pool.of_tier('fs', level), pool.tag(start), tenant)
-  local is_small = call('ZSCORE', pool.queue_key(level), member)
-  call('ZADD', is_small and pool.queue_key(level) or pool.large_key(level), pool.tag(start), member)
-  heads[level] = nil
+  if lane.waiting == 0 or start <= lane.start then return end
+  lane.start, heads[level] = start, nil
+  pool.forget_best(level)
+  call('ZADD', pool.gain_key('fs:', level), pool.tag(start), tenant)
+  local is_small = pool.is_small(pool.read_member(level, lane.first))
+  call('ZADD', is_small and pool.queue_key(level) or pool.large_key(level), pool.tag(start), lane.first)
+end
+
+function pool.leave_lane(ticket)
+  local level, tenant, member = ticket.level, ticket.tenant, pool.member_of(ticket)
+  ticket.was_urgent = pool.leave_gain(ticket)
+  pool.forget_best(level)
+  if ticket.is_apart then
+    if not pool.remove_head(ticket, member) then return pool.damaged() end
+    return
+  end
+  local lane = pool.lane_of(level, tenant)
+  lane.waiting = lane.waiting - 1
+  if lane.first ~= member then
+    if call('ZREM', pool.lane_key(level), tenant .. ' ' .. member) == 0 then return pool.damaged() end
+    pool.delay(level, tenant, lane)
+  elseif not pool.remove_head(ticket, member) then
+    return pool.damaged()
+  elseif lane.waiting > 0 then
+    pool.advance(level, tenant, lane)
+  else
+    call('ZREM', pool.gain_key('fs:', level), tenant)
+    tiers[level][WEIGHTS] = tiers[level][WEIGHTS] - lane.weight
+  end
+  pool.save_lane(level, tenant, lane)
 end
 
 -- Charges the tenant for a ticket that is admitted, from the start of its first ticket.
 function pool.charge_tenant(ticket)
   local level = ticket.level
   tiers[level][VIRTUAL] = pool.virtual_now(level)
-  pool.lane_name(ticket)
+  pool.forget_best(level)
   if ticket.is_apart then return end
   local lane = pool.lane_of(level, ticket.tenant)
-  local first = tonumber(call('ZSCORE', pool.of_tier('fs', level), ticket.tenant))
-  lane.finish = math.max(lane.finish, first or 0) + ticket.tokens / ticket.weight
+  lane.finish = math.max(lane.finish, lane.start) + ticket.tokens / ticket.weight
 end
 
-function pool.forget_queue(level)
-  for _, name in ipairs({'fs', 'fm', 'dl', 'ul', 'as'}) do call('DEL', pool.of_tier(name, level)) end
-  tiers[level][LARGEST] = 0
-end
-
-local leave_queue = pool.leave_queue
+local leave_queue, restore = pool.leave_queue, pool.restore
 
 function pool.leave_queue(ticket)
-  local level, tenant = ticket.level, ticket.tenant
   leave_queue(ticket)
-  if tiers[level][QUEUED] == 0 then
-    pool.forget_queue(level)
-  elseif not ticket.is_apart then
-    pool.delay(level, tenant)
-  end
+  local tier = tiers[ticket.level]
+  if tier[QUEUED] > 0 then return end
+  if tier[ASIDE] > 0 then call('DEL', pool.gain_key('as:', ticket.level)) end
+  tier[LARGEST], tier[ASIDE] = 0, 0
+  pool.forget_best(ticket.level)
 end
-
-local restore = pool.restore
 
 -- A ticket that was parked may be urgent again as soon as its pool looks.
 function pool.restore(ticket, record)
   restore(ticket, record)
   if ticket.tokens > tiers[ticket.level][LARGEST] then pool.note_largest(ticket.level, ticket.tokens) end
-  ticket.is_apart = ticket.times ~= nil
   pool.enter_gain(ticket, false)
 end
 
 -- -- by gain
 
+-- The first ticket of a tenant's lane enters the order of its tier, or leaves it.
+local function show_lane(level, tenant, is_shown)
+  for _, order in ipairs({CALM, URGENT}) do
+    local first = call('ZRANGE', pool.order_key(order, level, 't' .. tenant), 0, 0, 'WITHSCORES')
+    if first[1] and is_shown then
+      call('ZADD', pool.gain_key(order.tier, level), first[2], first[1])
+    elseif first[1] then
+      call('ZREM', pool.gain_key(order.tier, level), first[1])
+    end
+  end
+end
+
 function pool.bring_back(level, tenant)
-  call('ZREM', pool.of_tier('as', level), tenant)
-  pool.update_calm(level, 't' .. tenant)
-  pool.update_urgent(level, 't' .. tenant)
+  tiers[level][ASIDE] = tiers[level][ASIDE] - call('ZREM', pool.gain_key('as:', level), tenant)
+  is_changed[level] = true
+  pool.forget_best(level)
+  show_lane(level, tenant, true)
 end
 
-function pool.bring_all_back(level)
-  for _, tenant in ipairs(call('ZRANGE', pool.of_tier('as', level), 0, -1)) do pool.bring_back(level, tenant) end
-end
-
-function pool.set_aside(level, lane)
-  local tenant = string.sub(lane, 2)
-  call('ZREM', pool.of_tier('dl', level), lane)
-  call('ZREM', pool.of_tier('ul', level), lane)
-  call('ZADD', pool.of_tier('as', level), pool.tag(pool.near(level, tenant)), tenant)
+function pool.set_aside(level, tenant)
+  tiers[level][ASIDE] = tiers[level][ASIDE] + call('ZADD', pool.gain_key('as:', level), pool.tag(pool.near(level, tenant)), tenant)
+  is_changed[level] = true
+  show_lane(level, tenant, false)
 end
 
 -- Brings back the tenants that V has come close to.
-function pool.look_aside(level, virtual)
-  while true do
-    local first = call('ZRANGE', pool.of_tier('as', level), 0, 0, 'WITHSCORES')
-    if not first[1] or tonumber(first[2]) > virtual then return end
+function pool.look_aside(level)
+  while tiers[level][ASIDE] > 0 do
+    local first = call('ZRANGE', pool.gain_key('as:', level), 0, 0, 'WITHSCORES')
+    if not first[1] then return pool.damaged() end
+    if tonumber(first[2]) > pool.virtual_now(level) then return end
     local near = pool.near(level, first[1])
-    if virtual < near then
-      call('ZADD', pool.of_tier('as', level), pool.tag(near), first[1])
+    if pool.virtual_now(level) < near then
+      call('ZADD', pool.gain_key('as:', level), pool.tag(near), first[1])
     else
       pool.bring_back(level, first[1])
     end
   end
 end
 
--- The first of the first tickets of all lanes that are not ahead, nil where there is none.
-function pool.first_by_gain(level, of_tier, lane_key, virtual)
+-- The first in an order of the tickets of tenants that are not ahead, nil where there is none.
+function pool.first_in(order, level)
+  local of_tier = pool.gain_key(order.tier, level)
   while true do
-    local top = call('ZRANGE', of_tier, 0, 0, 'WITHSCORES')
-    if not top[1] then return nil end
-    local found, found_lane, is_set_aside
-    for _, lane in ipairs(call('ZRANGEBYSCORE', of_tier, top[2], top[2], 'LIMIT', 0, MOST_EQUAL)) do
-      if pool.is_ahead(level, lane, virtual) then
-        pool.set_aside(level, lane)
-        is_set_aside = true
-      else
-        local member = call('ZRANGE', lane_key(level, lane), 0, 0)[1]
-        if not member then
-          call('ZREM', of_tier, lane)
-          is_set_aside = true
-        elseif not found or member < found then
-          found, found_lane = member, lane
-        end
-      end
-    end
-    if found and not is_set_aside then
-      local ticket = pool.read_member(level, found)
-      ticket.is_apart, ticket.member, ticket.lane = found_lane == APART, found, found_lane
-      ticket.key = tonumber(top[2])
+    local first = call('ZRANGE', of_tier, 0, 0, 'WITHSCORES')
+    if not first[1] then return nil end
+    local ticket = pool.read_member(level, first[1])
+    if not pool.is_ahead(level, ticket) then
+      ticket.key = tonumber(first[2])
+      if pool.is_any_away() and pool.is_away(ticket.owner) then ticket.is_away = true end
       return ticket
     end
+    pool.set_aside(level, ticket.tenant)
   end
 end
 
 -- The densest urgent ticket of tenants that are not ahead, by what was last computed.
 function pool.densest(level)
-  local virtual = pool.virtual_now(level)
-  pool.look_aside(level, virtual)
-  local ticket = pool.first_by_gain(level, pool.of_tier('ul', level), pool.urgent_key, virtual)
-  if ticket then ticket.is_urgent, ticket.density = true, -ticket.key end
-  return ticket
+  local ticket = kept.best[level]
+  if ticket == nil then
+    pool.look_aside(level)
+    ticket = pool.first_in(URGENT, level) or false
+    if ticket then ticket.is_calm, ticket.density = false, -ticket.key end
+    kept.best[level] = ticket
+  end
+  return ticket or nil
 end
 
 -- The one with the earliest deadline of those that are not urgent. Call it after `densest`.
 function pool.earliest(level)
-  local ticket = pool.first_by_gain(level, pool.of_tier('dl', level), pool.calm_key, pool.virtual_now(level))
+  local ticket = pool.first_in(CALM, level)
   if ticket then ticket.is_calm = true end
   return ticket
+end
+
+-- What is known of a waiting ticket: whether it is calm, else its density as last computed.
+function pool.look_up(ticket)
+  if not ticket.gain or ticket.is_lease then return end
+  local level, lane, best = ticket.level, pool.lane_name(ticket), kept.best[ticket.level]
+  if not ticket.is_stored then
+    ticket.is_calm = true
+    return
+  elseif best == ticket then
+    return
+  end
+  local key = call('ZSCORE', pool.order_key(URGENT, level, lane), pool.member_of(ticket))
+  ticket.is_calm = not key and call('ZSCORE', pool.order_key(CALM, level, lane), ticket.member) and true or false
+  ticket.density = -tonumber(key or 0)
 end
 
 function pool.comes_earlier(one, other)
@@ -352,34 +451,56 @@ function pool.comes_earlier(one, other)
   return one.sequence < other.sequence
 end
 
--- Brings densities up to date, the highest of all tiers first. Returns the densest ticket of every tier.
-function pool.refresh_densities()
+-- The first of the tickets by level.
+function pool.first_of(tickets)
+  local first
+  for level = 0, levels - 1 do
+    local ticket = tickets[level]
+    if ticket and (not first or pool.comes_earlier(ticket, first)) then first = ticket end
+  end
+  return first
+end
+
+-- The densest ticket has another density, a lower one.
+local function renew(ticket, density)
+  local level, member = ticket.level, ticket.member
+  if density == 0 then
+    pool.take_out(URGENT, ticket)
+  else
+    local lane, of_tier = pool.order_key(URGENT, level, pool.lane_name(ticket)), pool.gain_key(URGENT.tier, level)
+    call('ZADD', lane, pool.int(-density), member)
+    local first = call('ZRANGE', lane, 0, 0, 'WITHSCORES')
+    if first[1] ~= member then call('ZREM', of_tier, member) end
+    call('ZADD', of_tier, first[2], first[1])
+  end
+  kept.best[level] = nil
+end
+
+-- Brings densities up to date, the highest of all tiers first. Returns the densest ticket of every tier, by level. A lone
+-- ticket's is.
+function pool.refresh_densities(lone)
   local found = {}
   for level = 0, levels - 1 do
-    if tiers[level][QUEUED] > 0 and rules[FIRST_RULE + level][ALWAYS_FIRST] == 0 then found[level] = pool.densest(level) end
+    if not lone and tiers[level][QUEUED] > 0 and rules[FIRST_RULE + level][ALWAYS_FIRST] == 0 then
+      found[level] = pool.densest(level)
+    end
   end
   if meta[REFRESHED] ~= now then meta[REFRESHED], meta[REFRESHES] = now, MOST_REFRESHED end
   while meta[REFRESHES] > 0 do
-    local top
-    for level = 0, levels - 1 do
-      local ticket = found[level]
-      if ticket and (not top or pool.comes_earlier(ticket, top)) then top = ticket end
-    end
-    if not top then break end
-    local density = pool.density(top.gain, top.arrived)
-    if density == top.density then break end
+    local first = pool.first_of(found)
+    if not first then break end
+    local density = pool.density(first.gain, first.arrived)
+    if density == first.density then break end
     meta[REFRESHES] = meta[REFRESHES] - 1
-    local key = pool.urgent_key(top.level, top.lane)
-    if density > 0 then call('ZADD', key, pool.int(-density), top.member) else call('ZREM', key, top.member) end
-    pool.update_urgent(top.level, top.lane)
-    found[top.level] = pool.densest(top.level)
+    renew(first, density)
+    found[first.level] = pool.densest(first.level)
   end
   return found
 end
 
--- A ticket whose deadline is nearer than this is urgent.
-function pool.patience()
-  local cost = 0
+-- A ticket whose deadline is nearer than this is urgent. `more` is the cost of one that is not counted yet.
+function pool.patience(more)
+  local cost = more or 0
   for level = 0, levels - 1 do cost = cost + tiers[level][COST] end
   return (cost - cost % 2) / 2
 end
@@ -390,12 +511,9 @@ function pool.make_urgent()
     local first = call('ZRANGE', prefix .. 'e', 0, 0, 'WITHSCORES')
     if not first[1] or tonumber(first[2]) >= before then return end
     call('ZREM', prefix .. 'e', first[1])
-    local level_text, lane, member = match(first[1], '^(%d+) (.-)\n(.*)$')
-    local level = tonumber(level_text)
-    if call('ZREM', pool.calm_key(level, lane), member) == 0 then return pool.damaged() end
-    pool.update_calm(level, lane)
-    local ticket = pool.read_member(level, member)
-    ticket.is_apart = lane == APART
+    local level, member = match(first[1], '^(%d+) (.*)$')
+    local ticket = pool.read_member(tonumber(level), member)
+    if not pool.take_out(CALM, ticket) then return pool.damaged() end
     pool.enter_gain(ticket, true)
   end
 end
