@@ -32,7 +32,8 @@ async def measure(url: str, waiting: int, tenants: int, rounds: int) -> tuple[fl
         for number in range(rounds + 1):
             for queue, times in zip(queues, took, strict=True):
                 cycle_us = 2 * await queue.microseconds_each(CALLS)
-                times += [cycle_us] if number else []  # the first round warms up
+                if number:  # the first round warms up
+                    times.append(cycle_us)
         await client.flushall()
     level_us, gain_us = map(statistics.median, took)
     return level_us, gain_us

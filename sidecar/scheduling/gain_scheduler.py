@@ -5,9 +5,9 @@ admitted by gain is after it.
 
 Preemption takes no lease that counts in its tier's floor, and none of a tier whose floor is not full.
 
-Urgent. At every dispatch up to 64 tickets become urgent, those with the earliest deadlines: a ticket whose deadline is
-nearer than half of the time that the engines need for all that waits. It stays urgent: more engines or fewer tickets
-do not take that back.
+Urgent is a ticket whose deadline is nearer than half of the time that the engines need for all that waits: from the
+start, or from a dispatch on, which makes up to 64 of them urgent, those with the earliest deadlines first. It stays
+urgent: more engines or fewer tickets do not take that back.
 
 Bounded wait. The bounds of `scheduler` hold for the heads of the tiers, with the floors in place of the reserves.
 """
@@ -53,7 +53,7 @@ class GainScheduler(Scheduler):
         self._deadlines: list[tuple[int, int, int, GainTicket]] = []
 
     def appraise(self, ticket: Ticket, gain: GainFigures) -> None:
-        """Gives a ticket that was just submitted its figures. Where its deadline is near by now, it is urgent at once."""
+        """Gives a ticket that was just submitted its figures. It may be urgent at once."""
         assert isinstance(ticket, GainTicket)
         ticket.gain = gain = gain.bounded()
         if gain.deadline_us < self._patience_us(gain.cost_us):
@@ -157,7 +157,7 @@ class GainScheduler(Scheduler):
         """Brings densities up to date, the highest of all tiers first, until the highest one is. Returns the densest
         ticket of every tier.
 
-        At most 4 at one time, and 4 more for each admission: another decision at the same time changes nothing.
+        At most 2 at one time, and 2 more for each admission: another decision at the same time changes nothing.
         """
         if now_us != self._refreshed_us:
             self._refreshed_us, self._refreshes_left = now_us, MOST_REFRESHED
@@ -180,7 +180,7 @@ class GainScheduler(Scheduler):
         self._tiers[place[3].tier].queue.renew(place, density)
 
     def _patience_us(self, more_us: int = 0) -> int:
-        """A ticket whose deadline is nearer than this is urgent. `more_us` is the cost of one that is not in its queue."""
+        """A ticket whose deadline is nearer than this is urgent. `more_us`: the cost of one that is in no queue yet."""
         return (sum(tier.queue.cost_us for tier in self._tiers) + more_us) // (2 * self._engines_that_work())
 
     def _engines_that_work(self) -> int:
