@@ -109,7 +109,15 @@ class Queue:
     def _enter(self, tier: int) -> list[protocol.Argument]:
         lease_id = next(self._ids)
         self._tiers[lease_id] = tier
-        said = [protocol.ENTER, lease_id, tier, f"tenant-{lease_id % self._tenants}", 1, TOKENS, 1]
+        said: list[protocol.Argument] = [
+            protocol.ENTER,
+            lease_id,
+            tier,
+            f"tenant-{lease_id % self._tenants}",
+            1,
+            TOKENS,
+            1,
+        ]
         return [*protocol.gain(lease_id, self._figures(tier)), *said] if self._is_by_gain else said
 
     def _figures(self, tier: int) -> Ask:

@@ -11,5 +11,5 @@ local UNLIMITED = 9007199254740991
 -- More figures of the pool: when densities were brought up to date last, and how many more may be at that time
 local REFRESHED, REFRESHES = 24, 25
 META_FIELDS, META_TEXT = 25, '[' .. string.rep('%.0f,', 24) .. '%.0f]'
-local LANE_KEPT_MS = 86400000 -- a lane without a newcomer for so long vanishes
+local LANE_KEPT_MS, RENEWED_EVERY = 86400000, 64 -- a lane without newcomers for so long vanishes; not all of them renew it
 local next_gain = false -- what `G` said of the next request

@@ -177,8 +177,8 @@ end
 function pool.put_in(order, ticket, score)
   local level, member, lane = ticket.level, pool.member_of(ticket), pool.order_key(order, ticket.level, pool.lane_name(ticket))
   call('ZADD', lane, score, member)
-  call('PEXPIRE', lane, LANE_KEPT_MS)
   local first = call('ZRANGE', lane, 0, 1)
+  if not first[2] or ticket.sequence % RENEWED_EVERY == 0 then call('PEXPIRE', lane, LANE_KEPT_MS) end
   if first[1] ~= member then return end
   local of_tier = pool.gain_key(order.tier, level)
   if first[2] then
