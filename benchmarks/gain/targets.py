@@ -12,6 +12,7 @@ from sidecar.tools.simulate.comparison import interval
 
 JUDGED = ("4:2:1", "2:1")
 OVERLOADED = ("heavy", "moderate")
+JUDGED_AT_LOW = (GAIN, LEVEL, "engine-priority")
 LOW_POINTS, RIVAL_POINTS = 0.5, 2.0
 RELATIVE = (
     (PAPER, "engine-priority", 25.0, 52.0),
@@ -69,7 +70,7 @@ def targets(found: Sequence[Measured]) -> Iterator[Target]:
         yield from _each(each, (THREE, "heavy"), rival, points)
         wait = Figure(f"longest wait of the top tier, below that of {rival}", "s", 0.0, _shorter)
         yield from _each(each, (THREE, "heavy"), rival, wait)
-    for rival in (LEVEL, "engine-priority"):
+    for rival in JUDGED_AT_LOW[1:]:
         for name in ("tdg", "slo"):
             what = f"{name.upper()} at low load against {rival}"
             yield from _each(each, (THREE, "low"), rival, Figure(what, "points", -LOW_POINTS, partial(_points, name)))
