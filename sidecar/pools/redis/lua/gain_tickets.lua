@@ -1,9 +1,20 @@
 -- Tickets with the figures of their gain, and the queue that finds the one that earns most: the twin of
 -- `scheduling/gain.py` and `scheduling/gain_queue.py`, which say what they are. It replaces parts of `tickets.lua`.
 --
--- A waiting ticket with figures is in one of two zsets of its lane: by deadline while it is calm, or by density once it is
--- urgent; in none where it is urgent and can earn nothing. Two zsets of the tier have the first of every lane that is not
--- aside. So a decision reads few entries, whatever waits. What was read is kept until its tier changes, for the whole call.
+-- A waiting ticket with figures is in one of two orders of its lane: by deadline while it is calm, or by density once it is
+-- urgent; in none where it is urgent and can earn nothing. The two orders of the tier have the first of every lane that is
+-- not aside. So a decision reads few entries, whatever waits. What was read is kept until its tier changes, for the whole
+-- call. LANE is 't' and the tenant, or 'r' for the tickets that returned.
+--
+--   <root>:<birth>:D:<level>:<lane>  zset  the calm tickets of a lane, by deadline
+--   <root>:<birth>:U:<level>:<lane>  zset  the urgent ones that earn something, by density as last computed, below zero
+--   <root>:<birth>:dl:<level>        zset  the first calm ticket of every lane that is not aside
+--   <root>:<birth>:ul:<level>        zset  the first urgent one
+--   <root>:<birth>:fs:<level>        zset  tenant -> the start tag of its first ticket
+--   <root>:<birth>:as:<level>        zset  tenant that is aside -> the virtual time from which on it is not ahead
+--   <root>:<birth>:e                 zset  'LEVEL TICKET' of all calm tickets, by deadline
+--
+-- A lane of `f` also has its first ticket and where that starts.
 
 -- By level: the densest ticket or false, and V. By member: the ticket that was read.
 local kept = {best = {}, virtual = {}, tickets = {}}
