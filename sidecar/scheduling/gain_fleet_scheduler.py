@@ -3,6 +3,10 @@
 A walk looks at the heads of the tiers, at the claimants, and at the best ticket of each tier, in the order by gain. A
 best ticket that claims an engine becomes a claimant: the next best of its tier is a candidate then.
 
+Instead of R3': a claimant that is inside its tier's floor or has a turn, and fits the pool, comes before all but those
+that are always first, in the order of the first claims. So nothing that comes later enters its engine, neither while it
+drains nor once it has room: later tickets of other floors would enter it in parts, again and again.
+
 A ticket is urgent when its deadline is nearer than half of the time that all engines which take new work need for all
 that waits.
 """
@@ -18,7 +22,7 @@ from sidecar.scheduling.order import Candidate, OrderClass
 from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineLedger
 from sidecar.scheduling.ticket import Admission, Ticket
 
-_ALWAYS_FIRST = OrderClass.ALWAYS_FIRST
+_ALWAYS_FIRST, _, _, _OTHER = OrderClass
 
 
 class GainFleetScheduler(GainScheduler, FleetScheduler):
@@ -61,6 +65,21 @@ class GainFleetScheduler(GainScheduler, FleetScheduler):
                 kept = max(kept, rules.headroom_prefill)
             prefill -= kept
         return prefill >= 0
+
+    def in_order_of_walk(self, now_us: int) -> list[Candidate]:
+        """See `FleetScheduler.in_order_of_walk`."""
+        order = self._candidates(now_us)
+        claimed = [(it.ticket.placing.claimed_us, it) for it in order if self._keeps_its_claim(it)]
+        if not claimed:
+            return order
+        claimed.sort()
+        first = [candidate for _, candidate in claimed]
+        always = [candidate for candidate in order if candidate.order_class is _ALWAYS_FIRST]
+        return [*always, *first, *(it for it in order if it not in first and it not in always)]
+
+    def _keeps_its_claim(self, candidate: Candidate) -> bool:
+        is_of_floor = candidate.order_class not in (_ALWAYS_FIRST, _OTHER)
+        return is_of_floor and candidate.ticket.placing.is_claimant and self.fits(candidate)
 
     def dispatch(self, now_us: int) -> list[Admission]:
         """See `Scheduler.dispatch`."""
