@@ -19,7 +19,7 @@ from sidecar.scheduling.gain_fleet import GainFleetOrder, GainFleetTier
 from sidecar.scheduling.gain_queue import Place
 from sidecar.scheduling.gain_scheduler import GainScheduler
 from sidecar.scheduling.order import Candidate, OrderClass
-from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineLedger
+from sidecar.scheduling.placement import NEVER_US, WEIGHT_PERCENT, EngineLedger
 from sidecar.scheduling.ticket import Admission, Ticket
 
 _ALWAYS_FIRST, _, _, _OTHER = OrderClass
@@ -68,18 +68,16 @@ class GainFleetScheduler(GainScheduler, FleetScheduler):
 
     def in_order_of_walk(self, now_us: int) -> list[Candidate]:
         """See `FleetScheduler.in_order_of_walk`."""
-        order = self._candidates(now_us)
-        claimed = [(it.ticket.placing.claimed_us, it) for it in order if self._keeps_its_claim(it)]
-        if not claimed:
-            return order
-        claimed.sort()
-        first = [candidate for _, candidate in claimed]
-        always = [candidate for candidate in order if candidate.order_class is _ALWAYS_FIRST]
-        return [*always, *first, *(it for it in order if it not in first and it not in always)]
+        return sorted(self._candidates(now_us), key=self._place_in_walk)
 
-    def _keeps_its_claim(self, candidate: Candidate) -> bool:
-        is_of_floor = candidate.order_class not in (_ALWAYS_FIRST, _OTHER)
-        return is_of_floor and candidate.ticket.placing.is_claimant and self.fits(candidate)
+    def _place_in_walk(self, candidate: Candidate) -> int:
+        """Equal ones stay in order."""
+        if candidate.order_class is _ALWAYS_FIRST:
+            return -1
+        claimed_us = candidate.ticket.placing.claimed_us if candidate.ticket.placing.is_claimant else None
+        if claimed_us is None or candidate.order_class is _OTHER or not self.fits(candidate):
+            return NEVER_US
+        return claimed_us
 
     def dispatch(self, now_us: int) -> list[Admission]:
         """See `Scheduler.dispatch`."""

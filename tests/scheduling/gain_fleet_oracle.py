@@ -8,8 +8,6 @@ from fleet_oracle import MOST_EXCESS, FleetOracle, FleetRequest, Placed
 from gain_oracle import MOST_REFRESHED, GainOracle, GainPolicy, GainRequest
 from oracle import ALWAYS_FIRST, INSIDE, OTHER, TURN, Oracle, Request
 
-from sidecar.policy.rules import PoolRules, pool_rules
-
 
 @dataclass
 class GainFleetRequest(GainRequest, FleetRequest):
@@ -25,20 +23,6 @@ class GainFleetOracle(GainOracle, FleetOracle):
     def __init__(self, policy: GainPolicy, weight_percent: int = 200) -> None:
         FleetOracle.__init__(self, policy, weight_percent)
         self.largest = {}
-
-    def rules_of(self, tokens: int | None, requests: int | None, prefill: int | None) -> PoolRules:
-        policy = self.policy
-        return pool_rules(
-            tokens=tokens,
-            requests=requests,
-            prefill=prefill,
-            tiers=policy.tiers,
-            promote_after_us=policy.promote_after_us,
-            ceiling=policy.ceiling,
-            max_preemptions=policy.max_preemptions,
-            floor_of_reserve=policy.fair,
-            is_by_gain=True,
-        )
 
     # Operations.
 
