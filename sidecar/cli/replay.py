@@ -309,6 +309,10 @@ def _add_sizing(group: argparse._ArgumentGroup) -> None:
     add("--timeout", type=_timeout, default=600.0, metavar="S", help="for one answer (default %(default)g)")
 
 
+MOST_WEIGHT = 1e9
+"""Of a tier in a mix: the sum of all stays a number."""
+
+
 def mix(text: str) -> Mapping[str, float]:
     """Weights by tier: `high=20,normal=50,batch=30`; percent signs are let by."""
     found: dict[str, float] = {}
@@ -318,7 +322,7 @@ def mix(text: str) -> Mapping[str, float]:
             number = float(weight.removesuffix("%"))
         except ValueError:
             number = -1.0
-        if not name or name in found or not 0 <= number < math.inf:
+        if not name or name in found or not 0 <= number <= MOST_WEIGHT:
             raise argparse.ArgumentTypeError(f"{part!r} is no part of a mix; write high=20,normal=50,batch=30")
         found[name] = number
     if sum(found.values()) <= 0:

@@ -68,7 +68,7 @@ class GainTicket(Ticket):
 
     `density` is what was last computed: not less than it is now. A ticket that `is_urgent` stays so. One that
     `is_apart` came back to its queue and stands in no lane. `in_floor` says of a lease that it counts in its tier's
-    floor. One that `is_claiming` is a claimant (`claims`); `is_by_gain` says that it was no head of its tier then.
+    floor. One that `is_claiming` is a claimant (`claims`).
     """
 
     gain: GainFigures | None = None
@@ -77,7 +77,6 @@ class GainTicket(Ticket):
     is_apart: bool = False
     in_floor: bool = False
     is_claiming: bool = False
-    is_by_gain: bool = False
 
     def density_at(self, now_us: int) -> int:
         """Its density now; 0 without figures."""

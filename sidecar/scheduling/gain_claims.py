@@ -1,8 +1,9 @@
 """The queue of one tier of several engines that is ordered by gain: its claimants may be any of its tickets.
 
 A ticket that claims an engine has left its lane, and its tenant was charged for it as by an admission: from the start
-of the tenant's first ticket. That its tenant is ahead does not matter any more. One that was no head of its tier when
-it claimed is not admitted for the floor. One that has to return to the queue stands in the lane of those that returned.
+of the tenant's first ticket. From then on that is its own start, so it keeps its place in fair order: as a claimant,
+and in the queue if it has to return, where it stands in the lane of those that returned. That its tenant is ahead does
+not matter any more.
 """
 
 from __future__ import annotations
@@ -27,14 +28,23 @@ class GainClaimQueue(ClaimQueue, GainQueue):
     def claim(self, ticket: Ticket, now_us: int) -> None:
         """See `ClaimQueue.claim`."""
         assert isinstance(ticket, GainTicket)
-        ticket.is_by_gain = ticket is not self.head() and ticket is not self.small_head()
         lane = None if ticket.is_apart else self._lanes[ticket.tenant]
         self._is_known = False
         super().claim(ticket, now_us)
         ticket.is_claiming = True
+        if ticket.placing.charge:
+            ticket.start = ticket.placing.charged_from
         if lane is not None and lane.waiting:
             self._delay(lane)
         self._gone += 1
+
+    def go_back(self, ticket: Ticket) -> None:
+        """See `ClaimQueue.go_back`. A ticket that claimed by gain is not the head before its time."""
+        super().go_back(ticket)
+        if ticket.placing.charge:
+            ticket.start = ticket.placing.charged_from
+            self._enter_heap(ticket)
+            self._clean()
 
     def make_urgent(self, ticket: GainTicket, now_us: int) -> None:
         """See `GainQueue.make_urgent`. A claimant stands in no heap."""
@@ -46,7 +56,7 @@ class GainClaimQueue(ClaimQueue, GainQueue):
     def _no_claimant(self, ticket: Ticket) -> None:
         assert isinstance(ticket, GainTicket)
         super()._no_claimant(ticket)
-        ticket.is_claiming = ticket.is_by_gain = False
+        ticket.is_claiming = False
         if ticket.gain is not None:
             self.cost_us -= ticket.gain.cost_us
 

@@ -1,17 +1,24 @@
-"""The order by gain in a pool of several engines: floors in three dimensions, and claimants."""
+"""The order by gain in a pool of several engines: floors in three dimensions, and claimants.
+
+A tier's floor is filled in fair order, by claimants and heads alike. For a ticket counts as filled what those before it
+need, too: so no later ticket takes the room of the floor that an earlier one waits for, whichever engine it waits for.
+Only the first may have a turn. A ticket that claimed by gain has its place like every other, from the moment when
+no head is before it. While the tier owes, tickets larger than its floor are left out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules
 from sidecar.scheduling.fleet_tier import FleetOrder, FleetTier
-from sidecar.scheduling.gain import GainTicket
 from sidecar.scheduling.gain_claims import GainClaimQueue
 from sidecar.scheduling.gain_order import GainOrder, GainTier
-from sidecar.scheduling.order import Candidate
+from sidecar.scheduling.order import Candidate, OrderClass
 from sidecar.scheduling.ticket import Ticket
 from sidecar.scheduling.tier import MOST_EXCESS, TierState
+
+_ALWAYS_FIRST, _INSIDE, _TURN, _ = OrderClass
 
 
 class GainFleetTier(FleetTier, GainTier):
@@ -42,6 +49,38 @@ class GainFleetTier(FleetTier, GainTier):
         """See `GainTier.has_floor_for`."""
         return super().has_floor_for(ticket) and self.floor_prefill + self.prefill(ticket) <= self.rules.reserve_prefill
 
+    def in_fair_order(self, now_us: int) -> Sequence[Ticket]:
+        """The heads, and the claimants that no head is before."""
+        heads = GainTier.heads(self, now_us)
+        claimants = self.queue.claimants
+        if not claimants:
+            return heads
+        last = max(map(_fair_place, heads), default=None)
+        before = (it for it in claimants.values() if last is None or _fair_place(it) < last)
+        return sorted([*before, *heads], key=_fair_place)
+
+    def for_floor(self, now_us: int) -> Iterator[tuple[Ticket, OrderClass]]:
+        """The tickets that may be admitted for the floor, in fair order, each with its class."""
+        rules, owes = self.rules, now_us < self.owes_until_us
+        tokens, requests, prefill = self.floor_tokens, self.floor_requests, self.floor_prefill
+        is_first = not owes and self.is_below_floor()
+        for ticket in self.in_fair_order(now_us):
+            if owes and not self.queue.is_small(ticket):
+                continue
+            tokens += ticket.tokens
+            requests += ticket.requests
+            prefill += self.prefill(ticket)
+            if tokens > rules.reserve_tokens or requests > rules.reserve_requests or prefill > rules.reserve_prefill:
+                if is_first:
+                    yield ticket, _TURN
+                return
+            yield ticket, _INSIDE
+            is_first = False
+
+
+def _fair_place(ticket: Ticket) -> tuple[float, int]:
+    return ticket.start, ticket.sequence
+
 
 class GainFleetOrder(GainOrder, FleetOrder):
     """See `GainOrder` and `FleetOrder`."""
@@ -57,16 +96,42 @@ class GainFleetOrder(GainOrder, FleetOrder):
         self._bounds_prefill = rules.prefill != UNLIMITED
 
     def candidate(self, tier: TierState, ticket: Ticket, now_us: int) -> Candidate:
-        """See `GainOrder.candidate`. A claimant that was no head of its tier is beyond the floor."""
-        assert isinstance(tier, GainTier)
-        assert isinstance(ticket, GainTicket)
-        if ticket.is_by_gain and not tier.rules.always_first:
-            return self.beyond(tier, ticket, now_us)
-        return super().candidate(tier, ticket, now_us)
+        """See `GainOrder.candidate`."""
+        assert isinstance(tier, GainFleetTier)
+        return self.candidates(tier, (ticket,), now_us)[0]
 
     def candidates(self, tier: FleetTier, tickets: Iterable[Ticket], now_us: int) -> list[Candidate]:
         """See `FleetOrder.candidates`."""
-        return [self.candidate(tier, ticket, now_us) for ticket in tickets]
+        assert isinstance(tier, GainFleetTier)
+        if tier.rules.always_first:
+            return [self._placed(ticket, _ALWAYS_FIRST, 0, now_us) for ticket in tickets]
+        found, classes = [], dict(tier.for_floor(now_us))
+        for ticket in tickets:
+            order_class = classes.get(ticket)
+            if order_class is None:
+                found.append(self.beyond(tier, ticket, now_us))
+            else:
+                turn = tier.latest_admission if order_class is _TURN else 0
+                found.append(self._placed(ticket, order_class, turn, now_us))
+        return found
+
+    def in_order(self, now_us: int) -> list[Candidate]:
+        """See `GainOrder.in_order`."""
+        found: list[Candidate] = []
+        for tier in self._tiers:
+            if not tier.queue.count:
+                continue
+            heads = tier.heads(now_us)
+            found += self.candidates(tier, [head for head in heads if not tier.is_at_limit(head)], now_us)
+            best = None if tier.rules.always_first else tier.queue.best()
+            if best is not None and best not in heads and not tier.is_at_limit(best):
+                found.append(self.beyond(tier, best, now_us))
+        found.sort()
+        return found
+
+    def _placed(self, ticket: Ticket, order_class: OrderClass, turn: int, now_us: int) -> Candidate:
+        precedence, level = self._aged(ticket, now_us)
+        return Candidate(order_class, turn, precedence, ticket.arrived_us, ticket.sequence, ticket, level, level, level)
 
     def _is_in_headroom(self, tier: GainTier, ticket: Ticket) -> bool:
         assert isinstance(tier, GainFleetTier)

@@ -3,6 +3,10 @@
 A walk looks at the heads of the tiers, at the claimants, and at the best ticket of each tier, in the order by gain. A
 best ticket that claims an engine becomes a claimant: the next best of its tier is a candidate then.
 
+Instead of R3': a claimant that is inside its tier's floor or has a turn, and fits the pool, comes before all but those
+that are always first, in the order of the first claims. So nothing that comes later enters its engine, neither while it
+drains nor once it has room: later tickets of other floors would enter it in parts, again and again.
+
 A ticket is urgent when its deadline is nearer than half of the time that all engines which take new work need for all
 that waits.
 """
@@ -15,10 +19,10 @@ from sidecar.scheduling.gain_fleet import GainFleetOrder, GainFleetTier
 from sidecar.scheduling.gain_queue import Place
 from sidecar.scheduling.gain_scheduler import GainScheduler
 from sidecar.scheduling.order import Candidate, OrderClass
-from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineLedger
+from sidecar.scheduling.placement import NEVER_US, WEIGHT_PERCENT, EngineLedger
 from sidecar.scheduling.ticket import Admission, Ticket
 
-_ALWAYS_FIRST = OrderClass.ALWAYS_FIRST
+_ALWAYS_FIRST, _, _, _OTHER = OrderClass
 
 
 class GainFleetScheduler(GainScheduler, FleetScheduler):
@@ -61,6 +65,19 @@ class GainFleetScheduler(GainScheduler, FleetScheduler):
                 kept = max(kept, rules.headroom_prefill)
             prefill -= kept
         return prefill >= 0
+
+    def in_order_of_walk(self, now_us: int) -> list[Candidate]:
+        """See `FleetScheduler.in_order_of_walk`."""
+        return sorted(self._candidates(now_us), key=self._place_in_walk)
+
+    def _place_in_walk(self, candidate: Candidate) -> int:
+        """Equal ones stay in order."""
+        if candidate.order_class is _ALWAYS_FIRST:
+            return -1
+        claimed_us = candidate.ticket.placing.claimed_us if candidate.ticket.placing.is_claimant else None
+        if claimed_us is None or candidate.order_class is _OTHER or not self.fits(candidate):
+            return NEVER_US
+        return claimed_us
 
     def dispatch(self, now_us: int) -> list[Admission]:
         """See `Scheduler.dispatch`."""

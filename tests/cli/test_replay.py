@@ -256,6 +256,7 @@ def usage_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--mix", "high"], "'high' is no part of a mix; write high=20,normal=50,batch=30"),
         (["--mix", "high=1,high=2"], "'high=2' is no part of a mix"),
         (["--mix", "high=nan"], "'high=nan' is no part of a mix"),
+        (["--mix", "high=1e308,batch=1e308"], "'high=1e308' is no part of a mix"),
         (["--mix", "high=0"], "'high=0' leaves nothing to send"),
         (["--key", "sk-secret"], "argument --key: write TIER=KEY, such as high=sk-demo"),
         (["--speed", "0"], "'0' must be more than 0"),

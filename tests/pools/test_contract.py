@@ -6,8 +6,10 @@ import asyncio
 import itertools
 import json
 import random
+import sys
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,11 @@ from sidecar.policy.rules import PoolRules, Shares, pool_rules
 from sidecar.pools import Grant, Lease, Pool
 from sidecar.pools.queue_places import LEAST_S, MOST_S
 from tests.pools.harness import Clock, Harness, ask, policy_of, simple
-from tests.scheduling.test_scenarios import SCENARIOS, rules_of
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scheduling"))
+
+from scenario_policy import policy_of as policy_of_scenario
+from test_scenarios import SCENARIOS
 
 pytestmark = pytest.mark.anyio
 AT_ONCE = Grant(1_000_000_000, 0, 0, None, {}, 0)
@@ -275,7 +281,7 @@ async def test_aging_moves_old_work_ahead_of_new(harness: Harness) -> None:
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario["name"])
 async def test_a_pool_gives_exactly_the_recorded_answers(level_harness: Harness, scenario: dict[str, Any]) -> None:
-    rules, clock = rules_of(scenario), Clock()
+    rules, clock = policy_of_scenario(scenario).rules(), Clock()
     pool = await level_harness.pool(policy_of(rules), clock, any_size=True)
     begun_us, names = clock.us, [tier.name for tier in rules.tiers]
     leases: dict[str, Lease] = {}

@@ -30,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scheduling"))
 
 from fleets import MOMENTS, NAMES, OFTEN, hot_ticket, operate, random_ticket
 from oracle import Policy
+from scenario_policy import policy_of
 from strategies import preempting_policy, random_policy
-from test_fleet_scenarios import SCENARIOS, offers_of, policy_of, recorded
+from test_fleet_scenarios import SCENARIOS, offers_of, recorded
 
 KINDS: dict[str, tuple[Callable[[random.Random], Policy], Callable[..., dict[str, Any]]]] = {
     "any": (random_policy, random_ticket),

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from oracle import ALWAYS_FIRST, MOST_EXCESS, TURN, Answer, Oracle, Policy, Request
 
-from sidecar.policy.rules import UNLIMITED, PoolRules, pool_rules
+from sidecar.policy.rules import UNLIMITED, PoolRules
 from sidecar.scheduling.placement import EngineOffer
 
 MOST_PLACED = 16
@@ -67,17 +67,7 @@ class FleetOracle(Oracle):
         self._shares: dict[tuple[str, int], tuple[int | None, ...]] = {}
 
     def rules_of(self, tokens: int | None, requests: int | None, prefill: int | None) -> PoolRules:
-        """The rules of a pool of this size, for the scheduler under test."""
-        policy = self.policy
-        return pool_rules(
-            tokens=tokens,
-            requests=requests,
-            prefill=prefill,
-            tiers=policy.tiers,
-            promote_after_us=policy.promote_after_us,
-            ceiling=policy.ceiling,
-            max_preemptions=policy.max_preemptions,
-        )
+        return self.policy.rules_of(tokens, requests, prefill)
 
     # Operations.
 

@@ -6,16 +6,12 @@ from dataclasses import dataclass
 
 from fleet_oracle import MOST_EXCESS, FleetOracle, FleetRequest, Placed
 from gain_oracle import MOST_REFRESHED, GainOracle, GainPolicy, GainRequest
-from oracle import OTHER, Request
-
-from sidecar.policy.rules import PoolRules, pool_rules
+from oracle import ALWAYS_FIRST, INSIDE, OTHER, TURN, Oracle, Request
 
 
 @dataclass
 class GainFleetRequest(GainRequest, FleetRequest):
-    """`by_gain` says of a claimant that it was no head of its tier."""
-
-    by_gain: bool = False
+    """A request with figures and an engine."""
 
 
 class GainFleetOracle(GainOracle, FleetOracle):
@@ -27,20 +23,6 @@ class GainFleetOracle(GainOracle, FleetOracle):
     def __init__(self, policy: GainPolicy, weight_percent: int = 200) -> None:
         FleetOracle.__init__(self, policy, weight_percent)
         self.largest = {}
-
-    def rules_of(self, tokens: int | None, requests: int | None, prefill: int | None) -> PoolRules:
-        policy = self.policy
-        return pool_rules(
-            tokens=tokens,
-            requests=requests,
-            prefill=prefill,
-            tiers=policy.tiers,
-            promote_after_us=policy.promote_after_us,
-            ceiling=policy.ceiling,
-            max_preemptions=policy.max_preemptions,
-            floor_of_reserve=policy.fair,
-            is_by_gain=True,
-        )
 
     # Operations.
 
@@ -61,13 +43,13 @@ class GainFleetOracle(GainOracle, FleetOracle):
         if request.claims:
             return
         tier = request.tier
-        request.by_gain = request not in (self.first_in_fair_order(tier), self.first_in_fair_order(tier, is_small=True))
         virtual, charges = self.virtual_now(tier), self.is_in_lane(request)
         if charges:
             first = self.first_of_lane(request)
             request.charged_start = max(first.start, self.finish.get((tier, request.tenant), 0))
             request.charge = request.charged_start + request.tokens / request.weight
             self.finish[tier, request.tenant] = request.charge
+            request.start = request.charged_start
         self.virtual[tier] = virtual
         request.start = virtual if request.start is None else request.start
         request.claims = True
@@ -78,13 +60,14 @@ class GainFleetOracle(GainOracle, FleetOracle):
             self._delay_first(tier, request.tenant)
 
     def go_back(self, request: GainFleetRequest) -> None:
-        request.by_gain = False
         super().go_back(request)
+        if request.charge is not None:
+            request.start = request.charged_start
 
     def admit_to(self, request: GainFleetRequest, engine: str, now_us: int) -> Placed:
         in_floor = self.class_of(request, now_us) != OTHER
         placed = super().admit_to(request, engine, now_us)
-        request.in_floor, request.by_gain = in_floor, False
+        request.in_floor = in_floor
         self.refreshes_left += MOST_REFRESHED
         self.refresh_densities(now_us)
         return placed
@@ -101,18 +84,46 @@ class GainFleetOracle(GainOracle, FleetOracle):
         """Claimants are candidates of their own."""
         return [request for request in self.waiting(tier) if not request.claims]
 
-    def first_in_fair_order(self, tier: int, *, is_small: bool = False) -> Request | None:
-        firsts = [it for it in self.firsts(tier) if not is_small or self.is_within_a_reserve(it)]
-        return min(firsts, key=lambda it: (it.start, it.number), default=None)
+    def in_fair_order(self, tier: int, now_us: int) -> list[GainFleetRequest]:
+        """The heads of the tier, and the claimants that no head is before."""
+        heads = [head for head in Oracle.heads(self, now_us) if head.tier == tier]
+        both = sorted([*self.claimants(tier), *heads], key=lambda it: (it.start, it.number))
+        return both[: max(map(both.index, heads), default=len(both)) + 1]
+
+    def for_floor(self, tier: int, now_us: int) -> dict[str, int]:
+        """The classes of the tickets that may be admitted for the floor: what each before them needs is filled."""
+        owes = self.owes(tier, now_us)
+        line = [it for it in self.in_fair_order(tier, now_us) if not owes or self.is_within_a_reserve(it)]
+        found: dict[str, int] = {}
+        needs = [self.floor_used(tier)]
+        for request in line:
+            needs.append(self.sizes(request))
+            filled = map(sum, zip(*needs, strict=True))
+            if all(most is None or used <= most for used, most in zip(filled, self.reserve(tier), strict=True)):
+                found[request.id] = INSIDE
+            else:
+                if request is line[0] and not owes and self.is_below_its_reserve(tier):
+                    found[request.id] = TURN
+                break
+        return found
+
+    def order(self, now_us: int) -> list[Request]:
+        """Claimants for their tiers' floors come before all but those that are always first, the first claims first."""
+        allowed = self._allowed(now_us)
+        classes = {request.id: self.class_of(request, now_us) for request in allowed}
+        keep = [r for r in allowed if r.claims and classes[r.id] in (INSIDE, TURN) and self.fits(r, now_us)]
+        keep.sort(key=lambda request: request.claimed_us)
+        always = [request for request in allowed if classes[request.id] == ALWAYS_FIRST]
+        return always + keep + [request for request in allowed if request not in always and request not in keep]
 
     def floor_used(self, tier: int) -> tuple[int, ...]:
         mine = [self.holds(request) for request in self.held() if request.tier == tier and request.in_floor]
         return tuple(sum(column) for column in zip((0, 0, 0), *mine, strict=True))
 
     def class_of(self, request: GainFleetRequest, now_us: int) -> int:
-        if request.by_gain and not self.policy.tiers[request.tier].always_first:
-            return OTHER
-        return super().class_of(request, now_us)
+        if request.state != "waiting" or self.policy.tiers[request.tier].always_first:
+            return super().class_of(request, now_us)
+        return self.for_floor(request.tier, now_us).get(request.id, OTHER)
 
     def _excesses(self, request: Request) -> tuple[int, int]:
         sizes = zip(self.floor_used(request.tier), self.sizes(request), self.reserve(request.tier), strict=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from oracle import ALWAYS_FIRST, OTHER, TURN, Answer, Oracle, Policy, Request
 
-from sidecar.policy.rules import PoolRules, pool_rules
 from sidecar.scheduling.gain import GainFigures
 
 MOST_REFRESHED, MOST_MADE_URGENT = 2, 64
@@ -23,18 +23,8 @@ class GainPolicy(Policy):
 
     fair: Fraction = Fraction(1, 4)
 
-    def rules(self) -> PoolRules:
-        tokens, requests = self.capacity
-        return pool_rules(
-            tokens=tokens,
-            requests=requests,
-            tiers=self.tiers,
-            promote_after_us=self.promote_after_us,
-            ceiling=self.ceiling,
-            max_preemptions=self.max_preemptions,
-            floor_of_reserve=self.fair,
-            is_by_gain=True,
-        )
+    def order(self) -> dict[str, Any]:
+        return {"floor_of_reserve": self.fair, "is_by_gain": True}
 
 
 @dataclass

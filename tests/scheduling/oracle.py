@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sidecar.policy.rules import PoolRules, Shares, pool_rules
 
@@ -27,15 +27,24 @@ class Policy:
     max_preemptions: int = 0
 
     def rules(self) -> PoolRules:
-        tokens, requests = self.capacity
+        return self.rules_of(*self.capacity)
+
+    def rules_of(self, tokens: int | None, requests: int | None, prefill: int | None = None) -> PoolRules:
+        """The rules of a pool of this size, for the scheduler under test."""
         return pool_rules(
             tokens=tokens,
             requests=requests,
+            prefill=prefill,
             tiers=self.tiers,
             promote_after_us=self.promote_after_us,
             ceiling=self.ceiling,
             max_preemptions=self.max_preemptions,
+            **self.order(),
         )
+
+    def order(self) -> dict[str, Any]:
+        """What the rules say of the order, where it is not that by level."""
+        return {}
 
 
 @dataclass

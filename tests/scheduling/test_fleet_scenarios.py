@@ -1,39 +1,17 @@
 """Every hand-checked scenario of several engines, step by step, on the oracle and on the scheduler."""
 
 import json
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
 from fleet_oracle import FleetOracle
-from oracle import Policy
+from scenario_policy import policy_of
 
-from sidecar.policy.rules import UNLIMITED, Shares
+from sidecar.policy.rules import UNLIMITED
 from sidecar.scheduling.fleet_scheduler import FleetScheduler
 from sidecar.scheduling.placement import EngineOffer
 
 SCENARIOS = json.loads((Path(__file__).parent / "scenarios" / "fleet.json").read_text())
-
-
-def policy_of(scenario: dict) -> Policy:
-    names = [tier["name"] for tier in scenario["tiers"]]
-    aging = scenario["aging"]
-    return Policy(
-        capacity=(None, None),
-        tiers=tuple(
-            Shares(
-                tier["name"],
-                *(
-                    Fraction(str(tier.get(name, default)))
-                    for name, default in (("reserve", 0), ("lend", 1), ("limit", 1))
-                ),
-                always_first=bool(tier.get("always_first")),
-            )
-            for tier in scenario["tiers"]
-        ),
-        promote_after_us=aging and int(aging["promote_after_s"] * 1_000_000),
-        ceiling=names.index(aging["ceiling"]) if aging else 0,
-    )
 
 
 def offers_of(engines: list[dict]) -> list[EngineOffer]:

@@ -8,8 +8,9 @@ import broken
 import invariants
 import pytest
 from recorder import Recorder
+from scenario_policy import policy_of
 from strategies import WEIGHTS, preempting_policy, random_policy
-from test_scenarios import SCENARIOS, as_recorded, play, rules_of
+from test_scenarios import SCENARIOS, as_recorded, play
 
 from sidecar.scheduling import Scheduler
 
@@ -155,7 +156,7 @@ def test_a_broken_scheduler_gives_some_scenario_a_wrong_answer(kind):
 
 
 def answers(kind: type[Scheduler], scenario: dict) -> list:
-    scheduler = kind(rules_of(scenario))
+    scheduler = kind(policy_of(scenario).rules())
     return [[as_recorded(admission, scheduler) for admission in play(scheduler, step)] for step in scenario["steps"]]
 
 

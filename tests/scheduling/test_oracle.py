@@ -4,32 +4,12 @@ from fractions import Fraction
 
 import pytest
 from oracle import Oracle, Policy
+from scenario_policy import policy_of
 from test_scenarios import SCENARIOS
 
 from sidecar.policy.rules import Shares
 
 THREE = (Shares("high", Fraction(1, 4), lend=Fraction(0)), Shares("normal", Fraction(1, 4)), Shares("batch"))
-
-
-def policy_of(scenario: dict) -> Policy:
-    names = [tier["name"] for tier in scenario["tiers"]]
-    aging = scenario["aging"]
-    return Policy(
-        capacity=(scenario["capacity"].get("tokens"), scenario["capacity"].get("requests")),
-        tiers=tuple(
-            Shares(
-                tier["name"],
-                *(
-                    Fraction(str(tier.get(name, default)))
-                    for name, default in (("reserve", 0), ("lend", 1), ("limit", 1))
-                ),
-                always_first=bool(tier.get("always_first")),
-            )
-            for tier in scenario["tiers"]
-        ),
-        promote_after_us=aging and int(aging["promote_after_s"] * 1_000_000),
-        ceiling=names.index(aging["ceiling"]) if aging else 0,
-    )
 
 
 def play(oracle: Oracle, step: dict) -> list[dict]:

@@ -1,12 +1,11 @@
 """Every scenario of the specification, step by step: each pool must give exactly these answers."""
 
 import json
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from scenario_policy import policy_of
 
-from sidecar.policy.rules import PoolRules, Shares, pool_rules
 from sidecar.scheduling import Admission, Scheduler
 
 SCENARIOS = [
@@ -14,27 +13,6 @@ SCENARIOS = [
     for name in ("lessons", "random")
     for scenario in json.loads((Path(__file__).parent / "scenarios" / f"{name}.json").read_text())
 ]
-
-
-def rules_of(scenario: dict) -> PoolRules:
-    names = [tier["name"] for tier in scenario["tiers"]]
-    aging = scenario["aging"]
-    return pool_rules(
-        tokens=scenario["capacity"].get("tokens"),
-        requests=scenario["capacity"].get("requests"),
-        tiers=tuple(
-            Shares(
-                name=tier["name"],
-                reserve=Fraction(str(tier.get("reserve", 0))),
-                lend=Fraction(str(tier.get("lend", 1))),
-                limit=Fraction(str(tier.get("limit", 1))),
-                always_first=bool(tier.get("always_first")),
-            )
-            for tier in scenario["tiers"]
-        ),
-        promote_after_us=aging and int(aging["promote_after_s"] * 1_000_000),
-        ceiling=names.index(aging["ceiling"]) if aging else 0,
-    )
 
 
 def play(scheduler: Scheduler, step: dict) -> list[Admission]:
@@ -74,7 +52,7 @@ def as_recorded(admission: Admission, scheduler: Scheduler) -> dict:
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario["name"])
 def test_scheduler_gives_exactly_the_recorded_answers(scenario):
-    scheduler = Scheduler(rules_of(scenario))
+    scheduler = Scheduler(policy_of(scenario).rules())
     for number, step in enumerate(scenario["steps"]):
         answers = [as_recorded(admission, scheduler) for admission in play(scheduler, step)]
         assert step["admitted"] == answers, f"step {number}: {step}; {scenario['lesson']}"

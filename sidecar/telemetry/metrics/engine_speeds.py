@@ -6,7 +6,6 @@ is no such label.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,15 +59,3 @@ ENGINE_SPEED_GAUGES = (
         "",
     ),
 )
-
-
-def engine_speed_values(
-    metric: EngineSpeedMetric, samples: Sequence[EngineSpeedSample]
-) -> Sequence[tuple[float, dict[str, str]]]:
-    """The numbers of a pool's engines, each with its labels but the pool's."""
-    found = ((sample.engine, getattr(sample, metric.value)) for sample in samples)
-    return [
-        (value, {} if engine is None else {semconv.ADMISSION_ENGINE: engine})
-        for engine, value in found
-        if value is not None
-    ]

@@ -25,9 +25,7 @@ from sidecar.telemetry import semconv
 from sidecar.telemetry.metrics import histograms
 from sidecar.telemetry.metrics.engine_speeds import (
     ENGINE_SPEED_GAUGES,
-    EngineSpeedMetric,
     EngineSpeedSample,
-    engine_speed_values,
 )
 from sidecar.telemetry.metrics.engines import (
     ENGINE_COUNTERS,
@@ -41,9 +39,7 @@ from sidecar.telemetry.metrics.histograms import DurationHistogram
 from sidecar.telemetry.metrics.lease_sizes import (
     ENGINE_PREEMPTIONS,
     LEASE_SIZE_GAUGES,
-    LeaseSizeMetric,
     LeaseSizeSample,
-    lease_size_values,
 )
 from sidecar.telemetry.metrics.tenants import TenantHoldings, TenantLabels
 from sidecar.version import __version__
@@ -462,11 +458,13 @@ class Instruments:
             meter.create_observable_counter(gauge.name, reading, gauge.unit, gauge.description)
         self._create_engine_metrics(meter)
         for size in LEASE_SIZE_GAUGES:
-            observe(size.name, [partial(self._read_lease_sizes, size)], size.unit, size.description)
+            observe(size.name, [partial(self._read_by_engine, "lease_sizes", size.value)], size.unit, size.description)
         for speed in ENGINE_SPEED_GAUGES:
-            observe(speed.name, [partial(self._read_engine_speeds, speed)], speed.unit, speed.description)
+            observe(
+                speed.name, [partial(self._read_by_engine, "engine_speeds", speed.value)], speed.unit, speed.description
+            )
         preemptions = ENGINE_PREEMPTIONS
-        read_preemptions = [partial(self._read_lease_sizes, preemptions)]
+        read_preemptions = [partial(self._read_by_engine, "lease_sizes", preemptions.value)]
         meter.create_observable_counter(preemptions.name, read_preemptions, preemptions.unit, preemptions.description)
 
     def _create_engine_metrics(self, meter: metrics.Meter) -> None:
@@ -545,15 +543,14 @@ class Instruments:
                 for value, labels in values(engine):
                     yield Observation(value, {semconv.POOL: pool, **labels})
 
-    def _read_lease_sizes(self, metric: LeaseSizeMetric, _: CallbackOptions) -> Observations:
+    def _read_by_engine(self, samples: str, attribute: str, _: CallbackOptions) -> Observations:
+        """An attribute of those samples that are of one engine each: of a pool of one without a label of its own."""
         for pool, sample in self._sampled().items():
-            for value, labels in lease_size_values(metric, sample.lease_sizes[:MOST_SHOWN]):
-                yield Observation(value, {semconv.POOL: pool, **labels})
-
-    def _read_engine_speeds(self, metric: EngineSpeedMetric, _: CallbackOptions) -> Observations:
-        for pool, sample in self._sampled().items():
-            for value, labels in engine_speed_values(metric, sample.engine_speeds[:MOST_SHOWN]):
-                yield Observation(value, {semconv.POOL: pool, **labels})
+            for of_engine in getattr(sample, samples)[:MOST_SHOWN]:
+                value = getattr(of_engine, attribute)
+                labels = {} if of_engine.engine is None else {semconv.ADMISSION_ENGINE: of_engine.engine}
+                if value is not None:
+                    yield Observation(value, {semconv.POOL: pool, **labels})
 
     def _read_policies(self, _: CallbackOptions) -> Observations:
         for pool, sample in self._sampled().items():

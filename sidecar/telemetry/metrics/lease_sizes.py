@@ -6,7 +6,6 @@ is no such label. While the policy says `learn: off` no series exists.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,15 +74,3 @@ ENGINE_PREEMPTIONS = LeaseSizeMetric(
     "How often the engine preempted a running request for lack of KV cache, since this process first read it.",
     "{preemption}",
 )
-
-
-def lease_size_values(
-    metric: LeaseSizeMetric, samples: Sequence[LeaseSizeSample]
-) -> Sequence[tuple[float, dict[str, str]]]:
-    """The numbers of a pool's engines, each with its labels but the pool's."""
-    found = ((sample.engine, getattr(sample, metric.value)) for sample in samples)
-    return [
-        (value, {} if engine is None else {semconv.ADMISSION_ENGINE: engine})
-        for engine, value in found
-        if value is not None
-    ]

@@ -23,6 +23,9 @@ LONGEST_S = 7 * 24 * 3600.0
 MOST_PROBLEMS = 20
 """Most problems reported of one file: more than these are one mistake, many times."""
 _BURST = re.compile(r"burst(?::(\d{1,9})(?::(\d{1,9}):(\d{1,9}))?)?")
+_BURST_FORM = (
+    f"write burst:REQUESTS or burst:REQUESTS:INPUT:OUTPUT, tokens from 1 and at most {MOST_BURST_REQUESTS} requests"
+)
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -52,15 +55,13 @@ def read_trace(name: str, limit: int | None = None) -> Trace:
         with Path(name).open("rb") as file:
             return _read(name, file, limit)
     except OSError as error:
-        raise BadTrace(f"{name}: cannot be read ({error.strerror or error})") from None
+        form = f"; for the built-in burst {_BURST_FORM}" if name.startswith("burst") else ""
+        raise BadTrace(f"{name}: cannot be read ({error.strerror or error}){form}") from None
 
 
 def _burst(name: str, requests: int, input_tokens: int, output_tokens: int, limit: int | None) -> Trace:
     if not 0 < requests <= MOST_BURST_REQUESTS or input_tokens < 1 or output_tokens < 1:
-        raise BadTrace(
-            f"{name}: write burst:REQUESTS or burst:REQUESTS:INPUT:OUTPUT, tokens from 1 and at most "
-            f"{MOST_BURST_REQUESTS} requests"
-        )
+        raise BadTrace(f"{name}: {_BURST_FORM}")
     count = requests if limit is None else min(limit, requests)
     rows = [Row(line=n + 1, at_s=0.0, input_tokens=input_tokens, output_tokens=output_tokens) for n in range(count)]
     return Trace(name, "burst at t=0", rows)

@@ -1,0 +1,31 @@
+"""The policy of a scenario in `scenarios/`, as its file writes it."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+from oracle import Policy
+
+from sidecar.policy.rules import Shares
+
+
+def policy_of(scenario: dict[str, Any]) -> Policy:
+    """Without `capacity` the pool is that of its engines."""
+    names = [tier["name"] for tier in scenario["tiers"]]
+    aging, capacity = scenario["aging"], scenario.get("capacity", {})
+    return Policy(
+        capacity=(capacity.get("tokens"), capacity.get("requests")),
+        tiers=tuple(
+            Shares(
+                name=tier["name"],
+                reserve=Fraction(str(tier.get("reserve", 0))),
+                lend=Fraction(str(tier.get("lend", 1))),
+                limit=Fraction(str(tier.get("limit", 1))),
+                always_first=bool(tier.get("always_first")),
+            )
+            for tier in scenario["tiers"]
+        ),
+        promote_after_us=aging and int(aging["promote_after_s"] * 1_000_000),
+        ceiling=names.index(aging["ceiling"]) if aging else 0,
+    )
