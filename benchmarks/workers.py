@@ -118,8 +118,8 @@ def _report(rounds: Sequence[tuple[Round, Round]], workers: int, cores: Sequence
         statistics.median(values)
         for values in zip(*((one.cpu_us, more.cpu_us, more.store_us) for one, more in rounds), strict=True)
     )
-    print(f"processor time of a request: one process {one_us:.0f} us; {workers} workers {several_us:.0f} us each, ")
-    print(f"  and their store {store_us:.0f} us")
+    print(f"processor time of a request: {one_us:.0f} us in one process")
+    print(f"  {several_us:.0f} us in one of {workers} workers, and {store_us:.0f} us in their store")
     print(f"requests a second of {workers} workers over one process, by processor time: {ratio:.2f}")
     print(f"  with the store on the workers' own processors: {squeezed:.2f}")
     figures = [ratio]

@@ -47,7 +47,7 @@ class Crew:
 
     def serving(self) -> Sequence[WorkerProcess]:
         """Those that listen."""
-        return [worker for worker in self.workers if worker.state is WorkerState.SERVING]
+        return [worker for worker in self.workers if worker.is_serving]
 
     def reload(self) -> None:
         """All read the policy's files at once."""
@@ -65,7 +65,7 @@ class Crew:
         """
         self.ending.set()
         for worker in self.workers:
-            worker.tell(Command.DRAIN if worker.state is WorkerState.SERVING else Command.CUT)
+            worker.tell(Command.DRAIN if worker.is_serving else Command.CUT)
         asyncio.get_running_loop().call_later(CUT_WITHIN_S, self._kill_unborn)
         await wait_first(self._ended(), at_once.wait(), timeout_s=grace_s + OVERDUE_S)
         for worker in self.workers:
@@ -87,7 +87,7 @@ class Crew:
 
     def _kill_unborn(self) -> None:
         for worker in self.workers:
-            if worker.state is not WorkerState.SERVING:
+            if not worker.is_serving:
                 worker.kill()
 
     async def _keep(self, worker: WorkerProcess) -> None:

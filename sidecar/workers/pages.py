@@ -72,16 +72,18 @@ class WorkerPages:
 
     async def _readyz(self) -> Response:
         """Ready where every worker that listens is ready: any of them gets the next request."""
-        asked = self._crew.serving()
-        answers = [_document(answer) for answer in await _ask_all(asked, "/readyz")]
-        found = [answer for answer in answers if answer is not None]
-        reasons = list(dict.fromkeys(reason for answer in found for reason in answer["reasons"]))
-        if not found:
+        workers = self._crew.workers
+        answers = [_document(answer) for answer in await _ask_all(workers, "/readyz")]
+        serving = [answer for worker, answer in zip(workers, answers, strict=True) if worker.is_serving and answer]
+        reasons = list(dict.fromkeys(reason for answer in serving for reason in answer["reasons"]))
+        if not serving:
             reasons = ["draining" if self._crew.ending.is_set() else "no worker serves"]
-        notices = dict.fromkeys(notice for answer in found for notice in answer["notices"])
-        silent = [one for one, answer in zip(asked, answers, strict=True) if answer is None]
-        notices |= dict.fromkeys(f"worker {one.number} does not answer" for one in silent)
-        notices |= dict.fromkeys(_why_down(worker) for worker in self._crew.workers if worker not in asked)
+        notices = dict.fromkeys(notice for answer in serving for notice in answer["notices"])
+        notices |= dict.fromkeys(
+            _why_not(worker, answer)
+            for worker, answer in zip(workers, answers, strict=True)
+            if not worker.is_serving or answer is None
+        )
         status = "not ready" if reasons else "ready"
         body = {"status": status, "reasons": reasons, "notices": list(notices)}
         return JSONResponse(body, 503 if reasons else 200)
@@ -176,9 +178,12 @@ def _row(worker: WorkerProcess) -> Mapping[str, object]:
     }
 
 
-def _why_down(worker: WorkerProcess) -> str:
-    reason = f": {worker.reason}" if worker.reason else ""
-    return f"worker {worker.number} does not serve ({worker.state.value}){reason}"
+def _why_not(worker: WorkerProcess, answer: Document | None) -> str:
+    """Why a worker takes no request, or says nothing."""
+    if worker.is_serving:
+        return f"worker {worker.number} does not answer"
+    reason = worker.reason or "; ".join(answer["reasons"] if answer else ())
+    return f"worker {worker.number} does not serve ({worker.state.value})" + (f": {reason}" if reason else "")
 
 
 def _nobody() -> Response:

@@ -71,6 +71,11 @@ class WorkerProcess:
         return None if self._process is None or self.state is WorkerState.DOWN else self._process.pid
 
     @property
+    def is_serving(self) -> bool:
+        """Whether it listens."""
+        return self.state is WorkerState.SERVING
+
+    @property
     def since_s(self) -> float:
         """For how long it has been in its state."""
         return time.monotonic() - self._since_s
@@ -91,6 +96,8 @@ class WorkerProcess:
 
     async def ask(self, path: str, accept: str = "*/*") -> tuple[int, bytes] | None:
         """The status and body of one of its admin pages; None where it does not answer."""
+        if self.state not in (WorkerState.STARTED, WorkerState.SERVING):
+            return None
         within = aiohttp.ClientTimeout(total=_ASK_WITHIN_S)
         try:
             async with self.session.get(f"http://worker{path}", headers={"accept": accept}, timeout=within) as answer:
@@ -115,7 +122,7 @@ class WorkerProcess:
         reader, self._channel = await asyncio.open_unix_connection(sock=ours)
         failed = await self._follow(reader)
         code = await self._process.wait()
-        served_s = self.since_s if self.state is WorkerState.SERVING else 0.0
+        served_s = self.since_s if self.is_serving else 0.0
         self._channel.close()
         self._channel = None
         ending = Ending(how_it_ended(code), served_s, *((failed.reason, failed.is_policy) if failed else ()))
@@ -153,7 +160,8 @@ class WorkerProcess:
 
     def _change(self, state: WorkerState) -> None:
         self.state, self._since_s = state, time.monotonic()
-        if state is WorkerState.SERVING:
+        if state in (WorkerState.STARTED, WorkerState.SERVING):
             self.reason = ""
+        if state is WorkerState.SERVING:
             _log.info("worker %d serves, process %d", self.number, self.pid, extra={"event": "worker_serves"})
         self._on_change()

@@ -74,9 +74,9 @@ async def supervise(plan: Plan, announce: Callable[[str], None]) -> None:
             await store.start()
             store.keep(crew.fail)
         stack.push_async_callback(crew.close)
-        crew.start()
-        await wait_first(crew.all_serving.wait(), crew.failed.wait(), signals.first.wait())
         async with serving_pages(AdminGuard(WorkerPages(crew), plan.access), admin):
+            crew.start()
+            await wait_first(crew.all_serving.wait(), crew.failed.wait(), signals.first.wait())
             if crew.all_serving.is_set():
                 announce(f"sidecar: proxy on {address_of(clients)}")
                 announce(f"sidecar: admin on {address_of(admin)}")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sidecar.server.server import CannotServe
 from sidecar.telemetry import semconv
 from sidecar.telemetry.metrics.engine_speeds import ENGINE_SPEED_GAUGES
 from sidecar.telemetry.metrics.engines import ENGINE_COUNTERS, ENGINE_GAUGES
@@ -201,12 +204,28 @@ def test_restarts_end_after_some_in_a_row() -> None:
     assert (how_it_ended(3), how_it_ended(-9)) == ("ended with code 3", "was killed by SIGKILL")
 
 
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for temporary files with a short path."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        monkeypatch.setattr("tempfile.tempdir", path)
+        yield Path(path)
+
+
+def test_a_folder_whose_sockets_would_have_too_long_a_path_is_refused(temporary: Path) -> None:
+    long = temporary / ("x" * 80)
+    long.mkdir()
+    tempfile.tempdir = str(long)
+    with pytest.raises(CannotServe, match="would be too long; set TMPDIR to a shorter folder"), folder.private_folder():
+        pass
+    assert list(long.iterdir()) == []
+
+
 def test_a_folder_of_a_killed_supervisor_is_removed_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     prefix = f"sidecar-workers-{os.getuid()}-"
-    left, young, other = tmp_path / f"{prefix}left", tmp_path / f"{prefix}young", tmp_path / "other"
+    left, young, other = temporary / f"{prefix}left", temporary / f"{prefix}young", temporary / "other"
     for path in (left, other):
         path.mkdir()
         (path / "lock").touch()
@@ -214,7 +233,7 @@ def test_a_folder_of_a_killed_supervisor_is_removed_and_no_other(
     time.sleep(0.6)
     young.mkdir()  # not locked yet
     (young / "lock").touch()
-    (tmp_path / f"{prefix}link").symlink_to(other)
+    (temporary / f"{prefix}link").symlink_to(other)
     with folder.private_folder() as held:
         assert held.stat().st_mode & 0o777 == 0o700
         assert (left.exists(), young.exists()) == (False, True)

@@ -226,6 +226,21 @@ async def test_a_worker_that_meets_a_policy_with_a_mistake_waits_for_its_correct
         assert (await command.ended())[0] == 0
 
 
+@pytest.mark.long
+async def test_a_worker_that_the_pool_refuses_leaves_the_port_to_the_others(tmp_path: Path) -> None:
+    policy = write_policy(tmp_path)
+    async with held_engine() as engine, serving(policy, engine.url) as command:
+        policy.write_text(policy.read_text().replace("tiers: {", "tiers: {high: {}, "))  # needs a restart of all
+        pids = await command.pids()
+        os.kill(pids[0], signal.SIGKILL)
+        refused = "worker 1 does not serve (started): the pool refuses this process"
+        await until(lambda: says(command, refused), "it is refused")
+        assert [await command.ask() for _ in range(10)] == [200] * 10
+        os.kill(pids[1], signal.SIGKILL)  # now there is none that the pool would take
+        await until(lambda: is_restarted(command, pids), "both serve by the new policy")
+        assert [tier["tier"] for tier in (await command.page("/state"))["pool"]["tiers"]] == ["high", "normal"]
+
+
 async def says(command: Command, notice: str) -> bool:
     return any(said.startswith(notice) for said in (await command.page("/readyz"))["notices"])
 
