@@ -2,7 +2,7 @@
 
 It prints one line per address once it answers. SIGTERM refuses new requests with a 503, lets the running ones finish
 for at most --grace, and exits with 0; a second signal ends at once. The process follows the policy's files while it
-runs: a change replaces the running policy, at once on SIGHUP.
+runs: a change replaces the running policy, at once on SIGHUP. With --workers several processes do all this together.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ _WORKERS = (
     "share one pool: in the policy's store, else in a Valkey that this command starts "
     "(pip install 'admission-sidecar[workers]'). Linux only"
 )
-EXAMPLE = "  sidecar serve --upstream http://127.0.0.1:8000 --policy policies/ --port 8080"
+EXAMPLE = """\
+  sidecar serve --upstream http://127.0.0.1:8000 --policy policies/ --port 8080
+  sidecar serve --upstream http://127.0.0.1:8000 --policy policies/ --workers 4"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

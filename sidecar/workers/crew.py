@@ -20,8 +20,9 @@ from sidecar.workers.process import Ending, WorkerProcess, WorkerState
 
 OVERDUE_S = 25.0
 """After the grace. A worker's telemetry may wait twice ten seconds for a Collector that does not answer."""
-CUT_WITHIN_S = 5.0
-"""A worker needs two seconds to cut its requests off."""
+CUT_WITHIN_S = 10.0
+"""A worker needs two seconds to cut its requests off, and holds their room for up to five: until the engine has aborted
+them."""
 
 _RESOURCE = "OTEL_RESOURCE_ATTRIBUTES"
 _INSTANCE = re.compile(r"(service\.instance\.id=[^,]*)")
@@ -66,7 +67,7 @@ class Crew:
         self.ending.set()
         for worker in self.workers:
             worker.tell(Command.DRAIN if worker.is_serving else Command.CUT)
-        asyncio.get_running_loop().call_later(CUT_WITHIN_S, self._kill_unborn)
+        asyncio.get_running_loop().call_later(CUT_WITHIN_S, self._kill_beginners)
         await wait_first(self._ended(), at_once.wait(), timeout_s=grace_s + OVERDUE_S)
         for worker in self.workers:
             worker.tell(Command.CUT)
@@ -85,7 +86,7 @@ class Crew:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _kill_unborn(self) -> None:
+    def _kill_beginners(self) -> None:
         for worker in self.workers:
             if not worker.is_serving:
                 worker.kill()

@@ -121,7 +121,7 @@ class WorkerPages:
     async def _engines(self, path: str) -> Response:
         answers = [answer for answer in await _ask_all(self._crew.serving(), path) if answer is not None]
         if not answers:
-            return _nobody()
+            return _no_worker()
         failed = [answer for answer in answers if answer[0] != 200]
         if failed:
             return Response(failed[0][1], failed[0][0], _FRESH, "application/json")
@@ -154,7 +154,7 @@ class WorkerPages:
                     continue
                 await _forward(answer, send)
                 return
-        await _nobody()(request.scope, request.receive, send)
+        await _no_worker()(request.scope, request.receive, send)
 
 
 async def _ask_all(
@@ -186,7 +186,7 @@ def _why_not(worker: WorkerProcess, answer: Document | None) -> str:
     return f"worker {worker.number} does not serve ({worker.state.value})" + (f": {reason}" if reason else "")
 
 
-def _nobody() -> Response:
+def _no_worker() -> Response:
     message = "no worker serves at this moment; try again"
     return JSONResponse({"error": {"code": "no_worker", "message": message}}, 503, {**_FRESH, "retry-after": "1"})
 

@@ -20,6 +20,7 @@ from tests.workers.running import (
     held_engine,
     is_running,
     serving,
+    started,
     until,
     write_policy,
 )
@@ -75,6 +76,37 @@ async def test_a_store_that_is_named_has_the_pool_and_no_other_is_started(tmp_pa
             assert any(str(key).startswith("admission:") for key in store.command("KEYS", "*"))
             command.signal(signal.SIGTERM)
             assert (await command.ended())[0] == 0
+
+
+@pytest.mark.long
+async def test_a_service_manager_that_signals_every_process_cuts_no_request_off(tmp_path: Path) -> None:
+    async with held_engine() as engine, serving(write_policy(tmp_path, requests=40), engine.url) as command:
+        streams: list[asyncio.Task[tuple[int, bytes]]] = []
+        await both_have_some(command, streams)
+        for pid in [*children(command.process.pid), command.process.pid]:
+            os.kill(pid, signal.SIGTERM)
+        await asyncio.sleep(1)
+        engine.release.set()
+        answers = await asyncio.wait_for(asyncio.gather(*streams), WITHIN_S)
+        code, log = await command.ended()
+    assert {status for status, _ in answers} == {200}
+    assert code == 0
+    assert "cut" not in events(log)
+    assert "Traceback" not in log
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("after_s", [0.5, 1.5, 2.5])
+async def test_a_signal_during_the_start_leaves_nothing(after_s: float, tmp_path: Path) -> None:
+    arguments = ("--upstream", "http://127.0.0.1:9", "--policy", str(write_policy(tmp_path)))
+    async with started("--workers", "2", *arguments) as process:
+        await asyncio.sleep(after_s)
+        begun = children(process.pid)
+        process.send_signal(signal.SIGTERM)
+        _, errors = await asyncio.wait_for(process.communicate(), 20)
+        assert not any(map(is_running, begun))
+    assert process.returncode in (0, -signal.SIGTERM)  # the latter before it has any process
+    assert "Traceback" not in errors.decode()
 
 
 @pytest.mark.long
