@@ -93,7 +93,7 @@ class Crew:
 
     async def _keep(self, worker: WorkerProcess) -> None:
         """Runs one worker, again and again."""
-        settings, environment = self._settings, self._environment_of(worker)
+        settings, environment = self._settings, environment_of(self._environment, worker.number)
         while not self.ending.is_set():
             ending = await worker.run(settings, self._log, environment)
             pause_s = None if self.ending.is_set() else self._pause_s(worker, ending)
@@ -121,12 +121,6 @@ class Crew:
         _log.warning(message, worker.number, worker.reason, extra={"event": "worker_down"})
         return pause_s
 
-    def _environment_of(self, worker: WorkerProcess) -> dict[str, str]:
-        environment = dict(self._environment)
-        if _RESOURCE in environment:  # a backend adds the metrics of processes that it takes for one
-            environment[_RESOURCE] = _INSTANCE.sub(rf"\1-{worker.number}", environment[_RESOURCE])
-        return environment
-
     def _changed(self) -> None:
         """A worker has changed its state."""
         if len(self.serving()) == len(self.workers):
@@ -135,3 +129,14 @@ class Crew:
             for worker in self.workers:
                 if worker.state is WorkerState.STARTED:
                     worker.tell(Command.LISTEN)
+
+
+def environment_of(environment: Mapping[str, str], number: int) -> dict[str, str]:
+    """A worker's variables: an instance that they name gets the worker's number.
+
+    A backend adds up what it gets from processes that it takes for one.
+    """
+    changed = dict(environment)
+    if _RESOURCE in changed:
+        changed[_RESOURCE] = _INSTANCE.sub(rf"\1-{number}", changed[_RESOURCE])
+    return changed

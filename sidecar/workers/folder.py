@@ -30,11 +30,12 @@ _YOUNG_S = 60.0
 def private_folder() -> Iterator[Path]:
     """A folder that only this user can enter, while the block runs. Raises CannotServe where there can be none."""
     prefix = f"{_PREFIX}-{os.getuid()}-"
-    _remove_leftovers(prefix)
     try:
+        _remove_leftovers(prefix)
         path = Path(tempfile.mkdtemp(prefix=prefix))
     except OSError as error:
-        raise CannotServe(f"cannot make a folder in {tempfile.gettempdir()}: {error.strerror}") from None
+        reason = "the workers' sockets need a folder, and none can be made"
+        raise CannotServe(f"{reason} ({error.strerror}); set TMPDIR to a folder that can be written") from None
     lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -107,17 +107,14 @@ class WorkerProcess:
 
     async def run(self, settings: ServeSettings, log: LogSettings, environment: Mapping[str, str]) -> Ending:
         """Starts a process, and returns when it has ended."""
-        begin = Begin(self.number, settings, log, self._socket)
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", _PROGRAM, str(theirs.fileno()), msgspec.json.encode(begin).decode()),
-                *sys.path,
-                env=environment,
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # a terminal's Ctrl-C and end are for the supervisor alone
-            )
+            try:
+                self._process = await self._start(Begin(self.number, settings, log, self._socket), theirs, environment)
+            except OSError as error:
+                ours.close()
+                self.reason = f"its process cannot be started: {error.strerror}"
+                return Ending(self.reason, 0.0)
         self._change(WorkerState.STARTING)
         reader, self._channel = await asyncio.open_unix_connection(sock=ours)
         failed = await self._follow(reader)
@@ -145,6 +142,18 @@ class WorkerProcess:
         """Ends the connections to its pages."""
         if self._session is not None:
             await self._session.close()
+
+    async def _start(
+        self, begin: Begin, channel: socket.socket, environment: Mapping[str, str]
+    ) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", _PROGRAM, str(channel.fileno()), msgspec.json.encode(begin).decode()),
+            *sys.path,
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=(channel.fileno(),),
+            start_new_session=True,  # a terminal's Ctrl-C and end are for the supervisor alone
+        )
 
     async def _follow(self, reader: asyncio.StreamReader) -> Report | None:
         """Reads its reports to their end. Returns the one that says why it could not begin."""

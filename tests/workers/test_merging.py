@@ -18,6 +18,7 @@ from sidecar.telemetry.metrics.engines import ENGINE_COUNTERS, ENGINE_GAUGES
 from sidecar.telemetry.metrics.instruments import NO_ENGINE_FITS, POLICY_REJECTED, POOL_GAUGES, TIER_GAUGES
 from sidecar.telemetry.metrics.lease_sizes import ENGINE_PREEMPTIONS, LEASE_SIZE_GAUGES
 from sidecar.workers import folder
+from sidecar.workers.crew import environment_of
 from sidecar.workers.documents import merged_engines, merged_pool, merged_state
 from sidecar.workers.metrics import OWN, PARTS, SEEN, WORST, WorkersMetrics, scraped
 from sidecar.workers.restarts import PAUSES_S, STEADY_S, Restarts, how_it_ended
@@ -196,6 +197,12 @@ def test_what_processes_count_at_an_engine_is_added_up() -> None:
     assert merged["measured_tokens"] == 7
 
 
+def test_an_instance_that_the_environment_names_is_another_in_each_worker() -> None:
+    named = {"OTEL_RESOURCE_ATTRIBUTES": "a=b,service.instance.id=pod-7,c=d", "PATH": "/bin"}
+    assert environment_of(named, 2) == {**named, "OTEL_RESOURCE_ATTRIBUTES": "a=b,service.instance.id=pod-7-2,c=d"}
+    assert environment_of({"PATH": "/bin"}, 2) == {"PATH": "/bin"}
+
+
 def test_restarts_end_after_some_in_a_row() -> None:
     restarts = Restarts()
     assert [restarts.pause_s(1.0) for _ in range(5)] == [*PAUSES_S, None]
@@ -219,6 +226,9 @@ def test_a_folder_whose_sockets_would_have_too_long_a_path_is_refused(temporary:
     with pytest.raises(CannotServe, match="would be too long; set TMPDIR to a shorter folder"), folder.private_folder():
         pass
     assert list(long.iterdir()) == []
+    tempfile.tempdir = str(temporary / "none")
+    with pytest.raises(CannotServe, match=r"No such file or directory\); set TMPDIR"), folder.private_folder():
+        pass
 
 
 def test_a_folder_of_a_killed_supervisor_is_removed_and_no_other(
