@@ -67,6 +67,7 @@ async def test_an_order_that_no_store_knows_is_refused(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 async def test_what_no_process_could_serve_is_refused_once(tmp_path: Path) -> None:
     policy = str(write_policy(tmp_path))
     assert "give --upstream URL" in await refusal("--policy", policy)
