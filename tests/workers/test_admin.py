@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from pathlib import Path
 
 import aiohttp
@@ -13,7 +14,7 @@ import pytest
 from tests.workers.running import ASKED, Command, held_engine, serving, until, write_policy
 from tests.workers.test_serve import both_have_some, is_restarted
 
-pytestmark = [pytest.mark.anyio, pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux alone has workers")]
+pytestmark = [pytest.mark.anyio, pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has workers")]
 ADMITTED = 'admission_admitted_total{admission_pool="default",admission_tier="normal"}'
 HELD = 'admission_held_requests{admission_pool="default",admission_tier="normal"}'
 HELD_TOKENS = 'admission_held_tokens{admission_pool="default",admission_tier="normal"}'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from sidecar.server.server import CannotServe
 from sidecar.workers.own_store import server_program
 from tests.workers.running import started, write_policy
 
-pytestmark = [pytest.mark.anyio, pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux alone has workers")]
+pytestmark = [pytest.mark.anyio, pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has workers")]
 NOBODY = "http://127.0.0.1:9"  # the discard port: nothing listens there
 
 

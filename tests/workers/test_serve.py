@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from tests.workers.running import (
     write_policy,
 )
 
-pytestmark = [pytest.mark.anyio, pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux alone has workers")]
+pytestmark = [pytest.mark.anyio, pytest.mark.skipif(sys.platform != "linux", reason="Linux alone has workers")]
 
 
 async def both_have_some(command: Command, streams: list[asyncio.Task[tuple[int, bytes]]]) -> None:
