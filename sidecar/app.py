@@ -384,17 +384,17 @@ def _unguarded(app: ASGIApp, *, is_launched: bool, is_by_name: bool) -> Unguarde
 def _pool(policy: Policy, environment: Mapping[str, str], pages: Pages, *, takes_over: bool) -> Pool:
     """Where the leases live, and who says how many. Raises ValueError for an address or a switch that is none."""
     store = store_of(policy, environment)
-    takes_over = _takes_over_a_store(environment, store, takes_over=takes_over)
+    takes_over = takes_over_a_store(environment, store, takes_over=takes_over)
     pool = LocalPool(policy) if store is None else _shared_pool(policy, store, takes_over=takes_over)
     return pool if policy.engine_capacity is None else EngineSizedPool(policy, pool, pages)
 
 
-def _check_order(policy: Policy, store: StoreAddress | None) -> None:
-    """Raises ValueError for an order that engines in a store do not know."""
-    if store is not None and policy.order is Order.GAIN:
+def check_order(policy: Policy, *, remedy: str = f"the store (`store:`, {STORE_VARIABLE})") -> None:
+    """Raises ValueError for an order that several engines in a store do not know. `remedy` can be removed, too."""
+    if policy.order is Order.GAIN and policy.engines is not None:
         raise ValueError(
             "a pool of several engines in a store orders by level only: remove `order: gain` or `engines` from the "
-            f"policy, or the store (`store:`, {STORE_VARIABLE})"
+            f"policy, or {remedy}"
         )
 
 
@@ -421,10 +421,10 @@ def _engine_pool(policy: Policy, setup: _Setup, allowances: RateLimiter | None =
     """The pool of a policy with engines. Raises ValueError as `_pool` does."""
     assert policy.engines is not None
     store, weight_percent = store_of(policy, setup.environment), policy.engines.affinity.weight_percent
-    takes_over = _takes_over_a_store(setup.environment, store, takes_over=setup.takes_over)
-    _check_order(policy, store)
+    takes_over = takes_over_a_store(setup.environment, store, takes_over=setup.takes_over)
     if store is None:
         return FleetPool(policy, weight_percent=weight_percent, allowances=allowances)
+    check_order(policy)
     from sidecar.pools.redis import RedisFleetPool, connector
 
     metrics, connect = StoreMetrics(policy.pool), connector(store, policy.pool, has_engines=True)
@@ -457,7 +457,8 @@ def _mounted_engine(app: ASGIApp, policy: Policy, setup: _Setup, pages: Pages) -
     return engine
 
 
-def _takes_over_a_store(environment: Mapping[str, str], store: StoreAddress | None, *, takes_over: bool) -> bool:
+def takes_over_a_store(environment: Mapping[str, str], store: StoreAddress | None, *, takes_over: bool) -> bool:
+    """Whether the command line or the environment says so. Raises ValueError where there is no store."""
     written = environment.get(TAKE_OVER_VARIABLE, "")
     if written not in ("", "0", "1"):
         raise ValueError(f"{TAKE_OVER_VARIABLE}: {written!r} is neither 1 nor 0")

@@ -20,6 +20,17 @@ def port(text: str) -> int:
     return int(text)
 
 
+MOST_WORKERS = 64
+"""More than the processors of most machines, and more than one store has work for."""
+
+
+def worker_count(text: str) -> int:
+    """A number of processes. Raises ArgumentTypeError for what is none."""
+    if not text.isascii() or not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= MOST_WORKERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of workers; write a number from 1 to {MOST_WORKERS}")
+    return int(text)
+
+
 class NoPolicy(ValueError):
     """No policy was named, neither on the command line nor in the environment."""
 

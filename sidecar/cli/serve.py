@@ -2,7 +2,7 @@
 
 It prints one line per address once it answers. SIGTERM refuses new requests with a 503, lets the running ones finish
 for at most --grace, and exits with 0; a second signal ends at once. The process follows the policy's files while it
-runs: a change replaces the running policy, at once on SIGHUP.
+runs: a change replaces the running policy, at once on SIGHUP. With --workers several processes do all this together.
 """
 
 from __future__ import annotations
@@ -10,27 +10,38 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import sys
 from typing import TYPE_CHECKING
 
-from sidecar.cli.arguments import CLIENTS_PORT, NoPolicy, OneEngine, duration_s, policy_path, port, server_url
+from sidecar.cli.arguments import (
+    CLIENTS_PORT,
+    NoPolicy,
+    OneEngine,
+    duration_s,
+    policy_path,
+    port,
+    server_url,
+    worker_count,
+)
 from sidecar.policy import POLICY_VARIABLE
-from sidecar.telemetry.logs.setup import FORMATTERS, LEVELS, log_settings, own_logging
+from sidecar.telemetry.logs.setup import FORMATTERS, LEVELS, LogSettings, log_settings, own_logging
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from starlette.types import ASGIApp
-
-    from sidecar.middleware.controller import AdmissionController
-    from sidecar.policy.model import Policy
+    from sidecar.admin.auth import Access
+    from sidecar.serving import ServeSettings
 
 _log = logging.getLogger("sidecar.serve")
 
-_OBSERVING = "mode: observe: every request passes; `sidecar observed` reports what enforcing would have done"
-
-EXAMPLE = "  sidecar serve --upstream http://127.0.0.1:8000 --policy policies/ --port 8080"
+_WORKERS = (
+    "processes that serve the port together, for more requests than one processor can take (default %(default)s). They "
+    "share one pool: in the policy's store, else in a Valkey that this command starts "
+    "(pip install 'admission-sidecar[workers]'). Linux only"
+)
+EXAMPLE = """\
+  sidecar serve --upstream http://127.0.0.1:8000 --policy policies/ --port 8080
+  sidecar serve --upstream http://127.0.0.1:8000 --policy policies/ --workers 4"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="make a shared pool anew that has other tiers than the policy; replicas with those admit nothing more. "
         "Use it for one start: docs/many-replicas.md",
     )
+    add("--workers", type=worker_count, default=1, metavar="N", help=_WORKERS)
     # Kubernetes kills a pod 30 s after it asked it to end; this must be over before that.
     parser.add_argument("--grace", type=duration_s, default=25.0, metavar="TIME", help="for running requests, e.g. 25s")
 
@@ -77,111 +89,97 @@ def run(args: argparse.Namespace) -> int:
         print(f"sidecar serve: {missing}", file=sys.stderr)
         return 2
     try:
-        settings = log_settings(os.environ, args.log_level, args.log_format)
+        log = log_settings(os.environ, args.log_level, args.log_format)
     except ValueError as mistake:
         print(f"sidecar: {mistake}", file=sys.stderr)
         return 1
-    with own_logging(settings):
-        failure = _serve(args, announces_twice=settings.format == "json")
+    settings = _settings(args)
+    with own_logging(log):
+        announce = _announce_and_log if log.format == "json" else _announce  # a machine reads it, and wants to know
+        if args.workers == 1:
+            failure = _serve(settings, announce)
+        else:
+            failure = _serve_by_workers(settings, args.workers, log, announce)
     if failure is not None:  # after the last line of the log, which has a thread of its own
         print(f"sidecar: {failure}", file=sys.stderr)
     return 0 if failure is None else 1
 
 
-def _serve(args: argparse.Namespace, *, announces_twice: bool) -> Exception | None:
-    """Serves. Returns why it could not begin. `announces_twice`: a machine reads the log, and wants to know, too."""
-    from sidecar.admin.app import admin_app
-    from sidecar.admin.auth import AdminGuard, access_of, open_port
-    from sidecar.app import AdmissionMiddleware
-    from sidecar.policy.compiler import load_files
-    from sidecar.policy.model import Mode
-    from sidecar.policy.reload import PolicyFiles
-    from sidecar.policy.warnings import warnings
+def _settings(args: argparse.Namespace) -> ServeSettings:
+    from sidecar.serving import ServeSettings
+
+    return ServeSettings(
+        upstream=args.upstream,
+        policy=args.policy,
+        host=args.host,
+        port=args.port,
+        admin_host=args.admin_host,
+        admin_port=args.admin_port,
+        grace_s=args.grace,
+        takes_over_pool=args.take_over_pool,
+    )
+
+
+def _serve(settings: ServeSettings, announce: Callable[[str], None]) -> Exception | None:
+    """Serves in this process. Returns why it could not begin."""
+    from sidecar.admin.auth import AdminGuard
     from sidecar.server import server
-    from sidecar.telemetry.setup import TelemetryError, configure_from_environment
+    from sidecar.serving import Serving, load_policy, upstreams
+    from sidecar.telemetry.setup import TelemetryError
 
     try:
-        loaded = load_files(args.policy)
-        for warning in warnings(loaded.policy, loaded.place):
-            _log.warning("%s", warning, extra={"event": "policy_warning"})
-        if loaded.policy.mode is Mode.OBSERVE:
-            _log.info("%s", _OBSERVING, extra={"event": "observing"})
-        access = access_of(os.environ, args.admin_host)
-        if access.is_open:
-            _log.warning("%s", open_port(args.admin_host), extra={"event": "admin_port_open"})
-        files = PolicyFiles(args.policy)
-        middleware = AdmissionMiddleware(
-            _app(args.upstream, loaded.policy),
-            loaded.policy,
-            files=files,
-            is_shown=True,
-            takes_over_pool=args.take_over_pool,
-        )
-        controller = middleware.controller
-        end_telemetry = configure_from_environment(scrape=middleware.observability.scrape)
-        pages = admin_app(
-            state=controller.state,
-            readiness=controller.readiness,
-            notices=controller.notices,
-            routes=middleware.observability.routes,
-        )
+        policy = load_policy(settings.policy)
+        access = _access(settings)
+        serving = Serving(settings, policy)
         server.run(
             server.serve(
-                middleware,
-                host=args.host,
-                port=args.port,
-                admin=AdminGuard(pages, access),
-                admin_host=args.admin_host,
-                admin_port=args.admin_port,
-                drain=lambda: _drain(controller, args.grace),
-                drained=controller.drained,
-                reload=middleware.observability.reload,
-                upstreams=_upstreams(args.upstream, loaded.policy),
-                grace_s=args.grace,
-                announce=_announce_and_log if announces_twice else _announce,
+                serving.middleware,
+                host=settings.host,
+                port=settings.port,
+                admin=AdminGuard(serving.pages, access),
+                admin_host=settings.admin_host,
+                admin_port=settings.admin_port,
+                drain=serving.drain,
+                drained=serving.drained,
+                reload=serving.reload,
+                upstreams=upstreams(settings.upstream, policy),
+                grace_s=settings.grace_s,
+                announce=announce,
             )
         )
     except (server.CannotServe, TelemetryError, ValueError) as error:
         return error
-    _end(end_telemetry)
+    serving.end()
     return None
 
 
-def _app(upstream: str | None, policy: Policy) -> ASGIApp | None:
-    """The proxy to the engine; None where the policy names its engines. Raises ValueError."""
-    from sidecar.proxy.proxy import ReverseProxy
+def _serve_by_workers(
+    settings: ServeSettings, workers: int, log: LogSettings, announce: Callable[[str], None]
+) -> Exception | None:
+    """Serves by processes of its own. Returns why it could not begin, or go on."""
+    from sidecar.server import server
+    from sidecar.serving import load_policy
+    from sidecar.workers.supervisor import Plan, check_system, supervise
 
-    if policy.engines is None and upstream is None:
-        raise ValueError(
-            "there is no engine to send requests to: give --upstream URL, or write `engines:` in the policy "
-            "(docs/several-engines.md)"
-        )
-    if policy.engines is not None and policy.engines.mounted:
-        raise ValueError(
-            "the policy's engines are mounted (`engines: {mounted: true}`): start the app that mounts the middleware "
-            "(docs/mounting.md), or write static, file or dns for engines behind this proxy"
-        )
-    if policy.engines is not None and upstream is not None:
-        raise ValueError("the policy names its engines (`engines:`): leave out --upstream, or remove `engines:`")
-    return None if upstream is None else ReverseProxy(upstream)
-
-
-def _upstreams(upstream: str | None, policy: Policy) -> Sequence[str]:
-    listed = () if policy.engines is None else policy.engines.static
-    return [engine.url for engine in listed] if upstream is None else [upstream]
-
-
-def _end(end_telemetry: Callable[[], None]) -> None:
-    # The next Ctrl-C ends the process as SIGTERM does: at once, without the traceback of a KeyboardInterrupt.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    end_telemetry()
+    try:
+        check_system(workers)
+        policy = load_policy(settings.policy)
+        plan = Plan(settings, workers, log, policy, _access(settings))
+        server.run(supervise(plan, announce))
+    except (server.CannotServe, ValueError) as error:
+        return error
     _log.info("stopped", extra={"event": "stopped"})
+    return None
 
 
-def _drain(controller: AdmissionController, grace_s: float) -> None:
-    controller.drain(within_s=grace_s)
-    new_ones = "pass until the port closes" if controller.is_observing else "are refused"
-    _log.info("%d requests are under way, new ones %s", controller.under_way, new_ones, extra={"event": "draining"})
+def _access(settings: ServeSettings) -> Access:
+    """How the admin port is guarded, with a warning where it is not. Raises ValueError."""
+    from sidecar.admin.auth import access_of, open_port
+
+    access = access_of(os.environ, settings.admin_host)
+    if access.is_open:
+        _log.warning("%s", open_port(settings.admin_host), extra={"event": "admin_port_open"})
+    return access
 
 
 def _announce(line: str) -> None:

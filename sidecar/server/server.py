@@ -14,7 +14,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import uvicorn
@@ -65,27 +65,76 @@ async def serve(
     line per address as soon as it answers, with the port that was chosen for port 0. `upstreams` are where `app`
     sends requests. Raises CannotServe, also where one of those is one of the server's own addresses.
     """
-    signals = _Signals(reload)
+    signals = Signals(reload)
     with listening(host, port) as client_socket, listening(admin_host, admin_port) as admin_socket, signals.caught():
-        for upstream in upstreams:
-            if leads_to(upstream, (client_socket, admin_socket)):
-                raise CannotServe(f"the upstream {upstream} is this sidecar itself; give the engine's address")
-        servers = [
-            _Server("proxy", app, client_socket, lifespan="on", timeout_keep_alive=_KEEP_ALIVE_S),
-            _Server("admin", admin, admin_socket, lifespan="off", timeout_keep_alive=_ADMIN_KEEP_ALIVE_S),
-        ]
-        running = [asyncio.ensure_future(server.serve(sockets=[server.socket])) for server in servers]
-        await _wait_first(_all_ready(servers), *running)
-        if running[0].done():
-            raise CannotServe(servers[0].failure or "the app failed to start")
-        for server in servers:
-            announce(server.address())
-        await _wait_first(signals.first.wait(), *running)
-        deadline_s = asyncio.get_running_loop().time() + grace_s
-        drain()
-        await _wait_first(drained(), signals.second.wait(), timeout_s=grace_s)
-        for server, task in zip(servers, running, strict=True):
-            await server.end(task, deadline_s, signals.second)
+        refuse_own_addresses(upstreams, (client_socket, admin_socket))
+
+        def announce_both() -> None:
+            announce(f"sidecar: proxy on {address_of(client_socket)}")
+            announce(f"sidecar: admin on {address_of(admin_socket)}")
+
+        await serve_on(
+            app,
+            client_socket,
+            admin,
+            admin_socket,
+            end=signals,
+            drain=drain,
+            drained=drained,
+            grace_s=grace_s,
+            on_ready=announce_both,
+        )
+
+
+async def serve_on(
+    app: ASGIApp,
+    client_socket: socket.socket,
+    admin: ASGIApp,
+    admin_socket: socket.socket,
+    *,
+    end: End,
+    drain: Callable[[], None],
+    drained: Callable[[], Awaitable[None]],
+    grace_s: float,
+    on_ready: Callable[[], None],
+) -> None:
+    """As `serve`, on sockets that are bound already, until `end`. `on_ready` is called when both addresses answer."""
+    servers = [
+        Server(app, client_socket, lifespan="on", timeout_keep_alive=_KEEP_ALIVE_S),
+        Server(admin, admin_socket, lifespan="off", timeout_keep_alive=_ADMIN_KEEP_ALIVE_S),
+    ]
+    running = [asyncio.ensure_future(server.serve(sockets=[server.socket])) for server in servers]
+    await wait_first(_all_ready(servers), *running)
+    if running[0].done():
+        raise CannotServe(servers[0].failure or "the app failed to start")
+    on_ready()
+    await wait_first(end.first.wait(), *running)
+    deadline_s = asyncio.get_running_loop().time() + grace_s
+    drain()
+    await wait_first(drained(), end.second.wait(), timeout_s=grace_s)
+    for server, task in zip(servers, running, strict=True):
+        await server.end(task, deadline_s, end.second)
+
+
+@contextlib.asynccontextmanager
+async def serving_pages(pages: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
+    """Serves admin pages alone while the block runs."""
+    server = Server(pages, listener, lifespan="off", timeout_keep_alive=_ADMIN_KEEP_ALIVE_S)
+    running = asyncio.ensure_future(server.serve(sockets=[listener]))
+    try:
+        await wait_first(server.ready.wait(), running)
+        yield
+    finally:
+        at_once = asyncio.Event()
+        at_once.set()
+        await server.end(running, 0.0, at_once)
+
+
+def refuse_own_addresses(upstreams: Sequence[str], listeners: Sequence[socket.socket]) -> None:
+    """Raises CannotServe where an upstream is one of the server's own addresses."""
+    for upstream in upstreams:
+        if leads_to(upstream, listeners):
+            raise CannotServe(f"the upstream {upstream} is this sidecar itself; give the engine's address")
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -102,12 +151,12 @@ def _counted(requests: int) -> str:
     return "1 request was" if requests == 1 else f"{requests} requests were"
 
 
-async def _all_ready(servers: list[_Server]) -> None:
+async def _all_ready(servers: list[Server]) -> None:
     for server in servers:
         await server.ready.wait()
 
 
-async def _wait_first(*awaitables: Awaitable[Any], timeout_s: float | None = None) -> None:
+async def wait_first(*awaitables: Awaitable[Any], timeout_s: float | None = None) -> None:
     """Returns when one has ended or the time is over. Cancels the coroutines among the others, but no tasks.
 
     Raises the exception of the one that ended.
@@ -123,10 +172,10 @@ async def _wait_first(*awaitables: Awaitable[Any], timeout_s: float | None = Non
             task.cancel()
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """A uvicorn server that handles no signals and says when it is ready."""
 
-    def __init__(self, name: str, app: ASGIApp, listener: socket.socket, *, lifespan: Any, timeout_keep_alive: int):
+    def __init__(self, app: ASGIApp, listener: socket.socket, *, lifespan: Any, timeout_keep_alive: int):
         config = uvicorn.Config(
             app,
             # uvicorn would take a bound method for an app of an older interface.
@@ -148,15 +197,9 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         logging.getLogger("uvicorn.error").addFilter(self._without_traceback)
         self._is_cutting = False
-        self.name = name
         self.socket = listener
         self.ready = asyncio.Event()
         self.failure: str | None = None
-
-    def address(self) -> str:
-        host, port = self.socket.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        return f"sidecar: {self.name} on http://{shown}:{port}"
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         log = logging.getLogger("uvicorn.error")
@@ -185,7 +228,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
         grace_left_s = deadline_s - asyncio.get_running_loop().time()
         if not at_once.is_set() and grace_left_s > 0:
-            await _wait_first(serving, at_once.wait(), timeout_s=grace_left_s)
+            await wait_first(serving, at_once.wait(), timeout_s=grace_left_s)
         if not serving.done():
             await self._cut("a second signal came" if at_once.is_set() else "the grace is over")
         await serving
@@ -229,18 +272,26 @@ class _Server(uvicorn.Server):
         return True
 
 
-class _Signals:
-    """The first signal asks for a graceful end, the second for an end; SIGHUP calls `reload`."""
+class End:
+    """The end of a server: `first` asks for a graceful one, `second` for one at once."""
 
-    def __init__(self, reload: Callable[[], None] | None) -> None:
-        self._handlers = dict.fromkeys(_SIGNALS, self._on_signal)
-        if reload is not None:
-            self._handlers |= dict.fromkeys(_HANGUP, reload)
+    def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
 
+
+class Signals(End):
+    """The first signal asks for a graceful end, the second for an end at once; SIGHUP calls `reload`."""
+
+    def __init__(self, reload: Callable[[], None] | None) -> None:
+        super().__init__()
+        self._handlers = dict.fromkeys(_SIGNALS, self._on_signal)
+        if reload is not None:
+            self._handlers |= dict.fromkeys(_HANGUP, reload)
+
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
+        """The event loop handles the signals while the block runs."""
         loop = asyncio.get_running_loop()
         for number, handler in self._handlers.items():
             loop.add_signal_handler(number, handler)
@@ -254,9 +305,36 @@ class _Signals:
         (self.second if self.first.is_set() else self.first).set()
 
 
+def address_of(listener: socket.socket) -> str:
+    """The address of a socket's server."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 @contextlib.contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
     """A bound socket, on which the server listens when the app is up. Raises CannotServe."""
+    with _bound(host, port) as listener:
+        try:
+            # Fails here, before the start, where another process listens already.
+            listener.listen(1)
+        except OSError as error:
+            raise _cannot_listen(host, port, error) from None
+        yield listener
+
+
+@contextlib.contextmanager
+def sharing(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that is bound to a port which other processes of this user bind, too, and does not listen yet.
+
+    Linux divides the connections among the sockets that listen. Raises CannotServe.
+    """
+    with _bound(host, port, is_shared=True) as listener:
+        yield listener
+
+
+@contextlib.contextmanager
+def _bound(host: str, port: int, *, is_shared: bool = False) -> Iterator[socket.socket]:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
@@ -264,15 +342,19 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         # Only with the protocol named asyncio turns Nagle's algorithm off, which costs 40 ms per response.
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise CannotServe(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        raise _cannot_listen(host, port, error) from None
     with listener:
         try:
             if sys.platform != "win32":
                 # Otherwise a restart has to wait for the last connections' TIME_WAIT.
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if is_shared:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(address)
-            # Fails here, before the start, where another process listens already.
-            listener.listen(1)
         except OSError as error:
-            raise CannotServe(f"cannot listen on {host}:{port}: {error.strerror}") from None
+            raise _cannot_listen(host, port, error) from None
         yield listener
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> CannotServe:
+    return CannotServe(f"cannot listen on {host}:{port}: {error.strerror}")

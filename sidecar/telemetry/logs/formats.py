@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 
 FIELDS = (
+    "worker",
     "request_id",
     "trace_id",
     "span_id",

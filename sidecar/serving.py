@@ -1,0 +1,110 @@
+"""The parts of `sidecar serve` in one process: the proxy with its admission, its admin pages, and its telemetry."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Sequence
+
+import msgspec
+from starlette.types import ASGIApp
+
+from sidecar.admin.app import admin_app
+from sidecar.app import AdmissionMiddleware
+from sidecar.policy.compiler import load_files
+from sidecar.policy.model import Mode, Policy
+from sidecar.policy.reload import PolicyFiles
+from sidecar.policy.warnings import warnings
+from sidecar.proxy.proxy import ReverseProxy
+from sidecar.telemetry.setup import configure_from_environment
+
+_OBSERVING = "mode: observe: every request passes; `sidecar observed` reports what enforcing would have done"
+
+_log = logging.getLogger("sidecar.serve")
+
+
+class ServeSettings(msgspec.Struct, frozen=True):
+    """What the command line says. `policy` is a path; `upstream` is None where the policy names its engines."""
+
+    upstream: str | None
+    policy: str
+    host: str
+    port: int
+    admin_host: str
+    admin_port: int
+    grace_s: float
+    takes_over_pool: bool = False
+
+
+def load_policy(path: str) -> Policy:
+    """The policy, with its warnings in the log. Raises PolicyError."""
+    loaded = load_files(path)
+    for warning in warnings(loaded.policy, loaded.place):
+        _log.warning("%s", warning, extra={"event": "policy_warning"})
+    if loaded.policy.mode is Mode.OBSERVE:
+        _log.info("%s", _OBSERVING, extra={"event": "observing"})
+    return loaded.policy
+
+
+class Serving:
+    """One process's parts. Raises ValueError for a policy or an environment that cannot be, and TelemetryError."""
+
+    def __init__(self, settings: ServeSettings, policy: Policy) -> None:
+        self._grace_s = settings.grace_s
+        self.middleware = AdmissionMiddleware(
+            proxy_of(settings.upstream, policy),
+            policy,
+            files=PolicyFiles(settings.policy),
+            is_shown=True,
+            takes_over_pool=settings.takes_over_pool,
+        )
+        self._controller, observability = self.middleware.controller, self.middleware.observability
+        self._end_telemetry = configure_from_environment(scrape=observability.scrape)
+        self.readiness, self.drained, self.reload = (
+            self._controller.readiness,
+            self._controller.drained,
+            observability.reload,
+        )
+        self.pages = admin_app(
+            state=self._controller.state,
+            readiness=self.readiness,
+            notices=self._controller.notices,
+            routes=observability.routes,
+        )
+
+    def drain(self) -> None:
+        """Refuses new requests from now on, and logs it."""
+        controller = self._controller
+        controller.drain(within_s=self._grace_s)
+        new_ones = "pass until the port closes" if controller.is_observing else "are refused"
+        _log.info("%d requests are under way, new ones %s", controller.under_way, new_ones, extra={"event": "draining"})
+
+    def end(self) -> None:
+        """Sends the last telemetry, after the servers have ended."""
+        # The next Ctrl-C ends the process as SIGTERM does: at once, without the traceback of a KeyboardInterrupt.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self._end_telemetry()
+        _log.info("stopped", extra={"event": "stopped"})
+
+
+def proxy_of(upstream: str | None, policy: Policy) -> ASGIApp | None:
+    """The proxy to the engine; None where the policy names its engines. Raises ValueError."""
+    if policy.engines is None and upstream is None:
+        raise ValueError(
+            "there is no engine to send requests to: give --upstream URL, or write `engines:` in the policy "
+            "(docs/several-engines.md)"
+        )
+    if policy.engines is not None and policy.engines.mounted:
+        raise ValueError(
+            "the policy's engines are mounted (`engines: {mounted: true}`): start the app that mounts the middleware "
+            "(docs/mounting.md), or write static, file or dns for engines behind this proxy"
+        )
+    if policy.engines is not None and upstream is not None:
+        raise ValueError("the policy names its engines (`engines:`): leave out --upstream, or remove `engines:`")
+    return None if upstream is None else ReverseProxy(upstream)
+
+
+def upstreams(upstream: str | None, policy: Policy) -> Sequence[str]:
+    """The addresses that requests are sent to, as far as they are known at the start."""
+    listed = () if policy.engines is None else policy.engines.static
+    return [engine.url for engine in listed] if upstream is None else [upstream]

@@ -1,0 +1,106 @@
+"""The supervisor of `sidecar serve --workers N`: it holds the ports, the store where it is its own, and the workers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from typing import NamedTuple
+
+import msgspec
+
+from sidecar.admin.auth import Access, AdminGuard
+from sidecar.app import STORE_VARIABLE, check_order, store_of, takes_over_a_store
+from sidecar.policy.model import Policy
+from sidecar.server.server import (
+    CannotServe,
+    Signals,
+    address_of,
+    listening,
+    refuse_own_addresses,
+    serving_pages,
+    sharing,
+    wait_first,
+)
+from sidecar.serving import ServeSettings, proxy_of, upstreams
+from sidecar.telemetry.logs.setup import LogSettings
+from sidecar.workers.crew import Crew
+from sidecar.workers.folder import private_folder
+from sidecar.workers.own_store import OwnStore
+from sidecar.workers.pages import WorkerPages
+
+
+class Plan(NamedTuple):
+    """What to serve, by how many `workers`. `access` is that of the admin port."""
+
+    settings: ServeSettings
+    workers: int
+    log: LogSettings
+    policy: Policy
+    access: Access
+
+
+def check_system(workers: int) -> None:
+    """Raises CannotServe where the system cannot have several processes serve one port."""
+    # Elsewhere the option is missing, or one of the processes gets all connections.
+    if not sys.platform.startswith("linux") or not hasattr(socket, "SO_REUSEPORT"):
+        raise CannotServe(
+            f"--workers {workers} needs Linux, which divides the connections to one port among processes "
+            "(SO_REUSEPORT); leave it out, or run replicas on ports of their own (docs/many-replicas.md)"
+        )
+
+
+async def supervise(plan: Plan, announce: Callable[[str], None]) -> None:
+    """Serves until SIGTERM or SIGINT. Raises CannotServe where that cannot begin or go on, and ValueError for settings
+    that cannot be.
+    """
+    has_store = _check(plan)
+    settings = plan.settings
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(private_folder())
+        clients = stack.enter_context(_reserved(settings.host, settings.port))
+        admin = stack.enter_context(listening(settings.admin_host, settings.admin_port))
+        refuse_own_addresses(upstreams(settings.upstream, plan.policy), (clients, admin))
+        settings = msgspec.structs.replace(settings, port=clients.getsockname()[1])
+        store = None if has_store else OwnStore(folder)
+        environment = dict(os.environ) if store is None else {**os.environ, STORE_VARIABLE: store.url}
+        crew = Crew(settings, plan.workers, plan.log, environment, folder)
+        signals = Signals(crew.reload)
+        stack.enter_context(signals.caught())
+        if store is not None:
+            stack.push_async_callback(store.stop)
+            await store.start()
+            store.keep(crew.fail)
+        stack.push_async_callback(crew.close)
+        async with serving_pages(AdminGuard(WorkerPages(crew), plan.access), admin):
+            crew.start()
+            await wait_first(crew.all_serving.wait(), crew.failed.wait(), signals.first.wait())
+            if crew.all_serving.is_set():
+                announce(f"sidecar: proxy on {address_of(clients)}")
+                announce(f"sidecar: admin on {address_of(admin)}")
+                kept = "the store" if has_store else "a Valkey of their own"
+                announce(f"sidecar: {plan.workers} workers share one pool in {kept}")
+            await wait_first(crew.failed.wait(), signals.first.wait())
+            await crew.end(settings.grace_s, signals.second)
+    if crew.failure is not None:
+        raise CannotServe(crew.failure)
+
+
+def _check(plan: Plan) -> bool:
+    """Whether the settings name a store. Raises ValueError for settings that no worker could begin with."""
+    proxy_of(plan.settings.upstream, plan.policy)
+    store = store_of(plan.policy, os.environ)
+    takes_over_a_store(os.environ, store, takes_over=plan.settings.takes_over_pool)
+    check_order(plan.policy, remedy=f"--workers {plan.workers}, which keeps the pool in one")
+    return store is not None
+
+
+@contextmanager
+def _reserved(host: str, port: int) -> Iterator[socket.socket]:
+    """The clients' address, bound for as long as the block runs. Raises CannotServe where another process has it."""
+    with listening(host, port):
+        pass  # a socket that shares its port would be bound beside those of another command with workers
+    with sharing(host, port) as bound:
+        yield bound

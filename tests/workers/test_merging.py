@@ -1,0 +1,254 @@
+"""Metrics and documents of several processes as those of one."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sidecar.server.server import CannotServe
+from sidecar.telemetry import semconv
+from sidecar.telemetry.metrics.engine_speeds import ENGINE_SPEED_GAUGES
+from sidecar.telemetry.metrics.engines import ENGINE_COUNTERS, ENGINE_GAUGES
+from sidecar.telemetry.metrics.instruments import NO_ENGINE_FITS, POLICY_REJECTED, POOL_GAUGES, TIER_GAUGES
+from sidecar.telemetry.metrics.lease_sizes import ENGINE_PREEMPTIONS, LEASE_SIZE_GAUGES
+from sidecar.workers import folder
+from sidecar.workers.crew import environment_of
+from sidecar.workers.documents import merged_engines, merged_pool, merged_state
+from sidecar.workers.metrics import OWN, PARTS, SEEN, WORST, WorkersMetrics, scraped
+from sidecar.workers.restarts import PAUSES_S, STEADY_S, Restarts, how_it_ended
+
+SHARED = """\
+# TYPE admission_store_available gauge
+admission_store_available{{admission_pool="p"}} {available}
+# TYPE admission_capacity_tokens gauge
+admission_capacity_tokens{{admission_pool="p"}} {capacity}
+# TYPE admission_aborting_tokens gauge
+admission_aborting_tokens{{admission_pool="p"}} {aborting}
+# TYPE admission_admitted counter
+admission_admitted_total{{admission_pool="p"}} {admitted}
+# TYPE admission_policy_rejected counter
+admission_policy_rejected_total{{admission_pool="p"}} {rejected}
+# TYPE admission_queue_wait_seconds histogram
+# UNIT admission_queue_wait_seconds seconds
+admission_queue_wait_seconds_bucket{{admission_pool="p",le="1.0"}} {waits} # {{trace_id="{trace}"}} 0.5 {at}
+admission_queue_wait_seconds_bucket{{admission_pool="p",le="+Inf"}} {waits}
+admission_queue_wait_seconds_count{{admission_pool="p"}} {waits}
+admission_queue_wait_seconds_sum{{admission_pool="p"}} {waits}
+# EOF
+"""
+GIVEN = {
+    "available": 1,
+    "capacity": 100,
+    "aborting": 0,
+    "admitted": 0,
+    "rejected": 0,
+    "waits": 0,
+    "trace": "a",
+    "at": 1,
+}
+
+
+def shown(metrics: WorkersMetrics) -> dict[str, float]:
+    text, content_type = metrics.text(None, ())
+    assert content_type.startswith("text/plain")
+    lines = (line for line in text.decode().splitlines() if not line.startswith("#"))
+    return {name.partition("{")[0]: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def answers(**of_each: dict[str, Any]) -> dict[int, Any]:
+    return {int(pid[1:]): scraped(SHARED.format(**GIVEN | given)) for pid, given in of_each.items()}
+
+
+def test_counters_and_what_each_holds_are_added_up_and_the_pool_is_shown_once() -> None:
+    metrics = WorkersMetrics()
+    metrics.note(answers(p1={"admitted": 3, "aborting": 5, "waits": 1}, p2={"admitted": 4, "aborting": 6, "waits": 2}))
+    found = shown(metrics)
+    assert found["admission_admitted_total"] == 7
+    assert found["admission_aborting_tokens"] == 11
+    assert found["admission_capacity_tokens"] == 100
+    assert found["admission_queue_wait_seconds_count"] == 3
+
+
+def test_while_the_store_is_lost_for_all_their_parts_are_added_up() -> None:
+    metrics = WorkersMetrics()
+    metrics.note(answers(p1={"available": 0, "capacity": 50}, p2={"available": 1, "capacity": 100}))
+    assert (shown(metrics)["admission_capacity_tokens"], shown(metrics)["admission_store_available"]) == (100, 0)
+    metrics.note(answers(p1={"available": 0, "capacity": 50}, p2={"available": 0, "capacity": 49}))
+    assert shown(metrics)["admission_capacity_tokens"] == 99
+
+
+def test_what_an_ended_process_counted_still_counts_and_what_it_held_does_not() -> None:
+    metrics = WorkersMetrics()
+    metrics.note(answers(p1={"admitted": 3, "aborting": 5}, p2={"admitted": 4, "aborting": 6}))
+    metrics.end_but([2])
+    metrics.note(answers(p2={"admitted": 5, "aborting": 6}, p3={"admitted": 1}))
+    assert shown(metrics)["admission_admitted_total"] == 3 + 5 + 1
+    assert shown(metrics)["admission_aborting_tokens"] == 6
+    metrics.end_but([])
+    assert shown(metrics) == {
+        "admission_admitted_total": 9,
+        "admission_policy_rejected_total": 0,
+        "admission_queue_wait_seconds_bucket": 0,
+        "admission_queue_wait_seconds_count": 0,
+        "admission_queue_wait_seconds_sum": 0,
+    }
+
+
+def test_a_process_that_is_silent_counts_as_it_did_last() -> None:
+    metrics = WorkersMetrics()
+    metrics.note(answers(p1={"admitted": 3}, p2={"admitted": 4}))
+    metrics.note(answers(p2={"admitted": 6}))
+    metrics.end_but([1, 2])
+    assert shown(metrics)["admission_admitted_total"] == 9
+
+
+def test_what_all_processes_see_is_counted_once_and_does_not_fall() -> None:
+    metrics = WorkersMetrics()
+    metrics.note(answers(p1={"rejected": 1}, p2={"rejected": 1}))
+    assert shown(metrics)["admission_policy_rejected_total"] == 1
+    metrics.note(answers(p1={"rejected": 2}, p2={"rejected": 1}))
+    metrics.end_but([2])
+    metrics.note(answers(p2={"rejected": 2}, p3={"rejected": 0}))
+    assert shown(metrics)["admission_policy_rejected_total"] == 3  # the second worker's comes after its time
+
+
+def test_of_the_exemplars_the_newest_is_shown() -> None:
+    metrics = WorkersMetrics()
+    metrics.note(answers(p1={"waits": 1, "trace": "older", "at": 5}, p2={"waits": 1, "trace": "newer", "at": 6}))
+    text, _ = metrics.text("application/openmetrics-text; version=1.0.0", ())
+    assert 'le="1.0"} 2.0 # {trace_id="newer"} 0.5 6.0' in text.decode()
+    assert b"older" not in text
+
+
+def test_every_metric_of_a_process_is_known_as_one() -> None:
+    """A gauge that says "this process" is added up, or a maximum makes sense of it; see its description."""
+    gauges = [*TIER_GAUGES, *POOL_GAUGES, *ENGINE_GAUGES, *LEASE_SIZE_GAUGES, *ENGINE_SPEED_GAUGES]
+    longest = {semconv.QUEUE_OLDEST_WAIT, semconv.QUEUE_LONGEST_STARVATION}
+    own = {gauge.name for gauge in gauges if "this process" in gauge.description or "these" in gauge.description}
+    written = {name.replace(".", "_") for name in own - longest}
+    missing = {semconv.TENANT_TOKENS_HELD.replace(".", "_")}  # the only other, in `Instruments`
+    assert written | missing == OWN
+    assert {gauge.name.replace(".", "_") for gauge in TIER_GAUGES if "slo" not in gauge.name} >= PARTS - {
+        semconv.CAPACITY_TOKENS.replace(".", "_"),
+        semconv.CAPACITY_REQUESTS.replace(".", "_"),
+    }
+    of_all = {one.name.replace(".", "_") for one in (POLICY_REJECTED, NO_ENGINE_FITS, ENGINE_PREEMPTIONS)}
+    assert of_all == SEEN
+    assert not {one.name.replace(".", "_") for one in ENGINE_COUNTERS} & SEEN
+    assert len(WORST) == 2
+
+
+def pool(state: str, leases: int, own: int, tokens: int) -> dict[str, Any]:
+    tiers = [{"tier": "a", "held": {"tokens": leases * 10}, "limit": {"tokens": None}}]
+    store = {"state": state, "own": {"leases": own, "waiting": 1}}
+    return {"capacity": {"tokens": tokens}, "leases": leases, "tiers": tiers, "store": store}
+
+
+def test_a_pool_is_shown_as_the_store_has_it_and_without_the_store_as_the_sum_of_the_parts() -> None:
+    shared = merged_pool([pool("divided", 1, 1, 50), pool("shared", 5, 2, 100)])
+    assert (shared["leases"], shared["capacity"]["tokens"]) == (5, 100)
+    assert shared["store"]["own"] == {"leases": 3, "waiting": 2}
+    lost = merged_pool([pool("divided", 1, 1, 50), pool("divided", 2, 2, 50)])
+    assert (lost["leases"], lost["capacity"]["tokens"]) == (3, 100)
+    assert lost["tiers"] == [{"tier": "a", "held": {"tokens": 30}, "limit": {"tokens": None}}]
+
+
+def state(leases: int, *, draining: bool = False) -> dict[str, Any]:
+    return {
+        "mode": "enforce",
+        "draining": draining,
+        "under_way": leases,
+        "shadows": 0,
+        "aborting": {"requests": 1, "tokens": 10},
+        "background": 0,
+        "lease_sizes": {"of": leases},
+    }
+
+
+def test_the_state_of_models_is_merged_model_by_model() -> None:
+    one, two = ({**state(n), "models": {"m": {"pool": pool("shared", 7, n, 100), "gain": n}}} for n in (3, 4))
+    merged = merged_state([({"worker": 1}, one), ({"worker": 2}, two), ({"worker": 3}, {})])
+    assert (merged["under_way"], merged["aborting"]) == (7, {"requests": 2, "tokens": 20})
+    assert merged["models"]["m"]["pool"]["leases"] == 7
+    assert merged["models"]["m"]["pool"]["store"]["own"]["leases"] == 7
+    assert "gain" not in merged["models"]["m"]
+    assert "lease_sizes" not in merged
+    assert [row.get("lease_sizes") for row in merged["workers"]] == [{"of": 3}, {"of": 4}, None]
+    assert [row.get("models") for row in merged["workers"]] == [{"m": {"gain": 3}}, {"m": {"gain": 4}}, None]
+
+
+def test_without_any_answer_the_state_has_the_workers_alone() -> None:
+    assert merged_state([({"worker": 1, "state": "starting"}, {})]) == {"workers": [{"worker": 1, "state": "starting"}]}
+
+
+def test_what_processes_count_at_an_engine_is_added_up() -> None:
+    counts = {"replays": {"refused": 1}, "ejections": {}, "prompt_tokens": 5, "predicted_tokens": 0}
+    row = {"name": "a", "id": "1", "held": {"requests": 3}, "in_flight": 2, "measured_tokens": None, **counts}
+    other = {**row, "in_flight": 1, "replays": {"down": 2}, "measured_tokens": 7}
+    [merged] = merged_engines([{"engines": [row]}, {"engines": [other]}])["engines"]
+    assert (merged["held"], merged["in_flight"], merged["prompt_tokens"]) == ({"requests": 3}, 3, 10)
+    assert merged["replays"] == {"refused": 1, "down": 2}
+    assert merged["measured_tokens"] == 7
+
+
+def test_an_instance_that_the_environment_names_is_another_in_each_worker() -> None:
+    named = {"OTEL_RESOURCE_ATTRIBUTES": "a=b,service.instance.id=pod-7,c=d", "PATH": "/bin"}
+    assert environment_of(named, 2) == {**named, "OTEL_RESOURCE_ATTRIBUTES": "a=b,service.instance.id=pod-7-2,c=d"}
+    assert environment_of({"PATH": "/bin"}, 2) == {"PATH": "/bin"}
+
+
+def test_restarts_end_after_some_in_a_row() -> None:
+    restarts = Restarts()
+    assert [restarts.pause_s(1.0) for _ in range(5)] == [*PAUSES_S, None]
+    assert restarts.pause_s(STEADY_S) == 0.0
+    assert restarts.total == 5
+    assert (how_it_ended(3), how_it_ended(-9)) == ("ended with code 3", "was killed by SIGKILL")
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for temporary files with a short path."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        monkeypatch.setattr("tempfile.tempdir", path)
+        yield Path(path)
+
+
+def test_a_folder_whose_sockets_would_have_too_long_a_path_is_refused(temporary: Path) -> None:
+    long = temporary / ("x" * 80)
+    long.mkdir()
+    tempfile.tempdir = str(long)
+    with pytest.raises(CannotServe, match="would be too long; set TMPDIR to a shorter folder"), folder.private_folder():
+        pass
+    assert list(long.iterdir()) == []
+    tempfile.tempdir = str(temporary / "none")
+    with pytest.raises(CannotServe, match=r"No such file or directory\); set TMPDIR"), folder.private_folder():
+        pass
+
+
+def test_a_folder_of_a_killed_supervisor_is_removed_and_no_other(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = f"sidecar-workers-{os.getuid()}-"
+    left, young, other = temporary / f"{prefix}left", temporary / f"{prefix}young", temporary / "other"
+    for path in (left, other):
+        path.mkdir()
+        (path / "lock").touch()
+    monkeypatch.setattr(folder, "_YOUNG_S", 0.5)
+    time.sleep(0.6)
+    young.mkdir()  # not locked yet
+    (young / "lock").touch()
+    (temporary / f"{prefix}link").symlink_to(other)
+    with folder.private_folder() as held:
+        assert held.stat().st_mode & 0o777 == 0o700
+        assert (left.exists(), young.exists()) == (False, True)
+        time.sleep(0.6)
+        with folder.private_folder():
+            pass
+        assert (left.exists(), young.exists(), other.exists(), held.exists()) == (False, False, True, True)
+    assert not held.exists()
