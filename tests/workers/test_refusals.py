@@ -62,8 +62,8 @@ async def test_an_order_that_no_store_knows_is_refused(tmp_path: Path) -> None:
     path.write_text(f"engine: vllm\n{engines}{tiers}anonymous: normal\norder: gain\n")
     said = await refusal("--policy", str(path))
     assert said == (
-        "sidecar: a pool of several engines in a store orders by level only: remove `order: gain` or `engines` from the "
-        "policy, or --workers 2, which keeps the pool in one"
+        "sidecar: a pool of several engines in a store orders by level only: remove `order: gain` or `engines` from "
+        "the policy, or --workers 2, which keeps the pool in one"
     )
 
 
