@@ -28,18 +28,18 @@ class GainClaimQueue(ClaimQueue, GainQueue):
         """See `ClaimQueue.claim`."""
         assert isinstance(ticket, GainTicket)
         ticket.is_by_gain = ticket is not self.head() and ticket is not self.small_head()
+        ticket.stored_density = ticket.density
         lane = None if ticket.is_apart else self._lanes[ticket.tenant]
         self._is_known = False
         super().claim(ticket, now_us)
         ticket.is_claiming = True
         if lane is not None and lane.waiting:
             self._delay(lane)
-        self._gone += 1
 
     def make_urgent(self, ticket: GainTicket, now_us: int) -> None:
         """See `GainQueue.make_urgent`. A claimant stands in no heap."""
         if ticket.is_claiming:
-            ticket.is_urgent, ticket.density = True, ticket.density_at(now_us)
+            ticket.is_urgent, ticket.stored_density = True, ticket.density_at(now_us)
         else:
             super().make_urgent(ticket, now_us)
 
@@ -69,6 +69,7 @@ class GainClaimQueue(ClaimQueue, GainQueue):
         start = max(self._virtual, lane.finish)
         if lane.waiting and first is not None and start < first.start:
             self._start_at(first, start)
+            self._clean()
         if lane.is_aside:
             self._bring_back(lane)
 

@@ -10,9 +10,8 @@ that waits.
 from __future__ import annotations
 
 from sidecar.scheduling.fleet_scheduler import FleetScheduler, RulesOf
-from sidecar.scheduling.gain import GainFigures, GainTicket
+from sidecar.scheduling.gain import GainTicket
 from sidecar.scheduling.gain_fleet import GainFleetOrder, GainFleetTier
-from sidecar.scheduling.gain_queue import Place
 from sidecar.scheduling.gain_scheduler import GainScheduler
 from sidecar.scheduling.order import Candidate, OrderClass
 from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineLedger
@@ -30,14 +29,8 @@ class GainFleetScheduler(GainScheduler, FleetScheduler):
     _order_type = GainFleetOrder
 
     def __init__(self, rules_of: RulesOf, weight_percent: int = WEIGHT_PERCENT) -> None:
-        self._deadlines: list[tuple[int, int, int, GainTicket]] = []
+        self._forget_deadlines()
         FleetScheduler.__init__(self, rules_of, weight_percent)
-
-    def appraise(self, ticket: Ticket, gain: GainFigures) -> None:
-        """See `GainScheduler.appraise`."""
-        super().appraise(ticket, gain)
-        if self._tiers[ticket.tier].queue.best() is ticket:
-            self._changed()
 
     def charge(self, tier: int, tenant: str, weight: int, tokens: int) -> None:
         """See `Scheduler.charge`. The tenant's first ticket that waits starts later, too."""
@@ -75,18 +68,22 @@ class GainFleetScheduler(GainScheduler, FleetScheduler):
             self._changed()
         return made
 
-    def _refresh_densities(self, now_us: int) -> list[Place | None]:
+    def _await_deadline(self, ticket: GainTicket) -> None:
+        super()._await_deadline(ticket)
+        if self._tiers[ticket.tier].queue.best() is ticket:
+            self._changed()
+
+    def _refresh_densities(self, now_us: int) -> GainTicket | None:
         """See `GainScheduler._refresh_densities`. Those of claimants are brought up to date, too."""
         for tier in self._tiers:
             for ticket in tier.queue.claimants.values():
                 assert isinstance(ticket, GainTicket)
                 if ticket.is_urgent and ticket.density != (density := ticket.density_at(now_us)):
-                    ticket.density = density
+                    ticket.stored_density = density
                     self._changed()
         return super()._refresh_densities(now_us)
 
-    def _renew(self, place: Place, density: int) -> None:
-        super()._renew(place, density)
+    def _note_refreshed(self) -> None:
         self._changed()
 
     def _engines_that_work(self) -> int:
