@@ -9,15 +9,15 @@ that waits.
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from sidecar.scheduling.fleet_scheduler import FleetScheduler, RulesOf
 from sidecar.scheduling.gain import GainTicket
 from sidecar.scheduling.gain_fleet import GainFleetOrder, GainFleetTier
 from sidecar.scheduling.gain_scheduler import GainScheduler
-from sidecar.scheduling.order import Candidate, OrderClass
+from sidecar.scheduling.order import Candidate
 from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineLedger
 from sidecar.scheduling.ticket import Admission, Ticket
-
-_ALWAYS_FIRST = OrderClass.ALWAYS_FIRST
 
 
 class GainFleetScheduler(GainScheduler, FleetScheduler):
@@ -27,6 +27,7 @@ class GainFleetScheduler(GainScheduler, FleetScheduler):
     _order: GainFleetOrder
     _tier_type = GainFleetTier
     _order_type = GainFleetOrder
+    _prefill_in_reserve = attrgetter("floor_prefill")
 
     def __init__(self, rules_of: RulesOf, weight_percent: int = WEIGHT_PERCENT) -> None:
         self._forget_deadlines()
@@ -36,24 +37,6 @@ class GainFleetScheduler(GainScheduler, FleetScheduler):
         """See `Scheduler.charge`. The tenant's first ticket that waits starts later, too."""
         self._changed()
         super().charge(tier, tenant, weight, tokens)
-
-    def holds_its_place(self, candidate: Candidate) -> bool:
-        """See `GainScheduler.holds_its_place`, in three dimensions."""
-        if candidate.order_class is _ALWAYS_FIRST:
-            return True
-        if not super().holds_its_place(candidate):
-            return False
-        ticket = candidate.ticket
-        prefill = self.rules.prefill - self._tiers[ticket.tier].prefill(ticket)
-        for level, tier in enumerate(self._tiers):
-            if level == ticket.tier:
-                continue
-            rules = tier.rules
-            kept = tier.held_prefill if rules.always_first else min(tier.floor_prefill, rules.reserve_prefill)
-            if level < candidate.headroom_level:
-                kept = max(kept, rules.headroom_prefill)
-            prefill -= kept
-        return prefill >= 0
 
     def dispatch(self, now_us: int) -> list[Admission]:
         """See `Scheduler.dispatch`."""

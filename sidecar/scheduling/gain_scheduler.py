@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 
 from sidecar.policy.rules import PoolRules
 from sidecar.scheduling.fair_queue import SPARE_ENTRIES
@@ -32,7 +33,7 @@ MOST_REFRESHED = 4
 LOOK_AGAIN_US = 100_000
 """Densities fall all the time. So long after a decision the order may be another, though nothing else happened."""
 
-_ALWAYS_FIRST, _, _, _OTHER = OrderClass
+_OTHER = OrderClass.OTHER
 
 
 class GainScheduler(Scheduler):
@@ -43,6 +44,7 @@ class GainScheduler(Scheduler):
     _ticket_type = GainTicket
     _tier_type: type[GainTier] = GainTier
     _order_type: type[GainOrder] = GainOrder
+    _in_reserve = attrgetter("floor_tokens", "floor_requests")
     _first: Candidate | None = None  # in order, where the latest decision knew it
     _refreshed_us: int | None = None
     _refreshes_left = 0  # at that time
@@ -109,28 +111,6 @@ class GainScheduler(Scheduler):
         if any(tier.queue.has_urgent for tier in self._tiers):
             changes.append(now_us + LOOK_AGAIN_US)
         return min(changes, default=None)
-
-    def holds_its_place(self, candidate: Candidate) -> bool:
-        """See `Scheduler.holds_its_place`, with the floors in place of the reserves."""
-        ticket = candidate.ticket
-        if candidate.order_class is _ALWAYS_FIRST:
-            return True
-        tokens, requests = self.rules.tokens - ticket.tokens, self.rules.requests - ticket.requests
-        for level, tier in enumerate(self._tiers):
-            if level == ticket.tier:
-                continue
-            rules = tier.rules
-            if rules.always_first:
-                kept_tokens, kept_requests = tier.held_tokens, tier.held_requests
-            else:
-                kept_tokens = min(tier.floor_tokens, rules.reserve_tokens)
-                kept_requests = min(tier.floor_requests, rules.reserve_requests)
-            if level < candidate.headroom_level:
-                kept_tokens = max(kept_tokens, rules.headroom_tokens)
-                kept_requests = max(kept_requests, rules.headroom_requests)
-            tokens -= kept_tokens
-            requests -= kept_requests
-        return tokens >= 0 and requests >= 0
 
     def _next_admission(self, now_us: int) -> Candidate | None:
         best = self._refresh_densities(now_us)
