@@ -26,6 +26,7 @@ tier and 16 claimants. No walk begins while no engine has any room.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 from sidecar.policy.rules import PoolRules
 from sidecar.scheduling.claims import MOST_CLAIMANTS
@@ -69,6 +70,7 @@ class FleetScheduler(Scheduler):
     _tier_type: type[FleetTier] = FleetTier
     _order_type: type[FleetOrder] = FleetOrder
     _preemption_type = FleetPreemption
+    _prefill_in_reserve: attrgetter[int] = attrgetter("held_prefill")
 
     def __init__(self, rules_of: RulesOf, weight_percent: int = WEIGHT_PERCENT) -> None:
         super().__init__(rules_of(0, 0, 0))
@@ -360,9 +362,11 @@ class FleetScheduler(Scheduler):
         for level, tier in enumerate(self._tiers):
             if level == ticket.tier:
                 continue
-            rules, kept = tier.rules, tier.held_prefill
-            if not (rules.always_first or (candidate.order_class is _OTHER and level < candidate.yields_to)):
-                kept = min(kept, rules.reserve_prefill)
+            rules = tier.rules
+            if rules.always_first or (candidate.order_class is _OTHER and level < candidate.yields_to):
+                kept = tier.held_prefill
+            else:
+                kept = min(self._prefill_in_reserve(tier), rules.reserve_prefill)
             if level < candidate.headroom_level:
                 kept = max(kept, rules.headroom_prefill)
             prefill -= kept

@@ -16,16 +16,31 @@ falls or stays.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from sidecar.scheduling.ticket import Ticket
+
+if TYPE_CHECKING:
+    from sidecar.scheduling.gain_queue import GainLane
 
 MOST_WEIGHT = 1_000
 MOST_TOKENS = 2**22
 MOST_COST_US = 2**43
 """Of one request. The densest ticket then has 1,000 * 2^22 * 10^6 < 2^53, and a thousand of the dearest cost less."""
 SCALE = 1_000_000
+
+Place = int
+"""The place of a ticket by gain. Of two, of two tiers, too, the smaller one comes first. From the highest bits on:
+
+- the deadline, or the density below zero;
+- the arrival, 53 bits, and the sequence, 40 bits;
+- the slot by which the queue finds the ticket, 30 bits.
+"""
+SLOT_BITS = 30
+SEQUENCE_SHIFT = SLOT_BITS
+ARRIVAL_SHIFT = SEQUENCE_SHIFT + 40
+KEY_SHIFT = ARRIVAL_SHIFT + 53
 
 
 class GainFigures(NamedTuple):
@@ -45,38 +60,61 @@ class GainFigures(NamedTuple):
 
     def bounded(self) -> GainFigures:
         """The same within the bounds that the products of these figures need."""
+        weight, tokens, cost_us, deadline_us, start_by_us, slack_us = self
+        if (
+            1 <= weight <= MOST_WEIGHT
+            and 1 <= tokens <= MOST_TOKENS
+            and 1 <= cost_us <= MOST_COST_US
+            and 0 <= deadline_us <= MOST_COST_US
+            and 0 <= start_by_us <= MOST_COST_US
+            and 1 <= slack_us <= MOST_COST_US
+        ):
+            return self
         return GainFigures(
-            min(max(1, self.weight), MOST_WEIGHT),
-            min(max(1, self.tokens), MOST_TOKENS),
-            min(max(1, self.cost_us), MOST_COST_US),
-            min(max(0, self.deadline_us), MOST_COST_US),
-            min(max(0, self.start_by_us), MOST_COST_US),
-            min(max(1, self.slack_us), MOST_COST_US),
+            min(max(1, weight), MOST_WEIGHT),
+            min(max(1, tokens), MOST_TOKENS),
+            min(max(1, cost_us), MOST_COST_US),
+            min(max(0, deadline_us), MOST_COST_US),
+            min(max(0, start_by_us), MOST_COST_US),
+            min(max(1, slack_us), MOST_COST_US),
         )
 
 
 def density(figures: GainFigures, waited_us: int) -> int:
     """What a ticket that has waited so long earns for a second of its engine, if it is admitted now."""
-    late_us = waited_us - figures.start_by_us
-    tokens = figures.tokens if late_us <= 0 else max(0, figures.tokens - late_us // figures.slack_us)
-    return figures.weight * tokens * SCALE // figures.cost_us
+    weight, tokens, cost_us, _, start_by_us, slack_us = figures
+    late_us = waited_us - start_by_us
+    if late_us > 0:
+        tokens -= late_us // slack_us
+        if tokens <= 0:
+            return 0
+    return weight * tokens * SCALE // cost_us
 
 
 @dataclass(slots=True, eq=False)
 class GainTicket(Ticket):
     """A ticket in a pool that orders by gain. `gain` is None where its tier has no objectives.
 
-    `density` is what was last computed: not less than it is now. A ticket that `is_urgent` stays so. One that
+    `lane` is that of its queue (`gain_queue`) in which it stands, or stood last, `place` its place by gain there, None
+    where it has none. `stored_density` is its density while it has none. A ticket that `is_urgent` stays so. One that
     `is_apart` came back to its queue and stands in no lane. `in_floor` says of a lease that it counts in its tier's
     floor. One that `is_claiming` is a claimant (`claims`).
     """
 
+    stored_density: int = 0
     gain: GainFigures | None = None
-    density: int = 0
+    place: Place | None = None
+    lane: GainLane | None = field(default=None, repr=False)
     is_urgent: bool = False
     is_apart: bool = False
     in_floor: bool = False
     is_claiming: bool = False
+
+    @property
+    def density(self) -> int:
+        """What was last computed, for one that is urgent: not less than it is now."""
+        place = self.place
+        return self.stored_density if place is None or place >= 0 else -(place >> KEY_SHIFT)
 
     def density_at(self, now_us: int) -> int:
         """Its density now; 0 without figures."""

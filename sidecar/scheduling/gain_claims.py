@@ -28,6 +28,7 @@ class GainClaimQueue(ClaimQueue, GainQueue):
     def claim(self, ticket: Ticket, now_us: int) -> None:
         """See `ClaimQueue.claim`."""
         assert isinstance(ticket, GainTicket)
+        ticket.stored_density = ticket.density
         lane = None if ticket.is_apart else self._lanes[ticket.tenant]
         self._is_known = False
         super().claim(ticket, now_us)
@@ -36,7 +37,6 @@ class GainClaimQueue(ClaimQueue, GainQueue):
             ticket.start = ticket.placing.charged_from
         if lane is not None and lane.waiting:
             self._delay(lane)
-        self._gone += 1
 
     def go_back(self, ticket: Ticket) -> None:
         """See `ClaimQueue.go_back`. A ticket that claimed by gain is not the head before its time."""
@@ -49,7 +49,7 @@ class GainClaimQueue(ClaimQueue, GainQueue):
     def make_urgent(self, ticket: GainTicket, now_us: int) -> None:
         """See `GainQueue.make_urgent`. A claimant stands in no heap."""
         if ticket.is_claiming:
-            ticket.is_urgent, ticket.density = True, ticket.density_at(now_us)
+            ticket.is_urgent, ticket.stored_density = True, ticket.density_at(now_us)
         else:
             super().make_urgent(ticket, now_us)
 
@@ -79,6 +79,7 @@ class GainClaimQueue(ClaimQueue, GainQueue):
         start = max(self._virtual, lane.finish)
         if lane.waiting and first is not None and start < first.start:
             self._start_at(first, start)
+            self._clean()
         if lane.is_aside:
             self._bring_back(lane)
 

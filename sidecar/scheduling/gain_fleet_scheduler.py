@@ -13,10 +13,11 @@ that waits.
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from sidecar.scheduling.fleet_scheduler import FleetScheduler, RulesOf
 from sidecar.scheduling.gain import GainFigures, GainTicket
 from sidecar.scheduling.gain_fleet import GainFleetOrder, GainFleetTier
-from sidecar.scheduling.gain_queue import Place
 from sidecar.scheduling.gain_scheduler import GainScheduler
 from sidecar.scheduling.order import Candidate, OrderClass
 from sidecar.scheduling.placement import NEVER_US, WEIGHT_PERCENT, EngineLedger
@@ -32,6 +33,7 @@ class GainFleetScheduler(GainScheduler, FleetScheduler):
     _order: GainFleetOrder
     _tier_type = GainFleetTier
     _order_type = GainFleetOrder
+    _prefill_in_reserve = attrgetter("floor_prefill")
 
     def __init__(self, rules_of: RulesOf, weight_percent: int = WEIGHT_PERCENT) -> None:
         self._deadlines: list[tuple[int, int, int, GainTicket]] = []
@@ -47,24 +49,6 @@ class GainFleetScheduler(GainScheduler, FleetScheduler):
         """See `Scheduler.charge`. The tenant's first ticket that waits starts later, too."""
         self._changed()
         super().charge(tier, tenant, weight, tokens)
-
-    def holds_its_place(self, candidate: Candidate) -> bool:
-        """See `GainScheduler.holds_its_place`, in three dimensions."""
-        if candidate.order_class is _ALWAYS_FIRST:
-            return True
-        if not super().holds_its_place(candidate):
-            return False
-        ticket = candidate.ticket
-        prefill = self.rules.prefill - self._tiers[ticket.tier].prefill(ticket)
-        for level, tier in enumerate(self._tiers):
-            if level == ticket.tier:
-                continue
-            rules = tier.rules
-            kept = tier.held_prefill if rules.always_first else min(tier.floor_prefill, rules.reserve_prefill)
-            if level < candidate.headroom_level:
-                kept = max(kept, rules.headroom_prefill)
-            prefill -= kept
-        return prefill >= 0
 
     def in_order_of_walk(self, now_us: int) -> list[Candidate]:
         """See `FleetScheduler.in_order_of_walk`."""
@@ -92,18 +76,17 @@ class GainFleetScheduler(GainScheduler, FleetScheduler):
             self._changed()
         return made
 
-    def _refresh_densities(self, now_us: int) -> list[Place | None]:
+    def _refresh_densities(self, now_us: int) -> GainTicket | None:
         """See `GainScheduler._refresh_densities`. Those of claimants are brought up to date, too."""
         for tier in self._tiers:
             for ticket in tier.queue.claimants.values():
                 assert isinstance(ticket, GainTicket)
                 if ticket.is_urgent and ticket.density != (density := ticket.density_at(now_us)):
-                    ticket.density = density
+                    ticket.stored_density = density
                     self._changed()
         return super()._refresh_densities(now_us)
 
-    def _renew(self, place: Place, density: int) -> None:
-        super()._renew(place, density)
+    def _note_refreshed(self) -> None:
         self._changed()
 
     def _engines_that_work(self) -> int:

@@ -21,7 +21,7 @@ from enum import IntEnum
 
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules
 from sidecar.scheduling.gain import GainTicket
-from sidecar.scheduling.gain_queue import GainQueue, Place
+from sidecar.scheduling.gain_queue import GainQueue
 from sidecar.scheduling.order import Candidate, LevelOrder, OrderClass
 from sidecar.scheduling.ticket import Rule, Ticket
 from sidecar.scheduling.tier import MOST_EXCESS, TierState
@@ -38,23 +38,44 @@ class Rank(IntEnum):
     NO_GAIN = 3
 
 
+# Looked up once: an enumeration's attribute costs as much as a call.
+_HEADROOM, _URGENT, _CALM, _NO_GAIN = Rank
+_new = tuple.__new__  # as in `order`
+
+
 class GainTier(TierState):
     """A tier that counts apart what its leases in its floor hold."""
 
-    __slots__ = ("floor_requests", "floor_tokens")
+    __slots__ = ("floor_requests", "floor_tokens", "may_come_first")
 
     queue: GainQueue
     _queue_type: type[GainQueue] = GainQueue
 
     def __init__(self, rules: TierRules) -> None:
-        super().__init__(rules)
         self.floor_tokens = 0
         self.floor_requests = 0
+        super().__init__(rules)
+
+    def change_rules(self, rules: TierRules) -> None:
+        """See `TierState.change_rules`."""
+        super().change_rules(rules)
+        self._look_at_floor()
+
+    def _look_at_floor(self) -> None:
+        """Whether any of its tickets may come before all tickets of other tiers, whatever those earn."""
+        rules = self.rules
+        self.may_come_first = (
+            rules.always_first
+            or rules.headroom_tokens > 0
+            or rules.headroom_requests > 0
+            or (self.floor_tokens < rules.reserve_tokens and self.floor_requests < rules.reserve_requests)
+        )
 
     def book_floor(self, tokens: int, requests: int) -> None:
         """Books tokens and requests, of either sign, with the floor."""
         self.floor_tokens += tokens
         self.floor_requests += requests
+        self._look_at_floor()
 
     def excess(self, ticket: Ticket) -> int:
         """See `TierState.excess`, of the floor."""
@@ -81,7 +102,10 @@ class GainTier(TierState):
 
 
 class GainOrder(LevelOrder):
-    """See the module. The aged level still decides whose headroom a ticket respects, and what the engine receives."""
+    """See the module. The aged level still decides whose headroom a ticket respects, and what the engine receives.
+
+    `queues` are those of the tiers whose tickets go by gain.
+    """
 
     _tiers: Sequence[GainTier]
 
@@ -91,6 +115,7 @@ class GainOrder(LevelOrder):
     def change_rules(self, rules: PoolRules) -> None:
         """See `LevelOrder.change_rules`."""
         super().change_rules(rules)
+        self.queues = [tier.queue for tier, own in zip(self._tiers, rules.tiers, strict=True) if not own.always_first]
         self._bounds_tokens = rules.tokens != UNLIMITED
         self._bounds_requests = rules.requests != UNLIMITED
 
@@ -113,14 +138,14 @@ class GainOrder(LevelOrder):
         """The place of any ticket beyond its tier's floor. A lease is as dense as it would be now."""
         assert isinstance(ticket, GainTicket)
         precedence, level = self._aged(ticket, now_us)
-        rank = Rank.NO_GAIN
+        rank = _NO_GAIN
         if self._is_in_headroom(tier, ticket):
-            rank = Rank.HEADROOM
+            rank = _HEADROOM
         elif ticket.gain is not None and not (ticket.queued and tier.queue.is_ahead(ticket)):
             if not ticket.is_urgent:
-                rank, precedence = Rank.CALM, ticket.deadline_us
+                rank, precedence = _CALM, ticket.deadline_us
             elif density := ticket.density if ticket.is_waiting else ticket.density_at(now_us):
-                rank, precedence = Rank.URGENT, -density
+                rank, precedence = _URGENT, -density
         return Candidate(_OTHER, rank, precedence, ticket.arrived_us, ticket.sequence, ticket, level, 0, level)
 
     def in_order(self, now_us: int) -> list[Candidate]:
@@ -137,31 +162,32 @@ class GainOrder(LevelOrder):
         found.sort()
         return found
 
-    def first_of_all(self, densest: Sequence[Place | None], now_us: int) -> Candidate | None:
-        """The first candidate in order, where it is found without the others. `densest` are the tiers' densest tickets.
+    def first_of_all(self, best: GainTicket | None, now_us: int) -> Candidate | None:
+        """The first candidate in order, where it is found without the others. `best` is the best ticket of all tiers.
 
         None says nothing: a ticket may be in its tier's headroom, or the best one is at its tier's limit.
         """
         in_floors: list[Candidate] = []
         for tier in self._tiers:
-            if not tier.queue.count:
+            if not (tier.may_come_first and tier.queue.count):
                 continue
             if self._may_be_in_headroom(tier):
                 return None
             if tier.rules.always_first or tier.is_below_floor():
                 heads = tier.heads(now_us)
                 in_floors += [self.candidate(tier, head, now_us) for head in heads if not tier.is_at_limit(head)]
-        in_floors = [candidate for candidate in in_floors if candidate.order_class is not _OTHER]
         if in_floors:
-            return min(in_floors)
-        place = min((place for place in densest if place is not None), default=None)
-        if place is None:
-            earliest = (None if tier.rules.always_first else tier.queue.earliest() for tier in self._tiers)
-            place = min((place for place in earliest if place is not None), default=None)
-        if place is None:
+            in_floors = [candidate for candidate in in_floors if candidate.order_class is not _OTHER]
+            if in_floors:
+                return min(in_floors)
+        if best is None:
             return None
-        tier = self._tiers[place[3].tier]
-        return None if tier.is_at_limit(place[3]) else self.beyond(tier, place[3], now_us)
+        tier = self._tiers[best.tier]
+        if tier.rules.limited and tier.is_at_limit(best):
+            return None
+        _, level = self._aged(best, now_us)
+        rank, key = (_URGENT, -best.density) if best.is_urgent else (_CALM, best.deadline_us)
+        return _new(Candidate, (_OTHER, rank, key, best.arrived_us, best.sequence, best, level, 0, level))
 
     def comes_before(self, ticket: Ticket, candidate: Candidate, now_us: int) -> bool:
         """See `LevelOrder.comes_before`."""

@@ -1,8 +1,12 @@
 """The queue of one tier that is ordered by gain: a fair queue that also knows the ticket which earns most.
 
-Every ticket stands in its tenant's lane of the fair queue (`fair_queue`). A ticket with figures stands in one of two
-heaps of its lane, too: by deadline, or by density once it is urgent. Two heaps of the tier have the first of every
-lane. So the best ticket is found in O(log n), whatever waits, and no ticket is out of sight.
+Every ticket stands in its tenant's lane of the fair queue (`fair_queue`). A ticket with figures that can earn something
+has a place in a heap of its lane, too: by its deadline, or by its density below zero once it is urgent. So urgent
+tickets come first there. A heap of the tier has the first place of every lane. So the best ticket is found in
+O(log n), whatever waits, and no ticket is out of sight.
+
+A place is one whole number: a heap of 100,000 is far larger than the processor's cache, and a heap of tuples costs it
+three times as many misses.
 
 Fairness. Tickets leave in any order here, so the tags of `fair_queue` are kept differently in three places. The virtual
 time V is the smallest start of all tenants that wait (one that is served often must not move it, and a ticket that
@@ -14,7 +18,8 @@ are admitted in fair order only, until V has come closer. Of tenants that wait t
 so at least one lane is never aside. A ticket that returned was paid for when it was first admitted. It is in a lane of
 its own, which is never aside.
 
-Entries of tickets that are gone or have changed stay in their heaps until they surface, or are swept out.
+Entries of tickets that are gone or have changed stay in their heaps until they surface, or are swept out: no heap is
+much more than twice as long as what it is for.
 """
 
 from __future__ import annotations
@@ -23,63 +28,40 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 
 from sidecar.scheduling.fair_queue import SPARE_ENTRIES, Entry, FairQueue, Lane
-from sidecar.scheduling.gain import GainTicket
+from sidecar.scheduling.gain import ARRIVAL_SHIFT, KEY_SHIFT, SEQUENCE_SHIFT, SLOT_BITS, GainTicket, Place, density
 from sidecar.scheduling.ticket import Ticket
 
-Place = tuple[int, int, int, GainTicket, bool]
-"""The deadline, or the density below zero; the arrival, the sequence, the ticket, and whether it had returned."""
-_First = tuple[int, int, int, int, "GainLane"]
-"""The same three of the first of a lane, the number of this entry, and the lane."""
+_SLOT = (1 << SLOT_BITS) - 1
+SPARE_PLACES = 16
+"""Places of tickets that are gone, allowed in a lane beyond the live ones before they are swept out."""
 
 
 class GainLane(Lane):
-    """A lane whose tickets with figures are in two heaps, too. `first` is valid while any ticket waits in it.
+    """A lane whose tickets with figures are in a heap, too. `first` is valid while any ticket waits in it.
 
-    The two entries are the numbers of those that stand for it in the tier's heaps: others of it there count no more.
+    `best` is its first place, which stands for it in the tier's heap: others of it there count no more. None while it
+    is aside, and while it has no places.
     """
 
-    __slots__ = ("calm", "calm_entry", "first", "is_aside", "urgent", "urgent_entry")
+    __slots__ = ("best", "first", "is_aside", "places")
 
     def __init__(self) -> None:
         super().__init__()
         self.first: Ticket | None = None
-        self.calm_entry = 0
-        self.urgent_entry = 0
-        self.calm: list[Place] = []
-        self.urgent: list[Place] = []
+        self.best: Place | None = None
+        self.places: list[Place] = []
         self.is_aside = False
-
-    def earliest(self) -> Place | None:
-        """The ticket with the earliest deadline of those that are not urgent."""
-        calm = self.calm
-        while calm and not _is_calm(calm[0]):
-            heappop(calm)
-        return calm[0] if calm else None
-
-    def densest(self) -> Place | None:
-        """The densest urgent ticket, by what was last computed."""
-        urgent = self.urgent
-        while urgent and not _is_urgent(urgent[0]):
-            heappop(urgent)
-        return urgent[0] if urgent else None
-
-
-def _is_calm(place: Place) -> bool:
-    ticket = place[3]
-    return ticket.queued and not ticket.is_urgent and ticket.is_apart is place[4]
-
-
-def _is_urgent(place: Place) -> bool:
-    ticket = place[3]
-    return ticket.queued and place[0] == -ticket.density and ticket.is_apart is place[4]
 
 
 class GainQueue(FairQueue):
-    """See `FairQueue`. `cost_us` is what all waiting tickets with figures cost."""
+    """See `FairQueue`. `cost_us` is what all waiting tickets with figures cost.
+
+    All its tickets are GainTickets. Every decision calls some of its methods several times, so they call little.
+    """
 
     __slots__ = (
-        "_aside", "_calm", "_densest", "_entries", "_firsts", "_gone", "_is_known", "_largest", "_returned_lane",
-        "_urgent", "cost_us",
+        "_aside", "_best", "_bests", "_firsts", "_is_known", "_largest", "_returned_lane", "_slots",
+        "_unused", "cost_us",
     )  # fmt: skip
 
     _lanes: dict[str, GainLane]  # type: ignore[assignment]  # made by `_new_lane`
@@ -89,15 +71,14 @@ class GainQueue(FairQueue):
         self._forget_gain()
 
     def _forget_gain(self) -> None:
-        self._calm: list[_First] = []
-        self._urgent: list[_First] = []
-        self._entries = 0
+        self._slots: list[GainTicket] = []  # of the places in the heaps of all lanes, each its ticket
+        self._unused: list[int] = []  # slots
+        self._bests: list[Place] = []  # of the lanes that are not aside
         self._firsts: list[Entry] = []  # of the lanes; the first entry stands
         self._aside: list[tuple[float, str]] = []
         self._returned_lane = GainLane()
         self._largest = 0
-        self._gone = 0
-        self._densest: Place | None = None  # where it is known
+        self._best: Place | None = None  # where it is known
         self._is_known = False
         self.cost_us = 0
 
@@ -109,38 +90,51 @@ class GainQueue(FairQueue):
         self._clean()
 
     def push(self, ticket: Ticket) -> None:
-        """See `FairQueue.push`."""
-        assert isinstance(ticket, GainTicket)
-        known = self._lanes.get(ticket.tenant)
-        weight = None if known is None else known.weight
-        self._is_known = False
-        super().push(ticket)
+        """See `FairQueue.push`. Its figures come later, with `appraise`."""
+        lane = self._lanes.get(ticket.tenant)
+        if lane is None:
+            self._is_known = False  # V may be smaller now
+            super().push(ticket)
+            lane = self._lanes[ticket.tenant]
+        else:
+            weight, waiting = lane.weight, lane.waiting
+            super().push(ticket)
+            if not waiting or weight != ticket.weight:
+                self._is_known = False
+            if lane.is_aside and weight != ticket.weight:
+                self._bring_back(lane)
+        ticket.lane = lane  # type: ignore[attr-defined]  # a GainTicket
         if ticket.tokens > self._largest:
             self._largest = 1 << (ticket.tokens - 1).bit_length()
+            self._is_known = False
             self._bring_all_back()
-        lane = self._lanes[ticket.tenant]
-        if lane.is_aside and weight != ticket.weight:
-            self._bring_back(lane)
-        self._enter(ticket, lane)
 
     def put_back(self, ticket: Ticket) -> None:
         """See `FairQueue.put_back`."""
         assert isinstance(ticket, GainTicket)
-        ticket.is_apart = True
+        ticket.is_apart, ticket.lane = True, self._returned_lane
         super().put_back(ticket)
-        self._enter(ticket, self._returned_lane)
+        self._is_known = False
+        if ticket.gain is not None:
+            self.cost_us += ticket.gain.cost_us
+            if not ticket.is_urgent:
+                self.await_deadline(ticket)
+            elif ticket.density:
+                self._stand(ticket, -ticket.density)
 
     def admit(self, ticket: Ticket) -> None:
         """Takes out a ticket that its tenant is charged for. See the module."""
         assert isinstance(ticket, GainTicket)
-        lane = None if ticket.is_apart else self._lanes[ticket.tenant]
         self._virtual = self._now()
-        if lane is not None:
-            assert lane.first is not None
-            lane.finish = max(lane.finish, lane.first.start) + ticket.tokens / ticket.weight
+        if not ticket.is_apart:
+            lane = ticket.lane
+            assert lane is not None
+            first = lane.first
+            assert first is not None
+            finish = lane.finish = max(lane.finish, first.start) + ticket.tokens / ticket.weight
+            if first is not ticket and finish > first.start:
+                self._start_at(first, finish)
         self.remove(ticket)
-        if lane is not None and lane.waiting and self.count:
-            self._delay(lane)
 
     def charge(self, tenant: str, weight: int, tokens: int) -> None:
         """See `FairQueue.charge`. The first ticket that waits starts later, too."""
@@ -157,21 +151,33 @@ class GainQueue(FairQueue):
         assert isinstance(ticket, GainTicket)
         if ticket.gain is not None:
             self.cost_us -= ticket.gain.cost_us
-            self._gone += 1
         self._is_known = False
-        super().remove(ticket)
+        self.count -= 1
+        self.tokens -= ticket.tokens
+        self.requests -= ticket.requests
+        if not self.count:
+            ticket.queued, ticket.place, ticket.lane = False, None, None
+            self._start_afresh()
+            return
+        self._leave_lane(ticket)
         self._clean()
-        if self._gone > 2 * self.count + SPARE_ENTRIES:
-            self._sweep_gain()
+
+    def _leave_lane(self, ticket: Ticket) -> None:
+        super()._leave_lane(ticket)
+        ticket.place = None  # type: ignore[attr-defined]  # a GainTicket
+        lane: GainLane = ticket.lane  # type: ignore[attr-defined]
+        waiting = self._returned if lane is self._returned_lane else lane.waiting
+        if not waiting:
+            lane.first = None
+        if len(lane.places) > (2 * waiting + SPARE_PLACES if waiting else 0):  # an empty lane may be forgotten
+            self._sweep_lane(lane)
 
     def _new_lane(self) -> GainLane:
         return GainLane()
 
     def _tag(self, first: Ticket, lane: Lane) -> None:
-        assert isinstance(lane, GainLane)
-        lane.first = first
-        super()._tag(first, lane)
-        heappush(self._firsts, (first.start, first.sequence, first))
+        lane.first = first  # type: ignore[attr-defined]  # a GainLane
+        self._start_at(first, max(self._virtual, lane.finish))
 
     def _delay(self, lane: GainLane) -> None:
         """The first ticket of a lane that was charged starts where its tenant's finish is."""
@@ -180,31 +186,38 @@ class GainQueue(FairQueue):
         start = max(self._virtual, lane.finish)
         if start > first.start:
             self._start_at(first, start)
+            self._clean()
 
     def _start_at(self, first: Ticket, start: float) -> None:
-        """The first ticket of a lane starts at another time."""
+        """The first ticket of a lane starts then. Call `_clean` where it started at another time before."""
         first.start = start
         self._enter_heap(first)
         heappush(self._firsts, (start, first.sequence, first))
-        self._clean()
 
     def _clean(self) -> None:
         """The first entries of the fair queue's heaps are tickets that wait, with the start that they have."""
         for heap in (self._small, self._large):
-            while heap and not _stands(heap[0]):
+            while heap:
+                start, _, ticket = heap[0]
+                if ticket.queued and ticket.start == start:
+                    break
                 heappop(heap)
         firsts = self._firsts
-        while firsts and not _stands_in_lane(firsts[0]):
+        while firsts:
+            start, _, ticket = firsts[0]
+            if ticket.queued and ticket.start == start and not ticket.is_apart:  # type: ignore[attr-defined]
+                break
             heappop(firsts)
-        if len(firsts) > 2 * len(self._lanes) + SPARE_ENTRIES:
+        most = 2 * len(self._lanes) + SPARE_ENTRIES
+        if len(firsts) > most:
             self._firsts = [entry for entry in firsts if _stands_in_lane(entry)]
             heapify(self._firsts)
-        if len(self._small) + len(self._large) > 2 * (len(self._lanes) + self._returned) + SPARE_ENTRIES:
+        if len(self._small) + len(self._large) > most + 2 * self._returned:
             self._sweep()
 
     @staticmethod
     def _live(heap: list[Entry]) -> Iterator[Entry]:
-        return (entry for entry in heap if _stands(entry))
+        return (entry for entry in heap if entry[2].queued and entry[0] == entry[2].start)
 
     def _start_afresh(self) -> None:
         super()._start_afresh()
@@ -215,49 +228,79 @@ class GainQueue(FairQueue):
     @property
     def has_urgent(self) -> bool:
         """Whether any urgent ticket waits that earns something, of tenants that are not ahead."""
-        return self.densest() is not None
-
-    def appraise(self, ticket: GainTicket) -> None:
-        """A ticket that was just put in has its figures now."""
-        self._enter(ticket, self._returned_lane if ticket.is_apart else self._lanes[ticket.tenant])
+        place = self.best_place()
+        return place is not None and place < 0
 
     def best(self) -> GainTicket | None:
         """The densest urgent ticket, or else the one with the earliest deadline, of tenants that are not ahead."""
-        place = self.densest() or self.earliest()
-        return None if place is None else place[3]
+        place = self.best_place()
+        return None if place is None else self._slots[place & _SLOT]
 
-    def densest(self) -> Place | None:
-        """The densest urgent ticket of tenants that are not ahead, by what was last computed."""
+    def best_place(self) -> Place | None:
+        """The place of the best ticket, by what was last computed of densities."""
         if not self._is_known:
-            if self._aside:
-                self._look_aside()
-            self._densest = self._first_urgent()
+            now = self._now()
+            if self._aside and self._aside[0][0] <= now:
+                self._look_aside(now)
+            self._best = self._find_best(now)
             self._is_known = True
-        return self._densest
+        return self._best
 
-    def earliest(self) -> Place | None:
-        """The ticket with the earliest deadline of those that are not urgent, of tenants that are not ahead. Call it
-        after `densest`.
+    def refresh(self, place: Place | None, now_us: int, rival: Place | None, most: int) -> int:
+        """Brings the density of the best ticket up to date, as often as that makes another one the best: until it is up
+        to date, or comes after the rival. Returns how often, at most so often.
         """
-        return self._first_calm()
+        now, slots, bests = self._now(), self._slots, self._bests
+        done = 0
+        while done < most and place is not None and place < 0 and (rival is None or place < rival):
+            ticket = slots[place & _SLOT]
+            lane = ticket.lane
+            assert ticket.gain is not None
+            assert lane is not None
+            now_dense = density(ticket.gain, now_us - ticket.arrived_us)
+            fallen = -now_dense - (place >> KEY_SHIFT)
+            if not fallen:
+                break
+            done += 1
+            places = lane.places
+            if now_dense:
+                ticket.place = place = place + (fallen << KEY_SHIFT)
+                heapreplace(places, place)
+                lane.best = best = places[0]
+                heapreplace(bests, best)
+            else:  # it can earn nothing any more: the fair order has it
+                ticket.place, ticket.stored_density = None, 0
+                self._drop_first(lane)
+            self._best = place = self._find_best(now)
+        return done
 
-    def renew(self, place: Place, density: int) -> None:
-        """The densest ticket has another density, a lower one."""
-        ticket = place[3]
-        ticket.density = density
-        self._is_known = False
-        lane = self._returned_lane if ticket.is_apart else self._lanes[ticket.tenant]
-        if density:
-            heapreplace(lane.urgent, (-density, *place[1:]))
+    def _drop_first(self, lane: GainLane) -> None:
+        """The first of the tier's heap, which is the first of this lane, goes."""
+        places = lane.places
+        slot = heappop(places) & _SLOT
+        self._slots[slot] = _GONE
+        self._unused.append(slot)
+        if places:
+            lane.best = best = places[0]
+            heapreplace(self._bests, best)
         else:
-            heappop(lane.urgent)
+            lane.best = None
+            heappop(self._bests)
+
+    def await_deadline(self, ticket: GainTicket) -> None:
+        """A waiting ticket is ordered by its deadline."""
+        self._stand(ticket, ticket.deadline_us)
 
     def make_urgent(self, ticket: GainTicket, now_us: int) -> None:
         """A waiting ticket is ordered by its density from now on."""
         ticket.is_urgent = True
-        ticket.density = ticket.density_at(now_us)
-        lane = self._returned_lane if ticket.is_apart else self._lanes[ticket.tenant]
-        self._enter_urgent(self._urgent_place(ticket), lane)
+        assert ticket.gain is not None
+        density_now = density(ticket.gain, now_us - ticket.arrived_us)
+        if density_now:
+            self._stand(ticket, -density_now)
+        else:
+            ticket.place, ticket.stored_density = None, 0
+            self._is_known = False
 
     def is_ahead(self, ticket: GainTicket) -> bool:
         """Whether a waiting ticket is of a tenant that is ahead: it is admitted in fair order only."""
@@ -268,93 +311,72 @@ class GainQueue(FairQueue):
 
     def _now(self) -> float:
         """V, as the next admission makes it."""
-        return max(self._virtual, self._firsts[0][0]) if self._firsts else self._virtual
+        firsts, virtual = self._firsts, self._virtual
+        return firsts[0][0] if firsts and firsts[0][0] > virtual else virtual
 
     def _near(self, lane: GainLane) -> float:
         """The virtual time from which on a lane is not ahead."""
         return lane.finish - 2 * self._largest / lane.weight
 
-    @staticmethod
-    def _urgent_place(ticket: GainTicket) -> Place:
-        return -ticket.density, ticket.arrived_us, ticket.sequence, ticket, ticket.is_apart
+    def _stand(self, ticket: GainTicket, key: int) -> None:
+        """A ticket has its place in the heap of its lane."""
+        if self._unused:
+            slot = self._unused.pop()
+            self._slots[slot] = ticket
+        else:
+            slot = len(self._slots)
+            self._slots.append(ticket)
+        place = (key << KEY_SHIFT) + (ticket.arrived_us << ARRIVAL_SHIFT) + (ticket.sequence << SEQUENCE_SHIFT) + slot
+        ticket.place, lane = place, ticket.lane
+        assert lane is not None
+        places = lane.places
+        heappush(places, place)
+        if places[0] == place and not lane.is_aside:
+            self._show_best(lane)
+            if self._best is None or place < self._best:
+                self._is_known = False
 
-    def _enter(self, ticket: GainTicket, lane: GainLane) -> None:
-        if ticket.gain is None:
+    def _show_best(self, lane: GainLane) -> None:
+        """A lane that is not aside stands in the tier's heap with its first place."""
+        best = lane.places[0] if lane.places else None
+        if best == lane.best:
             return
-        self.cost_us += ticket.gain.cost_us
-        self._is_known = False
-        if ticket.is_urgent:
-            self._enter_urgent(self._urgent_place(ticket), lane)
+        lane.best = best
+        if best is None:
             return
-        place = (ticket.deadline_us, ticket.arrived_us, ticket.sequence, ticket, ticket.is_apart)
-        heappush(lane.calm, place)
-        if lane.calm[0] is place and not lane.is_aside:
-            heappush(self._calm, self._calm_first(place, lane))
+        heappush(self._bests, best)
+        if len(self._bests) > 2 * len(self._lanes) + SPARE_ENTRIES:
+            lanes = (self._returned_lane, *self._lanes.values())
+            self._bests = [lane.best for lane in lanes if lane.best is not None]
+            heapify(self._bests)
 
-    def _enter_urgent(self, place: Place, lane: GainLane) -> None:
-        if not place[3].density:  # it can earn nothing any more: the fair order has it
-            return
-        self._is_known = False
-        heappush(lane.urgent, place)
-        if lane.urgent[0] is place and not lane.is_aside:
-            heappush(self._urgent, self._urgent_first(place, lane))
-
-    def _calm_first(self, place: Place, lane: GainLane) -> _First:
-        self._entries = lane.calm_entry = self._entries + 1
-        return (*place[:3], self._entries, lane)
-
-    def _urgent_first(self, place: Place, lane: GainLane) -> _First:
-        self._entries = lane.urgent_entry = self._entries + 1
-        return (*place[:3], self._entries, lane)
-
-    def _first_urgent(self) -> Place | None:
-        """The densest of the first tickets of all lanes that are not ahead. Decisions call it, so it calls little."""
-        heap, now = self._urgent, self._now()
+    def _find_best(self, now: float) -> Place | None:
+        """The best of the places of all lanes that are not ahead."""
+        heap, slots, double = self._bests, self._slots, 2 * self._largest
         while heap:
-            key, _, sequence, number, lane = heap[0]
-            if lane.is_aside or number != lane.urgent_entry:
+            place = heap[0]
+            ticket = slots[place & _SLOT]
+            lane = ticket.lane
+            if lane is None or lane.best != place:
                 heappop(heap)
-                continue
-            urgent = lane.urgent
-            first = urgent[0] if urgent and _is_urgent(urgent[0]) else lane.densest()
-            if first is None:
+            elif ticket.place != place:
+                self._drop_first(lane)
+            elif lane is not self._returned_lane and now < (near := lane.finish - double / lane.weight):  # as `_near`
                 heappop(heap)
-            elif first[0] != key or first[2] != sequence:
-                heapreplace(heap, self._urgent_first(first, lane))
-            elif lane is not self._returned_lane and now < self._near(lane):
-                heappop(heap)
-                self._set_aside(lane, first[3].tenant)
+                lane.best, lane.is_aside = None, True
+                self._set_aside(near, ticket.tenant)
             else:
-                return first
+                return place
         return None
 
-    def _first_calm(self) -> Place | None:
-        """The one with the earliest deadline of the first tickets of all lanes that are not ahead."""
-        heap, now = self._calm, self._now()
-        while heap:
-            key, _, sequence, number, lane = heap[0]
-            if lane.is_aside or number != lane.calm_entry:
-                heappop(heap)
-                continue
-            first = lane.earliest()
-            if first is None:
-                heappop(heap)
-            elif first[0] != key or first[2] != sequence:
-                heapreplace(heap, self._calm_first(first, lane))
-            elif lane is not self._returned_lane and now < self._near(lane):
-                heappop(heap)
-                self._set_aside(lane, first[3].tenant)
-            else:
-                return first
-        return None
+    def _set_aside(self, near: float, tenant: str) -> None:
+        heappush(self._aside, (near, tenant))
+        if len(self._aside) > 2 * len(self._lanes) + SPARE_ENTRIES:
+            self._aside = [(self._near(lane), name) for name, lane in self._lanes.items() if lane.is_aside]
+            heapify(self._aside)
 
-    def _set_aside(self, lane: GainLane, tenant: str) -> None:
-        lane.is_aside = True
-        heappush(self._aside, (self._near(lane), tenant))
-
-    def _look_aside(self) -> None:
+    def _look_aside(self, now: float) -> None:
         """Brings back the lanes that V has come close to."""
-        now = self._now()
         while self._aside and self._aside[0][0] <= now:
             _, tenant = heappop(self._aside)
             lane = self._lanes.get(tenant)
@@ -367,10 +389,7 @@ class GainQueue(FairQueue):
 
     def _bring_back(self, lane: GainLane) -> None:
         lane.is_aside = False
-        if (densest := lane.densest()) is not None:
-            heappush(self._urgent, self._urgent_first(densest, lane))
-        if (earliest := lane.earliest()) is not None:
-            heappush(self._calm, self._calm_first(earliest, lane))
+        self._show_best(lane)
 
     def _bring_all_back(self) -> None:
         for _, tenant in self._aside:
@@ -379,26 +398,22 @@ class GainQueue(FairQueue):
                 self._bring_back(lane)
         self._aside.clear()
 
-    def _sweep_gain(self) -> None:
-        """Drops the entries of tickets that are gone or have changed."""
-        self._gone = 0
-        lanes = [self._returned_lane, *self._lanes.values()]
-        for lane in lanes:
-            lane.calm = [place for place in lane.calm if _is_calm(place)]
-            lane.urgent = [place for place in lane.urgent if _is_urgent(place)]
-            heapify(lane.calm)
-            heapify(lane.urgent)
-        self._calm, self._urgent = [], []
-        for lane in lanes:
-            if not lane.is_aside:
-                self._bring_back(lane)
+    def _sweep_lane(self, lane: GainLane) -> None:
+        """Drops the places of tickets that are gone or have changed."""
+        slots, places = self._slots, lane.places
+        lane.places = [place for place in places if slots[place & _SLOT].place == place]
+        for slot in [place & _SLOT for place in places if slots[place & _SLOT].place != place]:
+            slots[slot] = _GONE
+            self._unused.append(slot)
+        heapify(lane.places)
+        if not lane.is_aside:
+            self._show_best(lane)
 
 
-def _stands(entry: Entry) -> bool:
-    return entry[2].queued and entry[0] == entry[2].start
+_GONE = GainTicket("", 0, "", 1, 1, 1, 0, 0, ())
+"""What an unused slot has."""
 
 
 def _stands_in_lane(entry: Entry) -> bool:
-    ticket = entry[2]
-    assert isinstance(ticket, GainTicket)
-    return ticket.queued and entry[0] == ticket.start and not ticket.is_apart
+    start, _, ticket = entry
+    return ticket.queued and ticket.start == start and not ticket.is_apart  # type: ignore[attr-defined]

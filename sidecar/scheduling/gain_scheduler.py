@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 
 from sidecar.policy.rules import PoolRules
 from sidecar.scheduling.fair_queue import SPARE_ENTRIES
 from sidecar.scheduling.gain import GainFigures, GainTicket
 from sidecar.scheduling.gain_order import GainOrder, GainTier
-from sidecar.scheduling.gain_queue import Place
 from sidecar.scheduling.order import Candidate, OrderClass
 from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.ticket import Admission, Rule, Ticket
@@ -33,7 +33,7 @@ MOST_REFRESHED = 2
 LOOK_AGAIN_US = 100_000
 """Densities fall all the time. So long after a decision the order may be another, though nothing else happened."""
 
-_ALWAYS_FIRST, _, _, _OTHER = OrderClass
+_OTHER = OrderClass.OTHER
 
 
 class GainScheduler(Scheduler):
@@ -44,22 +44,25 @@ class GainScheduler(Scheduler):
     _ticket_type = GainTicket
     _tier_type: type[GainTier] = GainTier
     _order_type: type[GainOrder] = GainOrder
+    _in_reserve = attrgetter("floor_tokens", "floor_requests")
     _first: Candidate | None = None  # in order, where the latest decision knew it
     _refreshed_us: int | None = None
     _refreshes_left = 0  # at that time
 
     def __init__(self, rules: PoolRules) -> None:
         super().__init__(rules)
-        self._deadlines: list[tuple[int, int, int, GainTicket]] = []
+        self._deadlines: list[tuple[int, int, int, GainTicket]] = []  # of calm tickets
 
     def appraise(self, ticket: Ticket, gain: GainFigures) -> None:
         """Gives a ticket that was just submitted its figures. It may be urgent at once."""
         assert isinstance(ticket, GainTicket)
         ticket.gain = gain = gain.bounded()
-        if gain.deadline_us < self._patience_us(gain.cost_us):
-            ticket.is_urgent, ticket.density = True, ticket.density_at(ticket.arrived_us)
-        self._tiers[ticket.tier].queue.appraise(ticket)
-        self._await_deadline(ticket)
+        queue = self._tiers[ticket.tier].queue
+        queue.cost_us += gain.cost_us
+        if gain.deadline_us < self._patience_us():
+            queue.make_urgent(ticket, ticket.arrived_us)
+        else:
+            self._await_deadline(ticket)
 
     def dispatch(self, now_us: int) -> list[Admission]:
         """See `Scheduler.dispatch`."""
@@ -105,111 +108,105 @@ class GainScheduler(Scheduler):
             changes.append(now_us + LOOK_AGAIN_US)
         return min(changes, default=None)
 
-    def holds_its_place(self, candidate: Candidate) -> bool:
-        """See `Scheduler.holds_its_place`, with the floors in place of the reserves."""
-        ticket = candidate.ticket
-        if candidate.order_class is _ALWAYS_FIRST:
-            return True
-        tokens, requests = self.rules.tokens - ticket.tokens, self.rules.requests - ticket.requests
-        for level, tier in enumerate(self._tiers):
-            if level == ticket.tier:
-                continue
-            rules = tier.rules
-            if rules.always_first:
-                kept_tokens, kept_requests = tier.held_tokens, tier.held_requests
-            else:
-                kept_tokens = min(tier.floor_tokens, rules.reserve_tokens)
-                kept_requests = min(tier.floor_requests, rules.reserve_requests)
-            if level < candidate.headroom_level:
-                kept_tokens = max(kept_tokens, rules.headroom_tokens)
-                kept_requests = max(kept_requests, rules.headroom_requests)
-            tokens -= kept_tokens
-            requests -= kept_requests
-        return tokens >= 0 and requests >= 0
-
     def _next_admission(self, now_us: int) -> Candidate | None:
-        densest = self._refresh_densities(now_us)
-        self._first = None if now_us < self._held_back_until_us else self._order.first_of_all(densest, now_us)
-        if self._first is not None:
-            if self.fits(self._first):
-                return self._first
-            if self.holds_its_place(self._first):
+        best = self._refresh_densities(now_us)
+        first = None if now_us < self._held_back_until_us else self._order.first_of_all(best, now_us)
+        if first is not None:
+            if self.fits(first):
+                self._first = first
+                return first
+            if self.holds_its_place(first):
                 return None
-            self._first = None
+        self._first = None
         return super()._next_admission(now_us)
 
     def _passed(self, candidate: Candidate, now_us: int) -> Sequence[tuple[int, Rule]]:
         if candidate is not self._first or candidate.order_class is not _OTHER:
             return super()._passed(candidate, now_us)
-        rule, passed = self._order.rule_beyond(candidate), []
-        own, place = candidate.ticket.tier, candidate[3:5]
+        passed: list[tuple[int, Rule]] = []
+        rule = self._order.rule_beyond(candidate)
+        own, arrived_us, sequence = candidate.ticket.tier, candidate.arrived_us, candidate.sequence
         for level, tier in enumerate(self._tiers):
-            head = tier.queue.head()
-            if head is not None and level != own and (head.arrived_us, head.sequence) < place:
-                passed.append((level, Rule.LIMIT if tier.is_at_limit(head) else rule))
+            if level == own or (head := tier.queue.head()) is None or head.arrived_us > arrived_us:
+                continue
+            if head.arrived_us < arrived_us or head.sequence < sequence:
+                is_at_limit = tier.rules.limited and tier.is_at_limit(head)
+                passed.append((level, Rule.LIMIT if is_at_limit else rule))
         return passed
 
     def _firsts(self, now_us: int) -> list[Ticket]:
         best = (tier.queue.best() for tier in self._tiers if tier.queue.count and not tier.rules.always_first)
         return [*super()._firsts(now_us), *(ticket for ticket in best if ticket is not None)]
 
-    def _refresh_densities(self, now_us: int) -> list[Place | None]:
-        """Brings densities up to date, the highest of all tiers first, until the highest one is. Returns the densest
-        ticket of every tier.
+    def _refresh_densities(self, now_us: int) -> GainTicket | None:
+        """Brings densities up to date, the highest of all tiers first, until the highest one is. Returns the best
+        ticket of all tiers.
 
         At most 2 at one time, and 2 more for each admission: another decision at the same time changes nothing.
         """
         if now_us != self._refreshed_us:
             self._refreshed_us, self._refreshes_left = now_us, MOST_REFRESHED
-        found = [None if tier.rules.always_first else tier.queue.densest() for tier in self._tiers]
-        while self._refreshes_left:
-            places = [place for place in found if place is not None]
-            if not places:
-                break
-            place = min(places)
-            ticket = place[3]
-            density = ticket.density_at(now_us)
-            if density == ticket.density:
-                break
-            self._refreshes_left -= 1
-            self._renew(place, density)
-            found[ticket.tier] = self._tiers[ticket.tier].queue.densest()
-        return found
+        while True:
+            best = rival = queue = None
+            for each in self._order.queues:
+                place = each.best_place()
+                if place is None:
+                    continue
+                if best is None or place < best:
+                    best, rival, queue = place, best, each
+                elif rival is None or place < rival:
+                    rival = place
+            if queue is None:
+                return None
+            refreshed = queue.refresh(best, now_us, rival, self._refreshes_left) if self._refreshes_left else 0
+            if not refreshed:
+                return queue.best()
+            self._refreshes_left -= refreshed
+            self._note_refreshed()
+            best = queue.best_place()
+            if best is not None and (rival is None or best < rival):
+                return queue.best()
 
-    def _renew(self, place: Place, density: int) -> None:
-        self._tiers[place[3].tier].queue.renew(place, density)
+    def _note_refreshed(self) -> None:
+        """Densities have changed."""
 
-    def _patience_us(self, more_us: int = 0) -> int:
-        """A ticket whose deadline is nearer than this is urgent. `more_us`: the cost of one that is in no queue yet."""
-        return (sum(tier.queue.cost_us for tier in self._tiers) + more_us) // (2 * self._engines_that_work())
+    def _patience_us(self) -> int:
+        """A ticket whose deadline is nearer than this is urgent."""
+        cost_us = 0
+        for tier in self._tiers:
+            cost_us += tier.queue.cost_us
+        return cost_us // (2 * self._engines_that_work())
 
     def _engines_that_work(self) -> int:
         return 1
 
     def _make_urgent(self, now_us: int) -> int:
         """How many tickets become urgent."""
-        if not self._deadlines:
+        deadlines, made = self._deadlines, 0
+        if not deadlines:
             return 0
         before_us = now_us + self._patience_us()
-        made = 0
-        while self._deadlines and made < MOST_MADE_URGENT:
-            deadline_us, _, _, ticket = self._deadlines[0]
+        while deadlines and made < MOST_MADE_URGENT:
+            deadline_us, _, _, ticket = deadlines[0]
             if not _is_calm(ticket):
-                heappop(self._deadlines)
+                heappop(deadlines)
             elif deadline_us < before_us:
-                heappop(self._deadlines)
+                heappop(deadlines)
                 self._tiers[ticket.tier].queue.make_urgent(ticket, now_us)
                 made += 1
             else:
                 break
-        if len(self._deadlines) > 2 * len(self._waiting) + SPARE_ENTRIES:
-            self._deadlines = [entry for entry in self._deadlines if _is_calm(entry[3])]
+        if len(deadlines) > 2 * len(self._waiting) + SPARE_ENTRIES:
+            self._deadlines = [entry for entry in deadlines if _is_calm(entry[3])]
             heapify(self._deadlines)
         return made
 
     def _await_deadline(self, ticket: GainTicket) -> None:
-        if ticket.gain is not None and not ticket.is_urgent:
-            heappush(self._deadlines, (ticket.deadline_us, ticket.arrived_us, ticket.sequence, ticket))
+        self._tiers[ticket.tier].queue.await_deadline(ticket)
+        self._note_deadline(ticket)
+
+    def _note_deadline(self, ticket: GainTicket) -> None:
+        heappush(self._deadlines, (ticket.deadline_us, ticket.arrived_us, ticket.sequence, ticket))
 
     def _admit(self, candidate: Candidate, now_us: int) -> Admission:
         ticket = candidate.ticket
@@ -230,9 +227,10 @@ class GainScheduler(Scheduler):
 
     def _return(self, ticket: Ticket, now_us: int) -> None:
         assert isinstance(ticket, GainTicket)
-        ticket.density = ticket.density_at(now_us)
+        ticket.stored_density = ticket.density_at(now_us)
         super()._return(ticket, now_us)
-        self._await_deadline(ticket)
+        if ticket.gain is not None and not ticket.is_urgent:
+            self._note_deadline(ticket)
 
 
 def _is_calm(ticket: GainTicket) -> bool:

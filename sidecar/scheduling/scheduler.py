@@ -41,7 +41,7 @@ and the pool not held back; k tiers have a reserve. As the head of its tier a ti
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from operator import sub
+from operator import attrgetter, sub
 
 from sidecar.policy.rules import PoolRules
 from sidecar.scheduling.order import Candidate, LevelOrder, OrderClass
@@ -67,6 +67,9 @@ class Scheduler:
     _tier_type: type[TierState] = TierState
     _order_type: type[LevelOrder] = LevelOrder
     _preemption_type: type[Preemption] = Preemption
+
+    # What of a tier's tokens and requests is kept for it, up to its reserve, by rule 3.
+    _in_reserve: attrgetter[tuple[int, int]] = attrgetter("held_tokens", "held_requests")
 
     def __init__(self, rules: PoolRules) -> None:
         self.rules = rules
@@ -368,10 +371,14 @@ class Scheduler:
             if level == ticket.tier:
                 continue
             rules = tier.rules
-            kept_tokens, kept_requests = tier.held_tokens, tier.held_requests
-            if not (rules.always_first or (order_class is _OTHER and level < candidate.yields_to)):
-                kept_tokens = min(kept_tokens, rules.reserve_tokens)
-                kept_requests = min(kept_requests, rules.reserve_requests)
+            if rules.always_first or (order_class is _OTHER and level < candidate.yields_to):
+                kept_tokens, kept_requests = tier.held_tokens, tier.held_requests
+            else:
+                kept_tokens, kept_requests = self._in_reserve(tier)
+                if kept_tokens > rules.reserve_tokens:  # noqa: PLR1730  # `min` is one call more
+                    kept_tokens = rules.reserve_tokens
+                if kept_requests > rules.reserve_requests:  # noqa: PLR1730
+                    kept_requests = rules.reserve_requests
             if level < candidate.headroom_level:
                 kept_tokens = max(kept_tokens, rules.headroom_tokens)
                 kept_requests = max(kept_requests, rules.headroom_requests)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from recorder import as_answer
 from strategies import WEIGHTS, policies, preempting_policies
 
+from sidecar.policy.rules import Shares, pool_rules
 from sidecar.scheduling.gain import GainFigures
 from sidecar.scheduling.gain_scheduler import GainScheduler
 
@@ -175,3 +176,17 @@ def test_it_decides_as_the_literal_rules_do(policy, fair: Fraction, seed: int) -
 @given(policy=preempting_policies(), fair=FAIR, seed=st.integers(0, 2**32))
 def test_it_preempts_as_the_literal_rules_do(policy, fair: Fraction, seed: int) -> None:
     Twins(by_gain(policy, fair), seed).play(STEPS)
+
+
+def test_tickets_of_tenants_that_came_once_leave_nothing():
+    rules = pool_rules(tokens=10, requests=None, tiers=(Shares("only"),), is_by_gain=True)
+    scheduler = GainScheduler(rules)
+    scheduler.submit("held", tier=0, tokens=10, now_us=0)
+    scheduler.dispatch(0)
+    scheduler.submit("waits on", tier=0, tokens=1, now_us=0)
+    for number in range(1_000):
+        ticket = scheduler.submit(str(number), tier=0, tokens=1, now_us=0, tenant=str(number))
+        scheduler.appraise(ticket, GainFigures(1, number + 1, 1, 0, 0, 1))
+        scheduler.dispatch(0)
+        scheduler.cancel(str(number), 0)
+    assert len(scheduler._tiers[0].queue._slots) == 1
