@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sidecar.scheduling.placement import EngineLedger
 from sidecar.scheduling.ticket import Ticket
 
 MOST_WEIGHT = 1_000
@@ -68,7 +69,7 @@ class GainTicket(Ticket):
 
     `density` is what was last computed: not less than it is now. A ticket that `is_urgent` stays so. One that
     `is_apart` came back to its queue and stands in no lane. `in_floor` says of a lease that it counts in its tier's
-    floor. One that `is_claiming` is a claimant (`claims`).
+    floor. One that `is_claiming` is a claimant (`claims`); as one for its tier's floor it keeps the engine `kept`.
     """
 
     gain: GainFigures | None = None
@@ -77,6 +78,7 @@ class GainTicket(Ticket):
     is_apart: bool = False
     in_floor: bool = False
     is_claiming: bool = False
+    kept: EngineLedger | None = None
 
     def density_at(self, now_us: int) -> int:
         """Its density now; 0 without figures."""

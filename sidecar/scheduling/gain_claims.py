@@ -56,7 +56,7 @@ class GainClaimQueue(ClaimQueue, GainQueue):
     def _no_claimant(self, ticket: Ticket) -> None:
         assert isinstance(ticket, GainTicket)
         super()._no_claimant(ticket)
-        ticket.is_claiming = False
+        ticket.is_claiming, ticket.kept = False, None
         if ticket.gain is not None:
             self.cost_us -= ticket.gain.cost_us
 
