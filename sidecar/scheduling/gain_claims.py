@@ -19,6 +19,11 @@ class GainClaimQueue(ClaimQueue, GainQueue):
     """See `ClaimQueue` and `GainQueue`. Every operation costs O(log n), a refund too."""
 
     @property
+    def largest(self) -> int:
+        """The maximal request by which a tenant may be ahead (`gain_queue`)."""
+        return self._largest
+
+    @property
     def has_urgent(self) -> bool:
         """See `GainQueue.has_urgent`."""
         return super().has_urgent or any(

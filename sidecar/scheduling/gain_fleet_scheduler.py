@@ -14,6 +14,8 @@ that waits.
 
 from __future__ import annotations
 
+from typing import Any
+
 from sidecar.scheduling.fleet_scheduler import FleetScheduler, Placed, RulesOf
 from sidecar.scheduling.gain import GainFigures, GainTicket
 from sidecar.scheduling.gain_fleet import GainFleetOrder, GainFleetTier
@@ -39,6 +41,15 @@ class GainFleetScheduler(GainScheduler, FleetScheduler):
         self._for_floors: set[str] = set()
         self._is_walking = False  # else an engine is only asked for
         FleetScheduler.__init__(self, rules_of, weight_percent)
+
+    def submit(self, ticket_id: str, *, tier: int, **ticket: Any) -> Ticket:
+        """See `FleetScheduler.submit`. After the largest ticket so far no tenant may be ahead that was."""
+        queue = self._tiers[tier].queue
+        largest = queue.largest
+        submitted = super().submit(ticket_id, tier=tier, **ticket)
+        if queue.largest != largest:
+            self._changed()
+        return submitted
 
     def appraise(self, ticket: Ticket, gain: GainFigures) -> None:
         """See `GainScheduler.appraise`."""
@@ -80,8 +91,9 @@ class GainFleetScheduler(GainScheduler, FleetScheduler):
         assert isinstance(ticket, GainTicket)
         if ticket.id not in self._for_floors:
             return super().place(ticket)
-        usable = self.placement.usable(ticket.tokens, ticket.requests, ticket.placing)
-        found = ticket.kept if ticket.kept in usable else super().place(ticket)
+        found = ticket.kept
+        if found is None or found not in self.placement.usable(ticket.tokens, ticket.requests, ticket.placing):
+            found = super().place(ticket)
         if self._is_walking:
             ticket.kept = found
         return found
