@@ -19,6 +19,11 @@ class GainClaimQueue(ClaimQueue, GainQueue):
     """See `ClaimQueue` and `GainQueue`. Every operation costs O(log n), a refund too."""
 
     @property
+    def largest(self) -> int:
+        """The maximal request by which a tenant may be ahead (`gain_queue`)."""
+        return self._largest
+
+    @property
     def has_urgent(self) -> bool:
         """See `GainQueue.has_urgent`."""
         return super().has_urgent or any(
@@ -56,7 +61,7 @@ class GainClaimQueue(ClaimQueue, GainQueue):
     def _no_claimant(self, ticket: Ticket) -> None:
         assert isinstance(ticket, GainTicket)
         super()._no_claimant(ticket)
-        ticket.is_claiming = False
+        ticket.is_claiming, ticket.kept = False, None
         if ticket.gain is not None:
             self.cost_us -= ticket.gain.cost_us
 

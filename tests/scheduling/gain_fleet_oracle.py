@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fleet_oracle import MOST_EXCESS, FleetOracle, FleetRequest, Placed
@@ -11,7 +12,9 @@ from oracle import ALWAYS_FIRST, INSIDE, OTHER, TURN, Oracle, Request
 
 @dataclass
 class GainFleetRequest(GainRequest, FleetRequest):
-    """A request with figures and an engine."""
+    """A request with figures and an engine; `kept` is the engine that it claimed first as one for its tier's floor."""
+
+    kept: str | None = None
 
 
 class GainFleetOracle(GainOracle, FleetOracle):
@@ -23,6 +26,8 @@ class GainFleetOracle(GainOracle, FleetOracle):
     def __init__(self, policy: GainPolicy, weight_percent: int = 200) -> None:
         FleetOracle.__init__(self, policy, weight_percent)
         self.largest = {}
+        self.for_floors: list[GainFleetRequest] = []
+        self.is_walking = False
 
     # Operations.
 
@@ -61,13 +66,14 @@ class GainFleetOracle(GainOracle, FleetOracle):
 
     def go_back(self, request: GainFleetRequest) -> None:
         super().go_back(request)
+        request.kept = None
         if request.charge is not None:
             request.start = request.charged_start
 
     def admit_to(self, request: GainFleetRequest, engine: str, now_us: int) -> Placed:
         in_floor = self.class_of(request, now_us) != OTHER
         placed = super().admit_to(request, engine, now_us)
-        request.in_floor = in_floor
+        request.in_floor, request.kept = in_floor, None
         self.refreshes_left += MOST_REFRESHED
         self.refresh_densities(now_us)
         return placed
@@ -107,12 +113,27 @@ class GainFleetOracle(GainOracle, FleetOracle):
                 break
         return found
 
+    def walk(self, now_us: int) -> tuple[Request, str] | None:
+        self.is_walking = True
+        found = super().walk(now_us)
+        self.is_walking = False
+        return found
+
+    def best(self, request: GainFleetRequest, claims: Sequence[tuple[Request, str]]) -> str | None:
+        """A ticket for a floor keeps the engine that was chosen for it first, as long as it could go there."""
+        if request not in self.for_floors:
+            return super().best(request, claims)
+        found = request.kept if request.kept in self.usable(request) else super().best(request, claims)
+        if self.is_walking:
+            request.kept = found
+        return found
+
     def order(self, now_us: int) -> list[Request]:
         """Claimants for their tiers' floors come before all but those that are always first, the first claims first."""
         allowed = self._allowed(now_us)
         classes = {request.id: self.class_of(request, now_us) for request in allowed}
-        keep = [r for r in allowed if r.claims and classes[r.id] in (INSIDE, TURN) and self.fits(r, now_us)]
-        keep.sort(key=lambda request: request.claimed_us)
+        self.for_floors = [request for request in allowed if classes[request.id] in (INSIDE, TURN)]
+        keep = sorted((r for r in self.for_floors if r.claims), key=lambda request: request.claimed_us)
         always = [request for request in allowed if classes[request.id] == ALWAYS_FIRST]
         return always + keep + [request for request in allowed if request not in always and request not in keep]
 

@@ -82,6 +82,11 @@ def test_it_decides_as_the_literal_rules_do(first):
         play(seed, 100)
 
 
+def test_a_larger_ticket_brings_tenants_back_that_were_ahead():
+    """Though it is no head, nor the best of its tier: a walk that had admitted none is made again."""
+    play(7073, 120)
+
+
 @pytest.mark.soak
 def test_it_decides_as_the_literal_rules_do_for_long():
     for seed in range(1_000, 4_000):

@@ -6,9 +6,9 @@ in size and in speed, are drained, slowed and lost; leases are handed back.
 
 The ticket that is first for its tier's floor in fair order, no larger than that and than an engine, is admitted within
 `MOST_LEASES` D, D the longest lease: D until it is inside the floor, since nothing after it is admitted for the floor;
-D until it fits the pool, where it holds its place; D for its engine, and for each claimant for a floor before it (there
-are at most 16). Counted from the latest change of the engines. It is a bound of the claims before it, and not of its
-size. Where its best engine changes meanwhile, the last part is not proven. The worst found is `WORST_LEASES`.
+D until it fits the pool, where it holds its place; D for its engine, which it keeps, and for each claimant for a floor
+before it (there are at most 16). Counted from the latest change of the engines. Of equal engines a few D are the worst
+that was found (`WORST_LEASES`).
 """
 
 from __future__ import annotations
