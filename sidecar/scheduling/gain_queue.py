@@ -40,15 +40,17 @@ class GainLane(Lane):
     """A lane whose tickets with figures are in a heap, too. `first` is valid while any ticket waits in it.
 
     `best` is its first place, which stands for it in the tier's heap: others of it there count no more. None while it
-    is aside, and while it has no places.
+    is aside, and while it has no places. `gone` stands for every ticket that has left one of its places: that
+    one may be in another lane by now.
     """
 
-    __slots__ = ("best", "first", "is_aside", "places")
+    __slots__ = ("best", "first", "gone", "is_aside", "places")
 
     def __init__(self) -> None:
         super().__init__()
         self.first: Ticket | None = None
         self.best: Place | None = None
+        self.gone: GainTicket | None = None
         self.places: list[Place] = []
         self.is_aside = False
 
@@ -163,9 +165,11 @@ class GainQueue(FairQueue):
         self._clean()
 
     def _leave_lane(self, ticket: Ticket) -> None:
+        assert isinstance(ticket, GainTicket)
         super()._leave_lane(ticket)
-        ticket.place = None  # type: ignore[attr-defined]  # a GainTicket
-        lane: GainLane = ticket.lane  # type: ignore[attr-defined]
+        self._leave_place(ticket)
+        lane = ticket.lane
+        assert lane is not None
         waiting = self._returned if lane is self._returned_lane else lane.waiting
         if not waiting:
             lane.first = None
@@ -299,7 +303,8 @@ class GainQueue(FairQueue):
         if density_now:
             self._stand(ticket, -density_now)
         else:
-            ticket.place, ticket.stored_density = None, 0
+            self._leave_place(ticket)
+            ticket.stored_density = 0
             self._is_known = False
 
     def is_ahead(self, ticket: GainTicket) -> bool:
@@ -318,8 +323,19 @@ class GainQueue(FairQueue):
         """The virtual time from which on a lane is not ahead."""
         return lane.finish - 2 * self._largest / lane.weight
 
+    def _leave_place(self, ticket: GainTicket) -> None:
+        """A ticket has no place any more; the number stays in its lane's heap."""
+        place, lane = ticket.place, ticket.lane
+        if place is None or lane is None:
+            return
+        if lane.gone is None:
+            lane.gone = GainTicket("", 0, "", 1, 1, 1, 0, 0, (), lane=lane)
+        self._slots[place & _SLOT] = lane.gone
+        ticket.place = None
+
     def _stand(self, ticket: GainTicket, key: int) -> None:
         """A ticket has its place in the heap of its lane."""
+        self._leave_place(ticket)
         if self._unused:
             slot = self._unused.pop()
             self._slots[slot] = ticket
