@@ -72,11 +72,14 @@ class Stage(IntEnum):
     OVER = 4
 
 
+# Looked up once: an enumeration's attribute costs as much as a call.
+_READING, _WAITING, _RUNNING, _FOLLOWED, _OVER = Stage
+
 NEXT_STAGES: tuple[tuple[Stage, ...], ...] = (
-    (Stage.WAITING, Stage.OVER),  # after READING
-    (Stage.RUNNING, Stage.OVER),  # after WAITING
-    (Stage.WAITING, Stage.FOLLOWED, Stage.OVER),  # after RUNNING
-    (Stage.OVER,),  # after FOLLOWED
+    (_WAITING, _OVER),  # after READING
+    (_RUNNING, _OVER),  # after WAITING
+    (_WAITING, _FOLLOWED, _OVER),  # after RUNNING
+    (_OVER,),  # after FOLLOWED
     (),  # after OVER
 )
 """The stages that may follow each stage, by its number."""
@@ -103,7 +106,7 @@ class RequestHandler:
     def __init__(
         self, controller: AdmissionController, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        self.stage = Stage.READING
+        self.stage = _READING
         self._controller = controller
         self._snapshot = controller.snapshot
         self._endpoint = endpoint
@@ -151,13 +154,13 @@ class RequestHandler:
     def check(self) -> None:
         """Ends a body that takes too long, and a request whose client disconnects while the app does not listen."""
         now_us, policy = self._now_us(), self._snapshot.policy
-        if self.stage is Stage.READING and now_us - self._received_us > policy.body_timeout_s * 1e6:
+        if self.stage is _READING and now_us - self._received_us > policy.body_timeout_s * 1e6:
             if self._task is not None and self._body is None and not self._timed_out:
                 self._timed_out = True
                 self._task.cancel()
         elif self._background is not None and self._controller.background.is_due(self._background):
             self._settle(Outcome.FAILED, "background_timeout")
-        elif self.stage is Stage.RUNNING and self._background is None:
+        elif self.stage is _RUNNING and self._background is None:
             disconnected_us = self._client.disconnected_us
             if disconnected_us is None:
                 self._client.watch()
@@ -166,7 +169,7 @@ class RequestHandler:
 
     def give_up(self) -> None:
         """Ends the wait, where the request waits: the process is about to end."""
-        if self.stage is Stage.WAITING and self._lease.grant is None:
+        if self.stage is _WAITING and self._lease.grant is None:
             self._is_given_up = True
             self._lease.give_up()
 
@@ -184,7 +187,7 @@ class RequestHandler:
         try:
             return await wait_for_grant
         except ClientDisconnected as disconnected:
-            self.advance(Stage.OVER)
+            self.advance(_OVER)
             self._reporter.disconnected(disconnected.wait)
             return None
         except WaitedTooLong as over:
@@ -194,7 +197,7 @@ class RequestHandler:
             error = refusal
             if isinstance(refusal, QueueFull) and not self._controller.engine_watch.is_usable:
                 error = self._without_queue(refusal)
-        self.advance(Stage.OVER)
+        self.advance(_OVER)
         self._reporter.refused(error, waited)
         await self._refuse(error, waited)
         return None
@@ -250,7 +253,7 @@ class RequestHandler:
             controller = self._controller
             appraise = controller.appraiser(self._snapshot)
             self._lease = await enter_pool(controller.pool, request, controller.lease_sizes, appraise)
-            self.advance(Stage.WAITING)
+            self.advance(_WAITING)
         finally:
             if objectives := self._snapshot.objectives:
                 gain, names = self._controller.gain, self._snapshot.tier_names
@@ -323,7 +326,7 @@ class RequestHandler:
 
         False where the request was preempted before its first byte, or could not be sent: then it waits again.
         """
-        self.advance(Stage.RUNNING)
+        self.advance(_RUNNING)
         controller, request, snapshot = self._controller, self._request, self._snapshot
         priority = snapshot.priorities[grant.level]
         forward = controller.dialect.forward(self._endpoint.api, priority)
@@ -358,7 +361,7 @@ class RequestHandler:
                 raise
         finally:
             current.reset(token)
-        if self._call.is_handed_back and self.stage is Stage.RUNNING:
+        if self._call.is_handed_back and self.stage is _RUNNING:
             return route is not None and not await self._waits_again(route)
         return attempt is None or not attempt.is_lost or await self._disconnects_before_abort()
 
@@ -367,7 +370,7 @@ class RequestHandler:
         if await route.waits_again():
             if self._call.may_run:  # the connection broke, but the engine lives: it computes on for a moment
                 await self._disconnects_before_abort()
-            return self.stage is Stage.RUNNING
+            return self.stage is _RUNNING
         self._call.is_handed_back, error = False, self._call.error
         assert error is not None
         is_anthropic = self._endpoint.api is Api.MESSAGES
@@ -397,45 +400,54 @@ class RequestHandler:
 
     async def _send_for_app(self, message: Message) -> None:
         """Passes the response on as it comes, chunk by chunk, and settles after its last byte."""
-        kind, background = message["type"], self._background
-        send = self._client.send if background is None else background.sender(self._client.send)
+        kind = message["type"]
         if kind == "http.response.body":
-            self._read_response(message.get("body", b""))
-            # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
-            has_left = self._client.disconnected_us is not None and background is None
-            outcome = Outcome.CLIENT_LEFT if has_left else Outcome.COMPLETED
-            if message.get("more_body", False):
-                await send(message)
+            body = message.get("body", b"")
+            if body and self.stage is _RUNNING:  # not what comes after a disconnect's grace: no one gets it
+                self._read_response(body)
+            if not message.get("more_body", False):
+                await self._send_end(message)
                 return
-            self._call.answered()
-            await send(message)
-            if (error := self._engine_error()) is not None:
-                self._settle(Outcome.FAILED, error.code)
-            else:
-                self._settle(outcome)
-            return
-        if kind == "http.response.start":
-            self._status = message["status"]
-            headers = list(message.get("headers", ()))
-            own = admission_headers(self._request, self._lease, self._snapshot.tier_names, self._preemptions)
-            named = id_headers(self._request_id, headers, self._endpoint.api)
-            message = {**message, "headers": [*headers, *own, *named]}
+        elif kind == "http.response.start":
+            message = self._response_start(message)
+        background = self._background
+        send = self._client.send if background is None else background.sender(self._client.send)
         await send(message)
 
+    def _response_start(self, message: Message) -> Message:
+        """The response's start, with the headers of the admission."""
+        self._status = message["status"]
+        headers = list(message.get("headers", ()))
+        own = admission_headers(self._request, self._lease, self._snapshot.tier_names, self._preemptions)
+        named = id_headers(self._request_id, headers, self._endpoint.api)
+        return {**message, "headers": [*headers, *own, *named]}
+
+    async def _send_end(self, message: Message) -> None:
+        """Passes the last message on, and settles."""
+        background = self._background
+        # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
+        has_left = self._client.disconnected_us is not None and background is None
+        outcome = Outcome.CLIENT_LEFT if has_left else Outcome.COMPLETED
+        self._call.answered()
+        send = self._client.send if background is None else background.sender(self._client.send)
+        await send(message)
+        if (error := self._engine_error()) is not None:
+            self._settle(Outcome.FAILED, error.code)
+        else:
+            self._settle(outcome)
+
     def _read_response(self, body: bytes) -> None:
-        if body and self.stage is Stage.RUNNING:  # not what comes after a disconnect's grace: no one gets it
-            usage, size = self._usage, self._size
-            if not usage.has_begun:
-                self._reporter.first_byte(self._status)
-                if self._route is not None:
-                    self._route.first_byte()
-                if self._gain is not None:
-                    self._gain.first_byte(self._status)
-            self._reader.feed(body)
-            if size is not None and usage.chunks >= size.next_look:
-                size.look()
-            if self._background is not None:
-                self._background.feed(body)
+        usage, size = self._usage, self._size
+        if not usage.has_begun:
+            self._reporter.first_byte(self._status)
+            if self._route is not None:
+                self._route.first_byte()
+            if self._gain is not None:
+                self._gain.first_byte(self._status)
+        if self._reader.feed(body) and size is not None and usage.chunks >= size.next_look:
+            size.look()
+        if self._background is not None:
+            self._background.feed(body)
 
     # -- preemption
 
@@ -484,7 +496,7 @@ class RequestHandler:
             # The tier's longest wait is kept already: from now on only the client may limit the wait.
             self._limit_wait(self._now_us(), self._request.max_wait_s)
             granted = self._lease.requeue()
-        self.advance(Stage.WAITING)
+        self.advance(_WAITING)
         return await self._wait(granted)
 
     def _report_replay(self, route: EngineRoute) -> None:
@@ -496,21 +508,21 @@ class RequestHandler:
 
     async def _answer_cut(self) -> None:
         """Answers a request that the stopping server cuts off. A response that has begun can only end."""
-        if self.stage < Stage.FOLLOWED and self._status is None:
+        if self.stage < _FOLLOWED and self._status is None:
             self._cut = Draining("this server stopped before the request was served; send it again", retry_after_s=1)
             await self._refuse(self._cut, None)
             self._status = self._cut.status
 
     def _settle(self, outcome: Outcome, error: str | None = None) -> None:
         """Ends a running request. Only the first call counts; a background response is followed to its own end."""
-        if self.stage is not Stage.RUNNING:
+        if self.stage is not _RUNNING:
             return
         background, self._background = self._background, None
         response_id = None if background is None else background.running_id()
         if background is None or response_id is None:
             self._release(outcome, error)
         else:
-            self.advance(Stage.FOLLOWED)
+            self.advance(_FOLLOWED)
             self._request.drop_body()
             self._controller.background.follow(background, response_id, self._settle_background)
 
@@ -522,8 +534,9 @@ class RequestHandler:
 
     def _release(self, outcome: Outcome, error: str | None) -> None:
         """Releases the lease, as soon as the engine has aborted the request, and reports what it cost."""
-        self.advance(Stage.OVER)
+        self.advance(_OVER)
         request, usage, lease, failure = self._request, self._usage, self._lease, self._engine_error()
+        usage.read()
         if failure is None:
             release = partial(lease.settle, usage.charged_tokens(request.prompt_tokens, self._status))
         else:
@@ -567,13 +580,13 @@ class RequestHandler:
 
     def _end(self) -> None:
         """Leaves no lease, no ticket and no task, in whichever stage the request broke off."""
-        if self.stage is Stage.READING:
+        if self.stage is _READING:
             self._report_canceled(None)
-            self.advance(Stage.OVER)
-        elif self.stage is Stage.WAITING:
+            self.advance(_OVER)
+        elif self.stage is _WAITING:
             self._withdraw()
-            self.advance(Stage.OVER)
-        elif self.stage is Stage.RUNNING:
+            self.advance(_OVER)
+        elif self.stage is _RUNNING:
             self._settle(Outcome.FAILED, "incomplete_response")
         self._client.close()
         self._controller.watchdog.discard(self)

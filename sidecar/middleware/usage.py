@@ -16,9 +16,13 @@ import re
 
 import msgspec
 
+_EVENT = b"data:"
 _NAME = b'"usage"'
 _CUT_NAME = len(_NAME) - 1
 _OBJECT = re.compile(rb'"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
+READ_EVERY = 16
+"""Bodies that are read together: to read one costs as much as to read ten. It divides the tokens after which a lease is
+sized anew (`lease_size.EVERY_TOKENS`)."""
 LONGEST = 4096
 """Bytes of an unfinished `usage` object that are kept; real ones have a few hundred."""
 LARGEST_EVENT = 768
@@ -37,6 +41,7 @@ _AFTER_COUNT = 4
 
 _MOST_TOKENS = 2**40
 """No answer has so many: a larger count says nothing, and a negative one neither."""
+_BEGINS = b"response.created"
 _REQUEST = re.compile(rb"event: ?response\.created\r?\n")
 _END = re.compile(rb"event: ?response\.(?:completed|incomplete|failed)\r?\n")
 """Of `/v1/responses`. Generated text has no such line: a line break is escaped there."""
@@ -65,15 +70,18 @@ _decode_cached = msgspec.json.Decoder(_CachedUsage).decode
 
 
 class UsageReader:
-    """The usage of one response so far.
+    """The usage of one response as of the last `read`. `feed` keeps the response's bytes, and calls `read` after every
+    `READ_EVERY` bodies and for a large one. Call it once more at the response's end.
 
-    `chunks` counts the events of a stream: about one generated token each, and `large_tokens` more for large ones.
+    `chunks` counts the events of a stream: about one generated token each, and
+    `large_tokens` more for large ones.
     """
 
     __slots__ = (
         "_carried",
         "_counted_at",
         "_is_unended",
+        "_unread",
         "chunks",
         "has_begun",
         "input_tokens",
@@ -87,39 +95,69 @@ class UsageReader:
         self.chunks = self.large_tokens = self._counted_at = 0
         self.has_begun = self._is_unended = False
         self._carried = b""
+        self._unread: list[bytes] = []
 
-    def feed(self, body: bytes | memoryview) -> None:
-        """Takes the next bytes of the response, as they were sent."""
+    def feed(self, body: bytes | memoryview) -> bool:
+        """Takes the next bytes of the response, as they were sent. Returns whether they were read."""
         self.has_begun = True
         if type(body) is not bytes:  # Starlette lets apps send a memoryview
             body = bytes(body)
-        seen, self.chunks = self.chunks, self.chunks + body.count(b"data:")
-        if len(body) > LARGEST_EVENT and seen:  # the first event may repeat the prompt
-            self._count_large(body)
-        if not seen and _REQUEST.search(body):
-            self._is_unended = True
-        if self._is_unended and _END.search(body):
-            self._is_unended = False
-        window = self._carried + body
-        at, rest = window.find(_NAME), 0
-        while at >= 0:
-            found = _OBJECT.match(window, at)
-            if found is not None:
-                self._take(found.group(1))
-            elif len(window) - at < LONGEST and window.find(_NAME, at + 1) < 0:
-                self._carried = window[at:]  # the object may be cut in two
-                return
-            rest = at + len(_NAME) if found is None else found.end()
-            at = window.find(_NAME, rest)
-        # The name itself may be.
-        self._carried = window[max(rest, len(window) - _CUT_NAME) :] if rest else window[-_CUT_NAME:]
+        unread = self._unread
+        unread.append(body)
+        if len(unread) < READ_EVERY and len(body) <= LARGEST_EVENT:
+            return False
+        self.read()
+        return True
 
-    def counted(self, input_tokens: int | None, output_tokens: int | None) -> None:
-        """Takes what the engine has counted so far; None is not said. What no answer has is not taken."""
+    def read(self) -> None:
+        """Counts the events that were fed since the last time, and takes the usage among them."""
+        unread = self._unread
+        if not unread:
+            return
+        last, body = unread[-1], b"".join(unread)
+        unread.clear()
+        seen, self.chunks = self.chunks, self.chunks + body.count(_EVENT)
+        if len(last) > LARGEST_EVENT and (seen or _EVENT in body[: -len(last)]):
+            self._count_large(last)  # not the first event, which may repeat the prompt
+        since = self._request_ends(body, is_first=not seen)
+        carried, window = len(self._carried), self._carried + body
+        if _NAME not in window:
+            self._carried = window[-_CUT_NAME:]  # the name may be cut in two
+            return
+        end = 0
+        for found in _OBJECT.finditer(window):
+            end = found.end()
+            if since is not None and end > since + carried:
+                self._take(found.group(1), body.count(_EVENT, max(0, end - carried)))
+        self._carry(window, end)
+
+    def _request_ends(self, body: bytes, *, is_first: bool) -> int | None:
+        """The place after which a usage counts; None where there is no such place.
+
+        A stream of the responses API repeats the request until its last event.
+        """
+        if is_first and _BEGINS in body and _REQUEST.search(body):
+            self._is_unended = True
+        if not self._is_unended:
+            return 0
+        end = _END.search(body)
+        if end is None:
+            return None
+        self._is_unended = False
+        return end.start()
+
+    def _carry(self, window: bytes, end: int) -> None:
+        """Keeps what may be cut in two: an object after the last one, which ends at `end`, or its name."""
+        at = window.find(_NAME, max(end, window.rfind(_NAME)))
+        is_unfinished = at >= 0 and len(window) - at < LONGEST
+        self._carried = window[at:] if is_unfinished else window[max(end, len(window) - _CUT_NAME) :]
+
+    def counted(self, input_tokens: int | None, output_tokens: int | None, later: int = 0) -> None:
+        """Takes the engine's count; None is not said. What no answer has is not taken. `later` chunks came after it."""
         if input_tokens is not None and 0 <= input_tokens <= _MOST_TOKENS:
             self.input_tokens = max(input_tokens, self.input_tokens or 0)
         if output_tokens is not None and 0 <= output_tokens <= _MOST_TOKENS:
-            self.output_tokens, self._counted_at = max(output_tokens, self.output_tokens or 0), self.chunks
+            self.output_tokens, self._counted_at = max(output_tokens, self.output_tokens or 0), self.chunks - later
 
     @property
     def later_chunks(self) -> int:
@@ -141,16 +179,14 @@ class UsageReader:
         is_known = is_counted or (status is not None and status >= 400)
         return self.used_tokens(prompt_tokens) if is_known else None
 
-    def _take(self, raw: bytes) -> None:
-        if self._is_unended:
-            return
+    def _take(self, raw: bytes, later: int) -> None:
         try:
             usage = _decode(raw)
         except msgspec.MsgspecError:
             return  # an engine's own form of usage: the estimate stands
         seen_input = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
         seen_output = usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
-        self.counted(seen_input, seen_output)
+        self.counted(seen_input, seen_output, later)
 
     def _count_large(self, body: bytes) -> None:
         more = 0
@@ -193,10 +229,8 @@ class CachedUsageReader(UsageReader):
         """The engine's count of the whole prompt; None where it reports none."""
         return None if self.input_tokens is None else self.input_tokens + self._apart_tokens
 
-    def _take(self, raw: bytes) -> None:
-        super()._take(raw)
-        if self._is_unended:
-            return
+    def _take(self, raw: bytes, later: int) -> None:
+        super()._take(raw, later)
         try:
             usage = _decode_cached(raw)
         except msgspec.MsgspecError:

@@ -233,6 +233,7 @@ class RequestWatcher:
             self._report_unread_body()
         outcome, code = self._outcome(error, is_complete=is_complete)
         usage, prompt_tokens, charged = self._usage, 0, None
+        usage.read()
         if isinstance(self._found, SizedRequest):
             prompt_tokens = self._found.prompt_tokens
             charged = usage.charged_tokens(prompt_tokens, self._status)
