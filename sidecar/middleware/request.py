@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from enum import IntEnum
 from functools import partial
 
@@ -74,6 +74,7 @@ class Stage(IntEnum):
 
 # Looked up once: an enumeration's attribute costs as much as a call.
 _READING, _WAITING, _RUNNING, _FOLLOWED, _OVER = Stage
+_COMPLETED, _CLIENT_LEFT, _FAILED = Outcome
 
 NEXT_STAGES: tuple[tuple[Stage, ...], ...] = (
     (_WAITING, _OVER),  # after READING
@@ -94,9 +95,9 @@ class RequestHandler:
 
     __slots__ = (
         "_admitted_us", "_attempt", "_background", "_body", "_call", "_client", "_controller", "_cut", "_endpoint",
-        "_ends_us", "_gain", "_hand_backs", "_headers", "_intake", "_is_given_up", "_lease", "_preempted_us",
-        "_preemptions", "_reader", "_receive", "_received_us", "_reporter", "_request", "_request_id", "_route",
-        "_scope", "_size", "_snapshot", "_status", "_task", "_timed_out", "_usage", "stage",
+        "_ends_us", "_gain", "_hand_backs", "_headers", "_intake", "_is_given_up", "_lease", "_passing",
+        "_preempted_us", "_preemptions", "_reader", "_receive", "_received_us", "_reporter", "_request", "_request_id",
+        "_route", "_scope", "_size", "_snapshot", "_status", "_task", "_timed_out", "_usage", "stage",
     )  # fmt: skip
 
     _request: SizedRequest
@@ -121,6 +122,7 @@ class RequestHandler:
         self._reporter = EventReporter(controller.observer, scope, self._request_id, self._received_us, now_us)
         self._intake = RequestIntake(self._snapshot, endpoint, self._headers, self._received_us)
         self._usage = UsageReader()
+        self._passing: AnswerReader | None = None  # reads the chunks of a stream, while they pass
         self._body: bytes | None = None
         self._status: int | None = None
         self._timed_out = False
@@ -146,7 +148,7 @@ class RequestHandler:
         except asyncio.CancelledError as canceled:
             if self._controller.is_stopping(canceled):
                 await self._answer_cut()
-            self._settle(Outcome.FAILED, CUT)
+            self._settle(_FAILED, CUT)
             raise
         finally:
             self._end()
@@ -159,13 +161,13 @@ class RequestHandler:
                 self._timed_out = True
                 self._task.cancel()
         elif self._background is not None and self._controller.background.is_due(self._background):
-            self._settle(Outcome.FAILED, "background_timeout")
+            self._settle(_FAILED, "background_timeout")
         elif self.stage is _RUNNING and self._background is None:
             disconnected_us = self._client.disconnected_us
             if disconnected_us is None:
                 self._client.watch()
             elif now_us - disconnected_us > policy.disconnect_grace_s * 1e6:
-                self._settle(Outcome.CLIENT_LEFT)
+                self._settle(_CLIENT_LEFT)
 
     def give_up(self) -> None:
         """Ends the wait, where the request waits: the process is about to end."""
@@ -355,7 +357,7 @@ class RequestHandler:
         except Exception as error:
             is_lost = attempt is not None and attempt.is_lost
             if not is_lost and not (route is not None and route.failed(error)):
-                self._settle(Outcome.FAILED, type(error).__name__)
+                self._settle(_FAILED, type(error).__name__)
                 if self._client.keepalive is not None:
                     await self._client.keepalive.break_off()
                 raise
@@ -398,21 +400,37 @@ class RequestHandler:
             return {"type": "http.request", "body": body, "more_body": False}
         return await (self._client if self._background is None else self._background).receive()
 
-    async def _send_for_app(self, message: Message) -> None:
-        """Passes the response on as it comes, chunk by chunk, and settles after its last byte."""
-        kind = message["type"]
-        if kind == "http.response.body":
-            body = message.get("body", b"")
-            if body and self.stage is _RUNNING:  # not what comes after a disconnect's grace: no one gets it
-                self._read_response(body)
-            if not message.get("more_body", False):
-                await self._send_end(message)
-                return
-        elif kind == "http.response.start":
+    def _send_for_app(self, message: Message) -> Awaitable[None]:
+        """Passes the response on as it comes, chunk by chunk, and settles after its last byte.
+
+        Streams have many chunks: each costs no more than this, and no coroutine of its own.
+        """
+        reader = self._passing
+        if reader is None or not message.get("more_body", False):
+            return self._send_start_or_end(message)
+        if reader.feed(message.get("body", b"")):
+            self._look()
+        return self._client.send(message)
+
+    async def _send_start_or_end(self, message: Message) -> None:
+        """The messages around the chunks of a stream; every message of a background response."""
+        kind, background, is_end = message["type"], self._background, False
+        if kind == "http.response.start":
             message = self._response_start(message)
-        background = self._background
-        send = self._client.send if background is None else background.sender(self._client.send)
-        await send(message)
+        elif kind == "http.response.body":
+            self._read_response(message.get("body", b""))
+            is_end = not message.get("more_body", False)
+        # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
+        has_left = self._client.disconnected_us is not None and background is None
+        if is_end:
+            self._call.answered()
+        await (self._client.send if background is None else background.sender(self._client.send))(message)
+        if is_end:
+            error = self._engine_error()
+            if error is None:
+                self._settle(_CLIENT_LEFT if has_left else _COMPLETED)
+            else:
+                self._settle(_FAILED, error.code)
 
     def _response_start(self, message: Message) -> Message:
         """The response's start, with the headers of the admission."""
@@ -422,32 +440,28 @@ class RequestHandler:
         named = id_headers(self._request_id, headers, self._endpoint.api)
         return {**message, "headers": [*headers, *own, *named]}
 
-    async def _send_end(self, message: Message) -> None:
-        """Passes the last message on, and settles."""
-        background = self._background
-        # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
-        has_left = self._client.disconnected_us is not None and background is None
-        outcome = Outcome.CLIENT_LEFT if has_left else Outcome.COMPLETED
-        self._call.answered()
-        send = self._client.send if background is None else background.sender(self._client.send)
-        await send(message)
-        if (error := self._engine_error()) is not None:
-            self._settle(Outcome.FAILED, error.code)
-        else:
-            self._settle(outcome)
-
     def _read_response(self, body: bytes) -> None:
-        usage, size = self._usage, self._size
-        if not usage.has_begun:
+        if not body or self.stage is not _RUNNING:  # not what comes after a disconnect's grace: no one gets it
+            return
+        if not self._usage.has_begun:
+            self._usage.has_begun = True
             self._reporter.first_byte(self._status)
             if self._route is not None:
                 self._route.first_byte()
             if self._gain is not None:
                 self._gain.first_byte(self._status)
-        if self._reader.feed(body) and size is not None and usage.chunks >= size.next_look:
-            size.look()
+            if self._background is None:
+                self._passing = self._reader
+        if self._reader.feed(body):
+            self._look()
         if self._background is not None:
             self._background.feed(body)
+
+    def _look(self) -> None:
+        """The events of the answer were counted: sizes the lease anew where so many have come."""
+        size = self._size
+        if size is not None and self._usage.chunks >= size.next_look:
+            size.look()
 
     # -- preemption
 
@@ -465,7 +479,7 @@ class RequestHandler:
             self._when_aborted(partial(aborted.set_result, None))
             await asyncio.wait((disconnect, aborted), return_when=asyncio.FIRST_COMPLETED)
         if disconnect.done():
-            self._settle(Outcome.CLIENT_LEFT)
+            self._settle(_CLIENT_LEFT)
         return disconnect.done()
 
     async def _wait_again(self) -> Grant:
@@ -527,6 +541,7 @@ class RequestHandler:
             self._controller.background.follow(background, response_id, self._settle_background)
 
     def _settle_background(self, ended: BackgroundEnd) -> None:
+        self._usage.read()
         self._usage.counted(ended.input_tokens, ended.output_tokens)
         self._client.disconnected_us = None  # a background response does not end with its client
         self._call.answered()
@@ -536,6 +551,7 @@ class RequestHandler:
         """Releases the lease, as soon as the engine has aborted the request, and reports what it cost."""
         self.advance(_OVER)
         request, usage, lease, failure = self._request, self._usage, self._lease, self._engine_error()
+        self._passing = None
         usage.read()
         if failure is None:
             release = partial(lease.settle, usage.charged_tokens(request.prompt_tokens, self._status))
@@ -550,12 +566,12 @@ class RequestHandler:
             self._when_aborted(release)
         else:
             release()
-        if outcome is Outcome.FAILED and self._client.disconnected_us is not None:
-            outcome, error = Outcome.CLIENT_LEFT, None  # the disconnect is why the app failed
+        if outcome is _FAILED and self._client.disconnected_us is not None:
+            outcome, error = _CLIENT_LEFT, None  # the disconnect is why the app failed
         if self._route is not None:
             self._route.ended()
         if request.expected is not None and failure is None and (self._status or 0) < 400:
-            is_complete = outcome is Outcome.COMPLETED
+            is_complete = outcome is _COMPLETED
             self._controller.lease_sizes.learn(request.expected, usage, is_complete=is_complete)
         if usage.input_tokens is not None:
             tenant = request.classification.tenant.name
@@ -587,7 +603,7 @@ class RequestHandler:
             self._withdraw()
             self.advance(_OVER)
         elif self.stage is _RUNNING:
-            self._settle(Outcome.FAILED, "incomplete_response")
+            self._settle(_FAILED, "incomplete_response")
         self._client.close()
         self._controller.watchdog.discard(self)
 

@@ -150,9 +150,9 @@ class RequestGain:
     """
 
     __slots__ = (
-        "_admitted_us", "_arrived_us", "_base_us", "_call", "_deadlines", "_first_events", "_last_bodies", "_last_us",
-        "_look_at", "_meter", "_now_us", "_objective", "_request", "_since", "_speed", "_step_us", "_tier", "_until",
-        "_usage",
+        "_admitted_us", "_arrived_us", "_base_us", "_bodies", "_call", "_deadlines", "_first_events", "_last_bodies",
+        "_last_us", "_look_at", "_meter", "_now_us", "_objective", "_request", "_since", "_speed", "_step_us", "_tier",
+        "_until", "_usage",
     )  # fmt: skip
 
     _speed: EngineSpeed
@@ -195,7 +195,7 @@ class RequestGain:
         self._admitted_us, self._usage = now_us, usage
         self._since: Load | None = None
         self._until: tuple[Load, int] | None = None
-        self._first_events, self._look_at = 0, 1
+        self._bodies, self._first_events, self._look_at = 0, 0, 1
         objective = self._objective
         if objective is None or not payload.stream:
             return usage
@@ -270,8 +270,9 @@ class RequestGain:
         usage = self._usage
         self._last_us = now_us = self._now_us()
         self._last_bodies = self._last_bodies[1], body
+        self._bodies += 1
         before = usage.chunks
-        if not self._first_events or now_us >= self._base_us + before * self._step_us:
+        if self._bodies >= self._look_at or now_us >= self._base_us + before * self._step_us:
             usage.read()
             before = usage.chunks
             usage.feed(body)

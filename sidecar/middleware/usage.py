@@ -20,9 +20,8 @@ _EVENT = b"data:"
 _NAME = b'"usage"'
 _CUT_NAME = len(_NAME) - 1
 _OBJECT = re.compile(rb'"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
-READ_EVERY = 16
-"""Bodies that are read together: to read one costs as much as to read ten. It divides the tokens after which a lease is
-sized anew (`lease_size.EVERY_TOKENS`)."""
+READ_BYTES = 2048
+"""Bytes of a response that are read together, ten to thirty events: to read one event costs as much as to read ten."""
 LONGEST = 4096
 """Bytes of an unfinished `usage` object that are kept; real ones have a few hundred."""
 LARGEST_EVENT = 768
@@ -70,11 +69,10 @@ _decode_cached = msgspec.json.Decoder(_CachedUsage).decode
 
 
 class UsageReader:
-    """The usage of one response as of the last `read`. `feed` keeps the response's bytes, and calls `read` after every
-    `READ_EVERY` bodies and for a large one. Call it once more at the response's end.
+    """The usage of one response as of the last `read`. `feed` keeps its bytes, and reads them `READ_BYTES` at a time.
 
-    `chunks` counts the events of a stream: about one generated token each, and
-    `large_tokens` more for large ones.
+    Call `read` once more at the response's end. `has_begun` is the caller's note that there is an answer. `chunks`
+    counts the events of a stream: about one generated token each, and `large_tokens` more for large ones.
     """
 
     __slots__ = (
@@ -95,30 +93,26 @@ class UsageReader:
         self.chunks = self.large_tokens = self._counted_at = 0
         self.has_begun = self._is_unended = False
         self._carried = b""
-        self._unread: list[bytes] = []
+        self._unread = bytearray()
 
     def feed(self, body: bytes | memoryview) -> bool:
         """Takes the next bytes of the response, as they were sent. Returns whether they were read."""
-        self.has_begun = True
-        if type(body) is not bytes:  # Starlette lets apps send a memoryview
-            body = bytes(body)
-        unread = self._unread
-        unread.append(body)
-        if len(unread) < READ_EVERY and len(body) <= LARGEST_EVENT:
+        self._unread += body
+        if len(self._unread) < READ_BYTES:
             return False
         self.read()
         return True
 
     def read(self) -> None:
         """Counts the events that were fed since the last time, and takes the usage among them."""
-        unread = self._unread
-        if not unread:
+        if not self._unread:
             return
-        last, body = unread[-1], b"".join(unread)
-        unread.clear()
-        seen, self.chunks = self.chunks, self.chunks + body.count(_EVENT)
-        if len(last) > LARGEST_EVENT and (seen or _EVENT in body[: -len(last)]):
-            self._count_large(last)  # not the first event, which may repeat the prompt
+        body, seen = bytes(self._unread), self.chunks
+        self._unread.clear()
+        self.chunks += body.count(_EVENT)
+        if _has_large_event(body):
+            events = body.split(_EVENT)
+            self._count_large(events if seen else events[2:])  # the first event may repeat the prompt
         since = self._request_ends(body, is_first=not seen)
         carried, window = len(self._carried), self._carried + body
         if _NAME not in window:
@@ -188,9 +182,9 @@ class UsageReader:
         seen_output = usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
         self.counted(seen_input, seen_output, later)
 
-    def _count_large(self, body: bytes) -> None:
+    def _count_large(self, events: list[bytes]) -> None:
         more = 0
-        for event in body.split(b"data:"):
+        for event in events:
             if len(event) <= LARGEST_EVENT:
                 continue
             counted = _counted_by_log_probabilities(event)
@@ -199,6 +193,16 @@ class UsageReader:
                 more += tokens
         self.large_tokens += more
         self.chunks += more
+
+
+def _has_large_event(body: bytes) -> bool:
+    """Whether an event is larger than LARGEST_EVENT: from one event to the last that begins so soon after it."""
+    at, longest = 0, LARGEST_EVENT + len(_EVENT)
+    while len(body) - at > longest:
+        at = body.rfind(_EVENT, at + 1, at + longest + len(_EVENT))
+        if at < 0:
+            return True
+    return False
 
 
 def _counted_by_log_probabilities(event: bytes) -> int | None:

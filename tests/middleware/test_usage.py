@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from sidecar.events import Settled
-from sidecar.middleware.usage import LONGEST, READ_EVERY, CachedUsageReader, UsageReader
+from sidecar.middleware.usage import LONGEST, READ_BYTES, CachedUsageReader, UsageReader
 from tests.support.middleware import SMALL, App, Caller, Guarded, policy
 
 Reader = TypeVar("Reader", bound=UsageReader)
@@ -108,7 +108,7 @@ def test_no_response_breaks_it_and_little_is_kept(pieces: list[bytes]) -> None:
     for piece in pieces:
         reader.feed(piece)
         assert len(reader._carried) <= LONGEST + 40
-        assert len(reader._unread) < READ_EVERY
+        assert len(reader._unread) < READ_BYTES
 
 
 def test_a_usage_without_end_is_given_up() -> None:

@@ -209,6 +209,7 @@ class RequestWatcher:
         elif message["type"] == "http.response.body":
             if body := message.get("body", b""):
                 if not self._usage.has_begun:
+                    self._usage.has_begun = True
                     self._reporter.first_byte(self._status)
                     self._first_byte()
                     if self._reporter.gain is not None:
