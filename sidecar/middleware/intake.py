@@ -44,7 +44,7 @@ from sidecar.via import refuse_loop
 MAX_WAIT_HEADER = b"x-admission-max-wait"
 ATTEMPT_HEADER = b"x-stainless-retry-count"
 """Header of OpenAI's and Anthropic's clients: how often the client has tried this request before."""
-_END_BYTES = 2048
+_END_BYTES = 512
 _EMBEDDINGS = Api.EMBEDDINGS  # looked up once: an enumeration's attribute costs as much as a call
 _SHOWN_BYTES = 20
 """Of a header's value that is quoted in an error."""
@@ -234,7 +234,7 @@ class RequestIntake:
         _refuse_other_encodings(headers, body)
         payload = decode(endpoint.api, body)
         refuse_background(payload, policy.background)
-        taken = client_headers(headers)
+        taken = client_headers(tuple(headers))
         classification = snapshot.classifier.classify(Asked(endpoint, payload, headers, taken), tenant)
         refuse_what_is_too_much(endpoint.api, payload, policy)
         cap = _output_cap(endpoint.api, payload, body, tenant, policy.engine)
@@ -246,7 +246,7 @@ class RequestIntake:
             headers=headers,
             payload=payload,
             classification=classification,
-            taken=[*taken, *snapshot.credentials.taken(headers)],
+            taken=(*taken, *snapshot.credentials.taken(headers)),
             added=snapshot.credentials.added,
             prompt_tokens=prompt_tokens,
             tokens=tokens_to_hold(payload, prompt_tokens, output),

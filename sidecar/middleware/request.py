@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from enum import IntEnum
 from functools import partial
 
@@ -58,6 +58,8 @@ from sidecar.middleware.wait import ClientChannel, ClientDisconnected, Comments,
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant, Lease
 
+_WITHOUT_GRANT = (ClientDisconnected, WaitedTooLong, AdmissionError)
+"""How a wait ends without a grant."""
 CUT = "CancelledError"
 """`Settled.error` of a request that the server cut off."""
 
@@ -141,10 +143,17 @@ class RequestHandler:
     async def run(self) -> None:
         """Handles the request to its end. Raises only what the app raises."""
         self._controller.watchdog.add(self)
+        next_grant = self._admission
         try:
-            grant = await self._granted_or_over(self._admission())
-            while grant is not None and not await self._forward(grant):
-                grant = await self._granted_or_over(self._wait_again())
+            while True:
+                try:
+                    grant = await next_grant()
+                except _WITHOUT_GRANT as end:
+                    await self._end_without_grant(end)
+                    return
+                if await self._forward(grant):
+                    return
+                next_grant = self._wait_again
         except asyncio.CancelledError as canceled:
             if self._controller.is_stopping(canceled):
                 await self._answer_cut()
@@ -183,50 +192,48 @@ class RequestHandler:
 
     # -- up to admission
 
-    async def _granted_or_over(self, wait_for_grant: Coroutine[None, None, Grant]) -> Grant | None:
-        """The grant; None where the request ended without one."""
-        waited: Grant | None = None
-        try:
-            return await wait_for_grant
-        except ClientDisconnected as disconnected:
-            self.advance(_OVER)
-            self._reporter.disconnected(disconnected.wait)
-            return None
-        except WaitedTooLong as over:
-            waited = over.wait
-            error = self._end_of_wait()
-        except AdmissionError as refusal:
-            error = refusal
-            if isinstance(refusal, QueueFull) and not self._controller.engine_watch.is_usable:
-                error = self._without_queue(refusal)
-        self.advance(_OVER)
-        self._reporter.refused(error, waited)
-        await self._refuse(error, waited)
-        return None
-
     async def _admission(self) -> Grant:
         """Reads the request, enters the pool and waits."""
-        if self._controller.is_draining:
+        controller, snapshot = self._controller, self._snapshot
+        if controller.is_draining:
             raise Draining("this server is shutting down and takes no new request; try another", retry_after_s=1)
         self._intake.check_head(self._scope)
         self._reporter.tenant = self._intake.tenant
         request = self._request = await self._read()
-        if self._snapshot.estimator.counter is not None:
-            await count_tokens(request, self._snapshot)
-        if self._controller.routing is not None:
-            route = self._route = self._controller.routing.route(request)
+        if snapshot.estimator.counter is not None:
+            await count_tokens(request, snapshot)
+        if controller.routing is not None:
+            route = self._route = controller.routing.route(request)
             request.hits, self._call, self._usage = route.hits, route.call(), route.usage
         lease = await self._enter(request)
-        if request.is_preemptible(self._snapshot.policy):
+        if request.is_preemptible(snapshot.policy):
             lease.on_preempt = self._preempt
         grant = lease.grant
-        self._limit_wait(lease.entered_us, request.longest_wait_s(self._snapshot.policy))
+        self._limit_wait(lease.entered_us, request.longest_wait_s(snapshot.policy))
         if grant is None:
             self._reporter.queued(self._obstacle)
             return await self._wait(lease.wait())
         if grant.queue_wait_us:
             self._reporter.waited_for_store(grant.at_us - grant.queue_wait_us)
         return grant
+
+    async def _end_without_grant(self, end: Exception) -> None:
+        """The request ended before it was admitted, or while it waited again."""
+        waited: Grant | None = None
+        if isinstance(end, ClientDisconnected):
+            self.advance(_OVER)
+            self._reporter.disconnected(end.wait)
+            return
+        if isinstance(end, WaitedTooLong):
+            waited, error = end.wait, self._end_of_wait()
+        else:
+            assert isinstance(end, AdmissionError)
+            error = end
+            if isinstance(end, QueueFull) and not self._controller.engine_watch.is_usable:
+                error = self._without_queue(end)
+        self.advance(_OVER)
+        self._reporter.refused(error, waited)
+        await self._refuse(error, waited)
 
     async def _read(self) -> SizedRequest:
         """Reads the body. Raises ClientDisconnected, or the intake's refusal."""

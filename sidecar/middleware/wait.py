@@ -15,7 +15,7 @@ from sidecar.events import Headers
 from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.sse_keepalive import SseKeepAlive
-from sidecar.pools import Grant, Lease, Pool
+from sidecar.pools import Grant, Lease, LocalPool, Pool
 from sidecar.pools.base import WaitGivenUp
 
 Appraise = Callable[[SizedRequest], None]
@@ -120,7 +120,7 @@ async def enter_pool(
     if not keeps_body:
         request.drop_body()
     try:
-        lease = await pool.enter(ask)
+        lease = pool.enter_now(ask) if isinstance(pool, LocalPool) else await pool.enter(ask)
     except QueueFull as full:
         classification.note_charged(full.level)
         raise

@@ -58,6 +58,10 @@ class RequestLog:
         has_left_its_wait = event.outcome is Outcome.CLIENT_LEFT and event.error is not None
         return has_left_its_wait or _failure(event) is not None or self._logger.isEnabledFor(logging.DEBUG)
 
+    def only_failures(self) -> bool:
+        """Whether no request that succeeds has a line: at DEBUG every one has."""
+        return not self._logger.isEnabledFor(logging.DEBUG)
+
     def write_bounded(self, level: int, message: str, arguments: tuple[object, ...], fields: Fields) -> None:
         """One line, or one more that is left out. Fields that are None are left out."""
         if not self._logger.isEnabledFor(level):
