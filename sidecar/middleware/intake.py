@@ -44,7 +44,7 @@ from sidecar.via import refuse_loop
 MAX_WAIT_HEADER = b"x-admission-max-wait"
 ATTEMPT_HEADER = b"x-stainless-retry-count"
 """Header of OpenAI's and Anthropic's clients: how often the client has tried this request before."""
-_END_BYTES = 512
+_END_BYTES = 256
 _EMBEDDINGS = Api.EMBEDDINGS  # looked up once: an enumeration's attribute costs as much as a call
 _SHOWN_BYTES = 20
 """Of a header's value that is quoted in an error."""

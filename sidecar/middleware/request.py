@@ -560,19 +560,16 @@ class RequestHandler:
         request, usage, lease, failure = self._request, self._usage, self._lease, self._engine_error()
         self._passing = None
         usage.read()
-        if failure is None:
-            release = partial(lease.settle, usage.charged_tokens(request.prompt_tokens, self._status))
-        else:
-            release = partial(lease.settle, 0, is_counted=False)
         tokens = usage.used_tokens(request.prompt_tokens) if failure is None else 0
+        charged = tokens if failure is not None or usage.is_known(self._status) else None
         if self._size is not None:
             self._size.ended(tokens)
         if self._call.may_run:
             if lease.on_preempt is not None:
                 lease.on_preempt = lambda: None  # nothing can free its room sooner
-            self._when_aborted(release)
+            self._when_aborted(partial(lease.settle, charged, is_counted=failure is None))
         else:
-            release()
+            lease.settle(charged, is_counted=failure is None)
         if outcome is _FAILED and self._client.disconnected_us is not None:
             outcome, error = _CLIENT_LEFT, None  # the disconnect is why the app failed
         if self._route is not None:

@@ -113,45 +113,48 @@ class UsageReader:
         if _has_large_event(body):
             events = body.split(_EVENT)
             self._count_large(events if seen else events[2:])  # the first event may repeat the prompt
-        since = self._request_ends(body, is_first=not seen)
-        carried, window = len(self._carried), self._carried + body
-        if _NAME not in window:
-            self._carried = window[-_CUT_NAME:]  # the name may be cut in two
-            return
-        end = 0
-        for found in _OBJECT.finditer(window):
-            end = found.end()
-            if since is not None and end > since + carried:
-                self._take(found.group(1), body.count(_EVENT, max(0, end - carried)))
-        self._carry(window, end)
+        window = self._carried + body
+        at, since = window.find(_NAME), self._request_ends(window, is_first=not seen)
+        if at >= 0:
+            at = self._take_all(window, at, since)
+        # Kept for the next time: an object that is not complete, or what may be the beginning of its name.
+        self._carried = window[at:] if at >= 0 and len(window) - at < LONGEST else window[-_CUT_NAME:]
 
-    def _request_ends(self, body: bytes, *, is_first: bool) -> int | None:
-        """The place after which a usage counts; None where there is no such place.
+    def _take_all(self, window: bytes, at: int, since: int) -> int:
+        """Takes every usage object from `since` on. The first name is at `at`. Returns that of a cut object, or -1."""
+        while at >= 0:
+            found = _OBJECT.match(window, at)
+            following = window.find(_NAME, at + 1 if found is None else found.end())
+            if found is None and following < 0:
+                return at
+            if found is not None and at >= since:
+                self._take(found.group(1), window.count(_EVENT, found.end()) if self.chunks else 0)
+            at = following
+        return -1
+
+    def _request_ends(self, window: bytes, *, is_first: bool) -> int:
+        """The place from which a usage counts.
 
         A stream of the responses API repeats the request until its last event.
         """
-        if is_first and _BEGINS in body and _REQUEST.search(body):
+        if is_first and self.chunks and _BEGINS in window and _REQUEST.search(window):
             self._is_unended = True
         if not self._is_unended:
             return 0
-        end = _END.search(body)
+        end = _END.search(window)
         if end is None:
-            return None
+            return len(window)
         self._is_unended = False
         return end.start()
 
-    def _carry(self, window: bytes, end: int) -> None:
-        """Keeps what may be cut in two: an object after the last one, which ends at `end`, or its name."""
-        at = window.find(_NAME, max(end, window.rfind(_NAME)))
-        is_unfinished = at >= 0 and len(window) - at < LONGEST
-        self._carried = window[at:] if is_unfinished else window[max(end, len(window) - _CUT_NAME) :]
-
     def counted(self, input_tokens: int | None, output_tokens: int | None, later: int = 0) -> None:
         """Takes the engine's count; None is not said. What no answer has is not taken. `later` chunks came after it."""
-        if input_tokens is not None and 0 <= input_tokens <= _MOST_TOKENS:
-            self.input_tokens = max(input_tokens, self.input_tokens or 0)
+        if input_tokens is not None and (self.input_tokens or 0) <= input_tokens <= _MOST_TOKENS:
+            self.input_tokens = input_tokens
         if output_tokens is not None and 0 <= output_tokens <= _MOST_TOKENS:
-            self.output_tokens, self._counted_at = max(output_tokens, self.output_tokens or 0), self.chunks - later
+            if self.output_tokens is None or output_tokens > self.output_tokens:
+                self.output_tokens = output_tokens
+            self._counted_at = self.chunks - later
 
     @property
     def later_chunks(self) -> int:
@@ -169,9 +172,12 @@ class UsageReader:
 
     def charged_tokens(self, prompt_tokens: int, status: int | None) -> int | None:
         """The tokens to charge the tenant for. None where neither the response nor its failure says how many."""
-        is_counted = self.input_tokens is not None or self.output_tokens is not None or self.chunks > 0
-        is_known = is_counted or (status is not None and status >= 400)
-        return self.used_tokens(prompt_tokens) if is_known else None
+        return self.used_tokens(prompt_tokens) if self.is_known(status) else None
+
+    def is_known(self, status: int | None) -> bool:
+        """Whether the response, or its failure, says how many tokens were used."""
+        is_counted = self.output_tokens is not None or self.input_tokens is not None or self.chunks > 0
+        return is_counted or (status is not None and status >= 400)
 
     def _take(self, raw: bytes, later: int) -> None:
         try:
