@@ -285,7 +285,8 @@ class LeaseSizes:
             plain = prompt + sequences * (assumed if bound is None else bound)
             tokens = most
         else:
-            tokens = plain = prompt + sequences * min(estimate.tokens, longest)
+            output = estimate.tokens
+            tokens = plain = prompt + sequences * (min(output, longest))
         if ratio < WHOLE:
             tokens = -(-tokens * ratio // WHOLE)
         return Expected(

@@ -40,7 +40,8 @@ class Credentials:
         if self.is_forwarded:
             return ()
         names = []
-        if headers.get(_AUTHORIZATION, b"").lstrip()[:6].lower() == b"bearer":
+        own = headers.get(_AUTHORIZATION)
+        if own is not None and (own.startswith(b"Bearer ") or own.lstrip()[:6].lower() == b"bearer"):
             names.append(_AUTHORIZATION)
         if _API_KEY in headers:
             names.append(_API_KEY)

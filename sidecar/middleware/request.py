@@ -54,7 +54,15 @@ from sidecar.middleware.response_headers import (
 )
 from sidecar.middleware.sse_keepalive import STREAMING
 from sidecar.middleware.usage import UsageReader
-from sidecar.middleware.wait import ClientChannel, ClientDisconnected, Comments, WaitedTooLong, enter_pool, wait
+from sidecar.middleware.wait import (
+    ClientChannel,
+    ClientDisconnected,
+    Comments,
+    WaitedTooLong,
+    enter_pool,
+    sized_ask,
+    wait,
+)
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant, Lease
 
@@ -260,8 +268,8 @@ class RequestHandler:
         at_us = self._now_us()
         try:
             controller = self._controller
-            appraise = controller.appraiser(self._snapshot)
-            self._lease = await enter_pool(controller.pool, request, controller.lease_sizes, appraise)
+            ask = sized_ask(controller.pool, request, controller.lease_sizes, controller.appraiser(self._snapshot))
+            self._lease = await enter_pool(controller.pool, ask, request.classification)
             self.advance(_WAITING)
         finally:
             if objectives := self._snapshot.objectives:
@@ -345,7 +353,7 @@ class RequestHandler:
         receive: Receive = self._receive_for_app
         send: Send = self._send_for_app
         attempt: PreemptibleAttempt | None = None
-        if request.is_preemptible(snapshot.policy):
+        if self._lease.on_preempt is not None:
             attempt = self._attempt = PreemptibleAttempt(self._lease, receive, send, self._client.disconnect)
             receive, send = attempt.receive, attempt.send
             if self._preempted_us is not None:

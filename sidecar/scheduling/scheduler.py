@@ -72,6 +72,7 @@ class Scheduler:
         self.rules = rules
         self.is_paused = False
         self._tiers = tuple(self._tier_type(tier) for tier in rules.tiers)
+        self._keeping = self._tiers_with_headroom()
         self._order = self._order_type(rules, self._tiers)
         self._is_by_level = type(self._order) is LevelOrder
         self._all_tokens = 0
@@ -98,6 +99,7 @@ class Scheduler:
         self.rules = rules
         for tier, tier_rules in zip(self._tiers, rules.tiers, strict=True):
             tier.change_rules(tier_rules)
+        self._keeping = self._tiers_with_headroom()
         self._order.change_rules(rules)
 
     def hold_back(self, until_us: int) -> None:
@@ -377,7 +379,7 @@ class Scheduler:
     def _has_room(self, ticket: Ticket, headroom_level: int) -> bool:
         tokens = self.rules.tokens - self._all_tokens - ticket.tokens
         requests = self.rules.requests - self._all_requests - ticket.requests
-        for tier in self._tiers[:headroom_level]:
+        for tier in self._keeping[headroom_level]:
             rules = tier.rules
             if rules.level != ticket.tier:
                 if tier.held_tokens < rules.headroom_tokens:
@@ -406,6 +408,12 @@ class Scheduler:
             tokens -= kept_tokens
             requests -= kept_requests
         return tokens >= 0 and requests >= 0
+
+    def _tiers_with_headroom(self) -> Sequence[Sequence[TierState]]:
+        """By level: the tiers that are more important, and keep room free that is not lent."""
+        keeping = [tier for tier in self._tiers if tier.rules.headroom_tokens or tier.rules.headroom_requests]
+        levels = range(len(self._tiers) + 1)
+        return tuple(tuple(tier for tier in keeping if tier.rules.level < level) for level in levels)
 
     def _has_any_room(self) -> bool:
         return self._all_tokens < self.rules.tokens and self._all_requests < self.rules.requests

@@ -53,7 +53,7 @@ class TierState:
     def has_turn(self, ticket: Ticket, now_us: int) -> bool:
         """Rule 1: whether a ticket that is not inside the tier's reserve has a turn."""
         rules, tokens, requests = self.rules, self.held_tokens, self.held_requests
-        if rules.always_first or tokens >= rules.reserve_tokens or requests >= rules.reserve_requests:
+        if tokens >= rules.reserve_tokens or requests >= rules.reserve_requests or rules.always_first:
             return False
         is_inside = (
             tokens + ticket.tokens <= rules.reserve_tokens and requests + ticket.requests <= rules.reserve_requests
