@@ -66,11 +66,11 @@ class SizedRequest(msgspec.Struct):
     `tokens` and `requests` (sequences) are what it will hold in the pool, `prompt_tokens` the estimate of its prompts,
     `assumed_output` the most tokens of one sequence: the client's maximum, or what the policy assumes where it sets
     none. `expected` is what it is expected to use, None before it enters the pool and where nothing is learned. `taken`
-    names the client's headers that must not be forwarded, `added` are headers for the engine. `output_cap` is the output
-    maximum that is written into the body, because the body has none and the tenant has a limit. `max_wait_s` is the
-    longest wait that the client allows, `objective` its tier's, as the client loosens it, None where its gain is not
-    measured. `gain` are its figures where the pool orders by gain. `path` is the endpoint's. `hits` are the prompt's
-    tokens that engines are predicted to have, by their ids; None in a pool of one engine.
+    names the client's headers that must not be forwarded, `added` are headers for the engine. `output_cap` is the
+    output maximum that is written into the body, because the body has none and the tenant has a limit. `max_wait_s` is
+    the longest wait that the client allows, `objective` its tier's, as the client loosens it, None where its gain is
+    not measured. `gain` are its figures where the pool orders by gain. `path` is the endpoint's. `hits` are the
+    prompt's tokens that engines are predicted to have, by their ids; None in a pool of one engine.
     """
 
     body: bytes

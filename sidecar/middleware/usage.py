@@ -109,7 +109,8 @@ class UsageReader:
             return
         body, seen = bytes(self._unread), self.chunks
         self._unread.clear()
-        self.chunks += body.count(_EVENT)
+        if seen or body[:1] != b"{":  # a whole answer has no events
+            self.chunks += body.count(_EVENT)
         if _has_large_event(body):
             events = body.split(_EVENT)
             self._count_large(events if seen else events[2:])  # the first event may repeat the prompt
