@@ -16,7 +16,7 @@ from opentelemetry.trace import SpanContext
 from sidecar.events import Admitted, Classified, Event, Headers, Observation, Preempted, Received, Refused, Settled
 from sidecar.telemetry.logs.request_log import RequestLog
 from sidecar.telemetry.request_record import EventHandlers, RequestRecord, TraceIds
-from sidecar.telemetry.sdk_bypass.providers import meter_provider
+from sidecar.telemetry.sdk_bypass.providers import meter_provider, none_is_set
 from sidecar.telemetry.setup import has_no_meter_provider
 from sidecar.telemetry.spans.propagation import client_trace, injected
 from sidecar.telemetry.spans.request_spans import RequestSpans
@@ -119,6 +119,8 @@ class EventDispatcher:
             logger.exception("telemetry failed; requests go on without, and further failures are not logged")
 
     def _has_sdk(self) -> bool:
+        if self.tracer.is_global and none_is_set():
+            return False
         provider = meter_provider()
         if provider is not self._meter_provider:
             self._meter_provider, self._is_measured = provider, not has_no_meter_provider()

@@ -6,6 +6,7 @@ its stand-in is kept, and used for as long as the API has no provider.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Generic, TypeVar
@@ -34,5 +35,19 @@ class _Lookup(Generic[Provider]):
         return self._stand_in
 
 
-tracer_provider: Callable[[], TracerProvider] = _Lookup(trace.get_tracer_provider, trace, "_TRACER_PROVIDER")
-meter_provider: Callable[[], MeterProvider] = _Lookup(metrics.get_meter_provider, _internal, "_METER_PROVIDER")
+def none_is_set() -> bool:
+    """Whether there surely is no SDK: the API has no provider, and the environment names none."""
+    return (
+        _TRACE.get(_TRACER_PROVIDER, _UNKNOWN) is None
+        and _METRICS.get(_METER_PROVIDER, _UNKNOWN) is None
+        and not _IS_NAMED
+    )
+
+
+_UNKNOWN = object()  # stands for a name that a later API does not have
+_TRACER_PROVIDER, _METER_PROVIDER = "_TRACER_PROVIDER", "_METER_PROVIDER"
+_TRACE, _METRICS = vars(trace), vars(_internal)
+_IS_NAMED = "OTEL_PYTHON_TRACER_PROVIDER" in os.environ or "OTEL_PYTHON_METER_PROVIDER" in os.environ
+
+tracer_provider: Callable[[], TracerProvider] = _Lookup(trace.get_tracer_provider, trace, _TRACER_PROVIDER)
+meter_provider: Callable[[], MeterProvider] = _Lookup(metrics.get_meter_provider, _internal, _METER_PROVIDER)

@@ -50,6 +50,7 @@ class RequestTracer:
         find_links: FindLinks | None = None,
     ) -> None:
         self._given_provider = tracer_provider
+        self.is_global = tracer_provider is None
         self._provider: trace.TracerProvider | None = None
         self._tracer: trace.Tracer | None = None
         self._bypass: SpanBypass | None = None
