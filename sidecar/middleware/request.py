@@ -1,12 +1,6 @@
 """One admitted request, from its first byte to its released lease.
 
-    READING -> WAITING -> RUNNING -> OVER      (WAITING ends at once where there is room)
-       |        |  ^       |  |       ^
-       |        |  +-------+  |       |        (preempted, or the engine could not be reached)
-       |        |             +-> FOLLOWED     (a background response runs on after its request is answered)
-       +--------+-> OVER                       (refused, or the client disconnected)
-
-`NEXT_STAGES` is this diagram as a table. Whatever raises or is canceled, the lease is released exactly once.
+Its stages are those of `stages`. Whatever raises or is canceled, the lease is released exactly once.
 """
 
 from __future__ import annotations
@@ -14,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
-from enum import IntEnum
 from functools import partial
 
 from starlette.types import Message, Receive, Scope, Send
@@ -36,7 +29,7 @@ from sidecar.events import Obstacle, Outcome
 from sidecar.middleware.background import BackgroundEnd, BackgroundRequest
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_route import EngineRoute, no_engine
-from sidecar.middleware.error_responses import discard_body, send_error
+from sidecar.middleware.error_responses import refuse_too_large, send_error
 from sidecar.middleware.event_reporter import EventReporter
 from sidecar.middleware.forwarding import forwarded_request, granted_of
 from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens
@@ -53,6 +46,7 @@ from sidecar.middleware.response_headers import (
     wait_headers,
 )
 from sidecar.middleware.sse_keepalive import STREAMING
+from sidecar.middleware.stages import NEXT_STAGES, IllegalTransition, Stage
 from sidecar.middleware.usage import UsageReader
 from sidecar.middleware.wait import (
     ClientChannel,
@@ -72,32 +66,9 @@ CUT = "CancelledError"
 """`Settled.error` of a request that the server cut off."""
 
 
-class Stage(IntEnum):
-    """The stages of a request."""
-
-    READING = 0
-    WAITING = 1
-    RUNNING = 2
-    FOLLOWED = 3
-    OVER = 4
-
-
 # Looked up once: an enumeration's attribute costs as much as a call.
 _READING, _WAITING, _RUNNING, _FOLLOWED, _OVER = Stage
 _COMPLETED, _CLIENT_LEFT, _FAILED = Outcome
-
-NEXT_STAGES: tuple[tuple[Stage, ...], ...] = (
-    (_WAITING, _OVER),  # after READING
-    (_RUNNING, _OVER),  # after WAITING
-    (_WAITING, _FOLLOWED, _OVER),  # after RUNNING
-    (_OVER,),  # after FOLLOWED
-    (),  # after OVER
-)
-"""The stages that may follow each stage, by its number."""
-
-
-class IllegalTransition(Exception):
-    """A request would enter a stage that cannot follow its present one: a defect in the middleware."""
 
 
 class RequestHandler:
@@ -325,16 +296,12 @@ class RequestHandler:
             headers += allowance_headers(error.allowance)
         if waited is not None:
             headers += wait_headers(waited)
-        send = self._send_and_go_on if isinstance(error, BodyTooLarge) else self._client.send
-        is_anthropic = self._endpoint.api is Api.MESSAGES
-        await send_error(send, error, anthropic=is_anthropic, request_id=self._request_id, headers=headers)
+        answer: Callable[..., Awaitable[None]] = send_error
         if isinstance(error, BodyTooLarge):
-            await discard_body(self._receive, self._snapshot.policy.body_timeout_s)
-            await self._client.send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send_and_go_on(self, message: Message) -> None:
-        # At the end of a response the server closes the connection, and a client that still sends loses the response.
-        await self._client.send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+            most_s = self._snapshot.policy.body_timeout_s
+            answer = partial(refuse_too_large, receive=self._receive, most_s=most_s)
+        is_anthropic = self._endpoint.api is Api.MESSAGES
+        await answer(self._client.send, error, anthropic=is_anthropic, request_id=self._request_id, headers=headers)
 
     # -- after admission
 
@@ -423,8 +390,8 @@ class RequestHandler:
         reader = self._passing
         if reader is None or not message.get("more_body", False):
             return self._send_start_or_end(message)
-        if reader.feed(message.get("body", b"")):
-            self._look()
+        if reader.feed(message.get("body", b"")) and self._size is not None:
+            self._size.answer_read()
         return self._client.send(message)
 
     async def _send_start_or_end(self, message: Message) -> None:
@@ -440,12 +407,10 @@ class RequestHandler:
         if is_end:
             self._call.answered()
         await (self._client.send if background is None else background.sender(self._client.send))(message)
-        if is_end:
-            error = self._engine_error()
-            if error is None:
-                self._settle(_CLIENT_LEFT if has_left else _COMPLETED)
-            else:
-                self._settle(_FAILED, error.code)
+        if is_end and (error := self._engine_error()) is not None:
+            self._settle(_FAILED, error.code)
+        elif is_end:
+            self._settle(_CLIENT_LEFT if has_left else _COMPLETED)
 
     def _response_start(self, message: Message) -> Message:
         """The response's start, with the headers of the admission."""
@@ -467,16 +432,10 @@ class RequestHandler:
                 self._gain.first_byte(self._status)
             if self._background is None:
                 self._passing = self._reader
-        if self._reader.feed(body):
-            self._look()
+        if self._reader.feed(body) and self._size is not None:
+            self._size.answer_read()
         if self._background is not None:
             self._background.feed(body)
-
-    def _look(self) -> None:
-        """The events of the answer were counted: sizes the lease anew where so many have come."""
-        size = self._size
-        if size is not None and self._usage.chunks >= size.next_look:
-            size.look()
 
     # -- preemption
 
