@@ -1,7 +1,7 @@
 """Size of a lease: what a request is expected to use, when it enters the pool and while its answer streams.
 
 A request enters with its prompt and the learned quantile of its output length (`lengths.estimator`). While it streams
-the quantile is asked again about every 64 tokens, given that the answer is already so long: the lease shrinks and grows.
+the quantile is asked again about every 64 tokens, given that the answer is so long already: the lease shrinks or grows.
 Requests end at different times, so all of them together need less than the sum of what each may still need: the ratio
 of the two (`lengths.overlap`) is applied to what a lease holds. How much of this is trusted is the policy's `learn`,
 and the engine's own preemptions take trust back (`lengths.trust`).
@@ -27,7 +27,8 @@ from sidecar.policy.model import Learn
 from sidecar.pools.base import Lease
 
 EVERY_TOKENS = 64
-"""Tokens of each sequence after which a lease is sized anew, as soon as the answer's events are counted. A conversation's answer has three to ten times as many."""
+"""Tokens of each sequence after which a lease is sized anew, as soon as the answer's events are counted. A
+conversation's answer has three to ten times as many."""
 _MOST_ENGINES = 256
 """Engines that are remembered while they run nothing. Autoscalers give every new one a new name."""
 MOST_SHOWN = 64

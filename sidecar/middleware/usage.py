@@ -111,7 +111,7 @@ class UsageReader:
         self._unread.clear()
         if seen or body[:1] != b"{":  # a whole answer has no events
             self.chunks += body.count(_EVENT)
-        if _has_large_event(body):
+        if self.chunks and _has_large_event(body):
             events = body.split(_EVENT)
             self._count_large(events if seen else events[2:])  # the first event may repeat the prompt
         window = self._carried + body
