@@ -29,7 +29,7 @@ def where_it_goes(body: bytes, headers: tuple[tuple[str, str], ...]) -> dict[str
     pairs += [(b"content-length", b"%d" % len(body)), (b"host", b"127.0.0.1")]
     endpoint = policy.endpoints["/v1/chat/completions"]
     payload = decode(Api.CHAT, body)
-    taken = client_headers(dict(pairs))
+    taken = client_headers(tuple(dict(pairs)))
     asked = Asked(endpoint, payload, dict(pairs), taken)
     tenant = classifier.tenant(asked.headers)
     forward = dialect.forward(Api.CHAT, dialect.priority(2, len(policy.tiers)))

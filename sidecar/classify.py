@@ -100,6 +100,8 @@ class Classifier:
         levels = [None, *range(len(policy.tiers))]
         self._of_endpoint = {level: SourceAnswer(Source.ENDPOINT, level) for level in levels}
         self._of_key = {level: SourceAnswer(Source.KEY, level) for level in levels}
+        self._silent: dict[tuple[int | None, int | None], SourceAnswer] = {}
+        self._reads_engines = Source.ENGINE in policy.sources
         self._consults = tuple(consults[source] for source in policy.sources)
 
     def tenant(self, headers: Mapping[bytes, bytes]) -> Tenant:
@@ -117,21 +119,40 @@ class Classifier:
 
     def classify(self, asked: Asked, tenant: Tenant) -> Classification:
         """The level a request gets. Raises UnknownTier for a name that is no tier or a number out of range."""
-        won, level = _DEFAULT, self._policy.default_level
-        for consult in self._consults:
-            answer = consult(asked, tenant)
-            if answer.refusal is not None:
-                raise answer.refusal
-            if answer.level is not None:
-                won, level = answer, answer.level
-                break
+        if self._reads_engines or self._states_priority(asked):
+            won, ignored = self._winner(asked, tenant), tuple(self.statements(asked))
+        else:  # so do most requests: their tier is that of the endpoint and the tenant
+            place = (asked.endpoint.level, tenant.level)
+            won, ignored = self._silent.get(place) or self._winner(asked, tenant), ()
+            self._silent[place] = won
+        level = self._policy.default_level if won.level is None else won.level
         granted = max(level, tenant.max_level)
         return Classification(
             tenant=tenant,
             level=granted,
             source=won.source,
             clamped_from=None if granted == level else level,
-            ignored=tuple([name for name in self.statements(asked) if name != won.statement]),
+            ignored=tuple([name for name in ignored if name != won.statement]) if ignored else (),
+        )
+
+    def _winner(self, asked: Asked, tenant: Tenant) -> SourceAnswer:
+        """The first source that answers, or the default."""
+        for consult in self._consults:
+            answer = consult(asked, tenant)
+            if answer.refusal is not None:
+                raise answer.refusal
+            if answer.level is not None:
+                return answer
+        return _DEFAULT
+
+    def _states_priority(self, asked: Asked) -> bool:
+        """Whether a field or header of the request states a priority."""
+        payload = asked.payload
+        return (
+            payload.priority is not None
+            or payload.nvext is not None
+            or bool(asked.taken)
+            or self._policy.tier_header in asked.headers
         )
 
     def answers(self, asked: Asked, tenant: Tenant) -> list[SourceAnswer]:

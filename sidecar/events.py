@@ -338,8 +338,15 @@ class Observer(Protocol):
     def listens(self) -> bool:
         """Whether requests are observed now. Asked for every one of them, so that the rest costs nothing."""
 
+    def only_failures(self) -> bool:
+        """Whether only requests that were refused or failed are of interest now.
+
+        Then `received` is called at a request's end, where that is such an end, and the events that say who it was and
+        how it ended follow at once: no `Queued` and no `FirstByte`.
+        """
+
     def received(self, event: Received) -> Observation | None:
-        """Called once per guarded request, before anything else happens to it."""
+        """Called once per guarded request; before anything else happens to it, unless `only_failures`."""
 
 
 class StoreState(str, Enum):

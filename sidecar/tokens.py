@@ -76,7 +76,9 @@ class Estimator:
         if model is not None and len(model) > LONGEST_MODEL_NAME:
             return
         least, most = PLAUSIBLE_BYTES_PER_TOKEN
-        seen = min(most, max(least, payload.prompt_bytes / prompt_tokens))
+        seen = payload.prompt_bytes / prompt_tokens
+        if not least <= seen <= most:
+            seen = least if seen < least else most
         learned = self._learned.get(tenant)
         ratio = None if learned is None else learned.get(model)
         if ratio is None:
@@ -129,13 +131,13 @@ class _ModelRatios:
 
 
 def _unread_tokens(payload: Payload, ratio: float) -> int:
-    return math.ceil(payload.unread_bytes / min(ratio, BYTES_PER_TOKEN))
+    return math.ceil(payload.unread_bytes / min(ratio, BYTES_PER_TOKEN)) if payload.unread_bytes else 0
 
 
 def tokens_to_hold(payload: Payload, prompt_tokens: int, default_output_tokens: int) -> int:
     """Prompt and output, for every choice. `prompt_tokens` covers all prompts; each produces its own output."""
     output = default_output_tokens if payload.max_output_tokens is None else payload.max_output_tokens
-    return max(1, (prompt_tokens + payload.prompts * output) * payload.choices)
+    return (prompt_tokens + payload.prompts * output) * payload.choices or 1
 
 
 class NoTokenizer(ValueError):

@@ -69,7 +69,7 @@ def asked_with(
     if raw is not None:
         body = b'{"messages":[1],"priority":%b}' % raw
     headers = headers or {}
-    return Asked(Endpoint(CHAT.path, Api.CHAT, level), decode(Api.CHAT, body), headers, client_headers(headers))
+    return Asked(Endpoint(CHAT.path, Api.CHAT, level), decode(Api.CHAT, body), headers, client_headers(tuple(headers)))
 
 
 def classified(policy: Policy, asked: Asked, tenant: Tenant = ROOT) -> Classification:

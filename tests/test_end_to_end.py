@@ -428,7 +428,7 @@ class Watched(LocalPool):
         self.asks: dict[str, Any] = {}
         self._traces: dict[str, str] = {}
         scheduler = self._runtime.scheduler
-        submit, dispatch = scheduler.submit, scheduler.dispatch
+        submit, dispatch, at_once = scheduler.submit, scheduler.dispatch, scheduler.admit_at_once
 
         def submitted(ticket_id: str, **ticket: Any) -> Any:
             trace = self._traces[ticket_id] = trace_of.get()
@@ -436,12 +436,21 @@ class Watched(LocalPool):
             self.journal.append(("arrived", trace, ticket["now_us"]))
             return submit(ticket_id, **ticket)
 
+        def admitted_at_once(ticket_id: str, **ticket: Any) -> bool:
+            is_admitted = at_once(ticket_id, **ticket)
+            if is_admitted:
+                trace = self._traces[ticket_id] = trace_of.get()
+                self.asks[trace] = ticket
+                self.journal += [("arrived", trace, ticket["now_us"]), ("admitted", trace, ticket["now_us"])]
+            return is_admitted
+
         def dispatched(now_us: int) -> Any:
             admissions = dispatch(now_us)
             self.journal += [("admitted", self._traces[one.ticket.id], now_us) for one in admissions]
             return admissions
 
         scheduler.submit, scheduler.dispatch = submitted, dispatched  # type: ignore[method-assign]
+        scheduler.admit_at_once = admitted_at_once  # type: ignore[method-assign]
 
 
 @dataclass

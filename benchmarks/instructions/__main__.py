@@ -41,6 +41,9 @@ FIGURES = {
     "base_http": Figure("+ a do-nothing BaseHTTPMiddleware", "base_http", "bare", has_budget=False),
     "mounted": Figure("+ admission, mounted", "mounted", "bare"),
     "observed": Figure("+ admission, mounted, with traces and metrics", "observed", "bare"),
+    "contributed": Figure(
+        "+ OpenTelemetry's ASGI instrumentation, spans and metrics", "contributed", "bare", has_budget=False
+    ),
     "proxied": Figure("`sidecar serve`, a request, its whole process", "proxied"),
     "mounted_chunk": Figure("admission, mounted, a streamed chunk", "mounted_chunk", "bare_chunk"),
     "observed_chunk": Figure("the same with traces and metrics", "observed_chunk", "bare_chunk"),
@@ -62,6 +65,7 @@ MOUNTED = (
     "measured_chunk",
     "observed",
     "observed_chunk",
+    "contributed",
 )
 PROXIED = ("proxied", "proxied_chunk", IDLE)
 
@@ -90,9 +94,10 @@ def print_table(measured: Mapping[str, float], entry: budgets.Entry | None) -> N
         budget = None if entry is None or not figure.has_budget else entry.instructions.get(name)
         against = "" if budget is None else f"{budget:12,} {measured[name] / budget - 1:+7.1%}"
         print(f"{figure.label:52} {measured[name]:12,.0f} {against}".rstrip())
-    print(
-        f"\n{measured['mounted'] / measured['base_http']:.2f}  admission, mounted, to a do-nothing BaseHTTPMiddleware"
-    )
+    added = measured["mounted"] / measured["base_http"]
+    observed = measured["observed"] / measured["contributed"]
+    print(f"\n{added:.2f}  admission, mounted, to a do-nothing BaseHTTPMiddleware")
+    print(f"{observed:.2f}  admission with traces and metrics, to OpenTelemetry's ASGI instrumentation")
 
 
 def usable(tool: str | None, *, for_check: bool) -> Counter:

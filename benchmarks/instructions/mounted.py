@@ -16,6 +16,7 @@ from pathlib import Path
 
 import uvloop
 from opentelemetry import metrics, trace
+from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import (
     MetricExporter,
@@ -214,8 +215,10 @@ def around_app(name: str, app: ASGIApp, policy: Policy) -> ASGIApp:
         return app
     if name == "base_http":
         return DoNothing(app)
-    if name == "observed":
+    if name in {"observed", "contributed"}:
         install_sdk()
+    if name == "contributed":
+        return OpenTelemetryMiddleware(app, exclude_spans=["receive", "send"])
     if name == "measured":
         slo = ServiceObjectives(ttft_s=1.0, tpot_s=0.06)
         policy = replace(policy, tiers=tuple(replace(tier, slo=slo) for tier in policy.tiers))

@@ -136,7 +136,7 @@ class _Explanation:
             raise BodyTooLarge(f"the body has {len(body)} bytes; {self._policy.max_body_bytes} are allowed")
         payload = decode(endpoint.api, body)
         refuse_background(payload, self._policy.background)
-        asked = Asked(endpoint, payload, headers, client_headers(headers))
+        asked = Asked(endpoint, payload, headers, client_headers(tuple(headers)))
         answers = self._classifier.answers(asked, tenant)
         self._found["sources"] = [self._source(answer) for answer in answers]
         made = self._classifier.classify(asked, tenant)

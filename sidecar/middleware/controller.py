@@ -27,7 +27,7 @@ from sidecar.middleware.policy_snapshot import PolicySnapshot, policy_snapshot
 from sidecar.middleware.request_gain import GainMeter
 from sidecar.middleware.wait import Appraise
 from sidecar.middleware.watchdog import Watchdog
-from sidecar.policy.model import Mode, Policy, Unguarded
+from sidecar.policy.model import Policy, Unguarded
 from sidecar.pools import Pool
 from sidecar.tokens import Estimator
 
@@ -130,7 +130,7 @@ class AdmissionController:
     @property
     def is_observing(self) -> bool:
         """Whether new requests pass, whatever the policy would do with them (`mode: observe`)."""
-        return self.snapshot.policy.mode is Mode.OBSERVE
+        return self.snapshot.is_observing
 
     def change_policy(self, policy: Policy) -> None:
         """Uses another policy from the next request on. Requests under way keep the policy that they came under.

@@ -6,6 +6,7 @@ In-process engines are queried over ASGI, without a socket. A reverse proxy's en
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from urllib.parse import quote, urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,11 +33,11 @@ class EnginePages:
         self._key = key
         self.host: object | None = None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Serves one ASGI scope: passes everything on."""
         if self.host is None:
             self.host = scope.get("app")
-        await self._app(scope, receive, send)
+        return self._app(scope, receive, send)
 
     async def get(self, path: str, *, within_s: float = ANSWER_WITHIN_S) -> Page:
         """See `Pages.get`."""

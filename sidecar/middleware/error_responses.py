@@ -7,7 +7,7 @@ import math
 from contextlib import suppress
 
 import msgspec
-from starlette.types import Receive, Send
+from starlette.types import Message, Receive, Send
 
 from sidecar.errors import AdmissionError
 from sidecar.events import Headers
@@ -49,6 +49,27 @@ async def send_error(
         start_headers.append((ANTHROPIC_ID, request_id.encode("latin-1")))
     await send({"type": "http.response.start", "status": error.status, "headers": start_headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def refuse_too_large(
+    send: Send,
+    error: AdmissionError,
+    *,
+    anthropic: bool,
+    request_id: str,
+    headers: Headers,
+    receive: Receive,
+    most_s: float,
+) -> None:
+    """Answers a body that is too large, and reads the rest of it: see `discard_body`."""
+
+    async def send_and_go_on(message: Message) -> None:
+        # At the end of a response the server closes the connection, and a client that still sends loses the response.
+        await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+
+    await send_error(send_and_go_on, error, anthropic=anthropic, request_id=request_id, headers=headers)
+    await discard_body(receive, most_s)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def discard_body(receive: Receive, most_s: float) -> None:

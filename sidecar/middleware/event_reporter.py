@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from starlette.types import Scope
 
@@ -11,6 +12,7 @@ from sidecar.errors import AdmissionError
 from sidecar.events import (
     Admitted,
     Classified,
+    Event,
     FirstByte,
     Headers,
     Observation,
@@ -35,6 +37,10 @@ from sidecar.pools import Grant
 
 DISCONNECTED_CODE = "client_left"
 CANCELED_CODE = "canceled"
+FIRST_FAILURE = 500
+"""The lowest status of a failure of the engine."""
+# Looked up once: an enumeration's attribute costs as much as a call.
+_COMPLETED, _CLIENT_LEFT, _FAILED = Outcome
 
 
 class EventReporter:
@@ -42,23 +48,31 @@ class EventReporter:
 
     A request that was admitted once ends with `Settled`, even where it ends while it waits again. `tenant` is set once
     the request's key is known. `gain` is told how the request ended, whether an observer listens or not.
+
+    Where the observer wants only failures, an event is not made before the request has failed: `_unmade` has what it
+    would be made of.
     """
 
-    __slots__ = ("_now_us", "_observation", "_was_admitted", "gain", "tenant")
+    __slots__ = (
+        "_now_us", "_observation", "_observer", "_received", "_unmade", "_was_admitted", "gain", "tenant",
+    )  # fmt: skip
 
     def __init__(
         self, observer: Observer | None, scope: Scope, request_id: str, received_us: int, now_us: Callable[[], int]
     ) -> None:
         self._now_us = now_us
         self._observation: Observation | None = None
+        self._unmade: list[tuple[Callable[..., Event], tuple[Any, ...]]] | None = None
         self._was_admitted = False
         self.tenant: Tenant | None = None
         self.gain: RequestGain | None = None
-        if observer is not None and observer.listens():
-            method, path, headers = scope["method"], scope["path"], scope["headers"]
-            self._observation = observer.received(
-                Received(received_us, time.time_ns(), method, path, headers, request_id)
-            )
+        if observer is None or not observer.listens():
+            return
+        self._observer, self._received = observer, (scope, request_id, received_us)
+        if observer.only_failures():
+            self._unmade = []
+        else:
+            self._observation = observer.received(_received(*self._received, time.time_ns()))
 
     def headers(self) -> Headers:
         """The trace context for the engine."""
@@ -66,28 +80,7 @@ class EventReporter:
 
     def classified(self, request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> None:
         """The request was classified at `at_us`, and the pool has said now which tier it charges."""
-        if self._observation is None:
-            return
-        classification, payload, tiers = request.classification, request.payload, policy.tiers
-        clamped_from, downgraded_from = classification.clamped_from, classification.downgraded_from
-        self._observation.on_event(
-            Classified(
-                at_us=at_us,
-                tier=tiers[classification.level].name,
-                tenant=classification.tenant.name,
-                source=classification.source._value_,  # `value` itself costs two calls
-                clamped_from=None if clamped_from is None else tiers[clamped_from].name,
-                api=endpoint.api._value_,
-                model=payload.model,
-                max_output_tokens=payload.max_output_tokens,
-                stream=payload.stream,
-                tokens=request.tokens,
-                requests=request.requests,
-                downgraded_from=None if downgraded_from is None else tiers[downgraded_from].name,
-                preemptible=policy.rules.is_preemptible(classification.level),
-                expected=None if request.expected is None else request.expected.said(payload),
-            )
-        )
+        self._report(_classified, request, endpoint, policy, at_us)
 
     def queued(self, obstacle: Callable[[], tuple[Obstacle, str]]) -> None:
         """The request has to wait from now on. `obstacle` says why; it is called only where an observer listens."""
@@ -102,26 +95,11 @@ class EventReporter:
     def admitted(self, grant: Grant, engine_priority: int | float | None) -> None:
         """The request holds its lease."""
         self._was_admitted = True
-        if self._observation is not None:
-            self._observation.on_event(
-                Admitted(
-                    at_us=grant.at_us,
-                    queue_wait_us=grant.queue_wait_us,
-                    starvation_us=grant.starvation_us,
-                    overtaken_at_us=grant.overtaken_at_us,
-                    served_ahead=grant.served_ahead,
-                    level=grant.level,
-                    engine_priority=engine_priority,
-                    passed=grant.passed,
-                    engine=grant.engine,
-                    placed=grant.placed,
-                )
-            )
+        self._report(_admitted, grant, engine_priority)
 
     def passed(self, at_us: int, level: int) -> None:
         """The request went to the app without a lease, as in the dry run, and did not wait."""
-        if self._observation is not None:
-            self._observation.on_event(Admitted(at_us, 0, 0, None, {}, level, None, is_dry_run=True))
+        self._report(_passed, at_us, level)
 
     def observed(self, observed: Observed) -> None:
         """The dry run knows what enforcing would have done."""
@@ -130,13 +108,11 @@ class EventReporter:
 
     def replayed(self, engine: str, reason: ReplayReason) -> None:
         """An engine, by its id, did not serve the request. `preempted` with `is_unreached` comes next."""
-        if self._observation is not None:
-            self._observation.on_event(Replayed(self._now_us(), engine, reason))
+        self._report(Replayed, self._now_us(), engine, reason)
 
     def preempted(self, admitted_us: int, times: int, *, is_unreached: bool = False) -> None:
         """The request was preempted for the n-th time, or did not reach the engine, and waits again."""
-        if self._observation is not None:
-            self._observation.on_event(Preempted(self._now_us(), admitted_us, times, is_unreached))
+        self._report(Preempted, self._now_us(), admitted_us, times, is_unreached)
 
     def refused(self, error: AdmissionError, wait: Grant | None) -> None:
         """The request was answered with an error, perhaps after a wait."""
@@ -170,15 +146,35 @@ class EventReporter:
         `said` is the message of the error that was answered in the engine's place. `size` is that of the lease.
         """
         gain = None if self.gain is None else self.gain.settled(outcome, status, is_failure=said is not None)
+        if self._unmade is not None and (outcome is not _COMPLETED or (status or 0) >= FIRST_FAILURE):
+            self._make_all()
         if self._observation is not None:
             held, growths = (None, 0) if size is None else (size.held, size.growths)
             self._observation.on_event(
                 Settled(self._now_us(), outcome, status, *used, error, None, said, held, growths, gain)
             )
 
+    def _report(self, make: Callable[..., Event], *arguments: Any) -> None:
+        """Makes an event and reports it, or notes what it is made of."""
+        if self._observation is not None:
+            self._observation.on_event(make(*arguments))
+        elif self._unmade is not None:
+            self._unmade.append((make, arguments))
+
+    def _make_all(self) -> None:
+        """The request has failed: the observer gets what has happened so far."""
+        unmade, self._unmade = self._unmade, None
+        _, _, received_us = self._received
+        wall_ns = time.time_ns() - (self._now_us() - received_us) * 1000
+        self._observation = self._observer.received(_received(*self._received, wall_ns))
+        for make, arguments in unmade or ():
+            self._report(make, *arguments)
+
     def _ended(self, code: str, message: str, status: int | None, wait: Grant | None) -> None:
         is_abandoned = code == DISCONNECTED_CODE
         gain = None if self.gain is None else self.gain.refused(status, is_abandoned=is_abandoned)
+        if self._unmade is not None:
+            self._make_all()
         if self._observation is None:
             return
         tenant = None if self.tenant is None else self.tenant.name
@@ -187,9 +183,53 @@ class EventReporter:
         if not self._was_admitted:
             self._observation.on_event(refused)
             return
-        outcome = Outcome.CLIENT_LEFT if is_abandoned else Outcome.FAILED
+        outcome = _CLIENT_LEFT if is_abandoned else _FAILED
         waited = None if wait is None else refused
         self._observation.on_event(Settled(self._now_us(), outcome, status, 0, None, None, code, waited, gain=gain))
+
+
+def _received(scope: Scope, request_id: str, at_us: int, wall_ns: int) -> Received:
+    return Received(at_us, wall_ns, scope["method"], scope["path"], scope["headers"], request_id)
+
+
+def _classified(request: SizedRequest, endpoint: Endpoint, policy: Policy, at_us: int) -> Classified:
+    classification, payload, tiers = request.classification, request.payload, policy.tiers
+    clamped_from, downgraded_from = classification.clamped_from, classification.downgraded_from
+    return Classified(
+        at_us=at_us,
+        tier=tiers[classification.level].name,
+        tenant=classification.tenant.name,
+        source=classification.source._value_,  # `value` itself costs two calls
+        clamped_from=None if clamped_from is None else tiers[clamped_from].name,
+        api=endpoint.api._value_,
+        model=payload.model,
+        max_output_tokens=payload.max_output_tokens,
+        stream=payload.stream,
+        tokens=request.tokens,
+        requests=request.requests,
+        downgraded_from=None if downgraded_from is None else tiers[downgraded_from].name,
+        preemptible=policy.rules.is_preemptible(classification.level),
+        expected=None if request.expected is None else request.expected.said(payload),
+    )
+
+
+def _admitted(grant: Grant, engine_priority: int | float | None) -> Admitted:
+    return Admitted(
+        at_us=grant.at_us,
+        queue_wait_us=grant.queue_wait_us,
+        starvation_us=grant.starvation_us,
+        overtaken_at_us=grant.overtaken_at_us,
+        served_ahead=grant.served_ahead,
+        level=grant.level,
+        engine_priority=engine_priority,
+        passed=grant.passed,
+        engine=grant.engine,
+        placed=grant.placed,
+    )
+
+
+def _passed(at_us: int, level: int) -> Admitted:
+    return Admitted(at_us, 0, 0, None, {}, level, None, is_dry_run=True)
 
 
 def _refused(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from starlette.types import Scope
 
@@ -32,8 +32,23 @@ def forwarded_request(
     if body is not request.body and b"content-length" in request.headers:
         added.append((b"content-length", b"%d" % len(body)))
     if added or taken:
-        copy["headers"] = forwarded_headers(scope["headers"], taken, added)
+        is_each_once = len(request.headers) == len(scope["headers"])
+        own = request.headers if is_each_once and b"connection" not in request.headers else None
+        if own is None:
+            copy["headers"] = forwarded_headers(scope["headers"], taken, added)
+        else:
+            copy["headers"] = _replaced(own, taken, added)
     return copy, body
+
+
+def _replaced(headers: Mapping[bytes, bytes], taken: Sequence[bytes], added: Headers) -> Headers:
+    """As `forwarded_headers`, of headers that are each there once, without `Connection`: so are most requests'."""
+    kept = dict(headers)
+    for name in taken:
+        kept.pop(name, None)
+    for name, _ in added:
+        kept.pop(name, None)
+    return [*kept.items(), *added]
 
 
 def granted_of(grant: Grant, request: SizedRequest, policy: Policy, priority: int | float) -> Granted:

@@ -44,7 +44,7 @@ from sidecar.via import refuse_loop
 MAX_WAIT_HEADER = b"x-admission-max-wait"
 ATTEMPT_HEADER = b"x-stainless-retry-count"
 """Header of OpenAI's and Anthropic's clients: how often the client has tried this request before."""
-_END_BYTES = 2048
+_END_BYTES = 256
 _EMBEDDINGS = Api.EMBEDDINGS  # looked up once: an enumeration's attribute costs as much as a call
 _SHOWN_BYTES = 20
 """Of a header's value that is quoted in an error."""
@@ -63,15 +63,14 @@ _MAXIMUM_FIELDS = {
 class SizedRequest(msgspec.Struct):
     """A valid request: its tenant and tier (`classification`), its size, and its body.
 
-    `tokens` is what it will hold in the pool, `prompt_tokens` the estimate of its prompts, `assumed_output` the most
-    tokens of one sequence: the client's maximum, or what the policy assumes where it sets none. `expected` is what it
-    is expected to use, None before it enters the pool and where nothing is learned. `taken` names the client's headers
-    that must not be forwarded, `added` are headers for the engine. `output_cap` is the output maximum that is written
-    into the body, because the body has none and the tenant has a limit. `max_wait_s` is the longest wait that the
-    client allows, `objective` its tier's, as the client loosens it, None where its gain is not measured. `gain` are
-    its figures where the pool orders by gain. `path` is the
-    endpoint's. `hits` are the prompt's tokens that engines are predicted to have, by their ids; None in a pool of one
-    engine.
+    `tokens` and `requests` (sequences) are what it will hold in the pool, `prompt_tokens` the estimate of its prompts,
+    `assumed_output` the most tokens of one sequence: the client's maximum, or what the policy assumes where it sets
+    none. `expected` is what it is expected to use, None before it enters the pool and where nothing is learned. `taken`
+    names the client's headers that must not be forwarded, `added` are headers for the engine. `output_cap` is the
+    output maximum that is written into the body, because the body has none and the tenant has a limit. `max_wait_s` is
+    the longest wait that the client allows, `objective` its tier's, as the client loosens it, None where its gain is
+    not measured. `gain` are its figures where the pool orders by gain. `path` is the endpoint's. `hits` are the
+    prompt's tokens that engines are predicted to have, by their ids; None in a pool of one engine.
     """
 
     body: bytes
@@ -87,6 +86,7 @@ class SizedRequest(msgspec.Struct):
     max_wait_s: float | None
     path: str
     assumed_output: int
+    requests: int
     hits: tuple[tuple[str, int], ...] | None = None
     expected: Expected | None = None
     objective: Objective | None = None
@@ -116,16 +116,11 @@ class SizedRequest(msgspec.Struct):
         if self.expected is not None:
             self.tokens = self.expected.tokens
 
-    @property
-    def requests(self) -> int:
-        """The sequences it will hold."""
-        return self.payload.sequences
-
     def ask(self) -> Ask:
         """What it asks of the pool."""
         tenant, level = self.classification.tenant, self.classification.level
         is_counted = tenant.limits.are_counted
-        hits, most = self.hits, self.most_tokens
+        hits, most = self.hits, self.tokens if self.expected is None else self.expected.most
         return Ask(
             level,
             tenant.name,
@@ -234,7 +229,7 @@ class RequestIntake:
         _refuse_other_encodings(headers, body)
         payload = decode(endpoint.api, body)
         refuse_background(payload, policy.background)
-        taken = client_headers(headers)
+        taken = client_headers(tuple(headers))
         classification = snapshot.classifier.classify(Asked(endpoint, payload, headers, taken), tenant)
         refuse_what_is_too_much(endpoint.api, payload, policy)
         cap = _output_cap(endpoint.api, payload, body, tenant, policy.engine)
@@ -246,7 +241,7 @@ class RequestIntake:
             headers=headers,
             payload=payload,
             classification=classification,
-            taken=[*taken, *snapshot.credentials.taken(headers)],
+            taken=(*taken, *snapshot.credentials.taken(headers)),
             added=snapshot.credentials.added,
             prompt_tokens=prompt_tokens,
             tokens=tokens_to_hold(payload, prompt_tokens, output),
@@ -255,6 +250,7 @@ class RequestIntake:
             max_wait_s=max_wait_s,
             path=endpoint.path,
             assumed_output=output,
+            requests=payload.sequences,
             objective=_objective(headers, snapshot, classification) if snapshot.objectives else None,
         )
 

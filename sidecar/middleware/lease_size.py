@@ -1,7 +1,7 @@
 """Size of a lease: what a request is expected to use, when it enters the pool and while its answer streams.
 
 A request enters with its prompt and the learned quantile of its output length (`lengths.estimator`). While it streams
-the quantile is asked again every 64 tokens, given that the answer is already so long: the lease shrinks and grows.
+the quantile is asked again about every 64 tokens, given that the answer is so long already: the lease shrinks or grows.
 Requests end at different times, so all of them together need less than the sum of what each may still need: the ratio
 of the two (`lengths.overlap`) is applied to what a lease holds. How much of this is trusted is the policy's `learn`,
 and the engine's own preemptions take trust back (`lengths.trust`).
@@ -27,7 +27,8 @@ from sidecar.policy.model import Learn
 from sidecar.pools.base import Lease
 
 EVERY_TOKENS = 64
-"""Tokens of each sequence after which a lease is sized anew. A conversation's answer has three to ten times as many."""
+"""Tokens of each sequence after which a lease is sized anew, as soon as the answer's events are counted. A
+conversation's answer has three to ten times as many."""
 _MOST_ENGINES = 256
 """Engines that are remembered while they run nothing. Autoscalers give every new one a new name."""
 MOST_SHOWN = 64
@@ -285,7 +286,8 @@ class LeaseSizes:
             plain = prompt + sequences * (assumed if bound is None else bound)
             tokens = most
         else:
-            tokens = plain = prompt + sequences * min(estimate.tokens, longest)
+            output = estimate.tokens
+            tokens = plain = prompt + sequences * (min(output, longest))
         if ratio < WHOLE:
             tokens = -(-tokens * ratio // WHOLE)
         return Expected(
@@ -435,9 +437,9 @@ class LeaseSizes:
 class LeaseSize:
     """The size of one lease, from its admission to its end. `next_look` counts the events of its answer.
 
-    Call `look` as soon as the answer has had so many events, and `ended` when the request leaves its engine, however
-    it does. `held` is what the lease holds, `growths` how often it grew. `used_tokens` and `expected_tokens` are what
-    it uses now, as far as that is known, and what it is expected to use at most.
+    Call `answer_read` whenever the answer's events were counted, and `ended` when the request leaves its engine,
+    however it does. `held` is what the lease holds, `growths` how often it grew. `used_tokens` and `expected_tokens`
+    are what it uses now, as far as that is known, and what it is expected to use at most.
     """
 
     __slots__ = (
@@ -474,6 +476,11 @@ class LeaseSize:
         """The answer streams, with so many tokens in an event."""
         self._per_chunk = tokens_per_chunk
         self.next_look = self._chunks(EVERY_TOKENS)
+
+    def answer_read(self) -> None:
+        """The events of the answer were counted: looks where so many have come."""
+        if self._answer.chunks >= self.next_look:
+            self.look()
 
     def look(self) -> None:
         """Sizes the lease anew, given what its answer has by now."""

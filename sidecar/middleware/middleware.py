@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+from collections.abc import Awaitable
 
 from starlette.types import Receive, Scope, Send
 
@@ -13,17 +14,19 @@ from sidecar.middleware.unguarded import pass_or_refuse, route_path
 from sidecar.policy.model import Endpoint
 
 
-async def serve_scope(controller: AdmissionController, scope: Scope, receive: Receive, send: Send) -> None:
-    """Serves one ASGI scope with the controller's app."""
+def serve_scope(controller: AdmissionController, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+    """Serves one ASGI scope with the controller's app.
+
+    The coroutines around an app are resumed whenever the app is, for every chunk of a stream. So this is none of them.
+    """
     endpoint = guarded_endpoint(controller, scope)
     if endpoint is None:
-        await pass_or_refuse(controller, scope, receive, send)
-    elif controller.is_observing:
-        await DryRunRequest(controller, endpoint, scope, receive, send).run()
-    else:
-        # A copy of the list: uvicorn appends trailers to its own, after the headers have been checked.
-        scope = {**scope, "headers": list(scope["headers"])}
-        await RequestHandler(controller, endpoint, scope, receive, send).run()
+        return pass_or_refuse(controller, scope, receive, send)
+    if controller.snapshot.is_observing:
+        return DryRunRequest(controller, endpoint, scope, receive, send).run()
+    # A copy of the list: uvicorn appends trailers to its own, after the headers have been checked.
+    scope = {**scope, "headers": list(scope["headers"])}
+    return RequestHandler(controller, endpoint, scope, receive, send).run()
 
 
 def guarded_endpoint(controller: AdmissionController, scope: Scope) -> Endpoint | None:

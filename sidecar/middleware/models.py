@@ -241,6 +241,10 @@ class ModelsObserver:
         """See `Observer`."""
         return self._own.listens()
 
+    def only_failures(self) -> bool:
+        """See `Observer`. Each model has an observer of its own, which may want more."""
+        return False
+
     def received(self, event: Received) -> Observation | None:
         """See `Observer`."""
         return _ModelObservation(event, self._own, self._observer_of)

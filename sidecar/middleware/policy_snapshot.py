@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from sidecar.classify import Classifier
 from sidecar.engines.base import AbortLatency, Engine, Routes, abort_latency
 from sidecar.gain.token_deadlines import Objective
-from sidecar.policy.model import Endpoint, Policy, Tier
+from sidecar.policy.model import Endpoint, Mode, Policy, Tier
 from sidecar.tokens import Estimator
 
 _AUTHORIZATION, _API_KEY = b"authorization", b"x-api-key"
@@ -40,7 +40,8 @@ class Credentials:
         if self.is_forwarded:
             return ()
         names = []
-        if headers.get(_AUTHORIZATION, b"").lstrip()[:6].lower() == b"bearer":
+        own = headers.get(_AUTHORIZATION)
+        if own is not None and (own.startswith(b"Bearer ") or own.lstrip()[:6].lower() == b"bearer"):
             names.append(_AUTHORIZATION)
         if _API_KEY in headers:
             names.append(_API_KEY)
@@ -60,7 +61,7 @@ class PolicySnapshot:
 
     `priorities` are the values that the engine gets, `tier_names` are header values. `abort_latency` is how long the
     engine computes on after an aborted request. `objectives` are the tiers' own; none at all where no tier has one:
-    then no gain is measured.
+    then no gain is measured. `is_observing` is `mode: observe`.
     """
 
     policy: Policy
@@ -73,6 +74,7 @@ class PolicySnapshot:
     abort_latency: AbortLatency
     routes: Routes
     objectives: tuple[Objective | None, ...] = ()
+    is_observing: bool = False
 
 
 def policy_snapshot(
@@ -94,6 +96,7 @@ def policy_snapshot(
         abort_latency=abort_latency(dialect, policy.abort_latency_s, is_proxied=is_proxied),
         routes=policy.engine.routes,
         objectives=objectives if any(objectives) else (),
+        is_observing=policy.mode is Mode.OBSERVE,
     )
 
 

@@ -1,20 +1,13 @@
 """One admitted request, from its first byte to its released lease.
 
-    READING -> WAITING -> RUNNING -> OVER      (WAITING ends at once where there is room)
-       |        |  ^       |  |       ^
-       |        |  +-------+  |       |        (preempted, or the engine could not be reached)
-       |        |             +-> FOLLOWED     (a background response runs on after its request is answered)
-       +--------+-> OVER                       (refused, or the client disconnected)
-
-`NEXT_STAGES` is this diagram as a table. Whatever raises or is canceled, the lease is released exactly once.
+Its stages are those of `stages`. Whatever raises or is canceled, the lease is released exactly once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine
-from enum import IntEnum
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from starlette.types import Message, Receive, Scope, Send
@@ -36,7 +29,7 @@ from sidecar.events import Obstacle, Outcome
 from sidecar.middleware.background import BackgroundEnd, BackgroundRequest
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_route import EngineRoute, no_engine
-from sidecar.middleware.error_responses import discard_body, send_error
+from sidecar.middleware.error_responses import refuse_too_large, send_error
 from sidecar.middleware.event_reporter import EventReporter
 from sidecar.middleware.forwarding import forwarded_request, granted_of
 from sidecar.middleware.intake import RequestIntake, SizedRequest, count_tokens
@@ -53,37 +46,29 @@ from sidecar.middleware.response_headers import (
     wait_headers,
 )
 from sidecar.middleware.sse_keepalive import STREAMING
+from sidecar.middleware.stages import NEXT_STAGES, IllegalTransition, Stage
 from sidecar.middleware.usage import UsageReader
-from sidecar.middleware.wait import ClientChannel, ClientDisconnected, Comments, WaitedTooLong, enter_pool, wait
+from sidecar.middleware.wait import (
+    ClientChannel,
+    ClientDisconnected,
+    Comments,
+    WaitedTooLong,
+    enter_pool,
+    sized_ask,
+    wait,
+)
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant, Lease
 
+_WITHOUT_GRANT = (ClientDisconnected, WaitedTooLong, AdmissionError)
+"""How a wait ends without a grant."""
 CUT = "CancelledError"
 """`Settled.error` of a request that the server cut off."""
 
 
-class Stage(IntEnum):
-    """The stages of a request."""
-
-    READING = 0
-    WAITING = 1
-    RUNNING = 2
-    FOLLOWED = 3
-    OVER = 4
-
-
-NEXT_STAGES: tuple[tuple[Stage, ...], ...] = (
-    (Stage.WAITING, Stage.OVER),  # after READING
-    (Stage.RUNNING, Stage.OVER),  # after WAITING
-    (Stage.WAITING, Stage.FOLLOWED, Stage.OVER),  # after RUNNING
-    (Stage.OVER,),  # after FOLLOWED
-    (),  # after OVER
-)
-"""The stages that may follow each stage, by its number."""
-
-
-class IllegalTransition(Exception):
-    """A request would enter a stage that cannot follow its present one: a defect in the middleware."""
+# Looked up once: an enumeration's attribute costs as much as a call.
+_READING, _WAITING, _RUNNING, _FOLLOWED, _OVER = Stage
+_COMPLETED, _CLIENT_LEFT, _FAILED = Outcome
 
 
 class RequestHandler:
@@ -91,9 +76,9 @@ class RequestHandler:
 
     __slots__ = (
         "_admitted_us", "_attempt", "_background", "_body", "_call", "_client", "_controller", "_cut", "_endpoint",
-        "_ends_us", "_gain", "_hand_backs", "_headers", "_intake", "_is_given_up", "_lease", "_preempted_us",
-        "_preemptions", "_reader", "_receive", "_received_us", "_reporter", "_request", "_request_id", "_route",
-        "_scope", "_size", "_snapshot", "_status", "_task", "_timed_out", "_usage", "stage",
+        "_ends_us", "_gain", "_hand_backs", "_headers", "_intake", "_is_given_up", "_lease", "_passing",
+        "_preempted_us", "_preemptions", "_reader", "_receive", "_received_us", "_reporter", "_request", "_request_id",
+        "_route", "_scope", "_size", "_snapshot", "_status", "_task", "_timed_out", "_usage", "stage",
     )  # fmt: skip
 
     _request: SizedRequest
@@ -103,7 +88,7 @@ class RequestHandler:
     def __init__(
         self, controller: AdmissionController, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        self.stage = Stage.READING
+        self.stage = _READING
         self._controller = controller
         self._snapshot = controller.snapshot
         self._endpoint = endpoint
@@ -118,6 +103,7 @@ class RequestHandler:
         self._reporter = EventReporter(controller.observer, scope, self._request_id, self._received_us, now_us)
         self._intake = RequestIntake(self._snapshot, endpoint, self._headers, self._received_us)
         self._usage = UsageReader()
+        self._passing: AnswerReader | None = None  # reads the chunks of a stream, while they pass
         self._body: bytes | None = None
         self._status: int | None = None
         self._timed_out = False
@@ -136,14 +122,21 @@ class RequestHandler:
     async def run(self) -> None:
         """Handles the request to its end. Raises only what the app raises."""
         self._controller.watchdog.add(self)
+        next_grant = self._admission
         try:
-            grant = await self._granted_or_over(self._admission())
-            while grant is not None and not await self._forward(grant):
-                grant = await self._granted_or_over(self._wait_again())
+            while True:
+                try:
+                    grant = await next_grant()
+                except _WITHOUT_GRANT as end:
+                    await self._end_without_grant(end)
+                    return
+                if await self._forward(grant):
+                    return
+                next_grant = self._wait_again
         except asyncio.CancelledError as canceled:
             if self._controller.is_stopping(canceled):
                 await self._answer_cut()
-            self._settle(Outcome.FAILED, CUT)
+            self._settle(_FAILED, CUT)
             raise
         finally:
             self._end()
@@ -151,22 +144,22 @@ class RequestHandler:
     def check(self) -> None:
         """Ends a body that takes too long, and a request whose client disconnects while the app does not listen."""
         now_us, policy = self._now_us(), self._snapshot.policy
-        if self.stage is Stage.READING and now_us - self._received_us > policy.body_timeout_s * 1e6:
+        if self.stage is _READING and now_us - self._received_us > policy.body_timeout_s * 1e6:
             if self._task is not None and self._body is None and not self._timed_out:
                 self._timed_out = True
                 self._task.cancel()
         elif self._background is not None and self._controller.background.is_due(self._background):
-            self._settle(Outcome.FAILED, "background_timeout")
-        elif self.stage is Stage.RUNNING and self._background is None:
+            self._settle(_FAILED, "background_timeout")
+        elif self.stage is _RUNNING and self._background is None:
             disconnected_us = self._client.disconnected_us
             if disconnected_us is None:
                 self._client.watch()
             elif now_us - disconnected_us > policy.disconnect_grace_s * 1e6:
-                self._settle(Outcome.CLIENT_LEFT)
+                self._settle(_CLIENT_LEFT)
 
     def give_up(self) -> None:
         """Ends the wait, where the request waits: the process is about to end."""
-        if self.stage is Stage.WAITING and self._lease.grant is None:
+        if self.stage is _WAITING and self._lease.grant is None:
             self._is_given_up = True
             self._lease.give_up()
 
@@ -178,50 +171,48 @@ class RequestHandler:
 
     # -- up to admission
 
-    async def _granted_or_over(self, wait_for_grant: Coroutine[None, None, Grant]) -> Grant | None:
-        """The grant; None where the request ended without one."""
-        waited: Grant | None = None
-        try:
-            return await wait_for_grant
-        except ClientDisconnected as disconnected:
-            self.advance(Stage.OVER)
-            self._reporter.disconnected(disconnected.wait)
-            return None
-        except WaitedTooLong as over:
-            waited = over.wait
-            error = self._end_of_wait()
-        except AdmissionError as refusal:
-            error = refusal
-            if isinstance(refusal, QueueFull) and not self._controller.engine_watch.is_usable:
-                error = self._without_queue(refusal)
-        self.advance(Stage.OVER)
-        self._reporter.refused(error, waited)
-        await self._refuse(error, waited)
-        return None
-
     async def _admission(self) -> Grant:
         """Reads the request, enters the pool and waits."""
-        if self._controller.is_draining:
+        controller, snapshot = self._controller, self._snapshot
+        if controller.is_draining:
             raise Draining("this server is shutting down and takes no new request; try another", retry_after_s=1)
         self._intake.check_head(self._scope)
         self._reporter.tenant = self._intake.tenant
         request = self._request = await self._read()
-        if self._snapshot.estimator.counter is not None:
-            await count_tokens(request, self._snapshot)
-        if self._controller.routing is not None:
-            route = self._route = self._controller.routing.route(request)
+        if snapshot.estimator.counter is not None:
+            await count_tokens(request, snapshot)
+        if controller.routing is not None:
+            route = self._route = controller.routing.route(request)
             request.hits, self._call, self._usage = route.hits, route.call(), route.usage
         lease = await self._enter(request)
-        if request.is_preemptible(self._snapshot.policy):
+        if request.is_preemptible(snapshot.policy):
             lease.on_preempt = self._preempt
         grant = lease.grant
-        self._limit_wait(lease.entered_us, request.longest_wait_s(self._snapshot.policy))
+        self._limit_wait(lease.entered_us, request.longest_wait_s(snapshot.policy))
         if grant is None:
             self._reporter.queued(self._obstacle)
             return await self._wait(lease.wait())
         if grant.queue_wait_us:
             self._reporter.waited_for_store(grant.at_us - grant.queue_wait_us)
         return grant
+
+    async def _end_without_grant(self, end: Exception) -> None:
+        """The request ended before it was admitted, or while it waited again."""
+        waited: Grant | None = None
+        if isinstance(end, ClientDisconnected):
+            self.advance(_OVER)
+            self._reporter.disconnected(end.wait)
+            return
+        if isinstance(end, WaitedTooLong):
+            waited, error = end.wait, self._end_of_wait()
+        else:
+            assert isinstance(end, AdmissionError)
+            error = end
+            if isinstance(end, QueueFull) and not self._controller.engine_watch.is_usable:
+                error = self._without_queue(end)
+        self.advance(_OVER)
+        self._reporter.refused(error, waited)
+        await self._refuse(error, waited)
 
     async def _read(self) -> SizedRequest:
         """Reads the body. Raises ClientDisconnected, or the intake's refusal."""
@@ -248,9 +239,9 @@ class RequestHandler:
         at_us = self._now_us()
         try:
             controller = self._controller
-            appraise = controller.appraiser(self._snapshot)
-            self._lease = await enter_pool(controller.pool, request, controller.lease_sizes, appraise)
-            self.advance(Stage.WAITING)
+            ask = sized_ask(controller.pool, request, controller.lease_sizes, controller.appraiser(self._snapshot))
+            self._lease = await enter_pool(controller.pool, ask, request.classification)
+            self.advance(_WAITING)
         finally:
             if objectives := self._snapshot.objectives:
                 gain, names = self._controller.gain, self._snapshot.tier_names
@@ -305,16 +296,12 @@ class RequestHandler:
             headers += allowance_headers(error.allowance)
         if waited is not None:
             headers += wait_headers(waited)
-        send = self._send_and_go_on if isinstance(error, BodyTooLarge) else self._client.send
-        is_anthropic = self._endpoint.api is Api.MESSAGES
-        await send_error(send, error, anthropic=is_anthropic, request_id=self._request_id, headers=headers)
+        answer: Callable[..., Awaitable[None]] = send_error
         if isinstance(error, BodyTooLarge):
-            await discard_body(self._receive, self._snapshot.policy.body_timeout_s)
-            await self._client.send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send_and_go_on(self, message: Message) -> None:
-        # At the end of a response the server closes the connection, and a client that still sends loses the response.
-        await self._client.send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+            most_s = self._snapshot.policy.body_timeout_s
+            answer = partial(refuse_too_large, receive=self._receive, most_s=most_s)
+        is_anthropic = self._endpoint.api is Api.MESSAGES
+        await answer(self._client.send, error, anthropic=is_anthropic, request_id=self._request_id, headers=headers)
 
     # -- after admission
 
@@ -323,7 +310,7 @@ class RequestHandler:
 
         False where the request was preempted before its first byte, or could not be sent: then it waits again.
         """
-        self.advance(Stage.RUNNING)
+        self.advance(_RUNNING)
         controller, request, snapshot = self._controller, self._request, self._snapshot
         priority = snapshot.priorities[grant.level]
         forward = controller.dialect.forward(self._endpoint.api, priority)
@@ -333,7 +320,7 @@ class RequestHandler:
         receive: Receive = self._receive_for_app
         send: Send = self._send_for_app
         attempt: PreemptibleAttempt | None = None
-        if request.is_preemptible(snapshot.policy):
+        if self._lease.on_preempt is not None:
             attempt = self._attempt = PreemptibleAttempt(self._lease, receive, send, self._client.disconnect)
             receive, send = attempt.receive, attempt.send
             if self._preempted_us is not None:
@@ -352,13 +339,13 @@ class RequestHandler:
         except Exception as error:
             is_lost = attempt is not None and attempt.is_lost
             if not is_lost and not (route is not None and route.failed(error)):
-                self._settle(Outcome.FAILED, type(error).__name__)
+                self._settle(_FAILED, type(error).__name__)
                 if self._client.keepalive is not None:
                     await self._client.keepalive.break_off()
                 raise
         finally:
             current.reset(token)
-        if self._call.is_handed_back and self.stage is Stage.RUNNING:
+        if self._call.is_handed_back and self.stage is _RUNNING:
             return route is not None and not await self._waits_again(route)
         return attempt is None or not attempt.is_lost or await self._disconnects_before_abort()
 
@@ -367,7 +354,7 @@ class RequestHandler:
         if await route.waits_again():
             if self._call.may_run:  # the connection broke, but the engine lives: it computes on for a moment
                 await self._disconnects_before_abort()
-            return self.stage is Stage.RUNNING
+            return self.stage is _RUNNING
         self._call.is_handed_back, error = False, self._call.error
         assert error is not None
         is_anthropic = self._endpoint.api is Api.MESSAGES
@@ -395,47 +382,60 @@ class RequestHandler:
             return {"type": "http.request", "body": body, "more_body": False}
         return await (self._client if self._background is None else self._background).receive()
 
-    async def _send_for_app(self, message: Message) -> None:
-        """Passes the response on as it comes, chunk by chunk, and settles after its last byte."""
-        kind, background = message["type"], self._background
-        send = self._client.send if background is None else background.sender(self._client.send)
-        if kind == "http.response.body":
-            self._read_response(message.get("body", b""))
-            # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
-            has_left = self._client.disconnected_us is not None and background is None
-            outcome = Outcome.CLIENT_LEFT if has_left else Outcome.COMPLETED
-            if message.get("more_body", False):
-                await send(message)
-                return
-            self._call.answered()
-            await send(message)
-            if (error := self._engine_error()) is not None:
-                self._settle(Outcome.FAILED, error.code)
-            else:
-                self._settle(outcome)
-            return
+    def _send_for_app(self, message: Message) -> Awaitable[None]:
+        """Passes the response on as it comes, chunk by chunk, and settles after its last byte.
+
+        Streams have many chunks: each costs no more than this, and no coroutine of its own.
+        """
+        reader = self._passing
+        if reader is None or not message.get("more_body", False):
+            return self._send_start_or_end(message)
+        if reader.feed(message.get("body", b"")) and self._size is not None:
+            self._size.answer_read()
+        return self._client.send(message)
+
+    async def _send_start_or_end(self, message: Message) -> None:
+        """The messages around the chunks of a stream; every message of a background response."""
+        kind, background, is_end = message["type"], self._background, False
         if kind == "http.response.start":
-            self._status = message["status"]
-            headers = list(message.get("headers", ()))
-            own = admission_headers(self._request, self._lease, self._snapshot.tier_names, self._preemptions)
-            named = id_headers(self._request_id, headers, self._endpoint.api)
-            message = {**message, "headers": [*headers, *own, *named]}
-        await send(message)
+            message = self._response_start(message)
+        elif kind == "http.response.body":
+            self._read_response(message.get("body", b""))
+            is_end = not message.get("more_body", False)
+        # Servers also say `http.disconnect` after a complete response: only an earlier one is the client's.
+        has_left = self._client.disconnected_us is not None and background is None
+        if is_end:
+            self._call.answered()
+        await (self._client.send if background is None else background.sender(self._client.send))(message)
+        if is_end and (error := self._engine_error()) is not None:
+            self._settle(_FAILED, error.code)
+        elif is_end:
+            self._settle(_CLIENT_LEFT if has_left else _COMPLETED)
+
+    def _response_start(self, message: Message) -> Message:
+        """The response's start, with the headers of the admission."""
+        self._status = message["status"]
+        headers = list(message.get("headers", ()))
+        own = admission_headers(self._request, self._lease, self._snapshot.tier_names, self._preemptions)
+        named = id_headers(self._request_id, headers, self._endpoint.api)
+        return {**message, "headers": [*headers, *own, *named]}
 
     def _read_response(self, body: bytes) -> None:
-        if body and self.stage is Stage.RUNNING:  # not what comes after a disconnect's grace: no one gets it
-            usage, size = self._usage, self._size
-            if not usage.has_begun:
-                self._reporter.first_byte(self._status)
-                if self._route is not None:
-                    self._route.first_byte()
-                if self._gain is not None:
-                    self._gain.first_byte(self._status)
-            self._reader.feed(body)
-            if size is not None and usage.chunks >= size.next_look:
-                size.look()
-            if self._background is not None:
-                self._background.feed(body)
+        if not body or self.stage is not _RUNNING:  # not what comes after a disconnect's grace: no one gets it
+            return
+        if not self._usage.has_begun:
+            self._usage.has_begun = True
+            self._reporter.first_byte(self._status)
+            if self._route is not None:
+                self._route.first_byte()
+            if self._gain is not None:
+                self._gain.first_byte(self._status)
+            if self._background is None:
+                self._passing = self._reader
+        if self._reader.feed(body) and self._size is not None:
+            self._size.answer_read()
+        if self._background is not None:
+            self._background.feed(body)
 
     # -- preemption
 
@@ -453,7 +453,7 @@ class RequestHandler:
             self._when_aborted(partial(aborted.set_result, None))
             await asyncio.wait((disconnect, aborted), return_when=asyncio.FIRST_COMPLETED)
         if disconnect.done():
-            self._settle(Outcome.CLIENT_LEFT)
+            self._settle(_CLIENT_LEFT)
         return disconnect.done()
 
     async def _wait_again(self) -> Grant:
@@ -484,7 +484,7 @@ class RequestHandler:
             # The tier's longest wait is kept already: from now on only the client may limit the wait.
             self._limit_wait(self._now_us(), self._request.max_wait_s)
             granted = self._lease.requeue()
-        self.advance(Stage.WAITING)
+        self.advance(_WAITING)
         return await self._wait(granted)
 
     def _report_replay(self, route: EngineRoute) -> None:
@@ -496,25 +496,26 @@ class RequestHandler:
 
     async def _answer_cut(self) -> None:
         """Answers a request that the stopping server cuts off. A response that has begun can only end."""
-        if self.stage < Stage.FOLLOWED and self._status is None:
+        if self.stage < _FOLLOWED and self._status is None:
             self._cut = Draining("this server stopped before the request was served; send it again", retry_after_s=1)
             await self._refuse(self._cut, None)
             self._status = self._cut.status
 
     def _settle(self, outcome: Outcome, error: str | None = None) -> None:
         """Ends a running request. Only the first call counts; a background response is followed to its own end."""
-        if self.stage is not Stage.RUNNING:
+        if self.stage is not _RUNNING:
             return
         background, self._background = self._background, None
         response_id = None if background is None else background.running_id()
         if background is None or response_id is None:
             self._release(outcome, error)
         else:
-            self.advance(Stage.FOLLOWED)
+            self.advance(_FOLLOWED)
             self._request.drop_body()
             self._controller.background.follow(background, response_id, self._settle_background)
 
     def _settle_background(self, ended: BackgroundEnd) -> None:
+        self._usage.read()
         self._usage.counted(ended.input_tokens, ended.output_tokens)
         self._client.disconnected_us = None  # a background response does not end with its client
         self._call.answered()
@@ -522,27 +523,26 @@ class RequestHandler:
 
     def _release(self, outcome: Outcome, error: str | None) -> None:
         """Releases the lease, as soon as the engine has aborted the request, and reports what it cost."""
-        self.advance(Stage.OVER)
+        self.advance(_OVER)
         request, usage, lease, failure = self._request, self._usage, self._lease, self._engine_error()
-        if failure is None:
-            release = partial(lease.settle, usage.charged_tokens(request.prompt_tokens, self._status))
-        else:
-            release = partial(lease.settle, 0, is_counted=False)
+        self._passing = None
+        usage.read()
         tokens = usage.used_tokens(request.prompt_tokens) if failure is None else 0
+        charged = tokens if failure is not None or usage.is_known(self._status) else None
         if self._size is not None:
             self._size.ended(tokens)
         if self._call.may_run:
             if lease.on_preempt is not None:
                 lease.on_preempt = lambda: None  # nothing can free its room sooner
-            self._when_aborted(release)
+            self._when_aborted(partial(lease.settle, charged, is_counted=failure is None))
         else:
-            release()
-        if outcome is Outcome.FAILED and self._client.disconnected_us is not None:
-            outcome, error = Outcome.CLIENT_LEFT, None  # the disconnect is why the app failed
+            lease.settle(charged, is_counted=failure is None)
+        if outcome is _FAILED and self._client.disconnected_us is not None:
+            outcome, error = _CLIENT_LEFT, None  # the disconnect is why the app failed
         if self._route is not None:
             self._route.ended()
         if request.expected is not None and failure is None and (self._status or 0) < 400:
-            is_complete = outcome is Outcome.COMPLETED
+            is_complete = outcome is _COMPLETED
             self._controller.lease_sizes.learn(request.expected, usage, is_complete=is_complete)
         if usage.input_tokens is not None:
             tenant = request.classification.tenant.name
@@ -567,14 +567,14 @@ class RequestHandler:
 
     def _end(self) -> None:
         """Leaves no lease, no ticket and no task, in whichever stage the request broke off."""
-        if self.stage is Stage.READING:
+        if self.stage is _READING:
             self._report_canceled(None)
-            self.advance(Stage.OVER)
-        elif self.stage is Stage.WAITING:
+            self.advance(_OVER)
+        elif self.stage is _WAITING:
             self._withdraw()
-            self.advance(Stage.OVER)
-        elif self.stage is Stage.RUNNING:
-            self._settle(Outcome.FAILED, "incomplete_response")
+            self.advance(_OVER)
+        elif self.stage is _RUNNING:
+            self._settle(_FAILED, "incomplete_response")
         self._client.close()
         self._controller.watchdog.discard(self)
 

@@ -59,8 +59,8 @@ MOST_SHOWN = 64
 class AnswerReader(Protocol):
     """What reads an answer as it passes: the usage reader, or what measures its tokens, too."""
 
-    def feed(self, body: bytes) -> None:
-        """Takes the next bytes of the response, as they were sent."""
+    def feed(self, body: bytes) -> bool:
+        """Takes the next bytes of the response, as they were sent. Returns whether the events so far were counted."""
 
 
 class GainDocument(msgspec.Struct, frozen=True):
@@ -150,9 +150,9 @@ class RequestGain:
     """
 
     __slots__ = (
-        "_admitted_us", "_arrived_us", "_base_us", "_call", "_deadlines", "_first_events", "_last_bodies", "_last_us",
-        "_look_at", "_meter", "_now_us", "_objective", "_request", "_since", "_speed", "_step_us", "_tier", "_until",
-        "_usage",
+        "_admitted_us", "_arrived_us", "_base_us", "_bodies", "_call", "_deadlines", "_first_events", "_last_bodies",
+        "_last_us", "_look_at", "_meter", "_now_us", "_objective", "_request", "_since", "_speed", "_step_us", "_tier",
+        "_until", "_usage",
     )  # fmt: skip
 
     _speed: EngineSpeed
@@ -195,7 +195,7 @@ class RequestGain:
         self._admitted_us, self._usage = now_us, usage
         self._since: Load | None = None
         self._until: tuple[Load, int] | None = None
-        self._first_events, self._look_at = 0, 1
+        self._bodies, self._first_events, self._look_at = 0, 0, 1
         objective = self._objective
         if objective is None or not payload.stream:
             return usage
@@ -261,15 +261,27 @@ class RequestGain:
 
     # -- the answer as it passes
 
-    def feed(self, body: bytes) -> None:
-        """See `UsageReader.feed`. Of a chunk in time, only its time is kept."""
+    def feed(self, body: bytes) -> bool:
+        """See `UsageReader.feed`. Of a chunk in time, only its time is kept.
+
+        Each event makes the next one due later. So a chunk that would be in time without those that are not counted yet
+        is in time, and they are counted together.
+        """
         usage = self._usage
-        before = usage.chunks
-        usage.feed(body)
         self._last_us = now_us = self._now_us()
         self._last_bodies = self._last_bodies[1], body
+        self._bodies += 1
+        before = usage.chunks
+        if self._bodies >= self._look_at or now_us >= self._base_us + before * self._step_us:
+            usage.read()
+            before = usage.chunks
+            usage.feed(body)
+            usage.read()
+        elif not usage.feed(body):
+            return False
         if now_us >= self._base_us + before * self._step_us or usage.chunks >= self._look_at:
             self._look(now_us, before, usage.chunks)
+        return True
 
     def _look(self, now_us: int, before: int, events: int) -> None:
         """At the first events, at late ones, and when so many have come that the speed is known."""

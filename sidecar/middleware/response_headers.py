@@ -33,7 +33,7 @@ def request_id(headers: Mapping[bytes, bytes]) -> str:
     own = headers.get(REQUEST_ID)
     if own is not None and _is_valid_id(own):
         return own.decode("ascii")
-    return f"{random.getrandbits(128):032x}"
+    return random.getrandbits(128).to_bytes(16, "big").hex()
 
 
 def id_headers(request_id: str, headers: Headers, api: Api) -> list[tuple[bytes, bytes]]:

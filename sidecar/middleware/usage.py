@@ -16,9 +16,12 @@ import re
 
 import msgspec
 
+_EVENT = b"data:"
 _NAME = b'"usage"'
 _CUT_NAME = len(_NAME) - 1
 _OBJECT = re.compile(rb'"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
+READ_BYTES = 2048
+"""Bytes of a response that are read together, ten to thirty events: to read one event costs as much as to read ten."""
 LONGEST = 4096
 """Bytes of an unfinished `usage` object that are kept; real ones have a few hundred."""
 LARGEST_EVENT = 768
@@ -37,6 +40,7 @@ _AFTER_COUNT = 4
 
 _MOST_TOKENS = 2**40
 """No answer has so many: a larger count says nothing, and a negative one neither."""
+_BEGINS = b"response.created"
 _REQUEST = re.compile(rb"event: ?response\.created\r?\n")
 _END = re.compile(rb"event: ?response\.(?:completed|incomplete|failed)\r?\n")
 """Of `/v1/responses`. Generated text has no such line: a line break is escaped there."""
@@ -65,15 +69,17 @@ _decode_cached = msgspec.json.Decoder(_CachedUsage).decode
 
 
 class UsageReader:
-    """The usage of one response so far.
+    """The usage of one response as of the last `read`. `feed` keeps its bytes, and reads them `READ_BYTES` at a time.
 
-    `chunks` counts the events of a stream: about one generated token each, and `large_tokens` more for large ones.
+    Call `read` once more at the response's end. `has_begun` is the caller's note that there is an answer. `chunks`
+    counts the events of a stream: about one generated token each, and `large_tokens` more for large ones.
     """
 
     __slots__ = (
         "_carried",
         "_counted_at",
         "_is_unended",
+        "_unread",
         "chunks",
         "has_begun",
         "input_tokens",
@@ -87,39 +93,69 @@ class UsageReader:
         self.chunks = self.large_tokens = self._counted_at = 0
         self.has_begun = self._is_unended = False
         self._carried = b""
+        self._unread = bytearray()
 
-    def feed(self, body: bytes | memoryview) -> None:
-        """Takes the next bytes of the response, as they were sent."""
-        self.has_begun = True
-        if type(body) is not bytes:  # Starlette lets apps send a memoryview
-            body = bytes(body)
-        seen, self.chunks = self.chunks, self.chunks + body.count(b"data:")
-        if len(body) > LARGEST_EVENT and seen:  # the first event may repeat the prompt
-            self._count_large(body)
-        if not seen and _REQUEST.search(body):
-            self._is_unended = True
-        if self._is_unended and _END.search(body):
-            self._is_unended = False
+    def feed(self, body: bytes | memoryview) -> bool:
+        """Takes the next bytes of the response, as they were sent. Returns whether they were read."""
+        self._unread += body
+        if len(self._unread) < READ_BYTES:
+            return False
+        self.read()
+        return True
+
+    def read(self) -> None:
+        """Counts the events that were fed since the last time, and takes the usage among them."""
+        if not self._unread:
+            return
+        body, seen = bytes(self._unread), self.chunks
+        self._unread.clear()
+        if seen or body[:1] != b"{":  # a whole answer has no events
+            self.chunks += body.count(_EVENT)
+        if self.chunks and _has_large_event(body):
+            events = body.split(_EVENT)
+            self._count_large(events if seen else events[2:])  # the first event may repeat the prompt
         window = self._carried + body
-        at, rest = window.find(_NAME), 0
+        at, since = window.find(_NAME), self._request_ends(window, is_first=not seen)
+        if at >= 0:
+            at = self._take_all(window, at, since)
+        # Kept for the next time: an object that is not complete, or what may be the beginning of its name.
+        self._carried = window[at:] if at >= 0 and len(window) - at < LONGEST else window[-_CUT_NAME:]
+
+    def _take_all(self, window: bytes, at: int, since: int) -> int:
+        """Takes every usage object from `since` on. The first name is at `at`. Returns that of a cut object, or -1."""
         while at >= 0:
             found = _OBJECT.match(window, at)
-            if found is not None:
-                self._take(found.group(1))
-            elif len(window) - at < LONGEST and window.find(_NAME, at + 1) < 0:
-                self._carried = window[at:]  # the object may be cut in two
-                return
-            rest = at + len(_NAME) if found is None else found.end()
-            at = window.find(_NAME, rest)
-        # The name itself may be.
-        self._carried = window[max(rest, len(window) - _CUT_NAME) :] if rest else window[-_CUT_NAME:]
+            following = window.find(_NAME, at + 1 if found is None else found.end())
+            if found is None and following < 0:
+                return at
+            if found is not None and at >= since:
+                self._take(found.group(1), window.count(_EVENT, found.end()) if self.chunks else 0)
+            at = following
+        return -1
 
-    def counted(self, input_tokens: int | None, output_tokens: int | None) -> None:
-        """Takes what the engine has counted so far; None is not said. What no answer has is not taken."""
-        if input_tokens is not None and 0 <= input_tokens <= _MOST_TOKENS:
-            self.input_tokens = max(input_tokens, self.input_tokens or 0)
+    def _request_ends(self, window: bytes, *, is_first: bool) -> int:
+        """The place from which a usage counts.
+
+        A stream of the responses API repeats the request until its last event.
+        """
+        if is_first and self.chunks and _BEGINS in window and _REQUEST.search(window):
+            self._is_unended = True
+        if not self._is_unended:
+            return 0
+        end = _END.search(window)
+        if end is None:
+            return len(window)
+        self._is_unended = False
+        return end.start()
+
+    def counted(self, input_tokens: int | None, output_tokens: int | None, later: int = 0) -> None:
+        """Takes the engine's count; None is not said. What no answer has is not taken. `later` chunks came after it."""
+        if input_tokens is not None and (self.input_tokens or 0) <= input_tokens <= _MOST_TOKENS:
+            self.input_tokens = input_tokens
         if output_tokens is not None and 0 <= output_tokens <= _MOST_TOKENS:
-            self.output_tokens, self._counted_at = max(output_tokens, self.output_tokens or 0), self.chunks
+            if self.output_tokens is None or output_tokens > self.output_tokens:
+                self.output_tokens = output_tokens
+            self._counted_at = self.chunks - later
 
     @property
     def later_chunks(self) -> int:
@@ -137,24 +173,25 @@ class UsageReader:
 
     def charged_tokens(self, prompt_tokens: int, status: int | None) -> int | None:
         """The tokens to charge the tenant for. None where neither the response nor its failure says how many."""
-        is_counted = self.input_tokens is not None or self.output_tokens is not None or self.chunks > 0
-        is_known = is_counted or (status is not None and status >= 400)
-        return self.used_tokens(prompt_tokens) if is_known else None
+        return self.used_tokens(prompt_tokens) if self.is_known(status) else None
 
-    def _take(self, raw: bytes) -> None:
-        if self._is_unended:
-            return
+    def is_known(self, status: int | None) -> bool:
+        """Whether the response, or its failure, says how many tokens were used."""
+        is_counted = self.output_tokens is not None or self.input_tokens is not None or self.chunks > 0
+        return is_counted or (status is not None and status >= 400)
+
+    def _take(self, raw: bytes, later: int) -> None:
         try:
             usage = _decode(raw)
         except msgspec.MsgspecError:
             return  # an engine's own form of usage: the estimate stands
         seen_input = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
         seen_output = usage.output_tokens if usage.completion_tokens is None else usage.completion_tokens
-        self.counted(seen_input, seen_output)
+        self.counted(seen_input, seen_output, later)
 
-    def _count_large(self, body: bytes) -> None:
+    def _count_large(self, events: list[bytes]) -> None:
         more = 0
-        for event in body.split(b"data:"):
+        for event in events:
             if len(event) <= LARGEST_EVENT:
                 continue
             counted = _counted_by_log_probabilities(event)
@@ -163,6 +200,16 @@ class UsageReader:
                 more += tokens
         self.large_tokens += more
         self.chunks += more
+
+
+def _has_large_event(body: bytes) -> bool:
+    """Whether an event is larger than LARGEST_EVENT: from one event to the last that begins so soon after it."""
+    at, longest = 0, LARGEST_EVENT + len(_EVENT)
+    while len(body) - at > longest:
+        at = body.rfind(_EVENT, at + 1, at + longest + len(_EVENT))
+        if at < 0:
+            return True
+    return False
 
 
 def _counted_by_log_probabilities(event: bytes) -> int | None:
@@ -193,10 +240,8 @@ class CachedUsageReader(UsageReader):
         """The engine's count of the whole prompt; None where it reports none."""
         return None if self.input_tokens is None else self.input_tokens + self._apart_tokens
 
-    def _take(self, raw: bytes) -> None:
-        super()._take(raw)
-        if self._is_unended:
-            return
+    def _take(self, raw: bytes, later: int) -> None:
+        super()._take(raw, later)
         try:
             usage = _decode_cached(raw)
         except msgspec.MsgspecError:

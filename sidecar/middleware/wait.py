@@ -10,12 +10,13 @@ from typing import NamedTuple
 from starlette.types import Message, Receive, Send
 
 from sidecar.apis import Api
+from sidecar.classify import Classification
 from sidecar.errors import QueueFull
 from sidecar.events import Headers
 from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.sse_keepalive import SseKeepAlive
-from sidecar.pools import Grant, Lease, Pool
+from sidecar.pools import Ask, Grant, Lease, LocalPool, Pool
 from sidecar.pools.base import WaitGivenUp
 
 Appraise = Callable[[SizedRequest], None]
@@ -101,26 +102,22 @@ class ClientChannel:
         return message
 
 
-async def enter_pool(
-    pool: Pool, request: SizedRequest, sizes: LeaseSizes, appraise: Appraise | None = None, *, keeps_body: bool = True
-) -> Lease:
-    """Sizes a request, enters it into the pool, and notes the tier at which the pool took it or refused it.
-
-    `appraise` gives it the figures of its gain once it is sized. Without `keeps_body` the body is dropped before the
-    pool answers. Raises what `Pool.enter` raises.
-    """
-    classification = request.classification
+def sized_ask(pool: Pool, request: SizedRequest, sizes: LeaseSizes, appraise: Appraise | None = None) -> Ask:
+    """Sizes a request for a pool. `appraise` gives it the figures of its gain once it is sized."""
     if request.payload.unsized is not None:
-        request.hold_at_least(pool.most_tokens(classification.level))
+        request.hold_at_least(pool.most_tokens(request.classification.level))
     elif sizes.learns:
         request.expect(sizes, pool)
     if appraise is not None:
         appraise(request)
-    ask = request.ask()
-    if not keeps_body:
-        request.drop_body()
+    return request.ask()
+
+
+async def enter_pool(pool: Pool, ask: Ask, classification: Classification) -> Lease:
+    """Enters the pool, and notes the tier at which it took or refused the request. Raises what `Pool.enter` raises."""
     try:
-        lease = await pool.enter(ask)
+        # A pool of this process decides at once: no coroutine is needed.
+        lease = pool.enter_now(ask) if isinstance(pool, LocalPool) else await pool.enter(ask)
     except QueueFull as full:
         classification.note_charged(full.level)
         raise

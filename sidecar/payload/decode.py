@@ -227,10 +227,9 @@ def _once_each(members: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _chat(fields: _Chat, others: Carried) -> Payload:
     payload = _conversation(fields, others, [_required_list("messages", fields.messages)], _given(fields.tools))
-    newer, older = (
-        _maximum("max_completion_tokens", fields.max_completion_tokens),
-        _maximum("max_tokens", fields.max_tokens),
-    )
+    newer, older = fields.max_completion_tokens, fields.max_tokens
+    newer = None if newer is None else _maximum("max_completion_tokens", newer)
+    older = None if older is None else _maximum("max_tokens", older)
     # vLLM and today's SGLang go by the newer field, earlier versions of SGLang by the older one.
     payload.max_output_tokens = max(newer, older) if newer and older else newer or older
     payload.choices = _choices(fields.n, fields.best_of)
@@ -395,6 +394,7 @@ def _sequences(name: str, prompt: _Prompt) -> tuple[list[str], int, int]:
     raise InvalidBody(f"{name}: a list that mixes strings and token ids; send one kind", param=name)
 
 
+_SPACE_OR_END = frozenset((b" ", b"\t", b"\r", b"\n", b"]"))
 _KINDS = {b'"': "a string", b"{": "an object", b"t": "a boolean", b"f": "a boolean", b"n": "null"}
 
 
@@ -405,21 +405,21 @@ def _required_list(name: str, raw: _Raw) -> bytes:
     if given[:1] != b"[":
         # Its kind, not the value: it may be a prompt, and the message goes into logs and traces.
         raise InvalidBody(f"{name}: expected a list, got {_KINDS.get(given[:1], 'a number')}", param=name)
-    if not given[1:-1].strip():
+    if given[1:2] in _SPACE_OR_END and not given[1:-1].strip():
         raise InvalidBody(f"{name}: an empty list; send at least one", param=name)
     return given
 
 
 def _given(raw: _Raw) -> bytes:
     """The bytes of a field, empty where it is absent or null."""
-    if isinstance(raw, msgspec.UnsetType):
+    if raw is _UNSET:
         return b""
     given = bytes(raw)
     return b"" if given == b"null" else given
 
 
 def _stated(raw: _Raw) -> bytes | None:
-    return None if isinstance(raw, msgspec.UnsetType) else bytes(raw)
+    return None if raw is _UNSET else bytes(raw)
 
 
 _TRUE = frozenset((True, "1", "on", "t", "true", "y", "yes"))

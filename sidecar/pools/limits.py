@@ -34,10 +34,15 @@ class SizeLimits:
         # What waits already is not refused while the only engine that could hold it is away for a moment.
         self._admissible = tuple(most for _, most in sizes)
         self._engine = engine
+        self._limits = tuple(
+            (tokens if tier.max_request_tokens is None else min(tokens, tier.max_request_tokens), requests)
+            for tier, (tokens, requests) in zip(self.policy.tiers, self.largest, strict=True)
+        )
 
     def refuse_what_never_fits(self, ask: Ask) -> None:
         """Raises RequestTooLarge, with the figures, for a request that could never be admitted."""
-        if error := self.too_large(ask):
+        error = self.too_large(ask)
+        if error is not None:
             raise error
 
     def most_tokens(self, level: int) -> int:
@@ -46,13 +51,11 @@ class SizeLimits:
 
     def limits(self, level: int) -> tuple[int, int]:
         """The most (tokens, requests) that a request of a tier may hold when it comes: its size limit."""
-        most = self.policy.tiers[level].max_request_tokens
-        tokens, requests = self.largest[level]
-        return tokens if most is None else min(tokens, most), requests
+        return self._limits[level]
 
     def too_large(self, ask: Ask) -> RequestTooLarge | None:
         """The refusal of a request that could never be admitted, with the figures; None where it could."""
-        tokens, requests = self.limits(ask.tier)
+        tokens, requests = self._limits[ask.tier]
         is_too_large = ask.tokens > tokens or ask.most > tokens or ask.requests > requests
         return self._exceeds(ask, tokens, requests) if is_too_large else None
 

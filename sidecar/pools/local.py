@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import count
 
 from sidecar.events import Obstacle
-from sidecar.policy.model import Policy
+from sidecar.policy.model import Limits, Policy
 from sidecar.policy.rules import PoolRules
 from sidecar.pools.base import Ask, Lease, PeerReport, WaitOutcome
 from sidecar.pools.limits import SizeLimits, TenantLimits
@@ -68,16 +68,30 @@ class LocalPool:
 
     async def enter(self, ask: Ask) -> Lease:
         """See `Pool.enter`."""
+        return self.enter_now(ask)
+
+    def enter_now(self, ask: Ask) -> Lease:
+        """The same, without a coroutine: this pool decides at once."""
         self._sizes.refuse_what_never_fits(ask)
-        now_us, runtime = self.now_us(), self._runtime
+        now_us = self.now_us()
         lease = Lease(self, next(self._ids), ask, now_us)
         if ask.limits is not None:
             lease.ask = self._limits.within(ask, now_us)
+        if not self._runtime.admit_at_once(lease, now_us):
+            self._queue(lease, ask.limits, now_us)
+        elif ask.limits is not None:
+            self._limits.charge(lease, ask.limits, now_us)
+        self._places.taken(lease.ask)
+        return lease
+
+    def _queue(self, lease: Lease, limits: Limits | None, now_us: int) -> None:
+        """Puts a request in its tier's queue, and admits whatever the rules let in. Raises QueueFull."""
+        runtime = self._runtime
         most = self._sizes.places(lease.ask.tier)
         queued = 0 if most is None else runtime.queued(lease.ask.tier)
         displaced = self._find_place(lease.ask, queued, most, now_us) if most else None
-        if ask.limits is not None:
-            self._limits.charge(lease, ask.limits, now_us)
+        if limits is not None:
+            self._limits.charge(lease, limits, now_us)
         if displaced is not None:
             runtime.cancel(displaced, now_us)
             self._limits.ended(displaced, 0, now_us)
@@ -88,8 +102,6 @@ class LocalPool:
             self._limits.undo(lease)
             runtime.end(lease, now_us)
             raise self._places.queue_full(lease.ask, queued, now_us)
-        self._places.taken(lease.ask)
-        return lease
 
     # -- what a lease asks for (`runtime.LeaseOwner`)
 

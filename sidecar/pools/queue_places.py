@@ -63,7 +63,7 @@ class DrainRate:
         """Counts admissions."""
         if self._began_us is None:
             self._began_us = now_us
-        self._weight = self._decayed(now_us) + count
+        self._weight = count + self._weight * math.exp((self._updated_us - now_us) / 1e6 / WINDOW_S)
         self._updated_us = now_us
 
     def per_second(self, now_us: int) -> float:

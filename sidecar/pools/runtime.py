@@ -65,6 +65,29 @@ class LeaseRuntime:
         self._appraise(ticket, ask)
         self.waiting[lease.ticket_id] = lease
 
+    def admit_at_once(self, lease: Lease, now_us: int) -> bool:
+        """Admits a new request where there is room and none waits. Else False, and nothing changes: `submit` is due."""
+        if self.waiting:
+            return False
+        ask = lease.ask
+        tier = ask.tier
+        if not self.scheduler.admit_at_once(
+            lease.ticket_id,
+            tier=tier,
+            tokens=ask.tokens,
+            requests=ask.requests,
+            tenant=ask.tenant,
+            weight=ask.weight,
+            now_us=now_us,
+        ):
+            return False
+        if self.scheduler.rules.tiers[tier].preemptible:
+            self._preemptible[lease.ticket_id] = lease
+        if self._on_admitted is not None:
+            self._on_admitted(tier, now_us)
+        lease.granted(Grant(now_us, 0, 0, None, {}, tier))
+        return True
+
     def _appraise(self, ticket: Ticket, ask: Ask) -> None:
         if ask.gain is not None and isinstance(self.scheduler, GainScheduler):
             self.scheduler.appraise(ticket, ask.gain)

@@ -75,7 +75,9 @@ class Scheduler:
         self.rules = rules
         self.is_paused = False
         self._tiers = tuple(self._tier_type(tier) for tier in rules.tiers)
+        self._keeping = self._tiers_with_headroom()
         self._order = self._order_type(rules, self._tiers)
+        self._is_by_level = type(self._order) is LevelOrder
         self._all_tokens = 0
         self._all_requests = 0
         self._served = self._none_served = (0,) * len(rules.tiers)
@@ -100,6 +102,7 @@ class Scheduler:
         self.rules = rules
         for tier, tier_rules in zip(self._tiers, rules.tiers, strict=True):
             tier.change_rules(tier_rules)
+        self._keeping = self._tiers_with_headroom()
         self._order.change_rules(rules)
 
     def hold_back(self, until_us: int) -> None:
@@ -141,6 +144,31 @@ class Scheduler:
         else:
             self._tiers[tier].queue.push(ticket)
         return ticket
+
+    def admit_at_once(
+        self, ticket_id: str, *, tier: int, tokens: int, now_us: int, requests: int, tenant: str, weight: int
+    ) -> bool:
+        """Admits a request that comes while none waits, just as `submit` and `dispatch` would, without the queue.
+
+        False, and nothing changes, where another waits or where this one would, and in another order, which may give a
+        ticket other levels than its tier's. Raises ValueError as `submit`.
+        """
+        if self._waiting or self.is_paused or not self._is_by_level or now_us < self._held_back_until_us:
+            return False
+        if ticket_id in self._leases:
+            raise ValueError(f"a ticket called {ticket_id!r} is already here")
+        state = self._tiers[tier]
+        ticket = self._ticket_type(
+            ticket_id, tier, tenant, weight, tokens, requests, now_us, self._sequence + 1, self._served
+        )
+        rules = state.rules
+        if not self._has_room(ticket, tier) or (rules.limited and state.is_at_limit(ticket)):
+            return False
+        self._sequence += 1
+        if state.has_turn(ticket, now_us):
+            ticket.excess = state.excess(ticket)
+        self._begin(ticket, state, now_us)
+        return True
 
     def register(self, ticket_id: str, *, tier: int, tokens: int, requests: int) -> None:
         """Registers a lease that was granted elsewhere. It may outgrow the pool: admission then stops until leases end.
@@ -349,10 +377,12 @@ class Scheduler:
 
     def fits(self, candidate: Candidate) -> bool:
         """Rule 2: room for the ticket beside the leases and the headroom of every more important tier."""
-        ticket = candidate.ticket
+        return self._has_room(candidate.ticket, candidate.headroom_level)
+
+    def _has_room(self, ticket: Ticket, headroom_level: int) -> bool:
         tokens = self.rules.tokens - self._all_tokens - ticket.tokens
         requests = self.rules.requests - self._all_requests - ticket.requests
-        for tier in self._tiers[: candidate.headroom_level]:
+        for tier in self._keeping[headroom_level]:
             rules = tier.rules
             if rules.level != ticket.tier:
                 if tier.held_tokens < rules.headroom_tokens:
@@ -386,6 +416,12 @@ class Scheduler:
             requests -= kept_requests
         return tokens >= 0 and requests >= 0
 
+    def _tiers_with_headroom(self) -> Sequence[Sequence[TierState]]:
+        """By level: the tiers that are more important, and keep room free that is not lent."""
+        keeping = [tier for tier in self._tiers if tier.rules.headroom_tokens or tier.rules.headroom_requests]
+        levels = range(len(self._tiers) + 1)
+        return tuple(tuple(tier for tier in keeping if tier.rules.level < level) for level in levels)
+
     def _has_any_room(self) -> bool:
         return self._all_tokens < self.rules.tokens and self._all_requests < self.rules.requests
 
@@ -415,25 +451,28 @@ class Scheduler:
             ticket.excess = tier.excess(ticket)
         if now_us < self._held_back_until_us:
             self._admitted_while_held_back = ticket.id
-        ticket.admitted_us = now_us
-        ticket.admitted_tokens = ticket.tokens
-        self._admissions += 1
-        tier.latest_admission = self._admissions
         tier.queue.admit(ticket)
         del self._waiting[ticket.id]
-        self._leases[ticket.id] = ticket
-        self.book(ticket.tier, ticket.tokens, ticket.requests)
-        if tier.rules.preemptible:
-            self._preemption.admitted(ticket)
-            ticket.overtaken_us = wait.overtaken_at_us  # its wait goes on if it is preempted
-        served = list(self._served)
-        served[ticket.tier] += ticket.tokens
-        self._served = tuple(served)
-        self._latest_admitted = max(self._latest_admitted, ticket.sequence)
+        self._begin(ticket, tier, now_us)
+        ticket.overtaken_us = wait.overtaken_at_us  # its wait goes on if it is preempted
         if self._waiting:
             self._overtaking.admitted(ticket.sequence, now_us)
         self._forget_overtaking()
         return Admission(ticket, wait, candidate.engine_level, passed)
+
+    def _begin(self, ticket: Ticket, tier: TierState, now_us: int) -> None:
+        """A ticket becomes a lease."""
+        tokens, level = ticket.tokens, ticket.tier
+        ticket.admitted_us = now_us
+        ticket.admitted_tokens = tokens
+        self._admissions = tier.latest_admission = self._admissions + 1
+        self._leases[ticket.id] = ticket
+        self.book(level, tokens, ticket.requests)
+        if tier.rules.preemptible:
+            self._preemption.admitted(ticket)
+        served = self._served
+        self._served = (*served[:level], served[level] + tokens, *served[level + 1 :])
+        self._latest_admitted = max(self._latest_admitted, ticket.sequence)
 
     def _release(self, lease: Ticket, now_us: int) -> None:
         self.book(lease.tier, -lease.tokens, -lease.requests)

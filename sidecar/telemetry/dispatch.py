@@ -11,12 +11,12 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from opentelemetry import metrics
 from opentelemetry.trace import SpanContext
 
 from sidecar.events import Admitted, Classified, Event, Headers, Observation, Preempted, Received, Refused, Settled
 from sidecar.telemetry.logs.request_log import RequestLog
 from sidecar.telemetry.request_record import EventHandlers, RequestRecord, TraceIds
+from sidecar.telemetry.sdk_bypass.providers import meter_provider, none_is_set
 from sidecar.telemetry.setup import has_no_meter_provider
 from sidecar.telemetry.spans.propagation import client_trace, injected
 from sidecar.telemetry.spans.request_spans import RequestSpans
@@ -43,8 +43,8 @@ class EventDispatcher:
 
     With a `delay_s`, events are dispatched up to so many seconds later, many in a row: between two requests the same
     work costs a processor several times as much as directly after such work. `flush` dispatches at once. The spans get
-    at once whatever the engine is sent. With a `failure_log`, and as long as the process has no SDK, a request's events
-    are kept until its end, and logged where it failed: nothing else is done with them.
+    at once whatever the engine is sent. With a `failure_log`, and as long as the process has no SDK, only a request's
+    failure is logged: nothing else is done with its events.
     """
 
     def __init__(
@@ -73,6 +73,11 @@ class EventDispatcher:
     def listens(self) -> bool:
         """Whether anything looks at requests."""
         return self.failure_log is not None or bool(self.listeners) or self.tracer.is_active()
+
+    def only_failures(self) -> bool:
+        """Whether there is nothing but the failure log, and that leaves out what succeeded."""
+        log = self.failure_log
+        return log is not None and log.only_failures() and not self._has_sdk()
 
     def received(self, event: Received) -> Observation | None:
         """Begins a request."""
@@ -114,7 +119,9 @@ class EventDispatcher:
             logger.exception("telemetry failed; requests go on without, and further failures are not logged")
 
     def _has_sdk(self) -> bool:
-        provider = metrics.get_meter_provider()
+        if self.tracer.is_global and none_is_set():
+            return False
+        provider = meter_provider()
         if provider is not self._meter_provider:
             self._meter_provider, self._is_measured = provider, not has_no_meter_provider()
         return self._is_measured or self.tracer.is_active()
@@ -163,7 +170,7 @@ class _RequestObservation:
         """Has the event dispatched. Of an admission the spans know at once, as the engine is sent their context."""
         spans = self._spans
         if spans is not None:
-            if type(event) is Classified:  # quicker than isinstance: records have no subclasses
+            if type(event) is Classified:
                 spans.classified = event
             elif type(event) is Admitted:
                 if event.queue_wait_us:
@@ -175,25 +182,24 @@ class _RequestObservation:
 
     def add(self, event: Event | Received) -> None:
         """Adds the event to the record; the last one ends the spans."""
-        if isinstance(event, Received):
+        if type(event) is Received:  # quicker than isinstance: records have no subclasses
             if self._context is None:  # no spans: the request is found by the client's own trace
                 self.record.trace = client_trace(self._client_headers)
             return
-        self.record.add(event)
+        self.record.add(event)  # type: ignore[arg-type]  # mypy does not narrow by the type of another
         if self._spans is not None and (type(event) is Settled or type(event) is Refused):
             self._spans.end(self.record)
 
 
 class _FailureObservation:
-    """One request of a process without an SDK: its events are kept until its end says whether it is logged."""
+    """One request of a process without an SDK: its end is logged."""
 
-    __slots__ = ("_dispatcher", "_events", "_log", "_received")
+    __slots__ = ("_dispatcher", "_log", "_record")
 
     def __init__(self, dispatcher: EventDispatcher, log: RequestLog, received: Received) -> None:
         self._dispatcher = dispatcher
         self._log = log
-        self._received = received
-        self._events: list[Event] = []
+        self._record = RequestRecord.of(received, client_trace(received.headers))
 
     def headers(self) -> Headers:
         """Nothing is added to the client's headers."""
@@ -201,15 +207,12 @@ class _FailureObservation:
 
     def on_event(self, event: Event) -> None:
         """Keeps the event; the last one is logged where the request failed."""
-        self._events.append(event)
-        if type(event) is Refused or (type(event) is Settled and self._log.is_logged(event)):
-            try:
-                record = RequestRecord.of(self._received, client_trace(self._received.headers))
-                for each in self._events:
-                    record.add(each)
-                self._log.handlers[type(event)](record, event)
-            except Exception:
-                self._dispatcher.report()
+        try:
+            self._record.add(event)
+            if type(event) is Refused or type(event) is Settled:
+                self._log.handlers[type(event)](self._record, event)
+        except Exception:
+            self._dispatcher.report()
 
 
 class Fanout(Generic[Item]):

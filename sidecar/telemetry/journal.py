@@ -131,7 +131,11 @@ class Journal:
         if not self._is_kept(record):
             return
         # An admission after a wait is reported a moment later than one without, so the last few may have to be passed.
-        insort_right(self._admissions, record, key=_admitted_us)
+        admissions = self._admissions
+        if not admissions or _admitted_us(admissions[-1]) <= _admitted_us(record):
+            admissions.append(record)
+        else:
+            insort_right(admissions, record, key=_admitted_us)
         excess = len(self._admissions) - self._most_admissions
         if excess > self._most_admissions // 8:  # not one by one: it moves all that is after them
             self._drop_admissions(excess)
@@ -195,6 +199,10 @@ class Journal:
         return first, last
 
 
+# Looked up once: an enumeration's attribute costs as much as a call.
+_, _, _FAILED = Outcome
+
+
 def _others(records: Sequence[RequestRecord], waiter: Waiter) -> Sequence[RequestRecord]:
     """Without the waiter's own admissions that were taken back."""
     if isinstance(waiter, RequestRecord) and waiter.lost:
@@ -210,7 +218,7 @@ def _admitted_us(record: RequestRecord) -> int:
 def _broke_off(record: RequestRecord) -> bool:
     """Whether the engine failed, or the client disconnected before it was admitted."""
     if record.settled is not None:
-        return record.settled.outcome is Outcome.FAILED
+        return record.settled.outcome is _FAILED
     return record.refused is not None and record.refused.status is None
 
 

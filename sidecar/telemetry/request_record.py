@@ -89,17 +89,20 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
     def add(self, event: Event) -> None:
         """Adds one event. An object that is no event changes nothing."""
         if type(event) is Preempted:
-            if self.admitted is not None:
-                self.lost = (*self.lost, PreemptedAttempt(self.queued, self.admitted, event, self.replayed))
-                self.queued = self.admitted = self.replayed = None
+            self._lose_attempt(event)
             return
         if type(event) is Classified and event.model is not None and len(event.model) > LONGEST_MODEL:
             event = msgspec.structs.replace(event, model=event.model[:LONGEST_MODEL])
-        elif type(event) is Settled and self.lost and self.admitted is None:
+        elif self.lost and type(event) is Settled and self.admitted is None:
             self.refused = _end_of_wait(self.lost[-1].admitted, event)
         name = _FIELDS.get(type(event))
         if name is not None:
             setattr(self, name, event)
+
+    def _lose_attempt(self, event: Preempted) -> None:
+        if self.admitted is not None:
+            self.lost = (*self.lost, PreemptedAttempt(self.queued, self.admitted, event, self.replayed))
+            self.queued = self.admitted = self.replayed = None
 
     @property
     def is_refused_in_dry_run(self) -> bool:
@@ -132,12 +135,12 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
     @property
     def preemptions(self) -> int:
         """How often it was preempted."""
-        return sum(not attempt.preempted.is_unreached for attempt in self.lost)
+        return sum(not attempt.preempted.is_unreached for attempt in self.lost) if self.lost else 0
 
     @property
     def replays(self) -> int:
         """How often an engine did not serve it, and it waited for another."""
-        return sum(attempt.replayed is not None for attempt in self.lost)
+        return sum(attempt.replayed is not None for attempt in self.lost) if self.lost else 0
 
     @property
     def engine_lost_us(self) -> int:

@@ -54,6 +54,7 @@ class Pool:
             assert answer.status == 200
             async for chunk in answer.content.iter_any():
                 usage.feed(chunk)
+        usage.read()
         self.affinity.ended(
             prediction,
             prompt_tokens=usage.prompt_tokens,

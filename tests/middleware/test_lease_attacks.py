@@ -46,9 +46,10 @@ class Attack:
         self.size: LeaseSize = stand.sizes.begin(expected, lease, self.reader, streams=True)
 
     def feed(self, *bodies: bytes) -> None:
-        """As `RequestHandler` reads a response."""
+        """As `RequestHandler` reads a response, but at once."""
         for body in bodies:
             self.reader.feed(body)
+            self.reader.read()
             if self.reader.chunks >= self.size.next_look:
                 self.size.look()
 
@@ -82,6 +83,7 @@ async def attacked(
         for _ in range(60):
             short = UsageReader()
             short.feed(EMPTY * 40 * n + usage(40 * n))
+            short.read()
             stand.sizes.learn(stand.expect(most=most, n=n, best_of=best_of), short, is_complete=True)
     expected = stand.expect(PROMPT, most, n=n, best_of=best_of, hint=hint)
     lease = await stand.pool.enter(Ask(0, "a", 1, expected.tokens, expected.sequences, most=expected.most))
@@ -176,6 +178,7 @@ async def test_a_schema_that_looks_like_usage_is_no_cache_hit() -> None:
     lie = b'"tools":[{"parameters":{"default":{"usage":{"input_tokens_details":{"cached_tokens":100000}}}}}]'
     reader = CachedUsageReader()
     reader.feed(b'event: response.created\ndata: {"response":{%b}}\n\n' % lie)
+    reader.read()
     assert reader.cached_tokens is None
 
 

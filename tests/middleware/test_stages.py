@@ -7,8 +7,9 @@ import re
 
 import pytest
 
-from sidecar.middleware import request
-from sidecar.middleware.request import NEXT_STAGES, IllegalTransition, RequestHandler, Stage
+from sidecar.middleware import stages
+from sidecar.middleware.request import RequestHandler
+from sidecar.middleware.stages import NEXT_STAGES, IllegalTransition, Stage
 from tests.support.middleware import SMALL, App, Caller, Guarded, policy
 
 DRAWN = {
@@ -46,7 +47,7 @@ def test_a_stage_follows_another_only_where_the_diagram_has_an_arrow(before: Sta
 
 def test_every_stage_has_a_row_and_is_drawn_and_all_lead_to_the_end() -> None:
     assert len(NEXT_STAGES) == len(Stage)
-    drawn = set(re.findall(r"\b[A-Z]{4,}\b", (request.__doc__ or "").split("NEXT_STAGES")[0]))
+    drawn = set(re.findall(r"\b[A-Z]{4,}\b", (stages.__doc__ or "").split("NEXT_STAGES")[0]))
     assert drawn == {stage.name for stage in Stage}
     for stage in Stage:
         reached = {stage}

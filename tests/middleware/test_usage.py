@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
@@ -11,8 +12,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from sidecar.events import Settled
-from sidecar.middleware.usage import LONGEST, CachedUsageReader, UsageReader
+from sidecar.middleware.usage import LONGEST, READ_BYTES, CachedUsageReader, UsageReader
 from tests.support.middleware import SMALL, App, Caller, Guarded, policy
+
+Reader = TypeVar("Reader", bound=UsageReader)
 
 OPENAI = {
     "prompt_tokens": 12,
@@ -22,6 +25,13 @@ OPENAI = {
     "completion_tokens_details": {"reasoning_tokens": 3},
 }
 NAMED = {"input_tokens": 12, "output_tokens": 34}
+
+
+def fed(reader: Reader, pieces: Iterable[bytes]) -> Reader:
+    for piece in pieces:
+        reader.feed(piece)
+    reader.read()
+    return reader
 
 
 def event(body: Any) -> bytes:
@@ -45,16 +55,13 @@ RESPONSES = {
 
 @pytest.mark.parametrize("name", RESPONSES)
 def test_usage_is_found_wherever_an_engine_puts_it(name: str) -> None:
-    reader = UsageReader()
-    reader.feed(RESPONSES[name])
+    reader = fed(UsageReader(), [RESPONSES[name]])
     assert (reader.input_tokens, reader.output_tokens) == (12, 34)
 
 
 @pytest.mark.parametrize("name", RESPONSES)
 def test_it_is_found_byte_by_byte(name: str) -> None:
-    reader = UsageReader()
-    for byte in RESPONSES[name]:
-        reader.feed(bytes([byte]))
+    reader = fed(UsageReader(), (bytes([byte]) for byte in RESPONSES[name]))
     assert (reader.input_tokens, reader.output_tokens) == (12, 34)
 
 
@@ -62,19 +69,17 @@ def test_it_is_found_byte_by_byte(name: str) -> None:
 def test_it_is_found_wherever_the_response_is_cut_in_two(name: str) -> None:
     body = RESPONSES[name]
     for cut in range(len(body)):
-        reader = UsageReader()
-        reader.feed(body[:cut])
-        reader.feed(body[cut:])
+        reader = fed(UsageReader(), (body[:cut], body[cut:]))
         assert (reader.input_tokens, reader.output_tokens) == (12, 34), cut
 
 
 @given(st.sampled_from(sorted(RESPONSES)), st.lists(st.integers(0, 3000), max_size=6))
 @hypothesis_settings(max_examples=200, deadline=None)
 def test_it_is_found_however_the_response_is_cut(name: str, cuts: list[int]) -> None:
-    body, reader = RESPONSES[name], UsageReader()
+    body = RESPONSES[name]
     places = [0, *sorted(min(cut, len(body)) for cut in cuts), len(body)]
-    for start, end in zip(places, places[1:], strict=False):  # noqa: RUF007  # pairwise would lose an empty piece
-        reader.feed(body[start:end])
+    pairs = zip(places, places[1:], strict=False)  # noqa: RUF007  # pairwise would lose an empty piece
+    reader = fed(UsageReader(), (body[start:end] for start, end in pairs))
     assert (reader.input_tokens, reader.output_tokens) == (12, 34)
 
 
@@ -92,8 +97,7 @@ def test_it_is_found_however_the_response_is_cut(name: str, cuts: list[int]) -> 
     ],
 )
 def test_where_there_is_none_nothing_is_made_up(body: bytes) -> None:
-    reader = UsageReader()
-    reader.feed(body)
+    reader = fed(UsageReader(), [body])
     assert (reader.input_tokens, reader.output_tokens) == (None, None)
 
 
@@ -104,6 +108,7 @@ def test_no_response_breaks_it_and_little_is_kept(pieces: list[bytes]) -> None:
     for piece in pieces:
         reader.feed(piece)
         assert len(reader._carried) <= LONGEST + 40
+        assert len(reader._unread) < READ_BYTES
 
 
 def test_a_usage_without_end_is_given_up() -> None:
@@ -133,16 +138,14 @@ CACHED = {
 def test_cached_tokens_are_read_from_every_apis_own_field(name: str) -> None:
     body, prompt_tokens, cached_tokens = CACHED[name]
     for data in (json.dumps(body).encode(), event({"usage": None}) + event(body)):
-        reader = CachedUsageReader()
-        for byte in data:
-            reader.feed(bytes([byte]))
+        reader = fed(CachedUsageReader(), (bytes([byte]) for byte in data))
         assert (reader.prompt_tokens, reader.cached_tokens) == (prompt_tokens, cached_tokens)
 
 
 def test_a_messages_stream_says_it_first_and_its_end_does_not_take_it_back() -> None:
-    reader = CachedUsageReader()
-    reader.feed(event({"type": "message_start", "message": {"usage": {**ANTHROPIC, "output_tokens": 1}}}))
-    reader.feed(event({"type": "message_delta", "usage": {"output_tokens": 34}}))
+    first = event({"type": "message_start", "message": {"usage": {**ANTHROPIC, "output_tokens": 1}}})
+    last = event({"type": "message_delta", "usage": {"output_tokens": 34}})
+    reader = fed(CachedUsageReader(), (first, last))
     assert (reader.prompt_tokens, reader.cached_tokens, reader.output_tokens) == (12, 6, 34)
 
 

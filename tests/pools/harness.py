@@ -86,7 +86,7 @@ def by_gain(policy: Policy) -> Policy:
 
 def allow_any_size(sizes: SizeLimits) -> None:
     """Some scenarios ask for what never fits, and want to see it wait."""
-    sizes.largest = sizes._admissible = ((UNLIMITED, UNLIMITED),) * len(sizes.largest)
+    sizes.largest = sizes._limits = sizes._admissible = ((UNLIMITED, UNLIMITED),) * len(sizes.largest)
 
 
 def policy_of(rules: PoolRules, *, max_waiting: int | None = None, max_request_tokens: int | None = None) -> Policy:

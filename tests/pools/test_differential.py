@@ -151,7 +151,7 @@ class Local:
         self.order: list[Lease] = []
         self.displaced: list[int] = []
         runtime = self.pool._runtime
-        displaced, admit = runtime.displaced, runtime._admit
+        displaced, admit, admit_at_once = runtime.displaced, runtime._admit, runtime.admit_at_once
 
         def noted_displaced(*place: Any) -> Lease | None:
             found = displaced(*place)
@@ -162,6 +162,12 @@ class Local:
             self.order.append(self.pool._waiting[admission.ticket.id])
             admit(admission, now_us)
 
+        def noted_at_once(lease: Lease, now_us: int) -> bool:
+            is_admitted = admit_at_once(lease, now_us)
+            if is_admitted:
+                self.order.append(lease)
+            return is_admitted
+
         def chosen(ticket_id: str) -> None:
             self.chosen.append(ticket_id)
             runtime._preemptible[ticket_id]._is_chosen = True
@@ -171,6 +177,7 @@ class Local:
         self.is_paused = False
         runtime.displaced = noted_displaced  # type: ignore[method-assign]
         runtime._admit = noted  # type: ignore[method-assign]
+        runtime.admit_at_once = noted_at_once  # type: ignore[method-assign]
         runtime._choose = chosen  # type: ignore[method-assign]
 
     def victims(self) -> list[int]:

@@ -151,6 +151,9 @@ class Recorder:
     def listens(self) -> bool:
         return True
 
+    def only_failures(self) -> bool:
+        return False
+
     def received(self, event: Received) -> Story:
         self.stories.append(Story(event))
         return self.stories[-1]

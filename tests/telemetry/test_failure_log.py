@@ -6,15 +6,16 @@ import logging
 from typing import get_args
 
 import pytest
-from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.trace import NoOpTracerProvider
+from starlette.types import Receive, Scope, Send
 
 from sidecar.events import Event, Outcome
 from sidecar.telemetry.dispatch import EventDispatcher, Listener
 from sidecar.telemetry.logs.request_log import REQUESTS, RequestLog
 from sidecar.telemetry.request_record import RequestRecord
 from sidecar.telemetry.spans.tracer import RequestTracer
+from tests.support.middleware import SMALL, Caller, Guarded, policy
 from tests.telemetry.span_stories import (
     TRACE_ID,
     TRACEPARENT,
@@ -105,6 +106,42 @@ def test_metrics_that_are_set_up_later_are_found(monkeypatch: pytest.MonkeyPatch
     observer = quiet(None, ear)
     play(observer, *HEALTHY)
     provider = MeterProvider(shutdown_on_exit=False)
-    monkeypatch.setattr(metrics, "get_meter_provider", lambda: provider)
+    monkeypatch.setattr("opentelemetry.metrics._internal._METER_PROVIDER", provider)
     play(observer, *HEALTHY)
     assert ear.heard == HEALTHY
+
+
+def test_nothing_is_made_of_a_request_that_goes_well() -> None:
+    observer = quiet(None, Ear())
+    assert observer.listens()
+    assert observer.only_failures()
+
+
+def test_at_debug_and_with_an_sdk_there_is_more_than_failures(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not quiet(Tracing().tracer).only_failures()
+    with caplog.at_level(logging.DEBUG, REQUESTS):
+        assert not quiet().only_failures()
+    provider = MeterProvider(shutdown_on_exit=False)
+    monkeypatch.setattr("opentelemetry.metrics._internal._METER_PROVIDER", provider)
+    assert not quiet().only_failures()
+
+
+@pytest.mark.anyio
+async def test_a_failure_has_everything_that_was_not_made_before(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, REQUESTS)
+    guarded = Guarded(failing, policy())
+    guarded.sidecar.observer = quiet()
+    with pytest.raises(RuntimeError, match="broken"):
+        await Caller(guarded.sidecar, SMALL).run()
+    (line,) = [line for line in caplog.records if line.name == REQUESTS]
+    found = vars(line)
+    assert found["event"] == "failed"
+    assert found["tenant"]
+    assert found["tier"] in {tier.name for tier in guarded.sidecar.policy.tiers}
+    assert 0 <= found["duration_s"] < 5
+
+
+async def failing(_scope: Scope, _receive: Receive, _send: Send) -> None:
+    raise RuntimeError("broken")

@@ -209,6 +209,7 @@ class RequestWatcher:
         elif message["type"] == "http.response.body":
             if body := message.get("body", b""):
                 if not self._usage.has_begun:
+                    self._usage.has_begun = True
                     self._reporter.first_byte(self._status)
                     self._first_byte()
                     if self._reporter.gain is not None:
@@ -233,6 +234,7 @@ class RequestWatcher:
             self._report_unread_body()
         outcome, code = self._outcome(error, is_complete=is_complete)
         usage, prompt_tokens, charged = self._usage, 0, None
+        usage.read()
         if isinstance(self._found, SizedRequest):
             prompt_tokens = self._found.prompt_tokens
             charged = usage.charged_tokens(prompt_tokens, self._status)

@@ -21,7 +21,7 @@ from sidecar.middleware.dry_run.engine_times import EngineTimes, SentRequest
 from sidecar.middleware.intake import SizedRequest, count_tokens
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.policy_snapshot import PolicySnapshot
-from sidecar.middleware.wait import Appraise, enter_pool
+from sidecar.middleware.wait import Appraise, enter_pool, sized_ask
 from sidecar.pools import Grant, Lease, Pool
 
 LONGEST_WAIT_S = 3600.0
@@ -128,7 +128,9 @@ class ShadowRequest:
         try:
             if self._snapshot.estimator.counter is not None:
                 await count_tokens(self._request, self._snapshot)
-            lease = await enter_pool(self._pool, self._request, self._sizes, self._appraise, keeps_body=False)
+            ask = sized_ask(self._pool, self._request, self._sizes, self._appraise)
+            self._request.drop_body()
+            lease = await enter_pool(self._pool, ask, self._request.classification)
             await self._pass_through(lease)
         except AdmissionError as refusal:
             self._end(Verdict.REFUSED, refusal.code, None)

@@ -25,6 +25,10 @@ _DRAINING, _STOPPED = "draining", "server_stopped"
 Fields = dict[str, Any]
 
 
+# Looked up once: an enumeration's attribute costs as much as a call.
+_COMPLETED, _CLIENT_LEFT, _FAILED = Outcome
+
+
 class LineKind(NamedTuple):
     """The kind of a line: of each kind only a few lines are written a second. `tier` is empty where it is unknown."""
 
@@ -55,8 +59,12 @@ class RequestLog:
 
     def is_logged(self, event: Settled) -> bool:
         """Whether a request that ended so has a line: where it failed, or left its wait, and at DEBUG always."""
-        has_left_its_wait = event.outcome is Outcome.CLIENT_LEFT and event.error is not None
+        has_left_its_wait = event.outcome is _CLIENT_LEFT and event.error is not None
         return has_left_its_wait or _failure(event) is not None or self._logger.isEnabledFor(logging.DEBUG)
+
+    def only_failures(self) -> bool:
+        """Whether no request that succeeds has a line: at DEBUG every one has."""
+        return not self._logger.isEnabledFor(logging.DEBUG)
 
     def write_bounded(self, level: int, message: str, arguments: tuple[object, ...], fields: Fields) -> None:
         """One line, or one more that is left out. Fields that are None are left out."""
@@ -102,7 +110,7 @@ class RequestLog:
         failure = _failure(event)
         fields = {
             "event": "settled" if failure is None else "failed",
-            "code": event.outcome.value if failure is None else failure,
+            "code": event.outcome._value_ if failure is None else failure,
             "status": event.status,
             **_request_fields(record, record.admitted),
             "duration_s": round((event.at_us - record.at_us) / 1e6, 6),
@@ -157,8 +165,8 @@ def _request_fields(record: RequestRecord, wait: Admitted | Refused | None) -> F
 
 def _failure(event: Settled) -> str | None:
     """A word for the engine's failure, None where it did not fail; a client's disconnect is no failure."""
-    if event.outcome is Outcome.FAILED:
+    if event.outcome is _FAILED:
         return failure_code(event.error) or Outcome.FAILED.value
-    if event.outcome is Outcome.COMPLETED and event.status is not None and event.status >= 500:
+    if event.outcome is _COMPLETED and event.status is not None and event.status >= 500:
         return event.error or str(event.status)
     return None

@@ -70,6 +70,10 @@ class WaitHistograms:
             labeled[1].record(end.starvation_us / 1e6, record)
 
 
+# Looked up once: an enumeration's attribute costs as much as a call.
+_COMPLETED, _, _FAILED = Outcome
+
+
 class RequestMetrics:
     """A listener. One for each middleware; two middlewares on one pool add to the same counters.
 
@@ -174,8 +178,8 @@ class RequestMetrics:
         if classified is None:
             return
         counters, tier, used = self.counters, classified.tier, event.tokens_used
-        add(counters.settled, (tier, event.outcome.value))
-        if event.outcome is Outcome.FAILED:
+        add(counters.settled, (tier, event.outcome._value_))
+        if event.outcome is _FAILED:
             add(counters.failed, (tier, event.error or FAILED))
         add(counters.tokens_used, (tier,), used)
         counters.tenants.counts(classified.tenant).tokens_used += used
@@ -190,7 +194,7 @@ class RequestMetrics:
                 code = record.refused.code
                 self._record_wait(record, code if code in GAVE_UP else "refused", record.refused)
         is_counted = event.input_tokens is not None and event.output_tokens is not None
-        if is_counted and event.outcome is Outcome.COMPLETED:
+        if is_counted and event.outcome is _COMPLETED:
             error = classified.tokens - used
             add(counters.estimate_errors, (tier, UNDER if error < 0 else OVER), abs(error))
         if classified.expected is not None:
@@ -209,7 +213,7 @@ class RequestMetrics:
         tier, output = classified.tier, event.output_tokens
         if event.growths:
             add(self.counters.growths, (tier,), event.growths)
-        is_complete = event.outcome is Outcome.COMPLETED and (event.status or 0) < 400
+        is_complete = event.outcome is _COMPLETED and (event.status or 0) < 400
         if output is not None and is_complete and expected.source != MAXIMUM:
             ratio = RATIO_NAMES[bisect_left(RATIOS, output / (expected.output_tokens * expected.sequences))]
             add(self.counters.tenants.counts(classified.tenant).answers, (tier, ratio))

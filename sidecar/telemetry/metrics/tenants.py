@@ -145,7 +145,7 @@ class TenantHoldings:
     def add(self, tenant: str, tokens: int = 0, leases: int = 0, waiting: int = 0) -> None:
         """So much more of each; less where it is negative."""
         before = self._tenants.get(tenant, _NOTHING_HELD)
-        now = TenantHolding(before[0] + tokens, before[1] + leases, before[2] + waiting)
+        now = _new(TenantHolding, (before[0] + tokens, before[1] + leases, before[2] + waiting))
         if now.leases or now.waiting:
             self._tenants[tenant] = now
         else:
@@ -153,3 +153,4 @@ class TenantHoldings:
 
 
 _NOTHING_HELD = TenantHolding()
+_new = tuple.__new__  # a named tuple's own constructor is one call more

@@ -87,7 +87,7 @@ def injected(context: SpanContext, client_headers: Headers) -> Headers:
         is_bare = _TRACEPARENT in names and _TRACESTATE not in names
     # A tracestate that was not taken over belongs to another trace, and must not travel beside our traceparent. W3C
     # lets an empty one replace it.
-    if is_bare and any(name == _TRACESTATE for name, _ in client_headers):
+    if is_bare and _TRACESTATE in [name for name, _ in client_headers]:
         headers.append((_TRACESTATE, b""))
     return headers
 

@@ -23,7 +23,13 @@ from sidecar.events import (
     Settled,
 )
 from sidecar.telemetry import semconv
-from sidecar.telemetry.request_record import REPLAYED_BECAUSE, RequestRecord, engine_name, failure_description
+from sidecar.telemetry.request_record import (
+    REPLAYED_BECAUSE,
+    PreemptedAttempt,
+    RequestRecord,
+    engine_name,
+    failure_description,
+)
 from sidecar.telemetry.spans.links import FindLinks, WaitLinks
 from sidecar.telemetry.spans.open_span import Attributes, Moment, OpenSpan
 
@@ -188,8 +194,19 @@ class RequestSpans:
             return
         # The tier is repeated on the bars, so that a search for starved batch requests needs no join with the parent.
         tier: Attributes = {semconv.ADMISSION_TIER: classified.tier}
+        start_us = None
+        if record.lost:
+            start_us = self._draw_lost(record.lost, tier)
+        in_turn, overtook = self._links
+        self._draw_wait(tier, record.queued, start_us, waited, in_turn)
+        if waited.starvation_us > 0 and waited.overtaken_at_us is not None:
+            served_ahead = _of_served_ahead(waited)
+            self._draw(semconv.STARVED, waited.overtaken_at_us, waited.at_us, {**tier, **served_ahead}, overtook)
+
+    def _draw_lost(self, lost: Sequence[PreemptedAttempt], tier: Attributes) -> int | None:
+        """The admissions that were taken back, and the waits before them. Returns when the last was."""
         start_us: int | None = None
-        for attempt, engine in zip(record.lost, self._engines, strict=False):
+        for attempt, engine in zip(lost, self._engines, strict=False):
             self._draw_wait(tier, attempt.queued, start_us, attempt.admitted, ())
             start_us = attempt.preempted.at_us
             ended_ns = self._wall_ns(start_us)
@@ -201,11 +218,7 @@ class RequestSpans:
                 continue
             # The `engine` span says so, and is no error of the engine's.
             engine.end(ended_ns, {semconv.ADMISSION_PREEMPTED: True}, [(semconv.PREEMPTED, ended_ns)])
-        in_turn, overtook = self._links
-        self._draw_wait(tier, record.queued, start_us, waited, in_turn)
-        if waited.starvation_us > 0 and waited.overtaken_at_us is not None:
-            served_ahead = _of_served_ahead(waited)
-            self._draw(semconv.STARVED, waited.overtaken_at_us, waited.at_us, {**tier, **served_ahead}, overtook)
+        return start_us
 
     def _end_replayed(self, engine: OpenSpan, event: Replayed, ended_ns: int) -> None:
         """An attempt that its engine did not serve. One that says it is full is no failure, and no error."""
@@ -244,15 +257,19 @@ class RequestSpans:
         return self._received_wall_ns + (at_us - self._received_us) * 1000
 
 
+# Looked up once: an enumeration's attribute costs as much as a call.
+_, _CLIENT_LEFT, _FAILED = Outcome
+
+
 def _failure(event: Settled, written: Attributes, *, from_status: int) -> str | None:
     """Writes `error.type` where the engine failed, or answered `from_status` and above; returns the status description.
 
     A client's disconnect is no failure.
     """
-    if event.outcome is Outcome.FAILED:
+    if event.outcome is _FAILED:
         written[semconv.ERROR_TYPE] = event.error or Outcome.FAILED.value
         return failure_description(event.outcome, event.status, event.error)
-    if event.outcome is not Outcome.CLIENT_LEFT and event.status is not None and event.status >= from_status:
+    if event.outcome is not _CLIENT_LEFT and event.status is not None and event.status >= from_status:
         written[semconv.ERROR_TYPE] = event.error or str(event.status)
         return f"the engine answered {event.status}"
     return None
@@ -361,7 +378,7 @@ def _of_served_ahead(event: Admitted | Refused) -> Attributes:
 def _of_settlement(event: Settled) -> Attributes:
     """How the admitted request ended."""
     attributes: Attributes = {
-        semconv.ADMISSION_OUTCOME: event.outcome.value,
+        semconv.ADMISSION_OUTCOME: event.outcome._value_,
         semconv.ADMISSION_TOKENS_USED: event.tokens_used,
     }
     if event.status is not None:

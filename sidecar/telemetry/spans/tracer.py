@@ -21,6 +21,7 @@ from opentelemetry.trace import NoOpTracer, NoOpTracerProvider, ProxyTracerProvi
 
 from sidecar.events import Received
 from sidecar.telemetry import semconv
+from sidecar.telemetry.sdk_bypass.providers import tracer_provider as global_provider
 from sidecar.telemetry.sdk_bypass.spans import SpanBypass, bypass_of
 from sidecar.telemetry.spans.links import FindLinks
 from sidecar.telemetry.spans.open_span import ApiSpan, Attributes, OpenSpan
@@ -49,6 +50,7 @@ class RequestTracer:
         find_links: FindLinks | None = None,
     ) -> None:
         self._given_provider = tracer_provider
+        self.is_global = tracer_provider is None
         self._provider: trace.TracerProvider | None = None
         self._tracer: trace.Tracer | None = None
         self._bypass: SpanBypass | None = None
@@ -94,7 +96,7 @@ class RequestTracer:
 
     def _current(self) -> trace.Tracer | None:
         """The tracer now, None where nothing records spans."""
-        provider = self._given_provider or trace.get_tracer_provider()
+        provider = self._given_provider or global_provider()
         if provider is not self._provider:
             self._tracer = _tracer_of(provider)
             self._bypass = None if self._tracer is None else bypass_of(self._tracer)

@@ -300,7 +300,7 @@ async def test_a_defect_of_ours_is_logged_once_and_every_request_passes(
     sidecar = DryRun(app, policy())
     targets: dict[str, tuple[Any, str]] = {
         "intake": (intake, "tokens_to_hold"),
-        "pool": (sidecar.pool, "enter"),
+        "pool": (sidecar.pool, "enter_now"),
         "observer": (sidecar.recorder, "received"),
         "observed": (sidecar.sidecar, "observed"),
         "overheard": (intake.RequestIntake, "feed"),
@@ -326,7 +326,7 @@ async def test_a_pool_that_never_answers_holds_no_one_and_is_left_when_the_sidec
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sidecar = DryRun(App(), policy())
-    monkeypatch.setattr(sidecar.pool, "enter", never)
+    monkeypatch.setattr(shadow, "enter_pool", never)
     async with serving(sidecar.sidecar) as sidecar.served:
         assert [(await sidecar.ask()).status for _ in range(3)] == [200] * 3
         assert (len(sidecar.sidecar.shadows), sidecar.found) == (3, [])
@@ -380,7 +380,12 @@ async def test_a_request_keeps_the_mode_it_began_with(began_in: Mode) -> None:
     app = App(is_held=True)
     sidecar = DryRun(app, policy(requests="1"))
     modes = {
-        mode: replace(sidecar.sidecar.snapshot, policy=replace(sidecar.sidecar.policy, mode=mode)) for mode in Mode
+        mode: replace(
+            sidecar.sidecar.snapshot,
+            policy=replace(sidecar.sidecar.policy, mode=mode),
+            is_observing=mode is Mode.OBSERVE,
+        )
+        for mode in Mode
     }
     other = next(mode for mode in Mode if mode is not began_in)
     async with serving(sidecar.sidecar) as sidecar.served:
