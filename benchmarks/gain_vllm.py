@@ -38,6 +38,7 @@ MIX = {"high": 20, "normal": 50, "batch": 30}
 OVERLOAD = 1.5
 PRIORITY = "vLLM's priority"
 WAYS = ("gain", "level", PRIORITY)
+"""In every other round they are played the other way around."""
 POLICY = """\
 engine: vllm
 capacity: {{tokens: {tokens}, requests: {sequences}}}
@@ -62,6 +63,7 @@ class Figures:
     high_p99_s: float
     slowest_p99_s: float
     duration_s: float
+    tokens_per_s: float
     failed: int
 
 
@@ -119,6 +121,7 @@ def figures_of(report: Mapping[str, Any]) -> Figures:
         high_p99_s=tiers["high"]["ttft_of_all_s"]["p99"] or math.inf,
         slowest_p99_s=max(tier["ttft_of_all_s"]["p99"] or math.inf for tier in tiers.values()),
         duration_s=run["duration_s"],
+        tokens_per_s=run["output_tokens_per_s"],
         failed=run["failed"],
     )
 
@@ -128,14 +131,14 @@ def runs_of(engine_url: str, folder: Path, arguments: argparse.Namespace) -> Ite
     rates = []
     for number in range(1, arguments.rounds + 1):
         trace = write_trace(folder, arguments.requests, None, number)
-        for way in WAYS:
+        for way in WAYS[:: 1 if number % 2 else -1]:
             found = play(way, engine_url, folder, trace, arguments.sequences)
             rates.append(arguments.requests / found.duration_s)
             yield "burst", number, way, found
     rate = OVERLOAD * statistics.median(rates)
     for number in range(1, arguments.rounds + 1):
         trace = write_trace(folder, round(rate * arguments.seconds), rate, number)
-        for way in WAYS:
+        for way in WAYS[:: 1 if number % 2 else -1]:
             yield f"Poisson, {rate:.1f}/s", number, way, play(way, engine_url, folder, trace, arguments.sequences)
 
 
@@ -155,7 +158,7 @@ HEAD = [
 def cells(load: str, number: int, way: str, found: Figures) -> list[str]:
     """A line of the table."""
     shares = [found.gain, found.slo, *found.by_tier.values()]
-    times = [f"{found.high_p99_s:.1f}", f"{found.slowest_p99_s:.1f}", str(found.failed)]
+    times = [f"{found.high_p99_s:.1f}", f"{found.slowest_p99_s:.1f}", f"{found.tokens_per_s:.0f}", str(found.failed)]
     return [load, str(number), way, *(f"{share:.1f}%" for share in shares), *times]
 
 

@@ -65,6 +65,11 @@ class GainClaimQueue(ClaimQueue, GainQueue):
         if ticket.gain is not None:
             self.cost_us -= ticket.gain.cost_us
 
+    def _leave_lane(self, ticket: Ticket) -> None:
+        super()._leave_lane(ticket)
+        if ticket.placing.is_back:  # `ClaimQueue` has it in no lane
+            self._left_lane(ticket)
+
     def _reach(self, ticket: Ticket) -> None:  # noqa: ARG002  # whichever leaves, the first start of all counts
         self._virtual = self._now()
 

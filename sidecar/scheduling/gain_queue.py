@@ -165,8 +165,12 @@ class GainQueue(FairQueue):
         self._clean()
 
     def _leave_lane(self, ticket: Ticket) -> None:
-        assert isinstance(ticket, GainTicket)
         super()._leave_lane(ticket)
+        self._left_lane(ticket)
+
+    def _left_lane(self, ticket: Ticket) -> None:
+        """A ticket that has just left its lane."""
+        assert isinstance(ticket, GainTicket)
         self._leave_place(ticket)
         lane = ticket.lane
         assert lane is not None
