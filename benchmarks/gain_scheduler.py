@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable
 from fractions import Fraction
 
 from sidecar.policy.rules import PoolRules, Shares, pool_rules
@@ -104,26 +105,35 @@ def measure(waiting: int, tenants: int, flood: float, rounds: int) -> tuple[floa
     return level_us, gain_us
 
 
-def main() -> int:
-    """Prints a line for each crowd. 1 where `--check` finds one that costs too much."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(description: str | None) -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--waiting", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--check", action="store_true")
-    arguments = parser.parse_args()
-    print(f"{platform.python_implementation()} {platform.python_version()}, {arguments.waiting:,} waiting")
-    print(f"{'microseconds of processor time for a cycle':<44}{'level':>8}{'gain':>8}{'ratio':>8}")
+    return parser.parse_args()
+
+
+def show(what: str, measured: Iterable[tuple[str, tuple[float, float]]], *, is_checked: bool) -> int:
+    """Prints a line for each crowd: its name, and the cost of a cycle by level and by gain. 1 where `is_checked` finds
+    one that costs too much.
+    """
+    print(f"{f'microseconds of {what} for a cycle':<44}{'level':>8}{'gain':>8}{'ratio':>8}")
     worst = 0.0
-    for name, tenants, flood in (
-        ("one tenant", 1, 0.0),
-        ("1,000 tenants", 1_000, 0.0),
-        ("1,000 tenants, one sends half", 1_000, 0.5),
-    ):
-        level_us, gain_us = measure(arguments.waiting, tenants, flood, arguments.rounds)
+    for name, (level_us, gain_us) in measured:
         worst = max(worst, gain_us / level_us)
         print(f"{name:<44}{level_us:8.1f}{gain_us:8.1f}{gain_us / level_us:8.2f}", flush=True)
     print(f"at most {TARGET:g} is asked")
-    return 1 if arguments.check and worst > TARGET else 0
+    return 1 if is_checked and worst > TARGET else 0
+
+
+def main() -> int:
+    """See `show`."""
+    arguments = options(__doc__)
+    print(f"{platform.python_implementation()} {platform.python_version()}, {arguments.waiting:,} waiting")
+    crowds = (("one tenant", 1, 0.0), ("1,000 tenants", 1_000, 0.0), ("1,000 tenants, one sends half", 1_000, 0.5))
+    measured = ((name, measure(arguments.waiting, tenants, flood, arguments.rounds)) for name, tenants, flood in crowds)
+    return show("processor time", measured, is_checked=arguments.check)
 
 
 if __name__ == "__main__":

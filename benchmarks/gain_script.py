@@ -9,16 +9,15 @@ level order with 100,000 waiting.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 
 import uvloop
 
+from benchmarks.gain_scheduler import options, show
 from benchmarks.redis_script import TENANTS, Queue
 from benchmarks.redis_setup import plain_client, running_server
 
-TARGET = 2.0
 CALLS = 20
 
 
@@ -40,22 +39,16 @@ async def measure(url: str, waiting: int, tenants: int, rounds: int) -> tuple[fl
 
 
 def main() -> int:
-    """Prints a line for each crowd. 1 where `--check` finds one that costs too much."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--waiting", type=int, default=100_000)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--check", action="store_true")
-    arguments = parser.parse_args()
-    worst = 0.0
+    """See `gain_scheduler.show`."""
+    arguments = options(__doc__)
+    crowds = (("one tenant", 1), (f"{TENANTS} tenants", TENANTS), ("5,000 tenants", 5_000))
     with running_server() as server:
         print(f"{server.binary.name}, {arguments.waiting:,} waiting")
-        print(f"{'microseconds of the server for a cycle':<44}{'level':>8}{'gain':>8}{'ratio':>8}")
-        for name, tenants in (("one tenant", 1), (f"{TENANTS} tenants", TENANTS), ("5,000 tenants", 5_000)):
-            level_us, gain_us = uvloop.run(measure(server.url, arguments.waiting, tenants, arguments.rounds))
-            worst = max(worst, gain_us / level_us)
-            print(f"{name:<44}{level_us:8.1f}{gain_us:8.1f}{gain_us / level_us:8.2f}", flush=True)
-    print(f"at most {TARGET:g} is asked")
-    return 1 if arguments.check and worst > TARGET else 0
+        measured = (
+            (name, uvloop.run(measure(server.url, arguments.waiting, tenants, arguments.rounds)))
+            for name, tenants in crowds
+        )
+        return show("the server", measured, is_checked=arguments.check)
 
 
 if __name__ == "__main__":
