@@ -151,6 +151,7 @@ HEAD = [
     *(f"SLO {tier}" for tier in MIX),
     "p99 TTFT of high, s",
     "of the slowest tier",
+    "tokens/s",
     "failed",
 ]
 
