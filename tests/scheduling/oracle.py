@@ -390,7 +390,9 @@ class Oracle:
         before = order[: order.index(asking) + 1]
         leaving = [request for request in self.held() if request.chosen]
         chosen: list[Request] = []
-        for lease in self.takeable_for(asking, now_us):
+        with self._without(leaving):
+            takeable = self.takeable_for(asking, now_us)
+        for lease in takeable:
             if self.would_fit_without([*leaving, *chosen], before, now_us):
                 break
             if not self.gives_up_its_reserve([*leaving, *chosen, lease], lease.tier):
@@ -402,7 +404,7 @@ class Oracle:
             if self.would_fit_without([*leaving, *others], before, now_us):
                 chosen = others
         if self.policy.tiers[asking.tier].always_first:
-            chosen += self.taken_for_burst(asking, self.takeable_for(asking, now_us), [*leaving, *chosen], now_us)
+            chosen += self.taken_for_burst(asking, takeable, [*leaving, *chosen], now_us)
         for lease in chosen:
             lease.chosen = True
         return [lease.id for lease in chosen]
