@@ -112,7 +112,7 @@ class CallEach:
         self._sha = ""
 
     async def __aenter__(self) -> CallEach:
-        self._sha = await self._client.script_load(protocol.SOURCE)
+        self._sha = await self._client.script_load(protocol.source())
         await self._call(protocol.SYNC, 1, protocol.rules_text(self._policy, self._policy.rules), 1, 0)
         return self
 

@@ -49,7 +49,7 @@ class Subject:
         policy = shipped_policy(f"cost-{engines}-{waiting}")
         self._client = client
         self._root = protocol.root_key(policy.pool, has_engines=engines > 0)
-        source = protocol.ENGINES_SOURCE if engines else protocol.SOURCE
+        source = protocol.source(has_engines=bool(engines))
         self._sha = client.script_load(source)
         self._ids = count(1)
         self._leases: deque[int] = deque()

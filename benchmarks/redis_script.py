@@ -64,7 +64,7 @@ class Queue:
         order = Order.GAIN if is_by_gain else Order.LEVEL
         self._policy = _without_bounds(shipped_policy(f"waiting-{waiting}-{order}").ordered_by(order))
         self._root = protocol.root_key(self._policy.pool, is_by_gain=is_by_gain)
-        self._source = protocol.GAIN_SOURCE if is_by_gain else protocol.SOURCE
+        self._source = protocol.source(is_by_gain=is_by_gain)
         self._is_by_gain = is_by_gain
         self._tenants = tenants
         self._luck = Random(7)

@@ -34,7 +34,7 @@ from sidecar.middleware.models import ModelsController
 from sidecar.observability import Observability
 from sidecar.policy import POLICY_VARIABLE
 from sidecar.policy.compiler import load
-from sidecar.policy.model import Order, Policy, Unguarded
+from sidecar.policy.model import Policy, Unguarded
 from sidecar.policy.reload import PolicyFiles
 from sidecar.policy.store import StoreAddress, store_address
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
@@ -389,15 +389,6 @@ def _pool(policy: Policy, environment: Mapping[str, str], pages: Pages, *, takes
     return pool if policy.engine_capacity is None else EngineSizedPool(policy, pool, pages)
 
 
-def check_order(policy: Policy, *, remedy: str = f"the store (`store:`, {STORE_VARIABLE})") -> None:
-    """Raises ValueError for an order that several engines in a store do not know. `remedy` can be removed, too."""
-    if policy.order is Order.GAIN and policy.engines is not None:
-        raise ValueError(
-            "a pool of several engines in a store orders by level only: remove `order: gain` or `engines` from the "
-            f"policy, or {remedy}"
-        )
-
-
 def _fleet_routing(
     policy: Policy, setup: _Setup, *, model: str | None = None, allowances: RateLimiter | None = None
 ) -> FleetRouting:
@@ -424,10 +415,10 @@ def _engine_pool(policy: Policy, setup: _Setup, allowances: RateLimiter | None =
     takes_over = takes_over_a_store(setup.environment, store, takes_over=setup.takes_over)
     if store is None:
         return FleetPool(policy, weight_percent=weight_percent, allowances=allowances)
-    check_order(policy)
     from sidecar.pools.redis import RedisFleetPool, connector
 
-    metrics, connect = StoreMetrics(policy.pool), connector(store, policy.pool, has_engines=True)
+    metrics, is_by_gain = StoreMetrics(policy.pool), policy.rules.is_by_gain
+    connect = connector(store, policy.pool, has_engines=True, is_by_gain=is_by_gain)
     return RedisFleetPool(
         policy,
         connect,

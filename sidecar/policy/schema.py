@@ -187,7 +187,7 @@ class PoolFile(FileModel):
     order: of.OrderChoice = key(
         "level",
         "What orders the requests beyond their tiers' floors: `level`, or `gain`, which serves first what earns most "
-        "before its deadline, of the tiers with an `slo` of `ttft` and `tpot`. Not with `engines` in a store.",
+        "before its deadline, of the tiers with an `slo` of `ttft` and `tpot`.",
         "gain",
     )
     fair: of.Share = key(

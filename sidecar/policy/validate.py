@@ -42,7 +42,6 @@ def pool_problems(document: Document) -> list[Problem]:
         *_endpoints(entries(document.data, "endpoints")),
         *capacity_mistakes(document.data or {}),
         *fleet_mistakes(document.data or {}),
-        *_order(document.data or {}),
     ]
     return [document.problem(path, message) for path, message in found]
 
@@ -71,17 +70,6 @@ def _empty_limits(tiers: dict[str, object], capacity: dict[str, object]) -> Foun
             if limit and size and limit * size < 1:
                 message = f"{of.percent(limit)} of {size} {kind} is less than one, and admits nothing, ever"
                 yield ("tiers", name, "limit"), f"{message}; write a larger share"
-
-
-def _order(data: Mapping[str, object]) -> Found:
-    """What the order by gain does not go with."""
-    if data.get("order") != "gain":
-        return
-    if data.get("store") is not None and data.get("engines") is not None:
-        yield (
-            ("order",),
-            "a pool of several engines in a store orders by level only; remove `order: gain`, `engines` or `store`",
-        )
 
 
 def _read(reader: Callable[[object], N], value: object) -> N | None:

@@ -15,7 +15,7 @@ from sidecar.pools.local import LocalPool
 from sidecar.pools.runtime import Clock, LeaseRuntime, monotonic_us
 from sidecar.pools.stats import ALONE, bounded, grant_of
 from sidecar.scheduling import Admission
-from sidecar.scheduling.fleet_scheduler import FleetScheduler
+from sidecar.scheduling.fleet_scheduler import FleetScheduler, RulesOf
 from sidecar.scheduling.gain_fleet_scheduler import GainFleetScheduler
 from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineOffer, EngineState, Found, sum_of_offers
 from sidecar.scheduling.rate_limit import RateLimiter
@@ -73,6 +73,12 @@ class EngineRuntime(LeaseRuntime):
         lease.granted(msgspec.structs.replace(grant, engine=admission.engine, placed=placed))
 
 
+def new_fleet_scheduler(rules_of: RulesOf, weight_percent: int, *, is_by_gain: bool) -> FleetScheduler:
+    """The scheduler of several engines for an order."""
+    kind = GainFleetScheduler if is_by_gain else FleetScheduler
+    return kind(rules_of, weight_percent)
+
+
 class FleetRuntime(EngineRuntime):
     """The lease runtime of a pool of several engines. See `LeaseRuntime`."""
 
@@ -85,8 +91,8 @@ class FleetRuntime(EngineRuntime):
 
     def new_scheduler(self, rules: PoolRules) -> FleetScheduler:  # noqa: ARG002  # sizes are those of the engines
         """See `LeaseRuntime.new_scheduler`."""
-        kind = GainFleetScheduler if self._policy.rules.is_by_gain else FleetScheduler
-        return kind(self._policy.rules_of, self._weight_percent)
+        policy = self._policy
+        return new_fleet_scheduler(policy.rules_of, self._weight_percent, is_by_gain=policy.rules.is_by_gain)
 
 
 class FleetPool(LocalPool):

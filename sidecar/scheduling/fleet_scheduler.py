@@ -459,7 +459,7 @@ class FleetScheduler(Scheduler):
             else:
                 is_over = claim(ledger, placing.prompt)
             if not placing.is_claimant:
-                self._tiers[ticket.tier].queue.claim(ticket, now_us)
+                self._claim(ticket, now_us)
                 looked = order[:place]
                 order = self.in_order_of_walk(now_us)
                 if [it.sequence for it in order[:place]] != [it.sequence for it in looked]:
@@ -467,6 +467,10 @@ class FleetScheduler(Scheduler):
             if is_over:
                 return False
         return False
+
+    def _claim(self, ticket: Ticket, now_us: int) -> None:
+        """A ticket becomes a claimant."""
+        self._tiers[ticket.tier].queue.claim(ticket, now_us)
 
     def place(self, ticket: Ticket) -> EngineLedger | None:
         """The best engine of a ticket, busy or not."""

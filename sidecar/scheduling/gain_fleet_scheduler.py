@@ -87,6 +87,10 @@ class GainFleetScheduler(GainScheduler, FleetScheduler):
         self._is_walking = False
         return found
 
+    def _claim(self, ticket: Ticket, now_us: int) -> None:
+        super()._claim(ticket, now_us)
+        self._refresh_densities(now_us)  # else another decision at the same time would do it, and change the order
+
     def _place_in_walk(self, candidate: Candidate) -> int:
         """Equal ones stay in order."""
         if candidate.order_class is _ALWAYS_FIRST:

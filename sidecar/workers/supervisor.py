@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from sidecar.admin.auth import Access, AdminGuard
-from sidecar.app import STORE_VARIABLE, check_order, store_of, takes_over_a_store
+from sidecar.app import STORE_VARIABLE, store_of, takes_over_a_store
 from sidecar.policy.model import Policy
 from sidecar.server.server import (
     CannotServe,
@@ -93,7 +93,6 @@ def _check(plan: Plan) -> bool:
     proxy_of(plan.settings.upstream, plan.policy)
     store = store_of(plan.policy, os.environ)
     takes_over_a_store(os.environ, store, takes_over=plan.settings.takes_over_pool)
-    check_order(plan.policy, remedy=f"--workers {plan.workers}, which keeps the pool in one")
     return store is not None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parents[1] / "scheduling"))
 
 from fleets import Twins, as_placed
+from test_gain_fleet import GainTwins
 
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
@@ -22,17 +24,14 @@ from sidecar.pools.redis.protocol import Argument, Reply
 from sidecar.scheduling import Admission
 from sidecar.scheduling.placement import WEIGHT_PERCENT
 from tests.pools.harness import Clock, policy_of
-from tests.pools.redis_harness import CLOCK, CLOCK_LINE
+from tests.pools.redis_harness import clocked
 from tests.pools.scripted import Scripted, finish_tags
-
-CLOCKED_SOURCE = protocol.ENGINES_SOURCE.replace(CLOCK_LINE, CLOCK)
-assert CLOCKED_SOURCE != protocol.ENGINES_SOURCE
 
 
 class ScriptedFleet(Scripted):
     """One replica of a pool of several engines."""
 
-    source = CLOCKED_SOURCE
+    source = clocked(protocol.source(has_engines=True))
 
     def rules_text(self) -> str:
         return protocol.engines_rules_text(self.policy, WEIGHT_PERCENT)
@@ -59,18 +58,24 @@ def engines_policy(
 class Triplets(Twins):
     """Twins, and the script. Every operation is followed by a decision, because the script decides after each."""
 
+    replica_type: type[ScriptedFleet] = ScriptedFleet
+
     def open(self, client: Any) -> Triplets:
-        policy = self.policy
         self.clock = Clock()
         self.now_us = self.clock.us
-        own = engines_policy(policy.tiers, policy.promote_after_us, policy.ceiling, policy.max_preemptions)
-        self.replica = ScriptedFleet(client, self.clock, own)
+        own = self.own_policy()
+        self.replica = self.replica_type(client, self.clock, own)
         self.said: list[Argument] = []
         self.states = False
         self.handed_back: set[str] = set()
         self.asks: dict[str, Ask] = {}
         self.reply = self.replica.sync()
         return self
+
+    def own_policy(self) -> Policy:
+        """The policy of the replica."""
+        policy = self.policy
+        return engines_policy(policy.tiers, policy.promote_after_us, policy.ceiling, policy.max_preemptions)
 
     def _set_engines(self) -> None:
         super()._set_engines()
@@ -95,8 +100,11 @@ class Triplets(Twins):
         placing = {each: tuple(ticket[each]) for each in ("hits", "barred") if each in ticket}
         ask = Ask(ticket["tier"], ticket.get("tenant", ""), *size, prompt=ticket.get("prompt", 0), **placing)
         self.asks[name] = ask
-        self.said += (*protocol.placing(ask), *protocol.enter(int(name), ask, None))
+        self.said += self._entering(name, ask)
         return name
+
+    def _entering(self, name: str, ask: Ask) -> Sequence[Argument]:
+        return (*protocol.placing(ask), *protocol.enter(int(name), ask, None))
 
     def settle(self, name: str) -> bool:
         return self._say(super().settle(name), protocol.END, name)
@@ -136,7 +144,7 @@ class Triplets(Twins):
             ask = self._present(name)
             is_handed_back = bool(barred)
             said = protocol.requeue(int(name), ask, 0, returns, is_handed_back=is_handed_back)
-            self.said += (*protocol.placing(ask), *said)
+            self.said += (*protocol.placing(ask), *protocol.gain(int(name), ask), *said)
         return did
 
     def _present(self, name: str) -> Ask:
@@ -175,7 +183,7 @@ class Triplets(Twins):
             )
         for name, ticket in self.scheduler._waiting.items():
             ask = self._present(name)
-            stated += protocol.placing(ask)
+            stated += (*protocol.placing(ask), *protocol.gain(int(name), ask))
             stated += protocol.statement(int(name), ask, self.now_us - ticket.arrived_us, ticket.returns)
         return stated
 
@@ -240,7 +248,7 @@ class Triplets(Twins):
         tiers = [
             (*scheduler.held(level), *scheduler.queued(level), scheduler._tiers[level].queue._virtual,
              scheduler.held_prefill(level), len(scheduler._tiers[level].queue.claimants),
-             finish_tags(scheduler, level))
+             *self._own_placing_figures(level), finish_tags(scheduler, level))
             for level in levels
         ]  # fmt: skip
         change = None if scheduler.is_paused else scheduler.next_change_us(self.now_us)
@@ -254,6 +262,14 @@ class Triplets(Twins):
         blocked_us = scheduler.blocked_us(self.now_us)
         return tiers, scheduler.waiting(), scheduler.leases(), blocked_us, change, engines
 
+    def _placing_figures(self, figures: Sequence[float]) -> Sequence[float]:
+        """The script's figures of a tier that are about engines."""
+        return figures[14:]
+
+    def _own_placing_figures(self, level: int) -> Sequence[float]:  # by gain there are some
+        """More figures of a tier, of the scheduler."""
+        return ()
+
     def script_stands(self, reply: Reply) -> tuple[Any, ...]:
         root = self.replica.client.hgetall(self.replica.root)
         tiers = []
@@ -265,7 +281,7 @@ class Triplets(Twins):
                     figures[2] + figures[12],
                     figures[3] + figures[11],
                     *figures[4:5],
-                    *figures[14:],
+                    *self._placing_figures(figures),
                     self.replica.finish_tags(level, figures[4]),
                 )
             )
@@ -277,6 +293,36 @@ class Triplets(Twins):
             for engine, it in self.replica.ledgers().items()
         }
         return tiers, reply.waiting, reply.leases, reply.blocked_us, change, engines
+
+
+class ScriptedGainFleet(ScriptedFleet):
+    """The same of a pool that orders by gain."""
+
+    source = clocked(protocol.source(has_engines=True, is_by_gain=True))
+
+
+class GainTriplets(Triplets, GainTwins):
+    """The same by gain. The script's floors and costs are compared, too."""
+
+    replica_type = ScriptedGainFleet
+
+    def own_policy(self) -> Policy:
+        own = super().own_policy()
+        object.__setattr__(own, "fair", self.policy.fair)
+        return replace(own, rules=replace(own.rules, is_by_gain=True))
+
+    def _entering(self, name: str, ask: Ask) -> Sequence[Argument]:
+        self.asks[name] = ask = msgspec.structs.replace(ask, gain=self.scheduler._waiting[name].gain)
+        return (*protocol.placing(ask), *protocol.gain(int(name), ask), *protocol.enter(int(name), ask, None))
+
+    def _placing_figures(self, figures: Sequence[float]) -> Sequence[float]:
+        level_figures = figures[14:]
+        floors, cost, prefill = level_figures[:2], level_figures[2], level_figures[5:]
+        return (*prefill[:2], *floors, prefill[2], cost)
+
+    def _own_placing_figures(self, level: int) -> Sequence[float]:
+        tier = self.scheduler._tiers[level]
+        return (tier.floor_tokens, tier.floor_requests, tier.floor_prefill, tier.queue.cost_us)
 
 
 class TwoReplicas(Triplets):

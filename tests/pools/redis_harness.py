@@ -16,17 +16,22 @@ from sidecar.policy.store import store_address
 from sidecar.pools import Pool
 from sidecar.pools.redis import RedisPool
 from sidecar.pools.redis.connection import ANSWER_WITHIN_S, StoreConnection, connector
-from sidecar.pools.redis.protocol import GAIN_SOURCE, SOURCE, Argument, root_key
+from sidecar.pools.redis.protocol import Argument, root_key, source
 from tests.pools.harness import Clock, allow_any_size
 from tests.support.redis_servers import RedisServer
 
 CLOCK_LINE = "local function clock_us() local time = redis.call('TIME') return time[1] * 1000000 + time[2] end"
 CLOCK_KEY = "the-tests-clock"
 CLOCK = f"local function clock_us() return tonumber(redis.call('GET', '{CLOCK_KEY}')) end"
-CLOCKED_SOURCE = SOURCE.replace(CLOCK_LINE, CLOCK)
-CLOCKED_GAIN_SOURCE = GAIN_SOURCE.replace(CLOCK_LINE, CLOCK)
-assert CLOCKED_SOURCE != SOURCE
-assert CLOCKED_GAIN_SOURCE != GAIN_SOURCE
+
+
+def clocked(script: str) -> str:
+    """A script with the time of a test."""
+    assert CLOCK_LINE in script
+    return script.replace(CLOCK_LINE, CLOCK)
+
+
+CLOCKED_SOURCE, CLOCKED_GAIN_SOURCE = clocked(source()), clocked(source(is_by_gain=True))
 
 _pools = count(1)
 
@@ -36,11 +41,10 @@ class Observed(StoreConnection):
 
     def __init__(self, client: Any, policy: Policy, clock: Clock | None) -> None:
         is_by_gain = policy.rules.is_by_gain
-        if clock is None:
-            source = GAIN_SOURCE if is_by_gain else SOURCE
-        else:
-            source = CLOCKED_GAIN_SOURCE if is_by_gain else CLOCKED_SOURCE
-        super().__init__(client, root_key(policy.pool, is_by_gain=is_by_gain), source)
+        script = source(is_by_gain=is_by_gain)
+        super().__init__(
+            client, root_key(policy.pool, is_by_gain=is_by_gain), script if clock is None else clocked(script)
+        )
         self._clock = clock
         self.begun = 0
         self.answered = 0

@@ -30,6 +30,15 @@ A, B = (EngineOffer(f"{name}#1", tokens=100, requests=10, prefill=20) for name i
 Held = dict[str, tuple[int, int, int]]
 
 
+ORDER = {"is_by_gain": False}
+
+
+@pytest.fixture(autouse=True, params=["level", pytest.param("gain", marks=pytest.mark.long)])
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of every pool: nothing here depends on it."""
+    monkeypatch.setitem(ORDER, "is_by_gain", request.param == "gain")
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> RedisServer:
     """One that the test may kill."""
@@ -45,7 +54,7 @@ async def replicas(
     clock: Callable[[], int] = monotonic_us,
     **more: object,
 ) -> AsyncIterator[list[RedisFleetPool]]:
-    policy = replace(engines_policy((Shares("high"), Shares("low"))), pool=name, **more)  # type: ignore[arg-type]
+    policy = replace(two_tiers(), pool=name, **more)  # type: ignore[arg-type]
     pools = [pool_of(url, policy, clock) for _ in range(number)]
     try:
         for pool in pools:
@@ -58,8 +67,14 @@ async def replicas(
             await pool.close()
 
 
+def two_tiers() -> Policy:
+    """A policy in the order of the test."""
+    policy = engines_policy((Shares("high"), Shares("low")))
+    return replace(policy, rules=replace(policy.rules, **ORDER))
+
+
 def pool_of(url: str, policy: Policy, clock: Callable[[], int] = monotonic_us) -> RedisFleetPool:
-    connect = connector(store_address(url), policy.pool, has_engines=True)
+    connect = connector(store_address(url), policy.pool, has_engines=True, **ORDER)
     return RedisFleetPool(policy, connect, clock)
 
 
@@ -198,7 +213,7 @@ async def test_two_replicas_that_see_one_restart_raise_the_incarnation_once(serv
             old.settle()
             pools[2].set_engines([restarted])
             await holds(pools, {"a#2": (10, 1, 7)})  # never negative: the old one's ledger is its own
-            policy = replace(engines_policy((Shares("high"), Shares("low"))), pool="fleet")
+            policy = replace(two_tiers(), pool="fleet")
             late = pool_of(server.url, policy)
             adopted: list[tuple[str, int, bool]] = []
             late.on_incarnation = lambda *news: adopted.append(news)
@@ -457,7 +472,7 @@ async def test_another_weight_and_other_shares_reach_the_script(server: RedisSer
             assert await granted(await pool.enter(ask(prompt=8, hits=(("a#1", 8),)))) == "a#1"
             pool.change_weight(1)
             pool.change_policy(pool._sizes.policy)
-            root = protocol.root_key("fleet", has_engines=True)
+            root = protocol.root_key("fleet", has_engines=True, **ORDER)
             await until(lambda: '"low"],1,' in str(server.command("HGET", root, "rules")), 4, "the weight in the store")
             assert await granted(await pool.enter(ask(prompt=3, hits=(("a#1", 3),)))) == "b#1"
 
@@ -468,7 +483,7 @@ async def test_a_three_master_cluster_carries_the_pools_of_several_models_on_sev
     with cluster(first_binary(), tmp_path) as nodes:
         for node in nodes.nodes:  # or the others stop serving, too, a second after one is gone
             node.command("CONFIG", "SET", "cluster-require-full-coverage", "no")
-        owners = {name: nodes.owner_of(protocol.root_key(name, has_engines=True)) for name in names}
+        owners = {name: nodes.owner_of(protocol.root_key(name, has_engines=True, **ORDER)) for name in names}
         assert len({owner.port for owner in owners.values()}) == 3
         opened = [replicas(nodes.url, 2, A, B, name=name) for name in names]
         pools = {name: await each.__aenter__() for name, each in zip(names, opened, strict=True)}
@@ -476,7 +491,7 @@ async def test_a_three_master_cluster_carries_the_pools_of_several_models_on_sev
             for name in names:
                 leases = [await pools[name][number % 2].enter(ask(prompt=5)) for number in range(4)]
                 assert [await granted(lease) for lease in leases] == ["a#1", "b#1", "a#1", "b#1"]
-                key = protocol.root_key(name, has_engines=True)
+                key = protocol.root_key(name, has_engines=True, **ORDER)
                 assert owners[name].command("EXISTS", key) == 1
             for name in names:
                 await holds(pools[name], {"a#1": (20, 2, 10), "b#1": (20, 2, 10)})

@@ -174,8 +174,8 @@ def test_a_waiting_replica_calls_again_as_soon_as_a_silent_one_is_known_to_be_de
 
 
 def test_the_script_and_its_callers_mean_the_same_times() -> None:
-    assert f"local BEAT_US = {BEAT_S * 1e6:.0f} " in protocol.SOURCE
-    assert f"local SILENCE_US = {SILENCE_S * 1e6:.0f} " in protocol.SOURCE
+    assert f"local BEAT_US = {BEAT_S * 1e6:.0f} " in protocol.source()
+    assert f"local SILENCE_US = {SILENCE_S * 1e6:.0f} " in protocol.source()
 
 
 def test_one_that_comes_back_registers_what_it_still_runs_and_the_pool_may_be_overfull(replicas: Replicas) -> None:

@@ -341,12 +341,12 @@ class FleetOracle(Oracle):
             engine = self.best(request, claims)
             if engine is None:
                 if len(self.claimants()) < MOST_CLAIMANTS:
-                    self.claim(request, now_us)
+                    self.become_claimant(request, now_us)
             elif (entered := self.entered(request, engine, claims, now_us)) is not None:
                 return request, entered
             else:
                 claims.append((request, engine))
-                self.claim(request, now_us)
+                self.become_claimant(request, now_us)
             if self.order(now_us)[: len(looked)] != looked:
                 return "again"
             if self.is_over(claims):
@@ -379,6 +379,9 @@ class FleetOracle(Oracle):
         return len(claims) == MOST_PLACED or not any(
             self.has_room_at_all(engine) for engine in self.takes_new() if engine not in claimed
         )
+
+    def become_claimant(self, request: Request, now_us: int) -> None:
+        self.claim(request, now_us)
 
     def claim(self, request: Request, now_us: int) -> None:
         """Leaves the fair queue; the tenant is charged, as by an admission."""

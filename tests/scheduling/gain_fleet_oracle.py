@@ -64,6 +64,12 @@ class GainFleetOracle(GainOracle, FleetOracle):
         if charges:
             self._delay_first(tier, request.tenant)
 
+    def become_claimant(self, request: GainFleetRequest, now_us: int) -> None:
+        is_one = request.claims
+        super().become_claimant(request, now_us)
+        if not is_one:
+            self.refresh_densities(now_us)
+
     def go_back(self, request: GainFleetRequest) -> None:
         super().go_back(request)
         request.kept = None

@@ -239,13 +239,13 @@ class EngineBatchQueue(BatchQueue):
 
     def enter(self, lease: Lease, lower: int | None = None, promised: int | None = None) -> None:
         """See `BatchQueue.enter`."""
-        said = (*placing(lease.ask), *enter(lease.id, lease.ask, lower, promised))
+        said = (*placing(lease.ask), *gain(lease.id, lease.ask), *enter(lease.id, lease.ask, lower, promised))
         self._add(said).entering.append(lease)
 
     def requeue(self, lease: Lease, waited_us: int, *, is_handed_back: bool = False) -> None:
         """See `BatchQueue.requeue`."""
         again = requeue(lease.id, lease.ask, waited_us, lease.returns, is_handed_back=is_handed_back)
-        self._free(lease, self._add((*placing(lease.ask), *again)))
+        self._free(lease, self._add((*placing(lease.ask), *gain(lease.id, lease.ask), *again)))
 
     def prefilled(self, lease: Lease) -> None:
         """The first byte of a lease came. No request waits for the answer."""

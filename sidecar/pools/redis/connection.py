@@ -25,7 +25,7 @@ from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from sidecar.policy.store import StoreAddress, StoreKind
-from sidecar.pools.redis.protocol import ENGINES_SOURCE, GAIN_SOURCE, SOURCE, Argument, root_key
+from sidecar.pools.redis.protocol import Argument, root_key, source
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout
@@ -81,7 +81,7 @@ class Script(NamedTuple):
 class StoreConnection:
     """One connection to one server."""
 
-    def __init__(self, client: Redis, root: str, script: str = SOURCE) -> None:
+    def __init__(self, client: Redis, root: str, script: str) -> None:
         self._client: Any = client  # redis-py's commands are half typed
         self._root = root
         self._script = Script.of(script)
@@ -132,9 +132,9 @@ Connect = Callable[[], Awaitable[StoreConnection]]
 
 def connector(address: StoreAddress, pool: str, *, has_engines: bool = False, is_by_gain: bool = False) -> Connect:
     """Makes connections to the server at `address` that keeps the pool called `pool`: one of several engines, or one
-    that orders by gain, or none of these.
+    that orders by gain, or both, or none of these.
     """
-    source = ENGINES_SOURCE if has_engines else GAIN_SOURCE if is_by_gain else SOURCE
+    script = source(has_engines=has_engines, is_by_gain=is_by_gain)
     root = root_key(pool, has_engines=has_engines, is_by_gain=is_by_gain)
     locate = {
         StoreKind.SERVER: _stated,
@@ -153,7 +153,7 @@ def connector(address: StoreAddress, pool: str, *, has_engines: bool = False, is
                 socket_timeout=None,  # `StoreConnection.call` has its own limit for each call
                 single_connection_client=True,
             )
-            connection = StoreConnection(client, root, source)
+            connection = StoreConnection(client, root, script)
             try:
                 async with timeout(CONNECT_WITHIN_S + GREETING_WITHIN_S):
                     await client.initialize()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from sidecar.policy.rules import UNLIMITED, PoolRules
 from sidecar.pools.base import Ask, Lease
-from sidecar.pools.fleet import EngineRuntime
+from sidecar.pools.fleet import EngineRuntime, new_fleet_scheduler
 from sidecar.pools.limits import SizeLimits
 from sidecar.pools.redis.engine_ledgers import EngineLedgers
 from sidecar.pools.redis.outage import Outage
@@ -49,9 +49,9 @@ class EnginePartition(Partition, EngineRuntime):
         self._now_us = clock()
         super().__init__(rules_of_offers(rules_of, offers), leases, clock, is_paused=is_paused)
 
-    def new_scheduler(self, rules: PoolRules) -> FleetScheduler:  # noqa: ARG002  # sizes are those of the engines
+    def new_scheduler(self, rules: PoolRules) -> FleetScheduler:
         """See `LeaseRuntime.new_scheduler`."""
-        scheduler = FleetScheduler(self._rules_of, self._weight_percent)
+        scheduler = new_fleet_scheduler(self._rules_of, self._weight_percent, is_by_gain=rules.is_by_gain)
         scheduler.set_engines(self._offers, self._now_us)
         return scheduler
 

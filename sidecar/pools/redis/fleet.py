@@ -30,7 +30,7 @@ from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineOffer, EngineStat
 
 
 class RedisFleetPool(RedisPool):
-    """See `RedisPool` and `EnginePool`. `connect` is `connector(..., has_engines=True)`.
+    """See `RedisPool` and `EnginePool`. `connect` is `connector(..., has_engines=True, is_by_gain=...)`.
 
     `on_incarnation` is called with a name, its latest incarnation in the store where that is later than the one stated
     here, and whether other replicas have seen it restart just now: see `Fleet.adopt`. `on_drain` is called with a name
@@ -260,7 +260,8 @@ class RedisFleetPool(RedisPool):
         )
 
     def _channel(self) -> str:
-        return protocol.grants_channel(self._sizes.policy.pool, self.name, has_engines=True)
+        policy = self._sizes.policy
+        return protocol.grants_channel(policy.pool, self.name, has_engines=True, is_by_gain=policy.rules.is_by_gain)
 
     def _rules_text(self) -> str:
         return protocol.engines_rules_text(self._sizes.policy, self._weight_percent)

@@ -9,6 +9,8 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
+from fractions import Fraction
+from functools import cache
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -45,7 +47,8 @@ def joined(
     whole = text_of("admission.lua")
     if has_engines:
         names, positions = f"{names}, TIER_FIELDS", f"{positions}, {len(TIER_FIELDS)}"
-    for kind, is_wanted in (("engines", has_engines), ("gain", is_by_gain)):
+    kinds = {"engines": has_engines, "gain": is_by_gain, "gain and engines": has_engines and is_by_gain}
+    for kind, is_wanted in kinds.items():
         if is_wanted:
             whole = re.sub(rf"^-- with {kind}: include", "-- include", whole, flags=re.MULTILINE)
             whole = re.sub(rf"^-- with {kind}: ", "", whole, flags=re.MULTILINE)
@@ -56,18 +59,22 @@ def joined(
     return f"local {names} = {positions}\n\n{whole}\n"
 
 
-SOURCE = joined()
-ENGINES_SOURCE = joined(has_engines=True)
-"""The script of a pool of several engines."""
-GAIN_SOURCE = joined(is_by_gain=True)
-"""The script of a pool that orders by gain."""
-LAYOUT = "7"
-"""Goes up when what the keys hold changes: replicas of two versions then keep two pools, rather than one broken one."""
-ENGINES_LAYOUT = "engines-2"
-"""The same for pools of several engines. Their keys hold more, so a pool that gets its first engines is another one."""
+@cache
+def source(*, has_engines: bool = False, is_by_gain: bool = False) -> str:
+    """The script of a pool: of several engines, or one that orders by gain, or both, or none of these."""
+    return joined(has_engines=has_engines, is_by_gain=is_by_gain)
 
-GAIN_LAYOUT = "gain-1"
-"""The same for pools that order by gain: another order is another pool, and needs a restart."""
+
+def layout(*, has_engines: bool, is_by_gain: bool) -> str:
+    """Goes up when what the keys hold changes: replicas of two versions then keep two pools, and no broken one.
+
+    The keys of several engines hold more, so a pool that gets its first engines is another one. Another order is
+    another pool, too, and needs a restart.
+    """
+    if is_by_gain:
+        return "gain-engines-1" if has_engines else "gain-2"
+    return "engines-2" if has_engines else "7"
+
 
 BEAT_S = 2.0
 """A replica calls at least this often. The script knows the same figure."""
@@ -109,8 +116,7 @@ Argument = str | bytes | int
 
 def root_key(pool: str, *, has_engines: bool = False, is_by_gain: bool = False) -> str:
     """The key that everything of a pool begins with; the braces keep it on one node of a cluster."""
-    layout = ENGINES_LAYOUT if has_engines else GAIN_LAYOUT if is_by_gain else LAYOUT
-    return f"admission:{layout}:{{{pool}}}"
+    return f"admission:{layout(has_engines=has_engines, is_by_gain=is_by_gain)}:{{{pool}}}"
 
 
 def grants_channel(pool: str, replica: str, *, has_engines: bool = False, is_by_gain: bool = False) -> str:
@@ -138,16 +144,16 @@ def engines_rules_text(policy: Policy, weight_percent: int) -> str:
     """
     rules = policy.rules_of(0, 0, 0)
     tiers = [
-        _tier(rule, tier, rules) + _fractions(shares)
+        _tier(rule, tier, rules) + _fractions(shares, policy.fair if rules.is_by_gain else Fraction(1))
         for rule, tier, shares in zip(rules.tiers, policy.tiers, policy.shares, strict=True)
     ]
     pool = [weight_percent, 0, rules.promote_after_us or 0, rules.ceiling]
     return json.dumps([[tier.name for tier in rules.tiers], *pool, *tiers], separators=(",", ":"))
 
 
-def _fractions(shares: Shares) -> list[int]:
+def _fractions(shares: Shares, floor_of_reserve: Fraction) -> list[int]:
     """Numerators and denominators, of at most 2^40: the script computes with doubles."""
-    exact = (shares.reserve, (1 - shares.lend) * shares.reserve, shares.limit)
+    exact = (shares.reserve * floor_of_reserve, (1 - shares.lend) * shares.reserve, shares.limit)
     fractions = (
         share if share.denominator <= MOST_DENOMINATOR else share.limit_denominator(MOST_DENOMINATOR) for share in exact
     )

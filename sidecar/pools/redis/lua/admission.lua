@@ -162,6 +162,8 @@ local function clock_us() local time = redis.call('TIME') return time[1] * 10000
 
 -- with gain: include gain_fields.lua
 
+-- with gain and engines: include gain_engines_fields.lua
+
 -- `protocol.joined` puts a file in place of each include. The functions are fields of a table inside of `define_*`
 -- functions, because every call makes all functions anew. A function that captures a local of the chunk walks a list
 -- (`luaF_findupval`). One that captures what its surrounding function has captured copies a pointer. That is a third of
@@ -199,12 +201,15 @@ end
 
 -- with gain: include define_gain.lua
 
+-- with gain and engines: include define_gain_engines.lua
+
 define_tickets()
 define_rules()
 define_replicas()
 define_operations()
--- with engines: define_engines()
--- with gain: define_gain()
+-- with engines: pool.define_engines()
+-- with gain: pool.define_gain()
+-- with gain and engines: pool.define_gain_engines()
 local is_done, result = pcall(pool.main)
 if is_done then return result end
 if not is_damaged then return error(result) end

@@ -186,7 +186,7 @@ function pool.claimants()
     if fleet[ALL_CLAIMANTS] > 0 then
       local entries = call('HGETALL', pool.claims_key())
       for index = 1, #entries, 2 do
-        pool.claimant_list[#pool.claimant_list + 1] = pool.read_claimant(entries[index], entries[index + 1])
+        pool.claimant_list[#pool.claimant_list + 1] = pool.read_claimant(entries[index], cjson.decode(entries[index + 1]))
       end
       if #pool.claimant_list ~= fleet[ALL_CLAIMANTS] then return pool.damaged() end
     end
@@ -200,9 +200,8 @@ function pool.claimant_text(ticket)
     ticket.times or -1, ticket.patient_until, ticket.tenant, ticket.placing)
 end
 
-function pool.read_claimant(member, text)
+function pool.read_claimant(member, figures)
   local owner, id = match(member, '^(%S+) (%S+)$')
-  local figures = cjson.decode(text)
   local placing = figures[13]
   local ticket = {
     owner = owner, id = id, level = figures[1], tokens = figures[2], requests = figures[3], sequence = figures[4],

@@ -5,7 +5,6 @@
 local PLACE, KNOWN, ENGINE_TOKENS, ENGINE_REQUESTS, ENGINE_PREFILL, SPEED, TAKES_NEW, RAMP, SINCE, DRAINING,
   EFFECTIVE_TOKENS, EFFECTIVE_REQUESTS, EFFECTIVE_PREFILL, OPEN_REQUESTS, IS_CAPPED, CAPPED_REQUESTS, CAPPED_UNTIL,
   ON_TOKENS, ON_REQUESTS, ON_PREFILL, UNPREFILLED = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21
-local LEDGER_TEXT = '[' .. string.rep('%.0f,', 20) .. '%.0f]'
 -- The figures of all engines together. CHANGES is when time changes an engine next, -1 for never. REACH is 1 where each
 -- replica can use all engines that take new work. DIFFER is 1 where the replicas name different engines. OPEN counts the
 -- engines with any room. SAME_UNTIL: a walk would end as the last one did, unless anything else changes. SIZED_*: the
@@ -14,18 +13,11 @@ local LEDGER_TEXT = '[' .. string.rep('%.0f,', 20) .. '%.0f]'
 local IS_STALE, CHANGES, REACH, DIFFER, OPEN, ALL_CLAIMANTS, SAME_UNTIL, IS_UNIFORM, LEAST_TOKENS, LEAST_REQUESTS,
   POOL_TOKENS, POOL_REQUESTS, POOL_PREFILL, LARGEST_PREFILL, SIZED_TOKENS, SIZED_REQUESTS, SIZED_PREFILL, SIZED_LARGEST,
   STATEMENTS, WEIGHT, BLOCKED_US, BLOCKED_SINCE = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22
-local FLEET_FIELDS = 22
-local FLEET_TEXT = '[' .. string.rep('%.0f,', FLEET_FIELDS - 1) .. '%.0f]'
 -- More figures of a tier, and of its rules; those of the rules' text follow its fields: six numbers of its three shares.
 local HELD_PREFILL, CLAIMANTS = 15, 16
 local MOST_PREFILL, SMALL_PREFILL, SHARES = TIER_FIELDS + 1, TIER_FIELDS + 2, TIER_FIELDS
 
-local UNLIMITED, HELD_PER_PREFILL, RAMP_STEPS = 9007199254740991, 50, 10
--- The most tickets that a walk places, and the most claimants. More where replicas reach different engines: the tickets of
--- one whose engines are full would else keep those of another from an engine that has room.
-local MOST_LOOKED_AT, MOST_WHERE_REACH_DIFFERS = 16, 128
-local PATIENCE_US, PATIENCE_US_PER_HIT = 5000000, 500 -- as in `scheduling/placement.py`
-local SAME_START_US = 1000000 -- replicas that state the same start of an engine differ by less
+local UNLIMITED, HELD_PER_PREFILL = 9007199254740991, 50
 
 local fleet, loads, claims, claims_before = false, {}, {}, ''
 local ledgers, changed_ledgers = {}, {}

@@ -36,7 +36,7 @@ local function largest_prefill(all, level, whole)
   for other = 0, levels - 1 do
     local rule = all[FIRST_RULE + other]
     if other < highest then kept = kept + rule[HEADROOM_PREFILL] end
-    reserved = reserved + rule[RESERVE_PREFILL]
+    reserved = reserved + (other < level and math.max(rule[RESERVE_PREFILL], rule[HEADROOM_PREFILL]) or rule[RESERVE_PREFILL])
   end
   local beside = UNLIMITED
   if whole ~= UNLIMITED and own[RESERVE_PREFILL] > 0 then beside = whole - reserved + own[RESERVE_PREFILL] end

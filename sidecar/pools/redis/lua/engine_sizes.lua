@@ -1,5 +1,7 @@
 -- The sizes of the engines and of their pool: what changes by time, by statements, and in engines that take no new work.
 
+local RAMP_STEPS = 10
+
 -- Sets the effective capacity. Returns when it changes next by time alone, nil where it does not.
 function pool.ramp(ledger)
   local step, change = RAMP_STEPS, nil

@@ -8,6 +8,8 @@
 -- It takes new work where some replica can use it, it does not drain, and it is the latest incarnation of its name. What
 -- a replica cannot use, its tickets never get (`reach_of`).
 
+local SAME_START_US = 1000000 -- replicas that state the same start of an engine differ by less
+
 function pool.read_statement(text) return cjson.decode(match(text, '^%d+ (.*)$')) end
 
 -- An operation: all engines that this replica knows. The eighth figure is the age of the start, because clocks differ.

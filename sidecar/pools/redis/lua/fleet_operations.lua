@@ -178,6 +178,6 @@ end
 function pool.load_preemption()
   if not pool.preempt then
     define_preemption()
-    define_fleet_preemption()
+    pool.define_fleet_preemption()
   end
 end

@@ -1,7 +1,7 @@
 -- The rules of a pool with several engines: the twin of `scheduling/fleet_tier.py` and `scheduling/fleet_scheduler.py`, which
 -- say what they are. It replaces parts of `ordering.lua` and `scheduler.lua`.
 
-local is_at_limit, excess, holds_its_place, candidate_of = pool.is_at_limit, pool.excess, pool.holds_its_place, pool.candidate
+local is_at_limit, holds_its_place, candidate_of = pool.is_at_limit, pool.holds_its_place, pool.candidate
 local book = pool.book
 
 function pool.book(level, tokens, requests)
@@ -46,6 +46,8 @@ function pool.fits(candidate)
   return tokens >= 0 and requests >= 0 and prefill >= 0
 end
 
+function pool.prefill_in_reserve(tier) return tier[HELD_PREFILL] end
+
 -- Rule 3, in three dimensions.
 function pool.holds_its_place(candidate)
   if candidate.order_class == CLASS_ALWAYS_FIRST then return true end
@@ -55,7 +57,7 @@ function pool.holds_its_place(candidate)
     if level ~= candidate.ticket.level then
       local rule, kept = rules[FIRST_RULE + level], tiers[level][HELD_PREFILL]
       if rule[ALWAYS_FIRST] == 0 and not (candidate.order_class == CLASS_OTHER and level < candidate.yields_to) then
-        kept = math.min(kept, rule[RESERVE_PREFILL])
+        kept = math.min(pool.prefill_in_reserve(tiers[level]), rule[RESERVE_PREFILL])
       end
       if level < candidate.headroom_level then kept = math.max(kept, rule[HEADROOM_PREFILL]) end
       prefill = prefill - kept
@@ -67,8 +69,8 @@ end
 -- How many whole reserves more are too much in un-prefilled tokens than in the other dimensions.
 function pool.excess_prefill(ticket)
   local reserve = rules[FIRST_RULE + ticket.level][RESERVE_PREFILL]
-  local prefill = math.floor((tiers[ticket.level][HELD_PREFILL] + pool.prefill_of(ticket) - reserve) / reserve)
-  return math.max(0, math.min(MOST_EXCESS, prefill) - excess(ticket))
+  local prefill = math.floor((pool.prefill_in_reserve(tiers[ticket.level]) + pool.prefill_of(ticket) - reserve) / reserve)
+  return math.max(0, math.min(MOST_EXCESS, prefill) - pool.excess(ticket))
 end
 
 function pool.in_order()
@@ -268,7 +270,7 @@ function pool.admit(candidate, ledger)
   pool.charge_for_admission(ticket)
   if rules[FIRST_RULE + level][PREEMPTIBLE] > 0 then pool.may_return(ticket, overtaken) end
   local owed, owed_prefill = 0, 0
-  if candidate.order_class == CLASS_TURN then owed, owed_prefill = excess(ticket), pool.excess_prefill(ticket) end
+  if candidate.order_class == CLASS_TURN then owed, owed_prefill = pool.excess(ticket), pool.excess_prefill(ticket) end
   if pool.is_held_back() then held_back_lease = ticket.owner .. ' ' .. ticket.id end
   meta[ADMISSIONS] = meta[ADMISSIONS] + 1
   tiers[level][LATEST_ADMISSION] = meta[ADMISSIONS]

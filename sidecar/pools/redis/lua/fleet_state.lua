@@ -1,5 +1,8 @@
 -- The state of a pool of several engines: its figures, and what a reply says of them. It replaces parts of `state.lua`.
 
+local LEDGER_TEXT, FLEET_FIELDS = '[' .. string.rep('%.0f,', 20) .. '%.0f]', 22
+local FLEET_TEXT = '[' .. string.rep('%.0f,', FLEET_FIELDS - 1) .. '%.0f]'
+
 function pool.empty_fleet()
   fleet, loads, claims, ledgers, changed_ledgers, all_prefill = {}, {}, {}, {}, {}, 0
   for field = 1, FLEET_FIELDS do fleet[field] = 0 end

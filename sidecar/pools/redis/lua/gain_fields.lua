@@ -3,13 +3,9 @@
 -- More figures of a tier: what its leases in its floor hold, the engines' time for all that waits, and the largest request
 -- since its queue was empty, rounded up to a power of two, and how many tenants are aside.
 local FLOOR_TOKENS, FLOOR_REQUESTS, COST, LARGEST, ASIDE = 15, 16, 17, 18, 19
--- The ranks in class OTHER, a candidate's turn
-local RANK_HEADROOM, RANK_URGENT, RANK_CALM, RANK_NO_GAIN = 0, 1, 2, 3
-local SCALE, MOST_MADE_URGENT, MOST_REFRESHED, LOOK_AGAIN_US = 1000000, 64, 2, 100000 -- as in `scheduling`
-local APART = 'r' -- the lane of the tickets that returned
+local MOST_REFRESHED = 2 -- as in `scheduling/gain_scheduler.py`
 local UNLIMITED = 9007199254740991
 -- More figures of the pool: when densities were brought up to date last, and how many more may be at that time
 local REFRESHED, REFRESHES = 24, 25
 META_FIELDS, META_TEXT = 25, '[' .. string.rep('%.0f,', 24) .. '%.0f]'
-local LANE_KEPT_MS, RENEWED_EVERY = 86400000, 64 -- a lane without newcomers for so long vanishes; not all of them renew it
 local next_gain = false -- what `G` said of the next request

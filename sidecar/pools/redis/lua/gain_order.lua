@@ -1,6 +1,10 @@
 -- The order by gain: the twin of `scheduling/gain_order.py` and `scheduling/gain_scheduler.py`, which say what it is. It
 -- replaces parts of `ordering.lua`, `scheduler.lua`, `operations.lua` and `preemption.lua`.
 
+-- The ranks in class OTHER, a candidate's turn
+local RANK_HEADROOM, RANK_URGENT, RANK_CALM, RANK_NO_GAIN = 0, 1, 2, 3
+local LOOK_AGAIN_US = 100000 -- as in `scheduling/gain_scheduler.py`
+
 local aged = pool.aged
 
 -- -- floors
@@ -82,9 +86,9 @@ end
 
 -- The best ticket of a tier by gain, where it is none of its heads. It may be that of a replica that is away: then it leaves
 -- the queue when it is first in order, as a head does.
-function pool.best_beside(level, head, second)
+function pool.best_beside(level)
   if rules[FIRST_RULE + level][ALWAYS_FIRST] == 1 then return nil end
-  local best = pool.densest(level) or pool.earliest(level)
+  local best, head, second = pool.densest(level) or pool.earliest(level), pool.head_of(level), pool.second_head(level)
   if not best or best.sequence == head.sequence or (second and best.sequence == second.sequence) then return nil end
   return best
 end
@@ -96,7 +100,7 @@ function pool.is_any_head_away()
   if not pool.is_any_away() then return false end
   for level = 0, levels - 1 do
     if tiers[level][QUEUED] > 0 then
-      local best = pool.best_beside(level, pool.head_of(level), pool.second_head(level))
+      local best = pool.best_beside(level)
       if best and best.is_away then return true end
     end
   end
@@ -110,7 +114,7 @@ function pool.in_order()
       local head, second = pool.head_of(level), pool.second_head(level)
       if not pool.is_at_limit(level, head) then found[#found + 1] = pool.candidate(level, head) end
       if second and not pool.is_at_limit(level, second) then found[#found + 1] = pool.candidate(level, second) end
-      local best = pool.best_beside(level, head, second)
+      local best = pool.best_beside(level)
       if best and not pool.is_at_limit(level, best) then found[#found + 1] = pool.beyond(level, best, true) end
     end
   end
@@ -144,13 +148,13 @@ function pool.first_of_all(densest)
     end
   end
   if first then return first end
-  local best = pool.first_of(densest)
+  local best = pool.first_by_gain(densest)
   if not best then
     local earliest = {}
     for level = 0, levels - 1 do
       if tiers[level][QUEUED] > 0 and rules[FIRST_RULE + level][ALWAYS_FIRST] == 0 then earliest[level] = pool.earliest(level) end
     end
-    best = pool.first_of(earliest)
+    best = pool.first_by_gain(earliest)
   end
   return best and not pool.is_at_limit(best.level, best) and pool.beyond(best.level, best, true)
 end
@@ -170,28 +174,8 @@ function pool.rule_code(candidate, head)
   return candidate.turn == RANK_NO_GAIN and 'l' or 'g'
 end
 
--- Rule 3, with the floors in place of the reserves.
-function pool.holds_its_place(candidate)
-  if candidate.order_class == CLASS_ALWAYS_FIRST then return true end
-  local tokens = rules[CAPACITY_TOKENS] - candidate.ticket.tokens
-  local requests = rules[CAPACITY_REQUESTS] - candidate.ticket.requests
-  for level = 0, levels - 1 do
-    if level ~= candidate.ticket.level then
-      local rule, tier = rules[FIRST_RULE + level], tiers[level]
-      local kept_tokens, kept_requests = tier[HELD_TOKENS], tier[HELD_REQUESTS]
-      if rule[ALWAYS_FIRST] == 0 then
-        kept_tokens = math.min(tier[FLOOR_TOKENS], rule[RESERVE_TOKENS])
-        kept_requests = math.min(tier[FLOOR_REQUESTS], rule[RESERVE_REQUESTS])
-      end
-      if level < candidate.headroom_level then
-        kept_tokens = math.max(kept_tokens, rule[HEADROOM_TOKENS])
-        kept_requests = math.max(kept_requests, rule[HEADROOM_REQUESTS])
-      end
-      tokens, requests = tokens - kept_tokens, requests - kept_requests
-    end
-  end
-  return tokens >= 0 and requests >= 0
-end
+-- Rule 3 has the floors in place of the reserves.
+function pool.in_reserve(tier) return tier[FLOOR_TOKENS], tier[FLOOR_REQUESTS] end
 
 -- -- decisions
 
@@ -203,13 +187,16 @@ function pool.lone_ticket()
   for level = 0, levels - 1 do
     if tiers[level][QUEUED] > 0 then
       local ticket = pool.head_of(level)
-      return not ticket.is_stored and ticket
+      return ticket and not ticket.is_stored and ticket
     end
   end
 end
 
+-- What time has changed, before tickets are admitted.
+function pool.keep_up() pool.make_urgent() end
+
 function pool.dispatch()
-  if meta[WAITING] > 0 and not pool.lone_ticket() and not pool.is_engine_gone() and not pool.is_on_hold() then pool.make_urgent() end
+  if meta[WAITING] > 0 and not pool.lone_ticket() and not pool.is_engine_gone() and not pool.is_on_hold() then pool.keep_up() end
   dispatch()
 end
 
@@ -234,7 +221,7 @@ function pool.next_admission()
   return next_admission()
 end
 
-function pool.admit(candidate)
+function pool.admit(candidate, ledger)
   local ticket = candidate.ticket
   local in_floor = candidate.order_class ~= CLASS_OTHER
   if candidate.is_first then pool.candidate = only_class end
@@ -242,7 +229,7 @@ function pool.admit(candidate)
     ticket.was_urgent = ticket.arrived + ticket.gain.deadline < now + pool.patience()
   end
   pool.begins, ticket.in_floor = ticket, in_floor
-  admit(candidate)
+  admit(candidate, ledger)
   pool.begins, pool.candidate = nil, candidate_of
   meta[REFRESHES] = meta[REFRESHES] + MOST_REFRESHED
   if in_floor then pool.book_floor(ticket.level, ticket.tokens, ticket.requests) end
@@ -250,12 +237,16 @@ end
 
 local free, resize = pool.free, pool.resize
 
+-- Books what a lease in a floor holds with the floor, in (1) or out (-1).
+function pool.book_lease_in_floor(record, sign)
+  if not pool.read_note(record) then return end
+  local level, tokens, requests = pool.read_lease(record)
+  pool.book_floor(level, sign * tokens, sign * requests)
+end
+
 -- A lease has ended, or returns.
 function pool.free(owner, id, record)
-  if pool.read_note(record) then
-    local level, tokens, requests = pool.read_lease(record)
-    pool.book_floor(level, -tokens, -requests)
-  end
+  pool.book_lease_in_floor(record, -1)
   return free(owner, id, record)
 end
 
@@ -279,29 +270,39 @@ end
 
 -- -- time
 
-local next_rise = pool.next_rise
+local next_rise, next_change_of_waiting = pool.next_rise, pool.next_change_of_waiting
 
--- A best ticket rises, too; one becomes urgent; or densities have fallen.
+local function at_most(soonest, after)
+  return after > 0 and (soonest < 0 or after < soonest) and after or soonest
+end
+
+-- A best ticket rises, too.
 function pool.next_rise(soonest)
-  local found = next_rise(soonest)
-  local function at_most(after)
-    if after > 0 and (found < 0 or after < found) then found = after end
-  end
-  local unit, ceiling = rules[PROMOTE_AFTER], rules[CEILING]
-  local is_any_urgent = false
-  for level = 0, levels - 1 do
-    if tiers[level][QUEUED] > 0 then
-      local head, second = pool.head_of(level), pool.second_head(level)
-      local best = pool.best_beside(level, head, second)
-      if best and unit > 0 and level > ceiling then
-        local rise = math.floor((now - best.arrived) / unit) + 1
-        if rise <= level - ceiling then at_most(best.arrived + rise * unit - now) end
-      end
-      if pool.densest(level) then is_any_urgent = true end
+  local found, unit, ceiling = next_rise(soonest), rules[PROMOTE_AFTER], rules[CEILING]
+  if unit == 0 then return found end
+  for level = ceiling + 1, levels - 1 do
+    local best = tiers[level][QUEUED] > 0 and pool.best_beside(level)
+    if best then
+      local rise = math.floor((now - best.arrived) / unit) + 1
+      if rise <= level - ceiling then found = at_most(found, best.arrived + rise * unit - now) end
     end
   end
-  local first = call('ZRANGE', prefix .. 'e', 0, 0, 'WITHSCORES')
-  if first[1] then at_most(math.max(1, tonumber(first[2]) - pool.patience() + 1 - now)) end
-  if is_any_urgent then at_most(LOOK_AGAIN_US) end
   return found
+end
+
+-- Whether any urgent ticket waits that earns something.
+function pool.is_any_urgent()
+  for level = 0, levels - 1 do
+    if tiers[level][QUEUED] > 0 and pool.densest(level) then return true end
+  end
+  return false
+end
+
+-- A ticket becomes urgent, or densities have fallen.
+function pool.next_change_of_waiting()
+  local found = next_change_of_waiting()
+  if meta[WAITING] == 0 then return found end
+  local first = call('ZRANGE', pool.due_key(), 0, 0, 'WITHSCORES')
+  if first[1] then found = at_most(found, math.max(1, tonumber(first[2]) - pool.patience() + 1 - now)) end
+  return pool.is_any_urgent() and at_most(found, LOOK_AGAIN_US) or found
 end

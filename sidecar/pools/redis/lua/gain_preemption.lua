@@ -56,7 +56,7 @@ function pool.next_preemption(soonest)
   for level = 0, levels - 1 do
     local after = rules[FIRST_RULE + level][PREEMPT_AFTER_US]
     if after >= 0 and tiers[level][QUEUED] > 0 then
-      local best = pool.best_beside(level, pool.head_of(level), pool.second_head(level))
+      local best = pool.best_beside(level)
       local change = best and best.arrived + after - now or -1
       if change > 0 and (found < 0 or change < found) then found = change end
     end

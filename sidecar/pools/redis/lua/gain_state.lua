@@ -16,7 +16,7 @@ end
 function pool.load_preemption()
   if not pool.preempt then
     define_preemption()
-    define_gain_preemption()
+    pool.define_gain_preemption()
   end
 end
 
@@ -34,7 +34,7 @@ local renew_keys = pool.renew_keys
 
 function pool.renew_keys()
   renew_keys()
-  call('PEXPIRE', prefix .. 'e', KEPT_MS)
+  call('PEXPIRE', pool.due_key(), KEPT_MS)
   for level = 0, levels - 1 do
     for _, name in ipairs({'fs:', 'dl:', 'ul:', 'as:'}) do call('PEXPIRE', pool.gain_key(name, level), KEPT_MS) end
   end

@@ -12,9 +12,13 @@
 --   <root>:<birth>:ul:<level>        zset  the first urgent one
 --   <root>:<birth>:fs:<level>        zset  tenant -> the start tag of its first ticket
 --   <root>:<birth>:as:<level>        zset  tenant that is aside -> the virtual time from which on it is not ahead
---   <root>:<birth>:e                 zset  'LEVEL TICKET' of all calm tickets, by deadline
+--   <root>:<birth>:due               zset  'LEVEL TICKET' of all calm tickets, by deadline
 --
 -- A lane of `f` also has its first ticket and where that starts.
+
+local SCALE, MOST_MADE_URGENT = 1000000, 64 -- as in `scheduling`
+local APART = 'r' -- the lane of the tickets that returned
+local LANE_KEPT_MS, RENEWED_EVERY = 86400000, 64 -- a lane without newcomers for so long vanishes; not all of them renew it
 
 -- By level: the densest ticket or false, and V. By member: the ticket that was read.
 local kept = {best = {}, virtual = {}, tickets = {}}
@@ -23,6 +27,7 @@ local kept = {best = {}, virtual = {}, tickets = {}}
 local CALM, URGENT = {lane = 'D:', tier = 'dl:'}, {lane = 'U:', tier = 'ul:'}
 
 function pool.gain_key(name, level) return prefix .. name .. level end
+function pool.due_key() return prefix .. 'due' end
 function pool.order_key(order, level, lane) return prefix .. order.lane .. level .. ':' .. lane end
 
 function pool.forget_best(level) kept.best[level], kept.virtual[level] = nil, nil end
@@ -49,9 +54,9 @@ function pool.stated_gain(id, level)
   return next_gain and next_gain.id == id and next_gain.level == level and next_gain.text
 end
 
--- What a ticket earns for a second of its engine, if it is admitted now.
-function pool.density(gain, arrived)
-  local late, tokens = now - arrived - gain.start_by, gain.tokens
+-- What a ticket earns for a second of its engine, if it is admitted now, or `at` some time.
+function pool.density(gain, arrived, at)
+  local late, tokens = (at or now) - arrived - gain.start_by, gain.tokens
   if late > 0 then tokens = math.max(0, tokens - (late - late % gain.slack) / gain.slack) end
   local worth = gain.weight * tokens * SCALE
   return (worth - worth % gain.cost) / gain.cost
@@ -71,26 +76,31 @@ function pool.set_gain(ticket, text)
   ticket.gain_text, ticket.gain, ticket.is_apart = text, pool.read_gain(text), string.sub(text, 1, 1) == 'r'
 end
 
+function pool.new_of_member(level, member)
+  local sequence, owner, id, tokens, requests, arrived, weight, text, tenant =
+    match(member, '^(%d+) (%S+) (%S+) (%d+) (%d+) (%d+) (%d+) (%S+) (.*)$')
+  local ticket = {
+    id = id, owner = owner, level = level, tokens = tonumber(tokens), requests = tonumber(requests),
+    sequence = tonumber(sequence), arrived = tonumber(arrived), weight = tonumber(weight), tenant = tenant,
+    is_stored = true, member = member,
+  }
+  pool.set_gain(ticket, text)
+  return ticket
+end
+
 function pool.read_member(level, member)
   local ticket = kept.tickets[member]
   if not ticket then
-    local sequence, owner, id, tokens, requests, arrived, weight, text, tenant =
-      match(member, '^(%d+) (%S+) (%S+) (%d+) (%d+) (%d+) (%d+) (%S+) (.*)$')
-    ticket = {
-      id = id, owner = owner, level = level, tokens = tonumber(tokens), requests = tonumber(requests),
-      sequence = tonumber(sequence), arrived = tonumber(arrived), weight = tonumber(weight), tenant = tenant,
-      is_stored = true, member = member,
-    }
-    pool.set_gain(ticket, text)
+    ticket = pool.new_of_member(level, member)
     kept.tickets[member] = ticket
   end
   return ticket
 end
 
--- The text of the tenant has the figures before it.
+-- The text of the tenant has the figures before it. A space would end it where a text follows.
 function pool.read_ticket(owner, id, record)
   local ticket = read_ticket(owner, id, record)
-  local text, tenant = match(ticket.tenant, '^(%S+) (.*)$')
+  local text, tenant = match(ticket.tenant, '^([^;]+);(.*)$')
   ticket.tenant = tenant
   pool.set_gain(ticket, text)
   return ticket
@@ -98,7 +108,7 @@ end
 
 function pool.ticket_text(ticket, served)
   local tenant = ticket.tenant
-  ticket.tenant = ticket.gain_text .. ' ' .. tenant
+  ticket.tenant = ticket.gain_text .. ';' .. tenant
   local text = ticket_text(ticket, served)
   ticket.tenant = tenant
   return text
@@ -108,10 +118,13 @@ end
 
 local lease_record, read_lease, state_lease = pool.lease_record, pool.read_lease, pool.state_lease
 
-function pool.lease_record(level, tokens, requests, excess, admitted, sequence, arrived, grant)
-  local note, ticket = pool.lease_note, pool.begins
-  if ticket then note = (ticket.in_floor and '1 ' or '0 ') .. (ticket.was_urgent and '1 ' or '0 ') .. ticket.gain_text end
-  return lease_record(level, tokens, requests, excess, admitted, sequence, arrived, grant) .. '\n' .. note
+function pool.note_for(ticket)
+  return (ticket.in_floor and '1 ' or '0 ') .. (ticket.was_urgent and '1 ' or '0 ') .. ticket.gain_text
+end
+
+function pool.lease_record(...)
+  local note = pool.begins and pool.note_for(pool.begins) or pool.lease_note
+  return lease_record(...) .. '\n' .. note
 end
 
 -- A lease that is written is the one that was just read, or one that begins.
@@ -121,15 +134,19 @@ function pool.read_lease(record)
   return read_lease(lease or record)
 end
 
+-- A lease that goes on may have another size: its replica was without the store.
 function pool.state_lease(index, old)
+  local goes_on = pool.is_lease_record(old)
+  if goes_on then pool.book_lease_in_floor(old, -1) end
   pool.lease_note = ''
   state_lease(index, old)
+  if goes_on then pool.book_lease_in_floor(call('HGET', mine, ARGV[index + 1]), 1) end
 end
 
--- Whether a lease is in its tier's floor, whether it was urgent, and its figures.
+-- Whether a lease is in its tier's floor, whether it was urgent, its figures, and what else is known.
 function pool.read_note(record)
-  local in_floor, is_urgent, text = match(record or '', '\n(%d) (%d) (.*)$')
-  return in_floor == '1', is_urgent == '1', text or '-'
+  local in_floor, is_urgent, text, more = match(record or '', '\n(%d) (%d) (%S+) ?(.*)$')
+  return in_floor == '1', is_urgent == '1', text or '-', more
 end
 
 -- -- lanes: that of a tenant is 't' and its name
@@ -212,19 +229,25 @@ function pool.take_out(order, ticket)
   return true
 end
 
--- A ticket with figures that waits: calm, or urgent with its density.
-function pool.enter_gain(ticket, is_urgent)
+-- A ticket with figures that waits: calm, or urgent with its density, which is that of now where it is not known.
+function pool.enter_gain(ticket, is_urgent, density)
   if not ticket.gain then return end
   pool.forget_best(ticket.level)
   if is_urgent then
-    local density = pool.density(ticket.gain, ticket.arrived)
+    density = density or pool.density(ticket.gain, ticket.arrived)
     if density > 0 then pool.put_in(URGENT, ticket, pool.int(-density)) end
   else
-    local deadline = pool.int(ticket.arrived + ticket.gain.deadline)
-    pool.put_in(CALM, ticket, deadline)
-    call('ZADD', prefix .. 'e', deadline, ticket.level .. ' ' .. pool.member_of(ticket))
+    pool.put_in(CALM, ticket, pool.int(ticket.arrived + ticket.gain.deadline))
+    pool.await_deadline(ticket)
   end
 end
+
+-- A calm ticket becomes urgent one day.
+function pool.await_deadline(ticket)
+  call('ZADD', pool.due_key(), pool.int(ticket.arrived + ticket.gain.deadline), ticket.level .. ' ' .. pool.member_of(ticket))
+end
+
+function pool.forget_deadline(ticket) call('ZREM', pool.due_key(), ticket.level .. ' ' .. pool.member_of(ticket)) end
 
 -- Takes it out again. Returns whether it was urgent.
 function pool.leave_gain(ticket)
@@ -232,7 +255,7 @@ function pool.leave_gain(ticket)
   pool.forget_best(ticket.level)
   if pool.take_out(URGENT, ticket) then return true end
   if not pool.take_out(CALM, ticket) then return true end
-  call('ZREM', prefix .. 'e', ticket.level .. ' ' .. pool.member_of(ticket))
+  pool.forget_deadline(ticket)
   return false
 end
 
@@ -304,7 +327,10 @@ end
 -- The first ticket of a tenant that was charged starts where its finish is.
 function pool.delay(level, tenant, lane)
   local start = math.max(tiers[level][VIRTUAL], lane.finish)
-  if lane.waiting == 0 or start <= lane.start then return end
+  if lane.waiting > 0 and start > lane.start then pool.start_at(level, tenant, lane, start) end
+end
+
+function pool.start_at(level, tenant, lane, start)
   lane.start, heads[level] = start, nil
   pool.forget_best(level)
   call('ZADD', pool.gain_key('fs:', level), pool.tag(start), tenant)
@@ -463,7 +489,7 @@ function pool.comes_earlier(one, other)
 end
 
 -- The first of the tickets by level.
-function pool.first_of(tickets)
+function pool.first_by_gain(tickets)
   local first
   for level = 0, levels - 1 do
     local ticket = tickets[level]
@@ -498,7 +524,7 @@ function pool.refresh_densities(lone)
   end
   if meta[REFRESHED] ~= now then meta[REFRESHED], meta[REFRESHES] = now, MOST_REFRESHED end
   while meta[REFRESHES] > 0 do
-    local first = pool.first_of(found)
+    local first = pool.first_by_gain(found)
     if not first then break end
     local density = pool.density(first.gain, first.arrived)
     if density == first.density then break end
@@ -511,20 +537,29 @@ end
 
 -- A ticket whose deadline is nearer than this is urgent. `more` is the cost of one that is not counted yet.
 function pool.patience(more)
-  local cost = more or 0
+  local cost, halves = more or 0, 2 * pool.engines_that_work()
   for level = 0, levels - 1 do cost = cost + tiers[level][COST] end
-  return (cost - cost % 2) / 2
+  return (cost - cost % halves) / halves
 end
 
+function pool.engines_that_work() return 1 end
+
+-- Returns how many tickets become urgent.
 function pool.make_urgent()
-  local before = now + pool.patience()
-  for _ = 1, MOST_MADE_URGENT do
-    local first = call('ZRANGE', prefix .. 'e', 0, 0, 'WITHSCORES')
-    if not first[1] or tonumber(first[2]) >= before then return end
-    call('ZREM', prefix .. 'e', first[1])
+  local before, made = now + pool.patience(), 0
+  while made < MOST_MADE_URGENT do
+    local first = call('ZRANGE', pool.due_key(), 0, 0, 'WITHSCORES')
+    if not first[1] or tonumber(first[2]) >= before then break end
+    call('ZREM', pool.due_key(), first[1])
     local level, member = match(first[1], '^(%d+) (.*)$')
-    local ticket = pool.read_member(tonumber(level), member)
-    if not pool.take_out(CALM, ticket) then return pool.damaged() end
-    pool.enter_gain(ticket, true)
+    pool.make_one_urgent(tonumber(level), member)
+    made = made + 1
   end
+  return made
+end
+
+function pool.make_one_urgent(level, member)
+  local ticket = pool.read_member(level, member)
+  if not pool.take_out(CALM, ticket) then return pool.damaged() end
+  pool.enter_gain(ticket, true)
 end

@@ -115,13 +115,16 @@ function pool.enter(id, level, tenant, weight, tokens, requests, promised)
   if ticket.is_admitted then return end
   if places == 0 then -- a tier without a queue: the ticket is admitted at once or refused
     if ticket.is_stored then
-      -- After a request that returned, the heads are read anew: it may have been admitted as another table.
-      if string.sub(call('HGET', mine, id), 1, 1) == 'L' then return end
+      -- After a request that returned, the heads are read anew: it may have been admitted as another table, or claim an engine.
+      local record = call('HGET', mine, id)
+      if string.sub(record, 1, 1) == 'L' then return end
       call('HDEL', mine, id)
+      pool.withdraw(pool.read_ticket(me, id, record))
+    else
+      local overtaken = pool.overtaken_at(ticket.sequence)
+      pool.remove(ticket)
+      pool.settle_steps(ticket, overtaken)
     end
-    local overtaken = pool.overtaken_at(ticket.sequence)
-    pool.remove(ticket)
-    pool.settle_steps(ticket, overtaken)
     refused[#refused + 1] = id
     pool.dispatch()
   elseif not ticket.is_stored then

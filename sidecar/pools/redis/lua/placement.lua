@@ -1,5 +1,10 @@
 -- Placement: the engines' ledgers, and the choice of an engine. The twin of `scheduling/placement.py`.
 
+-- The most tickets that a walk places, and the most claimants. More where replicas reach different engines: the tickets of
+-- one whose engines are full would else keep those of another from an engine that has room.
+local MOST_LOOKED_AT, MOST_WHERE_REACH_DIFFERS = 16, 128
+local PATIENCE_US, PATIENCE_US_PER_HIT = 5000000, 500 -- as in `scheduling/placement.py`
+
 function pool.engines_key() return prefix .. 'e' end
 
 function pool.ledger(id)

@@ -21,6 +21,9 @@ function pool.fits(candidate)
   return tokens >= 0 and requests >= 0
 end
 
+-- What a tier holds that counts in its reserve.
+function pool.in_reserve(tier) return tier[HELD_TOKENS], tier[HELD_REQUESTS] end
+
 -- Rule 3: whether the ticket would fit once all after it had released what they hold beyond their reserves.
 function pool.holds_its_place(candidate)
   if candidate.order_class == CLASS_ALWAYS_FIRST then return true end
@@ -31,8 +34,9 @@ function pool.holds_its_place(candidate)
       local rule, tier = rules[FIRST_RULE + level], tiers[level]
       local kept_tokens, kept_requests = tier[HELD_TOKENS], tier[HELD_REQUESTS]
       if rule[ALWAYS_FIRST] == 0 and not (candidate.order_class == CLASS_OTHER and level < candidate.yields_to) then
-        kept_tokens = math.min(kept_tokens, rule[RESERVE_TOKENS])
-        kept_requests = math.min(kept_requests, rule[RESERVE_REQUESTS])
+        local tokens_inside, requests_inside = pool.in_reserve(tier)
+        kept_tokens = math.min(tokens_inside, rule[RESERVE_TOKENS])
+        kept_requests = math.min(requests_inside, rule[RESERVE_REQUESTS])
       end
       if level < candidate.headroom_level then
         kept_tokens = math.max(kept_tokens, rule[HEADROOM_TOKENS])
