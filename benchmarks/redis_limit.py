@@ -45,7 +45,7 @@ class RecordingConnection(StoreConnection):
     """Notes what every answer says is held, which the script computes behind all operations of its call."""
 
     def __init__(self, client: Any, pool: str, seen: Seen) -> None:
-        super().__init__(client, pool)
+        super().__init__(client, pool, source())
         self._seen = seen
 
     async def call(self, arguments: Sequence[Argument], within_s: float = ANSWER_WITHIN_S) -> list[Any]:

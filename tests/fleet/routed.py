@@ -17,6 +17,7 @@ from sidecar.app import AdmissionMiddleware
 from sidecar.fleet.routing import FleetRouting, ReplayReason
 from sidecar.policy.compiler import load
 from sidecar.pools.fleet import FleetPool
+from sidecar.pools.redis import RedisFleetPool
 from tests.fleet.waiting import until
 from tests.support.engine import Connection, RawEngine, Received, raw_engine
 from tests.support.middleware import Recorder, tasks_of_ours
@@ -103,8 +104,8 @@ class Routed:
         self.controller.observer = self.recorder
         assert isinstance(self.controller.routing, FleetRouting)
         self.routing = self.controller.routing
-        assert isinstance(self.routing.pool, FleetPool)
-        self.pool = self.routing.pool
+        assert isinstance(self.routing.pool, FleetPool | RedisFleetPool)
+        self.pool: Any = self.routing.pool
         self.fleet = self.routing.fleet
 
     async def ask(
@@ -160,13 +161,14 @@ class Routed:
         state: Any = self.controller.state()
         pool = state["pool"]
         found: list[object] = [pool["leases"], pool["waiting"], state["under_way"], state["aborting"]["requests"]]
-        found += [state["aborting"]["tokens"], len(self.pool._waiting), *tasks_of_ours()]
+        is_shared = isinstance(self.pool, RedisFleetPool)  # then its own tasks go on
+        found += [state["aborting"]["tokens"], *(() if is_shared else (len(self.pool._waiting), *tasks_of_ours()))]
         for engine in self.pool.engines():
             found += [engine.held_tokens, engine.held_requests, engine.unprefilled_tokens, engine.claims]
         found += [member.in_flight for member in self.fleet.members()]
-        scheduler = self.pool._runtime.scheduler
         for level, tier in enumerate(pool["tiers"]):
-            found += [tier["held"]["tokens"], tier["held"]["requests"], scheduler.held_prefill(level)]
+            found += [tier["held"]["tokens"], tier["held"]["requests"]]
+            found += [] if is_shared else [self.pool._runtime.scheduler.held_prefill(level)]
         return [it for it in found if it]
 
 

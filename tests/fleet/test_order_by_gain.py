@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from sidecar.app import STORE_VARIABLE, AdmissionMiddleware
-from sidecar.policy.compiler import load
+from sidecar.app import STORE_VARIABLE
+from sidecar.pools.redis import RedisFleetPool
 from sidecar.scheduling.gain_fleet_scheduler import GainFleetScheduler
 from tests.fleet.routed import Act, Routed, Rude, changed, engines_of, ok, routed, rude, write_policy
 from tests.fleet.waiting import until
 from tests.support.engine import Connection, Received
+from tests.support.redis_servers import RedisServer, first_binary
 
 pytestmark = pytest.mark.anyio
 SLO = "max_wait: 30s}, slo: {ttft: 2s, tpot: 100ms}, gain: {weight: 4}}"
 PATIENT = {"x-priority": "normal", "x-slo-ttft-ms": "60000"}
+
+
+@pytest.fixture(autouse=True, params=["one process", "store"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where the pool is kept."""
+    if request.param == "one process":
+        yield
+        return
+    with RedisServer(first_binary(), tmp_path) as server:
+        monkeypatch.setenv(STORE_VARIABLE, server.url)
+        yield
 
 
 class Held:
@@ -61,7 +72,8 @@ async def stand(folder: Path, **settings: str) -> AsyncIterator[tuple[Routed, He
     """Two engines, both busy."""
     held = Held()
     async with rude(held.act(), held.act()) as engines, routed(by_gain(folder, engines, **settings)) as sidecar:
-        assert isinstance(sidecar.pool._runtime.scheduler, GainFleetScheduler)
+        is_shared = isinstance(sidecar.pool, RedisFleetPool)
+        assert is_shared or isinstance(sidecar.pool._runtime.scheduler, GainFleetScheduler)
         running = [sidecar.begin(headers=named("running")) for _ in range(2)]
         await until(lambda: len(held.came) == 2)
         yield sidecar, held
@@ -121,35 +133,8 @@ async def test_a_reload_keeps_what_waits_and_its_order(tmp_path: Path) -> None:
 
 async def test_the_floor_is_filled_in_fair_order_before_any_gain(tmp_path: Path) -> None:
     async with stand(tmp_path, more="order: gain\nfair: 100%") as (sidecar, held):
-        assert sidecar.pool._runtime.scheduler.rules.tiers[2].reserve_requests == 0
         path = tmp_path / "policy.yaml"
         path.write_text(path.read_text().replace("batch: {", "batch: {reserve: 50%, "))
         changed(sidecar, path)
         waiting = await in_queue(sidecar, named("urgent"), named("bulk", {"x-priority": "batch"}))
         assert await held.serve(waiting) == ["bulk", "urgent"]
-
-
-MOUNTED = """\
-engine: vllm
-engines: {mounted: true, capacity: {tokens: 100k, requests: 8}}
-order: gain
-anonymous: normal
-tiers: {normal: {slo: {ttft: 1s, tpot: 50ms}}}
-"""
-
-
-@pytest.mark.parametrize("is_mounted", [False, True])
-def test_a_store_is_refused_wherever_it_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_mounted: bool
-) -> None:
-    """It would order by level, and no one would notice."""
-    monkeypatch.setenv(STORE_VARIABLE, "redis://127.0.0.1:1/0")
-    path = write_policy(tmp_path / "policy.yaml", "  static: [{name: a, url: 'http://a:8000'}]", more="order: gain")
-    if is_mounted:
-        path.write_text(MOUNTED)
-    with pytest.raises(ValueError, match="a pool of several engines in a store orders by level only"):
-        AdmissionMiddleware(engine if is_mounted else None, load(path))
-
-
-async def engine(scope: Any, receive: Any, send: Any) -> None:
-    """An app that is never asked."""

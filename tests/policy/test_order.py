@@ -45,16 +45,11 @@ def test_with_several_engines_the_floor_is_counted_in_prompts_too(tmp_path: Path
     assert (high.headroom_tokens, high.headroom_prefill) == (100, 40)
 
 
-def test_engines_in_a_store_are_refused(tmp_path: Path) -> None:
-    said = "a pool of several engines in a store orders by level only; remove `order: gain`, `engines` or `store`"
+def test_it_goes_with_a_store_and_with_engines_there(tmp_path: Path) -> None:
+    assert load(pool(tmp_path, f"{GAIN}store: redis://a:6379/0\n")).order is Order.GAIN
     text = GAIN.replace("capacity: {tokens: 1000, requests: 10}\n", "")
     text += "engines: {static: [{name: a, url: 'http://a:8000', capacity: {tokens: 10k, requests: 8}}]}\n"
-    (found,) = mistakes(pool(tmp_path, f"{text}store: redis://a:6379/0\n"))
-    assert found.endswith(f"order: {said}")
-
-
-def test_one_engine_goes_with_a_store(tmp_path: Path) -> None:
-    assert load(pool(tmp_path, f"{GAIN}store: redis://a:6379/0\n")).order is Order.GAIN
+    assert load(pool(tmp_path, f"{text}store: redis://a:6379/0\n")).order is Order.GAIN
 
 
 def test_another_word_is_refused(tmp_path: Path) -> None:

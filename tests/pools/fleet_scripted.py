@@ -191,6 +191,7 @@ class Triplets(Twins):
         self.clock.us = self.now_us
         states, self.states = self.states, False
         said, self.said = self.said, []
+        stated = self.statement() if states else []
         admissions: list[Admission] = []
         decide = self.scheduler.dispatch
 
@@ -212,7 +213,7 @@ class Triplets(Twins):
             placed = super().dispatch()
         finally:
             del self.scheduler.dispatch, self.scheduler.preempt
-        reply = self.replica.sync(*self.statement(), known=1, installs=False) if states else self.replica.call(*said)
+        reply = self.replica.sync(*stated, known=1, installs=False) if states else self.replica.call(*said)
         self.reply = reply
         assert [self._figures(each) for each in admissions] == [
             self._theirs(lease_id, wait) for lease_id, wait in reply.grants
@@ -335,7 +336,7 @@ class TwoReplicas(Triplets):
 
     def open(self, client: Any) -> TwoReplicas:
         super().open(client)
-        self.second = ScriptedFleet(client, self.clock, self.replica.policy, "replica-b")
+        self.second = self.replica_type(client, self.clock, self.replica.policy, "replica-b")
         self.second.sync(known=1, installs=False)
         return self
 
@@ -394,3 +395,7 @@ class TwoReplicas(Triplets):
                 if record.startswith(b"L"):
                     found[name.decode()] = record.split()[8].decode()
         return found
+
+
+class TwoGainReplicas(TwoReplicas, GainTriplets):
+    """The same by gain."""

@@ -125,7 +125,12 @@ def run_two(client: Any, seed: int, steps: int) -> int:
     """How many were admitted in a pool of two replicas, of which one cannot use some engines."""
     client.flushall()
     luck = random.Random(seed)
-    two = TwoReplicas(random_policy(luck)).open(client)
+    return play_two(client, TwoReplicas(random_policy(luck)), luck, steps)
+
+
+def play_two(client: Any, two: TwoReplicas, luck: random.Random, steps: int) -> int:
+    """Random operations on a pool of two replicas."""
+    two.open(client)
     for name in NAMES[: luck.randint(2, 5)]:
         two.set_engine(name)
         two.dispatch()

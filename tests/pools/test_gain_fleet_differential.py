@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pools.fleet_scripted import GainTriplets
-from tests.pools.test_fleet_differential import everything_ends
-from tests.support.redis_servers import RedisServer
+from tests.pools.fleet_scripted import GainTriplets, ScriptedGainFleet, TwoGainReplicas
+from tests.pools.test_fleet_differential import everything_ends, only_moments, play_two
+from tests.support.redis_servers import RedisServer, first_binary
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scheduling"))
 
-from fleets import NAMES, hot_ticket, operate, random_ticket
+from fleets import NAMES, OFTEN, hot_ticket, operate, random_ticket
+from strategies import random_policy
 from test_gain_fleet import policy_by
+from test_gain_oracle import by_gain
 
 TICKETS = {"any": random_ticket, "hot": hot_ticket}
 
@@ -56,6 +59,55 @@ def test_the_fake_redis_chooses_engines_by_gain_as_one_process_does(kind: str) -
 @pytest.mark.parametrize("kind", TICKETS)
 def test_a_real_server_chooses_engines_by_gain_as_one_process_does(client: Any, kind: str, seed: int) -> None:
     assert run(client, kind, seed, 150).admitted
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_engines_that_a_replica_cannot_use_are_as_barred_for_its_requests(
+    client: Any, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.delitem(OFTEN, "pause")  # the one replica that cannot reach any engine is another matter
+    monkeypatch.setattr("fleets.some_time", only_moments)
+    client.flushall()
+    luck = random.Random(seed)
+    two = TwoGainReplicas(by_gain(random_policy(luck), Fraction(1, 4)), seed=seed)
+    assert play_two(client, two, luck, 100)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("ticket.charged_from = math.max(lane.finish, lane.start)", "ticket.charged_from = lane.finish"),
+        ("return ticket.patient_until - pool.patience_of(ticket)", "return LATEST_US"),  # claims have no order
+        ("if place == kept then found = kept end", ""),  # no claimant keeps its engine
+        ("found[ticket.sequence], is_first = CLASS_INSIDE, false", "found[ticket.sequence] = CLASS_INSIDE"),
+        ("if not owes or pool.is_small(ticket) then", "do"),
+        ("(not last or is_before_in_fair_order(ticket, last))", "true"),  # claims by gain fill floors, too
+        ("function pool.prefill_in_reserve(tier) return tier[FLOOR_PREFILL] end", ""),
+        ("if meta[WAITING] > 0 then pool.refresh_densities() end", ""),
+        ("function pool.engines_that_work() return math.max(1, #pool.taking()) end", ""),
+        ("if tiers[level][ASIDE] > 0 then pool.bring_back(level, tenant) end", ""),
+        ("if claimant.gain and not claimant.is_urgent then pool.forget_deadline(claimant) end", ""),
+        ("if best and best.sequence == ticket.sequence then fleet[SAME_UNTIL] = 0 end", ""),
+        ("return lease.engine == pool.target and is_eligible", "return is_eligible"),
+        ("ticket.start, lane.finish = ticket.charged_from, ticket.charge", "lane.finish = ticket.charge"),
+    ],
+)
+def test_another_rule_in_the_script_is_noticed(
+    servers: Any, monkeypatch: pytest.MonkeyPatch, right: str, wrong: str
+) -> None:
+    """The negative controls."""
+    server = servers[first_binary().name]
+    assert ScriptedGainFleet.source is not None
+    assert right in ScriptedGainFleet.source
+    monkeypatch.setattr(ScriptedGainFleet, "source", ScriptedGainFleet.source.replace(right, wrong))
+    with (  # noqa: PT012
+        redis.Redis(host=server.host, port=server.port) as client,
+        pytest.raises((AssertionError, redis.ResponseError)),
+    ):
+        for seed in range(60):
+            for kind in sorted(TICKETS, reverse=True):
+                run(client, kind, seed, 150)
 
 
 @pytest.mark.soak

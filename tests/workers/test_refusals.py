@@ -55,18 +55,6 @@ async def test_a_port_that_other_workers_share_is_refused(tmp_path: Path) -> Non
     assert said == f"sidecar: cannot listen on 127.0.0.1:{port}: Address already in use"
 
 
-async def test_an_order_that_no_store_knows_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "policy.yaml"
-    tiers = "tiers: {normal: {slo: {ttft: 1s, tpot: 50ms}}}\n"
-    engines = "engines: {static: [{name: a, url: 'http://127.0.0.1:9', capacity: {tokens: 10k, requests: 8}}]}\n"
-    path.write_text(f"engine: vllm\n{engines}{tiers}anonymous: normal\norder: gain\n")
-    said = await refusal("--policy", str(path))
-    assert said == (
-        "sidecar: a pool of several engines in a store orders by level only: remove `order: gain` or `engines` from "
-        "the policy, or --workers 2, which keeps the pool in one"
-    )
-
-
 @pytest.mark.long
 async def test_what_no_process_could_serve_is_refused_once(tmp_path: Path) -> None:
     policy = str(write_policy(tmp_path))

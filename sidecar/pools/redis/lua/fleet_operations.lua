@@ -118,7 +118,7 @@ function pool.state_one(operation, index)
     return index + 2
   elseif operation == 'g' then
     pool.state_engines(first)
-    pool.dispatch()
+    if stage == '' then pool.dispatch() end -- else a ticket could be admitted that this statement still calls waiting
     return index + 2
   elseif operation == 'i' then
     pool.prefilled(first)
