@@ -140,7 +140,7 @@ class Preemption:
         chosen: list[Ticket] = []
         is_enough = False
         for lease in self._eligible(order[-1], rules, now_us):
-            if self._tiers[lease.tier].has_its_reserve_without(lease):
+            if self._may_be_taken(lease, order[-1], now_us):
                 chosen.append(lease)
                 self._book((lease,), -1)
                 is_enough = self._all_fit(order)
@@ -172,7 +172,7 @@ class Preemption:
         spare: list[Ticket] = []  # of no use until one ticket more fits
         burst.grow()
         for lease in () if burst.is_whole else self._eligible(served, rules, now_us):
-            if lease in taken or not self._tiers[lease.tier].has_its_reserve_without(lease):
+            if lease in taken or not self._may_be_taken(lease, served, now_us):
                 continue
             spare.append(lease)
             self._book((lease,), -1)
@@ -185,7 +185,7 @@ class Preemption:
         return chosen
 
     def _eligible(self, served: Candidate, rules: PoolRules, now_us: int) -> list[Ticket]:
-        """The leases that satisfy 1, 3 and 4, in the order in which they are chosen."""
+        """The leases of tiers that satisfy 1, 3 and 4, in the order in which they are chosen."""
         largest: dict[int, tuple[int, int]] = {}
         for level in range(served.ticket.tier + 1, len(self._tiers)):
             tier = self._tiers[level]
@@ -201,9 +201,14 @@ class Preemption:
             and lease.returns < rules.max_preemptions
             and lease.tokens <= most[0]
             and lease.requests <= most[1]
-            and not self._order.comes_before(lease, served, now_us)
         ]
         return sorted(found, key=lambda lease: -lease.tier)  # stable: the latest admitted stay first
+
+    def _may_be_taken(self, lease: Ticket, served: Candidate, now_us: int) -> bool:
+        """Whether a lease satisfies 2 and the rest of 3, beside those that were taken before it."""
+        return self._tiers[lease.tier].has_its_reserve_without(lease) and not self._order.comes_before(
+            lease, served, now_us
+        )
 
     def _book(self, leases: Sequence[Ticket], sign: int) -> None:
         for lease in leases:

@@ -475,10 +475,11 @@ class FleetOracle(Oracle):
         leaving = [request for request in self.held() if request.chosen]
         with self._without(leaving):
             target = self.claimed_by_last(before, now_us)
+            takeable = self.takeable_for(asking, now_us)
         chosen: list[Request] = []
         is_enough = self.would_fit_without(leaving, before, now_us)
-        for lease in () if is_enough else self.takeable_for(asking, now_us):
-            if lease.engine == target and not self.gives_up_its_reserve([*leaving, *chosen, lease], lease.tier):
+        for lease in () if is_enough else takeable:
+            if lease.engine == target and self.may_be_taken(lease, asking, [*leaving, *chosen], now_us):
                 chosen.append(lease)
                 if self.would_fit_without([*leaving, *chosen], before, now_us):
                     break
@@ -489,7 +490,8 @@ class FleetOracle(Oracle):
             if self.would_fit_without([*leaving, *others], before, now_us):
                 chosen = others
         if self.policy.tiers[asking.tier].always_first:
-            takeable = [lease for lease in self.takeable_for(asking, now_us) if lease.engine == target is not None]
+            with self._without([*leaving, *chosen]):
+                takeable = [it for it in self.takeable_for(asking, now_us) if it.engine == target is not None]
             chosen += self.taken_for_burst(asking, takeable, [*leaving, *chosen], now_us)
         for lease in chosen:
             lease.chosen = True

@@ -395,7 +395,7 @@ class Oracle:
         for lease in takeable:
             if self.would_fit_without([*leaving, *chosen], before, now_us):
                 break
-            if not self.gives_up_its_reserve([*leaving, *chosen, lease], lease.tier):
+            if self.may_be_taken(lease, asking, [*leaving, *chosen], now_us):
                 chosen.append(lease)
         if not self.would_fit_without([*leaving, *chosen], before, now_us):
             return []
@@ -404,6 +404,8 @@ class Oracle:
             if self.would_fit_without([*leaving, *others], before, now_us):
                 chosen = others
         if self.policy.tiers[asking.tier].always_first:
+            with self._without([*leaving, *chosen]):
+                takeable = self.takeable_for(asking, now_us)
             chosen += self.taken_for_burst(asking, takeable, [*leaving, *chosen], now_us)
         for lease in chosen:
             lease.chosen = True
@@ -419,7 +421,7 @@ class Oracle:
             fitting = self.fitting_of_burst(asking, [*gone, *chosen], now_us)
             if fitting == self.size_of_burst(asking):
                 break
-            if lease in gone or self.gives_up_its_reserve([*gone, *chosen, *spare, lease], lease.tier):
+            if lease in gone or not self.may_be_taken(lease, asking, [*gone, *chosen, *spare], now_us):
                 continue
             spare.append(lease)
             if self.fitting_of_burst(asking, [*gone, *chosen, *spare], now_us) > fitting:
@@ -466,9 +468,15 @@ class Oracle:
             and not lease.chosen
             and len(lease.returns) < self.policy.max_preemptions
             and self.could_come_back(lease)
-            and not any(self._is_before(other, first, now_us) for other in (lease, *self.next_of(lease.tier, now_us)))
+            and not any(self._is_before(other, first, now_us) for other in self.next_of(lease.tier, now_us))
         ]
         return sorted(found, key=lambda lease: (lease.tier, order[lease.id]), reverse=True)
+
+    def may_be_taken(self, lease: Request, asking: Request, gone: list[Request], now_us: int) -> bool:
+        """Whether its tier keeps its reserve, and it would not come first in its turn, with these gone before it."""
+        with self._without(gone):
+            comes_first = self._is_before(lease, asking, now_us)
+        return not comes_first and not self.gives_up_its_reserve([*gone, lease], lease.tier)
 
     def next_of(self, tier: int, now_us: int) -> list[Request]:
         return [head for head in self.heads(now_us) if head.tier == tier]
