@@ -302,7 +302,7 @@ end
 function pool.next_change_of_waiting()
   local found = next_change_of_waiting()
   if meta[WAITING] == 0 then return found end
-  local first = call('ZRANGE', pool.due_key(), 0, 0, 'WITHSCORES')
-  if first[1] then found = at_most(found, math.max(1, tonumber(first[2]) - pool.patience() + 1 - now)) end
+  local deadline = pool.first_due()
+  if deadline then found = at_most(found, math.max(1, deadline - pool.patience() + 1 - now)) end
   return pool.is_any_urgent() and at_most(found, LOOK_AGAIN_US) or found
 end

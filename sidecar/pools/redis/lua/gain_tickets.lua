@@ -20,8 +20,8 @@ local SCALE, MOST_MADE_URGENT = 1000000, 64 -- as in `scheduling`
 local APART = 'r' -- the lane of the tickets that returned
 local LANE_KEPT_MS, RENEWED_EVERY = 86400000, 64 -- a lane without newcomers for so long vanishes; not all of them renew it
 
--- By level: the densest ticket or false, and V. By member: the ticket that was read.
-local kept = {best = {}, virtual = {}, tickets = {}}
+-- By level: the densest ticket or false, and V. By member: the ticket that was read. DUE: the earliest deadline or false.
+local kept = {best = {}, virtual = {}, tickets = {}, due = nil}
 
 -- A lane's two orders, and the tier's of the first of all lanes.
 local CALM, URGENT = {lane = 'D:', tier = 'dl:'}, {lane = 'U:', tier = 'ul:'}
@@ -244,10 +244,23 @@ end
 
 -- A calm ticket becomes urgent one day.
 function pool.await_deadline(ticket)
-  call('ZADD', pool.due_key(), pool.int(ticket.arrived + ticket.gain.deadline), ticket.level .. ' ' .. pool.member_of(ticket))
+  local deadline = ticket.arrived + ticket.gain.deadline
+  call('ZADD', pool.due_key(), pool.int(deadline), ticket.level .. ' ' .. pool.member_of(ticket))
+  if kept.due ~= nil then kept.due = math.min(kept.due or deadline, deadline) end
 end
 
-function pool.forget_deadline(ticket) call('ZREM', pool.due_key(), ticket.level .. ' ' .. pool.member_of(ticket)) end
+function pool.forget_deadline(ticket)
+  call('ZREM', pool.due_key(), ticket.level .. ' ' .. pool.member_of(ticket))
+  kept.due = nil
+end
+
+-- The earliest deadline of the calm tickets, false where there is none, and its entry where that is wanted.
+function pool.first_due(is_entry_wanted)
+  if kept.due ~= nil and not (kept.due and is_entry_wanted) then return kept.due end
+  local first = call('ZRANGE', pool.due_key(), 0, 0, 'WITHSCORES')
+  kept.due = tonumber(first[2]) or false
+  return kept.due, first[1]
+end
 
 -- Takes it out again. Returns whether it was urgent.
 function pool.leave_gain(ticket)
@@ -548,10 +561,12 @@ function pool.engines_that_work() return 1 end
 function pool.make_urgent()
   local before, made = now + pool.patience(), 0
   while made < MOST_MADE_URGENT do
-    local first = call('ZRANGE', pool.due_key(), 0, 0, 'WITHSCORES')
-    if not first[1] or tonumber(first[2]) >= before then break end
-    call('ZREM', pool.due_key(), first[1])
-    local level, member = match(first[1], '^(%d+) (.*)$')
+    local deadline = pool.first_due()
+    if not deadline or deadline >= before then break end
+    local _, entry = pool.first_due(true)
+    call('ZREM', pool.due_key(), entry)
+    kept.due = nil
+    local level, member = match(entry, '^(%d+) (.*)$')
     pool.make_one_urgent(tonumber(level), member)
     made = made + 1
   end
