@@ -148,7 +148,7 @@ function pool.state_lease(index, old)
   local stated = pool.stated_placing and cjson.decode(pool.stated_placing) or {'-', 0}
   local engine, unprefilled = stated[1], stated[2]
   local owed, admitted, sequence, arrived, text, owed_prefill = 0, 0, 0, 0, id .. ' @' .. engine, 0
-  local prefill = unprefilled
+  local prefill = math.min(unprefilled, rules[FIRST_RULE + level][MOST_PREFILL])
   if pool.is_lease_record(old) then -- the lease goes on, so nothing is owed for it yet
     local old_level, held, old_requests, on_engine
     old_level, held, old_requests, text, owed, admitted, sequence, arrived, on_engine = pool.read_lease(old)
@@ -164,7 +164,6 @@ function pool.state_lease(index, old)
   elseif old then
     pool.end_record(me, id, old)
   end
-  prefill = math.min(prefill, rules[FIRST_RULE + level][MOST_PREFILL])
   pool.book(level, tokens, requests)
   pool.book_engine(level, engine, tokens, requests, prefill, unprefilled)
   meta[LEASES] = meta[LEASES] + 1
