@@ -27,10 +27,20 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     """Where the pool is kept."""
     if request.param == "one process":
         yield
-        return
-    with RedisServer(first_binary(), tmp_path) as server:
+    else:
+        with RedisServer(first_binary(), tmp_path) as server:
+            monkeypatch.setenv(STORE_VARIABLE, server.url)
+            yield
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisServer]:
+    """A store that the test may kill."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    with RedisServer(first_binary(), folder) as server:
         monkeypatch.setenv(STORE_VARIABLE, server.url)
-        yield
+        yield server
 
 
 class Held:
@@ -138,3 +148,15 @@ async def test_the_floor_is_filled_in_fair_order_before_any_gain(tmp_path: Path)
         changed(sidecar, path)
         waiting = await in_queue(sidecar, named("urgent"), named("bulk", {"x-priority": "batch"}))
         assert await held.serve(waiting) == ["bulk", "urgent"]
+
+
+@pytest.mark.parametrize("place", ["one process"], indirect=True)
+@pytest.mark.long
+async def test_without_the_store_a_replica_keeps_the_order_on_its_parts(tmp_path: Path, store: RedisServer) -> None:
+    async with stand(tmp_path) as (sidecar, held):
+        waiting = await in_queue(sidecar, named("patient", PATIENT), named("urgent"))
+        store.kill()
+        await until(lambda: sidecar.pool._partition is not None, 20)
+        assert isinstance(sidecar.pool._partition.scheduler, GainFleetScheduler)
+        waiting += await in_queue(sidecar, named("patient too", PATIENT), named("urgent too"))
+        assert await held.serve(waiting) == ["urgent", "urgent too", "patient", "patient too"]
