@@ -17,6 +17,7 @@ from benchmarks.redis_setup import NORMAL, Figure, plain_client, replica, shippe
 from sidecar.policy.model import Policy
 from sidecar.pools import Ask
 from sidecar.pools.redis import RedisPool, protocol
+from sidecar.pools.redis.script import source
 
 AT_ONCE = 256
 ASK = Ask(NORMAL, "acme", 1, 1_000, 1)
@@ -112,7 +113,7 @@ class CallEach:
         self._sha = ""
 
     async def __aenter__(self) -> CallEach:
-        self._sha = await self._client.script_load(protocol.source())
+        self._sha = await self._client.script_load(source())
         await self._call(protocol.SYNC, 1, protocol.rules_text(self._policy, self._policy.rules), 1, 0)
         return self
 

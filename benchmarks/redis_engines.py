@@ -28,6 +28,7 @@ from redis.retry import Retry
 from benchmarks.redis_setup import chosen_binary, running_server, shipped_policy, version_of
 from sidecar.pools.base import Ask
 from sidecar.pools.redis import protocol
+from sidecar.pools.redis.script import source
 from sidecar.scheduling.placement import EngineOffer
 from tests.support.redis_servers import free_port
 
@@ -49,8 +50,7 @@ class Subject:
         policy = shipped_policy(f"cost-{engines}-{waiting}")
         self._client = client
         self._root = protocol.root_key(policy.pool, has_engines=engines > 0)
-        source = protocol.source(has_engines=bool(engines))
-        self._sha = client.script_load(source)
+        self._sha = client.script_load(source(has_engines=bool(engines)))
         self._ids = count(1)
         self._leases: deque[int] = deque()
         text = protocol.engines_rules_text(policy, 300) if engines else protocol.rules_text(policy, policy.rules)

@@ -18,7 +18,8 @@ from sidecar.policy.store import store_address
 from sidecar.pools import Ask
 from sidecar.pools.redis import Connect, RedisPool, connector
 from sidecar.pools.redis.connection import ANSWER_WITHIN_S, StoreConnection
-from sidecar.pools.redis.protocol import OK, Argument, read_reply, source
+from sidecar.pools.redis.protocol import OK, Argument, read_reply
+from sidecar.pools.redis.script import source
 
 POOL_TOKENS = 10_000
 REPLICAS, AT_ONCE_EACH = 5, 100

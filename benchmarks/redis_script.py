@@ -16,6 +16,7 @@ from benchmarks.redis_setup import BATCH, HIGH, LOW, NORMAL, Figure, plain_clien
 from sidecar.policy.model import Order, Policy
 from sidecar.pools import Ask
 from sidecar.pools.redis import protocol
+from sidecar.pools.redis.script import source
 from sidecar.scheduling.gain import GainFigures
 
 FEW, MANY = 100, 100_000
@@ -64,7 +65,7 @@ class Queue:
         order = Order.GAIN if is_by_gain else Order.LEVEL
         self._policy = _without_bounds(shipped_policy(f"waiting-{waiting}-{order}").ordered_by(order))
         self._root = protocol.root_key(self._policy.pool, is_by_gain=is_by_gain)
-        self._source = protocol.source(is_by_gain=is_by_gain)
+        self._source = source(is_by_gain=is_by_gain)
         self._is_by_gain = is_by_gain
         self._tenants = tenants
         self._luck = Random(7)

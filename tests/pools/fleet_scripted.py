@@ -21,6 +21,7 @@ from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools.base import Ask
 from sidecar.pools.redis import protocol
 from sidecar.pools.redis.protocol import Argument, Reply
+from sidecar.pools.redis.script import joined
 from sidecar.scheduling import Admission
 from sidecar.scheduling.placement import WEIGHT_PERCENT
 from tests.pools.harness import Clock, policy_of
@@ -31,7 +32,7 @@ from tests.pools.scripted import Scripted, finish_tags
 class ScriptedFleet(Scripted):
     """One replica of a pool of several engines."""
 
-    source = clocked(protocol.source(has_engines=True))
+    source = clocked(joined(has_engines=True))
 
     def rules_text(self) -> str:
         return protocol.engines_rules_text(self.policy, WEIGHT_PERCENT)
@@ -299,7 +300,7 @@ class Triplets(Twins):
 class ScriptedGainFleet(ScriptedFleet):
     """The same of a pool that orders by gain."""
 
-    source = clocked(protocol.source(has_engines=True, is_by_gain=True))
+    source = clocked(joined(has_engines=True, is_by_gain=True))
 
 
 class GainTriplets(Triplets, GainTwins):

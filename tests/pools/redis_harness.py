@@ -16,7 +16,8 @@ from sidecar.policy.store import store_address
 from sidecar.pools import Pool
 from sidecar.pools.redis import RedisPool
 from sidecar.pools.redis.connection import ANSWER_WITHIN_S, StoreConnection, connector
-from sidecar.pools.redis.protocol import Argument, root_key, source
+from sidecar.pools.redis.protocol import Argument, root_key
+from sidecar.pools.redis.script import joined, source
 from tests.pools.harness import Clock, allow_any_size
 from tests.support.redis_servers import RedisServer
 
@@ -31,7 +32,7 @@ def clocked(script: str) -> str:
     return script.replace(CLOCK_LINE, CLOCK)
 
 
-CLOCKED_SOURCE, CLOCKED_GAIN_SOURCE = clocked(source()), clocked(source(is_by_gain=True))
+CLOCKED_SOURCE, CLOCKED_GAIN_SOURCE = clocked(joined()), clocked(joined(is_by_gain=True))
 
 _pools = count(1)
 

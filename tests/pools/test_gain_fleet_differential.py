@@ -105,7 +105,7 @@ def test_another_rule_in_the_script_is_noticed(
         redis.Redis(host=server.host, port=server.port) as client,
         pytest.raises((AssertionError, redis.ResponseError)),
     ):
-        for seed in range(60):
+        for seed in (0, 2, 3, 26, *range(60)):  # the first notice nearly all of them at present
             for kind in sorted(TICKETS, reverse=True):
                 run(client, kind, seed, 150)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -14,6 +15,7 @@ from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools.redis import protocol
 from sidecar.pools.redis.protocol import BEAT_S, SILENCE_S, Reply, TierReply
+from sidecar.pools.redis.script import folded, joined, source
 from tests.pools.conftest import SERVERS
 from tests.pools.harness import Clock, ask, policy_of, simple
 from tests.pools.scripted import Scripted, entering
@@ -173,9 +175,44 @@ def test_a_waiting_replica_calls_again_as_soon_as_a_silent_one_is_known_to_be_de
     assert granted(one.call()) == [1]
 
 
+CONSTANTS = """\
+local ONE, TWO,
+  THREE = 1, 2, 3 -- TWO is no more than this
+local SUM = TWO + THREE
+local TEXT = 'TWO'
+local found = {TWO, "ONE", one.TWO_MORE, SUM} -- ONE
+local TWO = 22
+return TWO
+"""
+
+
+def test_constants_become_numbers_but_not_in_texts_and_comments() -> None:
+    assert folded(CONSTANTS).splitlines() == [
+        "",
+        " -- TWO is no more than this",
+        "",
+        "local TEXT = 'TWO'",
+        'local found = {2, "ONE", one.TWO_MORE, 5} -- ONE',
+        "",
+        "return 22",
+    ]
+
+
+@pytest.mark.parametrize("has_engines", [False, True])
+@pytest.mark.parametrize("is_by_gain", [False, True])
+def test_no_script_assigns_a_constant_or_has_one_left(has_engines: bool, is_by_gain: bool) -> None:
+    kind = {"has_engines": has_engines, "is_by_gain": is_by_gain}
+    code = re.sub(r"--[^\n]*|'[^'\n]*'", "", source(**kind))
+    assert re.findall(r"^ *\d[\d, ]* = ", code, re.MULTILINE) == []
+    declared = set(re.findall(r"^local ([A-Z][A-Z0-9_, ]*) =", code, re.MULTILINE))
+    left = set(re.findall(r"\b[A-Z][A-Z0-9_]+\b", code)) - {"KEYS", "ARGV"}
+    assert left == {name for names in declared for name in names.split(", ")}
+    assert len(source(**kind).splitlines()) == len(joined(**kind).splitlines())
+
+
 def test_the_script_and_its_callers_mean_the_same_times() -> None:
-    assert f"local BEAT_US = {BEAT_S * 1e6:.0f} " in protocol.source()
-    assert f"local SILENCE_US = {SILENCE_S * 1e6:.0f} " in protocol.source()
+    assert f"local BEAT_US = {BEAT_S * 1e6:.0f} " in joined()
+    assert f"local SILENCE_US = {SILENCE_S * 1e6:.0f} " in joined()
 
 
 def test_one_that_comes_back_registers_what_it_still_runs_and_the_pool_may_be_overfull(replicas: Replicas) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sidecar.policy.model import Policy
 from sidecar.policy.rules import Shares, pool_rules
 from sidecar.pools.redis import protocol
+from sidecar.pools.redis.script import joined
 from sidecar.scheduling import Scheduler, Ticket
 from sidecar.scheduling.order import Candidate, LevelOrder
 from sidecar.scheduling.tier import TierState
@@ -65,7 +66,7 @@ def replace_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def replace_lua(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = protocol.joined({"ordering.lua": ORDERING.read_text() + SHORTEST_FIRST})
+    source = joined({"ordering.lua": ORDERING.read_text() + SHORTEST_FIRST})
     monkeypatch.setattr(scripted, "CLOCKED_SOURCE", source.replace(CLOCK_LINE, CLOCK))
 
 

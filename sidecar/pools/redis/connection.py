@@ -25,7 +25,8 @@ from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from sidecar.policy.store import StoreAddress, StoreKind
-from sidecar.pools.redis.protocol import Argument, root_key, source
+from sidecar.pools.redis.protocol import Argument, root_key
+from sidecar.pools.redis.script import source
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout

@@ -6,13 +6,9 @@ The header of `lua/admission.lua` is the contract.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from fractions import Fraction
-from functools import cache
-from importlib.resources import files
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,41 +24,6 @@ TIER_FIELDS = [field.name for field in fields(TierRules) if field.name not in ("
 TIER_FIELDS.insert(TIER_FIELDS.index("preemptible"), "max_waiting")
 """The figures of a tier in the rules' text, in order: those of `TierRules` and `Tier.max_waiting`. Lua reads them by
 these names in capitals: `rule[RESERVE_TOKENS]`. So a new field of `TierRules` reaches Lua by itself."""
-
-
-def joined(
-    texts: Mapping[str, str] = MappingProxyType({}), *, has_engines: bool = False, is_by_gain: bool = False
-) -> str:
-    """The admission script: `lua/admission.lua` with its included files. `texts` replaces files, by name.
-
-    One script, because a call costs more with each function that a script defines and each local that it captures. So a
-    pool of several engines has another one, with the lines that begin with `-- with engines:`.
-    """
-
-    def text_of(name: str) -> str:
-        return texts.get(name) or (files(__package__) / "lua" / name).read_text(encoding="utf-8").rstrip("\n")
-
-    names = ", ".join(name.upper() for name in TIER_FIELDS)
-    positions = ", ".join(map(str, range(1, len(TIER_FIELDS) + 1)))
-    whole = text_of("admission.lua")
-    if has_engines:
-        names, positions = f"{names}, TIER_FIELDS", f"{positions}, {len(TIER_FIELDS)}"
-    kinds = {"engines": has_engines, "gain": is_by_gain, "gain and engines": has_engines and is_by_gain}
-    for kind, is_wanted in kinds.items():
-        if is_wanted:
-            whole = re.sub(rf"^-- with {kind}: include", "-- include", whole, flags=re.MULTILINE)
-            whole = re.sub(rf"^-- with {kind}: ", "", whole, flags=re.MULTILINE)
-        else:
-            whole = re.sub(rf"^-- with {kind}: .*\n\n?", "", whole, flags=re.MULTILINE)
-    for _ in range(2):  # an included file may include others
-        whole = re.sub(r"^-- include (\S+)$", lambda line: text_of(line[1]), whole, flags=re.MULTILINE)
-    return f"local {names} = {positions}\n\n{whole}\n"
-
-
-@cache
-def source(*, has_engines: bool = False, is_by_gain: bool = False) -> str:
-    """The script of a pool: of several engines, or one that orders by gain, or both, or none of these."""
-    return joined(has_engines=has_engines, is_by_gain=is_by_gain)
 
 
 def layout(*, has_engines: bool, is_by_gain: bool) -> str:

@@ -2,5 +2,5 @@
 
 -- The figures of a tier that follow those of `gain_fields.lua`: those of `engine_fields.lua`, and what its leases in its floor
 -- have un-prefilled.
-HELD_PREFILL, CLAIMANTS = 20, 21
+local HELD_PREFILL, CLAIMANTS = 20, 21
 local FLOOR_PREFILL = 22

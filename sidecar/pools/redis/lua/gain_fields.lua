@@ -7,5 +7,6 @@ local MOST_REFRESHED = 2 -- as in `scheduling/gain_scheduler.py`
 local UNLIMITED = 9007199254740991
 -- More figures of the pool: when densities were brought up to date last, and how many more may be at that time
 local REFRESHED, REFRESHES = 24, 25
-META_FIELDS, META_TEXT = 25, '[' .. string.rep('%.0f,', 24) .. '%.0f]'
+local META_FIELDS = 25
+META_TEXT = '[' .. string.rep('%.0f,', META_FIELDS - 1) .. '%.0f]'
 local next_gain = false -- what `G` said of the next request
