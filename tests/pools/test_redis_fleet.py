@@ -125,7 +125,7 @@ async def test_the_first_byte_lets_a_request_of_another_replica_in_without_a_hea
             waiting = await other.enter(ask(prompt=5))
             assert waiting.grant is None
             large.prefilled()
-            assert (await asyncio.wait_for(waiting.wait(), 0.5)).engine == "a#1"
+            assert (await asyncio.wait_for(waiting.wait(), 1.5)).engine == "a#1"
 
 
 async def test_no_request_goes_to_an_engine_that_its_replica_cannot_use(server: RedisServer) -> None:
