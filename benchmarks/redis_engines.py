@@ -16,9 +16,10 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Mapping
-from itertools import count
+from collections.abc import Mapping, Sequence
+from itertools import chain, count
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import redis
@@ -26,9 +27,11 @@ from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
 from benchmarks.redis_setup import chosen_binary, running_server, shipped_policy, version_of
+from sidecar.policy.model import Order
 from sidecar.pools.base import Ask
 from sidecar.pools.redis import protocol
 from sidecar.pools.redis.script import source
+from sidecar.scheduling.gain import GainFigures
 from sidecar.scheduling.placement import EngineOffer
 from tests.support.redis_servers import free_port
 
@@ -42,15 +45,28 @@ TARGET = 1.3
 """With 16 engines, to a pool with one."""
 
 
+TENANTS = 20
+MOST_AT_ONCE = 100
+"""Requests that enter by one call while a queue is filled."""
+
+
+def figures_of(number: int) -> GainFigures:
+    """The deadline is in two minutes: where many wait, nearly all are urgent, and densities fall."""
+    tokens = Random(number).randrange(10, 1000)
+    return GainFigures(2 ** (number % 3), tokens, 250 * tokens + 50_000, 120_000_000, 0, 30_000)
+
+
 class Subject:
     """One pool with so many engines; none: a pool without engines, by the script of such pools."""
 
-    def __init__(self, client: Any, engines: int, waiting: int) -> None:
-        self.engines, self.waiting = engines, waiting
-        policy = shipped_policy(f"cost-{engines}-{waiting}")
+    def __init__(self, client: Any, engines: int, waiting: int, *, is_by_gain: bool = False) -> None:
+        self.engines, self.waiting, self.is_by_gain = engines, waiting, is_by_gain
+        order = Order.GAIN if is_by_gain else Order.LEVEL
+        policy = shipped_policy(f"cost-{engines}-{waiting}-{order}").ordered_by(order)
         self._client = client
-        self._root = protocol.root_key(policy.pool, has_engines=engines > 0)
-        self._sha = client.script_load(source(has_engines=bool(engines)))
+        kind = {"has_engines": engines > 0, "is_by_gain": is_by_gain}
+        self._root = protocol.root_key(policy.pool, **kind)
+        self._sha = client.script_load(source(**kind))
         self._ids = count(1)
         self._leases: deque[int] = deque()
         text = protocol.engines_rules_text(policy, 300) if engines else protocol.rules_text(policy, policy.rules)
@@ -58,9 +74,8 @@ class Subject:
         offers = [EngineOffer(f"engine-{number}#1", size, 160, 8_000) for number in range(engines)]
         stated = protocol.engines(offers, (), 0) if engines else ()
         self._call(protocol.SYNC, 1, 0, text, 1, 0, *stated)
-        if waiting:
-            while self._waiting < waiting:
-                self._enter()
+        while waiting and self._waiting < waiting:
+            self._enter(min(MOST_AT_ONCE, waiting - self._waiting))
 
     def _call(self, kind: bytes, *arguments: protocol.Argument) -> protocol.Reply:
         answer = self._client.evalsha(self._sha, 1, self._root, kind, "replica", *arguments)
@@ -69,12 +84,16 @@ class Subject:
         self._leases += [lease_id for lease_id, _ in reply.grants]
         return reply
 
-    def _enter(self) -> None:
+    def _enter(self, number: int = 1) -> None:
+        self._call(protocol.CALL, 1, 0, *chain.from_iterable(self._entering() for _ in range(number)))
+
+    def _entering(self) -> Sequence[protocol.Argument]:
         lease_id = next(self._ids)
         hits = ((f"engine-{lease_id % self.engines}#1", 100),) if self.engines else ()
-        ask = Ask(2, f"tenant-{lease_id % 20}", 1, TOKENS, 1, prompt=PROMPT, hits=hits)
+        gain = figures_of(lease_id) if self.is_by_gain else None
+        ask = Ask(2, f"tenant-{lease_id % TENANTS}", 1, TOKENS, 1, prompt=PROMPT, hits=hits, gain=gain)
         placing = protocol.placing(ask) if self.engines else ()
-        self._call(protocol.CALL, 1, 0, *placing, *protocol.enter(lease_id, ask, None))
+        return (*placing, *protocol.gain(lease_id, ask), *protocol.enter(lease_id, ask, None))
 
     def admissions(self, number: int) -> float:
         """The server's microseconds of one admission, the mean of so many."""
