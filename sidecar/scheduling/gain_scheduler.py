@@ -6,7 +6,7 @@ admitted by gain is after it.
 Preemption takes no lease that counts in its tier's floor, and none of a tier whose floor is not full.
 
 Urgent is a ticket whose deadline is nearer than half of the time that the engines need for all that waits: from the
-start, or from a dispatch on, which makes up to 64 of them urgent, those with the earliest deadlines first. It stays
+start, or from a dispatch on: up to 64 of them become so at one time, those with the earliest deadlines first. It stays
 urgent: more engines or fewer tickets do not take that back.
 
 Bounded wait. The bounds of `scheduler` hold for the heads of the tiers, with the floors in place of the reserves.
@@ -27,7 +27,7 @@ from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.ticket import Admission, Rule, Ticket
 
 MOST_MADE_URGENT = 64
-"""Tickets that become urgent in one dispatch."""
+"""Tickets that become urgent at one time."""
 MOST_REFRESHED = 2
 """Densities that one decision brings up to date."""
 LOOK_AGAIN_US = 100_000
@@ -48,6 +48,8 @@ class GainScheduler(Scheduler):
     _first: Candidate | None = None  # in order, where the latest decision knew it
     _refreshed_us: int | None = None
     _refreshes_left = 0  # at that time
+    _urged_us: int | None = None
+    _urges_left = 0
 
     def __init__(self, rules: PoolRules) -> None:
         super().__init__(rules)
@@ -185,8 +187,10 @@ class GainScheduler(Scheduler):
         deadlines, made = self._deadlines, 0
         if not deadlines:
             return 0
+        if now_us != self._urged_us:
+            self._urged_us, self._urges_left = now_us, MOST_MADE_URGENT
         before_us = now_us + self._patience_us()
-        while deadlines and made < MOST_MADE_URGENT:
+        while deadlines and made < self._urges_left:
             deadline_us, _, _, ticket = deadlines[0]
             if not _is_calm(ticket):
                 heappop(deadlines)
@@ -196,6 +200,7 @@ class GainScheduler(Scheduler):
                 made += 1
             else:
                 break
+        self._urges_left -= made
         if len(deadlines) > 2 * len(self._waiting) + SPARE_ENTRIES:
             self._deadlines = [entry for entry in deadlines if _is_calm(entry[3])]
             heapify(self._deadlines)

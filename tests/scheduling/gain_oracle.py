@@ -44,6 +44,8 @@ class GainOracle(Oracle):
     request_type = GainRequest
     refreshed_us: int | None = None
     refreshes_left = 0
+    urged_us: int | None = None
+    urges_left = 0
     submitted: list[GainRequest]
 
     def __init__(self, policy: GainPolicy) -> None:
@@ -117,8 +119,11 @@ class GainOracle(Oracle):
         """What is due sooner than Phi is urgent from now on."""
         calm = [request for request in self.waiting() if request.gain is not None and not request.urgent]
         due = [request for request in calm if self.due_us(request) - now_us < self.phi_us()]
-        for request in sorted(due, key=lambda r: (self.due_us(r), r.arrived_us, r.number))[:MOST_MADE_URGENT]:
+        if self.urged_us != now_us:
+            self.urged_us, self.urges_left = now_us, MOST_MADE_URGENT
+        for request in sorted(due, key=lambda r: (self.due_us(r), r.arrived_us, r.number))[: self.urges_left]:
             request.urgent, request.density = True, self.density(request, now_us)
+            self.urges_left -= 1
 
     def phi_us(self) -> int:
         """Half of the engines' time for all that waits."""

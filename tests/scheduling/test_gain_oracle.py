@@ -190,3 +190,16 @@ def test_tickets_of_tenants_that_came_once_leave_nothing():
         scheduler.dispatch(0)
         scheduler.cancel(str(number), 0)
     assert len(scheduler._tiers[0].queue._slots) == 1
+
+
+def test_another_decision_at_the_same_time_makes_no_more_urgent():
+    """A call of the store decides after each operation, and once more: it must not differ from one process."""
+    scheduler = GainScheduler(pool_rules(tokens=1, requests=None, tiers=(Shares("only"),)))
+    scheduler.submit("running", tier=0, tokens=1, now_us=0)
+    scheduler.dispatch(0)
+    tickets = [scheduler.submit(str(number), tier=0, tokens=1, now_us=0) for number in range(100)]
+    for ticket in tickets:
+        scheduler.appraise(ticket, GainFigures(1, 1, 1, 1_000, 1_000, 1))
+    for now_us, urgent in ((1_000, 64), (1_000, 64), (1_001, 100)):
+        scheduler.dispatch(now_us)
+        assert sum(ticket.is_urgent for ticket in tickets) == urgent

@@ -7,6 +7,8 @@ local MOST_REFRESHED = 2 -- as in `scheduling/gain_scheduler.py`
 local UNLIMITED = 9007199254740991
 -- More figures of the pool: when densities were brought up to date last, and how many more may be at that time
 local REFRESHED, REFRESHES = 24, 25
-local META_FIELDS = 25
+-- When tickets became urgent last, and how many more may at that time
+local URGED, URGES = 26, 27
+local META_FIELDS = 27
 META_TEXT = '[' .. string.rep('%.0f,', META_FIELDS - 1) .. '%.0f]'
 local next_gain = false -- what `G` said of the next request

@@ -12,7 +12,7 @@
 --   <root>:<birth>:ul:<level>        zset  the first urgent one
 --   <root>:<birth>:fs:<level>        zset  tenant -> the start tag of its first ticket
 --   <root>:<birth>:as:<level>        zset  tenant that is aside -> the virtual time from which on it is not ahead
---   <root>:<birth>:due               zset  'LEVEL TICKET' of all calm tickets, by deadline
+--   <root>:<birth>:due               zset  'ARRIVED TICKET LEVEL' of all calm tickets, by deadline
 --
 -- A lane of `f` also has its first ticket and where that starts.
 
@@ -242,15 +242,18 @@ function pool.enter_gain(ticket, is_urgent, density)
   end
 end
 
+-- Of equal deadlines the earlier arrival comes first.
+function pool.due_entry(ticket) return fmt('%016.0f ', ticket.arrived) .. pool.member_of(ticket) .. ' ' .. ticket.level end
+
 -- A calm ticket becomes urgent one day.
 function pool.await_deadline(ticket)
   local deadline = ticket.arrived + ticket.gain.deadline
-  call('ZADD', pool.due_key(), pool.int(deadline), ticket.level .. ' ' .. pool.member_of(ticket))
+  call('ZADD', pool.due_key(), pool.int(deadline), pool.due_entry(ticket))
   if kept.due ~= nil then kept.due = math.min(kept.due or deadline, deadline) end
 end
 
 function pool.forget_deadline(ticket)
-  call('ZREM', pool.due_key(), ticket.level .. ' ' .. pool.member_of(ticket))
+  call('ZREM', pool.due_key(), pool.due_entry(ticket))
   kept.due = nil
 end
 
@@ -560,16 +563,18 @@ function pool.engines_that_work() return 1 end
 -- Returns how many tickets become urgent.
 function pool.make_urgent()
   local before, made = now + pool.patience(), 0
-  while made < MOST_MADE_URGENT do
+  if meta[URGED] ~= now then meta[URGED], meta[URGES] = now, MOST_MADE_URGENT end
+  while made < meta[URGES] do
     local deadline = pool.first_due()
     if not deadline or deadline >= before then break end
     local _, entry = pool.first_due(true)
     call('ZREM', pool.due_key(), entry)
     kept.due = nil
-    local level, member = match(entry, '^(%d+) (.*)$')
+    local member, level = match(entry, '^%d+ (.*) (%d+)$')
     pool.make_one_urgent(tonumber(level), member)
     made = made + 1
   end
+  meta[URGES] = meta[URGES] - made
   return made
 end
 
