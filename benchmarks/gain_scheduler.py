@@ -62,6 +62,7 @@ class Crowd:
             if len(self._leases) < LEASES:
                 self._dispatch()
         for _ in range(waiting // MOST_MADE_URGENT + 1):  # a pool is rarely so full at once: those of before are urgent
+            self._now_us += 1
             self._dispatch()
 
     def cycle(self) -> None:

@@ -195,7 +195,7 @@ def test_many_tickets_are_stated_by_many_calls_and_what_was_not_stated_is_ended_
 def test_a_statement_that_breaks_off_is_begun_again(client: Any) -> None:
     pool = Replicas(client, simple(tokens=10))
     one, other = pool.one("a"), pool.one("b")
-    crowd(one, 50, held=10)
+    crowd(one, 12, held=10)
     one.begin(*protocol.statement(0, waiting(0), None))
     assert other.call().is_on_hold
     reply = one.sync(*(part for lease in range(10) for part in protocol.statement(lease, waiting(lease), None)))

@@ -122,7 +122,7 @@ function pool.end_some(replica, text)
     local id, record = entries[index], entries[index + 1]
     if id ~= '#' and (phase ~= '1' or string.sub(record, 1, 1) == 'L') and call('SISMEMBER', spared, id) == 0 then
       if pool.left <= 0 then return concat({phase, cursor, pool.int(count)}, ' ') end
-      pool.left, count = pool.left - 1, count + 1
+      pool.left, count = pool.left - (pool.is_lease_record(record) and 1 or LEFT_PER_TICKET), count + 1
       if phase == '3' then
         call('HDEL', charges, id)
         pool.rate_limits().correct_lost(record, nil)
