@@ -83,7 +83,7 @@ def test_engines_that_a_replica_cannot_use_are_as_barred_for_its_requests(
         ("found[ticket.sequence], is_first = CLASS_INSIDE, false", "found[ticket.sequence] = CLASS_INSIDE"),
         ("if not owes or pool.is_small(ticket) then", "do"),
         ("(not last or is_before_in_fair_order(ticket, last))", "true"),  # claims by gain fill floors, too
-        ("function pool.prefill_in_reserve(tier) return tier[FLOOR_PREFILL] end", ""),
+        ("is_below_floor(level) and tiers[level][FLOOR_PREFILL] < rules", "is_below_floor(level) and 0 <= rules"),
         ("if meta[WAITING] > 0 then pool.refresh_densities() end", ""),
         ("function pool.engines_that_work() return math.max(1, #pool.taking()) end", ""),
         ("if tiers[level][ASIDE] > 0 then pool.bring_back(level, tenant) end", ""),
