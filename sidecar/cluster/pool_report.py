@@ -10,6 +10,7 @@ import asyncio
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 
@@ -30,13 +31,16 @@ from sidecar.cluster.report import (
     unpack_as,
 )
 from sidecar.gain.engine_speed import EngineSpeedDocument
-from sidecar.lengths.summary import SummaryMerge
+from sidecar.lengths.buckets import LengthKey
+from sidecar.lengths.summary import Summary, SummaryMerge, document
 from sidecar.middleware.lease_size import EngineSizesDocument
 from sidecar.pools import PeerReport, PeerReports
 from sidecar.telemetry.dry_run import DryRunReport
 
+MOST_LENGTHS = 512
+"""Tenants and kinds of requests. Most of them fit, which is four times as many as a replica tells of itself."""
 MOST_LENGTHS_BYTES = 64 * 1024
-"""Of JSON: some 300 tenants and kinds of requests, four times as many as a replica tells of itself."""
+"""Of JSON."""
 _LEAST_LENGTHS_BYTES = 4 * 1024
 _MOST_ROW_BYTES = 2 * 1024
 """Without engines, as msgpack. No honest row has a quarter of it; a longer one would cost the others theirs."""
@@ -144,7 +148,11 @@ class PoolMerge:
         whole = await self._whole(received)
         rows = [ReplicaRow(without_figures(one.report), round(one.age_s, 3)) for one in received]
         made = PoolReport(whole, rows, sorted(unreadable)[:_MOST_UNREADABLE])
-        for smaller in _smaller(made, lengths):
+        summaries = []
+        for entry in islice(lengths.summaries(), MOST_LENGTHS):
+            summaries.append(entry)
+            await asyncio.sleep(0)
+        for smaller in _smaller(made, summaries):
             if packed := packed_if_it_fits(smaller):
                 return packed
             await asyncio.sleep(0)
@@ -197,11 +205,11 @@ def _bounded(report: ReplicaReport) -> ReplicaReport:
     return report
 
 
-def _smaller(made: PoolReport, lengths: SummaryMerge) -> Iterator[PoolReport]:
+def _smaller(made: PoolReport, summaries: Sequence[tuple[str, LengthKey, Summary]]) -> Iterator[PoolReport]:
     """The report in ever fewer bytes: lengths go first, then the rows' engines, then rows, then the figures."""
     most_bytes = MOST_LENGTHS_BYTES
     while most_bytes >= _LEAST_LENGTHS_BYTES:
-        told = msgspec.structs.replace(made.whole, lengths=lengths.document(most_bytes))
+        told = msgspec.structs.replace(made.whole, lengths=document(summaries, most_bytes))
         yield msgspec.structs.replace(made, whole=told)
         most_bytes //= 2
     rows = [ReplicaRow(msgspec.structs.replace(row.report, engines=None), row.age_s) for row in made.rows]

@@ -107,15 +107,16 @@ def merged(own: LengthHistogram | None, heard: Iterable[Summary]) -> Survival:
 
 def write(entries: Iterable[tuple[str, LengthKey, LengthHistogram]], most_bytes: int) -> dict[str, Any]:
     """The document of the first entries that fit into so many bytes of JSON."""
-    return _document(
+    return document(
         ((tenant, key, summarize(histogram)) for tenant, key, histogram in entries if histogram.samples), most_bytes
     )
 
 
-def _document(entries: Iterable[tuple[str, LengthKey, Summary]], most_bytes: int) -> dict[str, Any]:
+def document(entries: Iterable[tuple[str, LengthKey, Summary]], most_bytes: int) -> dict[str, Any]:
+    """The document of the first summaries that fit into so many bytes of JSON."""
     lengths: list[list[Any]] = []
-    document = {"version": VERSION, "lengths": lengths}
-    left = most_bytes - len(json.dumps(document, separators=(",", ":")))
+    whole = {"version": VERSION, "lengths": lengths}
+    left = most_bytes - len(json.dumps(whole, separators=(",", ":")))
     for tenant, key, (samples, weight, points) in entries:
         entry = [tenant, *key, samples, weight, [number for point in points for number in point]]
         size = _size(entry)
@@ -125,7 +126,7 @@ def _document(entries: Iterable[tuple[str, LengthKey, Summary]], most_bytes: int
         if left < 0:
             break
         lengths.append(entry)
-    return document
+    return whole
 
 
 def _size(entry: list[Any]) -> int | None:
@@ -136,11 +137,11 @@ def _size(entry: list[Any]) -> int | None:
         return None
 
 
-def read(document: object) -> Iterator[tuple[str, LengthKey, Summary]] | None:
+def read(told: object) -> Iterator[tuple[str, LengthKey, Summary]] | None:
     """The entries of another replica's document that are as they must be; None where it is no document at all."""
-    if not isinstance(document, dict) or document.get("version") != VERSION:
+    if not isinstance(told, dict) or told.get("version") != VERSION:
         return None
-    lengths = document.get("lengths")
+    lengths = told.get("lengths")
     if not isinstance(lengths, list):
         return None
     found = (_entry(one) for one in lengths[:MOST_ENTRIES])
@@ -188,13 +189,13 @@ class SummaryMerge:
     def __init__(self) -> None:
         self._by_place: dict[tuple[str, LengthKey], list[Summary]] = {}
 
-    def add(self, document: object) -> None:
+    def add(self, told: object) -> None:
         """Adds a replica's document, whatever it is: entries that have not the form are skipped."""
-        for tenant, key, told in read(document) or ():
-            self._by_place.setdefault((tenant, key), []).append(told)
+        for tenant, key, one in read(told) or ():
+            self._by_place.setdefault((tenant, key), []).append(one)
 
-    def document(self, most_bytes: int) -> dict[str, Any]:
-        """In at most so many bytes of JSON. Every tenant's key with most samples comes first, then its second."""
+    def summaries(self) -> Iterator[tuple[str, LengthKey, Summary]]:
+        """One of each tenant and key. Every tenant's key with most samples comes first, then its second."""
         by_tenant: dict[str, list[tuple[int, LengthKey]]] = {}
         for (tenant, key), told in self._by_place.items():
             by_tenant.setdefault(tenant, []).append((sum(one.samples for one in told), key))
@@ -204,7 +205,7 @@ class SummaryMerge:
             for rank, (samples, key) in enumerate(sorted(keys, key=lambda one: one[0], reverse=True))
         ]
         ranked.sort(key=lambda entry: entry[:2])
-        return _document(((tenant, key, self._merged(tenant, key)) for _, _, tenant, key in ranked), most_bytes)
+        return ((tenant, key, self._merged(tenant, key)) for _, _, tenant, key in ranked)
 
     def _merged(self, tenant: str, key: LengthKey) -> Summary:
         told = self._by_place[tenant, key]
