@@ -1,7 +1,9 @@
 """Summaries of what a replica learned, small enough for its report, and what others make of them.
 
 A replica's document has only what it saw itself, never what it heard: replicas that hear each other in turn count no
-request twice. `SummaryMerge` makes one of all. It is `{"version": 1, "lengths": [[tenant, endpoint, model, bucket, samples, weight, points], ...]}`. The
+request twice. `SummaryMerge` makes one of all.
+
+A document is `{"version": 1, "lengths": [[tenant, endpoint, model, bucket, samples, weight, points], ...]}`. The
 points are one list: a length, the millionths of the answers that are longer, the next length, and so on. All numbers
 are whole. A reader takes nothing for granted: it skips entries that are not of this form.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -89,7 +90,11 @@ def spare(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 def replica(server: RedisServer, name: str) -> RedisPool:
-    return RedisPool(replace(simple(), pool=name), connector(store_address(server.url), name))
+    return replica_at(server.url, name)
+
+
+def replica_at(url: str, name: str) -> RedisPool:
+    return RedisPool(replace(simple(), pool=name), connector(store_address(url), name))
 
 
 async def test_a_silent_replica_is_left_out_and_nothing_stays(store: RedisServer) -> None:
@@ -216,24 +221,48 @@ async def test_a_merger_that_ends_is_replaced_at_once(harness: Harness) -> None:
     assert heard[-1].merged.report == b"new" + b" own" * (FEW + 1)
 
 
-async def test_a_merger_that_falls_silent_is_replaced_when_its_lease_ends(store: RedisServer) -> None:
-    async with opened(store, FEW + 2) as pools:
+MERGING = """
+import asyncio, sys
+from tests.pools.test_gossip import joined, replica_at
+
+async def main():
+    pool = replica_at(*sys.argv[1:])
+    await pool.open()
+    while True:
+        heard = await pool.share(b"own", joined)
+        print(len(heard.each), flush=True)
+        await asyncio.sleep(0.2)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.long
+async def test_a_merger_that_is_killed_is_replaced_when_its_lease_ends(store: RedisServer) -> None:
+    async with opened(store, FEW + 1) as pools:
+        await round_of(pools[:FEW])
+        command = (sys.executable, "-c", MERGING, store.url, pools[0]._sizes.policy.pool)
+        merging = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        assert merging.stdout is not None
+        assert await merging.stdout.readline() == b"%d\n" % FEW  # the ninth
         await round_of(pools)
         before = merger_of(store, pools[0])
-        left = [pool for pool in pools if pool.name != before]
-        assert len(left) == FEW + 1
-        silent_s, gaps = asyncio.get_running_loop().time(), 0
+        assert before not in {pool.name for pool in pools}
+        merging.kill()
+        await merging.wait()
+        killed_s, gaps = asyncio.get_running_loop().time(), 0
         while merger_of(store, pools[0]) in (before, ""):
-            heard = await round_of(left)
+            heard = await round_of(pools)
             gaps += sum(not one.each and one.merged is None for one in heard)
-            waited_s = asyncio.get_running_loop().time() - silent_s
+            waited_s = asyncio.get_running_loop().time() - killed_s
             assert waited_s < LEASE_S + 1
             await asyncio.sleep(0.1)
         assert waited_s > LEASE_S - 1
-        assert merger_of(store, pools[0]) in {pool.name for pool in left}
+        assert merger_of(store, pools[0]) in {pool.name for pool in pools}
         assert gaps == 0  # its last text stays until there is another
 
 
+@pytest.mark.long
 async def test_a_merger_that_reads_and_cannot_merge_loses_its_lease(store: RedisServer) -> None:
     async def fails(_: Mapping[str, PeerReport]) -> bytes:
         raise ZeroDivisionError
