@@ -82,8 +82,8 @@ def observed_report(policy: Policy, all_heard: Sequence[ReceivedReport], at_s: f
     generation = own.generation if own is not None and not is_observing else policy.generation
     counted = [one for one in all_heard if _counts(one.report.observed, generation, is_observing=is_observing)]
     periods = [(one.report.observed, one.ahead_s) for one in counted if one.report.observed is not None]
-    by_tier = _by_name(period.by_tier for period, _ in periods)
-    by_tenant = _by_name(period.by_tenant for period, _ in periods)
+    by_tier = by_name(period.by_tier for period, _ in periods)
+    by_tenant = by_name(period.by_tenant for period, _ in periods)
     holds = {
         tier: added_up_holds(period.holds[tier] for period, _ in periods if tier in period.holds)
         for tier in dict.fromkeys(tier for period, _ in periods for tier in period.holds)
@@ -102,7 +102,7 @@ def observed_report(policy: Policy, all_heard: Sequence[ReceivedReport], at_s: f
         generation=generation,
         at_s=round(at_s, 3),
         since_s=None if since_s is None else round(since_s, 3),
-        replicas=sorted(one.report.replica for one in counted),
+        replicas=sorted(one.report.replica for one in counted if one.report.replica),
         left_out=sorted(one.report.replica for one in all_heard[1:] if one not in counted and _observes(one)),
         undecided=total.waiting,
         conclusion=conclusion(policy.mode, total, by_tier),
@@ -122,10 +122,11 @@ def _counts(period: DryRunReport | None, generation: str, *, is_observing: bool)
 
 
 def _observes(one: ReceivedReport) -> bool:
-    return one.report.observed is not None and one.report.observed.until_s is None
+    return bool(one.report.replica) and one.report.observed is not None and one.report.observed.until_s is None
 
 
-def _by_name(all_told: Iterable[dict[str, DryRunCounts]]) -> dict[str, DryRunCounts]:
+def by_name(all_told: Iterable[dict[str, DryRunCounts]]) -> dict[str, DryRunCounts]:
+    """The sums of all, by name."""
     summed: dict[str, DryRunCounts] = {}
     for told in all_told:
         for name, tally in told.items():

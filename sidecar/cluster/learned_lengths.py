@@ -21,8 +21,8 @@ class Lengths(Protocol):
     def summary(self, most_bytes: int) -> Mapping[str, Any]:
         """What was learned here, in at most so many bytes of JSON."""
 
-    def hear(self, replica: str, document: object) -> None:
-        """Takes another replica's summary, whatever it is, in place of its last one."""
+    def hear(self, replica: str, document: object, *, has_own: bool = False) -> None:
+        """Takes another replica's summary, whatever it is, in place of its last one; `has_own`: this one's is in it."""
 
     def forget(self, replica: str) -> None:
         """Forgets what a replica told."""
@@ -45,12 +45,15 @@ class LengthExchange:
             most_bytes //= 2
         return pack(report)
 
-    def hear(self, reports: Iterable[ReplicaReport]) -> None:
-        """The reports of all other replicas that are there now: what others told is forgotten."""
+    def hear(self, reports: Iterable[ReplicaReport], *, has_own: bool = False) -> None:
+        """The reports of all other replicas that are there now: what others told is forgotten.
+
+        With `has_own`, what this replica learned is in what they tell.
+        """
         told = {report.replica: report.lengths for report in reports if report.lengths is not None}
         for replica in self._heard.keys() - told.keys():
             self._lengths.forget(replica)
         for replica, document in told.items():
             if self._heard.get(replica) != document:
-                self._lengths.hear(replica, document)
+                self._lengths.hear(replica, document, has_own=has_own)
         self._heard = told

@@ -55,14 +55,14 @@ def oldest(tier: str, all_heard: Iterable[ReceivedReport]) -> OldestWaiter | Non
     return max(waiting, key=lambda waiter: waiter.wait_s, default=None)
 
 
-def tenants(all_heard: Iterable[ReceivedReport]) -> list[TenantView]:
+def tenants(all_heard: Iterable[ReceivedReport], most: int = SHOWN_TENANTS) -> list[TenantView]:
     """Those that hold most, then those of whom most waits."""
     summed: dict[str, tuple[int, int, int]] = {}
     for reported in (reported for one in all_heard for reported in one.report.tenants):
         tokens, leases, waiting = summed.get(reported.tenant, (0, 0, 0))
         summed[reported.tenant] = tokens + reported.tokens_held, leases + reported.leases, waiting + reported.waiting
     found = [TenantView(name, *figures) for name, figures in summed.items()]
-    return sorted(found, key=lambda one: (-one.tokens_held, -one.waiting, one.tenant))[:SHOWN_TENANTS]
+    return sorted(found, key=lambda one: (-one.tokens_held, -one.waiting, one.tenant))[:most]
 
 
 def refusals(all_heard: Iterable[ReceivedReport]) -> list[RefusalView]:
@@ -89,6 +89,7 @@ def replicas(all_heard: Iterable[ReceivedReport]) -> list[ReplicaView]:
         )
         for one in all_heard
         for report in [one.report]
+        if report.replica
     ]
     return sorted(found, key=lambda replica: (replica.host, replica.replica))
 

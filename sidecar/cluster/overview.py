@@ -20,10 +20,11 @@ from sidecar.cluster.learned_lengths import LengthExchange
 from sidecar.cluster.lease_sizes import lease_size_rows
 from sidecar.cluster.merge import ReceivedReport
 from sidecar.cluster.phrases import crowd, engine_headline, headline, said_of, starving
-from sidecar.cluster.report import ReplicaReport, Sources, Unreadable, own_report, pack, unpack
+from sidecar.cluster.pool_report import Heard, PoolMerge, heard
+from sidecar.cluster.report import ReplicaReport, Sources, own_report, pack
 from sidecar.events import StoreState
 from sidecar.policy.model import Learn, Mode, Policy
-from sidecar.pools import NotShared, PeerReport
+from sidecar.pools import NotShared
 
 SHARE_EVERY_S = 2.0
 RETRY_S = 0.5
@@ -111,8 +112,7 @@ class PoolOverview:
         self._news = asyncio.Event()
         self._engine_lists = EngineLists()
         self._host = socket.gethostname()
-        self._others: Mapping[str, PeerReport] = {}
-        self._others_at_s = 0.0
+        self._heard = Heard()
         self._trouble: str | None = None
         self._made: Overview | None = None
         self._sharing: asyncio.Task[None] | None = None
@@ -159,16 +159,15 @@ class PoolOverview:
         """The dry-run report of all replicas that have reported."""
         at_s = self._now_s()
         report = self._own(self._sources.pool.state(), at_s)
-        others, _ = self._heard(at_s, but=report.replica)
-        return observed_report(self._sources.policy(), [ReceivedReport(report, 0.0), *others], at_s)
+        return observed_report(self._sources.policy(), self._all_heard(report, at_s), at_s)
 
     def _overview(self, at_s: float) -> Overview:
         state: Mapping[str, Any] = self._sources.pool.state()
         report = self._own(state, at_s)
         # Without the store, `state` is this replica's own, and so is all the rest. The pool's notices say so.
-        others, unreadable = ([], []) if is_alone(state) else self._heard(at_s, but=report.replica)
         trouble = [self._trouble] if self._trouble and not is_alone(state) else []
-        all_heard = [ReceivedReport(report, 0.0), *others]
+        all_heard = [ReceivedReport(report, 0.0)] if is_alone(state) else self._all_heard(report, at_s)
+        unreadable = [] if is_alone(state) else [_unreadable(name) for name in self._heard.unreadable]
         policy = self._sources.policy()
         # The waits of a replica that observes are those of shadow requests: they are not shown beside real ones.
         alike = [one for one in all_heard if one.report.mode in ("", policy.mode.value)]
@@ -197,7 +196,7 @@ class PoolOverview:
             replicas=replicas,
             store=dict(state["store"]) if "store" in state else None,
             notices=[*self._sources.notices(), *_doubts(policy, all_heard, at_s), *trouble, *unreadable],
-            engines=engine_rows(self._sources.engines() or (), others),
+            engines=engine_rows(self._sources.engines() or (), all_heard[1:]),
             lease_sizes=lease_size_rows(one.report.lease_sizes for one in all_heard),
             engine_speeds=engine_speed_rows(one.report.engine_speeds for one in all_heard),
         )
@@ -206,18 +205,10 @@ class PoolOverview:
         replica = state["store"]["replica"] if "store" in state else str(os.getpid())
         return own_report(self._sources, state, replica, self._host, at_s)
 
-    def _heard(self, at_s: float, but: str) -> tuple[list[ReceivedReport], list[str]]:
-        """The other replicas' reports, and what is to be said of those that cannot be read."""
-        found, unreadable = [], []
-        for replica, shared in self._others.items():
-            age_s = shared.age_s + max(0.0, at_s - self._others_at_s)
-            if replica == but or age_s > FORGET_AFTER_S:
-                continue
-            try:
-                found.append(merge.heard(unpack(shared.report), age_s, at_s))
-            except Unreadable:
-                unreadable.append(f"replica {replica} is not shown: its version of the sidecar is another")
-        return found, unreadable
+    def _all_heard(self, own: ReplicaReport, at_s: float) -> list[ReceivedReport]:
+        """This replica's report first, and those of the others that are still there."""
+        others = self._heard.still_there(at_s, FORGET_AFTER_S)
+        return [ReceivedReport(self._heard.own(own) if others else own, 0.0), *others]
 
     async def _keep_sharing(self) -> None:
         while True:
@@ -235,16 +226,17 @@ class PoolOverview:
         state: Mapping[str, Any] = self._sources.pool.state()
         report = self._own(state, self._now_s())
         try:
-            others = await self._sources.pool.share(self._packed(report, is_heard="store" in state))
+            packed = self._packed(report, is_heard="store" in state)
+            peers = await self._sources.pool.share(packed, PoolMerge(report))
         except NotShared as reason:
             is_said = is_alone(self._sources.pool.state())
             self._trouble = None if is_said else f"the other replicas' waits and refusals are not shown: {reason}"
             self._hear(report)
             return False
-        self._others, self._others_at_s, self._trouble = others, self._now_s(), None
+        self._heard, self._trouble = heard(peers, but=report.replica, at_s=self._now_s()), None
         self._hear(report)
         if self._lengths is not None:  # not while the store is away: the others may be there all the same
-            self._lengths.hear(one.report for one in self._heard(self._others_at_s, but=report.replica)[0])
+            self._lengths.hear((one.report for one in self._heard.received), has_own=self._heard.has_own)
         return True
 
     def _packed(self, report: ReplicaReport, *, is_heard: bool) -> bytes:
@@ -256,7 +248,7 @@ class PoolOverview:
     def _hear(self, own: ReplicaReport) -> None:
         """Notes what the others run, those that are still there."""
         at_s = self._now_s()
-        reports = [one.report for one in self._heard(at_s, but=own.replica)[0]]
+        reports = [one.report for one in self._heard.still_there(at_s, FORGET_AFTER_S)]
         self._generations.hear(reports, self._sources.policy().generation, at_s)
         self._engine_lists.hear(reports, own, at_s)
 
@@ -266,6 +258,10 @@ class PoolOverview:
         if self._trouble != said:
             _log.exception("a defect in the sidecar; the other replicas' figures are not shown")
         self._trouble = said
+
+
+def _unreadable(replica: str) -> str:
+    return f"replica {replica} is not shown: its version of the sidecar is another"
 
 
 def is_alone(state: Mapping[str, Any]) -> bool:

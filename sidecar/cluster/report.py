@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,6 +17,7 @@ from sidecar.middleware.engine_view import EngineDocument
 from sidecar.middleware.lease_size import EngineSizesDocument
 from sidecar.policy.model import Policy
 from sidecar.pools import Grant, Pool
+from sidecar.pools.base import MOST_REPORT_BYTES
 from sidecar.telemetry.dry_run import DryRunReport
 from sidecar.telemetry.metrics.tenants import TenantHolding
 from sidecar.telemetry.recent import Bucket, Overtakings, Recent
@@ -53,6 +55,8 @@ class EngineReport(msgspec.Struct, frozen=True):
 class ReplicaReport(msgspec.Struct, frozen=True):
     """One process. `at_s` is its own calendar's; `generation` is its policy's, empty where it does not say.
 
+    It is all processes of a pool where `replica` is empty: see `PoolReport`.
+
     `observed` is None where nothing has been observed, `engine` where the process does not look at its engine. `mode`
     is its policy's, empty where an older version does not say. `engines` are None in a pool of one. `lease_sizes` are
     those of its own leases, and `lengths` is the summary of what it learned (`lengths.summary`); both are empty where
@@ -83,18 +87,33 @@ class Unreadable(Exception):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(ReplicaReport).decode
+_Told = TypeVar("_Told")
 
 
-def pack(report: ReplicaReport) -> bytes:
+def pack(report: msgspec.Struct) -> bytes:
     """A report as it travels."""
     return zlib.compress(_encode(report), 1)
 
 
+def packed_if_it_fits(report: msgspec.Struct) -> bytes | None:
+    """A report as it travels; None where it is larger than others read."""
+    plain = _encode(report)
+    packed = zlib.compress(plain, 1) if len(plain) <= _MOST_BYTES else plain
+    return packed if len(packed) <= MOST_REPORT_BYTES else None
+
+
 def unpack(packed: bytes) -> ReplicaReport:
     """The report. Raises Unreadable."""
+    report = unpack_as(ReplicaReport, packed)
+    if not math.isfinite(report.at_s):  # it shifts all other times of the report
+        raise Unreadable("its time is not a number")
+    return report
+
+
+def unpack_as(kind: type[_Told], packed: bytes) -> _Told:
+    """A report of this kind. Raises Unreadable."""
     try:
-        return _decode(zlib.decompressobj().decompress(packed, _MOST_BYTES))
+        return msgspec.msgpack.decode(zlib.decompressobj().decompress(packed, _MOST_BYTES), type=kind)
     except (zlib.error, msgspec.MsgspecError) as error:
         raise Unreadable(str(error)) from None
 
@@ -181,10 +200,11 @@ def _tier(recent: Recent, name: str, grant: Grant | None, replica: str, at_s: fl
         oldest = OldestWaiter(waited_s, starved_s, dict(grant.served_ahead), replica)
         recent.waits(name, at_s, waited_s, starved_s)
     read = recent.read(name, at_s)
-    return TierReport(name, oldest, [bucket for bucket in read.buckets if _has_any(bucket)], read.overtaken_by)
+    return TierReport(name, oldest, [bucket for bucket in read.buckets if has_any(bucket)], read.overtaken_by)
 
 
-def _has_any(bucket: Bucket) -> bool:
+def has_any(bucket: Bucket) -> bool:
+    """Whether anything happened in these five seconds."""
     return bool(
         bucket.admitted
         or bucket.refused

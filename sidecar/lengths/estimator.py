@@ -303,8 +303,11 @@ class LengthEstimator:
             for tenant, key, one in heapq.nlargest(most, every, key=lambda found: found[2].lengths.samples)
         ]
 
-    def hear(self, replica: str, document: object) -> None:
-        """Takes another replica's summary in place of its last one. Never raises: it skips what has not the form."""
+    def hear(self, replica: str, document: object, *, has_own: bool = False) -> None:
+        """Takes another replica's summary in place of its last one. Never raises: it skips what has not the form.
+
+        With `has_own` it is that of a whole pool, with this replica's samples in it: they are not counted again.
+        """
         entries = summary.read(document)
         if entries is None:
             return
@@ -315,7 +318,7 @@ class LengthEstimator:
             heard = self._heard.get(place)
             if heard is None:
                 heard = self._heard[place] = _Heard(self._own(tenant, key))
-            heard.put(replica, told)
+            heard.put(replica, told, has_own=has_own)
             places.append(place)
             self._vote_anew(tenant, key, heard)
         if len(self._replicas) > REPLICAS_REMEMBERED:
@@ -383,17 +386,22 @@ class _Tenant:
 
 
 class _Heard:
-    """What other replicas told of one tenant and key, together with this replica's own samples."""
+    """What other replicas told of one tenant and key, together with this replica's own samples.
+
+    `has_own`: what they told has those already.
+    """
 
     def __init__(self, own: LengthHistogram | None) -> None:
         self.own = own
         self.by_replica: dict[str, Summary] = {}
+        self.has_own = False
         self._samples = 0
         self._survival: Survival | None = None
         self._own_samples = 0
 
-    def put(self, replica: str, told: Summary) -> None:
+    def put(self, replica: str, told: Summary, *, has_own: bool) -> None:
         self.by_replica[replica] = told
+        self.has_own = has_own
         self._changed()
 
     def remove(self, replica: str) -> None:
@@ -406,12 +414,12 @@ class _Heard:
 
     @property
     def samples(self) -> int:
-        return self._samples if self.own is None else self._samples + self.own.samples
+        return self._samples if self.own is None or self.has_own else self._samples + self.own.samples
 
     def quantile(self, q: float, beyond: int = 0) -> int | None:
         own_samples = 0 if self.own is None else self.own.samples + self.own.censored
         if self._survival is None or own_samples != self._own_samples:
-            self._survival = summary.merged(self.own, self.by_replica.values())
+            self._survival = summary.merged(None if self.has_own else self.own, self.by_replica.values())
             self._own_samples = own_samples
         return self._survival.quantile(q, beyond)
 

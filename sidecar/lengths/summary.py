@@ -1,7 +1,9 @@
 """Summaries of what a replica learned, small enough for its report, and what others make of them.
 
-A document has only what its replica saw itself, never what it heard: replicas that hear each other in turn count no
-request twice. It is `{"version": 1, "lengths": [[tenant, endpoint, model, bucket, samples, weight, points], ...]}`. The
+A replica's document has only what it saw itself, never what it heard: replicas that hear each other in turn count no
+request twice. `SummaryMerge` makes one of all.
+
+A document is `{"version": 1, "lengths": [[tenant, endpoint, model, bucket, samples, weight, points], ...]}`. The
 points are one list: a length, the millionths of the answers that are longer, the next length, and so on. All numbers
 are whole. A reader takes nothing for granted: it skips entries that are not of this form.
 """
@@ -75,7 +77,12 @@ class Summary(NamedTuple):
 
 def summarize(histogram: LengthHistogram) -> Summary:
     """The summary of a histogram."""
-    survival = histogram.survival()
+    return Summary(
+        min(histogram.samples, MOST_SAMPLES), max(1, round(histogram.weight)), _points_of(histogram.survival())
+    )
+
+
+def _points_of(survival: Survival) -> tuple[tuple[int, int], ...]:
     points: list[tuple[int, int]] = []
     level = 0
     for edge, share in zip(survival.edges, survival.beyond, strict=True):
@@ -86,7 +93,7 @@ def summarize(histogram: LengthHistogram) -> Summary:
                 level += 1
     if survival.edges and points[-1:] != [(survival.edges[-1], longer)]:
         points.append((survival.edges[-1], longer))
-    return Summary(min(histogram.samples, MOST_SAMPLES), max(1, round(histogram.weight)), tuple(points))
+    return tuple(points)
 
 
 def merged(own: LengthHistogram | None, heard: Iterable[Summary]) -> Survival:
@@ -102,13 +109,17 @@ def merged(own: LengthHistogram | None, heard: Iterable[Summary]) -> Survival:
 
 def write(entries: Iterable[tuple[str, LengthKey, LengthHistogram]], most_bytes: int) -> dict[str, Any]:
     """The document of the first entries that fit into so many bytes of JSON."""
+    return document(
+        ((tenant, key, summarize(histogram)) for tenant, key, histogram in entries if histogram.samples), most_bytes
+    )
+
+
+def document(entries: Iterable[tuple[str, LengthKey, Summary]], most_bytes: int) -> dict[str, Any]:
+    """The document of the first summaries that fit into so many bytes of JSON."""
     lengths: list[list[Any]] = []
-    document = {"version": VERSION, "lengths": lengths}
-    left = most_bytes - len(json.dumps(document, separators=(",", ":")))
-    for tenant, key, histogram in entries:
-        if not histogram.samples:
-            continue
-        samples, weight, points = summarize(histogram)
+    whole = {"version": VERSION, "lengths": lengths}
+    left = most_bytes - len(json.dumps(whole, separators=(",", ":")))
+    for tenant, key, (samples, weight, points) in entries:
         entry = [tenant, *key, samples, weight, [number for point in points for number in point]]
         size = _size(entry)
         if size is None:
@@ -117,7 +128,7 @@ def write(entries: Iterable[tuple[str, LengthKey, LengthHistogram]], most_bytes:
         if left < 0:
             break
         lengths.append(entry)
-    return document
+    return whole
 
 
 def _size(entry: list[Any]) -> int | None:
@@ -128,11 +139,11 @@ def _size(entry: list[Any]) -> int | None:
         return None
 
 
-def read(document: object) -> Iterator[tuple[str, LengthKey, Summary]] | None:
+def read(told: object) -> Iterator[tuple[str, LengthKey, Summary]] | None:
     """The entries of another replica's document that are as they must be; None where it is no document at all."""
-    if not isinstance(document, dict) or document.get("version") != VERSION:
+    if not isinstance(told, dict) or told.get("version") != VERSION:
         return None
-    lengths = document.get("lengths")
+    lengths = told.get("lengths")
     if not isinstance(lengths, list):
         return None
     found = (_entry(one) for one in lengths[:MOST_ENTRIES])
@@ -169,3 +180,36 @@ def _points(numbers: object) -> tuple[tuple[int, int], ...] | None:
             return None
         before, left = length, longer
     return tuple(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+class SummaryMerge:
+    """The documents of many replicas in one of the same form, in which each sample still counts once.
+
+    Its weights are bounded as those of one replica. So it stands for all replicas, and is not added to any of them.
+    """
+
+    def __init__(self) -> None:
+        self._by_place: dict[tuple[str, LengthKey], list[Summary]] = {}
+
+    def add(self, told: object) -> None:
+        """Adds a replica's document, whatever it is: entries that have not the form are skipped."""
+        for tenant, key, one in read(told) or ():
+            self._by_place.setdefault((tenant, key), []).append(one)
+
+    def summaries(self) -> Iterator[tuple[str, LengthKey, Summary]]:
+        """One of each tenant and key. Every tenant's key with most samples comes first, then its second."""
+        by_tenant: dict[str, list[tuple[int, LengthKey]]] = {}
+        for (tenant, key), told in self._by_place.items():
+            by_tenant.setdefault(tenant, []).append((sum(one.samples for one in told), key))
+        ranked = [
+            (rank, -samples, tenant, key)
+            for tenant, keys in by_tenant.items()
+            for rank, (samples, key) in enumerate(sorted(keys, key=lambda one: one[0], reverse=True))
+        ]
+        ranked.sort(key=lambda entry: entry[:2])
+        return ((tenant, key, self._merged(tenant, key)) for _, _, tenant, key in ranked)
+
+    def _merged(self, tenant: str, key: LengthKey) -> Summary:
+        told = self._by_place[tenant, key]
+        samples, weight = sum(one.samples for one in told), sum(one.weight for one in told)
+        return Summary(min(samples, MOST_SAMPLES), min(weight, MOST_WEIGHT), _points_of(merged(None, told)))

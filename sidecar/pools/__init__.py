@@ -1,6 +1,6 @@
 """The pools of leases: in one process, in a store that many share, or as large as the engine says."""
 
-from sidecar.pools.base import Ask, EnginePool, Grant, Lease, NotShared, PeerReport, Pool
+from sidecar.pools.base import Ask, EnginePool, Grant, Lease, Merge, NotShared, PeerReport, PeerReports, Pool
 from sidecar.pools.engine_capacity import EngineSizedPool
 from sidecar.pools.fleet import FleetPool
 from sidecar.pools.local import LocalPool
@@ -13,7 +13,9 @@ __all__ = [
     "Grant",
     "Lease",
     "LocalPool",
+    "Merge",
     "NotShared",
     "PeerReport",
+    "PeerReports",
     "Pool",
 ]

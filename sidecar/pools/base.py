@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -93,6 +93,20 @@ class PeerReport(NamedTuple):
     age_s: float
     report: bytes
 
+
+class PeerReports(NamedTuple):
+    """What the other replicas have left: in a small pool each of their reports, by name.
+
+    In a larger one they are empty for all but the merger, and `merged` is the text that it made last of all reports,
+    with its age. It is None in a small pool, for the merger, and while no text was made in the last 10 seconds.
+    """
+
+    each: Mapping[str, PeerReport]
+    merged: PeerReport | None = None
+
+
+Merge = Callable[[Mapping[str, PeerReport]], Awaitable[bytes]]
+"""Makes one text of the reports of all replicas, by name. It has at most `MOST_REPORT_BYTES`."""
 
 WaitOutcome = asyncio.Future["Grant | None"]
 """How a wait ended that its caller gave up, as soon as the pool knows."""
@@ -433,10 +447,11 @@ class Pool(Protocol):
     def notices(self) -> Sequence[str]:
         """Warnings for the operator although requests are being admitted."""
 
-    async def share(self, report: bytes) -> Mapping[str, PeerReport]:
-        """Leaves `report` to the other replicas of this pool, and returns theirs by their names.
+    async def share(self, report: bytes, merge: Merge) -> PeerReports:
+        """Leaves `report` to the other replicas of this pool, and returns what they have left.
 
-        It has at most `MOST_REPORT_BYTES`; more raises NotShared.
+        It has at most `MOST_REPORT_BYTES`; more raises NotShared. In a pool of more than 8 replicas one of them calls
+        `merge` for all: what they read grows with their number, not with its square.
 
         A replica without a report in the last 10 seconds is left out. A pool of one process has no others. Raises
         NotShared where the store cannot be reached. No request is ever admitted later for it.

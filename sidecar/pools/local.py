@@ -9,7 +9,7 @@ from itertools import count
 from sidecar.events import Obstacle
 from sidecar.policy.model import Limits, Policy
 from sidecar.policy.rules import PoolRules
-from sidecar.pools.base import Ask, Lease, PeerReport, WaitOutcome
+from sidecar.pools.base import Ask, Lease, Merge, PeerReports, WaitOutcome
 from sidecar.pools.limits import SizeLimits, TenantLimits
 from sidecar.pools.queue_places import QueuePlaces
 from sidecar.pools.runtime import Clock, LeaseRuntime, monotonic_us
@@ -174,9 +174,9 @@ class LocalPool:
         """See `Pool.notices`."""
         return ()
 
-    async def share(self, report: bytes) -> Mapping[str, PeerReport]:  # noqa: ARG002
+    async def share(self, report: bytes, merge: Merge) -> PeerReports:  # noqa: ARG002
         """See `Pool.share`: there are no other replicas."""
-        return {}
+        return PeerReports({})
 
     def _find_place(self, ask: Ask, queued: int, most: int, now_us: int) -> Lease | None:
         """The request that has to give its place, None where one is free. Raises QueueFull where there is neither."""

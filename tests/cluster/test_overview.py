@@ -19,7 +19,7 @@ from sidecar.cluster.overview import PoolOverview
 from sidecar.cluster.report import ReplicaReport, Sources, pack
 from sidecar.events import Admitted, Classified, Obstacle, Outcome, Preempted, Queued, Received, Settled
 from sidecar.policy.model import Policy, ServiceObjectives
-from sidecar.pools import LocalPool, NotShared, PeerReport
+from sidecar.pools import LocalPool, Merge, NotShared, PeerReport, PeerReports
 from sidecar.telemetry.journal import Journal
 from sidecar.telemetry.metrics.tenants import TenantHolding
 from sidecar.telemetry.recent import Recent
@@ -38,11 +38,11 @@ class Telling(LocalPool):
     trouble: str | None = None
     reported = b""
 
-    async def share(self, report: bytes) -> Mapping[str, PeerReport]:
+    async def share(self, report: bytes, merge: Merge) -> PeerReports:
         if self.trouble is not None:
             raise NotShared(self.trouble)
         self.reported = report
-        return self.others
+        return PeerReports(self.others)
 
 
 def sources_of(pool: LocalPool, policy: Policy, **more: Any) -> Sources:

@@ -1,18 +1,18 @@
-"""Gossip of replicas through the store: each leaves a report for the others. No decision depends on it.
+"""Gossip of replicas through the store: each leaves a report for the others. No admission depends on it.
 
 It has a connection of its own, opened when it is first needed: no admission waits for a large answer, and a failure
-here does not count as a loss of the store. The header of `reports.lua` is the contract.
+here does not count as a loss of the store. The header of `gossip.lua` is the contract.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from itertools import islice
 from typing import Any
 
-from sidecar.pools.base import MOST_REPORT_BYTES, NotShared, PeerReport
+from sidecar.pools.base import MOST_REPORT_BYTES, Merge, NotShared, PeerReport, PeerReports
 from sidecar.pools.redis.connection import Connect, Script, StoreConnection, StoreError
 from sidecar.pools.redis.protocol import Argument
 
@@ -29,28 +29,40 @@ class Gossip:
         self._connection: StoreConnection | None = None
         self._turn = asyncio.Lock()
 
-    async def share(self, report: bytes) -> Mapping[str, PeerReport]:
+    async def share(self, report: bytes, merge: Merge) -> PeerReports:
         """See `Pool.share`."""
         if len(report) > MOST_REPORT_BYTES:
             raise NotShared(f"a report of {len(report)} bytes is more than the {MOST_REPORT_BYTES} that it may have")
         async with self._turn:
             try:
-                return await self._shared(report)
+                return await self._shared(report, merge)
             except BaseException as error:  # also canceled: a late answer must not be taken for the next
                 await self._disconnect()
                 if isinstance(error, StoreError):
                     raise NotShared(str(error)) from None
                 raise
 
-    async def _shared(self, report: bytes) -> Mapping[str, PeerReport]:
-        arguments: list[Argument] = ["share", self._replica, report]
+    async def _shared(self, report: bytes, merge: Merge) -> PeerReports:
+        kind, *rest = await self._run("share", report)
+        if kind == b"merged":
+            return PeerReports({}, PeerReport(int(rest[0]) / 1e6, rest[1]) if rest else None)
+        others = _read(rest)
+        if kind == b"merge":
+            text = await merge({**others, self._replica: PeerReport(0.0, report)})
+            if len(text) > MOST_REPORT_BYTES:
+                raise NotShared(f"a merged text of {len(text)} bytes is more than {MOST_REPORT_BYTES}")
+            await self._run("merged", text)
+        return PeerReports(others)
+
+    async def _run(self, action: str, text: bytes) -> list[Any]:
+        arguments: list[Argument] = [action, self._replica, text]
         if self._connection is not None:
             try:
-                return _read(await self._connection.run(_SCRIPT, arguments))
+                return await self._connection.run(_SCRIPT, arguments)
             except StoreError:  # the server may have been away in between: a connection that worked is made anew, once
                 await self._disconnect()
         self._connection = await self._connect()
-        return _read(await self._connection.run(_SCRIPT, arguments))
+        return await self._connection.run(_SCRIPT, arguments)
 
     async def close(self) -> None:
         """Removes this replica's report, where it has left one and the store can be reached."""
@@ -69,6 +81,6 @@ class Gossip:
             await connection.close()
 
 
-def _read(answer: list[Any]) -> Mapping[str, PeerReport]:
+def _read(answer: Sequence[Any]) -> Mapping[str, PeerReport]:
     triples = zip(*(islice(answer, start, None, 3) for start in range(3)), strict=True)
     return {name.decode(): PeerReport(int(age_us) / 1e6, report) for name, age_us, report in triples}

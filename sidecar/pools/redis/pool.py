@@ -19,7 +19,7 @@ from sidecar.errors import RemainingLimit, RemainingLimits
 from sidecar.events import Obstacle, StoreObserver, StoreState
 from sidecar.policy.model import Policy, StoreLoss
 from sidecar.policy.rules import PoolRules
-from sidecar.pools.base import Ask, Grant, Lease, NotShared, PeerReport, WaitOutcome
+from sidecar.pools.base import Ask, Grant, Lease, Merge, NotShared, PeerReports, WaitOutcome
 from sidecar.pools.limits import SizeLimits, downgraded, tenant_limit
 from sidecar.pools.queue_places import QueuePlaces
 from sidecar.pools.redis import protocol
@@ -196,13 +196,13 @@ class RedisPool:
             return Obstacle.STORE, f"the store is lost, and this replica's part of the pool has no room{figures}"
         return obstacle(self._sizes.rules, self._usage(), ask)
 
-    async def share(self, report: bytes) -> Mapping[str, PeerReport]:
+    async def share(self, report: bytes, merge: Merge) -> PeerReports:
         """See `Pool.share`."""
         if self._session is None or self.status.state is not StoreState.SHARED:
             raise NotShared(f"the store is {self.status.state.value}: {self.status.reason}")
         if self._gossip is None:
             self._gossip = Gossip(self.name, self._connect)
-        return await self._gossip.share(report)
+        return await self._gossip.share(report, merge)
 
     @property
     def round_trips(self) -> int:

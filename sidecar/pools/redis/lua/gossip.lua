@@ -1,42 +1,90 @@
--- Reports of the replicas of a pool to each other, for people. No decision reads them.
+-- Reports of the replicas of a pool to each other, for people and for learned lengths. No admission reads them.
 --
--- KEYS[1]  the root of the pool. The reports are in the hash `<root>:reports`, replica -> 'MICROSECONDS REPORT'. It
---          vanishes when none was written for as long as a replica may be silent.
--- ARGV[1]  share | leave
+-- In a pool of at most 8 replicas each reads the reports of all others. In a larger one that would grow with the square
+-- of their number: there one of them, the merger, reads all reports and writes one merged text, and the others read
+-- only that. Whoever finds no merger becomes it. It stays merger by writing: one that reads and does not write loses the
+-- lease after 4 seconds, and the next replica that shares its report takes it over.
+--
+-- KEYS[1]  the root of the pool. The keys are
+--          `<root>:reports`  a hash, replica -> 'MICROSECONDS REPORT'. It vanishes when none was written for as long as
+--                            a replica may be silent.
+--          `<root>:merger`   the replica that merges. It expires with its lease.
+--          `<root>:merged`   'MICROSECONDS TEXT', the merged text. It expires as a report does.
+-- ARGV[1]  share | merged | leave
 -- ARGV[2]  the replica
--- ARGV[3]  share: its report, any bytes
+-- ARGV[3]  share: its report, any bytes; merged: the merged text, any bytes
 --
--- RETURN   share: {REPLICA, AGE_US, REPORT, ...} of the others, at most 128. Reports of silent replicas are removed.
---          leave: {}
+-- RETURN   share: {'each', REPLICA, AGE_US, REPORT, ...} of the others, at most 128, in a small pool;
+--                 {'merge', ...} the same for the merger, which is to write the merged text;
+--                 {'merged', AGE_US, TEXT} for the others, or {'merged'} while there is none.
+--                 Reports of silent replicas, and those that are too long, are left out.
+--          merged, leave: {}
 --
 -- The time is that of the Redis server.
 
 local SILENCE_US, SILENCE_MS = 10000000, 10000
-local MOST = 128
+local LEASE_MS = 4000
+local MOST, FEW = 128, 8
+local MOST_BYTES = 65536
 
-local key, replica = KEYS[1] .. ':reports', ARGV[2]
+local reports, merger, merged = KEYS[1] .. ':reports', KEYS[1] .. ':merger', KEYS[1] .. ':merged'
+local action, replica = ARGV[1], ARGV[2]
 
-if ARGV[1] == 'leave' then
-  redis.call('HDEL', key, replica)
+if action == 'leave' then
+  redis.call('HDEL', reports, replica)
+  if redis.call('GET', merger) == replica then
+    redis.call('DEL', merger)
+  end
   return {}
 end
 
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
-local others, count = {}, 0
-local fields = redis.call('HGETALL', key)
-for index = 1, #fields, 2 do
-  local stamp = string.match(fields[index + 1], '^%d+')
+local function stamped(text)
+  return string.format('%.0f ', now) .. text
+end
+-- The age and the text of what was written; nothing where it is too old or too long.
+local function read(written)
+  local stamp = string.match(written, '^%d+') or ''
   local age = now - (tonumber(stamp) or 0)
-  if age > SILENCE_US then
-    redis.call('HDEL', key, fields[index])
-  elseif fields[index] ~= replica and count < MOST then
-    count = count + 1
-    others[#others + 1] = fields[index]
-    others[#others + 1] = string.format('%.0f', age)
-    others[#others + 1] = string.sub(fields[index + 1], #stamp + 2)
+  if age <= SILENCE_US and #written - #stamp - 1 <= MOST_BYTES then
+    return string.format('%.0f', age), string.sub(written, #stamp + 2)
+  end
+  return nil, nil
+end
+
+if action == 'merged' then
+  if redis.call('GET', merger) == replica then
+    redis.call('SET', merged, stamped(ARGV[3]), 'PX', SILENCE_MS)
+    redis.call('PEXPIRE', merger, LEASE_MS)
+  end
+  return {}
+end
+
+redis.call('HSET', reports, replica, stamped(ARGV[3]))
+redis.call('PEXPIRE', reports, SILENCE_MS)
+
+local is_small = redis.call('HLEN', reports) <= FEW
+if not is_small then
+  redis.call('SET', merger, replica, 'NX', 'PX', LEASE_MS)
+  if redis.call('GET', merger) ~= replica then
+    local written = redis.call('GET', merged)
+    local age, text = read(written or '')
+    return { 'merged', age, text }
   end
 end
-redis.call('HSET', key, replica, string.format('%.0f ', now) .. ARGV[3])
-redis.call('PEXPIRE', key, SILENCE_MS)
-return others
+
+local answer, count = { is_small and 'each' or 'merge' }, 0
+local fields = redis.call('HGETALL', reports)
+for index = 1, #fields, 2 do
+  local age, report = read(fields[index + 1])
+  if not age then
+    redis.call('HDEL', reports, fields[index])
+  elseif fields[index] ~= replica and count < MOST then
+    count = count + 1
+    answer[#answer + 1] = fields[index]
+    answer[#answer + 1] = age
+    answer[#answer + 1] = report
+  end
+end
+return answer
