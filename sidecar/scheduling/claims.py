@@ -65,6 +65,7 @@ class ClaimQueue(FairQueue):
     def _no_claimant(self, ticket: Ticket) -> None:
         del self.claimants[ticket.id]
         ticket.placing.is_claimant = False
+        ticket.placing.kept = None
         self.count -= 1
         self.tokens -= ticket.tokens
         self.requests -= ticket.requests

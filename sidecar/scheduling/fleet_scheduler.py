@@ -4,13 +4,16 @@ The pool is as large as its engines together (`placement`). Its rules count a th
 requests: un-prefilled prompt tokens, from the admission to the first byte.
 
 A walk decides which ticket is admitted next. It looks at the candidates, the heads of the tiers and the claimants, in
-the order of rule 1; but the first of a tier with a turn, where it fits the pool and no engine that it could use, comes
-before all that are not always first (R3'). Each candidate that does not fit the pool holds its place or is passed over
-by rule 3. For any other the best engine is chosen, busy or not. Where that has room, and no ticket before it in this
-walk claimed it, the ticket is admitted. A ticket waits for its best engine only where that has more of its prompt, or
-is faster, than the best of those with such room. If not, or if it is a claimant without patience (`placement`), it is
-admitted there; so is the last ticket that a walk places, or 16 tickets that want busy engines would keep all others
-from idle ones. Otherwise the ticket claims its best engine: nothing after it in this walk enters there.
+the order of rule 1; but a claimant that is inside its tier's floor or has a turn comes before all but those that are
+always first, in the order of the first claims, and keeps the engine that it claimed first as long as it could go there.
+So nothing that comes later enters that engine, neither while it drains nor once it has room: later tickets of other
+floors would enter it in parts, again and again, and so would others while the ticket claims another. Each candidate
+that does not fit the pool holds its place or is passed over by rule 3. For any other the best engine is chosen, busy or
+not. Where that has room, and no ticket before it in this walk claimed it, the ticket is admitted. A ticket waits for
+its best engine only where that has more of its prompt, or is faster, than the best of those with such room. If not, or
+if it is a claimant without patience (`placement`), it is admitted there; so is the last ticket that a walk places, or
+16 tickets that want busy engines would keep all others from idle ones. Otherwise the ticket claims its best engine:
+nothing after it in this walk enters there.
 Claims are forgotten with the walk. A ticket that made one is a claimant from then on (`claims`), so the next ticket of
 its tier becomes a candidate. Where that one comes before a ticket that was looked at already, the walk begins anew. A
 walk is over when every engine with any room is claimed, or 16 tickets were placed.
@@ -47,7 +50,7 @@ from sidecar.scheduling.scheduler import Scheduler
 from sidecar.scheduling.ticket import Admission, Rule, Ticket, Wait
 from sidecar.scheduling.tier import LATEST_US
 
-_ALWAYS_FIRST, _, _TURN, _OTHER = OrderClass
+_ALWAYS_FIRST, _INSIDE, _TURN, _OTHER = OrderClass
 
 RulesOf = Callable[[int | None, int | None, int | None], PoolRules]
 """The rules of a pool with so many tokens, requests and un-prefilled tokens; None is unbounded."""
@@ -80,6 +83,8 @@ class FleetScheduler(Scheduler):
         self._all_prefill = 0
         self._blocked_since_us: int | None = None
         self._blocked_us = 0
+        self._for_floors: set[str] = set()
+        self._is_walking = False  # else an engine is only asked for
         self._has_trimmed = False  # whether the last walk left too many claimants
         self._failed_us: int | None = None  # a walk that admitted none ended then, and nothing has changed since
         self._same_until_us: int | None = None  # before that time alone changes nothing, where it was asked
@@ -408,31 +413,20 @@ class FleetScheduler(Scheduler):
     def in_order_of_walk(self, now_us: int) -> list[Candidate]:
         """The candidates in the order in which a walk looks at them."""
         order = self._candidates(now_us)
-        blocked: dict[int, Candidate] = {}
-        for candidate in order:
-            if candidate.order_class is _TURN and candidate.ticket.tier not in blocked:
-                blocked[candidate.ticket.tier] = candidate
-        if not blocked:
-            return order
-        first = [candidate for candidate in blocked.values() if self._fits_no_engine(candidate)]
-        if not first:
-            return order
-        always = [candidate for candidate in order if candidate.order_class is _ALWAYS_FIRST]
-        return [*always, *first, *(it for it in order if it not in first and it not in always)]
-
-    def _fits_no_engine(self, candidate: Candidate) -> bool:
-        """R3': whether a ticket fits the pool and could go to an engine, but has no room there."""
-        ticket, placing = candidate.ticket, candidate.ticket.placing
-        usable = self.placement.usable(ticket.tokens, ticket.requests, placing)
-        return bool(usable) and self.fits(candidate) and not any(_fits(ticket, ledger) for ledger in usable)
+        self._for_floors = for_floors = {it.ticket.id for it in order if it.order_class in (_INSIDE, _TURN)}
+        if for_floors and any(candidate.ticket.placing.is_claimant for candidate in order):
+            order.sort(key=_place_in_walk)
+        return order
 
     def _walk(self, now_us: int) -> Placed | None:
         """The ticket that is admitted next, and its engine."""
         placed: Placed | bool = True
+        self._is_walking = True
         while placed is True:
             self.placement.begin_walk()
             placed = self._walk_once(now_us)
             self.placement.end_walk()
+        self._is_walking = False
         found = placed or None
         self._trim(None if found is None else found[0].ticket, now_us)
         return found
@@ -473,8 +467,16 @@ class FleetScheduler(Scheduler):
         self._tiers[ticket.tier].queue.claim(ticket, now_us)
 
     def place(self, ticket: Ticket) -> EngineLedger | None:
-        """The best engine of a ticket, busy or not."""
-        return self.placement.best(ticket.tokens, ticket.requests, ticket.placing)
+        """The best engine of a ticket, busy or not; for its tier's floor the one that it keeps."""
+        placement, placing = self.placement, ticket.placing
+        if ticket.id not in self._for_floors:
+            return placement.best(ticket.tokens, ticket.requests, placing)
+        found = placing.kept
+        if found is None or found not in placement.usable(ticket.tokens, ticket.requests, placing):
+            found = placement.best(ticket.tokens, ticket.requests, placing)
+        if self._is_walking:
+            placing.kept = found
+        return found
 
     def taken_by(self, ticket: Ticket, best: EngineLedger, now_us: int) -> EngineLedger | None:
         """The engine that a ticket enters now: its best, or another where that has no less of its prompt and is no
@@ -519,6 +521,7 @@ class FleetScheduler(Scheduler):
         prefill = tier.prefill(ticket)
         admission = self._admit(candidate, now_us)
         placing.engine, placing.prefill, placing.unprefilled = ledger, prefill, placing.unprefilled_on(ledger.id)
+        placing.kept = None
         placing.found = ledger.found()
         self._book_engine(ticket, 1)
         return admission._replace(engine=ledger.id)
@@ -587,5 +590,10 @@ class FleetScheduler(Scheduler):
         return min(self._order.candidates(tier, heads, now_us), default=None)
 
 
-def _fits(ticket: Ticket, ledger: EngineLedger) -> bool:
-    return ledger.has_room(ticket.tokens, ticket.requests, ticket.placing)
+def _place_in_walk(candidate: Candidate) -> int:
+    """Equal ones stay in order."""
+    if candidate.order_class is _ALWAYS_FIRST:
+        return -1
+    placing = candidate.ticket.placing
+    claimed_us = placing.claimed_us if placing.is_claimant and candidate.order_class in (_INSIDE, _TURN) else None
+    return NEVER_US if claimed_us is None else claimed_us

@@ -1,8 +1,13 @@
-"""The state of one tier and the order of its tickets in a pool of several engines: three dimensions, and claimants."""
+"""The state of one tier and the order of its tickets in a pool of several engines: three dimensions, and claimants.
+
+A tier's floor is filled in fair order, by claimants and heads alike. For a ticket counts as filled what those before it
+need, too: so no later ticket takes the room of the floor that an earlier one waits for, whichever engine it waits for.
+Only the first may have a turn. While the tier owes, tickets larger than its floor are left out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules, largest_prefill
 from sidecar.scheduling.claims import ClaimQueue
@@ -46,6 +51,46 @@ class FleetTier(TierState):
         claimants = self.queue.claimants
         return [*claimants.values(), *super().heads(now_us)] if claimants else super().heads(now_us)
 
+    def filled(self) -> tuple[int, int, int]:
+        """What its floor has: tokens, requests and un-prefilled tokens."""
+        return self.held_tokens, self.held_requests, self.held_prefill
+
+    def is_below_floor(self) -> bool:
+        """Whether its floor has room left, in each dimension."""
+        rules = self.rules
+        tokens, requests, prefill = self.filled()
+        return tokens < rules.reserve_tokens and requests < rules.reserve_requests and prefill < rules.reserve_prefill
+
+    def in_fair_order(self, now_us: int) -> Sequence[Ticket]:
+        """The heads, and the claimants that no head is before."""
+        heads = TierState.heads(self, now_us)
+        claimants = self.queue.claimants
+        if not claimants:
+            return heads
+        last = max(map(_fair_place, heads), default=None)
+        before = (it for it in claimants.values() if last is None or _fair_place(it) < last)
+        return sorted([*before, *heads], key=_fair_place)
+
+    def for_floor(self, now_us: int) -> Iterator[tuple[Ticket, OrderClass]]:
+        """The tickets that may be admitted for the floor, in fair order, each with its class."""
+        rules, owes = self.rules, now_us < self.owes_until_us
+        tokens, requests, prefill = self.filled()
+        if tokens >= rules.reserve_tokens or requests >= rules.reserve_requests:
+            return  # every ticket needs some of both
+        is_first = not owes and prefill < rules.reserve_prefill
+        for ticket in self.in_fair_order(now_us):
+            if owes and not self.queue.is_small(ticket):
+                continue
+            tokens += ticket.tokens
+            requests += ticket.requests
+            prefill += self.prefill(ticket)
+            if tokens > rules.reserve_tokens or requests > rules.reserve_requests or prefill > rules.reserve_prefill:
+                if is_first:
+                    yield ticket, _TURN
+                return
+            yield ticket, _INSIDE
+            is_first = False
+
     def excess_prefill(self, ticket: Ticket) -> int:
         """How many whole reserves more are too much in un-prefilled tokens than in the other dimensions."""
         reserve = self.rules.reserve_prefill
@@ -73,6 +118,10 @@ class FleetTier(TierState):
         )
 
 
+def _fair_place(ticket: Ticket) -> tuple[float, int]:
+    return ticket.start, ticket.sequence
+
+
 class FleetOrder(LevelOrder):
     """The order by aged level, where being inside a reserve and having a turn count un-prefilled tokens, too."""
 
@@ -85,17 +134,9 @@ class FleetOrder(LevelOrder):
     def candidates(self, tier: FleetTier, tickets: Iterable[Ticket], now_us: int) -> list[Candidate]:
         """The places and the levels of tickets of one tier. Every walk looks at all claimants, so it calls little."""
         rules = tier.rules
-        tokens_left = rules.reserve_tokens - tier.held_tokens
-        requests_left = rules.reserve_requests - tier.held_requests
-        prefill_left = rules.reserve_prefill - tier.held_prefill
-        most_prefill = tier.most_prefill
-        most_uncached = UNLIMITED if most_prefill <= prefill_left else prefill_left  # of a ticket that is inside
-        if rules.always_first:
-            tokens_left, outside, outside_turn = -1, _ALWAYS_FIRST, 0
-        elif now_us >= tier.owes_until_us and tokens_left > 0 and requests_left > 0 and prefill_left > 0:
-            outside, outside_turn = _TURN, tier.latest_admission
-        else:
-            outside, outside_turn = _OTHER, 0
+        outside = _ALWAYS_FIRST if rules.always_first else _OTHER
+        may_be_inside = not rules.always_first and tier.held_tokens < rules.reserve_tokens
+        classes = dict(tier.for_floor(now_us)) if may_be_inside else None
         level = rules.level
         precedence = self._precedences[level]
         is_aging = level > self._ceiling
@@ -107,14 +148,10 @@ class FleetOrder(LevelOrder):
                 if precedence < self._ceiling_precedence:  # noqa: PLR1730  # `max` is one call more
                     precedence = self._ceiling_precedence
                 level = -(-precedence // self._promote_after_us)
-            if (
-                ticket.tokens <= tokens_left
-                and ticket.requests <= requests_left
-                and ticket.placing.uncached <= most_uncached
-            ):
-                order_class, turn = _INSIDE, 0
-            else:
-                order_class, turn = outside, outside_turn
+            order_class, turn = outside, 0
+            if classes and ticket in classes:
+                order_class = classes[ticket]
+                turn = tier.latest_admission if order_class is _TURN else 0
             place = (order_class, turn, precedence, arrived_us, ticket.sequence, ticket, level, level, level)
             found.append(_new(Candidate, place))
         return found

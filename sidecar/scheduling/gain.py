@@ -19,7 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from sidecar.scheduling.placement import EngineLedger
 from sidecar.scheduling.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ class GainTicket(Ticket):
     `lane` is that of its queue (`gain_queue`) in which it stands, or stood last, `place` its place by gain there, None
     where it has none. `stored_density` is its density while it has none. A ticket that `is_urgent` stays so. One that
     `is_apart` came back to its queue and stands in no lane. `in_floor` says of a lease that it counts in its tier's
-    floor. One that `is_claiming` is a claimant (`claims`); as one for its tier's floor it keeps the engine `kept`.
+    floor. One that `is_claiming` is a claimant (`claims`).
     """
 
     stored_density: int = 0
@@ -110,7 +109,6 @@ class GainTicket(Ticket):
     is_apart: bool = False
     in_floor: bool = False
     is_claiming: bool = False
-    kept: EngineLedger | None = None
 
     @property
     def density(self) -> int:

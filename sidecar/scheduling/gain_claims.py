@@ -61,7 +61,7 @@ class GainClaimQueue(ClaimQueue, GainQueue):
     def _no_claimant(self, ticket: Ticket) -> None:
         assert isinstance(ticket, GainTicket)
         super()._no_claimant(ticket)
-        ticket.is_claiming, ticket.kept = False, None
+        ticket.is_claiming = False
         if ticket.gain is not None:
             self.cost_us -= ticket.gain.cost_us
 

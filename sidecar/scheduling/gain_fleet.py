@@ -1,14 +1,12 @@
 """The order by gain in a pool of several engines: floors in three dimensions, and claimants.
 
-A tier's floor is filled in fair order, by claimants and heads alike. For a ticket counts as filled what those before it
-need, too: so no later ticket takes the room of the floor that an earlier one waits for, whichever engine it waits for.
-Only the first may have a turn. A ticket that claimed by gain has its place like every other, from the moment when
-no head is before it. While the tier owes, tickets larger than its floor are left out.
+A tier's floor is filled as by level (`fleet_tier`). A ticket that claimed by gain has its place there like every other,
+from the moment when no head is before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from sidecar.policy.rules import UNLIMITED, PoolRules, TierRules
 from sidecar.scheduling.fleet_tier import FleetOrder, FleetTier
@@ -41,45 +39,17 @@ class GainFleetTier(FleetTier, GainTier):
         """See `GainTier.has_its_reserve_without`."""
         return GainTier.has_its_reserve_without(self, lease)
 
+    def filled(self) -> tuple[int, int, int]:
+        """See `FleetTier.filled`: what is counted apart."""
+        return self.floor_tokens, self.floor_requests, self.floor_prefill
+
     def is_below_floor(self) -> bool:
-        """See `GainTier.is_below_floor`."""
-        return super().is_below_floor() and self.floor_prefill < self.rules.reserve_prefill
+        """See `FleetTier.is_below_floor`."""
+        return FleetTier.is_below_floor(self)
 
     def has_floor_for(self, ticket: Ticket) -> bool:
         """See `GainTier.has_floor_for`."""
         return super().has_floor_for(ticket) and self.floor_prefill + self.prefill(ticket) <= self.rules.reserve_prefill
-
-    def in_fair_order(self, now_us: int) -> Sequence[Ticket]:
-        """The heads, and the claimants that no head is before."""
-        heads = GainTier.heads(self, now_us)
-        claimants = self.queue.claimants
-        if not claimants:
-            return heads
-        last = max(map(_fair_place, heads), default=None)
-        before = (it for it in claimants.values() if last is None or _fair_place(it) < last)
-        return sorted([*before, *heads], key=_fair_place)
-
-    def for_floor(self, now_us: int) -> Iterator[tuple[Ticket, OrderClass]]:
-        """The tickets that may be admitted for the floor, in fair order, each with its class."""
-        rules, owes = self.rules, now_us < self.owes_until_us
-        tokens, requests, prefill = self.floor_tokens, self.floor_requests, self.floor_prefill
-        is_first = not owes and self.is_below_floor()
-        for ticket in self.in_fair_order(now_us):
-            if owes and not self.queue.is_small(ticket):
-                continue
-            tokens += ticket.tokens
-            requests += ticket.requests
-            prefill += self.prefill(ticket)
-            if tokens > rules.reserve_tokens or requests > rules.reserve_requests or prefill > rules.reserve_prefill:
-                if is_first:
-                    yield ticket, _TURN
-                return
-            yield ticket, _INSIDE
-            is_first = False
-
-
-def _fair_place(ticket: Ticket) -> tuple[float, int]:
-    return ticket.start, ticket.sequence
 
 
 class GainFleetOrder(GainOrder, FleetOrder):

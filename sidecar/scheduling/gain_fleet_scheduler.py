@@ -3,11 +3,6 @@
 A walk looks at the heads of the tiers, at the claimants, and at the best ticket of each tier, in the order by gain. A
 best ticket that claims an engine becomes a claimant: the next best of its tier is a candidate then.
 
-Instead of R3': a claimant that is inside its tier's floor or has a turn comes before all but those
-that are always first, in the order of the first claims, and keeps the engine that it claimed first as long as it could
-go there. So nothing that comes later enters that engine, neither while it drains nor once it has room: later tickets of
-other floors would enter it in parts, again and again, and so would others while the ticket claims another.
-
 A ticket is urgent when its deadline is nearer than half of the time that all engines which take new work need for all
 that waits.
 """
@@ -17,12 +12,12 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-from sidecar.scheduling.fleet_scheduler import FleetScheduler, Placed, RulesOf
+from sidecar.scheduling.fleet_scheduler import FleetScheduler, RulesOf
 from sidecar.scheduling.gain import GainFigures, GainTicket
 from sidecar.scheduling.gain_fleet import GainFleetOrder, GainFleetTier
 from sidecar.scheduling.gain_scheduler import GainScheduler
 from sidecar.scheduling.order import Candidate, OrderClass
-from sidecar.scheduling.placement import NEVER_US, WEIGHT_PERCENT, EngineLedger
+from sidecar.scheduling.placement import WEIGHT_PERCENT, EngineLedger
 from sidecar.scheduling.ticket import Admission, Ticket
 
 _ALWAYS_FIRST, _INSIDE, _TURN, _ = OrderClass
@@ -39,8 +34,6 @@ class GainFleetScheduler(GainScheduler, FleetScheduler):
 
     def __init__(self, rules_of: RulesOf, weight_percent: int = WEIGHT_PERCENT) -> None:
         self._deadlines: list[tuple[int, int, int, GainTicket]] = []
-        self._for_floors: set[str] = set()
-        self._is_walking = False  # else an engine is only asked for
         FleetScheduler.__init__(self, rules_of, weight_percent)
 
     def submit(self, ticket_id: str, *, tier: int, **ticket: Any) -> Ticket:
@@ -63,41 +56,9 @@ class GainFleetScheduler(GainScheduler, FleetScheduler):
         self._changed()
         super().charge(tier, tenant, weight, tokens)
 
-    def in_order_of_walk(self, now_us: int) -> list[Candidate]:
-        """See `FleetScheduler.in_order_of_walk`."""
-        order = sorted(self._candidates(now_us), key=self._place_in_walk)
-        self._for_floors = {it.ticket.id for it in order if it.order_class in (_INSIDE, _TURN)}
-        return order
-
-    def place(self, ticket: Ticket) -> EngineLedger | None:
-        """See `FleetScheduler.place`."""
-        assert isinstance(ticket, GainTicket)
-        if ticket.id not in self._for_floors:
-            return super().place(ticket)
-        found = ticket.kept
-        if found is None or found not in self.placement.usable(ticket.tokens, ticket.requests, ticket.placing):
-            found = super().place(ticket)
-        if self._is_walking:
-            ticket.kept = found
-        return found
-
-    def _walk(self, now_us: int) -> Placed | None:
-        self._is_walking = True
-        found = super()._walk(now_us)
-        self._is_walking = False
-        return found
-
     def _claim(self, ticket: Ticket, now_us: int) -> None:
         super()._claim(ticket, now_us)
         self._refresh_densities(now_us)  # else another decision at the same time would do it, and change the order
-
-    def _place_in_walk(self, candidate: Candidate) -> int:
-        """Equal ones stay in order."""
-        if candidate.order_class is _ALWAYS_FIRST:
-            return -1
-        placing = candidate.ticket.placing
-        claimed_us = placing.claimed_us if placing.is_claimant and candidate.order_class in (_INSIDE, _TURN) else None
-        return NEVER_US if claimed_us is None else claimed_us
 
     def dispatch(self, now_us: int) -> list[Admission]:
         """See `Scheduler.dispatch`."""
@@ -132,7 +93,6 @@ class GainFleetScheduler(GainScheduler, FleetScheduler):
         admission = super()._admit_to(candidate, ledger, now_us)
         ticket = candidate.ticket
         assert isinstance(ticket, GainTicket)
-        ticket.kept = None
         if ticket.in_floor:
             self._tiers[ticket.tier].floor_prefill += ticket.placing.prefill
         self._refresh_densities(now_us)

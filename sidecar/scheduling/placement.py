@@ -112,7 +112,8 @@ class Placing:
 
     `is_claimant` and `is_back` (it was one, and had to return to its queue) are of a waiting ticket. Its tenant was
     charged then up to the finish tag `charge`, from the start tag `charged_from`; 0 where it was not. Its patience ends
-    `patience_us` after it first became one, at `patient_until_us`.
+    `patience_us` after it first became one, at `patient_until_us`. As one for its tier's floor it keeps the engine
+    `kept`.
     """
 
     prompt: int
@@ -130,6 +131,7 @@ class Placing:
     charged_from: float = 0.0
     found: Found | None = None
     patient_until_us: int = NEVER_US
+    kept: EngineLedger | None = None
 
     @property
     def claimed_us(self) -> int | None:

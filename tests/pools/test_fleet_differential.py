@@ -103,7 +103,7 @@ def test_the_random_operations_reach_what_is_special_about_several_engines(
     """Claims, full lists of claimants, victims, engines that are passed over, and claimants that lose patience."""
     monkeypatch.setitem(OFTEN, "charge", 0)  # these seeds are for the others
     most_claimants, victims, impatient, engines = 0, 0, 0, set()
-    for seed in (20, 22, 25):
+    for seed in (17, 28, 43):
         client.flushall()
         luck = random.Random(seed)
         triplets = Triplets(preempting_policy(luck)).open(client)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from oracle import ALWAYS_FIRST, MOST_EXCESS, TURN, Answer, Oracle, Policy, Request
+from oracle import ALWAYS_FIRST, INSIDE, MOST_EXCESS, OTHER, TURN, Answer, Oracle, Policy, Request
 
 from sidecar.policy.rules import UNLIMITED, PoolRules
 from sidecar.scheduling.placement import EngineOffer
@@ -29,7 +29,7 @@ class FleetRequest(Request):
 
     `claims` is so while it is a claimant; it first became one at `claimed_us`. `put_back` is so once it was one and had
     to go back to its queue. `charge` is the finish tag that its tenant was given for its claim, from the tag
-    `charged_start`.
+    `charged_start`. `kept_engine` is the engine that it claimed first as one for its tier's floor.
     """
 
     prompt: int = 0
@@ -44,6 +44,7 @@ class FleetRequest(Request):
     charge: float | None = None
     charged_start: float = 0.0
     claimed_us: int | None = None
+    kept_engine: str | None = None
 
 
 class Placed(NamedTuple):
@@ -64,6 +65,8 @@ class FleetOracle(Oracle):
         self.now_us = 0
         self._capacity: tuple[int | None, ...] = (0, 0, 0)
         self._most_prefill = [0] * len(policy.tiers)
+        self.for_floors: list[Request] = []
+        self.is_walking = False
         self._shares: dict[tuple[str, int], tuple[int | None, ...]] = {}
 
     def rules_of(self, tokens: int | None, requests: int | None, prefill: int | None) -> PoolRules:
@@ -264,6 +267,16 @@ class FleetOracle(Oracle):
         return self.now_us < until_us and sum(other.requests for other in self.on(engine)) + request.requests > capped
 
     def best(self, request: Request, claims: Sequence[tuple[Request, str]]) -> str | None:
+        """A ticket for a floor keeps the engine that was chosen for it first, as long as it could go there."""
+        if request not in self.for_floors:
+            return self.best_by_score(request, claims)
+        is_kept = request.kept_engine in self.usable(request)
+        found = request.kept_engine if is_kept else self.best_by_score(request, claims)
+        if self.is_walking:
+            request.kept_engine = found
+        return found
+
+    def best_by_score(self, request: Request, claims: Sequence[tuple[Request, str]]) -> str | None:
         """Placement: the engine with the smallest score; among equals the first by name, then by incarnation."""
         return min(self.usable(request), key=lambda engine: self.score(engine, request, claims), default=None)
 
@@ -294,30 +307,54 @@ class FleetOracle(Oracle):
         """Claimants are candidates like the heads of the tiers."""
         return self.claimants() + super().heads(now_us)
 
-    def order(self, now_us: int) -> list[Request]:
-        """The candidates in the order of a walk. The first of a tier with a turn that fits the pool, and could go to an
-        engine but fits none, claims before all but those that are always first.
-        """
-        allowed = self._allowed(now_us)
-        blocked = []
-        for tier in range(len(self.policy.tiers)):
-            turns = [r for r in allowed if r.tier == tier and self.class_of(r, now_us) == TURN]
-            blocked += [request for request in turns[:1] if self._fits_no_engine(request, now_us)]
-        always = [request for request in allowed if self.class_of(request, now_us) == ALWAYS_FIRST]
-        turns = [request for request in allowed if request in blocked]
-        return always + turns + [r for r in allowed if r not in always and r not in turns]
+    def floor_used(self, tier: int) -> tuple[int, ...]:
+        """What counts in a tier's floor."""
+        return self.used(tier)
 
-    def _fits_no_engine(self, request: Request, now_us: int) -> bool:
-        usable = self.usable(request)
-        return (
-            bool(usable) and self.fits(request, now_us) and not any(self.has_room(engine, request) for engine in usable)
-        )
+    def in_fair_order(self, tier: int, now_us: int) -> list[Request]:
+        """The heads of the tier, and the claimants that no head is before."""
+        heads = [head for head in Oracle.heads(self, now_us) if head.tier == tier]
+        both = sorted([*self.claimants(tier), *heads], key=lambda it: (it.start, it.number))
+        return both[: max(map(both.index, heads), default=len(both)) + 1]
+
+    def for_floor(self, tier: int, now_us: int) -> dict[str, int]:
+        """The classes of the tickets that may be admitted for the floor: what each before them needs is filled."""
+        owes = self.owes(tier, now_us)
+        line = [it for it in self.in_fair_order(tier, now_us) if not owes or self.is_within_a_reserve(it)]
+        found: dict[str, int] = {}
+        needs = [self.floor_used(tier)]
+        for request in line:
+            needs.append(self.sizes(request))
+            filled = map(sum, zip(*needs, strict=True))
+            if all(most is None or used <= most for used, most in zip(filled, self.reserve(tier), strict=True)):
+                found[request.id] = INSIDE
+            else:
+                if request is line[0] and not owes and self.is_below_its_reserve(tier):
+                    found[request.id] = TURN
+                break
+        return found
+
+    def class_of(self, request: Request, now_us: int) -> int:
+        if request.state != "waiting" or self.policy.tiers[request.tier].always_first:
+            return super().class_of(request, now_us)
+        return self.for_floor(request.tier, now_us).get(request.id, OTHER)
+
+    def order(self, now_us: int) -> list[Request]:
+        """Claimants for their tiers' floors come before all but those that are always first, the first claims first."""
+        allowed = self._allowed(now_us)
+        classes = {request.id: self.class_of(request, now_us) for request in allowed}
+        self.for_floors = [request for request in allowed if classes[request.id] in (INSIDE, TURN)]
+        keep = sorted((r for r in self.for_floors if r.claims), key=lambda request: request.claimed_us)
+        always = [request for request in allowed if classes[request.id] == ALWAYS_FIRST]
+        return always + keep + [request for request in allowed if request not in always and request not in keep]
 
     def walk(self, now_us: int) -> tuple[Request, str] | None:
         """The ticket that is admitted next, and its engine. Who claims an engine is a claimant from now on."""
+        self.is_walking = True
         found: tuple[Request, str] | str | None = "again"
         while found == "again":
             found = self._walk_once(now_us)
+        self.is_walking = False
         staying = [request for request in self.claimants() if not found or request is not found[0]]
         by_order = sorted(staying, key=lambda request: self.place(request, now_us))
         for request in by_order[MOST_CLAIMANTS:]:
@@ -401,7 +438,7 @@ class FleetOracle(Oracle):
     def go_back(self, request: Request) -> None:
         """One claimant too many stands in its queue again, before all that came later, and is not charged again."""
         others = [other.start for other in self.firsts(request.tier)]
-        request.claims, request.put_back = False, True
+        request.claims, request.put_back, request.kept_engine = False, True, None
         request.start = min([self.virtual.get(request.tier, 0), *others])
 
     def _refund(self, request: Request) -> None:
@@ -427,6 +464,7 @@ class FleetOracle(Oracle):
         request.engine, request.held_prefill = engine, size
         request.unprefilled = self.unprefilled_on(engine, request)
         request.claims, request.put_back, request.charge, request.claimed_us = False, False, None, None
+        request.kept_engine = None
         self.admitted.append((request, now_us, request.tokens))
         self._queue_changed(request.tier)
         return Placed(answer, engine)

@@ -14,14 +14,20 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import pytest
+import test_gain_fleet_bounded_wait
 from fleet_oracle import FleetOracle
 from floods import LONGEST_LEASE_US as D
 from floods import Kind, Request, floor_of, random_flood, random_policy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import Policy
+from test_gain_fleet_bounded_wait import MOST_LEASES
 
 from sidecar.policy.rules import UNLIMITED, PoolRules, largest_request
 from sidecar.scheduling import Admission, Ticket
 from sidecar.scheduling.fleet_scheduler import FleetScheduler
 from sidecar.scheduling.fleet_tier import FleetOrder
+from sidecar.scheduling.gain import GainFigures
 from sidecar.scheduling.order import Candidate
 from sidecar.scheduling.placement import EngineOffer
 
@@ -189,3 +195,32 @@ def test_many_that_want_busy_engines_keep_no_idle_one_from_others():
     assert {found[0].engine for found in elsewhere[15:] if found}.isdisjoint(busy), "the walk's last goes elsewhere"
     (admission,) = ask("other", 100)
     assert (admission.ticket.tenant, admission.engine in busy) == ("other", False)
+
+
+class EndlessFlood(test_gain_fleet_bounded_wait.Flood):
+    """The floods of the order by gain, by level."""
+
+    def pool_of(self, policy: Policy) -> FleetScheduler:
+        return self.scheduler(FleetOracle(policy).rules_of, 300)
+
+    def appraise(self, ticket: Ticket, gain: GainFigures) -> None:
+        """Nothing is earned by level."""
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 10**9), engines=st.integers(2, 6), equal=st.booleans())
+def test_a_request_no_larger_than_its_reserve_gets_in_whatever_the_flood_is(seed, engines, equal):
+    flood = EndlessFlood(seed, engines, equal, FleetScheduler).play()
+    assert flood.waited <= MOST_LEASES
+    assert not flood.waiting
+    assert flood.quiet
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("engines", [2, 3, 4, 8])
+@pytest.mark.parametrize("equal", [True, False])
+def test_no_flood_keeps_a_request_out_for_long(engines, equal):
+    for seed in range(1_000, 1_150):
+        flood = EndlessFlood(seed, engines, equal, FleetScheduler).play()
+        assert flood.waited <= MOST_LEASES, seed
+        assert not flood.waiting, seed

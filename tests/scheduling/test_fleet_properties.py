@@ -231,10 +231,11 @@ class TakesWhatIsClaimed(FleetScheduler):
         return next((it for it in usable if it.has_room(*sizes, ticket.placing)), None)
 
 
-class LetsNoTurnClaimFirst(FleetScheduler):
-    """R3' is missing."""
+class LetsNoClaimForAFloorComeFirst(FleetScheduler):
+    """Claimants for floors come in their order, and go where it suits them best at the moment."""
 
     def in_order_of_walk(self, now_us: int) -> list[Candidate]:
+        self._for_floors = set()
         return self._candidates(now_us)
 
 
@@ -309,7 +310,7 @@ BROKEN = (
     CountsNoClaimedPrompts,
     IsPatientForever,
     TakesWhatIsClaimed,
-    LetsNoTurnClaimFirst,
+    LetsNoClaimForAFloorComeFirst,
     NeverBeginsAnew,
     KeepsEveryPrompt,
     KnowsTwoDimensions,

@@ -33,8 +33,8 @@ def layout(*, has_engines: bool, is_by_gain: bool) -> str:
     another pool, too, and needs a restart.
     """
     if is_by_gain:
-        return "gain-engines-1" if has_engines else "gain-2"
-    return "engines-2" if has_engines else "7"
+        return "gain-engines-2" if has_engines else "gain-2"
+    return "engines-3" if has_engines else "7"
 
 
 BEAT_S = 2.0

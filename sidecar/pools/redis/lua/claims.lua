@@ -2,6 +2,8 @@
 --
 --   <root>:<birth>:y           hash  'REPLICA ID' -> its ticket, of every claimant
 --
+-- The text of a claimant ends with START, its place in fair order, and the engine that it keeps.
+--
 -- A ticket's record is 'W ... SERVED|CLAIM|TENANT PLACING', 'C ...' where it is a claimant. CLAIM is 'UNTIL CHARGE FROM':
 -- its patience ends at UNTIL, and its tenant was charged for it up to the finish tag CHARGE, from the start tag FROM, 0
 -- where it was not. It is 'UNTIL' where it is no claimant any more because it was parked, and empty where it never was one.
@@ -195,9 +197,14 @@ function pool.claimants()
 end
 
 function pool.claimant_text(ticket)
-  return fmt('[%d,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.17g,%.17g,%d,%.0f,"%s",%s]', ticket.level, ticket.tokens,
+  return fmt('[%d,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.17g,%.17g,%d,%.0f,"%s",%s,%.17g,%s]', ticket.level, ticket.tokens,
     ticket.requests, ticket.sequence, ticket.arrived, ticket.weight, ticket.uncached, ticket.charge, ticket.charged_from,
-    ticket.times or -1, ticket.patient_until, ticket.tenant, ticket.placing)
+    ticket.times or -1, ticket.patient_until, ticket.tenant, ticket.placing, ticket.start, cjson.encode(ticket.kept or ''))
+end
+
+function pool.save_claimant(ticket)
+  pool.fill(ticket)
+  call('HSET', pool.claims_key(), ticket.owner .. ' ' .. ticket.id, pool.claimant_text(ticket))
 end
 
 function pool.read_claimant(member, figures)
@@ -207,7 +214,7 @@ function pool.read_claimant(member, figures)
     owner = owner, id = id, level = figures[1], tokens = figures[2], requests = figures[3], sequence = figures[4],
     arrived = figures[5], weight = figures[6], uncached = figures[7], charge = figures[8], charged_from = figures[9],
     times = figures[10] >= 0 and figures[10] or nil, patient_until = figures[11], tenant = figures[12], is_stored = true,
-    is_claimant = true,
+    is_claimant = true, start = figures[14], kept = figures[15] ~= '' and figures[15] or nil,
   }
   if type(placing) == 'number' then
     ticket.prompt = placing
@@ -246,7 +253,7 @@ function pool.claim(ticket)
   pool.count_claimant(ticket, 1)
   ticket.is_claimant = true
   list[#list + 1] = ticket
-  call('HSET', pool.claims_key(), ticket.owner .. ' ' .. ticket.id, pool.claimant_text(ticket))
+  pool.save_claimant(ticket)
   call('HSET', pool.replica_key(ticket.owner), ticket.id, pool.ticket_text(ticket, ticket.written))
 end
 
@@ -266,7 +273,7 @@ function pool.go_back(ticket)
   pool.fill(ticket)
   ticket.start = pool.start_of_return(ticket.level)
   pool.forget_claimant(ticket)
-  ticket.is_claimant, ticket.is_back = false, true
+  ticket.is_claimant, ticket.is_back, ticket.kept = false, true, nil
   pool.store_head(ticket)
   heads[ticket.level] = nil
   call('HSET', pool.replica_key(ticket.owner), ticket.id, pool.ticket_text(ticket, ticket.written))

@@ -9,17 +9,58 @@ function pool.book(level, tokens, requests)
   book(level, tokens, requests)
 end
 
-function pool.candidate(level, ticket)
-  local found = candidate_of(level, ticket)
-  local rule, held = rules[FIRST_RULE + level], tiers[level][HELD_PREFILL]
-  if found.order_class == CLASS_INSIDE and held + pool.prefill_of(ticket) > rule[RESERVE_PREFILL] then
-    local tier = tiers[level]
-    found.order_class = CLASS_OTHER
-    if now >= tier[OWES_UNTIL] and tier[HELD_TOKENS] < rule[RESERVE_TOKENS] and tier[HELD_REQUESTS] < rule[RESERVE_REQUESTS] then
-      found.order_class, found.turn = CLASS_TURN, tier[LATEST_ADMISSION]
+-- The tickets of a tier that may be admitted for the floor stand in fair order: the heads, and the claimants that no head is
+-- before.
+local function is_before_in_fair_order(one, other)
+  if one.start ~= other.start then return one.start < other.start end
+  return one.sequence < other.sequence
+end
+
+function pool.in_fair_order(level)
+  local head, second = pool.head_of(level), pool.second_head(level)
+  local found, last = {head, second}, head
+  if second and is_before_in_fair_order(head, second) then last = second end
+  if tiers[level][CLAIMANTS] > 0 then
+    for _, ticket in ipairs(pool.claimants()) do
+      if ticket.level == level and (not last or is_before_in_fair_order(ticket, last)) then found[#found + 1] = ticket end
     end
   end
-  if found.order_class == CLASS_TURN and held >= rule[RESERVE_PREFILL] then found.order_class, found.turn = CLASS_OTHER, 0 end
+  if found[2] then table.sort(found, is_before_in_fair_order) end
+  return found
+end
+
+-- Their classes, by sequence.
+function pool.for_floor(level)
+  local rule, tier, found, owes = rules[FIRST_RULE + level], tiers[level], {}, now < tiers[level][OWES_UNTIL]
+  local tokens, requests = pool.in_reserve(tier)
+  if tokens >= rule[RESERVE_TOKENS] or requests >= rule[RESERVE_REQUESTS] then return found end
+  local prefill = pool.prefill_in_reserve(tier)
+  local is_first = not owes and prefill < rule[RESERVE_PREFILL]
+  for _, ticket in ipairs(pool.in_fair_order(level)) do
+    if not owes or pool.is_small(ticket) then
+      tokens, requests, prefill = tokens + ticket.tokens, requests + ticket.requests, prefill + pool.prefill_of(ticket)
+      if tokens > rule[RESERVE_TOKENS] or requests > rule[RESERVE_REQUESTS] or prefill > rule[RESERVE_PREFILL] then
+        if is_first then found[ticket.sequence] = CLASS_TURN end
+        return found
+      end
+      found[ticket.sequence], is_first = CLASS_INSIDE, false
+    end
+  end
+  return found
+end
+
+-- The classes of a tier, while several of its tickets are looked at.
+local classes = {}
+
+function pool.class_in_fair_order(level, ticket)
+  if rules[FIRST_RULE + level][ALWAYS_FIRST] == 1 then return CLASS_ALWAYS_FIRST, 0 end
+  local order_class = (classes[level] or pool.for_floor(level))[ticket.sequence] or CLASS_OTHER
+  return order_class, order_class == CLASS_TURN and tiers[level][LATEST_ADMISSION] or 0
+end
+
+function pool.candidate(level, ticket)
+  local found = candidate_of(level, ticket)
+  found.order_class, found.turn = pool.class_in_fair_order(level, ticket)
   return found
 end
 
@@ -73,48 +114,68 @@ function pool.excess_prefill(ticket)
   return math.max(0, math.min(MOST_EXCESS, prefill) - pool.excess(ticket))
 end
 
+function pool.add_firsts(level, found)
+  classes[level] = pool.for_floor(level)
+  for _, ticket in ipairs(pool.firsts_of(level)) do
+    if not pool.is_at_limit(level, ticket) then found[#found + 1] = pool.candidate(level, ticket) end
+  end
+  classes[level] = nil
+end
+
 function pool.in_order()
   local found = {}
   for level = 0, levels - 1 do
-    for _, ticket in ipairs(pool.firsts_of(level)) do
-      if not pool.is_at_limit(level, ticket) then found[#found + 1] = pool.candidate(level, ticket) end
-    end
+    if tiers[level][QUEUED] > 0 then pool.add_firsts(level, found) end
   end
   if found[2] then table.sort(found, pool.is_before) end
   return found
 end
 
--- R3': whether a ticket fits the pool and could go to an engine, but has no room there.
-function pool.fits_no_engine(candidate)
+-- -- walks
+
+local for_floors, is_walking = {}, false -- by sequence; else an engine is only asked for
+local best = pool.best
+
+local function place_in_walk(candidate)
   local ticket = candidate.ticket
-  if ticket.is_away then return false end
-  pool.know_placing(ticket)
-  local usable = pool.usable(ticket)
-  if not usable[1] or not pool.fits(candidate) then return false end
-  for _, place in ipairs(usable) do
-    if pool.has_engine_room(pool.ledger_at(place), ticket) then return false end
-  end
-  return true
+  if candidate.order_class == CLASS_ALWAYS_FIRST then return -1 end
+  if candidate.order_class == CLASS_OTHER or not ticket.is_claimant then return LATEST_US end
+  return ticket.patient_until - pool.patience_of(ticket)
 end
 
--- The candidates in the order in which a walk looks at them.
+-- Claimants for their tiers' floors come first, in the order of their claims.
 function pool.in_order_of_walk()
-  local order, blocked, first, place = pool.candidates(), {}, {}, 0
-  for _, candidate in ipairs(order) do
-    local level = candidate.ticket.level
-    if candidate.order_class == CLASS_TURN and not blocked[level] then
-      blocked[level] = true
-      if pool.fits_no_engine(candidate) then first[#first + 1], first[candidate] = candidate, true end
+  local order = pool.candidates()
+  for_floors = {}
+  for place, candidate in ipairs(order) do
+    candidate.place, candidate.in_walk = place, place_in_walk(candidate)
+    if candidate.order_class == CLASS_INSIDE or candidate.order_class == CLASS_TURN then
+      for_floors[candidate.ticket.sequence] = true
     end
   end
-  if not first[1] then return order end
-  local found = {}
-  for _, candidate in ipairs(order) do
-    if candidate.order_class == CLASS_ALWAYS_FIRST then found[#found + 1] = candidate end
+  table.sort(order, function(one, other)
+    if one.in_walk ~= other.in_walk then return one.in_walk < other.in_walk end
+    return one.place < other.place
+  end)
+  return order
+end
+
+-- One for a floor keeps the engine that it claimed first, as long as it could go there.
+function pool.best(ticket)
+  if not for_floors[ticket.sequence] then return best(ticket) end
+  local found, kept = nil, ticket.kept and pool.places()[ticket.kept]
+  if kept then
+    for _, place in ipairs(pool.usable(ticket)) do
+      if place == kept then found = kept end
+    end
   end
-  for _, candidate in ipairs(first) do found[#found + 1] = candidate end
-  for _, candidate in ipairs(order) do
-    if candidate.order_class ~= CLASS_ALWAYS_FIRST and not first[candidate] then found[#found + 1] = candidate end
+  found = found or best(ticket)
+  if is_walking then
+    local id = found and pool.taking()[found]
+    if ticket.kept ~= id then
+      ticket.kept = id
+      if ticket.is_claimant then pool.save_claimant(ticket) end
+    end
   end
   return found
 end
@@ -171,12 +232,13 @@ end
 
 function pool.walk()
   local found, place
-  pool.has_walked = true
+  pool.has_walked, is_walking = true, true
   repeat
     pool.begin_walk()
     found, place = pool.walk_once()
     pool.end_walk()
   until found ~= 'again'
+  is_walking = false
   pool.trim(found and found.ticket)
   return found, place
 end
@@ -253,12 +315,14 @@ function pool.first_of(level)
   local found
   if tiers[level][QUEUED] == 0 then return nil end
   local second = pool.second_head(level)
+  classes[level] = pool.for_floor(level)
   for _, ticket in ipairs(pool.firsts_of(level)) do
     if ticket ~= second then
       local candidate = pool.candidate(level, ticket)
       if not found or pool.is_before(candidate, found) then found = candidate end
     end
   end
+  classes[level] = nil
   return found
 end
 

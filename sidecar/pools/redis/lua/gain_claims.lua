@@ -2,8 +2,8 @@
 -- and `gain_tickets.lua`.
 --
 -- A ticket's member and record are those of `claims.lua` with the figures of its gain before its tenant. 'r' before them
--- says that it stands in no lane. The text of a claimant ends with START, the figures, 1 where it is urgent, and the engine
--- that it keeps. A calm claimant is in `due` still.
+-- says that it stands in no lane. The text of a claimant ends with the figures, and 1 where it is urgent. A calm claimant is
+-- in `due` still.
 
 function pool.member_of(ticket)
   if not ticket.member then
@@ -56,21 +56,14 @@ end
 local claimant_text, read_claimant = pool.claimant_text, pool.read_claimant
 
 function pool.claimant_text(ticket)
-  return string.sub(claimant_text(ticket), 1, -2) .. fmt(',%.17g,"%s",%d,%s]', ticket.start, ticket.gain_text,
-    ticket.is_urgent and 1 or 0, cjson.encode(ticket.kept or ''))
+  return string.sub(claimant_text(ticket), 1, -2) .. fmt(',"%s",%d]', ticket.gain_text, ticket.is_urgent and 1 or 0)
 end
 
 function pool.read_claimant(member, figures)
   local ticket = read_claimant(member, figures)
-  ticket.start, ticket.is_urgent = figures[14], figures[16] == 1
-  ticket.kept = figures[17] ~= '' and figures[17] or nil
-  pool.set_gain(ticket, figures[15])
+  ticket.is_urgent = figures[17] == 1
+  pool.set_gain(ticket, figures[16])
   return ticket
-end
-
-function pool.save_claimant(ticket)
-  pool.fill(ticket)
-  call('HSET', pool.claims_key(), ticket.owner .. ' ' .. ticket.id, pool.claimant_text(ticket))
 end
 
 -- The start of a ticket that stands in no lane.
