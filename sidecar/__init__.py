@@ -1,4 +1,4 @@
-"""Admission-control middleware and proxy for LLM engines.
+"""Admission control for LLM engines: an ASGI middleware, a proxy, and leases for code of one's own.
 
 Priority tiers, reserved tokens, lending of idle capacity, and ranks that rise with the wait, so that no request waits
 forever.
@@ -6,6 +6,7 @@ forever.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sidecar.context import Granted, granted
@@ -13,14 +14,29 @@ from sidecar.version import __version__
 
 if TYPE_CHECKING:
     from sidecar.app import AdmissionMiddleware as AdmissionMiddleware
+    from sidecar.connections import connect as connect
+    from sidecar.connections import connect_threads as connect_threads
+    from sidecar.leases import LeasePreempted as LeasePreempted
 
-__all__ = ["AdmissionMiddleware", "Granted", "__version__", "granted"]
+_MODULES = {
+    "AdmissionMiddleware": "sidecar.app",
+    "LeasePreempted": "sidecar.leases",
+    "connect": "sidecar.connections",
+    "connect_threads": "sidecar.connections",
+}
+__all__ = [
+    "AdmissionMiddleware",
+    "Granted",
+    "LeasePreempted",
+    "__version__",
+    "connect",
+    "connect_threads",
+    "granted",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the middleware when it is asked for: a command that does not serve need not load it."""
-    if name == "AdmissionMiddleware":
-        from sidecar.app import AdmissionMiddleware
-
-        return AdmissionMiddleware
+    """Imports each of these when it is asked for: a command that does not serve need not load them."""
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'sidecar' has no attribute {name!r}")

@@ -25,6 +25,8 @@ from sidecar.fleet.mounted_routing import MountedRouting
 from sidecar.fleet.mounted_view import MountedView
 from sidecar.fleet.routing import FleetRouting
 from sidecar.fleet.setup import new_fleet
+from sidecar.leases import Admission
+from sidecar.leases.no_engine import NoEngineHere
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_pages import EnginePages
 from sidecar.middleware.engine_watch import EngineCheck, EngineState, EngineWatch
@@ -55,6 +57,8 @@ if TYPE_CHECKING:
     from sidecar.pools.redis import RedisFleetPool
 
 STORE_VARIABLE = "SIDECAR_STORE"
+STATE_KEY = "admission"
+"""In the lifespan's state."""
 TAKE_OVER_VARIABLE = "SIDECAR_TAKE_OVER_POOL"
 """`1`: a shared pool that has other tiers than the policy is made anew with the policy's. See docs/many-replicas.md."""
 ENGINE_CHECK_VARIABLE = "SIDECAR_ENGINE_CHECK"
@@ -108,7 +112,7 @@ class AdmissionMiddleware:
         is_launched: bool = False,
     ) -> None:
         try:
-            loaded, files = (policy, files) if isinstance(policy, Policy) else _load(policy, os.environ)
+            loaded, files = (policy, files) if isinstance(policy, Policy) else policy_of(policy)
             self.controller, self.observability = _composed(
                 app,
                 loaded,
@@ -126,8 +130,17 @@ class AdmissionMiddleware:
         else:
             self._serve = _serving(self.controller) if is_shown else self._serve_first
 
+    @property
+    def admission(self) -> Admission:
+        """Leases for code of this process that calls the engine itself. Each handler finds it as
+        `request.state.admission`, where the server has lifespan state (uvicorn and hypercorn have).
+        """
+        return Admission(self.controller)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one ASGI scope."""
+        if scope["type"] == "lifespan" and "state" in scope and hasattr(self, "controller"):
+            scope["state"][STATE_KEY] = self.admission
         await self._serve(scope, receive, send)
 
     async def _serve_first(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,8 +165,14 @@ def _serving(controller: AdmissionController) -> ASGIApp:
     return partial(serve_scope, controller)
 
 
-def _load(path: str | Path | None, environment: Mapping[str, str]) -> tuple[Policy, PolicyFiles]:
-    path = path or environment.get(POLICY_VARIABLE)
+def policy_of(given: str | Path | Policy | None) -> tuple[Policy, PolicyFiles | None]:
+    """The policy, and its files where it was not loaded before. Without a path SIDECAR_POLICY says where it is.
+
+    Raises ValueError where there is none, PolicyError for its mistakes.
+    """
+    if isinstance(given, Policy):
+        return given, None
+    path = given or os.environ.get(POLICY_VARIABLE)
     if not path:
         raise ValueError(f"no policy: pass `policy=` or set {POLICY_VARIABLE} to a policy file or its folder")
     return load(path), PolicyFiles(path)
@@ -354,6 +373,7 @@ def _engine_watch(
     """The engine's watch. Raises ValueError for a switch that is none."""
     check, place = _engine_check(environment), _place(files)
     if not isinstance(app, ReverseProxy):
+        check = EngineCheck.OFF if isinstance(app, NoEngineHere) else check
         return EngineWatch(pages, expected, check=check, place=place)
     flowed, address = app.traffic.has_flowed, app.upstream.url
     watch = EngineWatch(pages, expected, address=address, has_flowed=flowed, check=check, place=place)

@@ -32,10 +32,17 @@ class MountedRouting:
 
     def route(self, request: SizedRequest) -> MountedRoute:
         """See `EngineRouting`. Raises Draining while the engine drains."""
+        self.wake()
+        return MountedRoute(self, request)
+
+    def wake(self) -> None:
+        """See `EngineRouting`. Raises Draining while the engine drains."""
         if self.engine.is_draining:
             raise Draining("this server is draining and takes no new request; try another", retry_after_s=1)
         self.engine.wake()
-        return MountedRoute(self, request)
+
+    def url_of(self, engine_id: str) -> None:
+        """See `EngineRouting`: the engine is this process."""
 
     def change_policy(self, policy: Policy) -> None:
         """See `EngineRouting`."""

@@ -95,6 +95,14 @@ class FleetRouting:
         """See `EngineRouting`."""
         return Route(self, request)
 
+    def wake(self) -> None:
+        """See `EngineRouting`: nothing sleeps here."""
+
+    def url_of(self, engine_id: str) -> str | None:
+        """See `EngineRouting`."""
+        member = self.fleet.member(engine_id)
+        return None if member is None else member.address.url
+
     def change_policy(self, policy: Policy) -> None:
         """See `EngineRouting`. What is known of the engines' caches stays while `affinity` does."""
         assert policy.engines is not None

@@ -121,6 +121,12 @@ class EngineRouting(Protocol):
     def change_policy(self, policy: Policy) -> None:
         """Another policy counts from now on."""
 
+    def wake(self) -> None:
+        """A lease of a request without a route enters the pool next. Raises Draining as `route` does."""
+
+    def url_of(self, engine_id: str) -> str | None:
+        """The address of an engine, by its id; None where it runs in this process, or is gone."""
+
 
 def no_engine(watch: EngineHealth) -> NoEngine:
     """The refusal while no request can be sent to the engine. Its address and the trouble are for the operator alone.

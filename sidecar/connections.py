@@ -1,0 +1,148 @@
+"""Membership in a shared pool, for any process: a Celery or Ray worker, a gRPC server, a batch driver.
+
+The process becomes a replica of the pool, as a server with the middleware is one, without serving anything. So all that
+holds for replicas holds for it: its part of the pool while the store is lost, changes of the policy's files, `sidecar
+top`, traces and metrics where the process has set them up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from starlette.types import ASGIApp, Message
+
+from sidecar.app import STORE_VARIABLE, AdmissionMiddleware, policy_of, store_of
+from sidecar.leases import Admission, ThreadAdmission
+from sidecar.leases.no_engine import NoEngineHere
+from sidecar.leases.threads import LoopThread
+from sidecar.policy.model import Policy
+from sidecar.policy.store import store_address
+from sidecar.proxy.proxy import ReverseProxy
+from sidecar.server.server import CannotServe
+
+
+@asynccontextmanager
+async def connect(
+    store: str | None = None, *, policy: str | Path | Policy | None = None, engine: str | None = None
+) -> AsyncIterator[Admission]:
+    """Joins the pool of a policy: `async with sidecar.connect("redis://host", policy="policies/") as admission`.
+
+    `store` is an address as in the policy; without it SIDECAR_STORE or the policy's own `store` counts, as for
+    a server. `policy` is a file, a folder with `policy.yaml` in it, or a loaded `Policy`; without it SIDECAR_POLICY
+    says where it is. `engine` is the engine's address, where its state should count here, too: nothing is admitted
+    while it is down. A policy whose capacity comes from the engine needs it. Where the policy names its engines, each
+    lease has an `engine_url`.
+
+    At the end of the block all leases are given back. Raises ValueError (PolicyError among them) for a policy or an
+    address that cannot be used. A store that cannot be reached does not raise: `on_store_loss` says what holds then.
+    """
+    # Outside of the loop: there a mistake is raised, and no file is read in between.
+    middleware = await asyncio.to_thread(_middleware, store, policy, engine)
+    connection = _Connection(middleware)
+    await connection.begin()
+    try:
+        yield connection.admission
+    finally:
+        await connection.end()
+
+
+def connect_threads(
+    store: str | None = None, *, policy: str | Path | Policy | None = None, engine: str | None = None
+) -> ThreadAdmission:
+    """`connect` for plain threads. Ends with the `with` block that it is used in, or with `close`.
+
+    Connect in each process, after a fork. Where the process ends without either, the pool hears of it at its end.
+    """
+    thread = LoopThread()
+    try:
+        connection = _Connection(_middleware(store, policy, engine))
+        thread.call(connection.begin)
+    except BaseException:
+        thread.stop()
+        raise
+    return ThreadAdmission(connection.admission, thread, connection.end)
+
+
+class _Connection:
+    """The lifespan of a middleware that serves nothing, in the event loop that calls `begin`."""
+
+    def __init__(self, middleware: AdmissionMiddleware) -> None:
+        self.admission = middleware.admission
+        self._controller = middleware.controller
+        self._to_app: asyncio.Queue[Message] = asyncio.Queue()
+        self._from_app: asyncio.Queue[Message] = asyncio.Queue()
+        self._app: ASGIApp = middleware
+        self._task: asyncio.Task[None] | None = None
+
+    async def begin(self) -> None:
+        """Returns when the pool is there. Raises ValueError where it cannot be."""
+        scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}, "state": {}}
+        self._task = asyncio.ensure_future(self._run(scope))
+        answer = await self._say("lifespan.startup")
+        if answer["type"] == "lifespan.startup.failed":
+            raise ValueError(answer.get("message", "the pool could not be joined"))
+
+    async def end(self) -> None:
+        """Gives everything back. Leases that wait are refused."""
+        self._controller.drain()
+        self._controller.watchdog.give_up()
+        await self._say("lifespan.shutdown")
+        assert self._task is not None
+        await self._task
+
+    async def _run(self, scope: Message) -> None:
+        try:
+            await self._app(scope, self._to_app.get, self._from_app.put)
+        except CannotServe:
+            return  # the message before says it
+
+    async def _say(self, kind: str) -> Message:
+        """The app's answer. Raises what the app raises in place of one."""
+        assert self._task is not None
+        await self._to_app.put({"type": kind})
+        answer = asyncio.ensure_future(self._from_app.get())
+        await asyncio.wait((answer, self._task), return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            answer.cancel()
+            self._task.result()
+            raise RuntimeError(f"the pool gave no answer to {kind}")
+        return answer.result()
+
+
+def _middleware(store: str | None, given: str | Path | Policy | None, engine: str | None) -> AdmissionMiddleware:
+    """The middleware of a process that serves nothing. Raises ValueError."""
+    policy, files = policy_of(given)
+    if store is not None:
+        policy = replace(policy, store=store_address(store))
+        if store_of(policy, os.environ) != policy.store:
+            raise ValueError(f"{STORE_VARIABLE} names another store than the call of `connect`: leave one of them out")
+    elif store_of(policy, os.environ) is None:
+        raise ValueError(
+            "there is no pool to join, as the policy has no store: give its address, such as redis://HOST:6379/0, to "
+            f"`connect`, in {STORE_VARIABLE}, or as the policy's `store`; code in the server's own process takes its "
+            "leases from the middleware's `admission`"
+        )
+    return AdmissionMiddleware(_app(policy, engine), policy, files=files, is_shown=True)
+
+
+def _app(policy: Policy, engine: str | None) -> ASGIApp | None:
+    if policy.engines is None:
+        if engine is None and policy.engine_capacity is not None:
+            raise ValueError(
+                "the policy's capacity comes from the engine, which this process must read, too: give its address as "
+                "`engine=`"
+            )
+        return NoEngineHere() if engine is None else ReverseProxy(engine)
+    if policy.engines.mounted:
+        raise ValueError(
+            "the policy's engines are mounted (`engines: {mounted: true}`): only a process that is one of them takes "
+            "leases, from its middleware's `admission`"
+        )
+    if engine is not None:
+        raise ValueError("the policy names its engines (`engines:`): leave out `engine=`")
+    return None

@@ -1,0 +1,88 @@
+"""What a lease from Python asks for, checked against the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import isfinite
+from typing import NamedTuple
+
+from sidecar.policy.model import Policy, Tenant
+from sidecar.policy.rules import UNLIMITED
+from sidecar.pools import Ask
+
+INTERNAL = "internal"
+"""The tenant of a lease that names none: the operator's own work, in any tier, without limits."""
+
+
+class LeaseRequest(NamedTuple):
+    """What the caller of `Admission.lease` wrote, see there."""
+
+    tier: str | None
+    tokens: int
+    tenant: str | None
+    requests: int
+    prompt_tokens: int
+    max_wait_s: float | None
+    is_preemptible: bool
+    model: str | None
+
+    def ask(self, policy: Policy) -> tuple[Ask, Tenant]:
+        """What it asks of a pool with this policy, and for which tenant. Raises ValueError for what cannot be."""
+        _whole("tokens", self.tokens, at_least=1)
+        _whole("requests", self.requests, at_least=1)
+        _whole("prompt_tokens", self.prompt_tokens, at_least=0)
+        if self.max_wait_s is not None and not (self.max_wait_s >= 0 and isfinite(self.max_wait_s)):
+            raise ValueError(f"max_wait_s: {self.max_wait_s!r} is no number of seconds; write 0 or more, or None")
+        tenant = self._tenant(policy)
+        is_counted = tenant.limits.are_counted
+        ask = Ask(
+            self._level(policy, tenant),
+            tenant.name,
+            tenant.weight,
+            self.tokens,
+            self.requests,
+            limits=tenant.limits if is_counted else None,
+            downgrade=tenant.downgrade_level if is_counted else None,
+            prompt=min(self.prompt_tokens, self.tokens),
+            most=self.tokens,
+        )
+        return ask, tenant
+
+    def _tenant(self, policy: Policy) -> Tenant:
+        if self.tenant is None:
+            return Tenant(INTERNAL, policy.default_level, max_level=0)
+        for tenant in policy.tenants.values():
+            if tenant.name == self.tenant:
+                return tenant
+        if policy.anonymous is not None and policy.anonymous.name == self.tenant:
+            return policy.anonymous
+        raise ValueError(f"tenant: the policy has no {self.tenant!r}; {_one_of(_names(policy))}")
+
+    def _level(self, policy: Policy, tenant: Tenant) -> int:
+        if self.tier is None:
+            return tenant.level
+        level = policy.level_of(self.tier)
+        names = [tier.name for tier in policy.tiers]
+        if level is None:
+            raise ValueError(f"tier: the policy has no {self.tier!r}; {_one_of(names)}")
+        if level < tenant.max_level:
+            raise ValueError(
+                f"tier: tenant {tenant.name} may not ask for {self.tier!r}, as its `max_tier` says; "
+                f"{_one_of(names[tenant.max_level :])}"
+            )
+        return level
+
+
+def _names(policy: Policy) -> list[str]:
+    return sorted({tenant.name for tenant in policy.tenants.values()})
+
+
+def _one_of(names: Iterable[str]) -> str:
+    shown = list(names)
+    more = f" or one of {len(shown) - 12} more" if len(shown) > 12 else ""
+    return f"write one of {', '.join(shown[:12])}{more}" if shown else "it has no tenants at all"
+
+
+def _whole(name: str, value: object, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value < UNLIMITED:
+        raise ValueError(f"{name}: {value!r} is no whole number of at least {at_least}")

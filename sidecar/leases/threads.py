@@ -1,0 +1,195 @@
+"""Leases for plain threads: `with admission.lease(tier="batch", tokens=4_000) as lease`."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
+
+from sidecar.leases.admission import Admission
+from sidecar.leases.held_lease import HeldLease
+from sidecar.leases.lease_request import LeaseRequest
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop in a thread of its own, which ends with the process."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="admission", daemon=True)
+        self._process = os.getpid()
+        self._thread.start()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the thread is in this process: a fork does not take it along."""
+        return os.getpid() == self._process
+
+    def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of a coroutine in that loop. What interrupts the caller cancels it, and waits for its end."""
+        if not self.is_here:
+            raise RuntimeError(
+                "this process was forked from the one that connected: connect in each process, after the fork "
+                "(with Celery in the signal `worker_process_init`)"
+            )
+        if self._loop.is_closed():
+            raise RuntimeError("the admission was closed: connect again")
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("called from a callback in the thread of the admission: call it from another thread")
+        future = asyncio.run_coroutine_threadsafe(make(), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def say(self, do: Callable[[], None]) -> None:
+        """Calls a function in that loop, soon. Nothing happens where the loop has ended."""
+        if self.is_here and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(do)
+
+    def stop(self) -> None:
+        """Ends the loop."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+
+class ThreadAdmission:
+    """`Admission` for plain threads, any number of them. `sidecar.connect_threads` makes it.
+
+    Everything of the pool runs in a thread of its own, with an event loop: a thread that computes for long costs no
+    heartbeat.
+    """
+
+    def __init__(self, admission: Admission, thread: LoopThread, end: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._admission = admission
+        self._thread = thread
+        self._end = end
+        self._is_closed = False
+        atexit.register(self.close)
+
+    def __enter__(self) -> ThreadAdmission:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives all leases back, and leaves the pool. Harmless when repeated, and in a process that was forked."""
+        if self._is_closed or not self._thread.is_here:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        try:
+            self._thread.call(self._end)
+        finally:
+            self._thread.stop()
+
+    def lease(
+        self,
+        *,
+        tokens: int,
+        tier: str | None = None,
+        tenant: str | None = None,
+        requests: int = 1,
+        prompt_tokens: int = 0,
+        max_wait_s: float | None = None,
+        when_preempted: Callable[[], None] | None = None,
+        model: str | None = None,
+    ) -> ThreadLeaseBlock:
+        """See `Admission.lease`, for a `with` in any thread.
+
+        A thread cannot be canceled. So the lease is preempted only with `when_preempted`, which is called once, in
+        another thread, and should make the block end soon: it may close the connection to the engine.
+        """
+        is_preemptible = when_preempted is not None
+        request = LeaseRequest(tier, tokens, tenant, requests, prompt_tokens, max_wait_s, is_preemptible, model)
+        return ThreadLeaseBlock(self._admission.held_lease(request), self._thread, when_preempted)
+
+
+class ThreadLease:
+    """`HeldLease` for the thread that holds it; see there."""
+
+    def __init__(self, held: HeldLease, thread: LoopThread) -> None:
+        self.tier, self.tenant, self.level, self.priority = held.tier, held.tenant, held.level, held.priority
+        self.queue_wait_s, self.starvation_s = held.queue_wait_s, held.starvation_s
+        self.engine, self.engine_url = held.engine, held.engine_url
+        self._held = held
+        self._thread = thread
+
+    @property
+    def tokens(self) -> int:
+        """See `HeldLease.tokens`."""
+        return self._held.tokens
+
+    @property
+    def is_preempted(self) -> bool:
+        """See `HeldLease`."""
+        return self._held.is_preempted
+
+    def used(self, tokens: int) -> None:
+        """See `HeldLease.used`."""
+        self._held.used(tokens)
+
+    def resize(self, tokens: int) -> None:
+        """See `HeldLease.resize`."""
+
+        async def resize() -> None:
+            self._held.resize(tokens)
+
+        self._thread.call(resize)
+
+    def keep(self) -> None:
+        """See `HeldLease.keep`."""
+        self._thread.say(self._held.keep)
+
+
+class ThreadLeaseBlock:
+    """The block in which a thread holds a lease. It is used once."""
+
+    def __init__(self, held: HeldLease, thread: LoopThread, when_preempted: Callable[[], None] | None) -> None:
+        self._held = held
+        self._thread = thread
+        self._when_preempted = when_preempted
+        self._is_used = False
+
+    def __enter__(self) -> ThreadLease:
+        if self._is_used:
+            raise RuntimeError("the lease was used already: make one for each block")
+        self._is_used = True
+        preempted = None if self._when_preempted is None else self._preempted
+
+        async def acquire() -> ThreadLease:
+            await self._held.acquire(preempted)
+            return ThreadLease(self._held, self._thread)
+
+        try:
+            return self._thread.call(acquire)
+        except BaseException as error:  # it may have been admitted in the moment of an interruption
+            self._thread.say(partial(self._held.release, error))
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        async def release() -> None:
+            self._held.release(error)
+
+        self._thread.call(release)
+
+    def _preempted(self) -> None:
+        """Called in the event loop: the holder's function may block, and must not hold the loop up."""
+        assert self._when_preempted is not None
+        threading.Thread(target=self._when_preempted, name="admission preemption", daemon=True).start()

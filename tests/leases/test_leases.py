@@ -1,0 +1,449 @@
+"""Leases from Python: in a middleware's own pool, and in a pool that a store keeps for many processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import httpx2
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+import sidecar
+from sidecar import AdmissionMiddleware, LeasePreempted
+from sidecar.errors import Draining, QueueFull, QueueTimeout, RequestTooLarge, StoreUnavailable
+from sidecar.leases import Admission, HeldLease
+from tests.support.redis_servers import RedisServer, first_binary
+from tests.support.serving import serving
+
+pytestmark = pytest.mark.anyio
+CHAT = "/v1/chat/completions"
+POLICY = f"""\
+engine: vllm
+capacity: {{tokens: 1000, requests: 4}}
+tiers:
+  high: {{reserve: 30%, preempt_after: 10ms}}
+  low: {{preemptible: true, queue: {{max_requests: 3}}}}
+default_tier: low
+anonymous: low
+endpoints:
+  {CHAT}: {{}}
+"""
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    path = tmp_path / "policy.yaml"
+    path.write_text(POLICY)
+    return path
+
+
+async def nothing(scope: object, receive: object, send: object) -> None:
+    """An app that no request reaches."""
+
+
+@pytest.fixture
+def admission(policy: Path) -> Admission:
+    return AdmissionMiddleware(nothing, policy).admission
+
+
+@pytest.fixture
+def observing(policy: Path) -> Admission:
+    policy.write_text("mode: observe\n" + POLICY)
+    return AdmissionMiddleware(nothing, policy).admission
+
+
+def held(admission: Admission) -> tuple[int, int]:
+    """Tokens and requests that the pool's leases hold."""
+    tiers = admission.controller.pool.state()["tiers"]
+    return sum(tier["held"]["tokens"] for tier in tiers), sum(tier["held"]["requests"] for tier in tiers)
+
+
+class TestOnePool:
+    async def test_a_block_holds_what_it_asked_for_and_gives_it_back(self, admission: Admission) -> None:
+        async with admission.lease(tier="high", tokens=300, requests=2) as lease:
+            assert held(admission) == (300, 2)
+            assert (lease.tier, lease.tenant, lease.level, lease.tokens) == ("high", "internal", 0, 300)
+            assert lease.priority == 0  # vLLM's most important
+            assert lease.queue_wait_s == lease.starvation_s == 0
+            lease.resize(500)
+            assert held(admission) == (500, 2)
+            lease.used(450)
+        assert held(admission) == (0, 0)
+
+    async def test_a_lease_waits_its_turn_and_is_given_back_whatever_ends_its_block(self, admission: Admission) -> None:
+        order: list[str] = []
+
+        async def work(name: str, tier: str) -> None:
+            async with admission.lease(tier=tier, tokens=1000, is_preemptible=False):
+                order.append(name)
+                await anyio.sleep(0.01)
+                if name == "second low":
+                    raise ZeroDivisionError
+
+        first = asyncio.ensure_future(work("first low", "low"))
+        await anyio.lowlevel.checkpoint()
+        others = [asyncio.ensure_future(work(name, name.split()[-1])) for name in ("second low", "third low", "high")]
+        await asyncio.gather(first, *others, return_exceptions=True)
+        assert order == ["first low", "high", "second low", "third low"]
+        assert isinstance(others[0].exception(), ZeroDivisionError)
+        assert held(admission) == (0, 0)
+
+    async def test_it_is_refused_as_a_request_is(self, admission: Admission) -> None:
+        with pytest.raises(RequestTooLarge, match="1001"):
+            async with admission.lease(tokens=1001):
+                pytest.fail("admitted")
+        async with admission.lease(tier="high", tokens=1000):
+            with pytest.raises(QueueTimeout, match=r"no room came free for tier low within 0\.05 s"):
+                async with admission.lease(tokens=1, max_wait_s=0.05):
+                    pytest.fail("admitted")
+            waiting = [asyncio.ensure_future(_hold(admission, 1)) for _ in range(3)]
+            await anyio.lowlevel.checkpoint()
+            with pytest.raises(QueueFull):
+                await _hold(admission, 1)
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        assert held(admission) == (0, 0)
+        assert admission.controller.pool.state()["waiting"] == 0
+
+    async def test_a_canceled_wait_leaves_nothing(self, admission: Admission) -> None:
+        async with admission.lease(tier="high", tokens=1000):
+            task = asyncio.ensure_future(_hold(admission, 500))
+            await anyio.sleep(0.01)
+            assert admission.controller.pool.state()["waiting"] == 1
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert admission.controller.pool.state()["waiting"] == 0
+        assert held(admission) == (0, 0)
+        assert admission.controller.under_way == 0
+
+    async def test_a_wait_that_is_canceled_in_the_moment_of_its_grant_leaves_nothing(
+        self, admission: Admission
+    ) -> None:
+        async with admission.lease(tier="high", tokens=1000):
+            task = asyncio.ensure_future(_hold(admission, 500))
+            await anyio.sleep(0.01)
+        task.cancel()  # its room is there, and it has not run since
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert held(admission) == (0, 0)
+        assert admission.controller.under_way == 0
+
+    @pytest.mark.parametrize(
+        ("asked", "said"),
+        [
+            ({"tokens": 0}, "tokens: 0 is no whole number of at least 1"),
+            ({"tokens": True}, "tokens: True is no whole"),
+            ({"tokens": 1.5}, "tokens: 1.5 is no whole"),
+            ({"tokens": 2**70}, "tokens: "),
+            ({"tokens": 1, "requests": 0}, "requests: 0 is no"),
+            ({"tokens": 1, "prompt_tokens": -1}, "prompt_tokens: -1 is no"),
+            ({"tokens": 1, "max_wait_s": float("nan")}, "max_wait_s: nan is no number of seconds"),
+            ({"tokens": 1, "max_wait_s": -1}, "max_wait_s: -1 is no"),
+            ({"tokens": 1, "tier": "hihg"}, "tier: the policy has no 'hihg'; write one of high, low"),
+            (
+                {"tokens": 1, "tier": "high", "tenant": "anonymous"},
+                "tier: tenant anonymous may not ask for 'high', as its `max_tier` says",
+            ),
+            ({"tokens": 1, "tenant": "acme"}, "tenant: the policy has no 'acme'"),
+        ],
+    )
+    async def test_what_the_policy_does_not_have_is_an_error_at_once(
+        self, admission: Admission, asked: dict[str, object], said: str
+    ) -> None:
+        with pytest.raises(ValueError, match=said):
+            admission.lease(**asked)
+
+    async def test_a_lease_can_be_used_for_one_block(self, admission: Admission) -> None:
+        block = admission.lease(tokens=1)
+        async with block:
+            pass
+        with pytest.raises(RuntimeError, match="make one for each block"):
+            async with block:
+                pytest.fail("admitted twice")
+        assert held(admission) == (0, 0)
+
+    async def test_in_the_dry_run_it_passes_and_holds_nothing(self, observing: Admission) -> None:
+        async with observing.lease(tier="high", tokens=1000), observing.lease(tier="high", tokens=1000) as second:
+            assert second.queue_wait_s == 0
+            assert second.priority == 0
+            assert held(observing) == (0, 0)
+
+    async def test_a_draining_process_takes_no_lease_and_refuses_those_that_wait(self, admission: Admission) -> None:
+        async with admission.lease(tier="high", tokens=1000):
+            waits = asyncio.ensure_future(_hold(admission, 1))
+            await anyio.sleep(0.01)
+            admission.controller.drain(within_s=0.1)
+            with pytest.raises(Draining):
+                await _hold(admission, 1)
+            with pytest.raises(Draining):
+                await waits
+
+
+async def _hold(admission: Admission, tokens: int) -> None:
+    async with admission.lease(tokens=tokens):
+        pass
+
+
+class TestPreemption:
+    async def test_the_block_of_a_preempted_lease_is_canceled(self, admission: Admission) -> None:
+        seen: list[str] = []
+
+        async def batch() -> None:
+            async with admission.lease(tier="low", tokens=1000):
+                try:
+                    await anyio.sleep_forever()
+                finally:
+                    seen.append("ended")
+
+        task = asyncio.ensure_future(batch())
+        await anyio.sleep(0.01)
+        async with admission.lease(tier="high", tokens=300):
+            seen.append("high")
+        with pytest.raises(LeasePreempted):
+            await task
+        assert seen == ["ended", "high"]
+        assert held(admission) == (0, 0)
+
+    async def test_a_kept_lease_is_not(self, admission: Admission) -> None:
+        async with admission.lease(tier="low", tokens=1000) as lease:
+            lease.keep()
+            high = asyncio.ensure_future(_high(admission))
+            await anyio.sleep(0.05)
+            assert not high.done()
+            assert not lease.is_preempted
+        await high
+
+    async def test_work_that_is_preempted_runs_again(self, admission: Admission) -> None:
+        attempts: list[float] = []
+
+        async def work(lease: HeldLease) -> str:
+            attempts.append(lease.queue_wait_s)
+            if len(attempts) == 1:
+                await anyio.sleep_forever()
+            return "done"
+
+        task = asyncio.ensure_future(admission.run(work, tier="low", tokens=1000))
+        await anyio.sleep(0.01)
+        async with admission.lease(tier="high", tokens=300):
+            await anyio.sleep(0.05)
+            assert len(attempts) == 1
+        assert await task == "done"
+        assert attempts[0] == 0
+        assert attempts[1] >= 0.04
+        assert held(admission) == (0, 0)
+        assert admission.controller.under_way == 0
+
+    async def test_other_cancellations_of_the_block_stay_what_they_are(self, admission: Admission) -> None:
+        async def batch() -> None:
+            async with admission.lease(tier="low", tokens=1000):
+                await anyio.sleep_forever()
+
+        task = asyncio.ensure_future(batch())
+        await anyio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert held(admission) == (0, 0)
+
+
+async def _high(admission: Admission) -> None:
+    async with admission.lease(tier="high", tokens=300):
+        pass
+
+
+HOLDER = """
+import asyncio, sys
+import sidecar
+
+async def main():
+    async with sidecar.connect(policy=sys.argv[1]) as admission:
+        async with admission.lease(tier="low", tokens=int(sys.argv[2])) as lease:
+            print("held", lease.priority, flush=True)
+            await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(first_binary(), tmp_path_factory.mktemp("store")) as server:
+        yield server
+
+
+@pytest.fixture
+def shared(policy: Path, store: RedisServer) -> Path:
+    store.command("FLUSHALL")
+    policy.write_text(f"store: {store.url}\n" + POLICY)
+    return policy
+
+
+@pytest.fixture
+def sized_by_engine(tmp_path: Path) -> Path:
+    path = tmp_path / "sized.yaml"
+    path.write_text(POLICY.replace("tokens: 1000, requests: 4", "from: engine"))
+    return path
+
+
+class TestSharedPool:
+    async def test_leases_of_any_process_and_requests_share_one_pool(self, shared: Path) -> None:
+        """The middleware of a server, another event loop and a plain thread: what one holds, the others cannot."""
+
+        async def answer(request: Request) -> PlainTextResponse:
+            async with request.state.admission.lease(tier="high", tokens=100) as lease:  # of the same pool
+                return PlainTextResponse(f"{lease.tier} {held(request.state.admission)[1]}")
+
+        app = Starlette(routes=[Route("/own", answer, methods=["POST"])])
+        async with (
+            serving(AdmissionMiddleware(app, shared)) as server,
+            httpx2.AsyncClient(base_url=server.url) as client,
+            sidecar.connect(policy=shared) as admission,
+        ):
+            with await anyio.to_thread.run_sync(lambda: sidecar.connect_threads(policy=shared)) as threads:
+                got = await client.post("/own")
+                assert got.text == "high 1"
+                async with admission.lease(tier="low", tokens=600, is_preemptible=False):
+                    times = await anyio.to_thread.run_sync(_in_a_thread, threads, 0.05)
+                    assert times == "QueueTimeout"
+                assert await anyio.to_thread.run_sync(_in_a_thread, threads, 5.0) == "low 600"
+
+    async def test_the_end_of_a_connection_gives_all_back_and_refuses_those_that_wait(self, shared: Path) -> None:
+        async with sidecar.connect(policy=shared) as other:
+            async with sidecar.connect(policy=shared) as admission:
+                block = admission.lease(tokens=1000, is_preemptible=False)
+                await block.__aenter__()
+                waits = asyncio.ensure_future(_hold(admission, 1))
+                await anyio.sleep(0.1)
+            with pytest.raises(Draining):
+                await waits
+            async with other.lease(tokens=1000, max_wait_s=5):
+                pass
+
+    async def test_mistakes_are_raised(self, policy: Path, sized_by_engine: Path, store: RedisServer) -> None:
+        with pytest.raises(ValueError, match="there is no pool to join, as the policy has no store"):
+            async with sidecar.connect(policy=policy):
+                pytest.fail("connected")
+        with pytest.raises(ValueError, match="there is no pool to join"):
+            sidecar.connect_threads(policy=policy)
+        with pytest.raises(ValueError, match=r"policy\.yaml"):
+            async with sidecar.connect(store.url, policy=policy.parent / "none" / "policy.yaml"):
+                pytest.fail("connected")
+        with pytest.raises(ValueError, match="give its address as `engine=`"):
+            sidecar.connect_threads(store.url, policy=sized_by_engine)
+
+    async def test_a_store_that_was_never_reached_refuses(self, policy: Path) -> None:
+        with pytest.raises(StoreUnavailable, match="has not been reached yet"):
+            async with (
+                sidecar.connect("redis://127.0.0.1:9", policy=policy) as admission,
+                admission.lease(tokens=10),
+            ):
+                pytest.fail("admitted")
+
+
+def _in_a_thread(admission: sidecar.leases.ThreadAdmission, max_wait_s: float) -> str:
+    try:
+        with admission.lease(tier="low", tokens=600, max_wait_s=max_wait_s) as lease:
+            lease.used(10)
+            lease.keep()
+            return f"{lease.tier} {lease.tokens}"
+    except QueueTimeout as timeout:
+        return type(timeout).__name__
+
+
+class TestThreads:
+    def test_what_a_killed_process_held_comes_back(self, shared: Path) -> None:
+        command = [sys.executable, "-c", HOLDER, str(shared), "1000"]
+        with (
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
+            sidecar.connect_threads(policy=shared) as admission,
+        ):
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "held 1\n"
+                with pytest.raises(QueueTimeout):
+                    admission.lease(tier="low", tokens=500, max_wait_s=0.2).__enter__()
+            finally:
+                process.kill()
+            began = time.monotonic()
+            with admission.lease(tier="low", tokens=500, max_wait_s=30):
+                assert time.monotonic() - began < 20  # 10 s of silence, and a heartbeat
+
+    def test_many_threads_never_hold_more_than_the_pool(self, shared: Path) -> None:
+        running, most, lock = 0, 0, threading.Lock()
+
+        def work() -> None:
+            nonlocal running, most
+            for _ in range(5):
+                with admission.lease(tier="high", tokens=250):
+                    with lock:
+                        running += 1
+                        most = max(most, running)
+                    time.sleep(0.005)
+                    with lock:
+                        running -= 1
+
+        with sidecar.connect_threads(policy=shared) as admission:
+            threads = [threading.Thread(target=work) for _ in range(12)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(30)
+        assert most == 4
+        assert running == 0
+
+    def test_a_preempted_holder_is_told_and_gives_its_room(self, shared: Path) -> None:
+        told = threading.Event()
+        with sidecar.connect_threads(policy=shared) as admission:
+            with admission.lease(tier="low", tokens=1000, when_preempted=told.set) as lease:
+                high = threading.Thread(target=_take_high, args=(admission,))
+                high.start()
+                assert told.wait(10)
+                assert lease.is_preempted
+            high.join(10)
+            assert not high.is_alive()
+
+    def test_a_process_that_was_forked_is_told_to_connect_itself(self, shared: Path) -> None:
+        with sidecar.connect_threads(policy=shared) as admission:
+            child = os.fork()
+            if not child:
+                try:
+                    with admission.lease(tokens=1):
+                        os._exit(1)
+                except RuntimeError as error:
+                    os._exit(0 if "connect in each process, after the fork" in str(error) else 2)
+                os._exit(3)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        with pytest.raises(RuntimeError, match="the admission was closed"):
+            admission.lease(tokens=1).__enter__()
+
+    def test_an_interrupted_wait_leaves_nothing(self, shared: Path) -> None:
+        with sidecar.connect_threads(policy=shared) as admission, admission.lease(tier="high", tokens=1000):
+            timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                admission.lease(tokens=1).__enter__()
+            timer.join()
+            again = threading.Thread(target=_take_high, args=(admission,))
+            again.start()
+        again.join(10)
+        assert not again.is_alive()
+
+
+def _take_high(admission: sidecar.leases.ThreadAdmission) -> None:
+    with admission.lease(tier="high", tokens=300):
+        pass
