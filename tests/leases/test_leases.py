@@ -16,6 +16,9 @@ import anyio
 import anyio.lowlevel
 import httpx2
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
@@ -23,8 +26,10 @@ from starlette.routing import Route
 
 import sidecar
 from sidecar import AdmissionMiddleware, LeasePreempted
-from sidecar.errors import Draining, QueueFull, QueueTimeout, RequestTooLarge, StoreUnavailable
+from sidecar.errors import Draining, QueueFull, QueueTimeout, RequestTooLarge, StoreUnavailable, TenantLimit
 from sidecar.leases import Admission, HeldLease
+from sidecar.telemetry.dispatch import EventDispatcher
+from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import serving
 
@@ -62,6 +67,14 @@ def admission(policy: Path) -> Admission:
 @pytest.fixture
 def observing(policy: Path) -> Admission:
     policy.write_text("mode: observe\n" + POLICY)
+    return AdmissionMiddleware(nothing, policy).admission
+
+
+@pytest.fixture
+def limited(policy: Path) -> Admission:
+    limits = "limits: {tokens_per_minute: 100}"
+    (policy.parent / "acme.yaml").write_text(f'tenant: acme\nkeys: ["sha256:{"0" * 64}"]\ntier: high\n{limits}\n')
+    policy.write_text(POLICY + "tenants: acme.yaml\n")
     return AdmissionMiddleware(nothing, policy).admission
 
 
@@ -374,7 +387,7 @@ class TestThreads:
         ):
             try:
                 assert process.stdout is not None
-                assert process.stdout.readline() == "held 1\n"
+                assert process.stdout.readline() == "held 10\n"
                 with pytest.raises(QueueTimeout):
                     admission.lease(tier="low", tokens=500, max_wait_s=0.2).__enter__()
             finally:
@@ -447,3 +460,37 @@ class TestThreads:
 def _take_high(admission: sidecar.leases.ThreadAdmission) -> None:
     with admission.lease(tier="high", tokens=300):
         pass
+
+
+class TestWhatItShows:
+    async def test_a_tenant_has_its_limits_and_its_top_tier(self, limited: Admission) -> None:
+        async with limited.lease(tokens=100, tenant="acme") as lease:
+            assert lease.tenant == "acme"
+            assert lease.tier == "high"
+        with pytest.raises(TenantLimit) as refused:
+            async with limited.lease(tokens=100, tenant="acme"):
+                pytest.fail("admitted")
+        assert 1 < refused.value.retry_after_s <= 60
+        async with limited.lease(tokens=100) as lease:
+            assert lease.tenant == "internal"
+
+    async def test_what_was_not_used_comes_back_to_its_limits(self, limited: Admission) -> None:
+        async with limited.lease(tokens=100, tenant="acme") as lease:
+            lease.used(10)
+        async with limited.lease(tokens=90, tenant="acme"):
+            pass
+
+    async def test_its_span_belongs_to_the_span_around_it(self, admission: Admission) -> None:
+        spans, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(spans))
+        admission.controller.observer = dispatcher = EventDispatcher(RequestTracer(provider), [])
+        with provider.get_tracer("worker").start_as_current_span("task") as task:
+            async with admission.lease(tier="high", tokens=100) as lease:
+                lease.used(70)
+        dispatcher.flush()
+        (found,) = (span for span in spans.get_finished_spans() if span.name == "admission")
+        assert found.parent is not None
+        assert found.parent.span_id == task.get_span_context().span_id
+        assert found.attributes is not None
+        assert found.attributes["admission.tier"] == "high"
+        assert found.attributes["admission.tokens.used"] == 70
