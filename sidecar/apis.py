@@ -6,13 +6,17 @@ from enum import Enum
 
 
 class Api(str, Enum):
-    """An API whose requests are understood. The prompt and the maximum output are in different places in each."""
+    """An API whose requests are understood. The prompt and the maximum output are in different places in each.
+
+    GENERIC is any other shape: the policy says what its requests hold.
+    """
 
     CHAT = "chat"
     COMPLETIONS = "completions"
     RESPONSES = "responses"
     MESSAGES = "messages"
     EMBEDDINGS = "embeddings"
+    GENERIC = "generic"
 
 
 STANDARD_APIS = {

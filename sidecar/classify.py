@@ -176,7 +176,7 @@ class Classifier:
         assert raw is not None
         try:
             value = msgspec.json.decode(raw)
-        except msgspec.MsgspecError:  # a number beyond a double
+        except (msgspec.MsgspecError, RecursionError):  # a number beyond a double, or nested too deeply
             value = None
         return self._answer(Source.BODY, "priority", value, raw)
 

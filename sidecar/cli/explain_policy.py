@@ -38,6 +38,7 @@ SMALLEST = {
     Api.RESPONSES: b'{"model": "m", "input": "Hello", "max_output_tokens": 16}',
     Api.MESSAGES: b'{"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}',
     Api.EMBEDDINGS: b'{"model": "m", "input": "Hello"}',
+    Api.GENERIC: b'{"model": "m"}',
 }
 """The body where none is given: the least that is a valid request of its kind."""
 
@@ -135,6 +136,8 @@ class _Explanation:
         if len(body) > self._policy.max_body_bytes:
             raise BodyTooLarge(f"the body has {len(body)} bytes; {self._policy.max_body_bytes} are allowed")
         payload = decode(endpoint.api, body)
+        if endpoint.size is not None:
+            payload.prompt_tokens = endpoint.size.of(len(body))
         refuse_background(payload, self._policy.background)
         asked = Asked(endpoint, payload, headers, client_headers(tuple(headers)))
         answers = self._classifier.answers(asked, tenant)

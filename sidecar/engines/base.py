@@ -340,7 +340,8 @@ class Engine:
 
     def _carrier_of(self, api: Api, chosen: Carrier | None) -> Carrier | None:
         """The chosen carrier where this API has it, or else the other one."""
-        has = {Carrier.HEADER: api in self.header_apis, Carrier.BODY: api in self.member_apis}
+        has_member = api in self.member_apis and api is not Api.GENERIC  # whose bodies may be of any shape
+        has = {Carrier.HEADER: api in self.header_apis, Carrier.BODY: has_member}
         if chosen is None or has[chosen]:
             return chosen
         other = Carrier.BODY if chosen is Carrier.HEADER else Carrier.HEADER

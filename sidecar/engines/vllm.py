@@ -37,7 +37,7 @@ class Vllm(base.Engine):
     """At least 2, because the engine serves a tool's follow-up turn at its priority minus 1."""
     header = b"x-vllm-priority"
     header_since = "0.28.0"
-    header_apis = frozenset(Api) - {Api.EMBEDDINGS}
+    header_apis = frozenset(Api) - {Api.EMBEDDINGS, Api.GENERIC}
     member_apis = frozenset(Api) - {Api.MESSAGES}
 
     abort_latency_s = 0.25

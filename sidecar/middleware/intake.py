@@ -7,6 +7,7 @@ background rule, the tier, the number of sequences, the output maximum, the long
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -44,6 +45,9 @@ from sidecar.via import refuse_loop
 MAX_WAIT_HEADER = b"x-admission-max-wait"
 ATTEMPT_HEADER = b"x-stainless-retry-count"
 """Header of OpenAI's and Anthropic's clients: how often the client has tried this request before."""
+_UPLOADS = re.compile(
+    rb"multipart/form-data|application/(x-www-form-urlencoded|octet-stream)|(audio|image|video)/", re.IGNORECASE
+)
 _END_BYTES = 256
 _EMBEDDINGS = Api.EMBEDDINGS  # looked up once: an enumeration's attribute costs as much as a call
 _SHOWN_BYTES = 20
@@ -70,7 +74,8 @@ class SizedRequest(msgspec.Struct):
     output maximum that is written into the body, because the body has none and the tenant has a limit. `max_wait_s` is
     the longest wait that the client allows, `objective` its tier's, as the client loosens it, None where its gain is
     not measured. `gain` are its figures where the pool orders by gain. `path` is the endpoint's. `hits` are the
-    prompt's tokens that engines are predicted to have, by their ids; None in a pool of one engine.
+    prompt's tokens that engines are predicted to have, by their ids; None in a pool of one engine. The body of one that
+    `is_unread` passes as it comes.
     """
 
     body: bytes
@@ -91,6 +96,7 @@ class SizedRequest(msgspec.Struct):
     expected: Expected | None = None
     objective: Objective | None = None
     gain: GainFigures | None = None
+    is_unread: bool = False
 
     @property
     def most_tokens(self) -> int:
@@ -143,8 +149,13 @@ class SizedRequest(msgspec.Struct):
 
     def is_preemptible(self, policy: Policy) -> bool:
         """Whether the request may be preempted before its first byte."""
-        # The engine would run a preempted background response to its end, and then a second time.
-        return not self.payload.background and policy.rules.is_preemptible(self.classification.level)
+        # The engine would run a preempted background response to its end, and then a second time. An upload that has
+        # begun to pass cannot be sent again.
+        return (
+            not self.payload.background
+            and not self.is_unread
+            and policy.rules.is_preemptible(self.classification.level)
+        )
 
     def hold_at_least(self, tokens: int) -> None:
         """Raises what it holds, because its prompt cannot be sized. Unlimited tokens are not counted."""
@@ -172,7 +183,7 @@ class RequestIntake:
     `tenant` is the request's tenant, None until its key is known.
     """
 
-    __slots__ = ("_chunks", "_endpoint", "_headers", "_received_us", "_size", "_snapshot", "tenant")
+    __slots__ = ("_chunks", "_endpoint", "_headers", "_is_upload", "_received_us", "_size", "_snapshot", "tenant")
 
     def __init__(
         self, snapshot: PolicySnapshot, endpoint: Endpoint, headers: Mapping[bytes, bytes], received_us: int
@@ -184,6 +195,7 @@ class RequestIntake:
         self._received_us = received_us
         self._chunks: list[bytes] = []
         self._size = 0
+        self._is_upload = endpoint.size is not None and is_upload(headers)
 
     def check_head(self, scope: Scope) -> None:
         """Checks the way here, the key and the declared length, before a byte of the body is read."""
@@ -198,7 +210,9 @@ class RequestIntake:
             self._check_size(_declared_length(scope, headers))
 
     def feed(self, message: Message, now_us: int) -> SizedRequest | None:
-        """Takes an `http.request` message. Returns the request once its body is complete."""
+        """Takes an `http.request` message. Returns the request once its body is complete; that of an upload at once."""
+        if self._is_upload:
+            return self.unread()
         self.check_time(now_us)
         chunk: bytes = message.get("body", b"")
         self._size += len(chunk)
@@ -209,6 +223,18 @@ class RequestIntake:
         body = b"".join(self._chunks)  # a single chunk is not copied
         self._chunks.clear()
         return self._sized(body)
+
+    def unread(self) -> SizedRequest:
+        """The request of the generic API whose body is not read here: an upload passes as it comes.
+
+        Raises InvalidHeader where its size is not declared.
+        """
+        length = self._headers.get(b"content-length")
+        if length is None:
+            raise InvalidHeader("content-length: missing; an upload here must say its size, and not come in chunks")
+        request = self._sized(b"", int(length))
+        request.is_unread = True
+        return request
 
     def check_time(self, now_us: int) -> None:
         """Raises BodyTimeout where the body has taken longer than the policy's `body_timeout`."""
@@ -221,13 +247,16 @@ class RequestIntake:
         if size > most:
             raise BodyTooLarge(f"the body is larger than the {most} bytes allowed here; send less")
 
-    def _sized(self, body: bytes) -> SizedRequest:
-        """Decodes and classifies a complete body, and sizes its prompts by their bytes."""
+    def _sized(self, body: bytes, unread_bytes: int | None = None) -> SizedRequest:
+        """Decodes and classifies a complete body, and sizes its prompts by their bytes. None is read of an upload."""
         snapshot, endpoint, headers, tenant = self._snapshot, self._endpoint, self._headers, self.tenant
         assert tenant is not None
         policy = snapshot.policy
-        _refuse_other_encodings(headers, body)
-        payload = decode(endpoint.api, body)
+        if unread_bytes is None:
+            _refuse_other_encodings(headers, body)
+        payload = decode(endpoint.api, body if unread_bytes is None else b"{}")
+        if endpoint.size is not None:
+            payload.prompt_tokens = endpoint.size.of(len(body) if unread_bytes is None else unread_bytes)
         refuse_background(payload, policy.background)
         taken = client_headers(tuple(headers))
         classification = snapshot.classifier.classify(Asked(endpoint, payload, headers, taken), tenant)
@@ -298,6 +327,11 @@ def _shorter(one_s: float | None, other_s: float | None) -> float | None:
 
 
 # -- the checks
+
+
+def is_upload(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether the body of a request of the generic API is a form, sound or pictures: such a one is not read here."""
+    return _UPLOADS.match(headers.get(b"content-type", b"").strip()) is not None
 
 
 def refuse_two_keys(scope: Scope, headers: Mapping[bytes, bytes]) -> None:

@@ -9,6 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.dry_run.request import DryRunRequest
+from sidecar.middleware.generic_request import GenericRequest
 from sidecar.middleware.request import RequestHandler
 from sidecar.middleware.unguarded import pass_or_refuse, route_path
 from sidecar.policy.model import Endpoint
@@ -26,7 +27,8 @@ def serve_scope(controller: AdmissionController, scope: Scope, receive: Receive,
         return DryRunRequest(controller, endpoint, scope, receive, send).run()
     # A copy of the list: uvicorn appends trailers to its own, after the headers have been checked.
     scope = {**scope, "headers": list(scope["headers"])}
-    return RequestHandler(controller, endpoint, scope, receive, send).run()
+    handler = RequestHandler if endpoint.size is None else GenericRequest
+    return handler(controller, endpoint, scope, receive, send).run()
 
 
 def guarded_endpoint(controller: AdmissionController, scope: Scope) -> Endpoint | None:

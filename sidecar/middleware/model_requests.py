@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from sidecar.errors import AdmissionError
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.dry_run.request import DryRunRequest, RequestWatcher
+from sidecar.middleware.generic_request import GenericRequest
 from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.middleware import guarded_endpoint
 from sidecar.middleware.model_list import asked_model, send_models
@@ -33,7 +34,8 @@ async def serve_models(front: ModelsController, scope: Scope, receive: Receive, 
             await _observe(front, endpoint, scope, receive, send)
         else:
             scope = {**scope, "headers": list(scope["headers"])}  # see `serve_scope`
-            await ModelRequestHandler(front, endpoint, scope, receive, send).run()
+            handler = ModelRequestHandler if endpoint.size is None else GenericModelRequest
+            await handler(front, endpoint, scope, receive, send).run()
     elif (asked := asked_model(scope)) is not None:
         await send_models(front, asked, scope, send)
     elif _is_harmless(front, scope) and not is_refused(front, scope):
@@ -98,17 +100,20 @@ def _again(read: list[Message], receive: Receive) -> Receive:
 class ModelRequestHandler(RequestHandler):
     """Handles one request to a guarded endpoint. From its body on, it is one of its model's controller."""
 
-    __slots__ = ("_front",)
-
-    def __init__(self, front: ModelsController, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
-        super().__init__(front, endpoint, scope, receive, send)
-        self._front = front
+    __slots__ = ()
 
     async def _read(self) -> SizedRequest:
         """See `RequestHandler`. Raises InvalidBody or ModelNotFound, too."""
-        request = await super()._read()
-        self._controller = self._front.controller_of(request)
+        request, front = await super()._read(), self._controller
+        assert isinstance(front, ModelsController)
+        self._controller = front.controller_of(request)
         return request
+
+
+class GenericModelRequest(ModelRequestHandler, GenericRequest):
+    """The same of the generic API. An upload names no model that is read here."""
+
+    __slots__ = ()
 
 
 # -- the dry run

@@ -91,7 +91,8 @@ def not_guarded(method: str, path: str, routes: Routes) -> NotGuarded:
     shown = path if is_known or path in STANDARD_PATHS else "PATH"
     api = infer_api(path) or routes.generating.get(route or "")
     if route in routes.generating and api is None:
-        guard = "Its requests have a shape that admission cannot size: use one of the guarded paths instead."
+        written = f"{shown}: {{api: generic, tokens: {{per_kilobyte: 250}}}}"
+        guard = f"To guard it, say in the policy, under `endpoints:`, what a request holds: `{written}`."
     elif api is not None and method == "POST":
         body = "{}" if infer_api(path) else f"{{api: {api.value}}}"
         guard = f"To guard it, write under `endpoints:` in the policy: `{shown}: {body}`."

@@ -155,6 +155,10 @@ class _Embedding(_Fields, gc=False):
     messages: _Raw = msgspec.UNSET
 
 
+class _GenericFields(_Fields, gc=False):
+    pass
+
+
 def decode(api: Api, body: bytes) -> Payload:
     """Decodes a body. Raises InvalidBody, which names the mistake and its field."""
     reader = _READERS[api]
@@ -394,6 +398,7 @@ def _sequences(name: str, prompt: _Prompt) -> tuple[list[str], int, int]:
     raise InvalidBody(f"{name}: a list that mixes strings and token ids; send one kind", param=name)
 
 
+_SPACE = b" \t\r\n"
 _SPACE_OR_END = frozenset((b" ", b"\t", b"\r", b"\n", b"]"))
 _KINDS = {b'"': "a string", b"{": "an object", b"t": "a boolean", b"f": "a boolean", b"n": "null"}
 
@@ -465,6 +470,27 @@ def _shown(text: str) -> str:
     return text if len(text) <= 20 else text[:20] + "…"
 
 
+class _GenericReader:
+    """Reads only what each body may have, whatever its shape: the policy says how large its requests are."""
+
+    def __init__(self) -> None:
+        self._decode: Callable[[bytes], _Fields] = msgspec.json.Decoder(_GenericFields).decode
+
+    def decode(self, body: bytes) -> tuple[_Fields, Carried]:
+        """See `_Reader.decode`. A body that is no object has no fields."""
+        if body.lstrip(_SPACE)[:1] == b"{":
+            return self._decode(body), NOTHING
+        msgspec.json.decode(body)  # raises where it is no JSON
+        return _GenericFields(), NOTHING
+
+    @staticmethod
+    def interpret(fields: _Fields, others: Carried) -> Payload:
+        """It generates nothing that is counted."""
+        payload = _payload(fields, others)
+        payload.max_output_tokens, payload.is_understood = 0, False
+        return payload
+
+
 class _Reader:
     """Decodes the bodies of one API."""
 
@@ -498,10 +524,11 @@ class _Reader:
 
 
 _members: Callable[[bytes], Mapping[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_READERS: Mapping[Api, _Reader] = {
+_READERS: Mapping[Api, _Reader | _GenericReader] = {
     Api.CHAT: _Reader(_Chat, _chat),
     Api.COMPLETIONS: _Reader(_Completion, _completion),
     Api.RESPONSES: _Reader(_Response, _response),
     Api.MESSAGES: _Reader(_Message, _message),
     Api.EMBEDDINGS: _Reader(_Embedding, _embedding),
+    Api.GENERIC: _GenericReader(),
 }

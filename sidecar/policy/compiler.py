@@ -20,7 +20,19 @@ from sidecar.policy.fields import ANONYMOUS, Context
 from sidecar.policy.file_model import FileModel
 from sidecar.policy.fleet import FleetPolicy, pool_prefill, pool_size
 from sidecar.policy.fleet_compiler import capacity_of, fleet_policy, model_policies
-from sidecar.policy.model import Endpoint, Learn, Limits, Order, Policy, ServiceObjectives, Tenant, Tier
+from sidecar.policy.generic_schema import CostBody
+from sidecar.policy.model import (
+    CostPlace,
+    Endpoint,
+    Learn,
+    Limits,
+    Order,
+    Policy,
+    RequestSize,
+    ServiceObjectives,
+    Tenant,
+    Tier,
+)
 from sidecar.policy.problems import Path, Place, PolicyError, Problem, printable
 from sidecar.policy.rules import EngineCapacity, PoolRules, Shares, pool_rules
 from sidecar.policy.schema import EndpointBody, LimitsBody, PoolFile, Slo, TenantFile, TierBody
@@ -257,7 +269,14 @@ def _microseconds(duration: Fraction | None) -> int | None:
 def _endpoint(path: str, body: EndpointBody, levels: dict[str, int]) -> Endpoint:
     api = body.api or infer_api(body.forward_to or path)
     assert isinstance(api, Api)  # `validate` refuses a path that does not say
-    return Endpoint(path, api, None if body.tier is None else levels[body.tier], body.forward_to)
+    level = None if body.tier is None else levels[body.tier]
+    size = None if body.tokens is None else RequestSize(body.tokens.base, body.tokens.per_kilobyte)
+    return Endpoint(path, api, level, body.forward_to, size, None if body.cost is None else _cost(body.cost))
+
+
+def _cost(body: CostBody) -> CostPlace:
+    header, member = body.header, body.member
+    return CostPlace(None if header is None else header.encode(), None if member is None else member.encode())
 
 
 def _tenant(body: TenantFile, levels: dict[str, int]) -> Tenant:

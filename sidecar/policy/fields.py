@@ -38,6 +38,7 @@ _TIER_NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")  # no digit first: a client ma
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,99}")
 _POOL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # no braces: it goes into a Redis hash tag
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
+_MEMBER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _TAKEN_HEADERS = frozenset({"authorization", "x-api-key", "host", "content-length", "transfer-encoding", "connection"})
 _URL_PATH = re.compile(r"/[!-~]*")
 
@@ -164,6 +165,13 @@ def _header(value: object) -> str:
     if name.lower() in _TAKEN_HEADERS:
         raise ValueError(f"{quoted(name)} has a meaning of its own; write another name, such as x-priority")
     return name.lower()
+
+
+def _member(value: object) -> str:
+    name = units.text(value, "a member's name", "total_tokens")
+    if not _MEMBER_NAME.fullmatch(name):
+        raise ValueError(f"{quoted(name)} is not a member's name; write letters, digits, _ and -, such as total_tokens")
+    return name
 
 
 def _url_path(value: object) -> str:
@@ -386,6 +394,7 @@ NewTierName = Annotated[str, PlainValidator(_new_tier), _schema("A tier's name."
 TenantName = Annotated[str, PlainValidator(_tenant), _schema("A name.", pattern=f"^{_TENANT_NAME.pattern}$")]
 UrlPath = Annotated[str, PlainValidator(_url_path), _schema("A path on the server.", pattern="^/")]
 HeaderName = Annotated[str, PlainValidator(_header), _schema("A header's name.")]
+MemberName = Annotated[str, PlainValidator(_member), _schema("A member's name.")]
 ExistingFile = Annotated[str, PlainValidator(_existing_file), _schema("A file, relative to this one.")]
 EngineChoice = Annotated[
     type[Engine], PlainValidator(_one_of(ENGINES, "engine")), WithJsonSchema({"type": "string", "enum": list(ENGINES)})

@@ -121,13 +121,39 @@ class Tier:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestSize:
+    """The tokens of a request of the generic API: `base`, and `per_kilobyte` for each begun 1,024 bytes of its body."""
+
+    base: int
+    per_kilobyte: int = 0
+
+    def of(self, size_bytes: int) -> int:
+        """The tokens of a body of so many bytes, at least 1."""
+        return max(1, self.base + self.per_kilobyte * -(-size_bytes // 1024))
+
+
+@dataclass(frozen=True, slots=True)
+class CostPlace:
+    """Where an answer of the generic API says its cost in tokens: in a header, or in a member of its JSON."""
+
+    header: bytes | None = None
+    member: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A guarded path. `level` is the tier it maps to (None: none), `forward_to` the path the engine knows."""
+    """A guarded path. `level` is the tier it maps to (None: none), `forward_to` the path the engine knows.
+
+    A path of the generic API has a `size`; `cost` is None where its answers do not say what they cost, or only as
+    OpenAI's do.
+    """
 
     path: str
     api: Api
     level: int | None = None
     forward_to: str | None = None
+    size: RequestSize | None = None
+    cost: CostPlace | None = None
 
 
 @dataclass(frozen=True, slots=True)

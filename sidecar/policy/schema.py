@@ -22,6 +22,7 @@ from sidecar.policy import fields as of
 from sidecar.policy.capacity_schema import Capacity
 from sidecar.policy.file_model import FileModel, key, nothing_means_defaults
 from sidecar.policy.fleet_schema import EngineListFile, EnginesBody, ModelBody
+from sidecar.policy.generic_schema import CostBody, Size
 from sidecar.policy.model import MAX_CHOICES, Source
 from sidecar.policy.problems import printable
 
@@ -135,6 +136,16 @@ class EndpointBody(FileModel):
     tier: of.TierName | None = key(None, "The tier of requests on this path.", "batch")
     forward_to: of.UrlPath | None = key(None, "The path the engine knows. Default: the same path.", "/v1/completions")
     api: of.ApiName | None = key(None, "The shape of its requests. Default: from the path.")
+    tokens: Size | None = key(
+        None,
+        "`api: generic` only: the tokens that one request holds, or how they are estimated.",
+        {"per_kilobyte": 250},
+    )
+    cost: Annotated[CostBody, of.mapped("{header: x-cost-tokens}")] | None = key(
+        None,
+        "`api: generic` only: where an answer says its cost. Default: in OpenAI's `usage`, else the estimate counts.",
+        {"member": "total_tokens"},
+    )
 
 
 class LimitsBody(FileModel):

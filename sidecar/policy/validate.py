@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from sidecar.apis import STANDARD_APIS, infer_api
+from sidecar.apis import STANDARD_APIS, Api, infer_api
 from sidecar.policy import fields as of
 from sidecar.policy.fleet_validate import capacity_mistakes, fleet_mistakes
 from sidecar.policy.keys import read_hash
@@ -88,8 +88,17 @@ def _endpoints(endpoints: dict[str, object]) -> Found:
             known = ", ".join(api.value for api in STANDARD_APIS.values())
             yield (
                 ("endpoints", path),
-                f"the path does not say the shape of its requests; write api: with one of {known}",
+                f"the path does not say the shape of its requests; write api: with one of {known}, or generic",
             )
+        is_generic = body.get("api") == Api.GENERIC.value
+        if is_generic and body.get("tokens") is None:
+            yield (
+                ("endpoints", path),
+                "does not say what its requests hold; write tokens: with a number, or {base: 100, per_kilobyte: 250}",
+            )
+        for name in ("tokens", "cost"):
+            if name in body and not is_generic:
+                yield (("endpoints", path, name), "is for api: generic alone; write api: generic, or remove this line")
 
 
 def tenant_problems(documents: Sequence[Document]) -> list[Problem]:

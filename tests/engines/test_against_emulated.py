@@ -54,7 +54,7 @@ def heard(engine: type[Engine], api: Api, body: bytes, forward: Forward) -> Rank
     return emulated.rank(api, decoded, {name.decode(): value.decode() for name, value in forward.headers})
 
 
-@pytest.mark.parametrize("api", list(Api))
+@pytest.mark.parametrize("api", list(BODIES))
 @pytest.mark.parametrize(("engine", "carrier"), WAYS, ids=[f"{e.name}-{c and c.value}" for e, c in WAYS])
 @pytest.mark.parametrize("levels", [1, 2, 5, 11])
 def test_each_level_is_accepted_and_served_in_order(

@@ -18,7 +18,7 @@ from sidecar.middleware.forwarding import forwarded_body
 from sidecar.payload.decode import decode
 from sidecar.payload.edit import remove
 
-CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS = Api
+CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS, _ = Api
 TRTLLM, VLLM, SGLANG, DYNAMO, NONE = TensorRtLlm, Vllm, Sglang, Dynamo, NoEngine
 TALKING = (TRTLLM, VLLM, SGLANG, DYNAMO)
 LADDERS = range(1, 21)
@@ -81,15 +81,15 @@ def test_the_only_tier_of_a_ladder_gets_the_engines_own_default() -> None:
 
 HEADER, BODY, NOTHING = "header", "member", "nothing"
 COVERAGE = {
-    (TRTLLM, None): (BODY, BODY, NOTHING, NOTHING, NOTHING),
-    (VLLM, None): (HEADER, HEADER, HEADER, HEADER, BODY),
-    (VLLM, Carrier.HEADER): (HEADER, HEADER, HEADER, HEADER, BODY),
-    (VLLM, Carrier.BODY): (BODY, BODY, BODY, HEADER, BODY),
-    (SGLANG, None): (BODY, BODY, NOTHING, NOTHING, BODY),
-    (SGLANG, Carrier.BODY): (BODY, BODY, NOTHING, NOTHING, BODY),
-    (SGLANG, Carrier.HEADER): (HEADER, BODY, NOTHING, HEADER, BODY),
-    (DYNAMO, None): (HEADER, HEADER, HEADER, HEADER, HEADER),
-    (NONE, None): (NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
+    (TRTLLM, None): (BODY, BODY, NOTHING, NOTHING, NOTHING, NOTHING),
+    (VLLM, None): (HEADER, HEADER, HEADER, HEADER, BODY, NOTHING),
+    (VLLM, Carrier.HEADER): (HEADER, HEADER, HEADER, HEADER, BODY, NOTHING),
+    (VLLM, Carrier.BODY): (BODY, BODY, BODY, HEADER, BODY, NOTHING),
+    (SGLANG, None): (BODY, BODY, NOTHING, NOTHING, BODY, NOTHING),
+    (SGLANG, Carrier.BODY): (BODY, BODY, NOTHING, NOTHING, BODY, NOTHING),
+    (SGLANG, Carrier.HEADER): (HEADER, BODY, NOTHING, HEADER, BODY, NOTHING),
+    (DYNAMO, None): (HEADER, HEADER, HEADER, HEADER, HEADER, HEADER),
+    (NONE, None): (NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
 }
 HEADERS = {VLLM: b"x-vllm-priority", SGLANG: b"x-override-priority", DYNAMO: b"x-dynamo-request-priority"}
 
