@@ -64,7 +64,8 @@ class AdmissionController:
     lets the app decide, at its first request. `engine_watch` knows whether the engine can be used. `routing` is there
     where the pool has several engines, behind the app. `lifespan` serves
     the server's lifespan: the app, with what the server's start and end need around it. `server` is the task of that
-    lifespan, None before it begins.
+    lifespan, None before it begins. `self_views` are what tenants were last shown of themselves, by name, and when
+    (`self_view`).
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class AdmissionController:
         self.pending_aborts = PendingAborts(pool.now_us)
         self.watchdog = Watchdog(_interval_s(policy), on_armed=self.pending_aborts.follow)
         self.is_draining = False
+        self.self_views: dict[str, tuple[int, bytes]] = {}
         self.server: asyncio.Task[object] | None = None
         self.engine_watch.on_change.append(self._pause_without_engine)
 

@@ -11,6 +11,7 @@ from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.dry_run.request import DryRunRequest
 from sidecar.middleware.generic_request import GenericRequest
 from sidecar.middleware.request import RequestHandler
+from sidecar.middleware.self_view import is_self_view, send_self_view
 from sidecar.middleware.unguarded import pass_or_refuse, route_path
 from sidecar.policy.model import Endpoint
 
@@ -22,6 +23,8 @@ def serve_scope(controller: AdmissionController, scope: Scope, receive: Receive,
     """
     endpoint = guarded_endpoint(controller, scope)
     if endpoint is None:
+        if is_self_view(scope):
+            return send_self_view(controller, scope, send)
         return pass_or_refuse(controller, scope, receive, send)
     if controller.snapshot.is_observing:
         return DryRunRequest(controller, endpoint, scope, receive, send).run()

@@ -21,6 +21,7 @@ from sidecar.middleware.middleware import guarded_endpoint
 from sidecar.middleware.model_list import asked_model, send_models
 from sidecar.middleware.models import ModelsController
 from sidecar.middleware.request import RequestHandler
+from sidecar.middleware.self_view import is_self_view, send_self_view
 from sidecar.middleware.unguarded import is_refused, pass_or_refuse, route_path
 from sidecar.payload.decode import decode
 from sidecar.policy.model import Endpoint
@@ -36,6 +37,8 @@ async def serve_models(front: ModelsController, scope: Scope, receive: Receive, 
             scope = {**scope, "headers": list(scope["headers"])}  # see `serve_scope`
             handler = ModelRequestHandler if endpoint.size is None else GenericModelRequest
             await handler(front, endpoint, scope, receive, send).run()
+    elif is_self_view(scope):
+        await send_self_view(front, scope, send)
     elif (asked := asked_model(scope)) is not None:
         await send_models(front, asked, scope, send)
     elif _is_harmless(front, scope) and not is_refused(front, scope):

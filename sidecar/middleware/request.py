@@ -257,7 +257,7 @@ class RequestHandler:
         comments, every_s, api = None, self._snapshot.policy.keep_alive_s, self._endpoint.api
         if every_s is not None and self._request.payload.stream and api in STREAMING:
             headers = early_headers(self._request, self._lease, self._snapshot.tier_names, self._request_id)
-            comments = Comments(every_s, api, headers)
+            comments = Comments(every_s, api, headers, self._controller.pool)
         most_s = None if self._ends_us is None else max(0, self._ends_us - self._now_us()) / 1e6
         return await wait(self._lease, granted, self._client, most_s, comments)
 

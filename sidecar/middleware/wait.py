@@ -11,13 +11,14 @@ from starlette.types import Message, Receive, Send
 
 from sidecar.apis import Api
 from sidecar.classify import Classification
+from sidecar.durations import short_duration
 from sidecar.errors import QueueFull
 from sidecar.events import Headers
 from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.sse_keepalive import SseKeepAlive
 from sidecar.pools import Ask, Grant, Lease, LocalPool, Pool
-from sidecar.pools.base import WaitGivenUp
+from sidecar.pools.base import QueueStanding, WaitGivenUp
 
 Appraise = Callable[[SizedRequest], None]
 """Gives a request that was sized the figures of its gain."""
@@ -38,11 +39,15 @@ class WaitedTooLong(Exception):
 
 
 class Comments(NamedTuple):
-    """Comments for a streaming client while it waits, one every `every_s` seconds. `headers` begin the response."""
+    """Comments for a streaming client while it waits in a pool, one every `every_s` seconds.
+
+    `headers` begin the response.
+    """
 
     every_s: float
     api: Api
     headers: Headers
+    pool: Pool
 
 
 class ClientChannel:
@@ -137,7 +142,7 @@ async def wait(
     if comments is None:
         await asyncio.wait((granted, disconnect), timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
     else:
-        await _wait_and_comment(granted, client, math.inf if most_s is None else most_s, comments)
+        await _wait_and_comment(lease, granted, client, math.inf if most_s is None else most_s, comments)
     if disconnect.done():  # even at the moment of the grant: no one would read the response
         raise ClientDisconnected(lease.grant if lease.settle(0) else await lease.leave())
     if not granted.done():
@@ -151,9 +156,9 @@ async def wait(
 
 
 async def _wait_and_comment(
-    granted: asyncio.Future[Grant], client: ClientChannel, most_s: float, comments: Comments
+    lease: Lease, granted: asyncio.Future[Grant], client: ClientChannel, most_s: float, comments: Comments
 ) -> None:
-    both = (granted, client.disconnect())
+    both, mark = (granted, client.disconnect()), comments.pool.mark(lease.tier)
     loop = asyncio.get_running_loop()
     ends_s = loop.time() + most_s
     while (left_s := ends_s - loop.time()) > 0:
@@ -161,4 +166,12 @@ async def _wait_and_comment(
         if done:
             return
         if loop.time() < ends_s:
-            await client.comment("waiting for admission", comments)
+            await client.comment(_said(comments.pool.standing(lease.tier, mark)), comments)
+
+
+def _said(standing: QueueStanding) -> str:
+    """Where a request stands, for its client: `queued, 14 ahead, about 20 s`."""
+    if standing.wait_s is None:
+        return f"queued, {standing.ahead} ahead"
+    whole_s = max(1, round(standing.wait_s))
+    return f"queued, {standing.ahead} ahead, about {f'{whole_s} s' if whole_s < 60 else short_duration(whole_s)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -77,6 +77,31 @@ class Grant(msgspec.Struct, frozen=True, gc=False):
     passed: Mapping[str, str] = {}
     engine: str | None = None
     placed: Placed | None = None
+
+
+class TenantUse(NamedTuple):
+    """How many requests of a tenant wait and run, and the tokens that those hold."""
+
+    waiting: int
+    running: int
+    tokens: int
+
+
+class QueueMark(NamedTuple):
+    """A request's place when it began to wait: how many of its tier came before it, and how many had been admitted."""
+
+    ahead: int
+    admitted: int
+
+
+class QueueStanding(NamedTuple):
+    """How a waiting request stands, as far as can be told: the requests before it, and the seconds it has yet to wait.
+
+    `wait_s` is None where the queue's pace says nothing.
+    """
+
+    ahead: int
+    wait_s: float | None
 
 
 class WaitGivenUp(Exception):
@@ -432,6 +457,20 @@ class Pool(Protocol):
     def retry_after_s(self, tier: int) -> float:
         """Seconds after which a request of this tier may expect to be admitted, by how fast its queue drains."""
 
+    def mark(self, tier: int) -> QueueMark:
+        """Where the newest request of a tier stands. Call it when a request begins to wait."""
+
+    def standing(self, tier: int, mark: QueueMark) -> QueueStanding:
+        """How that request stands now: an estimate. More important tiers count as before it, and its own in order of
+        arrival; tenants that take turns, requests that leave and reserves change that.
+        """
+
+    def use_of(self, tenant: str) -> TenantUse:
+        """What a tenant's requests of this process use now. Costs as much as this process has requests."""
+
+    async def allowance(self, tenant: str, limits: Limits) -> RemainingLimits | None:
+        """What is left of a tenant's limits, in all processes that share the pool. None where that is not known now."""
+
     def state(self) -> Mapping[str, object]:
         """The pool's present state, for people and dashboards: JSON types only."""
 
@@ -494,3 +533,17 @@ class EnginePool(Pool, Protocol):
 
     def engines(self) -> Sequence[EngineState]:
         """Every engine's ledger, by name and incarnation; also of those that are gone and still hold something."""
+
+
+def use_of(leases: Iterable[Lease], tenant: str) -> TenantUse:
+    """What a tenant's requests use, of all `leases` that are held or wait."""
+    waiting = running = tokens = 0
+    for lease in leases:
+        if lease.ask.tenant != tenant:
+            continue
+        if lease.grant is None:
+            waiting += 1
+        else:
+            running += 1
+            tokens += lease.ask.tokens
+    return TenantUse(waiting, running, tokens)

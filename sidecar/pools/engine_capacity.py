@@ -54,6 +54,10 @@ class EngineSizedPool:
         self._is_following = self._reader.is_following
         self.now_us = pool.now_us
         self.retry_after_s = pool.retry_after_s
+        self.mark = pool.mark
+        self.use_of = pool.use_of
+        self.allowance = pool.allowance
+        self.standing = pool.standing
         self.most_tokens = pool.most_tokens
         self.change_rules = pool.change_rules
         self.hold_back = pool.hold_back

@@ -169,6 +169,10 @@ class TenantLimits:
         else:
             self._allowances.correct(charge, charge.tokens if used_tokens is None else used_tokens, now_us)
 
+    def allowance(self, tenant: str, limits: Limits, now_us: int) -> RemainingLimits:
+        """What is left of a tenant's limits."""
+        return self._allowances.allowance(tenant, limits, now_us)
+
     def undo(self, lease: Lease) -> None:
         """Takes a charge of this very moment back: the pool has no place for the request."""
         if lease.charge is not None:

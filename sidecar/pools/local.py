@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
+from sidecar.errors import RemainingLimits
 from sidecar.events import Obstacle
 from sidecar.policy.model import Limits, Policy
 from sidecar.policy.rules import PoolRules
-from sidecar.pools.base import Ask, Lease, Merge, PeerReports, WaitOutcome
+from sidecar.pools.base import Ask, Lease, Merge, PeerReports, QueueMark, QueueStanding, TenantUse, WaitOutcome
 from sidecar.pools.limits import SizeLimits, TenantLimits
 from sidecar.pools.queue_places import QueuePlaces
 from sidecar.pools.runtime import Clock, LeaseRuntime, monotonic_us
@@ -150,6 +151,22 @@ class LocalPool:
     def retry_after_s(self, tier: int) -> float:
         """See `Pool.retry_after_s`."""
         return self._places.retry_after_s(tier, self._runtime.queued(tier), self.now_us())
+
+    def mark(self, tier: int) -> QueueMark:
+        """See `Pool.mark`."""
+        return self._places.mark(tier, self._runtime.queued(tier))
+
+    def standing(self, tier: int, mark: QueueMark) -> QueueStanding:
+        """See `Pool.standing`."""
+        return self._places.standing(tier, mark, self._runtime.queued, self.now_us())
+
+    def use_of(self, tenant: str) -> TenantUse:
+        """See `Pool.use_of`."""
+        return self._runtime.use_of(tenant)
+
+    async def allowance(self, tenant: str, limits: Limits) -> RemainingLimits:
+        """See `Pool.allowance`."""
+        return self._limits.allowance(tenant, limits, self.now_us())
 
     def state(self) -> Mapping[str, object]:
         """See `Pool.state`."""

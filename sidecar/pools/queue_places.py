@@ -30,14 +30,17 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 
 from sidecar.errors import QueueFull
-from sidecar.pools.base import Ask
+from sidecar.pools.base import Ask, QueueMark, QueueStanding
 from sidecar.pools.limits import SizeLimits
 
 WINDOW_S = 10.0
 """The memory of the rate: admissions count by exp(-age / window). Ten seconds smooth over batches of finishing requests
 and still follow a change of load within the usual `Retry-After`."""
+LONGEST_EXPECTED_S = 3600.0
+"""A longer wait is not foreseen: a queue that has hardly moved lately says nothing."""
 LEAST_S, MOST_S = 1.0, 60.0
 """A retry sooner than a second only adds load; a figure beyond a minute would be a guess."""
 JITTER = 0.2
@@ -52,9 +55,13 @@ GRACE_S = 3.0
 
 
 class DrainRate:
-    """How fast a tier's queue drains: exponentially weighted admissions per second. O(1) per admission."""
+    """How fast a tier's queue drains: exponentially weighted admissions per second. O(1) per admission.
+
+    `total` counts all admissions.
+    """
 
     def __init__(self) -> None:
+        self.total = 0
         self._weight = 0.0
         self._updated_us = 0
         self._began_us: int | None = None
@@ -63,6 +70,7 @@ class DrainRate:
         """Counts admissions."""
         if self._began_us is None:
             self._began_us = now_us
+        self.total += count
         self._weight = count + self._weight * math.exp((self._updated_us - now_us) / 1e6 / WINDOW_S)
         self._updated_us = now_us
 
@@ -230,6 +238,19 @@ class QueuePlaces:
     def retry_after_s(self, tier: int, queued: int, now_us: int) -> float:
         """See `Pool.retry_after_s`."""
         return self._drain_rates[tier].retry_after_s(queued, now_us)
+
+    def mark(self, tier: int, queued: int) -> QueueMark:
+        """See `Pool.mark`."""
+        return QueueMark(max(0, queued - 1), self._drain_rates[tier].total)
+
+    def standing(self, tier: int, mark: QueueMark, queued: Callable[[int], int], now_us: int) -> QueueStanding:
+        """See `Pool.standing`. `queued` says how many requests wait in a tier."""
+        rate = self._drain_rates[tier]
+        own = max(0, min(queued(tier) - 1, mark.ahead - (rate.total - mark.admitted)))
+        per_second = rate.per_second(now_us)
+        wait_s = (own + 1) / per_second if per_second > 0 else math.inf
+        ahead = own + sum(map(queued, range(tier)))
+        return QueueStanding(ahead, wait_s if wait_s <= LONGEST_EXPECTED_S else None)
 
     def promised(self, ask: Ask, queued: int, now_us: int) -> int | None:
         """The number of places promised to the request's tenant, where all free places are promised to other requests.

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from sidecar.policy.rules import PoolRules
-from sidecar.pools.base import Ask, Grant, Lease
+from sidecar.pools.base import Ask, Grant, Lease, TenantUse
 from sidecar.pools.stats import TierUsage, grant_of
 from sidecar.scheduling import Admission, Scheduler, Wait
 from sidecar.scheduling.gain_scheduler import GainScheduler
@@ -168,6 +168,10 @@ class LeaseRuntime:
     def queued(self, tier: int) -> int:
         """The requests of a tier that wait."""
         return self.scheduler.queued(tier)[1]
+
+    def use_of(self, tenant: str) -> TenantUse:
+        """See `Pool.use_of`."""
+        return TenantUse(*self.scheduler.use_of(tenant))
 
     def displaced(self, ask: Ask, places: int) -> Lease | None:
         """The waiting request whose place in a full queue a new one takes: see `Scheduler.displaced`."""

@@ -339,6 +339,12 @@ class Scheduler:
                 missing -= 1
         return found
 
+    def use_of(self, tenant: str) -> tuple[int, int, int]:
+        """A tenant's waiting tickets, its leases, and the tokens that these hold. Costs O(tickets)."""
+        waiting = sum(ticket.tenant == tenant for ticket in self._waiting.values())
+        held = [ticket.tokens for ticket in self._leases.values() if ticket.tenant == tenant]
+        return waiting, len(held), sum(held)
+
     def queued(self, tier: int) -> tuple[int, int]:
         """Tokens and requests that wait in a tier."""
         return self._tiers[tier].queue.tokens, self._tiers[tier].queue.count

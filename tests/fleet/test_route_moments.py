@@ -118,7 +118,7 @@ async def test_comments_go_on_over_every_attempt_and_the_answer_follows_them(tmp
             return
         found = await asking
         assert found.status == 200
-        assert found.body.startswith(b": waiting for admission\n\n")
+        assert found.body.startswith(b": queued, 0 ahead")
         assert found.body.endswith(OK_BODY + b"\n\n")
         assert b"error" not in found.body
 

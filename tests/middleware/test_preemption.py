@@ -320,7 +320,7 @@ async def test_a_stream_that_is_preempted_hears_comments_while_it_waits_again(tm
             writer.write(post(CHAT, json.dumps(chat(stream=True)).encode()))
             await asyncio.wait_for(engine.has_begun.wait(), 5)
             critical = asyncio.create_task(guarded.ask(None, CRITICAL))
-            await reader.readuntil(b": waiting for admission\n\n")
+            await reader.readuntil(b": queued, 0 ahead")
             engine.may_end.set()
             rest = await reader.read()
         await critical

@@ -19,7 +19,7 @@ from tests.support.wire import connected, post
 pytestmark = pytest.mark.anyio
 
 KEPT_ALIVE = "keep_alive: 20ms\n"
-COMMENT = b": waiting for admission\n\n"
+COMMENT = b": queued, 0 ahead"
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 OPENAI_EVENTS = [
     b'data: {"id":"1","object":"chat.completion.chunk","created":1,"model":"m",'

@@ -550,3 +550,33 @@ async def test_the_most_that_one_request_may_hold_follows_the_size_of_the_pool(h
         await pool.enter(ask(tokens=most + 1))
     pool.change_rules(replace(policy.rules, tokens=most // 2))
     assert pool.most_tokens(0) == most // 2
+
+
+async def test_a_request_that_waits_knows_how_many_stand_before_it(harness: Harness) -> None:
+    """In one tier and one tenant exactly; a more important tier stands before it; those that leave are seen at last."""
+    clock = Clock()
+    pool = await harness.pool(simple(), clock)
+    running = [await pool.enter(ask(tier=1, tokens=50)) for _ in range(2)]
+    waiting, marks = [], []
+    for _ in range(5):
+        waiting.append(await pool.enter(ask(tier=1, tokens=50)))
+        await harness.quiet(pool)
+        marks.append(pool.mark(1))
+    assert [pool.standing(1, mark).ahead for mark in marks] == [0, 1, 2, 3, 4]
+    for lease in running:
+        clock.advance(1)
+        lease.settle()
+        await harness.quiet(pool)
+    assert [lease.grant is not None for lease in waiting] == [True, True, False, False, False]
+    standings = [pool.standing(1, mark) for mark in marks[2:]]
+    assert [standing.ahead for standing in standings] == [0, 1, 2]
+    times = [standing.wait_s for standing in standings]
+    assert all(wait_s is not None and 0.1 < wait_s < 10 for wait_s in times)
+    assert times == sorted(times, key=lambda wait_s: wait_s or 0.0)
+    important = await pool.enter(ask(tier=0, tokens=100))
+    await harness.quiet(pool)
+    assert [pool.standing(1, mark).ahead for mark in marks[2:]] == [1, 2, 3]
+    important.leave()
+    waiting[3].leave()
+    await harness.quiet(pool)
+    assert pool.standing(1, marks[4]).ahead <= 1  # no more than wait at all

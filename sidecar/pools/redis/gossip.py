@@ -1,5 +1,7 @@
 """Gossip of replicas through the store: each leaves a report for the others. No admission depends on it.
 
+What a tenant asks of its limits is read here, too.
+
 It has a connection of its own, opened when it is first needed: no admission waits for a large answer, and a failure
 here does not count as a loss of the store. The header of `gossip.lua` is the contract.
 """
@@ -18,6 +20,7 @@ from sidecar.pools.redis.protocol import Argument
 
 SOURCE = (files(__package__) / "lua" / "gossip.lua").read_text(encoding="utf-8")
 _SCRIPT = Script.of(SOURCE)
+_ACCOUNT = Script.of((files(__package__) / "lua" / "account.lua").read_text(encoding="utf-8"))
 
 
 class Gossip:
@@ -42,8 +45,22 @@ class Gossip:
                     raise NotShared(str(error)) from None
                 raise
 
+    async def account(self, tenant: str) -> tuple[Sequence[int], int]:
+        """What a tenant has used of its limits, and the store's time. Raises NotShared."""
+        async with self._turn:
+            try:
+                found = await self._run(_ACCOUNT, [tenant])
+            except BaseException as error:
+                await self._disconnect()
+                if isinstance(error, StoreError):
+                    raise NotShared(str(error)) from None
+                raise
+        if not found:
+            raise NotShared("the pool is not in the store yet")
+        return [int(figure) for figure in found[0].split()], int(found[1])
+
     async def _shared(self, report: bytes, merge: Merge) -> PeerReports:
-        kind, *rest = await self._run("share", report)
+        kind, *rest = await self._run(_SCRIPT, ["share", self._replica, report])
         if kind == b"merged":
             return PeerReports({}, PeerReport(int(rest[0]) / 1e6, rest[1]) if rest else None)
         others = _read(rest)
@@ -51,18 +68,17 @@ class Gossip:
             text = await merge({**others, self._replica: PeerReport(0.0, report)})
             if len(text) > MOST_REPORT_BYTES:
                 raise NotShared(f"a merged text of {len(text)} bytes is more than {MOST_REPORT_BYTES}")
-            await self._run("merged", text)
+            await self._run(_SCRIPT, ["merged", self._replica, text])
         return PeerReports(others)
 
-    async def _run(self, action: str, text: bytes) -> list[Any]:
-        arguments: list[Argument] = [action, self._replica, text]
+    async def _run(self, script: Script, arguments: list[Argument]) -> list[Any]:
         if self._connection is not None:
             try:
-                return await self._connection.run(_SCRIPT, arguments)
+                return await self._connection.run(script, arguments)
             except StoreError:  # the server may have been away in between: a connection that worked is made anew, once
                 await self._disconnect()
         self._connection = await self._connect()
-        return await self._connection.run(_SCRIPT, arguments)
+        return await self._connection.run(script, arguments)
 
     async def close(self) -> None:
         """Removes this replica's report, where it has left one and the store can be reached."""

@@ -17,9 +17,21 @@ import msgspec
 
 from sidecar.errors import RemainingLimit, RemainingLimits
 from sidecar.events import Obstacle, StoreObserver, StoreState
-from sidecar.policy.model import Policy, StoreLoss
+from sidecar.policy.model import Limits, Policy, StoreLoss
 from sidecar.policy.rules import PoolRules
-from sidecar.pools.base import Ask, Grant, Lease, Merge, NotShared, PeerReports, WaitOutcome
+from sidecar.pools.base import (
+    Ask,
+    Grant,
+    Lease,
+    Merge,
+    NotShared,
+    PeerReports,
+    QueueMark,
+    QueueStanding,
+    TenantUse,
+    WaitOutcome,
+    use_of,
+)
 from sidecar.pools.limits import SizeLimits, downgraded, tenant_limit
 from sidecar.pools.queue_places import QueuePlaces
 from sidecar.pools.redis import protocol
@@ -34,6 +46,7 @@ from sidecar.pools.redis.status import StoreStatus
 from sidecar.pools.runtime import Clock, monotonic_us
 from sidecar.pools.stats import TierUsage, no_room, obstacle, part_in_words, pool_state, served_by_name, usage_of
 from sidecar.scheduling.overtaking import Overtaking
+from sidecar.scheduling.rate_limit import stored_allowance
 
 
 class RedisPool:
@@ -150,6 +163,31 @@ class RedisPool:
         """See `Pool.retry_after_s`. By the whole pool's queue and drain, as of the store's latest answer."""
         return self._places.retry_after_s(tier, self._tiers[tier].queued, self.now_us())
 
+    def mark(self, tier: int) -> QueueMark:
+        """See `Pool.mark`. As of the store's latest answer."""
+        return self._places.mark(tier, self._queued(tier))
+
+    def standing(self, tier: int, mark: QueueMark) -> QueueStanding:
+        """See `Pool.standing`. As of the store's latest answer: at most one heartbeat ago."""
+        return self._places.standing(tier, mark, self._queued, self.now_us())
+
+    def use_of(self, tenant: str) -> TenantUse:
+        """See `Pool.use_of`."""
+        return use_of(self._leases.values(), tenant)
+
+    async def allowance(self, tenant: str, limits: Limits) -> RemainingLimits | None:
+        """See `Pool.allowance`. Not known while the store does not decide."""
+        if self._session is None or self.status.state is not StoreState.SHARED:
+            return None
+        try:
+            figures, now_us = await self._gossiping().account(tenant)
+        except NotShared:
+            return None
+        return stored_allowance(figures, limits, now_us)
+
+    def _queued(self, tier: int) -> int:
+        return self._tiers[tier].queued
+
     def state(self) -> Mapping[str, object]:
         """See `Pool.state`. The whole pool as of the store's latest answer: at most one heartbeat ago.
 
@@ -200,9 +238,12 @@ class RedisPool:
         """See `Pool.share`."""
         if self._session is None or self.status.state is not StoreState.SHARED:
             raise NotShared(f"the store is {self.status.state.value}: {self.status.reason}")
+        return await self._gossiping().share(report, merge)
+
+    def _gossiping(self) -> Gossip:
         if self._gossip is None:
             self._gossip = Gossip(self.name, self._connect)
-        return await self._gossip.share(report, merge)
+        return self._gossip
 
     @property
     def round_trips(self) -> int:
