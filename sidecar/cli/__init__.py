@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
+from sidecar.cli.environment import from_environment, options_of, variable_of
 from sidecar.version import __version__
 
 COMMANDS = {
@@ -35,8 +36,10 @@ COMMANDS = {
     "keys": "make an API key, or hash one for a tenant's file",
     "doctor": "find out whether an engine's priority does anything, and why not",
     "replay": "play a trace against a server, and say what each tier went through",
+    "completion": "print a script that completes these commands in a shell",
     "simulate": "play a trace in virtual time, and compare policies on it",
 }
+_BY_VARIABLE = "Each option --NAME is also read from the environment, as {}."
 
 
 class Command(Protocol):
@@ -87,7 +90,10 @@ def _run(arguments: list[str]) -> int:
         allow_abbrev=not passes_on,  # what begins like one of ours may be another command's
     )
     command.configure(parser)
-    args, passed_on = parser.parse_known_args(arguments[1:])
+    if options_of(parser):
+        parser.epilog = f"{parser.epilog}\n\n{_BY_VARIABLE.format(variable_of(chosen, '--NAME'))}"
+    given = arguments[1:]
+    args, passed_on = parser.parse_known_args([*from_environment(parser, chosen, given, os.environ), *given])
     if passed_on and not passes_on:
         parser.error(f"unrecognized arguments: {' '.join(passed_on)}")
     args.passed_on = passed_on
