@@ -494,3 +494,26 @@ class TestWhatItShows:
         assert found.attributes is not None
         assert found.attributes["admission.tier"] == "high"
         assert found.attributes["admission.tokens.used"] == 70
+
+
+LEAVER = """
+import sys
+import sidecar
+
+admission = sidecar.connect_threads(policy=sys.argv[1])
+lease = admission.lease(tier="high", tokens=1000).__enter__()
+print("held", flush=True)
+"""
+
+
+def test_a_process_that_ends_without_a_word_leaves_the_pool(shared: Path) -> None:
+    """It neither ends its block nor closes: the pool hears of it at the end of the process, and not 10 s later."""
+    with sidecar.connect_threads(policy=shared) as admission:
+        done = subprocess.run(
+            [sys.executable, "-c", LEAVER, str(shared)], capture_output=True, text=True, timeout=30, check=False
+        )
+        assert (done.returncode, done.stdout) == (0, "held\n"), done.stderr
+        assert not done.stderr
+        began = time.monotonic()
+        with admission.lease(tier="high", tokens=1000, max_wait_s=20):
+            assert time.monotonic() - began < 5
