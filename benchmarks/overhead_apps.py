@@ -35,19 +35,20 @@ CHUNK = b'data: {"id":"chatcmpl-1","choices":[{"index":0,"delta":{"content":" wo
 async def bare(scope: Scope, receive: Receive, send: Send) -> None:
     """An app that parses its JSON and answers, or streams. `GET /cpu` gives its process's CPU seconds so far."""
     if scope["type"] == "lifespan":
-        await _lifespan(receive, send)
+        await lifespan(receive, send)
     elif scope["path"] == "/cpu":
-        await _answer(send, repr(time.process_time()).encode())
+        await answer(send, repr(time.process_time()).encode())
     elif scope["method"] == "GET":
         # Which engine is it? The sidecar asks; this app is none.
-        await _answer(send, b'{"error": "not found"}', status=404)
-    elif json.loads(await _body(receive)).get("stream"):
-        await _stream(send)
+        await answer(send, b'{"error": "not found"}', status=404)
+    elif json.loads(await body_of(receive)).get("stream"):
+        await stream(send)
     else:
-        await _answer(send, ANSWER)
+        await answer(send)
 
 
-async def _lifespan(receive: Receive, send: Send) -> None:
+async def lifespan(receive: Receive, send: Send) -> None:
+    """Says that all is well, until the end."""
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})
@@ -55,7 +56,8 @@ async def _lifespan(receive: Receive, send: Send) -> None:
             return
 
 
-async def _body(receive: Receive) -> bytes:
+async def body_of(receive: Receive) -> bytes:
+    """The whole body of a request."""
     body = b""
     while True:
         message = await receive()
@@ -65,20 +67,22 @@ async def _body(receive: Receive) -> bytes:
             return body
 
 
-async def _answer(send: Send, answer: bytes, status: int = 200) -> None:
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer))]
+async def answer(send: Send, content: bytes = ANSWER, status: int = 200) -> None:
+    """Sends one whole JSON answer."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": answer, "more_body": False})
+    await send({"type": "http.response.body", "body": content, "more_body": False})
 
 
-async def _stream(send: Send) -> None:
+async def stream(send: Send, chunks: Sequence[bytes] = (CHUNK,) * CHUNKS) -> None:
+    """Sends a stream, a chunk every 10 ms."""
     headers = [(b"content-type", b"text/event-stream")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     due_s = asyncio.get_running_loop().time()
-    for _ in range(CHUNKS):
+    for chunk in chunks:
         due_s += CHUNK_EVERY_S
         await asyncio.sleep(due_s - asyncio.get_running_loop().time())
-        await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -32,6 +32,8 @@ from dynamo.runtime import Context, DistributedRuntime
 ENDPOINT = "dynamo.backend.generate"
 LEAST_BLOCK_TOKENS = 16
 """As vLLM has. SGLang's pages of one token would be an event for each token."""
+PREFILL_TOKENS = 512
+"""Prompt tokens of a step of the emulated engine: what the router's queue compares its load with."""
 WORD = 256
 """The token that stands for each word that the engine generates: the first word of `four_byte_tokenizer`."""
 
@@ -179,6 +181,7 @@ async def main() -> None:
         config = ModelRuntimeConfig()
         config.total_kv_blocks = state["capacity"]["kv_tokens"] // block_tokens
         config.max_num_seqs = state["capacity"]["running"]
+        config.max_num_batched_tokens = PREFILL_TOKENS
         config.enable_local_indexer = config.kv_event_publishing_enabled = True
         endpoint = runtime.endpoint(ENDPOINT)
         publisher = KvEventPublisher(endpoint, kv_block_size=block_tokens, enable_local_indexer=True)

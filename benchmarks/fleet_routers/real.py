@@ -138,41 +138,57 @@ ROUTERS: Mapping[str, Router] = {
 
 def folder_of(name: str) -> Path:
     """Where a router is installed, or would be."""
+    return environment_of(name, ROUTERS[name].version)
+
+
+def environment_of(name: str, version: str) -> Path:
+    """The folder of an environment of its own."""
     lab = Path(os.environ.get("LAB") or Path.home() / ".cache" / "engine-lab")
-    return lab / "routers" / f"{name}-{ROUTERS[name].version}"
+    return lab / "routers" / f"{name}-{version}"
 
 
 def install(name: str) -> Path:
     """Installs a router where it is not yet. Returns its environment. Raises NotInstalled."""
-    router, folder = ROUTERS[name], folder_of(name)
+    router = ROUTERS[name]
+    return install_package(folder_of(name), router.package, router.version, router.skipped, router.loosened)
+
+
+def install_package(
+    folder: Path, package: str, version: str, skipped: Sequence[str] = (), loosened: Sequence[str] = ()
+) -> Path:
+    """Installs a package, such as `name` or `name[extra]`, into an environment of its own. Raises NotInstalled.
+
+    `skipped` and `loosened` as in `Router`.
+    """
     done = folder / ".ready"
     if done.is_file():
         return folder
     venv.create(folder, with_pip=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    wanted = f"{router.package}=={router.version}"
-    if router.skipped or router.loosened:
+    wanted = f"{package}=={version}"
+    if skipped or loosened:
         _run([*pip, "--no-deps", wanted])
-        _run([*pip, *_requirements(folder, router)])
+        _run([*pip, *_requirements(folder, package, skipped, loosened)])
     else:
         _run([*pip, "--only-binary", ":all:", wanted])
     done.touch()
     return folder
 
 
-def _requirements(folder: Path, router: Router) -> Sequence[str]:
+def _requirements(folder: Path, package: str, skipped: Sequence[str], loosened: Sequence[str]) -> Sequence[str]:
     """The requirements of an installed package, less the skipped ones; a loosened one without its version."""
     script = (
         "import json, sys; from importlib.metadata import requires; from pip._vendor.packaging.requirements import "
-        "Requirement; print(json.dumps([[r.name, str(r.specifier), sorted(r.extras)] for r in map(Requirement, "
-        "requires(sys.argv[1]) or []) if r.marker is None or r.marker.evaluate({'extra': ''})]))"
+        "Requirement; own = Requirement(sys.argv[1]); print(json.dumps([[r.name, str(r.specifier), sorted(r.extras)] "
+        "for r in map(Requirement, requires(own.name) or []) if r.marker is None or any(r.marker.evaluate({'extra': "
+        "extra}) for extra in ['', *own.extras])]))"
     )
-    line = [str(folder / "bin" / "python"), "-c", script, router.package]
+    line = [str(folder / "bin" / "python"), "-c", script, package]
     found: list[tuple[str, str, list[str]]] = json.loads(_run(line))
     return [
-        name + (f"[{','.join(extras)}]" if extras else "") + ("" if name in router.loosened else specifier)
+        name + (f"[{','.join(extras)}]" if extras else "") + ("" if name in loosened else specifier)
         for name, specifier, extras in found
-        if name not in router.skipped
+        if name not in skipped
     ]
 
 
@@ -183,19 +199,25 @@ def _run(line: Sequence[str]) -> str:
     return done.stdout
 
 
-def start(name: str, worker_urls: Sequence[str], port: int) -> subprocess.Popen[bytes]:
+def start(
+    name: str,
+    worker_urls: Sequence[str],
+    port: int,
+    options: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
     """Starts a router on loopback, and returns when it has registered all workers. The caller ends it with `stop`.
 
     Installs it where it is not yet, which takes a minute, and five for Dynamo. Its log is beside its environment, named
-    by its port. Raises NotInstalled, NotReady.
+    by its port. `options` are added to its command, `variables` to its environment. Raises NotInstalled, NotReady.
     """
     router, folder = ROUTERS[name], install(name)
     log = log_of(name, port)
     with log.open("wb") as output:
         process = subprocess.Popen(
-            router.command(folder, worker_urls, port),
+            [*router.command(folder, worker_urls, port), *options],
             cwd=ROOT,
-            env={**os.environ, **NO_DOWNLOADS},
+            env={**os.environ, **NO_DOWNLOADS, **(variables or {})},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
