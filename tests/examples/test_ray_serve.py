@@ -114,7 +114,7 @@ def most_at_once(ran: list[Any]) -> int:
 
 
 def test_replicas_without_a_store_do_not_start(tmp_path: Path) -> None:
-    # First, so that no other Ray runs on this machine: a second one would join it.
+    # First, so that one Ray runs at a time: two would need more than the two processors of a small machine.
     policy = tmp_path / "policy.yaml"
     text = (EXAMPLE / "policy.yaml").read_text()
     policy.write_text("".join(line for line in text.splitlines(keepends=True) if not line.startswith("store:")))
