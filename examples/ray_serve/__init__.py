@@ -1,0 +1,1 @@
+"""Admission mounted into the replicas of Ray Serve."""

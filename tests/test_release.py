@@ -1,0 +1,94 @@
+"""The distribution that `sh .ci/release` builds: complete, small, and usable where nothing else is installed."""
+
+from __future__ import annotations
+
+import subprocess
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import sidecar
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone of the last commit, where the script makes its dist/."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    folder = tmp_path_factory.mktemp("release") / "clone"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
+    return folder
+
+
+def released(clone: Path, *tag: str) -> subprocess.CompletedProcess[str]:
+    command = ["sh", ".ci/release", *tag]
+    return subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def dist(clone: Path) -> Path:
+    """What the script builds. It installs the wheel in an empty environment, and runs the command there."""
+    ended = released(clone)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("PASSED") == 2, "twine checks the sdist and the wheel"
+    assert "Built and checked. Nothing is published." in ended.stdout
+    return clone / "dist"
+
+
+def test_the_wheel_has_the_package_and_the_policies_alone(dist: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    assert wheel.name == f"admission_sidecar-{sidecar.__version__}-py3-none-any.whl"
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.partition("/")[0] for name in names} == {
+        "sidecar",
+        f"admission_sidecar-{sidecar.__version__}.dist-info",
+    }
+    assert {"sidecar/policies/policy.yaml", "sidecar/py.typed"} <= set(names)
+    committed = {str(path.relative_to(ROOT)) for path in (ROOT / "sidecar").rglob("*.lua")}
+    assert committed
+    assert committed <= set(names)
+
+
+def test_the_sdist_has_the_folders_of_the_tree_alone(dist: Path) -> None:
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/")[1] for name in archive.getnames()}
+    assert {"sidecar", "policies", "tests", "docs", "pyproject.toml", "LICENSE"} <= names
+    assert {name for name in names if name.endswith(".whl")} == set()
+
+
+def test_a_tag_that_is_not_the_version_builds_nothing(clone: Path) -> None:
+    ended = released(clone, "v0.0.0")
+    assert ended.returncode == 1
+    assert f"the tag is v0.0.0, and sidecar/version.py says {sidecar.__version__}" in ended.stderr
+
+
+def test_a_policy_that_is_refused_fails_the_release(clone: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    subprocess.run(["git", "clone", "--quiet", str(clone), str(other)], check=True)
+    policy = other / "policies" / "policy.yaml"
+    policy.write_text(policy.read_text() + "\nno_such_key: 1\n")
+    name = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
+    subprocess.run(["git", *name, "commit", "--quiet", "--all", "--message", "a mistake"], cwd=other, check=True)
+    ended = released(other)
+    assert ended.returncode == 1
+    assert "sidecar check refuses the shipped policies" in ended.stderr
+
+
+def test_the_workflow_gives_each_job_the_rights_that_it_needs_and_uses_files_that_exist() -> None:
+    workflow = yaml.safe_load((ROOT / ".ci" / "release.yml").read_text())
+    assert workflow["permissions"] == {}
+    jobs = workflow["jobs"]
+    assert all("permissions" in job for job in jobs.values())
+    assert {name for name, job in jobs.items() if job["permissions"].get("contents") == "write"} == {"release"}
+    assert jobs["pypi"]["permissions"] == {"id-token": "write"}
+    ran = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    scripts = [word for line in ran for word in line.split() if word.startswith(".ci/")]
+    assert scripts == [".ci/run", ".ci/release"]
+    assert all((ROOT / script).exists() for script in scripts)
