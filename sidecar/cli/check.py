@@ -102,8 +102,8 @@ def figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
         ],
         "unguarded": None if policy.unguarded is None else policy.unguarded.value,
         "background": policy.background.value,
-        "tenants": sorted(_by_name(policy)),
-        "limits": {name: _limit_figures(tenant.limits) for name, tenant in sorted(_by_name(policy).items())},
+        "tenants": sorted(policy.named),
+        "limits": {name: _limit_figures(tenant.limits) for name, tenant in sorted(policy.named.items())},
         "warnings": _listed(found),
     }
 
@@ -287,7 +287,7 @@ def _legend(policy: Policy) -> Sequence[str]:
 
 
 def _people(policy: Policy) -> str:
-    tenants = _by_name(policy)
+    tenants = policy.named
     lines = []
     for name, tenant in sorted(tenants.items())[:_MOST_TENANTS]:
         own, best = policy.tiers[tenant.level].name, policy.tiers[tenant.max_level].name
@@ -304,10 +304,6 @@ def _people(policy: Policy) -> str:
 
 _MOST_TENANTS = 20
 """Tenants that are listed; a pool may have thousands."""
-
-
-def _by_name(policy: Policy) -> dict[str, Tenant]:
-    return {tenant.name: tenant for tenant in policy.tenants.values()}
 
 
 def _limits(policy: Policy, tenant: Tenant) -> str:
