@@ -21,7 +21,7 @@ from sidecar.engines.base import Engine
 from sidecar.engines.registry import client_headers
 from sidecar.errors import AdmissionError, BodyTooLarge
 from sidecar.identity.identities import Identities
-from sidecar.identity.issuer_keys import KeysNeeded
+from sidecar.identity.tokens import is_token
 from sidecar.middleware.intake import longest_wait_s, refuse_background, refuse_what_is_too_much
 from sidecar.middleware.model_list import is_model_list
 from sidecar.middleware.unguarded import treatment
@@ -94,7 +94,9 @@ class _Explanation:
         self._policy: Policy = loaded.policy
         self._estimator = estimator
         self._dialect: Engine = loaded.policy.engine(loaded.policy.carrier)
-        self._classifier = Classifier(loaded.policy, self._dialect, Identities().verifier(loaded.policy.jwt))
+        identities = Identities()
+        self._classifier = Classifier(loaded.policy, self._dialect, identities.verifier(loaded.policy.jwt))
+        self._issuer_keys = identities.keys
         self._names = [tier.name for tier in loaded.policy.tiers]
         self._found: Found = {}
 
@@ -133,8 +135,11 @@ class _Explanation:
         ]
 
     def _follow(self, endpoint: Endpoint, headers: dict[bytes, bytes], body: bytes) -> None:
-        tenant = asyncio.run(self._tenant_of(headers))
-        self._found["tenant"] = self._tenant(tenant, api_key(headers))
+        key = api_key(headers)
+        if self._issuer_keys is not None and key is not None and is_token(key):
+            asyncio.run(self._issuer_keys.fetch())
+        tenant = self._classifier.tenant(headers)
+        self._found["tenant"] = self._tenant(tenant, key)
         if len(body) > self._policy.max_body_bytes:
             raise BodyTooLarge(f"the body has {len(body)} bytes; {self._policy.max_body_bytes} are allowed")
         payload = decode(endpoint.api, body)
@@ -152,14 +157,6 @@ class _Explanation:
         self._found["placement"] = placement(self._policy, pool, self._found["holds"])
         self._found["gain"] = self._gain(asked.payload, made.level, headers)
         self._found["engine"] = self._engine(endpoint.api, made.level)
-
-    async def _tenant_of(self, headers: dict[bytes, bytes]) -> Tenant:
-        """The tenant of a key or token. The keys of the token's issuer are fetched, as a server would."""
-        try:
-            return self._classifier.tenant(headers)
-        except KeysNeeded as needed:
-            await needed.arrive()
-            return self._classifier.tenant(headers)
 
     def _tenant(self, tenant: Tenant, key: bytes | None) -> Found:
         is_token = key is not None and digest(key) not in self._policy.tenants

@@ -97,6 +97,7 @@ class IssuerKeys:
     async def fetch(self) -> None:
         """Fetches the keys now. Does not raise: `failure` says what went wrong."""
         self.fetches += 1
+        self._next_s = self._clock() + LEAST_INTERVAL_S
         try:
             entries = public_keys(await self._read())[:MOST_KEYS]
             keys = _imported(entries)

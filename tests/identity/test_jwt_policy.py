@@ -81,7 +81,7 @@ def test_without_the_package_the_start_fails_and_names_the_command(monkeypatch: 
 def test_a_reload_says_what_has_changed_of_tokens() -> None:
     none, one = policy(), policy(jwt_section(URL))
     assert describe_changes(none, one) == "jwt none -> tokens of https://id.example"
-    assert describe_changes(one, policy(jwt_section(URL, clock_skew="10s"))) == "jwt clock_skew: 30s -> 10s"
+    assert describe_changes(one, policy(jwt_section(URL, clock_skew="10s"))) == "jwt clock_skew 30s -> 10s"
 
 
 def test_explain_says_who_a_token_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
