@@ -299,7 +299,10 @@ def _people(policy: Policy) -> str:
         lines.append(f"  ... and {len(tenants) - _MOST_TENANTS} more")
     without_key = policy.tiers[policy.anonymous.level].name if policy.anonymous else "refused"
     count = "1 tenant" if len(tenants) == 1 else f"{len(tenants)} tenants"
-    return "\n".join([count, *lines, f"  without a key: {without_key}"])
+    tokens = (
+        [] if policy.jwt is None else [f"  with a token of {policy.jwt.issuer}: as its {policy.jwt.tenant_claim} says"]
+    )
+    return "\n".join([count, *lines, *tokens, f"  without a key: {without_key}"])
 
 
 _MOST_TENANTS = 20

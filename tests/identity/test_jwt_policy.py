@@ -84,6 +84,15 @@ def test_a_reload_says_what_has_changed_of_tokens() -> None:
     assert describe_changes(one, policy(jwt_section(URL, clock_skew="10s"))) == "jwt clock_skew 30s -> 10s"
 
 
+def test_check_says_whose_tokens_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_policy(tmp_path, jwt_section(URL))
+    assert main(["check", str(tmp_path)]) == 0
+    assert "\n  with a token of https://id.example: as its tenant says\n" in capsys.readouterr().out
+    write_policy(tmp_path)
+    assert main(["check", str(tmp_path)]) == 0
+    assert "token of" not in capsys.readouterr().out
+
+
 def test_explain_says_who_a_token_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     issuer = Issuer(ec())
     (tmp_path / "keys.json").write_text(issuer.key_set())
