@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from enum import Enum
 from math import floor
 from typing import NamedTuple
@@ -18,7 +19,8 @@ import msgspec
 
 from sidecar.engines.base import Carrier, Engine
 from sidecar.engines.registry import client_members
-from sidecar.errors import InvalidApiKey, UnknownTier
+from sidecar.errors import InvalidApiKey, InvalidToken, UnknownTier
+from sidecar.identity.tokens import TokenVerifier, is_token
 from sidecar.payload.decode import Payload
 from sidecar.policy.model import Endpoint, Policy, Source, Tenant
 
@@ -84,9 +86,12 @@ class Classification(msgspec.Struct):
 
 
 class Classifier:
-    """Classifies requests by one policy. Immutable, and shared by all requests."""
+    """Classifies requests by one policy. Shared by all requests. `tokens` is None where API keys alone are accepted."""
 
-    def __init__(self, policy: Policy, dialect: Engine) -> None:
+    def __init__(self, policy: Policy, dialect: Engine, tokens: TokenVerifier | None = None) -> None:
+        self._tokens = tokens
+        self._named = {} if tokens is None else policy.named
+        self._of_claims: dict[tuple[str, str], Tenant] = {}
         self._policy = policy
         self._dialect = dialect
         self._last = len(policy.tiers) - 1
@@ -105,7 +110,10 @@ class Classifier:
         self._consults = tuple(consults[source] for source in policy.sources)
 
     def tenant(self, headers: Mapping[bytes, bytes]) -> Tenant:
-        """The tenant whose key the request carries. Raises InvalidApiKey, which says nothing of the key itself."""
+        """The tenant whose key or token the request carries.
+
+        Raises InvalidApiKey, which says nothing of the key itself, and what `TokenVerifier.claims` raises.
+        """
         key = api_key(headers)
         if key is None:
             if self._policy.anonymous is None:
@@ -113,9 +121,27 @@ class Classifier:
             return self._policy.anonymous
         # The digest is looked up, not the key: timing could only reveal a hash, which no one can invert.
         tenant = self._policy.tenants.get(hashlib.sha256(key).hexdigest())
-        if tenant is None:
+        return self._of_token(key) if tenant is None else tenant
+
+    def _of_token(self, key: bytes) -> Tenant:
+        """The tenant that a token names. It asks for the tier that the token names, where that names one."""
+        if self._tokens is None or not is_token(key):
             raise InvalidApiKey("this API key is not known here; ask the operator for one")
-        return tenant
+        claims = self._tokens.claims(key, hashlib.sha256(key).digest())
+        tenant = self._named.get(claims.tenant)
+        if tenant is None:
+            raise InvalidToken("the token names a tenant that is not known here; ask the operator to add it")
+        if claims.tier is None:
+            return tenant
+        asked = self._of_claims.get((tenant.name, claims.tier))
+        return asked or self._asking(tenant, claims.tier)
+
+    def _asking(self, tenant: Tenant, tier: str) -> Tenant:
+        level = self._policy.level_of(tier)
+        if level is None:
+            raise InvalidToken("the token names a tier that the policy does not have; ask the operator which there are")
+        asked = self._of_claims[tenant.name, tier] = replace(tenant, level=level)
+        return asked
 
     def classify(self, asked: Asked, tenant: Tenant) -> Classification:
         """The level a request gets. Raises UnknownTier for a name that is no tier or a number out of range."""

@@ -138,6 +138,12 @@ class InvalidApiKey(AdmissionError):
     kind = "authentication_error"
 
 
+class InvalidToken(InvalidApiKey):
+    """A signed token (JWT) that is not believed, or that names no tenant or tier of the policy."""
+
+    code = "invalid_token"
+
+
 class BackgroundNotAllowed(BadRequest):
     """A response that would run on after its answer, where the policy says `background: refuse`."""
 
@@ -250,6 +256,12 @@ class StoreUnavailable(Unavailable):
     """The leases live in a store that cannot be reached, and this process may not, or cannot, admit without it."""
 
     code = "store_unavailable"
+
+
+class IssuerUnavailable(Unavailable):
+    """A signed token cannot be checked, because its issuer's keys could not be fetched."""
+
+    code = "issuer_unavailable"
 
 
 class CapacityUnknown(Unavailable):

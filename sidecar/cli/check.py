@@ -102,8 +102,8 @@ def figures(loaded: Loaded, found: tuple[Problem, ...]) -> dict[str, Any]:
         ],
         "unguarded": None if policy.unguarded is None else policy.unguarded.value,
         "background": policy.background.value,
-        "tenants": sorted(_by_name(policy)),
-        "limits": {name: _limit_figures(tenant.limits) for name, tenant in sorted(_by_name(policy).items())},
+        "tenants": sorted(policy.named),
+        "limits": {name: _limit_figures(tenant.limits) for name, tenant in sorted(policy.named.items())},
         "warnings": _listed(found),
     }
 
@@ -287,7 +287,7 @@ def _legend(policy: Policy) -> Sequence[str]:
 
 
 def _people(policy: Policy) -> str:
-    tenants = _by_name(policy)
+    tenants = policy.named
     lines = []
     for name, tenant in sorted(tenants.items())[:_MOST_TENANTS]:
         own, best = policy.tiers[tenant.level].name, policy.tiers[tenant.max_level].name
@@ -299,15 +299,14 @@ def _people(policy: Policy) -> str:
         lines.append(f"  ... and {len(tenants) - _MOST_TENANTS} more")
     without_key = policy.tiers[policy.anonymous.level].name if policy.anonymous else "refused"
     count = "1 tenant" if len(tenants) == 1 else f"{len(tenants)} tenants"
-    return "\n".join([count, *lines, f"  without a key: {without_key}"])
+    tokens = (
+        [] if policy.jwt is None else [f"  with a token of {policy.jwt.issuer}: as its {policy.jwt.tenant_claim} says"]
+    )
+    return "\n".join([count, *lines, *tokens, f"  without a key: {without_key}"])
 
 
 _MOST_TENANTS = 20
 """Tenants that are listed; a pool may have thousands."""
-
-
-def _by_name(policy: Policy) -> dict[str, Tenant]:
-    return {tenant.name: tenant for tenant in policy.tenants.values()}
 
 
 def _limits(policy: Policy, tenant: Tenant) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sidecar.apis import Api
-from sidecar.classify import Asked, Classification, Classifier, SourceAnswer
+from sidecar.classify import Asked, Classification, Classifier, SourceAnswer, api_key
 from sidecar.cli.api_key import KEY_VARIABLE, key_given
 from sidecar.cli.check_engines import with_engine_list
 from sidecar.cli.explain_gain import SizedForGain, gain, gain_lines
@@ -20,11 +20,14 @@ from sidecar.durations import policy_duration
 from sidecar.engines.base import Engine
 from sidecar.engines.registry import client_headers
 from sidecar.errors import AdmissionError, BodyTooLarge
+from sidecar.identity.identities import Identities
+from sidecar.identity.tokens import is_token
 from sidecar.middleware.intake import longest_wait_s, refuse_background, refuse_what_is_too_much
 from sidecar.middleware.model_list import is_model_list
 from sidecar.middleware.unguarded import treatment
 from sidecar.payload.decode import Payload, decode
 from sidecar.policy.compiler import Loaded, load_files
+from sidecar.policy.keys import digest
 from sidecar.policy.model import CapacitySource, Endpoint, Learn, Policy, Tenant, Unguarded
 from sidecar.policy.problems import PolicyError
 from sidecar.policy.rules import UNLIMITED
@@ -92,7 +95,9 @@ class _Explanation:
         self._policy: Policy = loaded.policy
         self._estimator = estimator
         self._dialect: Engine = loaded.policy.engine(loaded.policy.carrier)
-        self._classifier = Classifier(loaded.policy, self._dialect)
+        identities = Identities()
+        self._classifier = Classifier(loaded.policy, self._dialect, identities.verifier(loaded.policy.jwt))
+        self._issuer_keys = identities.keys
         self._names = [tier.name for tier in loaded.policy.tiers]
         self._found: Found = {}
 
@@ -131,8 +136,11 @@ class _Explanation:
         ]
 
     def _follow(self, endpoint: Endpoint, headers: dict[bytes, bytes], body: bytes) -> None:
+        key = api_key(headers)
+        if self._issuer_keys is not None and key is not None and is_token(key):
+            asyncio.run(self._issuer_keys.fetch())
         tenant = self._classifier.tenant(headers)
-        self._found["tenant"] = self._tenant(tenant)
+        self._found["tenant"] = self._tenant(tenant, key)
         if len(body) > self._policy.max_body_bytes:
             raise BodyTooLarge(f"the body has {len(body)} bytes; {self._policy.max_body_bytes} are allowed")
         payload = decode(endpoint.api, body)
@@ -153,10 +161,11 @@ class _Explanation:
         self._found["gain"] = self._gain(asked.payload, made.level, headers)
         self._found["engine"] = self._engine(endpoint.api, made.level)
 
-    def _tenant(self, tenant: Tenant) -> Found:
+    def _tenant(self, tenant: Tenant, key: bytes | None) -> Found:
+        is_token = key is not None and digest(key) not in self._policy.tenants
         return {
             "name": tenant.name,
-            "by": "no API key" if tenant is self._policy.anonymous else "its API key",
+            "by": "no API key" if key is None else "its token" if is_token else "its API key",
             "tier": self._names[tenant.level],
             "max_tier": self._names[tenant.max_level],
             "weight": tenant.weight,

@@ -51,9 +51,9 @@ class LeaseRequest(NamedTuple):
     def _tenant(self, policy: Policy) -> Tenant:
         if self.tenant is None:
             return Tenant(INTERNAL, policy.default_level, max_level=0)
-        for tenant in policy.tenants.values():
-            if tenant.name == self.tenant:
-                return tenant
+        named = policy.named.get(self.tenant)
+        if named is not None:
+            return named
         if policy.anonymous is not None and policy.anonymous.name == self.tenant:
             return policy.anonymous
         raise ValueError(f"tenant: the policy has no {self.tenant!r}; {_one_of(_names(policy))}")
@@ -74,7 +74,7 @@ class LeaseRequest(NamedTuple):
 
 
 def _names(policy: Policy) -> list[str]:
-    return sorted({tenant.name for tenant in policy.tenants.values()})
+    return sorted(policy.named)
 
 
 def _one_of(names: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from sidecar.engines.base import Engine
 from sidecar.events import ObservedObserver, Observer, UnguardedObserver
+from sidecar.identity.identities import Identities
 from sidecar.lengths.estimator import LengthEstimator
 from sidecar.middleware.background import BackgroundResponses
 from sidecar.middleware.dry_run.engine_times import EngineTimes, Room
@@ -62,10 +63,9 @@ class AdmissionController:
     `engine_key` is the engine's own API key: it replaces the tenant's. `is_proxied` says that the app is a reverse
     proxy, and the engine is another process. `unguarded` applies to other paths where the policy does not say; None
     lets the app decide, at its first request. `engine_watch` knows whether the engine can be used. `routing` is there
-    where the pool has several engines, behind the app. `lifespan` serves
-    the server's lifespan: the app, with what the server's start and end need around it. `server` is the task of that
-    lifespan, None before it begins. `self_views` are what tenants were last shown of themselves, by name, and when
-    (`self_view`).
+    where the pool has several engines, behind the app. `lifespan` serves the server's lifespan: the app, with what the
+    server's start and end need around it. `server` is the task of that lifespan, None before it begins. `self_views`
+    are what tenants were last shown of themselves, by name and level, and when (`self_view`).
     """
 
     def __init__(
@@ -94,10 +94,11 @@ class AdmissionController:
         self.lifespan = app
         self.engine_key = None if engine_key is None else engine_key.encode("ascii")
         self._is_proxied = is_proxied
-        self.snapshot = policy_snapshot(policy, dialect, estimator, self.engine_key, is_proxied=is_proxied)
-        self.pool = pool
+        self.identities = Identities()
         self.dialect = dialect
         self.estimator = estimator
+        self.snapshot = self._snapshot_of(policy)
+        self.pool = pool
         self.lease_sizes = LeaseSizes(
             policy.learn, pool.now_us, lengths or LengthEstimator(), lambda: self._room().replicas
         )
@@ -114,7 +115,7 @@ class AdmissionController:
         self.pending_aborts = PendingAborts(pool.now_us)
         self.watchdog = Watchdog(_interval_s(policy), on_armed=self.pending_aborts.follow)
         self.is_draining = False
-        self.self_views: dict[str, tuple[int, bytes]] = {}
+        self.self_views: dict[tuple[str, int], tuple[int, bytes]] = {}
         self.server: asyncio.Task[object] | None = None
         self.engine_watch.on_change.append(self._pause_without_engine)
 
@@ -140,7 +141,7 @@ class AdmissionController:
         `policy.replacing` says which policy can replace which. Raises, and changes nothing, where this one cannot.
         """
         was_observing = self.is_observing, self.policy.generation
-        snapshot = policy_snapshot(policy, self.dialect, self.estimator, self.engine_key, is_proxied=self._is_proxied)
+        snapshot = self._snapshot_of(policy)
         if self.routing is not None:
             self.routing.change_policy(policy)
         self.pool.change_policy(policy)
@@ -153,6 +154,17 @@ class AdmissionController:
             self.engine_times.begin_period(self.pool.now_us())
         if self.monitor is not None:
             self.monitor.change_policy(policy)
+
+    def share_identities(self, identities: Identities) -> None:
+        """Believes the tokens that another controller believes: both use the same keys of the issuer."""
+        self.identities = identities
+        self.snapshot = self._snapshot_of(self.policy)
+
+    def _snapshot_of(self, policy: Policy) -> PolicySnapshot:
+        tokens = self.identities.verifier(policy.jwt)
+        return policy_snapshot(
+            policy, self.dialect, self.estimator, self.engine_key, is_proxied=self._is_proxied, tokens=tokens
+        )
 
     def _room(self) -> Room:
         """The pool's size, for the dry run."""

@@ -64,6 +64,7 @@ class ModelsController(AdmissionController):
         self.watchdog = Watchdog(self.watchdog.interval_s, on_armed=self._follow_aborts)
         for controller in controllers.values():
             controller.watchdog = self.watchdog
+            controller.share_identities(self.identities)
 
     def controller_of(self, request: SizedRequest) -> AdmissionController:
         """The controller of a request's model. Raises InvalidBody or ModelNotFound: see `ModelNames.model_of`."""

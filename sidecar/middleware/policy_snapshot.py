@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from sidecar.classify import Classifier
 from sidecar.engines.base import AbortLatency, Engine, Routes, abort_latency
 from sidecar.gain.token_deadlines import Objective
+from sidecar.identity.tokens import TokenVerifier
 from sidecar.policy.model import Endpoint, Mode, Policy, Tier
 from sidecar.tokens import Estimator
 
@@ -78,17 +79,24 @@ class PolicySnapshot:
 
 
 def policy_snapshot(
-    policy: Policy, dialect: Engine, estimator: Estimator, engine_key: bytes | None, *, is_proxied: bool = False
+    policy: Policy,
+    dialect: Engine,
+    estimator: Estimator,
+    engine_key: bytes | None,
+    *,
+    is_proxied: bool = False,
+    tokens: TokenVerifier | None = None,
 ) -> PolicySnapshot:
     """Compiles a policy. Raises whatever is wrong with it, before a request has seen it.
 
     `engine_key` replaces the tenant's key. `is_proxied` says that the engine is another process, after a reverse proxy.
+    `tokens` verifies the signed tokens of tenants.
     """
     objectives = tuple(objective_of(tier) for tier in policy.tiers)
     return PolicySnapshot(
         policy=policy,
         endpoints=policy.endpoints,
-        classifier=Classifier(policy, dialect),
+        classifier=Classifier(policy, dialect, tokens),
         estimator=estimator,
         credentials=Credentials(policy.forward_key, engine_key),
         priorities=tuple(dialect.priority(tier.level, len(policy.tiers)) for tier in policy.tiers),

@@ -6,7 +6,6 @@ Its stages are those of `stages`. Whatever raises or is canceled, the lease is r
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -26,6 +25,7 @@ from sidecar.errors import (
     TenantLimit,
 )
 from sidecar.events import Obstacle, Outcome
+from sidecar.identity.issuer_keys import KeysNeeded
 from sidecar.middleware.background import BackgroundEnd, BackgroundRequest
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_route import EngineRoute, no_engine
@@ -59,6 +59,7 @@ from sidecar.middleware.wait import (
 )
 from sidecar.policy.model import Endpoint
 from sidecar.pools import Grant, Lease
+from sidecar.tasks import is_canceled_again
 
 _WITHOUT_GRANT = (ClientDisconnected, WaitedTooLong, AdmissionError)
 """How a wait ends without a grant."""
@@ -176,7 +177,11 @@ class RequestHandler:
         controller, snapshot = self._controller, self._snapshot
         if controller.is_draining:
             raise Draining("this server is shutting down and takes no new request; try another", retry_after_s=1)
-        self._intake.check_head(self._scope)
+        try:
+            self._intake.check_head(self._scope)
+        except KeysNeeded as needed:
+            await needed.arrive()
+            self._intake.check_head(self._scope)
         self._reporter.tenant = self._intake.tenant
         request = self._request = await self._read()
         if snapshot.estimator.counter is not None:
@@ -226,13 +231,9 @@ class RequestHandler:
                     self._body = request.body
                     return request
         except asyncio.CancelledError:
-            if self._timed_out and not self._is_canceled_by_server():
+            if self._timed_out and not is_canceled_again(self._task):
                 self._intake.check_time(self._now_us())  # raises BodyTimeout
             raise
-
-    def _is_canceled_by_server(self) -> bool:
-        # 3.10 does not count cancellations: the server's in the same instant is taken for our own.
-        return sys.version_info >= (3, 11) and self._task is not None and self._task.uncancel() > 0
 
     async def _enter(self, request: SizedRequest) -> Lease:
         """Enters the pool, and reports the classification: only then the charged tier is known."""

@@ -6,10 +6,13 @@ other tenants is in it but how many requests wait in the tiers that this one may
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 from starlette.types import Scope, Send
 
 from sidecar.errors import AdmissionError, RemainingLimit
+from sidecar.identity.issuer_keys import KeysNeeded
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.error_responses import send_error
 from sidecar.middleware.intake import refuse_two_keys
@@ -84,7 +87,7 @@ async def send_self_view(controller: AdmissionController, scope: Scope, send: Se
     named = request_id(headers)
     try:
         refuse_two_keys(scope, headers)
-        tenant = controller.snapshot.classifier.tenant(headers)
+        tenant = await _tenant(controller, headers)
     except AdmissionError as refusal:
         await send_error(send, refusal, request_id=named)
         return
@@ -99,16 +102,25 @@ async def send_self_view(controller: AdmissionController, scope: Scope, send: Se
     await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
 
 
+async def _tenant(controller: AdmissionController, headers: Mapping[bytes, bytes]) -> Tenant:
+    """The tenant of the key or the token. Waits for the keys of the token's issuer."""
+    try:
+        return controller.snapshot.classifier.tenant(headers)
+    except KeysNeeded as needed:
+        await needed.arrive()
+        return controller.snapshot.classifier.tenant(headers)
+
+
 async def _kept(controller: AdmissionController, tenant: Tenant) -> bytes:
-    """The answer, or the last one where that was a moment ago. There are no more than tenants in the policy."""
-    now_us, kept = controller.pool.now_us(), controller.self_views
-    last = kept.get(tenant.name)
+    """The answer, or the last one where that was a moment ago. A token may name a tier that is not its tenant's own."""
+    now_us, kept, whose = controller.pool.now_us(), controller.self_views, (tenant.name, tenant.level)
+    last = kept.get(whose)
     if last is not None and now_us - last[0] < KEPT_US:
         return last[1]
     body = msgspec.json.encode(await _view(controller, tenant))
-    if len(kept) > len(controller.policy.tenants) + 1:  # those of tenants that are gone
+    if len(kept) > (len(controller.policy.named) + 1) * len(controller.policy.tiers):  # those of tenants that are gone
         kept.clear()
-    kept[tenant.name] = now_us, body
+    kept[whose] = now_us, body
     return body
 
 

@@ -24,6 +24,7 @@ from sidecar.engines.base import Routes, plain_path
 from sidecar.engines.discovery import is_engine_server
 from sidecar.errors import AdmissionError, NotGuarded
 from sidecar.events import UnguardedRequest
+from sidecar.identity.issuer_keys import KeysNeeded
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.error_responses import send_error, speaks_anthropic
 from sidecar.middleware.forwarding import forwarded_headers
@@ -53,7 +54,7 @@ async def pass_or_refuse(controller: AdmissionController, scope: Scope, receive:
     is_observing = controller.is_observing
     refusal: AdmissionError | None = None
     try:
-        passed = _checked(controller, scope)
+        passed = await _checked_with_keys(controller, scope)
     except AdmissionError as error:
         refusal, passed = error, scope
     if refusal is not None and not is_observing:
@@ -71,6 +72,8 @@ def is_refused(controller: AdmissionController, scope: Scope) -> bool:
     """Whether `pass_or_refuse` refuses an HTTP request: known before a byte of its body is read."""
     try:
         _checked(controller, scope)
+    except KeysNeeded:
+        return False  # not known yet
     except AdmissionError:
         return not controller.is_observing
     return False
@@ -148,6 +151,17 @@ def _only_reads(routes: Routes, scope: Scope) -> bool:
     if scope["type"] != "http" or scope["method"] not in READING:
         return False
     return not routes.changing_reads or plain_path(route_path(scope)) not in routes.changing_reads
+
+
+async def _checked_with_keys(controller: AdmissionController, scope: Scope) -> Scope:
+    """See `_checked`. Waits for the keys of a token's issuer; the dry run, which holds no request, does not."""
+    try:
+        return _checked(controller, scope)
+    except KeysNeeded as needed:
+        if controller.is_observing:
+            raise
+        await needed.arrive()
+        return _checked(controller, scope)
 
 
 def _checked(controller: AdmissionController, scope: Scope) -> Scope:

@@ -21,6 +21,8 @@ from sidecar.policy.file_model import FileModel
 from sidecar.policy.fleet import FleetPolicy, pool_prefill, pool_size
 from sidecar.policy.fleet_compiler import capacity_of, fleet_policy, model_policies
 from sidecar.policy.generic_schema import CostBody
+from sidecar.policy.identity import JwtPolicy
+from sidecar.policy.identity_schema import JwtBody
 from sidecar.policy.model import (
     CostPlace,
     Endpoint,
@@ -99,7 +101,7 @@ def load_files(path: str | FilePath) -> Loaded:
         body, wrong = _validated(TenantFile, tenant, around)
         problems += wrong
         bodies += [body] if body else []
-    problems += tenant_problems(tenants)
+    problems += tenant_problems(document, tenants)
     if problems or pool is None:
         raise PolicyError(_in_order(problems, [document, *tenants]))
     policy = resolve(pool, bodies, _digest([document, *tenants]))
@@ -179,7 +181,9 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
         learn=_learn(pool),
         tiers=tuple(_tier(name, levels[name], body) for name, body in pool.tiers.items()),
         endpoints=MappingProxyType({path: _endpoint(path, body, levels) for path, body in pool.endpoints.items()}),
-        tenants=MappingProxyType({key: tenant for keys, tenant in by_key for key in keys}),
+        tenants=MappingProxyType({key: tenant for keys, tenant in by_key for key in keys or ()}),
+        keyless=tuple(tenant for keys, tenant in by_key if not keys),
+        jwt=_jwt(pool.jwt),
         anonymous=_anonymous(pool, levels),
         default_level=levels[str(pool.default_tier)],
         sources=tuple(pool.sources),
@@ -287,6 +291,20 @@ def _tenant(body: TenantFile, levels: dict[str, int]) -> Tenant:
         weight=body.weight,
         limits=_limits(body.limits),
         downgrade_level=levels[body.over_limit] if body.over_limit else None,
+    )
+
+
+def _jwt(body: JwtBody | None) -> JwtPolicy | None:
+    if body is None:
+        return None
+    return JwtPolicy(
+        issuer=body.issuer,
+        audience=body.audience,
+        key_set=body.jwks,
+        tenant_claim=body.tenant_claim,
+        tier_claim=body.tier_claim,
+        clock_skew_s=float(body.clock_skew),
+        algorithms=tuple(body.algorithms),
     )
 
 

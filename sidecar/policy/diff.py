@@ -15,6 +15,7 @@ from typing import Any
 from sidecar.durations import policy_duration
 from sidecar.engines.base import Engine
 from sidecar.policy.fleet import Affinity, DnsService, FleetPolicy, Health, Replay, WrittenCapacity
+from sidecar.policy.identity import JwtPolicy
 from sidecar.policy.model import Limits, Policy, ServiceObjectives, Tenant
 from sidecar.policy.rules import UNLIMITED, EngineCapacity, PoolRules
 
@@ -32,10 +33,11 @@ _KEYS = {
     "max_body_bytes": "max_body",
     "weight_percent": "weight",
     "gain_weight": "gain weight",
+    "key_set": "jwks",
 }
 """Fields that have another name in the file; of all others, the unit after the name is left out."""
 _UNITS = ("_us", "_s")
-_RECORDS = (ServiceObjectives, Limits, EngineCapacity, WrittenCapacity, DnsService, Affinity, Health, Replay)
+_RECORDS = (ServiceObjectives, Limits, EngineCapacity, WrittenCapacity, DnsService, Affinity, Health, Replay, JwtPolicy)
 """Records whose fields are keys of a mapping inside."""
 _PARTS = {"speed": 1000, "weight_percent": 100}
 """Numbers that are counted in parts of one."""
@@ -78,6 +80,7 @@ class _Telling:
             "tiers",
             "endpoints",
             "tenants",
+            "keyless",
             "generation",
             "learn",
         }
@@ -89,7 +92,7 @@ class _Telling:
         for tiers in zip(before.tiers, after.tiers, strict=False):
             yield from self._record(f"tier {tiers[0].name} ", *tiers, but={"level"})
         yield from self._named("endpoint", before.endpoints, after.endpoints)
-        yield from self._tenants(_by_name(before.tenants), _by_name(after.tenants))
+        yield from self._tenants(_by_name(before), _by_name(after))
 
     def _capacity(self, before: EngineCapacity | None, after: EngineCapacity | None) -> Iterator[str]:
         if before is not None and after is not None:
@@ -163,11 +166,11 @@ class _Telling:
 _Tenants = Mapping[str, tuple[Tenant, frozenset[str]]]
 
 
-def _by_name(tenants: Mapping[str, Tenant]) -> _Tenants:
+def _by_name(policy: Policy) -> _Tenants:
     digests: dict[str, set[str]] = {}
-    for digest, tenant in tenants.items():
+    for digest, tenant in policy.tenants.items():
         digests.setdefault(tenant.name, set()).add(digest)
-    return {tenant.name: (tenant, frozenset(digests[tenant.name])) for tenant in tenants.values()}
+    return {name: (tenant, frozenset(digests.get(name, ()))) for name, tenant in policy.named.items()}
 
 
 def _names(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:

@@ -338,7 +338,8 @@ def _model_name(value: object) -> str:
     return _name(value, "a model's name", _MODEL_NAME, "up to 200 of A-Z, a-z, 0-9 and . _ / : @ + -", like="llama-70b")
 
 
-def _distinct(values: list[V]) -> list[V]:
+def distinct(values: list[V]) -> list[V]:
+    """The values of a list, each of which may be there once. Raises ValueError."""
     twice = next((value for value in values if values.count(value) > 1), None)
     if twice is not None:
         name = twice.decode() if isinstance(twice, bytes) else str(twice)
@@ -446,7 +447,7 @@ OverLimit = Annotated[
     ),
 ]
 EngineName = Annotated[str, PlainValidator(engine_name), _schema("A name.", pattern=f"^{_ENGINE_NAME.pattern}$")]
-EngineNames = Annotated[list[EngineName], listed("[a, b]"), AfterValidator(_distinct)]
+EngineNames = Annotated[list[EngineName], listed("[a, b]"), AfterValidator(distinct)]
 EngineUrl = Annotated[str, PlainValidator(engine_url), _schema("An address: http://a:8000.", pattern="^https?://")]
 _NUMBER: dict[str, Any] = {"type": "number"}
 Speed = Annotated[int, PlainValidator(_speed), WithJsonSchema({**_NUMBER, "minimum": 0.01, "maximum": 100})]
@@ -465,7 +466,7 @@ SessionSources = Annotated[
         ]
     ],
     a_list("[x-session-id, prompt_cache_key]"),
-    AfterValidator(_distinct),
+    AfterValidator(distinct),
 ]
 Period = Annotated[Fraction, PlainValidator(_period), _DURATION]
 Replays = Annotated[int, PlainValidator(_replays), WithJsonSchema({"type": "integer", "minimum": 0, "maximum": 1})]
@@ -474,4 +475,4 @@ Service = Annotated[
     tuple[str, int | None], PlainValidator(_service), _schema("A host and its port, or the name of SRV records.")
 ]
 ModelName = Annotated[str, PlainValidator(_model_name), _schema("A model's name.", pattern=f"^{_MODEL_NAME.pattern}$")]
-ModelNames = Annotated[list[ModelName], a_list("[llama, my-lora]"), AfterValidator(_distinct)]
+ModelNames = Annotated[list[ModelName], a_list("[llama, my-lora]"), AfterValidator(distinct)]

@@ -119,7 +119,7 @@ def _health(policy: Policy, fleet: FleetPolicy) -> Found:
 
 def _drain(policy: Policy, fleet: FleetPolicy) -> Found:
     """A drain that ends before a long answer that is expected, by the tiers' defaults and the tenants' limits."""
-    limits = [tenant.limits.max_output_tokens for tenant in policy.tenants.values()]
+    limits = [tenant.limits.max_output_tokens for tenant in policy.named.values()]
     longest = max(*(tier.default_output_tokens for tier in policy.tiers), 0, *(limit or 0 for limit in limits))
     needed_s = longest / SLOW_ANSWER_TOKENS_S
     if fleet.drain_timeout_s < needed_s:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from sidecar.apis import Api
 from sidecar.engines.base import Carrier, Engine
 from sidecar.policy.fleet import EngineAddress, FleetPolicy, ModelPolicy, largest_of, pool_prefill, pool_size
+from sidecar.policy.identity import JwtPolicy
 from sidecar.policy.rules import UNLIMITED, EngineCapacity, PoolRules, Shares, pool_rules
 from sidecar.policy.store import StoreAddress
 
@@ -206,6 +207,7 @@ class Policy:
     engines, `rules` are those of the sum of their written capacities. `models` are those with pools of their own, by
     name; empty where all models share the pool. `learn` says how far leases follow the output lengths that were
     learned. With the order `gain`, `fair` is the part of each reserve that is its tier's floor.
+    `jwt` is None where API keys alone are accepted; `keyless` are the tenants that have no API key.
     """
 
     rules: PoolRules
@@ -242,6 +244,13 @@ class Policy:
     learn: Learn = Learn.CAUTIOUS
     order: Order = Order.LEVEL
     fair: Fraction = Fraction(1, 4)
+    jwt: JwtPolicy | None = None
+    keyless: tuple[Tenant, ...] = ()
+
+    @property
+    def named(self) -> Mapping[str, Tenant]:
+        """All tenants by their names, with API keys or without."""
+        return {tenant.name: tenant for tenant in (*self.tenants.values(), *self.keyless)}
 
     def of_engines(self, engines: Sequence[EngineAddress]) -> Policy:
         """The policy as it is with these engines, such as those of an engine list: `rules` are those of their sum."""

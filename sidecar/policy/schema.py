@@ -23,6 +23,7 @@ from sidecar.policy.capacity_schema import Capacity
 from sidecar.policy.file_model import FileModel, key, nothing_means_defaults
 from sidecar.policy.fleet_schema import EngineListFile, EnginesBody, ModelBody
 from sidecar.policy.generic_schema import CostBody, Size
+from sidecar.policy.identity_schema import JwtBody
 from sidecar.policy.model import MAX_CHOICES, Source
 from sidecar.policy.problems import printable
 
@@ -258,6 +259,16 @@ class PoolFile(FileModel):
     tenants: of.Text | None = key(
         None, "The tenants' files, relative to this one. Default: no tenants.", "tenants/*.yaml"
     )
+    jwt: JwtBody | None = key(
+        None,
+        "Signed bearer tokens (JWTs) that name a tenant, beside the API keys. Default: API keys alone.",
+        {
+            "issuer": "https://id.example",
+            "audience": "llm",
+            "jwks": "https://id.example/keys",
+            "tenant_claim": "tenant",
+        },
+    )
     tier_header: of.HeaderName = key("x-priority", "The header in which a client names a tier.")
     max_body: of.Size = key("8MiB", "The largest request body.")
     body_timeout: of.PositiveDuration = key("30s", "The longest a request's body may take to arrive.")
@@ -360,8 +371,11 @@ class TenantFile(FileModel):
     """One tenant: who it is, and what it may ask for."""
 
     tenant: of.TenantName = key(..., "The tenant's name, unique in the pool.", "acme")
-    keys: of.KeyHashes = key(
-        ..., "Hashes of its API keys, from `sidecar keys new`. Never the keys themselves.", ["sha256:..."]
+    keys: of.KeyHashes | None = key(
+        None,
+        "Hashes of its API keys, from `sidecar keys new`. Never the keys themselves. May be left out where the pool's "
+        "file has `jwt`.",
+        ["sha256:..."],
     )
     tier: of.TierName = key(..., "The tier of its requests that name none.", "normal")
     max_tier: of.TierName | None = key(

@@ -19,6 +19,7 @@ from sidecar.policy import fields as of
 from sidecar.policy.fleet_validate import capacity_mistakes, fleet_mistakes
 from sidecar.policy.keys import read_hash
 from sidecar.policy.problems import Path, Problem, quoted, suggestion
+from sidecar.policy.schema import TenantFile
 from sidecar.policy.source import Document
 from sidecar.policy.units import Ambiguous, count, share
 
@@ -101,8 +102,8 @@ def _endpoints(endpoints: dict[str, object]) -> Found:
                 yield (("endpoints", path, name), "is for api: generic alone; write api: generic, or remove this line")
 
 
-def tenant_problems(documents: Sequence[Document]) -> list[Problem]:
-    """Tenants of one name, and keys that two tenants, or two lines, share."""
+def tenant_problems(pool: Document, documents: Sequence[Document]) -> list[Problem]:
+    """Tenants of one name, those without keys that nothing else could name, keys that two tenants, or lines, share."""
     problems: list[Problem] = []
     names: dict[str, str] = {}
     keys: dict[str, Problem] = {}
@@ -113,6 +114,8 @@ def tenant_problems(documents: Sequence[Document]) -> list[Problem]:
             problems.append(
                 Problem("tenant", f"{quoted(name)} is also the tenant of {names[name]}; write another name", other)
             )
+        if document.data is not None and "keys" not in document.data and "jwt" not in (pool.data or {}):
+            problems.append(document.problem(("keys",), f"missing; write {_example(TenantFile, 'keys')}"))
         problems += _repeated_keys(document, keys)
     return problems
 

@@ -52,7 +52,7 @@ def _pool(policy: Policy) -> Found:
             f"with a reserve accepts a request larger than that{left}; reserve 80% at most",
         )
     yield from _engines_numbers(policy)
-    if not policy.tenants and policy.anonymous is None:
+    if not policy.named and policy.anonymous is None:
         yield ("tenants",), "no tenant, and anonymous is deny: every request is refused; add a tenant, or a tier there"
     yield from _unsized(policy)
     yield from _unchecked_trust(policy)
@@ -356,7 +356,7 @@ def _sequences(requests: int, pool: PoolRules, *, is_sized: bool) -> str:
 
 
 def _tenants(policy: Policy) -> Found:
-    for tenant in {tenant.name: tenant for tenant in policy.tenants.values()}.values():
+    for tenant in policy.named.values():
         limits, path = tenant.limits, ("tenants", tenant.name)
         if limits.tokens_per_minute is not None:
             most = limits.tokens_per_minute * limits.burst_us // A_MINUTE_US

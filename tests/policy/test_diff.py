@@ -13,7 +13,7 @@ import pytest
 from sidecar.engines import ENGINES
 from sidecar.policy.compiler import load
 from sidecar.policy.diff import MOST_NAMED, describe_changes, differences
-from sidecar.policy.model import Policy
+from sidecar.policy.model import Policy, Tenant
 from tests.support.middleware import policy, write_policy
 
 BASE = """\
@@ -259,6 +259,8 @@ def changed(before: Policy, name: str, folder: Path) -> Policy:
         return replace(before, **{name: (replace(value[0], **kind), *value[1:])})  # type: ignore[arg-type]
     if name in ("endpoints", "tenants"):
         return replace(before, **{name: dict(list(value.items())[1:])})
+    if name == "keyless":
+        return replace(before, keyless=(Tenant("keyless", 0, 0),))
     if name in ("sources", "engine_levels"):
         return replace(before, **{name: {"sources": value[:1], "engine_levels": ((10.0, 0),)}[name]})
     if name in ("engines", "models"):

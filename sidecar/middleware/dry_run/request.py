@@ -11,7 +11,8 @@ Rules for its shadow (`shadow`):
 
 1. It enters the pool when the request's last byte has come, as the request would when enforcing, with the same ask.
    A request that enforcing would refuse before that has no shadow (an unknown key, a body that is no JSON, one that is
-   too large or too late): it takes no room.
+   too large or too late): it takes no room. Nor has one whose token cannot be checked, because the issuer's keys are
+   not there: its result is unknown.
 2. It waits for as long as its tier, and its client's `x-admission-max-wait`, allow; then it would have been refused.
    Where neither has a limit it is given up after an hour, and its result is unknown.
 3. It holds its lease for as long as its request would take in an engine that runs no more than the pool admits
@@ -43,7 +44,7 @@ import asyncio
 
 from starlette.types import Message, Receive, Scope, Send
 
-from sidecar.errors import AdmissionError
+from sidecar.errors import AdmissionError, IssuerUnavailable
 from sidecar.events import Headers, Observed, Outcome, Verdict
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.dry_run.engine_times import SentRequest
@@ -186,6 +187,9 @@ class RequestWatcher:
         self._intake = RequestIntake(controller.snapshot, endpoint, headers, received_us)
         try:
             self._intake.check_head(scope)
+        except IssuerUnavailable as missing:  # enforcing would have waited for the keys
+            self._found = missing
+            self._report(ShadowResult(Verdict.UNKNOWN, missing.code, None))
         except AdmissionError as refusal:
             self._refuse(refusal)
 

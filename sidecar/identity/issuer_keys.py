@@ -1,0 +1,195 @@
+"""The public keys of an issuer: fetched when they are needed, kept while the issuer is down.
+
+A request starts a fetch where the keys are `REFRESH_S` old, where there are none, and where its token names a key that
+is not there. Whatever clients send, two fetches begin at least `LEAST_INTERVAL_S` apart. Keys that were fetched once
+stay in use until others come in their place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from sidecar.errors import IssuerUnavailable
+from sidecar.policy.identity import MOST_KEY_SET_BYTES, is_address, public_keys, read_key_set
+
+REFRESH_S = 300.0
+"""A key that the issuer has taken back is believed for so long at most, while the issuer answers."""
+LEAST_INTERVAL_S = 5.0
+"""Between the beginnings of two fetches: tokens with random key ids must not become requests to the issuer."""
+FETCH_TIMEOUT_S = 4.0
+LONGEST_WAIT_S = 3.0
+"""The longest that a request waits for a fetch."""
+MOST_KEYS = 100
+LEAST_RSA_BITS = 2048
+_USED_FOR_SIGNATURES = (None, "sig")
+
+_log = logging.getLogger("sidecar.identity")
+
+
+class KeysNeeded(IssuerUnavailable):
+    """A token cannot be checked before a fetch that is under way has ended: `arrive`, and then try again."""
+
+    def __init__(self, keys: IssuerKeys) -> None:
+        super().__init__("the keys of the token's issuer are not here yet; try again", retry_after_s=1)
+        self._keys = keys
+
+    async def arrive(self) -> None:
+        """Returns when the fetch has ended, or after `LONGEST_WAIT_S`."""
+        await self._keys.fetched()
+
+
+class IssuerKeys:
+    """The keys at one address, or in one file. `clock` is monotonic, in seconds.
+
+    `on_change` is called when other keys have come. `fetches` counts them, with those that failed.
+    """
+
+    def __init__(self, place: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.place = place
+        self.fetches = 0
+        self.failure: str | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        self._clock = clock
+        self._due_s = float("-inf")
+        self._next_s = float("-inf")
+        self._entries: list[Mapping[str, object]] = []
+        self._keys: dict[str, Any] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def refresh_if_due(self) -> None:
+        """Starts a fetch where the keys are old. The old ones stay in use meanwhile."""
+        if self._clock() >= self._due_s:
+            self._start()
+
+    def key(self, key_id: str | None) -> Any:
+        """The key that a token names, or the only one. None where it is not the issuer's.
+
+        Raises KeysNeeded where a fetch might bring it, IssuerUnavailable where the last fetch failed.
+        """
+        self.refresh_if_due()
+        found = self._found(key_id)
+        if found is not None:
+            return found
+        if self._keys and key_id is None:
+            return None
+        if not self._may_wait():
+            if self.failure is not None:
+                raise IssuerUnavailable(
+                    "the keys of the token's issuer could not be fetched, so it cannot be checked; try again",
+                    retry_after_s=LEAST_INTERVAL_S,
+                )
+            return None
+        raise KeysNeeded(self)
+
+    async def fetched(self) -> None:
+        """Returns when the fetch that is under way has ended, or after `LONGEST_WAIT_S`."""
+        if self._task is not None:
+            await asyncio.wait((self._task,), timeout=LONGEST_WAIT_S)
+
+    async def fetch(self) -> None:
+        """Fetches the keys now. Does not raise: `failure` says what went wrong."""
+        self.fetches += 1
+        self._next_s = self._clock() + LEAST_INTERVAL_S
+        try:
+            entries = public_keys(await self._read())[:MOST_KEYS]
+            keys = _imported(entries)
+            if not keys:
+                raise ValueError("has no key that can check a signature")
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
+            self._failed(str(error) or type(error).__name__)
+            return
+        self.failure, self._due_s = None, self._clock() + REFRESH_S
+        if entries != self._entries:
+            self._entries, self._keys = entries, keys
+            _log.info("%d keys of the tokens' issuer from %s", len(keys), self.place, extra={"event": "issuer_keys"})
+            self.on_change()
+
+    def _found(self, key_id: str | None) -> Any:
+        if key_id is not None:
+            return self._keys.get(key_id)
+        return next(iter(self._keys.values())) if len(self._keys) == 1 else None
+
+    def _may_wait(self) -> bool:
+        """Whether a fetch is under way, which may have been started just now."""
+        if self._task is None or self._task.done():
+            self._start()
+        return self._task is not None and not self._task.done()
+
+    def _start(self) -> None:
+        now_s = self._clock()
+        if now_s < self._next_s or (self._task is not None and not self._task.done()):
+            return
+        self._next_s = now_s + LEAST_INTERVAL_S
+        self._task = asyncio.get_running_loop().create_task(self.fetch())
+
+    async def _read(self) -> bytes:
+        if not is_address(self.place):
+            return await asyncio.to_thread(read_key_set, Path(self.place))
+        timeout = aiohttp.ClientTimeout(total=FETCH_TIMEOUT_S)
+        headers = {"Accept": "application/json"}
+        async with (
+            aiohttp.ClientSession(timeout=timeout, trust_env=True) as session,
+            # A redirect could lead to an address that the policy does not name, or that is not encrypted.
+            session.get(self.place, headers=headers, allow_redirects=False) as response,
+        ):
+            if response.status != 200:
+                raise ValueError(f"answered {response.status}")
+            raw = bytearray()
+            async for chunk in response.content.iter_chunked(1 << 16):
+                raw += chunk
+                if len(raw) > MOST_KEY_SET_BYTES:
+                    raise ValueError(f"is larger than {MOST_KEY_SET_BYTES} bytes")
+            return bytes(raw)
+
+    def _failed(self, reason: str) -> None:
+        if self.failure != reason:
+            kept = "the old ones stay in use" if self._keys else "no token can be checked"
+            message = "the keys of the tokens' issuer could not be fetched from %s: %s; %s"
+            _log.warning(message, self.place, reason, kept, extra={"event": "issuer_unavailable"})
+        self.failure = reason
+        self._due_s = self._clock() + LEAST_INTERVAL_S
+
+
+def _imported(entries: list[Mapping[str, object]]) -> dict[str, Any]:
+    """The keys that can check a signature, by their ids; one without an id has its place in the list instead."""
+    found: dict[str, Any] = {}
+    for place, entry in enumerate(entries):
+        key = _key(entry)
+        if key is not None:
+            key_id = entry.get("kid")
+            found[key_id if isinstance(key_id, str) else f"\0{place}"] = key
+    return found
+
+
+def _key(entry: Mapping[str, object]) -> Any:
+    """One key; None for one that is not for signatures, is too weak, or is of a kind that is not known here."""
+    from joserfc import jwk
+    from joserfc.errors import JoseError
+
+    operations = entry.get("key_ops")
+    is_other = entry.get("use") not in _USED_FOR_SIGNATURES or (
+        isinstance(operations, list) and "verify" not in operations
+    )
+    if is_other:
+        return None
+    public = {name: value for name, value in entry.items() if name in _PUBLIC_MEMBERS}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a weak key, which is left out here
+            key: Any = jwk.import_key(dict(public))  # type: ignore[arg-type, unused-ignore]
+        is_weak = entry["kty"] == "RSA" and key.public_key.key_size < LEAST_RSA_BITS
+    except (JoseError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return None if is_weak else key
+
+
+_PUBLIC_MEMBERS = frozenset({"kty", "n", "e", "crv", "x", "y", "kid", "alg"})
+"""Without a private part that an issuer has published by mistake."""

@@ -1,0 +1,69 @@
+"""Tokens in `sidecar serve`, a process of its own, before one engine; and before a pool for each model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from sidecar import AdmissionMiddleware
+from sidecar.middleware.models import ModelsController
+from sidecar.policy.compiler import load
+from tests.fleet.engines import engines
+from tests.identity.issuer import Issuer, ec, jwt_section
+from tests.support.middleware import CHAT, App, chat, write_policy
+from tests.support.process import python
+from tests.support.serving import serving
+
+pytestmark = pytest.mark.anyio
+
+MODELS = """\
+engine: vllm
+engines:
+  static: [{{name: a, url: "http://127.0.0.1:{a}"}}, {{name: b, url: "http://127.0.0.1:{b}"}}]
+  capacity: {{tokens: 20k, requests: 2}}
+models: {{one: {{engines: [a]}}, two: {{engines: [b]}}}}
+tiers: {{normal: {{}}}}
+tenants: tenants/*.yaml
+endpoints: {{/v1/chat/completions: {{}}}}
+"""
+
+
+async def _asked(url: str, token: str, model: str = "m") -> tuple[int, str | None]:
+    headers = {"authorization": f"Bearer {token}"}
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(url + CHAT, json=chat(model=model), headers=headers) as response,
+    ):
+        await response.read()
+        return response.status, response.headers.get("x-admission-tier")
+
+
+async def test_serve_believes_tokens_and_keeps_them_from_the_engine(tmp_path: Path) -> None:
+    issuer, engine = Issuer(ec()), App()
+    async with issuer.serving(), serving(engine) as upstream:
+        write_policy(tmp_path, jwt_section(issuer.url, tier_claim="tier"))
+        arguments = ("--upstream", upstream.url, "--port", "0", "--admin-port", "0")
+        async with python("-m", "sidecar.cli", "serve", "--policy", str(tmp_path), *arguments) as sidecar:
+            url = (await sidecar.line(r"(http://127\.0\.0\.1:\d+)"))[1]
+            assert await _asked(url, issuer.token(tier="high")) == (200, "high")
+            assert await _asked(url, issuer.token(exp=5)) == (401, None)
+    guarded = [seen for seen in engine.seen if seen.scope["path"] == CHAT]
+    assert [seen.all(b"authorization") for seen in guarded] == [[]]
+
+
+async def test_the_pools_of_all_models_use_the_same_keys_of_the_issuer(tmp_path: Path) -> None:
+    issuer = Issuer(ec())
+    async with issuer.serving(), engines(2) as (a, b):
+        (tmp_path / "tenants").mkdir()
+        (tmp_path / "tenants" / "acme.yaml").write_text("tenant: acme\ntier: normal\n")
+        (tmp_path / "policy.yaml").write_text(MODELS.format(a=a.port, b=b.port) + jwt_section(issuer.url))
+        middleware = AdmissionMiddleware(None, load(tmp_path), is_shown=True)
+        front = middleware.controller
+        assert isinstance(front, ModelsController)
+        async with serving(middleware) as served:
+            for model in ("one", "two"):
+                assert await _asked(served.url, issuer.token(), model) == (200, "normal")
+        assert all(one.identities is front.identities for one in front.controllers.values())
+    assert issuer.fetches == 1
