@@ -41,6 +41,8 @@ LARGEST_FILE_BYTES = 2**20
 DEEPEST = 12
 """A policy is five levels deep. A far deeper file is no policy, and must not exhaust the stack."""
 
+_TOO_DEEP = "nested too deeply; a policy is at most five levels deep"
+
 _LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser is ten times faster
 _RESOLVER = Resolver()
 _DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,17})")
@@ -168,7 +170,7 @@ class _Builder:
     def _node(self, event: Event, path: Path) -> object:
         line = _line(event)
         if len(path) > DEEPEST:
-            raise _Unreadable("nested too deeply; a policy is at most five levels deep", line)
+            raise _Unreadable(_TOO_DEEP, line)
         if isinstance(event, AliasEvent) or (isinstance(event, NodeEvent) and event.anchor):
             raise _Unreadable("YAML anchors and aliases are not supported; write the value out", line)
         if getattr(event, "tag", None):
@@ -217,11 +219,14 @@ def _events(text: str) -> Iterator[Event]:
         yield from yaml.parse(text, Loader=_LOADER)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else None
         problem = printable(str(error.problem or error.context or "cannot be understood"), 100)
+        if "nesting depth" in problem:  # libyaml 0.2.6 and later ends at 1,000 levels, before it gives their events
+            raise _Unreadable(_TOO_DEEP, line) from None
         hint = "check the indentation, the quotes and the brackets"
         if "mapping values" in problem:
             hint = 'put quotes around a value that contains ": "'
-        raise _Unreadable(f"not YAML: {problem}; {hint}", mark.line + 1 if mark else None) from None
+        raise _Unreadable(f"not YAML: {problem}; {hint}", line) from None
     except (yaml.YAMLError, ValueError, RecursionError):
         raise _Unreadable("not YAML; check the indentation, the quotes and the brackets") from None
 
