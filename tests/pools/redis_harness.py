@@ -128,7 +128,7 @@ class FakeHarness(SharedHarness):
         self.server = fakeredis.FakeServer(version=(7,))
 
     async def client(self) -> Any:
-        return await fakeredis.FakeAsyncRedis(server=self.server).initialize()
+        return await fakeredis.FakeAsyncRedis(server=self.server, single_connection_client=True).initialize()
 
 
 class RedisHarness(SharedHarness):

@@ -592,7 +592,7 @@ CHARGES = [
         ("pool.charge_more(tonumber(id),", "local _ = select(1, tonumber(id),"),
         ("lane.finish = math.max(tier[VIRTUAL], lane.finish) + tokens / weight", "lane.finish = tokens / weight"),
         ("lane.finish = math.max(lane.finish, ticket.start) +", "lane.finish = ticket.start +"),
-        ("'%.17g %.0f %.0f', lane.finish", "'%.14g %.0f %.0f', lane.finish"),
+        ("'%.17g %d %d', lane.finish", "'%.14g %d %d', lane.finish"),
     ],
 )
 def test_another_charge_is_noticed(

@@ -327,6 +327,7 @@ async def test_a_flush_of_the_store_costs_a_round(store: RedisServer) -> None:
         assert all(one.merged is not None for one in heard if one is not merging)
 
 
+@pytest.mark.alone  # 80 pools on one event loop: beside other tests their store's answers are late
 async def test_what_replicas_read_grows_with_their_number_and_not_with_its_square(spare: RedisServer) -> None:
     """Bytes per replica and round, each with a report of 4,000 bytes and a merged text of 16,000."""
     own, text = b"x" * 4_000, b"y" * 16_000

@@ -16,6 +16,7 @@ from errno import ECONNREFUSED
 from hashlib import sha1
 from typing import Any, NamedTuple
 
+from hiredis import pack_command
 from redis.asyncio import Redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
@@ -25,7 +26,7 @@ from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from sidecar.policy.store import StoreAddress, StoreKind
-from sidecar.pools.redis.protocol import Argument, root_key
+from sidecar.pools.redis.protocol import Argument, root_key, tenants_key, usage_key
 from sidecar.pools.redis.script import source
 
 if sys.version_info >= (3, 11):
@@ -86,6 +87,7 @@ class StoreConnection:
         self._client: Any = client  # redis-py's commands are half typed
         self._root = root
         self._script = Script.of(script)
+        self._is_in_use = asyncio.Lock()
         self.is_closed = False
 
     async def call(self, arguments: Sequence[Argument], within_s: float = ANSWER_WITHIN_S) -> list[Any]:
@@ -97,13 +99,23 @@ class StoreConnection:
         with _as_store_errors():
             async with timeout(within_s):
                 try:
-                    answer = await self._client.execute_command("EVALSHA", script.sha, 1, self._root, *arguments)
+                    answer = await self._execute("EVALSHA", script.sha, 1, self._root, *arguments)
                 except NoScriptError:  # a new server, or SCRIPT FLUSH: it did not run
-                    await self._client.execute_command("SCRIPT LOAD", script.source)
-                    answer = await self._client.execute_command("EVALSHA", script.sha, 1, self._root, *arguments)
+                    await self._execute("SCRIPT", "LOAD", script.source)
+                    answer = await self._execute("EVALSHA", script.sha, 1, self._root, *arguments)
         if not isinstance(answer, list):
             raise StoreError(f"an answer that is none of the script's: {answer!r}")
         return answer
+
+    async def _execute(self, *arguments: Argument) -> Any:
+        """Sends a command and reads its answer, past the client: that does more for a call than the call itself does.
+
+        hiredis writes the command, too: the client's own loop over the arguments takes as long as all of the rest.
+        """
+        connection = self._client.connection
+        async with self._is_in_use:
+            await connection.send_packed_command(pack_command(arguments))  # type: ignore[arg-type] # its stub has one
+            return await connection.read_response()
 
     async def listen(self, channel: str, heard: Callable[[bytes], None], silence_s: float) -> None:
         """Passes on what is published, on a connection of its own. Raises StoreError when that ends or is silent."""
@@ -131,12 +143,53 @@ Connect = Callable[[], Awaitable[StoreConnection]]
 """Makes a connection to the server that keeps the pool now. Raises StoreError."""
 
 
+class SideConnection:
+    """A connection for what no admission waits for: opened when it is first needed, and made anew once when it fails.
+
+    Use it for one call at a time. After a call that raised or was canceled, `disconnect`: a late answer must not be
+    taken for the next.
+    """
+
+    def __init__(self, connect: Connect) -> None:
+        self._connect = connect
+        self.open: StoreConnection | None = None
+
+    async def run(self, script: Script, arguments: Sequence[Argument]) -> list[Any]:
+        """See `StoreConnection.run`."""
+        if self.open is not None:
+            try:
+                return await self.open.run(script, arguments)
+            except StoreError:  # the server may have been away in between
+                await self.disconnect()
+        self.open = await self._connect()
+        return await self.open.run(script, arguments)
+
+    async def disconnect(self) -> None:
+        """Closes the connection, where there is one."""
+        connection, self.open = self.open, None
+        if connection is not None:
+            await connection.close()
+
+
 def connector(address: StoreAddress, pool: str, *, has_engines: bool = False, is_by_gain: bool = False) -> Connect:
     """Makes connections to the server at `address` that keeps the pool called `pool`: one of several engines, or one
     that orders by gain, or both, or none of these.
     """
     script = source(has_engines=has_engines, is_by_gain=is_by_gain)
-    root = root_key(pool, has_engines=has_engines, is_by_gain=is_by_gain)
+    return _connector(address, pool, root_key(pool, has_engines=has_engines, is_by_gain=is_by_gain), script)
+
+
+def tenants_connector(address: StoreAddress, pool: str) -> Connect:
+    """Makes connections to the same server, for the tenants that are kept there beside the pool."""
+    return _connector(address, pool, tenants_key(pool), "")
+
+
+def usage_connector(address: StoreAddress, pool: str) -> Connect:
+    """Makes connections to the same server, for the use of the tenants."""
+    return _connector(address, pool, usage_key(pool), "")
+
+
+def _connector(address: StoreAddress, pool: str, root: str, script: str) -> Connect:
     locate = {
         StoreKind.SERVER: _stated,
         StoreKind.SOCKET: _stated,

@@ -15,8 +15,7 @@ from itertools import islice
 from typing import Any
 
 from sidecar.pools.base import MOST_REPORT_BYTES, Merge, NotShared, PeerReport, PeerReports
-from sidecar.pools.redis.connection import Connect, Script, StoreConnection, StoreError
-from sidecar.pools.redis.protocol import Argument
+from sidecar.pools.redis.connection import Connect, Script, SideConnection, StoreError
 
 SOURCE = (files(__package__) / "lua" / "gossip.lua").read_text(encoding="utf-8")
 _SCRIPT = Script.of(SOURCE)
@@ -28,8 +27,7 @@ class Gossip:
 
     def __init__(self, replica: str, connect: Connect) -> None:
         self._replica = replica
-        self._connect = connect
-        self._connection: StoreConnection | None = None
+        self._connection = SideConnection(connect)
         self._turn = asyncio.Lock()
 
     async def share(self, report: bytes, merge: Merge) -> PeerReports:
@@ -40,7 +38,7 @@ class Gossip:
             try:
                 return await self._shared(report, merge)
             except BaseException as error:  # also canceled: a late answer must not be taken for the next
-                await self._disconnect()
+                await self._connection.disconnect()
                 if isinstance(error, StoreError):
                     raise NotShared(str(error)) from None
                 raise
@@ -49,9 +47,9 @@ class Gossip:
         """What a tenant has used of its limits, and the store's time. Raises NotShared."""
         async with self._turn:
             try:
-                found = await self._run(_ACCOUNT, [tenant])
+                found = await self._connection.run(_ACCOUNT, [tenant])
             except BaseException as error:
-                await self._disconnect()
+                await self._connection.disconnect()
                 if isinstance(error, StoreError):
                     raise NotShared(str(error)) from None
                 raise
@@ -60,7 +58,7 @@ class Gossip:
         return [int(figure) for figure in found[0].split()], int(found[1])
 
     async def _shared(self, report: bytes, merge: Merge) -> PeerReports:
-        kind, *rest = await self._run(_SCRIPT, ["share", self._replica, report])
+        kind, *rest = await self._connection.run(_SCRIPT, ["share", self._replica, report])
         if kind == b"merged":
             return PeerReports({}, PeerReport(int(rest[0]) / 1e6, rest[1]) if rest else None)
         others = _read(rest)
@@ -68,33 +66,19 @@ class Gossip:
             text = await merge({**others, self._replica: PeerReport(0.0, report)})
             if len(text) > MOST_REPORT_BYTES:
                 raise NotShared(f"a merged text of {len(text)} bytes is more than {MOST_REPORT_BYTES}")
-            await self._run(_SCRIPT, ["merged", self._replica, text])
+            await self._connection.run(_SCRIPT, ["merged", self._replica, text])
         return PeerReports(others)
-
-    async def _run(self, script: Script, arguments: list[Argument]) -> list[Any]:
-        if self._connection is not None:
-            try:
-                return await self._connection.run(script, arguments)
-            except StoreError:  # the server may have been away in between: a connection that worked is made anew, once
-                await self._disconnect()
-        self._connection = await self._connect()
-        return await self._connection.run(script, arguments)
 
     async def close(self) -> None:
         """Removes this replica's report, where it has left one and the store can be reached."""
         async with self._turn:
             try:
-                if self._connection is not None:
-                    await self._connection.run(_SCRIPT, ["leave", self._replica])
+                if self._connection.open is not None:
+                    await self._connection.open.run(_SCRIPT, ["leave", self._replica])
             except StoreError:
                 pass  # the report expires
             finally:
-                await self._disconnect()
-
-    async def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.close()
+                await self._connection.disconnect()
 
 
 def _read(answer: Sequence[Any]) -> Mapping[str, PeerReport]:

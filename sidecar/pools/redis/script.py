@@ -36,7 +36,8 @@ def joined(
 ) -> str:
     """`lua/admission.lua` with its included files. `texts` replaces files, by name.
 
-    The lines that begin with `-- with engines:` are only for pools of several engines, and so on.
+    The lines that begin with `-- with engines:` are only for pools of several engines, and so on. Those with `neither`
+    are for pools of one engine that order by level.
     """
 
     def text_of(name: str) -> str:
@@ -47,7 +48,12 @@ def joined(
     whole = text_of("admission.lua")
     if has_engines:
         names, positions = f"{names}, TIER_FIELDS", f"{positions}, {len(TIER_FIELDS)}"
-    kinds = {"engines": has_engines, "gain": is_by_gain, "gain and engines": has_engines and is_by_gain}
+    kinds = {
+        "engines": has_engines,
+        "gain": is_by_gain,
+        "gain and engines": has_engines and is_by_gain,
+        "neither": not has_engines and not is_by_gain,
+    }
     for kind, is_wanted in kinds.items():
         if is_wanted:
             whole = re.sub(rf"^-- with {kind}: include", "-- include", whole, flags=re.MULTILINE)

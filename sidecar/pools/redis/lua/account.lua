@@ -8,5 +8,5 @@ local meta = redis.call('HGET', KEYS[1], 'meta')
 if not meta then return {} end
 meta = cjson.decode(meta)
 local time = redis.call('TIME')
-local account = redis.call('HGET', string.format('%s:%.0f:a', KEYS[1], meta[1]), ARGV[1])
-return {account or '', string.format('%.0f', time[1] * 1000000 + time[2] + meta[3])}
+local account = redis.call('HGET', string.format('%s:%d:a', KEYS[1], meta[1]), ARGV[1])
+return {account or '', string.format('%d', time[1] * 1000000 + time[2] + meta[3])}

@@ -133,7 +133,7 @@ local BIRTH, NOW, OFFSET, GRACE, HOLD_SINCE, HOLD_UNTIL, HOLD_FOR, SEQUENCE, LAT
 -- DEAD: those with records left to end, from SLICE_AT on. ADMISSIONS numbers the admissions. CUT_OFF: replicas in `h`.
 local ABSENT_UNTIL, NEWCOMERS, STATING, DEAD, SLICE_AT, ADMISSIONS, CUT_OFF = 17, 18, 19, 20, 21, 22, 23
 local META_FIELDS = CUT_OFF
-local META_TEXT = '[' .. string.rep('%.0f,', META_FIELDS - 1) .. '%.0f]'
+local META_TEXT = '[' .. string.rep('%d,', META_FIELDS - 1) .. '%d]'
 -- The figures of a tier. It has no turn before OWES_UNTIL. LATEST_ADMISSION numbers its latest admission. LARGE counts
 -- the tickets in `g`. WEIGHTS is the sum of the weights of the tenants that wait. PARKED counts the tickets that wait
 -- outside the queue: see `park`.
@@ -141,6 +141,7 @@ local HELD_TOKENS, HELD_REQUESTS, QUEUED_TOKENS, QUEUED, VIRTUAL, SERVED, ADMITT
   WEIGHTS, PARKED, PARKED_TOKENS, QUEUED_REQUESTS = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14
 -- The classes of rule 1
 local CLASS_ALWAYS_FIRST, CLASS_INSIDE, CLASS_TURN, CLASS_OTHER = 0, 1, 2, 3
+local TIER_TEXT = '[%d,%d,%d,%d,%.17g,%d,%d,%d,%d,%d,%d,%d,%d,%d]'
 local MOST_EXCESS, LATEST_US = 1000, 9007199254740991
 
 local root, kind, me, fence = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
@@ -155,7 +156,12 @@ local served_since = {} -- level -> tokens admitted since the newest ticket arri
 local preempts = false -- whether any tier is preemptible
 local is_damaged = false
 local stage = '' -- what this replica is stating: see `begin`
-local pool = {verdicts = {}, dead = {}, cut_off = {}, left = LEFT, discarded = 0}
+local pool = {
+  verdicts = {}, dead = {}, cut_off = {}, left = LEFT, discarded = 0,
+  preempt = false, enter_limited = false, save_accounts = false, charged = false, -- until they are defined, or set
+}
+
+local unfinished -- where the operations begin that `plain_calls.lua` has left; nil where it has done nothing
 
 local function clock_us() local time = redis.call('TIME') return time[1] * 1000000 + time[2] end
 
@@ -165,10 +171,33 @@ local function clock_us() local time = redis.call('TIME') return time[1] * 10000
 
 -- with gain and engines: include gain_engines_fields.lua
 
+-- Reads the root. False where there is none.
+local function read_root()
+  local fields = call('HGETALL', root)
+  for index = 1, #fields, 2 do
+    local field, value = fields[index], fields[index + 1]
+    if field == 'meta' then
+      meta = cjson.decode(value)
+    elseif field == 'rules' then
+      rules_text, rules = value, cjson.decode(value)
+    elseif field == 'went' then
+      held_back_lease, held_back_lease_before = value, value
+    else
+      local tier = cjson.decode(value)
+      tiers[tonumber(field)] = tier
+      all_tokens, all_requests = all_tokens + tier[HELD_TOKENS], all_requests + tier[HELD_REQUESTS]
+    end
+  end
+  return meta ~= nil
+end
+
+-- with neither: include plain_calls.lua
+
 -- `protocol.joined` puts a file in place of each include. The functions are fields of a table inside of `define_*`
 -- functions, because every call makes all functions anew. A function that captures a local of the chunk walks a list
 -- (`luaF_findupval`). One that captures what its surrounding function has captured copies a pointer. That is a third of
--- the cost of a short call. No function may capture more than 60 locals, so there are several surrounding ones.
+-- the cost of a short call. No function may capture more than 60 locals, so there are several surrounding ones. Those of
+-- which a short call needs nothing are called when a function of theirs is first asked for.
 
 local function define_tickets()
 -- include state.lua
@@ -181,8 +210,8 @@ local function define_rules()
 end
 
 -- Called only where some tier is preemptible, or was. No other call pays for it.
-local function define_preemption()
--- include preemption.lua
+local function define_preemptible()
+-- include preemptible.lua
 end
 
 -- Called only where an operation concerns the limits of a tenant.
@@ -198,6 +227,18 @@ local function define_operations()
 -- include operations.lua
 end
 
+local function define_waiting()
+-- include waiting.lua
+end
+
+local function define_statements()
+-- include statements.lua
+end
+
+local function define_preemption()
+-- include preemption.lua
+end
+
 -- with engines: include define_engines.lua
 
 -- with gain: include define_gain.lua
@@ -208,6 +249,20 @@ define_tickets()
 define_rules()
 define_replicas()
 define_operations()
+-- Each is called when a function is asked for that is not defined yet: then the files before have it not.
+local undefined = {define_waiting, define_statements, define_preemption}
+setmetatable(pool, {__index = function(_, name)
+  while undefined[1] do
+    table.remove(undefined, 1)()
+    local found = rawget(pool, name)
+    if found then return found end
+  end
+end})
+-- Their files replace functions of these, which are defined before. `load_preemption` defines the last.
+-- with engines: while undefined[2] do table.remove(undefined, 1)() end
+-- with gain: while undefined[2] do table.remove(undefined, 1)() end
+-- with engines: undefined[1] = nil
+-- with gain: undefined[1] = nil
 -- with engines: pool.define_engines()
 -- with gain: pool.define_gain()
 -- with gain and engines: pool.define_gain_engines()

@@ -13,7 +13,7 @@
 function pool.claims_key() return prefix .. 'y' end
 
 function pool.member_of(ticket)
-  return fmt('%016.0f %s %s %.0f %.0f %.0f %.0f %.0f %d %s', ticket.sequence, ticket.owner, ticket.id, ticket.tokens,
+  return fmt('%016d %s %s %d %d %d %d %d %d %s', ticket.sequence, ticket.owner, ticket.id, ticket.tokens,
     ticket.requests, ticket.arrived, ticket.weight, ticket.uncached, (ticket.is_outside or ticket.times or ticket.is_back) and 1 or 0,
     ticket.tenant)
 end
@@ -31,7 +31,7 @@ end
 function pool.ticket_text(ticket, served)
   local claim = ticket.patient_until and pool.int(ticket.patient_until) or ''
   if ticket.charge then claim = claim .. fmt(' %.17g %.17g', ticket.charge, ticket.charged_from) end
-  return fmt('%s %d %.0f %.0f %.0f %.0f %.0f ', ticket.is_claimant and 'C' or 'W', ticket.level, ticket.tokens,
+  return fmt('%s %d %d %d %d %d %d ', ticket.is_claimant and 'C' or 'W', ticket.level, ticket.tokens,
     ticket.requests, ticket.sequence, ticket.arrived, ticket.weight)
     .. served .. '|' .. claim .. '|' .. ticket.tenant .. ' ' .. ticket.placing
 end
@@ -197,7 +197,7 @@ function pool.claimants()
 end
 
 function pool.claimant_text(ticket)
-  return fmt('[%d,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.17g,%.17g,%d,%.0f,"%s",%s,%.17g,%s]', ticket.level, ticket.tokens,
+  return fmt('[%d,%d,%d,%d,%d,%d,%d,%.17g,%.17g,%d,%d,"%s",%s,%.17g,%s]', ticket.level, ticket.tokens,
     ticket.requests, ticket.sequence, ticket.arrived, ticket.weight, ticket.uncached, ticket.charge, ticket.charged_from,
     ticket.times or -1, ticket.patient_until, ticket.tenant, ticket.placing, ticket.start, cjson.encode(ticket.kept or ''))
 end

@@ -18,7 +18,7 @@ function pool.state_engines(text)
   for place, offer in ipairs(cjson.decode(text)) do
     offer[8] = offer[7] > 0 and now - offer[8] or 0
     offer[1] = cjson.encode(offer[1]) -- a text that cannot be read again would end every call of every replica
-    texts[place] = fmt('[%s,%.0f,%.0f,%.0f,%.0f,%d,%.0f,%.0f,%d]', unpack(offer))
+    texts[place] = fmt('[%s,%d,%d,%d,%d,%d,%d,%d,%d]', unpack(offer))
   end
   fleet[STATEMENTS] = fleet[STATEMENTS] + 1
   call('HSET', prefix .. 'n', me, pool.int(fleet[STATEMENTS]) .. ' [' .. concat(texts, ',') .. ']')

@@ -24,7 +24,7 @@
 
 function pool.lease_record(level, tokens, requests, excess, admitted, sequence, arrived, grant, on_engine)
   local engine, prefill, unprefilled, excess_prefill = unpack(on_engine)
-  return fmt('L %d %.0f %.0f %.0f %.0f %.0f %.0f %s %.0f %.0f %.0f ', level, tokens, requests, excess, admitted, sequence,
+  return fmt('L %d %d %d %d %d %d %d %s %d %d %d ', level, tokens, requests, excess, admitted, sequence,
     arrived, engine, prefill, unprefilled, excess_prefill) .. (grant or '')
 end
 
@@ -176,6 +176,7 @@ end
 
 function pool.load_preemption()
   if not pool.preempt then
+    define_preemptible()
     define_preemption()
     pool.define_fleet_preemption()
   end

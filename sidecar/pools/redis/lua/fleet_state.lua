@@ -1,7 +1,7 @@
 -- The state of a pool of several engines: its figures, and what a reply says of them. It replaces parts of `state.lua`.
 
-local LEDGER_TEXT, FLEET_FIELDS = '[' .. string.rep('%.0f,', 20) .. '%.0f]', 22
-local FLEET_TEXT = '[' .. string.rep('%.0f,', FLEET_FIELDS - 1) .. '%.0f]'
+local LEDGER_TEXT, FLEET_FIELDS = '[' .. string.rep('%d,', 20) .. '%d]', 22
+local FLEET_TEXT = '[' .. string.rep('%d,', FLEET_FIELDS - 1) .. '%d]'
 
 function pool.empty_fleet()
   fleet, loads, claims, ledgers, changed_ledgers, all_prefill = {}, {}, {}, {}, {}, 0
@@ -60,7 +60,7 @@ function pool.agree_on_rules()
 end
 
 function pool.tier_text(tier)
-  return fmt('[%.0f,%.0f,%.0f,%.0f,%.17g,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f]', unpack(tier))
+  return fmt('[%d,%d,%d,%d,%.17g,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]', unpack(tier))
 end
 
 local save = pool.save
@@ -68,7 +68,7 @@ local save = pool.save
 function pool.save(is_complete)
   if pool.has_trimmed then fleet[SAME_UNTIL] = 0 end -- those that went back are heads in the next call
   local fields = {'fleet', fmt(FLEET_TEXT, unpack(fleet)), 'loads', '[]'}
-  if loads[1] then fields[4] = fmt('[' .. string.rep('%.0f,', #loads - 1) .. '%.0f]', unpack(loads)) end
+  if loads[1] then fields[4] = fmt('[' .. string.rep('%d,', #loads - 1) .. '%d]', unpack(loads)) end
   if pool.is_taking_new then fields[#fields + 1], fields[#fields + 2] = 'taking', pool.taking_text end
   if pool.sized_text then fields[#fields + 1], fields[#fields + 2] = 'sized', pool.sized_text end
   local counts = {}

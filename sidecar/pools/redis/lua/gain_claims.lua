@@ -7,7 +7,7 @@
 
 function pool.member_of(ticket)
   if not ticket.member then
-    ticket.member = fmt('%016.0f %s %s %.0f %.0f %.0f %.0f %.0f %s %s', ticket.sequence, ticket.owner, ticket.id, ticket.tokens,
+    ticket.member = fmt('%016d %s %s %d %d %d %d %d %s %s', ticket.sequence, ticket.owner, ticket.id, ticket.tokens,
       ticket.requests, ticket.arrived, ticket.weight, ticket.uncached, ticket.gain_text, ticket.tenant)
   end
   return ticket.member

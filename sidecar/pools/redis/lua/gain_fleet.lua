@@ -84,7 +84,7 @@ end
 -- -- the state
 
 function pool.tier_text(tier)
-  return fmt('[%.0f,%.0f,%.0f,%.0f,%.17g,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f]',
+  return fmt('[%d,%d,%d,%d,%.17g,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]',
     unpack(tier))
 end
 
@@ -97,6 +97,7 @@ end
 
 function pool.load_preemption()
   if not pool.preempt then
+    define_preemptible()
     define_preemption()
     pool.define_fleet_preemption()
     pool.define_gain_preemption()

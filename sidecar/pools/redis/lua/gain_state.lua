@@ -1,7 +1,7 @@
 -- The state of a pool that orders by gain, and its operations. It replaces parts of `state.lua` and `operations.lua`.
 
 function pool.tier_text(tier)
-  return fmt('[%.0f,%.0f,%.0f,%.0f,%.17g,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f]', unpack(tier))
+  return fmt('[%d,%d,%d,%d,%.17g,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d,%d]', unpack(tier))
 end
 
 local create = pool.create
@@ -15,6 +15,7 @@ end
 
 function pool.load_preemption()
   if not pool.preempt then
+    define_preemptible()
     define_preemption()
     pool.define_gain_preemption()
   end

@@ -64,7 +64,7 @@ end
 
 function pool.member_of(ticket)
   if not ticket.member then
-    ticket.member = fmt('%016.0f %s %s %.0f %.0f %.0f %.0f %s %s', ticket.sequence, ticket.owner, ticket.id, ticket.tokens,
+    ticket.member = fmt('%016d %s %s %d %d %d %d %s %s', ticket.sequence, ticket.owner, ticket.id, ticket.tokens,
       ticket.requests, ticket.arrived, ticket.weight, ticket.gain_text, ticket.tenant)
   end
   return ticket.member
@@ -165,11 +165,11 @@ function pool.save_lane(level, tenant, lane)
   local key = pool.finish_key(level)
   if lane.waiting > 0 then
     call('HSET', key, tenant,
-      fmt('%.17g %.0f %.0f %.17g ', lane.finish, lane.waiting, lane.weight, lane.start) .. lane.first)
+      fmt('%.17g %d %d %.17g ', lane.finish, lane.waiting, lane.weight, lane.start) .. lane.first)
   elseif lane.finish <= tiers[level][VIRTUAL] then
     call('HDEL', key, tenant)
   else
-    call('HSET', key, tenant, fmt('%.17g %.0f %.0f', lane.finish, lane.waiting, lane.weight))
+    call('HSET', key, tenant, fmt('%.17g %d %d', lane.finish, lane.waiting, lane.weight))
   end
 end
 
@@ -243,7 +243,7 @@ function pool.enter_gain(ticket, is_urgent, density)
 end
 
 -- Of equal deadlines the earlier arrival comes first.
-function pool.due_entry(ticket) return fmt('%016.0f ', ticket.arrived) .. pool.member_of(ticket) .. ' ' .. ticket.level end
+function pool.due_entry(ticket) return fmt('%016d ', ticket.arrived) .. pool.member_of(ticket) .. ' ' .. ticket.level end
 
 -- A calm ticket becomes urgent one day.
 function pool.await_deadline(ticket)

@@ -41,14 +41,14 @@ end
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 local function stamped(text)
-  return string.format('%.0f ', now) .. text
+  return string.format('%d ', now) .. text
 end
 -- The age and the text of what was written; nothing where it is too old or too long.
 local function read(written)
   local stamp = string.match(written, '^%d+') or ''
   local age = now - (tonumber(stamp) or 0)
   if age <= SILENCE_US and #written - #stamp - 1 <= MOST_BYTES then
-    return string.format('%.0f', age), string.sub(written, #stamp + 2)
+    return string.format('%d', age), string.sub(written, #stamp + 2)
   end
   return nil, nil
 end

@@ -1,7 +1,7 @@
 -- The operations of a call, and the call itself.
 
 function pool.load_preemption()
-  if not pool.preempt then define_preemption() end
+  if not pool.preempt then define_preemptible() end
 end
 
 function pool.apply_rules()
@@ -20,60 +20,6 @@ end
 function pool.next_sequence()
   meta[SEQUENCE] = meta[SEQUENCE] + 1
   return meta[SEQUENCE]
-end
-
--- How many tickets of a tenant wait, and the sum of the weights of this and of all tenants that wait.
-function pool.weights_with(level, tenant, weight)
-  local lane = pool.lane_of(level, tenant)
-  return lane.waiting, tiers[level][WEIGHTS] + weight - (lane.waiting > 0 and lane.weight or 0)
-end
-
--- The tenant that is furthest above its share of the places of a queue. Of equals it is the first by name.
-function pool.furthest_above(level, weights, places)
-  local most, found, lane_found = 0, nil, nil
-  local entries = call('HGETALL', pool.finish_key(level))
-  for index = 1, #entries, 2 do
-    local tenant, lane = entries[index], pool.read_lane(entries[index + 1])
-    local excess = lane.waiting * weights - places * lane.weight
-    if lane.waiting > 0 and excess > 0 and (excess > most or (excess == most and tenant < found)) then
-      most, found, lane_found = excess, tenant, lane
-    end
-  end
-  return found, lane_found
-end
-
--- The newest ticket of a tenant that was never preempted.
-function pool.newest_of(level, tenant, lane)
-  if lane.waiting > 1 then
-    local found = call('ZREVRANGEBYLEX', pool.lane_key(level), '(' .. tenant .. '!', '[' .. tenant .. ' ', 'LIMIT', 0, 1)
-    return found[1] and pool.read_member(level, string.sub(found[1], #tenant + 2)) or pool.damaged()
-  end
-  for _, key in ipairs({pool.queue_key(level), pool.large_key(level)}) do
-    for _, member in ipairs(call('ZRANGE', key, 0, -1)) do
-      local ticket = pool.read_member(level, member)
-      if ticket.tenant == tenant then
-        local record = call('HGET', pool.replica_key(ticket.owner), ticket.id)
-        if not record then return pool.damaged() end
-        if not pool.read_ticket(ticket.owner, ticket.id, record).times then return ticket end
-      end
-    end
-  end
-  return pool.damaged()
-end
-
--- Takes the place of the newest ticket of a tenant in a full queue.
-function pool.displace(level, tenant, lane)
-  local ticket = pool.newest_of(level, tenant, lane)
-  local key, charges = pool.replica_key(ticket.owner), prefix .. 'm:' .. ticket.owner
-  local record, charge = call('HGET', key, ticket.id), call('HGET', charges, ticket.id)
-  if not record then return pool.damaged() end
-  call('HDEL', key, ticket.id)
-  pool.withdraw(pool.read_ticket(ticket.owner, ticket.id, record))
-  if charge then
-    call('HDEL', charges, ticket.id)
-    pool.rate_limits().correct_lost(charge, nil)
-  end
-  pool.grant(ticket.owner, '-' .. ticket.id)
 end
 
 -- Whether a newcomer finds a place. `promised`: the free places are promised to other requests, so many to its tenant.
@@ -142,19 +88,6 @@ function pool.free(owner, id, record)
   return level
 end
 
-function pool.withdraw(ticket, is_parked)
-  local figures, overtaken = pool.wait_text(ticket, ticket.level)
-  if is_parked then
-    pool.unpark(ticket)
-    meta[WAITING] = meta[WAITING] - 1
-    call('ZREM', waiting_key, pool.int(ticket.sequence))
-  else
-    pool.remove(ticket)
-  end
-  pool.settle_steps(ticket, overtaken)
-  return figures
-end
-
 -- Ends a record of some replica. Returns the wait of a ticket, nil for a lease.
 function pool.end_record(owner, id, record)
   if string.sub(record, 1, 1) == 'L' then
@@ -184,17 +117,6 @@ function pool.resize(id, tokens)
   if not level then return end
   pool.book(level, tokens - held, 0)
   call('HSET', mine, id, pool.lease_record(level, tokens, requests, excess, admitted, sequence, arrived, text))
-end
-
--- A lease of a tenant uses more than its tenant was charged for: the twin of `FairQueue.charge`.
-function pool.charge_more(level, tenant, weight, tokens)
-  local tier = tiers[level]
-  if tier[QUEUED] == 0 then return end
-  local head = pool.head_of(level)
-  if head and not head.is_stored then pool.store(head) end
-  local lane = pool.lane_of(level, tenant)
-  lane.finish = math.max(tier[VIRTUAL], lane.finish) + tokens / weight
-  pool.save_lane(level, tenant, lane)
 end
 
 function pool.operate(index)
@@ -296,16 +218,20 @@ function pool.main()
     first = 8
   else
     if not pool.load() then return {'unknown'} end
-    local known, states = pool.read_fence(call('HGET', mine, '#'))
-    if not known then
-      if call('ZSCORE', beats, me) then return pool.damaged() end
-      return {'unknown'}
+    if unfinished then
+      first = unfinished
+    else
+      local known, states = pool.read_fence(call('HGET', mine, '#'))
+      if not known then
+        if call('ZSCORE', beats, me) then return pool.damaged() end
+        return {'unknown'}
+      end
+      if known ~= fence then return {'stale'} end
+      stage = states
+      pool.read_time()
+      if kind == 'beat' or meta[HOLD_UNTIL] > 0 or stage ~= '' then pool.beat() end
+      if ARGV[4] ~= '0' then call('LTRIM', pool.outbox_key(me), ARGV[4], -1) end
     end
-    if known ~= fence then return {'stale'} end
-    stage = states
-    pool.read_time()
-    if kind == 'beat' or meta[HOLD_UNTIL] > 0 or stage ~= '' then pool.beat() end
-    if ARGV[4] ~= '0' then call('LTRIM', pool.outbox_key(me), ARGV[4], -1) end
   end
   pool.drop_silent()
   if kind == 'bye' then

@@ -161,8 +161,8 @@ end
 
 -- The engine's ledger as the ticket finds it, and for how long it had claimed one that had no room.
 function pool.found_text(ledger, ticket)
-  local claimed = ticket.patient_until and fmt(',%.0f', now - ticket.patient_until + pool.patience_of(ticket)) or ''
-  return fmt(' f%.0f,%.0f,%.0f,%.0f,%.0f%s @%s', ledger[EFFECTIVE_TOKENS], ledger[EFFECTIVE_REQUESTS], ledger[ON_TOKENS],
+  local claimed = ticket.patient_until and fmt(',%d', now - ticket.patient_until + pool.patience_of(ticket)) or ''
+  return fmt(' f%d,%d,%d,%d,%d%s @%s', ledger[EFFECTIVE_TOKENS], ledger[EFFECTIVE_REQUESTS], ledger[ON_TOKENS],
     ledger[ON_REQUESTS], ledger[UNPREFILLED], claimed, ledger.id)
 end
 

@@ -176,7 +176,7 @@ end
 
 function pool.enter_limited(index, promised)
   local id, tenant, charged = ARGV[index + 1], ARGV[index + 3], pool.charged
-  pool.charged = nil
+  pool.charged = false
   if call('HEXISTS', mine, id) == 1 then return end
   local figure = {}
   for place = 2, 11 do figure[place] = tonumber(ARGV[index + place]) end

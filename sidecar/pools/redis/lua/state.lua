@@ -1,12 +1,8 @@
 -- The state of the pool: its keys, its figures, its time.
 
-function pool.int(number) return fmt('%.0f', number) end
+function pool.int(number) return fmt('%d', number) end
 function pool.tag(number) return fmt('%.17g', number) end
 
-function pool.queue_key(level) return prefix .. 'q:' .. level end
-function pool.large_key(level) return prefix .. 'g:' .. level end
-function pool.lane_key(level) return prefix .. 'l:' .. level end
-function pool.finish_key(level) return prefix .. 'f:' .. level end
 function pool.replica_key(replica) return prefix .. 'r:' .. replica end
 function pool.outbox_key(replica) return prefix .. 'o:' .. replica end
 
@@ -24,29 +20,14 @@ function pool.name_keys()
 end
 
 function pool.load()
-  local fields = call('HGETALL', root)
-  for index = 1, #fields, 2 do
-    local field, value = fields[index], fields[index + 1]
-    if field == 'meta' then
-      meta = cjson.decode(value)
-    elseif field == 'rules' then
-      rules_text, rules = value, cjson.decode(value)
-    elseif field == 'went' then
-      held_back_lease, held_back_lease_before = value, value
-    else
-      local tier = cjson.decode(value)
-      tiers[tonumber(field)] = tier
-      all_tokens, all_requests = all_tokens + tier[HELD_TOKENS], all_requests + tier[HELD_REQUESTS]
-    end
-  end
-  if not meta then return false end
+  if not meta and not read_root() then return false end
   pool.apply_rules()
   pool.name_keys()
   return true
 end
 
 function pool.tier_text(tier)
-  return fmt('[%.0f,%.0f,%.0f,%.0f,%.17g,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f,%.0f]', unpack(tier))
+  return fmt(TIER_TEXT, unpack(tier))
 end
 
 function pool.save(is_complete)

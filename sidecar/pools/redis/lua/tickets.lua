@@ -1,36 +1,8 @@
--- Tickets and leases: their records, the queue of a tier, and overtaking.
-
-function pool.member_of(ticket)
-  return fmt('%016.0f %s %s %.0f %.0f %.0f %.0f %s', ticket.sequence, ticket.owner, ticket.id, ticket.tokens,
-    ticket.requests, ticket.arrived, ticket.weight, ticket.tenant)
-end
-
-function pool.read_member(level, member)
-  local sequence, owner, id, tokens, requests, arrived, weight, tenant =
-    match(member, '^(%d+) (%S+) (%S+) (%d+) (%d+) (%d+) (%d+) (.*)$')
-  return {
-    id = id, owner = owner, level = level, tokens = tonumber(tokens), requests = tonumber(requests),
-    sequence = tonumber(sequence), arrived = tonumber(arrived), weight = tonumber(weight), tenant = tenant,
-    is_stored = true,
-  }
-end
-
--- SERVED is followed by ';TIMES OVERTAKEN' where the ticket returned. OVERTAKEN is -AFTER where it was not overtaken yet:
--- a later sequence than AFTER overtakes it. A ticket that is parked has 'P' in place of 'W'.
-function pool.ticket_text(ticket, served)
-  return fmt('W %d %.0f %.0f %.0f %.0f %.0f ', ticket.level, ticket.tokens, ticket.requests, ticket.sequence,
-    ticket.arrived, ticket.weight) .. served .. '|' .. ticket.tenant
-end
-
-function pool.ticket_record(ticket)
-  local served = {}
-  for level = 0, levels - 1 do served[level + 1] = pool.int(tiers[level][SERVED] - (served_since[level] or 0)) end
-  return pool.ticket_text(ticket, concat(served, ' '))
-end
+-- Leases, and tickets that are admitted as they come: what every call needs. `waiting.lua` has the rest.
 
 -- EXCESS and ADMITTED are 0 for a lease without an excess, SEQUENCE and ARRIVED for one that was stated.
 function pool.lease_record(level, tokens, requests, excess, admitted, sequence, arrived, grant)
-  return fmt('L %d %.0f %.0f %.0f %.0f %.0f %.0f ', level, tokens, requests, excess, admitted, sequence, arrived)
+  return fmt('L %d %d %d %d %d %d %d ', level, tokens, requests, excess, admitted, sequence, arrived)
     .. (grant or '')
 end
 
@@ -41,22 +13,6 @@ function pool.read_lease(record)
     tonumber(sequence), tonumber(arrived)
 end
 
-function pool.read_ticket(owner, id, record)
-  local level, tokens, requests, sequence, arrived, weight, served, tenant =
-    match(record, '^[WP] (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) ([^|]*)|(.*)$')
-  local ticket = {
-    id = id, owner = owner, level = tonumber(level), tokens = tonumber(tokens), requests = tonumber(requests),
-    sequence = tonumber(sequence), arrived = tonumber(arrived), weight = tonumber(weight), tenant = tenant,
-    served = served, is_stored = true,
-  }
-  local before, times, overtaken = match(served, '^([^;]*);(%d+) (%-?%d+)$')
-  if before then -- it returned
-    ticket.served, ticket.times, overtaken = before, tonumber(times), tonumber(overtaken)
-    if overtaken < 0 then ticket.after = -overtaken else ticket.overtaken = overtaken end
-  end
-  return ticket
-end
-
 function pool.book(level, tokens, requests)
   local tier = tiers[level]
   tier[HELD_TOKENS], tier[HELD_REQUESTS] = tier[HELD_TOKENS] + tokens, tier[HELD_REQUESTS] + requests
@@ -64,91 +20,9 @@ function pool.book(level, tokens, requests)
   is_changed[level] = true
 end
 
--- -- the queue of a tier: the twin of `scheduling/fair_queue.py`
-
 function pool.is_small(ticket)
   local rule = rules[FIRST_RULE + ticket.level]
   return ticket.tokens <= rule[RESERVE_TOKENS] and ticket.requests <= rule[RESERVE_REQUESTS]
-end
-
-function pool.read_lane(text)
-  local finish, waiting, weight = match(text, '^(%S+) (%d+) (%d+)$')
-  return {finish = tonumber(finish), waiting = tonumber(waiting), weight = tonumber(weight)}
-end
-
--- The lane of a tenant: its finish tag, and how many of its tickets wait that were never preempted.
-function pool.lane_of(level, tenant)
-  local of_tier = lanes[level]
-  if not of_tier then
-    of_tier = {}
-    lanes[level] = of_tier
-  end
-  local lane = of_tier[tenant]
-  if not lane then
-    lane = pool.read_lane(call('HGET', pool.finish_key(level), tenant) or '0 0 0')
-    of_tier[tenant] = lane
-  end
-  return lane
-end
-
-function pool.save_lane(level, tenant, lane)
-  if lane.waiting == 0 and lane.finish <= tiers[level][VIRTUAL] then
-    call('HDEL', pool.finish_key(level), tenant)
-  else
-    call('HSET', pool.finish_key(level), tenant, fmt('%.17g %.0f %.0f', lane.finish, lane.waiting, lane.weight))
-  end
-end
-
--- A ticket becomes the first of its tenant, or returns.
-function pool.store_head(ticket)
-  local is_small = pool.is_small(ticket)
-  if not is_small then
-    tiers[ticket.level][LARGE] = tiers[ticket.level][LARGE] + 1
-    is_changed[ticket.level] = true
-  end
-  call('ZADD', is_small and pool.queue_key(ticket.level) or pool.large_key(ticket.level), pool.tag(ticket.start),
-    pool.member_of(ticket))
-end
-
-function pool.store(ticket)
-  pool.join_lane(ticket)
-  call('ZADD', waiting_key, pool.int(ticket.sequence), pool.int(ticket.sequence))
-  call('HSET', pool.replica_key(ticket.owner), ticket.id, pool.ticket_record(ticket))
-  ticket.is_stored = true
-end
-
--- A ticket that is not the first of its tenant stands in the lane by its sequence.
-function pool.join_lane(ticket)
-  local lane = pool.lane_of(ticket.level, ticket.tenant)
-  if lane.waiting == 0 then
-    pool.store_head(ticket)
-  else
-    call('ZADD', pool.lane_key(ticket.level), 0, ticket.tenant .. ' ' .. pool.member_of(ticket))
-  end
-  local tier = tiers[ticket.level]
-  tier[WEIGHTS] = tier[WEIGHTS] + ticket.weight - (lane.waiting > 0 and lane.weight or 0)
-  lane.waiting, lane.weight = lane.waiting + 1, ticket.weight
-  pool.save_lane(ticket.level, ticket.tenant, lane)
-end
-
--- The first of the heads of a tier under one key. A ticket of a dead replica, or of one that is cut off, counts only where
--- there are no others.
-function pool.read_head(level, key)
-  local found = call('ZRANGE', key, 0, pool.is_any_away() and HEADS_SEEN or 0, 'WITHSCORES')
-  local first
-  for index = 1, #found, 2 do
-    local ticket = pool.read_member(level, found[index])
-    ticket.start = tonumber(found[index + 1])
-    if not pool.is_any_away() or not pool.is_away(ticket.owner) then return ticket end
-    ticket.is_away = true
-    first = first or ticket
-  end
-  return first
-end
-
-function pool.starts_earlier(ticket, other)
-  if ticket.is_away ~= other.is_away then return other.is_away end
-  return ticket.start < other.start or (ticket.start == other.start and ticket.sequence < other.sequence)
 end
 
 -- {first, small}: the head of a tier with waiting tickets, and the next ticket no larger than its reserve.
@@ -205,14 +79,6 @@ function pool.push(ticket, tenant, weight)
   is_changed[ticket.level] = true
 end
 
--- When the ticket was first overtaken, nil where it was not. A step is kept while some ticket waits that it overtook
--- first, so there are never more steps than tickets that wait.
-function pool.overtaken_at(sequence)
-  if sequence >= meta[LATEST] then return nil end
-  local found = call('ZRANGEBYSCORE', steps_key, '(' .. pool.int(sequence), '+inf', 'LIMIT', 0, 1)
-  return found[1] and tonumber(match(found[1], '^(%d+)'))
-end
-
 function pool.note_overtaking(sequence, arrived)
   if sequence <= meta[LATEST] then return end
   if meta[WAITING] > 0 then
@@ -220,54 +86,6 @@ function pool.note_overtaking(sequence, arrived)
     if between[1] then call('ZADD', steps_key, pool.int(sequence), pool.int(now) .. ' ' .. pool.int(sequence)) end
   end
   meta[LATEST], meta[LATEST_ARRIVED] = sequence, arrived
-end
-
-function pool.forget_step(sequence)
-  local step = call('ZRANGEBYSCORE', steps_key, '(' .. pool.int(sequence), '+inf', 'WITHSCORES', 'LIMIT', 0, 1)
-  if not step[1] then return end
-  local before = call('ZREVRANGEBYSCORE', steps_key, pool.int(sequence), '-inf', 'WITHSCORES', 'LIMIT', 0, 1)
-  local from = before[1] and '(' .. before[2] or '-inf'
-  if not call('ZRANGEBYSCORE', waiting_key, from, '(' .. step[2], 'LIMIT', 0, 1)[1] then
-    call('ZREM', steps_key, step[1])
-  end
-end
-
--- Takes a ticket that is first of its tenant, or returned, out of the heads of the tier. Returns whether it was there.
-function pool.remove_head(ticket, member)
-  local level = ticket.level
-  if call('ZREM', pool.queue_key(level), member) == 1 then return true end
-  if tiers[level][LARGE] > 0 and call('ZREM', pool.large_key(level), member) == 1 then
-    tiers[level][LARGE] = tiers[level][LARGE] - 1
-    return true
-  end
-  return false
-end
-
--- The next ticket of a tenant becomes its first.
-function pool.advance(level, tenant, lane)
-  local found = call('ZRANGEBYLEX', pool.lane_key(level), '[' .. tenant .. ' ', '(' .. tenant .. '!', 'LIMIT', 0, 1)
-  if not found[1] then return pool.damaged() end
-  call('ZREM', pool.lane_key(level), found[1])
-  local first = pool.read_member(level, string.sub(found[1], #tenant + 2))
-  first.start = math.max(tiers[level][VIRTUAL], lane.finish)
-  pool.store_head(first)
-end
-
-function pool.leave_lane(ticket)
-  local level, tenant, member = ticket.level, ticket.tenant, pool.member_of(ticket)
-  if ticket.times then
-    if not pool.remove_head(ticket, member) then return pool.damaged() end
-    return
-  end
-  local lane = pool.lane_of(level, tenant)
-  lane.waiting = lane.waiting - 1
-  if lane.waiting == 0 then tiers[level][WEIGHTS] = tiers[level][WEIGHTS] - lane.weight end
-  if pool.remove_head(ticket, member) then
-    if lane.waiting > 0 then pool.advance(level, tenant, lane) end
-  elseif call('ZREM', pool.lane_key(level), tenant .. ' ' .. member) == 0 then
-    return pool.damaged()
-  end
-  pool.save_lane(level, tenant, lane)
 end
 
 -- Takes a ticket out of its queue. The caller changes the record of its replica.
@@ -289,88 +107,6 @@ function pool.leave_queue(ticket)
       tier[VIRTUAL], tier[WEIGHTS], lanes[level] = 0, 0, nil
     end
   end
-end
-
--- A ticket that returns starts at the tier's virtual time, or with the head, which small ones may have passed.
-function pool.start_of_return(level)
-  local tier = tiers[level]
-  return tier[QUEUED] > 0 and math.min(tier[VIRTUAL], pool.head_of(level).start) or tier[VIRTUAL]
-end
-
--- -- tickets of a replica that cannot reach the engine
-
--- A ticket that is first in order leaves the queue, and waits outside: others may be admitted meanwhile. It keeps its
--- record, and counts among the tickets that wait, so its figures go on.
-function pool.park(ticket, record)
-  local tier = tiers[ticket.level]
-  pool.leave_queue(ticket)
-  tier[PARKED], tier[PARKED_TOKENS] = tier[PARKED] + 1, tier[PARKED_TOKENS] + ticket.tokens
-  call('HSET', pool.replica_key(ticket.owner), ticket.id, 'P' .. string.sub(record, 2))
-end
-
-function pool.is_parked(record) return string.sub(record, 1, 1) == 'P' end
-
--- A ticket that was parked is no longer.
-function pool.unpark(ticket)
-  local tier = tiers[ticket.level]
-  tier[PARKED], tier[PARKED_TOKENS] = tier[PARKED] - 1, tier[PARKED_TOKENS] - ticket.tokens
-  is_changed[ticket.level] = true
-end
-
--- It takes its place in the queue again: by its sequence in its tenant's lane, but never before the one that is first there
--- now, which would have to be searched for.
-function pool.restore(ticket, record)
-  local level, tier = ticket.level, tiers[ticket.level]
-  local head = tier[QUEUED] > 0 and pool.head_of(level)
-  if head and not head.is_stored then pool.store(head) end
-  pool.unpark(ticket)
-  if ticket.times then ticket.start = pool.start_of_return(level) end
-  pool.count_queued(tier, ticket, 1)
-  if ticket.times then
-    pool.store_head(ticket)
-  else
-    ticket.start = math.max(tier[VIRTUAL], pool.lane_of(level, ticket.tenant).finish)
-    pool.join_lane(ticket)
-  end
-  heads[level] = nil
-  call('HSET', mine, ticket.id, 'W' .. string.sub(record, 2))
-end
-
--- Charges the tenant for a ticket. The virtual time of the tier moves on to its start.
-function pool.charge_tenant(ticket)
-  local tier = tiers[ticket.level]
-  tier[VIRTUAL] = math.max(tier[VIRTUAL], ticket.start)
-  if not ticket.times then
-    local lane = pool.lane_of(ticket.level, ticket.tenant)
-    lane.finish = math.max(lane.finish, ticket.start) + ticket.tokens / ticket.weight
-  end
-end
-
--- Sorts the first tickets of a tier with another reserve anew into small and large ones.
-function pool.sort_heads(level)
-  local small, large = pool.queue_key(level), pool.large_key(level)
-  local found = {call('ZRANGE', small, 0, -1, 'WITHSCORES'), call('ZRANGE', large, 0, -1, 'WITHSCORES')}
-  call('DEL', small, large)
-  tiers[level][LARGE], heads[level] = 0, nil
-  for _, entries in ipairs(found) do
-    for index = 1, #entries, 2 do
-      local ticket = pool.read_member(level, entries[index])
-      ticket.start = tonumber(entries[index + 1])
-      pool.store_head(ticket)
-    end
-  end
-end
-
--- The wait of the ticket so far, as text after its id, and whether it was overtaken.
-function pool.wait_text(ticket, aged_level)
-  local overtaken = ticket.overtaken or pool.overtaken_at(ticket.after or ticket.sequence)
-  local parts = {pool.int(now - ticket.arrived), overtaken and pool.int(now - overtaken) or '-1', pool.int(aged_level)}
-  local level = 0
-  for served in string.gmatch(ticket.served, '%d+') do
-    parts[#parts + 1] = pool.int(tiers[level][SERVED] - tonumber(served))
-    level = level + 1
-  end
-  return concat(parts, ' '), overtaken
 end
 
 -- Forgets the step that a ticket needed. A ticket that keeps its own moment needs none.

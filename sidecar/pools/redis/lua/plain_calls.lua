@@ -1,0 +1,100 @@
+-- A call that finds no one waiting, and has to do nothing but operations: most calls of a pool with room. What the
+-- functions of the other files do then stands here without one, because to make them takes longer than the rest of such a
+-- call. The first operation that needs more, and all after it, are left to `operate`. Random programs compare both. Only
+-- the order by level is known here: a script with another order leaves this file out.
+
+if kind == 'call' and read_root() and meta[WAITING] == 0 and meta[HOLD_UNTIL] == 0 and meta[DEAD] == 0 and meta[CUT_OFF] == 0
+  and not held_back_lease then
+  prefix = root .. ':' .. fmt('%d', meta[BIRTH]) .. ':'
+  mine = prefix .. 'r:' .. me
+  now = clock_us() + meta[OFFSET]
+  if tonumber(call('HGET', mine, '#')) == fence and now >= meta[NOW] and now - meta[NOW] <= LOST_US
+    and now >= meta[ABSENT_UNTIL] and now >= meta[BACK_UNTIL] and (now < meta[GRACE] or now < meta[SWEEP]) then
+    meta[NOW] = now
+    if ARGV[4] ~= '0' then call('LTRIM', prefix .. 'o:' .. me, ARGV[4], -1) end
+    unfinished = 5
+  end
+end
+
+local is_plain = unfinished ~= nil
+while is_plain and ARGV[unfinished] do
+  local operation, id = ARGV[unfinished], ARGV[unfinished + 1]
+  if operation == 'e' then -- as `enter`
+    local level, tokens, requests = tonumber(ARGV[unfinished + 2]), tonumber(ARGV[unfinished + 5]), tonumber(ARGV[unfinished + 6])
+    local rule, tier = rules[FIRST_RULE + level], tiers[level]
+    local held_tokens, held_requests = tier[HELD_TOKENS] + tokens, tier[HELD_REQUESTS] + requests
+    local free_tokens, free_requests = rules[CAPACITY_TOKENS] - all_tokens, rules[CAPACITY_REQUESTS] - all_requests
+    is_plain = free_tokens > 0 and free_requests > 0 and rule[PREEMPTIBLE] == 0
+      and (rule[LIMITED] == 0 or (held_tokens <= rule[LIMIT_TOKENS] and held_requests <= rule[LIMIT_REQUESTS]))
+    for other = 0, level - 1 do
+      local above, of_above = rules[FIRST_RULE + other], tiers[other]
+      free_tokens = free_tokens - math.max(0, above[HEADROOM_TOKENS] - of_above[HELD_TOKENS])
+      free_requests = free_requests - math.max(0, above[HEADROOM_REQUESTS] - of_above[HELD_REQUESTS])
+    end
+    is_plain = is_plain and free_tokens >= tokens and free_requests >= requests
+    if is_plain and call('HEXISTS', mine, id) == 0 then
+      local excess, reserve_tokens, reserve_requests = 0, rule[RESERVE_TOKENS], rule[RESERVE_REQUESTS]
+      if rule[ALWAYS_FIRST] == 0 and now >= tier[OWES_UNTIL] and tier[HELD_TOKENS] < reserve_tokens
+        and tier[HELD_REQUESTS] < reserve_requests then
+        excess = math.min(MOST_EXCESS, math.max(0, math.floor((held_tokens - reserve_tokens) / reserve_tokens),
+          math.floor((held_requests - reserve_requests) / reserve_requests)))
+      end
+      local sequence = meta[SEQUENCE] + 1
+      meta[SEQUENCE], meta[LATEST], meta[LATEST_ARRIVED] = sequence, sequence, now
+      meta[ADMISSIONS], meta[LEASES] = meta[ADMISSIONS] + 1, meta[LEASES] + 1
+      tier[LATEST_ADMISSION], tier[HELD_TOKENS], tier[HELD_REQUESTS] = meta[ADMISSIONS], held_tokens, held_requests
+      tier[SERVED], tier[ADMITTED] = tier[SERVED] + tokens, tier[ADMITTED] + 1
+      all_tokens, all_requests, is_changed[level] = all_tokens + tokens, all_requests + requests, true
+      call('HSET', mine, id, fmt('L %d %d %d %d %d %d %d ', level, tokens, requests, excess, excess > 0 and now or 0, sequence, now))
+      grants[#grants + 1] = id
+    end
+    if is_plain then unfinished = unfinished + 7 end
+  elseif operation == 'x' or operation == 'z' then -- as `finish` and `resize`
+    local level, tokens, requests, excess, admitted, rest =
+      match(call('HGET', mine, id) or '', '^L (%d+) (%d+) (%d+) (%d+) (%d+) (.*)$')
+    local tier = tiers[tonumber(level)]
+    if not tier then
+      if operation == 'x' then meta[LATE] = meta[LATE] + 1 end
+    elseif operation == 'z' then
+      local change = tonumber(ARGV[unfinished + 2]) - tokens
+      tier[HELD_TOKENS], all_tokens, is_changed[tonumber(level)] = tier[HELD_TOKENS] + change, all_tokens + change, true
+      call('HSET', mine, id, concat({'L', level, fmt('%d', tokens + change), requests, excess, admitted, rest}, ' '))
+    else
+      call('HDEL', mine, id)
+      tier[HELD_TOKENS], tier[HELD_REQUESTS] = tier[HELD_TOKENS] - tokens, tier[HELD_REQUESTS] - requests
+      all_tokens, all_requests, is_changed[tonumber(level)] = all_tokens - tokens, all_requests - requests, true
+      meta[LEASES] = meta[LEASES] - 1
+      if excess ~= '0' then
+        tier[OWES_UNTIL] = math.min(LATEST_US, math.max(now, tier[OWES_UNTIL]) + excess * math.max(0, now - admitted))
+      end
+      local member = me .. ' ' .. id
+      for other = FIRST_RULE, #rules do
+        if rules[other][PREEMPTIBLE] > 0 then
+          if call('HDEL', prefix .. 'v', member) == 1 then
+            call('ZREM', prefix .. 'p:' .. level, member)
+            call('HDEL', prefix .. 'c', member)
+          end
+          break
+        end
+      end
+    end
+    unfinished = unfinished + (operation == 'x' and 2 or 3)
+  else
+    is_plain = false
+  end
+end
+
+if is_plain then
+  local listed, updates, texts = call('LRANGE', prefix .. 'o:' .. me, 0, -1), {'meta', fmt(META_TEXT, unpack(meta))}, {}
+  for _, text in ipairs(listed) do grants[#grants + 1] = text end
+  for level = 0, #rules - FIRST_RULE do
+    if is_changed[level] then
+      local text = fmt(TIER_TEXT, unpack(tiers[level]))
+      updates[#updates + 1], updates[#updates + 2] = level, text
+      texts[#texts + 1] = level .. ' ' .. text
+    end
+  end
+  call('HSET', root, unpack(updates))
+  return {'ok', {meta[REPLICAS], -1, #listed, 0, meta[LEASES], meta[LATE], all_tokens, all_requests,
+    meta[LATEST_ARRIVED] == 0 and -1 or now - meta[LATEST_ARRIVED], meta[REPLICAS], 0, 0, 0}, texts, grants, {}, {}, {}}
+end
