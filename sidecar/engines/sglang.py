@@ -1,8 +1,10 @@
 """SGLang: a 64-bit integer, higher is more important. It acts only with `--enable-priority-scheduling`.
 
 Its header is off unless `SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES=1`, and then covers chat and messages alone; responses
-accept the member and drop it (up to 0.5.23, `serving_responses.py` builds its request without it). Its settings are in
-`/server_info`, and its load is in `/v1/loads`, with or without metrics.
+accept the member and drop it (up to 0.5.23, `serving_responses.py` builds its request without it). A launcher in the
+server's own process can give the granted value to its tokenizer manager instead, which serves every endpoint
+(`sidecar.launchers.sglang_app`). Its settings are in `/server_info`, and its load is in `/v1/loads`, with or without
+metrics.
 """
 
 from __future__ import annotations
@@ -83,6 +85,7 @@ class Sglang(base.Engine):
             **base.MEDIA,
             "/invocations": Api.CHAT,
             **base.unsized("/generate", "/generate_from_file", "/encode", "/classify", "/vertex_generate"),
+            **base.unsized("/v1/decisions", "/v1/systemone"),
             **base.unsized("/api/chat", "/api/generate"),
         },
         harmless=base.COUNTING
@@ -136,6 +139,14 @@ class Sglang(base.Engine):
         return base.facts_from(
             **{name: (SERVER_INFO, value) for name, value in found.items()}, has_field=(base.OPENAPI, field)
         )
+
+
+class LaunchedSglang(Sglang):
+    """SGLang whose own process gets the grant from `sidecar.launchers.sglang_app`: a request carries nothing."""
+
+    def forward(self, api: Api, priority: base.Priority) -> base.Forward:  # noqa: ARG002  # every endpoint is the same
+        """See `Engine.forward`."""
+        return base.Forward(is_handed_over=True)
 
 
 async def _retracted(pages: Pages, page: str) -> int | None:

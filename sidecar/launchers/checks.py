@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from sidecar.admin.port import try_ports
-from sidecar.app import store_of
 from sidecar.engines import Engine, NoEngine
 from sidecar.policy import POLICY_VARIABLE
 from sidecar.policy.compiler import load_files
@@ -19,6 +18,7 @@ from sidecar.policy.model import Policy
 from sidecar.policy.warnings import warnings
 from sidecar.server.server import CannotServe
 from sidecar.server.workers import PROCESSES_VARIABLE, ServerProcesses, refuse_separate_pools, refuse_shared_engine
+from sidecar.stores import store_of
 
 TRIED_VARIABLE = "SIDECAR_ADMIN_PORTS_TRIED"
 """Set for processes that run the launcher again (TensorRT-LLM's further frontends), when the first may listen."""

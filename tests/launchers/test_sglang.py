@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from sidecar.launchers.checks import CannotLaunch
+from sidecar.launchers.sglang_priority import hand_over_in
 from tests.launchers.conftest import Refusal
 from tests.launchers.launched import Launched, launched, ours, write_policy
 from tests.support.ports import free_ports
@@ -21,17 +23,29 @@ from tests.support.redis_servers import RedisServer, first_binary
 pytestmark = pytest.mark.anyio
 
 CHAT = "/v1/chat/completions"
+BODIES: dict[str, Any] = {
+    CHAT: lambda prompt: {"messages": [{"role": "user", "content": prompt}], "max_tokens": 3},
+    "/v1/completions": lambda prompt: {"prompt": prompt, "max_tokens": 3},
+    "/v1/responses": lambda prompt: {"input": prompt, "max_output_tokens": 3},
+    "/v1/messages": lambda prompt: {"messages": [{"role": "user", "content": prompt}], "max_tokens": 3},
+}
 PRIORITIES = {"critical": 8, "high": 6, "normal": 4, "low": 2, "batch": 0}
 
 
 @asynccontextmanager
 async def sglang(
-    folder: Path, *arguments: str, requests: int = 100, capacity: str = "", **variables: str
+    folder: Path,
+    *arguments: str,
+    requests: int = 100,
+    capacity: str = "",
+    engine: str = "sglang",
+    is_by_priority: bool = True,
+    **variables: str,
 ) -> AsyncIterator[Launched]:
-    policy = write_policy(folder, engine="sglang", requests=requests)
+    policy = write_policy(folder, engine=engine, requests=requests)
     if capacity:
         policy.write_text(mounted(policy.read_text(), capacity))
-    given = ("--policy", str(folder), "--enable-priority-scheduling", *arguments)
+    given = ("--policy", str(folder), *(["--enable-priority-scheduling"] if is_by_priority else []), *arguments)
     log = {"STAND_IN_SGLANG_LOG": str(folder / "sglang.log")}
     async with launched(ours("sglang-serve"), *given, variables={**log, **variables}) as server:
         yield server
@@ -56,12 +70,103 @@ async def ask(server: Launched, tier: str, prompt: str, most: int = 2) -> None:
 
 
 @pytest.mark.long
-async def test_every_request_carries_its_own_priority(tmp_path: Path) -> None:
+async def test_every_request_of_every_endpoint_carries_its_own_priority(tmp_path: Path) -> None:
+    """Responses and messages too, which have no priority of their own; streamed and not, and all at the same time."""
+    cases = [
+        (path, tier, stream, f"{path} {tier} {stream} {index}")
+        for path in BODIES
+        for tier in PRIORITIES
+        for stream in (False, True)
+        for index in range(3)
+    ]
     async with sglang(tmp_path) as server:
-        cases = [(tier, f"{tier} {index}") for tier in PRIORITIES for index in range(5)]
-        await asyncio.gather(*(ask(server, *case) for case in cases))
+
+        async def one(path: str, tier: str, stream: bool, prompt: str) -> None:
+            status, headers, text = await server.post(path, tier, stream=stream, **BODIES[path](prompt))
+            assert (status, headers["x-admission-tier"]) == (200, tier), text
+            assert text.endswith("data: [DONE]\n\n") == stream
+
+        await asyncio.gather(*(one(*case) for case in cases))
         reported = {event["prompt"]: event["priority"] for event in happened(tmp_path)}
-        assert reported == {prompt: PRIORITIES[tier] for tier, prompt in cases}
+        assert reported == {prompt: PRIORITIES[tier] for _, tier, _, prompt in cases}
+
+
+async def test_what_a_client_writes_itself_is_not_what_the_engine_gets(tmp_path: Path) -> None:
+    async with sglang(tmp_path) as server:
+        status, headers, _ = await server.post("/v1/completions", "low", prompt="one", max_tokens=2, priority=99)
+        assert (status, headers["x-admission-ignored"]) == (200, "priority")
+        assert {event["priority"] for event in happened(tmp_path)} == {PRIORITIES["low"]}
+
+
+async def test_an_engine_that_serves_as_they_come_is_told_no_priority_and_the_start_says_so(tmp_path: Path) -> None:
+    """With --abort-on-priority-when-disabled SGLang would answer 503 to each."""
+    async with sglang(tmp_path, is_by_priority=False) as server:
+        await ask(server, "batch", "any")
+        assert {event["priority"] for event in happened(tmp_path)} == {None}
+        assert server.log.count("start it with --enable-priority-scheduling") == 1
+
+
+async def test_a_policy_without_an_engine_hands_nothing_over(tmp_path: Path) -> None:
+    async with sglang(tmp_path, "--default-priority-value", "7", engine="none") as server:
+        await ask(server, "batch", "any")
+        assert {event["priority"] for event in happened(tmp_path)} == {7}
+
+
+async def test_the_servers_own_request_does_not_end_it(tmp_path: Path) -> None:
+    """SGLang asks itself when it starts, without a key, at a path that no policy guards by default; a 404 ends it."""
+    async with sglang(tmp_path) as server:
+        await asyncio.sleep(0.5)  # the stand-in asks 50 ms after its start
+        await ask(server, "high", "still there")
+        assert "warmup error" not in server.log
+
+
+def changed_manager(change: str) -> type[Any]:
+    """A tokenizer manager unlike the one of 0.5.23."""
+
+    class TokenizerManager:
+        async def generate_request(self, obj: Any) -> AsyncIterator[None]:
+            self._set_default_priority(obj)
+            yield None
+
+        def _set_default_priority(self, obj: Any) -> None:
+            if self.enable_priority_scheduling:
+                obj.priority = 1
+
+        enable_priority_scheduling = True
+
+    class NotCalled(TokenizerManager):
+        async def generate_request(self, obj: Any) -> AsyncIterator[None]:
+            yield obj
+
+    class OneArgumentMore(TokenizerManager):
+        def _set_default_priority(self, obj: Any, more: Any = None) -> None:
+            if self.enable_priority_scheduling:
+                obj.priority = more
+
+    class ByAnotherName(TokenizerManager):
+        def _set_default_priority(self, obj: Any) -> None:
+            if self.enable_priority_scheduling:
+                obj.urgency = 1
+
+    class Gone:
+        async def generate_request(self, obj: Any) -> AsyncIterator[None]:
+            yield obj
+
+    classes: dict[str, type[Any]] = {
+        "none": TokenizerManager,
+        "not called": NotCalled,
+        "one argument more": OneArgumentMore,
+        "by another name": ByAnotherName,
+        "gone": Gone,
+    }
+    return classes[change]
+
+
+@pytest.mark.parametrize("change", ["not called", "one argument more", "by another name", "gone"])
+def test_another_sglang_than_the_one_that_was_read_is_refused(change: str) -> None:
+    with pytest.raises(CannotLaunch, match=r"another way than 0\.5\.23: .*_default_priority is missing, changed"):
+        hand_over_in(changed_manager(change))
+    hand_over_in(changed_manager("none"))
 
 
 @pytest.mark.long

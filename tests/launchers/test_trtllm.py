@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -262,3 +263,62 @@ async def test_a_path_that_is_not_guarded_is_refused_by_default(tmp_path: Path) 
             status, _, text = await server.post(path, "batch", **BODIES["/v1/chat/completions"]("unguarded"))
             assert (status, json.loads(text)["error"]["code"]) == (404, "not_guarded")
         assert await served(server) == {}
+
+
+async def test_maximum_tokens_have_two_names_and_not_both(tmp_path: Path) -> None:
+    """As in the real schema, where the one is the other's alias."""
+    messages = [{"role": "user", "content": "any"}]
+    async with trtllm(tmp_path) as server:
+        for name in ("max_tokens", "max_completion_tokens"):
+            status, _, text = await server.post("/v1/chat/completions", "low", messages=messages, **{name: 3})
+            assert (status, json.loads(text)["usage"]["completion_tokens"]) == (200, 3)
+        status, _, text = await server.post(
+            "/v1/chat/completions", "low", messages=messages, max_tokens=3, max_completion_tokens=3
+        )
+        assert status == 400
+        assert "max_completion_tokens" in json.loads(text)["error"]
+
+
+async def test_messages_has_errors_of_its_own_shape(tmp_path: Path) -> None:
+    async with trtllm(tmp_path) as server:
+        body = BODIES["/v1/messages"]("any")
+        status, _, text = await server.post("/v1/messages", "low", **{**body, "max_tokens": 0})
+        assert (status, json.loads(text)["error"]["type"]) == (400, "invalid_request_error")
+
+
+async def test_the_requests_of_a_batch_have_the_grant_of_the_batch(tmp_path: Path) -> None:
+    """They are begun in the request that brings them, and run on after it."""
+    path = "/v1/messages/batches"
+    write_policy(tmp_path, more=f"  {path}: {{api: generic, tokens: 1000}}\n")
+    params = {"model": "m", "max_tokens": 3}
+    requests = [
+        {"custom_id": name, "params": {**params, "messages": [{"role": "user", "content": name}]}}
+        for name in ("one", "two")
+    ]
+    async with trtllm(tmp_path) as server:
+        status, headers, text = await server.post(path, "low", requests=requests)
+        assert (status, headers["x-admission-tier"]) == (200, "low"), text
+        deadline_s = time.monotonic() + 5
+        while (await server.get(f"{path}/{json.loads(text)['id']}"))["processing_status"] != "ended":
+            assert time.monotonic() < deadline_s
+            await asyncio.sleep(0.05)
+        assert await served(server) == {"one": 0.25, "two": 0.25}
+
+
+async def test_what_the_servers_own_options_set_counts(tmp_path: Path) -> None:
+    """--set overrides the file: with it the queue is first come, first served, and the start says so."""
+    async with trtllm(tmp_path, "--set", "scheduler_config.waiting_queue_policy=fcfs") as server:
+        assert warned(server)[0].startswith("sidecar: the engine serves its waiting queue first come, first served")
+
+
+async def test_mounted_by_the_servers_own_option_chat_carries_its_priority(tmp_path: Path) -> None:
+    """Without the launcher, as docs/mounting.md says: chat and completions in their body, the others go without."""
+    write_policy(tmp_path)
+    (tmp_path / "serve.yaml").write_text(PRIORITY_QUEUE)
+    command = [sys.executable, "-c", "from tensorrt_llm.commands.serve import main; main()", "m"]
+    given = ("--config", str(tmp_path / "serve.yaml"), "--middleware", "sidecar.AdmissionMiddleware")
+    async with launched(command, *given, variables={"SIDECAR_POLICY": str(tmp_path)}) as server:
+        for path in ("/v1/chat/completions", "/v1/responses"):
+            status, headers, text = await server.post(path, "low", **BODIES[path](path))
+            assert (status, headers["x-admission-tier"]) == (200, "low"), text
+        assert await served(server) == {"/v1/chat/completions": 0.25, "/v1/responses": 0.5}

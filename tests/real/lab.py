@@ -1,6 +1,6 @@
-"""Real engines for tests marked `engine`: vLLM on the CPU, and Dynamo's router with its mock engine.
+"""Real engines for tests marked `engine`: vLLM and SGLang on the CPU, and Dynamo's router with its mock engine.
 
-They are started by the scripts of the engine lab, `run_vllm.sh` and `run_dynamo.sh`, which are no part of this
+They are started by the engine lab's `run_vllm.sh`, `run_sglang.sh` and `run_dynamo.sh`, which are no part of this
 repository: SIDECAR_ENGINE_LAB names their folder, by default `../shared/lab` beside the checkout. What the scripts have
 installed is where their variable LAB says, by default ~/.cache/engine-lab.
 """
@@ -106,6 +106,43 @@ def vllm(**settings: Any) -> Iterator[Engine]:
     """As `vllm_process`, and answers."""
     with vllm_process(**settings) as engine:
         engine.wait_ready("/health")
+        yield engine
+
+
+SGLANG_TOKENS = 8192
+"""What its KV cache holds here."""
+
+
+@contextmanager
+def sglang(
+    *,
+    policy: Path | None = None,
+    by_priority: bool = True,
+    sequences: int = 4,
+    arguments: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[Engine]:
+    """SGLang with the tiny model, which answers; where there is a `policy`, run by `sidecar sglang-serve`.
+
+    Skips where this project's dependencies are not installed beside SGLang. This checkout is on its path.
+    """
+    line = ["bash", str(script("run_sglang.sh", "sglang")), *arguments]
+    port = free_port()
+    settings = {
+        "PORT": str(port),
+        "SEQS": str(sequences),
+        "TOKENS": str(SGLANG_TOKENS),
+        "PRIORITY": "1" if by_priority else "0",
+        "PYTHONPATH": str(ROOT),
+        **(variables or {}),
+    }
+    if policy is not None:
+        environment = installed_in() / "sglang"
+        if not list(environment.glob("lib/*/site-packages/admission_sidecar-*.dist-info")):
+            pytest.skip(f"this project is not installed beside SGLang: run {environment}/bin/pip install . once")
+        settings |= {"SERVE": "python -m sidecar.cli sglang-serve", "SIDECAR_POLICY": str(policy)}
+    with tempfile.TemporaryDirectory() as folder, _running(line, settings, Path(folder) / "log", port) as engine:
+        engine.wait_ready("/v1/models")
         yield engine
 
 

@@ -13,7 +13,10 @@ class ServerArgs:
     tokenizer_worker_num: int = 1
     enable_priority_scheduling: bool = False
     default_priority_value: int | None = None
+    abort_on_priority_when_disabled: bool = False
+    schedule_low_priority_values_first: bool = False
     max_running_requests: int | None = None
+    skip_server_warmup: bool = False
     enable_http2: bool = False
     grpc_mode: bool = False
     smg_grpc_mode: bool = False

@@ -1,9 +1,12 @@
 """From tensorrt_llm/commands/serve.py @ 7af5c6c2: a click group whose default command is `serve`, and `launch_server`.
 
 With `num_serve_frontends` above 1 the launcher runs its own command line again for each further frontend, and every one
-of them listens on the same port (`_spawn_attached_frontends`, later in serve/_frontend_processes.py).
+of them listens on the same port (`_spawn_attached_frontends`, later in serve/_frontend_processes.py). `--set` is as in
+commands/_config_overrides.py @ 0ad591fc: PATH=YAML, the last one counts, and some paths are refused. `--middleware` is
+an import name, as vLLM's: it was reported from a newer build, and is not in the source that could be read.
 """
 
+import importlib
 import os
 import socket
 import subprocess
@@ -15,8 +18,24 @@ import yaml
 from tensorrt_llm import LLM
 from tensorrt_llm.serve import OpenAIServer
 
+_RESERVED = {"model": "use the MODEL positional argument", "backend": "use --backend"}
 
-def launch_server(host: str, port: int, llm_args: dict):
+
+def apply_config_overrides(llm_args: dict, assignments: tuple[str, ...]) -> None:
+    for assignment in assignments:
+        path, equals, value = assignment.partition("=")
+        if not equals:
+            raise click.BadParameter("Each override must use PATH=YAML_VALUE syntax.")
+        first, *rest = path.split(".")
+        if first in _RESERVED:
+            raise click.BadParameter(f"Configuration path '{path}' is not supported by --set; {_RESERVED[first]}.")
+        target, last = llm_args, first
+        for component in rest:
+            target, last = target.setdefault(last, {}), component
+        target[last] = yaml.safe_load(value)
+
+
+def launch_server(host: str, port: int, llm_args: dict, middleware: tuple[str, ...] = ()):
     frontends = llm_args.get("num_serve_frontends", 1)
     is_attached = os.getenv("TLLM_EXECUTOR_ATTACH_INFO") is not None
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as s:
@@ -45,6 +64,9 @@ def launch_server(host: str, port: int, llm_args: dict):
                 server_role=None,
                 metadata_server_cfg=None,
             )
+            for name in middleware:
+                module, _, attribute = name.rpartition(".")
+                server.app.add_middleware(getattr(importlib.import_module(module), attribute))
             # The real one runs uvloop.run(server(...)).
             _run(server(host, port, sockets=[s]))
         finally:
@@ -69,9 +91,11 @@ def _run(serving) -> None:
 @click.option("--tensor_parallel_size", "--tp_size", type=int, default=1)
 @click.option("--num_serve_frontends", type=int, default=1)
 @click.option("--grpc", is_flag=True, default=False)
+@click.option("--set", "overrides", type=str, multiple=True)
+@click.option("--middleware", type=str, multiple=True)
 @click.option("--config", "--extra_llm_api_options", "extra_llm_api_options", type=str, default=None)
 def serve(model, host, port, backend, max_batch_size, tensor_parallel_size, num_serve_frontends, grpc,
-          extra_llm_api_options):  # fmt: skip
+          overrides, middleware, extra_llm_api_options):  # fmt: skip
     """Running an OpenAI API compatible server
 
     MODEL: model name | HF checkpoint path | TensorRT engine path
@@ -86,7 +110,8 @@ def serve(model, host, port, backend, max_batch_size, tensor_parallel_size, num_
     if extra_llm_api_options is not None:
         with open(extra_llm_api_options) as f:
             llm_args.update(yaml.safe_load(f))
-    launch_server(host, port, llm_args)
+    apply_config_overrides(llm_args, overrides)
+    launch_server(host, port, llm_args, middleware)
 
 
 @click.command("disaggregated")

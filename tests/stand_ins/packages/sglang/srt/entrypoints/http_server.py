@@ -2,14 +2,20 @@
 
 Kept: CORS is added when the module is imported and the API key's check by `_setup_and_run_http_server`, in the mode
 with one tokenizer alone; with more, each worker process imports the name in SGLANG_HTTP_SERVER_APP_PATH and reads the
-server's arguments from shared memory, here from a variable. What they do is appended to STAND_IN_SGLANG_LOG.
+server's arguments from shared memory, here from a variable. The server warms itself up by a POST /generate to itself,
+and ends itself where that is not answered 200 (`_execute_server_warmup`). Kept as well: the error shapes of chat, of
+messages and of responses, and which endpoint hands the priority of its body over (responses and messages do not).
 """
 
-import asyncio
 import dataclasses
 import json
+import logging
 import os
+import signal
+import threading
 import time
+import urllib.error
+import urllib.request
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,21 +23,22 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse
-from pydantic import BaseModel
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from sglang.srt.entrypoints.openai.protocol import (
+    AnthropicMessagesRequest,
+    ChatCompletionRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    ResponsesRequest,
+)
 from sglang.srt.environ import envs
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
 
+logger = logging.getLogger(__name__)
 _SHARED_MEMORY = "STAND_IN_SGLANG_ARGS"
-
-
-class ChatCompletionRequest(BaseModel):
-    # What the schema does not know is ignored, unlike TensorRT-LLM's.
-    messages: list[dict[str, Any]]
-    model: str = "default"
-    max_tokens: int | None = None
-    priority: int | None = None
 
 
 @asynccontextmanager
@@ -41,7 +48,9 @@ async def lifespan(fast_api_app: FastAPI):
     else:
         server_args = ServerArgs(**json.loads(os.environ[_SHARED_MEMORY]))
         assert server_args.api_key is None, "API key is not supported in multi-tokenizer mode"
-    fast_api_app.state.enable_priority_scheduling = server_args.enable_priority_scheduling
+    fast_api_app.state.tokenizer_manager = TokenizerManager(server_args)
+    if getattr(fast_api_app, "is_single_tokenizer_mode", False) and not server_args.skip_server_warmup:
+        threading.Thread(target=_execute_server_warmup, args=(server_args,), daemon=True).start()
     yield
 
 
@@ -53,7 +62,17 @@ app.add_middleware(
 
 @app.exception_handler(RequestValidationError)
 async def validation_exception_handler(request: Request, exc: RequestValidationError):
-    return JSONResponse(status_code=400, content={"object": "error", "message": str(exc), "code": 400})
+    return _error(request.url.path, str(exc))
+
+
+def _error(path: str, message: str) -> JSONResponse:
+    if path.startswith("/v1/messages"):
+        content = {"type": "error", "error": {"type": "invalid_request_error", "message": message}}
+    elif path.startswith("/v1/responses"):
+        content = {"error": {"message": message, "type": "Bad Request", "param": None, "code": 400}}
+    else:
+        content = {"object": "error", "message": message, "type": "Bad Request", "param": None, "code": 400}
+    return JSONResponse(content, 400)
 
 
 @app.get("/health")
@@ -61,22 +80,95 @@ async def health():
     return JSONResponse({})
 
 
+@app.get("/server_info")
+async def server_info(request: Request):
+    manager = request.app.state.tokenizer_manager
+    return {
+        "version": "0.5.23",
+        "enable_priority_scheduling": manager.enable_priority_scheduling,
+        "default_priority_value": manager.default_priority_value,
+        "internal_states": [],
+    }
+
+
+@app.get("/v1/models")
+async def available_models():
+    return {"object": "list", "data": [{"id": "m", "object": "model", "owned_by": "sglang"}]}
+
+
 @app.post("/v1/chat/completions")
 async def openai_v1_chat_completions(request: ChatCompletionRequest, raw_request: Request):
-    _log("begun", request)
-    for _ in range(request.max_tokens or 1):
-        if await raw_request.is_disconnected():
-            _log("aborted", request)
-            break
-        await asyncio.sleep(0.002)
-    _log("ended", request)
-    return JSONResponse({"choices": [{"index": 0, "message": {"role": "assistant", "content": "t"}}]})
+    most = request.max_completion_tokens or request.max_tokens
+    return await _served(raw_request, request.messages[-1]["content"], most, request.stream, request.priority)
 
 
-def _log(what: str, request: ChatCompletionRequest) -> None:
-    line = {"what": what, "prompt": request.messages[-1]["content"], "priority": request.priority}
-    with open(os.environ["STAND_IN_SGLANG_LOG"], "a") as log:
-        log.write(json.dumps({**line, "pid": os.getpid(), "at_s": time.monotonic()}) + "\n")
+@app.post("/v1/completions")
+async def openai_v1_completions(request: CompletionRequest, raw_request: Request):
+    return await _served(raw_request, request.prompt, request.max_tokens, request.stream, request.priority)
+
+
+@app.post("/v1/embeddings")
+async def openai_v1_embeddings(request: EmbeddingRequest, raw_request: Request):
+    return await _served(raw_request, request.input, 1, False, request.priority)
+
+
+@app.post("/v1/responses")
+async def v1_responses_request(request: ResponsesRequest, raw_request: Request):
+    return await _served(raw_request, request.input, request.max_output_tokens, request.stream)
+
+
+@app.post("/v1/messages")
+async def anthropic_v1_messages(request: AnthropicMessagesRequest, raw_request: Request):
+    return await _served(raw_request, request.messages[-1]["content"], request.max_tokens, request.stream)
+
+
+@app.post("/generate")
+async def generate_request(obj: GenerateReqInput, request: Request):
+    most = (obj.sampling_params or {}).get("max_new_tokens")
+    return await _served(request, obj.text, most, obj.stream, obj.priority)
+
+
+@app.post("/abort_request")
+async def abort_request(request: Request):
+    request.app.state.tokenizer_manager.abort_request((await request.json()).get("rid", ""))
+    return Response()
+
+
+async def _served(raw_request: Request, prompt: Any, most: int | None, stream: bool, priority: int | None = None):
+    obj = GenerateReqInput(prompt, {"max_new_tokens": most}, stream, priority)
+    generated = raw_request.app.state.tokenizer_manager.generate_request(obj, raw_request)
+    if stream:
+        return StreamingResponse(_events(generated), media_type="text/event-stream")
+    try:
+        text = await anext(generated)
+    except ValueError as error:
+        return _error(raw_request.url.path, str(error))
+    return {"choices": [{"index": 0, "message": {"role": "assistant", "content": text}}]}
+
+
+async def _events(generated):
+    async for text in generated:
+        yield f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': text}}]})}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def _execute_server_warmup(server_args: ServerArgs) -> None:
+    url = f"http://{server_args.host}:{server_args.port}"
+    body = json.dumps({"text": "The capital city of France is", "sampling_params": {"max_new_tokens": 8}}).encode()
+    headers = {"content-type": "application/json"}
+    if server_args.api_key:
+        headers["authorization"] = f"Bearer {server_args.api_key}"
+    for _ in range(120):
+        time.sleep(0.05)
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            urllib.request.urlopen(urllib.request.Request(f"{url}/generate", body, headers), timeout=600).close()
+            return
+        except urllib.error.HTTPError as error:
+            logger.error("Initialization failed. warmup error: %s", error)
+            os.kill(os.getpid(), signal.SIGKILL)
+        except OSError:
+            continue
 
 
 class ApiKeyMiddleware:
