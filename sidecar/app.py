@@ -33,21 +33,23 @@ from sidecar.middleware.engine_watch import EngineCheck, EngineState, EngineWatc
 from sidecar.middleware.middleware import serve_scope
 from sidecar.middleware.model_requests import serve_models
 from sidecar.middleware.models import ModelsController
+from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.observability import Observability
 from sidecar.policy import POLICY_VARIABLE
 from sidecar.policy.compiler import load
 from sidecar.policy.model import Policy, Unguarded
 from sidecar.policy.reload import PolicyFiles
-from sidecar.policy.store import StoreAddress, store_address
+from sidecar.policy.store import StoreAddress
 from sidecar.pools import EngineSizedPool, LocalPool, Pool
 from sidecar.pools.fleet import FleetPool
 from sidecar.pools.local import LimitsPool
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.scheduling.rate_limit import RateLimiter
-from sidecar.secrets import ENGINE_KEY_VARIABLE, secret, secret_for_header
+from sidecar.secrets import ENGINE_KEY_VARIABLE, secret_for_header
 from sidecar.server.mounted import FailedStart, Lifespan, MountedLifespan, Step, check_processes
 from sidecar.server.server import CannotServe
 from sidecar.server.workers import ServerProcesses
+from sidecar.stores import records_of, refuse_uncounted_budgets, store_of, takes_over_a_store, usage_of
 from sidecar.telemetry import StoreMetrics
 from sidecar.telemetry.logs.setup import mounted_logging
 from sidecar.telemetry.setup import TelemetryError, configure_from_environment
@@ -56,11 +58,8 @@ from sidecar.tokens import Estimator, TokenizerCounter
 if TYPE_CHECKING:
     from sidecar.pools.redis import RedisFleetPool
 
-STORE_VARIABLE = "SIDECAR_STORE"
 STATE_KEY = "admission"
 """In the lifespan's state."""
-TAKE_OVER_VARIABLE = "SIDECAR_TAKE_OVER_POOL"
-"""`1`: a shared pool that has other tiers than the policy is made anew with the policy's. See docs/many-replicas.md."""
 ENGINE_CHECK_VARIABLE = "SIDECAR_ENGINE_CHECK"
 """`on`, `alive` (any engine may answer) or `off` (the engine is not asked at all). See docs/how-it-works.md."""
 
@@ -195,6 +194,7 @@ def _composed(
     if engine_key is not None and policy.anonymous is not None and not policy.forward_key:
         _log.warning("%s", _OPEN_ENGINE, extra={"event": "engine_open"})
     is_shared = store_of(policy, environment) is not None
+    refuse_uncounted_budgets(policy, environment)
     setup = _Setup(environment, files, engine_key, dialect, takes_over=takes_over)
     shows = partial(_observed, environment=environment, is_shared=is_shared, is_shown=is_shown)
     if given_app is None and policy.models:
@@ -324,6 +324,8 @@ def _models_parts(
     of_models = [_Part(one, shows(one, one.policy, None)) for one in controllers.values()]
     observability = shows(front, policy, setup.files)
     front.observe_requests(observability.observer)
+    for one in controllers.values():
+        one.usage = front.usage
     routes = {name: part.observability.routes for name, part in zip(controllers, of_models, strict=True)}
 
     def flush() -> None:
@@ -344,6 +346,8 @@ def _observed(
     is_shown: bool,
 ) -> Observability:
     """A controller's monitor, connected with it."""
+    kept = usage_of(policy, environment)
+    controller.usage = None if kept is None else TenantUsage(kept, lambda: controller.policy)
     observability = Observability(
         controller,
         policy,
@@ -352,6 +356,8 @@ def _observed(
         environment,
         is_shared=is_shared,
         is_shown=is_shown or _has_admin_port(environment),
+        records=records_of(policy, environment),
+        usage=controller.usage,
     )
     controller.monitor = observability
     controller.observer, controller.observed = observability.observer, observability.observed
@@ -468,35 +474,12 @@ def _mounted_engine(app: ASGIApp, policy: Policy, setup: _Setup, pages: Pages) -
     return engine
 
 
-def takes_over_a_store(environment: Mapping[str, str], store: StoreAddress | None, *, takes_over: bool) -> bool:
-    """Whether the command line or the environment says so. Raises ValueError where there is no store."""
-    written = environment.get(TAKE_OVER_VARIABLE, "")
-    if written not in ("", "0", "1"):
-        raise ValueError(f"{TAKE_OVER_VARIABLE}: {written!r} is neither 1 nor 0")
-    if not takes_over and written != "1":
-        return False
-    if store is None:
-        raise ValueError(
-            f"there is no shared pool to take over: the policy has no store, and {STORE_VARIABLE} is not set"
-        )
-    return True
-
-
 def _shared_pool(policy: Policy, store: StoreAddress, *, takes_over: bool) -> Pool:
     from sidecar.pools.redis import RedisPool, connector
 
     metrics = StoreMetrics(policy.pool)
     connect = connector(store, policy.pool, is_by_gain=policy.rules.is_by_gain)
     return RedisPool(policy, connect, observer=metrics, took=metrics.round_trip, takes_over=takes_over)
-
-
-def store_of(policy: Policy, environment: Mapping[str, str]) -> StoreAddress | None:
-    """Where the pool is kept, None for this process. Raises ValueError for an address that is none."""
-    written = secret(environment, STORE_VARIABLE)
-    try:
-        return store_address(written) if written else policy.store
-    except ValueError as mistake:
-        raise ValueError(f"{STORE_VARIABLE}: {mistake}") from None
 
 
 class _MountedTelemetry:

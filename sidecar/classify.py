@@ -19,10 +19,11 @@ import msgspec
 
 from sidecar.engines.base import Carrier, Engine
 from sidecar.engines.registry import client_members
-from sidecar.errors import InvalidApiKey, InvalidToken, UnknownTier
+from sidecar.errors import AdmissionError, InvalidApiKey, InvalidToken, TenantsUnavailable, UnknownTenant, UnknownTier
 from sidecar.identity.tokens import TokenVerifier, is_token
 from sidecar.payload.decode import Payload
-from sidecar.policy.model import Endpoint, Policy, Source, Tenant
+from sidecar.policy.gateway import GatewayPolicy
+from sidecar.policy.model import Endpoint, Policy, Source, StoredTenants, Tenant
 
 
 class Fallback(str, Enum):
@@ -86,11 +87,12 @@ class Classification(msgspec.Struct):
 
 
 class Classifier:
-    """Classifies requests by one policy. Shared by all requests. `tokens` is None where API keys alone are accepted."""
+    """Classifies requests by one policy. Shared by all requests. `tokens` is None where no tokens are accepted."""
 
     def __init__(self, policy: Policy, dialect: Engine, tokens: TokenVerifier | None = None) -> None:
         self._tokens = tokens
-        self._named = {} if tokens is None else policy.named
+        self._gateway = policy.gateway
+        self._named = {} if tokens is None and policy.gateway is None else policy.named
         self._of_claims: dict[tuple[str, str], Tenant] = {}
         self._policy = policy
         self._dialect = dialect
@@ -109,11 +111,15 @@ class Classifier:
         self._reads_engines = Source.ENGINE in policy.sources
         self._consults = tuple(consults[source] for source in policy.sources)
 
-    def tenant(self, headers: Mapping[bytes, bytes]) -> Tenant:
-        """The tenant whose key or token the request carries.
+    def tenant(self, headers: Mapping[bytes, bytes], client: tuple[str, int] | None = None) -> Tenant:
+        """The tenant that the gateway names, or whose key or token the request carries. `client` is the address that it
+        comes from, of the ASGI scope.
 
         Raises InvalidApiKey, which says nothing of the key itself, and what `TokenVerifier.claims` raises.
         """
+        gateway = self._gateway
+        if gateway is not None and gateway.tenant_header in headers and gateway.is_from(client):
+            return self._of_gateway(gateway, headers)
         key = api_key(headers)
         if key is None:
             if self._policy.anonymous is None:
@@ -126,21 +132,48 @@ class Classifier:
     def _of_token(self, key: bytes) -> Tenant:
         """The tenant that a token names. It asks for the tier that the token names, where that names one."""
         if self._tokens is None or not is_token(key):
-            raise InvalidApiKey("this API key is not known here; ask the operator for one")
+            raise self._unknown(InvalidApiKey("this API key is not known here; ask the operator for one"))
         claims = self._tokens.claims(key, hashlib.sha256(key).digest())
         tenant = self._named.get(claims.tenant)
         if tenant is None:
-            raise InvalidToken("the token names a tenant that is not known here; ask the operator to add it")
+            raise self._unknown(
+                InvalidToken("the token names a tenant that is not known here; ask the operator to add it")
+            )
         if claims.tier is None:
             return tenant
-        asked = self._of_claims.get((tenant.name, claims.tier))
-        return asked or self._asking(tenant, claims.tier)
-
-    def _asking(self, tenant: Tenant, tier: str) -> Tenant:
-        level = self._policy.level_of(tier)
-        if level is None:
+        asked = self._asking(tenant, claims.tier)
+        if asked is None:
             raise InvalidToken("the token names a tier that the policy does not have; ask the operator which there are")
-        asked = self._of_claims[tenant.name, tier] = replace(tenant, level=level)
+        return asked
+
+    def _of_gateway(self, gateway: GatewayPolicy, headers: Mapping[bytes, bytes]) -> Tenant:
+        """The tenant that the gateway names, which asks for the tier that it names, where it names one."""
+        tenant = self._named.get(headers[gateway.tenant_header].decode("latin-1"))
+        if tenant is None:
+            raise self._unknown(
+                UnknownTenant("the gateway names a tenant that is not known here; ask the operator to add it")
+            )
+        tier = None if gateway.tier_header is None else headers.get(gateway.tier_header)
+        if tier is None:
+            return tenant
+        asked = self._asking(tenant, tier.decode("latin-1"))
+        if asked is None:
+            raise UnknownTenant(
+                "the gateway names a tier that the policy does not have; ask the operator which there are"
+            )
+        return asked
+
+    def _unknown(self, refusal: InvalidApiKey) -> AdmissionError:
+        """The refusal of an unknown tenant. It may be one of the store's, as long as those were not read."""
+        if self._policy.stored_tenants is not StoredTenants.UNREAD:
+            return refusal
+        return TenantsUnavailable("the tenants in the store have not been read yet; send it again", retry_after_s=1)
+
+    def _asking(self, tenant: Tenant, tier: str) -> Tenant | None:
+        """The tenant, as it asks for a tier; None where there is no such tier."""
+        asked = self._of_claims.get((tenant.name, tier))
+        if asked is None and (level := self._policy.level_of(tier)) is not None:
+            asked = self._of_claims[tenant.name, tier] = replace(tenant, level=level)
         return asked
 
     def classify(self, asked: Asked, tenant: Tenant) -> Classification:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Message
 
-from sidecar.app import STORE_VARIABLE, AdmissionMiddleware, policy_of, store_of
+from sidecar.app import AdmissionMiddleware, policy_of
 from sidecar.leases import Admission, ThreadAdmission
 from sidecar.leases.no_engine import NoEngineHere
 from sidecar.leases.threads import LoopThread
@@ -24,6 +24,7 @@ from sidecar.policy.model import Policy
 from sidecar.policy.store import store_address
 from sidecar.proxy.proxy import ReverseProxy
 from sidecar.server.server import CannotServe
+from sidecar.stores import STORE_VARIABLE, store_of
 
 
 @asynccontextmanager

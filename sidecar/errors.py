@@ -144,6 +144,12 @@ class InvalidToken(InvalidApiKey):
     code = "invalid_token"
 
 
+class UnknownTenant(InvalidApiKey):
+    """The gateway before the sidecar named a tenant, or a tier, that the policy does not have."""
+
+    code = "unknown_tenant"
+
+
 class BackgroundNotAllowed(BadRequest):
     """A response that would run on after its answer, where the policy says `background: refuse`."""
 
@@ -256,6 +262,12 @@ class StoreUnavailable(Unavailable):
     """The leases live in a store that cannot be reached, and this process may not, or cannot, admit without it."""
 
     code = "store_unavailable"
+
+
+class TenantsUnavailable(Unavailable):
+    """The tenants in the store have not been read since the process began, and no file has the one of the request."""
+
+    code = "tenants_unavailable"
 
 
 class IssuerUnavailable(Unavailable):

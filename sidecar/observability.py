@@ -14,6 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidecar.admin.engine_routes import EngineRoutes
 from sidecar.admin.routes import LivePages, metrics_routes, story_routes
+from sidecar.admin.tenant_routes import TenantRoutes
+from sidecar.admin.usage_routes import UsageRoutes
 from sidecar.cluster.document import EngineView
 from sidecar.cluster.learned_lengths import LengthExchange
 from sidecar.cluster.overview import Generations
@@ -26,9 +28,12 @@ from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.engine_view import EngineDocument
 from sidecar.middleware.lease_size import EngineSizesDocument
 from sidecar.middleware.policy_snapshot import objective_of
+from sidecar.middleware.stored_tenants import StoredTenantsRegistry
+from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.policy.model import Mode, Policy, Tier
 from sidecar.policy.reload import PolicyFiles, PolicyReloader, ReloadSignal
 from sidecar.pools import Grant, Pool
+from sidecar.pools.stored_records import StoredRecords
 from sidecar.telemetry.dispatch import EventDispatcher, Fanout, Listener
 from sidecar.telemetry.dry_run import DryRunLog, DryRunMetrics, DryRunStats
 from sidecar.telemetry.journal import Journal
@@ -44,6 +49,9 @@ from sidecar.telemetry.setup import MetricsEndpoint
 from sidecar.telemetry.spans.links import links_from
 from sidecar.telemetry.spans.tracer import RequestTracer
 
+UNCOUNTED = (
+    "tokens_per_day and tokens_per_month do nothing here: the tenants' use is not counted (no store, or usage_days: 0)"
+)
 REPORTED_WITHIN_S = 0.05
 """Longest delay of metrics, journal and log after a request, unless a page is read before."""
 
@@ -53,6 +61,7 @@ class Observability:
     pool is in a store.
 
     `is_shown` says that `routes` are served. Without them, no more is kept of a request than its spans need.
+    `records` are the tenants in the store, None where the policy has none there. `usage` counts what tenants use.
     `observer` and `observed` are the controller's, `routes` are for the admin port, and `scrape` is for
     `configure_from_environment`. `open` belongs to the server's start and `close` to its end, before the pool ends;
     without them the pages show this process alone. Raises ValueError for an environment that cannot be.
@@ -68,10 +77,13 @@ class Observability:
         *,
         is_shared: bool,
         is_shown: bool,
+        records: StoredRecords | None = None,
+        usage: TenantUsage | None = None,
     ) -> None:
         self.scrape = MetricsEndpoint()
         self._policy = policy
-        self._watch = None if files is None else PolicyReloader(files, controller)
+        self._registry = None if records is None else StoredTenantsRegistry(controller, records)
+        self._watch = None if files is None else PolicyReloader(files, self._registry or controller)
         self._hangup = ReloadSignal(self.reload)
         self._log = RequestLog()
         is_looked_at = is_shown or is_shared  # the pages of other replicas show the requests of this one
@@ -111,11 +123,17 @@ class Observability:
         builder = ExplanationBuilder(journal, lambda: names, policy.pool, is_shared)
         stories = story_routes(builder, self._pages.live.overview)
         self._engines = EngineRoutes(lambda: controller.engines)
-        pages = [*self._pages.routes(), *self._engines.routes(), *metrics_routes(self.scrape), *stories]
+        self._usage = usage
+        tenants = [*TenantRoutes(self._registry).routes(), *UsageRoutes(usage).routes()]
+        pages = [*self._pages.routes(), *self._engines.routes(), *metrics_routes(self.scrape), *stories, *tenants]
         self.routes: Sequence[BaseRoute] = [Mount("", routes=pages, middleware=[_up_to_date(self.observer)])]
 
     async def open(self) -> None:
         """Begins to look."""
+        if self._registry is not None:
+            await self._registry.start()
+        if self._usage is not None:
+            await self._usage.start()
         await self._pages.open()
         if self._watch is not None:
             await self._watch.start()
@@ -126,6 +144,10 @@ class Observability:
         self._hangup.let_go()
         if self._watch is not None:
             await self._watch.stop()
+        if self._registry is not None:
+            await self._registry.stop()
+        if self._usage is not None:
+            await self._usage.stop()
         self._engines.close()
         await self._pages.close()
         self.observer.flush()
@@ -181,7 +203,9 @@ class Observability:
 
     def notices(self) -> Sequence[str]:
         """Notices for the operator about the policy's files, and about replicas that run another policy."""
-        return [*(() if self._watch is None else self._watch.notices()), *self._pages.live.notices()]
+        uncounted = () if self._usage is not None or not _has_budgets(self._policy) else (UNCOUNTED,)
+        following = [part for part in (self._watch, self._registry, self._usage) if part is not None]
+        return [*(notice for part in following for notice in part.notices()), *uncounted, *self._pages.live.notices()]
 
     def generations(self) -> Mapping[str, Sequence[str]]:
         """The pool's replicas by the generation of the policy that they run; empty where the pool is not shared."""
@@ -222,6 +246,10 @@ class UpToDate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._flush()
         await self._app(scope, receive, send)
+
+
+def _has_budgets(policy: Policy) -> bool:
+    return any(tenant.limits.have_budgets for tenant in policy.named.values())
 
 
 def _starvation_limits_s(policy: Policy) -> Mapping[str, float]:

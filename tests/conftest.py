@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import settings
 
@@ -13,6 +15,8 @@ settings.register_profile("no deadline", deadline=None)
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("no deadline")
 restore_for_children()
+# Engines of tests answer what a test is about, and count what comes. `tests/cli/test_serve_check.py` turns it on.
+os.environ.setdefault("SIDECAR_SERVE_NO_CHECK", "1")
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from shutil import copytree
 import aiohttp
 import pytest
 
-from sidecar.app import STORE_VARIABLE
 from sidecar.policy.compiler import load, shipped_policies
+from sidecar.stores import STORE_VARIABLE
 from tests.support.commands import address, command
 from tests.support.redis_servers import RedisServer, first_binary
 

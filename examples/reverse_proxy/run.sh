@@ -17,10 +17,10 @@ trap stop EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# Prints the first address in a log, once it is there: who prints it already listens.
+# Prints the address that comes after these words in a log, once it is there: its server listens already.
 address() {
     tries=0
-    until grep -om1 'http://127\.0\.0\.1:[0-9]*' "$1"; do
+    until sed -n "s|^$2 \(http://127\.0\.0\.1:[0-9]*\).*|\1|p" "$1" | grep -m1 .; do
         tries=$((tries + 1))
         [ "$tries" -le 150 ] || { cat "$1" >&2; exit 1; }
         sleep 0.2
@@ -38,10 +38,10 @@ ask() {
 
 sidecar emulate --engine tensorrt-llm --port 0 >"$logs/engine" 2>&1 &
 pids=$!
-engine=$(address "$logs/engine")
+engine=$(address "$logs/engine" "emulated tensorrt-llm on")
 sidecar serve --upstream "$engine" --policy policies/ --port 0 --admin-port 0 >"$logs/sidecar" 2>&1 &
 pids="$! $pids"
-sidecar=$(address "$logs/sidecar")
+sidecar=$(address "$logs/sidecar" "sidecar: proxy on")
 echo "clients -> $sidecar (sidecar serve) -> $engine (emulated TensorRT-LLM)"
 
 ask 'The interactive tenant, by its key:' -H 'authorization: Bearer sk-demo-interactive'

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
+
+from sidecar.admin import openapi
+from sidecar.admin.answers import refused
 
 
 def admin_app(
@@ -18,7 +22,7 @@ def admin_app(
     notices: Callable[[], Sequence[str]] = tuple,
     routes: Sequence[BaseRoute] = (),
 ) -> ASGIApp:
-    """An app with `/healthz` (200 while the process lives), `/readyz` and `/state`, and the `routes` given.
+    """An app with `/healthz` (200 while the process lives), `/readyz`, `/state`, `/openapi.json`, and the `routes`.
 
     `readiness` returns the reasons not to send requests here, none when ready; `notices` what is out of order though
     they may come; `state` anything that JSON can hold. All are called on the event loop for every request, so they must
@@ -37,5 +41,26 @@ def admin_app(
     async def show_state(_: Request) -> Response:
         return JSONResponse(dict(state()))
 
-    own = [Route("/healthz", healthz), Route("/readyz", readyz), Route("/state", show_state)]
-    return Starlette(routes=[*own, *routes])
+    async def description(_: Request) -> Response:
+        return Response(openapi.text(), media_type="application/json")
+
+    own = [
+        Route("/healthz", healthz),
+        Route("/readyz", readyz),
+        Route("/state", show_state),
+        Route(openapi.PATH, description),
+    ]
+    handlers = {404: _no_page, 405: _no_method}
+    return Starlette(routes=[*own, *routes], exception_handlers=handlers)
+
+
+async def _no_page(request: Request, _: Exception) -> Response:
+    message = f"the admin port has no page {request.url.path!r}; GET {openapi.PATH} describes those that it has"
+    return refused(404, "unknown_page", message)
+
+
+async def _no_method(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    allowed = (error.headers or {}).get("Allow", "")
+    message = f"{request.url.path} takes {allowed}, not {request.method}; GET {openapi.PATH} describes the pages"
+    return refused(405, "method_not_allowed", message, {"allow": allowed})

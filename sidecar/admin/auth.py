@@ -17,9 +17,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sidecar.admin.answers import refused
 from sidecar.secrets import HOW_TO_SET, TOKEN_VARIABLE, admin_token
 
 OPEN_PATHS = frozenset(("/healthz", "/readyz"))
@@ -105,7 +106,7 @@ class AdminGuard:
         if request.method not in _SAFE and (refusal := self._refusal_of_change(request)) is not None:
             return refusal
         if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
-            return _refused(403, "cross_site", "a page of another site asked for this; open the admin port itself")
+            return refused(403, "cross_site", "a page of another site asked for this; open the admin port itself")
         if self._access.token is None:
             return None if not self._access.is_local or _names_this_machine(headers.get("host")) else _other_name()
         if self._has_token(headers.get("authorization", "")) or self._has_cookie(request):
@@ -117,10 +118,10 @@ class AdminGuard:
     def _refusal_of_change(self, request: Request) -> Response | None:
         """Of a request that changes something, beyond what is asked of every request."""
         if not _is_own(request):
-            return _refused(
+            return refused(
                 403, "cross_site", "only a page of this port, or a client that is no browser, may change this"
             )
-        return _refused(403, "admin_token_required", _CHANGE_NEEDS_TOKEN) if self._access.is_open else None
+        return refused(403, "admin_token_required", _CHANGE_NEEDS_TOKEN) if self._access.is_open else None
 
     def _has_token(self, authorization: str) -> bool:
         scheme, _, token = authorization.partition(" ")
@@ -172,7 +173,7 @@ def _names_this_machine(host: str | None) -> bool:
 
 
 def _other_name() -> Response:
-    return _refused(
+    return refused(
         403,
         "unknown_host",
         "this port is served on loopback: ask for 127.0.0.1 or localhost. A proxy that must use another name needs "
@@ -181,10 +182,4 @@ def _other_name() -> Response:
 
 
 def _unauthorized(message: str) -> Response:
-    return _refused(401, "admin_token_required", message, {"www-authenticate": "Bearer"})
-
-
-def _refused(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    return JSONResponse(
-        {"error": {"code": code, "message": message}}, status, {"cache-control": "no-store", **(headers or {})}
-    )
+    return refused(401, "admin_token_required", message, {"www-authenticate": "Bearer"})

@@ -11,17 +11,15 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.responses import Response
+from starlette.routing import BaseRoute
 
+from sidecar.admin.answers import RefusedByPage, flag, json_answer, page
 from sidecar.admin.stream import receive_disconnect
 from sidecar.durations import short_duration
 from sidecar.middleware.engine_view import DrainEnd, EngineDocument, EngineView
 from sidecar.policy.units import duration_s
 from sidecar.tasks import end
-
-_FRESH = {"cache-control": "no-store"}
-_YES, _NO = frozenset(("true", "1", "yes", "")), frozenset(("false", "0", "no"))
 
 NO_ENGINES = "this pool has one engine: its policy has no `engines`. GET /state shows the engine as `engine`"
 
@@ -39,14 +37,6 @@ class Drained(msgspec.Struct, frozen=True):
     drained: bool
 
 
-class _Refused(Exception):
-    """Answered as `response`."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.response = JSONResponse({"error": {"code": code, "message": message}}, status, _FRESH)
-
-
 class EngineRoutes:
     """Routes for the admin port. `view` is None where the pool has one engine. `close` ends all waits for drains."""
 
@@ -61,28 +51,30 @@ class EngineRoutes:
     def routes(self) -> Sequence[BaseRoute]:
         """See the module."""
         return [
-            Route("/engines", _answering(self._list), methods=["GET"]),
-            Route("/engines/{name:path}/drain", _answering(self._drain), methods=["POST"]),
-            Route("/engines/{name:path}/resume", _answering(self._resume), methods=["POST"]),
+            page("/engines", GET=self._list),
+            page("/engines/{name:path}/drain", POST=self._drain),
+            page("/engines/{name:path}/resume", POST=self._resume),
         ]
 
     async def _list(self, _: Request) -> Response:
-        return _json(Engines(list(self._engines().documents())))
+        return json_answer(Engines(list(self._engines().documents())))
 
     async def _drain(self, request: Request) -> Response:
         view, name = self._engines(), request.path_params["name"]
-        waits, within_s = _waits(request), _within_s(request, view.drain_timeout_s)
+        waits, within_s = flag(request, "wait"), _within_s(request, view.drain_timeout_s)
         row = await _changed(view.drain, view, name)
         ended = await self._wait(request, view, name, within_s) if waits else await view.drained(name, 0)
         if ended is DrainEnd.TIMED_OUT and waits:
-            raise _Refused(504, "drain_timeout", _too_late(_of(view, name) or row, within_s))
+            raise RefusedByPage(504, "drain_timeout", _too_late(_of(view, name) or row, within_s))
         if ended is DrainEnd.RESUMED:
-            raise _Refused(409, "resumed", f"engine {name} was resumed before it was empty, and gets requests again")
-        return _json(Drained(_of(view, name) or row, drained=ended is DrainEnd.EMPTY))
+            raise RefusedByPage(
+                409, "resumed", f"engine {name} was resumed before it was empty, and gets requests again"
+            )
+        return json_answer(Drained(_of(view, name) or row, drained=ended is DrainEnd.EMPTY))
 
     async def _resume(self, request: Request) -> Response:
         view, name = self._engines(), request.path_params["name"]
-        return _json(Drained(await _changed(view.resume, view, name), drained=False))
+        return json_answer(Drained(await _changed(view.resume, view, name), drained=False))
 
     async def _wait(self, request: Request, view: EngineView, name: str, within_s: float) -> DrainEnd:
         """The end of the drain. Nothing is left of the wait where the client disconnects, or the server stops."""
@@ -94,8 +86,8 @@ class EngineRoutes:
             if drained.done():
                 return drained.result()
             if left.done():
-                raise _Refused(499, "client_left", "the client disconnected")  # for no one
-            raise _Refused(503, "stopping", f"this sidecar stops; engine {name} drains on")
+                raise RefusedByPage(499, "client_left", "the client disconnected")  # for no one
+            raise RefusedByPage(503, "stopping", f"this sidecar stops; engine {name} drains on")
         finally:
             for task in (drained, left, stops):
                 await end(task)
@@ -106,21 +98,8 @@ class EngineRoutes:
     def _engines(self) -> EngineView:
         view = self._view()
         if view is None:
-            raise _Refused(404, "no_engines", NO_ENGINES)
+            raise RefusedByPage(404, "no_engines", NO_ENGINES)
         return view
-
-
-Handler = Callable[[Request], Awaitable[Response]]
-
-
-def _answering(handler: Handler) -> Handler:
-    async def answered(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except _Refused as refused:
-            return refused.response
-
-    return answered
 
 
 async def _changed(change: Callable[[str], Awaitable[None]], view: EngineView, name: str) -> EngineDocument:
@@ -131,7 +110,7 @@ async def _changed(change: Callable[[str], Awaitable[None]], view: EngineView, n
     except KeyError:
         names = list(dict.fromkeys(row.name for row in view.documents() if row.for_s is not None))
         known = f"the engines are {', '.join(names)}" if names else "there are none now"
-        raise _Refused(404, "unknown_engine", f"no engine is called {name!r}; {known}") from None
+        raise RefusedByPage(404, "unknown_engine", f"no engine is called {name!r}; {known}") from None
     row = _of(view, name) or before
     assert row is not None
     return row
@@ -150,15 +129,6 @@ def _too_late(row: EngineDocument, within_s: float) -> str:
     )
 
 
-def _waits(request: Request) -> bool:
-    written = request.query_params.get("wait", "false").lower()
-    if written in _YES:
-        return True
-    if written in _NO:
-        return False
-    raise _Refused(400, "bad_parameter", f"wait: {written!r} is neither true nor false")
-
-
 def _within_s(request: Request, longest_s: float) -> float:
     """The client's own timeout, or the policy's."""
     written = request.query_params.get("timeout")
@@ -167,8 +137,4 @@ def _within_s(request: Request, longest_s: float) -> float:
     try:
         return float(duration_s(written))
     except ValueError as mistake:
-        raise _Refused(400, "bad_parameter", f"timeout: {mistake}") from None
-
-
-def _json(document: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(document), media_type="application/json", headers=_FRESH)
+        raise RefusedByPage(400, "bad_parameter", f"timeout: {mistake}") from None

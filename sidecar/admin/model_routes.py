@@ -12,10 +12,11 @@ from html import escape
 from urllib.parse import quote
 
 import msgspec
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Mount, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sidecar.admin.answers import refused
 from sidecar.admin.engine_routes import Engines
 from sidecar.middleware.engine_view import EngineDocument
 from sidecar.middleware.models import ModelsController
@@ -34,6 +35,12 @@ class PoolLink(msgspec.Struct, frozen=True):
     pool: str
     path: str
     reasons: list[str]
+
+
+class Pools(msgspec.Struct, frozen=True):
+    """The answer of `GET /models`."""
+
+    models: list[PoolLink]
 
 
 def model_routes(
@@ -67,7 +74,7 @@ class _ModelPages:
         if path.startswith(f"{FOLDER}/"):
             await self._serve_model(scope, receive, send, root, path)
         elif path == FOLDER:
-            answer = msgspec.json.encode({"models": list(_links(self._front))})
+            answer = msgspec.json.encode(Pools(_links(self._front)))
             await Response(answer, media_type="application/json", headers=_FRESH)(scope, receive, send)
         elif path in _OF_ONE_POOL:
             await self._serve_pool(scope, receive, send, path)
@@ -120,13 +127,12 @@ class _ModelPages:
                 await app(scope, receive, send)
                 return
         names = ", ".join(dict.fromkeys(row.name for row in _engines(self._front)))
-        error = {"code": "unknown_engine", "message": f"no engine is called {engine!r}; the engines are {names}"}
-        await JSONResponse({"error": error}, 404)(scope, receive, send)
+        message = f"no engine is called {engine!r}; the engines are {names}"
+        await refused(404, "unknown_engine", message)(scope, receive, send)
 
     async def _unknown(self, scope: Scope, receive: Receive, send: Send, why: str) -> None:
         paths = ", ".join(link.path for link in _links(self._front))
-        error = {"code": "unknown_model", "message": f"{why}; the pools' pages are at {paths}"}
-        await JSONResponse({"error": error}, 404)(scope, receive, send)
+        await refused(404, "unknown_model", f"{why}; the pools' pages are at {paths}")(scope, receive, send)
 
     async def _explain(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A request is known to the pool of its model, or was refused before it had one."""

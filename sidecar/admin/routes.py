@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from sidecar.admin.answers import refused
 from sidecar.admin.page_files import headers, text_of
 from sidecar.admin.request_page import LONGEST_ID, request_routes, unknown_request
 from sidecar.admin.stream import OverviewStream
@@ -93,8 +94,7 @@ def story_routes(builder: ExplanationBuilder, overview: Callable[[], Overview]) 
         wanted = request.path_params.get("id", request.query_params.get("id", ""))[: LONGEST_ID + 1]
         story = builder.explain(wanted)
         if story is None:
-            error = {"code": "unknown_request", "message": unknown_request(builder, wanted)}
-            return JSONResponse({"error": error}, 404)
+            return refused(404, "unknown_request", unknown_request(builder, wanted))
         return Response(msgspec.json.encode(story), media_type="application/json")
 
     # As a path: a client's own request id may hold slashes. As a parameter: a browser cannot ask for the path `..`.

@@ -33,6 +33,8 @@ COMMANDS = {
     "top": "watch the pool in a terminal: who waits, who starves, and why",
     "engines": "list the engines of a pool, drain one, or resume it",
     "observed": "report what enforcing would have done, in mode: observe",
+    "tenants": "list the tenants, write one to the store, or remove it from there",
+    "usage": "report what each tenant used, by day, tier and model",
     "keys": "make an API key, or hash one for a tenant's file",
     "doctor": "find out whether an engine's priority does anything, and why not",
     "replay": "play a trace against a server, and say what each tier went through",

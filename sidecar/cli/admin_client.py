@@ -20,7 +20,8 @@ PATIENCE_S = 3.0
 _MOST_BYTES = 16 * 2**20
 _TELLING_CODES = frozenset((
     "no_engines", "unknown_engine", "unknown_model", "bad_parameter", "drain_timeout", "resumed", "stopping",
-    "admin_token_required",
+    "admin_token_required", "no_stored_tenants", "unknown_tenant", "invalid_tenant", "body_too_large",
+    "tenant_in_files", "store_unavailable", "tenant_exists", "key_in_use", "too_many_tenants", "no_usage",
 ))  # fmt: skip
 """Errors whose messages say all that there is to say."""
 
@@ -41,16 +42,22 @@ class _Refusal(msgspec.Struct, frozen=True):
 
 
 def page_of(
-    admin: str, path: str, document: type[Document], *, method: str = "GET", patience_s: float | None = PATIENCE_S
+    admin: str,
+    path: str,
+    document: type[Document],
+    *,
+    method: str = "GET",
+    body: bytes | None = None,
+    patience_s: float | None = PATIENCE_S,
 ) -> Document:
     """Asks the admin port for one of its JSON documents. Raises CannotSee, with the port's own sentence if it has one.
 
-    `patience_s` None waits for the answer as long as the connection lasts.
+    `body` is JSON. `patience_s` None waits for the answer as long as the connection lasts.
     """
     # No proxy: it would be asked for an address of this machine, or of this network.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(_request(admin, path, method), timeout=patience_s) as answer:
+        with opener.open(_request(admin, path, method, body), timeout=patience_s) as answer:
             body = answer.read(_MOST_BYTES)
         return msgspec.json.decode(body, type=document)
     except urllib.error.HTTPError as error:
@@ -80,9 +87,10 @@ def _sentence(error: urllib.error.HTTPError) -> str | None:
     return found.message if found.code in _TELLING_CODES else None
 
 
-def _request(admin: str, path: str, method: str) -> urllib.request.Request:
+def _request(admin: str, path: str, method: str, body: bytes | None) -> urllib.request.Request:
     """Raises CannotSee where the environment's token is none."""
-    request = urllib.request.Request(f"{admin}{path}", method=method)
+    headers = {} if body is None else {"content-type": "application/json"}
+    request = urllib.request.Request(f"{admin}{path}", data=body, headers=headers, method=method)
     try:
         for name, value in token_header(os.environ).items():
             request.add_unredirected_header(name, value)  # it is for this server alone

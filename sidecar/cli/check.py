@@ -133,6 +133,8 @@ def _limit_figures(limits: Limits) -> dict[str, float | None]:
     return {
         "requests_per_minute": limits.requests_per_minute,
         "tokens_per_minute": limits.tokens_per_minute,
+        "tokens_per_day": limits.tokens_per_day,
+        "tokens_per_month": limits.tokens_per_month,
         "concurrent_requests": limits.concurrent_requests,
         "max_output_tokens": limits.max_output_tokens,
         "burst": limits.burst_us / 1_000_000,
@@ -302,7 +304,8 @@ def _people(policy: Policy) -> str:
     tokens = (
         [] if policy.jwt is None else [f"  with a token of {policy.jwt.issuer}: as its {policy.jwt.tenant_claim} says"]
     )
-    return "\n".join([count, *lines, *tokens, f"  without a key: {without_key}"])
+    named = [] if policy.gateway is None else [f"  with {policy.gateway}: as it says"]
+    return "\n".join([count, *lines, *tokens, *named, f"  without a key: {without_key}"])
 
 
 _MOST_TENANTS = 20
@@ -321,11 +324,14 @@ def _limits(policy: Policy, tenant: Tenant) -> str:
     if per_minute:
         burst = policy_duration(limits.burst_us / 1_000_000)
         said.append(f"{' and '.join(per_minute)} a minute ({burst} of that at once)")
+    for tokens, period in ((limits.tokens_per_day, "day"), (limits.tokens_per_month, "month")):
+        if tokens is not None:
+            said.append(f"{tokens:,} tokens a {period}")
     if limits.concurrent_requests is not None:
         said.append(f"{limits.concurrent_requests:,} requests waiting or running")
     if limits.max_output_tokens is not None:
         said.append(f"{limits.max_output_tokens:,} tokens in one answer (a request for more gets a 400)")
-    if limits.are_counted:
+    if limits.are_counted or limits.have_budgets:
         lower = tenant.downgrade_level
         said.append("over them 429" if lower is None else f"over them tier {policy.tiers[lower].name}")
     return "; ".join(said)

@@ -90,8 +90,8 @@ def run(args: argparse.Namespace) -> int:
             return 0 if write_model(options, args.engine_model, args.json, _say) else WRONG
         policy = None if args.policy is None else load(args.policy)
         if args.upstream is None:
-            return _examine_each(args, _with_engines(policy))
-        found = asyncio.run(examine(_options(args, args.upstream, _of_upstream(policy, args.upstream)), _say))
+            return _examine_each(args, with_engines(policy))
+        found = asyncio.run(examine(_options(args, args.upstream, of_upstream(policy, args.upstream)), _say))
     except (CannotLook, ValueError) as error:
         print(f"sidecar doctor: {error}", file=sys.stderr)
         return WRONG
@@ -117,7 +117,7 @@ def _refuse_what_measures_no_speed(args: argparse.Namespace) -> None:
         args.refuse("--json and --engine-model write to the same file: give two")
 
 
-def _with_engines(policy: Policy | None) -> Policy:
+def with_engines(policy: Policy | None) -> Policy:
     """The policy with the engines that it names now.
 
     Raises CannotLook where there are none, PolicyError for a bad engine list, ValueError where dnspython is missing.
@@ -147,7 +147,7 @@ async def _named_by_dns(fleet: FleetPolicy, service: DnsService) -> Sequence[Eng
         ) from None
 
 
-def _of_upstream(policy: Policy | None, url: str) -> Policy | None:
+def of_upstream(policy: Policy | None, url: str) -> Policy | None:
     """A policy with several engines, as it is for the one at this address."""
     if policy is None or policy.engines is None:
         return policy

@@ -32,6 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--path", metavar="P", help="the request's path, e.g. /v1/chat/completions")
     add_key(would, "its API key, sent as Authorization: Bearer", metavar="K")
     add("--header", action="append", default=[], type=_header, metavar="'N: V'", help="a header; may be repeated")
+    add("--client", metavar="ADDRESS", help="the address that it comes from, for a policy with `gateway`")
     add("--body", metavar="FILE", help="its JSON body; - reads standard input (default: a small valid one)")
     did = parser.add_argument_group("how a request fared")
     did.add_argument("--request", metavar="ID", help="its x-request-id, as the answer said it, or its trace id")
@@ -53,7 +54,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_what_does_not_go_together(args: argparse.Namespace) -> None:
-    would = [name for name in ("path", "key", "key-file", "header", "body") if getattr(args, name.replace("-", "_"))]
+    would = [
+        name
+        for name in ("path", "key", "key-file", "header", "client", "body")
+        if getattr(args, name.replace("-", "_"))
+    ]
     if args.request is None:
         if args.policy is None and args.path is None:
             _refuse(args, "give POLICY and --path for what a request would get, or --request ID for how one fared")

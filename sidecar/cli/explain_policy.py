@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.body}: cannot be read ({error.strerror})", file=sys.stderr)
         return 1
     keys = [] if key is None else [(b"authorization", b"Bearer " + key.encode("utf-8", "surrogateescape"))]
-    found = _Explanation(loaded, Estimator(counter)).of(args.path.partition("?")[0], dict([*keys, *args.header]), body)
+    explanation = _Explanation(loaded, Estimator(counter), args.client)
+    found = explanation.of(args.path.partition("?")[0], dict([*keys, *args.header]), body)
     if origin == KEY_VARIABLE and "tenant" in found:
         found["tenant"]["by"] += f", from {origin}"
     if args.json != "-":
@@ -90,8 +91,9 @@ def _key(args: argparse.Namespace) -> tuple[str | None, str]:
 class _Explanation:
     """Follows one request through admission, and keeps its findings also where it ends in a refusal."""
 
-    def __init__(self, loaded: Loaded, estimator: Estimator) -> None:
+    def __init__(self, loaded: Loaded, estimator: Estimator, client: str | None) -> None:
         self._loaded = loaded
+        self._client = None if client is None else (client, 1)  # any port: it came over a connection
         self._policy: Policy = loaded.policy
         self._estimator = estimator
         self._dialect: Engine = loaded.policy.engine(loaded.policy.carrier)
@@ -139,8 +141,8 @@ class _Explanation:
         key = api_key(headers)
         if self._issuer_keys is not None and key is not None and is_token(key):
             asyncio.run(self._issuer_keys.fetch())
-        tenant = self._classifier.tenant(headers)
-        self._found["tenant"] = self._tenant(tenant, key)
+        tenant = self._classifier.tenant(headers, self._client)
+        self._found["tenant"] = self._tenant(tenant, self._named_by(headers, key))
         if len(body) > self._policy.max_body_bytes:
             raise BodyTooLarge(f"the body has {len(body)} bytes; {self._policy.max_body_bytes} are allowed")
         payload = decode(endpoint.api, body)
@@ -161,11 +163,19 @@ class _Explanation:
         self._found["gain"] = self._gain(asked.payload, made.level, headers)
         self._found["engine"] = self._engine(endpoint.api, made.level)
 
-    def _tenant(self, tenant: Tenant, key: bytes | None) -> Found:
-        is_token = key is not None and digest(key) not in self._policy.tenants
+    def _named_by(self, headers: dict[bytes, bytes], key: bytes | None) -> str:
+        """What has named the tenant of a request."""
+        gateway = self._policy.gateway
+        if gateway is not None and gateway.tenant_header in headers and gateway.is_from(self._client):
+            return f"the gateway's {gateway.tenant_header.decode('ascii')}"
+        if key is None:
+            return "no API key"
+        return "its token" if digest(key) not in self._policy.tenants else "its API key"
+
+    def _tenant(self, tenant: Tenant, by: str) -> Found:
         return {
             "name": tenant.name,
-            "by": "no API key" if key is None else "its token" if is_token else "its API key",
+            "by": by,
             "tier": self._names[tenant.level],
             "max_tier": self._names[tenant.max_level],
             "weight": tenant.weight,

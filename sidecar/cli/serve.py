@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sidecar.admin.auth import Access
+    from sidecar.policy.model import Policy
     from sidecar.serving import ServeSettings
 
 _log = logging.getLogger("sidecar.serve")
@@ -76,6 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="make a shared pool anew that has other tiers than the policy; replicas with those admit nothing more. "
         "Use it for one start: docs/many-replicas.md",
     )
+    add("--no-check", action="store_true", help="begin at once, without a look at whether the engines fit the policy")
     add("--workers", type=worker_count, default=1, metavar="N", help=_WORKERS)
     # Kubernetes kills a pod 30 s after it asked it to end; this must be over before that.
     parser.add_argument("--grace", type=duration_s, default=25.0, metavar="TIME", help="for running requests, e.g. 25s")
@@ -97,9 +99,9 @@ def run(args: argparse.Namespace) -> int:
     with own_logging(log):
         announce = _announce_and_log if log.format == "json" else _announce  # a machine reads it, and wants to know
         if args.workers == 1:
-            failure = _serve(settings, announce)
+            failure = _serve(settings, announce, is_checked=not args.no_check)
         else:
-            failure = _serve_by_workers(settings, args.workers, log, announce)
+            failure = _serve_by_workers(settings, args.workers, log, announce, is_checked=not args.no_check)
     if failure is not None:  # after the last line of the log, which has a thread of its own
         print(f"sidecar: {failure}", file=sys.stderr)
     return 0 if failure is None else 1
@@ -120,7 +122,7 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
     )
 
 
-def _serve(settings: ServeSettings, announce: Callable[[str], None]) -> Exception | None:
+def _serve(settings: ServeSettings, announce: Callable[[str], None], *, is_checked: bool) -> Exception | None:
     """Serves in this process. Returns why it could not begin."""
     from sidecar.admin.auth import AdminGuard
     from sidecar.server import server
@@ -129,6 +131,8 @@ def _serve(settings: ServeSettings, announce: Callable[[str], None]) -> Exceptio
 
     try:
         policy = load_policy(settings.policy)
+        if is_checked:
+            _check(policy, settings)
         access = _access(settings)
         serving = Serving(settings, policy)
         server.run(
@@ -154,7 +158,7 @@ def _serve(settings: ServeSettings, announce: Callable[[str], None]) -> Exceptio
 
 
 def _serve_by_workers(
-    settings: ServeSettings, workers: int, log: LogSettings, announce: Callable[[str], None]
+    settings: ServeSettings, workers: int, log: LogSettings, announce: Callable[[str], None], *, is_checked: bool
 ) -> Exception | None:
     """Serves by processes of its own. Returns why it could not begin, or go on."""
     from sidecar.server import server
@@ -164,12 +168,21 @@ def _serve_by_workers(
     try:
         check_system(workers)
         policy = load_policy(settings.policy)
+        if is_checked:
+            _check(policy, settings)
         plan = Plan(settings, workers, log, policy, _access(settings))
         server.run(supervise(plan, announce))
     except (server.CannotServe, ValueError) as error:
         return error
     _log.info("stopped", extra={"event": "stopped"})
     return None
+
+
+def _check(policy: Policy, settings: ServeSettings) -> None:
+    """Looks whether the engines fit the policy. Imported only here: it brings what the doctor needs."""
+    from sidecar.cli.serve_check import check_engines
+
+    check_engines(policy, settings.upstream)
 
 
 def _access(settings: ServeSettings) -> Access:

@@ -196,6 +196,8 @@ class HeldLease:
         tokens = self._ask.tokens if self._used is None else self._used
         if self._lease is not None:
             self._lease.settle(self._used)
+        if self._controller.usage is not None:
+            self._controller.usage.add(self.tenant, self.tier, self._request.model, *self._request.split(tokens))
         if error is None:
             outcome, name = Outcome.COMPLETED, None
         else:
@@ -220,6 +222,8 @@ class HeldLease:
             controller.routing.wake()
         try:
             pool = controller.pool
+            if controller.usage is not None and self._tenant.limits.have_budgets:
+                ask = self._ask = controller.usage.within(ask, self._tenant, pool)
             lease = self._lease = pool.enter_now(ask) if isinstance(pool, LocalPool) else await pool.enter(ask)
         except QueueFull as full:
             self._classified(at_us, ask.tier if full.level is None else full.level)

@@ -48,6 +48,11 @@ class LeaseRequest(NamedTuple):
         )
         return ask, tenant
 
+    def split(self, tokens: int) -> tuple[int, int]:
+        """So many tokens that it has used, as tokens of the prompt and of the answer."""
+        of_prompt = min(self.prompt_tokens, tokens)
+        return of_prompt, tokens - of_prompt
+
     def _tenant(self, policy: Policy) -> Tenant:
         if self.tenant is None:
             return Tenant(INTERNAL, policy.default_level, max_level=0)

@@ -26,6 +26,7 @@ from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.pending_aborts import PendingAborts
 from sidecar.middleware.policy_snapshot import PolicySnapshot, policy_snapshot
 from sidecar.middleware.request_gain import GainMeter
+from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.middleware.wait import Appraise
 from sidecar.middleware.watchdog import Watchdog
 from sidecar.policy.model import Policy, Unguarded
@@ -65,7 +66,8 @@ class AdmissionController:
     lets the app decide, at its first request. `engine_watch` knows whether the engine can be used. `routing` is there
     where the pool has several engines, behind the app. `lifespan` serves the server's lifespan: the app, with what the
     server's start and end need around it. `server` is the task of that lifespan, None before it begins. `self_views`
-    are what tenants were last shown of themselves, by name and level, and when (`self_view`).
+    are what tenants were last shown of themselves, by name and level, and when (`self_view`). `usage` counts what the
+    tenants use, None where that is not kept.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class AdmissionController:
         self.unguarded_observer = unguarded_observer
         self.engines: EngineView | None = None
         self.monitor: Monitor | None = None
+        self.usage: TenantUsage | None = None
         self.background = BackgroundResponses()
         self.shadows = ShadowRegistry()
         self.engine_times = EngineTimes(self._room)

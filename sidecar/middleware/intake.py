@@ -203,9 +203,9 @@ class RequestIntake:
         if b"via" in headers:
             refuse_loop(headers[b"via"])
         if len(headers) != len(scope["headers"]):  # one of them is given twice
-            refuse_two_keys(scope, headers)
+            refuse_two_keys(scope, headers, self._snapshot)
             _refuse_two_values(scope, (self._snapshot.policy.tier_header, MAX_WAIT_HEADER, *SLO_HEADERS))
-        self.tenant = self._snapshot.classifier.tenant(headers)
+        self.tenant = self._snapshot.classifier.tenant(headers, scope.get("client"))
         if b"content-length" in headers:
             self._check_size(_declared_length(scope, headers))
 
@@ -334,13 +334,17 @@ def is_upload(headers: Mapping[bytes, bytes]) -> bool:
     return _UPLOADS.match(headers.get(b"content-type", b"").strip()) is not None
 
 
-def refuse_two_keys(scope: Scope, headers: Mapping[bytes, bytes]) -> None:
-    """Raises InvalidHeader where a header that holds a key is given twice: the engine might read the other one."""
+def refuse_two_keys(scope: Scope, headers: Mapping[bytes, bytes], snapshot: PolicySnapshot) -> None:
+    """Raises InvalidHeader where a header that holds a key is given twice: the engine might read the other one.
+
+    The same for a header of the gateway: one of them might be the client's own.
+    """
     if len(headers) == len(scope["headers"]):
         return
-    for name in KEY_HEADERS:
+    for name in (*KEY_HEADERS, *snapshot.credentials.of_gateway):
         if sum(found == name for found, _ in scope["headers"]) > 1:
-            raise InvalidHeader(f"{name.decode()} is given twice; send one key, once")
+            what = "send one key, once" if name in KEY_HEADERS else "the gateway must replace what its client sent"
+            raise InvalidHeader(f"{name.decode('latin-1')} is given twice; {what}")
 
 
 def _refuse_two_values(scope: Scope, names: Sequence[bytes]) -> None:

@@ -27,10 +27,13 @@ class Credentials:
     A tenant's key gives access to the tenant's share of the pool, and an engine would write it into its logs. So the
     key is removed, unless the policy says `forward_key: true` (`is_forwarded`). Then the client's headers pass
     unchanged, and the engine's key is not added.
+
+    `of_gateway` are the headers of a gateway that names tenants: no engine gets them, whoever sent them.
     """
 
     is_forwarded: bool = False
     engine_key: bytes | None = field(default=None, repr=False)
+    of_gateway: Sequence[bytes] = ()
 
     def taken(self, headers: Mapping[bytes, bytes]) -> Sequence[bytes]:
         """The names of the client's headers that hold, or may hold, a tenant's key: they must not be forwarded.
@@ -38,9 +41,9 @@ class Credentials:
         Both names, where both are there: clients of two providers send the same key in each. `Authorization` with
         another scheme, such as Basic, holds no tenant's key and stays.
         """
+        names = [name for name in self.of_gateway if name in headers] if self.of_gateway else []
         if self.is_forwarded:
-            return ()
-        names = []
+            return names
         own = headers.get(_AUTHORIZATION)
         if own is not None and (own.startswith(b"Bearer ") or own.lstrip()[:6].lower() == b"bearer"):
             names.append(_AUTHORIZATION)
@@ -98,7 +101,9 @@ def policy_snapshot(
         endpoints=policy.endpoints,
         classifier=Classifier(policy, dialect, tokens),
         estimator=estimator,
-        credentials=Credentials(policy.forward_key, engine_key),
+        credentials=Credentials(
+            policy.forward_key, engine_key, () if policy.gateway is None else policy.gateway.headers
+        ),
         priorities=tuple(dialect.priority(tier.level, len(policy.tiers)) for tier in policy.tiers),
         tier_names=tuple(tier.name.encode() for tier in policy.tiers),
         abort_latency=abort_latency(dialect, policy.abort_latency_s, is_proxied=is_proxied),

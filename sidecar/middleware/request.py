@@ -107,7 +107,6 @@ class RequestHandler:
         self._passing: AnswerReader | None = None  # reads the chunks of a stream, while they pass
         self._body: bytes | None = None
         self._status: int | None = None
-        self._timed_out = False
         self._attempt: PreemptibleAttempt | None = None
         self._cut: Draining | None = None
         self._call = EngineCall(controller.engine_watch)
@@ -118,7 +117,7 @@ class RequestHandler:
         self._preempted_us: int | None = None
         self._preemptions = self._hand_backs = self._admitted_us = 0
         self._ends_us: int | None = None
-        self._is_given_up = False
+        self._is_given_up = self._timed_out = False
 
     async def run(self) -> None:
         """Handles the request to its end. Raises only what the app raises."""
@@ -241,7 +240,7 @@ class RequestHandler:
         try:
             controller = self._controller
             ask = sized_ask(controller.pool, request, controller.lease_sizes, controller.appraiser(self._snapshot))
-            self._lease = await enter_pool(controller.pool, ask, request.classification)
+            self._lease = await enter_pool(controller.pool, ask, request.classification, controller.usage)
             self.advance(_WAITING)
         finally:
             if objectives := self._snapshot.objectives:
@@ -358,8 +357,7 @@ class RequestHandler:
             return self.stage is _RUNNING
         self._call.is_handed_back, error = False, self._call.error
         assert error is not None
-        is_anthropic = self._endpoint.api is Api.MESSAGES
-        await send_error(self._send_for_app, error, anthropic=is_anthropic)
+        await send_error(self._send_for_app, error, anthropic=self._endpoint.api is Api.MESSAGES)
         return False
 
     def _scope_for_app(self, forward: Forward, granted: Granted) -> Scope:
@@ -549,6 +547,8 @@ class RequestHandler:
             tenant = request.classification.tenant.name
             self._controller.estimator.learn(request.payload, tenant, usage.input_tokens)
         used = tokens, usage.input_tokens, usage.output_tokens
+        if self._controller.usage is not None and failure is None:
+            self._controller.usage.count(request, self._snapshot.policy, used)
         said = None if failure is None else failure.message
         self._reporter.settled(outcome, status=self._status, used=used, error=error, said=said, size=self._size)
 

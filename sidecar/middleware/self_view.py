@@ -18,6 +18,7 @@ from sidecar.middleware.error_responses import send_error
 from sidecar.middleware.intake import refuse_two_keys
 from sidecar.middleware.models import ModelsController
 from sidecar.middleware.response_headers import REQUEST_ID, request_id
+from sidecar.middleware.tenant_usage import BudgetView
 from sidecar.middleware.unguarded import route_path
 from sidecar.policy.model import Tenant
 from sidecar.pools.base import TenantUse
@@ -42,6 +43,8 @@ class LimitsView(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: LimitView | None = None
     concurrent_requests: int | None = None
     max_output_tokens: int | None = None
+    tokens_per_day: BudgetView | None = None
+    tokens_per_month: BudgetView | None = None
 
 
 class UseView(msgspec.Struct, frozen=True):
@@ -86,8 +89,8 @@ async def send_self_view(controller: AdmissionController, scope: Scope, send: Se
     headers = dict(scope["headers"])
     named = request_id(headers)
     try:
-        refuse_two_keys(scope, headers)
-        tenant = await _tenant(controller, headers)
+        refuse_two_keys(scope, headers, controller.snapshot)
+        tenant = await _tenant(controller, headers, scope)
     except AdmissionError as refusal:
         await send_error(send, refusal, request_id=named)
         return
@@ -102,13 +105,13 @@ async def send_self_view(controller: AdmissionController, scope: Scope, send: Se
     await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
 
 
-async def _tenant(controller: AdmissionController, headers: Mapping[bytes, bytes]) -> Tenant:
+async def _tenant(controller: AdmissionController, headers: Mapping[bytes, bytes], scope: Scope) -> Tenant:
     """The tenant of the key or the token. Waits for the keys of the token's issuer."""
     try:
-        return controller.snapshot.classifier.tenant(headers)
+        return controller.snapshot.classifier.tenant(headers, scope.get("client"))
     except KeysNeeded as needed:
         await needed.arrive()
-        return controller.snapshot.classifier.tenant(headers)
+        return controller.snapshot.classifier.tenant(headers, scope.get("client"))
 
 
 async def _kept(controller: AdmissionController, tenant: Tenant) -> bytes:
@@ -143,11 +146,14 @@ async def _view(controller: AdmissionController, tenant: Tenant) -> SelfView:
 async def _limits(controller: AdmissionController, tenant: Tenant) -> LimitsView:
     limits = tenant.limits
     left = await controller.pool.allowance(tenant.name, limits) if limits.are_counted else None
+    budgets = {} if controller.usage is None else controller.usage.budgets(tenant)
     return LimitsView(
         _limit(limits.requests_per_minute, None if left is None else left.requests),
         _limit(limits.tokens_per_minute, None if left is None else left.tokens),
         limits.concurrent_requests,
         limits.max_output_tokens,
+        budgets.get("day"),
+        budgets.get("month"),
     )
 
 

@@ -17,6 +17,7 @@ from sidecar.events import Headers
 from sidecar.middleware.intake import SizedRequest
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.sse_keepalive import SseKeepAlive
+from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.pools import Ask, Grant, Lease, LocalPool, Pool
 from sidecar.pools.base import QueueStanding, WaitGivenUp
 
@@ -118,8 +119,13 @@ def sized_ask(pool: Pool, request: SizedRequest, sizes: LeaseSizes, appraise: Ap
     return request.ask()
 
 
-async def enter_pool(pool: Pool, ask: Ask, classification: Classification) -> Lease:
-    """Enters the pool, and notes the tier at which it took or refused the request. Raises what `Pool.enter` raises."""
+async def enter_pool(pool: Pool, ask: Ask, classification: Classification, usage: TenantUsage | None) -> Lease:
+    """Enters the pool, and notes the tier at which it took or refused the request. Raises what `Pool.enter` raises.
+
+    `usage` knows what is left of the tenant's budgets, None where there are none.
+    """
+    if usage is not None and classification.tenant.limits.have_budgets:
+        ask = usage.within(ask, classification.tenant, pool)
     try:
         # A pool of this process decides at once: no coroutine is needed.
         lease = pool.enter_now(ask) if isinstance(pool, LocalPool) else await pool.enter(ask)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from pathlib import Path as FilePath
@@ -20,9 +20,10 @@ from sidecar.policy.fields import ANONYMOUS, Context
 from sidecar.policy.file_model import FileModel
 from sidecar.policy.fleet import FleetPolicy, pool_prefill, pool_size
 from sidecar.policy.fleet_compiler import capacity_of, fleet_policy, model_policies
+from sidecar.policy.gateway import GatewayPolicy
 from sidecar.policy.generic_schema import CostBody
 from sidecar.policy.identity import JwtPolicy
-from sidecar.policy.identity_schema import JwtBody
+from sidecar.policy.identity_schema import GatewayBody, JwtBody
 from sidecar.policy.model import (
     CostPlace,
     Endpoint,
@@ -32,6 +33,7 @@ from sidecar.policy.model import (
     Policy,
     RequestSize,
     ServiceObjectives,
+    StoredTenants,
     Tenant,
     Tier,
 )
@@ -49,7 +51,7 @@ _SHARE_KEYS = [field.name for field in fields(Shares) if field.name in TierBody.
 """Keys of a tier that the rules take as they are."""
 _POOL_KEYS = (
     *("engine", "tokenizer", "store", "pool", "on_store_loss", "mode", "forward_key", "unguarded", "background"),
-    *("max_choices", "unsized", "order", "fair"),
+    *("max_choices", "unsized", "order", "fair", "usage_days"),
 )
 """Keys of the pool's file that the policy takes as they are."""
 
@@ -169,7 +171,7 @@ def _digest(documents: list[Document]) -> str:
 def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> Policy:
     """The policy of files that were found to be without mistakes; `generation` says which version of them it is."""
     levels = {name: level for level, name in enumerate(pool.tiers)}
-    by_key = [(body.keys, _tenant(body, levels)) for body in tenants]
+    by_key = [(body.keys, tenant_of(body, levels)) for body in tenants]
     thresholds = pool.engine_levels or {}
     fleet = None if pool.engines is None else fleet_policy(pool.engines, pool.engine)
     return Policy(
@@ -184,6 +186,8 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
         tenants=MappingProxyType({key: tenant for keys, tenant in by_key for key in keys or ()}),
         keyless=tuple(tenant for keys, tenant in by_key if not keys),
         jwt=_jwt(pool.jwt),
+        gateway=_gateway(pool.gateway),
+        stored_tenants=StoredTenants.UNREAD if pool.stored_tenants else StoredTenants.NONE,
         anonymous=_anonymous(pool, levels),
         default_level=levels[str(pool.default_tier)],
         sources=tuple(pool.sources),
@@ -283,7 +287,8 @@ def _cost(body: CostBody) -> CostPlace:
     return CostPlace(None if header is None else header.encode(), None if member is None else member.encode())
 
 
-def _tenant(body: TenantFile, levels: dict[str, int]) -> Tenant:
+def tenant_of(body: TenantFile, levels: Mapping[str, int]) -> Tenant:
+    """The tenant that a file, or a record of the store, describes. `levels` are the tiers' by their names."""
     return Tenant(
         name=body.tenant,
         level=levels[body.tier],
@@ -308,6 +313,13 @@ def _jwt(body: JwtBody | None) -> JwtPolicy | None:
     )
 
 
+def _gateway(body: GatewayBody | None) -> GatewayPolicy | None:
+    if body is None:
+        return None
+    tier_header = None if body.tier_header is None else body.tier_header.encode("ascii")
+    return GatewayPolicy(body.tenant_header.encode("ascii"), tier_header, tuple(body.addresses))
+
+
 def _limits(body: LimitsBody | None) -> Limits:
     if body is None:
         return Limits()
@@ -317,6 +329,8 @@ def _limits(body: LimitsBody | None) -> Limits:
         concurrent_requests=body.concurrent_requests,
         max_output_tokens=body.max_output_tokens,
         burst_us=round(body.burst * 1_000_000),
+        tokens_per_day=body.tokens_per_day,
+        tokens_per_month=body.tokens_per_month,
     )
 
 

@@ -49,6 +49,8 @@ _SERVICE = re.compile(rf"(?P<host>{_HOST}):(?P<port>[0-9]{{1,5}})", re.ASCII)
 _SRV = re.compile(rf"_[A-Za-z0-9-]{{1,62}}\._(tcp|udp)\.{_HOST}", re.ASCII)
 
 MOST_PER_MINUTE = 100_000_000
+MOST_BUDGETED = 10**13
+MOST_USAGE_DAYS = 400
 SHORTEST_PERIOD_S = Fraction(1, 10)
 """Of what is asked for again and again. More often costs an engine, or a name server, more than it can tell."""
 
@@ -201,6 +203,21 @@ def _rate(value: object) -> int:
     count = units.positive_count(value)
     if count > MOST_PER_MINUTE:
         raise ValueError(f"{count} is more than a limit can count; write 100M or less, or remove it for no limit")
+    return count
+
+
+def _budget(value: object) -> int:
+    """Amount per day or month. Bounded, so that sums of it stay whole numbers that a double has exactly."""
+    count = units.positive_count(value)
+    if count > MOST_BUDGETED:
+        raise ValueError(f"{count} is more than a budget can count; write 10000G or less, or remove it for no budget")
+    return count
+
+
+def _usage_days(value: object) -> int:
+    count = units.count(value)
+    if count > MOST_USAGE_DAYS:
+        raise ValueError(f"{count} days are more than use can be kept for; write {MOST_USAGE_DAYS} or less")
     return count
 
 
@@ -378,6 +395,8 @@ GainWeight = Annotated[
     int, PlainValidator(units.gain_weight), _schema("A weight: 4.", numbers=True, pattern="^[0-9]+$", minimum=1)
 ]
 RateCount = Annotated[int, PlainValidator(_rate), _COUNT]
+BudgetCount = Annotated[int, PlainValidator(_budget), _COUNT]
+UsageDays = Annotated[int, PlainValidator(_usage_days), _COUNT]
 BurstDuration = Annotated[Fraction, PlainValidator(_burst), _DURATION]
 OrderChoice = Annotated[Order, PlainValidator(_choice(Order, "order")), _enum(Order)]
 ModeChoice = Annotated[Mode, PlainValidator(_choice(Mode, "mode")), _enum(Mode)]

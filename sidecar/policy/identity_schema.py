@@ -5,11 +5,12 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Annotated
 
-from pydantic import AfterValidator, PlainValidator, ValidationInfo, WithJsonSchema, field_validator
+from pydantic import AfterValidator, PlainValidator, ValidationInfo, WithJsonSchema, field_validator, model_validator
 
 from sidecar.policy import fields as of
 from sidecar.policy import units
 from sidecar.policy.file_model import FileModel, key
+from sidecar.policy.gateway import Network, read_network
 from sidecar.policy.identity import (
     ALGORITHMS,
     LONGEST_SKEW_S,
@@ -19,7 +20,7 @@ from sidecar.policy.identity import (
     public_keys,
     read_key_set,
 )
-from sidecar.policy.problems import quoted, unknown
+from sidecar.policy.problems import printable, quoted, unknown
 
 
 def _said(value: object) -> str:
@@ -64,6 +65,15 @@ def _algorithm(value: object) -> str:
     return name
 
 
+def _network(value: object) -> Network:
+    return read_network(printable(units.text(value, "an address or a network", "10.0.0.0/8")))
+
+
+_Networks = Annotated[
+    list[Annotated[Network, PlainValidator(_network), WithJsonSchema({"type": "string"})]],
+    of.listed("[10.0.0.0/8]"),
+    AfterValidator(of.distinct),
+]
 _Said = Annotated[str, PlainValidator(_said), WithJsonSchema({"type": "string"})]
 _KeySet = Annotated[
     str,
@@ -105,3 +115,26 @@ class JwtBody(FileModel):
     def _can_be_checked(cls, issuer: str) -> str:
         check_installed()
         return issuer
+
+
+class GatewayBody(FileModel):
+    """A gateway before the sidecar that has found out who asks, and names the tenant in a header."""
+
+    tenant_header: of.HeaderName = key(..., "The header that names a tenant of this policy.", "x-tenant")
+    addresses: _Networks = key(
+        ...,
+        "The addresses and networks of the gateway's own connections. From others the headers do not count.",
+        ["10.0.0.0/8"],
+    )
+    tier_header: of.HeaderName | None = key(
+        None,
+        "The header that names the tier of requests which name none, up to the tenant's `max_tier`. Default: none, the "
+        "tenant's tier counts.",
+        "x-tenant-tier",
+    )
+
+    @model_validator(mode="after")
+    def _are_two(self) -> GatewayBody:
+        if self.tier_header == self.tenant_header:
+            raise ValueError("tier_header is also the tenant_header; write another name")
+        return self

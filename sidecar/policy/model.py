@@ -15,6 +15,7 @@ from types import MappingProxyType
 from sidecar.apis import Api
 from sidecar.engines.base import Carrier, Engine
 from sidecar.policy.fleet import EngineAddress, FleetPolicy, ModelPolicy, largest_of, pool_prefill, pool_size
+from sidecar.policy.gateway import GatewayPolicy
 from sidecar.policy.identity import JwtPolicy
 from sidecar.policy.rules import UNLIMITED, EngineCapacity, PoolRules, Shares, pool_rules
 from sidecar.policy.store import StoreAddress
@@ -85,6 +86,14 @@ class Learn(str, Enum):
     OFF = "off"
     CAUTIOUS = "cautious"
     FULL = "full"
+
+
+class StoredTenants(str, Enum):
+    """Whether there are tenants in the store, and whether the policy has them: once the process has read them."""
+
+    NONE = "none"
+    UNREAD = "unread"
+    READ = "read"
 
 
 MAX_CHOICES = 8
@@ -166,12 +175,19 @@ class Limits:
     concurrent_requests: int | None = None
     max_output_tokens: int | None = None
     burst_us: int = 60_000_000
+    tokens_per_day: int | None = None
+    tokens_per_month: int | None = None
 
     @property
     def are_counted(self) -> bool:
-        """Whether there is anything that a pool has to count."""
+        """Whether there is anything that a pool has to count. It counts no budgets."""
         counted = (self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
         return counted != (None, None, None)
+
+    @property
+    def have_budgets(self) -> bool:
+        """Whether the tenant has a budget of tokens for a day or a month, in UTC."""
+        return self.tokens_per_day is not None or self.tokens_per_month is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +223,9 @@ class Policy:
     engines, `rules` are those of the sum of their written capacities. `models` are those with pools of their own, by
     name; empty where all models share the pool. `learn` says how far leases follow the output lengths that were
     learned. With the order `gain`, `fair` is the part of each reserve that is its tier's floor.
-    `jwt` is None where API keys alone are accepted; `keyless` are the tenants that have no API key.
+    `jwt` is None where no tokens are accepted, `gateway` where no gateway names tenants; `keyless` are the tenants that
+    have no API key. `stored_tenants` says whether the tenants of the store are among these.
+    The use of the tenants is kept for `usage_days` in the store, 0 for not at all.
     """
 
     rules: PoolRules
@@ -245,7 +263,10 @@ class Policy:
     order: Order = Order.LEVEL
     fair: Fraction = Fraction(1, 4)
     jwt: JwtPolicy | None = None
+    gateway: GatewayPolicy | None = None
     keyless: tuple[Tenant, ...] = ()
+    stored_tenants: StoredTenants = StoredTenants.NONE
+    usage_days: int = 62
 
     @property
     def named(self) -> Mapping[str, Tenant]:
@@ -266,7 +287,9 @@ class Policy:
         assert self.engines is not None  # `validate` refuses models without engines
         names = self.models[name].engines
         mine = [engine for engine in self.engines.static if names is None or engine.name in names]
-        return replace(self.of_engines(mine), pool=f"{self.pool}/{name}")
+        of_engines = self.of_engines(mine)
+        # Its front has the tenants, and counts what they use.
+        return replace(of_engines, pool=f"{self.pool}/{name}", stored_tenants=StoredTenants.NONE, usage_days=0)
 
     @property
     def largest_engine(self) -> tuple[int, int]:

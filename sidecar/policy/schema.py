@@ -23,7 +23,7 @@ from sidecar.policy.capacity_schema import Capacity
 from sidecar.policy.file_model import FileModel, key, nothing_means_defaults
 from sidecar.policy.fleet_schema import EngineListFile, EnginesBody, ModelBody
 from sidecar.policy.generic_schema import CostBody, Size
-from sidecar.policy.identity_schema import JwtBody
+from sidecar.policy.identity_schema import GatewayBody, JwtBody
 from sidecar.policy.model import MAX_CHOICES, Source
 from sidecar.policy.problems import printable
 
@@ -154,6 +154,10 @@ class LimitsBody(FileModel):
 
     requests_per_minute: of.RateCount | None = key(None, "Requests per minute.", 600)
     tokens_per_minute: of.RateCount | None = key(None, "Tokens per minute, prompts and answers.", "200k")
+    tokens_per_day: of.BudgetCount | None = key(
+        None, "Tokens per day, prompts and answers, from midnight to midnight in UTC. It needs a store.", "20M"
+    )
+    tokens_per_month: of.BudgetCount | None = key(None, "Tokens per calendar month, in UTC. It needs a store.", "400M")
     concurrent_requests: of.PositiveCount | None = key(None, "Requests at once, waiting or running.", 32)
     max_output_tokens: of.PositiveCount | None = key(None, "Tokens of one answer.", 8192)
     burst: of.BurstDuration = key(
@@ -269,6 +273,11 @@ class PoolFile(FileModel):
             "tenant_claim": "tenant",
         },
     )
+    gateway: GatewayBody | None = key(
+        None,
+        "A gateway that names the tenant in a header, which counts from its own addresses only. Default: none.",
+        {"tenant_header": "x-tenant", "addresses": ["10.0.0.0/8"]},
+    )
     tier_header: of.HeaderName = key("x-priority", "The header in which a client names a tier.")
     max_body: of.Size = key("8MiB", "The largest request body.")
     body_timeout: of.PositiveDuration = key("30s", "The longest a request's body may take to arrive.")
@@ -292,6 +301,17 @@ class PoolFile(FileModel):
         "redis+cluster://. SIDECAR_STORE in the environment goes before it, and is the better place for a password. "
         "Default: leases live in this process.",
         "redis://127.0.0.1:6379/0",
+    )
+    usage_days: of.UsageDays = key(
+        62,  # a whole month and the one before
+        "For how many days the use of the tenants is kept in the store, up to 400. 0 counts nothing. Without a store, "
+        "here or in SIDECAR_STORE, it does nothing.",
+        400,
+    )
+    stored_tenants: of.Flag = key(
+        False,  # else everyone who can write to the store could make a tenant
+        "Whether there are tenants in the store, too, which `sidecar tenants` and the admin port change while the "
+        "sidecars run. It needs a store, here or in SIDECAR_STORE.",
     )
     pool: of.PoolName = key(
         "default",
@@ -374,7 +394,7 @@ class TenantFile(FileModel):
     keys: of.KeyHashes | None = key(
         None,
         "Hashes of its API keys, from `sidecar keys new`. Never the keys themselves. May be left out where the pool's "
-        "file has `jwt`.",
+        "file has `jwt` or `gateway`.",
         ["sha256:..."],
     )
     tier: of.TierName = key(..., "The tier of its requests that name none.", "normal")
@@ -416,12 +436,17 @@ NAMED = {"tiers": "TierBody", "endpoints": "EndpointBody", "models": "ModelBody"
 
 def schema_text(model: type[FileModel]) -> str:
     """One file's schema as it is written to disk."""
+    return json.dumps(schema_document(model), indent=2, ensure_ascii=False) + "\n"
+
+
+def schema_document(model: type[FileModel]) -> dict[str, Any]:
+    """One file's schema as JSON types."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **_tidied(model.model_json_schema())}
     for name, body in NAMED.items():
         if name in schema["properties"]:
             schema["properties"][name] |= _named(body)
             schema["properties"][name].pop("patternProperties", None)
-    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+    return schema
 
 
 def _named(body: str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def pool_problems(document: Document) -> list[Problem]:
         *_ladder(tiers),
         *_empty_limits(tiers, entries(document.data, "capacity")),
         *_endpoints(entries(document.data, "endpoints")),
+        *_two_meanings(document.data or {}),
         *capacity_mistakes(document.data or {}),
         *fleet_mistakes(document.data or {}),
     ]
@@ -60,6 +61,14 @@ def _ladder(tiers: dict[str, object]) -> Found:
                 ("tiers", name, "always_first"),
                 f"only the first tier, {first}, may be always first; remove this line",
             )
+
+
+def _two_meanings(pool: dict[str, object]) -> Found:
+    """A header of the gateway that is also the one in which clients name a tier."""
+    of_clients = pool.get("tier_header", "x-priority")
+    for name, header in entries(pool, "gateway").items():
+        if isinstance(header, str) and isinstance(of_clients, str) and header.lower() == of_clients.lower():
+            yield ("gateway", name), f"{quoted(header)} is also the pool's tier_header; write another name"
 
 
 def _empty_limits(tiers: dict[str, object], capacity: dict[str, object]) -> Found:
@@ -114,7 +123,8 @@ def tenant_problems(pool: Document, documents: Sequence[Document]) -> list[Probl
             problems.append(
                 Problem("tenant", f"{quoted(name)} is also the tenant of {names[name]}; write another name", other)
             )
-        if document.data is not None and "keys" not in document.data and "jwt" not in (pool.data or {}):
+        is_named_otherwise = bool({"jwt", "gateway"} & (pool.data or {}).keys())
+        if document.data is not None and "keys" not in document.data and not is_named_otherwise:
             problems.append(document.problem(("keys",), f"missing; write {_example(TenantFile, 'keys')}"))
         problems += _repeated_keys(document, keys)
     return problems

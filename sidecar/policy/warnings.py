@@ -367,7 +367,7 @@ def _tenants(policy: Policy) -> Found:
                     f"lets {most:,} tokens through at once, and a request that names no maximum counts for {output:,} "
                     "and its prompt: each is over the limit; allow more, or a longer burst",
                 )
-        if tenant.downgrade_level is not None and not limits.are_counted:
+        if tenant.downgrade_level is not None and not (limits.are_counted or limits.have_budgets):
             yield (*path, "over_limit"), "does nothing without limits by the minute or at once; add some, or remove it"
 
 

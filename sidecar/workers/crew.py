@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from sidecar.app import TAKE_OVER_VARIABLE
 from sidecar.server.server import wait_first
 from sidecar.serving import ServeSettings
+from sidecar.stores import TAKE_OVER_VARIABLE
 from sidecar.telemetry.logs.setup import LogSettings
 from sidecar.workers.channel import Command
 from sidecar.workers.process import Ending, WorkerProcess, WorkerState

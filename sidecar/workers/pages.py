@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
+from sidecar.admin.answers import refused
 from sidecar.admin.stream import receive_disconnect
 from sidecar.tasks import end
 from sidecar.workers.crew import Crew
@@ -188,7 +189,7 @@ def _why_not(worker: WorkerProcess, answer: Document | None) -> str:
 
 def _no_worker() -> Response:
     message = "no worker serves at this moment; try again"
-    return JSONResponse({"error": {"code": "no_worker", "message": message}}, 503, {**_FRESH, "retry-after": "1"})
+    return refused(503, "no_worker", message, {"retry-after": "1"})
 
 
 async def _open(worker: WorkerProcess, request: Request, body: bytes) -> aiohttp.ClientResponse:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import msgspec
 
 from sidecar.admin.auth import Access, AdminGuard
-from sidecar.app import STORE_VARIABLE, store_of, takes_over_a_store
 from sidecar.policy.model import Policy
 from sidecar.server.server import (
     CannotServe,
@@ -25,6 +24,7 @@ from sidecar.server.server import (
     wait_first,
 )
 from sidecar.serving import ServeSettings, proxy_of, upstreams
+from sidecar.stores import STORE_VARIABLE, records_of, refuse_uncounted_budgets, store_of, takes_over_a_store
 from sidecar.telemetry.logs.setup import LogSettings
 from sidecar.workers.crew import Crew
 from sidecar.workers.folder import private_folder
@@ -92,6 +92,8 @@ def _check(plan: Plan) -> bool:
     """Whether the settings name a store. Raises ValueError for settings that no worker could begin with."""
     proxy_of(plan.settings.upstream, plan.policy)
     store = store_of(plan.policy, os.environ)
+    records_of(plan.policy, os.environ)
+    refuse_uncounted_budgets(plan.policy, os.environ)
     takes_over_a_store(os.environ, store, takes_over=plan.settings.takes_over_pool)
     return store is not None
 

@@ -162,7 +162,7 @@ def test_the_mode_and_the_tenants_limits_are_shown(tmp_path: Path, capsys: pytes
     for name, digit, rest in (
         ("acme", "0", f"limits: {rate}\nover_limit: {{downgrade: normal}}\n"),
         ("blue", "1", "limits: {max_output_tokens: 8192}\n"),
-        ("cyan", "2", ""),
+        ("cyan", "2", "limits: {tokens_per_day: 20M, tokens_per_month: 400M}\n"),
     ):
         keys = f'keys: ["sha256:{digit * 64}"]'
         (tmp_path / f"{name}.tenant").write_text(f"tenant: {name}\n{keys}\ntier: high\n{rest}")
@@ -176,6 +176,7 @@ def test_the_mode_and_the_tenants_limits_are_shown(tmp_path: Path, capsys: pytes
         "  blue: high; 1 key, weight 1\n"
         "    limits: 8,192 tokens in one answer (a request for more gets a 400)\n"
         "  cyan: high; 1 key, weight 1\n"
+        "    limits: 20,000,000 tokens a day; 400,000,000 tokens a month; over them 429\n"
         "  without a key: normal\n"
     ) in printed
     assert main(["check", str(tmp_path), "--json", "-"]) == 0
@@ -184,6 +185,8 @@ def test_the_mode_and_the_tenants_limits_are_shown(tmp_path: Path, capsys: pytes
     assert figures["limits"]["acme"] == {
         "requests_per_minute": 600,
         "tokens_per_minute": 200_000,
+        "tokens_per_day": None,
+        "tokens_per_month": None,
         "concurrent_requests": 32,
         "max_output_tokens": None,
         "burst": 10.0,

@@ -1,10 +1,11 @@
-"""schemathesis, by a schema of the guarded surface and the admin pages, against a real `sidecar serve` before a server.
+"""schemathesis against a real `sidecar serve`: what a schema allows, and what it does not.
 
-It sends what the schema allows, and what it does not; whatever comes back has to be in the schema.
+Whatever comes back has to be in the schema. The guarded surface has a schema here, and the admin port serves its own.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 import urllib.request
@@ -15,27 +16,49 @@ from typing import Any
 import pytest
 import yaml
 from hypothesis import given
+from hypothesis import strategies as some
 
+from sidecar.admin import openapi
 from tests.fuzz.scale import cases, tried
 from tests.security.behind import Behind, standing
+from tests.support.redis_servers import RedisServer, first_binary
 
 schemathesis = pytest.importorskip("schemathesis")
-TOKEN = "token-of-the-fuzzed-sidecar"  # as openapi.yaml has it
-DOCUMENT = yaml.safe_load((Path(__file__).parent / "openapi.yaml").read_text())
-OPERATIONS = {
-    result.ok().label: result.ok() for result in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()
-}
-IS_ADMIN = {label for label in OPERATIONS if not label.startswith("POST ")}
-WAYS = [
-    (label, mode)
-    for label in OPERATIONS
-    for mode in ("positive", "negative")
-    if mode == "positive" or label not in {"GET /healthz", "GET /readyz"}  # which take nothing that could be wrong
-]
+TOKEN = "token-of-the-fuzzed-sidecar"
+TOKENS = (TOKEN, TOKEN, TOKEN, "wrong", None)
+KNOWN = {"id": "a-known-request"}
+
+
+def strict(document: dict[str, Any]) -> dict[str, Any]:
+    """The same, where an answer with a member that is not described is a mistake."""
+    document = copy.deepcopy(document)
+    for name, schema in document["components"]["schemas"].items():
+        if "properties" in schema and name != "Error":  # which has more members where no page was reached
+            schema.setdefault("additionalProperties", False)
+    return document
+
+
+def operations(document: dict[str, Any]) -> dict[str, Any]:
+    """Each operation by its method and path."""
+    schema = schemathesis.openapi.from_dict(document)
+    schema.validate()
+    return {found.ok().label: found.ok() for found in schema.get_all_operations()}
+
+
+def ways(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is sent: by the schema and, where anything could be wrong, against it. Any text is right in a path."""
+    takes = {label: bool(one.body) or bool([*one.query, *one.headers]) for label, one in found.items()}
+    return [(label, mode) for label in found for mode in ("positive", "negative") if mode == "positive" or takes[label]]
+
+
+GUARDED = operations(yaml.safe_load((Path(__file__).parent / "openapi.yaml").read_text()))
+ADMIN = operations(strict(openapi.document()))
+del ADMIN["GET /overview/stream"]  # it does not end; tests/admin/test_stream.py reads it
 CHECKS = [
     schemathesis.checks.CHECKS.get_one(name)
     for name in ("not_a_server_error", "status_code_conformance", "response_schema_conformance")
 ]
+TYPE_CHECK = schemathesis.checks.CHECKS.get_one("content_type_conformance")
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +68,31 @@ def behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
         yield found
 
 
-@pytest.mark.parametrize(("label", "mode"), WAYS)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
+    """A sidecar with all that the admin port can have: a store, tenants there, and engines."""
+    folder, data = tmp_path_factory.mktemp("policy"), tmp_path_factory.mktemp("store")
+    environment = {"SIDECAR_LOG_LEVEL": "error", "SIDECAR_ADMIN_TOKEN": TOKEN}
+    with RedisServer(first_binary(), data) as store:
+        more = f"store: {store.url}\nstored_tenants: true\n"
+        with standing("httptools", folder, more, in_engines=True, **environment) as found:
+            body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}).encode()
+            headers = {"x-request-id": KNOWN["id"], "content-type": "application/json", "x-api-key": "sk-acme"}
+            asked = urllib.request.Request(f"{found.url}/v1/chat/completions", body, headers)
+            with urllib.request.urlopen(asked, timeout=10) as answer:
+                assert answer.status == 200
+            yield found
+
+
+@pytest.mark.parametrize(("label", "mode"), ways(GUARDED))
 def test_whatever_is_asked_by_the_schema_or_against_it(behind: Behind, label: str, mode: str) -> None:
-    strategy = OPERATIONS[label].as_strategy(generation_mode=schemathesis.GenerationMode(mode))
-    base = behind.admin if label in IS_ADMIN else behind.url
+    strategy = GUARDED[label].as_strategy(generation_mode=schemathesis.GenerationMode(mode))
 
     @cases(few=4, many=120)
     @given(strategy)
     def check(case: Any) -> None:
         tried["by the schema"] += 1
-        answer = case.call(base_url=base, timeout=20, allow_redirects=False)
+        answer = case.call(base_url=behind.url, timeout=20, allow_redirects=False)
         case.validate_response(answer, checks=CHECKS)
 
     check()
@@ -63,9 +101,45 @@ def test_whatever_is_asked_by_the_schema_or_against_it(behind: Behind, label: st
         assert time.monotonic() < end_s, left
 
 
+@pytest.mark.parametrize(("label", "mode"), ways(ADMIN))
+def test_the_admin_port_answers_as_it_says(behind: Behind, whole: Behind, label: str, mode: str) -> None:
+    strategy = ADMIN[label].as_strategy(generation_mode=schemathesis.GenerationMode(mode))
+
+    @cases(few=12, many=240)
+    @given(strategy, some.sampled_from([whole, whole, behind]), some.booleans(), some.sampled_from(TOKENS))
+    def check(case: Any, asked: Behind, is_known: bool, token: str | None) -> None:
+        tried["by the admin port's own description"] += 1
+        if is_known and mode == "positive":
+            name_what_is_there(case, label)
+        case.headers = {**(case.headers or {}), **({} if token is None else {"authorization": f"Bearer {token}"})}
+        answer = case.call(base_url=asked.admin, timeout=20, allow_redirects=False)
+        case.validate_response(answer, checks=[*CHECKS[1:], TYPE_CHECK])  # 503 is an answer here
+        if token != TOKEN and label not in {"GET /healthz", "GET /readyz"}:
+            assert answer.status_code in (401, 400, 431), answer.text
+
+    check()
+
+
+def name_what_is_there(case: Any, label: str) -> None:
+    """Most of what a schema allows is the name of nothing."""
+    known = {**KNOWN, "name": "e0" if "engines" in label else "acme"}
+    for part in (case.path_parameters, case.query):
+        part.update({name: known[name] for name in part if name in known})
+    if label == "POST /tenants":
+        case.body = {"tenant": "bulk", "tier": "batch", "keys": ["sha256:" + 64 * "a"]}
+
+
+def test_the_port_serves_what_was_tried(whole: Behind) -> None:
+    assert shown(whole, openapi.PATH) == json.loads(json.dumps(openapi.document()))
+
+
 def under_way(behind: Behind) -> int:
-    asked = urllib.request.Request(f"{behind.admin}/state", headers={"authorization": f"Bearer {TOKEN}"})
-    with urllib.request.urlopen(asked, timeout=10) as answer:
-        state = json.load(answer)
+    state = shown(behind, "/state")
     assert state["pool"]["waiting"] == 0
     return int(state["under_way"])
+
+
+def shown(behind: Behind, path: str) -> Any:
+    asked = urllib.request.Request(behind.admin + path, headers={"authorization": f"Bearer {TOKEN}"})
+    with urllib.request.urlopen(asked, timeout=10) as answer:
+        return json.load(answer)

@@ -150,12 +150,21 @@ def _in_a_thread(server: AbstractAsyncContextManager[Any]) -> Iterator[str]:
 
 
 @contextmanager
-def standing(kind: str, folder: Path, more: str = "", **variables: str) -> Iterator[Behind]:
-    """`sidecar serve` before a server of that kind; `more` is added to its policy."""
+def standing(
+    kind: str, folder: Path, more: str = "", *, in_engines: bool = False, **variables: str
+) -> Iterator[Behind]:
+    """`sidecar serve` before a server of that kind; `more` is added to its policy.
+
+    `in_engines`: the policy names the server as its engine `e0`.
+    """
     behind = Behind(kind)
     with _in_a_thread(_server(behind)) as upstream:
         path = write_policy(folder, more, engine="vllm", max_body="1MiB")
-        served = ("serve", "--upstream", upstream, "--policy", str(path), "--port", "0", "--admin-port", "0")
+        if in_engines:
+            engines = f"engines:\n  static: [{{name: e0, url: {upstream}}}]\n  capacity: "
+            path.write_text(path.read_text().replace("capacity: ", engines))
+        to = () if in_engines else ("--upstream", upstream)
+        served = ("serve", *to, "--policy", str(path), "--port", "0", "--admin-port", "0")
         # No probe of the engine's health: these tests count every request.
         with command(*served, SIDECAR_ENGINE_CHECK="off", **variables) as process:
             behind.url = address(process)

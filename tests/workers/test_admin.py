@@ -58,6 +58,11 @@ async def shows(command: Command, name: str, value: float) -> bool:
     return (await metrics(command))[name] == value
 
 
+async def shows_replicas(client: aiohttp.ClientSession, command: Command, number: int) -> bool:
+    async with client.get(f"{command.admin}/overview") as answer:
+        return len((await answer.json())["replicas"]) == number
+
+
 @pytest.mark.long
 async def test_the_pages_of_all_workers(tmp_path: Path) -> None:
     token = {"authorization": "Bearer let-me-look-at-this-pool"}
@@ -79,8 +84,7 @@ async def test_the_pages_of_all_workers(tmp_path: Path) -> None:
         async with client.get(f"{command.admin}/requests/none") as answer:
             assert (answer.status, (await answer.json())["error"]["code"]) == (404, "unknown_request")
         # The live page shows both, and one stream is enough for it.
-        async with client.get(f"{command.admin}/overview") as answer:
-            assert len((await answer.json())["replicas"]) == 2
+        await until(lambda: shows_replicas(client, command, 2), "each worker has heard of the other")
         async with client.get(f"{command.admin}/") as answer:
             assert answer.headers["content-security-policy"].startswith("default-src 'none'")
         async with client.get(f"{command.admin}/overview/stream") as stream:

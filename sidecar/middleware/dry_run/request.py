@@ -44,7 +44,7 @@ import asyncio
 
 from starlette.types import Message, Receive, Scope, Send
 
-from sidecar.errors import AdmissionError, IssuerUnavailable
+from sidecar.errors import AdmissionError, IssuerUnavailable, TenantsUnavailable
 from sidecar.events import Headers, Observed, Outcome, Verdict
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.dry_run.engine_times import SentRequest
@@ -187,7 +187,7 @@ class RequestWatcher:
         self._intake = RequestIntake(controller.snapshot, endpoint, headers, received_us)
         try:
             self._intake.check_head(scope)
-        except IssuerUnavailable as missing:  # enforcing would have waited for the keys
+        except (IssuerUnavailable, TenantsUnavailable) as missing:  # enforcing would have waited, or said so
             self._found = missing
             self._report(ShadowResult(Verdict.UNKNOWN, missing.code, None))
         except AdmissionError as refusal:
@@ -251,6 +251,8 @@ class RequestWatcher:
         if expected is not None and (self._status or 0) < 400:
             self._controller.lease_sizes.learn(expected, usage, is_complete=outcome is Outcome.COMPLETED)
         used = usage.used_tokens(prompt_tokens), usage.input_tokens, usage.output_tokens
+        if self._controller.usage is not None and isinstance(self._found, SizedRequest):
+            self._controller.usage.count(self._found, self._snapshot.policy, used)
         self._reporter.settled(outcome, status=self._status, used=used, error=code)
 
     def release(self) -> None:
@@ -310,7 +312,15 @@ class RequestWatcher:
         pool, sizes = self._controller.pool, self._controller.lease_sizes
         appraise = self._controller.appraiser(self._snapshot)
         shadow = ShadowRequest(
-            pool, self._snapshot, request, self._report, sizes=sizes, appraise=appraise, times=times, sent=sent
+            pool,
+            self._snapshot,
+            request,
+            self._report,
+            sizes=sizes,
+            appraise=appraise,
+            times=times,
+            sent=sent,
+            usage=self._controller.usage,
         )
         if self._controller.shadows.follow(shadow):
             self._shadow = shadow

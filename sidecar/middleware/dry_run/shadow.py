@@ -21,6 +21,7 @@ from sidecar.middleware.dry_run.engine_times import EngineTimes, SentRequest
 from sidecar.middleware.intake import SizedRequest, count_tokens
 from sidecar.middleware.lease_size import LeaseSizes
 from sidecar.middleware.policy_snapshot import PolicySnapshot
+from sidecar.middleware.tenant_usage import TenantUsage
 from sidecar.middleware.wait import Appraise, enter_pool, sized_ask
 from sidecar.pools import Grant, Lease, Pool
 
@@ -57,7 +58,7 @@ class ShadowRequest:
 
     __slots__ = (
         "_appraise", "_began_us", "_begun", "_disconnected", "_ended", "_follows", "_holds", "_pool", "_preempted",
-        "_report", "_request", "_sent", "_sizes", "_snapshot", "_times", "_used", "_waits",
+        "_report", "_request", "_sent", "_sizes", "_snapshot", "_times", "_usage", "_used", "_waits",
     )  # fmt: skip
 
     def __init__(
@@ -71,8 +72,10 @@ class ShadowRequest:
         appraise: Appraise | None,
         times: EngineTimes,
         sent: SentRequest,
+        usage: TenantUsage | None = None,
     ) -> None:
         self._pool = pool
+        self._usage = usage
         self._snapshot = snapshot
         self._request = request
         self._report: Callable[[ShadowResult], None] | None = report
@@ -130,7 +133,7 @@ class ShadowRequest:
                 await count_tokens(self._request, self._snapshot)
             ask = sized_ask(self._pool, self._request, self._sizes, self._appraise)
             self._request.drop_body()
-            lease = await enter_pool(self._pool, ask, self._request.classification)
+            lease = await enter_pool(self._pool, ask, self._request.classification, self._usage)
             await self._pass_through(lease)
         except AdmissionError as refusal:
             self._end(Verdict.REFUSED, refusal.code, None)

@@ -1,0 +1,271 @@
+"""Tenants of the store in the running policy: they are read twice a second, and changed by the operator."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from sidecar.policy.model import Policy, Tenant
+from sidecar.policy.problems import printable
+from sidecar.policy.reload import UsesPolicy
+from sidecar.policy.stored_tenants import InvalidTenant, StoredTenant, read_record, with_stored
+from sidecar.pools.stored_records import StoredRecords, StoreSilent
+
+READ_EVERY_S = 0.5
+"""A change is in force on every replica within a second."""
+START_WITHIN_S = 1.0
+"""The longest that a start waits for the store's tenants. Until they are read, unknown keys get a 503."""
+STALE_S = 5.0
+"""After so long without an answer the operator is notified."""
+_MOST_NOTICES = 5
+_MOST_NAMED = 20
+
+_log = logging.getLogger("sidecar.tenants")
+
+
+class TenantRow(msgspec.Struct, frozen=True):
+    """One tenant for the operator. `source` is `file` or `store`; `unused` says why it is not in force, or is None.
+
+    `record` has the keys of a tenant's file, without the hashes: `keys` is their number.
+    """
+
+    tenant: str
+    source: str
+    keys: int
+    record: Mapping[str, Any]
+    unused: str | None = None
+
+
+class InFiles(Exception):
+    """The tenant is one of the policy's files, which are edited and not changed from here."""
+
+
+class StoredTenantsRegistry:
+    """The store's tenants, between the policy's files and the object that uses the policy.
+
+    The files' policy comes in by `change_policy`; what goes on to `governed` has the tenants of both.
+    """
+
+    def __init__(self, governed: UsesPolicy, records: StoredRecords) -> None:
+        self._governed = governed
+        self._records = records
+        self._files_policy = governed.policy
+        self._texts: Mapping[str, bytes] = records.texts()
+        self._found: _Found = {}
+        self._stored: Mapping[str, StoredTenant] = {}
+        self._unused: Mapping[str, str] = {}
+        self._turn = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self._problem: str | None = None
+        self._heard_s: float | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of the files alone."""
+        return self._files_policy
+
+    @property
+    def version(self) -> int:
+        """The number of the last change that is in force here."""
+        return self._records.version
+
+    def change_policy(self, policy: Policy) -> None:
+        """The files have another policy. The tenants of the store come with it, where they were read."""
+        before, self._files_policy = self._files_policy, policy
+        try:
+            self._apply()
+        except BaseException:
+            self._files_policy = before
+            raise
+
+    async def start(self) -> None:
+        """Reads the tenants, and begins to follow them. Returns after `START_WITHIN_S` at the latest."""
+        tried = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._follow(tried), name="sidecar tenants in the store")
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(tried.wait(), START_WITHIN_S)
+
+    async def stop(self) -> None:
+        """Follows them no more. Those that are known stay in force."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        await self._records.close()
+
+    def notices(self) -> Sequence[str]:
+        """Problems for the operator: a store that does not answer, and tenants that are not in force."""
+        found = []
+        if self._problem is not None and (self._heard_s is None or self._now_s() - self._heard_s > STALE_S):
+            known = "none is known" if self._heard_s is None else "those that were read last stay in force"
+            found.append(f"the tenants in the store cannot be read, {known}: {self._problem}")
+        unused = [f"tenant {name} in the store is not in force: {why}" for name, why in self._reasons().items()]
+        found += unused[:_MOST_NOTICES]
+        if len(unused) > _MOST_NOTICES:
+            found.append(f"{len(unused) - _MOST_NOTICES} more tenants in the store are not in force")
+        return found
+
+    async def synchronize(self) -> None:
+        """Reads the store now. Raises StoreSilent."""
+        await self._records.synchronize()
+        await self._use()
+        self._problem = None
+
+    async def put(self, text: bytes, *, replaces: bool) -> TenantRow:
+        """Writes a tenant, and returns when it is in force here.
+
+        Raises InvalidTenant, InFiles, RefusedChange or StoreSilent.
+        """
+        tenant = read_record(text, self._files_policy)
+        name = tenant.tenant.name
+        self._refuse_files(name, tenant.digests)
+        await self._records.put(name, tenant.text(), tenant.keys, replaces=replaces)
+        _log.warning("tenant %s written to the store", name, extra={"event": "tenant_written"})
+        await self._use()
+        return _row(tenant, self._reasons().get(name))
+
+    async def remove(self, name: str) -> None:
+        """Removes a tenant, and returns when it has no access here. Raises InFiles, RefusedChange or StoreSilent."""
+        if name in self._files_policy.named and name not in self._records.texts():
+            raise InFiles(f"tenant {name} is in the policy's files; remove it there")
+        await self._records.remove(name)
+        _log.warning("tenant %s removed from the store", printable(name), extra={"event": "tenant_removed"})
+        await self._use()
+
+    def rows(self, after: str, most: int) -> Sequence[TenantRow]:
+        """The tenants of files and store whose names come after `after`, by name, `most` at most."""
+        of_files = self._files_policy.named
+        names = sorted(name for name in {*of_files, *self._records.texts()} if name > after)
+        return [row for name in islice(names, most) for row in self.rows_of(name)]
+
+    def rows_of(self, name: str) -> Sequence[TenantRow]:
+        """The tenants of this name: none, the one in force, or that and another of the store."""
+        rows = []
+        if (tenant := self._files_policy.named.get(name)) is not None:
+            keys = sum(one.name == name for one in self._files_policy.tenants.values())
+            tiers = self._files_policy.tiers
+            rows.append(TenantRow(name, "file", keys, _record_of(tenant, [tier.name for tier in tiers])))
+        why = self._reasons().get(name)
+        if (stored := self._stored.get(name)) is not None:
+            rows.append(_row(stored, why))
+        elif name in self._found:
+            rows.append(TenantRow(name, "store", 0, {}, why))
+        return rows
+
+    def _refuse_files(self, name: str, digests: Sequence[str]) -> None:
+        if name in self._files_policy.named:
+            raise InFiles(f"tenant {name} is in the policy's files; change it there, or write another name")
+        for digest in digests:
+            if (owner := self._files_policy.tenants.get(digest)) is not None:
+                raise InFiles(f"one of the keys is a key of {owner.name}, which is in the policy's files")
+
+    def _reasons(self) -> Mapping[str, str]:
+        """Why tenants of the store are not in force, by name."""
+        invalid = {name: _one_line(one) for name, (_, one) in self._found.items() if isinstance(one, InvalidTenant)}
+        return {**invalid, **self._unused}
+
+    async def _use(self) -> None:
+        """Puts the tenants in force that are known now. Those that have changed are read in a thread."""
+        async with self._turn:
+            texts, before = self._records.texts(), self._texts
+            if texts is not before:
+                found = await asyncio.to_thread(_read_all, texts, self._found, self._files_policy)
+                self._texts, self._found = texts, found
+                self._stored = {name: one for name, (_, one) in found.items() if isinstance(one, StoredTenant)}
+            is_first, self._heard_s = self._heard_s is None, self._now_s()
+            if texts is not before or is_first:
+                self._apply()
+            if changes := _changes(before, texts):
+                _log.info("tenants in the store, change %d: %s", self.version, changes, extra={"event": "tenants_read"})
+
+    def _apply(self) -> None:
+        if self._heard_s is None:
+            self._governed.change_policy(self._files_policy)
+            return
+        merged, unused = with_stored(self._files_policy, self._stored)
+        self._governed.change_policy(merged)
+        before, self._unused = self._unused, unused
+        for name, reason in unused.items():
+            if before.get(name) != reason:
+                message = "tenant %s in the store is not in force: %s"
+                _log.warning(message, name, reason, extra={"event": "tenant_unused"})
+
+    async def _follow(self, tried: asyncio.Event) -> None:
+        while True:
+            try:
+                await self.synchronize()
+            except StoreSilent as error:
+                if self._problem is None:
+                    _log.warning("tenants in the store: %s", error, extra={"event": "tenants_unread"})
+                self._problem = str(error)
+            except Exception as defect:  # the tenants that are known stay in force
+                if self._problem is None:
+                    _log.exception("a defect in the sidecar: the tenants in the store", extra={"event": "defect"})
+                self._problem = f"a defect in the sidecar, see the log: {type(defect).__name__}"
+            tried.set()
+            await asyncio.sleep(READ_EVERY_S)
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+_Found = Mapping[str, tuple[bytes, StoredTenant | InvalidTenant]]
+
+
+def _row(one: StoredTenant, unused: str | None) -> TenantRow:
+    record = {key: value for key, value in one.document.items() if key not in ("tenant", "keys")}
+    return TenantRow(one.tenant.name, "store", len(one.digests), record, unused)
+
+
+def _record_of(tenant: Tenant, tiers: Sequence[str]) -> Mapping[str, Any]:
+    """A tenant of the files, with the keys that its file may have."""
+    limits = {name: value for name, value in asdict(tenant.limits).items() if name != "burst_us" and value is not None}
+    if limits:
+        limits["burst"] = f"{tenant.limits.burst_us / 1e6:g}s"
+    over = {} if tenant.downgrade_level is None else {"over_limit": {"downgrade": tiers[tenant.downgrade_level]}}
+    levels = {"tier": tiers[tenant.level], "max_tier": tiers[tenant.max_level], "weight": tenant.weight}
+    return {**levels, **({"limits": limits} if limits else {}), **over}
+
+
+def _read_all(texts: Mapping[str, bytes], known: _Found, policy: Policy) -> _Found:
+    """What each text says. One that is known is not read again: a process keeps its tiers."""
+    found: dict[str, tuple[bytes, StoredTenant | InvalidTenant]] = {}
+    for name, text in texts.items():
+        if name in known and known[name][0] == text:
+            found[name] = known[name]
+            continue
+        try:
+            one: StoredTenant | InvalidTenant = read_record(text, policy)
+        except InvalidTenant as invalid:
+            one = invalid
+        if isinstance(one, StoredTenant) and one.tenant.name != name:
+            one = InvalidTenant(f"its record is that of {printable(one.tenant.name)}")
+        found[name] = text, one
+    return found
+
+
+def _one_line(invalid: InvalidTenant) -> str:
+    return "; ".join(str(invalid).splitlines())
+
+
+def _changes(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> str:
+    """What has changed, in one line of bounded length; empty where nothing has."""
+    names = {
+        "added": [name for name in after if name not in before],
+        "changed": [name for name in after if name in before and before[name] != after[name]],
+        "removed": [name for name in before if name not in after],
+    }
+    return ", ".join(f"{len(found)} {what} ({_few(found)})" for what, found in names.items() if found)
+
+
+def _few(names: Sequence[str]) -> str:
+    shown = ", ".join(map(printable, names[:_MOST_NAMED]))
+    return shown if len(names) <= _MOST_NAMED else f"{shown}, ..."

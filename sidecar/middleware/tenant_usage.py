@@ -1,0 +1,286 @@
+"""Use of the tenants: counted in this process, added to the store once a second, and compared with their budgets.
+
+A request is counted when it ends. The sums of all replicas come back with the same call, so a budget may be exceeded by
+what runs when it is used up, and by what the other replicas count within a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from calendar import monthrange
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date, datetime, timedelta, timezone
+
+import msgspec
+
+from sidecar.durations import short_duration
+from sidecar.errors import RemainingLimits, TenantLimit
+from sidecar.middleware.intake import SizedRequest
+from sidecar.policy.model import Policy, Tenant
+from sidecar.pools import Ask, Pool
+from sidecar.pools.stored_records import StoreSilent
+from sidecar.pools.usage_records import MOST_AT_ONCE, Sums, UsageFigures, UsageKey, UsageRecords
+
+EVERY_S = 1.0
+START_WITHIN_S = 1.0
+"""The longest that a start waits for the sums. Until they are known, budgets count from zero."""
+STALE_S = 10.0
+"""After so long without an answer the operator is notified."""
+MOST_MODELS = 50
+"""Models of one tenant that are counted apart: clients may write any name."""
+MOST_PENDING = 50_000
+"""Entries that are kept while the store is away. Beyond, models are not counted apart."""
+OTHER = "(other)"
+_LONGEST_NAME = 200
+_WATCHED_S = 60.0
+_DAY_S = 86_400
+_NO_SUMS = Sums(0, 0)
+
+_log = logging.getLogger("sidecar.usage")
+
+
+class BudgetView(msgspec.Struct, frozen=True):
+    """A tenant's budget of tokens: what it is, what is used of it, and when it begins anew."""
+
+    tokens: int
+    used: int
+    ends_in_s: float
+
+
+class TenantUsage:
+    """One per process. `clock` is the wall clock, in seconds; the store's corrects it.
+
+    `policy` is the one in force.
+    """
+
+    def __init__(
+        self, records: UsageRecords, policy: Callable[[], Policy], clock: Callable[[], float] = time.time
+    ) -> None:
+        self._records = records
+        self._policy = policy
+        self._clock = clock
+        self._ahead_s = 0.0  # of the store's clock
+        self._pending: dict[tuple[str, str, str, str], list[int]] = {}  # by day, tenant, tier and model
+        self._part: list[tuple[UsageKey, UsageFigures]] = []  # sent, and not answered yet
+        self._fresh: dict[str, int] = {}  # tokens of watched tenants since the last synchronization began
+        self._unread: dict[str, int] = {}  # and those before, until the sums come back
+        self._part_number = 0
+        self._models: dict[str, set[str]] = {}
+        self._sums: dict[str, Sums] = {}
+        self._day = ""
+        self._day_ends_s = 0.0
+        self._watched: dict[str, float] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
+        self._heard_s: float | None = None
+        self._problem: str | None = None
+        self._failing_since_s = 0.0
+
+    # -- what requests do
+
+    def count(self, request: SizedRequest, policy: Policy, used: tuple[int, int | None, int | None]) -> None:
+        """A request has ended. `used` is all its tokens, and the engine's own count of input and output."""
+        classification, tokens = request.classification, used[0]
+        input_tokens = min(tokens, request.prompt_tokens if used[1] is None else used[1])
+        tenant, tier = classification.tenant.name, policy.tiers[classification.level].name
+        self.add(tenant, tier, request.payload.model, input_tokens, tokens - input_tokens)
+
+    def add(self, tenant: str, tier: str, model: str | None, input_tokens: int, output_tokens: int) -> None:
+        """Counts one request of today."""
+        key = (self.today(), tenant, tier, self._model(tenant, model or ""))
+        figures = self._pending.get(key)
+        if figures is None:
+            if len(self._pending) >= MOST_PENDING:
+                key = (*key[:3], OTHER)
+            figures = self._pending.setdefault(key, [0, 0, 0])
+        figures[0] += 1
+        figures[1] += input_tokens
+        figures[2] += output_tokens
+        if tenant in self._watched:
+            self._fresh[tenant] = self._fresh.get(tenant, 0) + input_tokens + output_tokens
+
+    def within(self, ask: Ask, tenant: Tenant, pool: Pool) -> Ask:
+        """The request that may enter the pool: `ask`, or the same at a lower tier. Raises TenantLimit.
+
+        A request counts in its tenant's budgets whatever its tier.
+        """
+        over = self._over(tenant)
+        if over is None:
+            return ask
+        if tenant.downgrade_level is not None:
+            level = max(ask.tier, tenant.downgrade_level)
+            if ask.charged_tokens <= pool.most_tokens(level):
+                # Its figures are those of a tier that it does not have.
+                return msgspec.structs.replace(ask, tier=level, limits=None, downgrade=None, gain=None)
+        budget = self.budgets(tenant)[over]
+        raise TenantLimit(
+            f"tenant {tenant.name} has used {budget.used:,} tokens of its {budget.tokens:,} per {over}; the next "
+            f"{over} (UTC) begins in {short_duration(budget.ends_in_s)}",
+            retry_after_s=budget.ends_in_s,
+            allowance=RemainingLimits(),
+        )
+
+    def budgets(self, tenant: Tenant) -> Mapping[str, BudgetView]:
+        """The tenant's budgets, by `day` and `month`, as far as this replica knows what was used."""
+        self.today()
+        limits, used = tenant.limits, self._used(tenant.name)
+        found = {}
+        if limits.tokens_per_day is not None:
+            found["day"] = BudgetView(limits.tokens_per_day, used.day, self._ends_in_s("day"))
+        if limits.tokens_per_month is not None:
+            found["month"] = BudgetView(limits.tokens_per_month, used.month, self._ends_in_s("month"))
+        return found
+
+    def _over(self, tenant: Tenant) -> str | None:
+        """The budget that is used up: `month` before `day`, None where there is none."""
+        self._watched[tenant.name] = self._clock()
+        self.today()
+        limits, used = tenant.limits, self._used(tenant.name)
+        if limits.tokens_per_month is not None and used.month >= limits.tokens_per_month:
+            return "month"
+        return "day" if limits.tokens_per_day is not None and used.day >= limits.tokens_per_day else None
+
+    def _used(self, tenant: str) -> Sums:
+        known, here = self._sums.get(tenant, _NO_SUMS), self._fresh.get(tenant, 0) + self._unread.get(tenant, 0)
+        return Sums(known.day + here, known.month + here)
+
+    def _model(self, tenant: str, model: str) -> str:
+        known = self._models.setdefault(tenant, set())
+        if model in known:
+            return model
+        named = self._policy().called_models.get(model, model)
+        if len(named) > _LONGEST_NAME or not named.isprintable():
+            return OTHER
+        if named not in known:
+            if len(known) >= MOST_MODELS:
+                return OTHER
+            known.add(named)
+        return named
+
+    # -- time
+
+    def _now_s(self) -> float:
+        return self._clock() + self._ahead_s
+
+    def today(self) -> str:
+        """The date by the store's clock, in UTC."""
+        now_s = self._now_s()
+        if not self._day_ends_s - _DAY_S <= now_s < self._day_ends_s:
+            self._begin_day(datetime.fromtimestamp(now_s, timezone.utc))
+        return self._day
+
+    def _begin_day(self, now: datetime) -> None:
+        before, self._day = self._day, now.strftime("%Y-%m-%d")
+        midnight = datetime(now.year, now.month, now.day, tzinfo=timezone.utc) + timedelta(days=1)
+        self._day_ends_s = midnight.timestamp()
+        is_same_month = before[:7] == self._day[:7]
+        self._sums = {one: Sums(0, sums.month) for one, sums in self._sums.items()} if is_same_month else {}
+        self._fresh, self._unread = {}, {}
+        self._models.clear()
+
+    def _ends_in_s(self, period: str) -> float:
+        left_s = self._day_ends_s - self._now_s()
+        if period == "month":
+            today = date.fromisoformat(self._day)
+            left_s += _DAY_S * (monthrange(today.year, today.month)[1] - today.day)
+        return max(1.0, left_s)
+
+    # -- the store
+
+    async def start(self) -> None:
+        """Reads the sums of all tenants with budgets, and begins to add. It takes `START_WITHIN_S` at most."""
+        now_s = self._clock()
+        self._watched = dict.fromkeys(
+            (tenant.name for tenant in self._policy().named.values() if tenant.limits.have_budgets), now_s
+        )
+        tried = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._follow(tried), name="sidecar use of tenants")
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(tried.wait(), START_WITHIN_S)
+
+    async def stop(self) -> None:
+        """Adds the rest, where the store answers."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        try:
+            await self.flush()
+        except StoreSilent as silent:
+            left = len(self._pending) + len(self._part)
+            message = "%d entries of the tenants' use are lost: the store does not answer: %s"
+            _log.error(message, left, silent, extra={"event": "usage_lost"})
+        await self._records.close()
+
+    def notices(self) -> Sequence[str]:
+        """A problem for the operator: use that cannot be added."""
+        if self._problem is None or self._clock() - self._failing_since_s < STALE_S:
+            return ()
+        return [f"the tenants' use is counted here, and cannot be added to the store: {self._problem}"]
+
+    async def flush(self) -> None:
+        """Adds all that was counted, and then reads the sums of the tenants with budgets. Raises StoreSilent."""
+        async with self._turn:
+            for tenant, tokens in self._fresh.items():
+                self._unread[tenant] = self._unread.get(tenant, 0) + tokens
+            self._fresh = {}
+            left = list(self._pending)
+            while self._part or left:
+                if not self._part:
+                    taken, left = left[:MOST_AT_ONCE], left[MOST_AT_ONCE:]
+                    self._part = [(UsageKey(*key), UsageFigures(*self._pending.pop(key))) for key in taken]
+                    self._part_number += 1
+                await self._send(())
+            asked = self._asked()
+            for first in range(0, len(asked), MOST_AT_ONCE):
+                await self._send(asked[first : first + MOST_AT_ONCE])
+            if self._heard_s is None:  # the store's clock
+                await self._send(())
+            self._unread, self._problem = {}, None
+
+    async def _send(self, tenants: Sequence[str]) -> None:
+        day = self.today()
+        recorded = await self._records.add(self._part_number if self._part else 0, self._part, day, tenants)
+        self._part = []
+        self._heard_s = self._clock()
+        self._ahead_s = recorded.time_s - self._heard_s
+        if day == self.today():
+            self._sums.update(recorded.sums)
+
+    async def of_days(self, days: Sequence[str]) -> Sequence[tuple[UsageKey, UsageFigures]]:
+        """What all replicas have counted on some days, by day, tenant, tier and model. Raises StoreSilent."""
+        await self.flush()
+        found: list[tuple[UsageKey, UsageFigures]] = []
+        for day in days:
+            found += sorted((await self._records.of_day(day)).items())
+        return found
+
+    def _asked(self) -> list[str]:
+        """The tenants whose sums are read: those with budgets that had requests lately."""
+        now_s = self._clock()
+        self._watched = {one: at_s for one, at_s in self._watched.items() if now_s - at_s < _WATCHED_S}
+        return list(self._watched)
+
+    async def _follow(self, tried: asyncio.Event) -> None:
+        while True:
+            try:
+                await self.flush()
+            except StoreSilent as silent:
+                if self._problem is None:
+                    _log.warning("use of tenants: %s", silent, extra={"event": "usage_kept"})
+                self._failed(str(silent))
+            except Exception as defect:  # counting goes on
+                if self._problem is None:
+                    _log.exception("a defect in the sidecar: the use of tenants", extra={"event": "defect"})
+                self._failed(f"a defect in the sidecar, see the log: {type(defect).__name__}")
+            tried.set()
+            await asyncio.sleep(EVERY_S)
+
+    def _failed(self, problem: str) -> None:
+        if self._problem is None:
+            self._failing_since_s = self._clock()
+        self._problem = problem

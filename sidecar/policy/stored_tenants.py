@@ -1,0 +1,97 @@
+"""Tenants that are kept in the store: each has the keys of a tenant's file, as JSON.
+
+They come beside the tenants of the policy's files. Where both have one name, or one API key, the files count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+
+from sidecar.policy.compiler import tenant_of
+from sidecar.policy.fields import Context
+from sidecar.policy.keys import PREFIX
+from sidecar.policy.model import Policy, StoredTenants, Tenant
+from sidecar.policy.problems import dotted, quoted
+from sidecar.policy.schema import TenantFile
+from sidecar.policy.validate import sentence
+
+MOST_RECORD_BYTES = 64 * 1024
+"""A tenant with 800 keys. A larger one belongs into a file."""
+
+
+class InvalidTenant(ValueError):
+    """A record that is no tenant. The message has one line for each mistake."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTenant:
+    """One tenant of the store. `document` is what it was made from; `digests` are those of its API keys."""
+
+    tenant: Tenant
+    document: Mapping[str, Any]
+    digests: tuple[str, ...]
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The hashes of its API keys, as a file has them."""
+        return [PREFIX + digest for digest in self.digests]
+
+    def text(self) -> bytes:
+        """The record as it is stored."""
+        return msgspec.json.encode({**self.document, **({"keys": self.keys} if self.digests else {})})
+
+
+def read_record(text: bytes, policy: Policy) -> StoredTenant:
+    """The tenant that a JSON text describes. Raises InvalidTenant, with every mistake."""
+    if len(text) > MOST_RECORD_BYTES:
+        raise InvalidTenant(f"larger than {MOST_RECORD_BYTES} bytes; write a file for it")
+    try:
+        document = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidTenant(f"not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise InvalidTenant('not an object; write one such as {"tenant": "acme", "tier": "normal"}')
+    names = tuple(tier.name for tier in policy.tiers)
+    try:
+        body = TenantFile.model_validate(document, context=Context(names, Path()))
+    except ValidationError as refused:
+        found = [sentence(TenantFile, error) for error in refused.errors(include_url=False)]
+        raise InvalidTenant("\n".join(f"{dotted(path)}: {message}" for path, message in found)) from None
+    digests = tuple(dict.fromkeys(body.keys or ()))
+    if not digests and policy.jwt is None and policy.gateway is None:
+        raise InvalidTenant('keys: missing; write "keys": ["sha256:..."], as `sidecar keys new` prints it')
+    levels = {name: level for level, name in enumerate(names)}
+    return StoredTenant(tenant_of(body, levels), document, digests)
+
+
+def with_stored(policy: Policy, stored: Mapping[str, StoredTenant]) -> tuple[Policy, Mapping[str, str]]:
+    """The policy of the files with the tenants of the store, and those that it cannot have: why, by their names."""
+    of_files = policy.named
+    tenants, keyless = dict(policy.tenants), list(policy.keyless)
+    unused: dict[str, str] = {}
+    for name in sorted(stored):
+        one = stored[name]
+        if name in of_files:
+            unused[name] = "the policy's files have a tenant of this name, which counts"
+            continue
+        taken = [tenants[digest].name for digest in one.digests if digest in tenants]
+        if taken:
+            unused[name] = f"one of its keys is already a key of {quoted(taken[0])}"
+            continue
+        tenants.update(dict.fromkeys(one.digests, one.tenant))
+        if not one.digests:
+            keyless.append(one.tenant)
+    merged = replace(
+        policy,
+        tenants=MappingProxyType(tenants),
+        keyless=tuple(keyless),
+        stored_tenants=StoredTenants.READ,
+    )
+    return merged, unused

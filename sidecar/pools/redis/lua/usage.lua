@@ -1,0 +1,65 @@
+-- Use of the tenants, by day, tier and model. No admission waits for it: each replica adds what it has counted once a
+-- second, and reads the sums of the tenants that have a budget.
+--
+-- KEYS[1]  the root. The keys are
+--          `<root>:<day>`           a hash, 'TENANT TIER MODEL' -> 'REQUESTS INPUT OUTPUT', with tabs between the three names
+--          `<root>:day:<day>`       a hash, tenant -> its tokens of the day
+--          `<root>:month:<month>`   a hash, tenant -> its tokens of the month
+--          `<root>:added:<replica>` the number of the last part that the replica has added
+-- ARGV[1]  add | day
+-- ARGV[2]  add: the replica, ARGV[3] the number of this part, 0 for none, ARGV[4] the days for which use is kept,
+--          ARGV[5] the day and ARGV[6] the month of the sums, ARGV[7] how many entries follow: each is a day, a tenant, a
+--          tier, a model, requests, input and output tokens; after them the tenants whose sums are asked for
+--          day: the day, ARGV[3] a cursor, '0' at first
+--
+-- RETURN   add: {the server's time in microseconds, the tokens of the day and of the month of each tenant asked for, ...}
+--          day: {the next cursor, '0' at the end, NAMES, FIGURES, ...}
+--
+-- A part that comes again, because its answer was lost, is not added again.
+local REMEMBERED_S, DAY_S, LONGEST_MONTH_S = 86400, 86400, 32 * 86400
+
+local root = KEYS[1]
+
+if ARGV[1] == 'day' then
+  local found = redis.call('HSCAN', root .. ':' .. ARGV[2], ARGV[3], 'COUNT', 500)
+  local answer = {found[1]}
+  for _, part in ipairs(found[2]) do answer[#answer + 1] = part end
+  return answer
+end
+
+local function sum_keys(day, month) return root .. ':day:' .. day, root .. ':month:' .. month end
+
+local added, part, kept_days, entries = root .. ':added:' .. ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[7])
+local is_new = part > tonumber(redis.call('GET', added) or 0)
+for place = 8, 7 + 7 * entries, 7 do
+  if not is_new then break end
+  local day, tenant = ARGV[place], ARGV[place + 1]
+  local names = tenant .. '\t' .. ARGV[place + 2] .. '\t' .. ARGV[place + 3]
+  local figures = {tonumber(ARGV[place + 4]), tonumber(ARGV[place + 5]), tonumber(ARGV[place + 6])}
+  local known = redis.call('HGET', root .. ':' .. day, names)
+  if known then
+    local requests, input, output = string.match(known, '^(%d+) (%d+) (%d+)$')
+    figures = {figures[1] + (requests or 0), figures[2] + (input or 0), figures[3] + (output or 0)}
+  end
+  redis.call('HSET', root .. ':' .. day, names, string.format('%.0f %.0f %.0f', figures[1], figures[2], figures[3]))
+  redis.call('EXPIRE', root .. ':' .. day, (kept_days + 1) * DAY_S)
+  local of_day, of_month = sum_keys(day, string.sub(day, 1, 7))
+  local tokens = string.format('%.0f', ARGV[place + 5] + ARGV[place + 6])
+  redis.call('HINCRBY', of_day, tenant, tokens)
+  redis.call('EXPIRE', of_day, 2 * DAY_S)
+  redis.call('HINCRBY', of_month, tenant, tokens)
+  redis.call('EXPIRE', of_month, LONGEST_MONTH_S)
+end
+if is_new and part > 0 then redis.call('SET', added, ARGV[3], 'EX', REMEMBERED_S) end
+
+local time = redis.call('TIME')
+local answer = {string.format('%.0f', time[1] * 1000000 + time[2])}
+local first = 8 + 7 * entries
+if ARGV[first] then
+  local of_day, of_month = sum_keys(ARGV[5], ARGV[6])
+  local days, months = redis.call('HMGET', of_day, unpack(ARGV, first)), redis.call('HMGET', of_month, unpack(ARGV, first))
+  for place = 1, #days do
+    answer[#answer + 1], answer[#answer + 2] = days[place] or '0', months[place] or '0'
+  end
+end
+return answer

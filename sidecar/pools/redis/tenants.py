@@ -1,0 +1,196 @@
+"""Tenants in the store, as one replica knows them: it reads what has changed, writes, and restores what the store lost.
+
+The header of `tenants.lua` is the contract. No admission depends on the connection here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from itertools import islice
+from typing import Any, NamedTuple
+
+from sidecar.pools.redis.connection import Connect, Script, SideConnection, StoreError
+from sidecar.pools.redis.protocol import Argument
+from sidecar.pools.stored_records import Refused, RefusedChange, StoreSilent
+
+SOURCE = (files(__package__) / "lua" / "tenants.lua").read_text(encoding="utf-8")
+_SCRIPT = Script.of(SOURCE)
+
+MOST_TENANTS = 10_000
+"""A pool that needs more names them by tokens of an issuer, in groups that have limits."""
+_PUSHED_AT_ONCE = 200
+_MOST_REMOVED = 1_000
+"""As in the script."""
+_MOST_ROUNDS = 500
+"""Of one synchronization: more than any list needs, so that a store that answers nonsense cannot hold a replica."""
+
+_Records = Mapping[str, tuple[int, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class _List:
+    """The list of tenants in some version: the texts with the versions in which they were written, and what is gone."""
+
+    birth: str = ""
+    epoch: int = 0
+    version: int = 0
+    floor: int = 0
+    records: Mapping[str, tuple[int, bytes]] = field(default_factory=dict)
+    removed: Mapping[str, int] = field(default_factory=dict)
+
+    def place(self) -> list[Argument]:
+        """Which list this is, as the script takes it."""
+        return [self.birth, self.epoch, self.version, self.floor]
+
+    def with_page(self, page: _Page) -> _List:
+        """The list with the changes of a page."""
+        records, removed = dict(self.records), dict(self.removed)
+        for tenant, version, text in page.changes:
+            records.pop(tenant, None)
+            removed.pop(tenant, None)
+            if text:
+                records[tenant] = version, text
+            else:
+                removed[tenant] = version
+        for tenant in list(islice(removed, max(0, len(removed) - _MOST_REMOVED))):
+            del removed[tenant]
+        return _List(page.birth, page.epoch, page.up_to, page.floor, records, removed)
+
+    def after(self, version: int) -> list[tuple[int, str, bytes]]:
+        """The changes after a version, in their order."""
+        written = ((at, tenant, text) for tenant, (at, text) in self.records.items())
+        removed = ((at, tenant, b"") for tenant, at in self.removed.items())
+        return sorted(change for change in (*written, *removed) if change[0] > version)
+
+
+class _Page(NamedTuple):
+    """A part of what the script says has changed. The rest follows where `up_to` is less than `version`."""
+
+    birth: str
+    epoch: int
+    version: int
+    floor: int
+    up_to: int
+    changes: Sequence[tuple[str, int, bytes]]
+
+    @classmethod
+    def of(cls, answer: Sequence[bytes]) -> _Page:
+        """Reads an answer of the script. Raises StoreError."""
+        try:
+            birth, epoch, version, floor, up_to, *rest = answer
+            tenants, versions, texts = (rest[start::3] for start in range(3))
+            changes = [(t.decode(), int(v), text) for t, v, text in zip(tenants, versions, texts, strict=True)]
+            return cls(birth.decode(), int(epoch), int(version), int(floor), int(up_to), changes)
+        except (ValueError, AttributeError, TypeError) as error:
+            raise StoreError(f"the store's list of tenants cannot be read: {error}") from error
+
+
+class TenantRecords:
+    """See `StoredRecords`. Use it from one event loop."""
+
+    def __init__(self, connect: Connect) -> None:
+        self._connection = SideConnection(connect)
+        self._turn = asyncio.Lock()
+        self._known = _List()
+        self._texts: Mapping[str, bytes] = {}
+
+    @property
+    def version(self) -> int:
+        """See `StoredRecords`."""
+        return self._known.version
+
+    def texts(self) -> Mapping[str, bytes]:
+        """See `StoredRecords`."""
+        return self._texts
+
+    async def synchronize(self) -> None:
+        """See `StoredRecords`."""
+        await self._in_turn(self._catch_up())
+
+    async def put(self, tenant: str, text: bytes, keys: Sequence[str], *, replaces: bool) -> None:
+        """See `StoredRecords`."""
+
+        def is_made(records: _Records) -> bool:
+            return records.get(tenant, (0, b""))[1] == text
+
+        how = "replace" if replaces else "create"
+        await self._in_turn(self._change("put", [tenant, text, how, MOST_TENANTS, *keys], is_made))
+
+    async def remove(self, tenant: str) -> None:
+        """See `StoredRecords`."""
+        await self._in_turn(self._change("remove", [tenant], lambda records: tenant not in records))
+
+    async def close(self) -> None:
+        """See `StoredRecords`."""
+        async with self._turn:
+            await self._connection.disconnect()
+
+    async def _in_turn(self, work: Coroutine[Any, Any, None]) -> None:
+        async with self._turn:
+            before = self._known
+            try:
+                await work
+            except RefusedChange:
+                raise
+            except BaseException as error:  # also canceled: a late answer must not be taken for the next
+                await self._connection.disconnect()
+                if isinstance(error, StoreError):
+                    raise StoreSilent(str(error)) from None
+                raise
+            finally:
+                if self._known is not before:
+                    self._texts = {tenant: text for tenant, (_, text) in self._known.records.items()}
+
+    async def _change(self, action: str, change: list[Argument], is_made: Callable[[_Records], bool]) -> None:
+        """Makes a change to the last version. Another replica may write at the same time, which is `late`.
+
+        A call whose answer was lost is sent again. It is late then, too, and its change may be made already.
+        """
+        for attempt in range(_MOST_ROUNDS):
+            await self._catch_up()
+            if attempt and is_made(self._known.records):
+                return None
+            place = self._known.place()
+            if not self._known.birth:
+                place[0] = secrets.token_hex(8)
+            kind, *rest = await self._run([action, *place, *change])
+            if kind == b"done":
+                return await self._catch_up()
+            if kind != b"late":
+                raise RefusedChange(Refused(kind.decode()), rest[0].decode() if rest else None)
+        raise StoreError("others change the tenants without end")
+
+    async def _catch_up(self) -> None:
+        """Brings the replica and the store to the same version. What is known is replaced as a whole."""
+        reading = self._known
+        for _ in range(_MOST_ROUNDS):
+            kind, *rest = await self._run(["changes", *reading.place()])
+            if kind in (b"none", b"older"):
+                if not self._known.version:
+                    return
+                is_known = reading is self._known  # else the store was emptied while it was read
+                is_same = not is_known or await self._push(int(rest[0]) if rest else 0)
+                reading = self._known if is_same else _List()
+                continue
+            page = _Page.of(rest)
+            if page.up_to == reading.version and kind == b"changed":
+                return
+            reading = (_List() if kind == b"all" else reading).with_page(page)
+            if page.up_to == page.version:
+                self._known = reading
+                return
+        raise StoreError("the store's list of tenants has no end")
+
+    async def _push(self, version: int) -> bool:
+        """Writes a part of what the store lost: what came after its version. False where it has another list."""
+        changes = self._known.after(version)[:_PUSHED_AT_ONCE]
+        parts: list[Argument] = [part for at, tenant, text in changes for part in (tenant, at, text)]
+        (kind,) = await self._run(["push", *self._known.place(), *parts])
+        return bool(kind == b"done")
+
+    async def _run(self, arguments: list[Argument]) -> list[Any]:
+        return await self._connection.run(_SCRIPT, arguments)

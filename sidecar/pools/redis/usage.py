@@ -1,0 +1,81 @@
+"""Use of the tenants in Redis. The header of `usage.lua` is the contract. No admission waits for this connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+from uuid import uuid4
+
+from sidecar.pools.redis.connection import Connect, Script, SideConnection, StoreError
+from sidecar.pools.redis.protocol import Argument
+from sidecar.pools.stored_records import StoreSilent
+from sidecar.pools.usage_records import Recorded, Sums, UsageFigures, UsageKey
+
+SOURCE = (files(__package__) / "lua" / "usage.lua").read_text(encoding="utf-8")
+_SCRIPT = Script.of(SOURCE)
+_MOST_PAGES = 10_000
+"""Of one day: more than any day has, so that a store that answers nonsense cannot hold a replica."""
+
+
+class RedisUsage:
+    """See `UsageRecords`. `days` is for how long use is kept. Use it from one event loop."""
+
+    def __init__(self, connect: Connect, days: int) -> None:
+        self._connection = SideConnection(connect)
+        self._turn = asyncio.Lock()
+        self._replica = uuid4().hex
+        self._days = days
+
+    async def add(
+        self, part: int, entries: Sequence[tuple[UsageKey, UsageFigures]], day: str, tenants: Sequence[str]
+    ) -> Recorded:
+        """See `UsageRecords`."""
+        listed: list[Argument] = [field for key, figures in entries for field in (*key, *figures)]
+        arguments = [self._replica, part, self._days, day, day[:7], len(entries), *listed, *tenants]
+        time_us, *sums = await self._call(["add", *arguments])
+        try:
+            figures = list(map(int, sums))
+            found = {tenant: Sums(*figures[2 * at : 2 * at + 2]) for at, tenant in enumerate(tenants)}
+            return Recorded(int(time_us) / 1e6, found)
+        except (ValueError, TypeError) as error:
+            raise StoreSilent(f"the store's sums cannot be read: {error}") from None
+
+    async def of_day(self, day: str) -> Mapping[UsageKey, UsageFigures]:
+        """See `UsageRecords`."""
+        found: dict[UsageKey, UsageFigures] = {}
+        cursor = b"0"
+        for _ in range(_MOST_PAGES):
+            cursor, *fields = await self._call(["day", day, cursor])
+            for names, figures in zip(fields[::2], fields[1::2], strict=True):
+                entry = _entry(day, names, figures)
+                if entry is not None:  # else another program's
+                    found[entry[0]] = entry[1]
+            if cursor == b"0":
+                return found
+        raise StoreSilent("the store's list of a day has no end")
+
+    async def close(self) -> None:
+        """See `UsageRecords`."""
+        async with self._turn:
+            await self._connection.disconnect()
+
+    async def _call(self, arguments: list[Argument]) -> list[Any]:
+        async with self._turn:
+            try:
+                return await self._connection.run(_SCRIPT, arguments)
+            except BaseException as error:  # also canceled: a late answer must not be taken for the next
+                await self._connection.disconnect()
+                if isinstance(error, StoreError):
+                    raise StoreSilent(str(error)) from None
+                raise
+
+
+def _entry(day: str, names: bytes, figures: bytes) -> tuple[UsageKey, UsageFigures] | None:
+    try:
+        tenant, tier, model = names.decode().split("\t")
+        requests, input_tokens, output_tokens = map(int, figures.split())
+    except ValueError:
+        return None
+    return UsageKey(day, tenant, tier, model), UsageFigures(requests, input_tokens, output_tokens)

@@ -1,0 +1,52 @@
+"""Interface of the records of tenants in a store. It imports no client of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Protocol
+
+
+class Refused(Enum):
+    """Why the store did not take a change."""
+
+    EXISTS = "exists"
+    UNKNOWN = "unknown"
+    FULL = "full"
+    KEY = "key"
+
+
+class RefusedChange(Exception):
+    """A change that the store did not take. For KEY `owner` is the tenant that has one of the keys."""
+
+    def __init__(self, reason: Refused, owner: str | None = None) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
+        self.owner = owner
+
+
+class StoreSilent(Exception):
+    """The store does not answer, or not as it should. The message is one line, without secrets."""
+
+
+class StoredRecords(Protocol):
+    """The tenants in a store, each a JSON text by its name. Every coroutine but `close` raises StoreSilent."""
+
+    @property
+    def version(self) -> int:
+        """The number of the last change that is known."""
+
+    def texts(self) -> Mapping[str, bytes]:
+        """The tenants as they were read last: the same object as long as nothing changes."""
+
+    async def synchronize(self) -> None:
+        """Reads what has changed, and writes what the store lost."""
+
+    async def put(self, tenant: str, text: bytes, keys: Sequence[str], *, replaces: bool) -> None:
+        """Writes one tenant, and reads what has changed. `keys` are the hashes in its text. Raises RefusedChange."""
+
+    async def remove(self, tenant: str) -> None:
+        """Removes one tenant, and reads what has changed. Raises RefusedChange."""
+
+    async def close(self) -> None:
+        """Closes the connection, in any state."""

@@ -1,0 +1,212 @@
+"""A gateway that names the tenant in a header: only from its own addresses, through real HTTP."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from sidecar.classify import Classifier
+from sidecar.cli import main
+from sidecar.engines.none import NoEngine
+from sidecar.errors import InvalidApiKey
+from sidecar.events import Classified
+from sidecar.middleware.self_view import PATH as SELF
+from sidecar.policy.compiler import load
+from sidecar.policy.gateway import GatewayPolicy, read_network
+from sidecar.policy.problems import PolicyError
+from tests.support.dry_run import observing
+from tests.support.middleware import Answer, App, Guarded, guarding, key, policy, write_policy
+from tests.support.wire import exchange
+
+pytestmark = pytest.mark.anyio
+
+HERE, ELSEWHERE = "127.0.0.1", "10.0.0.0/8"
+TIER = "tier_header: x-tenant-tier"
+
+
+def section(addresses: str = HERE, more: str = TIER) -> str:
+    """The policy's section."""
+    return f"gateway:\n  tenant_header: X-Tenant\n  addresses: [{addresses}]\n  {more}\n"
+
+
+async def get(guarded: Guarded, path: str, *headers: str) -> Answer:
+    """One GET."""
+    lines = ["GET " + path + " HTTP/1.1", "host: h", "connection: close", *headers, "", ""]
+    return Answer.parsed(await exchange(guarded.port, "\r\n".join(lines).encode()))
+
+
+async def test_the_gateway_names_the_tenant_and_its_tier() -> None:
+    app = App()
+    async with guarding(app, policy(section())) as guarded:
+        named = await guarded.ask(None, "x-tenant: nightly")
+        asked = await guarded.ask(None, "x-tenant: acme", "x-tenant-tier: high")
+        clamped = await guarded.ask(None, "x-tenant: acme", "x-tenant-tier: critical")
+        tiers = [answer.headers["x-admission-tier"] for answer in (named, asked, clamped)]
+        assert tiers == ["batch", "high", "high"]
+        assert clamped.headers["x-admission-clamped-from"] == "critical"
+        tenants = [story.one(Classified).tenant for story in guarded.recorder.stories]
+        assert tenants == ["nightly", "acme", "acme"]
+    for seen in app.seen:
+        assert seen.all(b"x-tenant") == seen.all(b"x-tenant-tier") == []
+
+
+async def test_from_elsewhere_the_headers_do_not_count_and_do_not_pass() -> None:
+    app = App()
+    async with guarding(app, policy(section(ELSEWHERE))) as guarded:
+        free = await guarded.ask(None, "x-tenant: nightly", "x-tenant-tier: critical")
+        own = await guarded.ask(None, "x-tenant: nightly", key("acme"))
+        assert (free.headers["x-admission-tier"], own.headers["x-admission-tier"]) == ("normal", "normal")
+        tenants = [story.one(Classified).tenant for story in guarded.recorder.stories]
+        assert tenants == ["anonymous", "acme"]
+        assert (await get(guarded, SELF, "x-tenant: nightly")).body != (await get(guarded, SELF, key("nightly"))).body
+    for seen in app.seen:
+        assert seen.all(b"x-tenant") == seen.all(b"x-tenant-tier") == []
+
+
+async def test_an_address_that_a_client_has_written_is_never_the_gateways() -> None:
+    """uvicorn takes the address out of `X-Forwarded-For` where it is told to, from whoever it is told to."""
+    from_client = "x-forwarded-for: 10.1.2.3"
+    settings: dict[str, Any] = {"proxy_headers": True, "forwarded_allow_ips": "*"}
+    async with guarding(App(), policy(section(ELSEWHERE)), **settings) as guarded:
+        assert (await guarded.ask(None, "x-tenant: nightly", from_client)).headers["x-admission-tier"] == "normal"
+    async with guarding(App(), policy(section(HERE)), **settings) as guarded:  # nor the gateway's own, rewritten
+        assert (await guarded.ask(None, "x-tenant: nightly", from_client)).headers["x-admission-tier"] == "normal"
+        assert (await guarded.ask(None, "x-tenant: nightly")).headers["x-admission-tier"] == "batch"
+
+
+async def test_the_gateway_goes_before_keys_and_without_its_header_they_count() -> None:
+    async with guarding(App(), policy(section())) as guarded:
+        both = await guarded.ask(None, "x-tenant: nightly", key("acme"))
+        unknown = await guarded.ask(None, "x-tenant: nightly", "authorization: Bearer the-gateways-own-token")
+        without = await guarded.ask(None, key("acme"))
+        tiers = [answer.headers["x-admission-tier"] for answer in (both, unknown, without)]
+        assert tiers == ["batch", "batch", "normal"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        (["x-tenant: nobody"], 401, "unknown_tenant"),
+        (["x-tenant:"], 401, "unknown_tenant"),
+        (["x-tenant: acme, nightly"], 401, "unknown_tenant"),
+        (["x-tenant: ACME"], 401, "unknown_tenant"),
+        (["x-tenant: acme", "x-tenant-tier: gold"], 401, "unknown_tenant"),
+        (["x-tenant: acme", "x-tenant: nightly"], 400, "invalid_header"),
+        (["x-tenant: acme", "X-Tenant: acme"], 400, "invalid_header"),
+        (["x-tenant: acme", "x-tenant-tier: high", "x-tenant-tier: batch"], 400, "invalid_header"),
+    ],
+)
+async def test_what_the_gateway_says_must_be_clear(headers: list[str], status: int, code: str) -> None:
+    app = App()
+    async with guarding(app, policy(section())) as guarded:
+        answer = await guarded.ask(None, *headers)
+        assert (answer.status, json.loads(answer.body)["error"]["code"]) == (status, code)
+        assert "nobody" not in answer.body.decode()
+        seen = await get(guarded, SELF, *headers)
+        assert (seen.status, json.loads(seen.body)["error"]["code"]) == (status, code)
+    assert app.seen == []
+
+
+async def test_the_gateways_tenant_sees_where_it_stands() -> None:
+    async with guarding(App(), policy(section())) as guarded:
+        seen = json.loads((await get(guarded, SELF, "x-tenant: nightly")).body)
+        assert seen["tenant"] == "nightly"
+
+
+async def test_a_page_that_needs_a_key_needs_none_of_the_gateways_tenants() -> None:
+    app = App()
+    closed = replace(policy(section() + "unguarded: deny\n", engine="vllm"), anonymous=None)
+    async with guarding(app, closed) as guarded:
+        assert (await guarded.ask(None, path="/tokenize")).status == 401
+        assert (await guarded.ask(None, "x-tenant: nightly", path="/tokenize")).status == 200
+    (seen,) = app.seen
+    assert seen.all(b"x-tenant") == []
+
+
+async def test_a_dry_run_follows_the_gateway_too() -> None:
+    async with observing(App(), policy(section())) as observed:
+        await observed.ask(None, "x-tenant: nightly")
+        (found,) = await observed.until_found(1)
+        assert found.code is None
+
+
+ADDRESSES = some.one_of(
+    some.ip_addresses(v=4).map(str),
+    some.ip_addresses(v=6).map(str),
+    some.ip_addresses(v=4).map(lambda address: f"::ffff:{address}"),
+    some.text(max_size=20),
+)
+
+
+@given(host=ADDRESSES, port=some.integers(0, 65535))
+async def test_no_address_outside_the_gateways_networks_is_believed(host: str, port: int) -> None:
+    gateway = GatewayPolicy(b"x-tenant", None, (read_network("10.0.0.0/8"), read_network("fd00::/8")))
+    inside = host.removeprefix("::ffff:").startswith("10.") or host.lower().startswith("fd")
+    if gateway.is_from((host, port)):
+        assert inside
+        assert port
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "::ffff:10.0.0.1", "fd00::1", "fd00::1%eth0"])
+def test_every_form_of_its_addresses_is_the_gateways(host: str) -> None:
+    gateway = GatewayPolicy(b"x-tenant", None, (read_network("10.0.0.0/8"), read_network("fd00::/8")))
+    assert gateway.is_from((host, 40_000))
+    assert not gateway.is_from((host, 0))
+    assert not gateway.is_from(None)
+
+
+def test_addresses_that_ask_are_not_kept_without_end() -> None:
+    gateway = GatewayPolicy(b"x-tenant", None, (read_network("10.0.0.0/8"),))
+    for number in range(20_000):
+        assert not gateway.is_from((f"192.168.{number >> 8}.{number & 255}", 1))
+    assert len(gateway._known) < 5_000
+
+
+@given(headers=some.dictionaries(some.sampled_from([b"x-tenant", b"x-tenant-tier", b"x-api-key"]), some.binary()))
+def test_whatever_is_written_a_stranger_gets_no_tenant(headers: dict[bytes, bytes]) -> None:
+    classifier = Classifier(policy(section(ELSEWHERE)), NoEngine(None))
+    try:
+        assert classifier.tenant(headers, ("192.0.2.1", 5)).name == "anonymous"
+    except InvalidApiKey:
+        assert b"x-api-key" in headers
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (section("0.0.0.0/0"), "every address"),
+        (section('"::/0"'), "every address"),
+        (section("10.0.0.1/8"), "10.0.0.0/8"),
+        (section("gateway.example"), "no address and no network"),
+        (section('"::ffff:10.0.0.1"'), "write the IPv4 address"),
+        (section(""), "something in it"),
+        (section("10.0.0.1, 10.0.0.1"), "twice"),
+        (section(more="tier_header: x-tenant"), "another name"),
+        (section().replace("X-Tenant", "authorization"), "meaning of its own"),
+        ("gateway: {tenant_header: x-tenant}\n", "addresses"),
+        (section() + "tier_header: x-tenant\n", "another name"),
+    ],
+)
+def test_each_mistake_is_reported(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(PolicyError) as refused:
+        load(write_policy(tmp_path, text))
+    assert words in str(refused.value)
+
+
+def test_a_tenant_of_the_gateway_needs_no_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_policy(tmp_path, section(ELSEWHERE))
+    (path.parent / "tenants" / "keyless.yaml").write_text("tenant: keyless\ntier: normal\n")
+    load(path)
+    main(["check", str(path)])
+    assert "with x-tenant from 10.0.0.0/8: as it says" in capsys.readouterr().out
+    asked = ["explain", str(path), "--path", "/v1/chat/completions", "--header", "x-tenant: keyless"]
+    assert main([*asked, "--client", "10.1.2.3"]) == 0
+    assert "keyless, by the gateway's x-tenant: tier normal" in capsys.readouterr().out
+    assert main([*asked, "--client", "192.0.2.1"]) == 0
+    assert "anonymous, by no API key" in capsys.readouterr().out
