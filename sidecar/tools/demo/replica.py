@@ -34,7 +34,7 @@ def main(kind: str, policy_path: str, pool: str, engine: str) -> None:
     """Serves until it is terminated."""
     end_with_parent()
     has_page = kind == "page"
-    policy = replace(load(policy_path), pool=pool)
+    policy = replace(load(policy_path), pool=pool, usage_days=0)  # the store keeps nothing of the demo
     server.run(_serve(AdmissionMiddleware(ReverseProxy(engine), policy, is_shown=has_page), has_page=has_page))
 
 
