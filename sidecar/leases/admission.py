@@ -81,8 +81,6 @@ class Admission:
         try:
             while True:
                 task = asyncio.ensure_future(_result(work, held))
-                if held.is_preempted:  # in the moment between
-                    task.cancel()
                 await _ended(task)
                 if not (held.is_preempted and task.cancelled()):
                     break

@@ -24,7 +24,7 @@ from sidecar.events import (
     Refused,
     Settled,
 )
-from sidecar.leases.lease_request import LeaseRequest
+from sidecar.leases.lease_request import LeaseRequest, refuse_other_counts
 from sidecar.middleware.controller import AdmissionController
 from sidecar.pools import Grant, Lease, LocalPool
 from sidecar.pools.base import WaitGivenUp
@@ -116,25 +116,29 @@ class HeldLease:
     def used(self, tokens: int) -> None:
         """It has used so many tokens so far, prompt and output. The last figure counts when the lease ends.
 
-        Without one, what was asked for counts in its tenant's limits.
+        Without one, what was asked for counts in its tenant's limits. Raises RuntimeError after the lease's end, where
+        it would count for nothing.
         """
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
-            raise ValueError(f"tokens: {tokens!r} is no whole number of at least 0")
+        refuse_other_counts("tokens", tokens, at_least=0)
+        if self._is_over:
+            raise RuntimeError("the lease has ended, and this would not be counted: call `used` inside of its block")
         self._used = tokens
 
     def resize(self, tokens: int) -> None:
         """It holds so many tokens from now on, at least 1. More are never refused: nothing else is admitted then,
         until the leases fit the pool again.
         """
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-            raise ValueError(f"tokens: {tokens!r} is no whole number of at least 1")
+        refuse_other_counts("tokens", tokens, at_least=1)
         lease = self._lease
         if lease is not None and lease.resize(tokens):
             lease.charge_tenant(tokens - lease.paid_tokens)
 
     def keep(self) -> None:
-        """The engine's first output is there: from now on the lease is never preempted."""
-        if self._lease is not None:
+        """The engine's first output is there: from now on the lease is never preempted.
+
+        Too late where it is preempted already: then its holder is being canceled, and its room is needed.
+        """
+        if self._lease is not None and not self.is_preempted:
             self._lease.keep()
             self._lease.prefilled()
 
@@ -153,8 +157,10 @@ class HeldLease:
         """Waits until it is held. Raises AdmissionError where it is refused.
 
         `when_preempted` is called once, in the event loop, where the room is needed before `keep`; None: it is kept at
-        once.
+        once. Where that is so before the holder has the lease, it waits again instead. Raises RuntimeError in another
+        event loop than its pool's.
         """
+        self._refuse_other_loops()
         self._when_preempted = when_preempted
         observer = self._controller.observer
         if observer is not None and observer.listens():
@@ -167,12 +173,17 @@ class HeldLease:
         except AdmissionError as error:
             self._refused(error, None)
             raise
-        except asyncio.CancelledError:
-            await self._withdraw()
+        except BaseException:
+            self._withdraw()
             raise
+        await self.acquire_again()
 
     async def acquire_again(self) -> None:
-        """Gives its room back after it was preempted, and waits again at its place in the queue."""
+        """Where it is preempted: gives its room back, and waits again at its place in the queue."""
+        while self.is_preempted:
+            await self._give_back_and_wait()
+
+    async def _give_back_and_wait(self) -> None:
         lease, grant = self._lease, self._grant
         assert lease is not None
         assert grant is not None
@@ -185,8 +196,8 @@ class HeldLease:
         except AdmissionError as error:
             self._refused(error, None)
             raise
-        except asyncio.CancelledError:
-            await self._withdraw()
+        except BaseException:
+            self._withdraw()
             raise
 
     def release(self, error: BaseException | None = None) -> None:
@@ -277,9 +288,19 @@ class HeldLease:
     def _preempt(self) -> None:
         self.is_preempted = True
         assert self._when_preempted is not None
-        self._when_preempted()
+        if self._grant is not None:
+            self._when_preempted()
 
-    async def _withdraw(self) -> None:
+    def _refuse_other_loops(self) -> None:
+        """Raises RuntimeError where the pool's event loop is another one: no grant would ever be heard of here."""
+        server = self._controller.server
+        if server is not None and not server.done() and server.get_loop() is not asyncio.get_running_loop():
+            raise RuntimeError(
+                "the admission belongs to another event loop: take the lease there, or connect in this thread with "
+                "`sidecar.connect_threads`"
+            )
+
+    def _withdraw(self) -> None:
         """Its holder was canceled while it waited: it leaves the queue."""
         lease, wait = self._lease, None
         if lease is not None and not lease.settle(0):

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from math import isfinite
 from typing import NamedTuple
 
+from sidecar.payload.decode import LARGEST_COUNT
 from sidecar.policy.model import Policy, Tenant
-from sidecar.policy.rules import UNLIMITED
 from sidecar.pools import Ask
 
 INTERNAL = "internal"
@@ -28,11 +28,13 @@ class LeaseRequest(NamedTuple):
 
     def ask(self, policy: Policy) -> tuple[Ask, Tenant]:
         """What it asks of a pool with this policy, and for which tenant. Raises ValueError for what cannot be."""
-        _whole("tokens", self.tokens, at_least=1)
-        _whole("requests", self.requests, at_least=1)
-        _whole("prompt_tokens", self.prompt_tokens, at_least=0)
-        if self.max_wait_s is not None and not (self.max_wait_s >= 0 and isfinite(self.max_wait_s)):
+        refuse_other_counts("tokens", self.tokens, at_least=1)
+        refuse_other_counts("requests", self.requests, at_least=1)
+        refuse_other_counts("prompt_tokens", self.prompt_tokens, at_least=0)
+        if self.max_wait_s is not None and not _is_duration(self.max_wait_s):
             raise ValueError(f"max_wait_s: {self.max_wait_s!r} is no number of seconds; write 0 or more, or None")
+        if self.model is not None and not isinstance(self.model, str):
+            raise ValueError(f"model: {self.model!r} is no name; write a text, or None")
         tenant = self._tenant(policy)
         is_counted = tenant.limits.are_counted
         ask = Ask(
@@ -56,7 +58,7 @@ class LeaseRequest(NamedTuple):
     def _tenant(self, policy: Policy) -> Tenant:
         if self.tenant is None:
             return Tenant(INTERNAL, policy.default_level, max_level=0)
-        named = policy.named.get(self.tenant)
+        named = policy.named.get(self.tenant) if isinstance(self.tenant, str) else None
         if named is not None:
             return named
         if policy.anonymous is not None and policy.anonymous.name == self.tenant:
@@ -88,6 +90,14 @@ def _one_of(names: Iterable[str]) -> str:
     return f"write one of {', '.join(shown[:12])}{more}" if shown else "it has no tenants at all"
 
 
-def _whole(name: str, value: object, *, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value < UNLIMITED:
-        raise ValueError(f"{name}: {value!r} is no whole number of at least {at_least}")
+def _is_duration(seconds: object) -> bool:
+    try:
+        return isinstance(seconds, int | float) and seconds >= 0 and isfinite(seconds)
+    except OverflowError:
+        return False
+
+
+def refuse_other_counts(name: str, value: object, *, at_least: int) -> None:
+    """Raises ValueError for all but a whole number that a store counts exactly, with many others."""
+    if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value <= LARGEST_COUNT:
+        raise ValueError(f"{name}: {value!r} is no whole number of at least {at_least} and of at most {LARGEST_COUNT}")

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -28,6 +29,7 @@ import sidecar
 from sidecar import AdmissionMiddleware, LeasePreempted
 from sidecar.errors import Draining, QueueFull, QueueTimeout, RequestTooLarge, StoreUnavailable, TenantLimit
 from sidecar.leases import Admission, HeldLease
+from sidecar.pools import Ask, LocalPool
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.spans.tracer import RequestTracer
 from tests.support.redis_servers import RedisServer, first_binary
@@ -163,10 +165,15 @@ class TestOnePool:
             ({"tokens": True}, "tokens: True is no whole"),
             ({"tokens": 1.5}, "tokens: 1.5 is no whole"),
             ({"tokens": 2**70}, "tokens: "),
+            ({"tokens": 2**31}, "tokens: 2147483648 is no whole number of at least 1 and of at most 2147483647"),
             ({"tokens": 1, "requests": 0}, "requests: 0 is no"),
             ({"tokens": 1, "prompt_tokens": -1}, "prompt_tokens: -1 is no"),
             ({"tokens": 1, "max_wait_s": float("nan")}, "max_wait_s: nan is no number of seconds"),
             ({"tokens": 1, "max_wait_s": -1}, "max_wait_s: -1 is no"),
+            ({"tokens": 1, "max_wait_s": "5"}, "max_wait_s: '5' is no number of seconds"),
+            ({"tokens": 1, "max_wait_s": 10**400}, "max_wait_s: 10+ is no number of seconds"),
+            ({"tokens": 1, "model": 5}, "model: 5 is no name"),
+            ({"tokens": 1, "tenant": ["acme"]}, r"tenant: the policy has no \['acme'\]"),
             ({"tokens": 1, "tier": "hihg"}, "tier: the policy has no 'hihg'; write one of high, low"),
             (
                 {"tokens": 1, "tier": "high", "tenant": "anonymous"},
@@ -189,6 +196,52 @@ class TestOnePool:
             async with block:
                 pytest.fail("admitted twice")
         assert held(admission) == (0, 0)
+
+    @pytest.mark.parametrize("tokens", [-1, 2**31, 2**70, True, 1.0, float("nan"), "5"])
+    async def test_figures_that_no_store_can_count_are_refused(self, admission: Admission, tokens: Any) -> None:
+        async with admission.lease(tokens=10) as lease:
+            for say in (lease.used, lease.resize):
+                with pytest.raises(ValueError, match="is no whole number of at least"):
+                    say(tokens)
+            assert held(admission) == (10, 1)
+
+    async def test_what_was_used_is_said_before_the_end(self, limited: Admission) -> None:
+        async with limited.lease(tokens=100, tenant="acme") as lease:
+            lease.used(60)
+            lease.used(40)  # the last one counts
+        with pytest.raises(RuntimeError, match="inside of its block"):
+            lease.used(10)
+        lease.resize(500)
+        lease.keep()
+        assert held(limited) == (0, 0)
+        async with limited.lease(tokens=60, tenant="acme"):
+            pass
+
+    async def test_another_event_loop_is_refused(self, policy: Path) -> None:
+        """A pool is of one loop: a coroutine in another one would wait for ever, and damage the connections."""
+
+        async def answer(request: Request) -> PlainTextResponse:
+            with pytest.raises(RuntimeError, match="the admission belongs to another event loop"):
+                await anyio.to_thread.run_sync(lambda: asyncio.run(_hold(request.state.admission, 1)))
+            async with request.state.admission.lease(tokens=1000):
+                return PlainTextResponse("held")
+
+        app = Starlette(routes=[Route("/own", answer, methods=["POST"])])
+        async with serving(AdmissionMiddleware(app, policy)) as server, httpx2.AsyncClient() as client:
+            assert (await client.post(f"{server.url}/own")).text == "held"
+
+    async def test_a_defect_in_the_wait_leaves_nothing(
+        self, admission: Admission, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(ask: object) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(admission.controller.pool, "obstacle", fail)
+        async with admission.lease(tier="high", tokens=1000):
+            with pytest.raises(ZeroDivisionError):
+                await _hold(admission, 1)
+            assert admission.controller.pool.state()["waiting"] == 0
+        assert admission.controller.under_way == 0
 
     async def test_in_the_dry_run_it_passes_and_holds_nothing(self, observing: Admission) -> None:
         async with observing.lease(tier="high", tokens=1000), observing.lease(tier="high", tokens=1000) as second:
@@ -261,6 +314,50 @@ class TestPreemption:
         assert held(admission) == (0, 0)
         assert admission.controller.under_way == 0
 
+    async def test_one_that_is_preempted_before_its_holder_has_it_waits_again(self, admission: Admission) -> None:
+        """Its task is canceled by no one: nothing was begun."""
+        pool = admission.controller.pool
+        assert isinstance(pool, LocalPool)
+
+        async def low() -> tuple[bool, int]:
+            async with admission.lease(tier="low", tokens=1000) as lease:
+                return lease.is_preempted, _cancelling()
+
+        first = pool.enter_now(HIGH)
+        task = asyncio.ensure_future(low())
+        await anyio.sleep(0.01)
+        first.settle()  # the room of `low`, which has not run since
+        second = pool.enter_now(HIGH)
+        time.sleep(0.05)  # noqa: ASYNC251  # the time of `preempt_after` is over before `low` runs
+        third = pool.enter_now(HIGH)  # the pool decides now
+        await anyio.sleep(0.05)
+        assert second.grant is not None
+        assert not task.done()
+        second.settle()
+        third.settle()
+        assert await task == (False, 0)
+        assert held(admission) == (0, 0)
+
+    async def test_to_keep_a_lease_after_it_was_preempted_is_too_late(self, admission: Admission) -> None:
+        attempts = 0
+
+        async def work(lease: HeldLease) -> str:
+            nonlocal attempts
+            attempts += 1
+            try:
+                await anyio.sleep(60 if attempts == 1 else 0)
+            finally:
+                lease.keep()
+            return "done"
+
+        task = asyncio.ensure_future(admission.run(work, tier="low", tokens=1000))
+        await anyio.sleep(0.01)
+        async with admission.lease(tier="high", tokens=300, max_wait_s=5):
+            pass
+        assert await task == "done"
+        assert attempts == 2
+        assert held(admission) == (0, 0)
+
     async def test_other_cancellations_of_the_block_stay_what_they_are(self, admission: Admission) -> None:
         async def batch() -> None:
             async with admission.lease(tier="low", tokens=1000):
@@ -272,6 +369,15 @@ class TestPreemption:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert held(admission) == (0, 0)
+
+
+HIGH = Ask(tier=0, tenant="internal", weight=1, tokens=1000, requests=1)
+
+
+def _cancelling() -> int:
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancelling() if sys.version_info >= (3, 11) else 0
 
 
 async def _high(admission: Admission) -> None:
@@ -457,6 +563,32 @@ class TestThreads:
                 _take_high(admission)  # nothing stands before it
         finally:
             signal.signal(signal.SIGINT, before)
+
+    def test_a_lease_that_outlives_the_connection_ends_without_an_error(self, shared: Path) -> None:
+        """Another thread closes: what a thread has computed with its lease is not lost for that."""
+        admission = sidecar.connect_threads(policy=shared)
+        with admission.lease(tokens=1):
+            admission.close()
+
+    def test_no_thread_hangs_where_another_one_closes(self, shared: Path) -> None:
+        admission, ended = sidecar.connect_threads(policy=shared), list[str]()
+
+        def work() -> None:
+            try:
+                while True:
+                    with admission.lease(tier="high", tokens=250, max_wait_s=60):
+                        pass
+            except (Draining, RuntimeError) as error:
+                ended.append(str(error))
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        admission.close()
+        for thread in threads:
+            thread.join(10)
+        assert len(ended) == 16
 
 
 def _take_high(admission: sidecar.leases.ThreadAdmission) -> None:
