@@ -317,13 +317,19 @@ class TestCost:
             b'"total_tokens": 1.5',
             b'"total_tokens": 1e9',
             b'"total_tokens": 9999999999999',
+            b'"total_tokens": 1234567890.5',
+            b'"total_tokens": "12"',
             b"{}",
         ],
     )
-    def test_what_is_no_whole_number_of_tokens_is_no_cost(self, body: bytes) -> None:
-        reader = CostReader(CostPlace(member=b"total_tokens"))
-        reader.feed({"type": "http.response.body", "body": body})
-        assert reader.tokens is None
+    @pytest.mark.parametrize("after", [b"", b', "a": 1}', b', "id": "0123456789"}'])
+    def test_what_is_no_whole_number_of_tokens_is_no_cost(self, body: bytes, after: bytes) -> None:
+        """Wherever the answer is cut: half of a number is no number."""
+        for cut in range(len(body + after) + 1):
+            reader = CostReader(CostPlace(member=b"total_tokens"))
+            reader.feed({"type": "http.response.body", "body": (body + after)[:cut], "more_body": True})
+            reader.feed({"type": "http.response.body", "body": (body + after)[cut:]})
+            assert reader.tokens is None
 
     def test_a_header_is_found_in_any_case(self) -> None:
         reader = CostReader(CostPlace(header=b"x-cost"))
