@@ -26,6 +26,7 @@ from sidecar.events import (
 )
 from sidecar.leases.lease_request import LeaseRequest, refuse_other_counts
 from sidecar.middleware.controller import AdmissionController
+from sidecar.policy.model import Tenant
 from sidecar.pools import Grant, Lease, LocalPool
 from sidecar.pools.base import WaitGivenUp
 
@@ -47,13 +48,13 @@ class HeldLease:
     `is_preempted` says that a more important request waits for its room: whoever holds it should end soon.
     """
 
-    def __init__(self, controller: AdmissionController, request: LeaseRequest) -> None:
+    def __init__(self, controller: AdmissionController, request: LeaseRequest, named: Mapping[str, Tenant]) -> None:
         self.is_preempted = False
         self._controller = controller
         self._request = request
         self._policy = controller.policy
         self._snapshot = controller.snapshot
-        self._ask, self._tenant = request.ask(self._policy)
+        self._ask, self._tenant = request.ask(self._policy, named)
         self._lease: Lease | None = None
         self._grant: Grant | None = None
         self._used: int | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import NamedTuple
 
@@ -26,8 +26,11 @@ class LeaseRequest(NamedTuple):
     is_preemptible: bool
     model: str | None
 
-    def ask(self, policy: Policy) -> tuple[Ask, Tenant]:
-        """What it asks of a pool with this policy, and for which tenant. Raises ValueError for what cannot be."""
+    def ask(self, policy: Policy, named: Mapping[str, Tenant]) -> tuple[Ask, Tenant]:
+        """What it asks of a pool with this policy, and for which tenant. `named` are the policy's tenants by name.
+
+        Raises ValueError for what cannot be.
+        """
         refuse_other_counts("tokens", self.tokens, at_least=1)
         refuse_other_counts("requests", self.requests, at_least=1)
         refuse_other_counts("prompt_tokens", self.prompt_tokens, at_least=0)
@@ -35,7 +38,7 @@ class LeaseRequest(NamedTuple):
             raise ValueError(f"max_wait_s: {self.max_wait_s!r} is no number of seconds; write 0 or more, or None")
         if self.model is not None and not isinstance(self.model, str):
             raise ValueError(f"model: {self.model!r} is no name; write a text, or None")
-        tenant = self._tenant(policy)
+        tenant = self._tenant(policy, named)
         is_counted = tenant.limits.are_counted
         ask = Ask(
             self._level(policy, tenant),
@@ -55,15 +58,15 @@ class LeaseRequest(NamedTuple):
         of_prompt = min(self.prompt_tokens, tokens)
         return of_prompt, tokens - of_prompt
 
-    def _tenant(self, policy: Policy) -> Tenant:
+    def _tenant(self, policy: Policy, named: Mapping[str, Tenant]) -> Tenant:
         if self.tenant is None:
             return Tenant(INTERNAL, policy.default_level, max_level=0)
-        named = policy.named.get(self.tenant) if isinstance(self.tenant, str) else None
-        if named is not None:
-            return named
+        found = named.get(self.tenant) if isinstance(self.tenant, str) else None
+        if found is not None:
+            return found
         if policy.anonymous is not None and policy.anonymous.name == self.tenant:
             return policy.anonymous
-        raise ValueError(f"tenant: the policy has no {self.tenant!r}; {_one_of(_names(policy))}")
+        raise ValueError(f"tenant: the policy has no {self.tenant!r}; {_one_of(sorted(named))}")
 
     def _level(self, policy: Policy, tenant: Tenant) -> int:
         if self.tier is None:
@@ -78,10 +81,6 @@ class LeaseRequest(NamedTuple):
                 f"{_one_of(names[tenant.max_level :])}"
             )
         return level
-
-
-def _names(policy: Policy) -> list[str]:
-    return sorted(policy.named)
 
 
 def _one_of(names: Iterable[str]) -> str:

@@ -121,7 +121,8 @@ async def _kept(controller: AdmissionController, tenant: Tenant) -> bytes:
     if last is not None and now_us - last[0] < KEPT_US:
         return last[1]
     body = msgspec.json.encode(await _view(controller, tenant))
-    if len(kept) > (len(controller.policy.named) + 1) * len(controller.policy.tiers):  # those of tenants that are gone
+    policy = controller.policy
+    if len(kept) > (len(policy.tenants) + len(policy.keyless) + 1) * len(policy.tiers):  # of tenants that are gone
         kept.clear()
     kept[whose] = now_us, body
     return body
