@@ -32,7 +32,7 @@ from sidecar.pools.base import WaitGivenUp
 
 METHOD, PATH, API = "LEASE", "/python", "lease"
 """In place of an HTTP request's, in traces, metrics and pages."""
-_CANCELED = "canceled"
+_CANCELED, _PREEMPTED = "canceled", "preempted"
 
 
 class LeasePreempted(Exception):
@@ -188,9 +188,7 @@ class HeldLease:
         lease, grant = self._lease, self._grant
         assert lease is not None
         assert grant is not None
-        self._returns += 1
-        self._report(Preempted(self._now_us(), grant.at_us, self._returns))
-        self._report(Queued(self._now_us(), Obstacle.PREEMPTED, "its room went to a more important request"))
+        self._gave_room(grant)
         self._grant, self._used, self.is_preempted = None, None, False
         try:
             self._admitted(await self._wait(lease, lease.requeue()))
@@ -205,17 +203,15 @@ class HeldLease:
         """Gives the lease back. `error` is what ended its block."""
         if self._is_over or not self._was_admitted:
             return
+        is_lost = self.is_preempted and error is not None
+        if is_lost and self._used is None:
+            self._used = 0  # its tenant does not pay for what others needed
         tokens = self._ask.tokens if self._used is None else self._used
         if self._lease is not None:
             self._lease.settle(self._used)
         if self._controller.usage is not None:
             self._controller.usage.add(self.tenant, self.tier, self._request.model, *self._request.split(tokens))
-        if error is None:
-            outcome, name = Outcome.COMPLETED, None
-        else:
-            is_canceled = isinstance(error, asyncio.CancelledError)
-            outcome, name = (Outcome.CLIENT_LEFT if is_canceled else Outcome.FAILED), type(error).__name__
-        self._end(Settled(self._now_us(), outcome, None, tokens, None, None, name))
+        self._end(self._lost(tokens) if is_lost else self._settled(tokens, error))
 
     def check(self) -> None:
         """See `Watched`. A lease's holder ends it, however long that takes."""
@@ -350,6 +346,38 @@ class HeldLease:
                 downgraded_from=None if level == ask.tier else tiers[ask.tier].name,
             )
         )
+
+    def _settled(self, tokens: int, error: BaseException | None) -> Settled:
+        if error is None:
+            outcome, name = Outcome.COMPLETED, None
+        else:
+            is_canceled = isinstance(error, asyncio.CancelledError)
+            outcome, name = (Outcome.CLIENT_LEFT if is_canceled else Outcome.FAILED), type(error).__name__
+        return Settled(self._now_us(), outcome, None, tokens, None, None, name)
+
+    def _gave_room(self, grant: Grant) -> None:
+        self._returns += 1
+        at_us = self._now_us()
+        self._report(Preempted(at_us, grant.at_us, self._returns))
+        self._report(Queued(at_us, Obstacle.PREEMPTED, "its room went to a more important request"))
+
+    def _lost(self, tokens: int) -> Settled:
+        """It was preempted, and its block has ended for that: it does not wait again."""
+        grant = self._granted()
+        self._gave_room(grant)
+        at_us = self._now_us()
+        wait = Refused(
+            at_us,
+            _PREEMPTED,
+            "its block ended, because a more important request needed its room",
+            None,
+            grant.queue_wait_us,
+            grant.starvation_us,
+            grant.overtaken_at_us,
+            grant.served_ahead,
+            self._ask.tenant,
+        )
+        return Settled(at_us, Outcome.FAILED, None, tokens, None, None, _PREEMPTED, wait)
 
     def _refused(self, error: AdmissionError | None, wait: Grant | None) -> None:
         """It ended without a grant: refused by `error`, or canceled."""

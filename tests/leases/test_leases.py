@@ -28,10 +28,12 @@ from starlette.routing import Route
 import sidecar
 from sidecar import AdmissionMiddleware, LeasePreempted
 from sidecar.errors import Draining, QueueFull, QueueTimeout, RequestTooLarge, StoreUnavailable, TenantLimit
+from sidecar.events import Settled
 from sidecar.leases import Admission, HeldLease
 from sidecar.pools import Ask, LocalPool
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.spans.tracer import RequestTracer
+from tests.support.middleware import Recorder
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import serving
 
@@ -612,6 +614,26 @@ class TestWhatItShows:
         async with limited.lease(tokens=100, tenant="acme") as lease:
             lease.used(10)
         async with limited.lease(tokens=90, tenant="acme"):
+            pass
+
+    async def test_a_preempted_block_counts_as_that_and_costs_its_tenant_nothing(self, limited: Admission) -> None:
+        recorder = limited.controller.observer = Recorder()
+
+        async def batch() -> None:
+            async with limited.lease(tier="low", tokens=90, requests=4, tenant="acme"):
+                await anyio.sleep_forever()
+
+        task = asyncio.ensure_future(batch())
+        await anyio.sleep(0.01)
+        async with limited.lease(tier="high", tokens=10):
+            pass
+        with pytest.raises(LeasePreempted):
+            await task
+        recorder.check()
+        story = recorder.stories[0]
+        assert story.kinds == ["Classified", "Admitted", "Preempted", "Queued", "Settled"]
+        assert (story.one(Settled).error, story.one(Settled).tokens_used) == ("preempted", 0)
+        async with limited.lease(tokens=90, tenant="acme", max_wait_s=1):
             pass
 
     async def test_its_span_belongs_to_the_span_around_it(self, admission: Admission) -> None:
