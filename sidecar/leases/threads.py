@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
 from functools import partial
+from itertools import count
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -184,12 +185,11 @@ class ThreadLeaseBlock:
         self._held = held
         self._thread = thread
         self._when_preempted = when_preempted
-        self._is_used = False
+        self._uses = count()  # two threads never get the same number
 
     def __enter__(self) -> ThreadLease:
-        if self._is_used:
+        if next(self._uses):
             raise RuntimeError("the lease was used already: make one for each block")
-        self._is_used = True
         preempted = None if self._when_preempted is None else self._preempted
 
         async def acquire() -> ThreadLease:

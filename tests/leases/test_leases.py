@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from sidecar import AdmissionMiddleware, LeasePreempted
 from sidecar.errors import Draining, QueueFull, QueueTimeout, RequestTooLarge, StoreUnavailable, TenantLimit
 from sidecar.events import Settled
 from sidecar.leases import Admission, HeldLease
+from sidecar.leases.threads import ThreadLeaseBlock
 from sidecar.pools import Ask, LocalPool
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.spans.tracer import RequestTracer
@@ -467,6 +469,22 @@ class TestSharedPool:
         with pytest.raises(ValueError, match="give its address as `engine=`"):
             sidecar.connect_threads(store.url, policy=sized_by_engine)
 
+    @pytest.mark.parametrize("after", range(12))
+    async def test_a_canceled_connection_leaves_nothing_behind(self, shared: Path, after: int) -> None:
+        async def connect() -> None:
+            async with sidecar.connect(policy=shared) as admission:
+                await _hold(admission, 1)
+
+        before = asyncio.all_tasks()
+        task = asyncio.ensure_future(connect())
+        for _ in range(4**after if after < 6 else 0):
+            await anyio.lowlevel.checkpoint()
+        await anyio.sleep(0.005 * after)
+        task.cancel()
+        await asyncio.wait((task,))
+        await anyio.lowlevel.checkpoint()
+        assert asyncio.all_tasks() == before
+
     async def test_a_store_that_was_never_reached_refuses(self, policy: Path) -> None:
         with pytest.raises(StoreUnavailable, match="has not been reached yet"):
             async with (
@@ -566,6 +584,17 @@ class TestThreads:
         finally:
             signal.signal(signal.SIGINT, before)
 
+    def test_one_block_is_not_for_two_threads(self, shared: Path) -> None:
+        with sidecar.connect_threads(policy=shared) as admission:
+            block = admission.lease(tier="high", tokens=1000)
+            with ThreadPoolExecutor(8) as threads:
+                done = list(threads.map(lambda _: _entered(block), range(8)))
+            assert sorted(done) == [False] * 7 + [True]
+            with pytest.raises(QueueTimeout):
+                admission.lease(tier="high", tokens=1000, max_wait_s=0.1).__enter__()
+            block.__exit__(None, None, None)
+            _take_high(admission)
+
     def test_a_lease_that_outlives_the_connection_ends_without_an_error(self, shared: Path) -> None:
         """Another thread closes: what a thread has computed with its lease is not lost for that."""
         admission = sidecar.connect_threads(policy=shared)
@@ -591,6 +620,14 @@ class TestThreads:
         for thread in threads:
             thread.join(10)
         assert len(ended) == 16
+
+
+def _entered(block: ThreadLeaseBlock) -> bool:
+    try:
+        block.__enter__()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _take_high(admission: sidecar.leases.ThreadAdmission) -> None:
