@@ -60,7 +60,7 @@ class HeldLease:
         self._used: int | None = None
         self._observation: Observation | None = None
         self._when_preempted: Callable[[], None] | None = None
-        self._is_over = self._was_admitted = self._is_given_up = False
+        self._is_over = self._was_admitted = False
         self._returns = 0
 
     # -- what the holder reads
@@ -191,7 +191,8 @@ class HeldLease:
         self._gave_room(grant)
         self._grant, self._used, self.is_preempted = None, None, False
         try:
-            self._admitted(await self._wait(lease, lease.requeue()))
+            # The tier's longest wait is kept already: from now on only the holder limits the wait.
+            self._admitted(await self._wait(lease, lease.requeue(), self._request.max_wait_s))
         except AdmissionError as error:
             self._refused(error, None)
             raise
@@ -219,7 +220,6 @@ class HeldLease:
     def give_up(self) -> None:
         """See `Watched`."""
         if self._lease is not None and self._grant is None:
-            self._is_given_up = True
             self._lease.give_up()
 
     async def _enter(self) -> Grant:
@@ -247,10 +247,9 @@ class HeldLease:
         if lease.grant is not None:
             return lease.grant
         self._report(Queued(self._now_us(), *controller.pool.obstacle(ask)))
-        return await self._wait(lease, lease.wait())
+        return await self._wait(lease, lease.wait(), self._most_wait_s())
 
-    async def _wait(self, lease: Lease, granted: asyncio.Future[Grant]) -> Grant:
-        most_s = self._most_wait_s()
+    async def _wait(self, lease: Lease, granted: asyncio.Future[Grant], most_s: float | None) -> Grant:
         await asyncio.wait((granted,), timeout=most_s)
         if not granted.done():
             self._refuse_after(await lease.leave(), self._timeout(most_s))

@@ -77,6 +77,12 @@ def observing(policy: Path) -> Admission:
 
 
 @pytest.fixture
+def hurried(policy: Path) -> Admission:
+    policy.write_text(POLICY.replace("max_requests: 3", "max_requests: 3, max_wait: 100ms"))
+    return AdmissionMiddleware(nothing, policy).admission
+
+
+@pytest.fixture
 def limited(policy: Path) -> Admission:
     limits = "limits: {tokens_per_minute: 100}"
     (policy.parent / "acme.yaml").write_text(f'tenant: acme\nkeys: ["sha256:{"0" * 64}"]\ntier: high\n{limits}\n')
@@ -341,6 +347,26 @@ class TestPreemption:
         third.settle()
         assert await task == (False, 0)
         assert held(admission) == (0, 0)
+
+    async def test_the_longest_wait_of_its_tier_refuses_no_preempted_work(self, hurried: Admission) -> None:
+        """It was admitted in time once, as with requests. Only the holder's own limit counts from then on."""
+        ends: list[str] = []
+        for most_s in (None, 0.1):
+            attempts: list[HeldLease] = []
+
+            async def work(lease: HeldLease, attempts: list[HeldLease] = attempts) -> str:
+                attempts.append(lease)
+                await anyio.sleep(60 if len(attempts) == 1 else 0)
+                return "done"
+
+            task = asyncio.ensure_future(hurried.run(work, tier="low", tokens=1000, max_wait_s=most_s))
+            await anyio.sleep(0.01)
+            async with hurried.lease(tier="high", tokens=300):
+                await anyio.sleep(0.3)
+            (end,) = await asyncio.gather(task, return_exceptions=True)
+            ends.append(end if isinstance(end, str) else type(end).__name__)
+        assert ends == ["done", "QueueTimeout"]
+        assert held(hurried) == (0, 0)
 
     async def test_to_keep_a_lease_after_it_was_preempted_is_too_late(self, admission: Admission) -> None:
         attempts = 0
