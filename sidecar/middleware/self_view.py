@@ -156,7 +156,10 @@ async def _view(controller: AdmissionController, tenant: Tenant) -> SelfView:
 async def _limits(controller: AdmissionController, tenant: Tenant) -> LimitsView:
     limits = tenant.limits
     left = None if _count_apart(controller) else await _left(controller, tenant)
-    budgets = {} if controller.usage is None else controller.usage.budgets(tenant)
+    budgets = {
+        period: msgspec.structs.replace(budget, ends_in_s=round(budget.ends_in_s, 1))
+        for period, budget in ({} if controller.usage is None else controller.usage.budgets(tenant)).items()
+    }
     return LimitsView(
         _limit(limits.requests_per_minute, None if left is None else left.requests),
         _limit(limits.tokens_per_minute, None if left is None else left.tokens),
