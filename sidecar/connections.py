@@ -90,6 +90,14 @@ class _Connection:
 
     async def end(self) -> None:
         """Gives everything back. Leases that wait are refused. Also where `begin` was canceled, or has failed."""
+        leaving = asyncio.ensure_future(self._leave())
+        try:
+            await asyncio.shield(leaving)
+        except asyncio.CancelledError:
+            await leaving  # once more would cut it off
+            raise
+
+    async def _leave(self) -> None:
         assert self._task is not None
         if self._task.done():
             return

@@ -511,6 +511,22 @@ class TestSharedPool:
         await anyio.lowlevel.checkpoint()
         assert asyncio.all_tasks() == before
 
+    async def test_a_connection_that_is_canceled_while_it_ends_ends(self, shared: Path) -> None:
+        ending = anyio.Event()
+
+        async def connect() -> None:
+            async with sidecar.connect(policy=shared):
+                ending.set()
+
+        before = asyncio.all_tasks()
+        task = asyncio.ensure_future(connect())
+        await ending.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await anyio.lowlevel.checkpoint()
+        assert asyncio.all_tasks() == before
+
     async def test_a_store_that_was_never_reached_refuses(self, policy: Path) -> None:
         with pytest.raises(StoreUnavailable, match="has not been reached yet"):
             async with (
