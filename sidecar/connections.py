@@ -45,8 +45,8 @@ async def connect(
     # Outside of the loop: there a mistake is raised, and no file is read in between.
     middleware = await asyncio.to_thread(_middleware, store, policy, engine)
     connection = _Connection(middleware)
-    await connection.begin()
     try:
+        await connection.begin()
         yield connection.admission
     finally:
         await connection.end()
@@ -89,11 +89,21 @@ class _Connection:
             raise ValueError(answer.get("message", "the pool could not be joined"))
 
     async def end(self) -> None:
-        """Gives everything back. Leases that wait are refused."""
+        """Gives everything back. Leases that wait are refused. Also where `begin` was canceled, or has failed."""
+        leaving = asyncio.ensure_future(self._leave())
+        try:
+            await asyncio.shield(leaving)
+        except asyncio.CancelledError:
+            await leaving  # once more would cut it off
+            raise
+
+    async def _leave(self) -> None:
+        assert self._task is not None
+        if self._task.done():
+            return
         self._controller.drain()
         self._controller.watchdog.give_up()
         await self._say("lifespan.shutdown")
-        assert self._task is not None
         await self._task
 
     async def _run(self, scope: Message) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tarfile
 import zipfile
@@ -92,3 +93,32 @@ def test_the_workflow_gives_each_job_the_rights_that_it_needs_and_uses_files_tha
     scripts = [word for line in ran for word in line.split() if word.startswith(".ci/")]
     assert scripts == [".ci/run", ".ci/release"]
     assert all((ROOT / script).exists() for script in scripts)
+
+
+def test_the_published_chart_names_the_published_image(tmp_path: Path) -> None:
+    """The workflow's own lines, up to those that reach a registry, for an owner whose name has capitals."""
+    jobs = yaml.safe_load((ROOT / ".ci" / "release.yml").read_text())["jobs"]
+    (name,) = (step for step in jobs["image"]["steps"] if step.get("id") == "name")
+    (publish,) = (step["run"] for step in jobs["chart"]["steps"] if "helm push" in step.get("run", ""))
+    folder = tmp_path / "examples" / "helm" / "admission-sidecar"
+    folder.mkdir(parents=True)
+    (folder / "values.yaml").write_text((ROOT / folder.relative_to(tmp_path) / "values.yaml").read_text())
+    output = tmp_path / "output"
+    own = {
+        "GITHUB_REPOSITORY": "Some-One/Admission",
+        "GITHUB_REPOSITORY_OWNER": "Some-One",
+        "GITHUB_OUTPUT": str(output),
+    }
+    for lines in (name["run"], 'helm() { echo helm "$@"; }\n' + publish):
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", lines],
+            cwd=tmp_path,
+            env={**os.environ, **own, "TOKEN": "t", "GITHUB_ACTOR": "a"},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=30,
+        )
+    assert output.read_text() == "image=ghcr.io/some-one/admission\n"
+    assert yaml.safe_load((folder / "values.yaml").read_text())["image"]["repository"] == "ghcr.io/some-one/admission"
+    assert "oci://ghcr.io/some-one/charts" in done.stdout

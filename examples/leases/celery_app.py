@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 from celery import Celery
-from celery.signals import worker_process_init, worker_process_shutdown
+from celery.signals import worker_process_shutdown, worker_shutdown
 
 import sidecar
 from sidecar.leases import ThreadAdmission
@@ -22,27 +23,33 @@ ENGINE = os.environ.get("ENGINE_URL", "http://127.0.0.1:8001")
 POLICY = os.environ.get("SIDECAR_POLICY", str(Path(__file__).parent / "policy.yaml"))
 
 app = Celery("nightly", broker=BROKER, backend=BROKER)
-_admissions: list[ThreadAdmission] = []  # of this worker process
+_admissions: dict[int, ThreadAdmission] = {}  # by the process: a fork takes along what it cannot use
+_lock = threading.Lock()
 
 
-@worker_process_init.connect  # type: ignore[untyped-decorator]
-def connect(**_: object) -> None:
-    """Each worker process joins the pool by itself, after the fork."""
-    _admissions.append(sidecar.connect_threads(policy=POLICY))
+def admission() -> ThreadAdmission:
+    """This process's place in the pool. The first task joins it: after a fork, and in a worker of threads, too."""
+    with _lock:
+        if os.getpid() not in _admissions:
+            _admissions[os.getpid()] = sidecar.connect_threads(policy=POLICY)
+        return _admissions[os.getpid()]
 
 
 @worker_process_shutdown.connect  # type: ignore[untyped-decorator]
+@worker_shutdown.connect  # type: ignore[untyped-decorator]
 def close(**_: object) -> None:
-    """The worker process leaves the pool."""
-    while _admissions:
-        _admissions.pop().close()
+    """The process leaves the pool."""
+    joined = _admissions.pop(os.getpid(), None)
+    if joined is not None:
+        joined.close()
 
 
 @app.task  # type: ignore[untyped-decorator]
 def summarize(text: str) -> str:
     """A summary of a text, as soon as the pool has room for it."""
     body: dict[str, Any] = {"messages": [{"role": "user", "content": f"Summarize: {text}"}], "max_tokens": 64}
-    with _admissions[0].lease(tier="nightly", tokens=len(text) // 4 + 64) as lease:
+    prompt_tokens = len(text) // 4
+    with admission().lease(tier="nightly", tokens=prompt_tokens + 64, prompt_tokens=prompt_tokens) as lease:
         body["priority"] = lease.priority
         request = urllib.request.Request(f"{ENGINE}/v1/chat/completions", json.dumps(body).encode())
         request.add_header("content-type", "application/json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ from sidecar.leases.held_lease import HeldLease, LeasePreempted
 from sidecar.leases.lease_request import LeaseRequest
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.models import ModelsController
+from sidecar.policy.model import Policy, Tenant
 
 T = TypeVar("T")
 
@@ -24,6 +25,7 @@ class Admission:
 
     def __init__(self, controller: AdmissionController) -> None:
         self.controller = controller
+        self._named: dict[AdmissionController, tuple[Policy, Mapping[str, Tenant]]] = {}
 
     def lease(
         self,
@@ -81,8 +83,6 @@ class Admission:
         try:
             while True:
                 task = asyncio.ensure_future(_result(work, held))
-                if held.is_preempted:  # in the moment between
-                    task.cancel()
                 await _ended(task)
                 if not (held.is_preempted and task.cancelled()):
                     break
@@ -102,7 +102,14 @@ class Admission:
             if request.model is None or request.model not in controller.controllers:
                 raise ValueError(f"model: the policy has a pool for each of {names}, and none for {request.model!r}")
             controller = controller.controllers[request.model]
-        return HeldLease(controller, request)
+        return HeldLease(controller, request, self._named_of(controller))
+
+    def _named_of(self, controller: AdmissionController) -> Mapping[str, Tenant]:
+        """The tenants of the policy by name. They are sorted once for each policy, since there may be 10,000."""
+        policy, known = controller.policy, self._named.get(controller)
+        if known is None or known[0] is not policy:
+            known = self._named[controller] = policy, policy.named
+        return known[1]
 
 
 class LeaseBlock:

@@ -24,14 +24,15 @@ from sidecar.events import (
     Refused,
     Settled,
 )
-from sidecar.leases.lease_request import LeaseRequest
+from sidecar.leases.lease_request import LeaseRequest, refuse_other_counts
 from sidecar.middleware.controller import AdmissionController
+from sidecar.policy.model import Tenant
 from sidecar.pools import Grant, Lease, LocalPool
 from sidecar.pools.base import WaitGivenUp
 
 METHOD, PATH, API = "LEASE", "/python", "lease"
 """In place of an HTTP request's, in traces, metrics and pages."""
-_CANCELED = "canceled"
+_CANCELED, _PREEMPTED = "canceled", "preempted"
 
 
 class LeasePreempted(Exception):
@@ -47,19 +48,19 @@ class HeldLease:
     `is_preempted` says that a more important request waits for its room: whoever holds it should end soon.
     """
 
-    def __init__(self, controller: AdmissionController, request: LeaseRequest) -> None:
+    def __init__(self, controller: AdmissionController, request: LeaseRequest, named: Mapping[str, Tenant]) -> None:
         self.is_preempted = False
         self._controller = controller
         self._request = request
         self._policy = controller.policy
         self._snapshot = controller.snapshot
-        self._ask, self._tenant = request.ask(self._policy)
+        self._ask, self._tenant = request.ask(self._policy, named)
         self._lease: Lease | None = None
         self._grant: Grant | None = None
         self._used: int | None = None
         self._observation: Observation | None = None
         self._when_preempted: Callable[[], None] | None = None
-        self._is_over = self._was_admitted = self._is_given_up = False
+        self._is_over = self._was_admitted = False
         self._returns = 0
 
     # -- what the holder reads
@@ -116,25 +117,29 @@ class HeldLease:
     def used(self, tokens: int) -> None:
         """It has used so many tokens so far, prompt and output. The last figure counts when the lease ends.
 
-        Without one, what was asked for counts in its tenant's limits.
+        Without one, what was asked for counts in its tenant's limits. Raises RuntimeError after the lease's end, where
+        it would count for nothing.
         """
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
-            raise ValueError(f"tokens: {tokens!r} is no whole number of at least 0")
+        refuse_other_counts("tokens", tokens, at_least=0)
+        if self._is_over:
+            raise RuntimeError("the lease has ended, and this would not be counted: call `used` inside of its block")
         self._used = tokens
 
     def resize(self, tokens: int) -> None:
         """It holds so many tokens from now on, at least 1. More are never refused: nothing else is admitted then,
         until the leases fit the pool again.
         """
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-            raise ValueError(f"tokens: {tokens!r} is no whole number of at least 1")
+        refuse_other_counts("tokens", tokens, at_least=1)
         lease = self._lease
         if lease is not None and lease.resize(tokens):
             lease.charge_tenant(tokens - lease.paid_tokens)
 
     def keep(self) -> None:
-        """The engine's first output is there: from now on the lease is never preempted."""
-        if self._lease is not None:
+        """The engine's first output is there: from now on the lease is never preempted.
+
+        Too late where it is preempted already: then its holder is being canceled, and its room is needed.
+        """
+        if self._lease is not None and not self.is_preempted:
             self._lease.keep()
             self._lease.prefilled()
 
@@ -153,8 +158,10 @@ class HeldLease:
         """Waits until it is held. Raises AdmissionError where it is refused.
 
         `when_preempted` is called once, in the event loop, where the room is needed before `keep`; None: it is kept at
-        once.
+        once. Where that is so before the holder has the lease, it waits again instead. Raises RuntimeError in another
+        event loop than its pool's.
         """
+        self._refuse_other_loops()
         self._when_preempted = when_preempted
         observer = self._controller.observer
         if observer is not None and observer.listens():
@@ -167,43 +174,45 @@ class HeldLease:
         except AdmissionError as error:
             self._refused(error, None)
             raise
-        except asyncio.CancelledError:
-            await self._withdraw()
+        except BaseException:
+            self._withdraw()
             raise
+        await self.acquire_again()
 
     async def acquire_again(self) -> None:
-        """Gives its room back after it was preempted, and waits again at its place in the queue."""
+        """Where it is preempted: gives its room back, and waits again at its place in the queue."""
+        while self.is_preempted:
+            await self._give_back_and_wait()
+
+    async def _give_back_and_wait(self) -> None:
         lease, grant = self._lease, self._grant
         assert lease is not None
         assert grant is not None
-        self._returns += 1
-        self._report(Preempted(self._now_us(), grant.at_us, self._returns))
-        self._report(Queued(self._now_us(), Obstacle.PREEMPTED, "its room went to a more important request"))
+        self._gave_room(grant)
         self._grant, self._used, self.is_preempted = None, None, False
         try:
-            self._admitted(await self._wait(lease, lease.requeue()))
+            # The tier's longest wait is kept already: from now on only the holder limits the wait.
+            self._admitted(await self._wait(lease, lease.requeue(), self._request.max_wait_s))
         except AdmissionError as error:
             self._refused(error, None)
             raise
-        except asyncio.CancelledError:
-            await self._withdraw()
+        except BaseException:
+            self._withdraw()
             raise
 
     def release(self, error: BaseException | None = None) -> None:
         """Gives the lease back. `error` is what ended its block."""
         if self._is_over or not self._was_admitted:
             return
+        is_lost = self.is_preempted and error is not None
+        if is_lost and self._used is None:
+            self._used = 0  # its tenant does not pay for what others needed
         tokens = self._ask.tokens if self._used is None else self._used
         if self._lease is not None:
             self._lease.settle(self._used)
         if self._controller.usage is not None:
             self._controller.usage.add(self.tenant, self.tier, self._request.model, *self._request.split(tokens))
-        if error is None:
-            outcome, name = Outcome.COMPLETED, None
-        else:
-            is_canceled = isinstance(error, asyncio.CancelledError)
-            outcome, name = (Outcome.CLIENT_LEFT if is_canceled else Outcome.FAILED), type(error).__name__
-        self._end(Settled(self._now_us(), outcome, None, tokens, None, None, name))
+        self._end(self._lost(tokens) if is_lost else self._settled(tokens, error))
 
     def check(self) -> None:
         """See `Watched`. A lease's holder ends it, however long that takes."""
@@ -211,7 +220,6 @@ class HeldLease:
     def give_up(self) -> None:
         """See `Watched`."""
         if self._lease is not None and self._grant is None:
-            self._is_given_up = True
             self._lease.give_up()
 
     async def _enter(self) -> Grant:
@@ -239,10 +247,9 @@ class HeldLease:
         if lease.grant is not None:
             return lease.grant
         self._report(Queued(self._now_us(), *controller.pool.obstacle(ask)))
-        return await self._wait(lease, lease.wait())
+        return await self._wait(lease, lease.wait(), self._most_wait_s())
 
-    async def _wait(self, lease: Lease, granted: asyncio.Future[Grant]) -> Grant:
-        most_s = self._most_wait_s()
+    async def _wait(self, lease: Lease, granted: asyncio.Future[Grant], most_s: float | None) -> Grant:
         await asyncio.wait((granted,), timeout=most_s)
         if not granted.done():
             self._refuse_after(await lease.leave(), self._timeout(most_s))
@@ -277,9 +284,19 @@ class HeldLease:
     def _preempt(self) -> None:
         self.is_preempted = True
         assert self._when_preempted is not None
-        self._when_preempted()
+        if self._grant is not None:
+            self._when_preempted()
 
-    async def _withdraw(self) -> None:
+    def _refuse_other_loops(self) -> None:
+        """Raises RuntimeError where the pool's event loop is another one: no grant would ever be heard of here."""
+        server = self._controller.server
+        if server is not None and not server.done() and server.get_loop() is not asyncio.get_running_loop():
+            raise RuntimeError(
+                "the admission belongs to another event loop: take the lease there, or connect in this thread with "
+                "`sidecar.connect_threads`"
+            )
+
+    def _withdraw(self) -> None:
         """Its holder was canceled while it waited: it leaves the queue."""
         lease, wait = self._lease, None
         if lease is not None and not lease.settle(0):
@@ -328,6 +345,38 @@ class HeldLease:
                 downgraded_from=None if level == ask.tier else tiers[ask.tier].name,
             )
         )
+
+    def _settled(self, tokens: int, error: BaseException | None) -> Settled:
+        if error is None:
+            outcome, name = Outcome.COMPLETED, None
+        else:
+            is_canceled = isinstance(error, asyncio.CancelledError)
+            outcome, name = (Outcome.CLIENT_LEFT if is_canceled else Outcome.FAILED), type(error).__name__
+        return Settled(self._now_us(), outcome, None, tokens, None, None, name)
+
+    def _gave_room(self, grant: Grant) -> None:
+        self._returns += 1
+        at_us = self._now_us()
+        self._report(Preempted(at_us, grant.at_us, self._returns))
+        self._report(Queued(at_us, Obstacle.PREEMPTED, "its room went to a more important request"))
+
+    def _lost(self, tokens: int) -> Settled:
+        """It was preempted, and its block has ended for that: it does not wait again."""
+        grant = self._granted()
+        self._gave_room(grant)
+        at_us = self._now_us()
+        wait = Refused(
+            at_us,
+            _PREEMPTED,
+            "its block ended, because a more important request needed its room",
+            None,
+            grant.queue_wait_us,
+            grant.starvation_us,
+            grant.overtaken_at_us,
+            grant.served_ahead,
+            self._ask.tenant,
+        )
+        return Settled(at_us, Outcome.FAILED, None, tokens, None, None, _PREEMPTED, wait)
 
     def _refused(self, error: AdmissionError | None, wait: Grant | None) -> None:
         """It ended without a grant: refused by `error`, or canceled."""

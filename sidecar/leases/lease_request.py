@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import NamedTuple
 
+from sidecar.payload.decode import LARGEST_COUNT
 from sidecar.policy.model import Policy, Tenant
-from sidecar.policy.rules import UNLIMITED
 from sidecar.pools import Ask
 
 INTERNAL = "internal"
@@ -26,14 +26,19 @@ class LeaseRequest(NamedTuple):
     is_preemptible: bool
     model: str | None
 
-    def ask(self, policy: Policy) -> tuple[Ask, Tenant]:
-        """What it asks of a pool with this policy, and for which tenant. Raises ValueError for what cannot be."""
-        _whole("tokens", self.tokens, at_least=1)
-        _whole("requests", self.requests, at_least=1)
-        _whole("prompt_tokens", self.prompt_tokens, at_least=0)
-        if self.max_wait_s is not None and not (self.max_wait_s >= 0 and isfinite(self.max_wait_s)):
+    def ask(self, policy: Policy, named: Mapping[str, Tenant]) -> tuple[Ask, Tenant]:
+        """What it asks of a pool with this policy, and for which tenant. `named` are the policy's tenants by name.
+
+        Raises ValueError for what cannot be.
+        """
+        refuse_other_counts("tokens", self.tokens, at_least=1)
+        refuse_other_counts("requests", self.requests, at_least=1)
+        refuse_other_counts("prompt_tokens", self.prompt_tokens, at_least=0)
+        if self.max_wait_s is not None and not _is_duration(self.max_wait_s):
             raise ValueError(f"max_wait_s: {self.max_wait_s!r} is no number of seconds; write 0 or more, or None")
-        tenant = self._tenant(policy)
+        if self.model is not None and not isinstance(self.model, str):
+            raise ValueError(f"model: {self.model!r} is no name; write a text, or None")
+        tenant = self._tenant(policy, named)
         is_counted = tenant.limits.are_counted
         ask = Ask(
             self._level(policy, tenant),
@@ -53,15 +58,15 @@ class LeaseRequest(NamedTuple):
         of_prompt = min(self.prompt_tokens, tokens)
         return of_prompt, tokens - of_prompt
 
-    def _tenant(self, policy: Policy) -> Tenant:
+    def _tenant(self, policy: Policy, named: Mapping[str, Tenant]) -> Tenant:
         if self.tenant is None:
             return Tenant(INTERNAL, policy.default_level, max_level=0)
-        named = policy.named.get(self.tenant)
-        if named is not None:
-            return named
+        found = named.get(self.tenant) if isinstance(self.tenant, str) else None
+        if found is not None:
+            return found
         if policy.anonymous is not None and policy.anonymous.name == self.tenant:
             return policy.anonymous
-        raise ValueError(f"tenant: the policy has no {self.tenant!r}; {_one_of(_names(policy))}")
+        raise ValueError(f"tenant: the policy has no {self.tenant!r}; {_one_of(sorted(named))}")
 
     def _level(self, policy: Policy, tenant: Tenant) -> int:
         if self.tier is None:
@@ -78,16 +83,20 @@ class LeaseRequest(NamedTuple):
         return level
 
 
-def _names(policy: Policy) -> list[str]:
-    return sorted(policy.named)
-
-
 def _one_of(names: Iterable[str]) -> str:
     shown = list(names)
     more = f" or one of {len(shown) - 12} more" if len(shown) > 12 else ""
     return f"write one of {', '.join(shown[:12])}{more}" if shown else "it has no tenants at all"
 
 
-def _whole(name: str, value: object, *, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value < UNLIMITED:
-        raise ValueError(f"{name}: {value!r} is no whole number of at least {at_least}")
+def _is_duration(seconds: object) -> bool:
+    try:
+        return isinstance(seconds, int | float) and seconds >= 0 and isfinite(seconds)
+    except OverflowError:
+        return False
+
+
+def refuse_other_counts(name: str, value: object, *, at_least: int) -> None:
+    """Raises ValueError for all but a whole number that a store counts exactly, with many others."""
+    if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value <= LARGEST_COUNT:
+        raise ValueError(f"{name}: {value!r} is no whole number of at least {at_least} and of at most {LARGEST_COUNT}")

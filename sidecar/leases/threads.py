@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError
 from functools import partial
+from itertools import count
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -16,6 +19,9 @@ from sidecar.leases.held_lease import HeldLease
 from sidecar.leases.lease_request import LeaseRequest
 
 T = TypeVar("T")
+_CLOSED = "the admission was closed: connect again"
+_END_WITHIN_S = 5.0
+"""For calls that are canceled at the loop's end."""
 
 
 class LoopThread:
@@ -25,6 +31,9 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="admission", daemon=True)
         self._process = os.getpid()
+        self._is_ending = False
+        self._lock = threading.Lock()
+        """Of `_is_ending`: a call that the loop took just before its end has an end, too."""
         self._thread.start()
 
     @property
@@ -33,30 +42,30 @@ class LoopThread:
         return os.getpid() == self._process
 
     def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of a coroutine in that loop. What interrupts the caller cancels it, and waits for its end."""
-        if not self.is_here:
-            raise RuntimeError(
-                "this process was forked from the one that connected: connect in each process, after the fork "
-                "(with Celery in the signal `worker_process_init`)"
-            )
-        if self._loop.is_closed():
-            raise RuntimeError("the admission was closed: connect again")
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("called from a callback in the thread of the admission: call it from another thread")
-        future = asyncio.run_coroutine_threadsafe(make(), self._loop)
+        """The result of a coroutine in that loop. What interrupts the caller cancels it."""
+        self._refuse_other_callers()
+        with self._lock:
+            if self._is_ending:
+                raise RuntimeError(_CLOSED)
+            future = asyncio.run_coroutine_threadsafe(make(), self._loop)
         try:
             return future.result()
+        except CancelledError:
+            raise RuntimeError(_CLOSED) from None
         except BaseException:
             future.cancel()
             raise
 
     def say(self, do: Callable[[], None]) -> None:
         """Calls a function in that loop, soon. Nothing happens where the loop has ended."""
-        if self.is_here and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(do)
+        if self.is_here:
+            with contextlib.suppress(RuntimeError):  # it is closed, and may have been in this moment
+                self._loop.call_soon_threadsafe(do)
 
     def stop(self) -> None:
-        """Ends the loop."""
+        """Ends the loop, and what runs in it."""
+        with self._lock:
+            self._is_ending = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -64,6 +73,19 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+        if left := asyncio.all_tasks(self._loop):
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.wait(left, timeout=_END_WITHIN_S))
+
+    def _refuse_other_callers(self) -> None:
+        if not self.is_here:
+            raise RuntimeError(
+                "this process was forked from the one that connected: connect in each process, after the fork "
+                "(with Celery in the signal `worker_process_init`)"
+            )
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("called from a callback in the thread of the admission: call it from another thread")
 
 
 class ThreadAdmission:
@@ -163,12 +185,11 @@ class ThreadLeaseBlock:
         self._held = held
         self._thread = thread
         self._when_preempted = when_preempted
-        self._is_used = False
+        self._uses = count()  # two threads never get the same number
 
     def __enter__(self) -> ThreadLease:
-        if self._is_used:
+        if next(self._uses):
             raise RuntimeError("the lease was used already: make one for each block")
-        self._is_used = True
         preempted = None if self._when_preempted is None else self._preempted
 
         async def acquire() -> ThreadLease:
@@ -184,10 +205,8 @@ class ThreadLeaseBlock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        async def release() -> None:
-            self._held.release(error)
-
-        self._thread.call(release)
+        # Not waited for: what interrupts this thread now would leave the lease. Its next call comes after it.
+        self._thread.say(partial(self._held.release, error))
 
     def _preempted(self) -> None:
         """Called in the event loop: the holder's function may block, and must not hold the loop up."""

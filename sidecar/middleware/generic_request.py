@@ -55,10 +55,10 @@ class CostReader:
         elif self._number is not None and message["type"] == "http.response.body":
             is_last = not message.get("more_body", False)
             window = self._carried + bytes(message.get("body", b""))
-            # A number at the very end may go on with the next chunk.
-            known = window if is_last else window[: len(window) - _MOST_DIGITS]
-            for found in self._number.finditer(known):
-                self.tokens = int(found[1])
+            for found in self._number.finditer(window):
+                # A number at the very end may go on with the next chunk.
+                if is_last or found.end() < len(window):
+                    self.tokens = int(found[1])
             self._carried = window[-self._longest :]
 
     def _read_headers(self, message: Message) -> None:

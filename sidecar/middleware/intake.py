@@ -243,7 +243,10 @@ class RequestIntake:
             raise BodyTimeout(f"the body did not arrive within {most_s:g} s; send it faster")
 
     def _check_size(self, size: int) -> None:
-        most = self._snapshot.policy.max_body_bytes
+        policy = self._snapshot.policy
+        most = policy.max_body_bytes
+        if self._is_upload and policy.max_upload_bytes is not None:
+            most = policy.max_upload_bytes
         if size > most:
             raise BodyTooLarge(f"the body is larger than the {most} bytes allowed here; send less")
 

@@ -16,7 +16,7 @@ from sidecar.errors import AdmissionError
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.dry_run.request import DryRunRequest, RequestWatcher
 from sidecar.middleware.generic_request import GenericRequest
-from sidecar.middleware.intake import SizedRequest
+from sidecar.middleware.intake import SizedRequest, is_upload
 from sidecar.middleware.middleware import guarded_endpoint
 from sidecar.middleware.model_list import asked_model, send_models
 from sidecar.middleware.models import ModelsController
@@ -123,9 +123,13 @@ class GenericModelRequest(ModelRequestHandler, GenericRequest):
 
 
 async def _observe(front: ModelsController, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
-    """Reads the body, as far as the policy allows, and passes the request on with all that was read."""
+    """Reads the body, as far as the policy allows, and passes the request on with all that was read.
+
+    Nothing of an upload is read: it names no model.
+    """
     read: list[Message] = []
-    body = await _body(front.policy.max_body_bytes, receive, read)
+    is_unread = endpoint.size is not None and is_upload(dict(scope["headers"]))
+    body = b"{}" if is_unread else await _body(front.policy.max_body_bytes, receive, read)
     read_again = _again(read, receive)
     controller = None if body is None else _controller_of(front, endpoint, body)
     if controller is None:

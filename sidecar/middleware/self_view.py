@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import msgspec
 from starlette.types import Scope, Send
 
-from sidecar.errors import AdmissionError, RemainingLimit
+from sidecar.errors import AdmissionError, RemainingLimit, RemainingLimits
 from sidecar.identity.issuer_keys import KeysNeeded
 from sidecar.middleware.controller import AdmissionController
 from sidecar.middleware.error_responses import send_error
@@ -21,6 +21,7 @@ from sidecar.middleware.response_headers import REQUEST_ID, request_id
 from sidecar.middleware.tenant_usage import BudgetView
 from sidecar.middleware.unguarded import route_path
 from sidecar.policy.model import Tenant
+from sidecar.pools import LocalPool
 from sidecar.pools.base import TenantUse
 
 PATH = "/v1/admission/self"
@@ -47,6 +48,13 @@ class LimitsView(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens_per_month: BudgetView | None = None
 
 
+class LeftView(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The limits by the minute, for one model: those of pools in a store count for each model apart."""
+
+    requests: LimitView | None = None
+    tokens: LimitView | None = None
+
+
 class UseView(msgspec.Struct, frozen=True):
     """The tenant's requests in this replica: how many wait and run, and the tokens that are held for them."""
 
@@ -67,7 +75,7 @@ class TierView(msgspec.Struct, frozen=True):
 
 
 class SelfView(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer. With several models each has tiers of its own."""
+    """The answer. With several models each has tiers of its own, and in a store also its own part of `limits`."""
 
     tenant: str
     tier: str
@@ -77,6 +85,7 @@ class SelfView(msgspec.Struct, frozen=True, omit_defaults=True):
     here: UseView
     tiers: list[TierView] = []
     models: dict[str, list[TierView]] = {}
+    limits_by_model: dict[str, LeftView] = {}
 
 
 def is_self_view(scope: Scope) -> bool:
@@ -121,7 +130,8 @@ async def _kept(controller: AdmissionController, tenant: Tenant) -> bytes:
     if last is not None and now_us - last[0] < KEPT_US:
         return last[1]
     body = msgspec.json.encode(await _view(controller, tenant))
-    if len(kept) > (len(controller.policy.named) + 1) * len(controller.policy.tiers):  # those of tenants that are gone
+    policy = controller.policy
+    if len(kept) > (len(policy.tenants) + len(policy.keyless) + 1) * len(policy.tiers):  # of tenants that are gone
         kept.clear()
     kept[whose] = now_us, body
     return body
@@ -139,14 +149,17 @@ async def _view(controller: AdmissionController, tenant: Tenant) -> SelfView:
     )
     if isinstance(controller, ModelsController):
         found = {name: _tiers(one, tenant) for name, one in controller.controllers.items()}
-        return msgspec.structs.replace(view, models=found)
+        return msgspec.structs.replace(view, models=found, limits_by_model=await _limits_by_model(controller, tenant))
     return msgspec.structs.replace(view, tiers=_tiers(controller, tenant))
 
 
 async def _limits(controller: AdmissionController, tenant: Tenant) -> LimitsView:
     limits = tenant.limits
-    left = await controller.pool.allowance(tenant.name, limits) if limits.are_counted else None
-    budgets = {} if controller.usage is None else controller.usage.budgets(tenant)
+    left = None if _count_apart(controller) else await _left(controller, tenant)
+    budgets = {
+        period: msgspec.structs.replace(budget, ends_in_s=round(budget.ends_in_s, 1))
+        for period, budget in ({} if controller.usage is None else controller.usage.budgets(tenant)).items()
+    }
     return LimitsView(
         _limit(limits.requests_per_minute, None if left is None else left.requests),
         _limit(limits.tokens_per_minute, None if left is None else left.tokens),
@@ -157,10 +170,38 @@ async def _limits(controller: AdmissionController, tenant: Tenant) -> LimitsView
     )
 
 
+async def _limits_by_model(controller: ModelsController, tenant: Tenant) -> dict[str, LeftView]:
+    limits, found = tenant.limits, {}
+    if not _count_apart(controller) or limits.requests_per_minute is limits.tokens_per_minute is None:
+        return {}
+    for name, one in controller.controllers.items():
+        left = await _left(one, tenant)
+        found[name] = LeftView(
+            _limit(limits.requests_per_minute, None if left is None else left.requests),
+            _limit(limits.tokens_per_minute, None if left is None else left.tokens),
+        )
+    return found
+
+
+def _count_apart(controller: AdmissionController) -> bool:
+    """Whether each model's pool counts the tenants' limits by itself, and the front has none of them."""
+    models = controller.controllers.values() if isinstance(controller, ModelsController) else ()
+    return any(not isinstance(one.pool, LocalPool) for one in models)
+
+
+async def _left(controller: AdmissionController, tenant: Tenant) -> RemainingLimits | None:
+    limits = tenant.limits
+    return await controller.pool.allowance(tenant.name, limits) if limits.are_counted else None
+
+
 def _limit(per_minute: int | None, left: RemainingLimit | None) -> LimitView | None:
     if per_minute is None:
         return None
-    return LimitView(per_minute, None, None) if left is None else LimitView(per_minute, left.left, left.reset_us / 1e6)
+    return (
+        LimitView(per_minute, None, None)
+        if left is None
+        else LimitView(per_minute, left.left, round(left.reset_us / 1e6, 3))
+    )
 
 
 def _here(controller: AdmissionController, tenant: Tenant) -> UseView:

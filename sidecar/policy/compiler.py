@@ -195,6 +195,7 @@ def resolve(pool: PoolFile, tenants: Sequence[TenantFile], generation: str) -> P
         engine_levels=tuple((thresholds[name], level) for name, level in levels.items() if name in thresholds),
         tier_header=pool.tier_header.encode("ascii"),
         max_body_bytes=pool.max_body,
+        max_upload_bytes=pool.max_upload,
         body_timeout_s=float(pool.body_timeout),
         disconnect_grace_s=float(pool.disconnect_grace),
         generation=generation,

@@ -31,6 +31,7 @@ _KEYS = {
     "level": "tier",
     "max_level": "max_tier",
     "max_body_bytes": "max_body",
+    "max_upload_bytes": "max_upload",
     "weight_percent": "weight",
     "gain_weight": "gain weight",
     "key_set": "jwks",

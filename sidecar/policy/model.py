@@ -225,7 +225,8 @@ class Policy:
     learned. With the order `gain`, `fair` is the part of each reserve that is its tier's floor.
     `jwt` is None where no tokens are accepted, `gateway` where no gateway names tenants; `keyless` are the tenants that
     have no API key. `stored_tenants` says whether the tenants of the store are among these.
-    The use of the tenants is kept for `usage_days` in the store, 0 for not at all.
+    The use of the tenants is kept for `usage_days` in the store, 0 for not at all. `max_upload_bytes` is None where
+    uploads have no bound of their own.
     """
 
     rules: PoolRules
@@ -267,6 +268,7 @@ class Policy:
     keyless: tuple[Tenant, ...] = ()
     stored_tenants: StoredTenants = StoredTenants.NONE
     usage_days: int = 62
+    max_upload_bytes: int | None = None
 
     @property
     def named(self) -> Mapping[str, Tenant]:

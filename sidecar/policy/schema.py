@@ -280,6 +280,11 @@ class PoolFile(FileModel):
     )
     tier_header: of.HeaderName = key("x-priority", "The header in which a client names a tier.")
     max_body: of.Size = key("8MiB", "The largest request body.")
+    max_upload: of.Size | None = key(
+        None,
+        "The largest upload to a path with `api: generic`, which is not read into memory. Default: `max_body`.",
+        "1GiB",
+    )
     body_timeout: of.PositiveDuration = key("30s", "The longest a request's body may take to arrive.")
     disconnect_grace: of.Duration = key(
         "2s",

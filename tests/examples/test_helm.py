@@ -127,6 +127,27 @@ def test_the_policy_and_the_tenants_are_ones_that_sidecar_check_accepts(name: st
 
 
 @pytest.mark.parametrize("name", VALUES)
+def test_the_files_of_the_pod_can_be_had_without_a_cluster(name: str, tmp_path: Path) -> None:
+    ended = helm("template", "llm", str(CHART), "--values", str(VALUES[name]))
+    unpack = [sys.executable, str(FOLDER / "unpack.py"), str(tmp_path)]
+    written = subprocess.run(unpack, input=ended.stdout, capture_output=True, text=True, check=True, timeout=60).stdout
+    expected = {f"{path}/{file}": text for path, data in mounted(name) for file, text in data.items()}
+    assert written.splitlines() == [str(tmp_path / path.lstrip("/")) for path in expected]
+    assert {path: (tmp_path / path.lstrip("/")).read_text() for path in expected} == expected
+
+
+def test_a_policy_whose_first_line_is_indented_arrives_as_it_is(tmp_path: Path) -> None:
+    text = "    # a comment of mine\n\nengine: vllm\ncapacity: {requests: 2}\ntenants: ../tenants/*.yaml\n"
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(text)
+    words = ("--values", str(VALUES["upstream"]), "--set-file", f"policy={policy}")
+    ended = helm("template", "llm", str(CHART), *words)
+    assert ended.returncode == 0, ended.stderr
+    maps = {found["metadata"]["name"]: found for found in yaml.safe_load_all(ended.stdout) if found}
+    assert maps["llm-admission-sidecar-policy"]["data"]["policy.yaml"].strip() == text.strip()
+
+
+@pytest.mark.parametrize("name", VALUES)
 def test_the_sidecar_is_started_with_flags_and_variables_that_exist(name: str) -> None:
     args = parsed(sidecar(name)["args"])
     assert ports(sidecar(name)) == {"http": args.port, "admin": args.admin_port}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import anyio
@@ -72,6 +73,30 @@ async def test_a_prompt_is_counted_until_the_first_output(tmp_path: Path) -> Non
             await eventually(lambda: unprefilled() == 400)
             lease.keep()
             await eventually(lambda: unprefilled() == 0)
+
+
+def test_no_lease_is_given_while_the_engine_is_down_and_the_pool_has_its_size(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    with RedisServer(first_binary(), tmp_path) as server:
+        one = [line for line in POLICY.splitlines() if "static:" not in line and line != "engines:"]
+        path.write_text("\n".join([*one, "capacity: {{from: engine, requests: 2}}"]).format(store=server.url))
+        engine = ExitStack()
+        (url,) = engine.enter_context(command("emulate", "--engine", "vllm", "--port", "0", "--kv-tokens", "4096"))
+        with sidecar.connect_threads(policy=path, engine=url) as admission:
+            with engine:
+                with pytest.raises(sidecar.errors.RequestTooLarge):
+                    admission.lease(tokens=4097).__enter__()
+                with admission.lease(tokens=1000, max_wait_s=10):
+                    pass
+
+            def is_noticed() -> bool:
+                try:
+                    with admission.lease(tokens=1000, max_wait_s=0.2):
+                        return False
+                except sidecar.errors.QueueTimeout:
+                    return True
+
+            until(is_noticed, "no lease is given")
 
 
 async def eventually(condition: Callable[[], bool]) -> None:

@@ -10,7 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -27,9 +29,13 @@ from starlette.routing import Route
 import sidecar
 from sidecar import AdmissionMiddleware, LeasePreempted
 from sidecar.errors import Draining, QueueFull, QueueTimeout, RequestTooLarge, StoreUnavailable, TenantLimit
+from sidecar.events import Settled
 from sidecar.leases import Admission, HeldLease
+from sidecar.leases.threads import ThreadLeaseBlock
+from sidecar.pools import Ask, LocalPool
 from sidecar.telemetry.dispatch import EventDispatcher
 from sidecar.telemetry.spans.tracer import RequestTracer
+from tests.support.middleware import Recorder
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import serving
 
@@ -67,6 +73,12 @@ def admission(policy: Path) -> Admission:
 @pytest.fixture
 def observing(policy: Path) -> Admission:
     policy.write_text("mode: observe\n" + POLICY)
+    return AdmissionMiddleware(nothing, policy).admission
+
+
+@pytest.fixture
+def hurried(policy: Path) -> Admission:
+    policy.write_text(POLICY.replace("max_requests: 3", "max_requests: 3, max_wait: 100ms"))
     return AdmissionMiddleware(nothing, policy).admission
 
 
@@ -163,10 +175,15 @@ class TestOnePool:
             ({"tokens": True}, "tokens: True is no whole"),
             ({"tokens": 1.5}, "tokens: 1.5 is no whole"),
             ({"tokens": 2**70}, "tokens: "),
+            ({"tokens": 2**31}, "tokens: 2147483648 is no whole number of at least 1 and of at most 2147483647"),
             ({"tokens": 1, "requests": 0}, "requests: 0 is no"),
             ({"tokens": 1, "prompt_tokens": -1}, "prompt_tokens: -1 is no"),
             ({"tokens": 1, "max_wait_s": float("nan")}, "max_wait_s: nan is no number of seconds"),
             ({"tokens": 1, "max_wait_s": -1}, "max_wait_s: -1 is no"),
+            ({"tokens": 1, "max_wait_s": "5"}, "max_wait_s: '5' is no number of seconds"),
+            ({"tokens": 1, "max_wait_s": 10**400}, "max_wait_s: 10+ is no number of seconds"),
+            ({"tokens": 1, "model": 5}, "model: 5 is no name"),
+            ({"tokens": 1, "tenant": ["acme"]}, r"tenant: the policy has no \['acme'\]"),
             ({"tokens": 1, "tier": "hihg"}, "tier: the policy has no 'hihg'; write one of high, low"),
             (
                 {"tokens": 1, "tier": "high", "tenant": "anonymous"},
@@ -189,6 +206,52 @@ class TestOnePool:
             async with block:
                 pytest.fail("admitted twice")
         assert held(admission) == (0, 0)
+
+    @pytest.mark.parametrize("tokens", [-1, 2**31, 2**70, True, 1.0, float("nan"), "5"])
+    async def test_figures_that_no_store_can_count_are_refused(self, admission: Admission, tokens: Any) -> None:
+        async with admission.lease(tokens=10) as lease:
+            for say in (lease.used, lease.resize):
+                with pytest.raises(ValueError, match="is no whole number of at least"):
+                    say(tokens)
+            assert held(admission) == (10, 1)
+
+    async def test_what_was_used_is_said_before_the_end(self, limited: Admission) -> None:
+        async with limited.lease(tokens=100, tenant="acme") as lease:
+            lease.used(60)
+            lease.used(40)  # the last one counts
+        with pytest.raises(RuntimeError, match="inside of its block"):
+            lease.used(10)
+        lease.resize(500)
+        lease.keep()
+        assert held(limited) == (0, 0)
+        async with limited.lease(tokens=60, tenant="acme"):
+            pass
+
+    async def test_another_event_loop_is_refused(self, policy: Path) -> None:
+        """A pool is of one loop: a coroutine in another one would wait for ever, and damage the connections."""
+
+        async def answer(request: Request) -> PlainTextResponse:
+            with pytest.raises(RuntimeError, match="the admission belongs to another event loop"):
+                await anyio.to_thread.run_sync(lambda: asyncio.run(_hold(request.state.admission, 1)))
+            async with request.state.admission.lease(tokens=1000):
+                return PlainTextResponse("held")
+
+        app = Starlette(routes=[Route("/own", answer, methods=["POST"])])
+        async with serving(AdmissionMiddleware(app, policy)) as server, httpx2.AsyncClient() as client:
+            assert (await client.post(f"{server.url}/own")).text == "held"
+
+    async def test_a_defect_in_the_wait_leaves_nothing(
+        self, admission: Admission, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(ask: object) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(admission.controller.pool, "obstacle", fail)
+        async with admission.lease(tier="high", tokens=1000):
+            with pytest.raises(ZeroDivisionError):
+                await _hold(admission, 1)
+            assert admission.controller.pool.state()["waiting"] == 0
+        assert admission.controller.under_way == 0
 
     async def test_in_the_dry_run_it_passes_and_holds_nothing(self, observing: Admission) -> None:
         async with observing.lease(tier="high", tokens=1000), observing.lease(tier="high", tokens=1000) as second:
@@ -261,6 +324,70 @@ class TestPreemption:
         assert held(admission) == (0, 0)
         assert admission.controller.under_way == 0
 
+    async def test_one_that_is_preempted_before_its_holder_has_it_waits_again(self, admission: Admission) -> None:
+        """Its task is canceled by no one: nothing was begun."""
+        pool = admission.controller.pool
+        assert isinstance(pool, LocalPool)
+
+        async def low() -> tuple[bool, int]:
+            async with admission.lease(tier="low", tokens=1000) as lease:
+                return lease.is_preempted, _cancelling()
+
+        first = pool.enter_now(HIGH)
+        task = asyncio.ensure_future(low())
+        await anyio.sleep(0.01)
+        first.settle()  # the room of `low`, which has not run since
+        second = pool.enter_now(HIGH)
+        time.sleep(0.05)  # noqa: ASYNC251  # the time of `preempt_after` is over before `low` runs
+        third = pool.enter_now(HIGH)  # the pool decides now
+        await anyio.sleep(0.05)
+        assert second.grant is not None
+        assert not task.done()
+        second.settle()
+        third.settle()
+        assert await task == (False, 0)
+        assert held(admission) == (0, 0)
+
+    async def test_the_longest_wait_of_its_tier_refuses_no_preempted_work(self, hurried: Admission) -> None:
+        """It was admitted in time once, as with requests. Only the holder's own limit counts from then on."""
+        ends: list[str] = []
+        for most_s in (None, 0.1):
+            attempts: list[HeldLease] = []
+
+            async def work(lease: HeldLease, attempts: list[HeldLease] = attempts) -> str:
+                attempts.append(lease)
+                await anyio.sleep(60 if len(attempts) == 1 else 0)
+                return "done"
+
+            task = asyncio.ensure_future(hurried.run(work, tier="low", tokens=1000, max_wait_s=most_s))
+            await anyio.sleep(0.01)
+            async with hurried.lease(tier="high", tokens=300):
+                await anyio.sleep(0.3)
+            (end,) = await asyncio.gather(task, return_exceptions=True)
+            ends.append(end if isinstance(end, str) else type(end).__name__)
+        assert ends == ["done", "QueueTimeout"]
+        assert held(hurried) == (0, 0)
+
+    async def test_to_keep_a_lease_after_it_was_preempted_is_too_late(self, admission: Admission) -> None:
+        attempts = 0
+
+        async def work(lease: HeldLease) -> str:
+            nonlocal attempts
+            attempts += 1
+            try:
+                await anyio.sleep(60 if attempts == 1 else 0)
+            finally:
+                lease.keep()
+            return "done"
+
+        task = asyncio.ensure_future(admission.run(work, tier="low", tokens=1000))
+        await anyio.sleep(0.01)
+        async with admission.lease(tier="high", tokens=300, max_wait_s=5):
+            pass
+        assert await task == "done"
+        assert attempts == 2
+        assert held(admission) == (0, 0)
+
     async def test_other_cancellations_of_the_block_stay_what_they_are(self, admission: Admission) -> None:
         async def batch() -> None:
             async with admission.lease(tier="low", tokens=1000):
@@ -272,6 +399,15 @@ class TestPreemption:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert held(admission) == (0, 0)
+
+
+HIGH = Ask(tier=0, tenant="internal", weight=1, tokens=1000, requests=1)
+
+
+def _cancelling() -> int:
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancelling() if sys.version_info >= (3, 11) else 0
 
 
 async def _high(admission: Admission) -> None:
@@ -358,6 +494,38 @@ class TestSharedPool:
                 pytest.fail("connected")
         with pytest.raises(ValueError, match="give its address as `engine=`"):
             sidecar.connect_threads(store.url, policy=sized_by_engine)
+
+    @pytest.mark.parametrize("after", range(12))
+    async def test_a_canceled_connection_leaves_nothing_behind(self, shared: Path, after: int) -> None:
+        async def connect() -> None:
+            async with sidecar.connect(policy=shared) as admission:
+                await _hold(admission, 1)
+
+        before = asyncio.all_tasks()
+        task = asyncio.ensure_future(connect())
+        for _ in range(4**after if after < 6 else 0):
+            await anyio.lowlevel.checkpoint()
+        await anyio.sleep(0.005 * after)
+        task.cancel()
+        await asyncio.wait((task,))
+        await anyio.lowlevel.checkpoint()
+        assert asyncio.all_tasks() == before
+
+    async def test_a_connection_that_is_canceled_while_it_ends_ends(self, shared: Path) -> None:
+        ending = anyio.Event()
+
+        async def connect() -> None:
+            async with sidecar.connect(policy=shared):
+                ending.set()
+
+        before = asyncio.all_tasks()
+        task = asyncio.ensure_future(connect())
+        await ending.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await anyio.lowlevel.checkpoint()
+        assert asyncio.all_tasks() == before
 
     async def test_a_store_that_was_never_reached_refuses(self, policy: Path) -> None:
         with pytest.raises(StoreUnavailable, match="has not been reached yet"):
@@ -458,6 +626,51 @@ class TestThreads:
         finally:
             signal.signal(signal.SIGINT, before)
 
+    def test_one_block_is_not_for_two_threads(self, shared: Path) -> None:
+        with sidecar.connect_threads(policy=shared) as admission:
+            block = admission.lease(tier="high", tokens=1000)
+            with ThreadPoolExecutor(8) as threads:
+                done = list(threads.map(lambda _: _entered(block), range(8)))
+            assert sorted(done) == [False] * 7 + [True]
+            with pytest.raises(QueueTimeout):
+                admission.lease(tier="high", tokens=1000, max_wait_s=0.1).__enter__()
+            block.__exit__(None, None, None)
+            _take_high(admission)
+
+    def test_a_lease_that_outlives_the_connection_ends_without_an_error(self, shared: Path) -> None:
+        """Another thread closes: what a thread has computed with its lease is not lost for that."""
+        admission = sidecar.connect_threads(policy=shared)
+        with admission.lease(tokens=1):
+            admission.close()
+
+    def test_no_thread_hangs_where_another_one_closes(self, shared: Path) -> None:
+        admission, ended = sidecar.connect_threads(policy=shared), list[str]()
+
+        def work() -> None:
+            try:
+                while True:
+                    with admission.lease(tier="high", tokens=250, max_wait_s=60):
+                        pass
+            except (Draining, RuntimeError) as error:
+                ended.append(str(error))
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        admission.close()
+        for thread in threads:
+            thread.join(10)
+        assert len(ended) == 16
+
+
+def _entered(block: ThreadLeaseBlock) -> bool:
+    try:
+        block.__enter__()
+    except RuntimeError:
+        return False
+    return True
+
 
 def _take_high(admission: sidecar.leases.ThreadAdmission) -> None:
     with admission.lease(tier="high", tokens=300):
@@ -480,6 +693,26 @@ class TestWhatItShows:
         async with limited.lease(tokens=100, tenant="acme") as lease:
             lease.used(10)
         async with limited.lease(tokens=90, tenant="acme"):
+            pass
+
+    async def test_a_preempted_block_counts_as_that_and_costs_its_tenant_nothing(self, limited: Admission) -> None:
+        recorder = limited.controller.observer = Recorder()
+
+        async def batch() -> None:
+            async with limited.lease(tier="low", tokens=90, requests=4, tenant="acme"):
+                await anyio.sleep_forever()
+
+        task = asyncio.ensure_future(batch())
+        await anyio.sleep(0.01)
+        async with limited.lease(tier="high", tokens=10):
+            pass
+        with pytest.raises(LeasePreempted):
+            await task
+        recorder.check()
+        story = recorder.stories[0]
+        assert story.kinds == ["Classified", "Admitted", "Preempted", "Queued", "Settled"]
+        assert (story.one(Settled).error, story.one(Settled).tokens_used) == ("preempted", 0)
+        async with limited.lease(tokens=90, tenant="acme", max_wait_s=1):
             pass
 
     async def test_its_span_belongs_to_the_span_around_it(self, admission: Admission) -> None:

@@ -30,7 +30,7 @@ models: {models}
 tiers: {{normal: {{queue: {{max_wait: {max_wait}}}}}}}
 anonymous: normal
 max_body: 64KiB
-endpoints: {{{chat}: {{}}}}
+endpoints: {endpoints}
 """
 
 
@@ -75,9 +75,17 @@ def static(found: Sequence[LocalEngine]) -> str:
 
 @asynccontextmanager
 async def served_models(
-    folder: Path, models: str, count: int = 2, *, listed: bool = False, mode: str = "enforce", max_wait: str = "30s"
+    folder: Path,
+    models: str,
+    count: int = 2,
+    *,
+    listed: bool = False,
+    mode: str = "enforce",
+    max_wait: str = "30s",
+    endpoints: str = f"{{{CHAT}: {{}}}}",
+    more: str = "",
 ) -> AsyncIterator[ServedModels]:
-    """Serves a policy with these models. `listed`: the engines stand in an engine list."""
+    """Serves a policy with these models. `listed`: the engines stand in an engine list. `more`: lines of the policy."""
     async with AsyncExitStack() as running:
         found = await running.enter_async_context(engines(count))
         source = static(found)
@@ -85,7 +93,8 @@ async def served_models(
             (folder / "engines.yaml").write_text(source.replace("  static:", "engines:"))
             source = "  file: engines.yaml"
         policy = folder / "policy.yaml"
-        policy.write_text(POLICY.format(source=source, models=models, mode=mode, max_wait=max_wait, chat=CHAT))
+        text = POLICY.format(source=source, models=models, mode=mode, max_wait=max_wait, endpoints=endpoints)
+        policy.write_text(text + more)
         middleware = AdmissionMiddleware(None, load(policy), is_shown=True)
         pages = admin_app(
             state=middleware.controller.state,

@@ -20,6 +20,7 @@ from sidecar.events import Admitted, Classified, Refused, Settled
 from sidecar.middleware.generic_request import READ_AHEAD, CostReader, UploadChannel
 from sidecar.policy.model import CostPlace
 from sidecar.proxy.proxy import ReverseProxy
+from tests.middleware.models import served_models
 from tests.support.middleware import App, Recorder
 from tests.support.redis_servers import free_port
 from tests.support.serving import Served, serving
@@ -68,6 +69,12 @@ def policy(tmp_path: Path) -> Path:
     path = tmp_path / "policy.yaml"
     path.write_text(POLICY)
     return path
+
+
+@pytest.fixture
+def bounded(policy: Path) -> Path:
+    policy.write_text(POLICY.replace("max_body: 4MiB", "max_body: 1MiB\nmax_upload: 2MiB"))
+    return policy
 
 
 @pytest.fixture
@@ -187,6 +194,20 @@ class TestUploads:
             assert too_large.status_code == 413
             assert not app.seen
 
+    async def test_uploads_have_a_bound_of_their_own_and_json_that_is_read_does_not_share_it(
+        self, bounded: Path
+    ) -> None:
+        app = App()
+        async with stack(bounded, app) as it, httpx2.AsyncClient(base_url=it.url) as client:
+            assert (await client.post(UPLOAD, content=b"x" * 2 * 2**20, headers=FORM)).status_code == 200
+            too_large = await client.post(UPLOAD, content=b"x" * (2 * 2**20 + 1), headers=FORM)
+            assert too_large.status_code == 413
+            assert "2097152 bytes allowed" in too_large.json()["error"]["message"]
+            for path in (UPLOAD, "/v1/rerank"):
+                body = b'{"a": "' + b"x" * 2**20 + b'"}'
+                assert (await client.post(path, content=body)).status_code == 413
+            assert len(app.seen) == 1
+
     async def test_while_it_waits_little_of_it_is_read(self, policy: Path) -> None:
         app = App(is_held=True)
         async with stack(policy, app) as it, httpx2.AsyncClient(base_url=it.url, timeout=20) as client:
@@ -284,6 +305,18 @@ class TestDryRun:
             assert app.seen[0].body == body
             assert it.recorder.stories[0].one(Classified).tokens == 1000 + 1024
 
+    async def test_with_models_it_passes_unread_too(self, tmp_path: Path) -> None:
+        generic = f"{{{UPLOAD}: {{api: generic, tokens: 10}}}}"
+        async with served_models(tmp_path, "{m: {}}", 1, mode="observe", endpoints=generic) as it:
+            assert it.client._base_url is not None
+            async with connected(it.client._base_url.port or 0) as (reader, writer):
+                writer.write(post(UPLOAD, b"x" * 1000, "content-type: audio/wav")[:-900])
+                answer = await asyncio.wait_for(
+                    reader.readuntil(b"\r\n\r\n"), 5
+                )  # of the engine, which has no such path
+        assert b"x-admission-mode: observe" in answer
+        assert b"x-admission-tier: normal" in answer
+
 
 def parts(body: bytes, cuts: list[int]) -> Iterator[bytes]:
     at = 0
@@ -317,13 +350,19 @@ class TestCost:
             b'"total_tokens": 1.5',
             b'"total_tokens": 1e9',
             b'"total_tokens": 9999999999999',
+            b'"total_tokens": 1234567890.5',
+            b'"total_tokens": "12"',
             b"{}",
         ],
     )
-    def test_what_is_no_whole_number_of_tokens_is_no_cost(self, body: bytes) -> None:
-        reader = CostReader(CostPlace(member=b"total_tokens"))
-        reader.feed({"type": "http.response.body", "body": body})
-        assert reader.tokens is None
+    @pytest.mark.parametrize("after", [b"", b', "a": 1}', b', "id": "0123456789"}'])
+    def test_what_is_no_whole_number_of_tokens_is_no_cost(self, body: bytes, after: bytes) -> None:
+        """Wherever the answer is cut: half of a number is no number."""
+        for cut in range(len(body + after) + 1):
+            reader = CostReader(CostPlace(member=b"total_tokens"))
+            reader.feed({"type": "http.response.body", "body": (body + after)[:cut], "more_body": True})
+            reader.feed({"type": "http.response.body", "body": (body + after)[cut:]})
+            assert reader.tokens is None
 
     def test_a_header_is_found_in_any_case(self) -> None:
         reader = CostReader(CostPlace(header=b"x-cost"))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx2
 import pytest
 
 from sidecar import AdmissionMiddleware
+from tests.middleware.models import served_models
 from tests.support.middleware import CHAT, KEYS, App, chat, write_policy
 from tests.support.redis_servers import RedisServer, first_binary
 from tests.support.serving import serving
@@ -104,6 +107,24 @@ async def test_a_store_that_is_away_leaves_what_is_left_unknown(shared: Path, tm
     async with client_of(shared, App()) as client:
         found = await view(client, "acme")
         assert found["limits"]["requests"] == {"per_minute": 60, "left": None, "full_in_s": None}
+
+
+async def test_in_a_store_each_model_has_its_own_part_of_the_limits(tmp_path: Path) -> None:
+    digest = sha256(b"sk-acme").hexdigest()
+    await anyio.Path(tmp_path / "acme.yaml").write_text(
+        f'tenant: acme\nkeys: ["sha256:{digest}"]\ntier: normal\nlimits: {{requests_per_minute: 6, burst: 60s}}\n'
+    )
+    with RedisServer(first_binary(), tmp_path) as server:
+        more = f"store: {server.url}\ntenants: acme.yaml\n"
+        async with served_models(tmp_path, "{m: {engines: [a]}, n: {engines: [b]}}", more=more) as it:
+            body = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+            async with it.client.post(CHAT, json=body, headers=key("acme")) as answer:
+                assert answer.status == 200
+            async with it.client.get(PATH, headers=key("acme")) as answer:
+                found = await answer.json()
+    assert found["limits"]["requests"] == {"per_minute": 6, "left": None, "full_in_s": None}
+    assert [found["limits_by_model"][model]["requests"]["left"] for model in ("m", "n")] == [5, 6]
+    assert list(found["models"]) == ["m", "n"]
 
 
 async def test_a_key_is_needed_and_nothing_is_said_without_one(policy: Path) -> None:
