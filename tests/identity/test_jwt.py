@@ -86,6 +86,7 @@ def _bad_tokens(issuer: Issuer) -> dict[str, str]:
     good = issuer.token()
     public = issuer.keys[0].as_pem(private=False)
     header, payload = good.split(".")[:2]
+    endless = {**json.loads(_decoded(payload)), "exp": 10**400}
     hs = unsigned({"alg": "HS256", "kid": "one"}, json.loads(_decoded(payload)))
     signed = hmac.new(public, hs.rpartition(".")[0].encode(), hashlib.sha256).digest()
     confused = unsigned({"alg": "HS256", "kid": "one"}, json.loads(_decoded(payload)), signed)
@@ -97,6 +98,8 @@ def _bad_tokens(issuer: Issuer) -> dict[str, str]:
         "no time of expiry": issuer.token(exp=None),
         "exp is not a time": issuer.token(exp="soon"),
         "nbf is not a time": issuer.token(nbf=True),
+        "exp is not": issuer.token(exp=-(10**400)),  # beyond a float
+        "token's signature": unsigned({"alg": "ES256", "kid": "one"}, endless, b"x"),
         "signature is wrong": issuer.token(key=ec("one")),
         "signature is": f"{header}.{payload}.",
         "algorithm": confused,
@@ -262,6 +265,7 @@ async def test_keys_that_are_no_use_are_left_out_and_a_file_is_read_like_an_addr
     entries = json.loads(issuer.key_set())["keys"]
     encrypting = {**ec("encrypting").as_dict(private=False), "use": "enc"}
     entries += [encrypting, weak, {"kty": "oct", "k": "c2VjcmV0", "kid": "secret"}, {"kty": "EC", "kid": "half"}, 7]
+    entries += [{**entries[0], "kty": ["EC"]}, {**entries[0], "kty": {}}, {**entries[0], "use": ["sig"]}]
     (tmp_path / "keys.json").write_text(json.dumps({"keys": entries}))
     keys = IssuerKeys(str(tmp_path / "keys.json"))
     await keys.fetch()
