@@ -235,9 +235,12 @@ async def test_while_the_issuer_is_down_old_keys_count_and_unknown_ones_are_not_
         refused = await guarded.ask(None, bearer(issuer.token(header={"kid": "new"})))
         assert refused.is_error(503, "issuer_unavailable")
         assert refused.headers["retry-after"] == "5"
+        (notice,) = guarded.sidecar.notices()
+        assert notice.endswith(f"could not be fetched from {issuer.url}: answered 500; the old ones stay in use")
         issuer.status = 200
         clock.now_s += issuer_keys.LEAST_INTERVAL_S
         assert (await guarded.ask(None, bearer(issuer.token(header={"kid": "new"})))).status == 401
+        assert guarded.sidecar.notices() == []
 
 
 async def test_an_issuer_that_hangs_holds_only_tokens_and_only_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
