@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -144,20 +144,25 @@ class StoredTenantsRegistry:
         """The tenants of files and store whose names come after `after`, by name, `most` at most."""
         of_files = self._files_policy.named
         names = sorted(name for name in {*of_files, *self._records.texts()} if name > after)
-        return [row for name in islice(names, most) for row in self.rows_of(name)]
+        return self._rows_of(names[:most])
 
     def rows_of(self, name: str) -> Sequence[TenantRow]:
         """The tenants of this name: none, the one in force, or that and another of the store."""
+        return self._rows_of([name])
+
+    def _rows_of(self, names: Sequence[str]) -> Sequence[TenantRow]:
+        # Once for all of them: there may be thousands, and requests wait meanwhile.
+        of_files, reasons = self._files_policy.named, self._reasons()
+        keys = Counter(tenant.name for tenant in self._files_policy.tenants.values())
+        tiers = [tier.name for tier in self._files_policy.tiers]
         rows = []
-        if (tenant := self._files_policy.named.get(name)) is not None:
-            keys = sum(one.name == name for one in self._files_policy.tenants.values())
-            tiers = self._files_policy.tiers
-            rows.append(TenantRow(name, "file", keys, _record_of(tenant, [tier.name for tier in tiers])))
-        why = self._reasons().get(name)
-        if (stored := self._stored.get(name)) is not None:
-            rows.append(_row(stored, why))
-        elif name in self._found:
-            rows.append(TenantRow(name, "store", 0, {}, why))
+        for name in names:
+            if (tenant := of_files.get(name)) is not None:
+                rows.append(TenantRow(name, "file", keys[name], _record_of(tenant, tiers)))
+            if (stored := self._stored.get(name)) is not None:
+                rows.append(_row(stored, reasons.get(name)))
+            elif name in self._found:
+                rows.append(TenantRow(name, "store", 0, {}, reasons.get(name)))
         return rows
 
     def _refuse_files(self, name: str, digests: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from sidecar.admin.app import admin_app
 from sidecar.admin.auth import Access
 from sidecar.cli import main
 from sidecar.middleware import stored_tenants
+from sidecar.middleware.stored_tenants import StoredTenantsRegistry
 from sidecar.policy.compiler import load
 from sidecar.policy.model import StoredTenants
 from sidecar.policy.stored_tenants import InvalidTenant, read_record, with_stored
@@ -257,6 +258,29 @@ async def test_records_that_others_wrote_are_not_in_force_and_keep_no_other_out(
         assert "in the store" not in one.notices()
 
 
+async def test_a_name_that_is_none_is_looked_for_and_can_be_removed(
+    tmp_path: Path, store: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with sidecar(tmp_path, store.url, STORED) as one:
+        for name in ("..", "a/b", "/", "%2f", "\u00fc", "a b", "'; DROP"):
+            for what in ("show", "remove"):
+                assert await one.command("tenants", what, name) == 1
+                refused = capsys.readouterr().err
+                assert "no tenant is called" in refused or "no tenant of this name" in refused, refused
+        await one.call("POST", "/tenants", bulk())
+        root = "admission:tenants:{default}"
+        store.command("HSET", f"{root}:records", "a/b", json.dumps(bulk(tenant="a/b")))
+        store.command("ZADD", f"{root}:changed", 1, "a/b")
+        store.command("HINCRBY", root, "epoch", 1)
+
+        async def is_seen() -> bool:
+            return "tenant a/b in the store is not in force" in one.notices()
+
+        await one.until(is_seen, 10.0)
+        assert await one.command("tenants", "remove", "a/b") == 0
+        assert "in the store" not in one.notices()
+
+
 async def says(one: Sidecar, _: str) -> bool:
     return one.notices().count("is not in force") == 3
 
@@ -266,6 +290,9 @@ async def test_pages_of_many_tenants(tmp_path: Path, store: RedisServer, monkeyp
     async with sidecar(tmp_path, store.url, STORED) as one:
         for number in range(6):
             await one.call("POST", "/tenants", bulk(tenant=f"t{number}", keys=[hashed(f"t{number}")]))
+        looked: list[object] = []
+        reasons = StoredTenantsRegistry._reasons
+        monkeypatch.setattr(StoredTenantsRegistry, "_reasons", lambda self: (looked.append(1), reasons(self))[1])
         found: list[str] = []
         after: str | None = ""
         while after is not None:
@@ -274,6 +301,7 @@ async def test_pages_of_many_tenants(tmp_path: Path, store: RedisServer, monkeyp
             found += [row["tenant"] for row in page["tenants"]]
             after = page["next"]
         assert found == ["acme", "nightly", *(f"t{number}" for number in range(6))]
+        assert len(looked) == 3  # once for a page: with 10,000 tenants each look takes a millisecond
 
 
 async def test_the_command_from_nothing(tmp_path: Path, store: RedisServer, capsys: pytest.CaptureFixture[str]) -> None:
