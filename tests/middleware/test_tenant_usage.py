@@ -241,6 +241,26 @@ async def test_a_day_of_many_entries_is_read_in_pages(store: RedisServer) -> Non
     await records.close()
 
 
+@pytest.mark.parametrize("period", ["day:2026-11-30", "month:2026-11"])
+async def test_a_sum_that_someone_spoiled_makes_no_other_tenant_pay_twice(store: RedisServer, period: str) -> None:
+    records = RedisUsage(usage_connector(store_address(store.url), "p"), 62)
+    key = f"admission:usage:{{p}}:{period}"
+    entries = [(UsageKey("2026-11-30", tenant, "normal", "m"), UsageFigures(1, 5, 2)) for tenant in ("acme", "bulk")]
+    store.command("HSET", key, "bulk", "a few")
+    for _ in range(3):
+        await records.add(1, entries, "2026-11-30", [])
+    assert await records.of_day("2026-11-30") == dict(entries)
+    assert (await records.add(0, [], "2026-11-30", ["acme", "bulk"])).sums == {"acme": (7, 7), "bulk": (7, 7)}
+    store.command("SET", key, "of another type")
+    for _ in range(3):
+        with pytest.raises(StoreSilent):
+            await records.add(2, entries, "2026-11-30", ["bulk"])
+    store.command("DEL", key)
+    await records.add(2, entries, "2026-11-30", [])
+    assert (await records.of_day("2026-11-30"))[entries[0][0]] in (UsageFigures(1, 5, 2), UsageFigures(2, 10, 4))
+    await records.close()
+
+
 async def test_an_answer_that_is_lost_on_the_way_from_the_real_store(
     store: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
